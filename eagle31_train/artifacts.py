@@ -1,0 +1,145 @@
+"""Files that stages hand over: written whole or not at all, and known by what they were made from.
+
+Every stage leaves a `manifest.json`, written last. It holds the stage's `fingerprint`: a hash of
+the options that matter to the stage and of the fingerprints of its inputs. A stage whose
+manifest is there with the same fingerprint, and whose files are as listed, is finished; nothing
+else counts as finished.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from eagle31_train.schema import UserError
+
+MANIFEST = "manifest.json"
+
+
+def fingerprint(value: Any) -> str:
+    """16 hex digits that change whenever the JSON of `value` does."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file's bytes, as hex."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def fsync_path(path: Path) -> None:
+    """Force a file's bytes, or a folder's entries, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def commit(temporary: Path, final: Path) -> None:
+    """Give a finished file or folder its name, atomically, and make both survive a power cut."""
+    for path in [temporary, *temporary.rglob("*")] if temporary.is_dir() else [temporary]:
+        fsync_path(path)
+    if final.is_dir():
+        shutil.rmtree(final)
+    temporary.replace(final)
+    fsync_path(final.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    commit(temporary, path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON whole or not at all."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path, made_by: str) -> dict[str, Any]:
+    """Read a JSON object; `made_by` is the command that makes it, for the error."""
+    if not path.is_file():
+        raise UserError(f"{path} is missing: run `{made_by}` first")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is damaged ({error}): remove it and run `{made_by}` again") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} is damaged (not a JSON object): remove it and run `{made_by}` again")
+    return value
+
+
+def list_files(folder: Path, files: Iterable[Path]) -> dict[str, dict[str, Any]]:
+    """The manifest's `files`: relative name → size in bytes and SHA-256."""
+    return {
+        str(file.relative_to(folder)): {"bytes": file.stat().st_size, "sha256": file_sha256(file)}
+        for file in sorted(files)
+    }
+
+
+def first_damaged(folder: Path, files: dict[str, dict[str, Any]], checksums: bool = True) -> str | None:
+    """Name the first listed file that is missing or not as it was written; None if all are whole."""
+    for name, entry in files.items():
+        file = folder / name
+        if not file.is_file():
+            return f"{file} is missing"
+        if file.stat().st_size != entry["bytes"]:
+            return f"{file} has {file.stat().st_size} bytes, not {entry['bytes']}: truncated or replaced"
+        if checksums and file_sha256(file) != entry["sha256"]:
+            return f"{file} does not match its checksum: damaged or replaced"
+    return None
+
+
+def finished(folder: Path, wanted: str, inputs: dict[str, Any], overwrite: bool, checksums: bool = True) -> bool:
+    """Whether the stage that writes `folder` is already done for these inputs.
+
+    Args:
+        folder: the stage's output folder.
+        wanted: the fingerprint of `inputs`.
+        inputs: what the stage's output depends on, option by option.
+        overwrite: make the output anew where it belongs to other inputs.
+        checksums: also read every listed file.
+
+    Raises:
+        UserError: the folder holds finished output of other inputs and `overwrite` is off.
+    """
+    if not (folder / MANIFEST).is_file():
+        return False
+    manifest = read_json(folder / MANIFEST, "the stage")
+    if manifest.get("fingerprint") == wanted:
+        damage = first_damaged(folder, manifest.get("files", {}), checksums)
+        if damage is None:
+            return True
+        print(f"{damage}; making {folder} again")
+        (folder / MANIFEST).unlink()
+        return False
+    if not overwrite:
+        raise UserError(
+            f"{folder} was made from other inputs ({describe_change(manifest.get('inputs', {}), inputs)}): "
+            "choose another name=… or run_dir=…, or replace it with overwrite=true"
+        )
+    shutil.rmtree(folder)
+    return False
+
+
+def describe_change(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> str:
+    """Name the options in which two sets of inputs differ."""
+    changes = []
+    for key in sorted(old.keys() | new.keys()):
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            if inner := describe_change(before, after, f"{prefix}{key}."):
+                changes.append(inner)
+        elif before != after:
+            changes.append(f"{prefix}{key}: {before} there, {after} here")
+    return "; ".join(changes)

@@ -1,0 +1,147 @@
+"""The one way every stage is called: Hydra's configuration from `configs/`, checked, then the stage.
+
+    python -m eagle31_train.extract +experiment=smollm2 target.dtype=float32
+
+`+experiment=NAME` picks a whole recipe from `configs/experiment/`; `key=value` changes one option.
+A mistake by the user ends with one line on standard error and exit status 2.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import sys
+import typing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from eagle31_train.schema import Config, UserError
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIGS = ROOT / "configs"
+
+
+def load_config(overrides: list[str]) -> Config:
+    """Compose `configs/config.yaml` with the overrides and check it against the schema.
+
+    Raises:
+        UserError: an unknown key or group (with the nearest valid name), a value of the wrong
+            type, or a mandatory option that is missing.
+    """
+    for override in overrides:
+        _check_override(override)
+    OmegaConf.register_new_resolver("project", lambda path: str(ROOT / path), replace=True)
+    ConfigStore.instance().store(name="schema", node=Config)
+    try:
+        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+            composed = compose("config", overrides)
+        missing = sorted(OmegaConf.missing_keys(composed))
+        if missing:
+            raise UserError(
+                f"no value for {', '.join(missing)}: pick a recipe with +experiment=NAME "
+                f"({', '.join(_choices('experiment'))}) or set {missing[0]}=…"
+            )
+        config = OmegaConf.to_object(composed)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(_explain(error)) from None
+    assert isinstance(config, Config)
+    return config
+
+
+def run(stage: Callable[[Config], None], description: str, argv: list[str] | None = None) -> None:
+    """Parse the command line, compose the configuration, run the stage; exit 2 on a user's mistake."""
+    parser = argparse.ArgumentParser(
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=_options_help(),
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="options, listed below")
+    parser.add_argument("--cfg", action="store_true", help="print the resolved configuration and stop")
+    arguments = parser.parse_args(argv)
+    try:
+        config = load_config(arguments.overrides)
+        if arguments.cfg:
+            print(OmegaConf.to_yaml(OmegaConf.structured(config)), end="")
+            return
+        stage(config)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from here", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved configuration as YAML, for saving beside outputs."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def _choices(group: str) -> list[str]:
+    return sorted(file.stem for file in (CONFIGS / group).glob("*.yaml"))
+
+
+def _check_override(override: str) -> None:
+    key, equals, value = override.partition("=")
+    key = key.lstrip("+~")
+    if not equals and not override.startswith("~"):
+        raise UserError(f"{override!r} is not of the form key=value")
+    if (CONFIGS / key).is_dir():
+        if value not in _choices(key):
+            raise UserError(f"no configs/{key}/{value}.yaml{_nearest(value, _choices(key))}")
+        return
+    known = {path: kind for path, kind, _ in _options(Config)}
+    parents = {".".join(key.split(".")[: depth + 1]) for depth in range(key.count("."))}
+    if key in known or any("dict" in str(known.get(parent, "")) for parent in parents):
+        return
+    groups = [folder.name for folder in CONFIGS.iterdir() if folder.is_dir()]
+    raise UserError(f"no option {key!r}{_nearest(key, [*known, *groups])}")
+
+
+def _nearest(name: str, names: list[str]) -> str:
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    last = difflib.get_close_matches(name.split(".")[-1], [n.split(".")[-1] for n in names], n=1, cutoff=0.6)
+    if not close and last:
+        close = [n for n in names if n.split(".")[-1] == last[0]][:1]
+    return f": did you mean {close[0]!r}?" if close else f" (there are {', '.join(sorted(names)[:12])}, …)"
+
+
+def _options(cls: type, prefix: str = "") -> Iterator[tuple[str, Any, dataclasses.Field]]:
+    """Every option: dotted name, type, field."""
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        kind = hints[field.name]
+        if dataclasses.is_dataclass(kind):
+            yield from _options(typing.cast(type, kind), f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}", kind, field
+
+
+def _options_help() -> str:
+    lines = [f"recipes (+experiment=…): {', '.join(_choices('experiment'))}", "", "options (key=value):"]
+    for name, _, field in _options(Config):
+        default = field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore[misc]
+        shown = "required" if default == "???" else "null" if default is None else str(default)
+        lines.append(f"  {name:<32} {field.metadata['help']} [{shown}]")
+    return "\n".join(lines)
+
+
+def _explain(error: Exception) -> str:
+    """One line for an error of Hydra's or OmegaConf's, with the nearest valid name for a wrong key."""
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    key = getattr(cause, "full_key", None) or getattr(cause, "key", None)
+    first = str(cause).strip().splitlines()[0]
+    names = [name for name, _, _ in _options(Config)]
+    if key and str(key) not in names and "not in" in first:
+        return f"no option {key!r} in the configuration files{_nearest(str(key), names)}"
+    where = f"{key}: " if key else ""
+    return f"{where}{first}"
+

@@ -1,0 +1,159 @@
+"""What flows between the stages: the types of the configuration and of the files that stages hand over.
+
+Everyone may import this module; it imports nothing of the project and no torch.
+
+Each option's default and help text stand here once. The YAML files under `configs/` only say
+where an experiment differs from these defaults.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class UserError(ValueError):
+    """Something the user can mend. The text says what, where, and what to do, in one line."""
+
+
+def opt(default: Any, help: str) -> Any:
+    """A configuration field with a default and the text that `--help` prints for it."""
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: default.copy(), metadata={"help": help})
+    return field(default=default, metadata={"help": help})
+
+
+# ---------------------------------------------------------------- configuration
+
+
+@dataclass
+class TargetConfig:
+    path: str = opt("???", "directory or hub id of the target, in transformers format")
+    revision: str | None = opt(None, "hub revision")
+    dtype: str = opt("bfloat16", "precision the target runs in during generation and extraction")
+    device: str = opt("auto", "cpu, cuda, cuda:N, or auto (cuda where there is one)")
+    trust_remote_code: bool = opt(False, "run Python code that comes with the target")
+    chat_template: str | None = opt(None, "Jinja file used instead of the tokenizer's chat template")
+    aux_layers: list[int] | None = opt(
+        None, "auxiliary layers, as inputs of layer i (0 = embeddings); default: vLLM's 2, N//2, N-3"
+    )
+
+
+@dataclass
+class GenerateConfig:
+    max_new_tokens: int = opt(320, "longest answer, in tokens")
+    temperature: float = opt(0.0, "0 is greedy")
+    top_p: float = opt(1.0, "nucleus of the sampled answers")
+    samples: int = opt(1, "answers per prompt; the first is greedy, the others are sampled")
+    batch_size: int = opt(32, "prompts answered together by an in-process target")
+    server: str | None = opt(None, "base URL of an OpenAI-compatible server, e.g. http://localhost:8000/v1")
+    model: str | None = opt(None, "the server's name of the model; default: target.path")
+    concurrency: int = opt(16, "requests under way at once to the server")
+
+
+@dataclass
+class DataConfig:
+    conversations: str | None = opt(None, "conversations to learn: file, glob, or hub id (regenerate=false)")
+    prompts: str | None = opt(None, "prompts to answer: file, glob, or hub id (regenerate=true)")
+    split: str = opt("train", "split of a hub data set")
+    format: str = opt("auto", "auto, messages, sharegpt, alpaca, prompt or turns")
+    max_length: int = opt(2048, "tokens of one conversation; longer ones are cut and counted")
+    heldout: float = opt(0.05, "share of prompts held out, chosen by a hash of the prompt")
+    draft_vocab_size: int | None = opt(None, "draft vocabulary, most frequent assistant tokens first")
+    draft_vocab_coverage: float | None = opt(
+        None, "or: the smallest vocabulary that covers this share of assistant tokens"
+    )
+    generate: GenerateConfig = field(default_factory=GenerateConfig)
+
+
+@dataclass
+class ExtractConfig:
+    batch_tokens: int = opt(4096, "padded tokens in one forward pass of the target")
+    shard_tokens: int = opt(16384, "tokens in one shard of the store")
+    gate_batches: int = opt(3, "batches that the fidelity gate compares with the target's own logits")
+    gate_top1: float = opt(0.99, "least top-1 agreement")
+    gate_kl: float = opt(0.02, "largest mean KL, in nats")
+
+
+@dataclass
+class DrafterConfig:
+    architecture: str = opt("llama", "attention of the drafter: llama (GQA) or mla")
+    fc_norm: bool = opt(True, "EAGLE 3.1: an RMSNorm on each auxiliary state before fc")
+    norm_output: bool = opt(True, "EAGLE 3.1: feed the post-norm state into the next step")
+    norm_before_residual: bool = opt(False, "the layer's residual is hidden_norm(h) instead of h")
+    hidden_size: int | None = opt(None, "default: the target's")
+    intermediate_size: int = opt("???", "width of the MLP")
+    num_attention_heads: int = opt("???", "query heads")
+    num_key_value_heads: int = opt("???", "key and value heads")
+    head_dim: int = opt("???", "width of one head")
+    rms_norm_eps: float = opt(1e-5, "epsilon of every RMSNorm of the drafter")
+    rope_theta: float = opt(10000.0, "the drafter's own RoPE base")
+    rope_scaling: dict[str, Any] | None = opt(None, "the drafter's own RoPE scaling, as in transformers")
+    max_position_embeddings: int = opt(2048, "longest position written to config.json")
+    share_embedding: bool = opt(True, "embed_tokens is the target's, frozen, and left out of the checkpoint")
+    train_lm_head: bool = opt(True, "fit lm_head (it starts from the target's rows)")
+    # MLA only
+    q_lora_rank: int | None = opt(None, "MLA: rank of the queries; null for full rank")
+    kv_lora_rank: int | None = opt(None, "MLA: rank of keys and values")
+    qk_nope_head_dim: int | None = opt(None, "MLA: key width without position")
+    qk_rope_head_dim: int | None = opt(None, "MLA: key width with position")
+    v_head_dim: int | None = opt(None, "MLA: value width")
+
+
+@dataclass
+class TrainConfig:
+    unroll: int = opt(7, "draft steps trained, K")
+    gamma: float = opt(0.8, "weight of step k is gamma**k")
+    loss: str = opt("kl", "kl or ce (same gradients; kl is zero for a perfect drafter)")
+    oov: str = opt(
+        "mask", "targets whose arg-max the draft vocabulary lacks: mask, or keep (train on the rest)"
+    )
+    epochs: int = opt(1, "passes over the training split")
+    max_steps: int | None = opt(None, "stop after this many optimizer steps")
+    batch_tokens: int = opt(4096, "tokens of one optimizer step, over all ranks and accumulation steps")
+    accumulation: int = opt(1, "micro-batches per rank and optimizer step")
+    lr: float = opt(1e-4, "peak learning rate")
+    warmup: float = opt(0.05, "share of the steps that warm up")
+    min_lr: float = opt(0.1, "the cosine ends at this share of lr")
+    weight_decay: float = opt(0.0, "AdamW, on matrices only")
+    betas: list[float] = opt([0.9, 0.95], "AdamW")
+    clip: float = opt(0.5, "largest gradient norm")
+    precision: str = opt("bf16", "bf16 (autocast, fp32 master weights) or no (fp32)")
+    eval_every: int = opt(100, "steps between evaluations on the held-out split; the last step is evaluated")
+    eval_samples: int = opt(64, "held-out conversations per evaluation")
+    checkpoint_every: int = opt(100, "steps between checkpoints")
+    keep_checkpoints: int = opt(2, "newest checkpoints kept")
+    wandb: str = opt("offline", "Weights & Biases: online, offline or disabled")
+    project: str = opt("eagle31", "Weights & Biases project")
+
+
+@dataclass
+class EvaluateConfig:
+    prompts: str | None = opt(None, "prompts to decode: file, glob or hub id; default: the held-out split")
+    num_prompts: int = opt(20, "prompts decoded")
+    draft_tokens: int = opt(3, "tokens drafted per verification")
+    max_new_tokens: int = opt(128, "tokens generated per prompt")
+    dtype: str = opt("float32", "precision; the equality check is exact in float32 only")
+    warmup: bool = opt(True, "decode the first prompt once before timing")
+
+
+@dataclass
+class Config:
+    name: str = opt("???", "name of the experiment; also names run_dir")
+    run_dir: str = opt("runs/${name}", "where every stage writes")
+    seed: int = opt(0, "seed of sampling, initial weights and data order")
+    overwrite: bool = opt(False, "replace outputs that were made from other inputs")
+    regenerate: bool = opt(False, "let the target answer data.prompts anew")
+    push: bool = opt(False, "export: upload to the Hugging Face Hub")
+    repo: str | None = opt(None, "export: hub repository, e.g. me/my-eagle31-draft")
+    private: bool = opt(False, "export: make the hub repository private")
+    target: TargetConfig = field(default_factory=TargetConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    extract: ExtractConfig = field(default_factory=ExtractConfig)
+    drafter: DrafterConfig = field(default_factory=DrafterConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+
+
+def as_plain(value: Any) -> Any:
+    """A dataclass as plain dicts and lists, ready for JSON."""
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value  # type: ignore[arg-type]
