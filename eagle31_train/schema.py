@@ -154,6 +154,36 @@ class Config:
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
 
 
+# ---------------------------------------------------------------- what stages hand over
+
+
+@dataclass(frozen=True)
+class DrafterShape:
+    """A drafter's architecture with nothing left to default: DrafterConfig joined with its target.
+
+    Saved as `drafter.json` beside trained weights; `contract.py` says what checkpoint it makes.
+    """
+
+    architecture: str
+    hidden_size: int  # D
+    target_hidden_size: int  # H
+    aux_layers: list[int]  # inputs of layer i; A = len(aux_layers)
+    vocab_size: int  # V
+    draft_vocab_size: int  # Vd
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: dict[str, Any] | None
+    max_position_embeddings: int
+    fc_norm: bool
+    norm_output: bool
+    norm_before_residual: bool
+    share_embedding: bool
+
+
 def as_plain(value: Any) -> Any:
     """A dataclass as plain dicts and lists, ready for JSON."""
     return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value  # type: ignore[arg-type]
