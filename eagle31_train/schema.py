@@ -8,7 +8,10 @@ where an experiment differs from these defaults.
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # the types of `Document` only: importing the schema must not import torch
+    from torch import Tensor
 
 
 class UserError(ValueError):
@@ -155,6 +158,28 @@ class Config:
 
 
 # ---------------------------------------------------------------- what stages hand over
+
+
+@dataclass(frozen=True)
+class Document:
+    """One tokenized conversation with the target's states: T tokens, A auxiliary layers, H hidden.
+
+    tokens: [T] int64.
+    loss_mask: [T] bool, true where the assistant wrote the token.
+    top1: [T] int64, the target's arg-max over the full vocabulary at this position, that is its
+        prediction of the next token; -1 where the next token is not the assistant's.
+    aux: [T, A, H] auxiliary hidden states.
+    last: [T, H] last hidden state, before the final norm.
+    """
+
+    tokens: "Tensor"
+    loss_mask: "Tensor"
+    top1: "Tensor"
+    aux: "Tensor"
+    last: "Tensor"
+
+    def __len__(self) -> int:
+        return len(self.tokens)
 
 
 @dataclass(frozen=True)

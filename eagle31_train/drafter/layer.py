@@ -1,0 +1,145 @@
+"""The drafter's parts: RMSNorm, RoPE, grouped-query attention's projections, MLP, and the one layer.
+
+Parameter names are those of the checkpoint (`contract.py`): saving a drafter renames nothing.
+
+Shapes: n rows; D draft hidden; h query heads; g key/value heads; d head width.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from eagle31_train.schema import DrafterShape
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, in fp32 inside, as vLLM computes it."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., width] → the same shape and dtype."""
+        return rms_norm(x, self.weight, self.eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm with an explicit weight; fp64 stays fp64, everything else is computed in fp32."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (scaled * weight).to(x.dtype)
+
+
+class Rope(nn.Module):
+    """Half-split rotary embedding with the drafter's own base and scaling.
+
+    The frequencies come from transformers, so every scaling it knows (llama3, yarn, linear, …) is
+    the one that the target uses too; angles are computed in fp32.
+    """
+
+    def __init__(self, shape: DrafterShape) -> None:
+        super().__init__()
+        config = LlamaConfig(
+            hidden_size=shape.num_attention_heads * shape.head_dim,
+            num_attention_heads=shape.num_attention_heads,
+            head_dim=shape.head_dim,
+            max_position_embeddings=shape.max_position_embeddings,
+            rope_parameters=rope_parameters(shape),
+        )
+        rotary = LlamaRotaryEmbedding(config)
+        self.inv_freq: Tensor
+        self.register_buffer("inv_freq", rotary.inv_freq.clone(), persistent=False)
+        self.factor = float(rotary.attention_scaling)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x [n, heads, d], positions [n] int64 → x rotated, same dtype."""
+        angles = positions[:, None].to(self.inv_freq.dtype) * self.inv_freq
+        cos, sin = angles.cos() * self.factor, angles.sin() * self.factor
+        cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def rope_parameters(shape: DrafterShape) -> dict:
+    """The RoPE of a drafter as transformers 5 writes it: type, theta and scaling in one place."""
+    scaling = dict(shape.rope_scaling or {})
+    kind = scaling.pop("type", None) or scaling.pop("rope_type", None) or "default"
+    return {**scaling, "rope_type": kind, "rope_theta": shape.rope_theta}
+
+
+class GroupedQueryAttention(nn.Module):
+    """Projections of the drafter's attention; who attends to whom is `attention.py`'s business.
+
+    The input is 2D wide: the normed embedding beside the normed hidden state.
+    """
+
+    def __init__(self, shape: DrafterShape) -> None:
+        super().__init__()
+        self.heads, self.groups, self.width = (
+            shape.num_attention_heads,
+            shape.num_key_value_heads,
+            shape.head_dim,
+        )
+        D = shape.hidden_size
+        self.q_proj = nn.Linear(2 * D, self.heads * self.width, bias=False)
+        self.k_proj = nn.Linear(2 * D, self.groups * self.width, bias=False)
+        self.v_proj = nn.Linear(2 * D, self.groups * self.width, bias=False)
+        self.o_proj = nn.Linear(self.heads * self.width, D, bias=False)
+        self.rope = Rope(shape)
+        self.scale = self.width**-0.5
+
+    def queries(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x [n, 2D], positions [n] → q [n, h, d], rotated."""
+        return self.rope(self.q_proj(x).unflatten(-1, (self.heads, self.width)), positions)
+
+    def keys_values(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """x [n, 2D], positions [n] → k [n, g, d], rotated, and v [n, g, d]."""
+        k = self.rope(self.k_proj(x).unflatten(-1, (self.groups, self.width)), positions)
+        return k, self.v_proj(x).unflatten(-1, (self.groups, self.width))
+
+    def output(self, o: Tensor) -> Tensor:
+        """o [n, h, d] → [n, D]."""
+        return self.o_proj(o.flatten(-2))
+
+
+class Mlp(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, shape: DrafterShape) -> None:
+        super().__init__()
+        D, inner = shape.hidden_size, shape.intermediate_size
+        self.gate_proj = nn.Linear(D, inner, bias=False)
+        self.up_proj = nn.Linear(D, inner, bias=False)
+        self.down_proj = nn.Linear(inner, D, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [n, D] → [n, D]."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class MidLayer(nn.Module):
+    """The drafter's one layer, split where training and decoding differ: around the attention."""
+
+    def __init__(self, shape: DrafterShape) -> None:
+        super().__init__()
+        D, eps = shape.hidden_size, shape.rms_norm_eps
+        self.input_layernorm = RMSNorm(D, eps)
+        self.hidden_norm = RMSNorm(D, eps)
+        self.self_attn = GroupedQueryAttention(shape)
+        self.post_attention_layernorm = RMSNorm(D, eps)
+        self.mlp = Mlp(shape)
+        self.norm_before_residual = shape.norm_before_residual
+
+    def attention_input(self, e: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """Embedding e [n, D] and state g [n, D] → the attention's input [n, 2D] and the residual [n, D]."""
+        normed = self.hidden_norm(g)
+        return torch.cat([self.input_layernorm(e), normed], dim=-1), normed if self.norm_before_residual else g
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """Residual [n, D] and attention output [n, h, d] → h_k [n, D], before the final norm."""
+        u = residual + self.self_attn.output(attended)
+        return u + self.mlp(self.post_attention_layernorm(u))

@@ -1,0 +1,58 @@
+"""Upload of an exported checkpoint to the Hugging Face Hub."""
+
+from pathlib import Path
+
+from huggingface_hub import HfApi
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalTokenNotFoundError,
+    OfflineModeIsEnabled,
+)
+
+from eagle31_train.schema import UserError
+
+# The HTTP client's own base error and OSError; the client's package differs between hub versions.
+_NETWORK_ERRORS: tuple[type[BaseException], ...] = HfHubHTTPError.__bases__
+
+
+def push(folder: Path, repo: str, private: bool) -> str:
+    """Make the repository where there is none, and upload every file of `folder`; returns its address.
+
+    Raises:
+        UserError: the hub cannot be reached or refuses, or `private` is asked of a repository
+            that is public already (nothing is uploaded then).
+    """
+    api = HfApi()
+    try:
+        address = api.create_repo(repo, private=private or None, exist_ok=True)
+        # An existing repository keeps its visibility, whatever create_repo was told.
+        if private and not api.model_info(repo).private:
+            raise UserError(
+                f"the hub repository {repo} exists and is public: make it private there, or leave out private=true"
+            )
+        api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload the drafter")
+    except HFValidationError as error:
+        raise UserError(f"repo={repo} is no hub repository name ({_line(error)}): use repo=owner/name") from None
+    except LocalTokenNotFoundError:
+        raise UserError("push=true needs a hub token: run `hf auth login`, or set HF_TOKEN") from None
+    except OfflineModeIsEnabled:
+        raise UserError("push=true needs the network, but HF_HUB_OFFLINE is set: unset it") from None
+    except HfHubHTTPError as error:
+        raise UserError(_refusal(error, repo)) from None
+    except _NETWORK_ERRORS as error:
+        raise UserError(f"the hub cannot be reached ({_line(error)}): check the network and HF_ENDPOINT") from None
+    return str(address)
+
+
+def _refusal(error: HfHubHTTPError, repo: str) -> str:
+    status = error.response.status_code if error.response is not None else None
+    if status == 401:
+        return "the hub refused the token: run `hf auth login`, or set HF_TOKEN to a valid one"
+    if status == 403:
+        return f"the hub token may not write to {repo}: use one with write access, or another repo=owner/name"
+    return f"the hub answered {status} for {repo} ({_line(error)}): run the same command again later"
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]

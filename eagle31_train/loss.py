@@ -1,0 +1,169 @@
+"""The unrolled loss, without logits that outlive a chunk.
+
+    L = sum_k gamma^k / N_k * sum_{trained (t,k)} KL(p[t+1+k] || q_k[t])
+
+p is the target's softmax over the draft rows of its lm_head, computed from its stored last hidden
+state once per chunk of positions and used by every step that it teaches. Loss, accuracy and all
+gradients of a chunk are worked out while its [pairs, Vd] logits are alive; no tensor of size
+[tokens, Vd] ever is.
+
+Shapes: K steps, S slots, P pairs, J taught positions, D draft hidden, H target hidden, Vd draft vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from eagle31_train.drafter.batch import Batch
+from eagle31_train.drafter.layer import rms_norm
+from eagle31_train.drafter.model import Drafter
+
+
+class Teacher(nn.Module):
+    """The target's distribution over the draft vocabulary, from its last hidden state before the final norm.
+
+    Args:
+        norm_weight: [H] effective weight of the target's final RMSNorm (1 + w where the target says so).
+        eps: its epsilon.
+        head_rows: [Vd, H] rows of the target's lm_head that the draft vocabulary keeps.
+        target_ids: [Vd] int64, the target's id of each draft token.
+    """
+
+    def __init__(self, norm_weight: Tensor, eps: float, head_rows: Tensor, target_ids: Tensor) -> None:
+        super().__init__()
+        self.eps = eps
+        self.norm_weight: Tensor
+        self.head_rows: Tensor
+        self.target_ids: Tensor
+        self.register_buffer("norm_weight", norm_weight, persistent=False)
+        self.register_buffer("head_rows", head_rows, persistent=False)
+        self.register_buffer("target_ids", target_ids, persistent=False)
+
+    def logits(self, last: Tensor) -> Tensor:
+        """last [n, H] → [n, Vd], in the dtype of head_rows."""
+        wide = last if last.dtype == torch.float64 else last.float()
+        return rms_norm(wide, self.norm_weight.to(wide.dtype), self.eps).to(self.head_rows.dtype) @ self.head_rows.T
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a batch showed, as sums over its pairs, so that batches and ranks add up. All [K], fp32.
+
+    loss: summed divergence; trained: pairs that it counts; correct: arg-max hits against the
+    target's arg-max over the full vocabulary; eligible: pairs that could hit; prefix: slots right
+    at every step 0..k; eligible_prefix: slots that could be; rms: mean RMS of the state step k reads.
+    """
+
+    loss: Tensor
+    trained: Tensor
+    correct: Tensor
+    eligible: Tensor
+    prefix: Tensor
+    eligible_prefix: Tensor
+    rms: Tensor
+
+    def stacked(self) -> Tensor:
+        """[7, K], for adding up and reducing over ranks (rms weighted by eligible pairs)."""
+        return torch.stack(
+            [self.loss, self.trained, self.correct, self.eligible, self.prefix, self.eligible_prefix, self.rms * self.eligible]
+        )
+
+
+class Objective(nn.Module):
+    """Drafter and teacher as one module whose forward is the loss, for wrapping by DDP and the like."""
+
+    def __init__(self, drafter: Drafter, teacher: Teacher, loss: str) -> None:
+        super().__init__()
+        self.drafter = drafter
+        self.teacher = teacher
+        self.kind = loss
+
+    def forward(self, batch: Batch, weights: Tensor) -> tuple[Tensor, Measured]:
+        """The weighted loss of a batch.
+
+        Args:
+            batch: packed documents.
+            weights: [K] fp32, gamma^k / N_k with N_k counted over the whole global batch.
+        """
+        unrolled = self.drafter(batch)
+        total, sums, hits = _ChunkedDivergence.apply(
+            unrolled.z.flatten(0, 1), self.drafter.lm_head.weight, self.teacher, batch, weights, self.kind
+        )
+        K, S = unrolled.z.shape[:2]
+        correct = hits.view(K, S)
+        device = total.device
+        return total, Measured(
+            loss=sums,
+            trained=torch.tensor(batch.trained, device=device, dtype=torch.float32),
+            correct=correct.sum(1).float(),
+            eligible=torch.tensor(batch.eligible, device=device, dtype=torch.float32),
+            prefix=correct.cumprod(0).sum(1).float(),
+            eligible_prefix=torch.tensor(batch.eligible_prefix, device=device, dtype=torch.float32),
+            rms=unrolled.rms.float(),
+        )
+
+
+class _ChunkedDivergence(torch.autograd.Function):
+    """Loss and gradients together: the softmax's gradient is q - p, so nothing need be kept for later."""
+
+    @staticmethod
+    def forward(  # noqa: D102
+        ctx: torch.autograd.function.FunctionCtx,
+        z: Tensor,
+        head: Tensor,
+        teacher: Teacher,
+        batch: Batch,
+        weights: Tensor,
+        kind: str,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """z [K*S, D], head [Vd, D] → loss (), summed divergence per step [K], hits [K*S] bool."""
+        compute = torch.get_autocast_dtype(z.device.type) if torch.is_autocast_enabled(z.device.type) else z.dtype
+        wide = torch.float64 if z.dtype == torch.float64 else torch.float32
+        z_low, head_low = z.to(compute), head.to(compute)
+        want_z, want_head = ctx.needs_input_grad[:2]  # type: ignore[attr-defined]
+        dz = torch.zeros_like(z) if want_z else None
+        dhead = torch.zeros_like(head, dtype=wide) if want_head else None
+        sums = torch.zeros(batch.unroll, dtype=wide, device=z.device)
+        hits = torch.zeros(len(z), dtype=torch.bool, device=z.device)
+
+        with torch.autocast(z.device.type, enabled=False):
+            for first, last, begin, end in batch.chunks:
+                target = teacher.logits(batch.teacher[first:last]).to(wide)
+                log_p = target.log_softmax(-1)
+                p = log_p.exp()
+                entropy = -(p * log_p).sum(-1) if kind == "kl" else torch.zeros_like(p[:, 0])
+
+                rows = batch.pair_row[begin:end]
+                taught = batch.pair_teacher[begin:end] - first
+                steps = batch.pair_step[begin:end]
+                states = z_low[rows]
+                logits = (states @ head_low.T).to(wide)
+                p_pairs = p[taught]
+                normaliser = logits.logsumexp(-1, keepdim=True)
+                divergence = normaliser[:, 0] - (p_pairs * logits).sum(-1) - entropy[taught]
+                sums.index_add_(0, steps, divergence)
+                guess = teacher.target_ids[logits.argmax(-1)]
+                hits[rows] = guess == batch.top1[first:last][taught]
+
+                if want_z or want_head:
+                    slope = (logits - normaliser).exp_().sub_(p_pairs).mul_(weights[steps, None].to(wide))
+                    slope = slope.to(compute)
+                    if dz is not None:
+                        dz[rows] = (slope @ head_low).to(dz.dtype)
+                    if dhead is not None:
+                        dhead += slope.T @ states
+        total = (sums * weights.to(wide)).sum()
+        ctx.save_for_backward(*(g for g in (dz, dhead) if g is not None))
+        ctx.wanted = (want_z, want_head)  # type: ignore[attr-defined]
+        ctx.head_dtype = head.dtype  # type: ignore[attr-defined]
+        ctx.mark_non_differentiable(sums, hits)
+        return total, sums.float(), hits
+
+    @staticmethod
+    def backward(ctx, grad: Tensor, *_unused: Tensor):  # noqa: ANN001, ANN205, D102
+        saved = list(ctx.saved_tensors)
+        want_z, want_head = ctx.wanted
+        dz = saved.pop(0) * grad if want_z else None
+        dhead = (saved.pop(0) * grad).to(ctx.head_dtype) if want_head else None
+        return dz, dhead, None, None, None, None

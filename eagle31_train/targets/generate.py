@@ -1,0 +1,169 @@
+"""In-process answers of a target: batched transformers `generate`, greedy and sampled rows side by side.
+
+Shape suffixes: B rows, L padded prompt length, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+)
+
+from eagle31_train.schema import TargetConfig, UserError
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+NUCLEUS = 512  # candidates looked at before a full sort; nearly every nucleus is smaller
+
+
+@dataclass(frozen=True)
+class Request:
+    """One answer wanted: prompt token ids, temperature (0 is greedy) and the seed of its own draws."""
+
+    ids: list[int]
+    temperature: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Token ids without the end-of-turn token; `finish_reason` is "stop" or "length"."""
+
+    ids: list[int]
+    finish_reason: str
+
+
+class Generator:
+    """A target in memory that answers batches of prompts."""
+
+    def __init__(self, target: TargetConfig, end_ids: list[int]) -> None:
+        """Load the target.
+
+        Args:
+            target: where it lies, its dtype and device.
+            end_ids: token ids that end an answer.
+
+        Raises:
+            UserError: the target cannot be loaded, or an unknown dtype.
+        """
+        if target.dtype not in DTYPES:
+            raise UserError(f"target.dtype={target.dtype} is none of {', '.join(DTYPES)}")
+        device = target.device
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        try:
+            self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+                target.path,
+                revision=target.revision,
+                dtype=DTYPES[target.dtype],
+                trust_remote_code=target.trust_remote_code,
+            )
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise UserError(f"target.path={target.path} cannot be loaded: {reason}") from None
+        self.model.to(device).eval()
+        self.end_ids = end_ids
+        self.limit: int | None = getattr(
+            self.model.config.get_text_config(), "max_position_embeddings", None
+        )
+
+    @torch.inference_mode()
+    def answer(self, requests: list[Request], max_new_tokens: int, top_p: float) -> list[Answer]:
+        """Answer one batch; prompts of like length waste least.
+
+        A row's draws come from its own seed, so they do not depend on which rows share its batch.
+
+        Raises:
+            UserError: a prompt leaves no room for the answer in the target's positions.
+        """
+        longest = max(len(request.ids) for request in requests)
+        if self.limit is not None and longest + max_new_tokens > self.limit:
+            raise UserError(
+                f"a prompt of {longest} tokens and data.generate.max_new_tokens={max_new_tokens} exceed "
+                f"the target's {self.limit} positions: shorten one of them"
+            )
+        device = self.model.device
+        pad = self.end_ids[0]
+        rows = [[pad] * (longest - len(request.ids)) + request.ids for request in requests]
+        masks = [[0] * (longest - len(r.ids)) + [1] * len(r.ids) for r in requests]
+        # A configuration of our own: the target's may ask for sampling or penalties by default.
+        self.model.generation_config = GenerationConfig(
+            max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=self.end_ids, pad_token_id=pad
+        )
+        output_BT = self.model.generate(
+            input_ids=torch.tensor(rows, device=device),
+            attention_mask=torch.tensor(masks, device=device),
+            logits_processor=LogitsProcessorList([SeededSampling(requests, longest, max_new_tokens, top_p)]),
+        )
+        return [self._until_end(row) for row in output_BT[:, longest:].tolist()]
+
+    def _until_end(self, ids: list[int]) -> Answer:
+        for position, token in enumerate(ids):
+            if token in self.end_ids:
+                return Answer(ids[:position], "stop")
+        return Answer(ids, "length")
+
+
+class SeededSampling(LogitsProcessor):
+    """Nucleus sampling with a seed per row, dressed as a processor under greedy search.
+
+    It draws the token itself and leaves only that one finite: `generate` has one global random
+    state, with which a row's answer would depend on the rows beside it. Greedy rows pass through.
+    """
+
+    def __init__(self, requests: list[Request], prompt_length: int, max_new_tokens: int, top_p: float) -> None:
+        self.prompt_length = prompt_length
+        self.top_p = top_p
+        self.rows = torch.tensor([i for i, request in enumerate(requests) if request.temperature > 0])
+        sampled = [requests[i] for i in self.rows.tolist()]
+        self.temperatures = torch.tensor([request.temperature for request in sampled])
+        draws = [
+            torch.rand(max_new_tokens, generator=torch.Generator().manual_seed(request.seed))
+            for request in sampled
+        ]
+        self.uniforms = torch.stack(draws) if draws else torch.empty(0, max_new_tokens)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """input_ids [B, L + step] int64, scores [B, V] float → scores with one token per sampled row."""
+        if not len(self.rows):
+            return scores
+        device = scores.device
+        step = input_ids.shape[1] - self.prompt_length
+        rows = self.rows.to(device)
+        logits = scores[rows].float() / self.temperatures.to(device)[:, None]
+        chosen = draw(logits, self.uniforms[:, step].to(device), self.top_p)
+        scores = scores.clone()
+        scores[rows] = float("-inf")
+        scores[rows, chosen] = 0.0
+        return scores
+
+
+def draw(logits_BV: Tensor, uniform_B: Tensor, top_p: float) -> Tensor:
+    """Sample by inverse CDF over the nucleus.
+
+    Args:
+        logits_BV: [B, V] float32, temperature applied.
+        uniform_B: [B] float32 in [0, 1).
+        top_p: the nucleus is the fewest most likely tokens whose mass reaches this.
+
+    Returns:
+        [B] int64 token ids.
+    """
+    V = logits_BV.shape[1]
+    total_B = logits_BV.logsumexp(-1, keepdim=True)
+    for size in (min(NUCLEUS, V), V):
+        # A full sort of V = 49,152 costs as much as the model's own step, hence the top few first.
+        top_BK, index_BK = logits_BV.topk(size, dim=-1)
+        mass_BK = (top_BK - total_B).exp().cumsum(-1)
+        if size == V or bool((mass_BK[:, -1] >= top_p).all()):
+            break
+    # Tokens before the one that reaches top_p, and that one.
+    kept_B = ((mass_BK < top_p).sum(-1, keepdim=True)).clamp(max=size - 1)
+    threshold_B = uniform_B[:, None] * mass_BK.gather(-1, kept_B)
+    position_B = torch.searchsorted(mass_BK, threshold_B, right=True).minimum(kept_B)
+    return index_BK.gather(-1, position_B)[:, 0]
