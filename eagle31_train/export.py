@@ -1,0 +1,283 @@
+"""STAGE 5: the trained drafter as a checkpoint that vLLM serves.
+
+    python -m eagle31_train.export +experiment=smollm2
+    python -m eagle31_train.export +experiment=smollm2 push=true repo=me/my-draft private=true
+
+Reads `train/`'s newest weights and the draft vocabulary, holds them against the contract, and
+writes `export/` (config.json, model.safetensors, README.md) whole or not at all. Nothing leaves
+the machine without push=true.
+"""
+
+import dataclasses
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from eagle31_train import artifacts, card, cli, contract, hub, vocab
+from eagle31_train.schema import Config, DrafterShape, UserError, as_plain
+
+TRAIN = "accelerate launch train.py"
+# Raised whenever the same inputs make another checkpoint.
+LAYOUT = 1
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What the stage reads: a trained drafter and what is known of it."""
+
+    weights: Path
+    shape: DrafterShape
+    vocab: vocab.DraftVocab
+    train: dict[str, Any]
+    data: dict[str, Any] | None
+    evaluate: dict[str, Any] | None
+
+
+def export(config: Config) -> None:
+    """Write `run_dir/export` and `run_dir/export.json`; upload with push=true.
+
+    Raises:
+        UserError: an input is missing or damaged, was made with other options, or breaks the
+            contract; the message names the key. Then nothing is written.
+    """
+    started = time.monotonic()
+    contract.require_available(config.drafter.architecture)
+    if config.push and not config.repo:
+        raise UserError("push=true needs the hub repository: add repo=owner/name")
+    if config.target.dtype not in contract.DTYPES:
+        raise UserError(f"target.dtype={config.target.dtype} is none of {', '.join(contract.DTYPES)}")
+    run = Path(config.run_dir)
+    trained = read_trained(config)
+    inputs = _inputs(config, trained)
+    if finished(run, inputs, config.overwrite):
+        print("export: up to date")
+    else:
+        _write(config, trained, run / "export")
+        files = artifacts.list_files(run, (run / "export").iterdir())
+        record = {"fingerprint": artifacts.fingerprint(inputs), "inputs": inputs, "files": files}
+        record["serve"] = card.serve_command(
+            config.target.path, str(run / "export"), config.evaluate.draft_tokens
+        )
+        artifacts.write_json(run / "export.json", record | {"seconds": round(time.monotonic() - started, 1)})
+        print(f"export: wrote {run / 'export'}")
+    drafter = str(run / "export")
+    if config.push:
+        assert config.repo is not None
+        address = hub.push(run / "export", config.repo, config.private)
+        print(f"export: uploaded to {address}")
+        drafter = config.repo
+    print("serve it with:")
+    print("  " + card.serve_command(config.target.path, drafter, config.evaluate.draft_tokens))
+
+
+# ---------------------------------------------------------------- reading
+
+
+def read_trained(config: Config) -> Trained:
+    """Read and verify what training left in `run_dir`; UserError names what is wrong."""
+    run = Path(config.run_dir)
+    train = artifacts.read_json(run / "train" / artifacts.MANIFEST, TRAIN)
+    if damage := artifacts.first_damaged(run / "train", train.get("files", {})):
+        raise UserError(f"{damage}: run `{TRAIN}` again")
+    try:
+        folder = run / "train" / train["checkpoint"]
+    except KeyError:
+        raise UserError(
+            f"{run / 'train' / artifacts.MANIFEST} names no checkpoint: run `{TRAIN}` again"
+        ) from None
+    shape = _read_shape(folder / "drafter.json")
+    _refuse_contradictions(config, shape, folder)
+    data = _read_if_there(run / "data" / artifacts.MANIFEST)
+    evaluate = _read_if_there(run / "evaluate" / artifacts.MANIFEST)
+    _refuse_newer_data(run, train, data)
+    kept = vocab.read(run / "data" / "vocab.safetensors")
+    if (len(kept), kept.target_size) != (shape.draft_vocab_size, shape.vocab_size):
+        raise UserError(
+            f"{run / 'data' / 'vocab.safetensors'} keeps {len(kept)} of {kept.target_size} tokens, but {folder} "
+            f"was trained with {shape.draft_vocab_size} of {shape.vocab_size}: train on this data, "
+            "or restore the old"
+        )
+    # A measurement of another checkpoint says nothing about this one.
+    belongs = evaluate is not None and _mentions(evaluate.get("inputs"), train["fingerprint"])
+    return Trained(folder / "model.safetensors", shape, kept, train, data, evaluate if belongs else None)
+
+
+def _read_if_there(path: Path) -> dict[str, Any] | None:
+    return artifacts.read_json(path, "the stage") if path.is_file() else None
+
+
+def _read_shape(path: Path) -> DrafterShape:
+    values = artifacts.read_json(path, TRAIN)
+    try:
+        shape = DrafterShape(**values)
+    except TypeError as error:
+        raise UserError(f"{path} is not a drafter's shape ({error}): run `{TRAIN}` again") from None
+    contract.require_available(shape.architecture)
+    return shape
+
+
+def _refuse_contradictions(config: Config, shape: DrafterShape, folder: Path) -> None:
+    """The card tells the options; they must be those of the weights."""
+    options = {**as_plain(config.drafter), "aux_layers": config.target.aux_layers}
+    if options["aux_layers"] is not None:
+        options["aux_layers"] = sorted(options["aux_layers"])
+    for name, trained in as_plain(shape).items():
+        wanted = options.get(name)
+        if wanted is not None and wanted != trained:
+            raise UserError(
+                f"{folder} was trained with {name}={trained}, but the options say {wanted}: "
+                f"give the options of training, or run `{TRAIN}` with these"
+            )
+
+
+def _refuse_newer_data(run: Path, train: dict[str, Any], data: dict[str, Any] | None) -> None:
+    """The draft ids in lm_head mean the vocabulary of training; one made anew would ruin them in silence."""
+    store = _read_if_there(run / "store" / artifacts.MANIFEST)
+    if data is None or store is None:
+        return
+    chain = [(train, store, "store"), (store, data, "data")]
+    for user, used, name in chain:
+        if not _mentions(user.get("inputs"), used["fingerprint"]):
+            raise UserError(
+                f"{run / name} was made anew after the drafter was trained on it: run `{TRAIN}` again"
+            )
+
+
+def _mentions(value: Any, wanted: str) -> bool:
+    """Whether a fingerprint stands anywhere in a manifest's inputs."""
+    if isinstance(value, dict):
+        return any(_mentions(inner, wanted) for inner in value.values())
+    return bool(value == wanted)
+
+
+# ---------------------------------------------------------------- whether there is anything to do
+
+
+def _inputs(config: Config, trained: Trained) -> dict[str, Any]:
+    return {
+        "layout": LAYOUT,
+        "train": trained.train["fingerprint"],
+        "checkpoint": trained.train["checkpoint"],
+        "weights": artifacts.file_sha256(trained.weights) if trained.weights.is_file() else None,
+        "shape": as_plain(trained.shape),
+        "vocab": artifacts.fingerprint(trained.vocab.target_ids.tolist()),
+        "target": config.target.path,
+        "dtype": config.target.dtype,
+        "card": {
+            "repo": config.repo,
+            "draft_tokens": config.evaluate.draft_tokens,
+            "data": trained.data and trained.data.get("fingerprint"),
+            "evaluate": trained.evaluate and trained.evaluate.get("fingerprint"),
+        },
+    }
+
+
+def finished(run: Path, inputs: dict[str, Any], overwrite: bool) -> bool:
+    """Whether `run/export` is there, whole, and made from these inputs.
+
+    The manifest lies beside the folder, not in it: every file of the folder is for vLLM or the hub.
+    What only the card depends on, a measurement for instance, may change without `overwrite`.
+    """
+    path = run / "export.json"
+    if not path.is_file():
+        return False
+    old = artifacts.read_json(path, "python -m eagle31_train.export")
+    if old.get("fingerprint") == artifacts.fingerprint(inputs):
+        damage = artifacts.first_damaged(run, old.get("files", {}))
+        if damage is None:
+            return True
+        print(f"{damage}; exporting again")
+    else:
+        before = old.get("inputs", {})
+        change = artifacts.describe_change(before, inputs)
+        only_card = {**before, "card": None} == {**inputs, "card": None}
+        if not only_card and not overwrite:
+            raise UserError(
+                f"{run / 'export'} was made from other inputs ({change}): "
+                "choose another name=… or run_dir=…, or replace it with overwrite=true"
+            )
+        print(f"export: made again ({change})")
+    return False
+
+
+# ---------------------------------------------------------------- writing
+
+
+def _write(config: Config, trained: Trained, final: Path) -> None:
+    """Write the checkpoint into a temporary folder, read it back, and only then give it its name."""
+    tensors = read_tensors(trained.weights, contract.DTYPES[config.target.dtype])
+    if unexpected := tensors.keys() & {"d2t", "t2d"}:
+        raise UserError(
+            f"{trained.weights} holds {min(unexpected)}: the maps come from data/vocab.safetensors"
+        )
+    if contract.map_tensors(trained.shape):
+        tensors["d2t"] = torch.from_numpy(trained.vocab.d2t)
+        tensors["t2d"] = torch.from_numpy(trained.vocab.t2d)
+    refuse(trained.weights, contract.check(tensors, trained.shape))
+    settings = contract.config_json(trained.shape, config.target.dtype, card.target_name(config.target.path))
+    facts = card.Facts(config, trained.shape, trained.train, trained.data, trained.evaluate)
+
+    temporary = final.with_name(".export.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)  # left by a run that was killed
+    temporary.mkdir(parents=True)
+    try:
+        artifacts.write_json(temporary / "config.json", settings)
+        artifacts.write_text(temporary / "README.md", card.render(facts))
+        save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
+        # safetensors gives its files to their owner alone, which a server run by another user cannot read.
+        (temporary / "model.safetensors").chmod((temporary / "config.json").stat().st_mode & 0o777)
+        verify(temporary, trained.shape, tensors)
+        final.with_name("export.json").unlink(missing_ok=True)  # it is the old checkpoint's
+        artifacts.commit(temporary, final)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def read_tensors(path: Path, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """Every tensor of a safetensors file; floating-point ones cast to `dtype` where one is given.
+
+    Raises:
+        UserError: the file is missing or damaged.
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path} is missing or damaged ({error}): run `{TRAIN}` again") from None
+    if dtype is None:
+        return tensors
+    return {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
+
+
+def refuse(path: Path, problems: list[str]) -> None:
+    """Raise the first few problems of a checkpoint as one UserError; return where there are none."""
+    if problems:
+        more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise UserError(f"{path} is no checkpoint for vLLM: {'; '.join(problems[:3])}{more}. Train it again")
+
+
+def verify(folder: Path, shape: DrafterShape, tensors: dict[str, torch.Tensor]) -> None:
+    """Read a written checkpoint back: the contract again, and every value as it was meant."""
+    found = read_tensors(folder / "model.safetensors")
+    refuse(folder, contract.check(found, shape))
+    for name, tensor in tensors.items():
+        if found[name].dtype != tensor.dtype or not torch.equal(found[name], tensor):
+            raise UserError(
+                f"{folder}: {name} did not read back as it was written: check the disk and export again"
+            )
+    settings = artifacts.read_json(folder / "config.json", "python -m eagle31_train.export")
+    scaling = settings["rope_scaling"]
+    if contract.shape_from_config(settings, found) != dataclasses.replace(shape, rope_scaling=scaling):
+        raise UserError(
+            f"{folder / 'config.json'} does not read back as the drafter's shape: check drafter.*"
+        )
+
+
+if __name__ == "__main__":
+    cli.run(export, "Stage 5: write the trained drafter as a checkpoint that vLLM serves.")
