@@ -61,9 +61,7 @@ def export(config: Config) -> None:
         _write(config, trained, run / "export")
         files = artifacts.list_files(run, (run / "export").iterdir())
         record = {"fingerprint": artifacts.fingerprint(inputs), "inputs": inputs, "files": files}
-        record["serve"] = card.serve_command(
-            config.target.path, str(run / "export"), config.evaluate.draft_tokens
-        )
+        record["serve"] = card.serve_command(config.target.path, str(run / "export"), config.evaluate.draft_tokens)
         artifacts.write_json(run / "export.json", record | {"seconds": round(time.monotonic() - started, 1)})
         print(f"export: wrote {run / 'export'}")
     drafter = str(run / "export")
@@ -88,21 +86,13 @@ def read_trained(config: Config) -> Trained:
     try:
         folder = run / "train" / train["checkpoint"]
     except KeyError:
-        raise UserError(
-            f"{run / 'train' / artifacts.MANIFEST} names no checkpoint: run `{TRAIN}` again"
-        ) from None
+        raise UserError(f"{run / 'train' / artifacts.MANIFEST} names no checkpoint: run `{TRAIN}` again") from None
     shape = _read_shape(folder / "drafter.json")
     _refuse_contradictions(config, shape, folder)
+    _refuse_other_target(config, train)
+    kept = _read_vocab(run / "data" / "vocab.safetensors", train, shape)
     data = _read_if_there(run / "data" / artifacts.MANIFEST)
     evaluate = _read_if_there(run / "evaluate" / artifacts.MANIFEST)
-    _refuse_newer_data(run, train, data)
-    kept = vocab.read(run / "data" / "vocab.safetensors")
-    if (len(kept), kept.target_size) != (shape.draft_vocab_size, shape.vocab_size):
-        raise UserError(
-            f"{run / 'data' / 'vocab.safetensors'} keeps {len(kept)} of {kept.target_size} tokens, but {folder} "
-            f"was trained with {shape.draft_vocab_size} of {shape.vocab_size}: train on this data, "
-            "or restore the old"
-        )
     # A measurement of another checkpoint says nothing about this one.
     belongs = evaluate is not None and _mentions(evaluate.get("inputs"), train["fingerprint"])
     return Trained(folder / "model.safetensors", shape, kept, train, data, evaluate if belongs else None)
@@ -136,17 +126,31 @@ def _refuse_contradictions(config: Config, shape: DrafterShape, folder: Path) ->
             )
 
 
-def _refuse_newer_data(run: Path, train: dict[str, Any], data: dict[str, Any] | None) -> None:
-    """The draft ids in lm_head mean the vocabulary of training; one made anew would ruin them in silence."""
-    store = _read_if_there(run / "store" / artifacts.MANIFEST)
-    if data is None or store is None:
+def _refuse_other_target(config: Config, train: dict[str, Any]) -> None:
+    """The store, where it is still there, knows whose hidden states the drafter learnt from."""
+    store = _read_if_there(Path(config.run_dir) / "store" / artifacts.MANIFEST)
+    if store is None or not _mentions(train.get("inputs"), store["fingerprint"]):
         return
-    chain = [(train, store, "store"), (store, data, "data")]
-    for user, used, name in chain:
-        if not _mentions(user.get("inputs"), used["fingerprint"]):
-            raise UserError(
-                f"{run / name} was made anew after the drafter was trained on it: run `{TRAIN}` again"
-            )
+    learnt = store.get("inputs", {}).get("target", {}).get("path", config.target.path)
+    if card.target_name(learnt) != card.target_name(config.target.path):
+        raise UserError(
+            f"the drafter was trained for {learnt}, but target.path is {config.target.path}: "
+            "give the target of training, or another run_dir=…"
+        )
+
+
+def _read_vocab(path: Path, train: dict[str, Any], shape: DrafterShape) -> vocab.DraftVocab:
+    """The vocabulary that the rows of lm_head mean; another of the same size would ruin them in silence."""
+    kept = vocab.read(path)
+    sizes = (len(kept), kept.target_size)
+    same = train.get("inputs", {}).get("vocab") == artifacts.file_sha256(path)[:16]
+    if not same or sizes != (shape.draft_vocab_size, shape.vocab_size):
+        raise UserError(
+            f"{path} ({sizes[0]} of {sizes[1]} tokens) is not the vocabulary that the drafter was trained "
+            f"with ({shape.draft_vocab_size} of {shape.vocab_size}): run `{TRAIN}` on this data, "
+            "or restore the old file"
+        )
+    return kept
 
 
 def _mentions(value: Any, wanted: str) -> bool:
@@ -213,9 +217,7 @@ def _write(config: Config, trained: Trained, final: Path) -> None:
     """Write the checkpoint into a temporary folder, read it back, and only then give it its name."""
     tensors = read_tensors(trained.weights, contract.DTYPES[config.target.dtype])
     if unexpected := tensors.keys() & {"d2t", "t2d"}:
-        raise UserError(
-            f"{trained.weights} holds {min(unexpected)}: the maps come from data/vocab.safetensors"
-        )
+        raise UserError(f"{trained.weights} holds {min(unexpected)}: the maps come from data/vocab.safetensors")
     if contract.map_tensors(trained.shape):
         tensors["d2t"] = torch.from_numpy(trained.vocab.d2t)
         tensors["t2d"] = torch.from_numpy(trained.vocab.t2d)
@@ -268,15 +270,11 @@ def verify(folder: Path, shape: DrafterShape, tensors: dict[str, torch.Tensor]) 
     refuse(folder, contract.check(found, shape))
     for name, tensor in tensors.items():
         if found[name].dtype != tensor.dtype or not torch.equal(found[name], tensor):
-            raise UserError(
-                f"{folder}: {name} did not read back as it was written: check the disk and export again"
-            )
+            raise UserError(f"{folder}: {name} did not read back as it was written: check the disk and export again")
     settings = artifacts.read_json(folder / "config.json", "python -m eagle31_train.export")
     scaling = settings["rope_scaling"]
     if contract.shape_from_config(settings, found) != dataclasses.replace(shape, rope_scaling=scaling):
-        raise UserError(
-            f"{folder / 'config.json'} does not read back as the drafter's shape: check drafter.*"
-        )
+        raise UserError(f"{folder / 'config.json'} does not read back as the drafter's shape: check drafter.*")
 
 
 if __name__ == "__main__":
