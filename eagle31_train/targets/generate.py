@@ -4,6 +4,7 @@ Shape suffixes: B rows, L padded prompt length, V vocabulary.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,6 @@ from transformers import (
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
-    PreTrainedModel,
 )
 
 from eagle31_train.schema import TargetConfig, UserError
@@ -56,8 +56,9 @@ class Generator:
         device = target.device
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
+        loader: Any = AutoModelForCausalLM
         try:
-            self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            self.model = loader.from_pretrained(
                 target.path,
                 revision=target.revision,
                 dtype=DTYPES[target.dtype],
@@ -68,9 +69,7 @@ class Generator:
             raise UserError(f"target.path={target.path} cannot be loaded: {reason}") from None
         self.model.to(device).eval()
         self.end_ids = end_ids
-        self.limit: int | None = getattr(
-            self.model.config.get_text_config(), "max_position_embeddings", None
-        )
+        self.limit: int | None = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
 
     @torch.inference_mode()
     def answer(self, requests: list[Request], max_new_tokens: int, top_p: float) -> list[Answer]:
@@ -123,8 +122,7 @@ class SeededSampling(LogitsProcessor):
         sampled = [requests[i] for i in self.rows.tolist()]
         self.temperatures = torch.tensor([request.temperature for request in sampled])
         draws = [
-            torch.rand(max_new_tokens, generator=torch.Generator().manual_seed(request.seed))
-            for request in sampled
+            torch.rand(max_new_tokens, generator=torch.Generator().manual_seed(request.seed)) for request in sampled
         ]
         self.uniforms = torch.stack(draws) if draws else torch.empty(0, max_new_tokens)
 

@@ -1,0 +1,117 @@
+"""Rows become samples: masked, split and counted, with every refusal on record."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, DatasetDict, Features, List, Value
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from data_prep.sources import Row
+from data_prep.split import is_heldout
+from data_prep.template import ChatTemplate, RefusedError, Sample
+from eagle31_train import artifacts
+
+SPLITS = ("train", "heldout")
+FEATURES = Features(
+    {
+        "id": Value("string"),
+        "source": Value("string"),
+        "input_ids": List(Value("int32")),
+        "loss_mask": List(Value("bool")),
+    }
+)
+
+
+@dataclass
+class Split:
+    """The samples of one split, in input order, and what they add up to."""
+
+    ids: list[str] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+
+    def add(self, row: Row, sample: Sample) -> None:
+        self.ids.append(row.id)
+        self.sources.append(row.source)
+        self.samples.append(sample)
+
+    def token_counts(self, vocab_size: int) -> NDArray[np.int64]:
+        """[V] int64: how often the assistant wrote each token."""
+        counts = np.zeros(vocab_size, dtype=np.int64)
+        for sample in self.samples:
+            counts += np.bincount(sample.input_ids[sample.loss_mask], minlength=vocab_size)
+        return counts
+
+    def summary(self) -> dict[str, Any]:
+        """Conversations, tokens and assistant tokens, in all and by source."""
+        by_source: dict[str, Counter[str]] = {}
+        for source, sample in zip(self.sources, self.samples, strict=True):
+            by_source.setdefault(source, Counter()).update(_counts(sample))
+        total = sum(by_source.values(), Counter(conversations=0, tokens=0, assistant_tokens=0))
+        return {
+            **{key: total[key] for key in ("conversations", "tokens", "assistant_tokens")},
+            "by_source": {source: dict(by_source[source]) for source in sorted(by_source)},
+        }
+
+    def dataset(self, name: str) -> Dataset:
+        """The split for `datasets`; the same samples give the same fingerprint and the same bytes."""
+        columns = {
+            "id": self.ids,
+            "source": self.sources,
+            "input_ids": [sample.input_ids for sample in self.samples],
+            "loss_mask": [sample.loss_mask for sample in self.samples],
+        }
+        dataset = Dataset.from_dict(columns, features=FEATURES)
+        dataset._fingerprint = self.fingerprint(name)
+        return dataset
+
+    def fingerprint(self, name: str) -> str:
+        """A hash of the split's content."""
+        rows = [
+            [i, source, sample.input_ids.tobytes().hex(), np.packbits(sample.loss_mask).tobytes().hex()]
+            for i, source, sample in zip(self.ids, self.sources, self.samples, strict=True)
+        ]
+        return artifacts.fingerprint([name, *map(artifacts.fingerprint, rows)])
+
+
+def _counts(sample: Sample) -> dict[str, int]:
+    return {
+        "conversations": 1,
+        "tokens": len(sample.input_ids),
+        "assistant_tokens": int(sample.loss_mask.sum()),
+    }
+
+
+@dataclass
+class Collected:
+    """Everything that the rows gave."""
+
+    splits: dict[str, Split] = field(default_factory=lambda: {name: Split() for name in SPLITS})
+    refused: list[dict[str, str]] = field(default_factory=list)
+    cut: int = 0
+    no_end_of_turn: int = 0
+
+    def datasets(self) -> DatasetDict:
+        """Both splits."""
+        return DatasetDict({name: split.dataset(name) for name, split in self.splits.items()})
+
+
+def collect(rows: Iterator[Row], template: ChatTemplate, max_length: int, heldout: float) -> Collected:
+    """Mask, split and count every row; what cannot be learnt from is refused by name and reason."""
+    result = Collected()
+    for row in tqdm(rows, desc="conversations", unit="row", dynamic_ncols=True):
+        try:
+            if row.problem:
+                raise RefusedError(row.problem)
+            sample = template.sample(row.messages, max_length)
+        except RefusedError as error:
+            result.refused.append({"id": row.id, "where": row.where, "reason": str(error)})
+            continue
+        result.cut += sample.cut
+        result.no_end_of_turn += sample.open_turns
+        result.splits["heldout" if is_heldout(row.messages, heldout) else "train"].add(row, sample)
+    return result

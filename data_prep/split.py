@@ -1,0 +1,26 @@
+"""Which prompts are held out: a property of the prompt's text, so that it never moves.
+
+Other rows, their order, the answers and the seed have no say; all samples of a prompt fall on the
+same side.
+"""
+
+import hashlib
+import json
+
+from data_prep.sources import Message
+
+
+def prompt_hash(messages: list[Message]) -> int:
+    """32 bits of the SHA-256 of all that stands before the first answer, white space stripped."""
+    prompt = []
+    for message in messages:
+        if message["role"] == "assistant":
+            break
+        prompt.append([message["role"], message["content"].strip()])
+    text = json.dumps(prompt, ensure_ascii=False, separators=(",", ":"))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
+
+
+def is_heldout(messages: list[Message], share: float) -> bool:
+    """Whether the conversation belongs to the held-out split; raising `share` only adds prompts to it."""
+    return prompt_hash(messages) / 2**32 < share
