@@ -1,0 +1,186 @@
+"""A run folder as the stages before export leave it, made by hand for a tiny drafter."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from eagle31_train import artifacts, vocab
+from eagle31_train.cli import load_config
+from eagle31_train.schema import Config, DrafterShape
+
+TINY = DrafterShape(
+    architecture="llama",
+    hidden_size=16,
+    target_hidden_size=16,
+    aux_layers=[1, 2],
+    vocab_size=40,
+    draft_vocab_size=12,
+    intermediate_size=24,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=6,
+    rms_norm_eps=1e-5,
+    rope_theta=5000.0,
+    rope_scaling=None,
+    max_position_embeddings=128,
+    fc_norm=True,
+    norm_output=True,
+    norm_before_residual=False,
+    share_embedding=True,
+)
+# Written out by hand from the contract's text, and not from contract.py.
+TINY_TENSORS = {
+    "fc.weight": (16, 32),
+    "fc_norm.0.weight": (16,),
+    "fc_norm.1.weight": (16,),
+    "midlayer.input_layernorm.weight": (16,),
+    "midlayer.hidden_norm.weight": (16,),
+    "midlayer.post_attention_layernorm.weight": (16,),
+    "midlayer.self_attn.q_proj.weight": (24, 32),
+    "midlayer.self_attn.k_proj.weight": (12, 32),
+    "midlayer.self_attn.v_proj.weight": (12, 32),
+    "midlayer.self_attn.o_proj.weight": (16, 24),
+    "midlayer.mlp.gate_proj.weight": (24, 16),
+    "midlayer.mlp.up_proj.weight": (24, 16),
+    "midlayer.mlp.down_proj.weight": (16, 24),
+    "norm.weight": (16,),
+    "lm_head.weight": (12, 16),
+}
+TINY_IDS = np.array([0, 1, 2, 5, 8, 13, 21, 25, 30, 33, 36, 39], dtype=np.int64)
+
+
+def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+class FakeRun:
+    """A finished run up to training; its parts can be replaced before the export."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.checkpoint = folder / "train" / "checkpoints" / "step-000007"
+        self.checkpoint.mkdir(parents=True)
+        self.set_vocab(vocab.DraftVocab(TINY_IDS, 40))
+        artifacts.write_json(
+            folder / "data" / "manifest.json",
+            {"fingerprint": "d" * 16, "conversations": {"train": 321, "heldout": 17}, "coverage": 0.975, "files": {}},
+        )
+        self.set_shape(TINY)
+        self.set_tensors(random_tensors(TINY_TENSORS))
+
+    def set_vocab(self, kept: vocab.DraftVocab) -> None:
+        (self.folder / "data").mkdir(exist_ok=True)
+        vocab.write(self.folder / "data" / "vocab.safetensors", kept)
+
+    def set_shape(self, shape: DrafterShape) -> None:
+        self.shape = shape
+        artifacts.write_json(self.checkpoint / "drafter.json", asdict(shape))
+
+    def set_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
+        save_file(tensors, self.checkpoint / "model.safetensors")
+        self.finish()
+
+    def change_tensors(self, **change: torch.Tensor | None) -> None:
+        """Replace, add, or (with None) remove tensors; dots of a name written as `__`."""
+        tensors = load_file(self.checkpoint / "model.safetensors")
+        for name, tensor in change.items():
+            if tensor is None:
+                del tensors[name.replace("__", ".")]
+            else:
+                tensors[name.replace("__", ".")] = tensor
+        self.set_tensors(tensors)
+
+    def finish(self) -> None:
+        train = self.folder / "train"
+        artifacts.write_json(
+            train / "manifest.json",
+            {
+                "fingerprint": "e" * 16,
+                "inputs": {
+                    "store": "f" * 16,
+                    "vocab": artifacts.file_sha256(self.folder / "data" / "vocab.safetensors")[:16],
+                    "train": {"lr": 0.001, "unroll": 7, "gamma": 0.8},
+                },
+                "files": artifacts.list_files(train, self.checkpoint.iterdir()),
+                "checkpoint": "checkpoints/step-000007",
+                "steps": 7,
+                "tokens": 12345,
+                "seconds": 3.5,
+            },
+        )
+
+    def measure(self, train_fingerprint: str = "e" * 16) -> None:
+        """An evaluation of the checkpoint, or of another one."""
+        report = {
+            "prompts": 20,
+            "draft_tokens": 3,
+            "acceptance_length": 1.8125,
+            "acceptance_at_depth": [0.5, 0.25, 0.0625],
+            "tokens_per_second": {"speculative": 44.04, "plain": 30.06},
+            "dtype": "float32",
+            "machine": "a | machine",
+        }
+        artifacts.write_json(
+            self.folder / "evaluate" / "manifest.json",
+            {"fingerprint": "a" * 16, "inputs": {"train": train_fingerprint}, "report": report},
+        )
+
+    def overrides(self) -> list[str]:
+        shape = self.shape
+        return [
+            "+experiment=smollm2",
+            f"run_dir={self.folder}",
+            "target.path=someone/a-target",
+            "target.aux_layers=[1,2]",
+            f"drafter.intermediate_size={shape.intermediate_size}",
+            f"drafter.num_attention_heads={shape.num_attention_heads}",
+            f"drafter.num_key_value_heads={shape.num_key_value_heads}",
+            f"drafter.head_dim={shape.head_dim}",
+            f"drafter.rope_theta={shape.rope_theta}",
+            f"drafter.max_position_embeddings={shape.max_position_embeddings}",
+            f"drafter.fc_norm={str(shape.fc_norm).lower()}",
+        ]
+
+    def config(self, *more: str) -> Config:
+        return load_config([*self.overrides(), *more])
+
+    def exported(self) -> tuple[dict, dict[str, torch.Tensor], str]:
+        """config.json, tensors and card of the export."""
+        out = self.folder / "export"
+        return (
+            json.loads((out / "config.json").read_text()),
+            load_file(out / "model.safetensors"),
+            (out / "README.md").read_text(),
+        )
+
+    def listing(self) -> list[str]:
+        """Every file of the run, hidden ones too."""
+        return sorted(str(path.relative_to(self.folder)) for path in self.folder.rglob("*") if path.is_file())
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> FakeRun:
+    return FakeRun(tmp_path / "run")
+
+
+@pytest.fixture
+def tiny() -> DrafterShape:
+    return replace(TINY)
+
+
+@pytest.fixture
+def tiny_tensors() -> dict[str, tuple[int, ...]]:
+    return dict(TINY_TENSORS)
+
+
+@pytest.fixture
+def good() -> dict[str, torch.Tensor]:
+    """A whole tiny checkpoint, maps included."""
+    kept = vocab.DraftVocab(TINY_IDS, 40)
+    return random_tensors(TINY_TENSORS) | {"d2t": torch.from_numpy(kept.d2t), "t2d": torch.from_numpy(kept.t2d)}

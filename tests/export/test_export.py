@@ -1,0 +1,214 @@
+"""From a trained run to the checkpoint: what is written, what is refused, and that nothing is half-written."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from eagle31_train import artifacts, contract, export, vocab
+from eagle31_train.schema import UserError
+
+
+def test_the_checkpoint_is_the_trained_drafter(run, tiny, tiny_tensors, capsys):
+    trained = load_file(run.checkpoint / "model.safetensors")
+    export.export(run.config())
+    config, tensors, _ = run.exported()
+    assert config == contract.config_json(tiny, "bfloat16", "someone/a-target")
+    assert tensors.keys() == tiny_tensors.keys() | {"d2t", "t2d"}
+    for name, tensor in trained.items():
+        assert tensors[name].dtype == torch.bfloat16
+        assert torch.equal(tensors[name], tensor.bfloat16()), name
+    ids = torch.tensor([0, 1, 2, 5, 8, 13, 21, 25, 30, 33, 36, 39])
+    assert tensors["d2t"].dtype == torch.int64
+    assert torch.equal(tensors["d2t"] + torch.arange(12), ids)
+    assert tensors["t2d"].dtype == torch.bool
+    assert torch.equal(tensors["t2d"].nonzero().flatten(), ids)
+    with safe_open(run.folder / "export" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    command = (
+        "vllm serve someone/a-target --speculative-config "
+        f"""'{{"method": "eagle3", "model": "{run.folder}/export", "num_speculative_tokens": 3}}'"""
+    )
+    assert command in capsys.readouterr().out
+    assert artifacts.read_json(run.folder / "export.json", "")["serve"] == command
+
+
+def test_others_may_read_the_weights(run):
+    export.export(run.config())
+    out = run.folder / "export"
+    assert (out / "model.safetensors").stat().st_mode == (out / "config.json").stat().st_mode
+
+
+def test_the_dtype_is_the_targets(run):
+    export.export(run.config("target.dtype=float16"))
+    config, tensors, _ = run.exported()
+    assert config["torch_dtype"] == "float16"
+    assert {t.dtype for name, t in tensors.items() if name not in ("d2t", "t2d")} == {torch.float16}
+
+
+def test_an_unpruned_vocabulary_has_no_maps(run, tiny):
+    run.set_vocab(vocab.DraftVocab(np.arange(40, dtype=np.int64), 40))
+    run.set_shape(replace(tiny, draft_vocab_size=40))
+    run.change_tensors(lm_head__weight=torch.randn(40, 16))
+    export.export(run.config())
+    config, tensors, _ = run.exported()
+    assert not tensors.keys() & {"d2t", "t2d"}
+    assert config["draft_vocab_size"] == config["vocab_size"] == 40
+
+
+def test_eagle_3_without_fc_norm(run, tiny):
+    run.set_shape(replace(tiny, fc_norm=False))
+    run.change_tensors(fc_norm__0__weight=None, fc_norm__1__weight=None)
+    export.export(run.config())
+    config, tensors, _ = run.exported()
+    assert config["fc_norm"] is False
+    assert not [name for name in tensors if name.startswith("fc_norm")]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"lm_head__weight": None}, "lm_head.weight is missing"),
+        ({"fc_norm__1__weight": None}, "fc_norm.1.weight is missing"),
+        ({"norm__weight": None, "model__norm__weight": torch.ones(16)}, "model.norm.weight has the prefix"),
+        ({"norm__weight": torch.full((16,), float("nan"))}, "norm.weight holds 16 NaN"),
+        ({"midlayer__bias": torch.ones(3)}, "midlayer.bias is superfluous"),
+        ({"fc__weight": torch.ones(16, 16)}, r"fc.weight has shape \[16, 16\], not \[16, 32\]"),
+        ({"d2t": torch.zeros(12, dtype=torch.int64)}, "d2t"),
+    ],
+)
+def test_a_faulty_checkpoint_is_refused_and_nothing_is_written(change, named, run):
+    run.change_tensors(**change)
+    before = run.listing()
+    with pytest.raises(UserError, match=named) as caught:
+        export.export(run.config())
+    assert "\n" not in str(caught.value)
+    assert run.listing() == before
+
+
+def test_fc_norm_tensors_without_the_flag_are_refused(run, tiny):
+    run.set_shape(replace(tiny, fc_norm=False))
+    run.finish()
+    with pytest.raises(UserError, match=r"fc_norm.0.weight is superfluous: fc_norm is off"):
+        export.export(run.config())
+
+
+def test_a_value_that_the_dtype_cannot_hold_is_refused(run):
+    run.change_tensors(norm__weight=torch.full((16,), 1e6))
+    with pytest.raises(UserError, match=r"norm.weight holds 16 NaN or infinite"):
+        export.export(run.config("target.dtype=float16"))
+
+
+def test_what_the_disk_spoils_is_never_given_its_name(run, monkeypatch):
+    real = export.save_file
+
+    def spoilt(tensors, path, metadata):
+        real({**tensors, "norm.weight": tensors["norm.weight"] + 1}, path, metadata=metadata)
+
+    monkeypatch.setattr(export, "save_file", spoilt)
+    before = run.listing()
+    with pytest.raises(UserError, match=r"norm.weight did not read back"):
+        export.export(run.config())
+    assert run.listing() == before
+
+
+def test_a_refused_export_leaves_the_old_one_whole(run):
+    export.export(run.config())
+    before = run.exported()
+    run.change_tensors(lm_head__weight=None)
+    with pytest.raises(UserError, match="lm_head"):
+        export.export(run.config("overwrite=true"))
+    assert run.exported()[0] == before[0]
+    assert run.exported()[1].keys() == before[1].keys()
+    assert (run.folder / "export.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "named"),
+    [
+        (lambda run: (run.folder / "train" / "manifest.json").unlink(), "train/manifest.json is missing: run"),
+        (lambda run: (run.checkpoint / "model.safetensors").unlink(), "model.safetensors is missing"),
+        (lambda run: (run.checkpoint / "drafter.json").write_text("{}"), "drafter.json has 2 bytes"),
+        (lambda run: (run.folder / "data" / "vocab.safetensors").unlink(), "vocab.safetensors is missing"),
+        (
+            lambda run: run.set_vocab(vocab.DraftVocab(np.arange(12, dtype=np.int64), 40)),
+            "is not the vocabulary that the drafter was trained with",
+        ),
+    ],
+)
+def test_missing_damaged_or_foreign_inputs_are_named(spoil, named, run):
+    spoil(run)
+    before = run.listing()
+    with pytest.raises(UserError, match=named) as caught:
+        export.export(run.config())
+    assert "\n" not in str(caught.value)
+    assert run.listing() == before
+
+
+def test_a_truncated_checkpoint_is_refused(run):
+    weights = run.checkpoint / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-7])
+    with pytest.raises(UserError, match="truncated"):
+        export.export(run.config())
+
+
+@pytest.mark.parametrize("option", ["drafter.norm_output=false", "drafter.head_dim=8", "target.aux_layers=[0,2]"])
+def test_options_that_contradict_the_weights_are_refused(option, run):
+    name = option.split("=")[0].split(".")[1]
+    with pytest.raises(UserError, match=f"was trained with {name}="):
+        export.export(run.config(option))
+
+
+def test_a_drafter_of_another_target_is_refused(run):
+    store = {"fingerprint": "f" * 16, "inputs": {"target": {"path": "someone/another-target"}}}
+    artifacts.write_json(run.folder / "store" / "manifest.json", store)
+    with pytest.raises(UserError, match=r"was trained for someone/another-target, but target.path"):
+        export.export(run.config())
+
+
+def test_a_finished_export_is_left_alone(run, capsys):
+    export.export(run.config())
+    stamp = (run.folder / "export" / "model.safetensors").stat().st_mtime_ns
+    capsys.readouterr()
+    export.export(run.config())
+    assert "export: up to date" in capsys.readouterr().out
+    assert (run.folder / "export" / "model.safetensors").stat().st_mtime_ns == stamp
+
+
+def test_a_damaged_export_is_made_again(run):
+    export.export(run.config())
+    (run.folder / "export" / "config.json").write_text("{}")
+    export.export(run.config())
+    assert run.exported()[0]["architectures"] == ["LlamaForCausalLMEagle3"]
+
+
+def test_other_weights_need_overwrite(run):
+    export.export(run.config())
+    run.change_tensors(norm__weight=torch.full((16,), 0.5))
+    with pytest.raises(UserError, match=r"made from other inputs \(weights: .*overwrite=true"):
+        export.export(run.config())
+    export.export(run.config("overwrite=true"))
+    assert torch.equal(run.exported()[1]["norm.weight"], torch.full((16,), 0.5).bfloat16())
+
+
+def test_a_new_measurement_renews_the_card_alone(run):
+    export.export(run.config())
+    assert "was not measured" in run.exported()[2]
+    run.measure()
+    export.export(run.config())
+    assert "1.812" in run.exported()[2]
+
+
+def test_push_without_a_repository_is_refused_before_any_work(run):
+    before = run.listing()
+    with pytest.raises(UserError, match="add repo=owner/name"):
+        export.export(run.config("push=true"))
+    assert run.listing() == before
+
+
+def test_an_unknown_dtype_is_refused(run):
+    with pytest.raises(UserError, match=r"target.dtype=int8 is none of"):
+        export.export(run.config("target.dtype=int8"))
