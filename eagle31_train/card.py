@@ -44,9 +44,7 @@ def is_hub_id(path: str) -> bool:
 def serve_command(target: str, drafter: str, draft_tokens: int) -> str:
     """The shell command with which vLLM serves the target with this drafter."""
     options = {"method": "eagle3", "model": drafter, "num_speculative_tokens": draft_tokens}
-    return shlex.join(
-        ["vllm", "serve", target, "--speculative-config", json.dumps(options, ensure_ascii=False)]
-    )
+    return shlex.join(["vllm", "serve", target, "--speculative-config", json.dumps(options, ensure_ascii=False)])
 
 
 def render(facts: Facts) -> str:
@@ -148,7 +146,9 @@ def _hydra(value: Any) -> str:
         "inf",
     ):
         return value
-    return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    # Hydra takes a backslash for itself, except before a quote.
+    escaped = re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), value)
+    return f"'{escaped}'"
 
 
 # ---------------------------------------------------------------- sections
@@ -194,19 +194,13 @@ _CONDITIONS = ("prompts", "draft_tokens", "max_new_tokens", "drafts", "generated
 def _data(data: Mapping[str, Any] | None) -> str:
     if data is None:
         return "The data stage left no manifest beside this checkpoint."
-    counts = {
-        key: value for key, value in data.items() if key not in ("files", "inputs", "fingerprint", "seconds")
-    }
+    counts = {key: value for key, value in data.items() if key not in ("files", "inputs", "fingerprint", "seconds")}
     return _table("count", "value", counts)
 
 
 def _training(train: Mapping[str, Any]) -> str:
     outcome = {key: train[key] for key in ("steps", "slots", "tokens", "seconds", "heldout") if key in train}
-    return (
-        _table("hyper-parameter", "value", train.get("inputs", {}))
-        + "\n\n"
-        + _table("outcome", "value", outcome)
-    )
+    return _table("hyper-parameter", "value", train.get("inputs", {})) + "\n\n" + _table("outcome", "value", outcome)
 
 
 def _table(left: str, right: str, values: Mapping[str, Any]) -> str:
