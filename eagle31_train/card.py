@@ -60,9 +60,9 @@ def render(facts: Facts) -> str:
         "verifies them, and with greedy decoding the output is the target's own, token for token. "
         "Made with eagle31; served by vLLM.",
         "## Serve",
-        _code(serve_command(target, here, config.evaluate.draft_tokens)),
+        _code(serve_command(_public(config.target.path), here, config.evaluate.draft_tokens)),
         "To go back, serve without `--speculative-config`; the target itself is unchanged:",
-        _code(shlex.join(["vllm", "serve", target])),
+        _code(shlex.join(["vllm", "serve", _public(config.target.path)])),
         "## Measured acceptance",
         _acceptance(facts.evaluate),
         "## Drafter",
@@ -134,9 +134,7 @@ def _hydra(value: Any) -> str:
         return "{" + ",".join(f"{key}:{_hydra(inner)}" for key, inner in value.items()) + "}"
     if not isinstance(value, str):
         return str(value)
-    if Path(value).is_absolute():
-        inside = Path(value).is_relative_to(cli.ROOT)
-        value = str(Path(value).relative_to(cli.ROOT)) if inside else f"/path/to/{Path(value).name}"
+    value = _public(value)
     # Bare words only where Hydra can read nothing else (a number, a boolean) into them.
     if re.fullmatch(r"[A-Za-z_/.][\w./:@-]*", value) and value.lower() not in (
         "null",
@@ -149,6 +147,14 @@ def _hydra(value: Any) -> str:
     # Hydra takes a backslash for itself, except before a quote.
     escaped = re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), value)
     return f"'{escaped}'"
+
+
+def _public(path: str) -> str:
+    """An absolute path as others may see it: from the checkout, or its last part alone."""
+    if not Path(path).is_absolute():
+        return path
+    inside = Path(path).is_relative_to(cli.ROOT)
+    return str(Path(path).relative_to(cli.ROOT)) if inside else f"/path/to/{Path(path).name}"
 
 
 # ---------------------------------------------------------------- sections

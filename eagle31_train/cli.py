@@ -144,4 +144,3 @@ def _explain(error: Exception) -> str:
         return f"no option {key!r} in the configuration files{_nearest(str(key), names)}"
     where = f"{key}: " if key else ""
     return f"{where}{first}"
-

@@ -6,7 +6,6 @@ read as w, soft-capped logits, a wrong mask) shows here, before hours are spent 
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from eagle31_train.drafter.layer import rms_norm
@@ -90,7 +89,8 @@ class Gate:
         if not self.figures:
             return "fidelity: compared in the run that began this store"
         report = self.report()
-        return f"fidelity: top-1 {report['top1_agreement']:.2%}, KL {report['kl']:.2g} over {report['positions']} positions"
+        top1, kl, positions = report["top1_agreement"], report["kl"], report["positions"]
+        return f"fidelity: top-1 {top1:.2%}, KL {kl:.2g} over {positions} positions"
 
 
 def compare(own: Tensor, rebuilt: Tensor) -> tuple[float, float]:

@@ -11,6 +11,7 @@ Shapes: K steps, S slots, P pairs, J taught positions, D draft hidden, H target 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +67,15 @@ class Measured:
     def stacked(self) -> Tensor:
         """[7, K], for adding up and reducing over ranks (rms weighted by eligible pairs)."""
         return torch.stack(
-            [self.loss, self.trained, self.correct, self.eligible, self.prefix, self.eligible_prefix, self.rms * self.eligible]
+            [
+                self.loss,
+                self.trained,
+                self.correct,
+                self.eligible,
+                self.prefix,
+                self.eligible_prefix,
+                self.rms * self.eligible,
+            ]
         )
 
 
@@ -108,8 +117,8 @@ class _ChunkedDivergence(torch.autograd.Function):
     """Loss and gradients together: the softmax's gradient is q - p, so nothing need be kept for later."""
 
     @staticmethod
-    def forward(  # noqa: D102
-        ctx: torch.autograd.function.FunctionCtx,
+    def forward(
+        ctx: Any,
         z: Tensor,
         head: Tensor,
         teacher: Teacher,
@@ -121,7 +130,7 @@ class _ChunkedDivergence(torch.autograd.Function):
         compute = torch.get_autocast_dtype(z.device.type) if torch.is_autocast_enabled(z.device.type) else z.dtype
         wide = torch.float64 if z.dtype == torch.float64 else torch.float32
         z_low, head_low = z.to(compute), head.to(compute)
-        want_z, want_head = ctx.needs_input_grad[:2]  # type: ignore[attr-defined]
+        want_z, want_head = ctx.needs_input_grad[:2]
         dz = torch.zeros_like(z) if want_z else None
         dhead = torch.zeros_like(head, dtype=wide) if want_head else None
         sums = torch.zeros(batch.unroll, dtype=wide, device=z.device)
@@ -155,15 +164,15 @@ class _ChunkedDivergence(torch.autograd.Function):
                         dhead += slope.T @ states
         total = (sums * weights.to(wide)).sum()
         ctx.save_for_backward(*(g for g in (dz, dhead) if g is not None))
-        ctx.wanted = (want_z, want_head)  # type: ignore[attr-defined]
-        ctx.head_dtype = head.dtype  # type: ignore[attr-defined]
+        ctx.wanted = (want_z, want_head)
+        ctx.head_dtype = head.dtype
         ctx.mark_non_differentiable(sums, hits)
         return total, sums.float(), hits
 
     @staticmethod
-    def backward(ctx, grad: Tensor, *_unused: Tensor):  # noqa: ANN001, ANN205, D102
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         saved = list(ctx.saved_tensors)
         want_z, want_head = ctx.wanted
-        dz = saved.pop(0) * grad if want_z else None
-        dhead = (saved.pop(0) * grad).to(ctx.head_dtype) if want_head else None
+        dz = saved.pop(0) * grads[0] if want_z else None
+        dhead = (saved.pop(0) * grads[0]).to(ctx.head_dtype) if want_head else None
         return dz, dhead, None, None, None, None

@@ -107,9 +107,7 @@ class TrainConfig:
     unroll: int = opt(7, "draft steps trained, K")
     gamma: float = opt(0.8, "weight of step k is gamma**k")
     loss: str = opt("kl", "kl or ce (same gradients; kl is zero for a perfect drafter)")
-    oov: str = opt(
-        "mask", "targets whose arg-max the draft vocabulary lacks: mask, or keep (train on the rest)"
-    )
+    oov: str = opt("mask", "targets whose arg-max the draft vocabulary lacks: mask, or keep (train on the rest)")
     epochs: int = opt(1, "passes over the training split")
     max_steps: int | None = opt(None, "stop after this many optimizer steps")
     batch_tokens: int = opt(4096, "tokens of one optimizer step, over all ranks and accumulation steps")

@@ -1,0 +1,1 @@
+"""Stage 3: optimising a drafter on one or many devices. Start reading at loop.py."""

@@ -65,7 +65,7 @@ def unrolled_attention(
                 scale,
             )
         )
-    return torch.cat(outputs)
+    return torch.cat(outputs) if outputs else q.new_zeros(0, q.shape[1], v0.shape[-1])
 
 
 def _document_attention(
@@ -80,12 +80,13 @@ def _document_attention(
     """One document: s slots at positions `at` [s] over T step-0 keys and k own keys → [s, h, dv]."""
     s, h, d = q.shape
     T, g, _ = k0.shape
+    wide = torch.promote_types(q.dtype, torch.float32)  # the softmax is never in half precision
     grouped = q.view(s, g, h // g, d).permute(1, 0, 2, 3)  # [g, s, r, d]
-    scores = (grouped.reshape(g, -1, d) @ k0.permute(1, 2, 0)).view(g, s, h // g, T).float() * scale
+    scores = (grouped.reshape(g, -1, d) @ k0.permute(1, 2, 0)).view(g, s, h // g, T).to(wide) * scale
     hidden = torch.arange(T, device=q.device) > at[:, None]
     scores = scores.masked_fill(hidden[:, None], float("-inf"))
     if own_k is not None:
-        own = (grouped @ own_k.transpose(0, 1)).float() * scale  # [g, s, r, k]
+        own = (grouped @ own_k.transpose(0, 1)).to(wide) * scale  # [g, s, r, k]
         scores = torch.cat([scores, own], dim=-1)
     weights = scores.softmax(-1).to(v0.dtype)
     out = (weights[..., :T].reshape(g, -1, T) @ v0.transpose(0, 1)).view(g, s, h // g, -1)

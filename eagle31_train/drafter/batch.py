@@ -12,6 +12,7 @@ It is *trained* if, besides, the draft vocabulary holds the target's arg-max at 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -103,7 +104,7 @@ def build_batch(documents: Sequence[Document], unroll: int, kept: Tensor, oov: s
         inputs=tokens[reads],
         context_inputs=tokens[torch.minimum(every + 1, ends)],
         positions=torch.cat([torch.arange(len(d)) for d in documents]),
-        layout=Layout(list(zip(starts[:-1], starts[1:], strict=True)), slot_ranges, slot),
+        layout=Layout(list(pairwise(starts)), slot_ranges, slot),
         teacher=torch.cat([d.last for d in documents])[teachers],
         top1=torch.cat([d.top1 for d in documents])[teachers],
         pair_row=ks * len(slot) + rows,
@@ -122,7 +123,7 @@ def _chunks(pair_teacher: Tensor, taught: int) -> list[tuple[int, int, int, int]
     """Cut the taught positions into runs of CHUNK; worked out here, so that a step never waits for a device."""
     edges = [*range(0, taught, CHUNK), taught]
     pairs = torch.searchsorted(pair_teacher, torch.tensor(edges)).tolist()
-    return list(zip(edges[:-1], edges[1:], pairs[:-1], pairs[1:], strict=True))
+    return [(*taught_run, *pair_run) for taught_run, pair_run in zip(pairwise(edges), pairwise(pairs), strict=True)]
 
 
 def _pairs(document: Document, unroll: int, kept: Tensor, oov: str) -> tuple[Tensor, Tensor]:

@@ -66,10 +66,10 @@ class Drafter(nn.Module):
 
     def fuse(self, aux: Tensor) -> Tensor:
         """Auxiliary states [n, A, H] of the target → g_0 [n, D]."""
-        states: Tensor | list[Tensor] = aux.to(self.fc.weight.dtype)
+        states = aux.to(self.fc.weight.dtype)
         if self.fc_norm is not None:
             states = torch.stack([norm(states[:, i]) for i, norm in enumerate(self.fc_norm)], dim=1)
-        return self.fc(states.flatten(1))  # type: ignore[union-attr]
+        return self.fc(states.flatten(1))
 
     def feedback(self, h: Tensor, z: Tensor) -> Tensor:
         """The state that the next step reads, from this step's pre-norm h and post-norm z."""

@@ -53,7 +53,8 @@ def load_model(config: TargetConfig, dtype: str | None = None) -> Any:
         )
     except (OSError, ValueError) as error:
         raise UserError(f"target.path={config.path} cannot be loaded: {str(error).splitlines()[0]}") from None
-    return model.to(pick_device(config.device)).eval().requires_grad_(False)
+    model.to(pick_device(config.device))  # type: ignore[arg-type]
+    return model.eval().requires_grad_(False)
 
 
 def default_aux_layers(layers: int) -> list[int]:

@@ -1,0 +1,93 @@
+"""Small random drafters and documents, and the embedded real target."""
+
+import os
+import sys
+from pathlib import Path
+
+# Two threads beside a busy neighbour collapse; tiny shapes gain nothing from a second one.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+sys.path.insert(0, str(Path(__file__).parent))
+
+import pytest
+import torch
+
+from eagle31_train.drafter.model import Drafter
+from eagle31_train.loss import Objective, Teacher
+from eagle31_train.schema import Document, DrafterShape
+
+
+def make_shape(**changes):
+    fields = {
+        "architecture": "llama",
+        "hidden_size": 16,
+        "target_hidden_size": 16,
+        "aux_layers": [1, 2, 3],
+        "vocab_size": 50,
+        "draft_vocab_size": 20,
+        "intermediate_size": 24,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 4,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 100.0,
+        "rope_scaling": None,
+        "max_position_embeddings": 128,
+        "fc_norm": True,
+        "norm_output": True,
+        "norm_before_residual": False,
+        "share_embedding": True,
+    }
+    return DrafterShape(**{**fields, **changes})
+
+
+def make_document(shape, length, generator, answer=None):
+    """A random document; `answer` is the list of assistant positions, by default a random half."""
+    mask = torch.rand(length, generator=generator) < 0.5 if answer is None else torch.zeros(length, dtype=torch.bool)
+    if answer is not None:
+        mask[answer] = True
+    A, H, V = len(shape.aux_layers), shape.target_hidden_size, shape.vocab_size
+    return Document(
+        tokens=torch.randint(0, V, (length,), generator=generator),
+        loss_mask=mask,
+        top1=torch.randint(0, V, (length,), generator=generator),
+        aux=torch.randn(length, A, H, generator=generator, dtype=torch.float64) * 3,
+        last=torch.randn(length, H, generator=generator, dtype=torch.float64) * 3,
+    )
+
+
+def make_objective(shape, dtype=torch.float64, seed=0):
+    """A drafter with every parameter random (norm weights too) and a random teacher, in `dtype`."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*size):
+        return torch.randn(*size, generator=generator, dtype=torch.float64)
+
+    drafter = Drafter(shape, random(shape.vocab_size, shape.hidden_size).to(dtype)).to(dtype)
+    for parameter in drafter.parameters():
+        scale = 0.3 if parameter.dim() > 1 else 0.2
+        parameter.data = (random(*parameter.shape) * scale + (parameter.dim() == 1)).to(dtype)
+    # transformers keeps the frequencies in fp32; here they are exact, so that fp64 can be compared as fp64.
+    rope = drafter.midlayer.self_attn.rope
+    half = shape.head_dim // 2
+    exact = shape.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
+    torch.testing.assert_close(rope.inv_freq, exact.to(rope.inv_freq.dtype), rtol=1e-6, atol=0)
+    rope.inv_freq = exact.to(dtype)
+    ids = torch.randperm(shape.vocab_size, generator=generator)[: shape.draft_vocab_size].sort().values
+    teacher = Teacher(
+        (random(shape.target_hidden_size) * 0.2 + 1).to(dtype),
+        1e-5,
+        random(shape.draft_vocab_size, shape.target_hidden_size).to(dtype),
+        ids,
+    )
+    return Objective(drafter, teacher, "kl")
+
+
+@pytest.fixture
+def tiny():
+    """(objective in fp64, three documents) of one small random drafter."""
+    shape = make_shape()
+    generator = torch.Generator().manual_seed(1)
+    documents = [make_document(shape, length, generator) for length in (9, 5, 14)]
+    return make_objective(shape), documents

@@ -1,0 +1,283 @@
+"""The unrolled training pass against a reference written apart from it, and every known mistake planted."""
+
+import pytest
+import torch
+from conftest import make_document, make_objective, make_shape
+from reference import ReferenceDrafter
+
+from eagle31_train.drafter import attention, batch, model
+from eagle31_train.drafter.batch import build_batch
+from eagle31_train.loss import Objective
+
+K = 7
+GAMMA = 0.8
+
+
+def kept_mask(objective):
+    kept = torch.zeros(objective.drafter.shape.vocab_size, dtype=torch.bool)
+    kept[objective.teacher.target_ids] = True
+    return kept
+
+
+def trained_loss(objective, documents, unroll=K, oov="mask"):
+    packed = build_batch(documents, unroll, kept_mask(objective), oov)
+    weights = torch.tensor([GAMMA**k / n if n else 0.0 for k, n in enumerate(packed.trained)], dtype=torch.float64)
+    return objective(packed, weights)
+
+
+def reference_of(objective):
+    weights = {name: p.detach().clone().requires_grad_() for name, p in objective.drafter.named_parameters()}
+    return ReferenceDrafter(objective.drafter.shape, weights, objective.drafter.shared_embedding)
+
+
+def gradients(objective, documents, **options):
+    """Loss and gradients of the project and of the reference: (loss, {name: grad}) twice."""
+    objective.zero_grad()
+    loss, measured = trained_loss(objective, documents, **options)
+    loss.backward()
+    ours = {name: p.grad for name, p in objective.drafter.named_parameters()}
+
+    reference = reference_of(objective)
+    steps, oov = options.get("unroll", K), options.get("oov", "mask")
+    ids = objective.teacher.target_ids.tolist()
+    wanted, counts, hits, eligible = reference.loss(documents, steps, GAMMA, ids, objective.teacher.logits, oov)
+    wanted.backward()
+    assert counts == measured.trained.tolist()
+    assert eligible == measured.eligible.tolist()
+    assert hits == measured.correct.tolist()
+    return (loss, ours), (wanted, {name: p.grad for name, p in reference.w.items()})
+
+
+def assert_same(ours, theirs, tolerance):
+    torch.testing.assert_close(ours[0], theirs[0], rtol=tolerance, atol=tolerance)
+    for name, grad in theirs[1].items():
+        torch.testing.assert_close(ours[1][name], grad, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("fc_norm", [True, False])
+@pytest.mark.parametrize("norm_output", [True, False])
+@pytest.mark.parametrize("norm_before_residual", [True, False])
+def test_loss_and_gradients_equal_the_reference_in_every_variant(fc_norm, norm_output, norm_before_residual):
+    shape = make_shape(fc_norm=fc_norm, norm_output=norm_output, norm_before_residual=norm_before_residual)
+    generator = torch.Generator().manual_seed(2)
+    documents = [make_document(shape, length, generator) for length in (8, 12)]
+    ours, theirs = gradients(make_objective(shape), documents)
+    assert_same(ours, theirs, 1e-9)
+
+
+def test_hidden_states_of_seven_steps_equal_the_reference_in_fp32(tiny):
+    objective, documents = tiny
+    packed = build_batch(documents, K, kept_mask(objective), "mask")
+    unrolled = objective.float().drafter(packed)
+    reference = reference_of(objective)
+    row = 0
+    for document, (start, end) in zip(documents, packed.layout.documents, strict=True):
+        mine = [t - start for t in packed.layout.slots.tolist() if start <= t < end]
+        for t in mine:
+            steps = min(K, len(document) - t - 1)
+            expected, _ = reference.slot(document.tokens, document.aux.float(), t, steps)
+            torch.testing.assert_close(unrolled.z[:steps, row], torch.stack(expected), rtol=1e-5, atol=1e-5)
+            row += 1
+    assert row == len(packed.layout.slots) > 0
+
+
+def test_gradients_equal_the_reference_in_fp32(tiny):
+    objective, documents = tiny
+    objective.float()
+    documents = [type(d)(d.tokens, d.loss_mask, d.top1, d.aux.float(), d.last.float()) for d in documents]
+    ours, theirs = gradients(objective, documents)
+    assert_same(ours, theirs, 1e-5)
+
+
+def test_keeping_out_of_vocabulary_targets_trains_on_the_renormalised_rest(tiny):
+    objective, documents = tiny
+    ours, theirs = gradients(objective, documents, oov="keep")
+    assert_same(ours, theirs, 1e-9)
+    masked = trained_loss(objective, documents)[1].trained.sum()
+    kept = trained_loss(objective, documents, oov="keep")[1].trained.sum()
+    assert kept > masked > 0
+
+
+def test_a_packed_batch_equals_its_documents_alone(tiny):
+    objective, documents = tiny
+    _, packed = trained_loss(objective, documents)
+    alone = [trained_loss(objective, [document])[1] for document in documents]
+    torch.testing.assert_close(packed.loss, sum(m.loss for m in alone))
+    for name in ("trained", "correct", "eligible", "prefix", "eligible_prefix"):
+        assert torch.equal(getattr(packed, name), sum(getattr(m, name) for m in alone)), name
+
+
+def test_joint_prefix_counts_slots_right_at_every_step(tiny):
+    objective, documents = tiny
+    _, measured = trained_loss(objective, documents, unroll=3)
+    reference = reference_of(objective)
+    ids = objective.teacher.target_ids
+    prefix, eligible = [0, 0, 0], [0, 0, 0]
+    for d in documents:
+        for t in range(len(d) - 2):
+            steps = [k for k in range(3) if t + 2 + k < len(d) and d.loss_mask[t + 2 + k]]
+            zs, _ = reference.slot(d.tokens, d.aux, t, min(3, len(d) - t - 1))
+            for k in range(3):
+                if not all(j in steps for j in range(k + 1)):
+                    break
+                eligible[k] += 1
+                guesses = [ids[(reference.w["lm_head.weight"] @ zs[j]).argmax()] for j in range(k + 1)]
+                prefix[k] += all(guess == d.top1[t + 1 + j] for j, guess in enumerate(guesses))
+    assert measured.eligible_prefix.tolist() == eligible
+    assert measured.prefix.tolist() == prefix
+
+
+# ---------------------------------------------------------------- mistakes seen in public trainers
+
+
+def feed_back_pre_norm(monkeypatch):
+    monkeypatch.setattr(model.Drafter, "feedback", lambda self, h, z: h)
+
+
+def norm_twice(monkeypatch):
+    forward = model.Drafter.forward
+
+    def twice(self, packed):
+        unrolled = forward(self, packed)
+        return model.Unrolled(self.norm(unrolled.z), unrolled.rms)
+
+    monkeypatch.setattr(model.Drafter, "forward", twice)
+
+
+def shift_loss_mask(by):
+    def plant(monkeypatch):
+        pairs = batch._pairs
+
+        def shifted(document, *rest):
+            mask = document.loss_mask.roll(by)
+            return pairs(type(document)(document.tokens, mask, document.top1, document.aux, document.last), *rest)
+
+        monkeypatch.setattr(batch, "_pairs", shifted)
+
+    return plant
+
+
+def read_the_next_document(monkeypatch):
+    real = batch.build_batch
+
+    def leaking(documents, unroll, kept, oov):
+        packed = real(documents, unroll, kept, oov)
+        tokens = torch.cat([d.tokens for d in documents])
+        following = tokens[(torch.arange(len(tokens)) + 1).clamp(max=len(tokens) - 1)]
+        reads = (packed.layout.slots + 1 + torch.arange(unroll)[:, None]).clamp(max=len(tokens) - 1)
+        layout = attention.Layout([(0, len(tokens))], [(0, len(packed.layout.slots))], packed.layout.slots)
+        fields = {**vars(packed), "context_inputs": following, "inputs": tokens[reads], "layout": layout}
+        return batch.Batch(**fields)
+
+    monkeypatch.setitem(globals(), "build_batch", leaking)
+
+
+def own_keys_under_an_additive_one_zero_mask(monkeypatch):
+    """Every slot's own keys are in the softmax of every other slot, told apart by +1 or +0 only."""
+
+    def wrong(q, k0, v0, own_k, own_v, at, scale):
+        s, h, _ = q.shape
+        T, g, _ = k0.shape
+        repeat = h // g
+        keys = k0 if own_k is None else torch.cat([k0, own_k.permute(0, 3, 1, 2).flatten(0, 1)])
+        values = v0 if own_v is None else torch.cat([v0, own_v.permute(0, 2, 1, 3).flatten(0, 1)])
+        scores = torch.einsum("shd,thd->sht", q, keys.repeat_interleave(repeat, 1)) * scale
+        scores[..., :T] = scores[..., :T].masked_fill((torch.arange(T) > at[:, None])[:, None], float("-inf"))
+        if own_k is not None:
+            mine = torch.eye(s, dtype=scores.dtype).repeat_interleave(own_k.shape[-1], 1)
+            scores[..., T:] = scores[..., T:] + mine[:, None]
+        return torch.einsum("sht,thd->shd", scores.softmax(-1), values.repeat_interleave(repeat, 1))
+
+    monkeypatch.setattr(attention, "_document_attention", wrong)
+
+
+def merge_that_ignores_the_gradient_of_the_log_sum_exp(monkeypatch):
+    """Causal part and own keys merged by log-sum-exp, with the causal log-sum-exp treated as a constant."""
+
+    def wrong(q, k0, v0, own_k, own_v, at, scale):
+        s, h, _ = q.shape
+        T, g, _ = k0.shape
+        repeat = h // g
+        scores = torch.einsum("shd,thd->sht", q, k0.repeat_interleave(repeat, 1)) * scale
+        scores = scores.masked_fill((torch.arange(T) > at[:, None])[:, None], float("-inf"))
+        out = torch.einsum("sht,thd->shd", scores.softmax(-1), v0.repeat_interleave(repeat, 1))
+        if own_k is None:
+            return out
+        lse = scores.logsumexp(-1, keepdim=True).detach()
+        own = torch.einsum("shd,shdk->shk", q, own_k.repeat_interleave(repeat, 1)) * scale
+        shares = torch.cat([lse, own], -1).softmax(-1)
+        return shares[..., :1] * out + torch.einsum(
+            "shk,shkd->shd", shares[..., 1:], own_v.repeat_interleave(repeat, 1)
+        )
+
+    monkeypatch.setattr(attention, "_document_attention", wrong)
+
+
+def detach_the_fed_back_state(monkeypatch):
+    right = model.Drafter.feedback
+    monkeypatch.setattr(model.Drafter, "feedback", lambda self, h, z: right(self, h, z).detach())
+
+
+def positions_that_stand_still(monkeypatch):
+    """Every step of a slot is rotated as at position t."""
+    forward = model.Drafter.forward
+
+    def frozen(self, packed):
+        rope, origin = self.midlayer.self_attn.rope, packed.positions[packed.layout.slots]
+        right = rope.forward
+        monkeypatch.setattr(rope, "forward", lambda x, p: right(x, origin if len(p) == len(origin) else p))
+        return forward(self, packed)
+
+    monkeypatch.setattr(model.Drafter, "forward", frozen)
+
+
+MISTAKES = {
+    "pre-norm state fed back although norm_output is on": feed_back_pre_norm,
+    "logits normed twice with norm_output": norm_twice,
+    "loss mask of the token before the predicted one": shift_loss_mask(1),
+    "loss mask of the token two before": shift_loss_mask(2),
+    "loss mask of the token after": shift_loss_mask(-1),
+    "packed documents read the next document": read_the_next_document,
+    "additive 1/0 mask on the own keys": own_keys_under_an_additive_one_zero_mask,
+    "flash merge without the gradient of the log-sum-exp": merge_that_ignores_the_gradient_of_the_log_sum_exp,
+    "the fed-back state is detached": detach_the_fed_back_state,
+    "RoPE positions do not advance with the step": positions_that_stand_still,
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES.keys())
+def test_a_planted_mistake_is_caught(tiny, mistake, monkeypatch):
+    objective, documents = tiny
+    ours, theirs = gradients(objective, documents)
+    assert_same(ours, theirs, 1e-9)
+    mistake(monkeypatch)
+    with pytest.raises(AssertionError):
+        ours, theirs = gradients(objective, documents)
+        assert_same(ours, theirs, 1e-5)
+
+
+def test_the_objective_reports_the_divergence_not_its_gradient_only(tiny):
+    """A drafter that equals its teacher has KL 0, and CE equal to the teacher's entropy."""
+    objective, documents = tiny
+    teacher = objective.teacher
+    packed = build_batch(documents, 1, kept_mask(objective), "keep")
+
+    class Perfect(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lm_head = torch.nn.Linear(1, 1)
+            self.lm_head.weight = torch.nn.Parameter(teacher.head_rows.clone())
+
+        def forward(self, packed):
+            z = torch.zeros(1, len(packed.layout.slots), 16, dtype=torch.float64)
+            last = packed.teacher.square().mean(-1, keepdim=True).add(teacher.eps).rsqrt() * packed.teacher
+            z.view(-1, 16)[packed.pair_row] = (last * teacher.norm_weight)[packed.pair_teacher]
+            return model.Unrolled(z, torch.ones(1))
+
+    weights = torch.ones(1, dtype=torch.float64)
+    kl, _ = Objective(Perfect(), teacher, "kl")(packed, weights)
+    ce, _ = Objective(Perfect(), teacher, "ce")(packed, weights)
+    log_p = teacher.logits(packed.teacher).log_softmax(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)[packed.pair_teacher].sum()
+    assert abs(kl.item()) < 1e-9
+    torch.testing.assert_close(ce, entropy)

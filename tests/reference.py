@@ -1,0 +1,102 @@
+"""An EAGLE 3.1 drafter written apart from the project: one slot, one step, one head at a time.
+
+It takes a checkpoint's tensors by their names and follows the formulas literally, with Python loops
+instead of packing, gathering and batched products. Slow, and the truth in the tests.
+"""
+
+import torch
+
+
+def norm(x, weight, eps):
+    return x / torch.sqrt((x * x).mean() + eps) * weight
+
+
+def rotate(head, position, theta):
+    """Half-split RoPE of one head [d] by multiplying complex numbers."""
+    half = head.shape[0] // 2
+    frequency = theta ** (-torch.arange(half, dtype=head.dtype) / half)
+    turned = torch.complex(head[:half], head[half:]) * torch.polar(torch.ones_like(frequency), position * frequency)
+    return torch.cat([turned.real, turned.imag])
+
+
+class ReferenceDrafter:
+    """weights: checkpoint tensors by name; embedding [V, D]."""
+
+    def __init__(self, shape, weights, embedding):
+        self.s, self.w, self.embedding = shape, weights, embedding
+
+    def fused(self, aux):
+        """aux [A, H] → g_0 [D]."""
+        eps = self.s.rms_norm_eps
+        if self.s.fc_norm:
+            aux = [norm(a, self.w[f"fc_norm.{i}.weight"], eps) for i, a in enumerate(aux)]
+        return self.w["fc.weight"] @ torch.cat(list(aux))
+
+    def heads(self, name, x, count, position=None):
+        """Project x [2D] into `count` heads, rotated if a position is given."""
+        rows = (self.w[f"midlayer.self_attn.{name}.weight"] @ x).view(count, self.s.head_dim)
+        return rows if position is None else torch.stack([rotate(r, position, self.s.rope_theta) for r in rows])
+
+    def layer_input(self, token, g):
+        eps = self.s.rms_norm_eps
+        e = norm(self.embedding[token], self.w["midlayer.input_layernorm.weight"], eps)
+        n = norm(g, self.w["midlayer.hidden_norm.weight"], eps)
+        return torch.cat([e, n]), n if self.s.norm_before_residual else g
+
+    def slot(self, tokens, aux, t, steps):
+        """The outputs z_0..z_{steps-1} of slot t of one document, each [D], and the states it read."""
+        s, eps = self.s, self.s.rms_norm_eps
+        keys, values = [], []
+        for p in range(t + 1):
+            x, _ = self.layer_input(tokens[p + 1], self.fused(aux[p]))
+            keys.append(self.heads("k_proj", x, s.num_key_value_heads, p))
+            values.append(self.heads("v_proj", x, s.num_key_value_heads))
+        g, outputs, states = self.fused(aux[t]), [], []
+        for k in range(steps):
+            states.append(g)
+            x, residual = self.layer_input(tokens[t + 1 + k], g)
+            if k > 0:
+                keys.append(self.heads("k_proj", x, s.num_key_value_heads, t + k))
+                values.append(self.heads("v_proj", x, s.num_key_value_heads))
+            queries = self.heads("q_proj", x, s.num_attention_heads, t + k)
+            seen = []
+            for head, q in enumerate(queries):
+                group = head // (s.num_attention_heads // s.num_key_value_heads)
+                scores = torch.stack([q @ key[group] for key in keys]) * s.head_dim**-0.5
+                shares = torch.exp(scores - scores.max())
+                shares = shares / shares.sum()
+                seen.append(sum(a * value[group] for a, value in zip(shares, values, strict=True)))
+            u = residual + self.w["midlayer.self_attn.o_proj.weight"] @ torch.cat(seen)
+            n = norm(u, self.w["midlayer.post_attention_layernorm.weight"], eps)
+            gate = self.w["midlayer.mlp.gate_proj.weight"] @ n
+            gate = gate * torch.sigmoid(gate) * (self.w["midlayer.mlp.up_proj.weight"] @ n)
+            h = u + self.w["midlayer.mlp.down_proj.weight"] @ gate
+            z = norm(h, self.w["norm.weight"], eps)
+            outputs.append(z)
+            g = z if s.norm_output else h
+        return outputs, states
+
+    def loss(self, documents, steps, gamma, kept_ids, teacher, oov="mask"):
+        """The unrolled loss over documents, pair by pair; teacher(y) → logits over the draft vocabulary."""
+        sums, counts, hits, eligible = ([0] * steps for _ in range(4))
+        kept = set(kept_ids)
+        for d in documents:
+            T = len(d.tokens)
+            for t in range(T):
+                pairs = [k for k in range(steps) if t + 2 + k < T and d.loss_mask[t + 2 + k]]
+                if not pairs:
+                    continue
+                zs, _ = self.slot(d.tokens, d.aux, t, max(pairs) + 1)
+                for k in pairs:
+                    eligible[k] += 1
+                    top1 = int(d.top1[t + 1 + k])
+                    if oov == "mask" and top1 not in kept:
+                        continue
+                    p = torch.softmax(teacher(d.last[t + 1 + k]), -1)
+                    logits = self.w["lm_head.weight"] @ zs[k]
+                    q = torch.log_softmax(logits, -1)
+                    sums[k] = sums[k] + (p * (torch.log(p) - q)).sum()
+                    counts[k] += 1
+                    hits[k] += int(kept_ids[int(logits.argmax())] == top1)
+        total = sum(gamma**k * sums[k] / counts[k] for k in range(steps) if counts[k])
+        return total, counts, hits, eligible

@@ -1,0 +1,286 @@
+"""The training loop, top to bottom.
+
+    accelerate launch train.py +experiment=smollm2
+
+Reads run_dir/data (the draft vocabulary) and run_dir/store; writes run_dir/train. Run the same
+command again after a stop: it goes on from the newest whole checkpoint.
+"""
+
+import math
+import shutil
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.utils import DistributedType
+from torch import Tensor
+
+from eagle31_train import artifacts, cli, vocab
+from eagle31_train.drafter.batch import Batch, build_batch
+from eagle31_train.loss import Objective
+from eagle31_train.schema import Config, UserError
+from eagle31_train.store import Store, StoreSplit
+from train import checkpoint, order
+from train.build import build_objective, drafter_shape
+from train.metrics import Reporter, reduce_sums, summarise
+
+# Options that steer reporting and saving but not what is learnt.
+UNRELATED = ("eval_every", "eval_samples", "checkpoint_every", "keep_checkpoints", "wandb", "project")
+
+
+def main() -> None:
+    """Entry point of train.py."""
+    cli.run(train, "Stage 3: fit the drafter to the stored hidden states (run it with `accelerate launch`).")
+
+
+def train(config: Config) -> None:
+    """Run the stage.
+
+    Raises:
+        UserError: missing, damaged or mismatched input, or a launch that this trainer cannot serve.
+    """
+    began = time.perf_counter()
+    run_dir = Path(config.run_dir)
+    folder = run_dir / "train"
+    store = Store(run_dir / "store")
+    draft_vocab = vocab.read(run_dir / "data" / "vocab.safetensors")
+    inputs = training_inputs(config, store, artifacts.file_sha256(run_dir / "data" / "vocab.safetensors"))
+    fingerprint = artifacts.fingerprint(inputs)
+
+    accelerator = make_accelerator(config, folder)
+    if accelerator.is_main_process:
+        claim(folder, fingerprint, inputs, config.overwrite)
+    accelerator.wait_for_everyone()
+    if artifacts.finished(folder, fingerprint, inputs, overwrite=False):
+        accelerator.print(f"train: up to date ({folder})")
+        return
+
+    # What is trained, on what, how often.
+    shape = drafter_shape(config.drafter, store, draft_vocab)
+    objective = build_objective(config, shape, store, draft_vocab)
+    drafter = objective.drafter
+    t = config.train
+    optimizer = torch.optim.AdamW(
+        checkpoint.parameter_groups(drafter, t.weight_decay),
+        lr=t.lr,
+        betas=(t.betas[0], t.betas[1]),
+        fused=True,
+    )
+    model, prepared = accelerator.prepare(objective, optimizer)
+    train_split, heldout = store.split("train"), store.split("heldout")
+    batches = order.schedule(train_split.lengths, t.batch_tokens, config.seed, t.epochs, t.max_steps)
+    kept = torch.from_numpy(draft_vocab.t2d)
+
+    # Where an earlier run of the same inputs stopped.
+    done, totals = 0, {"tokens": 0, "pairs": 0, "seconds": 0.0}
+    if (found := checkpoint.newest(folder / "checkpoints")) is not None:
+        manifest = checkpoint.restore(found, drafter, optimizer)
+        done, totals = manifest["step"], manifest["totals"]
+        accelerator.print(f"train: going on after step {done} ({found})")
+    start_tracker(accelerator, config, folder, inputs)
+    reporter = Reporter(accelerator, folder, done, len(batches))
+
+    for step, micro_batches in load(train_split, batches, done, config, kept, accelerator):
+        lap = time.perf_counter()
+        lr = learning_rate(step, len(batches), config)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+
+        # N_k, counted over every rank and micro-batch before any gradient is taken.
+        counts = torch.tensor([batch.trained for batch, _ in micro_batches], device=accelerator.device).sum(0)
+        weights = step_weights(reduce_sums(accelerator, counts), t.gamma)
+
+        sums = torch.zeros(7, t.unroll, device=accelerator.device)
+        for index, (batch, real) in enumerate(micro_batches):
+            last = index == len(micro_batches) - 1
+            # DDP averages over ranks; the loss is a sum over them, hence the world size.
+            factor = float(real) * accelerator.num_processes
+            with nullcontext() if last else accelerator.no_sync(model):
+                loss, measured = model(batch.to(accelerator.device), weights * factor)
+                accelerator.backward(loss)
+            sums += measured.stacked() * float(real)
+        norm = accelerator.clip_grad_norm_(drafter.parameters(), t.clip)
+        if not torch.isfinite(norm):
+            raise UserError(
+                f"step {step}: the gradient is not finite (samples {batches[step - 1]}); nothing was updated"
+            )
+        prepared.step()
+        prepared.zero_grad(set_to_none=True)
+
+        # Reporting.
+        sums = reduce_sums(accelerator, sums)
+        report = summarise(sums)
+        tokens = sum(train_split.lengths[i] for i in batches[step - 1])
+        totals["tokens"] += tokens
+        totals["pairs"] += int(sums[1].sum())
+        totals["seconds"] += time.perf_counter() - lap
+        reporter.log(step, {**report, "lr": lr, "grad_norm": norm.item(), "tokens": totals["tokens"]})
+        reporter.progress(tokens, report["loss"], report["tau"])
+        final = step == len(batches)
+        if final or step % t.eval_every == 0:
+            report = evaluate(model, heldout, config, kept, accelerator, everything=final)
+            reporter.log(step, {f"heldout_{name}": value for name, value in report.items()})
+            reporter.note(f"step {step}: held-out loss {report['loss']:.3f}, tau {report['tau']:.3f}")
+        if (final or step % t.checkpoint_every == 0) and accelerator.is_main_process:
+            extra = {"fingerprint": fingerprint, "totals": totals, "heldout": report if final else None}
+            found = checkpoint.save(folder / "checkpoints", step, drafter, optimizer, extra)
+            checkpoint.prune(folder / "checkpoints", t.keep_checkpoints)
+    reporter.bar.close()
+    accelerator.end_training()
+
+    if accelerator.is_main_process:
+        assert found is not None
+        artifacts.write_json(
+            folder / artifacts.MANIFEST,
+            {
+                "fingerprint": fingerprint,
+                "inputs": inputs,
+                "checkpoint": str(found.relative_to(folder)),
+                "steps": len(batches),
+                **totals,
+                "heldout": artifacts.read_json(found / artifacts.MANIFEST, "train.py")["heldout"],
+                "stage_seconds": time.perf_counter() - began,
+                "files": artifacts.list_files(folder, found.iterdir()),
+            },
+        )
+        print(f"train: {len(batches)} steps, {totals['tokens']:,} tokens; drafter in {found}")
+
+
+def training_inputs(config: Config, store: Store, vocab_sha: str) -> dict[str, Any]:
+    """Everything that the trained weights depend on."""
+    recipe = {name: value for name, value in asdict(config.train).items() if name not in UNRELATED}
+    return {
+        "store": store.manifest["fingerprint"],
+        "vocab": vocab_sha[:16],
+        "drafter": asdict(config.drafter),
+        "train": recipe,
+        "seed": config.seed,
+    }
+
+
+def claim(folder: Path, fingerprint: str, inputs: dict[str, Any], overwrite: bool) -> None:
+    """Mark the folder as this run's; a folder that holds another run, finished or not, is refused.
+
+    Raises:
+        UserError: the folder holds a run of other inputs and `overwrite` is off.
+    """
+    record = folder / "inputs.json"
+    if record.exists():
+        begun = artifacts.read_json(record, "train.py")["inputs"]
+        if begun != inputs and not overwrite:
+            raise UserError(
+                f"{folder} holds a run of other inputs ({artifacts.describe_change(begun, inputs)}): "
+                "choose another name=… or run_dir=…, or replace it with overwrite=true"
+            )
+        if begun != inputs:
+            shutil.rmtree(folder)
+    artifacts.write_json(record, {"fingerprint": fingerprint, "inputs": inputs})
+
+
+def make_accelerator(config: Config, folder: Path) -> Accelerator:
+    """The accelerator, checked to be a kind that this loop synchronises and saves correctly."""
+    if config.train.precision not in ("bf16", "no"):
+        raise UserError(f"train.precision={config.train.precision!r} is not bf16 or no")
+    accelerator = Accelerator(
+        mixed_precision=config.train.precision,
+        log_with="wandb" if config.train.wandb != "disabled" else None,
+        project_dir=str(folder),
+        # The only buffers are the target's weights, the same on every rank.
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
+    )
+    supported = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
+    if accelerator.distributed_type not in supported:
+        raise UserError(
+            f"accelerate launched {accelerator.distributed_type.value}, which this trainer does not support yet: "
+            "launch one process or DDP (configs/accelerate/)"
+        )
+    return accelerator
+
+
+def start_tracker(accelerator: Accelerator, config: Config, folder: Path, inputs: dict[str, Any]) -> None:
+    """Save the resolved configuration and start the tracker."""
+    if accelerator.is_main_process:
+        artifacts.write_text(folder / "config.yaml", cli.to_yaml(config))
+    if config.train.wandb != "disabled":
+        settings = {"dir": str(folder), "mode": config.train.wandb, "name": config.name, "resume": "allow"}
+        settings["id"] = f"{config.name}-{artifacts.fingerprint(inputs)}"
+        accelerator.init_trackers(config.train.project, config=inputs, init_kwargs={"wandb": settings})
+
+
+def load(
+    split: StoreSplit,
+    batches: list[list[int]],
+    done: int,
+    config: Config,
+    kept: Tensor,
+    accelerator: Accelerator,
+) -> Iterator[tuple[int, list[tuple[Batch, bool]]]]:
+    """This rank's micro-batches of every step after `done`, read one step ahead in the background.
+
+    A micro-batch is (batch, real): where a global batch has fewer samples than there are parts,
+    a rank still takes part in the gradient exchange with a sample that counts for nothing.
+    """
+    t = config.train
+    parts = accelerator.num_processes * t.accumulation
+
+    def read(step: int) -> list[tuple[Batch, bool]]:
+        shares = order.share(batches[step], split.lengths, parts)
+        mine = shares[accelerator.process_index :: accelerator.num_processes]
+        filled = [(samples or batches[step][:1], bool(samples)) for samples in mine]
+        return [(build_batch(split.read_all(s), t.unroll, kept, t.oov), real) for s, real in filled]
+
+    with ThreadPoolExecutor(1) as pool:
+        ahead = pool.submit(read, done) if done < len(batches) else None
+        for step in range(done, len(batches)):
+            assert ahead is not None
+            current = ahead.result()
+            ahead = pool.submit(read, step + 1) if step + 1 < len(batches) else None
+            yield step + 1, current
+
+
+def step_weights(counts: Tensor, gamma: float) -> Tensor:
+    """[K] fp32: gamma^k / N_k; a step that nothing trains weighs nothing."""
+    steps = torch.arange(len(counts), device=counts.device)
+    return torch.where(counts > 0, gamma**steps / counts.clamp(min=1), 0.0).float()
+
+
+def learning_rate(step: int, total: int, config: Config) -> float:
+    """Linear warm-up, then a cosine to min_lr * lr; `step` counts from 1."""
+    t = config.train
+    warmup = max(1, round(t.warmup * total))
+    if step <= warmup:
+        return t.lr * step / warmup
+    progress = (step - warmup) / max(1, total - warmup)
+    return t.lr * (t.min_lr + (1 - t.min_lr) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+@torch.no_grad()
+def evaluate(
+    model: Objective,
+    split: StoreSplit,
+    config: Config,
+    kept: Tensor,
+    accelerator: Accelerator,
+    everything: bool,
+) -> dict[str, Any]:
+    """Teacher-forced metrics on the held-out split (the first `eval_samples` of it, or everything)."""
+    t = config.train
+    chosen = range(len(split) if everything else min(len(split), t.eval_samples))
+    batches = order.global_batches([split.lengths[i] for i in chosen], t.batch_tokens, seed=0, epoch=0)
+    mine = batches[accelerator.process_index :: accelerator.num_processes]
+    sums = torch.zeros(7, t.unroll, device=accelerator.device)
+    weights = torch.zeros(t.unroll, device=accelerator.device)
+    objective = accelerator.unwrap_model(model, keep_fp32_wrapper=True)
+    objective.eval()
+    with accelerator.autocast():
+        for indices in mine:
+            batch = build_batch(split.read_all(indices), t.unroll, kept, t.oov)
+            sums += objective(batch.to(accelerator.device), weights)[1].stacked()
+    objective.train()
+    return summarise(reduce_sums(accelerator, sums))
