@@ -205,7 +205,9 @@ def _data(data: Mapping[str, Any] | None) -> str:
 
 
 def _training(train: Mapping[str, Any]) -> str:
-    outcome = {key: train[key] for key in ("steps", "slots", "tokens", "seconds", "heldout") if key in train}
+    outcome = {
+        key: train[key] for key in ("steps", "slots", "tokens", "seconds", "stage_seconds", "heldout") if key in train
+    }
     return _table("hyper-parameter", "value", train.get("inputs", {})) + "\n\n" + _table("outcome", "value", outcome)
 
 
@@ -221,6 +223,8 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
             yield from _flat(value, f"{prefix}{key}.")
         elif isinstance(value, float):
             yield f"{prefix}{key}", f"{value:.6g}"
+        elif isinstance(value, list) and any(isinstance(entry, Mapping) for entry in value):
+            yield f"{prefix}{key}", str(len(value))  # records, of refused conversations say: how many
         else:
             yield f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 

@@ -69,7 +69,13 @@ class FakeRun:
         self.set_vocab(vocab.DraftVocab(TINY_IDS, 40))
         artifacts.write_json(
             folder / "data" / "manifest.json",
-            {"fingerprint": "d" * 16, "conversations": {"train": 321, "heldout": 17}, "coverage": 0.975, "files": {}},
+            {
+                "fingerprint": "d" * 16,
+                "conversations": {"train": 321, "heldout": 17},
+                "coverage": 0.975,
+                "files": {},
+                "refused": [{"where": "/home/me/x.jsonl:3", "reason": "empty mask"}],
+            },
         )
         self.set_shape(TINY)
         self.set_tensors(random_tensors(TINY_TENSORS))

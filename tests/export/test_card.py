@@ -36,7 +36,9 @@ def test_the_card_tells_what_it_is(run):
     assert "| tokens | 12345 |" in body
     assert "| draft\\_vocab\\_size | 12 |" in body
     assert "## Licence\n\nNone is stated" in body
-    assert str(run.folder) not in run.exported()[2]
+    assert "| refused | 1 |" in body
+    assert "/home/me" not in body
+    assert str(run.folder) not in body
 
 
 def test_acceptance_is_told_where_it_was_measured(run):
@@ -67,6 +69,7 @@ def test_a_local_target_is_named_without_its_path_and_links_nowhere(run, tmp_pat
     assert "base_model" not in head
     assert "drafter for my \\| target" in body
     assert config["target_model_name"] == "my | target"
+    assert "vllm serve '/path/to/my | target' --spec" in body
     assert "secret-place" not in text + json.dumps(config)
 
 

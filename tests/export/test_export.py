@@ -85,6 +85,7 @@ def test_a_faulty_checkpoint_is_refused_and_nothing_is_written(change, named, ru
     before = run.listing()
     with pytest.raises(UserError, match=named) as caught:
         export.export(run.config())
+    assert str(caught.value).startswith(str(run.checkpoint))
     assert "\n" not in str(caught.value)
     assert run.listing() == before
 
