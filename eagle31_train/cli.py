@@ -34,8 +34,7 @@ def load_config(overrides: list[str]) -> Config:
         UserError: an unknown key or group (with the nearest valid name), a value of the wrong
             type, or a mandatory option that is missing.
     """
-    for override in overrides:
-        _check_override(override)
+    overrides = [_checked(override) for override in overrides]
     OmegaConf.register_new_resolver("project", lambda path: str(ROOT / path), replace=True)
     ConfigStore.instance().store(name="schema", node=Config)
     try:
@@ -87,7 +86,8 @@ def _choices(group: str) -> list[str]:
     return sorted(file.stem for file in (CONFIGS / group).glob("*.yaml"))
 
 
-def _check_override(override: str) -> None:
+def _checked(override: str) -> str:
+    """The override, if its key exists; keys below a free-form option are added without Hydra's `++`."""
     key, equals, value = override.partition("=")
     key = key.lstrip("+~")
     if not equals and not override.startswith("~"):
@@ -95,11 +95,13 @@ def _check_override(override: str) -> None:
     if (CONFIGS / key).is_dir():
         if value not in _choices(key):
             raise UserError(f"no configs/{key}/{value}.yaml{_nearest(value, _choices(key))}")
-        return
+        return override
     known = {path: kind for path, kind, _ in _options(Config)}
-    parents = {".".join(key.split(".")[: depth + 1]) for depth in range(key.count("."))}
-    if key in known or any("dict" in str(known.get(parent, "")) for parent in parents):
-        return
+    free = [path for path, kind in known.items() if typing.get_origin(kind) is dict]
+    if any(key == path or key.startswith(path + ".") for path in free):
+        return override if override.startswith(("+", "~")) else f"++{override}"
+    if key in known:
+        return override
     groups = [folder.name for folder in CONFIGS.iterdir() if folder.is_dir()]
     raise UserError(f"no option {key!r}{_nearest(key, [*known, *groups])}")
 

@@ -31,6 +31,7 @@ def opt(default: Any, help: str) -> Any:
 @dataclass
 class TargetConfig:
     path: str = opt("???", "directory or hub id of the target, in transformers format")
+    hub_id: str | None = opt(None, "where path is a folder: the hub id that the model card names")
     revision: str | None = opt(None, "hub revision")
     dtype: str = opt("bfloat16", "precision the target runs in during generation and extraction")
     device: str = opt("auto", "cpu, cuda, cuda:N, or auto (cuda where there is one)")
@@ -90,7 +91,7 @@ class DrafterConfig:
     head_dim: int = opt("???", "width of one head")
     rms_norm_eps: float = opt(1e-5, "epsilon of every RMSNorm of the drafter")
     rope_theta: float = opt(10000.0, "the drafter's own RoPE base")
-    rope_scaling: dict[str, Any] | None = opt(None, "the drafter's own RoPE scaling, as in transformers")
+    rope_scaling: dict[str, Any] = opt({}, "the drafter's own RoPE scaling, as in transformers; {} for none")
     max_position_embeddings: int = opt(2048, "longest position written to config.json")
     share_embedding: bool = opt(True, "embed_tokens is the target's, frozen, and left out of the checkpoint")
     train_lm_head: bool = opt(True, "fit lm_head (it starts from the target's rows)")

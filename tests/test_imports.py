@@ -82,12 +82,3 @@ def test_imports_keep_to_the_directions(module, file):
 )
 def test_the_check_sees_every_kind_of_violation(module, source):
     assert violations(module, source)
-
-
-def test_the_data_stage_loads_no_torch():
-    import subprocess
-    import sys
-
-    modules_there = "import data_prep.__main__, sys; print('torch' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", modules_there], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "False"

@@ -43,7 +43,7 @@ def drafter_shape(config: DrafterConfig, store: Store, vocab: DraftVocab) -> Dra
         head_dim=config.head_dim,
         rms_norm_eps=config.rms_norm_eps,
         rope_theta=config.rope_theta,
-        rope_scaling=config.rope_scaling,
+        rope_scaling=config.rope_scaling or None,
         max_position_embeddings=config.max_position_embeddings,
         fc_norm=config.fc_norm,
         norm_output=config.norm_output,
@@ -55,7 +55,8 @@ def drafter_shape(config: DrafterConfig, store: Store, vocab: DraftVocab) -> Dra
 def build_objective(config: Config, shape: DrafterShape, store: Store, vocab: DraftVocab) -> Objective:
     """Drafter and teacher with their initial weights, on the CPU; the same for the same seed.
 
-    lm_head starts from the target's rows of the draft vocabulary where the widths agree.
+    Where the widths agree, lm_head starts from the target's rows of the draft vocabulary and the
+    final norm from the target's: the rows expect states of that norm's scale, per channel.
     """
     if config.train.loss not in ("kl", "ce"):
         raise UserError(f"train.loss={config.train.loss!r} is not kl or ce")
@@ -69,6 +70,7 @@ def build_objective(config: Config, shape: DrafterShape, store: Store, vocab: Dr
     head_rows = weights["lm_head"][ids]
     if shape.hidden_size == shape.target_hidden_size:
         drafter.lm_head.weight.data.copy_(head_rows)
+        drafter.norm.weight.data.copy_(weights["norm"])
     drafter.lm_head.weight.requires_grad_(config.drafter.train_lm_head)
     teacher = Teacher(weights["norm"], store.provenance["norm"]["eps"], head_rows.to(low), ids)
     return Objective(drafter, teacher, config.train.loss)

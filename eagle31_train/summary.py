@@ -1,0 +1,54 @@
+"""The table at the end: what a run's five stages made, how well it drafts, and how to serve it.
+
+    python -m eagle31_train.summary +experiment=smollm2
+"""
+
+from pathlib import Path
+from typing import Any
+
+from eagle31_train import artifacts, cli
+from eagle31_train.schema import Config
+
+STAGES = {
+    "data": ("data/manifest.json", "python -m data_prep"),
+    "extract": ("store/manifest.json", "python -m eagle31_train.extract"),
+    "train": ("train/manifest.json", "accelerate launch train.py"),
+    "evaluate": ("evaluate/manifest.json", "python -m eagle31_train.evaluate"),
+    "export": ("export.json", "python -m eagle31_train.export"),
+}
+
+
+def summarise(config: Config) -> None:
+    """Print the table; UserError if a stage has not been run."""
+    run_dir = Path(config.run_dir)
+    found = {stage: artifacts.read_json(run_dir / file, command) for stage, (file, command) in STAGES.items()}
+    print("\n" + table(config, found) + "\n")
+
+
+def table(config: Config, found: dict[str, dict[str, Any]]) -> str:
+    """The summary as text, from the stages' manifests."""
+    report, trained = found["evaluate"]["report"], found["train"]
+    depths = report["acceptance_at_depth"]
+    seconds = {stage: manifest["seconds"] for stage, manifest in found.items()}
+    speed = report["tokens_per_second"]
+    export = Path(config.run_dir) / "export"
+    rows = [
+        (
+            "acceptance length",
+            f"{report['acceptance_length']:.3f} at {report['draft_tokens']} draft tokens, greedy, bonus token included",
+        ),
+        ("  measured on", f"{report['prompts']} held-out prompts, {report['generated_tokens']:,} tokens, {report['dtype']}"),
+        ("accepted at depth", "   ".join(f"{k}: {share:.1%}" for k, share in enumerate(depths, 1))),
+        ("speed", f"{speed['speculative']:.1f} tokens/s with the drafter, {speed['plain']:.1f} without"),
+        ("trained on", f"{trained['tokens']:,} tokens ({trained['pairs']:,} slot-steps) in {trained['steps']} steps"),
+        ("seconds", "   ".join(f"{stage} {value:,.0f}" for stage, value in seconds.items())),
+        ("checkpoint", str(export)),
+        ("serve it", found["export"]["serve"]),
+    ]
+    width = max(len(name) for name, _ in rows)
+    line = "-" * 100
+    return "\n".join([f"{config.name}: an EAGLE drafter for {config.target.path}", line, *(f"{n:<{width}}  {v}" for n, v in rows), line])
+
+
+if __name__ == "__main__":
+    cli.run(summarise, "The table at the end: what a run's five stages made, and how to serve it.")
