@@ -42,10 +42,11 @@ def prepare(config: Config) -> None:
     vocab_size = template.vocabulary(config.target)
     inputs = _inputs(data, template, vocab_size, sources, form)
     wanted = artifacts.fingerprint(inputs)
+    ours = (folder / artifacts.MANIFEST).is_file()
     if artifacts.finished(folder, wanted, inputs, config.overwrite):
         print(f"data: {folder} is up to date")
         return
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if not ours and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         # commit() replaces the folder, and without our manifest what it holds may be the user's own.
         raise UserError(f"{folder} exists and is no output of this stage: move it away or choose run_dir=…")
     collected = collect(read(sources, form), template, data.max_length, data.heldout)
@@ -109,7 +110,10 @@ def _write(
     counts = {name: split.token_counts(vocab_size) for name, split in collected.splits.items()}
     draft = vocab.choose(counts["train"], template.special_ids(), data.draft_vocab_size, data.draft_vocab_coverage)
     vocab.write(temporary / "vocab.safetensors", draft)
-    collected.datasets().save_to_disk(str(temporary / "dataset"))
+    splits = collected.datasets()
+    # An empty split would be given no file, and then not load: one file at least.
+    shards = {name: None if len(split) else 1 for name, split in splits.items()}
+    splits.save_to_disk(str(temporary / "dataset"), num_shards=shards)
     manifest = {
         "fingerprint": artifacts.fingerprint(inputs),
         "inputs": inputs,

@@ -153,15 +153,21 @@ def draw(logits_BV: Tensor, uniform_B: Tensor, top_p: float) -> Tensor:
         [B] int64 token ids.
     """
     V = logits_BV.shape[1]
-    total_B = logits_BV.logsumexp(-1, keepdim=True)
-    for size in (min(NUCLEUS, V), V):
-        # A full sort of V = 49,152 costs as much as the model's own step, hence the top few first.
-        top_BK, index_BK = logits_BV.topk(size, dim=-1)
-        mass_BK = (top_BK - total_B).exp().cumsum(-1)
-        if size == V or bool((mass_BK[:, -1] >= top_p).all()):
-            break
-    # Tokens before the one that reaches top_p, and that one.
-    kept_B = ((mass_BK < top_p).sum(-1, keepdim=True)).clamp(max=size - 1)
-    threshold_B = uniform_B[:, None] * mass_BK.gather(-1, kept_B)
-    position_B = torch.searchsorted(mass_BK, threshold_B, right=True).minimum(kept_B)
-    return index_BK.gather(-1, position_B)[:, 0]
+    # A full sort of V = 49,152 costs as much as the model's own step, hence the top few first.
+    chosen_B, whole_B = _draw_from_top(logits_BV, uniform_B, top_p, min(NUCLEUS, V))
+    if not bool(whole_B.all()):
+        wide = ~whole_B
+        chosen_B[wide] = _draw_from_top(logits_BV[wide], uniform_B[wide], top_p, V)[0]
+    return chosen_B
+
+
+def _draw_from_top(logits_BV: Tensor, uniform_B: Tensor, top_p: float, size: int) -> tuple[Tensor, Tensor]:
+    """As `draw`, from the `size` most likely tokens; also [B] bool: whether they hold the nucleus."""
+    top_BK, index_BK = logits_BV.topk(size, dim=-1)
+    mass_BK = (top_BK - logits_BV.logsumexp(-1, keepdim=True)).exp().cumsum(-1)
+    whole_B = (mass_BK[:, -1] >= top_p) | torch.tensor(size == logits_BV.shape[1], device=logits_BV.device)
+    # The nucleus ends with the first token at which the mass reaches top_p.
+    last_B1 = (mass_BK < top_p).sum(-1, keepdim=True).clamp(max=size - 1)
+    threshold_B1 = uniform_B[:, None] * mass_BK.gather(-1, last_B1)
+    position_B1 = torch.searchsorted(mass_BK, threshold_B1, right=True).minimum(last_B1)
+    return index_BK.gather(-1, position_B1)[:, 0], whole_B

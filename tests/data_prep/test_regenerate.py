@@ -1,0 +1,281 @@
+"""Regeneration: in rounds, resumable, through the target in process or a server on loopback."""
+
+import http.server
+import json
+import threading
+from collections import Counter
+
+import pytest
+
+from data_prep import regenerate as module
+from data_prep.regenerate import JOURNAL, OUTPUT, Answered, Journal, regenerate
+from data_prep.server import Server
+from data_prep.sources import parse
+from data_prep.template import ChatTemplate
+from eagle31_train.schema import Config, DataConfig, GenerateConfig, TargetConfig, UserError
+
+PROMPTS = [
+    {"id": "one", "category": "chat", "turns": ["hello"]},
+    {"id": "two", "category": "chat", "turns": ["the fox", "and?", "so?"]},
+    {"id": "three", "messages": [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"},
+                                 {"role": "assistant", "content": "someone else's words"}]},
+]  # fmt: skip
+
+
+@pytest.fixture
+def config(tmp_path, tiny_target):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
+    generate = GenerateConfig(max_new_tokens=6, batch_size=2)
+    data = DataConfig(prompts=str(prompts), generate=generate)
+    target = TargetConfig(path=str(tiny_target), dtype="float32", device="cpu")
+    return Config(name="t", run_dir=str(tmp_path / "run"), regenerate=True, target=target, data=data)
+
+
+def run(config):
+    path = regenerate(config, ChatTemplate.load(config.target))
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_every_turn_is_answered_by_the_target_in_order(config):
+    rows = run(config)
+    assert [row["id"] for row in rows] == ["one", "two", "three"]
+    roles = [[m["role"] for m in row["messages"]] for row in rows]
+    assert roles == [["user", "assistant"], ["user", "assistant"] * 3, ["system", "user", "assistant"]]
+    assert "someone else" not in json.dumps(rows)
+    for row in rows:
+        assert row["finish_reason"] == row["messages"][-1]["finish_reason"]
+        assert row["finish_reason"] in ("stop", "length")
+    assert set(rows[0]) == {"id", "source", "sample", "temperature", "finish_reason", "messages"}
+
+
+def test_greedy_answers_are_those_of_the_model_step_by_step(config, tiny_target):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    template = ChatTemplate.load(config.target)
+    model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
+    for row in run(config):
+        for i, message in enumerate(row["messages"]):
+            if message["role"] != "assistant":
+                continue
+            ids, answer = template.prompt_ids(row["messages"][:i]), []
+            while len(answer) < 6:
+                with torch.no_grad():
+                    token = int(model(torch.tensor([ids + answer])).logits[0, -1].argmax())
+                if token in template.end_ids:
+                    break
+                answer.append(token)
+            assert message["content"] == template.decode(answer, skip_special_tokens=True)
+
+
+def test_samples_first_greedy_then_sampled_and_reproducible(config, tmp_path):
+    config.data.generate.samples, config.data.generate.temperature = 3, 0.9
+    rows = run(config)
+    assert [(row["id"], row["sample"], row["temperature"]) for row in rows[:3]] == [
+        ("one", 0, 0.0), ("one", 1, 0.9), ("one", 2, 0.9),
+    ]  # fmt: skip
+    assert len({row["messages"][-1]["content"] for row in rows[:3]}) == 3
+    config.run_dir, config.data.generate.batch_size = str(tmp_path / "again"), 7
+    assert run(config) == rows  # other batches, same draws
+    config.run_dir, config.seed = str(tmp_path / "other"), 1
+    other = run(config)
+    assert [r["messages"] for r in other if r["sample"] == 0] == [r["messages"] for r in rows if r["sample"] == 0]
+    assert [r["messages"] for r in other if r["sample"]] != [r["messages"] for r in rows if r["sample"]]
+
+
+def test_ids_of_samples_stay_apart_when_read_back(config):
+    config.data.generate.samples, config.data.generate.temperature = 2, 0.9
+    ids = [parse(row, "messages", "f:1", "f-1").id for row in run(config)]
+    assert ids == ["one", "one#1", "two", "two#1", "three", "three#1"]
+
+
+def test_stopped_run_goes_on_where_it_was(config, tmp_path, monkeypatch):
+    config.data.generate.samples, config.data.generate.temperature = 2, 0.9
+    whole = run(config)
+    config.run_dir = str(tmp_path / "resumed")
+
+    add, added = Journal.add, []
+
+    def interrupted(self, key, answer):
+        if len(added) == 5:
+            raise KeyboardInterrupt
+        added.append(key)
+        add(self, key, answer)
+
+    monkeypatch.setattr(Journal, "add", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(config)
+    journal = tmp_path / "resumed" / JOURNAL
+    assert len(journal.read_text().splitlines()) == 5
+    assert not (tmp_path / "resumed" / OUTPUT).exists()
+    with journal.open("a") as file:
+        file.write('["a line that was being writ')
+    again = []
+    monkeypatch.setattr(Journal, "add", lambda self, key, answer: (again.append(key), add(self, key, answer)))
+    assert run(config) == whole
+    assert not set(added) & set(again)
+    assert len(added) + len(again) == 10  # five turns, two samples
+    assert not journal.exists()
+
+
+def test_finished_answers_are_not_made_again_and_not_replaced_unasked(config, monkeypatch, capsys):
+    rows = run(config)
+    monkeypatch.setattr(module, "answer_all", lambda *_: pytest.fail("answered again"))
+    assert run(config) == rows
+    assert "up to date" in capsys.readouterr().out
+    config.data.generate.max_new_tokens = 5
+    with pytest.raises(UserError, match=r"max_new_tokens: 6 there, 5 here.*overwrite=true"):
+        run(config)
+
+
+def test_answers_of_unknown_origin_are_left_alone(config, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / OUTPUT).write_text("mine\n")
+    with pytest.raises(UserError, match="move it away, or overwrite=true"):
+        run(config)
+    assert (tmp_path / "run" / OUTPUT).read_text() == "mine\n"
+
+
+def test_journal_damaged_in_the_middle_is_named(tmp_path):
+    path = tmp_path / JOURNAL
+    path.write_text('["k", "yes", "stop", 1]\nnonsense\n')
+    with pytest.raises(UserError, match=":2 is damaged"), Journal(path):
+        pass
+
+
+def test_samples_at_temperature_zero_are_refused(config):
+    config.data.generate.samples = 2
+    with pytest.raises(UserError, match=r"set data\.generate\.temperature above 0"):
+        run(config)
+
+
+def test_prompts_that_cannot_be_asked_are_named(config, tmp_path, capsys):
+    with (tmp_path / "prompts.jsonl").open("a") as file:
+        file.write(json.dumps({"id": "bad", "messages": [{"role": "system", "content": "x"}]}) + "\n")
+    assert len(run(config)) == 3
+    assert "refused bad (prompts.jsonl:4): no user turn" in capsys.readouterr().out
+    (entry,) = module.refused_prompts(tmp_path / "run")
+    assert entry == {"id": "bad", "where": "prompts.jsonl:4", "reason": "no user turn"}
+
+
+def test_prompt_too_long_for_the_target(config):
+    config.data.generate.max_new_tokens = 600
+    with pytest.raises(UserError, match="exceed the target's 512 positions"):
+        run(config)
+
+
+# ---------------------------------------------------------------- a server
+
+
+class Fake(http.server.BaseHTTPRequestHandler):
+    """Answers with what it was asked; `failures` are HTTP statuses given first."""
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.requests.append((self.path, body))
+        failure = self.server.failures.pop(0) if self.server.failures else None
+        self.send_response(failure or 200)
+        self.end_headers()
+        text = "answer to " + body["messages"][-1]["content"]
+        choice = {"message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
+        usage = {"completion_tokens": 3}
+        reply = self.server.reply or json.dumps({"choices": [choice], "usage": usage}).encode()
+        self.wfile.write(b"busy" if failure else reply)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def fake():
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Fake)
+    server.requests, server.failures, server.reply = [], [], None
+    server.url = f"http://127.0.0.1:{server.server_address[1]}/v1"
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def ask(server, **options):
+    waits = []
+    client = Server(server.url, "m", wait=waits.append, **options)
+    return client.answer([{"role": "user", "content": "hi", "finish_reason": "x"}], 0.5, 0.9, 7, 11), waits
+
+
+def test_server_answers_whole_conversations(config, fake):
+    config.data.generate.server, config.data.generate.model = fake.url, "smol"
+    config.data.generate.samples, config.data.generate.temperature = 2, 0.7
+    rows = run(config)
+    assert [m["content"] for m in rows[2]["messages"]] == [
+        "the fox", "answer to the fox", "and?", "answer to and?", "so?", "answer to so?",
+    ]  # fmt: skip
+    assert len(fake.requests) == 10
+    assert {path for path, _ in fake.requests} == {"/v1/chat/completions"}
+    bodies = [body for _, body in fake.requests]
+    assert {body["model"] for body in bodies} == {"smol"}
+    assert Counter(body["temperature"] for body in bodies) == {0.0: 5, 0.7: 5}
+    assert all(set(message) == {"role", "content"} for body in bodies for message in body["messages"])
+    assert len({body["seed"] for body in bodies}) == 10
+
+
+def test_server_request_and_reply(fake):
+    reply, waits = ask(fake)
+    assert (reply.text, reply.finish_reason, reply.tokens) == ("answer to hi", "stop", 3)
+    assert waits == []
+    ((_, body),) = fake.requests
+    assert body == {"model": "m", "messages": [{"role": "user", "content": "hi"}], "temperature": 0.5,
+                    "top_p": 0.9, "max_tokens": 7, "seed": 11}  # fmt: skip
+
+
+def test_busy_server_is_asked_again_with_growing_waits(fake):
+    fake.failures += [503, 429, 500]
+    reply, waits = ask(fake)
+    assert reply.text == "answer to hi"
+    assert waits == [1.0, 2.0, 4.0]
+
+
+def test_server_that_stays_away(fake):
+    fake.failures += [503] * 9
+    with pytest.raises(UserError, match=r"gives no answer \(HTTP 503 busy\): check data\.generate\.server"):
+        ask(fake, attempts=3)
+    assert len(fake.requests) == 3
+
+
+def test_server_that_refuses_is_not_asked_again(fake):
+    fake.failures += [404]
+    with pytest.raises(UserError, match="HTTP 404"):
+        ask(fake)
+    assert len(fake.requests) == 1
+
+
+def test_no_server_there():
+    with pytest.raises(UserError, match="gives no answer"):
+        Server("http://127.0.0.1:1/v1", "m", attempts=2, wait=lambda _: None).answer([], 0.0, 1.0, 1, 0)
+
+
+@pytest.mark.parametrize("reply", [b"<html>", b"{}", b'{"choices": []}', b"[]"])
+def test_reply_that_is_no_chat_completion(fake, reply):
+    fake.reply = reply
+    with pytest.raises(UserError, match="answered no chat completion"):
+        ask(fake)
+
+
+def test_reply_that_ends_otherwise(fake):
+    fake.reply = b'{"choices": [{"message": {"content": null}, "finish_reason": "tool_calls"}]}'
+    with pytest.raises(UserError, match="ended an answer with 'tool_calls'"):
+        ask(fake)
+
+
+def test_failing_server_ends_the_run_and_keeps_the_answers(config, fake, tmp_path):
+    config.data.generate.server, config.data.generate.concurrency = fake.url, 1
+    with Journal(tmp_path / "j") as journal:
+        journal.add("k", Answered("yes", "stop", 1))
+        assert (tmp_path / "j").read_bytes().endswith(b"\n")  # flushed before anything can fail
+    fake.failures += [404]
+    with pytest.raises(UserError, match="HTTP 404"):
+        run(config)
+    assert not (tmp_path / "run" / OUTPUT).exists()

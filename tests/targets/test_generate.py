@@ -1,0 +1,102 @@
+"""Sampling in process: the right distribution, a seed per row, the right end."""
+
+import pytest
+import torch
+
+from eagle31_train.schema import TargetConfig, UserError
+from eagle31_train.targets import generate
+from eagle31_train.targets.generate import Generator, Request, SeededSampling, draw
+
+
+def nucleus(logits, top_p):
+    """The nucleus distribution, written the slow way."""
+    probabilities = logits.softmax(-1).tolist()
+    kept, mass = {}, 0.0
+    for i in sorted(range(len(probabilities)), key=lambda i: -probabilities[i]):
+        kept[i] = probabilities[i]
+        mass += probabilities[i]
+        if mass >= top_p:
+            break
+    return torch.tensor([kept.get(i, 0.0) / mass for i in range(len(probabilities))])
+
+
+@pytest.mark.parametrize("top_p", [0.3, 0.7, 0.95, 1.0])
+@pytest.mark.parametrize("top", [1, 4, 512])
+def test_draws_follow_the_nucleus(top_p, top, monkeypatch):
+    """Uniforms on a grid: the share of each token is its probability, whatever the first look holds."""
+    monkeypatch.setattr(generate, "NUCLEUS", top)
+    logits = torch.randn(12, generator=torch.Generator().manual_seed(3)) * 2
+    N = 20000
+    uniform = (torch.arange(N) + 0.5) / N
+    drawn = draw(logits.expand(N, -1).clone(), uniform, top_p)
+    shares = torch.bincount(drawn, minlength=12) / N
+    torch.testing.assert_close(shares, nucleus(logits, top_p), atol=2e-4, rtol=0)
+
+
+def test_rows_of_different_width_draw_alone(monkeypatch):
+    monkeypatch.setattr(generate, "NUCLEUS", 2)
+    peaked, flat = torch.tensor([9.0, 0, 0, 0, 0, 0]), torch.zeros(6)
+    uniform = torch.tensor([0.5, 0.99, 0.01])
+    together = draw(torch.stack([peaked, flat, flat]), uniform, 0.9)
+    alone = [int(draw(row[None], u[None], 0.9)) for row, u in zip([peaked, flat, flat], uniform, strict=True)]
+    assert together.tolist() == alone
+    assert together[0] == 0
+    assert together[1] != together[2]
+
+
+def test_greedy_rows_pass_through_and_sampled_rows_are_decided():
+    requests = [Request([1], 0.0, 1), Request([1], 0.5, 7), Request([1], 0.5, 7), Request([1], 0.5, 8)]
+    sampler = SeededSampling(requests, 1, 40, 1.0)
+    scores = torch.zeros(4, 50)
+    decided = [sampler(torch.zeros(4, 1 + step), scores) for step in range(40)]
+    assert all(torch.equal(step[0], scores[0]) for step in decided)
+    assert all((step[1:].isfinite().sum(-1) == 1).all() for step in decided)
+    tokens = torch.stack([step.argmax(-1) for step in decided])
+    assert torch.equal(tokens[:, 1], tokens[:, 2])  # same seed
+    assert not torch.equal(tokens[:, 1], tokens[:, 3])
+    assert len(tokens[:, 1].unique()) > 10  # a fresh draw at every step
+
+
+def test_answers_end_before_the_end_token_and_say_why(tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+    )
+    model = LlamaForCausalLM(config)
+    # A target that asks for penalties by default must not get its way: answers are the plain arg-max.
+    model.generation_config.repetition_penalty = 5.0
+    model.generation_config.max_length = 3
+    model.save_pretrained(tmp_path)
+    target = TargetConfig(path=str(tmp_path), dtype="float32", device="cpu")
+
+    def reference(ids, count):
+        with torch.no_grad():
+            for _ in range(count):
+                ids = [*ids, int(model(torch.tensor([ids])).logits[0, -1].argmax())]
+        return ids[-count:]
+
+    prompts = [[5, 6, 7, 8, 9, 10], [11], [3, 2]]
+    expected = [reference(prompt, 8) for prompt in prompts]
+    nothing = [token for token in range(40) if all(token not in answer for answer in expected)]
+    answers = Generator(target, nothing[:1]).answer([Request(p, 0.0, 0) for p in prompts], 8, 1.0)
+    assert [answer.ids for answer in answers] == expected  # left padding changes nothing
+    assert {answer.finish_reason for answer in answers} == {"length"}
+    end = expected[0][2]
+    stopped = Generator(target, [end]).answer([Request(prompts[0], 0.0, 0)], 8, 1.0)[0]
+    assert stopped.ids == expected[0][: expected[0].index(end)]
+    assert stopped.finish_reason == "stop"
+
+
+def test_user_mistakes(tmp_path):
+    with pytest.raises(UserError, match=r"target\.dtype=int8 is none of"):
+        Generator(TargetConfig(path=str(tmp_path), dtype="int8"), [0])
+    with pytest.raises(UserError, match="cannot be loaded"):
+        Generator(TargetConfig(path=str(tmp_path / "none")), [0])
