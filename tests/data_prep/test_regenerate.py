@@ -137,6 +137,16 @@ def test_answers_of_unknown_origin_are_left_alone(config, tmp_path):
     assert (tmp_path / "run" / OUTPUT).read_text() == "mine\n"
 
 
+def test_journal_goes_on_after_a_line_that_was_being_written(tmp_path):
+    path = tmp_path / JOURNAL
+    path.write_text('["a", "yes", "stop", 1]\n["b", "n')
+    with Journal(path) as journal:
+        assert set(journal.answers) == {"a"}
+        journal.add("c", Answered("no", "length", 2))
+    with Journal(path) as journal:
+        assert journal.answers == {"a": Answered("yes", "stop", 1), "c": Answered("no", "length", 2)}
+
+
 def test_journal_damaged_in_the_middle_is_named(tmp_path):
     path = tmp_path / JOURNAL
     path.write_text('["k", "yes", "stop", 1]\nnonsense\n')
