@@ -103,12 +103,12 @@ def _write(
     started: float,
 ) -> dict[str, Any]:
     """Build the folder under another name, manifest last, then give it its own."""
+    counts = {name: split.token_counts(vocab_size) for name, split in collected.splits.items()}
+    draft = vocab.choose(counts["train"], template.special_ids(), data.draft_vocab_size, data.draft_vocab_coverage)
     temporary = folder.with_name(f".{folder.name}.tmp")
     if temporary.exists():  # left by a run that was killed
         shutil.rmtree(temporary)
     temporary.mkdir(parents=True)
-    counts = {name: split.token_counts(vocab_size) for name, split in collected.splits.items()}
-    draft = vocab.choose(counts["train"], template.special_ids(), data.draft_vocab_size, data.draft_vocab_coverage)
     vocab.write(temporary / "vocab.safetensors", draft)
     splits = collected.datasets()
     # An empty split would be given no file, and then not load: one file at least.

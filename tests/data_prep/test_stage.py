@@ -183,6 +183,13 @@ def test_nothing_left_and_empty_splits(config, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_vocabulary_that_cannot_be_made_leaves_nothing_behind(config, tmp_path):
+    config.data.draft_vocab_coverage = 0.9
+    with pytest.raises(UserError, match="exclude each other"):
+        prepare(config)
+    assert not (tmp_path / "run").exists()
+
+
 def test_heldout_zero_gives_an_empty_split(config, tmp_path):
     config.data.heldout = 0.0
     prepare(config)
