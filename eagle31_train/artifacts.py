@@ -44,13 +44,21 @@ def fsync_path(path: Path) -> None:
 
 
 def commit(temporary: Path, final: Path) -> None:
-    """Give a finished file or folder its name, atomically, and make both survive a power cut."""
+    """Give a finished file or folder its name, and make it survive a power cut.
+
+    A file replaces its predecessor atomically. A folder's predecessor is set aside as `.NAME.old`
+    until the new one has its name, so that a kill at any instant leaves one of them whole; the
+    caller knows that the predecessor is its own.
+    """
     for path in [temporary, *temporary.rglob("*")] if temporary.is_dir() else [temporary]:
         fsync_path(path)
+    aside = final.with_name(f".{final.name}.old")
     if final.is_dir():
-        shutil.rmtree(final)
+        shutil.rmtree(aside, ignore_errors=True)
+        final.replace(aside)
     temporary.replace(final)
     fsync_path(final.parent)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def write_text(path: Path, text: str) -> None:
