@@ -22,7 +22,7 @@ from eagle31_train import artifacts, cli
 from eagle31_train.fidelity import Gate, rebuilt_logits
 from eagle31_train.schema import Config, Document, UserError
 from eagle31_train.store import StoreWriter, plan_shards
-from eagle31_train.targets.hf import HiddenStateTarget, load_model
+from eagle31_train.targets.hf import HiddenStateTarget, load_model, weights_fingerprint
 
 SPLITS = ("train", "heldout")
 LOGIT_ROWS = 512  # rows of [rows, V] logits alive at once
@@ -88,15 +88,6 @@ def extract(config: Config) -> None:
     }
     writer.finish(manifest)
     print(f"extract: {total:,} tokens, {manifest['bytes_per_token']:,.0f} bytes each, in {folder}; {gate.summary()}")
-
-
-def weights_fingerprint(path: str) -> str:
-    """What tells two targets apart: names, sizes and checksums of a local directory's weight files.
-
-    A hub id is told apart by its id and revision alone.
-    """
-    files = sorted(Path(path).glob("*.safetensors")) if Path(path).is_dir() else []
-    return artifacts.fingerprint([(f.name, f.stat().st_size, artifacts.file_sha256(f)) for f in files] or path)
 
 
 def describe(target: HiddenStateTarget, data: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,8 @@ norm. Both come from forward pre-hooks, since `hidden_states[N]` of transformers
 Shapes: B sequences padded to T; A auxiliary layers; H hidden; V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from eagle31_train import artifacts
 from eagle31_train.schema import TargetConfig, UserError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -57,6 +59,15 @@ def load_model(config: TargetConfig, dtype: str | None = None) -> Any:
     return model.eval().requires_grad_(False)
 
 
+def weights_fingerprint(path: str) -> str:
+    """What tells two targets apart: names, sizes and checksums of a local directory's weight files.
+
+    A hub id is told apart by its id and revision alone.
+    """
+    files = sorted(Path(path).glob("*.safetensors")) if Path(path).is_dir() else []
+    return artifacts.fingerprint([(f.name, f.stat().st_size, artifacts.file_sha256(f)) for f in files] or path)
+
+
 def default_aux_layers(layers: int) -> list[int]:
     """vLLM's choice for a target of N layers: 2, N//2, N-3."""
     return [2, layers // 2, layers - 3]
@@ -96,18 +107,24 @@ class HiddenStateTarget:
     @torch.no_grad()
     def states(self, tokens: Tensor, attention_mask: Tensor) -> States:
         """Run the decoder, without lm_head, on tokens [B, T] int64, padded at the end by mask 0."""
+        with self._tapped([*self._taps, self.final_norm]) as caught:
+            self.decoder(input_ids=tokens, attention_mask=attention_mask, use_cache=False)
+        aux = torch.stack([caught[i] for i in range(len(self._taps))], dim=2)
+        return States(aux, caught[len(self._taps)])
+
+    @contextmanager
+    def _tapped(self, taps: Sequence[nn.Module]) -> Iterator[dict[int, Tensor]]:
+        """While it lasts, the input of taps[i] of the newest forward pass is caught under i."""
         caught: dict[int, Tensor] = {}
         handles = [
             module.register_forward_pre_hook(_catch(caught, index), with_kwargs=True)
-            for index, module in enumerate([*self._taps, self.final_norm])
+            for index, module in enumerate(taps)
         ]
         try:
-            self.decoder(input_ids=tokens, attention_mask=attention_mask, use_cache=False)
+            yield caught
         finally:
             for handle in handles:
                 handle.remove()
-        aux = torch.stack([caught[i] for i in range(len(self._taps))], dim=2)
-        return States(aux, caught[len(self._taps)])
 
     @torch.no_grad()
     def own_logits(self, tokens: Tensor, attention_mask: Tensor) -> Tensor:
