@@ -119,6 +119,8 @@ def _refuse_contradictions(config: Config, shape: DrafterShape, folder: Path) ->
         options["aux_layers"] = sorted(options["aux_layers"])
     for name, trained in as_plain(shape).items():
         wanted = options.get(name)
+        if name == "rope_scaling":  # {} is no scaling, which a shape writes as None
+            wanted, trained = wanted or {}, trained or {}
         if wanted is not None and wanted != trained:
             raise UserError(
                 f"{folder} was trained with {name}={trained}, but the options say {wanted}: "
