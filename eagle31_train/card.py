@@ -170,9 +170,8 @@ def _kind(shape: DrafterShape) -> str:
 def _front_matter(config: Config, shape: DrafterShape) -> str:
     """YAML; every value as a JSON string, which YAML reads as such whatever it holds."""
     lines = ["---"]
-    # A local folder's name would link to somebody else's model.
-    if base := config.target.hub_id or (config.target.path if is_hub_id(config.target.path) else None):
-        lines.append(f"base_model: {json.dumps(base, ensure_ascii=False)}")
+    if is_hub_id(config.target.path):  # a local folder's name would link to somebody else's model
+        lines.append(f"base_model: {json.dumps(config.target.path, ensure_ascii=False)}")
     tags = ["eagle3", *(["eagle-3.1"] if _kind(shape) == "EAGLE 3.1" else []), "speculative-decoding", "vllm"]
     lines += ["library_name: vllm", "pipeline_tag: text-generation", f"tags: {json.dumps(tags)}", "---"]
     return "\n".join(lines)

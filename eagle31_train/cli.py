@@ -128,7 +128,8 @@ def _options(cls: type, prefix: str = "") -> Iterator[tuple[str, Any, dataclasse
 def _options_help() -> str:
     lines = [f"recipes (+experiment=…): {', '.join(_choices('experiment'))}", "", "options (key=value):"]
     for name, _, field in _options(Config):
-        default = field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore[misc]
+        make = field.default_factory
+        default = field.default if make is dataclasses.MISSING else make()
         shown = "required" if default == "???" else "null" if default is None else str(default)
         lines.append(f"  {name:<32} {field.metadata['help']} [{shown}]")
     return "\n".join(lines)

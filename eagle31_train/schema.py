@@ -31,7 +31,6 @@ def opt(default: Any, help: str) -> Any:
 @dataclass
 class TargetConfig:
     path: str = opt("???", "directory or hub id of the target, in transformers format")
-    hub_id: str | None = opt(None, "where path is a folder: the hub id that the model card names")
     revision: str | None = opt(None, "hub revision")
     dtype: str = opt("bfloat16", "precision the target runs in during generation and extraction")
     device: str = opt("auto", "cpu, cuda, cuda:N, or auto (cuda where there is one)")

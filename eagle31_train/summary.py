@@ -1,6 +1,6 @@
 """The table at the end: what a run's five stages made, how well it drafts, and how to serve it.
 
-    python -m eagle31_train.summary +experiment=smollm2
+python -m eagle31_train.summary +experiment=smollm2
 """
 
 from pathlib import Path
@@ -37,7 +37,10 @@ def table(config: Config, found: dict[str, dict[str, Any]]) -> str:
             "acceptance length",
             f"{report['acceptance_length']:.3f} at {report['draft_tokens']} draft tokens, greedy, bonus token included",
         ),
-        ("  measured on", f"{report['prompts']} held-out prompts, {report['generated_tokens']:,} tokens, {report['dtype']}"),
+        (
+            "  measured on",
+            f"{report['prompts']} held-out prompts, {report['generated_tokens']:,} tokens, {report['dtype']}",
+        ),
         ("accepted at depth", "   ".join(f"{k}: {share:.1%}" for k, share in enumerate(depths, 1))),
         ("speed", f"{speed['speculative']:.1f} tokens/s with the drafter, {speed['plain']:.1f} without"),
         ("trained on", f"{trained['tokens']:,} tokens ({trained['pairs']:,} slot-steps) in {trained['steps']} steps"),
@@ -47,7 +50,8 @@ def table(config: Config, found: dict[str, dict[str, Any]]) -> str:
     ]
     width = max(len(name) for name, _ in rows)
     line = "-" * 100
-    return "\n".join([f"{config.name}: an EAGLE drafter for {config.target.path}", line, *(f"{n:<{width}}  {v}" for n, v in rows), line])
+    body = [f"{name:<{width}}  {value}" for name, value in rows]
+    return "\n".join([f"{config.name}: an EAGLE drafter for {config.target.path}", line, *body, line])
 
 
 if __name__ == "__main__":

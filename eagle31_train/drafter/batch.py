@@ -11,8 +11,9 @@ It is *trained* if, besides, the draft vocabulary holds the target's arg-max at 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,13 +56,13 @@ class Batch:
 
     def to(self, device: torch.device | str) -> "Batch":
         """The batch on another device."""
-        moved = {
-            field.name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+        moved: dict[str, Any] = {
+            field.name: value.to(device, non_blocking=True)
             for field in fields(self)
-            for value in [getattr(self, field.name)]
+            if isinstance(value := getattr(self, field.name), Tensor)
         }
-        layout = Layout(self.layout.documents, self.layout.slot_ranges, self.layout.slots.to(device))
-        return Batch(**{**moved, "layout": layout})
+        layout = Layout(self.layout.documents, self.layout.slot_ranges, self.layout.slots.to(device, non_blocking=True))
+        return replace(self, layout=layout, **moved)
 
 
 def build_batch(documents: Sequence[Document], unroll: int, kept: Tensor, oov: str) -> Batch:

@@ -51,7 +51,9 @@ def gradients(objective, documents, **options):
 def assert_same(ours, theirs, tolerance):
     torch.testing.assert_close(ours[0], theirs[0], rtol=tolerance, atol=tolerance)
     for name, grad in theirs[1].items():
-        torch.testing.assert_close(ours[1][name], grad, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            ours[1][name], grad, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 @pytest.mark.parametrize("fc_norm", [True, False])
