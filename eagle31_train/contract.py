@@ -96,9 +96,7 @@ def check(tensors: Mapping[str, TensorOrShape], shape: DrafterShape) -> list[str
     expected = expected_tensors(shape) | map_tensors(shape)
     problems = _check_shape(shape)
     if prefixed := sorted(name for name in tensors if name.startswith("model.")):
-        problems.append(
-            f"{prefixed[0]} has the prefix 'model.', which vLLM adds itself and then does not find"
-        )
+        problems.append(f"{prefixed[0]} has the prefix 'model.', which vLLM adds itself and then does not find")
     for name in sorted(expected.keys() - tensors.keys()):
         problems.append(f"{name} is missing{_WHY_MISSING.get(name.split('.')[0], '')}")
     for name in sorted(tensors.keys() - expected.keys() - set(prefixed)):
@@ -129,9 +127,7 @@ def _check_shape(shape: DrafterShape) -> list[str]:
     """What no tensor can mend: shapes that vLLM or transformers reads otherwise than it was trained."""
     problems = []
     if shape.aux_layers != sorted(set(shape.aux_layers)):
-        problems.append(
-            f"aux_layers {shape.aux_layers} do not ascend: vLLM gives states in ascending order, each once"
-        )
+        problems.append(f"aux_layers {shape.aux_layers} do not ascend: vLLM gives states in ascending order, each once")
     if shape.share_embedding and shape.hidden_size != shape.target_hidden_size:
         problems.append(
             f"share_embedding is on, but vLLM shares no embedding of width {shape.target_hidden_size} "
@@ -274,9 +270,7 @@ def _flatten(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str,
     if "speculators_model_type" not in config:
         return config, config, False
     if config["speculators_model_type"] != "eagle3":
-        raise UserError(
-            f"a speculators checkpoint of kind {config['speculators_model_type']!r} is no EAGLE 3 drafter"
-        )
+        raise UserError(f"a speculators checkpoint of kind {config['speculators_model_type']!r} is no EAGLE 3 drafter")
     layer = config.get("transformer_layer_config") or {}
     return {"architectures": [ARCHITECTURE], "num_hidden_layers": 1, **layer}, config, True
 

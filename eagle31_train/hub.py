@@ -29,14 +29,11 @@ def push(folder: Path, repo: str, private: bool) -> str:
         # An existing repository keeps its visibility, whatever create_repo was told.
         if private and not api.model_info(repo).private:
             raise UserError(
-                f"the hub repository {repo} exists and is public: make it private there, "
-                "or leave out private=true"
+                f"the hub repository {repo} exists and is public: make it private there, or leave out private=true"
             )
         api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload the drafter")
     except HFValidationError as error:
-        raise UserError(
-            f"repo={repo} is no hub repository name ({_line(error)}): use repo=owner/name"
-        ) from None
+        raise UserError(f"repo={repo} is no hub repository name ({_line(error)}): use repo=owner/name") from None
     except LocalTokenNotFoundError:
         raise UserError("push=true needs a hub token: run `hf auth login`, or set HF_TOKEN") from None
     except OfflineModeIsEnabled:
@@ -44,9 +41,7 @@ def push(folder: Path, repo: str, private: bool) -> str:
     except HfHubHTTPError as error:
         raise UserError(_refusal(error, repo)) from None
     except _NETWORK_ERRORS as error:
-        raise UserError(
-            f"the hub cannot be reached ({_line(error)}): check the network and HF_ENDPOINT"
-        ) from None
+        raise UserError(f"the hub cannot be reached ({_line(error)}): check the network and HF_ENDPOINT") from None
     return str(address)
 
 

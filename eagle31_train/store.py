@@ -15,6 +15,7 @@ int32, aux [N, A, H] bf16, last [N, H] bf16, offsets [S+1] int64.
 
 import json
 import os
+import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -72,7 +73,6 @@ class StoreWriter:
     def __init__(self, folder: Path, provenance: dict[str, Any], overwrite: bool = False) -> None:
         self.folder = folder
         self.provenance = provenance
-        (folder / "shards").mkdir(parents=True, exist_ok=True)
         if (folder / PROVENANCE).exists():
             begun = artifacts.read_json(folder / PROVENANCE, "python -m eagle31_train.extract")
             if begun != provenance and not overwrite:
@@ -81,14 +81,14 @@ class StoreWriter:
                     "choose another run_dir=… or replace it with overwrite=true"
                 )
             if begun != provenance:
-                (folder / SHARDS).unlink(missing_ok=True)
+                shutil.rmtree(folder)
+        (folder / "shards").mkdir(parents=True, exist_ok=True)
         for leftover in [*folder.glob(".*.tmp"), *(folder / "shards").glob(".*.tmp")]:
             leftover.unlink()
         artifacts.write_json(folder / PROVENANCE, provenance)
         self.shards: list[Shard] = read_shards(folder, tolerate_torn_tail=True)
         # A torn last line is cut off here, before anything is appended after it.
-        lines = "".join(json.dumps(asdict(shard)) + "\n" for shard in self.shards)
-        artifacts.write_text(folder / SHARDS, lines)
+        self._write_lines()
 
     def has(self, name: str) -> bool:
         """Whether the shard is committed and of its listed size."""
@@ -125,9 +125,20 @@ class StoreWriter:
 
     def finish(self, manifest: dict[str, Any]) -> None:
         """Write the manifest, which makes the store complete."""
+        # In one order, however often the extraction was stopped on its way.
+        self.shards.sort(key=_order)
+        self._write_lines()
         files = {shard.file: {"bytes": shard.bytes, "sha256": shard.sha256} for shard in self.shards}
-        files |= artifacts.list_files(self.folder, [self.folder / TARGET])
+        files |= artifacts.list_files(self.folder, [self.folder / name for name in (PROVENANCE, SHARDS, TARGET)])
         artifacts.write_json(self.folder / artifacts.MANIFEST, {**manifest, "files": files})
+
+    def _write_lines(self) -> None:
+        lines = "".join(json.dumps(asdict(shard)) + "\n" for shard in self.shards)
+        artifacts.write_text(self.folder / SHARDS, lines)
+
+
+def _order(shard: Shard) -> tuple[str, int]:
+    return shard.split, shard.first
 
 
 def _save(path: Path, tensors: dict[str, Tensor]) -> None:
@@ -143,17 +154,17 @@ def read_shards(folder: Path, tolerate_torn_tail: bool = False) -> list[Shard]:
         UserError: a damaged line; a torn *last* line is what a kill leaves, and allowed while writing.
     """
     path = folder / SHARDS
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    lines = path.read_bytes().splitlines() if path.is_file() else []
     shards: dict[str, Shard] = {}
     for number, line in enumerate(lines, 1):
         try:
             shard = Shard(**json.loads(line))
-        except (json.JSONDecodeError, TypeError) as error:
+        except (json.JSONDecodeError, UnicodeDecodeError, TypeError) as error:
             if tolerate_torn_tail and number == len(lines):
                 break
             raise UserError(f"{path}:{number} is damaged ({error}): {REMAKE}") from None
         shards[shard.file] = shard
-    return sorted(shards.values(), key=lambda s: (s.split, s.first))
+    return sorted(shards.values(), key=_order)
 
 
 class Store:
@@ -166,12 +177,11 @@ class Store:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.manifest = artifacts.read_json(folder / artifacts.MANIFEST, "python -m eagle31_train.extract")
+        # A changed length or layer id would be read as wrong states, and silently.
+        self._verify(PROVENANCE)
+        self._verify(SHARDS)
         self.provenance = artifacts.read_json(folder / PROVENANCE, "python -m eagle31_train.extract")
         self.shards = read_shards(folder)
-        listed = {shard.file for shard in self.shards}
-        missing = [name for name in self.manifest["files"] if name != TARGET and name not in listed]
-        if missing:
-            raise UserError(f"{folder / SHARDS} has no line for {missing[0]}: {REMAKE}")
 
     @cached_property
     def target(self) -> dict[str, Tensor]:

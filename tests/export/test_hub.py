@@ -45,7 +45,7 @@ class Hub:
                 if self.command != "HEAD":
                     self.wfile.write(data)
 
-            do_GET = do_POST = do_PUT = do_HEAD = answer  # noqa: N815
+            do_GET = do_POST = do_PUT = do_HEAD = answer
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
