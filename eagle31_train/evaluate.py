@@ -73,7 +73,7 @@ def evaluate(config: Config) -> None:
     target = CachedTarget(load_model(config.target, config.evaluate.dtype), trained.shape.aux_layers)
     drafter = load_drafter(trained, target, config)
     room = positions(target, trained.shape) - config.evaluate.max_new_tokens - config.evaluate.draft_tokens
-    chosen, too_long = prompts.choose(read_prompts(config), config.evaluate.num_prompts, room)
+    chosen, too_long = prompts.choose(read_prompts(config, data), config.evaluate.num_prompts, room)
     if too_long:
         print(f"evaluate: {len(too_long)} prompts have more than {room} tokens and are left out: {', '.join(too_long)}")
     outcomes = decode_all(target, drafter, torch.from_numpy(trained.vocab.target_ids), chosen, data, config.evaluate)
@@ -169,7 +169,7 @@ def load_drafter(trained: Checkpoint, target: CachedTarget, config: Config) -> D
 
     The exporter writes them in target.dtype, hence the rounding, here and nowhere else.
     """
-    embedding = target.embedding.weight
+    embedding = target.embedding.weight.data
     drafter = Drafter(trained.shape, embedding)
     try:
         drafter.load_state_dict(load_file(trained.weights))
@@ -188,11 +188,18 @@ def positions(target: CachedTarget, shape: DrafterShape) -> int:
     return min(shape.max_position_embeddings, limit or shape.max_position_embeddings)
 
 
-def read_prompts(config: Config) -> list[Prompt]:
+def read_prompts(config: Config, data: dict[str, Any]) -> list[Prompt]:
     """The prompts of the configuration, in their order."""
-    if config.evaluate.prompts is None:
-        return prompts.from_heldout(Path(config.run_dir) / "data" / "dataset")
-    return prompts.from_files(prompts.files_of(config.evaluate.prompts), config.target)
+    if config.evaluate.prompts is not None:
+        return prompts.from_files(prompts.files_of(config.evaluate.prompts), config.target)
+    folder = Path(config.run_dir) / "data"
+    # Asked of the manifest: `datasets` saves an empty split and then cannot load it.
+    if not data["splits"]["heldout"]["conversations"]:
+        raise UserError(
+            f"{folder} holds out no prompts (data.heldout=0): set data.heldout and run `{DATA}` again, "
+            "or set evaluate.prompts=FILE"
+        )
+    return prompts.from_heldout(folder / "dataset")
 
 
 # ---------------------------------------------------------------- decoding

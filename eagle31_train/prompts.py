@@ -48,11 +48,6 @@ def choose(prompts: list[Prompt], count: int, longest: int) -> tuple[list[Prompt
 def from_heldout(dataset: Path) -> list[Prompt]:
     """Of every held-out conversation what stands before the assistant's first word, in the split's order."""
     rows = DatasetDict.load_from_disk(str(dataset))["heldout"]
-    if not len(rows):
-        raise UserError(
-            f"{dataset} holds out no prompts (data.heldout=0): set data.heldout and run `python -m data_prep` again, "
-            "or set evaluate.prompts=FILE"
-        )
     return [Prompt(r["id"], r["source"], r["input_ids"][: r["loss_mask"].index(True)]) for r in rows]
 
 

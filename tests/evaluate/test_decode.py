@@ -1,0 +1,118 @@
+"""The drafter at serving time against the unroll that trains it: the same hidden states, to 1e-5 in fp32."""
+
+import pytest
+import torch
+from conftest import make_document, make_objective, make_shape
+
+from eagle31_train.drafter.batch import build_batch
+from eagle31_train.drafter.decode import DraftDecoder
+from eagle31_train.schema import Document
+
+K = 5
+
+
+@pytest.fixture
+def document():
+    return make_document(make_shape(), 24, torch.Generator().manual_seed(7))
+
+
+def decoder_of(objective):
+    return DraftDecoder(objective.drafter, objective.teacher.target_ids, capacity=40)
+
+
+def drafted(decoder, count=K):
+    """Tokens [count] and outputs [count, D] of a round."""
+    steps = list(decoder.unroll(count))
+    return torch.cat([token for token, _ in steps]), torch.cat([z for _, z in steps])
+
+
+def unrolled(objective, document, slot, tokens):
+    """[K, D] what training computes at `slot` of a document that goes on with the drafted tokens."""
+    K = len(tokens)
+    end = slot + 2
+    told = torch.cat([document.tokens[:end], tokens])
+    # Training never reads the target's states of the drafted tokens at this slot.
+    own = Document(
+        tokens=told,
+        loss_mask=torch.arange(len(told)) >= end,
+        top1=torch.zeros(len(told), dtype=torch.int64),
+        aux=document.aux[: len(told)].float(),
+        last=document.last[: len(told)].float(),
+    )
+    packed = build_batch([own], K, torch.ones(objective.drafter.shape.vocab_size, dtype=torch.bool), "keep")
+    with torch.no_grad():
+        z = objective.drafter(packed).z
+    return z[:, packed.layout.slots.tolist().index(slot)]
+
+
+@pytest.mark.parametrize("fc_norm", [True, False])
+@pytest.mark.parametrize("norm_output", [True, False])
+@pytest.mark.parametrize("norm_before_residual", [True, False])
+def test_every_round_equals_the_training_unroll(document, fc_norm, norm_output, norm_before_residual):
+    shape = make_shape(fc_norm=fc_norm, norm_output=norm_output, norm_before_residual=norm_before_residual)
+    objective = make_objective(shape, torch.float32)
+    decoder = decoder_of(objective)
+    aux, done = document.aux.float(), 0
+    # As in serving: the prompt at once, then as many rows as were accepted, over what a round left behind.
+    for rows in (6, 1, 3, 4):
+        decoder.extend(aux[done : done + rows], document.tokens[done + 1 : done + rows + 1])
+        done += rows
+        tokens, z = drafted(decoder)
+        assert set(tokens.tolist()) <= set(objective.teacher.target_ids.tolist())
+        torch.testing.assert_close(z, unrolled(objective, document, done - 1, tokens), rtol=1e-5, atol=1e-5)
+        assert decoder.draft(K) == tokens.tolist()  # drafting twice changes nothing
+
+
+def test_drafted_tokens_are_the_arg_max_of_the_unroll(document):
+    objective = make_objective(make_shape(), torch.float32)
+    decoder = decoder_of(objective)
+    decoder.extend(document.aux[:9].float(), document.tokens[1:10])
+    tokens = torch.tensor(decoder.draft(K))
+    logits = objective.drafter.lm_head(unrolled(objective, document, 8, tokens))
+    assert tokens.tolist() == objective.teacher.target_ids[logits.argmax(-1)].tolist()
+
+
+def shifted_states(decoder, aux, tokens):
+    decoder.extend(aux[1:10], tokens[1:10])
+
+
+def shifted_tokens(decoder, aux, tokens):
+    decoder.extend(aux[:9], tokens[:9])
+
+
+def pre_norm_feedback(decoder, aux, tokens):
+    decoder.drafter.feedback = lambda h, z: h
+    decoder.extend(aux[:9], tokens[1:10])
+
+
+def standing_positions(decoder, aux, tokens):
+    queries = decoder.drafter.midlayer.self_attn.queries
+    decoder.drafter.midlayer.self_attn.queries = lambda x, positions: queries(x, positions.clamp(max=8))
+    decoder.extend(aux[:9], tokens[1:10])
+
+
+def blind_to_own_steps(decoder, aux, tokens):
+    attend = decoder._attend
+    decoder._attend = lambda q, rows: attend(q, min(rows, 9))
+    decoder.extend(aux[:9], tokens[1:10])
+
+
+def round_left_behind(decoder, aux, tokens):
+    decoder.extend(aux[:6], tokens[1:7])
+    decoder.draft(3)
+    decoder.length += 2  # rows of the round before are taken for verified ones
+    decoder.extend(aux[8:9], tokens[9:10])
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [shifted_states, shifted_tokens, pre_norm_feedback, standing_positions, blind_to_own_steps, round_left_behind],
+)
+def test_a_planted_mistake_is_seen(document, mistake):
+    objective = make_objective(make_shape(), torch.float32)
+    decoder = decoder_of(objective)
+    mistake(decoder, document.aux.float(), document.tokens)
+    tokens, z = drafted(decoder)
+    vars(decoder.drafter).pop("feedback", None)  # the unroll is the right one
+    vars(decoder.drafter.midlayer.self_attn).pop("queries", None)
+    assert (z - unrolled(objective, document, 8, tokens)).abs().max() > 1e-3

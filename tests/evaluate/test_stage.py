@@ -1,0 +1,237 @@
+"""The stage: what it reads, what it reports, and what it refuses."""
+
+import dataclasses
+import json
+from typing import ClassVar
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from eagle31_train import artifacts, evaluate, export, vocab
+from eagle31_train.schema import UserError
+from eagle31_train.targets.cached import CachedTarget
+
+
+class Oracle:
+    """In place of DraftDecoder: proposes what the target will say."""
+
+    answers: ClassVar[dict] = {}
+
+    def __init__(self, *_):
+        self.tokens = []
+
+    def extend(self, aux, next_tokens):
+        self.tokens += next_tokens.tolist()
+
+    def draft(self, count):
+        told = self.answers[tuple(self.tokens[:4])]
+        said = len(self.tokens) - 4
+        return told[said : said + count]
+
+
+def tuned(run, monkeypatch, cls=Oracle):
+    """Let an oracle draft: the answers are read off a run of the random drafter."""
+    evaluate.evaluate(run.config("evaluate.max_new_tokens=40", "evaluate.warmup=false"))
+    cls.answers = {tuple(p["prompt_ids"][1:]): p["output_ids"] for p in run.manifest["per_prompt"]}
+    monkeypatch.setattr(evaluate, "DraftDecoder", cls)
+
+
+def test_report(run, capsys):
+    evaluate.evaluate(run.config())
+    manifest, report = run.manifest, run.manifest["report"]
+    assert [p["id"] for p in manifest["per_prompt"]] == ["c0", "c1", "c2"]  # c3 asks what c0 did
+    assert all(len(p["prompt_ids"]) == 5 for p in manifest["per_prompt"])
+    assert report["prompts"] == 3
+    assert report["generated_tokens"] == sum(len(p["output_ids"]) for p in manifest["per_prompt"])
+    assert report["drafts"] == sum(p["drafts"] for p in manifest["per_prompt"])
+    assert report["draft_tokens_proposed"] == 3 * report["drafts"]
+    assert report["acceptance_length"] < 1.3  # it was never trained
+    assert report["identical"] is True
+    assert manifest["inputs"]["train"] == "e" * 16
+    assert manifest["seconds"] > 0
+    printed = capsys.readouterr().out
+    assert f"acceptance length  {report['acceptance_length']:.3f}" in printed
+    evaluate.evaluate(run.config())
+    assert "up to date" in capsys.readouterr().out
+
+
+def test_an_oracle_has_acceptance_length_of_draft_tokens_plus_one(run, monkeypatch):
+    tuned(run, monkeypatch)
+    evaluate.evaluate(run.config("overwrite=true", "evaluate.draft_tokens=4", "evaluate.max_new_tokens=21"))
+    report = run.manifest["report"]
+    assert report["acceptance_length"] == 5.0
+    assert report["acceptance_at_depth"] == [1.0] * 4
+    assert report["conditional_acceptance"] == [1.0] * 4
+
+
+def test_shares_by_depth(run, monkeypatch):
+    class Half(Oracle):
+        def draft(self, count):
+            told = super().draft(count)
+            return [*told[:2], *((token + 1) % 50 for token in told[2:])] if len(self.tokens) % 2 else [50 - 1] * count
+
+    tuned(run, monkeypatch, Half)
+    evaluate.evaluate(run.config("overwrite=true"))
+    report = run.manifest["report"]
+    one, two, three = report["accepted_per_position"]
+    assert one == two > three == 0
+    assert report["acceptance_at_depth"] == [one / report["drafts"]] * 2 + [0.0]
+    assert report["conditional_acceptance"] == [one / report["drafts"], 1.0, 0.0]
+    assert report["acceptance_length"] == 1 + 2 * one / report["drafts"]
+    per_prompt = [p["accepted_per_position"] for p in run.manifest["per_prompt"]]
+    assert [sum(column) for column in zip(*per_prompt, strict=True)] == report["accepted_per_position"]
+
+
+def test_an_output_that_differs_is_refused_by_name(run, monkeypatch):
+    right = evaluate.decode_speculative
+
+    def wrong(*arguments):
+        found = right(*arguments)
+        found.tokens[6] = (found.tokens[6] + 1) % 50
+        return found
+
+    monkeypatch.setattr(evaluate, "decode_speculative", wrong)
+    with pytest.raises(UserError, match=r"prompt c0, output token 6: speculation gives \d+, plain .* \d+ \(the target"):
+        evaluate.evaluate(run.config())
+    with pytest.raises(UserError, match=r"evaluate.dtype=bfloat16 rounds .* use evaluate.dtype=float32"):
+        evaluate.evaluate(run.config("evaluate.dtype=bfloat16"))
+    assert not (run.folder / "evaluate").exists()
+
+
+def test_weights_are_rounded_as_the_exporter_rounds_them(run, model):
+    config = run.config("target.dtype=bfloat16")
+    target = CachedTarget(model, [1, 2, 4])
+    drafter = evaluate.load_drafter(evaluate.read_checkpoint(run.folder), target, config)
+    exported = export.read_tensors(run.weights, torch.bfloat16)
+    trained = load_file(run.weights)
+    for name, parameter in drafter.state_dict().items():
+        assert parameter.dtype == torch.float32
+        assert torch.equal(parameter, exported[name].float()), name
+    assert not torch.equal(trained["fc.weight"], exported["fc.weight"].float())
+    assert drafter.shared_embedding.data_ptr() == target.embedding.weight.data_ptr()
+    assert "shared_embedding" not in drafter.state_dict()
+
+
+def test_other_options_are_not_replaced_unasked(run):
+    evaluate.evaluate(run.config())
+    with pytest.raises(UserError, match=r"evaluate.draft_tokens: 3 there, 2 here"):
+        evaluate.evaluate(run.config("evaluate.draft_tokens=2"))
+    evaluate.evaluate(run.config("evaluate.draft_tokens=2", "overwrite=true"))
+    assert run.manifest["report"]["draft_tokens"] == 2
+
+
+def test_without_training(run):
+    run.weights.unlink()
+    with pytest.raises(UserError, match=r"model.safetensors is missing: run `accelerate launch train.py` again"):
+        evaluate.evaluate(run.config())
+    (run.folder / "train" / "manifest.json").unlink()
+    with pytest.raises(UserError, match=r"manifest.json is missing: run `accelerate launch train.py` first"):
+        evaluate.evaluate(run.config())
+
+
+def test_weights_of_another_shape(run):
+    weights = load_file(run.weights)
+    weights["fc.weight"] = torch.zeros(32, 64)
+    save_file(weights, run.weights)
+    run.finish_training()
+    with pytest.raises(UserError, match=r"does not fit its drafter.json \(.*fc.weight"):
+        evaluate.evaluate(run.config())
+
+
+def test_another_vocabulary(run):
+    kept = vocab.read(run.folder / "data" / "vocab.safetensors").target_ids
+    spare = next(i for i in range(50) if i not in kept)
+    run.write_data(vocab.DraftVocab(torch.tensor([*kept[1:], spare]).sort().values.numpy(), 50))
+    with pytest.raises(UserError, match="is not the vocabulary that the drafter was trained with"):
+        evaluate.evaluate(run.config())
+
+
+def test_another_target(run):
+    learnt = {"path": "some/target", "revision": None, "weights": "0" * 16, "dtype": "bfloat16"}
+    artifacts.write_json(
+        run.folder / "store" / "manifest.json", {"fingerprint": "f" * 16, "inputs": {"target": learnt}}
+    )
+    with pytest.raises(UserError, match="the drafter was trained for some/target"):
+        evaluate.evaluate(run.config())
+
+
+def test_damaged_data(run):
+    (run.folder / "data" / "dataset" / "dataset_dict.json").write_text("{}")
+    with pytest.raises(UserError, match=r"dataset_dict.json has 2 bytes.*run `python -m data_prep` again"):
+        evaluate.evaluate(run.config())
+
+
+@pytest.mark.parametrize("option", ["num_prompts=0", "draft_tokens=0", "max_new_tokens=1", "dtype=int8"])
+def test_options_that_measure_nothing(run, option):
+    with pytest.raises(UserError, match=option.split("=")[0]):
+        evaluate.evaluate(run.config(f"evaluate.{option}"))
+
+
+def test_a_prompt_that_leaves_no_room_is_not_decoded(run):
+    # The drafter's positions end at 128, before the target's 256.
+    evaluate.evaluate(run.config("evaluate.max_new_tokens=120"))
+    assert run.manifest["too_long"] == []
+    with pytest.raises(UserError, match="none of 4 prompts has at most 4 tokens"):
+        evaluate.evaluate(run.config("evaluate.max_new_tokens=121", "overwrite=true"))
+
+
+def test_prompts_of_a_file(run, tmp_path):
+    lines = [
+        {"id": "a", "source": "one", "prompt": "hello world"},
+        {"question_id": 81, "category": "writing", "turns": ["hello", "again"]},
+        {"messages": [{"role": "system", "content": "brief"}, {"role": "user", "content": "hello"}]},
+        {"messages": [{"role": "user", "content": "world"}, {"role": "assistant", "content": "again"}]},
+    ]
+    file = tmp_path / "some.jsonl"
+    file.write_text("\n\n".join(json.dumps(line) for line in lines))
+    evaluate.evaluate(run.config(f"evaluate.prompts={file}"))
+    found = [(p["id"], p["source"], p["prompt_ids"]) for p in run.manifest["per_prompt"]]
+    assert found == [
+        ("a", "one", [2, 5, 6, 3]),
+        ("81", "writing", [2, 5, 3]),
+        ("some-5", "some", [1, 4, 2, 5, 3]),
+        ("some-7", "some", [2, 6, 3]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", r"line 2 is not JSON"),
+        ("{}", r"line 2 has no prompt"),
+        ('{"prompt": 3}', r"line 2 has no prompt"),
+        ('{"messages": [{"role": "assistant", "content": "x"}]}', r"line 2 begins with the assistant"),
+        ('{"messages": [{"role": "user"}]}', r"line 2 has a message without role or content"),
+    ],
+)
+def test_a_bad_line_is_named(run, tmp_path, line, message):
+    file = tmp_path / "bad.jsonl"
+    file.write_text('{"prompt": "hello"}\n' + line)
+    with pytest.raises(UserError, match=message):
+        evaluate.evaluate(run.config(f"evaluate.prompts={file}"))
+
+
+def test_no_such_file_of_prompts(run):
+    with pytest.raises(UserError, match=r"evaluate.prompts=nowhere.jsonl is no file"):
+        evaluate.evaluate(run.config("evaluate.prompts=nowhere.jsonl"))
+
+
+def test_nothing_held_out(run):
+    run.write_data(vocab.read(run.folder / "data" / "vocab.safetensors"), heldout=0)
+    with pytest.raises(UserError, match="holds out no prompts"):
+        evaluate.evaluate(run.config())
+
+
+def test_nothing_drafted(run):
+    manifest = artifacts.read_json(run.folder / "data" / "manifest.json", "the test")
+    artifacts.write_json(run.folder / "data" / "manifest.json", {**manifest, "end_ids": list(range(50))})
+    with pytest.raises(UserError, match="every answer ended with its first token"):
+        evaluate.evaluate(run.config())
+
+
+def test_a_change_of_warmup_alone_changes_nothing(run, capsys):
+    evaluate.evaluate(run.config())
+    config = run.config()
+    evaluate.evaluate(dataclasses.replace(config, evaluate=dataclasses.replace(config.evaluate, warmup=False)))
+    assert "up to date" in capsys.readouterr().out
