@@ -197,8 +197,10 @@ class Store:
         return StoreSplit(self, [shard for shard in self.shards if shard.split == name])
 
     def _verify(self, name: str) -> None:
-        damage = artifacts.first_damaged(self.folder, {name: self.manifest["files"][name]})
-        if damage:
+        files = self.manifest.get("files", {})
+        if name not in files:
+            raise UserError(f"{self.folder / artifacts.MANIFEST} does not list {name}: {REMAKE}")
+        if damage := artifacts.first_damaged(self.folder, {name: files[name]}):
             raise UserError(f"{damage}; {REMAKE}")
 
 

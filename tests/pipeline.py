@@ -1,0 +1,120 @@
+"""A run folder for a tiny random target, made by hand as the stages before leave it."""
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import torch
+from datasets import Dataset, DatasetDict, Features, List, Value
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from eagle31_train import artifacts, vocab
+from eagle31_train.cli import load_config
+
+LAYERS, HIDDEN, VOCAB = 6, 32, 40
+AUX = [1, 3, 5]
+KEPT = [i for i in range(VOCAB) if i % 5]
+LENGTHS = {"train": [12, 7, 25, 9, 18, 5, 30, 11, 8, 16, 14, 21], "heldout": [10, 14, 6, 13]}
+COLUMNS = Features(
+    {
+        "id": Value("string"),
+        "source": Value("string"),
+        "input_ids": List(Value("int32")),
+        "loss_mask": List(Value("bool")),
+    }
+)
+
+
+def tiny_llama(seed=0, **changes):
+    """A random Llama whose final norm is not ones and whose logits have clear winners.
+
+    lm_head is a permutation of the embedding: every token's most likely successor stands out, so
+    that rounding the states does not change it, and a drafter can learn it in a few steps.
+    """
+    fields = {
+        "vocab_size": VOCAB,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 48,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": False,
+    }
+    model = LlamaForCausalLM(LlamaConfig(**{**fields, **changes})).eval()
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        scale = 1.0 if name.endswith("embed_tokens.weight") else 0.15
+        parameter.data = noise * scale + (1.0 if parameter.dim() == 1 else 0.0)
+    if not model.config.tie_word_embeddings:
+        order = torch.randperm(VOCAB, generator=generator)
+        model.lm_head.weight.data += model.get_input_embeddings().weight.data[order]
+    return model
+
+
+def write_data(run_dir, lengths=LENGTHS, seed=0, kept=KEPT, target_size=VOCAB):
+    """run_dir/data with random tokens: a question, an answer, and sometimes a second turn."""
+    rng = random.Random(seed)
+    folder = Path(run_dir) / "data"
+    splits = {}
+    for split, sizes in lengths.items():
+        rows = {
+            "id": [f"{split}-{i}" for i in range(len(sizes))],
+            "source": ["made"] * len(sizes),
+            "input_ids": [[rng.randrange(VOCAB) for _ in range(size)] for size in sizes],
+            "loss_mask": [[i >= 3 and not size - 6 <= i < size - 4 for i in range(size)] for size in sizes],
+        }
+        splits[split] = Dataset.from_dict(rows, features=COLUMNS)
+    DatasetDict(splits).save_to_disk(str(folder / "dataset"))
+    vocab.write(folder / "vocab.safetensors", vocab.DraftVocab(np.array(kept, dtype=np.int64), target_size))
+    inputs = {"seed": seed, "lengths": lengths}
+    artifacts.write_json(
+        folder / "manifest.json",
+        {
+            "fingerprint": artifacts.fingerprint(inputs),
+            "inputs": inputs,
+            "files": artifacts.list_files(folder, [file for file in folder.rglob("*") if file.is_file()]),
+        },
+    )
+
+
+def make_run(folder, seed=0, **changes):
+    """folder/target and folder/run/data."""
+    tiny_llama(seed, **changes).save_pretrained(folder / "target")
+    write_data(folder / "run")
+
+
+def options(folder, *more):
+    """The command line of a tiny run under `folder`."""
+    return [
+        "name=tiny",
+        f"run_dir={folder / 'run'}",
+        f"target.path={folder / 'target'}",
+        "target.dtype=float32",
+        "target.device=cpu",
+        f"target.aux_layers={json.dumps(AUX).replace(' ', '')}",
+        "extract.shard_tokens=40",
+        "extract.batch_tokens=64",
+        "drafter.intermediate_size=32",
+        "drafter.num_attention_heads=4",
+        "drafter.num_key_value_heads=2",
+        "drafter.head_dim=8",
+        "train.unroll=3",
+        "train.epochs=3",
+        "train.batch_tokens=60",
+        "train.lr=0.01",
+        "train.precision=no",
+        "train.wandb=disabled",
+        *more,
+    ]
+
+
+def tiny_config(folder, *more):
+    return load_config(options(folder, *more))
+
+
+def contents(folder):
+    """Every file under a folder: relative name → bytes."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
