@@ -34,7 +34,6 @@ class Gate:
     def __init__(self, target: HiddenStateTarget, config: ExtractConfig) -> None:
         self.target = target
         self.config = config
-        self.dtype = target.head_weight().dtype
         self.seen = 0
         self.figures: list[tuple[float, float, int]] = []  # top-1 agreement, KL in nats, positions
 
@@ -53,7 +52,7 @@ class Gate:
         real = attention_mask[longest].bool()
         own = self.target.own_logits(tokens[longest], attention_mask[longest])[real][:ROWS]
         states = last[longest][real][:ROWS]
-        agreement, kl = compare(own, rebuilt_logits(self.target, states), self.dtype)
+        agreement, kl = compare(own, rebuilt_logits(self.target, states))
         self.figures.append((agreement, kl, len(own)))
         if agreement < self.config.gate_top1 or not kl <= self.config.gate_kl:
             raise UserError(
@@ -73,7 +72,7 @@ class Gate:
             "the final norm was read as (1 + w) but is w": {"shift": -1.0},
         }
         for cause, wrong in tried.items():
-            if compare(own, rebuilt_logits(self.target, states, **wrong), self.dtype)[0] >= self.config.gate_top1:
+            if compare(own, rebuilt_logits(self.target, states, **wrong))[0] >= self.config.gate_top1:
                 return f"likely cause: {cause}"
         return "no known mistake explains it: check target.dtype and whether the model changes its logits"
 
@@ -95,15 +94,16 @@ class Gate:
         return f"fidelity: top-1 {top1:.2%}, KL {kl:.2g} over {positions} positions"
 
 
-def compare(own: Tensor, rebuilt: Tensor, dtype: torch.dtype) -> tuple[float, float]:
+def compare(own: Tensor, rebuilt: Tensor) -> tuple[float, float]:
     """Top-1 agreement and mean KL(own || rebuilt) of logits [n, V] fp32.
 
-    The target works in `dtype`, whose rounding ties or swaps logits at the maximum; the rebuilt choice
-    agrees if the target's own logits put it within one rounding step of their maximum.
+    States are stored in bf16, whatever the target works in, and its rounding ties or swaps logits at
+    the maximum; the rebuilt choice agrees if the target's own logits put it within one rounding step
+    of their maximum.
     """
     best = own.max(-1).values
     chosen = own.gather(1, rebuilt.argmax(-1, keepdim=True))[:, 0]
-    agreement = (chosen >= best - torch.finfo(dtype).eps * best.abs()).float().mean().item()
+    agreement = (chosen >= best - torch.finfo(torch.bfloat16).eps * best.abs()).float().mean().item()
     log_own = own.log_softmax(-1)
     kl = (log_own.exp() * (log_own - rebuilt.log_softmax(-1))).sum(-1).mean().item()
     return agreement, kl

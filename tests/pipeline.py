@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from datasets import Dataset, DatasetDict, Features, List, Value
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging
 
 from eagle31_train import artifacts, vocab
 from eagle31_train.cli import load_config
@@ -82,8 +83,15 @@ def write_data(run_dir, lengths=LENGTHS, seed=0, kept=KEPT, target_size=VOCAB):
 
 def make_run(folder, seed=0, **changes):
     """folder/target and folder/run/data."""
-    tiny_llama(seed, **changes).save_pretrained(folder / "target")
+    save_quietly(tiny_llama(seed, **changes), folder / "target")
     write_data(folder / "run")
+
+
+def save_quietly(model, folder):
+    """save_pretrained without its progress bar; returns the folder."""
+    logging.disable_progress_bar()
+    model.save_pretrained(folder)
+    return folder
 
 
 def options(folder, *more):

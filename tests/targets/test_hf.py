@@ -1,0 +1,205 @@
+"""Hidden states from hooks: which tensor they are, and which models are refused."""
+
+import pytest
+import torch
+from pipeline import HIDDEN, LAYERS, VOCAB, save_quietly, tiny_llama
+from torch import nn
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GemmaConfig,
+    GemmaForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    StableLmConfig,
+    StableLmForCausalLM,
+)
+
+from eagle31_train.schema import TargetConfig, UserError
+from eagle31_train.targets import hf
+from eagle31_train.targets.hf import HiddenStateTarget, default_aux_layers, load_model, weights_fingerprint
+
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+
+
+def randomised(model):
+    generator = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
+    return model.eval()
+
+
+def gemma():
+    return randomised(GemmaForCausalLM(GemmaConfig(**SIZES)))
+
+
+MODELS = {
+    "llama": tiny_llama,
+    "gemma": gemma,
+    "gemma2": lambda: randomised(Gemma2ForCausalLM(Gemma2Config(**SIZES))),
+    "qwen3": lambda: randomised(Qwen3ForCausalLM(Qwen3Config(**SIZES))),
+}
+
+
+def batch(lengths, seed=0):
+    """Random tokens [B, T], padded at the end, and the mask."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, VOCAB, (len(lengths), max(lengths)), generator=generator)
+    mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+    return tokens * mask, mask
+
+
+@torch.no_grad()
+def check_against_transformers(model):
+    """Every auxiliary layer, and the last state, against output_hidden_states=True."""
+    target = HiddenStateTarget(model, range(LAYERS + 1))
+    tokens, mask = batch([9, 9])
+    states = target.states(tokens, mask)
+    hidden = model(input_ids=tokens, attention_mask=mask, output_hidden_states=True, use_cache=False).hidden_states
+    assert len(hidden) == LAYERS + 1
+    for i in range(LAYERS):
+        assert torch.equal(states.aux[:, :, i], hidden[i]), f"layer {i}"
+    # transformers' newest entry is after the final norm; the stored one is before it.
+    assert torch.equal(states.aux[:, :, LAYERS], states.last)
+    assert not torch.equal(states.last, hidden[LAYERS])
+    assert torch.equal(target.final_norm(states.last), hidden[LAYERS])
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
+def test_aux_layer_i_is_the_input_of_layer_i_and_last_is_before_the_final_norm(make):
+    check_against_transformers(make())
+
+
+def test_taking_outputs_instead_of_inputs_is_caught(monkeypatch):
+    def on_output(self, hook, with_kwargs):
+        assert with_kwargs
+        return self.register_forward_hook(lambda module, _args, output: hook(module, (output,), {}))
+
+    monkeypatch.setattr(nn.Module, "register_forward_pre_hook", on_output)
+    with pytest.raises(AssertionError, match="layer 0"):
+        check_against_transformers(tiny_llama())
+
+
+def test_only_the_wanted_layers_are_caught_in_their_order():
+    model = tiny_llama()
+    tokens, mask = batch([7])
+    every = HiddenStateTarget(model, range(LAYERS + 1)).states(tokens, mask).aux
+    some = HiddenStateTarget(model, [0, 4, LAYERS]).states(tokens, mask).aux
+    assert torch.equal(some, every[:, :, [0, 4, LAYERS]])
+    assert not any(module._forward_pre_hooks for module in model.modules()), "hooks stayed behind"
+
+
+def test_hooks_are_removed_when_the_forward_pass_fails():
+    target = HiddenStateTarget(tiny_llama(), [1])
+    with pytest.raises(IndexError):
+        target.states(torch.full((1, 3), VOCAB), torch.ones(1, 3, dtype=torch.long))
+    assert not any(module._forward_pre_hooks for module in target.model.modules())
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
+def test_padding_and_neighbours_do_not_change_states(make):
+    target = HiddenStateTarget(make(), [1, LAYERS])
+    lengths = [5, 13, 1, 8]
+    tokens, mask = batch(lengths)
+    together = target.states(tokens, mask)
+    for row, length in enumerate(lengths):
+        alone = target.states(tokens[row : row + 1, :length], mask[row : row + 1, :length])
+        torch.testing.assert_close(together.aux[row, :length], alone.aux[0], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(together.last[row, :length], alone.last[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("make", "kind"), [(tiny_llama, "w"), (gemma, "1+w"), (MODELS["qwen3"], "w")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kind_of_the_final_norm_is_read_off_its_answers(make, kind, dtype):
+    target = HiddenStateTarget(make().to(dtype), [1, 2])
+    weight = target.final_norm.weight.float()
+    effective, found = target.norm_weight()
+    assert found == kind
+    assert torch.equal(effective, weight + 1 if kind == "1+w" else weight)
+    assert effective.dtype == torch.float32
+    assert target.norm_eps() == 1e-6
+
+
+def test_a_layer_norm_is_refused():
+    model = StableLmForCausalLM(StableLmConfig(**{k: v for k, v in SIZES.items() if k != "head_dim"}))
+    target = HiddenStateTarget(model, [1, 2])
+    with pytest.raises(UserError, match=r"final norm \(LayerNorm\) is not an RMSNorm"):
+        target.norm_weight()
+
+
+def test_models_that_eagle_cannot_read_are_refused():
+    with pytest.raises(UserError, match=r"GPT2LMHeadModel has no \.layers and \.norm"):
+        HiddenStateTarget(GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=9)), [1])
+    biased = tiny_llama()
+    biased.lm_head = nn.Linear(HIDDEN, VOCAB, bias=True)
+    with pytest.raises(UserError, match="lm_head has a bias"):
+        HiddenStateTarget(biased, [1])
+
+
+@pytest.mark.parametrize("layers", [[3, 1], [1, 1, 2], [], [-1, 2], [1, LAYERS + 1]])
+def test_layers_that_the_target_lacks_or_vllm_reorders_are_refused(layers):
+    with pytest.raises(UserError, match=r"target\.aux_layers="):
+        HiddenStateTarget(tiny_llama(), layers)
+
+
+def test_the_default_layers_are_those_of_vllm():
+    assert default_aux_layers(30) == [2, 15, 27]
+    assert HiddenStateTarget(tiny_llama(num_hidden_layers=8), None).layers == [2, 4, 5]
+
+
+def test_tied_heads_are_seen(tmp_path):
+    for tied in (True, False):
+        folder = save_quietly(tiny_llama(tie_word_embeddings=tied), tmp_path / str(tied))
+        model = load_model(TargetConfig(path=str(folder), dtype="float32", device="cpu"))
+        assert HiddenStateTarget(model, [1]).tied() is tied
+
+
+def test_a_target_is_loaded_frozen_in_the_wanted_dtype(tmp_path):
+    folder = save_quietly(tiny_llama(), tmp_path / "target")
+    model = load_model(TargetConfig(path=str(folder), dtype="bfloat16", device="cpu"))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert not model.training
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"path": "/nowhere/model"}, "target.path=/nowhere/model does not exist"),
+        ({"dtype": "float8"}, "dtype 'float8' is not one of float32, bfloat16, float16"),
+        ({"path": "."}, r"target.path=. cannot be loaded"),
+    ],
+)
+def test_a_target_that_cannot_be_loaded_is_one_line(tmp_path, monkeypatch, changes, words):
+    save_quietly(tiny_llama(), tmp_path / "target")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    fields = {"path": str(tmp_path / "target"), "dtype": "float32", "device": "cpu", **changes}
+    with pytest.raises(UserError) as error:
+        load_model(TargetConfig(**fields))
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_device_that_the_machine_lacks_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match="no CUDA device"):
+        hf.pick_device("cuda:0")
+    assert hf.pick_device("auto") == torch.device("cpu")
+
+
+def test_two_targets_are_told_apart_by_their_weights(tmp_path):
+    first = weights_fingerprint(str(save_quietly(tiny_llama(0), tmp_path / "a")))
+    assert weights_fingerprint(str(save_quietly(tiny_llama(0), tmp_path / "b"))) == first
+    assert weights_fingerprint(str(save_quietly(tiny_llama(1), tmp_path / "c"))) != first
+    assert weights_fingerprint("owner/model") != weights_fingerprint("owner/other")
