@@ -60,11 +60,12 @@ def load_model(config: TargetConfig, dtype: str | None = None) -> Any:
 
 
 def weights_fingerprint(path: str) -> str:
-    """What tells two targets apart: names, sizes and checksums of a local directory's weight files.
+    """What tells two targets apart: names, sizes and checksums of a local directory's weights, config and code.
 
     A hub id is told apart by its id and revision alone.
     """
-    files = sorted(Path(path).glob("*.safetensors")) if Path(path).is_dir() else []
+    kinds = ("*.safetensors", "*.bin", "config.json", "*.py")
+    files = sorted(file for kind in kinds for file in Path(path).glob(kind)) if Path(path).is_dir() else []
     return artifacts.fingerprint([(f.name, f.stat().st_size, artifacts.file_sha256(f)) for f in files] or path)
 
 

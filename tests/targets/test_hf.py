@@ -198,8 +198,12 @@ def test_a_device_that_the_machine_lacks_is_refused(monkeypatch):
     assert hf.pick_device("auto") == torch.device("cpu")
 
 
-def test_two_targets_are_told_apart_by_their_weights(tmp_path):
+def test_two_targets_are_told_apart_by_weights_and_config(tmp_path):
     first = weights_fingerprint(str(save_quietly(tiny_llama(0), tmp_path / "a")))
     assert weights_fingerprint(str(save_quietly(tiny_llama(0), tmp_path / "b"))) == first
     assert weights_fingerprint(str(save_quietly(tiny_llama(1), tmp_path / "c"))) != first
+    # The same weights give other states with another epsilon or RoPE base.
+    other = save_quietly(tiny_llama(0, rms_norm_eps=1e-3), tmp_path / "d")
+    assert (other / "model.safetensors").read_bytes() == (tmp_path / "a" / "model.safetensors").read_bytes()
+    assert weights_fingerprint(str(other)) != first
     assert weights_fingerprint("owner/model") != weights_fingerprint("owner/other")
