@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from eagle31_train import artifacts, cli
-from eagle31_train.fidelity import Gate, rebuilt_logits
+from eagle31_train.fidelity import Figures, Gate, rebuilt_logits, report, summary
 from eagle31_train.schema import Config, Document, UserError
 from eagle31_train.store import StoreWriter, plan_shards
 from eagle31_train.targets.hf import HiddenStateTarget, load_model, weights_fingerprint
@@ -68,26 +68,32 @@ def extract(config: Config) -> None:
     gate = Gate(target, config.extract)
     total = sum(len(row) for split in SPLITS for row in splits[split]["input_ids"])
     with tqdm(total=total, unit="tok", unit_scale=True, desc="extract", smoothing=0.05) as bar:
-        for name, split, first, end in shards_of(splits, config.extract.shard_tokens):
+        for number, (name, split, first, end) in enumerate(shards_of(splits, config.extract.shard_tokens)):
             rows = splits[split].select(range(first, end))
             if not writer.has(name):
-                writer.write_shard(name, split, first, run_shard(target, rows, config.extract.batch_tokens, gate, bar))
+                recorded = gate.samples(number)
+                check = gate if recorded or not gate.passed else None
+                documents, figures = run_shard(target, rows, config.extract.batch_tokens, check, bar)
+                writer.write_shard(name, split, first, documents, figures if recorded else None)
             else:
                 size = sum(len(row) for row in rows["input_ids"])
                 bar.update(size)
                 bar.initial += size  # resumed tokens count in the total, not in the rate
 
-    manifest = {
+    manifest: dict[str, Any] = {
         "fingerprint": fingerprint,
         "inputs": inputs,
         "samples": {split: len(splits[split]) for split in SPLITS},
         "tokens": total,
         "bytes_per_token": sum(s.bytes for s in writer.shards) / total,
-        "fidelity": gate.report(),
+        "fidelity": report([s.fidelity for s in writer.shards if s.fidelity]),
         "seconds": time.perf_counter() - began,
     }
     writer.finish(manifest)
-    print(f"extract: {total:,} tokens, {manifest['bytes_per_token']:,.0f} bytes each, in {folder}; {gate.summary()}")
+    print(
+        f"extract: {total:,} tokens, {manifest['bytes_per_token']:,.0f} bytes each, in {folder}; "
+        f"{summary(manifest['fidelity'])}"
+    )
 
 
 def describe(target: HiddenStateTarget, data: dict[str, Any]) -> dict[str, Any]:
@@ -127,8 +133,11 @@ def batches_by_length(lengths: Sequence[int], batch_tokens: int) -> list[list[in
     return batches
 
 
-def run_shard(target: HiddenStateTarget, rows: Dataset, batch_tokens: int, gate: Gate, bar: tqdm) -> list[Document]:
-    """The states of a shard's samples, in their order."""
+def run_shard(
+    target: HiddenStateTarget, rows: Dataset, batch_tokens: int, gate: Gate | None, bar: tqdm
+) -> tuple[list[Document], Figures | None]:
+    """The states of a shard's samples, in their order, and what the gate finds in its first batch."""
+    figures: Figures | None = None
     tokens = [torch.tensor(row) for row in rows["input_ids"]]
     masks = [torch.tensor(row, dtype=torch.bool) for row in rows["loss_mask"]]
     documents: list[Document | None] = [None] * len(tokens)
@@ -140,7 +149,8 @@ def run_shard(target: HiddenStateTarget, rows: Dataset, batch_tokens: int, gate:
         ).to(device)
         states = target.states(padded, attention)
         last = states.last.bfloat16()
-        gate.check(padded, attention, last)
+        if gate is not None and figures is None:
+            figures = gate.check(padded, attention, last)
         for row, index in enumerate(batch):
             length = len(tokens[index])
             documents[index] = Document(
@@ -151,7 +161,7 @@ def run_shard(target: HiddenStateTarget, rows: Dataset, batch_tokens: int, gate:
                 last[row, :length].cpu(),
             )
             bar.update(length)
-    return [document for document in documents if document is not None]
+    return [document for document in documents if document is not None], figures
 
 
 def top1_of(target: HiddenStateTarget, last: Tensor, loss_mask: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ Every silent error of an extraction (a state taken after the final norm, a norm 
 read as w, soft-capped logits, a wrong mask) shows here, before hours are spent on it.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,8 +14,10 @@ from eagle31_train.drafter.layer import rms_norm
 from eagle31_train.schema import ExtractConfig, UserError
 from eagle31_train.targets.hf import HiddenStateTarget
 
-SAMPLE_EVERY = 50  # after the first batch, one in so many is compared, until `gate_batches` were
+SAMPLE_EVERY = 10  # the first batch of one shard in so many is compared, until `gate_batches` were
 ROWS = 256  # positions compared per batch
+
+Figures = Sequence[float]  # of one batch: top-1 agreement, mean KL in nats, positions compared
 
 
 def rebuilt_logits(target: HiddenStateTarget, last: Tensor, after_norm: bool = False, shift: float = 0.0) -> Tensor:
@@ -29,36 +32,39 @@ def rebuilt_logits(target: HiddenStateTarget, last: Tensor, after_norm: bool = F
 
 
 class Gate:
-    """Compares rebuilt logits with the target's own on the first batch and on a sample of later ones."""
+    """Compares rebuilt logits with the target's own: in a sample of shards, and where a run begins."""
 
     def __init__(self, target: HiddenStateTarget, config: ExtractConfig) -> None:
         self.target = target
         self.config = config
-        self.seen = 0
-        self.figures: list[tuple[float, float, int]] = []  # top-1 agreement, KL in nats, positions
+        self.passed = config.gate_batches == 0  # whether this run has compared anything yet
 
-    def check(self, tokens: Tensor, attention_mask: Tensor, last: Tensor) -> None:
+    def samples(self, number: int) -> bool:
+        """Whether the store records a comparison for its shard of this number.
+
+        A function of the number alone: a continued extraction records what an uninterrupted one does.
+        """
+        return number % SAMPLE_EVERY == 0 and number // SAMPLE_EVERY < self.config.gate_batches
+
+    def check(self, tokens: Tensor, attention_mask: Tensor, last: Tensor) -> Figures:
         """Compare one batch: tokens and mask [B, T], stored states [B, T, H].
 
         Raises:
             UserError: the states do not rebuild the logits; the message names the likely cause.
         """
-        due = self.seen % SAMPLE_EVERY == 0 and len(self.figures) < self.config.gate_batches
-        self.seen += 1
-        if not due:
-            return
         # A padded batch is compared on its longest rows, of which one forward pass is enough.
         longest = attention_mask.sum(1).argsort(descending=True)[: max(1, ROWS // tokens.shape[1])]
         real = attention_mask[longest].bool()
         own = self.target.own_logits(tokens[longest], attention_mask[longest])[real][:ROWS]
         states = last[longest][real][:ROWS]
         agreement, kl = compare(own, rebuilt_logits(self.target, states))
-        self.figures.append((agreement, kl, len(own)))
         if agreement < self.config.gate_top1 or not kl <= self.config.gate_kl:
             raise UserError(
                 f"fidelity gate: logits rebuilt from the stored states agree with the target's in {agreement:.1%} "
                 f"of positions (KL {kl:.3g}); {self._cause(own, states)}"
             )
+        self.passed = True
+        return agreement, kl, len(own)
 
     def _cause(self, own: Tensor, states: Tensor) -> str:
         """Try the known mistakes and name the one that explains the failure."""
@@ -76,22 +82,23 @@ class Gate:
                 return f"likely cause: {cause}"
         return "no known mistake explains it: check target.dtype and whether the model changes its logits"
 
-    def report(self) -> dict[str, Any]:
-        """For the manifest."""
-        return {
-            "batches": len(self.figures),
-            "positions": sum(n for _, _, n in self.figures),
-            "top1_agreement": min((a for a, _, _ in self.figures), default=None),
-            "kl": max((k for _, k, _ in self.figures), default=None),
-        }
 
-    def summary(self) -> str:
-        """One line for people."""
-        if not self.figures:
-            return "fidelity: compared in the run that began this store"
-        report = self.report()
-        top1, kl, positions = report["top1_agreement"], report["kl"], report["positions"]
-        return f"fidelity: top-1 {top1:.2%}, KL {kl:.2g} over {positions} positions"
+def report(figures: Sequence[Figures]) -> dict[str, Any]:
+    """All comparisons of a store, for its manifest: the worst agreement and the worst KL."""
+    return {
+        "batches": len(figures),
+        "positions": sum(n for _, _, n in figures),
+        "top1_agreement": min((a for a, _, _ in figures), default=None),
+        "kl": max((k for _, k, _ in figures), default=None),
+    }
+
+
+def summary(report: dict[str, Any]) -> str:
+    """A report as one line for people."""
+    if not report["batches"]:
+        return "fidelity: not compared (extract.gate_batches=0)"
+    top1, kl, positions = report["top1_agreement"], report["kl"], report["positions"]
+    return f"fidelity: top-1 {top1:.2%}, KL {kl:.2g} over {positions} positions"
 
 
 def compare(own: Tensor, rebuilt: Tensor) -> tuple[float, float]:

@@ -38,7 +38,10 @@ TARGET = "target.safetensors"
 
 @dataclass(frozen=True)
 class Shard:
-    """One line of shards.jsonl. `first` is the index of its first sample within the split."""
+    """One line of shards.jsonl. `first` is the index of its first sample within the split.
+
+    `fidelity` holds what the gate found where it compared this shard: top-1 agreement, KL, positions.
+    """
 
     file: str
     split: str
@@ -46,6 +49,7 @@ class Shard:
     lengths: list[int]
     bytes: int
     sha256: str
+    fidelity: Sequence[float] | None = None
 
 
 def plan_shards(lengths: Sequence[int], shard_tokens: int) -> list[tuple[int, int]]:
@@ -101,7 +105,14 @@ class StoreWriter:
         """Write the target's weights that training needs: embed_tokens, norm and, unless tied, lm_head."""
         _save(self.folder / TARGET, weights)
 
-    def write_shard(self, name: str, split: str, first: int, documents: Sequence[Document]) -> None:
+    def write_shard(
+        self,
+        name: str,
+        split: str,
+        first: int,
+        documents: Sequence[Document],
+        fidelity: Sequence[float] | None = None,
+    ) -> None:
         """Commit one shard: file, then its line."""
         lengths = [len(document) for document in documents]
         path = self.folder / name
@@ -116,7 +127,7 @@ class StoreWriter:
                 "offsets": torch.tensor([0, *lengths]).cumsum(0),
             },
         )
-        shard = Shard(name, split, first, lengths, path.stat().st_size, artifacts.file_sha256(path))
+        shard = Shard(name, split, first, lengths, path.stat().st_size, artifacts.file_sha256(path), fidelity)
         self.shards = [*(s for s in self.shards if s.file != name), shard]
         with (self.folder / SHARDS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(shard)) + "\n")

@@ -68,7 +68,8 @@ def write_data(run_dir, lengths=LENGTHS, seed=0, kept=KEPT, target_size=VOCAB):
             "loss_mask": [[i >= 3 and not size - 6 <= i < size - 4 for i in range(size)] for size in sizes],
         }
         splits[split] = Dataset.from_dict(rows, features=COLUMNS)
-    DatasetDict(splits).save_to_disk(str(folder / "dataset"))
+    # An empty split would be given no file, and then not load.
+    DatasetDict(splits).save_to_disk(str(folder / "dataset"), num_shards=dict.fromkeys(splits, 1))
     vocab.write(folder / "vocab.safetensors", vocab.DraftVocab(np.array(kept, dtype=np.int64), target_size))
     inputs = {"seed": seed, "lengths": lengths}
     artifacts.write_json(

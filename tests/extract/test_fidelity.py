@@ -5,7 +5,7 @@ import torch
 from pipeline import HIDDEN, LAYERS, VOCAB, tiny_llama
 from transformers import Gemma2Config, Gemma2ForCausalLM, GemmaConfig, GemmaForCausalLM
 
-from eagle31_train.fidelity import ROWS, Gate, compare, rebuilt_logits
+from eagle31_train.fidelity import ROWS, SAMPLE_EVERY, Gate, compare, rebuilt_logits, report, summary
 from eagle31_train.schema import ExtractConfig, UserError
 from eagle31_train.targets.hf import HiddenStateTarget
 
@@ -29,7 +29,7 @@ def gemma(model=GemmaForCausalLM, config=GemmaConfig, **changes):
 
 
 def check(model, config=None, plant=None):
-    """Run the gate over one padded batch of a model; returns it."""
+    """Run the gate over one padded batch of a model; returns its figures."""
     target = HiddenStateTarget(model, [1])
     if plant:
         plant(target)
@@ -38,18 +38,38 @@ def check(model, config=None, plant=None):
     lengths = torch.tensor([40, 17, 33, 40, 25])
     mask = (torch.arange(40) < lengths[:, None]).long()
     tokens = torch.randint(0, VOCAB, mask.shape, generator=generator)
-    gate.check(tokens, mask, target.states(tokens, mask).last.bfloat16())
-    return gate
+    figures = gate.check(tokens, mask, target.states(tokens, mask).last.bfloat16())
+    assert gate.passed
+    return figures
 
 
 @pytest.mark.parametrize("make", [tiny_llama, gemma, lambda: gemma(Gemma2ForCausalLM, Gemma2Config)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_right_states_pass(make, dtype):
-    report = check(make().to(dtype)).report()
-    assert report["batches"] == 1
-    assert 100 < report["positions"] <= ROWS
-    assert report["top1_agreement"] >= 0.99
-    assert 0 <= report["kl"] < 0.02
+    agreement, kl, positions = check(make().to(dtype))
+    assert agreement >= 0.99
+    assert 0 <= kl < 0.02
+    assert 100 < positions <= ROWS
+
+
+def test_shards_are_sampled_by_their_number_alone():
+    gate = Gate(HiddenStateTarget(tiny_llama(), [1]), ExtractConfig(gate_batches=3))
+    assert [number for number in range(100) if gate.samples(number)] == [0, SAMPLE_EVERY, 2 * SAMPLE_EVERY]
+    assert not gate.passed
+    off = Gate(gate.target, ExtractConfig(gate_batches=0))
+    assert off.passed
+    assert not any(off.samples(number) for number in range(100))
+
+
+def test_the_report_holds_the_worst():
+    assert report([(1.0, 0.002, 256), [0.995, 0.001, 100]]) == {
+        "batches": 2,
+        "positions": 356,
+        "top1_agreement": 0.995,
+        "kl": 0.002,
+    }
+    assert summary(report([[0.995, 0.001, 100]])) == "fidelity: top-1 99.50%, KL 0.001 over 100 positions"
+    assert summary(report([])) == "fidelity: not compared (extract.gate_batches=0)"
 
 
 def take_last_after_the_final_norm(target):

@@ -1,0 +1,289 @@
+"""The extraction stage on a tiny target: what is stored, and what happens when it is stopped or misused."""
+
+import json
+
+import pytest
+import torch
+from datasets import DatasetDict
+from hypothesis import given
+from hypothesis import strategies as st
+from pipeline import AUX, HIDDEN, LENGTHS, VOCAB, contents, make_run, save_quietly, tiny_config, tiny_llama, write_data
+
+from eagle31_train import extract as stage
+from eagle31_train.extract import batches_by_length, extract
+from eagle31_train.schema import UserError
+from eagle31_train.store import Store, StoreWriter
+from eagle31_train.targets.hf import HiddenStateTarget
+
+
+@pytest.fixture
+def run(tmp_path):
+    """tmp_path with a target and its data, ready to be extracted."""
+    make_run(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run extracted without interruption."""
+    folder = tmp_path_factory.mktemp("whole")
+    make_run(folder)
+    extract(tiny_config(folder))
+    return folder
+
+
+def timeless(folder):
+    """Every file of a store, its manifest without the time it took and without the target's folder."""
+    files = contents(folder / "run" / "store")
+    manifest = json.loads(files["manifest.json"])
+    assert manifest.pop("seconds") > 0
+    return {**files, "manifest.json": json.dumps(manifest)}
+
+
+def message_of(folder, *more):
+    """The one line of an extraction that is refused."""
+    with pytest.raises(UserError) as error:
+        extract(tiny_config(folder, *more))
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+# ---------------------------------------------------------------- what is stored
+
+
+@torch.no_grad()
+def test_every_sample_is_stored_with_the_states_of_running_it_alone(whole):
+    store = Store(whole / "run" / "store")
+    data = DatasetDict.load_from_disk(str(whole / "run" / "data" / "dataset"))
+    target = HiddenStateTarget(tiny_llama(), AUX)
+    for name in ("train", "heldout"):
+        split = store.split(name)
+        assert split.lengths == LENGTHS[name]
+        for index, row in enumerate(data[name]):
+            document = split.read(index)
+            assert document.tokens.tolist() == row["input_ids"]
+            assert document.loss_mask.tolist() == row["loss_mask"]
+            tokens = document.tokens[None]
+            states = target.states(tokens, torch.ones_like(tokens))
+            # One step of bf16 apart at most: the batch that it was computed in may round otherwise.
+            torch.testing.assert_close(document.aux.float(), states.aux[0], rtol=0.008, atol=1e-5)
+            torch.testing.assert_close(document.last.float(), states.last[0], rtol=0.008, atol=1e-5)
+
+
+@torch.no_grad()
+def test_top1_is_the_targets_choice_where_the_next_token_is_the_assistants(whole):
+    model, exact, taught = tiny_llama(), 0, 0
+    for name in ("train", "heldout"):
+        split = Store(whole / "run" / "store").split(name)
+        for document in split.read_all(range(len(split))):
+            teaches = torch.cat([document.loss_mask[1:], torch.tensor([False])])
+            assert torch.equal(document.top1 == -1, ~teaches)
+            logits = model(document.tokens[None]).logits[0][teaches]
+            chosen = document.top1[teaches]
+            best = logits.max(-1).values
+            # The stored states are rounded to bf16: among logits that close, another one may win.
+            assert (logits.gather(1, chosen[:, None])[:, 0] >= best - 0.008 * best.abs()).all()
+            exact += int((chosen == logits.argmax(-1)).sum())
+            taught += len(chosen)
+    assert taught > 50
+    assert exact > 0.97 * taught
+
+
+def test_the_targets_weights_are_stored_once(whole):
+    model, weights = tiny_llama(), Store(whole / "run" / "store").target
+    assert torch.equal(weights["embed_tokens"], model.model.embed_tokens.weight)
+    assert torch.equal(weights["lm_head"], model.lm_head.weight)
+    assert torch.equal(weights["norm"], model.model.norm.weight)
+
+
+def test_provenance_says_what_the_states_are_of(whole):
+    store = Store(whole / "run" / "store")
+    provenance = store.provenance
+    assert provenance["aux_layers"] == AUX
+    assert provenance["norm"] == {"kind": "w", "eps": 1e-6, "stored": "effective weight"}
+    assert provenance["tied_lm_head"] is False
+    assert (provenance["hidden_size"], provenance["vocab_size"]) == (HIDDEN, VOCAB)
+    assert provenance["state_dtype"] == "bfloat16"
+    assert provenance["last_hidden_state"] == "before the final norm"
+    assert provenance["target"]["path"] == str(whole / "target")
+    manifest = store.manifest
+    assert manifest["samples"] == {"train": 12, "heldout": 4}
+    assert manifest["tokens"] == sum(LENGTHS["train"] + LENGTHS["heldout"])
+    assert manifest["fidelity"]["top1_agreement"] >= 0.99
+    assert manifest["fidelity"]["positions"] >= 10
+
+
+def test_a_tied_head_is_not_stored_twice(tmp_path):
+    make_run(tmp_path, tie_word_embeddings=True)
+    extract(tiny_config(tmp_path, "extract.gate_top1=0.9"))
+    store = Store(tmp_path / "run" / "store")
+    assert store.provenance["tied_lm_head"] is True
+    assert torch.equal(store.target["lm_head"], store.target["embed_tokens"])
+    assert (tmp_path / "run" / "store" / "target.safetensors").stat().st_size < 2 * VOCAB * HIDDEN * 4
+
+
+@given(st.lists(st.integers(1, 60), max_size=30), st.integers(1, 200))
+def test_batches_hold_every_sample_once_within_the_bound_and_little_padding(lengths, bound):
+    batches = batches_by_length(lengths, bound)
+    assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
+    for batch in batches:
+        longest = max(lengths[i] for i in batch)
+        assert longest * len(batch) <= bound or len(batch) == 1
+    widths = [[lengths[i] for i in batch] for batch in batches]
+    for before, after in zip(widths, widths[1:], strict=False):  # noqa: RUF007
+        assert max(before) <= min(after), "samples of similar length belong together"
+
+
+def test_the_batch_size_changes_nothing_but_rounding(whole, run):
+    extract(tiny_config(run, "extract.batch_tokens=1"))
+    alone, together = Store(run / "run" / "store").split("train"), Store(whole / "run" / "store").split("train")
+    for index in range(len(alone)):
+        one, other = alone.read(index), together.read(index)
+        assert torch.equal(one.top1, other.top1)
+        torch.testing.assert_close(one.aux, other.aux, rtol=0.008, atol=1e-5)
+
+
+def test_an_empty_heldout_split_is_extracted(tmp_path):
+    save_quietly(tiny_llama(), tmp_path / "target")
+    write_data(tmp_path / "run", {"train": [9, 12, 20], "heldout": []})
+    extract(tiny_config(tmp_path))
+    assert len(Store(tmp_path / "run" / "store").split("heldout")) == 0
+
+
+# ---------------------------------------------------------------- again, elsewhere, stopped
+
+
+def test_a_finished_extraction_is_not_repeated(run, monkeypatch, capsys):
+    extract(tiny_config(run))
+    before = contents(run / "run" / "store")
+    monkeypatch.setattr(stage, "load_model", None)
+    extract(tiny_config(run))
+    assert "extract: up to date" in capsys.readouterr().out
+    assert contents(run / "run" / "store") == before
+
+
+@pytest.mark.parametrize(
+    ("option", "named"),
+    [
+        ("target.aux_layers=[1,2]", "target.aux_layers: [1, 3, 5] there, [1, 2] here"),
+        ("target.dtype=bfloat16", "target.dtype: float32 there, bfloat16 here"),
+        ("extract.shard_tokens=50", "shard_tokens: 40 there, 50 here"),
+    ],
+)
+def test_a_store_of_other_options_is_refused_and_named(whole, option, named):
+    before = contents(whole / "run" / "store")
+    message = message_of(whole, option)
+    assert named in message
+    assert "overwrite=true" in message
+    assert contents(whole / "run" / "store") == before
+
+
+def test_a_store_of_another_target_is_refused_or_replaced(run, tmp_path_factory):
+    extract(tiny_config(run))
+    save_quietly(tiny_llama(seed=1), run / "target")
+    message = message_of(run)
+    assert str(run / "run" / "store") in message
+    assert "target.weights: " in message
+
+    extract(tiny_config(run, "overwrite=true"))
+    other = tmp_path_factory.mktemp("other")
+    make_run(other, seed=1)
+    extract(tiny_config(other))
+    shards = {name: data for name, data in contents(other / "run" / "store").items() if name.startswith("shards/")}
+    replaced = contents(run / "run" / "store")
+    assert {name: replaced[name] for name in shards} == shards
+    assert len(replaced) == len(shards) + 4
+
+
+def test_a_store_of_other_data_is_refused(run):
+    extract(tiny_config(run))
+    write_data(run / "run", seed=1)
+    assert "data: " in message_of(run)
+
+
+def stop_after(monkeypatch, shards):
+    """The next extraction is stopped by Ctrl-C when it has committed so many shards."""
+    original, written = StoreWriter.write_shard, []
+
+    def write_shard(self, name, *rest):
+        if len(written) == shards:
+            raise KeyboardInterrupt
+        original(self, name, *rest)
+        written.append(name)
+
+    monkeypatch.setattr(StoreWriter, "write_shard", write_shard)
+
+
+@pytest.mark.parametrize("shards", [0, 1, 6])
+def test_a_stopped_extraction_goes_on_and_ends_with_the_same_bytes(whole, run, shards):
+    # The same target, by the same name: the provenance holds its path.
+    config = tiny_config(run, f"target.path={whole / 'target'}")
+    with pytest.MonkeyPatch.context() as patch:
+        stop_after(patch, shards)
+        with pytest.raises(KeyboardInterrupt):
+            extract(config)
+    store = run / "run" / "store"
+    assert not (store / "manifest.json").exists()
+    assert len(list((store / "shards").iterdir())) == shards
+    extract(config)
+    assert timeless(run) == timeless(whole)
+
+
+def test_only_a_damaged_shard_is_made_again(run, monkeypatch, capsys):
+    extract(tiny_config(run))
+    before = timeless(run)
+    damaged = run / "run" / "store" / "shards" / "train-00001.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-3])
+    written, original = [], StoreWriter.write_shard
+    monkeypatch.setattr(
+        StoreWriter, "write_shard", lambda self, name, *rest: written.append(name) or original(self, name, *rest)
+    )
+    extract(tiny_config(run))
+    assert f"{damaged} has " in capsys.readouterr().out
+    assert written == ["shards/train-00001.safetensors"]
+    assert timeless(run) == before
+
+
+# ---------------------------------------------------------------- refused
+
+
+def test_missing_and_damaged_data_are_refused(run):
+    file = next((run / "run" / "data" / "dataset").rglob("*.arrow"))
+    file.write_bytes(file.read_bytes()[:-1])
+    assert message_of(run).startswith(str(file))
+    assert message_of(run).endswith("run `python -m data_prep` again")
+    (run / "run" / "data" / "manifest.json").unlink()
+    assert "run `python -m data_prep` first" in message_of(run)
+    assert not (run / "run" / "store").exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("target.path=models/none", "does not exist"),
+        ("target.aux_layers=[1,9]", "the target has layers 0 to 6"),
+        ("target.aux_layers=[3,1]", "must ascend"),
+        ("target.dtype=float12", "dtype 'float12' is not one of"),
+    ],
+)
+def test_a_wrong_target_is_refused_before_anything_is_written(run, option, words):
+    assert words in message_of(run, option)
+    assert not (run / "run" / "store").exists()
+
+
+def test_a_target_whose_states_do_not_rebuild_its_logits_leaves_no_finished_store(run, monkeypatch):
+    right = HiddenStateTarget.states
+
+    def after_the_norm(self, tokens, mask):
+        states = right(self, tokens, mask)
+        return type(states)(states.aux, self.final_norm(states.last))
+
+    model = tiny_llama()
+    model.model.norm.weight.data = torch.linspace(-3, 3, HIDDEN)
+    save_quietly(model, run / "target")
+    monkeypatch.setattr(HiddenStateTarget, "states", after_the_norm)
+    message = message_of(run)
+    assert message.startswith("fidelity gate: ")
+    assert "taken after the final norm" in message
+    with pytest.raises(UserError, match=r"manifest\.json is missing"):
+        Store(run / "run" / "store")
