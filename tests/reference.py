@@ -100,3 +100,26 @@ class ReferenceDrafter:
                     hits[k] += int(kept_ids[int(logits.argmax())] == top1)
         total = sum(gamma**k * sums[k] / counts[k] for k in range(steps) if counts[k])
         return total, counts, hits, eligible
+
+
+def dense_scores(q, k0, v0, own_k, own_v, layout, scale):
+    """Every slot's scores over every key of the batch, and which it may see.
+
+    Keys: the N step-0 keys, then the own keys of step 1 of all S slots, then those of step 2, …
+    Returns scores [S, h, N + k*S], values [N + k*S, h, dv], seen [S, N + k*S] bool.
+    """
+    repeat = q.shape[1] // k0.shape[1]
+    keys = torch.cat([k0, *own_k]).repeat_interleave(repeat, 1)
+    values = torch.cat([v0, *own_v]).repeat_interleave(repeat, 1)
+    seen = torch.zeros(len(q), len(keys), dtype=torch.bool)
+    for slot, t in enumerate(layout.slots.tolist()):
+        start = max(begin for begin, _ in layout.documents if begin <= t)
+        seen[slot, start : t + 1] = True
+        seen[slot, len(k0) + slot :: len(q)] = True
+    return torch.einsum("shd,thd->sht", q, keys) * scale, values, seen
+
+
+def dense_attention(q, k0, v0, own_k, own_v, layout, scale):
+    """One softmax over all visible keys, differentiated by autograd: [S, h, dv]."""
+    scores, values, seen = dense_scores(q, k0, v0, own_k, own_v, layout, scale)
+    return torch.einsum("sht,thd->shd", scores.masked_fill(~seen[:, None], float("-inf")).softmax(-1), values)

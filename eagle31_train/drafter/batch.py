@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle31_train.drafter.attention import Layout
+from eagle31_train.drafter.attention import Layout, make_layout
 from eagle31_train.schema import Document
 
 CHUNK = 128  # taught positions per chunk: up to K * 128 rows of logits are alive at once
@@ -61,7 +61,7 @@ class Batch:
             for field in fields(self)
             if isinstance(value := getattr(self, field.name), Tensor)
         }
-        layout = Layout(self.layout.documents, self.layout.slot_ranges, self.layout.slots.to(device, non_blocking=True))
+        layout = replace(self.layout, slots=self.layout.slots.to(device, non_blocking=True))
         return replace(self, layout=layout, **moved)
 
 
@@ -78,14 +78,8 @@ def build_batch(documents: Sequence[Document], unroll: int, kept: Tensor, oov: s
     eligible, trained = zip(*(_pairs(document, K, kept, oov) for document in documents), strict=True)
     starts = torch.tensor([0, *(len(d) for d in documents)]).cumsum(0).tolist()
 
-    slots, slot_ranges, count = [], [], 0
-    for start, pairs in zip(starts[:-1], trained, strict=True):
-        found = pairs.any(1).nonzero()[:, 0]
-        slots.append(found + start)
-        slot_ranges.append((count, count + len(found)))
-        count += len(found)
-    slot = torch.cat(slots)
     all_eligible, all_trained = torch.cat(eligible), torch.cat(trained)
+    slot = all_trained.any(1).nonzero()[:, 0]
 
     steps = torch.arange(K)
     tokens = torch.cat([d.tokens for d in documents])
@@ -105,7 +99,7 @@ def build_batch(documents: Sequence[Document], unroll: int, kept: Tensor, oov: s
         inputs=tokens[reads],
         context_inputs=tokens[torch.minimum(every + 1, ends)],
         positions=torch.cat([torch.arange(len(d)) for d in documents]),
-        layout=Layout(list(pairwise(starts)), slot_ranges, slot),
+        layout=make_layout(list(pairwise(starts)), slot),
         teacher=torch.cat([d.last for d in documents])[teachers],
         top1=torch.cat([d.top1 for d in documents])[teachers],
         pair_row=ks * len(slot) + rows,

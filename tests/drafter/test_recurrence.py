@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import make_document, make_objective, make_shape
-from reference import ReferenceDrafter
+from reference import ReferenceDrafter, dense_scores
 
 from eagle31_train.drafter import attention, batch, model
 from eagle31_train.drafter.batch import build_batch
@@ -167,7 +167,7 @@ def read_the_next_document(monkeypatch):
         tokens = torch.cat([d.tokens for d in documents])
         following = tokens[(torch.arange(len(tokens)) + 1).clamp(max=len(tokens) - 1)]
         reads = (packed.layout.slots + 1 + torch.arange(unroll)[:, None]).clamp(max=len(tokens) - 1)
-        layout = attention.Layout([(0, len(tokens))], [(0, len(packed.layout.slots))], packed.layout.slots)
+        layout = attention.make_layout([(0, len(tokens))], packed.layout.slots)
         fields = {**vars(packed), "context_inputs": following, "inputs": tokens[reads], "layout": layout}
         return batch.Batch(**fields)
 
@@ -175,43 +175,29 @@ def read_the_next_document(monkeypatch):
 
 
 def own_keys_under_an_additive_one_zero_mask(monkeypatch):
-    """Every slot's own keys are in the softmax of every other slot, told apart by +1 or +0 only."""
+    """Every slot's own keys are in the softmax of every other slot, told apart by +1 and +0 only."""
 
-    def wrong(q, k0, v0, own_k, own_v, at, scale):
-        s, h, _ = q.shape
-        T, g, _ = k0.shape
-        repeat = h // g
-        keys = k0 if own_k is None else torch.cat([k0, own_k.permute(0, 3, 1, 2).flatten(0, 1)])
-        values = v0 if own_v is None else torch.cat([v0, own_v.permute(0, 2, 1, 3).flatten(0, 1)])
-        scores = torch.einsum("shd,thd->sht", q, keys.repeat_interleave(repeat, 1)) * scale
-        scores[..., :T] = scores[..., :T].masked_fill((torch.arange(T) > at[:, None])[:, None], float("-inf"))
-        if own_k is not None:
-            mine = torch.eye(s, dtype=scores.dtype).repeat_interleave(own_k.shape[-1], 1)
-            scores[..., T:] = scores[..., T:] + mine[:, None]
-        return torch.einsum("sht,thd->shd", scores.softmax(-1), values.repeat_interleave(repeat, 1))
+    def wrong(q, k0, v0, own_k, own_v, layout, scale):
+        scores, values, seen = dense_scores(q, k0, v0, own_k, own_v, layout, scale)
+        context = scores[..., : len(k0)].masked_fill(~seen[:, None, : len(k0)], float("-inf"))
+        own = scores[..., len(k0) :] + seen[:, None, len(k0) :].to(scores.dtype)
+        return torch.einsum("sht,thd->shd", torch.cat([context, own], -1).softmax(-1), values)
 
-    monkeypatch.setattr(attention, "_document_attention", wrong)
+    monkeypatch.setattr(model, "unrolled_attention", wrong)
 
 
 def merge_that_ignores_the_gradient_of_the_log_sum_exp(monkeypatch):
     """Causal part and own keys merged by log-sum-exp, with the causal log-sum-exp treated as a constant."""
 
-    def wrong(q, k0, v0, own_k, own_v, at, scale):
-        h, (T, g, _) = q.shape[1], k0.shape
-        repeat = h // g
-        scores = torch.einsum("shd,thd->sht", q, k0.repeat_interleave(repeat, 1)) * scale
-        scores = scores.masked_fill((torch.arange(T) > at[:, None])[:, None], float("-inf"))
-        out = torch.einsum("sht,thd->shd", scores.softmax(-1), v0.repeat_interleave(repeat, 1))
-        if own_k is None:
-            return out
-        lse = scores.logsumexp(-1, keepdim=True).detach()
-        own = torch.einsum("shd,shdk->shk", q, own_k.repeat_interleave(repeat, 1)) * scale
-        shares = torch.cat([lse, own], -1).softmax(-1)
-        return shares[..., :1] * out + torch.einsum(
-            "shk,shkd->shd", shares[..., 1:], own_v.repeat_interleave(repeat, 1)
-        )
+    def wrong(q, k0, v0, own_k, own_v, layout, scale):
+        scores, values, seen = dense_scores(q, k0, v0, own_k, own_v, layout, scale)
+        scores = scores.masked_fill(~seen[:, None], float("-inf"))
+        context, own = scores[..., : len(k0)], scores[..., len(k0) :]
+        out = torch.einsum("sht,thd->shd", context.softmax(-1), values[: len(k0)])
+        shares = torch.cat([context.logsumexp(-1, keepdim=True).detach(), own], -1).softmax(-1)
+        return shares[..., :1] * out + torch.einsum("sht,thd->shd", shares[..., 1:], values[len(k0) :])
 
-    monkeypatch.setattr(attention, "_document_attention", wrong)
+    monkeypatch.setattr(model, "unrolled_attention", wrong)
 
 
 def detach_the_fed_back_state(monkeypatch):
