@@ -258,7 +258,7 @@ def refuse_difference(
     if ours is not None and theirs is not None:
         gap = f"the target's logits differ by {logit_gap(target, prompt.ids + plain.tokens[:at], theirs, ours):.3g}"
     hint = (
-        "a tie: leave this prompt out, or report it"
+        "under 1e-4, rounding chose between equals: decode other prompts by evaluate.prompts=FILE; otherwise a mistake"
         if options.dtype == "float32"
         else f"evaluate.dtype={options.dtype} rounds differently for one token and for several: "
         "use evaluate.dtype=float32"

@@ -129,7 +129,7 @@ class TrainConfig:
 
 @dataclass
 class EvaluateConfig:
-    prompts: str | None = opt(None, "prompts to decode: file, glob or hub id; default: the held-out split")
+    prompts: str | None = opt(None, "prompts to decode: JSONL file or glob; default: the held-out split")
     num_prompts: int = opt(20, "prompts decoded")
     draft_tokens: int = opt(3, "tokens drafted per verification")
     max_new_tokens: int = opt(128, "tokens generated per prompt")

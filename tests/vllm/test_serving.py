@@ -41,7 +41,7 @@ def test_totals_are_the_reports(evaluated, requests, speculative):
 
 
 def test_the_drafter_is_of_use(evaluated, requests, speculative, plain, capsys):
-    assert evaluated["report"]["acceptance_length"] > 1.05
+    assert evaluated["report"]["acceptance_length"] > 1.02  # an untrained drafter has 1.0
     speeds = []
     for answer in (speculative, plain):
         whole = [i for i, one in enumerate(requests) if one["kind"] == "whole"]
