@@ -65,8 +65,12 @@ def write_text(path: Path, text: str) -> None:
     """Write a text file whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    commit(temporary, path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        commit(temporary, path)
+    except BaseException:  # a full disk, Ctrl-C: nothing half-written stays
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def write_json(path: Path, value: Any) -> None:

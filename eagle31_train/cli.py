@@ -9,6 +9,7 @@ A mistake by the user ends with one line on standard error and exit status 2.
 import argparse
 import dataclasses
 import difflib
+import re
 import sys
 import typing
 from collections.abc import Callable, Iterator
@@ -17,9 +18,10 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from eagle31_train.schema import Config, UserError
 
@@ -40,14 +42,15 @@ def load_config(overrides: list[str]) -> Config:
     try:
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
             composed = compose("config", overrides)
-        missing = sorted(OmegaConf.missing_keys(composed))
+        # run_dir is made of the name, and OmegaConf stumbles over the one that is missing behind the other.
+        missing = ["name"] if OmegaConf.is_missing(composed, "name") else sorted(OmegaConf.missing_keys(composed))
         if missing:
             raise UserError(
                 f"no value for {', '.join(missing)}: pick a recipe with +experiment=NAME "
                 f"({', '.join(_choices('experiment'))}) or set {missing[0]}=…"
             )
         config = OmegaConf.to_object(composed)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise UserError(_explain(error)) from None
     assert isinstance(config, Config)
     return config
@@ -62,7 +65,7 @@ def run(stage: Callable[[Config], None], description: str, argv: list[str] | Non
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="options, listed below")
     parser.add_argument("--cfg", action="store_true", help="print the resolved configuration and stop")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     try:
         config = load_config(arguments.overrides)
         if arguments.cfg:
@@ -90,12 +93,12 @@ def _checked(override: str) -> str:
     """The override, if its key exists; keys below a free-form option are added without Hydra's `++`."""
     key, equals, value = override.partition("=")
     key = key.lstrip("+~")
-    if not equals and not override.startswith("~"):
+    if not key or (not equals and not override.startswith("~")):
         raise UserError(f"{override!r} is not of the form key=value")
     if (CONFIGS / key).is_dir():
         if value not in _choices(key):
             raise UserError(f"no configs/{key}/{value}.yaml{_nearest(value, _choices(key))}")
-        return override
+        return f"+{key}={value}"  # Hydra takes a group that no defaults list names only with the plus
     known = {path: kind for path, kind, _ in _options(Config)}
     free = [path for path, kind in known.items() if typing.get_origin(kind) is dict]
     if any(key == path or key.startswith(path + ".") for path in free):
@@ -140,10 +143,18 @@ def _explain(error: Exception) -> str:
     cause: BaseException = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
-    key = getattr(cause, "full_key", None) or getattr(cause, "key", None)
-    first = str(cause).strip().splitlines()[0]
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+    if isinstance(error, OverrideParseException):
+        return f"{error.override!r} cannot be read: {lines[0]}; quote the value"
+    if isinstance(error, YAMLError):
+        return f"a configuration file is not YAML: {' '.join(lines)}"
+    where = ""
+    if found := re.match(r"In '(.+)': .* raised while composing config:$", lines[0]):
+        where, lines = f"configs/{found[1]}.yaml: ", lines[1:]
+    stated = next((line.removeprefix("full_key: ") for line in lines if line.startswith("full_key: ")), None)
+    key = getattr(cause, "full_key", None) or getattr(cause, "key", None) or stated
     names = [name for name, _, _ in _options(Config)]
-    if key and str(key) not in names and "not in" in first:
-        return f"no option {key!r} in the configuration files{_nearest(str(key), names)}"
-    where = f"{key}: " if key else ""
-    return f"{where}{first}"
+    if key and str(key) not in names and "not in" in lines[0]:
+        groups = {name.split(".")[0] for name in names}
+        return f"{where}no option {str(key)!r}{_nearest(str(key), [*names, *groups])}"
+    return f"{where}{f'{key}: ' if key else ''}{lines[0]}"

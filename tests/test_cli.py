@@ -1,0 +1,198 @@
+"""The command line: recipes and options compose, and every mistake is one line that says what to do."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from eagle31_train import cli
+from eagle31_train.cli import load_config, run
+from eagle31_train.schema import Config, UserError
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPE = "+experiment=smollm2"
+
+
+def message_of(*overrides):
+    with pytest.raises(UserError) as error:
+        load_config(list(overrides))
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+# ---------------------------------------------------------------- what composes
+
+
+def test_a_recipe_and_options_compose():
+    config = load_config([RECIPE, "train.lr=3e-4", "name=mine", "target.aux_layers=[1,2]"])
+    assert isinstance(config, Config)
+    assert (config.name, config.run_dir) == ("mine", "runs/mine")
+    assert config.train.lr == 3e-4
+    assert config.target.aux_layers == [1, 2]
+    assert config.target.path == str(ROOT / "models" / "SmolLM2-135M-Instruct")
+    assert config.train.clip == Config().train.clip
+
+
+def test_a_recipe_needs_no_plus():
+    assert load_config(["experiment=smollm2"]) == load_config([RECIPE])
+
+
+def test_free_form_options_take_keys_that_the_schema_does_not_name():
+    scaling = {"rope_type": "yarn", "factor": 4.0}
+    whole = load_config([RECIPE, "drafter.rope_scaling={rope_type:yarn,factor:4.0}"])
+    by_key = load_config([RECIPE, "drafter.rope_scaling.rope_type=yarn", "drafter.rope_scaling.factor=4.0"])
+    assert whole.drafter.rope_scaling == by_key.drafter.rope_scaling == scaling
+
+
+def test_commands_work_from_any_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load_config([RECIPE]).data.prompts == str(ROOT / "data_prep" / "prompts" / "prompts.jsonl")
+
+
+# ---------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("trian.lr=1", "no option 'trian.lr': did you mean 'train.lr'?"),
+        ("train.warmpu=0.1", "no option 'train.warmpu': did you mean 'train.warmup'?"),
+        ("warmup=0.1", "no option 'warmup': did you mean 'train.warmup'?"),
+        ("+train.warmpu=0.1", "did you mean 'train.warmup'?"),
+        ("+experimnt=smollm2", "no option 'experimnt': did you mean 'experiment'?"),
+        ("+experiment=smolm2", "no configs/experiment/smolm2.yaml: did you mean 'smollm2'?"),
+        ("+target=zzz", "no configs/target/zzz.yaml (there are kimi, llama31_8b, qwen3_8b, smollm2, …)"),
+        ("hydra.run.dir=x", "no option 'hydra.run.dir'"),
+        ("train.lr", "'train.lr' is not of the form key=value"),
+        ("=3", "'=3' is not of the form key=value"),
+        ("train.lr=fast", "train.lr: Value 'fast' of type 'str' could not be converted to Float"),
+        ("train.epochs=1.5", "train.epochs: Value '1.5' of type 'float' could not be converted to Integer"),
+        ("train.epochs=null", "train.epochs: field 'train.epochs' is not Optional"),
+        ("target.aux_layers=[1,a]", "target.aux_layers[1]: Value 'a'"),
+        ("overwrite=maybe", "overwrite: Value 'maybe' is not a valid bool"),
+        ("run_dir=a=b", "'run_dir=a=b' cannot be read"),
+        ("train.betas=[0.9", "'train.betas=[0.9' cannot be read"),
+        ("run_dir=runs/${nme}", "run_dir: Interpolation key 'nme' not found"),
+    ],
+)
+def test_a_wrong_option_is_named_with_the_nearest_right_one(override, words):
+    assert words in message_of(RECIPE, override)
+
+
+def test_missing_values_are_named_with_where_to_get_them():
+    recipes = "pick a recipe with +experiment=NAME (kimi, llama31_8b, qwen3_8b, smollm2)"
+    assert message_of() == f"no value for name: {recipes} or set name=…"
+    message = message_of("name=mine", "target=smollm2", "drafter.head_dim=64")
+    assert message.startswith("no value for drafter.intermediate_size, drafter.num_attention_heads, ")
+    assert recipes in message
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch):
+    """A function that writes the recipe `bad` into a copy of the configuration folder."""
+    configs = tmp_path / "configs"
+    shutil.copytree(cli.CONFIGS, configs)
+    monkeypatch.setattr(cli, "CONFIGS", configs)
+    good = (configs / "experiment" / "smollm2.yaml").read_text()
+
+    def write(old, new):
+        assert old in good
+        (configs / "experiment" / "bad.yaml").write_text(good.replace(old, new))
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("  lr: ", "  lrr: ", "configs/experiment/bad.yaml: no option 'train.lrr': did you mean 'train.lr'?"),
+        ("train:", "trian:", "configs/experiment/bad.yaml: no option 'trian': did you mean 'train'?"),
+        ("name: ", "sed: 3\nname: ", "configs/experiment/bad.yaml: no option 'sed': did you mean 'seed'?"),
+        ("  lr: ", "  lr: x", "configs/experiment/bad.yaml: train.lr: Value 'x"),
+        ("/target: smollm2", "/target: smolm2", "In 'experiment/bad': Could not find 'target/smolm2'"),
+        ("name: ", "name: [", "a configuration file is not YAML: "),
+    ],
+)
+def test_a_mistake_in_a_recipe_is_named_with_its_file(recipe, old, new, message):
+    recipe(old, new)
+    found = message_of("+experiment=bad")
+    assert found.startswith(message)
+    assert "bad.yaml" in found or "experiment/bad" in found
+
+
+# ---------------------------------------------------------------- run
+
+
+def test_a_stage_is_run_with_its_configuration():
+    seen = []
+    run(seen.append, "A stage.", [RECIPE, "seed=7"])
+    assert [config.seed for config in seen] == [7]
+
+
+def test_help_lists_every_option_with_its_default(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        run(lambda config: None, "A stage of the pipeline.", ["--help"])
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    assert "A stage of the pipeline." in text
+    assert "recipes (+experiment=…): kimi, llama31_8b, qwen3_8b, smollm2" in text
+    described = {
+        line.split()[0]: line for line in text.splitlines() if line.startswith("  ") and line.rstrip().endswith("]")
+    }
+    every = {name for name, _, _ in cli._options(Config)}
+    assert every <= described.keys()
+    assert described["train.lr"].endswith("peak learning rate [0.0001]")
+    assert described["target.path"].endswith("[required]")
+    assert described["train.betas"].endswith("[[0.9, 0.95]]")
+
+
+def test_cfg_prints_the_resolved_configuration_and_runs_nothing(capsys):
+    def never(config):
+        raise AssertionError("the stage ran")
+
+    run(never, "A stage.", [RECIPE, "--cfg", "train.epochs=4"])
+    shown = OmegaConf.to_object(
+        OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(capsys.readouterr().out))
+    )
+    assert shown == load_config([RECIPE, "train.epochs=4"])
+
+
+def test_a_users_mistake_inside_a_stage_ends_with_one_line_and_status_2(capsys):
+    def stage(config):
+        raise UserError("the file is missing: make it")
+
+    with pytest.raises(SystemExit) as stopped:
+        run(stage, "A stage.", [RECIPE])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == "error: the file is missing: make it\n"
+
+
+def test_a_bug_is_not_dressed_up_as_a_users_mistake():
+    def stage(config):
+        raise ValueError("a bug")
+
+    with pytest.raises(ValueError, match="a bug"):
+        run(stage, "A stage.", [RECIPE])
+
+
+def test_ctrl_c_says_that_the_same_command_goes_on(capsys):
+    def stage(config):
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as stopped:
+        run(stage, "A stage.", [RECIPE])
+    assert stopped.value.code == 130
+    assert capsys.readouterr().err == "stopped; the same command goes on from here\n"
+
+
+def test_the_real_command_ends_with_status_2_and_one_line(tmp_path):
+    command = [sys.executable, "-m", "eagle31_train.extract", RECIPE, f"run_dir={tmp_path / 'run'}"]
+    done = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, check=False)
+    manifest = tmp_path / "run" / "data" / "manifest.json"
+    assert done.stderr == f"error: {manifest} is missing: run `python -m data_prep` first\n"
+    assert (done.returncode, done.stdout) == (2, "")
+    assert not (tmp_path / "run").exists()
