@@ -31,16 +31,6 @@ class Facts:
     evaluate: Mapping[str, Any] | None
 
 
-def target_name(path: str) -> str:
-    """The target as others may know it: its hub id, or only the last part of a local path."""
-    return path if is_hub_id(path) else Path(path).name
-
-
-def is_hub_id(path: str) -> bool:
-    """Whether a target is named by `owner/name` on the hub rather than by a folder here."""
-    return bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", path)) and not Path(path).is_dir()
-
-
 def serve_command(target: str, drafter: str, draft_tokens: int) -> str:
     """The shell command with which vLLM serves the target with this drafter."""
     options = {"method": "eagle3", "model": drafter, "num_speculative_tokens": draft_tokens}
@@ -50,7 +40,7 @@ def serve_command(target: str, drafter: str, draft_tokens: int) -> str:
 def render(facts: Facts) -> str:
     """The card as Markdown with YAML front matter."""
     config = facts.config
-    target = target_name(config.target.path)
+    target = config.target.name
     here = config.repo or "PATH_TO_THIS_FOLDER"
     kind = _kind(facts.shape)
     parts = [
@@ -170,7 +160,7 @@ def _kind(shape: DrafterShape) -> str:
 def _front_matter(config: Config, shape: DrafterShape) -> str:
     """YAML; every value as a JSON string, which YAML reads as such whatever it holds."""
     lines = ["---"]
-    if is_hub_id(config.target.path):  # a local folder's name would link to somebody else's model
+    if config.target.is_hub_id:  # a local folder's name would link to somebody else's model
         lines.append(f"base_model: {json.dumps(config.target.path, ensure_ascii=False)}")
     tags = ["eagle3", *(["eagle-3.1"] if _kind(shape) == "EAGLE 3.1" else []), "speculative-decoding", "vllm"]
     lines += ["library_name: vllm", "pipeline_tag: text-generation", f"tags: {json.dumps(tags)}", "---"]

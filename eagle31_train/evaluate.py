@@ -140,7 +140,7 @@ def stage_inputs(config: Config, data: dict[str, Any], train: dict[str, Any]) ->
         "train": train["fingerprint"],
         "data": data["fingerprint"],
         "target": {
-            "path": config.target.path,
+            "name": config.target.name,
             "revision": config.target.revision,
             "weights": weights_fingerprint(config.target.path),
             "dtype": config.target.dtype,
@@ -159,7 +159,7 @@ def refuse_other_target(run_dir: Path, train: dict[str, Any], target: dict[str, 
     same = learnt["weights"] == target["weights"] and learnt["revision"] == target["revision"]
     if store["fingerprint"] == train["inputs"].get("store") and not same:
         raise UserError(
-            f"the drafter was trained for {learnt['path']}, which had other weights than target.path={path}: "
+            f"the drafter was trained for {learnt['name']}, which had other weights than target.path={path}: "
             "give the target of training, or another run_dir=…"
         )
 

@@ -133,8 +133,8 @@ def _refuse_other_target(config: Config, train: dict[str, Any]) -> None:
     store = _read_if_there(Path(config.run_dir) / "store" / artifacts.MANIFEST)
     if store is None or not _mentions(train.get("inputs"), store["fingerprint"]):
         return
-    learnt = store.get("inputs", {}).get("target", {}).get("path", config.target.path)
-    if card.target_name(learnt) != card.target_name(config.target.path):
+    learnt = store.get("inputs", {}).get("target", {}).get("name", config.target.name)
+    if learnt != config.target.name:
         raise UserError(
             f"the drafter was trained for {learnt}, but target.path is {config.target.path}: "
             "give the target of training, or another run_dir=…"
@@ -224,7 +224,7 @@ def _write(config: Config, trained: Trained, final: Path) -> None:
         tensors["d2t"] = torch.from_numpy(trained.vocab.d2t)
         tensors["t2d"] = torch.from_numpy(trained.vocab.t2d)
     refuse(trained.weights, contract.check(tensors, trained.shape))
-    settings = contract.config_json(trained.shape, config.target.dtype, card.target_name(config.target.path))
+    settings = contract.config_json(trained.shape, config.target.dtype, config.target.name)
     facts = card.Facts(config, trained.shape, trained.train, trained.data, trained.evaluate)
 
     temporary = final.with_name(".export.tmp")

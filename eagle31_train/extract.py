@@ -40,7 +40,7 @@ def extract(config: Config) -> None:
     inputs = {
         "data": data["fingerprint"],
         "target": {
-            "path": config.target.path,
+            "name": config.target.name,
             "revision": config.target.revision,
             "weights": weights_fingerprint(config.target.path),
             "dtype": config.target.dtype,

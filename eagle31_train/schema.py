@@ -7,7 +7,9 @@ where an experiment differs from these defaults.
 """
 
 import dataclasses
+import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the types of `Document` only: importing the schema must not import torch
@@ -39,6 +41,16 @@ class TargetConfig:
     aux_layers: list[int] | None = opt(
         None, "auxiliary layers, as inputs of layer i (0 = embeddings); default: vLLM's 2, N//2, N-3"
     )
+
+    @property
+    def is_hub_id(self) -> bool:
+        """Whether the target is named by `owner/name` on the hub rather than by a folder here."""
+        return bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", self.path)) and not Path(self.path).is_dir()
+
+    @property
+    def name(self) -> str:
+        """The target as others may know it, wherever it lies: its hub id, or the last part of its folder."""
+        return self.path if self.is_hub_id else Path(self.path).name
 
 
 @dataclass

@@ -148,7 +148,7 @@ def test_another_vocabulary(run):
 
 
 def test_another_target(run):
-    learnt = {"path": "some/target", "revision": None, "weights": "0" * 16, "dtype": "bfloat16"}
+    learnt = {"name": "some/target", "revision": None, "weights": "0" * 16, "dtype": "bfloat16"}
     artifacts.write_json(
         run.folder / "store" / "manifest.json", {"fingerprint": "f" * 16, "inputs": {"target": learnt}}
     )

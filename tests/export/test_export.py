@@ -164,7 +164,7 @@ def test_options_that_contradict_the_weights_are_refused(option, run):
 
 
 def test_a_drafter_of_another_target_is_refused(run):
-    store = {"fingerprint": "f" * 16, "inputs": {"target": {"path": "someone/another-target"}}}
+    store = {"fingerprint": "f" * 16, "inputs": {"target": {"name": "someone/another-target"}}}
     artifacts.write_json(run.folder / "store" / "manifest.json", store)
     with pytest.raises(UserError, match=r"was trained for someone/another-target, but target.path"):
         export.export(run.config())

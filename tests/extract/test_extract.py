@@ -105,7 +105,7 @@ def test_provenance_says_what_the_states_are_of(whole):
     assert (provenance["hidden_size"], provenance["vocab_size"]) == (HIDDEN, VOCAB)
     assert provenance["state_dtype"] == "bfloat16"
     assert provenance["last_hidden_state"] == "before the final norm"
-    assert provenance["target"]["path"] == str(whole / "target")
+    assert provenance["target"]["name"] == "target"
     manifest = store.manifest
     assert manifest["samples"] == {"train": 12, "heldout": 4}
     assert manifest["tokens"] == sum(LENGTHS["train"] + LENGTHS["heldout"])
