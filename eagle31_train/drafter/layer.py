@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from eagle31_train.schema import DrafterShape
+from eagle31_train.schema import DrafterShape, UserError
 
 
 class RMSNorm(nn.Module):
@@ -39,18 +39,24 @@ class Rope(nn.Module):
 
     The frequencies come from transformers, so every scaling it knows (llama3, yarn, linear, …) is
     the one that the target uses too; angles are computed in fp32.
+
+    Raises:
+        UserError: a scaling that transformers does not know, or that lacks a value.
     """
 
     def __init__(self, shape: DrafterShape) -> None:
         super().__init__()
-        config = LlamaConfig(
-            hidden_size=shape.num_attention_heads * shape.head_dim,
-            num_attention_heads=shape.num_attention_heads,
-            head_dim=shape.head_dim,
-            max_position_embeddings=shape.max_position_embeddings,
-            rope_parameters=rope_parameters(shape),
-        )
-        rotary = LlamaRotaryEmbedding(config)
+        try:
+            config = LlamaConfig(
+                hidden_size=shape.num_attention_heads * shape.head_dim,
+                num_attention_heads=shape.num_attention_heads,
+                head_dim=shape.head_dim,
+                max_position_embeddings=shape.max_position_embeddings,
+                rope_parameters=rope_parameters(shape),
+            )
+            rotary = LlamaRotaryEmbedding(config)
+        except KeyError as error:
+            raise UserError(f"drafter.rope_scaling={shape.rope_scaling} is no RoPE of transformers: {error}") from None
         self.inv_freq: Tensor
         self.register_buffer("inv_freq", rotary.inv_freq.clone(), persistent=False)
         self.factor = float(rotary.attention_scaling)
@@ -68,6 +74,8 @@ def rope_parameters(shape: DrafterShape) -> dict:
     """The RoPE of a drafter as transformers 5 writes it: type, theta and scaling in one place."""
     scaling = dict(shape.rope_scaling or {})
     kind = scaling.pop("type", None) or scaling.pop("rope_type", None) or "default"
+    if scaling and kind == "default":
+        raise UserError(f"drafter.rope_scaling={shape.rope_scaling} names no rope_type, and would change nothing")
     return {**scaling, "rope_type": kind, "rope_theta": shape.rope_theta}
 
 
