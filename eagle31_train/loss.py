@@ -10,7 +10,7 @@ gradients of a chunk are worked out while its [pairs, Vd] logits are alive; no t
 Shapes: K steps, S slots, P pairs, J taught positions, D draft hidden, H target hidden, Vd draft vocabulary.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -53,7 +53,8 @@ class Measured:
 
     loss: summed divergence; trained: pairs that it counts; correct: arg-max hits against the
     target's arg-max over the full vocabulary; eligible: pairs that could hit; prefix: slots right
-    at every step 0..k; eligible_prefix: slots that could be; rms: mean RMS of the state step k reads.
+    at every step 0..k; eligible_prefix: slots that could be; rms: summed RMS of the states that step k
+    reads; slots: how many.
     """
 
     loss: Tensor
@@ -63,20 +64,14 @@ class Measured:
     prefix: Tensor
     eligible_prefix: Tensor
     rms: Tensor
+    slots: Tensor
 
     def stacked(self) -> Tensor:
-        """[7, K], for adding up and reducing over ranks (rms weighted by eligible pairs)."""
-        return torch.stack(
-            [
-                self.loss,
-                self.trained,
-                self.correct,
-                self.eligible,
-                self.prefix,
-                self.eligible_prefix,
-                self.rms * self.eligible,
-            ]
-        )
+        """[MEASURES, K], for adding up and reducing over ranks."""
+        return torch.stack([getattr(self, field.name) for field in fields(self)])
+
+
+MEASURES = len(fields(Measured))
 
 
 class Objective(nn.Module):
@@ -109,7 +104,8 @@ class Objective(nn.Module):
             eligible=torch.tensor(batch.eligible, device=device, dtype=torch.float32),
             prefix=correct.cumprod(0).sum(1).float(),
             eligible_prefix=torch.tensor(batch.eligible_prefix, device=device, dtype=torch.float32),
-            rms=unrolled.rms.float(),
+            rms=unrolled.rms.float() * S,
+            slots=torch.full((K,), S, device=device, dtype=torch.float32),
         )
 
 

@@ -1,13 +1,78 @@
 """From a configuration and a store to the things that are trained: shape, drafter, teacher, objective."""
 
+from typing import Any
+
 import torch
 
+from eagle31_train import artifacts
 from eagle31_train.contract import require_available
+from eagle31_train.drafter.layer import Rope
 from eagle31_train.drafter.model import Drafter
 from eagle31_train.loss import Objective, Teacher
-from eagle31_train.schema import Config, DrafterConfig, DrafterShape, UserError
+from eagle31_train.schema import Config, DrafterConfig, DrafterShape, TargetConfig, TrainConfig, UserError
 from eagle31_train.store import Store
 from eagle31_train.vocab import DraftVocab
+
+CHOICES = {
+    "loss": ("kl", "ce"),
+    "oov": ("mask", "keep"),
+    "precision": ("bf16", "no"),
+    "wandb": ("online", "offline", "disabled"),
+}
+POSITIVE = {
+    "train": "unroll gamma epochs batch_tokens accumulation lr clip eval_every checkpoint_every keep_checkpoints",
+    "drafter": "intermediate_size num_attention_heads num_key_value_heads head_dim rms_norm_eps rope_theta",
+}
+
+
+def check_options(t: TrainConfig, d: DrafterConfig) -> None:
+    """Refuse, before anything is read or written, values that no run can use.
+
+    Raises:
+        UserError: names the option.
+    """
+    for name, choices in CHOICES.items():
+        if (value := getattr(t, name)) not in choices:
+            raise UserError(f"train.{name}={value!r} is not one of {', '.join(choices)}")
+    for room, part in (("train", t), ("drafter", d)):
+        for name in POSITIVE[room].split():
+            if not (value := getattr(part, name)) > 0:
+                raise UserError(f"{room}.{name}={value} must be above 0")
+    if t.max_steps is not None and t.max_steps < 1:
+        raise UserError(f"train.max_steps={t.max_steps} must be above 0, or null for whole epochs")
+    if len(t.betas) != 2 or not all(0 <= beta < 1 for beta in t.betas):
+        raise UserError(f"train.betas={t.betas} are not two numbers in [0, 1)")
+    for name in ("warmup", "min_lr"):
+        if not 0 <= (value := getattr(t, name)) <= 1:
+            raise UserError(f"train.{name}={value} is not in [0, 1]")
+    if d.num_attention_heads % d.num_key_value_heads:
+        raise UserError(
+            f"drafter.num_attention_heads={d.num_attention_heads} is not a multiple of "
+            f"num_key_value_heads={d.num_key_value_heads}"
+        )
+    if d.head_dim % 2:
+        raise UserError(f"drafter.head_dim={d.head_dim} must be even: RoPE turns pairs")
+
+
+def check_store(store: Store, data: dict[str, Any], target: TargetConfig) -> None:
+    """Refuse a store of other data or of another target than the configuration's.
+
+    Args:
+        data: manifest of the data stage, whose draft vocabulary training reads.
+    """
+    made = store.manifest["inputs"]
+    if made["data"] != data["fingerprint"]:
+        raise UserError(
+            f"{store.folder} was made from other data than is in its run now: "
+            "run `python -m eagle31_train.extract` again with overwrite=true"
+        )
+    there = {name: value for name, value in made["target"].items() if name != "weights"}
+    here = {name: getattr(target, name) for name in there}
+    if change := artifacts.describe_change(there, here, "target."):
+        raise UserError(
+            f"{store.folder} was made for another target ({change}): choose its run_dir=…, "
+            "or run `python -m eagle31_train.extract` for this one"
+        )
 
 
 def drafter_shape(config: DrafterConfig, store: Store, vocab: DraftVocab) -> DrafterShape:
@@ -25,12 +90,7 @@ def drafter_shape(config: DrafterConfig, store: Store, vocab: DraftVocab) -> Dra
             f"drafter.hidden_size={D} cannot share the target's embedding of width {H}: "
             "set drafter.share_embedding=false or hidden_size=null"
         )
-    if config.num_attention_heads % config.num_key_value_heads:
-        raise UserError(
-            f"drafter.num_attention_heads={config.num_attention_heads} is not a multiple of "
-            f"num_key_value_heads={config.num_key_value_heads}"
-        )
-    return DrafterShape(
+    shape = DrafterShape(
         architecture=config.architecture,
         hidden_size=D,
         target_hidden_size=H,
@@ -50,6 +110,8 @@ def drafter_shape(config: DrafterConfig, store: Store, vocab: DraftVocab) -> Dra
         norm_before_residual=config.norm_before_residual,
         share_embedding=config.share_embedding,
     )
+    Rope(shape)  # refuses a scaling that cannot be
+    return shape
 
 
 def build_objective(config: Config, shape: DrafterShape, store: Store, vocab: DraftVocab) -> Objective:
@@ -58,10 +120,6 @@ def build_objective(config: Config, shape: DrafterShape, store: Store, vocab: Dr
     Where the widths agree, lm_head starts from the target's rows of the draft vocabulary and the
     final norm from the target's: the rows expect states of that norm's scale, per channel.
     """
-    if config.train.loss not in ("kl", "ce"):
-        raise UserError(f"train.loss={config.train.loss!r} is not kl or ce")
-    if config.train.oov not in ("mask", "keep"):
-        raise UserError(f"train.oov={config.train.oov!r} is not mask or keep")
     torch.manual_seed(config.seed)
     weights = store.target
     ids = torch.from_numpy(vocab.target_ids)

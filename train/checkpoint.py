@@ -86,7 +86,7 @@ def restore(path: Path, drafter: Drafter, optimizer: torch.optim.Optimizer) -> d
         if f"exp_avg.{name}" not in moments:
             continue
         optimizer.state[parameter] = {
-            "step": torch.tensor(float(manifest["step"])),
+            "step": torch.tensor(float(manifest["step"]), device=parameter.device),  # where fused AdamW wants it
             **{moment: moments[f"{moment}.{name}"].to(parameter.device) for moment in MOMENTS},
         }
     return manifest

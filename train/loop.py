@@ -7,6 +7,7 @@ command again after a stop: it goes on from the newest whole checkpoint.
 """
 
 import math
+import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -18,16 +19,16 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, broadcast_object_list, parse_flag_from_env
 from torch import Tensor
 
 from eagle31_train import artifacts, cli, vocab
 from eagle31_train.drafter.batch import Batch, build_batch
-from eagle31_train.loss import Objective
+from eagle31_train.loss import MEASURES, Objective
 from eagle31_train.schema import Config, UserError
 from eagle31_train.store import Store, StoreSplit
 from train import checkpoint, order
-from train.build import build_objective, drafter_shape
+from train.build import build_objective, check_options, check_store, drafter_shape
 from train.metrics import Reporter, reduce_sums, summarise
 
 # Options that steer reporting and saving but not what is learnt.
@@ -45,23 +46,26 @@ def train(config: Config) -> None:
     Raises:
         UserError: missing, damaged or mismatched input, or a launch that this trainer cannot serve.
     """
+    check_options(config.train, config.drafter)
     run_dir = Path(config.run_dir)
     folder = run_dir / "train"
     store = Store(run_dir / "store")
+    check_store(store, artifacts.read_json(run_dir / "data" / artifacts.MANIFEST, "python -m data_prep"), config.target)
     draft_vocab = vocab.read(run_dir / "data" / "vocab.safetensors")
     inputs = training_inputs(config, store, artifacts.file_sha256(run_dir / "data" / "vocab.safetensors"))
     fingerprint = artifacts.fingerprint(inputs)
+    shape = drafter_shape(config.drafter, store, draft_vocab)
 
     accelerator = make_accelerator(config, folder)
+    up_to_date = [False]
     if accelerator.is_main_process:
         claim(folder, fingerprint, inputs, config.overwrite)
-    accelerator.wait_for_everyone()
-    if artifacts.finished(folder, fingerprint, inputs, overwrite=False):
+        up_to_date = [artifacts.finished(folder, fingerprint, inputs, overwrite=False)]
+    if broadcast_object_list(up_to_date)[0]:
         accelerator.print(f"train: up to date ({folder})")
         return
 
     # What is trained, on what, how often.
-    shape = drafter_shape(config.drafter, store, draft_vocab)
     objective = build_objective(config, shape, store, draft_vocab)
     drafter = objective.drafter
     t = config.train
@@ -86,16 +90,18 @@ def train(config: Config) -> None:
     reporter = Reporter(accelerator, folder, done, len(batches))
 
     lap = time.perf_counter()
+    measured_heldout: dict[str, Any] | None = None
     for step, micro_batches in load(train_split, batches, done, config, kept, accelerator):
         lr = learning_rate(step, len(batches), config)
         for group in optimizer.param_groups:
             group["lr"] = lr
 
         # N_k, counted over every rank and micro-batch before any gradient is taken.
-        counts = torch.tensor([batch.trained for batch, _ in micro_batches], device=accelerator.device).sum(0)
+        trained = [[count * real for count in batch.trained] for batch, real in micro_batches]
+        counts = torch.tensor(trained, device=accelerator.device).sum(0)
         weights = step_weights(reduce_sums(accelerator, counts), t.gamma)
 
-        sums = torch.zeros(7, t.unroll, device=accelerator.device)
+        sums = torch.zeros(MEASURES, t.unroll, device=accelerator.device)
         for index, (batch, real) in enumerate(micro_batches):
             last = index == len(micro_batches) - 1
             # DDP averages over ranks; the loss is a sum over them, hence the world size.
@@ -121,14 +127,16 @@ def train(config: Config) -> None:
         reporter.log(step, {**report, "lr": lr, "grad_norm": norm.item(), "tokens": totals["tokens"]})
         reporter.progress(tokens, report["loss"], report["tau"])
         final = step == len(batches)
-        if final or step % t.eval_every == 0:
-            report = evaluate(model, heldout, config, kept, accelerator, everything=final)
-            reporter.log(step, {f"heldout_{name}": value for name, value in report.items()})
-            reporter.note(f"step {step}: held-out loss {report['loss']:.3f}, tau {report['tau']:.3f}")
+        if len(heldout) and (final or step % t.eval_every == 0):
+            measured_heldout = evaluate(model, heldout, config, kept, accelerator, everything=final)
+            reporter.log(step, {f"heldout_{name}": value for name, value in measured_heldout.items()})
+            reporter.note(
+                f"step {step}: held-out loss {measured_heldout['loss']:.3f}, tau {measured_heldout['tau']:.3f}"
+            )
         lap, before = time.perf_counter(), lap
         totals["seconds"] += lap - before
         if (final or step % t.checkpoint_every == 0) and accelerator.is_main_process:
-            extra = {"fingerprint": fingerprint, "totals": totals, "heldout": report if final else None}
+            extra = {"fingerprint": fingerprint, "totals": totals, "heldout": measured_heldout if final else None}
             found = checkpoint.save(folder / "checkpoints", step, drafter, optimizer, extra)
             checkpoint.prune(folder / "checkpoints", t.keep_checkpoints)
     reporter.bar.close()
@@ -184,8 +192,11 @@ def claim(folder: Path, fingerprint: str, inputs: dict[str, Any], overwrite: boo
 
 def make_accelerator(config: Config, folder: Path) -> Accelerator:
     """The accelerator, checked to be a kind that this loop synchronises and saves correctly."""
-    if config.train.precision not in ("bf16", "no"):
-        raise UserError(f"train.precision={config.train.precision!r} is not bf16 or no")
+    unsupported = "which this trainer does not support yet: launch one process or DDP (configs/accelerate/)"
+    for plugin in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+        # On CPUs accelerate drops the plugin and says nothing: ask what was wanted, not only what came.
+        if parse_flag_from_env(f"ACCELERATE_USE_{plugin}"):
+            raise UserError(f"accelerate launched {plugin}, {unsupported}")
     accelerator = Accelerator(
         mixed_precision=config.train.precision,
         log_with="wandb" if config.train.wandb != "disabled" else None,
@@ -195,9 +206,11 @@ def make_accelerator(config: Config, folder: Path) -> Accelerator:
     )
     supported = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
     if accelerator.distributed_type not in supported:
+        raise UserError(f"accelerate launched {accelerator.distributed_type.value}, {unsupported}")
+    if accelerator.num_processes != (launched := int(os.environ.get("WORLD_SIZE", "1"))):
         raise UserError(
-            f"accelerate launched {accelerator.distributed_type.value}, which this trainer does not support yet: "
-            "launch one process or DDP (configs/accelerate/)"
+            f"{launched} processes were launched, and each would train alone: "
+            "without GPUs set ACCELERATE_USE_CPU=true, or launch one process"
         )
     return accelerator
 
@@ -273,7 +286,7 @@ def evaluate(
     chosen = range(len(split) if everything else min(len(split), t.eval_samples))
     batches = order.global_batches([split.lengths[i] for i in chosen], t.batch_tokens, seed=0, epoch=0)
     mine = batches[accelerator.process_index :: accelerator.num_processes]
-    sums = torch.zeros(7, t.unroll, device=accelerator.device)
+    sums = torch.zeros(MEASURES, t.unroll, device=accelerator.device)
     weights = torch.zeros(t.unroll, device=accelerator.device)
     objective = accelerator.unwrap_model(model, keep_fp32_wrapper=True)
     objective.eval()

@@ -10,16 +10,18 @@ from accelerate import Accelerator
 from torch import Tensor
 from tqdm import tqdm
 
+from eagle31_train import artifacts
+
 
 def summarise(sums: Tensor) -> dict[str, Any]:
-    """`Measured.stacked()` summed over batches and ranks, [7, K] → what is reported.
+    """`Measured.stacked()` summed over batches and ranks, [MEASURES, K] → what is reported.
 
     Returns:
         loss: mean divergence per depth, in nats, averaged over depths; accuracy: [K] share of
         eligible pairs whose arg-max is the target's over the full vocabulary; prefix: [K] J_k, share
         of slots right at every step 0..k; tau: 1 + sum J_k; rms: [K] RMS of the state step k reads.
     """
-    loss, trained, correct, eligible, prefix, eligible_prefix, rms = sums.double().cpu()
+    loss, trained, correct, eligible, prefix, eligible_prefix, rms, slots = sums.double().cpu()
     per_depth = loss / trained.clamp(min=1)
     joint = prefix / eligible_prefix.clamp(min=1)
     return {
@@ -28,7 +30,7 @@ def summarise(sums: Tensor) -> dict[str, Any]:
         "loss_at_depth": per_depth.tolist(),
         "accuracy_at_depth": (correct / eligible.clamp(min=1)).tolist(),
         "prefix_at_depth": joint.tolist(),
-        "rms_at_depth": (rms / eligible.clamp(min=1)).tolist(),
+        "rms_at_depth": (rms / slots.clamp(min=1)).tolist(),
         "oov_share": 1.0 - (trained.sum() / eligible.sum().clamp(min=1)).item(),
     }
 
@@ -65,7 +67,7 @@ class Reporter:
         if accelerator.is_main_process and self.path.exists():
             rows = self.path.read_text(encoding="utf-8").splitlines()
             kept = [row for row in rows if row.endswith("}") and json.loads(row)["step"] <= step]
-            self.path.write_text("".join(row + "\n" for row in kept), encoding="utf-8")
+            artifacts.write_text(self.path, "".join(row + "\n" for row in kept))
 
     def log(self, step: int, values: dict[str, Any]) -> None:
         """Append one row and send its scalars to the tracker."""

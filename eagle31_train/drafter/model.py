@@ -95,7 +95,7 @@ class Drafter(nn.Module):
                 key, value = attention.keys_values(x, positions + k)
                 own_k.append(key)
                 own_v.append(value)
-            rms.append(g.detach().float().square().mean(-1).sqrt().mean())
+            rms.append(g.detach().float().square().mean(-1).sqrt().sum() / max(len(g), 1))  # no slot: 0, not NaN
             q = attention.queries(x, positions + k)
             attended = unrolled_attention(q, k0, v0, own_k, own_v, batch.layout, attention.scale)
             h = layer.finish(residual, attended)

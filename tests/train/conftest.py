@@ -1,0 +1,84 @@
+"""A tiny extracted run, made once, and a way to train on copies of it within this process."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from accelerate.state import AcceleratorState
+from pipeline import make_run, tiny_config
+from safetensors.torch import load_file
+
+from eagle31_train.extract import extract
+from train.loop import train
+
+
+def not_a_number(text):
+    raise AssertionError(f"{text} in metrics.jsonl")
+
+
+class Fitted:
+    """A run folder; `fit` trains in it, the rest reads what it left."""
+
+    def __init__(self, extracted: Path, folder: Path) -> None:
+        self.extracted, self.folder = extracted, folder
+        shutil.copytree(extracted / "run", folder / "run")
+        self.train = folder / "run" / "train"
+        self.checkpoints = self.train / "checkpoints"
+
+    def config(self, *more):
+        return tiny_config(self.folder, f"target.path={self.extracted / 'target'}", *more)
+
+    def fit(self, *more):
+        """Train as a new process would; returns self."""
+        AcceleratorState._reset_state(True)
+        train(self.config(*more))
+        return self
+
+    def rows(self):
+        lines = (self.train / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line, parse_constant=not_a_number) for line in lines]
+
+    def losses(self):
+        return [row["loss"] for row in self.rows() if "loss" in row]
+
+    def manifest(self):
+        return json.loads((self.train / "manifest.json").read_text())
+
+    def newest(self):
+        return self.train / self.manifest()["checkpoint"]
+
+    def weights(self):
+        return load_file(self.newest() / "model.safetensors")
+
+
+@pytest.fixture(scope="session")
+def extracted(tmp_path_factory):
+    """folder/target, folder/run/data and folder/run/store; not to be changed."""
+    folder = tmp_path_factory.mktemp("extracted")
+    make_run(folder)
+    extract(tiny_config(folder))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    """One process on the CPU, whatever the machine and whoever runs the tests."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    AcceleratorState._reset_state(True)
+
+
+@pytest.fixture(scope="session")
+def copy_of(extracted):
+    """A function that copies the extracted run into a folder."""
+    return lambda folder: Fitted(extracted, folder)
+
+
+@pytest.fixture
+def new_run(copy_of, tmp_path):
+    """A function that makes another copy of the extracted run."""
+    count = iter(range(100))
+    return lambda: copy_of(tmp_path / f"copy{next(count)}")

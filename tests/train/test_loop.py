@@ -1,0 +1,518 @@
+"""The training loop on a tiny store: it learns, goes on after a stop bit for bit, and refuses what cannot be."""
+
+import json
+import shutil
+from itertools import pairwise
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from pipeline import KEPT, VOCAB, contents, write_data
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from eagle31_train import artifacts, vocab
+from eagle31_train.extract import extract
+from eagle31_train.schema import Config, UserError
+from eagle31_train.store import Store, StoreSplit
+from train import checkpoint
+from train.loop import learning_rate, step_weights
+from train.metrics import Reporter, summarise
+
+
+def message_of(run, *more):
+    with pytest.raises(UserError) as error:
+        run.fit(*more)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def assert_equal(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for name in theirs:
+        assert torch.equal(ours[name], theirs[name]), name
+
+
+def assert_close(ours, theirs, tolerance):
+    assert ours.keys() == theirs.keys()
+    for name in theirs:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+
+
+# ---------------------------------------------------------------- it learns
+
+
+def test_a_few_conversations_are_learnt_by_heart(new_run):
+    run = new_run().fit("train.epochs=40")
+    losses, rows = run.losses(), run.rows()
+    assert losses[-1] < 0.05 * losses[0]
+    assert rows[0]["tau"] < 1.5 < 2.5 < rows[-2]["tau"]
+    assert run.manifest()["steps"] == len(losses) == 156
+
+
+VARIANTS = {
+    "eagle 3.1": [],
+    "eagle 3": ["drafter.fc_norm=false", "drafter.norm_output=false"],
+    "norm before residual": ["drafter.norm_before_residual=true"],
+    "own embedding": ["drafter.share_embedding=false"],
+    "another width": ["drafter.hidden_size=24", "drafter.share_embedding=false"],
+    "frozen head": ["drafter.train_lm_head=false"],
+    "cross entropy": ["train.loss=ce"],
+    "keep": ["train.oov=keep"],
+    "bf16": ["train.precision=bf16"],
+    "weight decay": ["train.weight_decay=0.1"],
+}
+
+
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
+def test_every_variant_is_one_option_and_trains(new_run, options):
+    run = new_run().fit("train.epochs=4", *options)
+    losses = run.losses()
+    assert sum(losses[-3:]) < 0.9 * sum(losses[:3])
+    weights = run.weights()
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+    assert ("fc_norm.0.weight" in weights) == ("drafter.fc_norm=false" not in options)
+    assert ("embed_tokens.weight" in weights) == ("drafter.share_embedding=false" in options)
+
+
+def test_norm_output_changes_the_state_that_later_steps_read_and_no_other(new_run):
+    options = ["train.max_steps=1", "drafter.norm_output="]
+    normed, raw = (
+        new_run().fit(*options[:-1], options[-1] + value).rows()[0]["rms_at_depth"] for value in ("true", "false")
+    )
+    assert normed[0] == raw[0]
+    assert abs(normed[1] - raw[1]) > 0.01 * raw[1]
+    assert abs(normed[2] - raw[2]) > 0.01 * raw[2]
+
+
+def test_a_frozen_lm_head_stays_the_targets_and_a_trained_one_starts_there(new_run):
+    rows = Store(new_run().folder / "run" / "store").target["lm_head"][torch.tensor(KEPT)]
+    assert torch.equal(new_run().fit("drafter.train_lm_head=false").weights()["lm_head.weight"], rows)
+    started = new_run().fit("train.max_steps=1", "train.lr=1e-6").weights()["lm_head.weight"]
+    assert not torch.equal(started, rows)
+    torch.testing.assert_close(started, rows, rtol=0, atol=2e-6)
+
+
+def test_the_seed_decides_the_weights_and_nothing_else_does(new_run):
+    first = new_run().fit("train.max_steps=3").weights()
+    # Options that steer reporting and saving are not part of what is learnt.
+    again = new_run().fit("train.max_steps=3", "train.eval_every=1", "train.checkpoint_every=1", "train.eval_samples=2")
+    assert_equal(again.weights(), first)
+    other = new_run().fit("train.max_steps=3", "seed=1").weights()
+    assert not torch.equal(other["fc.weight"], first["fc.weight"])
+
+
+@pytest.mark.parametrize("accumulation", [2, 4])
+def test_accumulation_changes_neither_weights_nor_metrics(new_run, accumulation):
+    # Batches of 2 to 5 samples: some of 4 micro-batches are empty, and others hold unlike numbers of pairs.
+    whole, parts = new_run().fit(), new_run().fit(f"train.accumulation={accumulation}")
+    assert_close(parts.weights(), whole.weights(), 2e-6)
+    for ours, theirs in zip(parts.rows(), whole.rows(), strict=True):
+        assert ours.keys() == theirs.keys()
+        for name in theirs:
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-5), name
+
+
+def test_samples_without_a_trained_pair_cost_nothing_and_poison_nothing(new_run, monkeypatch):
+    original = StoreSplit.read
+
+    def read(self, index):
+        document = original(self, index)
+        mask = torch.zeros_like(document.loss_mask) if index == 0 else document.loss_mask
+        return type(document)(document.tokens, mask, document.top1, document.aux, document.last)
+
+    monkeypatch.setattr(StoreSplit, "read", read)
+    run = new_run().fit("train.batch_tokens=1", "train.epochs=1")  # every sample is a batch; metrics hold no NaN
+    assert all(torch.isfinite(tensor).all() for tensor in run.weights().values())
+    assert [loss for loss in run.losses() if loss == 0.0] == [0.0]
+
+
+# ---------------------------------------------------------------- what it leaves
+
+
+def test_the_manifest_names_a_checkpoint_with_exactly_the_drafters_tensors(new_run):
+    run = new_run().fit("train.eval_every=5")
+    manifest = run.manifest()
+    assert manifest["checkpoint"] == "checkpoints/step-000012"
+    assert manifest["inputs"]["train"]["lr"] == 0.01
+    assert manifest["fingerprint"] == artifacts.fingerprint(manifest["inputs"])
+    assert artifacts.first_damaged(run.train, manifest["files"]) is None
+    assert {name.split("/")[-1] for name in manifest["files"]} == {
+        "model.safetensors",
+        "optimizer.safetensors",
+        "drafter.json",
+        "manifest.json",
+    }
+    assert sorted(run.weights()) == sorted(
+        [f"fc_norm.{i}.weight" for i in range(3)]
+        + [f"midlayer.self_attn.{name}_proj.weight" for name in "qkvo"]
+        + [f"midlayer.mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
+        + [f"midlayer.{name}.weight" for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")]
+        + ["fc.weight", "norm.weight", "lm_head.weight"]
+    )
+    rows = run.rows()
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, 13))
+    assert [row["step"] for row in rows if "heldout_loss" in row] == [5, 10, 12]
+    last = rows[-1]
+    assert {f"heldout_{name}": value for name, value in manifest["heldout"].items()} == {
+        name: value for name, value in last.items() if name != "step"
+    }
+    assert manifest["tokens"] == rows[-2]["tokens"] == 3 * sum(Store(run.folder / "run/store").split("train").lengths)
+    assert "lr: 0.01" in (run.train / "config.yaml").read_text()
+
+
+def test_the_last_evaluation_reads_the_whole_heldout_split(new_run):
+    first = new_run().fit("train.eval_samples=1", "train.eval_every=12", "train.max_steps=12")
+    every = new_run().fit("train.eval_samples=100", "train.max_steps=12")
+    assert first.rows()[-1] == every.rows()[-1]
+    early = new_run().fit("train.eval_samples=1", "train.eval_every=11").rows()
+    whole = new_run().fit("train.eval_samples=4", "train.eval_every=11").rows()
+    assert early[11]["heldout_loss"] != whole[11]["heldout_loss"]
+
+
+def test_no_heldout_split_means_no_heldout_numbers(new_run, extracted):
+    run = new_run()
+    shutil.rmtree(run.folder / "run")
+    write_data(run.folder / "run", {"train": [9, 12, 20], "heldout": []})
+    extract(run.config())
+    run.fit()
+    assert run.manifest()["heldout"] is None
+    assert not any("heldout_loss" in row for row in run.rows())
+
+
+def test_old_checkpoints_and_leftovers_of_killed_saves_are_removed(new_run):
+    run = new_run()
+    (run.checkpoints / ".step-000099.tmp").mkdir(parents=True)
+    run.fit("train.checkpoint_every=2", "train.keep_checkpoints=3")
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step-000008", "step-000010", "step-000012"]
+
+
+def test_wandb_offline_writes_a_run_beside_the_checkpoints(new_run, monkeypatch):
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run = new_run().fit("train.wandb=offline", "train.max_steps=2")
+    assert list((run.train / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert run.manifest()["steps"] == 2
+
+
+# ---------------------------------------------------------------- stopped and continued
+
+
+@pytest.fixture
+def stop(monkeypatch):
+    """stop(step): training is stopped by Ctrl-C right after this step's row is written, once."""
+
+    def stop_at(step):
+        original = Reporter.log
+
+        def log(self, at, values):
+            original(self, at, values)
+            if at == step:
+                monkeypatch.setattr(Reporter, "log", original)
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(Reporter, "log", log)
+
+    return stop_at
+
+
+@pytest.fixture(scope="module")
+def whole(copy_of, tmp_path_factory):
+    """Rows and weights of a run that nobody stopped."""
+    run = copy_of(tmp_path_factory.mktemp("whole")).fit("train.eval_every=4")
+    return SimpleNamespace(rows=run.rows(), weights=run.weights(), manifest=run.manifest())
+
+
+def assert_same_run(run, whole):
+    assert_equal(run.weights(), whole.weights)
+    assert run.rows() == whole.rows
+    timeless = [{k: v for k, v in m.items() if k not in ("seconds", "files")} for m in (run.manifest(), whole.manifest)]
+    assert timeless[0] == timeless[1]
+
+
+@pytest.mark.parametrize("step", [1, 5, 6, 12])
+def test_a_stopped_run_goes_on_and_ends_bit_for_bit_the_same(new_run, whole, stop, capsys, step):
+    run, options = new_run(), ["train.checkpoint_every=2", "train.eval_every=4"]
+    stop(step)
+    with pytest.raises(KeyboardInterrupt):
+        run.fit(*options)
+    assert not (run.train / "manifest.json").exists()
+    with (run.train / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9, "los')  # the torn line of a harder stop
+    run.fit(*options)
+    done = (step - 1) // 2 * 2
+    assert (f"train: going on after step {done} " in capsys.readouterr().out) == (done > 0)
+    assert_same_run(run, whole)
+
+
+def test_a_run_killed_between_its_last_checkpoint_and_its_manifest_is_finished_without_training(
+    new_run, whole, monkeypatch
+):
+    run = new_run().fit("train.eval_every=4")
+    (run.train / "manifest.json").unlink()
+    monkeypatch.setattr(torch.optim.AdamW, "step", None)
+    assert_same_run(run.fit("train.eval_every=4"), whole)
+
+
+def flip_bit(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("file", "harm", "words"),
+    [
+        ("model.safetensors", flip_bit, "does not match its checksum"),
+        ("optimizer.safetensors", lambda path: path.unlink(), "is missing"),
+        ("manifest.json", lambda path: path.write_text("{"), "is damaged"),
+        ("manifest.json", lambda path: path.unlink(), "is missing"),
+    ],
+)
+def test_a_damaged_newest_checkpoint_is_named_and_passed_over(new_run, whole, stop, capsys, file, harm, words):
+    run, options = new_run(), ["train.checkpoint_every=2", "train.eval_every=4"]
+    stop(5)
+    with pytest.raises(KeyboardInterrupt):
+        run.fit(*options)
+    harm(run.checkpoints / "step-000004" / file)
+    run.fit(*options)
+    printed = capsys.readouterr().out
+    assert f"checkpoint {run.checkpoints / 'step-000004'} is not used: " in printed
+    assert words in printed
+    assert "train: going on after step 2 " in printed
+    assert_same_run(run, whole)
+
+
+def test_a_finished_run_with_a_damaged_checkpoint_is_trained_again(new_run, whole, capsys):
+    run = new_run().fit("train.eval_every=4")
+    flip_bit(run.newest() / "model.safetensors")
+    run.fit("train.eval_every=4")
+    assert "model.safetensors does not match its checksum" in capsys.readouterr().out
+    assert_same_run(run, whole)
+
+
+def test_a_finished_run_is_not_repeated(new_run, capsys):
+    run = new_run().fit("train.max_steps=2")
+    before = contents(run.train)
+    run.fit("train.max_steps=2", "train.eval_every=7")
+    assert "train: up to date" in capsys.readouterr().out
+    assert contents(run.train) == before
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_folder_with_a_run_of_other_options_is_refused_or_replaced(new_run, stop, finished):
+    run = new_run()
+    if not finished:
+        stop(3)
+    options = ["train.max_steps=4", "train.checkpoint_every=1"]
+    if finished:
+        run.fit(*options)
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            run.fit(*options)
+    before = contents(run.train)
+    message = message_of(run, *options, "train.gamma=0.5")
+    assert "train.gamma: 0.8 there, 0.5 here" in message
+    assert "overwrite=true" in message
+    assert contents(run.train) == before
+    run.fit(*options, "train.gamma=0.5", "overwrite=true")
+    assert_equal(run.weights(), new_run().fit(*options, "train.gamma=0.5").weights())
+
+
+def test_a_checkpoint_is_written_whole_or_not_at_all(new_run, monkeypatch):
+    run = new_run()
+    original = checkpoint.save_file
+
+    def no_space(tensors, path):
+        if path.name == "optimizer.safetensors" and "000004" in str(path):
+            raise OSError("No space left on device")
+        original(tensors, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save_file", no_space)
+        with pytest.raises(OSError, match="No space left"):
+            run.fit("train.checkpoint_every=2")
+    assert sorted(path.name for path in run.checkpoints.glob("step-*")) == ["step-000002"]
+    run.fit("train.checkpoint_every=2")
+    assert not list(run.checkpoints.glob(".*"))
+
+
+def test_a_checkpoint_of_another_shape_is_refused(new_run, stop):
+    wide = new_run().fit("train.max_steps=3", "drafter.intermediate_size=48")
+    run = new_run()
+    stop(2)
+    with pytest.raises(KeyboardInterrupt):
+        run.fit("train.max_steps=3")
+    shutil.copytree(wide.newest(), run.checkpoints / "step-000002")
+    message = message_of(run, "train.max_steps=3")
+    assert f"{run.checkpoints / 'step-000002'} is a drafter of another shape" in message
+    assert "intermediate_size: 48 there, 32 here" in message
+
+
+# ---------------------------------------------------------------- refused
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("train.loss=foo", "train.loss='foo' is not one of kl, ce"),
+        ("train.oov=drop", "train.oov='drop' is not one of mask, keep"),
+        ("train.precision=fp8", "train.precision='fp8' is not one of bf16, no"),
+        ("train.wandb=off", "train.wandb='off' is not one of online, offline, disabled"),
+        ("train.unroll=0", "train.unroll=0 must be above 0"),
+        ("train.epochs=0", "train.epochs=0 must be above 0"),
+        ("train.max_steps=0", "train.max_steps=0 must be above 0"),
+        ("train.batch_tokens=-1", "train.batch_tokens=-1 must be above 0"),
+        ("train.accumulation=0", "train.accumulation=0 must be above 0"),
+        ("train.eval_every=0", "train.eval_every=0 must be above 0"),
+        ("train.checkpoint_every=0", "train.checkpoint_every=0 must be above 0"),
+        ("train.lr=nan", "train.lr=nan must be above 0"),
+        ("train.betas=[0.9]", "train.betas=[0.9] are not two numbers"),
+        ("train.warmup=2", "train.warmup=2.0 is not in [0, 1]"),
+        ("drafter.num_key_value_heads=3", "num_attention_heads=4 is not a multiple of num_key_value_heads=3"),
+        ("drafter.num_key_value_heads=0", "drafter.num_key_value_heads=0 must be above 0"),
+        ("drafter.head_dim=7", "drafter.head_dim=7 must be even"),
+        ("drafter.hidden_size=24", "drafter.hidden_size=24 cannot share the target's embedding of width 32"),
+        ("drafter.rope_scaling.rope_type=foo", "is no RoPE of transformers"),
+        ("drafter.rope_scaling.factor=2.0", "names no rope_type"),
+        ("target.aux_layers=[1,2]", "was made for another target (target.aux_layers: [1, 3, 5] there, [1, 2] here)"),
+        ("target.path=models/other", "was made for another target (target.name: "),
+    ],
+)
+def test_options_that_no_run_can_use_are_one_line_and_leave_nothing(new_run, option, words):
+    run = new_run()
+    assert words in message_of(run, option)
+    assert not run.train.exists()
+
+
+def test_a_store_of_another_vocabulary_is_refused(new_run):
+    run = new_run()
+    file = run.folder / "run" / "data" / "vocab.safetensors"
+    vocab.write(file, vocab.DraftVocab(np.array(KEPT, dtype=np.int64), VOCAB + 1))
+    assert f"of a target with {VOCAB + 1} tokens, the store's target has {VOCAB}" in message_of(run)
+    assert not run.train.exists()
+
+
+def test_a_store_of_other_data_is_refused(new_run):
+    run = new_run()
+    write_data(run.folder / "run", seed=1)
+    message = message_of(run)
+    assert message.startswith(f"{run.folder / 'run' / 'store'} was made from other data")
+    assert not run.train.exists()
+
+
+@pytest.mark.parametrize(
+    ("path", "command"),
+    [("data/manifest.json", "data_prep"), ("data/vocab.safetensors", "data_prep"), ("store/manifest.json", "extract")],
+)
+def test_a_missing_input_names_the_stage_that_makes_it(new_run, path, command):
+    run = new_run()
+    (run.folder / "run" / path).unlink()
+    message = message_of(run)
+    assert path in message
+    assert command in message
+    assert not run.train.exists()
+
+
+def test_a_shard_that_breaks_while_training_is_named(new_run):
+    run = new_run()
+    shard = run.folder / "run" / "store" / "shards" / "train-00002.safetensors"
+    flip_bit(shard)
+    assert message_of(run).startswith(f"{shard} does not match its checksum")
+
+
+def test_a_gradient_that_is_no_number_stops_the_run_before_it_harms(new_run, monkeypatch):
+    run, reads, original = new_run(), [], StoreSplit.read
+
+    def read(self, index):
+        document = original(self, index)
+        reads.append(index)
+        aux = document.aux * (float("nan") if len(reads) > 8 else 1.0)
+        return type(document)(document.tokens, document.loss_mask, document.top1, aux, document.last)
+
+    monkeypatch.setattr(StoreSplit, "read", read)
+    message = message_of(run, "train.checkpoint_every=1")
+    assert "the gradient is not finite (samples [" in message
+    for file in run.checkpoints.glob("step-*/model.safetensors"):
+        assert all(torch.isfinite(tensor).all() for tensor in load_file(file).values())
+
+
+def test_a_launch_that_would_not_synchronise_is_refused(new_run, monkeypatch):
+    run = new_run()
+    for plugin in ("FSDP", "DEEPSPEED"):
+        with monkeypatch.context() as patch:
+            patch.setenv(f"ACCELERATE_USE_{plugin}", "true")
+            assert f"accelerate launched {plugin}, which this trainer does not support yet" in message_of(run)
+    # Two processes where accelerate sees one: torchrun on a machine without GPUs.
+    monkeypatch.delenv("ACCELERATE_USE_CPU")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "2 processes were launched, and each would train alone: " in message_of(run)
+    assert not run.train.exists()
+
+
+# ---------------------------------------------------------------- arithmetic
+
+
+def test_step_weights_are_gamma_to_the_k_over_the_count():
+    weights = step_weights(torch.tensor([10, 4, 0, 1]), 0.5)
+    assert weights.dtype == torch.float32
+    assert weights.tolist() == pytest.approx([1 / 10, 0.5 / 4, 0.0, 0.125])
+
+
+def test_the_learning_rate_warms_up_and_ends_at_its_share():
+    config = Config()
+    config.train.lr, config.train.warmup, config.train.min_lr = 2.0, 0.1, 0.25
+    rates = [learning_rate(step, 100, config) for step in range(1, 101)]
+    assert rates[:10] == pytest.approx([0.2 * step for step in range(1, 11)])
+    assert rates[-1] == pytest.approx(0.5)
+    assert all(before > after for before, after in pairwise(rates[9:]))
+    assert rates[54] == pytest.approx(2.0 * (0.25 + 0.75 * 0.5)), "half-way down the cosine"
+    assert learning_rate(1, 1, config) == 2.0
+    config.train.warmup = 0.0
+    assert learning_rate(1, 100, config) == 2.0
+
+
+def test_metrics_are_the_sums_divided_by_their_own_counts():
+    sums = torch.tensor(
+        [
+            [6.0, 2.0],  # loss
+            [3.0, 4.0],  # trained
+            [2.0, 1.0],  # correct
+            [4.0, 5.0],  # eligible
+            [2.0, 1.0],  # prefix
+            [4.0, 2.0],  # eligible_prefix
+            [8.0, 15.0],  # summed rms
+            [4.0, 4.0],  # slots
+        ]
+    )
+    assert summarise(sums) == {
+        "loss": (2.0 + 0.5) / 2,
+        "tau": 1 + 0.5 + 0.5,
+        "loss_at_depth": [2.0, 0.5],
+        "accuracy_at_depth": [0.5, 0.2],
+        "prefix_at_depth": [0.5, 0.5],
+        "rms_at_depth": [2.0, 3.75],
+        "oov_share": pytest.approx(1 - 7 / 9),
+    }
+    nothing = summarise(torch.zeros(8, 2))
+    assert (nothing["loss"], nothing["tau"]) == (0.0, 1.0)
+
+
+def test_the_optimizer_state_of_a_checkpoint_is_complete(new_run):
+    run = new_run().fit("train.max_steps=2", "drafter.train_lm_head=false")
+    with safe_open(run.newest() / "optimizer.safetensors", framework="pt") as file:
+        saved = set(file.keys())
+    trained = [name for name in run.weights() if name != "lm_head.weight"]
+    assert saved == {f"{moment}.{name}" for moment in ("exp_avg", "exp_avg_sq") for name in trained}
+    manifest = json.loads((run.newest() / "manifest.json").read_text())
+    assert manifest["step"] == 2
+
+
+def test_norms_do_not_decay():
+    drafter = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.LayerNorm(2))
+    drafter[0].bias.requires_grad_(False)
+    decayed, kept = checkpoint.parameter_groups(drafter, 0.1)
+    assert [p.shape for p in decayed["params"]] == [(2, 3)]
+    assert decayed["weight_decay"] == 0.1
+    assert [p.shape for p in kept["params"]] == [(2,), (2,)]
+    assert kept["weight_decay"] == 0.0
