@@ -77,11 +77,12 @@ MEASURES = len(fields(Measured))
 class Objective(nn.Module):
     """Drafter and teacher as one module whose forward is the loss, for wrapping by DDP and the like."""
 
-    def __init__(self, drafter: Drafter, teacher: Teacher, loss: str) -> None:
+    def __init__(self, drafter: Drafter, teacher: Teacher, loss: str, lk: float = 0.0) -> None:
         super().__init__()
         self.drafter = drafter
         self.teacher = teacher
         self.kind = loss
+        self.lk = lk
 
     def forward(self, batch: Batch, weights: Tensor) -> tuple[Tensor, Measured]:
         """The weighted loss of a batch.
@@ -92,7 +93,14 @@ class Objective(nn.Module):
         """
         unrolled = self.drafter(batch)
         total, sums, hits = _ChunkedDivergence.apply(
-            unrolled.z.flatten(0, 1), self.drafter.lm_head.weight, self.teacher, batch, weights, self.kind
+            unrolled.z.flatten(0, 1),
+            self.drafter.lm_head.weight,
+            self.teacher,
+            batch,
+            weights,
+            self.kind,
+            self.lk,
+            torch.is_grad_enabled(),
         )
         K, S = unrolled.z.shape[:2]
         correct = hits.view(K, S)
@@ -109,8 +117,38 @@ class Objective(nn.Module):
         )
 
 
+def divergence(logits: Tensor, log_p: Tensor, taught: Tensor, kind: str, lk: float) -> tuple[Tensor, Tensor]:
+    """What each pair's prediction costs, and the slope of that in its logits.
+
+    Args:
+        logits: [P, Vd] of the drafter, fp32 or wider.
+        log_p: [J, Vd] the target's log-probabilities.
+        taught: [P] which row of log_p teaches each pair.
+        kind: "kl", or "ce", which adds the target's entropy and has the same slope.
+        lk: share of the LK loss, -log(alpha) with alpha = sum(min(p, q)), the probability that the
+            target accepts a token drawn from q (Leviathan et al. 2023); the rest is `kind`.
+
+    Returns:
+        value [P] in nats, slope [P, Vd].
+    """
+    p = log_p.exp()
+    normaliser = logits.logsumexp(-1, keepdim=True)
+    p_pairs = p[taught]
+    value = normaliser[:, 0] - (p_pairs * logits).sum(-1)
+    if kind == "kl":
+        value = value + (p * log_p).sum(-1)[taught]
+    q = (logits - normaliser).exp_()
+    if not lk:
+        return value, q.sub_(p_pairs)
+    alpha = torch.minimum(p_pairs, q).sum(-1, keepdim=True)
+    # d alpha / d q is 1 where the drafter gives too little, 0 elsewhere; then through the softmax.
+    short = q * (q < p_pairs)
+    through_alpha = (q * short.sum(-1, keepdim=True) - short) / alpha
+    return (1 - lk) * value - lk * alpha[:, 0].log(), (1 - lk) * (q - p_pairs) + lk * through_alpha
+
+
 class _ChunkedDivergence(torch.autograd.Function):
-    """Loss and gradients together: the softmax's gradient is q - p, so nothing need be kept for later."""
+    """Loss and gradients together: the slope is at hand with the logits, so nothing need be kept for later."""
 
     @staticmethod
     def forward(
@@ -121,12 +159,14 @@ class _ChunkedDivergence(torch.autograd.Function):
         batch: Batch,
         weights: Tensor,
         kind: str,
+        lk: float,
+        learn: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """z [K*S, D], head [Vd, D] → loss (), summed divergence per step [K], hits [K*S] bool."""
         compute = torch.get_autocast_dtype(z.device.type) if torch.is_autocast_enabled(z.device.type) else z.dtype
         wide = torch.float64 if z.dtype == torch.float64 else torch.float32
         z_low, head_low = z.to(compute), head.to(compute)
-        want_z, want_head = ctx.needs_input_grad[:2]
+        want_z, want_head = (wanted and learn for wanted in ctx.needs_input_grad[:2])
         dz = torch.zeros_like(z) if want_z else None
         dhead = torch.zeros_like(head, dtype=wide) if want_head else None
         sums = torch.zeros(batch.unroll, dtype=wide, device=z.device)
@@ -134,26 +174,19 @@ class _ChunkedDivergence(torch.autograd.Function):
 
         with torch.autocast(z.device.type, enabled=False):
             for first, last, begin, end in batch.chunks:
-                target = teacher.logits(batch.teacher[first:last]).to(wide)
-                log_p = target.log_softmax(-1)
-                p = log_p.exp()
-                entropy = -(p * log_p).sum(-1) if kind == "kl" else torch.zeros_like(p[:, 0])
-
+                log_p = teacher.logits(batch.teacher[first:last]).to(wide).log_softmax(-1)
                 rows = batch.pair_row[begin:end]
                 taught = batch.pair_teacher[begin:end] - first
                 steps = batch.pair_step[begin:end]
                 states = z_low[rows]
                 logits = (states @ head_low.T).to(wide)
-                p_pairs = p[taught]
-                normaliser = logits.logsumexp(-1, keepdim=True)
-                divergence = normaliser[:, 0] - (p_pairs * logits).sum(-1) - entropy[taught]
-                sums.index_add_(0, steps, divergence)
+                value, slope = divergence(logits, log_p, taught, kind, lk)
+                sums.index_add_(0, steps, value)
                 guess = teacher.target_ids[logits.argmax(-1)]
                 hits[rows] = guess == batch.top1[first:last][taught]
 
                 if want_z or want_head:
-                    slope = (logits - normaliser).exp_().sub_(p_pairs).mul_(weights[steps, None].to(wide))
-                    slope = slope.to(compute)
+                    slope = slope.mul_(weights[steps, None].to(wide)).to(compute)
                     if dz is not None:
                         dz[rows] = (slope @ head_low).to(dz.dtype)
                     if dhead is not None:
@@ -171,4 +204,4 @@ class _ChunkedDivergence(torch.autograd.Function):
         want_z, want_head = ctx.wanted
         dz = saved.pop(0) * grads[0] if want_z else None
         dhead = (saved.pop(0) * grads[0]).to(ctx.head_dtype) if want_head else None
-        return dz, dhead, None, None, None, None
+        return dz, dhead, None, None, None, None, None, None

@@ -119,6 +119,7 @@ class TrainConfig:
     unroll: int = opt(7, "draft steps trained, K")
     gamma: float = opt(0.8, "weight of step k is gamma**k")
     loss: str = opt("kl", "kl or ce (same gradients; kl is zero for a perfect drafter)")
+    lk: float = opt(0.0, "share of the LK loss, -log of the acceptance probability sum(min(p, q)); the rest is loss")
     oov: str = opt("mask", "targets whose arg-max the draft vocabulary lacks: mask, or keep (train on the rest)")
     epochs: int = opt(1, "passes over the training split")
     max_steps: int | None = opt(None, "stop after this many optimizer steps")
