@@ -42,7 +42,7 @@ def check_options(t: TrainConfig, d: DrafterConfig) -> None:
         raise UserError(f"train.max_steps={t.max_steps} must be above 0, or null for whole epochs")
     if len(t.betas) != 2 or not all(0 <= beta < 1 for beta in t.betas):
         raise UserError(f"train.betas={t.betas} are not two numbers in [0, 1)")
-    for name in ("warmup", "min_lr"):
+    for name in ("warmup", "min_lr", "lk"):
         if not 0 <= (value := getattr(t, name)) <= 1:
             raise UserError(f"train.{name}={value} is not in [0, 1]")
     if d.num_attention_heads % d.num_key_value_heads:
@@ -117,8 +117,9 @@ def drafter_shape(config: DrafterConfig, store: Store, vocab: DraftVocab) -> Dra
 def build_objective(config: Config, shape: DrafterShape, store: Store, vocab: DraftVocab) -> Objective:
     """Drafter and teacher with their initial weights, on the CPU; the same for the same seed.
 
-    Where the widths agree, lm_head starts from the target's rows of the draft vocabulary and the
-    final norm from the target's: the rows expect states of that norm's scale, per channel.
+    Where the widths agree, the drafter starts as a poor copy of the target's last layers: fc passes the
+    last auxiliary state on, and lm_head and the final norm are the target's, whose rows expect states of
+    that norm's scale. Against random ones: docs/log.md.
     """
     torch.manual_seed(config.seed)
     weights = store.target
@@ -129,6 +130,8 @@ def build_objective(config: Config, shape: DrafterShape, store: Store, vocab: Dr
     if shape.hidden_size == shape.target_hidden_size:
         drafter.lm_head.weight.data.copy_(head_rows)
         drafter.norm.weight.data.copy_(weights["norm"])
+        # fc passes the last auxiliary state on, a little of the others mixed in.
+        drafter.fc.weight.data.mul_(0.25)[:, -shape.hidden_size :] += torch.eye(shape.hidden_size)
     drafter.lm_head.weight.requires_grad_(config.drafter.train_lm_head)
     teacher = Teacher(weights["norm"], store.provenance["norm"]["eps"], head_rows.to(low), ids)
-    return Objective(drafter, teacher, config.train.loss)
+    return Objective(drafter, teacher, config.train.loss, config.train.lk)
