@@ -5,26 +5,48 @@ accumulation steps. Splitting otherwise changes nothing but speed, since the los
 the whole global batch.
 """
 
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 import numpy as np
 
+WINDOW = 64  # batches that are packed together
+
 
 def global_batches(lengths: Sequence[int], batch_tokens: int, seed: int, epoch: int) -> list[list[int]]:
-    """One epoch: a random permutation, cut into batches of at most `batch_tokens` tokens.
+    """One epoch: a random permutation, packed window by window, the batches shuffled again.
 
-    A sample longer than that is a batch of its own. Every sample occurs exactly once.
+    A batch holds at most `batch_tokens` tokens; a sample longer than that is a batch of its own. Every
+    sample occurs exactly once. Packing keeps steps equally large; a window holds WINDOW batches' worth
+    of samples, so that who meets whom stays nearly random.
     """
-    order = np.random.Generator(np.random.PCG64([seed, epoch])).permutation(len(lengths))
+    random = np.random.Generator(np.random.PCG64([seed, epoch]))
     batches: list[list[int]] = []
+    window: list[int] = []
     held = 0
-    for index in order.tolist():
-        if batches and held + lengths[index] <= batch_tokens:
-            batches[-1].append(index)
-            held += lengths[index]
-        else:
+    for index in random.permutation(len(lengths)).tolist():
+        window.append(index)
+        held += lengths[index]
+        if held >= WINDOW * batch_tokens:
+            batches += best_fit(window, lengths, batch_tokens)
+            window, held = [], 0
+    batches += best_fit(window, lengths, batch_tokens)
+    return [batches[i] for i in random.permutation(len(batches)).tolist()]
+
+
+def best_fit(samples: Sequence[int], lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
+    """Best fit, longest first: each sample goes into the fullest batch that still has room for it."""
+    batches: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (tokens left, batch), ascending
+    for index in sorted(samples, key=lambda i: (-lengths[i], i)):
+        place = bisect_left(room, (lengths[index], -1))
+        if place == len(room):
             batches.append([index])
-            held = lengths[index]
+            insort(room, (batch_tokens - lengths[index], len(batches) - 1))
+        else:
+            left, batch = room.pop(place)
+            batches[batch].append(index)
+            insort(room, (left - lengths[index], batch))
     return batches
 
 
