@@ -48,7 +48,7 @@ def test_a_few_conversations_are_learnt_by_heart(new_run):
     losses, rows = run.losses(), run.rows()
     assert losses[-1] < 0.05 * losses[0]
     assert rows[0]["tau"] < 1.5 < 2.5 < rows[-2]["tau"]
-    assert run.manifest()["steps"] == len(losses) == 156
+    assert run.manifest()["steps"] == len(losses) > 100
 
 
 VARIANTS = {
@@ -59,6 +59,7 @@ VARIANTS = {
     "another width": ["drafter.hidden_size=24", "drafter.share_embedding=false"],
     "frozen head": ["drafter.train_lm_head=false"],
     "cross entropy": ["train.loss=ce"],
+    "half of the LK loss": ["train.lk=0.5"],
     "keep": ["train.oov=keep"],
     "bf16": ["train.precision=bf16"],
     "weight decay": ["train.weight_decay=0.1"],
@@ -114,16 +115,9 @@ def test_accumulation_changes_neither_weights_nor_metrics(new_run, accumulation)
             assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-5), name
 
 
-def test_samples_without_a_trained_pair_cost_nothing_and_poison_nothing(new_run, monkeypatch):
-    original = StoreSplit.read
-
-    def read(self, index):
-        document = original(self, index)
-        mask = torch.zeros_like(document.loss_mask) if index == 0 else document.loss_mask
-        return type(document)(document.tokens, mask, document.top1, document.aux, document.last)
-
-    monkeypatch.setattr(StoreSplit, "read", read)
-    run = new_run().fit("train.batch_tokens=1", "train.epochs=1")  # every sample is a batch; metrics hold no NaN
+def test_samples_without_a_trained_pair_cost_nothing_and_poison_nothing(new_run):
+    # Every sample is a batch, and one of them is too short to teach; rows() refuses NaN.
+    run = new_run().fit("train.batch_tokens=1", "train.epochs=1")
     assert all(torch.isfinite(tensor).all() for tensor in run.weights().values())
     assert [loss for loss in run.losses() if loss == 0.0] == [0.0]
 
@@ -337,6 +331,12 @@ def test_a_checkpoint_is_written_whole_or_not_at_all(new_run, monkeypatch):
     assert not list(run.checkpoints.glob(".*"))
 
 
+def test_a_refused_option_does_not_claim_the_folder(new_run):
+    run = new_run()
+    message_of(run, "train.max_steps=1", "drafter.hidden_size=24")
+    assert_equal(run.fit("train.max_steps=1").weights(), new_run().fit("train.max_steps=1").weights())
+
+
 def test_a_checkpoint_of_another_shape_is_refused(new_run, stop):
     wide = new_run().fit("train.max_steps=3", "drafter.intermediate_size=48")
     run = new_run()
@@ -369,6 +369,7 @@ def test_a_checkpoint_of_another_shape_is_refused(new_run, stop):
         ("train.lr=nan", "train.lr=nan must be above 0"),
         ("train.betas=[0.9]", "train.betas=[0.9] are not two numbers"),
         ("train.warmup=2", "train.warmup=2.0 is not in [0, 1]"),
+        ("train.lk=-1", "train.lk=-1.0 is not in [0, 1]"),
         ("drafter.num_key_value_heads=3", "num_attention_heads=4 is not a multiple of num_key_value_heads=3"),
         ("drafter.num_key_value_heads=0", "drafter.num_key_value_heads=0 must be above 0"),
         ("drafter.head_dim=7", "drafter.head_dim=7 must be even"),
