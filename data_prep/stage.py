@@ -28,7 +28,7 @@ def prepare(config: Config) -> None:
             learn, a split is empty, or `run_dir/data` holds something else.
     """
     started = time.monotonic()
-    data, folder = config.data, Path(config.run_dir).resolve() / "data"
+    data, folder = config.data, config.data_folder.resolve()
     _check(data)
     template = ChatTemplate.load(config.target)
     if config.regenerate:

@@ -99,7 +99,7 @@ def overrides(config: Config) -> list[str]:
     if not candidates:
         return [f"{key}={_hydra(value)}" for key, value in wanted.items() if key not in _NOT_THE_RECIPE]
     _, recipe, changed = min(candidates)
-    shown = [key for key in changed if key != "run_dir" or not Path(wanted[key]).is_absolute()]
+    shown = [key for key in changed if not key.endswith("_dir") or not Path(wanted[key] or "").is_absolute()]
     return [f"+experiment={recipe}", *(f"{key}={_hydra(wanted[key])}" for key in shown)]
 
 

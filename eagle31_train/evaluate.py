@@ -59,15 +59,15 @@ def evaluate(config: Config) -> None:
     began = time.perf_counter()
     run_dir = Path(config.run_dir)
     check_options(config.evaluate)
-    data = artifacts.read_json(run_dir / "data" / artifacts.MANIFEST, DATA)
-    trained = read_checkpoint(run_dir)
+    data = artifacts.read_json(config.data_folder / artifacts.MANIFEST, DATA)
+    trained = read_checkpoint(config)
     inputs = stage_inputs(config, data, trained.manifest)
     folder = run_dir / "evaluate"
     if artifacts.finished(folder, artifacts.fingerprint(inputs), inputs, config.overwrite):
         print(f"evaluate: up to date ({folder})")
         return
-    refuse_other_target(run_dir, trained.manifest, inputs["target"], config.target.path)
-    if damage := artifacts.first_damaged(run_dir / "data", data.get("files", {})):
+    refuse_other_target(config.store_folder, trained.manifest, inputs["target"], config.target.path)
+    if damage := artifacts.first_damaged(config.data_folder, data.get("files", {})):
         raise UserError(f"{damage}: run `{DATA}` again")
 
     target = CachedTarget(load_model(config.target, config.evaluate.dtype), trained.shape.aux_layers)
@@ -105,9 +105,9 @@ def check_options(options: EvaluateConfig) -> None:
             raise UserError(f"evaluate.{name}={getattr(options, name)} measures nothing: set at least {least}")
 
 
-def read_checkpoint(run_dir: Path) -> Checkpoint:
-    """The newest checkpoint of `run_dir`, whole and with its own vocabulary; UserError otherwise."""
-    folder = run_dir / "train"
+def read_checkpoint(config: Config) -> Checkpoint:
+    """The checkpoint that training left, whole and with its own vocabulary; UserError otherwise."""
+    folder = Path(config.run_dir) / "train"
     manifest = artifacts.read_json(folder / artifacts.MANIFEST, TRAIN)
     if damage := artifacts.first_damaged(folder, manifest.get("files", {})):
         raise UserError(f"{damage}: run `{TRAIN}` again")
@@ -121,7 +121,7 @@ def read_checkpoint(run_dir: Path) -> Checkpoint:
     require_available(shape.architecture)
     if not (weights := checkpoint / "model.safetensors").is_file():
         raise UserError(f"{weights} is missing: run `{TRAIN}` first")
-    file = run_dir / "data" / "vocab.safetensors"
+    file = config.data_folder / "vocab.safetensors"
     kept = vocab.read(file)
     # Another vocabulary of the same size would change the meaning of lm_head's rows in silence.
     if manifest["inputs"].get("vocab") != artifacts.file_sha256(file)[:16]:
@@ -149,9 +149,9 @@ def stage_inputs(config: Config, data: dict[str, Any], train: dict[str, Any]) ->
     }
 
 
-def refuse_other_target(run_dir: Path, train: dict[str, Any], target: dict[str, Any], path: str) -> None:
+def refuse_other_target(store_dir: Path, train: dict[str, Any], target: dict[str, Any], path: str) -> None:
     """The store, where it is still there, knows whose hidden states the drafter learnt from."""
-    file = run_dir / "store" / artifacts.MANIFEST
+    file = store_dir / artifacts.MANIFEST
     if not file.is_file():
         return
     store = artifacts.read_json(file, "python -m eagle31_train.extract")
@@ -192,7 +192,7 @@ def read_prompts(config: Config, data: dict[str, Any]) -> list[Prompt]:
     """The prompts of the configuration, in their order."""
     if config.evaluate.prompts is not None:
         return prompts.from_files(prompts.files_of(config.evaluate.prompts), config.target)
-    folder = Path(config.run_dir) / "data"
+    folder = config.data_folder
     # Asked of the manifest: `datasets` saves an empty split and then cannot load it.
     if not data["splits"]["heldout"]["conversations"]:
         raise UserError(

@@ -90,8 +90,8 @@ def read_trained(config: Config) -> Trained:
     shape = _read_shape(folder / "drafter.json")
     _refuse_contradictions(config, shape, folder)
     _refuse_other_target(config, train)
-    kept = _read_vocab(run / "data" / "vocab.safetensors", train, shape)
-    data = _read_if_there(run / "data" / artifacts.MANIFEST)
+    kept = _read_vocab(config.data_folder / "vocab.safetensors", train, shape)
+    data = _read_if_there(config.data_folder / artifacts.MANIFEST)
     evaluate = _read_if_there(run / "evaluate" / artifacts.MANIFEST)
     # A measurement of another checkpoint says nothing about this one.
     belongs = evaluate is not None and _mentions(evaluate.get("inputs"), train["fingerprint"])
@@ -130,7 +130,7 @@ def _refuse_contradictions(config: Config, shape: DrafterShape, folder: Path) ->
 
 def _refuse_other_target(config: Config, train: dict[str, Any]) -> None:
     """The store, where it is still there, knows whose hidden states the drafter learnt from."""
-    store = _read_if_there(Path(config.run_dir) / "store" / artifacts.MANIFEST)
+    store = _read_if_there(config.store_folder / artifacts.MANIFEST)
     if store is None or not _mentions(train.get("inputs"), store["fingerprint"]):
         return
     learnt = store.get("inputs", {}).get("target", {}).get("name", config.target.name)

@@ -10,7 +10,6 @@ teach, which spares every later training epoch that product with the whole lm_he
 
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,8 +34,8 @@ def extract(config: Config) -> None:
         UserError: missing or damaged input, output of other inputs, or a failed fidelity gate.
     """
     began = time.perf_counter()
-    run_dir = Path(config.run_dir)
-    data = artifacts.read_json(run_dir / "data" / artifacts.MANIFEST, "python -m data_prep")
+    data_dir = config.data_folder
+    data = artifacts.read_json(data_dir / artifacts.MANIFEST, "python -m data_prep")
     inputs = {
         "data": data["fingerprint"],
         "target": {
@@ -49,13 +48,13 @@ def extract(config: Config) -> None:
         "shard_tokens": config.extract.shard_tokens,
     }
     fingerprint = artifacts.fingerprint(inputs)
-    folder = run_dir / "store"
+    folder = config.store_folder
     if artifacts.finished(folder, fingerprint, inputs, config.overwrite, checksums=False):
         print(f"extract: up to date ({folder})")
         return
-    if damage := artifacts.first_damaged(run_dir / "data", data.get("files", {})):
+    if damage := artifacts.first_damaged(data_dir, data.get("files", {})):
         raise UserError(f"{damage}: run `python -m data_prep` again")
-    splits = DatasetDict.load_from_disk(str(run_dir / "data" / "dataset"))
+    splits = DatasetDict.load_from_disk(str(data_dir / "dataset"))
 
     target = HiddenStateTarget(load_model(config.target), config.target.aux_layers)
     writer = StoreWriter(folder, {**inputs, **describe(target, data)}, config.overwrite)

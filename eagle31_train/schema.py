@@ -154,6 +154,8 @@ class EvaluateConfig:
 class Config:
     name: str = opt("???", "name of the experiment; also names run_dir")
     run_dir: str = opt("runs/${name}", "where every stage writes")
+    data_dir: str | None = opt(None, "stage 1's output, to compare drafters on the same data; default: run_dir/data")
+    store_dir: str | None = opt(None, "stage 2's output, likewise; default: run_dir/store")
     seed: int = opt(0, "seed of sampling, initial weights and data order")
     overwrite: bool = opt(False, "replace outputs that were made from other inputs")
     regenerate: bool = opt(False, "let the target answer data.prompts anew")
@@ -166,6 +168,16 @@ class Config:
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+
+    @property
+    def data_folder(self) -> Path:
+        """Where stage 1 writes and the others read."""
+        return Path(self.data_dir or Path(self.run_dir) / "data")
+
+    @property
+    def store_folder(self) -> Path:
+        """Where stage 2 writes and the others read."""
+        return Path(self.store_dir or Path(self.run_dir) / "store")
 
 
 # ---------------------------------------------------------------- what stages hand over

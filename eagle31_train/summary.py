@@ -9,19 +9,18 @@ from typing import Any
 from eagle31_train import artifacts, cli
 from eagle31_train.schema import Config
 
-STAGES = {
-    "data": ("data/manifest.json", "python -m data_prep"),
-    "extract": ("store/manifest.json", "python -m eagle31_train.extract"),
-    "train": ("train/manifest.json", "accelerate launch train.py"),
-    "evaluate": ("evaluate/manifest.json", "python -m eagle31_train.evaluate"),
-    "export": ("export.json", "python -m eagle31_train.export"),
-}
-
 
 def summarise(config: Config) -> None:
     """Print the table; UserError if a stage has not been run."""
     run_dir = Path(config.run_dir)
-    found = {stage: artifacts.read_json(run_dir / file, command) for stage, (file, command) in STAGES.items()}
+    manifests = {
+        "data": (config.data_folder / artifacts.MANIFEST, "python -m data_prep"),
+        "extract": (config.store_folder / artifacts.MANIFEST, "python -m eagle31_train.extract"),
+        "train": (run_dir / "train" / artifacts.MANIFEST, "accelerate launch train.py"),
+        "evaluate": (run_dir / "evaluate" / artifacts.MANIFEST, "python -m eagle31_train.evaluate"),
+        "export": (run_dir / "export.json", "python -m eagle31_train.export"),
+    }
+    found = {stage: artifacts.read_json(file, command) for stage, (file, command) in manifests.items()}
     print("\n" + table(config, found) + "\n")
 
 

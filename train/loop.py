@@ -47,12 +47,11 @@ def train(config: Config) -> None:
         UserError: missing, damaged or mismatched input, or a launch that this trainer cannot serve.
     """
     check_options(config.train, config.drafter)
-    run_dir = Path(config.run_dir)
-    folder = run_dir / "train"
-    store = Store(run_dir / "store")
-    check_store(store, artifacts.read_json(run_dir / "data" / artifacts.MANIFEST, "python -m data_prep"), config.target)
-    draft_vocab = vocab.read(run_dir / "data" / "vocab.safetensors")
-    inputs = training_inputs(config, store, artifacts.file_sha256(run_dir / "data" / "vocab.safetensors"))
+    folder, data_dir = Path(config.run_dir) / "train", config.data_folder
+    store = Store(config.store_folder)
+    check_store(store, artifacts.read_json(data_dir / artifacts.MANIFEST, "python -m data_prep"), config.target)
+    draft_vocab = vocab.read(data_dir / "vocab.safetensors")
+    inputs = training_inputs(config, store, artifacts.file_sha256(data_dir / "vocab.safetensors"))
     fingerprint = artifacts.fingerprint(inputs)
     shape = drafter_shape(config.drafter, store, draft_vocab)
 

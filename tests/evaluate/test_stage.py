@@ -102,7 +102,7 @@ def test_an_output_that_differs_is_refused_by_name(run, monkeypatch):
 def test_weights_are_rounded_as_the_exporter_rounds_them(run, model):
     config = run.config("target.dtype=bfloat16")
     target = CachedTarget(model, [1, 2, 4])
-    drafter = evaluate.load_drafter(evaluate.read_checkpoint(run.folder), target, config)
+    drafter = evaluate.load_drafter(evaluate.read_checkpoint(config), target, config)
     exported = export.read_tensors(run.weights, torch.bfloat16)
     trained = load_file(run.weights)
     for name, parameter in drafter.state_dict().items():

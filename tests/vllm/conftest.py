@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CONVERSATIONS = ROOT / "data_prep" / "prompts" / "smollm2_conversations.jsonl"
@@ -122,7 +123,7 @@ def serve(tmp_path_factory, finished_run, evaluated, requests):
         name = "speculative" if with_drafter else "plain"
         asked, answer, log = (folder / f"{name}.{kind}" for kind in ("request.json", "answer.json", "log"))
         request = {
-            "target": evaluated["inputs"]["target"]["path"],
+            "target": yaml.safe_load((finished_run / "train" / "config.yaml").read_text())["target"]["path"],
             "draft": str(finished_run / "export") if with_drafter else None,
             "draft_tokens": 3,
             "requests": requests,
