@@ -4,20 +4,14 @@ Shape suffixes: B rows, L padded prompt length, V vocabulary.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-)
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from eagle31_train.schema import TargetConfig, UserError
+from eagle31_train.schema import TargetConfig
+from eagle31_train.targets.hf import load_model
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 NUCLEUS = 512  # candidates looked at before a full sort; nearly every nucleus is smaller
 
 
@@ -49,27 +43,17 @@ class Generator:
             end_ids: token ids that end an answer.
 
         Raises:
-            UserError: the target cannot be loaded, or an unknown dtype.
+            UserError: the target cannot be loaded, an unknown dtype, or a device that is not there.
         """
-        if target.dtype not in DTYPES:
-            raise UserError(f"target.dtype={target.dtype} is none of {', '.join(DTYPES)}")
-        device = target.device
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        loader: Any = AutoModelForCausalLM
-        try:
-            self.model = loader.from_pretrained(
-                target.path,
-                revision=target.revision,
-                dtype=DTYPES[target.dtype],
-                trust_remote_code=target.trust_remote_code,
-            )
-        except (OSError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise UserError(f"target.path={target.path} cannot be loaded: {reason}") from None
-        self.model.to(device).eval()
+        self.model = load_model(target)
         self.end_ids = end_ids
         self.limit: int | None = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+
+    def refusal(self, prompt_length: int, max_new_tokens: int) -> str | None:
+        """Why a prompt of so many tokens cannot be answered; None if it can."""
+        if self.limit is None or prompt_length + max_new_tokens <= self.limit:
+            return None
+        return f"the prompt and {max_new_tokens} tokens of answer exceed the target's {self.limit} positions"
 
     @torch.inference_mode()
     def answer(self, requests: list[Request], max_new_tokens: int, top_p: float) -> list[Answer]:
@@ -78,14 +62,11 @@ class Generator:
         A row's draws come from its own seed, so they do not depend on which rows share its batch.
 
         Raises:
-            UserError: a prompt leaves no room for the answer in the target's positions.
+            ValueError: a prompt that `refusal` refuses; ask it first, since one would end the batch for all.
         """
         longest = max(len(request.ids) for request in requests)
-        if self.limit is not None and longest + max_new_tokens > self.limit:
-            raise UserError(
-                f"a prompt of {longest} tokens and data.generate.max_new_tokens={max_new_tokens} exceed "
-                f"the target's {self.limit} positions: shorten one of them"
-            )
+        if problem := self.refusal(longest, max_new_tokens):
+            raise ValueError(problem)
         device = self.model.device
         pad = self.end_ids[0]
         rows = [[pad] * (longest - len(request.ids)) + request.ids for request in requests]

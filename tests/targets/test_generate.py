@@ -57,7 +57,8 @@ def test_greedy_rows_pass_through_and_sampled_rows_are_decided():
     assert len(tokens[:, 1].unique()) > 10  # a fresh draw at every step
 
 
-def test_answers_end_before_the_end_token_and_say_why(tmp_path):
+def save_tiny(folder):
+    """A random Llama of 40 tokens and 64 positions, in a folder."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -74,7 +75,12 @@ def test_answers_end_before_the_end_token_and_say_why(tmp_path):
     # A target that asks for penalties by default must not get its way: answers are the plain arg-max.
     model.generation_config.repetition_penalty = 5.0
     model.generation_config.max_length = 3
-    model.save_pretrained(tmp_path)
+    model.save_pretrained(folder)
+    return model
+
+
+def test_answers_end_before_the_end_token_and_say_why(tmp_path):
+    model = save_tiny(tmp_path)
     target = TargetConfig(path=str(tmp_path), dtype="float32", device="cpu")
 
     def reference(ids, count):
@@ -96,7 +102,24 @@ def test_answers_end_before_the_end_token_and_say_why(tmp_path):
 
 
 def test_user_mistakes(tmp_path):
-    with pytest.raises(UserError, match=r"target\.dtype=int8 is none of"):
+    with pytest.raises(UserError, match="'int8' is not one of"):
         Generator(TargetConfig(path=str(tmp_path), dtype="int8"), [0])
-    with pytest.raises(UserError, match="cannot be loaded"):
+    with pytest.raises(UserError, match="none does not exist"):
         Generator(TargetConfig(path=str(tmp_path / "none")), [0])
+
+
+def test_a_device_that_is_not_there_is_said_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    save_tiny(tmp_path)
+    with pytest.raises(UserError, match=r"target\.device=cuda: this machine has no CUDA"):
+        Generator(TargetConfig(path=str(tmp_path), dtype="float32", device="cuda"), [0])
+
+
+def test_prompts_without_room_for_an_answer_are_told_before_they_end_a_batch(tmp_path):
+    save_tiny(tmp_path)
+    generator = Generator(TargetConfig(path=str(tmp_path), dtype="float32", device="cpu"), [0])
+    assert generator.refusal(56, 8) is None
+    assert generator.refusal(57, 8) == "the prompt and 8 tokens of answer exceed the target's 64 positions"
+    assert len(generator.answer([Request([1] * 56, 0.0, 0)], 8, 1.0)) == 1
+    with pytest.raises(ValueError, match="64 positions"):
+        generator.answer([Request([1] * 57, 0.0, 0)], 8, 1.0)
