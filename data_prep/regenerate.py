@@ -2,11 +2,13 @@
 
 Every answer goes to a journal as soon as it exists, under a key made of all that it depends on, so
 the same command goes on where it was stopped. Conversations of several turns advance in rounds,
-one turn of all of them at a time, which keeps the batches full.
+one turn of all of them at a time, which keeps the batches full. A prompt that cannot be answered
+is refused by name, and the others go on.
 """
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
@@ -15,6 +17,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from data_prep.journal import Answered, Journal
+from data_prep.server import NotAnsweredError, Server
 from data_prep.sources import Message, Row, open_sources, read
 from data_prep.template import ChatTemplate, RefusedError
 from eagle31_train import artifacts
@@ -34,6 +38,14 @@ class Job:
     temperature: float
     turns: list[Message]
     messages: list[Message] = field(default_factory=list)  # rendered so far, answers included
+    refusal: str | None = None  # why it has no answer, once it is known
+
+    tokens: int = 0  # of its answers
+
+    def entry(self) -> dict[str, str]:
+        """Its line among the refused; further samples carry the id that `sources.parse` would give them."""
+        identity = self.row.id + (f"#{self.sample}" if self.sample else "")
+        return {"id": identity, "where": self.row.where, "reason": self.refusal or ""}
 
     def seed(self, base: int) -> int:
         """The seed of the next answer: apart for each prompt, sample and turn."""
@@ -42,19 +54,21 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Answered:
-    """One answer as the journal keeps it."""
+class Refused:
+    """Why a prompt has no answer. No journal keeps it: asking again costs little, and may fare better."""
 
-    text: str
-    finish_reason: str
-    tokens: int
+    reason: str
 
 
 def regenerate(config: Config, template: ChatTemplate) -> Path:
     """Answer `data.prompts` with the target; returns `run_dir/conversations.jsonl`.
 
+    One answer per prompt is drawn at `data.generate.temperature`; of several, the first is greedy
+    and the others are drawn at it.
+
     Raises:
-        UserError: no prompts, contradictory options, or an existing output of other inputs.
+        UserError: no prompts, none that can be answered, contradictory options, or an existing
+            output of other inputs.
     """
     generate, folder = config.data.generate, Path(config.run_dir)
     if config.data.prompts is None:
@@ -77,13 +91,19 @@ def regenerate(config: Config, template: ChatTemplate) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with Journal(folder / JOURNAL) as journal:
         answer_all(jobs, journal, settings, config, template)
+    refused += [job.entry() for job in jobs if job.refusal]
+    jobs = [job for job in jobs if not job.refusal]
+    if not jobs:
+        reasons = Counter(entry["reason"] for entry in refused).most_common(3)
+        told = "; ".join(f"{count} × {reason}" for reason, count in reasons)
+        raise UserError(f"data.prompts={config.data.prompts} holds no prompt that was answered ({told})")
     artifacts.write_text(output, "".join(_line(job) for job in jobs))
     manifest = {
         "fingerprint": artifacts.fingerprint(inputs),
         "inputs": inputs,
         "files": artifacts.list_files(folder, [output]),
         "answers": sum(len(job.turns) for job in jobs),
-        "tokens": journal.tokens,
+        "tokens": sum(job.tokens for job in jobs),
         "refused": refused,
     }
     artifacts.write_json(folder / MANIFEST, manifest)
@@ -95,7 +115,7 @@ def regenerate(config: Config, template: ChatTemplate) -> Path:
 
 
 def refused_prompts(run_dir: Path) -> list[dict[str, str]]:
-    """Prompts that `regenerate` could not ask, as id, where, reason."""
+    """Prompts that `regenerate` got no answer to, as id, where, reason."""
     refused: list[dict[str, str]] = artifacts.read_json(run_dir / MANIFEST, "python -m data_prep")["refused"]
     return refused
 
@@ -104,9 +124,12 @@ def _settings(config: Config, template: ChatTemplate) -> dict[str, Any]:
     """All that an answer depends on, beside its prompt."""
     target, generate = config.target, config.data.generate
     local = Path(target.path)
-    where = {"model": generate.model or target.path} if generate.server else {"dtype": target.dtype}
+    if generate.server:  # what weights it serves, only its name for them can tell
+        where = {"model": generate.model or target.path}
+    else:
+        where = {"dtype": target.dtype, "weights": artifacts.weights_fingerprint(target.path)}
     return {
-        # A folder by its name alone: the same checkout elsewhere is the same target.
+        # A folder by its name alone, and its weights: the same checkout elsewhere is the same target.
         "target": local.name if local.is_dir() else target.path,
         "revision": target.revision,
         **where,
@@ -120,8 +143,11 @@ def _settings(config: Config, template: ChatTemplate) -> dict[str, Any]:
 
 
 def _done(folder: Path, inputs: dict[str, Any], overwrite: bool) -> bool:
+    """Whether the answers are there. The manifest stays until a new one replaces it, so that a kill
+    at any time leaves answers that the next run knows for ours."""
     if not (folder / MANIFEST).is_file():
-        if (folder / OUTPUT).exists() and not overwrite:
+        # Beside a journal the answers are ours: killed after them, and before their manifest.
+        if (folder / OUTPUT).exists() and not (folder / JOURNAL).exists() and not overwrite:
             raise UserError(
                 f"{folder / OUTPUT} is there but was not finished by this command: move it away, or overwrite=true"
             )
@@ -138,7 +164,6 @@ def _done(folder: Path, inputs: dict[str, Any], overwrite: bool) -> bool:
             f"{folder / OUTPUT} was made from other inputs ({change}): choose another name=… or run_dir=…, "
             "or replace it with overwrite=true"
         )
-    (folder / MANIFEST).unlink()
     return False
 
 
@@ -163,45 +188,10 @@ def _jobs(rows: Iterator[Row], config: Config) -> tuple[list[Job], list[dict[str
     return jobs, refused
 
 
-class Journal:
-    """Answers so far, one JSON line each, on disk as soon as they exist."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.answers: dict[str, Answered] = {}
-        self.tokens = 0
-
-    def __enter__(self) -> "Journal":
-        whole = 0
-        if self.path.is_file():
-            for number, line in enumerate(self.path.read_bytes().splitlines(keepends=True), start=1):
-                if not line.endswith(b"\n"):
-                    break  # the line being written when the run was killed
-                try:
-                    key, *answer = json.loads(line)
-                    self.answers[key] = Answered(*answer)
-                except (ValueError, TypeError):
-                    raise UserError(f"{self.path}:{number} is damaged: remove this line and run again") from None
-                whole += len(line)
-        self.file = self.path.open("ab")
-        self.file.truncate(whole)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.file.close()
-
-    def add(self, key: str, answer: Answered) -> None:
-        """Keep an answer."""
-        self.answers[key] = answer
-        entry = [key, answer.text, answer.finish_reason, answer.tokens]
-        self.file.write(json.dumps(entry, ensure_ascii=False).encode() + b"\n")
-        self.file.flush()
-
-
 def answer_all(
     jobs: list[Job], journal: Journal, settings: dict[str, Any], config: Config, template: ChatTemplate
 ) -> None:
-    """Bring every job to its end, turn by turn, taking from the journal what it has."""
+    """Bring every job to its end, or to its refusal, turn by turn, taking from the journal what it has."""
     engine = _Remote(config) if config.data.generate.server else _Local(config, template)
     total = sum(len(job.turns) for job in jobs)
     fresh = 0
@@ -209,7 +199,7 @@ def answer_all(
         for turn in range(max(len(job.turns) for job in jobs)):
             waiting: dict[str, Job] = {}
             for job in jobs:
-                if turn < len(job.turns):
+                if turn < len(job.turns) and not job.refusal:
                     job.messages.append(job.turns[turn])
                     key = artifacts.fingerprint([settings, job.row.id, job.sample, job.messages])
                     waiting[key] = job
@@ -218,17 +208,20 @@ def answer_all(
             bar.initial += found  # the rate counts answers of this run alone
             bar.update(found)
             for key, answer in engine.answers(missing):
+                if isinstance(answer, Refused):
+                    waiting.pop(key).refusal = answer.reason
+                    bar.total -= len(missing[key].turns) - turn
+                    bar.refresh()
+                    continue
                 journal.add(key, answer)
                 fresh += answer.tokens
                 bar.update()
                 elapsed = bar.format_dict["elapsed"]
                 bar.set_postfix_str(f"{fresh / max(elapsed, 1e-9):.0f} tokens/s", refresh=False)
             for key, job in waiting.items():
-                answer = journal.answers[key]
-                journal.tokens += answer.tokens
-                job.messages.append(
-                    {"role": "assistant", "content": answer.text, "finish_reason": answer.finish_reason}
-                )
+                known = journal.answers[key]
+                job.tokens += known.tokens
+                job.messages.append({"role": "assistant", "content": known.text, "finish_reason": known.finish_reason})
 
 
 class _Local:
@@ -239,8 +232,8 @@ class _Local:
         self.template = template
         self.generator: Any = None
 
-    def answers(self, jobs: dict[str, Job]) -> Iterator[tuple[str, Answered]]:
-        """Batches of prompts of like length, the longest first: memory trouble shows at once."""
+    def answers(self, jobs: dict[str, Job]) -> Iterator[tuple[str, Answered | Refused]]:
+        """Refusals first, then batches of prompts of like length, the longest first: memory trouble shows at once."""
         if not jobs:
             return
         from eagle31_train.targets.generate import Generator, Request
@@ -253,7 +246,11 @@ class _Local:
             try:
                 ids = self.template.prompt_ids(job.messages)
             except RefusedError as error:
-                raise UserError(f"{job.row.where} (id {job.row.id}) cannot be asked: {error}") from None
+                yield key, Refused(str(error))
+                continue
+            if problem := self.generator.refusal(len(ids), generate.max_new_tokens):
+                yield key, Refused(problem)
+                continue
             requests[key] = Request(ids, job.temperature, job.seed(self.config.seed))
         order = sorted(requests, key=lambda key: (-len(requests[key].ids), key))
         for start in range(0, len(order), generate.batch_size):
@@ -269,14 +266,12 @@ class _Remote:
     """Answers from an OpenAI-compatible server, many requests at once."""
 
     def __init__(self, config: Config) -> None:
-        from data_prep.server import Server
-
         generate = config.data.generate
         assert generate.server is not None
         self.config = config
         self.server = Server(generate.server, generate.model or config.target.path)
 
-    def answers(self, jobs: dict[str, Job]) -> Iterator[tuple[str, Answered]]:
+    def answers(self, jobs: dict[str, Job]) -> Iterator[tuple[str, Answered | Refused]]:
         """In the order in which the server finishes them."""
         generate = self.config.data.generate
         pool = ThreadPoolExecutor(generate.concurrency)
@@ -293,7 +288,11 @@ class _Remote:
                 for key, job in jobs.items()
             }
             for future in as_completed(futures):
-                reply = future.result()
+                try:
+                    reply = future.result()
+                except NotAnsweredError as error:
+                    yield futures[future], Refused(str(error))
+                    continue
                 yield futures[future], Answered(reply.text, reply.finish_reason, reply.tokens)
         finally:
             # One failure, or Ctrl-C, must not wait for thousands of requests still queued.

@@ -14,6 +14,11 @@ from data_prep.sources import Message
 from eagle31_train.schema import UserError
 
 RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
+REFUSED = (400, 413, 422)  # this request's fault: a prompt past the context, or a filter's objection
+
+
+class NotAnsweredError(Exception):
+    """The server is well, but gives this prompt no answer to learn from; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,9 @@ class Server:
         """Ask for one answer, with retries and back-off where the server is busy or away.
 
         Raises:
-            UserError: the server refuses, stays away, or answers something that is no chat completion.
+            UserError: the server stays away, knows no such model, or answers something that is no
+                chat completion: no prompt will fare better.
+            NotAnsweredError: it refuses this one prompt.
         """
         body = {
             "model": self.model,
@@ -66,6 +73,8 @@ class Server:
             except urllib.error.HTTPError as error:
                 detail = " ".join(error.read().decode(errors="replace").split())[:200]
                 problem = f"HTTP {error.code} {detail}"
+                if error.code in REFUSED:
+                    raise NotAnsweredError(f"the server refuses it: {problem}") from None
                 if error.code not in RETRIED:
                     break
             except (OSError, http.client.HTTPException) as error:
@@ -86,10 +95,16 @@ def _reply(content: bytes, url: str) -> Reply:
     try:
         value = json.loads(content)
         choice = value["choices"][0]
-        text, reason = choice["message"]["content"], choice["finish_reason"]
+        message, reason = choice["message"], choice["finish_reason"]
+        text, thought = message["content"], message.get("reasoning_content") or message.get("reasoning")
         tokens = int((value.get("usage") or {}).get("completion_tokens") or 0)
-    except (ValueError, KeyError, IndexError, TypeError):
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
         raise UserError(f"{url} answered no chat completion: is the server OpenAI-compatible?") from None
-    if not isinstance(text, str) or reason not in ("stop", "length"):
-        raise UserError(f"{url} ended an answer with {reason!r}: only stop and length can be learnt from")
+    if thought:
+        # Half of what the target wrote, in a field that no prompt format keeps in its place.
+        raise UserError(f"{url} takes the thinking out of its answers: start it without a reasoning parser")
+    if reason not in ("stop", "length"):
+        raise NotAnsweredError(f"the server ended the answer with {reason!r}, not with stop or length")
+    if not isinstance(text, str):
+        raise NotAnsweredError("the server gave an answer without text")
     return Reply(text, reason, tokens)

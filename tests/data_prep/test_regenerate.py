@@ -2,14 +2,16 @@
 
 import http.server
 import json
+import shutil
 import threading
 from collections import Counter
 
 import pytest
 
 from data_prep import regenerate as module
-from data_prep.regenerate import JOURNAL, OUTPUT, Answered, Journal, regenerate
-from data_prep.server import Server
+from data_prep.journal import Answered, Journal
+from data_prep.regenerate import JOURNAL, OUTPUT, regenerate
+from data_prep.server import NotAnsweredError, Server
 from data_prep.sources import parse
 from data_prep.template import ChatTemplate
 from eagle31_train.schema import Config, DataConfig, GenerateConfig, TargetConfig, UserError
@@ -169,26 +171,106 @@ def test_prompts_that_cannot_be_asked_are_named(config, tmp_path, capsys):
     assert entry == {"id": "bad", "where": "prompts.jsonl:4", "reason": "no user turn"}
 
 
-def test_prompt_too_long_for_the_target(config):
+def test_one_prompt_too_long_for_the_target_is_refused_alone(config, tmp_path, capsys):
+    with (tmp_path / "prompts.jsonl").open("a") as file:
+        file.write(json.dumps({"id": "long", "turns": ["hello", "fox " * 600, "never asked"]}) + "\n")
+    config.data.generate.samples, config.data.generate.temperature = 2, 0.9
+    assert [row["id"] for row in run(config)] == ["one", "one", "two", "two", "three", "three"]
+    reason = "the prompt and 6 tokens of answer exceed the target's 512 positions"
+    assert module.refused_prompts(tmp_path / "run") == [
+        {"id": i, "where": "prompts.jsonl:4", "reason": reason} for i in ("long", "long#1")
+    ]
+    assert f"refused long (prompts.jsonl:4): {reason}" in capsys.readouterr().out
+    manifest = json.loads((tmp_path / "run" / module.MANIFEST).read_text())
+    assert manifest["answers"] == 10
+
+
+def test_one_prompt_that_the_template_refuses_does_not_stop_the_others(config, tmp_path):
+    strict = "{% if messages[0].content == 'hello' %}{{ raise_exception('no greetings') }}{% endif %}"
+    (tmp_path / "strict.jinja").write_text(strict + ChatTemplate.load(config.target).template)
+    config.target.chat_template = str(tmp_path / "strict.jinja")
+    assert [row["id"] for row in run(config)] == ["two", "three"]
+    (entry,) = module.refused_prompts(tmp_path / "run")
+    assert entry["id"] == "one"
+    assert "no greetings" in entry["reason"]
+
+
+def test_no_prompt_answered_at_all(config, tmp_path):
     config.data.generate.max_new_tokens = 600
-    with pytest.raises(UserError, match="exceed the target's 512 positions"):
+    with pytest.raises(UserError, match=r"no prompt that was answered \(3 × the prompt .* 512 positions\)"):
         run(config)
+    assert not (tmp_path / "run" / OUTPUT).exists()
+
+
+def test_other_weights_under_the_same_name_are_another_target(config, tmp_path, tiny_target):
+    """Neither the finished answers nor the journal of one may pass for the other's."""
+    for copy in ("a", "b"):
+        shutil.copytree(tiny_target, tmp_path / copy / "target")
+    weights = tmp_path / "b" / "target" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    config.target.path = str(tmp_path / "a" / "target")
+    run(config)
+    (tmp_path / "moved").mkdir()
+    (tmp_path / "a" / "target").rename(tmp_path / "moved" / "target")
+    config.target.path = str(tmp_path / "moved" / "target")
+    run(config)  # elsewhere, but the same
+    config.target.path = str(tmp_path / "b" / "target")
+    with pytest.raises(UserError, match=r"made from other inputs \(weights: "):
+        run(config)
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_kill_between_answers_and_manifest_is_gone_on_from(config, tmp_path, monkeypatch, damaged):
+    if damaged:  # the second run's kill: the first one's output was spoilt meanwhile
+        run(config)
+        (tmp_path / "run" / OUTPUT).write_text("spoilt")
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module.artifacts, "write_json", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run(config)
+    monkeypatch.undo()
+    left = (tmp_path / "run" / OUTPUT).read_text()
+    if not damaged:
+        monkeypatch.setattr(module._Local, "answers", lambda _, jobs: iter(()) if not jobs else pytest.fail("asked"))
+    run(config)
+    assert (tmp_path / "run" / OUTPUT).read_text() == left
+    assert len(module.refused_prompts(tmp_path / "run")) == 0
+
+
+def test_a_kill_after_damage_was_seen_is_gone_on_from(config, tmp_path, monkeypatch):
+    rows = run(config)
+    (tmp_path / "run" / OUTPUT).write_text("spoilt")
+    monkeypatch.setattr(Journal, "__enter__", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        run(config)
+    monkeypatch.undo()
+    assert run(config) == rows
 
 
 # ---------------------------------------------------------------- a server
 
 
 class Fake(http.server.BaseHTTPRequestHandler):
-    """Answers with what it was asked; `failures` are HTTP statuses given first."""
+    """Answers with what it was asked; `failures` are HTTP statuses given first; objects to one text."""
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.requests.append((self.path, body))
         failure = self.server.failures.pop(0) if self.server.failures else None
+        filtered = body["messages"] and body["messages"][-1]["content"] == self.server.objection
+        if filtered and self.server.objects_by == "status":
+            failure = 400
         self.send_response(failure or 200)
         self.end_headers()
         text = "answer to " + body["messages"][-1]["content"]
         choice = {"message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
+        if filtered:
+            choice = {"message": {"role": "assistant", "content": None}, "finish_reason": "content_filter"}
         usage = {"completion_tokens": 3}
         reply = self.server.reply or json.dumps({"choices": [choice], "usage": usage}).encode()
         self.wfile.write(b"busy" if failure else reply)
@@ -201,6 +283,7 @@ class Fake(http.server.BaseHTTPRequestHandler):
 def fake():
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Fake)
     server.requests, server.failures, server.reply = [], [], None
+    server.objection, server.objects_by = None, None
     server.url = f"http://127.0.0.1:{server.server_address[1]}/v1"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
@@ -274,10 +357,46 @@ def test_reply_that_is_no_chat_completion(fake, reply):
         ask(fake)
 
 
-def test_reply_that_ends_otherwise(fake):
-    fake.reply = b'{"choices": [{"message": {"content": null}, "finish_reason": "tool_calls"}]}'
-    with pytest.raises(UserError, match="ended an answer with 'tool_calls'"):
+def reply_of(message, reason):
+    return json.dumps({"choices": [{"message": message, "finish_reason": reason}]}).encode()
+
+
+@pytest.mark.parametrize(
+    ("content", "reason", "told"),
+    [(None, "tool_calls", "ended the answer with 'tool_calls'"), ("x", "content_filter", "'content_filter'"),
+     (None, "stop", "without text")],
+)  # fmt: skip
+def test_reply_that_cannot_be_learnt_from(fake, content, reason, told):
+    fake.reply = reply_of({"content": content}, reason)
+    with pytest.raises(NotAnsweredError, match=told):
         ask(fake)
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning"])
+def test_server_that_takes_the_thinking_out(fake, key):
+    fake.reply = reply_of({"content": "x", key: "hm"}, "stop")
+    with pytest.raises(UserError, match="start it without a reasoning parser"):
+        ask(fake)
+    fake.reply = reply_of({"content": "x", key: None}, "stop")
+    assert ask(fake)[0].text == "x"
+
+
+@pytest.mark.parametrize("how", ["filter", "status"])
+def test_one_prompt_that_the_server_refuses_does_not_stop_the_others(config, fake, tmp_path, how):
+    config.data.generate.server, config.data.generate.concurrency = fake.url, 1
+    fake.objection = "hello"
+    fake.objects_by = how
+    assert [row["id"] for row in run(config)] == ["two", "three"]
+    (entry,) = module.refused_prompts(tmp_path / "run")
+    assert (entry["id"], entry["where"]) == ("one", "prompts.jsonl:1")
+    assert (
+        entry["reason"]
+        == {
+            "filter": "the server ended the answer with 'content_filter', not with stop or length",
+            "status": "the server refuses it: HTTP 400 busy",
+        }[how]
+    )
+    assert len(fake.requests) == 5
 
 
 def test_failing_server_ends_the_run_and_keeps_the_answers(config, fake, tmp_path):
