@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from datasets import load_from_disk
 
+from data_prep import stage
 from data_prep.split import is_heldout
 from data_prep.stage import prepare
 from data_prep.template import ChatTemplate
@@ -125,6 +126,25 @@ def test_damaged_data_is_made_again(config, tmp_path):
     (tmp_path / "run" / "data" / "vocab.safetensors").write_bytes(whole[:-1])
     prepare(config)
     assert (tmp_path / "run" / "data" / "vocab.safetensors").read_bytes() == whole
+
+
+@pytest.mark.parametrize("why", ["damaged", "overwritten"])
+def test_a_kill_while_replacing_is_gone_on_from(config, tmp_path, monkeypatch, why):
+    """The same command again, after the old data were given up and before the new ones were there."""
+    prepare(config)
+    file = tmp_path / "run" / "data" / "vocab.safetensors"
+    if why == "damaged":
+        file.write_bytes(b"spoilt")
+    else:
+        config.data.max_length, config.overwrite = 32, True
+    monkeypatch.setattr(stage, "collect", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        prepare(config)
+    monkeypatch.undo()
+    prepare(config)
+    manifest = manifest_of(tmp_path)
+    assert manifest["inputs"]["max_length"] == (64 if why == "damaged" else 32)
+    assert artifacts.first_damaged(tmp_path / "run" / "data", manifest["files"]) is None
 
 
 def test_folder_of_somebody_else_is_left_alone(config, tmp_path):
