@@ -20,7 +20,7 @@ demo: install
 	$(BIN)/python -m eagle31_train.targets.embedded
 	$(BIN)/python -m data_prep $(STAGE_ARGS)
 	$(BIN)/python -m eagle31_train.extract $(STAGE_ARGS)
-	$(BIN)/accelerate launch --config_file configs/accelerate/cpu.yaml train.py $(STAGE_ARGS)
+	$(BIN)/accelerate launch --quiet --config_file configs/accelerate/cpu.yaml train.py $(STAGE_ARGS)
 	$(BIN)/python -m eagle31_train.evaluate $(STAGE_ARGS)
 	$(BIN)/python -m eagle31_train.export $(STAGE_ARGS)
 	$(BIN)/python -m eagle31_train.summary $(STAGE_ARGS)

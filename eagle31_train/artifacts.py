@@ -17,6 +17,7 @@ from typing import Any
 from eagle31_train.schema import UserError
 
 MANIFEST = "manifest.json"
+LARGE, SAMPLES, BLOCK = 1 << 30, 256, 1 << 18  # see `weights_fingerprint`
 
 
 def fingerprint(value: Any) -> str:
@@ -127,21 +128,51 @@ def finished(folder: Path, wanted: str, inputs: dict[str, Any], overwrite: bool,
     """
     if not (folder / MANIFEST).is_file():
         return False
-    manifest = read_json(folder / MANIFEST, "the stage")
+    manifest = read_json(folder / MANIFEST, "this command")
     if manifest.get("fingerprint") == wanted:
         damage = first_damaged(folder, manifest.get("files", {}), checksums)
         if damage is None:
             return True
         print(f"{damage}; making {folder} again")
-        (folder / MANIFEST).unlink()
         return False
     if not overwrite:
         raise UserError(
             f"{folder} was made from other inputs ({describe_change(manifest.get('inputs', {}), inputs)}): "
             "choose another name=… or run_dir=…, or replace it with overwrite=true"
         )
-    shutil.rmtree(folder)
+    discard(folder)
     return False
+
+
+def discard(folder: Path) -> None:
+    """Remove a folder of ours: first its name, at once, then its files. A kill leaves no half of it behind."""
+    aside = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(aside, ignore_errors=True)
+    folder.replace(aside)
+    shutil.rmtree(aside)
+
+
+def weights_fingerprint(path: str) -> str:
+    """What tells two targets apart: names, sizes and contents of a local directory's weights, config and code.
+
+    Of files past LARGE bytes, SAMPLES blocks spread over the file are read instead of all of it, which
+    any training changes. A hub id is told apart by its id and revision alone.
+    """
+    kinds = ("*.safetensors", "*.bin", "config.json", "*.py")
+    files = sorted(file for kind in kinds for file in Path(path).glob(kind)) if Path(path).is_dir() else []
+    return fingerprint([(f.name, f.stat().st_size, _content_sha256(f)) for f in files] or path)
+
+
+def _content_sha256(path: Path) -> str:
+    size = path.stat().st_size
+    if size <= LARGE:
+        return file_sha256(path)
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        for block in range(SAMPLES):
+            file.seek((size - BLOCK) * block // (SAMPLES - 1))
+            digest.update(file.read(BLOCK))
+    return digest.hexdigest()
 
 
 def describe_change(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> str:

@@ -78,7 +78,7 @@ def commands(config: Config) -> list[str]:
     return [
         f"python -m data_prep {options}",
         f"python -m eagle31_train.extract {options}",
-        f"accelerate launch train.py {options}",
+        f"accelerate launch --quiet train.py {options}",
         f"python -m eagle31_train.evaluate {options}",
         f"python -m eagle31_train.export {options}",
     ]

@@ -94,7 +94,7 @@ def check(tensors: Mapping[str, TensorOrShape], shape: DrafterShape) -> list[str
         shape: what the checkpoint is to be.
     """
     expected = expected_tensors(shape) | map_tensors(shape)
-    problems = _check_shape(shape)
+    problems = check_shape(shape)
     if prefixed := sorted(name for name in tensors if name.startswith("model.")):
         problems.append(f"{prefixed[0]} has the prefix 'model.', which vLLM adds itself and then does not find")
     for name in sorted(expected.keys() - tensors.keys()):
@@ -123,7 +123,7 @@ def _why_superfluous(name: str) -> str:
     return ""
 
 
-def _check_shape(shape: DrafterShape) -> list[str]:
+def check_shape(shape: DrafterShape) -> list[str]:
     """What no tensor can mend: shapes that vLLM or transformers reads otherwise than it was trained."""
     problems = []
     if shape.aux_layers != sorted(set(shape.aux_layers)):

@@ -32,7 +32,7 @@ from eagle31_train.drafter.model import Drafter
 from eagle31_train.prompts import Prompt
 from eagle31_train.schema import Config, DrafterShape, EvaluateConfig, UserError
 from eagle31_train.targets.cached import CachedTarget
-from eagle31_train.targets.hf import load_model, pick_dtype, weights_fingerprint
+from eagle31_train.targets.hf import load_model, pick_dtype
 
 TRAIN = "accelerate launch train.py"
 DATA = "python -m data_prep"
@@ -66,6 +66,11 @@ def evaluate(config: Config) -> None:
     if artifacts.finished(folder, artifacts.fingerprint(inputs), inputs, config.overwrite):
         print(f"evaluate: up to date ({folder})")
         return
+    if data["dataset_fingerprint"] != trained.manifest["inputs"].get("data"):
+        raise UserError(
+            f"{config.data_folder} is not the data that the drafter was trained on, so its held-out prompts may have "
+            f"been trained on: run `{TRAIN}` on it, or give data_dir=… of training"
+        )
     refuse_other_target(config.store_folder, trained.manifest, inputs["target"], config.target.path)
     if damage := artifacts.first_damaged(config.data_folder, data.get("files", {})):
         raise UserError(f"{damage}: run `{DATA}` again")
@@ -135,6 +140,8 @@ def stage_inputs(config: Config, data: dict[str, Any], train: dict[str, Any]) ->
     del options["warmup"]
     if config.evaluate.prompts is not None:
         options["prompts"] = [artifacts.file_sha256(f)[:16] for f in prompts.files_of(config.evaluate.prompts)]
+        if config.target.chat_template is not None:
+            options["template"] = artifacts.file_sha256(Path(config.target.chat_template))[:16]
     return {
         "layout": LAYOUT,
         "train": train["fingerprint"],
@@ -142,7 +149,7 @@ def stage_inputs(config: Config, data: dict[str, Any], train: dict[str, Any]) ->
         "target": {
             "name": config.target.name,
             "revision": config.target.revision,
-            "weights": weights_fingerprint(config.target.path),
+            "weights": artifacts.weights_fingerprint(config.target.path),
             "dtype": config.target.dtype,
         },
         "evaluate": options,

@@ -92,6 +92,11 @@ def read_trained(config: Config) -> Trained:
     _refuse_other_target(config, train)
     kept = _read_vocab(config.data_folder / "vocab.safetensors", train, shape)
     data = _read_if_there(config.data_folder / artifacts.MANIFEST)
+    if data is not None and data["dataset_fingerprint"] != train["inputs"].get("data"):
+        raise UserError(
+            f"{config.data_folder} is not the data that the drafter was trained on, and the card would tell its "
+            f"counts: run `{TRAIN}` on it, or give data_dir=… of training"
+        )
     evaluate = _read_if_there(run / "evaluate" / artifacts.MANIFEST)
     # A measurement of another checkpoint says nothing about this one.
     belongs = evaluate is not None and _mentions(evaluate.get("inputs"), train["fingerprint"])
@@ -173,7 +178,7 @@ def _inputs(config: Config, trained: Trained) -> dict[str, Any]:
         "weights": artifacts.file_sha256(trained.weights) if trained.weights.is_file() else None,
         "shape": as_plain(trained.shape),
         "vocab": artifacts.fingerprint(trained.vocab.target_ids.tolist()),
-        "target": config.target.path,
+        "target": config.target.name,
         "dtype": config.target.dtype,
         "card": {
             "repo": config.repo,

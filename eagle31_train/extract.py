@@ -21,9 +21,10 @@ from eagle31_train import artifacts, cli
 from eagle31_train.fidelity import Figures, Gate, rebuilt_logits, report, summary
 from eagle31_train.schema import Config, Document, UserError
 from eagle31_train.store import StoreWriter, plan_shards
-from eagle31_train.targets.hf import HiddenStateTarget, load_model, weights_fingerprint
+from eagle31_train.targets.hf import HiddenStateTarget, load_model
 
 SPLITS = ("train", "heldout")
+LAYOUT = 1  # raise it when the same inputs give other files
 LOGIT_ROWS = 512  # rows of [rows, V] logits alive at once
 
 
@@ -37,11 +38,15 @@ def extract(config: Config) -> None:
     data_dir = config.data_folder
     data = artifacts.read_json(data_dir / artifacts.MANIFEST, "python -m data_prep")
     inputs = {
-        "data": data["fingerprint"],
+        "layout": LAYOUT,
+        # Not the draft vocabulary: the states do not depend on it.
+        "data": data["dataset_fingerprint"],
+        "tokenizer": data["inputs"]["tokenizer"],
+        "template": data["inputs"]["template"],
         "target": {
             "name": config.target.name,
             "revision": config.target.revision,
-            "weights": weights_fingerprint(config.target.path),
+            "weights": artifacts.weights_fingerprint(config.target.path),
             "dtype": config.target.dtype,
             "aux_layers": config.target.aux_layers,
         },
@@ -57,7 +62,7 @@ def extract(config: Config) -> None:
     splits = DatasetDict.load_from_disk(str(data_dir / "dataset"))
 
     target = HiddenStateTarget(load_model(config.target), config.target.aux_layers)
-    writer = StoreWriter(folder, {**inputs, **describe(target, data)}, config.overwrite)
+    writer = StoreWriter(folder, {**inputs, **describe(target)}, config.overwrite)
     norm, _ = target.norm_weight()
     weights = {"embed_tokens": target.embedding.weight, "norm": norm}
     if not target.tied():
@@ -95,7 +100,7 @@ def extract(config: Config) -> None:
     )
 
 
-def describe(target: HiddenStateTarget, data: dict[str, Any]) -> dict[str, Any]:
+def describe(target: HiddenStateTarget) -> dict[str, Any]:
     """Provenance beyond the inputs: what the stored states mean."""
     _, norm_kind = target.norm_weight()
     return {
@@ -107,8 +112,6 @@ def describe(target: HiddenStateTarget, data: dict[str, Any]) -> dict[str, Any]:
         "hidden_size": target.embedding.weight.shape[1],
         "vocab_size": target.head_weight().shape[0],
         "state_dtype": "bfloat16",
-        "tokenizer": data.get("tokenizer"),
-        "template": data.get("template"),
     }
 
 

@@ -140,7 +140,8 @@ def divergence(logits: Tensor, log_p: Tensor, taught: Tensor, kind: str, lk: flo
     q = (logits - normaliser).exp_()
     if not lk:
         return value, q.sub_(p_pairs)
-    alpha = torch.minimum(p_pairs, q).sum(-1, keepdim=True)
+    # Where the two share nothing that fp32 can hold, the loss stays finite and the slope is its limit of zero.
+    alpha = torch.minimum(p_pairs, q).sum(-1, keepdim=True).clamp_min(torch.finfo(q.dtype).tiny)
     # d alpha / d q is 1 where the drafter gives too little, 0 elsewhere; then through the softmax.
     short = q * (q < p_pairs)
     through_alpha = (q * short.sum(-1, keepdim=True) - short) / alpha

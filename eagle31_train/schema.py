@@ -58,7 +58,7 @@ class GenerateConfig:
     max_new_tokens: int = opt(320, "longest answer, in tokens")
     temperature: float = opt(0.0, "0 is greedy")
     top_p: float = opt(1.0, "nucleus of the sampled answers")
-    samples: int = opt(1, "answers per prompt; the first is greedy, the others are sampled")
+    samples: int = opt(1, "answers per prompt; of several, the first is greedy and the others are sampled")
     batch_size: int = opt(32, "prompts answered together by an in-process target")
     server: str | None = opt(None, "base URL of an OpenAI-compatible server, e.g. http://localhost:8000/v1")
     model: str | None = opt(None, "the server's name of the model; default: target.path")

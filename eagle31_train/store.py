@@ -15,7 +15,6 @@ int32, aux [N, A, H] bf16, last [N, H] bf16, offsets [S+1] int64.
 
 import json
 import os
-import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -85,7 +84,9 @@ class StoreWriter:
                     "choose another run_dir=… or replace it with overwrite=true"
                 )
             if begun != provenance:
-                shutil.rmtree(folder)
+                artifacts.discard(folder)
+        elif (folder / SHARDS).exists():  # shards of unknown origin pass for nobody's
+            raise UserError(f"{folder} holds shards but no {PROVENANCE}: remove it, or choose another run_dir=…")
         (folder / "shards").mkdir(parents=True, exist_ok=True)
         for leftover in [*folder.glob(".*.tmp"), *(folder / "shards").glob(".*.tmp")]:
             leftover.unlink()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle31_train import artifacts, cli
-from eagle31_train.schema import Config
+from eagle31_train.schema import Config, UserError
 
 
 def summarise(config: Config) -> None:
@@ -21,6 +21,9 @@ def summarise(config: Config) -> None:
         "export": (run_dir / "export.json", "python -m eagle31_train.export"),
     }
     found = {stage: artifacts.read_json(file, command) for stage, (file, command) in manifests.items()}
+    for stage in ("evaluate", "export"):
+        if found[stage]["inputs"]["train"] != found["train"]["fingerprint"]:
+            raise UserError(f"{stage} was last run on another training: run `{manifests[stage][1]}` again")
     print("\n" + table(config, found) + "\n")
 
 

@@ -73,7 +73,7 @@ def make_objective(shape, dtype=torch.float64, seed=0):
     half = shape.head_dim // 2
     exact = shape.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
     torch.testing.assert_close(rope.inv_freq, exact.to(rope.inv_freq.dtype), rtol=1e-6, atol=0)
-    rope.inv_freq = exact.to(dtype)
+    rope.exact = rope.inv_freq = exact.to(torch.promote_types(dtype, torch.float32))
     ids = torch.randperm(shape.vocab_size, generator=generator)[: shape.draft_vocab_size].sort().values
     teacher = Teacher(
         (random(shape.target_hidden_size) * 0.2 + 1).to(dtype),

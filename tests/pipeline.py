@@ -71,12 +71,13 @@ def write_data(run_dir, lengths=LENGTHS, seed=0, kept=KEPT, target_size=VOCAB):
     # An empty split would be given no file, and then not load.
     DatasetDict(splits).save_to_disk(str(folder / "dataset"), num_shards=dict.fromkeys(splits, 1))
     vocab.write(folder / "vocab.safetensors", vocab.DraftVocab(np.array(kept, dtype=np.int64), target_size))
-    inputs = {"seed": seed, "lengths": lengths}
+    inputs = {"seed": seed, "lengths": lengths, "tokenizer": "made", "template": "made"}
     artifacts.write_json(
         folder / "manifest.json",
         {
             "fingerprint": artifacts.fingerprint(inputs),
             "inputs": inputs,
+            "dataset_fingerprint": artifacts.fingerprint([inputs, "rows"]),
             "files": artifacts.list_files(folder, [file for file in folder.rglob("*") if file.is_file()]),
         },
     )

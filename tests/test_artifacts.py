@@ -53,7 +53,7 @@ def test_a_damaged_file_is_named_and_the_stage_is_made_again(tmp_path, capsys, h
     harm(tmp_path / "out" / "a")
     assert finished(tmp_path / "out") is False
     assert capsys.readouterr().out == f"{tmp_path / 'out' / 'a'} {words}; making {tmp_path / 'out'} again\n"
-    assert not (tmp_path / "out" / "manifest.json").exists()
+    assert (tmp_path / "out" / "manifest.json").exists(), "the folder is still known as ours"
     assert (tmp_path / "out" / "b").exists(), "what is whole may be used again"
 
 

@@ -174,6 +174,15 @@ def test_committed_shards_are_not_written_again(tmp_path, monkeypatch):
     assert written == ["shards/heldout-00000.safetensors", "shards/heldout-00001.safetensors"]
 
 
+def test_shards_without_provenance_are_nobodys(tmp_path):
+    """What a killed removal may leave must not be adopted by a store of another target."""
+    folder = tmp_path / "store"
+    write(folder, stop_after=2)
+    (folder / "provenance.json").unlink()
+    with pytest.raises(UserError, match=r"holds shards but no provenance.json: remove it"):
+        StoreWriter(folder, PROVENANCE)
+
+
 def test_a_begun_store_of_another_provenance_is_refused_or_replaced_whole(tmp_path):
     folder = tmp_path / "store"
     write(folder, stop_after=2)

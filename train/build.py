@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from eagle31_train import artifacts
-from eagle31_train.contract import require_available
+from eagle31_train.contract import check_shape, require_available
 from eagle31_train.drafter.layer import Rope
 from eagle31_train.drafter.model import Drafter
 from eagle31_train.loss import Objective, Teacher
@@ -61,7 +61,7 @@ def check_store(store: Store, data: dict[str, Any], target: TargetConfig) -> Non
         data: manifest of the data stage, whose draft vocabulary training reads.
     """
     made = store.manifest["inputs"]
-    if made["data"] != data["fingerprint"]:
+    if made["data"] != data["dataset_fingerprint"]:
         raise UserError(
             f"{store.folder} was made from other data than is in its run now: "
             "run `python -m eagle31_train.extract` again with overwrite=true"
@@ -111,6 +111,8 @@ def drafter_shape(config: DrafterConfig, store: Store, vocab: DraftVocab) -> Dra
         share_embedding=config.share_embedding,
     )
     Rope(shape)  # refuses a scaling that cannot be
+    if problems := check_shape(shape):  # what vLLM would not serve is not worth training
+        raise UserError(f"vLLM could not serve this drafter: {problems[0]}")
     return shape
 
 

@@ -57,11 +57,19 @@ def contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 
-def newest(folder: Path) -> Path | None:
-    """The newest checkpoint that is whole; damaged ones are named and passed over."""
-    for path in sorted(folder.glob("step-*"), reverse=True):
+def in_order(folder: Path) -> list[Path]:
+    """The checkpoints of a run, oldest first."""
+    return sorted(folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def newest(folder: Path, fingerprint: str) -> Path | None:
+    """The newest checkpoint of this run that is whole; others are named and passed over."""
+    for path in reversed(in_order(folder)):
         try:
-            damage = artifacts.first_damaged(path, artifacts.read_json(path / artifacts.MANIFEST, "train.py")["files"])
+            manifest = artifacts.read_json(path / artifacts.MANIFEST, "train.py")
+            damage = artifacts.first_damaged(path, manifest["files"])
+            if manifest["fingerprint"] != fingerprint:
+                damage = "it is of a run of other inputs"
         except (UserError, KeyError) as error:
             damage = str(error)
         if damage is None:
@@ -94,10 +102,10 @@ def restore(path: Path, drafter: Drafter, optimizer: torch.optim.Optimizer) -> d
 
 def prune(folder: Path, keep: int) -> None:
     """Remove all but the newest `keep` checkpoints, and what killed saves left."""
-    for leftover in folder.glob(".step-*.tmp"):
+    for leftover in [*folder.glob(".step-*.tmp"), *folder.glob(".step-*.old")]:
         shutil.rmtree(leftover)
-    for path in sorted(folder.glob("step-*"))[: -max(keep, 1)]:
-        shutil.rmtree(path)
+    for path in in_order(folder)[: -max(keep, 1)]:
+        artifacts.discard(path)
 
 
 def parameter_groups(drafter: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -8,7 +8,6 @@ command again after a stop: it goes on from the newest whole checkpoint.
 
 import math
 import os
-import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -31,8 +30,9 @@ from train import checkpoint, order
 from train.build import build_objective, check_options, check_store, drafter_shape
 from train.metrics import Reporter, reduce_sums, summarise
 
-# Options that steer reporting and saving but not what is learnt.
-UNRELATED = ("eval_every", "eval_samples", "checkpoint_every", "keep_checkpoints", "wandb", "project")
+LAYOUT = 1  # raise it when the same inputs are trained otherwise
+# Options that steer memory, reporting and saving but not what is learnt.
+UNRELATED = ("accumulation", "eval_every", "eval_samples", "checkpoint_every", "keep_checkpoints", "wandb", "project")
 
 
 def main() -> None:
@@ -81,7 +81,7 @@ def train(config: Config) -> None:
 
     # Where an earlier run of the same inputs stopped.
     done, totals = 0, {"tokens": 0, "pairs": 0, "seconds": 0.0}
-    if (found := checkpoint.newest(folder / "checkpoints")) is not None:
+    if (found := checkpoint.newest(folder / "checkpoints", fingerprint)) is not None:
         manifest = checkpoint.restore(found, drafter, optimizer)
         done, totals = manifest["step"], manifest["totals"]
         accelerator.print(f"train: going on after step {done} ({found})")
@@ -162,7 +162,9 @@ def training_inputs(config: Config, store: Store, vocab_sha: str) -> dict[str, A
     """Everything that the trained weights depend on."""
     recipe = {name: value for name, value in asdict(config.train).items() if name not in UNRELATED}
     return {
+        "layout": LAYOUT,
         "store": store.manifest["fingerprint"],
+        "data": store.manifest["inputs"]["data"],
         "vocab": vocab_sha[:16],
         "drafter": asdict(config.drafter),
         "train": recipe,
@@ -185,7 +187,7 @@ def claim(folder: Path, fingerprint: str, inputs: dict[str, Any], overwrite: boo
                 "choose another name=… or run_dir=…, or replace it with overwrite=true"
             )
         if begun != inputs:
-            shutil.rmtree(folder)
+            artifacts.discard(folder)
     artifacts.write_json(record, {"fingerprint": fingerprint, "inputs": inputs})
 
 

@@ -5,7 +5,9 @@ its own keys of steps 1..k (its query's own step included). Nothing else.
 
 The causal part is cut into pieces that need no mask tensor: slots at consecutive positions form a
 *run*, which sees everything before it in full and itself causally. The pieces and the slots' own
-keys are softmaxed apart and merged by their log-sum-exp. Memory is linear in the number of slots.
+keys are softmaxed apart and merged by their log-sum-exp. On the CPU each piece is a flash kernel, and
+memory is linear in the number of slots; on other devices a piece's scores are held in full (no GPU has
+been at hand to prove a kernel on).
 
 Shapes: N packed positions; S slots; h query heads; g key/value heads; r = h / g; d key width;
 dv value width; k own keys; n slots of a run; m keys of a piece.

@@ -5,6 +5,8 @@ Parameter names are those of the checkpoint (`contract.py`): saving a drafter re
 Shapes: n rows; D draft hidden; h query heads; g key/value heads; d head width.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -57,9 +59,16 @@ class Rope(nn.Module):
             rotary = LlamaRotaryEmbedding(config)
         except KeyError as error:
             raise UserError(f"drafter.rope_scaling={shape.rope_scaling} is no RoPE of transformers: {error}") from None
+        self.exact = rotary.inv_freq.clone()
         self.inv_freq: Tensor
-        self.register_buffer("inv_freq", rotary.inv_freq.clone(), persistent=False)
+        self.register_buffer("inv_freq", self.exact, persistent=False)
         self.factor = float(rotary.attention_scaling)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Rope":
+        """Move with the module, but never to a narrower dtype: bf16 frequencies turn long contexts wrongly."""
+        super()._apply(fn, recurse)
+        self.inv_freq = self.exact.to(self.inv_freq.device)
+        return self
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """x [n, heads, d], positions [n] int64 → x rotated, same dtype."""

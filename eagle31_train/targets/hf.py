@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from eagle31_train import artifacts
 from eagle31_train.schema import TargetConfig, UserError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -59,16 +58,6 @@ def load_model(config: TargetConfig, dtype: str | None = None) -> Any:
     return model.eval().requires_grad_(False)
 
 
-def weights_fingerprint(path: str) -> str:
-    """What tells two targets apart: names, sizes and checksums of a local directory's weights, config and code.
-
-    A hub id is told apart by its id and revision alone.
-    """
-    kinds = ("*.safetensors", "*.bin", "config.json", "*.py")
-    files = sorted(file for kind in kinds for file in Path(path).glob(kind)) if Path(path).is_dir() else []
-    return artifacts.fingerprint([(f.name, f.stat().st_size, artifacts.file_sha256(f)) for f in files] or path)
-
-
 def default_aux_layers(layers: int) -> list[int]:
     """vLLM's choice for a target of N layers: 2, N//2, N-3."""
     return [2, layers // 2, layers - 3]
@@ -97,7 +86,7 @@ class HiddenStateTarget:
         self.embedding = model.get_input_embeddings()
         self.layers = list(aux_layers) if aux_layers is not None else default_aux_layers(len(layers))
         if self.layers != sorted(set(self.layers)) or not self.layers:
-            raise UserError(f"target.aux_layers={self.layers} must ascend without repeats: vLLM sorts them")
+            raise UserError(f"target.aux_layers={self.layers} must ascend without repeats: set target.aux_layers=[…]")
         if self.layers[0] < 0 or self.layers[-1] > len(layers):
             raise UserError(f"target.aux_layers={self.layers}: the target has layers 0 to {len(layers)}")
         if getattr(self.head, "bias", None) is not None:

@@ -104,7 +104,13 @@ class TinyRun:
         vocab.write(data / "vocab.safetensors", kept)
         files = artifacts.list_files(data, [f for f in data.rglob("*") if f.is_file() and f != data / "manifest.json"])
         splits = {"train": {"conversations": len(rows)}, "heldout": {"conversations": len(rows)}}
-        manifest = {"fingerprint": "d" * 16, "end_ids": [49], "splits": splits, "files": files}
+        manifest = {
+            "fingerprint": "d" * 16,
+            "dataset_fingerprint": "c" * 16,
+            "end_ids": [49],
+            "splits": splits,
+            "files": files,
+        }
         artifacts.write_json(data / "manifest.json", manifest)
 
     def finish_training(self):
@@ -113,6 +119,7 @@ class TinyRun:
             "fingerprint": "e" * 16,
             "inputs": {
                 "store": "f" * 16,
+                "data": "c" * 16,
                 "vocab": artifacts.file_sha256(self.folder / "data" / "vocab.safetensors")[:16],
             },
             "checkpoint": "checkpoints/step-000007",

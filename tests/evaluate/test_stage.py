@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eagle31_train import artifacts, evaluate, export, vocab
+from eagle31_train.drafter.model import Drafter
 from eagle31_train.schema import UserError
 from eagle31_train.targets.cached import CachedTarget
 
@@ -109,6 +110,8 @@ def test_weights_are_rounded_as_the_exporter_rounds_them(run, model):
         assert parameter.dtype == torch.float32
         assert torch.equal(parameter, exported[name].float()), name
     assert not torch.equal(trained["fc.weight"], exported["fc.weight"].float())
+    exact = Drafter(drafter.shape, target.embedding.weight).midlayer.self_attn.rope.inv_freq
+    assert torch.equal(drafter.midlayer.self_attn.rope.inv_freq, exact), "RoPE is not rounded with the weights"
     assert drafter.shared_embedding.data_ptr() == target.embedding.weight.data_ptr()
     assert "shared_embedding" not in drafter.state_dict()
 
@@ -153,6 +156,15 @@ def test_another_target(run):
         run.folder / "store" / "manifest.json", {"fingerprint": "f" * 16, "inputs": {"target": learnt}}
     )
     with pytest.raises(UserError, match="the drafter was trained for some/target"):
+        evaluate.evaluate(run.config())
+
+
+def test_other_data_than_was_trained_on(run):
+    """Another split may hold out what was trained on."""
+    path = run.folder / "data" / "manifest.json"
+    manifest = artifacts.read_json(path, "the test")
+    artifacts.write_json(path, {**manifest, "dataset_fingerprint": "b" * 16})
+    with pytest.raises(UserError, match="is not the data that the drafter was trained on"):
         evaluate.evaluate(run.config())
 
 

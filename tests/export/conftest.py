@@ -71,6 +71,7 @@ class FakeRun:
             folder / "data" / "manifest.json",
             {
                 "fingerprint": "d" * 16,
+                "dataset_fingerprint": "c" * 16,
                 "conversations": {"train": 321, "heldout": 17},
                 "coverage": 0.975,
                 "files": {},
@@ -110,6 +111,7 @@ class FakeRun:
                 "fingerprint": "e" * 16,
                 "inputs": {
                     "store": "f" * 16,
+                    "data": "c" * 16,
                     "vocab": artifacts.file_sha256(self.folder / "data" / "vocab.safetensors")[:16],
                     "train": {"lr": 0.001, "unroll": 7, "gamma": 0.8},
                 },

@@ -120,7 +120,7 @@ def test_the_options_on_the_card_are_few_and_tell_no_folder():
     assert [line.split(" +")[0] for line in card.commands(config)] == [
         "python -m data_prep",
         "python -m eagle31_train.extract",
-        "accelerate launch train.py",
+        "accelerate launch --quiet train.py",
         "python -m eagle31_train.evaluate",
         "python -m eagle31_train.export",
     ]

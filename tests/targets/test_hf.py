@@ -17,9 +17,10 @@ from transformers import (
     StableLmForCausalLM,
 )
 
+from eagle31_train.artifacts import weights_fingerprint
 from eagle31_train.schema import TargetConfig, UserError
 from eagle31_train.targets import hf
-from eagle31_train.targets.hf import HiddenStateTarget, default_aux_layers, load_model, weights_fingerprint
+from eagle31_train.targets.hf import HiddenStateTarget, default_aux_layers, load_model
 
 SIZES = {
     "vocab_size": VOCAB,

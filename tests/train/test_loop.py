@@ -343,10 +343,24 @@ def test_a_checkpoint_of_another_shape_is_refused(new_run, stop):
     stop(2)
     with pytest.raises(KeyboardInterrupt):
         run.fit("train.max_steps=3")
-    shutil.copytree(wide.newest(), run.checkpoints / "step-000002")
+    other = run.checkpoints / "step-000002"
+    shutil.copytree(wide.newest(), other)
+    manifest = json.loads((other / "manifest.json").read_text())
+    manifest["fingerprint"] = json.loads((run.checkpoints.parent / "inputs.json").read_text())["fingerprint"]
+    (other / "manifest.json").write_text(json.dumps(manifest))
     message = message_of(run, "train.max_steps=3")
     assert f"{run.checkpoints / 'step-000002'} is a drafter of another shape" in message
     assert "intermediate_size: 48 there, 32 here" in message
+
+
+def test_a_checkpoint_of_another_run_is_passed_over(new_run, stop, capsys):
+    """What a killed overwrite=true may leave: checkpoints of a run whose record is gone."""
+    other = new_run().fit("train.max_steps=3", "seed=5")
+    run = new_run()
+    shutil.copytree(other.newest(), run.checkpoints / "step-000002")
+    run.fit("train.max_steps=3")
+    assert "step-000002 is not used: it is of a run of other inputs" in capsys.readouterr().out
+    assert_equal(run.weights(), new_run().fit("train.max_steps=3").weights())
 
 
 # ---------------------------------------------------------------- refused
