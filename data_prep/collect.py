@@ -13,6 +13,7 @@ from tqdm import tqdm
 from data_prep.sources import Row
 from data_prep.split import is_heldout
 from data_prep.template import ChatTemplate, RefusedError, Sample
+from data_prep.turns import samples
 from eagle31_train import artifacts
 
 SPLITS = ("train", "heldout")
@@ -34,9 +35,9 @@ class Split:
     sources: list[str] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
 
-    def add(self, row: Row, sample: Sample) -> None:
-        self.ids.append(row.id)
-        self.sources.append(row.source)
+    def add(self, identity: str, source: str, sample: Sample) -> None:
+        self.ids.append(identity)
+        self.sources.append(source)
         self.samples.append(sample)
 
     def token_counts(self, vocab_size: int) -> NDArray[np.int64]:
@@ -47,7 +48,7 @@ class Split:
         return counts
 
     def summary(self) -> dict[str, Any]:
-        """Conversations, tokens and assistant tokens, in all and by source."""
+        """Conversations (a turn by itself counts as one), tokens and assistant tokens, in all and by source."""
         by_source: dict[str, Counter[str]] = {}
         for source, sample in zip(self.sources, self.samples, strict=True):
             by_source.setdefault(source, Counter()).update(_counts(sample))
@@ -94,6 +95,8 @@ class Collected:
     refused: list[dict[str, str]] = field(default_factory=list)
     cut: int = 0
     no_end_of_turn: int = 0
+    split_turns: int = 0  # conversations that became one sample per assistant turn
+    inserted: int = 0  # answers before which the template put an empty thought
 
     def datasets(self) -> DatasetDict:
         """Both splits."""
@@ -107,11 +110,18 @@ def collect(rows: Iterator[Row], template: ChatTemplate, max_length: int, heldou
         try:
             if row.problem:
                 raise RefusedError(row.problem)
-            sample = template.sample(row.messages, max_length)
+            found = samples(template, row.messages, max_length)
         except RefusedError as error:
             result.refused.append({"id": row.id, "where": row.where, "reason": str(error)})
             continue
-        result.cut += sample.cut
-        result.no_end_of_turn += sample.open_turns
-        result.splits["heldout" if is_heldout(row.messages, heldout) else "train"].add(row, sample)
+        # By the conversation's prompt, so that all its turns fall on the same side.
+        split = result.splits["heldout" if is_heldout(row.messages, heldout) else "train"]
+        for suffix, sample in found.samples:
+            split.add(row.id + suffix, row.source, sample)
+            result.cut += sample.cut
+            result.no_end_of_turn += sample.open_turns
+        for suffix, reason in found.refused:
+            result.refused.append({"id": row.id + suffix, "where": row.where, "reason": reason})
+        result.split_turns += found.split
+        result.inserted += found.inserted
     return result

@@ -131,6 +131,8 @@ def _write(
         "refused": collected.refused,
         "cut": collected.cut,
         "no_end_of_turn": collected.no_end_of_turn,
+        "split_turns": collected.split_turns,
+        "inserted": collected.inserted,
         "files": artifacts.list_files(temporary, [file for file in temporary.rglob("*") if file.is_file()]),
         "seconds": round(time.monotonic() - started, 2),
     }
@@ -161,6 +163,11 @@ def summary(folder: Path, manifest: dict[str, Any]) -> str:
         f"({draft['seen_in_train']:,} occur in the training answers)"
     )
     lines.append(f"  cut at max_length: {manifest['cut']}; answers without end of turn: {manifest['no_end_of_turn']}")
+    if manifest["split_turns"]:
+        lines.append(
+            f"  made one sample per answer, since the template rewrites history: {manifest['split_turns']} "
+            f"conversations; answers that it begins with an empty thought: {manifest['inserted']}"
+        )
     lines.append(f"  REFUSED: {len(manifest['refused'])}" if manifest["refused"] else "  refused: 0")
     for reason, count in Counter(entry["reason"] for entry in manifest["refused"]).most_common():
         lines.append(f"    {count} × {reason}")

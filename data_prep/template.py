@@ -26,6 +26,10 @@ class RefusedError(Exception):
     """Why no exact loss mask can be made for a conversation; the text is the same for like cases."""
 
 
+class RewrittenError(RefusedError):
+    """The template writes a turn otherwise than the target did; turn by turn there may still be an exact mask."""
+
+
 @dataclass(frozen=True)
 class Sample:
     """input_ids [T] int32, loss_mask [T] bool; `cut`: more than max_length; `open_turns`: without end-of-turn."""
@@ -75,6 +79,8 @@ class ChatTemplate:
 
     def render(self, messages: list[Message], add_generation_prompt: bool = False) -> str:
         """The conversation as text; RefusedError where the template does not accept it."""
+        if not messages:  # what a conversation that begins with an answer has before it
+            raise RefusedError("no turn before the answer")
         try:
             text = self.tokenizer.apply_chat_template(
                 _plain(messages),
@@ -110,7 +116,8 @@ class ChatTemplate:
         target's and is not learnt; where that turn is the last, the sequence ends with its content.
 
         Raises:
-            RefusedError: the mask would be empty, or cannot be known exactly.
+            RefusedError: the mask would be empty, or cannot be known exactly; RewrittenError where
+                it may be known turn by turn.
         """
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns:
@@ -119,12 +126,12 @@ class ChatTemplate:
         spans = self._marked_spans(messages, text) if self.has_markers else self._prefix_spans(messages, text)
         if len(spans) != len(turns):
             raise RefusedError("the template does not mark each assistant turn once")
-        tokens = _Tokens(self, text)
+        tokens = Tokens(self, text)
         mask = np.zeros(len(tokens.ids), dtype=np.bool_)
         length = len(tokens.ids)
         open_turns = 0
         for turn, (start, end) in zip(turns, spans, strict=True):
-            first, last = self._learnt(tokens, start, end, messages[turn]["content"])
+            first, last = self.learnt(tokens, start, end, messages[turn]["content"])
             if messages[turn].get("finish_reason") == "length":
                 open_turns += 1
                 if turn == len(messages) - 1:
@@ -148,9 +155,9 @@ class ChatTemplate:
             before = self.render(messages[:i], add_generation_prompt=True)
             after = self.render(messages[: i + 1])
             if not text.startswith(after) or not text.startswith(before):
-                raise RefusedError("the template rewrites history")
+                raise RewrittenError("the template rewrites history")
             if len(after) < len(before):
-                raise RefusedError("the generation prompt is longer than the turn")
+                raise RewrittenError("the generation prompt is longer than the turn")
             spans.append((len(before), len(after)))
         return spans
 
@@ -165,7 +172,7 @@ class ChatTemplate:
             raise RefusedError("the template renders otherwise with its markers read")
         return [(int(span[0]), int(span[1])) for span in spans[0]]
 
-    def _learnt(self, tokens: "_Tokens", start: int, end: int, content: str) -> tuple[int, int]:
+    def learnt(self, tokens: "Tokens", start: int, end: int, content: str) -> tuple[int, int]:
         """Token positions [first, last) of a turn's content; `last` is its end-of-turn token."""
         first = tokens.boundary(start)
         stop = tokens.boundary(end)
@@ -180,10 +187,10 @@ class ChatTemplate:
         if self.decode(tokens.ids[last + 1 : stop]).strip():
             raise RefusedError("text of the turn after its end-of-turn token")
         body = tokens.text_between(first, last)
-        if not _same(text_of(tokens, start, body), body):
+        if not same(text_of(tokens, start, body), body):
             raise RefusedError("a boundary inside a token")
-        if not _same(body.strip(), content.strip()):
-            raise RefusedError("the template alters the answer")
+        if not same(body.strip(), content.strip()):
+            raise RewrittenError("the template alters the answer")
         if not body:
             raise RefusedError("an empty answer")
         return first, last
@@ -220,12 +227,12 @@ class ChatTemplate:
         }
 
 
-def text_of(tokens: "_Tokens", start: int, body: str) -> str:
+def text_of(tokens: "Tokens", start: int, body: str) -> str:
     """The rendered text as long as `body`, from character `start`."""
     return tokens.text[start : start + len(body)]
 
 
-class _Tokens:
+class Tokens:
     """Rendered text, its tokens, and the way from characters to tokens."""
 
     def __init__(self, template: ChatTemplate, text: str) -> None:
@@ -268,7 +275,8 @@ class _Tokens:
         return whole[len(before) :]
 
 
-def _same(left: str, right: str) -> bool:
+def same(left: str, right: str) -> bool:
+    """Whether two texts have the same tokens as far as can be told from outside."""
     # Tokenizers may normalise to NFC; nothing else is forgiven.
     return unicodedata.normalize("NFC", left) == unicodedata.normalize("NFC", right)
 

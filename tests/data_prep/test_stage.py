@@ -186,6 +186,30 @@ def test_refused_cut_and_open_conversations_are_counted_and_named(config, tmp_pa
     assert "c1 (chats.jsonl:2): unknown role 'wizard'" in out
 
 
+def test_conversations_that_the_template_rewrites_are_learnt_turn_by_turn(config, tmp_path, capsys):
+    own = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    (tmp_path / "own.jinja").write_text(own)
+    config.target.chat_template = str(tmp_path / "own.jinja")
+    rows = [{**row, "messages": row["messages"] + chats(99)[90 + i % 9]["messages"]} for i, row in enumerate(chats(40))]
+    rows[7]["messages"][-1]["content"] = " "
+    write(tmp_path / "chats.jsonl", rows)
+    prepare(config)
+    manifest = manifest_of(tmp_path)
+    assert manifest["refused"] == [{"id": "c7~turn2", "where": "chats.jsonl:8", "reason": "an empty answer"}]
+    assert (manifest["split_turns"], manifest["inserted"]) == (40, 79)
+    splits = load_from_disk(str(tmp_path / "run" / "data" / "dataset"))
+    held = {row["id"] for row in rows if is_heldout(row["messages"], 0.2)}
+    assert 0 < len(held) < 40
+    both = {f"{i}~turn{n}" for i in held for n in (1, 2)} - {"c7~turn2"}
+    assert set(splits["heldout"]["id"]) == both  # all turns of a conversation on one side
+    assert len(splits["train"]) + len(splits["heldout"]) == 79
+    assert "one sample per answer, since the template rewrites history: 40 conversations" in capsys.readouterr().out
+
+
 def test_nothing_left_and_empty_splits(config, tmp_path):
     write(tmp_path / "chats.jsonl", [{"prompt": "a"}, {"prompt": "b"}])
     with pytest.raises(UserError, match=r"no conversation is left to learn from \(2 × no assistant turn\)"):

@@ -71,7 +71,7 @@ def test_markers_around_the_content_alone_still_teach_the_end_of_turn(tokenizer,
 def test_tokenizer_without_offsets_gives_the_same_mask(chatml, monkeypatch):
     expected = chatml.sample(CHAT, 1000).loss_mask.tolist()
     monkeypatch.setattr(PreTrainedTokenizerFast, "is_fast", property(lambda _: False))
-    assert module._Tokens(chatml, "hello").offsets is None
+    assert module.Tokens(chatml, "hello").offsets is None
     assert chatml.sample(CHAT, 1000).loss_mask.tolist() == expected
 
 
@@ -79,12 +79,12 @@ def test_tokenizer_without_offsets_gives_the_same_mask(chatml, monkeypatch):
 def test_a_planted_shift_of_the_first_token_is_caught(chatml, monkeypatch, shift):
     """The verification must see a mask that is off by one, whoever made it."""
     text = chatml.render(CHAT)
-    boundary = module._Tokens.boundary
+    boundary = module.Tokens.boundary
 
     def shifted(self, char):
         return boundary(self, char) + (shift if char == text.index("the quick") else 0)
 
-    monkeypatch.setattr(module._Tokens, "boundary", shifted)
+    monkeypatch.setattr(module.Tokens, "boundary", shifted)
     with pytest.raises(RefusedError):
         chatml.sample(CHAT, 1000)
 
