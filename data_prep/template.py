@@ -125,7 +125,7 @@ class ChatTemplate:
         text = self.render(messages)
         spans = self._marked_spans(messages, text) if self.has_markers else self._prefix_spans(messages, text)
         if len(spans) != len(turns):
-            raise RefusedError("the template does not mark each assistant turn once")
+            raise RewrittenError("the template does not mark each assistant turn once")
         tokens = Tokens(self, text)
         mask = np.zeros(len(tokens.ids), dtype=np.bool_)
         length = len(tokens.ids)

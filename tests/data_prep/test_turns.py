@@ -147,6 +147,24 @@ def test_other_insertions_and_alterations_are_refused(tokenizer, thinking):
     assert refusal(thinking, [ASK, says("a<|im_end|>b")]) == "an end-of-turn token inside the answer"
 
 
+def test_a_template_that_marks_the_last_answer_alone(tokenizer, thinking):
+    """As some do since earlier answers have lost their thoughts; each answer is the last of its own sample."""
+    said = "{{- said + '<|im_end|>\n' -}}"
+    marked = "{%- if loop.last -%}{% generation %}{{- said + '<|im_end|>' -}}{% endgeneration %}{{- '\n' -}}"
+    assert said in THINKING
+    template = ChatTemplate(
+        tokenizer, thinking.end_ids, THINKING.replace(said, f"{marked}{{%- else -%}}{said}{{%- endif -%}}")
+    )
+    assert template.has_markers
+    chat = [ASK, says("the fox"), MORE, says("<think>\nwell\n</think>\n\nlazy dog")]
+    plain, other = samples(thinking, chat, 1000), samples(template, chat, 1000)
+    assert len(plain.samples) == 2
+    for (name, one), (same_name, same) in zip(plain.samples, other.samples, strict=True):
+        assert name == same_name
+        assert one.input_ids.tolist() == same.input_ids.tolist()
+        assert one.loss_mask.tolist() == same.loss_mask.tolist()
+
+
 def test_turns_that_fail_are_refused_by_name_and_the_others_kept(thinking):
     chat = [ASK, says("the fox"), MORE, says(" "), ASK, says("lazy dog")]
     found = samples(thinking, chat, 1000)
