@@ -23,7 +23,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from eagle31_train.schema import Config, UserError
+from eagle31_train.schema import Config, UserError, require_available
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
@@ -71,6 +71,7 @@ def run(stage: Callable[[Config], None], description: str, argv: list[str] | Non
         if arguments.cfg:
             print(OmegaConf.to_yaml(OmegaConf.structured(config)), end="")
             return
+        require_available(config.drafter.architecture)  # before hours go into the stages ahead of training
         stage(config)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from eagle31_train import vocab
-from eagle31_train.schema import DrafterShape, UserError
+from eagle31_train.schema import DrafterShape, UserError, require_available
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -22,21 +22,6 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 _LLAMA_STYLE = (ARCHITECTURE, "Eagle3LlamaForCausalLM")
 # A tensor, or its shape alone where only names and shapes are to be checked.
 TensorOrShape = torch.Tensor | tuple[int, ...]
-
-
-def require_available(architecture: str) -> None:
-    """Stop before any work for an attention kind that cannot be trained or exported.
-
-    Raises:
-        UserError: `architecture` is "mla", or no known kind at all.
-    """
-    if architecture == "mla":
-        raise UserError(
-            "the MLA drafter is not available yet: drafter.architecture=mla cannot be trained or exported, "
-            "use drafter.architecture=llama"
-        )
-    if architecture != "llama":
-        raise UserError(f"drafter.architecture={architecture} is unknown: it is llama or mla")
 
 
 # ---------------------------------------------------------------- tensors

@@ -18,7 +18,6 @@ from tqdm import tqdm
 
 from eagle31_train import artifacts, cli, prompts, vocab
 from eagle31_train.acceptance import Outcome, describe, summarise, table
-from eagle31_train.contract import require_available
 from eagle31_train.decoding import (
     Decoded,
     Limits,
@@ -30,7 +29,7 @@ from eagle31_train.decoding import (
 from eagle31_train.drafter.decode import DraftDecoder
 from eagle31_train.drafter.model import Drafter
 from eagle31_train.prompts import Prompt
-from eagle31_train.schema import Config, DrafterShape, EvaluateConfig, UserError
+from eagle31_train.schema import Config, DrafterShape, EvaluateConfig, UserError, require_available
 from eagle31_train.targets.cached import CachedTarget
 from eagle31_train.targets.hf import load_model, pick_dtype
 

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from eagle31_train import artifacts, card, cli, contract, hub, vocab
-from eagle31_train.schema import Config, DrafterShape, UserError, as_plain
+from eagle31_train.schema import Config, DrafterShape, UserError, as_plain, require_available
 
 TRAIN = "accelerate launch train.py"
 # Raised whenever the same inputs make another checkpoint.
@@ -47,7 +47,7 @@ def export(config: Config) -> None:
             contract; the message names the key. Then nothing is written.
     """
     started = time.monotonic()
-    contract.require_available(config.drafter.architecture)
+    require_available(config.drafter.architecture)
     if config.push and not config.repo:
         raise UserError("push=true needs the hub repository: add repo=owner/name")
     if config.target.dtype not in contract.DTYPES:
@@ -113,7 +113,7 @@ def _read_shape(path: Path) -> DrafterShape:
         shape = DrafterShape(**values)
     except TypeError as error:
         raise UserError(f"{path} is not a drafter's shape ({error}): run `{TRAIN}` again") from None
-    contract.require_available(shape.architecture)
+    require_available(shape.architecture)
     return shape
 
 

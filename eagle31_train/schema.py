@@ -232,6 +232,21 @@ class DrafterShape:
     share_embedding: bool
 
 
+def require_available(architecture: str) -> None:
+    """Stop before any work for an attention kind that cannot be trained or exported.
+
+    Raises:
+        UserError: `architecture` is "mla", or no known kind at all.
+    """
+    if architecture == "mla":
+        raise UserError(
+            "the MLA drafter is not available yet: drafter.architecture=mla cannot be trained or exported, "
+            "use drafter.architecture=llama"
+        )
+    if architecture != "llama":
+        raise UserError(f"drafter.architecture={architecture} is unknown: it is llama or mla")
+
+
 def as_plain(value: Any) -> Any:
     """A dataclass as plain dicts and lists, ready for JSON."""
     return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value  # type: ignore[arg-type]

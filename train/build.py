@@ -5,11 +5,19 @@ from typing import Any
 import torch
 
 from eagle31_train import artifacts
-from eagle31_train.contract import check_shape, require_available
+from eagle31_train.contract import check_shape
 from eagle31_train.drafter.layer import Rope
 from eagle31_train.drafter.model import Drafter
 from eagle31_train.loss import Objective, Teacher
-from eagle31_train.schema import Config, DrafterConfig, DrafterShape, TargetConfig, TrainConfig, UserError
+from eagle31_train.schema import (
+    Config,
+    DrafterConfig,
+    DrafterShape,
+    TargetConfig,
+    TrainConfig,
+    UserError,
+    require_available,
+)
 from eagle31_train.store import Store
 from eagle31_train.vocab import DraftVocab
 

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig
 
 from eagle31_train import contract
-from eagle31_train.schema import DrafterShape, UserError
+from eagle31_train.schema import DrafterShape, UserError, require_available
 
 SMOLLM2 = DrafterShape(
     architecture="llama",
@@ -143,11 +143,11 @@ def test_shapes_that_vllm_reads_otherwise_are_named(change, named, tiny, good):
 
 def test_mla_is_refused_clearly(tiny):
     with pytest.raises(UserError, match="the MLA drafter is not available yet"):
-        contract.require_available("mla")
+        require_available("mla")
     with pytest.raises(UserError, match="not available yet"):
         contract.expected_tensors(replace(tiny, architecture="mla"))
     with pytest.raises(UserError, match="llama or mla"):
-        contract.require_available("mamba")
+        require_available("mamba")
 
 
 def test_config_json_has_every_field():

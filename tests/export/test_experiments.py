@@ -6,9 +6,8 @@ import sys
 
 import pytest
 
-from eagle31_train import contract
 from eagle31_train.cli import ROOT, load_config
-from eagle31_train.schema import UserError
+from eagle31_train.schema import UserError, require_available
 
 SHAPES = {
     # target, layers read, MLP width, query and key heads, head width, RoPE base, draft vocabulary
@@ -51,7 +50,7 @@ def test_kimi_has_the_published_mla_dimensions():
 
 @pytest.mark.parametrize("name", ["llama31_8b", "qwen3_8b", "smollm2"])
 def test_the_other_recipes_are_available(name):
-    contract.require_available(load_config([f"+experiment={name}"]).drafter.architecture)
+    require_available(load_config([f"+experiment={name}"]).drafter.architecture)
 
 
 def test_kimi_stops_the_export_with_one_clear_line(tmp_path):
@@ -62,9 +61,10 @@ def test_kimi_stops_the_export_with_one_clear_line(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_command_line_prints_the_refusal_and_exits_2(tmp_path):
+@pytest.mark.parametrize("stage", [["-m", "data_prep"], ["train.py"], ["-m", "eagle31_train.export"]])
+def test_every_stage_prints_the_refusal_first_and_exits_2(tmp_path, stage):
     done = subprocess.run(
-        [sys.executable, "-m", "eagle31_train.export", "+experiment=kimi", f"run_dir={tmp_path}"],
+        [sys.executable, *stage, "+experiment=kimi", f"run_dir={tmp_path}"],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
