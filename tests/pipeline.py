@@ -5,6 +5,7 @@ import random
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from datasets import Dataset, DatasetDict, Features, List, Value
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -12,6 +13,7 @@ from transformers.utils import logging
 
 from eagle31_train import artifacts, vocab
 from eagle31_train.cli import load_config
+from eagle31_train.schema import UserError
 
 LAYERS, HIDDEN, VOCAB = 6, 32, 40
 AUX = [1, 3, 5]
@@ -128,3 +130,29 @@ def tiny_config(folder, *more):
 def contents(folder):
     """Every file under a folder: relative name → bytes."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def message_of(run, *more):
+    """The one line with which training refuses."""
+    with pytest.raises(UserError) as error:
+        run.fit(*more)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def assert_equal(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for name in theirs:
+        assert torch.equal(ours[name], theirs[name]), name
+
+
+def assert_close(ours, theirs, tolerance):
+    assert ours.keys() == theirs.keys()
+    for name in theirs:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def flip_bit(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
