@@ -139,6 +139,8 @@ def train(config: Config) -> None:
             found = checkpoint.save(folder / "checkpoints", step, drafter, optimizer, extra)
             checkpoint.prune(folder / "checkpoints", t.keep_checkpoints)
     reporter.bar.close()
+    # Together, so that no rank closes its connections while another still saves or speaks to it.
+    accelerator.wait_for_everyone()
     accelerator.end_training()
 
     if accelerator.is_main_process:
