@@ -125,6 +125,9 @@ class TrainConfig:
     max_steps: int | None = opt(None, "stop after this many optimizer steps")
     batch_tokens: int = opt(4096, "tokens of one optimizer step, over all ranks and accumulation steps")
     accumulation: int = opt(1, "micro-batches per rank and optimizer step")
+    slots_per_batch: int | None = opt(
+        None, "train a random subset of so many slots (draft starts) per optimizer step, unbiased; default: all"
+    )
     lr: float = opt(1e-4, "peak learning rate")
     warmup: float = opt(0.05, "share of the steps that warm up")
     min_lr: float = opt(0.1, "the cosine ends at this share of lr")

@@ -84,6 +84,13 @@ def make_objective(shape, dtype=torch.float64, seed=0):
     return Objective(drafter, teacher, "kl")
 
 
+def kept_mask(objective):
+    """[V] bool: what the objective's draft vocabulary holds."""
+    kept = torch.zeros(objective.drafter.shape.vocab_size, dtype=torch.bool)
+    kept[objective.teacher.target_ids] = True
+    return kept
+
+
 @pytest.fixture
 def tiny():
     """(objective in fp64, three documents) of one small random drafter."""

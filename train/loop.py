@@ -19,18 +19,18 @@ from typing import Any
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.utils import DistributedType, broadcast_object_list, parse_flag_from_env
-from torch import Tensor
+from torch import Tensor, nn
 
 from eagle31_train import artifacts, cli, vocab
-from eagle31_train.drafter.batch import Batch, build_batch
+from eagle31_train.drafter.batch import Batch, build_batch, choose_slots
 from eagle31_train.loss import MEASURES, Objective
 from eagle31_train.schema import Config, UserError
 from eagle31_train.store import Store, StoreSplit
 from train import checkpoint, order
 from train.build import build_objective, check_options, check_store, drafter_shape
-from train.metrics import Reporter, reduce_sums, summarise
+from train.metrics import Reporter, fetch, reduce_sums, summarise
 
-LAYOUT = 1  # raise it when the same inputs are trained otherwise
+LAYOUT = 2  # raise it when the same inputs are trained otherwise
 # Options that steer memory, reporting and saving but not what is learnt.
 UNRELATED = ("accumulation", "eval_every", "eval_samples", "checkpoint_every", "keep_checkpoints", "wandb", "project")
 
@@ -90,26 +90,19 @@ def train(config: Config) -> None:
 
     lap = time.perf_counter()
     measured_heldout: dict[str, Any] | None = None
-    for step, micro_batches in load(train_split, batches, done, config, kept, accelerator):
+    for step, share, counts in load(train_split, batches, done, config, kept, accelerator):
         lr = learning_rate(step, len(batches), config)
         for group in optimizer.param_groups:
             group["lr"] = lr
-
-        # N_k, counted over every rank and micro-batch before any gradient is taken.
-        trained = [[count * real for count in batch.trained] for batch, real in micro_batches]
-        counts = torch.tensor(trained, device=accelerator.device).sum(0)
-        weights = step_weights(reduce_sums(accelerator, counts), t.gamma)
-
-        sums = torch.zeros(MEASURES, t.unroll, device=accelerator.device)
-        for index, (batch, real) in enumerate(micro_batches):
-            last = index == len(micro_batches) - 1
-            # DDP averages over ranks; the loss is a sum over them, hence the world size.
-            factor = float(real) * accelerator.num_processes
-            with nullcontext() if last else accelerator.no_sync(model):
-                loss, measured = model(batch.to(accelerator.device), weights * factor)
-                accelerator.backward(loss)
-            sums += measured.stacked() * float(real)
+        sums, counts = accumulate(model, share, counts, t.gamma, accelerator)
         norm = accelerator.clip_grad_norm_(drafter.parameters(), t.clip)
+        # All that the host wants to know of a step, in one wait for the device.
+        norm, counts, sums = fetch(norm, counts, sums)
+        if not counts.any():
+            raise UserError(
+                f"step {step}: no sample of its batch has a pair to train (samples {batches[step - 1]}), nothing was "
+                "updated: raise train.batch_tokens, or prepare the data without conversations that teach nothing"
+            )
         if not torch.isfinite(norm):
             raise UserError(
                 f"step {step}: the gradient is not finite (samples {batches[step - 1]}); nothing was updated"
@@ -118,7 +111,6 @@ def train(config: Config) -> None:
         prepared.zero_grad(set_to_none=True)
 
         # Reporting.
-        sums = reduce_sums(accelerator, sums)
         report = summarise(sums)
         tokens = sum(train_split.lengths[i] for i in batches[step - 1])
         totals["tokens"] += tokens
@@ -158,6 +150,32 @@ def train(config: Config) -> None:
             },
         )
         print(f"train: {len(batches)} steps, {totals['tokens']:,} tokens; drafter in {found}")
+
+
+def accumulate(
+    model: nn.Module, share: list[tuple[Batch, bool]], counts: Tensor, gamma: float, accelerator: Accelerator
+) -> tuple[Tensor, Tensor]:
+    """Add up the gradients of a step. Nothing here waits for the device: work is only queued.
+
+    Args:
+        share: this rank's micro-batches, as `load` gives them, with `counts` [K], their part of N_k.
+
+    Returns:
+        Over all ranks, on the device: what was measured [MEASURES, K], and N_k [K].
+    """
+    # N_k is complete before any gradient is taken.
+    counts = reduce_sums(accelerator, counts.to(accelerator.device, non_blocking=True))
+    weights = step_weights(counts, gamma)
+    sums = torch.zeros(MEASURES, len(counts), device=accelerator.device)
+    for index, (batch, real) in enumerate(share):
+        last = index == len(share) - 1
+        # DDP averages over ranks; the loss is a sum over them, hence the world size.
+        factor = float(real) * accelerator.num_processes * batch.scale
+        with nullcontext() if last else accelerator.no_sync(model):
+            loss, measured = model(batch.to(accelerator.device), weights * factor)
+            accelerator.backward(loss)
+        sums += measured.stacked() * float(real)
+    return reduce_sums(accelerator, sums), counts
 
 
 def training_inputs(config: Config, store: Store, vocab_sha: str) -> dict[str, Any]:
@@ -235,28 +253,39 @@ def load(
     config: Config,
     kept: Tensor,
     accelerator: Accelerator,
-) -> Iterator[tuple[int, list[tuple[Batch, bool]]]]:
+) -> Iterator[tuple[int, list[tuple[Batch, bool]], Tensor]]:
     """This rank's micro-batches of every step after `done`, read one step ahead in the background.
 
     A micro-batch is (batch, real): where a global batch has fewer samples than there are parts,
     a rank still takes part in the gradient exchange with a sample that counts for nothing.
+    With them comes their part of N_k, [K] int64. For a CUDA device all lie in page-locked memory.
     """
     t = config.train
-    parts = accelerator.num_processes * t.accumulation
+    pin = accelerator.device.type == "cuda"
 
-    def read(step: int) -> list[tuple[Batch, bool]]:
-        shares = order.share(batches[step], split.lengths, parts)
-        mine = shares[accelerator.process_index :: accelerator.num_processes]
-        filled = [(samples or batches[step][:1], bool(samples)) for samples in mine]
-        return [(build_batch(split.read_all(s), t.unroll, kept, t.oov), real) for s, real in filled]
+    def read(step: int) -> tuple[list[tuple[Batch, bool]], Tensor]:
+        samples = batches[step]
+        subset = None
+        if t.slots_per_batch is not None:  # chosen alike by every rank, among the slots of all of them
+            everything = split.read_all(samples)
+            subset = choose_slots(everything, t.unroll, kept, t.oov, t.slots_per_batch, config.seed, step + 1)
+        share: list[tuple[Batch, bool]] = []
+        parts = order.share(samples, split.lengths, accelerator.num_processes * t.accumulation)
+        for part in parts[accelerator.process_index :: accelerator.num_processes]:
+            mine = part or samples[:1]
+            chosen = None if subset is None else subset.of([samples.index(i) for i in mine])
+            batch = build_batch(split.read_all(mine), t.unroll, kept, t.oov, chosen)
+            share.append((batch.pinned() if pin else batch, bool(part)))
+        counts = torch.stack([batch.population * real for batch, real in share]).sum(0)
+        return share, counts.pin_memory() if pin else counts
 
     with ThreadPoolExecutor(1) as pool:
         ahead = pool.submit(read, done) if done < len(batches) else None
         for step in range(done, len(batches)):
             assert ahead is not None
-            current = ahead.result()
+            share, counts = ahead.result()
             ahead = pool.submit(read, step + 1) if step + 1 < len(batches) else None
-            yield step + 1, current
+            yield step + 1, share, counts
 
 
 def step_weights(counts: Tensor, gamma: float) -> Tensor:

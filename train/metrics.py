@@ -42,6 +42,13 @@ def reduce_sums(accelerator: Accelerator, value: Tensor) -> Tensor:
     return reduced
 
 
+def fetch(*values: Tensor) -> list[Tensor]:
+    """Tensors of a device, on the CPU in fp64: one transfer and one wait for all of them."""
+    together = torch.cat([value.detach().double().flatten() for value in values]).cpu()
+    parts = together.split([value.numel() for value in values])
+    return [part.view(value.shape) for part, value in zip(parts, values, strict=True)]
+
+
 class Reporter:
     """Writes metrics on the main process; other ranks' calls do nothing.
 

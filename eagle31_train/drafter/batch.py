@@ -8,20 +8,44 @@ All index arithmetic of the recurrence stands here, once:
 A pair (t, k) is *eligible* if x[t+2+k] is in the same document and was written by the assistant.
 It is *trained* if, besides, the draft vocabulary holds the target's arg-max at t+1+k (or with
 `oov: keep`, in any case). A slot exists if any of its pairs is trained.
+
+A step may train a random subset of its slots (`choose_slots`), unbiased: what it adds up, times `scale`,
+is on average what all slots add up to.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from eagle31_train.drafter.attention import Layout, make_layout
 from eagle31_train.schema import Document
 
 CHUNK = 128  # taught positions per chunk: up to K * 128 rows of logits are alive at once
+STRETCH = 32  # a subset of the slots is made of stretches of so many: neighbours are cheap to attend together
+
+Moved = TypeVar("Moved")
+
+
+@dataclass(frozen=True)
+class Subset:
+    """The part of some documents that one step trains; every slot had the same chance of being in it.
+
+    taken: for each document, [T] bool: positions whose slots are trained and counted.
+    scale: one over that chance.
+    """
+
+    taken: list[Tensor]
+    scale: float
+
+    def of(self, documents: Sequence[int]) -> "Subset":
+        """The same choice, for some of the documents."""
+        return Subset([self.taken[i] for i in documents], self.scale)
 
 
 @dataclass(frozen=True)
@@ -43,9 +67,11 @@ class Batch:
     pair_teacher: Tensor  # [P] int64 into [J], ascending
     pair_step: Tensor  # [P] int64
     chunks: list[tuple[int, int, int, int]]  # runs of CHUNK taught positions: first, end of [J]; of [P]
-    trained: list[int]  # [K] trained pairs per step
-    eligible: list[int]  # [K] eligible pairs per step
-    eligible_prefix: list[int]  # [K] slots eligible at every step 0..k
+    trained: Tensor  # [K] int64: trained pairs per step, P together
+    eligible: Tensor  # [K] int64: eligible pairs per step
+    eligible_prefix: Tensor  # [K] int64: slots eligible at every step 0..k
+    population: Tensor  # [K] int64: trained pairs of all slots, of the subset or not: this batch's part of N_k
+    scale: float  # what the weight of every pair is multiplied by: 1 without a subset
     tokens: int  # N, and
     assistant_tokens: int  # how many of them the assistant wrote
 
@@ -55,17 +81,29 @@ class Batch:
         return len(self.inputs)
 
     def to(self, device: torch.device | str) -> "Batch":
-        """The batch on another device."""
-        moved: dict[str, Any] = {
-            field.name: value.to(device, non_blocking=True)
-            for field in fields(self)
-            if isinstance(value := getattr(self, field.name), Tensor)
-        }
-        layout = replace(self.layout, slots=self.layout.slots.to(device, non_blocking=True))
-        return replace(self, layout=layout, **moved)
+        """The batch on another device; the host does not wait for a batch that is `pinned`."""
+        return _each_tensor(self, lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pinned(self) -> "Batch":
+        """The batch in page-locked memory, which a CUDA device fetches by itself."""
+        return _each_tensor(self, Tensor.pin_memory)
 
 
-def build_batch(documents: Sequence[Document], unroll: int, kept: Tensor, oov: str) -> Batch:
+def _each_tensor(value: Moved, move: Callable[[Tensor], Tensor]) -> Moved:
+    """A dataclass with its tensors, and those of dataclasses in it, replaced."""
+    changed: dict[str, Any] = {}
+    for field in fields(value):  # type: ignore[arg-type]
+        part = getattr(value, field.name)
+        if isinstance(part, Tensor):
+            changed[field.name] = move(part)
+        elif is_dataclass(part):
+            changed[field.name] = _each_tensor(part, move)
+    return replace(value, **changed)  # type: ignore[type-var]
+
+
+def build_batch(
+    documents: Sequence[Document], unroll: int, kept: Tensor, oov: str, subset: Subset | None = None
+) -> Batch:
     """Pack documents and work out every slot and pair.
 
     Args:
@@ -73,12 +111,17 @@ def build_batch(documents: Sequence[Document], unroll: int, kept: Tensor, oov: s
         unroll: K, steps per slot.
         kept: [V] bool, `t2d`: which target tokens the draft vocabulary holds.
         oov: "mask" or "keep".
+        subset: what of these documents is trained and counted; all without.
     """
     K = unroll
     eligible, trained = zip(*(_pairs(document, K, kept, oov) for document in documents), strict=True)
     starts = torch.tensor([0, *(len(d) for d in documents)]).cumsum(0).tolist()
 
     all_eligible, all_trained = torch.cat(eligible), torch.cat(trained)
+    population = all_trained.sum(0)
+    if subset is not None:
+        taken = torch.cat(subset.taken)[:, None]
+        all_eligible, all_trained = all_eligible & taken, all_trained & taken
     slot = all_trained.any(1).nonzero()[:, 0]
 
     steps = torch.arange(K)
@@ -106,12 +149,49 @@ def build_batch(documents: Sequence[Document], unroll: int, kept: Tensor, oov: s
         pair_teacher=pair_teacher,
         pair_step=ks,
         chunks=_chunks(pair_teacher, len(teachers)),
-        trained=all_trained.sum(0).tolist(),
-        eligible=all_eligible.sum(0).tolist(),
-        eligible_prefix=all_eligible.cumprod(1).sum(0).tolist(),
+        trained=all_trained.sum(0),
+        eligible=all_eligible.sum(0),
+        eligible_prefix=all_eligible.cumprod(1).sum(0),
+        population=population,
+        scale=1.0 if subset is None else subset.scale,
         tokens=len(tokens),
         assistant_tokens=int(sum(d.loss_mask.sum() for d in documents)),
     )
+
+
+def choose_slots(
+    documents: Sequence[Document], unroll: int, kept: Tensor, oov: str, slots: int, seed: int, step: int
+) -> Subset | None:
+    """Exactly `slots` of a step's slots at random, or None where there are no more than that.
+
+    The choice is made among all slots of the step's documents, in their order, before any rank takes its
+    share: it is a function of seed, step and documents, and not of how the documents are split. States are not read.
+
+    A position that is eligible but no slot (all its targets are out of the vocabulary: all misses) is counted
+    if the slot before it is taken, the first ones with the last slot. So each position has the same chance,
+    and shares like the accuracy are as right as those of all positions.
+    """
+    exists = torch.cat([_pairs(document, unroll, kept, oov)[1].any(1) for document in documents])
+    total = int(exists.sum())
+    if total <= slots:
+        return None
+    # The third number sets this stream apart from the data order's.
+    random = np.random.Generator(np.random.PCG64([seed, step, 1]))
+    taken = torch.from_numpy(draw_stretches(total, slots, random))[exists.cumsum(0) - 1]
+    return Subset(list(taken.split([len(document) for document in documents])), total / slots)
+
+
+def draw_stretches(total: int, count: int, random: np.random.Generator) -> NDArray[np.bool_]:
+    """Mark exactly `count` of `total` slots, in stretches: [total] bool.
+
+    The slots left out are dealt into the gaps between the stretches, and the whole ring is turned at random.
+    The turn alone gives every slot the chance count / total, whatever the gaps; the gaps spread the stretches.
+    """
+    stretches = -(-count // STRETCH)
+    sizes = [STRETCH] * (stretches - 1) + [count - STRETCH * (stretches - 1)]
+    gaps = random.multinomial(total - count, [1 / stretches] * stretches)
+    ring = np.repeat([True, False] * stretches, np.stack([sizes, gaps], axis=1).ravel())
+    return np.roll(ring, random.integers(total))
 
 
 def _chunks(pair_teacher: Tensor, taught: int) -> list[tuple[int, int, int, int]]:

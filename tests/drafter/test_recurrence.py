@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import make_document, make_objective, make_shape
+from conftest import kept_mask, make_document, make_objective, make_shape
 from reference import ReferenceDrafter, dense_scores
 
 from eagle31_train.drafter import attention, batch, model
@@ -13,15 +13,11 @@ K = 7
 GAMMA = 0.8
 
 
-def kept_mask(objective):
-    kept = torch.zeros(objective.drafter.shape.vocab_size, dtype=torch.bool)
-    kept[objective.teacher.target_ids] = True
-    return kept
-
-
 def trained_loss(objective, documents, unroll=K, oov="mask"):
     packed = build_batch(documents, unroll, kept_mask(objective), oov)
-    weights = torch.tensor([GAMMA**k / n if n else 0.0 for k, n in enumerate(packed.trained)], dtype=torch.float64)
+    weights = torch.tensor(
+        [GAMMA**k / n if n else 0.0 for k, n in enumerate(packed.trained.tolist())], dtype=torch.float64
+    )
     return objective(packed, weights)
 
 

@@ -1,0 +1,106 @@
+"""train.slots_per_batch in the loop: right on average, and the same however a batch is split or a run stopped."""
+
+import pytest
+import torch
+from accelerate import Accelerator
+from conftest import kept_mask
+from pipeline import assert_close, assert_equal
+
+from eagle31_train.drafter import batch
+from eagle31_train.drafter.batch import build_batch, choose_slots
+from eagle31_train.store import Store
+from train import loop, order
+from train.metrics import Reporter
+
+OPTIONS = ["train.slots_per_batch=12"]
+
+
+def test_it_learns_from_fewer_slots(new_run):
+    run = new_run().fit("train.epochs=10", *OPTIONS)
+    losses = run.losses()
+    assert sum(losses[-3:]) < 0.5 * sum(losses[:3])
+
+
+def test_other_slots_are_trained_than_without(new_run):
+    some, all_of_them = new_run().fit("train.max_steps=1", *OPTIONS), new_run().fit("train.max_steps=1")
+    assert not torch.equal(some.weights()["fc.weight"], all_of_them.weights()["fc.weight"])
+    # More than there are: the same run to the bit.
+    assert_equal(new_run().fit("train.max_steps=1", "train.slots_per_batch=60").weights(), all_of_them.weights())
+
+
+def test_the_slots_do_not_depend_on_how_a_batch_is_split(new_run):
+    whole, parts = new_run().fit(*OPTIONS), new_run().fit(*OPTIONS, "train.accumulation=4")
+    assert_close(parts.weights(), whole.weights(), 1e-5)
+    for ours, theirs in zip(parts.rows(), whole.rows(), strict=True):
+        for name in theirs:
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-5), name
+
+
+def test_a_stopped_run_goes_on_with_the_slots_it_would_have_chosen(new_run, monkeypatch):
+    whole, stopped, log = new_run().fit(*OPTIONS), new_run(), Reporter.log
+
+    def stop(self, step, values):
+        log(self, step, values)
+        if step == 6:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Reporter, "log", stop)
+        with pytest.raises(KeyboardInterrupt):
+            stopped.fit(*OPTIONS, "train.checkpoint_every=2")
+    stopped.fit(*OPTIONS, "train.checkpoint_every=2")
+    assert_equal(stopped.weights(), whole.weights())
+    assert stopped.rows() == whole.rows()
+
+
+def test_every_rank_chooses_among_all_slots_and_takes_its_own(new_run, monkeypatch):
+    """Two ranks' micro-batches hold together the slots of one rank's, though neither sees the other's choice."""
+    run = new_run()
+    config = run.config(*OPTIONS)
+    split = Store(run.folder / "run" / "store").split("train")
+    batches = order.schedule(split.lengths, config.train.batch_tokens, 0, 1, None)
+    kept = torch.ones(40, dtype=torch.bool)
+
+    class Rank:
+        device = torch.device("cpu")
+
+        def __init__(self, index, ranks):
+            self.process_index, self.num_processes = index, ranks
+
+    def slots(rank):
+        found = []
+        for _, share, _ in loop.load(split, batches, 0, config, kept, rank):
+            found.append([int(b.trained.sum()) if real else 0 for b, real in share])
+        return found
+
+    alone, first, second = slots(Rank(0, 1)), slots(Rank(0, 2)), slots(Rank(1, 2))
+    assert [sum(x) for x in alone] == [sum(x) + sum(y) for x, y in zip(first, second, strict=True)]
+    assert any(sum(x) and sum(y) for x, y in zip(first, second, strict=True))
+
+
+def test_a_step_of_the_loop_is_unbiased(tiny, monkeypatch):
+    """The mean of its gradients over all turns of the ring is the gradient of all slots."""
+    objective, documents = tiny
+    kept, accelerator, drawn = kept_mask(objective), Accelerator(), batch.draw_stretches
+    total = len(build_batch(documents, 3, kept, "mask").layout.slots)
+
+    def gradient(subset):
+        objective.zero_grad()
+        packed = build_batch(documents, 3, kept, "mask", subset)
+        loop.accumulate(objective, [(packed, True)], packed.population, 0.8, accelerator)
+        return {name: parameter.grad.clone() for name, parameter in objective.drafter.named_parameters()}
+
+    def turned(turn):
+        class Turned:
+            def multinomial(self, left, shares):
+                return [left]
+
+            def integers(self, end):
+                return turn
+
+        monkeypatch.setattr(batch, "draw_stretches", lambda total, count, _: drawn(total, count, Turned()))
+        return gradient(choose_slots(documents, 3, kept, "mask", 4, 0, 1))
+
+    found = [turned(turn) for turn in range(total)]
+    mean = {name: sum(each[name] for each in found) / total for name in found[0]}
+    assert_close(mean, gradient(None), 1e-6)  # the weights of the steps are fp32
