@@ -1,0 +1,107 @@
+"""SpecForge 0.2.0: its offline EAGLE-3 strategy's forward, with target logits given for free.
+
+Row i holds token x[i+1], auxiliary states and slot i, and the target's logits at i+1. Its loss mask at row i, step k is
+that of token i+k, two before the predicted one, and it averages over all rows. Its lm_head is trained.
+"""
+
+import warnings
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+
+with warnings.catch_warnings():  # that flash-attn is missing
+    warnings.simplefilter("ignore")
+    import specforge.algorithms.eagle3.model as eagle3
+    from specforge.core.loss import _compute_loss
+    from specforge.modeling.draft.llama3_eagle import LlamaForCausalLMEagle3
+
+from specforge.utils import padding
+
+from benchmarks.shapes import GAMMA, Material
+
+
+class _TorchLoss:
+    """Stands where its Triton loss stands: that kernel needs a GPU; this is its own reference implementation."""
+
+    apply = staticmethod(_compute_loss)
+
+
+class SpecForge:
+    """One document in fp32, soft cross-entropy.
+
+    Its `norm_output` is another thing than EAGLE 3.1's: on, as here, lm_head reads normed states; the state that it
+    feeds back is the one before the norm in any case.
+    """
+
+    def __init__(self, material: Material, unroll: int, attention: str = "sdpa") -> None:
+        shape, document = material.shape, material.document
+        eagle3.LogSoftmaxLoss = _TorchLoss
+        config = LlamaConfig(
+            vocab_size=shape.vocab_size,
+            hidden_size=shape.hidden_size,
+            intermediate_size=shape.intermediate_size,
+            num_hidden_layers=1,
+            num_attention_heads=shape.num_attention_heads,
+            num_key_value_heads=shape.num_key_value_heads,
+            head_dim=shape.head_dim,
+            rms_norm_eps=shape.rms_norm_eps,
+            max_position_embeddings=shape.max_position_embeddings,
+            rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
+            pad_token_id=None,
+            draft_vocab_size=shape.draft_vocab_size,
+            target_hidden_size=shape.target_hidden_size,
+            fc_norm=shape.fc_norm,
+            norm_output=True,
+        )
+        draft = LlamaForCausalLMEagle3(config, attention_backend=attention)
+        target_ids = material.target_ids
+        draft.load_state_dict(
+            {
+                **material.weights,
+                "embed_tokens.weight": material.embedding,
+                "t2d": material.kept,
+                "d2t": target_ids - torch.arange(len(target_ids)),
+            },
+            assign=True,
+        )
+        draft.freeze_embedding()
+        self.model = eagle3.OnlineEagle3Model(draft, length=unroll, attention_backend=attention)
+        self.unroll = unroll
+
+        taught = material.teacher_logits()
+        if shape.draft_vocab_size < shape.vocab_size:  # it wants all columns; what it does not keep must not win
+            full = taught.new_full((len(taught), shape.vocab_size), float(taught.min()) - 1.0)
+            full[:, target_ids] = taught
+            taught = full
+        taught = padding(taught[None], left=False)  # in place of TargetHead's shift and product
+        self.batch = {
+            "input_ids": padding(document.tokens[None], left=False),
+            "attention_mask": torch.ones(1, len(document), dtype=torch.long),
+            "target": taught,
+            "loss_mask": document.loss_mask[None, :, None].long(),
+            "hidden_states": document.aux.flatten(1)[None],
+        }
+
+    def loss(self) -> Tensor:
+        """The loss that its strategy returns."""
+        losses, *_ = self.model(**self.batch)
+        return sum(GAMMA**k * loss for k, loss in enumerate(losses))  # type: ignore[return-value]
+
+    def parameters(self) -> dict[str, Tensor]:
+        """What it trains: all but the embedding; its names are the checkpoint's."""
+        return {name: p for name, p in self.model.draft_model.named_parameters() if p.requires_grad}
+
+    def logits(self) -> Tensor:
+        """[K, T, Vd]: row i is slot i."""
+        found: list[Tensor] = []
+        head = self.model.draft_model.lm_head
+        hook = head.register_forward_hook(lambda _module, _inputs, output: found.append(output[0]))
+        with torch.no_grad():
+            self.loss()
+        hook.remove()
+        rows = len(found[0])
+        logits = found[0].new_full((self.unroll, rows, found[0].shape[-1]), float("nan"))
+        for k, step in enumerate(found):
+            logits[k, : rows - 1 - k] = step[: rows - 1 - k]  # the last rows read padding
+        return logits

@@ -1,0 +1,106 @@
+"""speculators 0.9.0: the model as its trainer calls it, on the batch as its data loader shifts it.
+
+Row i holds token x[i+1], auxiliary states and slot i, and the target's state at i+1. Its loss mask at row i, step k is
+that of token i+1+k, one before the predicted one, and each step's mean is over its own mask. Its lm_head is frozen.
+"""
+
+import torch
+from speculators.config import SpeculatorsConfig, VerifierConfig
+from speculators.losses import resolve_loss_config
+from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+from speculators.models.eagle3.data import shift_batch
+from speculators.proposals.greedy import GreedyTokenProposalConfig
+from torch import Tensor
+from transformers import LlamaConfig
+
+from benchmarks.shapes import GAMMA, Material
+
+
+class Speculators:
+    """One document in fp32, KL from its pure-torch losses (the fused ones are Triton kernels)."""
+
+    def __init__(self, material: Material, unroll: int, attention: str = "sdpa") -> None:
+        shape, document = material.shape, material.document
+        layer = LlamaConfig(
+            vocab_size=shape.vocab_size,
+            hidden_size=shape.hidden_size,
+            intermediate_size=shape.intermediate_size,
+            num_hidden_layers=1,
+            num_attention_heads=shape.num_attention_heads,
+            num_key_value_heads=shape.num_key_value_heads,
+            head_dim=shape.head_dim,
+            rms_norm_eps=shape.rms_norm_eps,
+            max_position_embeddings=shape.max_position_embeddings,
+            rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
+            pad_token_id=None,
+        )
+        layer._attn_implementation = attention
+        config = Eagle3SpeculatorConfig(
+            transformer_layer_config=layer,
+            draft_vocab_size=shape.draft_vocab_size,
+            norm_before_residual=shape.norm_before_residual,
+            fc_norm=shape.fc_norm,
+            norm_output=shape.norm_output,
+            eagle_aux_hidden_state_layer_ids=shape.aux_layers,
+            speculators_config=SpeculatorsConfig(
+                algorithm="eagle3",
+                proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=unroll)],
+                default_proposal_method="greedy",
+                verifier=VerifierConfig(name_or_path=None, architectures=["LlamaForCausalLM"]),
+            ),
+        )
+        self.model = Eagle3DraftModel(config)
+        target_ids = material.target_ids
+        self.model.load_vocab_mappings(material.kept, target_ids - torch.arange(len(target_ids)))
+        _, unexpected = self.model.load_state_dict(
+            {
+                **{name.replace("midlayer.", "layers.0."): w for name, w in material.weights.items()},
+                "embed_tokens.weight": material.embedding,
+                "verifier_norm.weight": material.norm,
+                "verifier_lm_head.weight": material.head_rows,
+            },
+            strict=False,
+            assign=True,
+        )
+        assert not unexpected, unexpected
+        T = len(document)
+        shifted = shift_batch(
+            {
+                "input_ids": document.tokens,
+                "hidden_states": document.aux.flatten(1),
+                "verifier_last_hidden_states": document.last,
+                "loss_mask": document.loss_mask,
+                "lengths": torch.tensor([T]),
+                "position_ids": torch.arange(T),
+            }
+        )
+        shifted.pop("lengths")
+        self.batch = {name: value[None] for name, value in shifted.items()}
+        self.batch["document_ids"] = torch.zeros(1, T - 1, dtype=torch.long)
+        self.loss_config = resolve_loss_config("kl_div", "eager")
+        self.unroll = unroll
+
+    def loss(self) -> Tensor:
+        """The loss that its trainer calls backward on."""
+        _, loss, _ = self.model(
+            **self.batch, ttt_steps=self.unroll, ttt_step_loss_decay=GAMMA, loss_config=self.loss_config
+        )
+        return loss
+
+    def parameters(self) -> dict[str, Tensor]:
+        """What it trains: all but embedding and heads."""
+        named = self.model.named_parameters()
+        return {name.replace("layers.0.", "midlayer."): p for name, p in named if p.requires_grad}
+
+    def logits(self) -> Tensor:
+        """[K, T, Vd]: row i is slot i."""
+        found: list[Tensor] = []
+        hook = self.model.lm_head.register_forward_hook(lambda _module, _inputs, output: found.append(output[0]))
+        with torch.no_grad():
+            self.loss()
+        hook.remove()
+        rows = len(found[0])
+        logits = found[0].new_full((self.unroll, rows + 1, found[0].shape[-1]), float("nan"))
+        for k, step in enumerate(found):
+            logits[k, : rows - k] = step[: rows - k]  # the last k rows read padding
+        return logits

@@ -1,0 +1,168 @@
+"""What is measured: drafter shapes, cases, and the random weights and document that every contender gets.
+
+A case is written `shape:length:share`, for example `smollm2:512:0.5`: the drafter's shape, the tokens of one
+document, and the share of them that the assistant wrote.
+"""
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from eagle31_train.schema import Document, DrafterShape, UserError
+
+GAMMA = 0.8  # weight of step k is GAMMA**k
+TURNS = 4  # prompts and answers in a document
+UNROLL = 7
+
+# name: hidden, MLP, query heads, key/value heads, head width, vocabulary
+_SHAPES = {
+    "tiny": (64, 96, 4, 2, 16, 256),
+    "smollm2": (576, 1536, 9, 3, 64, 8192),
+    "mid": (1024, 2816, 16, 4, 64, 32000),
+    "llama8b": (4096, 14336, 32, 8, 128, 32000),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to time. `vocab` None means the shape's own; target and draft vocabulary are the same."""
+
+    shape: str
+    length: int
+    share: float
+    unroll: int = UNROLL
+    vocab: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.shape}:{self.length}:{self.share:g}"
+
+    @staticmethod
+    def parse(text: str) -> "Case":
+        """`shape:length:share`.
+
+        Raises:
+            UserError: anything else.
+        """
+        try:
+            shape, length, share = text.split(":")
+            case = Case(shape, int(length), float(share))
+        except ValueError:
+            raise UserError(f"case {text!r} is not shape:length:share, e.g. smollm2:512:0.5") from None
+        if shape not in _SHAPES:
+            raise UserError(f"case {text!r}: the shape is one of {', '.join(_SHAPES)}")
+        if case.length < 4 * TURNS or not 0 < case.share <= 1:
+            raise UserError(f"case {text!r}: at least {4 * TURNS} tokens, and a share above 0 and up to 1")
+        return case
+
+    def drafter(self) -> DrafterShape:
+        """The drafter of this case, EAGLE 3.1."""
+        D, inner, heads, groups, width, own_vocab = _SHAPES[self.shape]
+        vocab = self.vocab or own_vocab
+        return DrafterShape(
+            architecture="llama",
+            hidden_size=D,
+            target_hidden_size=D,
+            aux_layers=[2, 15, 27],
+            vocab_size=vocab,
+            draft_vocab_size=vocab,
+            intermediate_size=inner,
+            num_attention_heads=heads,
+            num_key_value_heads=groups,
+            head_dim=width,
+            rms_norm_eps=1e-5,
+            rope_theta=10000.0,
+            rope_scaling=None,
+            max_position_embeddings=max(2048, self.length + 2 * self.unroll),
+            fc_norm=True,
+            norm_output=True,
+            norm_before_residual=False,
+            share_embedding=True,
+        )
+
+
+@dataclass(frozen=True)
+class Material:
+    """The same numbers for every contender, all fp32.
+
+    weights: the drafter's trained tensors by the checkpoint's names. norm, head_rows: the target's final norm [H]
+    and the draft rows of its lm_head [Vd, H]. target_ids: [Vd], target id of each draft token, ascending.
+    """
+
+    shape: DrafterShape
+    weights: dict[str, Tensor]
+    embedding: Tensor
+    norm: Tensor
+    head_rows: Tensor
+    target_ids: Tensor
+    document: Document
+
+    @property
+    def kept(self) -> Tensor:
+        """[V] bool, t2d."""
+        kept = torch.zeros(self.shape.vocab_size, dtype=torch.bool)
+        kept[self.target_ids] = True
+        return kept
+
+    def teacher_logits(self) -> Tensor:
+        """[T, Vd]: the target's logits over the draft vocabulary, which teach at every position."""
+        last = self.document.last
+        normed = last * torch.rsqrt(last.square().mean(-1, keepdim=True) + self.shape.rms_norm_eps) * self.norm
+        return normed @ self.head_rows.T
+
+    def with_document(self, **changes: Tensor) -> "Material":
+        """The same weights with another document."""
+        return replace(self, document=replace(self.document, **changes))
+
+
+def turns(length: int, share: float) -> Tensor:
+    """[length] bool: TURNS turns, each a prompt, then an answer that is `share` of it. Real masks lie in stretches."""
+    edges = [round(i * length / TURNS) for i in range(TURNS + 1)]
+    mask = torch.zeros(length, dtype=torch.bool)
+    for begin, end in pairwise(edges):
+        mask[end - round(share * (end - begin)) : end] = True
+    return mask
+
+
+def make_material(shape: DrafterShape, mask: Tensor, seed: int = 0) -> Material:
+    """Random weights and a random document with the loss mask [T]; all its arg-maxes are in the draft vocabulary."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*size: int) -> Tensor:
+        return torch.empty(size).normal_(generator=generator)
+
+    def matrix(rows: int, columns: int) -> Tensor:  # scores and logits of order one
+        return normal(rows, columns).mul_(columns**-0.5)
+
+    def gain(width: int) -> Tensor:
+        return torch.empty(width).uniform_(0.5, 1.5, generator=generator)
+
+    D, H, A, T = shape.hidden_size, shape.target_hidden_size, len(shape.aux_layers), len(mask)
+    V, Vd, inner, d = shape.vocab_size, shape.draft_vocab_size, shape.intermediate_size, shape.head_dim
+    heads, groups = shape.num_attention_heads, shape.num_key_value_heads
+    weights = {
+        "fc.weight": matrix(D, A * H),
+        **({f"fc_norm.{i}.weight": gain(H) for i in range(A)} if shape.fc_norm else {}),
+        "midlayer.input_layernorm.weight": gain(D),
+        "midlayer.hidden_norm.weight": gain(D),
+        "midlayer.post_attention_layernorm.weight": gain(D),
+        "midlayer.self_attn.q_proj.weight": matrix(heads * d, 2 * D),
+        "midlayer.self_attn.k_proj.weight": matrix(groups * d, 2 * D),
+        "midlayer.self_attn.v_proj.weight": matrix(groups * d, 2 * D),
+        "midlayer.self_attn.o_proj.weight": matrix(D, heads * d),
+        "midlayer.mlp.gate_proj.weight": matrix(inner, D),
+        "midlayer.mlp.up_proj.weight": matrix(inner, D),
+        "midlayer.mlp.down_proj.weight": matrix(D, inner),
+        "norm.weight": gain(D),
+        "lm_head.weight": matrix(Vd, D).mul_(0.5),
+    }
+    target_ids = torch.randperm(V, generator=generator)[:Vd].sort().values if Vd < V else torch.arange(V)
+    document = Document(
+        tokens=torch.randint(0, V, (T,), generator=generator),
+        loss_mask=mask,
+        top1=target_ids[torch.randint(0, Vd, (T,), generator=generator)],
+        aux=normal(T, A, H),
+        last=normal(T, H),
+    )
+    return Material(shape, weights, normal(V, D), gain(H), matrix(Vd, H), target_ids, document)
