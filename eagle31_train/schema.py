@@ -123,7 +123,9 @@ class TrainConfig:
     oov: str = opt("mask", "targets whose arg-max the draft vocabulary lacks: mask, or keep (train on the rest)")
     epochs: int = opt(1, "passes over the training split")
     max_steps: int | None = opt(None, "stop after this many optimizer steps")
-    batch_tokens: int = opt(4096, "tokens of one optimizer step, over all ranks and accumulation steps")
+    batch_tokens: int = opt(
+        4096, "tokens of one optimizer step, over all ranks and accumulation steps; no sample is longer"
+    )
     accumulation: int = opt(1, "micro-batches per rank and optimizer step")
     slots_per_batch: int | None = opt(
         None, "train a random subset of so many slots (draft starts) per optimizer step, unbiased; default: all"

@@ -233,15 +233,37 @@ class StoreSplit:
         shard, i = self._where[index]
         if shard.file not in self._verified:
             self.store._verify(shard.file)
+            self._check_ids(shard)
             self._verified.add(shard.file)
         begin = sum(shard.lengths[:i])
-        end = begin + shard.lengths[i]
+        cut = self._cut(shard, ("tokens", "loss_mask", "top1", "aux", "last"), begin, begin + shard.lengths[i])
+        return Document(cut["tokens"].long(), cut["loss_mask"], cut["top1"].long(), cut["aux"], cut["last"])
+
+    def _cut(self, shard: Shard, names: Sequence[str], begin: int, end: int) -> dict[str, Tensor]:
         try:
             with safe_open(self.store.folder / shard.file, framework="pt") as file:
-                cut = {name: file.get_slice(name)[begin:end] for name in ("tokens", "loss_mask", "top1", "aux", "last")}
+                return {name: file.get_slice(name)[begin:end] for name in names}
         except (SafetensorError, OSError) as error:
             raise UserError(f"{self.store.folder / shard.file} cannot be read ({error}): {REMAKE}") from None
-        return Document(cut["tokens"].long(), cut["loss_mask"], cut["top1"].long(), cut["aux"], cut["last"])
+
+    def _check_ids(self, shard: Shard) -> None:
+        """Refuse ids that the target's vocabulary lacks: as indices they fail far from here, or silently wrap."""
+        V = self.store.provenance["vocab_size"]
+        ids = self._cut(shard, ("tokens", "loss_mask", "top1"), 0, sum(shard.lengths))
+        for name, least in (("tokens", 0), ("top1", -1)):
+            if ((ids[name] < least) | (ids[name] >= V)).any():
+                found = [int(ids[name].min()), int(ids[name].max())]
+                raise UserError(
+                    f"{self.store.folder / shard.file} holds {name} from {found[0]} to {found[1]}, "
+                    f"outside the {V} tokens of its target's vocabulary: {REMAKE}"
+                )
+        taught = ids["loss_mask"].roll(-1)
+        taught[torch.tensor(shard.lengths).cumsum(0) - 1] = False  # what follows is another sample
+        if (ids["top1"][taught] < 0).any():
+            raise UserError(
+                f"{self.store.folder / shard.file} lacks the target's arg-max (top1) before some of the "
+                f"assistant's tokens: {REMAKE}"
+            )
 
     def read_all(self, indices: Iterable[int]) -> list[Document]:
         """Several samples, in the order asked for."""

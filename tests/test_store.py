@@ -17,7 +17,11 @@ from eagle31_train.store import REMAKE, Store, StoreWriter, plan_shards
 
 SHAPE = make_shape(aux_layers=[1, 3])
 LENGTHS = {"train": [9, 4, 1, 12, 6, 8], "heldout": [5, 7, 3]}
-PROVENANCE = {"target": {"path": "somewhere", "aux_layers": [1, 3]}, "norm": {"kind": "w", "eps": 1e-5}}
+PROVENANCE = {
+    "target": {"path": "somewhere", "aux_layers": [1, 3]},
+    "norm": {"kind": "w", "eps": 1e-5},
+    "vocab_size": 50,
+}
 
 
 def documents_of(split):

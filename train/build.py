@@ -1,8 +1,10 @@
 """From a configuration and a store to the things that are trained: shape, drafter, teacher, objective."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from eagle31_train import artifacts
 from eagle31_train.contract import check_shape
@@ -18,7 +20,7 @@ from eagle31_train.schema import (
     UserError,
     require_available,
 )
-from eagle31_train.store import Store
+from eagle31_train.store import REMAKE, TARGET, Store, StoreSplit
 from eagle31_train.vocab import DraftVocab
 
 CHOICES = {
@@ -85,6 +87,25 @@ def check_store(store: Store, data: dict[str, Any], target: TargetConfig) -> Non
         )
 
 
+def check_samples(split: StoreSplit, batch_tokens: int) -> None:
+    """Refuse, by the lengths alone, a training split that the token budget of a step cannot hold.
+
+    Raises:
+        UserError: a sample is longer than `batch_tokens`, or there is none.
+    """
+    if not len(split):
+        raise UserError(f"{split.store.folder} holds no sample to train on: run `python -m data_prep` with more data")
+    longer = [length for length in split.lengths if length > batch_tokens]
+    if longer:
+        longest = max(longer)
+        raise UserError(
+            f"{len(longer)} of {len(split)} training samples in {split.store.folder} are longer than "
+            f"train.batch_tokens={batch_tokens}; the longest, row {split.lengths.index(longest)} of the train split, "
+            f"has {longest} tokens: set train.batch_tokens={longest} or more, or make data and store again with "
+            f"data.max_length={batch_tokens}"
+        )
+
+
 def drafter_shape(config: DrafterConfig, store: Store, vocab: DraftVocab) -> DrafterShape:
     """The drafter's architecture, joined with what the store says of its target."""
     require_available(config.architecture)
@@ -126,6 +147,20 @@ def drafter_shape(config: DrafterConfig, store: Store, vocab: DraftVocab) -> Dra
     return shape
 
 
+def check_target(weights: dict[str, Tensor], shape: DrafterShape, where: Path) -> None:
+    """Refuse weights of the target that do not fit what the store says of it.
+
+    Raises:
+        UserError: names the tensor of the file `where`.
+    """
+    V, H = shape.vocab_size, shape.target_hidden_size
+    # An embedding may be padded with rows that no token names.
+    rows = max(V, len(weights["embed_tokens"]))
+    for name, wanted in {"embed_tokens": [rows, H], "lm_head": [V, H], "norm": [H]}.items():
+        if (found := list(weights[name].shape)) != wanted:
+            raise UserError(f"{where} holds {name} {found}, but its store says {wanted} of the target: {REMAKE}")
+
+
 def build_objective(config: Config, shape: DrafterShape, store: Store, vocab: DraftVocab) -> Objective:
     """Drafter and teacher with their initial weights, on the CPU; the same for the same seed.
 
@@ -135,9 +170,10 @@ def build_objective(config: Config, shape: DrafterShape, store: Store, vocab: Dr
     """
     torch.manual_seed(config.seed)
     weights = store.target
+    check_target(weights, shape, store.folder / TARGET)
     ids = torch.from_numpy(vocab.target_ids)
     low = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
-    drafter = Drafter(shape, weights["embed_tokens"].to(low))
+    drafter = Drafter(shape, weights["embed_tokens"][: shape.vocab_size].to(low))
     head_rows = weights["lm_head"][ids]
     if shape.hidden_size == shape.target_hidden_size:
         drafter.lm_head.weight.data.copy_(head_rows)

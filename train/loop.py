@@ -27,7 +27,7 @@ from eagle31_train.loss import MEASURES, Objective
 from eagle31_train.schema import Config, UserError
 from eagle31_train.store import Store, StoreSplit
 from train import checkpoint, order
-from train.build import build_objective, check_options, check_store, drafter_shape
+from train.build import build_objective, check_options, check_samples, check_store, drafter_shape
 from train.metrics import Reporter, fetch, reduce_sums, summarise
 
 LAYOUT = 2  # raise it when the same inputs are trained otherwise
@@ -54,6 +54,8 @@ def train(config: Config) -> None:
     inputs = training_inputs(config, store, artifacts.file_sha256(data_dir / "vocab.safetensors"))
     fingerprint = artifacts.fingerprint(inputs)
     shape = drafter_shape(config.drafter, store, draft_vocab)
+    train_split, heldout = store.split("train"), store.split("heldout")
+    check_samples(train_split, config.train.batch_tokens)
 
     accelerator = make_accelerator(config, folder)
     up_to_date = [False]
@@ -75,7 +77,6 @@ def train(config: Config) -> None:
         fused=True,
     )
     model, prepared = accelerator.prepare(objective, optimizer)
-    train_split, heldout = store.split("train"), store.split("heldout")
     batches = order.schedule(train_split.lengths, t.batch_tokens, config.seed, t.epochs, t.max_steps)
     kept = torch.from_numpy(draft_vocab.t2d)
 
@@ -316,7 +317,9 @@ def evaluate(
     """Teacher-forced metrics on the held-out split (the first `eval_samples` of it, or everything)."""
     t = config.train
     chosen = range(len(split) if everything else min(len(split), t.eval_samples))
-    batches = order.global_batches([split.lengths[i] for i in chosen], t.batch_tokens, seed=0, epoch=0)
+    lengths = [split.lengths[i] for i in chosen]
+    # A long conversation here needs no memory for gradients: the batches grow, and the numbers stay the split's.
+    batches = order.global_batches(lengths, max([t.batch_tokens, *lengths]), seed=0, epoch=0)
     mine = batches[accelerator.process_index :: accelerator.num_processes]
     sums = torch.zeros(MEASURES, t.unroll, device=accelerator.device)
     weights = torch.zeros(t.unroll, device=accelerator.device)

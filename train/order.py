@@ -16,10 +16,11 @@ WINDOW = 64  # batches that are packed together
 def global_batches(lengths: Sequence[int], batch_tokens: int, seed: int, epoch: int) -> list[list[int]]:
     """One epoch: a random permutation, packed window by window, the batches shuffled again.
 
-    A batch holds at most `batch_tokens` tokens; a sample longer than that is a batch of its own. Every
-    sample occurs exactly once. Packing keeps steps equally large; a window holds WINDOW batches' worth
-    of samples, so that who meets whom stays nearly random.
+    A batch holds at most `batch_tokens` tokens, and so must every sample (`build.check_samples` tells the
+    user). Every sample occurs exactly once. Packing keeps steps equally large; a window holds WINDOW
+    batches' worth of samples, so that who meets whom stays nearly random.
     """
+    assert max(lengths, default=0) <= batch_tokens, "a sample is longer than the budget of a batch"
     random = np.random.Generator(np.random.PCG64([seed, epoch]))
     batches: list[list[int]] = []
     window: list[int] = []

@@ -1,6 +1,7 @@
 """The data order: every sample once, the same whatever the number of ranks."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,15 +11,21 @@ LENGTHS = st.lists(st.integers(1, 100), min_size=1, max_size=60)
 SEEDS = st.integers(0, 2**32)
 
 
-@given(LENGTHS, st.integers(1, 300), SEEDS, st.integers(0, 5))
-def test_an_epoch_holds_every_sample_once_within_the_bound(lengths, bound, seed, epoch):
+@given(LENGTHS, st.integers(0, 300), SEEDS, st.integers(0, 5))
+def test_an_epoch_holds_every_sample_once_within_the_bound(lengths, room, seed, epoch):
+    bound = max(lengths) + room
     batches = global_batches(lengths, bound, seed, epoch)
     assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
     for batch in batches:
-        assert sum(lengths[i] for i in batch) <= bound or len(batch) == 1
+        assert sum(lengths[i] for i in batch) <= bound
     if sum(lengths) < WINDOW * bound:  # one window
         loads = sorted(sum(lengths[i] for i in batch) for batch in batches)
         assert len(loads) == 1 or loads[0] + loads[1] > bound, "no two batches could have been one"
+
+
+def test_a_sample_longer_than_the_bound_is_never_packed():
+    with pytest.raises(AssertionError, match="longer than the budget"):
+        global_batches([3, 7, 3], 6, seed=0, epoch=0)
 
 
 def test_packing_wastes_less_than_three_percent_of_the_budget():
