@@ -142,9 +142,8 @@ def run() -> list[dict[str, Any]]:
     """
     results = [compare(name) for name in RULES]
     print(f"parity at a tiny shape, fp32, unroll {UNROLL}: largest differences")
-    print(
-        f"{'':20s} {'logits':>9s} {'(largest)':>9s} {'gradients':>9s} {'loss':>9s}   its loss = ours by its rules; ours by ours"
-    )
+    columns = " ".join(f"{column:>9s}" for column in ("logits", "(largest)", "gradients", "loss"))
+    print(f"{'':20s} {columns}   its loss = ours by its rules; ours by ours")
     for r in results:
         print(
             f"{r['peer']:20s} {max(r['logits']):9.1e} {r['largest logit']:9.2f} {max(r['gradients'].values()):9.1e} "

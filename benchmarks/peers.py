@@ -1,0 +1,135 @@
+"""Our training step beside its peers: parity first, then time and memory (`make bench-peers`).
+
+Prints a table and writes OUT.json (every raw number, and what it ran on) and OUT.png. The file is written anew after
+each case; `--keep` leaves the cases of an earlier run in it, so that long lists can be measured in pieces.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from benchmarks import contenders, machine, parity, plot
+from benchmarks.race import Race
+from benchmarks.shapes import Case
+from eagle31_train.schema import UserError
+
+SHARES = (1.0, 0.5, 0.35, 0.25)
+LENGTHS = {"smollm2": (512, 1024, 2048, 4096), "mid": (512, 1024, 4096), "llama8b": (512,)}
+CASES = [f"{shape}:{length}:{share:g}" for shape in LENGTHS for length in LENGTHS[shape] for share in SHARES]
+QUICK = ["tiny:256:1", "tiny:256:0.35"]
+# Each peer is divided by the one of ours that trains the same parameters: speculators freezes its head.
+OURS = {name: "ours, frozen head" if name.startswith("speculators") else "ours" for name in contenders.NAMES}
+DEFAULT = ["ours", "ours, frozen head", "speculators", "specforge"]
+
+
+def numbers(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """One row per contender of a case: median seconds, memory above the built model and data, ratios to ours.
+
+    seconds and memory are None where `error` says why. speed and size: times slower, times larger than the one of
+    ours that trains the same; None where either is missing.
+    """
+    rows: dict[str, dict[str, Any]] = {}
+    for name, measured in result["contenders"].items():
+        error = measured.get("error")
+        rows[name] = {
+            "name": name,
+            "error": error,
+            "seconds": None if error else statistics.median(measured["seconds"]),
+            "spread": None if error else max(measured["seconds"]) / min(measured["seconds"]) - 1,
+            "memory": None if error else max(measured["peak"]) - statistics.median(measured["base"]),
+            "absolute": None if error else max(measured["peak"]),
+        }
+    for name, row in rows.items():
+        own = rows.get(OURS[name])
+        usable = own is not None and own["error"] is None and row["error"] is None
+        row["speed"] = row["seconds"] / own["seconds"] if own and usable else None
+        row["size"] = row["memory"] / own["memory"] if own and usable else None
+    return list(rows.values())
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """The results as plain text."""
+    lines = [
+        "median seconds of a step, peak memory above model and data; x ours: over the one of ours that trains the same",
+        f"{'case':20s} {'contender':22s} {'seconds':>8s} {'spread':>7s} {'x ours':>7s} {'GiB':>7s} {'x ours':>7s}",
+    ]
+    for result in results:
+        for row in numbers(result):
+            start = f"{result['case']:20s} {row['name']:22s} "
+            if row["error"]:
+                lines.append(f"{start}{row['error']}")
+                continue
+            ratio, size = (f"{row[key]:7.2f}" if row[key] else "       " for key in ("speed", "size"))
+            lines.append(
+                f"{start}{row['seconds']:8.3f} {row['spread']:7.1%} {ratio} {row['memory'] / 2**30:7.3f} {size}"
+                + (" (apart)" if result["interleaved"] == "apart" else "")
+            )
+    return "\n".join(lines)
+
+
+def write(out: Path, machine_info: dict[str, Any], checked: list[dict[str, Any]] | None, results: list[Any]) -> None:
+    """OUT.json, replaced in one go."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"machine": machine_info, "parity": checked, "cases": results}, indent=1)
+    scratch = out.with_suffix(".json.partial")
+    scratch.write_text(text + "\n")
+    scratch.replace(out.with_suffix(".json"))
+
+
+def options() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--cases", nargs="+", default=CASES, metavar="SHAPE:LENGTH:SHARE", help="default: all of them")
+    parser.add_argument("--contenders", nargs="+", default=DEFAULT, choices=contenders.NAMES, metavar="NAME")
+    parser.add_argument("--repeats", type=int, default=3, help="timed steps of each, after one that warms up")
+    parser.add_argument("--limit", type=float, default=900, help="seconds that one step may take")
+    parser.add_argument("--memory", type=float, help="GiB that all workers may use; default: 90 %% of what is free")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench/peers"), help="without .json and .png")
+    parser.add_argument("--keep", action="store_true", help="keep the cases of an earlier run that this one leaves out")
+    parser.add_argument("--skip-parity", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="a minute's smoke test at a tiny shape")
+    chosen = parser.parse_args()
+    if chosen.quick:
+        chosen.cases = QUICK
+    return chosen
+
+
+def main() -> None:
+    """Parity, then every case; the table and files in the end."""
+    chosen = options()
+    cases = [Case.parse(text) for text in chosen.cases]
+    checked = None if chosen.skip_parity else parity.run()
+    here = machine.describe()
+    results: list[dict[str, Any]] = []
+    if chosen.keep and chosen.out.with_suffix(".json").exists():
+        earlier = json.loads(chosen.out.with_suffix(".json").read_text())
+        checked = checked or earlier["parity"]
+        results = [r for r in earlier["cases"] if r["case"] not in {str(case) for case in cases}]
+
+    memory = int(chosen.memory * 2**30) if chosen.memory else None
+    with tqdm(cases, unit="case", desc="cases") as progress:
+        for case in progress:
+            progress.set_postfix_str(str(case))
+            result = Race(case, chosen.contenders, chosen.repeats, chosen.limit, memory).run()
+            results.append({**result, "machine": here})
+            tqdm.write(table([result]).partition("\n")[2])
+            write(chosen.out, here, checked, results)
+    order = {text: i for i, text in enumerate(itertools.chain(QUICK, CASES))}
+    results.sort(key=lambda r: order.get(r["case"], len(order)))
+    write(chosen.out, here, checked, results)
+    plot.peers(results, here, chosen.out.with_suffix(".png"))
+    print(machine.summary(here))
+    print(table(results))
+    print(f"written: {chosen.out}.json, {chosen.out}.png")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        raise SystemExit(f"error: {error}") from None
