@@ -14,7 +14,7 @@ export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
 export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo install test lint test-vllm clean
+.PHONY: demo install test lint test-gpu test-vllm clean
 
 demo: install
 	$(BIN)/python -m eagle31_train.targets.embedded
@@ -42,7 +42,11 @@ lint: install
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest -m 'not vllm'
+	$(BIN)/python -m pytest -m 'not vllm and not gpu'
+
+# What needs a CUDA device; a torch built for one must be in the environment before `make install`.
+test-gpu: install
+	$(BIN)/python -m pytest -m gpu -rs tests/gpu
 
 # Real vLLM, in an environment of its own; serves runs/smollm2 if the demo has been run, else a short training run.
 test-vllm: install

@@ -1,0 +1,113 @@
+"""The training step on a CUDA device: equal to the CPU's, and never waited for inside.
+
+`make test-gpu` runs this where there is a GPU; everywhere else it is skipped.
+"""
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from conftest import kept_mask, make_document, make_objective, make_shape
+
+from eagle31_train.drafter.batch import build_batch
+from eagle31_train.schema import Document
+from train import loop
+from train.checkpoint import parameter_groups
+from train.metrics import fetch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+K = 4
+
+
+def documents_of(shape, lengths=(9, 1, 160, 5, 70)):
+    generator = torch.Generator().manual_seed(1)
+    return [make_document(shape, length, generator) for length in lengths]
+
+
+@pytest.fixture
+def waits_are_errors():
+    """What follows in the test raises where the host would wait for the device."""
+    yield lambda: torch.cuda.set_sync_debug_mode("error")
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerator(monkeypatch):
+    """One process on the GPU."""
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "ACCELERATE_USE_CPU"):
+        monkeypatch.delenv(name, raising=False)
+    AcceleratorState._reset_state(True)
+    yield
+    AcceleratorState._reset_state(True)
+
+
+def gradients(objective, documents, device):
+    packed = build_batch(documents, K, kept_mask(objective.cpu()), "mask")
+    objective = objective.to(device)
+    objective.zero_grad()
+    weights = (0.8 ** torch.arange(K) / packed.trained).to(device, next(objective.parameters()).dtype)
+    loss, measured = objective(packed.to(device), weights)
+    loss.backward()
+    found = {name: p.grad.cpu() for name, p in objective.drafter.named_parameters()}
+    return {**found, "loss": loss.detach().cpu(), "measured": measured.stacked().cpu()}
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-4)])
+def test_loss_and_gradients_equal_the_cpus(dtype, tolerance):
+    shape = make_shape()
+    documents = [
+        Document(d.tokens, d.loss_mask, d.top1, d.aux.to(dtype), d.last.to(dtype)) for d in documents_of(shape)
+    ]
+    objective = make_objective(shape, dtype)
+    theirs = gradients(objective, documents, "cpu")
+    ours = gradients(objective, documents, "cuda")
+    for name in theirs:
+        near = max(tolerance, 1e-5) if name == "measured" else tolerance  # reported in fp32
+        torch.testing.assert_close(ours[name], theirs[name], rtol=near, atol=near, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def one_step(precision):
+    """A function that queues one whole step, the moving of its batches included; the results stay on the device."""
+    shape = make_shape(hidden_size=32, target_hidden_size=32, head_dim=16, num_attention_heads=2)
+    objective = make_objective(shape, torch.float32)
+    documents, kept = documents_of(shape), kept_mask(objective)
+    accelerator = Accelerator(mixed_precision=precision)
+    optimizer = torch.optim.AdamW(parameter_groups(objective.drafter, 0.1), fused=True)
+    model, prepared = accelerator.prepare(objective, optimizer)
+    share = [(build_batch(part, K, kept, "mask").pinned(), True) for part in (documents[:2], documents[2:])]
+    counts = sum(batch.population for batch, _ in share).pin_memory()
+    assert all(batch.aux.is_pinned() and batch.layout.slots.is_pinned() for batch, _ in share)
+
+    def step():
+        sums, total = loop.accumulate(model, share, counts, 0.8, accelerator)
+        norm = accelerator.clip_grad_norm_(objective.drafter.parameters(), 0.5)
+        prepared.step()
+        prepared.zero_grad(set_to_none=True)
+        return norm, total, sums
+
+    return step
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_a_step_never_waits_for_the_device(precision, waits_are_errors):
+    step = one_step(precision)
+    step()  # libraries are loaded, workspaces and the optimizer's state are made
+    waits_are_errors()
+    results = step()
+    torch.cuda.set_sync_debug_mode("default")
+    norm, counts, sums = fetch(*results)
+    assert torch.isfinite(norm)
+    assert counts.min() > 0
+    assert torch.isfinite(sums).all()
+
+
+def test_a_planted_wait_is_found(waits_are_errors, monkeypatch):
+    step, right = one_step("no"), loop.step_weights
+    step()
+    monkeypatch.setattr(loop, "step_weights", lambda counts, gamma: right(counts, gamma) * counts.sum().item())
+    waits_are_errors()
+    with pytest.raises(RuntimeError, match="synchroniz"):
+        step()
