@@ -1,7 +1,7 @@
 """Time contenders side by side: each in its own process, taking turns, A B C A B C, so that drift hits all alike.
 
 Where all fit into memory at once, each is built once and warmed up by one step. Where they do not, only one is alive at
-a time: every turn builds it anew, warms it up, and times one step ("apart" in the results: the same order, a coarser grain).
+a time: every turn builds it anew, warms it up and times one step ("apart" in the results: same order, coarser grain).
 A contender that runs out of memory or time is reported so, by name.
 """
 

@@ -1,0 +1,78 @@
+"""How much arithmetic a training step cannot do without: the matrix products of the recurrence, counted from the masks.
+
+A product of [n, a] with [a, b] is 2·n·a·b FLOPs. Norms, RoPE, softmax and element-wise work are not counted.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eagle31_train.schema import DrafterShape
+
+
+@dataclass(frozen=True)
+class Work:
+    """How often a step has to do what, for documents given by their loss masks.
+
+    positions: N. taught: J, positions whose target distribution is needed. Lists over k = 0..K-1:
+    slots: slots with a pair at step k or later, so that step k has to be run; keys: step-0 keys that these slots see,
+    together; pairs: predictions that count.
+    """
+
+    positions: int
+    taught: int
+    slots: list[int]
+    keys: list[int]
+    pairs: list[int]
+
+
+def count_work(masks: Sequence[Tensor], unroll: int) -> Work:
+    """From loss masks [T] of documents, as build_batch counts pairs where every arg-max is in the draft vocabulary."""
+    positions, taught = 0, 0
+    slots, keys, pairs = ([0] * unroll for _ in range(3))
+    for mask in masks:
+        T = len(mask)
+        t, k = torch.arange(T)[:, None], torch.arange(unroll)
+        predicted = t + 2 + k
+        pair = (predicted < T) & mask[predicted.clamp(max=T - 1)]  # [T, K]
+        needed = pair.flip(1).cummax(1).values.flip(1)  # at step k or later
+        positions += T
+        taught += len((t + 1 + k)[pair].unique())
+        for step in range(unroll):
+            slots[step] += int(needed[:, step].sum())
+            keys[step] += int((t[:, 0] + 1)[needed[:, step]].sum())
+            pairs[step] += int(pair[:, step].sum())
+    return Work(positions, taught, slots, keys, pairs)
+
+
+def necessary(shape: DrafterShape, work: Work, train_lm_head: bool = True) -> dict[str, int]:
+    """FLOPs of forward and backward, by part.
+
+    | part | forward | backward |
+    | --- | --- | --- |
+    | fc | every position, A·H → D | twice that, once if there is no fc_norm: its inputs need no gradient |
+    | keys, values | 2D → 2·groups·width: every position at step 0; the step's slots at every later step | twice |
+    | queries, output, mlp | the step's slots, at every step | twice |
+    | attention | scores and weighted values: each slot's own step-0 keys (itself and all before it in its document)
+      and k later ones | twice: gradients of queries, keys, values and shares; scores computed anew are not counted |
+    | lm_head | each pair, D → Vd | once for the states, once more for the weights if they are trained |
+    | teacher | each taught position once, H → Vd, whatever the number of steps that it teaches | none |
+    """
+    D, H, A, Vd = shape.hidden_size, shape.target_hidden_size, len(shape.aux_layers), shape.draft_vocab_size
+    heads, groups, width = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
+    steps = sum(work.slots)
+    seen = sum(keys + k * slots for k, (keys, slots) in enumerate(zip(work.keys, work.slots, strict=True)))
+    pairs = sum(work.pairs)
+    fc = 2 * work.positions * A * H * D
+    return {
+        "fc": fc * (3 if shape.fc_norm else 2),
+        "keys, values": 3 * 2 * (work.positions + steps - work.slots[0]) * 2 * D * 2 * groups * width,
+        "queries": 3 * 2 * steps * 2 * D * heads * width,
+        "attention": 3 * 2 * seen * heads * width * 2,
+        "output": 3 * 2 * steps * heads * width * D,
+        "mlp": 3 * 2 * steps * 3 * D * shape.intermediate_size,
+        "lm_head": (3 if train_lm_head else 2) * 2 * pairs * D * Vd,
+        "teacher": 2 * work.taught * H * Vd,
+    }

@@ -1,0 +1,171 @@
+"""How our step's cost grows, and how far it is from the machine's limit: `make bench`.
+
+From a base case, one thing grows at a time: length, unroll depth, vocabulary, share of taught tokens; in fp32 and in
+bf16 autocast. "Of the limit" is the necessary FLOPs (flops.py) over the median time times the machine's matrix rate:
+the best of the products that occur in the step, timed in the same process before each step.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from benchmarks import contenders, machine, plot
+from benchmarks.contenders.ours import Ours
+from benchmarks.flops import count_work, necessary
+from benchmarks.shapes import Case, make_material, turns
+from eagle31_train.schema import DrafterShape, UserError
+
+AXES: dict[str, list[float]] = {
+    "length": [512, 1024, 2048, 4096],
+    "unroll": [1, 3, 5, 7],
+    "vocab": [8192, 32000, 128000],
+    "share": [1.0, 0.5, 0.35, 0.25],
+}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+HEAD = ("value", "", "seconds", "TFLOP", "GFLOP/s", "machine", "of limit")
+ROWS = 1024  # of the timed products: enough for the full rate
+
+
+def points(base: Case, axis: str) -> Iterator[tuple[float, Case]]:
+    """The base case with one thing changed: value and case. An axis passes through the base where its values do."""
+    for value in AXES[axis]:
+        changed: Any = {axis: float(value) if axis == "share" else int(value)}
+        yield value, replace(base, **changed)
+
+
+def products(shape: DrafterShape) -> dict[str, tuple[int, int, int]]:
+    """The large matrix products of a step: rows, columns in, columns out."""
+    D, inner = shape.hidden_size, shape.intermediate_size
+    heads = shape.num_attention_heads * shape.head_dim
+    return {
+        "queries": (ROWS, 2 * D, heads),
+        "mlp up": (ROWS, D, inner),
+        "mlp down": (ROWS, inner, D),
+        "lm_head": (ROWS, D, min(shape.draft_vocab_size, 32000)),
+    }
+
+
+def rates(operands: dict[str, tuple[Tensor, Tensor]]) -> dict[str, float]:
+    """FLOP/s of each product [n, a] @ [b, a]^T, by name."""
+    found = {}
+    for name, (left, right) in operands.items():
+        start = time.perf_counter()
+        left @ right.T
+        found[name] = 2 * left.numel() * len(right) / (time.perf_counter() - start)
+    return found
+
+
+def measure(case: Case, precision: str, repeats: int) -> dict[str, Any]:
+    """Products and steps in turns, after one of each that warms up."""
+    dtype, shape = DTYPES[precision], case.drafter()
+    material = make_material(shape, turns(case.length, case.share))
+    ours = Ours(material, case.unroll, low=dtype)
+    operands = {
+        name: (torch.randn(rows, a).to(dtype), torch.randn(b, a).to(dtype))
+        for name, (rows, a, b) in products(shape).items()
+    }
+    parts = necessary(shape, count_work([material.document.loss_mask], case.unroll))
+    del material
+
+    seconds, measured = [], []
+    for _ in range(1 + repeats):
+        measured.append(rates(operands))
+        start = time.perf_counter()
+        with torch.autocast("cpu", dtype) if precision == "bf16" else nullcontext():
+            loss = ours.loss()
+        loss.backward()
+        contenders.drop_gradients(ours)
+        seconds.append(time.perf_counter() - start)
+    median = statistics.median(seconds[1:])
+    by_product = {name: statistics.median(m[name] for m in measured[1:]) for name in operands}
+    best = max(by_product.values())
+    return {
+        "precision": precision,
+        "length": case.length,
+        "unroll": case.unroll,
+        "vocab": shape.draft_vocab_size,
+        "share": case.share,
+        "seconds": median,
+        "all_seconds": seconds[1:],
+        "flops": parts,
+        "rates": by_product,
+        "rate": best,
+        "of_limit": sum(parts.values()) / (median * best),
+        "loss": float(loss.detach()),
+    }
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """The results as plain text."""
+    columns = " ".join(
+        f"{column:>8s}" for column in ("value", "", "seconds", "TFLOP", "GFLOP/s", "machine", "of limit")
+    )
+    lines = [f"{'axis':8s} {columns}"]
+    for r in results:
+        flops = sum(r["flops"].values())
+        lines.append(
+            f"{r['axis']:8s} {r['value']:8g} {r['precision']:>8s} {r['seconds']:8.3f} {flops / 1e12:8.3f} "
+            f"{flops / r['seconds'] / 1e9:8.1f} {r['rate'] / 1e9:8.1f} {r['of_limit']:8.1%}"
+        )
+    return "\n".join(lines)
+
+
+def options() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--base", default="mid:1024:1", metavar="SHAPE:LENGTH:SHARE")
+    parser.add_argument("--repeats", type=int, default=3, help="timed steps of each, after one that warms up")
+    parser.add_argument("--axes", nargs="+", default=list(AXES), choices=list(AXES))
+    parser.add_argument("--precisions", nargs="+", default=list(DTYPES), choices=list(DTYPES))
+    parser.add_argument("--out", type=Path, default=Path("runs/bench/growth"), help="without .json and .png")
+    parser.add_argument("--quick", action="store_true", help="a smoke test at a tiny shape")
+    chosen = parser.parse_args()
+    if chosen.quick:
+        chosen.base = "tiny:512:1"
+    return chosen
+
+
+def main() -> None:
+    """Every point in every precision; the table and files in the end."""
+    chosen = options()
+    base = Case.parse(chosen.base)
+    base = replace(base, vocab=base.drafter().draft_vocab_size)
+    here = machine.describe()
+    wanted = [
+        (axis, value, case, precision)
+        for axis in chosen.axes
+        for precision in chosen.precisions
+        for value, case in points(base, axis)
+    ]
+    done: dict[tuple[Case, str], dict[str, Any]] = {}
+    results = []
+    with tqdm(wanted, unit="point", desc="growth") as progress:
+        for axis, value, case, precision in progress:
+            progress.set_postfix_str(f"{axis} {value:g} {precision}")
+            if (case, precision) not in done:
+                done[case, precision] = measure(case, precision, chosen.repeats)
+            results.append({"axis": axis, "value": value, "base": str(base), **done[case, precision]})
+    out: Path = chosen.out
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.with_suffix(".json").write_text(json.dumps({"machine": here, "points": results}, indent=1) + "\n")
+    plot.growth(results, here, out.with_suffix(".png"))
+    print(machine.summary(here))
+    print(table(results))
+    print(f"written: {out}.json, {out}.png")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        raise SystemExit(f"error: {error}") from None
