@@ -10,6 +10,7 @@ gradients of a chunk are worked out while its [pairs, Vd] logits are alive; no t
 Shapes: K steps, S slots, P pairs, J taught positions, D draft hidden, H target hidden, Vd draft vocabulary.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -73,6 +74,10 @@ class Measured:
 
 MEASURES = len(fields(Measured))
 
+# Logits alive at once, by device: in one matrix product, and while probabilities of them are worked out. A
+# product wants many rows; on a CPU, what follows it wants to stay small enough for memory to be used again.
+ROWS = {"cpu": (2**24, 2**22), "other": (2**28, 2**28)}
+
 
 class Objective(nn.Module):
     """Drafter and teacher as one module whose forward is the loss, for wrapping by DDP and the like."""
@@ -83,6 +88,7 @@ class Objective(nn.Module):
         self.teacher = teacher
         self.kind = loss
         self.lk = lk
+        self.divergence = divergence
 
     def forward(self, batch: Batch, weights: Tensor) -> tuple[Tensor, Measured]:
         """The weighted loss of a batch.
@@ -95,11 +101,9 @@ class Objective(nn.Module):
         total, sums, hits = _ChunkedDivergence.apply(
             unrolled.z.flatten(0, 1),
             self.drafter.lm_head.weight,
-            self.teacher,
             batch,
             weights,
-            self.kind,
-            self.lk,
+            self,
             torch.is_grad_enabled(),
         )
         K, S = unrolled.z.shape[:2]
@@ -107,11 +111,11 @@ class Objective(nn.Module):
         device = total.device
         return total, Measured(
             loss=sums,
-            trained=torch.tensor(batch.trained, device=device, dtype=torch.float32),
+            trained=batch.trained.float(),
             correct=correct.sum(1).float(),
-            eligible=torch.tensor(batch.eligible, device=device, dtype=torch.float32),
+            eligible=batch.eligible.float(),
             prefix=correct.cumprod(0).sum(1).float(),
-            eligible_prefix=torch.tensor(batch.eligible_prefix, device=device, dtype=torch.float32),
+            eligible_prefix=batch.eligible_prefix.float(),
             rms=unrolled.rms.float() * S,
             slots=torch.full((K,), S, device=device, dtype=torch.float32),
         )
@@ -122,7 +126,7 @@ def divergence(logits: Tensor, log_p: Tensor, taught: Tensor, kind: str, lk: flo
 
     Args:
         logits: [P, Vd] of the drafter, fp32 or wider.
-        log_p: [J, Vd] the target's log-probabilities.
+        log_p: [J, Vd] the target's log-probabilities, likewise.
         taught: [P] which row of log_p teaches each pair.
         kind: "kl", or "ce", which adds the target's entropy and has the same slope.
         lk: share of the LK loss, -log(alpha) with alpha = sum(min(p, q)), the probability that the
@@ -131,13 +135,13 @@ def divergence(logits: Tensor, log_p: Tensor, taught: Tensor, kind: str, lk: flo
     Returns:
         value [P] in nats, slope [P, Vd].
     """
+    log_q = logits.log_softmax(-1)
     p = log_p.exp()
-    normaliser = logits.logsumexp(-1, keepdim=True)
-    p_pairs = p[taught]
-    value = normaliser[:, 0] - (p_pairs * logits).sum(-1)
+    p_pairs = p.index_select(0, taught)
+    value = -torch.linalg.vecdot(p_pairs, log_q)
     if kind == "kl":
-        value = value + (p * log_p).sum(-1)[taught]
-    q = (logits - normaliser).exp_()
+        value = value + torch.linalg.vecdot(p, log_p)[taught]
+    q = log_q.exp_()
     if not lk:
         return value, q.sub_(p_pairs)
     # Where the two share nothing that fp32 can hold, the loss stays finite and the slope is its limit of zero.
@@ -153,15 +157,7 @@ class _ChunkedDivergence(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        z: Tensor,
-        head: Tensor,
-        teacher: Teacher,
-        batch: Batch,
-        weights: Tensor,
-        kind: str,
-        lk: float,
-        learn: bool,
+        ctx: Any, z: Tensor, head: Tensor, batch: Batch, weights: Tensor, objective: "Objective", learn: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """z [K*S, D], head [Vd, D] → loss (), summed divergence per step [K], hits [K*S] bool."""
         compute = torch.get_autocast_dtype(z.device.type) if torch.is_autocast_enabled(z.device.type) else z.dtype
@@ -172,26 +168,31 @@ class _ChunkedDivergence(torch.autograd.Function):
         dhead = torch.zeros_like(head, dtype=wide) if want_head else None
         sums = torch.zeros(batch.unroll, dtype=wide, device=z.device)
         hits = torch.zeros(len(z), dtype=torch.bool, device=z.device)
+        block, part = ROWS.get(z.device.type, ROWS["other"])
 
         with torch.autocast(z.device.type, enabled=False):
-            for first, last, begin, end in batch.chunks:
-                log_p = teacher.logits(batch.teacher[first:last]).to(wide).log_softmax(-1)
+            for first, last, begin, end in blocks(batch.chunks, block // len(head)):
+                log_p = objective.teacher.logits(batch.teacher[first:last]).to(wide).log_softmax(-1)
+                top1 = batch.top1[first:last]
                 rows = batch.pair_row[begin:end]
-                taught = batch.pair_teacher[begin:end] - first
                 steps = batch.pair_step[begin:end]
-                states = z_low[rows]
-                logits = (states @ head_low.T).to(wide)
-                value, slope = divergence(logits, log_p, taught, kind, lk)
-                sums.index_add_(0, steps, value)
-                guess = teacher.target_ids[logits.argmax(-1)]
-                hits[rows] = guess == batch.top1[first:last][taught]
-
-                if want_z or want_head:
-                    slope = slope.mul_(weights[steps, None].to(wide)).to(compute)
-                    if dz is not None:
-                        dz[rows] = (slope @ head_low).to(dz.dtype)
-                    if dhead is not None:
-                        dhead += slope.T @ states
+                taught = batch.pair_teacher[begin:end] - first
+                states = z_low.index_select(0, rows)
+                logits = states @ head_low.T  # and then, part by part, their slope
+                for some in parts(end - begin, part // len(head)):
+                    exact = logits[some].to(wide)
+                    guess = objective.teacher.target_ids[exact.argmax(-1)]
+                    hits[rows[some]] = guess == top1[taught[some]]
+                    value, slope = objective.divergence(exact, log_p, taught[some], objective.kind, objective.lk)
+                    sums.index_add_(0, steps[some], value)
+                    logits[some] = slope
+                weight = weights[steps, None].to(compute)
+                if dz is not None:
+                    dz.index_copy_(0, rows, ((logits @ head_low) * weight).to(dz.dtype))
+                if dhead is not None and compute == wide:
+                    dhead.addmm_(logits.T, states * weight)
+                elif dhead is not None:
+                    dhead += logits.T @ (states * weight)
         total = (sums * weights.to(wide)).sum()
         ctx.save_for_backward(*(g for g in (dz, dhead) if g is not None))
         ctx.wanted = (want_z, want_head)
@@ -205,4 +206,21 @@ class _ChunkedDivergence(torch.autograd.Function):
         want_z, want_head = ctx.wanted
         dz = saved.pop(0) * grads[0] if want_z else None
         dhead = (saved.pop(0) * grads[0]).to(ctx.head_dtype) if want_head else None
-        return dz, dhead, None, None, None, None, None, None
+        return dz, dhead, None, None, None, None
+
+
+def blocks(chunks: list[tuple[int, int, int, int]], rows: int) -> list[tuple[int, int, int, int]]:
+    """Join neighbouring chunks (first, last taught position; begin, end pair) while they have at most `rows` pairs."""
+    joined: list[tuple[int, int, int, int]] = []
+    for first, last, begin, end in chunks:
+        if joined and end - joined[-1][2] <= rows:
+            joined[-1] = (joined[-1][0], last, joined[-1][2], end)
+        else:
+            joined.append((first, last, begin, end))
+    return joined
+
+
+def parts(count: int, size: int) -> Iterator[slice]:
+    """Slices of at most `size`, at least one, that cover `count` rows."""
+    size = max(1, size)
+    return (slice(first, min(first + size, count)) for first in range(0, count, size))

@@ -23,10 +23,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eagle31_train.drafter.attention import Layout, make_layout
+from eagle31_train.drafter.layout import Layout, make_layout
 from eagle31_train.schema import Document
 
-CHUNK = 128  # taught positions per chunk: up to K * 128 rows of logits are alive at once
+CHUNK = 32  # taught positions per chunk, the smallest unit of the loss: up to K * 32 rows of logits
 STRETCH = 32  # a subset of the slots is made of stretches of so many: neighbours are cheap to attend together
 
 Moved = TypeVar("Moved")
@@ -57,8 +57,10 @@ class Batch:
     """
 
     aux: Tensor  # [N, A, H]
-    inputs: Tensor  # [K, S] int64: token that slot t reads at step k (x[t+1+k])
-    context_inputs: Tensor  # [N] int64: x[t+1] for every position, the step-0 input
+    ids: Tensor  # [N] int64, token ids
+    following: Tensor  # [N] int64: where x[t+1] stands, for every position: the step-0 input
+    read: Tensor  # [R] int64, ascending: where the tokens stand that slots read
+    reads: Tensor  # [K, S] int64 into [R]: which of them slot t reads at step k (x[t+1+k])
     positions: Tensor  # [N] int64: position within the document
     layout: Layout
     teacher: Tensor  # [J, H] last hidden state of the target at the taught positions
@@ -78,7 +80,7 @@ class Batch:
     @property
     def unroll(self) -> int:
         """K."""
-        return len(self.inputs)
+        return len(self.reads)
 
     def to(self, device: torch.device | str) -> "Batch":
         """The batch on another device; the host does not wait for a batch that is `pinned`."""
@@ -128,7 +130,7 @@ def build_batch(
     tokens = torch.cat([d.tokens for d in documents])
     ends = torch.cat([torch.full((len(d),), end - 1) for d, end in zip(documents, starts[1:], strict=True)])
     # Steps past the end of a document are no pairs; they read its last token so that indices stay inside.
-    reads = torch.minimum(slot + 1 + steps[:, None], ends[slot])
+    read, reads = torch.minimum(slot + 1 + steps[:, None], ends[slot]).unique(return_inverse=True)
 
     rows, ks = all_trained[slot].nonzero(as_tuple=True)  # sorted by slot; wanted: by taught position
     taught = slot[rows] + 1 + ks
@@ -139,8 +141,10 @@ def build_batch(
     every = torch.arange(len(tokens))
     return Batch(
         aux=torch.cat([d.aux for d in documents]),
-        inputs=tokens[reads],
-        context_inputs=tokens[torch.minimum(every + 1, ends)],
+        ids=tokens,
+        following=torch.minimum(every + 1, ends),
+        read=read,
+        reads=reads,
         positions=torch.cat([torch.arange(len(d)) for d in documents]),
         layout=make_layout(list(pairwise(starts)), slot),
         teacher=torch.cat([d.last for d in documents])[teachers],

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from eagle31_train.drafter.layer import Project
 from eagle31_train.drafter.model import Drafter
 
 
@@ -67,7 +68,8 @@ class DraftDecoder:
             position = torch.tensor([self.length - 1 + step], device=x.device)
             if step > 0:
                 self._write(x, position)
-            h = layer.finish(residual, self._attend(attention.queries(x, position), self.length + step))
+            q = attention.queries(_applied_to(x), position)
+            h = layer.finish(residual, self._attend(q, self.length + step))
             z = drafter.norm(h)
             token = self.target_ids[drafter.lm_head(z).argmax(-1)]
             yield token, z
@@ -75,7 +77,7 @@ class DraftDecoder:
 
     def _write(self, x: Tensor, positions: Tensor) -> None:
         """Keys and values of attention inputs [n, 2D], into the rows of their positions [n]."""
-        keys, values = self.drafter.midlayer.self_attn.keys_values(x, positions)
+        keys, values = self.drafter.midlayer.self_attn.keys_values(_applied_to(x), positions)
         if self._keys is None or self._values is None:
             self._keys = keys.new_empty(self.capacity, *keys.shape[1:])
             self._values = values.new_empty(self.capacity, *values.shape[1:])
@@ -90,3 +92,8 @@ class DraftDecoder:
         # All heads of a group share keys, and there is one query: heads can stand where queries do.
         grouped = q.view(len(keys), -1, q.shape[-1])
         return F.scaled_dot_product_attention(grouped, keys, values, scale=scale).reshape(1, q.shape[1], -1)
+
+
+def _applied_to(x: Tensor) -> Project:
+    """Projections of the attention input x [n, 2D] itself."""
+    return lambda linear: linear(x)

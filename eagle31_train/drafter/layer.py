@@ -6,6 +6,7 @@ Shapes: n rows; D draft hidden; h query heads; g key/value heads; d head width.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,9 +32,31 @@ class RMSNorm(nn.Module):
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm with an explicit weight; fp64 stays fp64, everything else is computed in fp32."""
-    wide = x if x.dtype == torch.float64 else x.float()
-    scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (scaled * weight).to(x.dtype)
+    out: Tensor = _RmsNorm.apply(x, weight, eps)
+    return out
+
+
+class _RmsNorm(torch.autograd.Function):
+    """Keeps its input and one number per row for the gradient, where autograd would keep two fp32 copies."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x if x.dtype == torch.float64 else x.float()
+        inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)  # 1 / rms(x)
+        ctx.save_for_backward(x, weight, inverse)
+        return (wide * inverse * weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, inverse = ctx.saved_tensors
+        scaled = x.to(inverse.dtype) * inverse
+        dout = grads[0].to(inverse.dtype)
+        dweight = (dout * scaled).flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        if not ctx.needs_input_grad[0]:
+            return None, dweight, None
+        dscaled = dout * weight
+        along = (dscaled * scaled).mean(-1, keepdim=True)  # what lies along x cannot change x / rms(x)
+        return ((dscaled - scaled * along) * inverse).to(x.dtype), dweight, None
 
 
 class Rope(nn.Module):
@@ -88,10 +111,14 @@ def rope_parameters(shape: DrafterShape) -> dict:
     return {**scaling, "rope_type": kind, "rope_theta": shape.rope_theta}
 
 
+Project = Callable[[nn.Linear], Tensor]  # a linear layer → what it makes of the attention's input, [n, its width]
+
+
 class GroupedQueryAttention(nn.Module):
     """Projections of the drafter's attention; who attends to whom is `attention.py`'s business.
 
-    The input is 2D wide: the normed embedding beside the normed hidden state.
+    The input is 2D wide: the normed embedding beside the normed hidden state. How a projection is worked
+    out is the caller's business: training computes the embedding's half once for all steps.
     """
 
     def __init__(self, shape: DrafterShape) -> None:
@@ -109,14 +136,24 @@ class GroupedQueryAttention(nn.Module):
         self.rope = Rope(shape)
         self.scale = self.width**-0.5
 
-    def queries(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x [n, 2D], positions [n] → q [n, h, d], rotated."""
-        return self.rope(self.q_proj(x).unflatten(-1, (self.heads, self.width)), positions)
+    @property
+    def query_inputs(self) -> list[nn.Linear]:
+        """The projections of the attention's input that queries need."""
+        return [self.q_proj]
 
-    def keys_values(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """x [n, 2D], positions [n] → k [n, g, d], rotated, and v [n, g, d]."""
-        k = self.rope(self.k_proj(x).unflatten(-1, (self.groups, self.width)), positions)
-        return k, self.v_proj(x).unflatten(-1, (self.groups, self.width))
+    @property
+    def key_inputs(self) -> list[nn.Linear]:
+        """Those that keys and values need."""
+        return [self.k_proj, self.v_proj]
+
+    def queries(self, project: Project, positions: Tensor) -> Tensor:
+        """Positions [n] → q [n, h, d], rotated."""
+        return self.rope(project(self.q_proj).unflatten(-1, (self.heads, self.width)), positions)
+
+    def keys_values(self, project: Project, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Positions [n] → k [n, g, d], rotated, and v [n, g, d]."""
+        k = self.rope(project(self.k_proj).unflatten(-1, (self.groups, self.width)), positions)
+        return k, project(self.v_proj).unflatten(-1, (self.groups, self.width))
 
     def output(self, o: Tensor) -> Tensor:
         """o [n, h, d] → [n, D]."""
@@ -151,10 +188,15 @@ class MidLayer(nn.Module):
         self.mlp = Mlp(shape)
         self.norm_before_residual = shape.norm_before_residual
 
+    def state_input(self, g: Tensor) -> tuple[Tensor, Tensor]:
+        """State g [n, D] → its half of the attention's input, and the residual, [n, D] each."""
+        normed = self.hidden_norm(g)
+        return normed, normed if self.norm_before_residual else g
+
     def attention_input(self, e: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """Embedding e [n, D] and state g [n, D] → the attention's input [n, 2D] and the residual [n, D]."""
-        normed = self.hidden_norm(g)
-        return torch.cat([self.input_layernorm(e), normed], dim=-1), normed if self.norm_before_residual else g
+        normed, residual = self.state_input(g)
+        return torch.cat([self.input_layernorm(e), normed], dim=-1), residual
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
         """Residual [n, D] and attention output [n, h, d] → h_k [n, D], before the final norm."""

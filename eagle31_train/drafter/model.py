@@ -8,14 +8,19 @@
 Nothing is detached: gradients flow through every step's state, keys and values.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from eagle31_train.drafter.attention import unrolled_attention
 from eagle31_train.drafter.batch import Batch
-from eagle31_train.drafter.layer import MidLayer, RMSNorm
+from eagle31_train.drafter.layer import MidLayer, Project, RMSNorm
 from eagle31_train.schema import DrafterShape
 
 
@@ -34,7 +39,13 @@ class Drafter(nn.Module):
         shape: the architecture.
         embedding: [V, D] the target's embedding rows; frozen and left out of the checkpoint with
             `shape.share_embedding`, the initial value of the drafter's own otherwise.
+
+    Attributes:
+        recompute: work activations out again for the gradient instead of keeping them, but for the
+            attention and the states: less memory, one more forward pass of the layer.
     """
+
+    recompute = False
 
     def __init__(self, shape: DrafterShape, embedding: Tensor | None = None) -> None:
         super().__init__()
@@ -77,29 +88,88 @@ class Drafter(nn.Module):
 
     def forward(self, batch: Batch) -> Unrolled:
         """Run all K steps of every slot of a packed batch."""
-        layer, attention, slots = self.midlayer, self.midlayer.self_attn, batch.layout.slots
-        g = self.fuse(batch.aux)  # [N, D]
+        slots, scale = batch.layout.slots, self.midlayer.self_attn.scale
+        run = partial(checkpoint, use_reentrant=False, preserve_rng_state=False) if self.recompute else call
+        tokens = TokenHalf(self.midlayer, self.embed(batch.ids), batch.read)
 
-        # Step 0: every position gives a key and a value; only slots ask.
-        x, residual = layer.attention_input(self.embed(batch.context_inputs), g)
-        k0, v0 = attention.keys_values(x, batch.positions)
-        x, residual, g = x[slots], residual[slots], g[slots]
-        positions = batch.positions[slots]
+        # Step 0: every position gives a key and a value; from here on, only slots count.
+        g = self.fuse(batch.aux)  # [N, D]
+        k0, v0 = run(self._context, g, tokens, batch.following, batch.positions)
+        g, positions = g.index_select(0, slots), batch.positions[slots]
 
         own_k: list[Tensor] = []
         own_v: list[Tensor] = []
         outputs, rms = [], []
         for k in range(batch.unroll):
-            if k > 0:
-                x, residual = layer.attention_input(self.embed(batch.inputs[k]), g)
-                key, value = attention.keys_values(x, positions + k)
+            rms.append(g.detach().float().square().mean(-1).sqrt().sum() / max(len(g), 1))  # no slot: 0, not NaN
+            q, key, value, residual = run(self._ask, g, tokens, batch.reads[k], positions + k)
+            if k > 0:  # that of step 0 is among k0
                 own_k.append(key)
                 own_v.append(value)
-            rms.append(g.detach().float().square().mean(-1).sqrt().sum() / max(len(g), 1))  # no slot: 0, not NaN
-            q = attention.queries(x, positions + k)
-            attended = unrolled_attention(q, k0, v0, own_k, own_v, batch.layout, attention.scale)
-            h = layer.finish(residual, attended)
-            z = self.norm(h)
+            attended = unrolled_attention(q, k0, v0, own_k, own_v, batch.layout, scale)
+            h, z = run(self._answer, residual, attended)
             outputs.append(z)
             g = self.feedback(h, z)
         return Unrolled(torch.stack(outputs), torch.stack(rms))
+
+    def _context(self, g: Tensor, tokens: "TokenHalf", following: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Step-0 keys and values of every position, from g_0 [N, D]."""
+        normed, _ = self.midlayer.state_input(g)
+        return self.midlayer.self_attn.keys_values(tokens.context(normed, following), positions)
+
+    def _ask(
+        self, g: Tensor, tokens: "TokenHalf", reads: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Query, key, value and residual of every slot at one step, from g_k [S, D]."""
+        normed, residual = self.midlayer.state_input(g)
+        project = tokens.step(normed, reads)
+        attention = self.midlayer.self_attn
+        return attention.queries(project, positions), *attention.keys_values(project, positions), residual
+
+    def _answer(self, residual: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
+        """h_k and z_k, [S, D] each."""
+        h = self.midlayer.finish(residual, attended)
+        return h, self.norm(h)
+
+
+class TokenHalf:
+    """The embeddings' half of the attention's input projections, worked out once for all steps.
+
+    The input is a token's embedding beside a state, so W · concat(e, n) = W_e · e + W_n · n. A token that
+    K slots read, each at another step, has the same W_e · e in all of them.
+
+    Args:
+        layer: the drafter's layer.
+        embedded: [N, D] embeddings of all packed tokens.
+        read: [R] int64, which of them slots read.
+    """
+
+    def __init__(self, layer: MidLayer, embedded: Tensor, read: Tensor) -> None:
+        attention, D = layer.self_attn, embedded.shape[-1]
+        device = embedded.device.type
+        e = layer.input_layernorm(embedded)
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else e.dtype
+        halves = {
+            linear: linear.weight.to(dtype).split(D, 1) for linear in attention.query_inputs + attention.key_inputs
+        }
+        self._state = {linear: half[1] for linear, half in halves.items()}
+        self._all = {linear: F.linear(e, halves[linear][0]) for linear in attention.key_inputs}  # [N, width]
+        self._read = {linear: rows.index_select(0, read) for linear, rows in self._all.items()}  # [R, width]
+        e = e.index_select(0, read)
+        self._read |= {linear: F.linear(e, halves[linear][0]) for linear in attention.query_inputs}
+
+    def context(self, normed: Tensor, following: Tensor) -> Project:
+        """Projections of every position: normed states [N, D], beside the tokens at `following` [N]."""
+        return lambda linear: self._join(linear, self._all[linear].index_select(0, following), normed)
+
+    def step(self, normed: Tensor, reads: Tensor) -> Project:
+        """Projections of every slot: normed states [S, D], beside the tokens that `reads` [S] picks of those read."""
+        return lambda linear: self._join(linear, self._read[linear].index_select(0, reads), normed)
+
+    def _join(self, linear: nn.Linear, token_half: Tensor, normed: Tensor) -> Tensor:
+        return torch.addmm(token_half, normed.to(token_half.dtype), self._state[linear].T)
+
+
+def call(function: Callable, *args: Any) -> Any:
+    """function(*args): what stands in place of `checkpoint` where activations are kept."""
+    return function(*args)

@@ -1,6 +1,7 @@
 """The merged attention against one dense softmax, differentiated by autograd."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import dense_attention
 
-from eagle31_train.drafter import attention
-from eagle31_train.drafter.attention import make_layout, unrolled_attention
+from eagle31_train.drafter import attention, history
+from eagle31_train.drafter.attention import unrolled_attention
+from eagle31_train.drafter.layout import make_layout, make_segments
 
 
 @st.composite
@@ -73,22 +75,96 @@ def test_bf16_stays_within_its_own_rounding():
 
 
 @pytest.mark.parametrize("wrong", ["own log-sum-exp", "own output"])
-def test_a_backward_with_the_pieces_own_statistics_is_caught(wrong, monkeypatch):
-    """The mistake of one public trainer: each piece's flash backward gets the piece's own log-sum-exp or output."""
-    right = attention.flash_backward
+def test_a_backward_with_the_parts_own_statistics_is_caught(wrong, monkeypatch):
+    """The mistake of one public trainer: the flash backward gets its part's own log-sum-exp or output."""
+    right = attention.history_backward
 
-    def planted(dout, q, k, v, out, lse, causal, scale):
-        own_out, own_lse = attention.flash_forward(q, k, v, causal, scale)
+    def planted(dout, q, k0, v0, out, lse, layout, scale):
+        own_out, own_lse = attention.history_forward(q, k0, v0, layout, scale)
         if wrong == "own log-sum-exp":
-            return right(dout, q, k, v, out, own_lse, causal, scale)
-        return right(dout, q, k, v, own_out, lse, causal, scale)
+            return right(dout, q, k0, v0, out, own_lse, layout, scale)
+        return right(dout, q, k0, v0, own_out, lse, layout, scale)
 
     tensors, layout, direction = make(PROBLEM, torch.float64)
     truth = run(dense_attention, tensors, layout, direction)
-    monkeypatch.setattr(attention, "flash_backward", planted)
+    monkeypatch.setattr(attention, "history_backward", planted)
     ours = run(unrolled_attention, tensors, layout, direction)
     torch.testing.assert_close(ours[0], truth[0])
     assert (ours[1] - truth[1]).norm() / truth[1].norm() > 0.01
+
+
+def varlen(q, k, v, query_edges, key_edges):
+    """Heads and stretches of CUDA's flash kernel for packed sequences, and what is hidden: aligned at the end."""
+    for head in range(q.shape[1]):
+        edges = zip(itertools.pairwise(query_edges.tolist()), itertools.pairwise(key_edges.tolist()), strict=True)
+        for rows, keys in edges:
+            n, m = rows[1] - rows[0], keys[1] - keys[0]
+            hidden = torch.arange(m) > torch.arange(n)[:, None] + m - n
+            yield head, head // (q.shape[1] // k.shape[1]), slice(*rows), slice(*keys), hidden
+
+
+def imitated_forward(q, k, v, query_edges, key_edges, queries, keys, dropout, causal, debug, *, scale):
+    assert (queries, keys) == (query_edges.diff().max(), key_edges.diff().max())
+    assert causal
+    assert query_edges.dtype == key_edges.dtype == torch.int32
+    assert (int(query_edges[-1]), int(key_edges[-1])) == (len(q), len(k))
+    out, lse = torch.zeros_like(q), q.new_zeros(q.shape[1], len(q))
+    for head, group, rows, columns, hidden in varlen(q, k, v, query_edges, key_edges):
+        scores = (q[rows, head] @ k[columns, group].T * scale).masked_fill(hidden, float("-inf"))
+        lse[head, rows] = scores.logsumexp(-1)
+        out[rows, head] = scores.softmax(-1) @ v[columns, group]
+    return out, lse, None, None, None
+
+
+def imitated_backward(
+    dout, q, k, v, out, lse, query_edges, key_edges, queries, keys, dropout, causal, state, unused, *, scale
+):
+    assert lse.is_contiguous()
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for head, group, rows, columns, hidden in varlen(q, k, v, query_edges, key_edges):
+        scores = (q[rows, head] @ k[columns, group].T * scale).masked_fill(hidden, float("-inf"))
+        shares = (scores - lse[head, rows, None]).exp()
+        do = dout[rows, head]
+        slope = shares * (do @ v[columns, group].T - (do * out[rows, head]).sum(-1, keepdim=True)) * scale
+        dq[rows, head] += slope @ k[columns, group]
+        dk[columns, group] += slope.T @ q[rows, head]
+        dv[columns, group] += shares.T @ do
+    return dq, dk, dv
+
+
+def with_kernel(kernel, layout, patch):
+    """Let the CPU take another kernel's way; returns the layout that it needs."""
+    if kernel == "plain":
+        patch.setattr(history, "_flash_cpu", lambda q: False)
+        patch.setattr(history, "BLOCK", 3)
+        return layout
+    patch.setattr(history, "_flash_cuda", lambda q, v: True)
+    patch.setattr(torch.ops.aten, "_flash_attention_forward", imitated_forward)
+    patch.setattr(torch.ops.aten, "_flash_attention_backward", imitated_backward)
+    most_copies = 100.0 if kernel == "copied keys" else 0.0
+    return replace(layout, segments=make_segments(layout.documents, layout.slots, layout.runs, most_copies))
+
+
+@pytest.mark.parametrize("kernel", ["plain", "copied keys", "spread queries"])
+@settings(max_examples=40, deadline=None)
+@given(problem=problems())
+def test_the_kernels_of_other_devices_equal_one_dense_softmax(kernel, problem):
+    """Indices of the CUDA path, on an imitation of its kernel; the kernel itself is for tests/gpu."""
+    tensors, layout, direction = make(problem, torch.float64)
+    truth = run(dense_attention, tensors, layout, direction)
+    with pytest.MonkeyPatch.context() as patch:
+        ours = run(unrolled_attention, tensors, with_kernel(kernel, layout, patch), direction)
+    for mine, theirs in zip(ours, truth, strict=True):
+        torch.testing.assert_close(mine.double(), theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_scattered_slots_spread_their_queries_rather_than_copy_every_key_for_each():
+    together = make_layout([(0, 40)], torch.arange(10, 30)).segments
+    assert together.query_rows is None
+    assert len(together.key_rows) == 30
+    scattered = make_layout([(0, 40)], torch.arange(1, 40, 2)).segments
+    assert scattered.key_rows is None
+    assert scattered.query_rows.tolist() == list(range(1, 40, 2))
 
 
 def test_runs_are_broken_at_gaps_and_at_documents():

@@ -5,8 +5,9 @@ import torch
 from conftest import kept_mask, make_document, make_objective, make_shape
 from reference import ReferenceDrafter, dense_scores
 
-from eagle31_train.drafter import attention, batch, model
+from eagle31_train.drafter import batch, model
 from eagle31_train.drafter.batch import build_batch
+from eagle31_train.drafter.layout import make_layout
 from eagle31_train.loss import Objective
 
 K = 7
@@ -160,11 +161,15 @@ def read_the_next_document(monkeypatch):
 
     def leaking(documents, unroll, kept, oov):
         packed = real(documents, unroll, kept, oov)
-        tokens = torch.cat([d.tokens for d in documents])
-        following = tokens[(torch.arange(len(tokens)) + 1).clamp(max=len(tokens) - 1)]
-        reads = (packed.layout.slots + 1 + torch.arange(unroll)[:, None]).clamp(max=len(tokens) - 1)
-        layout = attention.make_layout([(0, len(tokens))], packed.layout.slots)
-        fields = {**vars(packed), "context_inputs": following, "inputs": tokens[reads], "layout": layout}
+        N = len(packed.ids)
+        reads = (packed.layout.slots + 1 + torch.arange(unroll)[:, None]).clamp(max=N - 1)
+        fields = {
+            **vars(packed),
+            "following": (torch.arange(N) + 1).clamp(max=N - 1),
+            "read": torch.arange(N),
+            "reads": reads,
+            "layout": make_layout([(0, N)], packed.layout.slots),
+        }
         return batch.Batch(**fields)
 
     monkeypatch.setitem(globals(), "build_batch", leaking)

@@ -1,0 +1,102 @@
+"""Where documents and slots lie in a packed batch, and so which step-0 keys each slot sees.
+
+Slots at consecutive positions of one document form a *run*. Its last slot sees the document up to its own
+position, the one before it one key less, and so on: a run is a causal block of attention, aligned at its
+end, and needs no mask. This is all that an attention kernel has to know.
+"""
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Run:
+    """Slots first..end-1 lie at consecutive positions, `begin` onwards, of the document that starts at `document`."""
+
+    first: int
+    end: int
+    document: int
+    begin: int
+
+    @property
+    def keys(self) -> slice:
+        """The step-0 keys that the last slot of the run sees."""
+        return slice(self.document, self.begin + self.end - self.first)
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The runs as a flash kernel for packed sequences wants them: query and key stretches, end to end.
+
+    query_edges, key_edges: [R + 1] int32, where each run's queries and keys begin.
+    queries, keys: their longest stretch.
+    key_rows: [M] int64, the position whose key stands in each row; None if the keys stand as they are.
+    query_rows: [S] int64, the row of each slot's query among `query_total`; None if queries stand as they are.
+    """
+
+    query_edges: Tensor
+    key_edges: Tensor
+    queries: int
+    keys: int
+    key_rows: Tensor | None
+    query_rows: Tensor | None
+    query_total: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How documents and slots lie in a packed batch.
+
+    documents: (first position, end position) of each document, in order, without gaps.
+    slots: [S] int64, the packed position t of each slot, ascending.
+    runs: the slots again, as stretches of consecutive positions within one document.
+    segments: the runs once more, for a flash kernel; None where there are no slots.
+    """
+
+    documents: list[tuple[int, int]]
+    slots: Tensor
+    runs: list[Run]
+    segments: Segments | None
+
+
+def make_layout(documents: list[tuple[int, int]], slots: Tensor) -> Layout:
+    """Find the runs of slots [S] (on the CPU, ascending)."""
+    starts = torch.tensor([start for start, _ in documents])
+    owner = torch.searchsorted(starts, slots, right=True) - 1
+    broken = (slots[1:] != slots[:-1] + 1) | (owner[1:] != owner[:-1])
+    edges = [0, *(broken.nonzero()[:, 0] + 1).tolist(), len(slots)] if len(slots) else [0]
+    runs = [
+        Run(first, end, documents[int(owner[first])][0], int(slots[first])) for first, end in itertools.pairwise(edges)
+    ]
+    return Layout(documents, slots, runs, make_segments(documents, slots, runs) if runs else None)
+
+
+def make_segments(
+    documents: list[tuple[int, int]], slots: Tensor, runs: list[Run], most_copies: float = 8.0
+) -> Segments:
+    """The runs (at least one) for a kernel that takes packed sequences.
+
+    Runs of one document see overlapping keys, so each run gets a copy of what it sees. Where that
+    would be more than `most_copies` times the batch (slots scattered over long documents), the
+    queries are spread over whole documents instead, with idle rows between the slots.
+    """
+    total = documents[-1][1]
+    spans = [run.keys for run in runs]
+    if sum(span.stop - span.start for span in spans) > most_copies * total:
+        edges = torch.tensor([0, *(end for _, end in documents)], dtype=torch.int32)
+        longest = int(edges.diff().max())
+        return Segments(edges, edges, longest, longest, None, slots, total)
+    queries = torch.tensor([0, *(run.end for run in runs)], dtype=torch.int32)
+    sizes = torch.tensor([span.stop - span.start for span in spans])
+    return Segments(
+        query_edges=queries,
+        key_edges=torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]).int(),
+        queries=int(queries.diff().max()),
+        keys=int(sizes.max()),
+        key_rows=torch.cat([torch.arange(span.start, span.stop) for span in spans]),
+        query_rows=None,
+        query_total=len(slots),
+    )
