@@ -80,7 +80,13 @@ ROWS = {"cpu": (2**24, 2**22), "other": (2**28, 2**28)}
 
 
 class Objective(nn.Module):
-    """Drafter and teacher as one module whose forward is the loss, for wrapping by DDP and the like."""
+    """Drafter and teacher as one module whose forward is the loss, for wrapping by DDP and the like.
+
+    Args:
+        drafter, teacher: what learns, and what it learns from.
+        loss: "kl" or "ce".
+        lk: share of the LK loss, see `divergence`.
+    """
 
     def __init__(self, drafter: Drafter, teacher: Teacher, loss: str, lk: float = 0.0) -> None:
         super().__init__()
@@ -89,6 +95,14 @@ class Objective(nn.Module):
         self.kind = loss
         self.lk = lk
         self.divergence = divergence
+
+    def compile_kernels(self) -> None:
+        """Let torch.compile fuse what lies between the matrix products; the rest is kernels of its own."""
+        drafter, layer = self.drafter, self.drafter.midlayer
+        self.divergence = torch.compile(divergence, dynamic=True)
+        drafter._answer = torch.compile(drafter._answer, dynamic=True)  # type: ignore[method-assign]
+        layer.state_input = torch.compile(layer.state_input, dynamic=True)  # type: ignore[method-assign]
+        layer.self_attn.rope.forward = torch.compile(layer.self_attn.rope.forward, dynamic=True)  # type: ignore[method-assign]
 
     def forward(self, batch: Batch, weights: Tensor) -> tuple[Tensor, Measured]:
         """The weighted loss of a batch.

@@ -182,4 +182,8 @@ def build_objective(config: Config, shape: DrafterShape, store: Store, vocab: Dr
         drafter.fc.weight.data.mul_(0.25)[:, -shape.hidden_size :] += torch.eye(shape.hidden_size)
     drafter.lm_head.weight.requires_grad_(config.drafter.train_lm_head)
     teacher = Teacher(weights["norm"], store.provenance["norm"]["eps"], head_rows.to(low), ids)
-    return Objective(drafter, teacher, config.train.loss, config.train.lk)
+    drafter.recompute = config.train.recompute
+    objective = Objective(drafter, teacher, config.train.loss, config.train.lk)
+    if config.train.compile:
+        objective.compile_kernels()
+    return objective

@@ -272,3 +272,48 @@ def test_the_objective_reports_the_divergence_not_its_gradient_only(tiny):
     entropy = -(log_p.exp() * log_p).sum(-1)[packed.pair_teacher].sum()
     assert abs(kl.item()) < 1e-9
     torch.testing.assert_close(ce, entropy)
+
+
+# ---------------------------------------------------------------- the same step, with other resources
+
+
+def loss_and_gradients(objective, documents):
+    objective.zero_grad()
+    loss, _ = trained_loss(objective, documents)
+    loss.backward()
+    return loss, {name: p.grad for name, p in objective.drafter.named_parameters()}
+
+
+def kept_bytes(objective, documents):
+    """Bytes of distinct memory that autograd keeps for the gradient."""
+    kept = {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes(), tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        trained_loss(objective, documents)
+    return sum(size for size, _ in kept.values())
+
+
+def test_recomputed_activations_change_no_bit_and_keep_less():
+    shape = make_shape(intermediate_size=64)
+    generator = torch.Generator().manual_seed(4)
+    documents = [make_document(shape, 40, generator) for _ in range(2)]
+    objective = make_objective(shape)
+    loss, grads = loss_and_gradients(objective, documents)
+    kept = kept_bytes(objective, documents)
+    objective.drafter.recompute = True
+    again, regrads = loss_and_gradients(objective, documents)
+    assert torch.equal(loss, again)
+    assert all(torch.equal(regrads[name], grad) for name, grad in grads.items())
+    assert kept_bytes(objective, documents) < 0.6 * kept
+
+
+def test_compiled_kernels_equal_the_eager_ones(tiny):
+    objective, documents = tiny
+    loss, grads = loss_and_gradients(objective, documents)
+    objective.compile_kernels()
+    again, regrads = loss_and_gradients(objective, documents)
+    assert_same((again, regrads), (loss, grads), 1e-9)
