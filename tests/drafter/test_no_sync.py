@@ -30,6 +30,7 @@ VARIANTS = {
     "frozen head": ({}, {"frozen": True}),
     "lk": ({}, {"lk": 0.5}),
     "cross entropy": ({}, {"kind": "ce"}),
+    "recomputed": ({}, {"recompute": True}),
     "bf16": ({}, {"precision": "bf16"}),
 }
 
@@ -40,6 +41,7 @@ def test_a_step_asks_the_device_nothing(shape, options):
     generator = torch.Generator().manual_seed(1)
     objective = make_objective(shape, torch.float32)
     objective.lk, objective.kind = options.get("lk", 0.0), options.get("kind", "kl")
+    objective.drafter.recompute = options.get("recompute", False)
     objective.drafter.lm_head.weight.requires_grad_(not options.get("frozen", False))
     # Single tokens, a document of questions only, and more taught positions than one chunk holds.
     lengths = (9, 1, 160, 5)
@@ -51,7 +53,7 @@ def test_a_step_asks_the_device_nothing(shape, options):
 def ask(h):
     return {
         "item": lambda: h.sum().item(),
-        "float": lambda: float(h.sum()),
+        "float": lambda: float(h.detach().sum()),
         "tolist": lambda: h[0].tolist(),
         "a condition": lambda: bool((h > 0).any()),
         "cpu": lambda: h.cpu(),
