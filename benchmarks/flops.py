@@ -16,13 +16,14 @@ from eagle31_train.schema import DrafterShape
 class Work:
     """How often a step has to do what, for documents given by their loss masks.
 
-    positions: N. taught: J, positions whose target distribution is needed. Lists over k = 0..K-1:
-    slots: slots with a pair at step k or later, so that step k has to be run; keys: step-0 keys that these slots see,
-    together; pairs: predictions that count.
+    positions: N. taught: J, positions whose target distribution is needed. read: tokens that slots read, at any step.
+    Lists over k = 0..K-1: slots: slots with a pair at step k or later, so that step k has to be run; keys: step-0 keys
+    that these slots see, together; pairs: predictions that count.
     """
 
     positions: int
     taught: int
+    read: int
     slots: list[int]
     keys: list[int]
     pairs: list[int]
@@ -30,7 +31,7 @@ class Work:
 
 def count_work(masks: Sequence[Tensor], unroll: int) -> Work:
     """From loss masks [T] of documents, as build_batch counts pairs where every arg-max is in the draft vocabulary."""
-    positions, taught = 0, 0
+    positions, taught, read = 0, 0, 0
     slots, keys, pairs = ([0] * unroll for _ in range(3))
     for mask in masks:
         T = len(mask)
@@ -40,11 +41,12 @@ def count_work(masks: Sequence[Tensor], unroll: int) -> Work:
         needed = pair.flip(1).cummax(1).values.flip(1)  # at step k or later
         positions += T
         taught += len((t + 1 + k)[pair].unique())
+        read += len((t + 1 + k)[needed].unique())
         for step in range(unroll):
             slots[step] += int(needed[:, step].sum())
             keys[step] += int((t[:, 0] + 1)[needed[:, step]].sum())
             pairs[step] += int(pair[:, step].sum())
-    return Work(positions, taught, slots, keys, pairs)
+    return Work(positions, taught, read, slots, keys, pairs)
 
 
 def necessary(shape: DrafterShape, work: Work, train_lm_head: bool = True) -> dict[str, int]:
@@ -53,8 +55,10 @@ def necessary(shape: DrafterShape, work: Work, train_lm_head: bool = True) -> di
     | part | forward | backward |
     | --- | --- | --- |
     | fc | every position, A·H → D | twice that, once if there is no fc_norm: its inputs need no gradient |
-    | keys, values | 2D → 2·groups·width: every position at step 0; the step's slots at every later step | twice |
-    | queries, output, mlp | the step's slots, at every step | twice |
+    | keys, values | D → 2·groups·width: states of every position at step 0, of the step's slots at every later step;
+      and the embedding of every token, once for all steps that read it | twice |
+    | queries | D → heads·width: states of the step's slots, at every step; each token read, once | twice |
+    | output, mlp | the step's slots, at every step | twice |
     | attention | scores and weighted values: each slot's own step-0 keys (itself and all before it in its document)
       and k later ones | twice: gradients of queries, keys, values and shares; scores computed anew are not counted |
     | lm_head | each pair, D → Vd | once for the states, once more for the weights if they are trained |
@@ -68,8 +72,8 @@ def necessary(shape: DrafterShape, work: Work, train_lm_head: bool = True) -> di
     fc = 2 * work.positions * A * H * D
     return {
         "fc": fc * (3 if shape.fc_norm else 2),
-        "keys, values": 3 * 2 * (work.positions + steps - work.slots[0]) * 2 * D * 2 * groups * width,
-        "queries": 3 * 2 * steps * 2 * D * heads * width,
+        "keys, values": 3 * 2 * (2 * work.positions + steps - work.slots[0]) * D * 2 * groups * width,
+        "queries": 3 * 2 * (steps + work.read) * D * heads * width,
         "attention": 3 * 2 * seen * heads * width * 2,
         "output": 3 * 2 * steps * heads * width * D,
         "mlp": 3 * 2 * steps * 3 * D * shape.intermediate_size,

@@ -86,7 +86,7 @@ def compare(name: str) -> dict[str, Any]:
     # Our mask is that of token j+1; moved by lag + 1 it counts the pairs that the peer counts.
     moved = pad(material.document.loss_mask, (rules.lag + 1, 0))
     mine = Ours(longer(material, rules.lag + 1, moved), K, kind=rules.kind)
-    pairs = torch.tensor(mine.batch.trained)
+    pairs = mine.batch.trained
     decay = torch.tensor([GAMMA**k for k in range(K)])
     mine.weights = decay / (torch.full((K,), float(T)) if rules.over_all_rows else pairs + rules.eps)
     loss, peer_loss = mine.loss(), peer.loss()
@@ -104,7 +104,7 @@ def compare(name: str) -> dict[str, Any]:
         "loss difference": abs(float(loss.detach()) / float(peer_loss.detach()) - 1),
         "loss of ours by our rules": float(own.loss().detach()),
         "pairs by its rules": pairs.tolist(),
-        "pairs by our rules": own.batch.trained,
+        "pairs by our rules": own.batch.trained.tolist(),
         "gradients": {
             parameter: _relative(trained[parameter].grad, p.grad) for parameter, p in peer.parameters().items()
         },

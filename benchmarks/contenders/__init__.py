@@ -32,6 +32,8 @@ class Contender(Protocol):
 _CONTENDERS: dict[str, tuple[str, str, dict[str, Any], dict[str, str]]] = {
     "ours": ("ours", "Ours", {}, {}),
     "ours, frozen head": ("ours", "Ours", {"train_lm_head": False}, {}),
+    "ours, compiled": ("ours", "Ours", {"compiled": True}, {}),
+    "ours, compiled, frozen head": ("ours", "Ours", {"compiled": True, "train_lm_head": False}, {}),
     "speculators": ("speculators", "Speculators", {"attention": "sdpa"}, {}),
     "speculators, eager": ("speculators", "Speculators", {"attention": "eager"}, {}),
     "specforge": ("specforge", "SpecForge", {}, {}),

@@ -1,0 +1,111 @@
+"""The parts of the benchmarks that need no peer: cases, counted work, ratios, and a race in which one cannot start."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode, addmm_flop
+
+from benchmarks import peers
+from benchmarks.contenders.ours import Ours
+from benchmarks.flops import Work, count_work, necessary
+from benchmarks.race import Race
+from benchmarks.shapes import Case, make_material, turns
+from eagle31_train.schema import UserError
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.25])
+def test_turns_hold_their_share_in_stretches(share):
+    mask = turns(256, share)
+    assert mask.float().mean() == pytest.approx(share, abs=0.01)
+    assert int((mask[1:] & ~mask[:-1]).sum()) == (0 if share == 1.0 else 4)
+
+
+@pytest.mark.parametrize("text", ["smollm2:512", "huge:512:1", "smollm2:512:0", "smollm2:512:1.5", "smollm2:8:1"])
+def test_a_case_that_cannot_be_is_named(text):
+    with pytest.raises(UserError, match=text):
+        Case.parse(text)
+
+
+@pytest.mark.parametrize("unroll", [1, 3, 7])
+def test_counted_pairs_are_those_of_the_batch(unroll):
+    material = make_material(Case("tiny", 64, 0.5).drafter(), torch.rand(64, generator=torch.manual_seed(3)) < 0.4)
+    batch = Ours(material, unroll).batch
+    work = count_work([material.document.loss_mask], unroll)
+    assert work.pairs == batch.trained.tolist()
+    assert work.slots[0] == len(batch.layout.slots)
+    assert work.taught == len(batch.teacher)
+
+
+# Slots 0..3 of a document of six tokens, two of which run a second step, and a document without slots.
+WORK = Work(positions=10, taught=2, read=4, slots=[4, 2], keys=[1 + 2 + 3 + 4, 1 + 3], pairs=[2, 2])
+
+
+def test_work_counted_by_hand():
+    # Tokens 0..5, the assistant wrote 3 and 5. Pairs (t, k) predict t+2+k: (1,0) (0,1) for 3, (3,0) (2,1) for 5.
+    mask = torch.tensor([False, False, False, True, False, True])
+    assert count_work([mask, torch.zeros(4, dtype=torch.bool)], unroll=2) == WORK
+
+
+def test_flops_counted_by_hand():
+    shape = Case("tiny", 64, 1.0).drafter()  # D = H = 64, MLP 96, 4 heads and 2 groups of 16, vocabulary 256
+    assert necessary(shape, WORK, train_lm_head=False) == {
+        "fc": 3 * 2 * 10 * 192 * 64,
+        "keys, values": 3 * 2 * (10 + 2 + 10) * 64 * 2 * 32,  # states, later states, tokens
+        "queries": 3 * 2 * (6 + 4) * 64 * 64,
+        "attention": 3 * 2 * (10 + 4 + 2) * 64 * 2,  # the two slots of step 1 see one later key each
+        "output": 3 * 2 * 6 * 64 * 64,
+        "mlp": 3 * 2 * 6 * 3 * 64 * 96,
+        "lm_head": 2 * 2 * 4 * 64 * 256,
+        "teacher": 2 * 2 * 64 * 256,
+    }
+
+
+@pytest.mark.parametrize("unroll", [1, 7])
+def test_our_step_does_little_more_than_is_necessary(unroll):
+    shape = Case("tiny", 128, 0.5).drafter()
+    material = make_material(shape, turns(128, 0.5))
+    ours = Ours(material, unroll)
+    parts = necessary(shape, count_work([material.document.loss_mask], unroll))
+    # It sees products, but none inside the CPU's flash attention, and those that add in place only if told.
+    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: addmm_flop}) as counted:
+        ours.loss().backward()
+    products = sum(parts.values()) - parts["attention"]
+    assert products <= counted.get_total_flops() <= 1.25 * products
+
+
+def test_ratios_are_to_the_one_that_trains_the_same():
+    def measured(seconds, peak):
+        return {"seconds": seconds, "warmup_seconds": [9.0], "base": [100], "peak": peak, "loss": [0.0]}
+
+    result = {
+        "case": "tiny:64:1",
+        "interleaved": "together",
+        "contenders": {
+            "ours": measured([2.0, 1.0, 9.0], [300, 200]),
+            "ours, frozen head": measured([1.0], [200]),
+            "speculators": measured([3.0], [500]),
+            "specforge": {"error": "out of memory"},
+        },
+    }
+    rows = {row["name"]: row for row in peers.numbers(result)}
+    assert rows["ours"]["seconds"] == 2.0
+    assert rows["ours"]["memory"] == 200
+    assert (rows["speculators"]["speed"], rows["speculators"]["size"]) == (3.0, 4.0)
+    assert rows["specforge"]["speed"] is None
+    assert "specforge              out of memory" in peers.table([result])
+
+
+def test_who_cannot_start_is_reported_and_the_others_race(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    result = Race(Case("tiny", 64, 0.5), ["specforge", "ours"], repeats=2, limit=60).run()
+    if "error" in result["contenders"]["specforge"]:  # it is installed in the peers' environment only
+        assert "specforge" in result["contenders"]["specforge"]["error"]
+    ours = result["contenders"]["ours"]
+    assert len(ours["seconds"]) == 2
+    assert min(ours["peak"]) > min(ours["base"])
+    assert ours["loss"][0] == ours["loss"][1]
+
+
+def test_too_little_memory_is_an_outcome_not_a_crash(monkeypatch):
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # the compiler is not needed
+    result = Race(Case("smollm2", 64, 0.5), ["ours"], repeats=1, limit=60, memory=2**24).run()
+    assert result["contenders"]["ours"] == {"error": "out of memory"}
