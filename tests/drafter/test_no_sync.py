@@ -1,11 +1,13 @@
 """Loss and gradients of a batch without a single question to the device: a GPU's queue never runs dry for one."""
 
+from functools import partial
+
 import pytest
 import torch
 from conftest import kept_mask, make_document, make_objective, make_shape
 from waits import Waits
 
-from eagle31_train.drafter import model
+from eagle31_train.drafter import history, layout, model
 from eagle31_train.drafter.batch import build_batch
 
 K = 3
@@ -121,3 +123,25 @@ def test_filling_by_a_mask_asks_nothing(tiny, monkeypatch):
 
     monkeypatch.setattr(model.Drafter, "feedback", filling)
     assert waits_of(objective, documents) == []
+
+
+@pytest.mark.parametrize("most_copies", [100.0, 0.0], ids=["copied keys", "spread queries"])
+def test_the_way_to_cudas_kernel_asks_nothing(most_copies, monkeypatch):
+    """What surrounds the kernel, with another in its place that only has its shapes."""
+
+    def forward(q, k, v, query_edges, key_edges, queries, keys, *rest, scale):
+        assert isinstance(queries, int)
+        assert isinstance(keys, int)
+        return torch.zeros_like(q), torch.zeros(q.shape[1], len(q)), None, None, None
+
+    def backward(dout, q, k, v, *rest, scale):
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+
+    monkeypatch.setattr(history, "_flash_cuda", lambda q, v: True)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", forward)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", backward)
+    monkeypatch.setattr(layout, "make_segments", partial(layout.make_segments, most_copies=most_copies))
+    shape = make_shape()
+    generator = torch.Generator().manual_seed(1)
+    documents = [make_document(shape, length, generator) for length in (9, 1, 60)]
+    assert waits_of(make_objective(shape, torch.float32), documents) == []

@@ -1,0 +1,46 @@
+"""CUDA's flash kernel, merged with the slots' own keys, against one dense softmax in fp64."""
+
+import pytest
+import torch
+from drafter.test_attention import make, run
+from reference import dense_attention
+
+from eagle31_train.drafter import history
+from eagle31_train.drafter.attention import unrolled_attention
+from eagle31_train.drafter.batch import _each_tensor
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+LENGTHS = [300, 1, 450, 260]
+SLOTS = {
+    "answers": [*range(100, 280), *range(320, 470), *range(500, 740), 800, *range(900, 1000)],
+    "scattered": list(range(1, sum(LENGTHS), 3)),
+}
+
+
+def moved(tensors, dtype):
+    return [
+        x.detach().to("cuda", dtype).requires_grad_() if isinstance(x, torch.Tensor) else moved(x, dtype)
+        for x in tensors
+    ]
+
+
+@pytest.mark.parametrize("slots", SLOTS.keys())
+@pytest.mark.parametrize(("d", "dv"), [(64, 64), (128, 128), (192, 128)])
+@pytest.mark.parametrize("own", [0, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_output_and_gradients_stay_within_the_rounding_of_16_bits(slots, d, dv, own, dtype):
+    """Outputs to 1 %, gradients to 3 % of their norm, as on the CPU."""
+    tensors, layout, direction = make((LENGTHS, SLOTS[slots], 2, 4, own, d, dv, 0), torch.bfloat16)
+    tensors = [tensors[0] * d**-0.5, *tensors[1:]]  # scores of a model's size: softer than one key taking all
+    layout, direction = _each_tensor(layout, lambda x: x.to("cuda")), direction.to("cuda")
+    assert (layout.segments.key_rows is None) == (slots == "scattered")
+    low, exact = moved(tensors, dtype), moved(tensors, torch.float64)
+    assert history._flash_cuda(low[0], low[2])
+    ours = run(unrolled_attention, low, layout, direction.to(dtype))
+    truth = run(dense_attention, exact, layout, direction.double())
+    for index, (mine, theirs) in enumerate(zip(ours, truth, strict=True)):
+        error = (mine.double() - theirs).norm() / theirs.norm()
+        assert error < (0.01 if index == 0 else 0.03), index
