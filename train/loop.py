@@ -32,8 +32,8 @@ from train.metrics import Reporter, fetch, reduce_sums, summarise
 
 LAYOUT = 2  # raise it when the same inputs are trained otherwise
 # Options that steer memory, reporting and saving but not what is learnt.
-UNRELATED = ("accumulation", "recompute", "compile", "eval_every", "eval_samples")
-UNRELATED += ("checkpoint_every", "keep_checkpoints", "wandb", "project")
+UNRELATED = {"accumulation", "recompute", "compile", "eval_every", "eval_samples"}
+UNRELATED |= {"checkpoint_every", "keep_checkpoints", "wandb", "project"}
 
 
 def main() -> None:
