@@ -3,9 +3,10 @@
 PYTHON ?= python3
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
+PEERS_VENV ?= .venv-peers
 BIN := $(VENV)/bin
 EXPERIMENT ?= smollm2
-# Options for every stage of the demo, e.g. ARGS='drafter.norm_output=false name=smollm2-pre-norm'
+# Options for every stage of the demo, e.g. ARGS='drafter.norm_output=false name=smollm2-pre-norm'; or of a benchmark
 ARGS ?=
 STAGE_ARGS := +experiment=$(EXPERIMENT) $(ARGS)
 
@@ -14,7 +15,7 @@ export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
 export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo install test lint test-gpu test-vllm clean
+.PHONY: demo install test lint test-gpu test-vllm bench bench-peers clean
 
 demo: install
 	$(BIN)/python -m eagle31_train.targets.embedded
@@ -52,6 +53,16 @@ test-gpu: install
 test-vllm: install
 	PYTHON=$(abspath $(BIN))/python tests/vllm/install.sh $(VLLM_VENV)
 	$(BIN)/python -m pytest -m vllm tests/vllm
+
+# How our training step's cost grows, and how far it is from the machine's limit: runs/bench/growth.{json,png}
+bench:
+	PYTHON=$(PYTHON) benchmarks/install_peers.sh $(PEERS_VENV)
+	$(PEERS_VENV)/bin/python -m benchmarks.growth $(ARGS)
+
+# Our training step beside speculators' and SpecForge's: runs/bench/peers.{json,png}; ARGS='--quick' takes a minute.
+bench-peers:
+	PYTHON=$(PYTHON) benchmarks/install_peers.sh $(PEERS_VENV)
+	$(PEERS_VENV)/bin/python -m benchmarks.peers $(ARGS)
 
 clean:
 	rm -rf runs models .pytest_cache .mypy_cache .ruff_cache

@@ -64,7 +64,7 @@ class Worker:
             raise
 
     def step(self) -> dict[str, Any]:
-        """One training step: seconds, peak, idle, loss (worker.step).
+        """One training step (worker.step).
 
         Raises:
             ContenderError: it could not, and is gone.
@@ -127,7 +127,7 @@ class Race:
         self.workers: dict[str, Worker] = {}
 
     def run(self) -> dict[str, Any]:
-        """The case's result: contenders with seconds, warmup_seconds, base, peak, loss; or error."""
+        """The case's result: contenders with lists (`_empty`), or error."""
         started = time.time()
         try:
             together = self._together()
@@ -199,7 +199,7 @@ class Race:
             del self.workers[name]
             self.results[name] = {"error": str(error)}
             return
-        for field in ("seconds", "peak", "loss"):
+        for field in ("seconds", "cpu_seconds", "peak", "loss"):
             self.results[name][field].append(done[field])
 
     def _stop(self) -> None:
@@ -208,4 +208,4 @@ class Race:
 
 
 def _empty() -> dict[str, Any]:
-    return {"seconds": [], "warmup_seconds": [], "base": [], "peak": [], "loss": []}
+    return {"seconds": [], "cpu_seconds": [], "warmup_seconds": [], "base": [], "peak": [], "loss": []}

@@ -57,19 +57,19 @@ def step(contender: contenders.Contender) -> dict[str, Any]:
     """A training step without its optimizer: forward, loss, backward, gradients dropped.
 
     Returns:
-        seconds; peak and idle: resident bytes at most during the step, and after it; loss.
+        seconds; cpu_seconds of all threads; peak and idle: resident bytes at most during the step, and after it; loss.
     """
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), time.process_time()
     loss = contender.loss()
     loss.backward()
     contenders.drop_gradients(contender)
-    seconds = time.perf_counter() - start
+    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     value = float(loss.detach())
     del loss
     peak = status("VmHWM")
     trim()
-    return {"seconds": seconds, "peak": peak, "idle": status("VmRSS"), "loss": value}
+    return {"seconds": seconds, "cpu_seconds": cpu, "peak": peak, "idle": status("VmRSS"), "loss": value}
 
 
 def serve(channel: TextIO, name: str, case: Case, limit: int) -> None:

@@ -95,7 +95,7 @@ def test_ratios_are_to_the_one_that_trains_the_same():
     assert rows["ours"]["memory"] == 200
     assert (rows["speculators"]["speed"], rows["speculators"]["size"]) == (3.0, 4.0)
     assert rows["specforge"]["speed"] is None
-    assert "specforge              out of memory" in peers.table([result])
+    assert f"{'specforge':28s} out of memory" in peers.table([result])
 
 
 def test_who_cannot_start_is_reported_and_the_others_race(monkeypatch):
