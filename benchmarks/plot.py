@@ -90,7 +90,8 @@ def _scale(axis: Any, x: str, ticks: list[float]) -> None:
     """Length and vocabulary span decades, so both axes are logarithmic; share and depth start at zero."""
     from matplotlib.ticker import LogLocator, StrMethodFormatter
 
-    if x in ("length", "vocab"):
+    drawn = any(len(line.get_xdata()) for line in axis.lines)  # nothing is where all have failed
+    if x in ("length", "vocab") and drawn:
         axis.set(xscale="log", yscale="log")
         axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))

@@ -88,7 +88,7 @@ class Worker:
         assert self.process.stdout
         ready, _, _ = select.select([self.process.stdout], [], [], limit)
         if not ready:
-            raise ContenderError(f"over the limit of {limit:.0f} s")
+            raise ContenderError(f"over the limit of {limit:g} s")
         line = self.process.stdout.readline()
         if not line:  # died without a word
             code = self.process.wait()
