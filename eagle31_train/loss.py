@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from eagle31_train.drafter.batch import Batch
 from eagle31_train.drafter.layer import rms_norm
+from eagle31_train.drafter.linear import linear, product
 from eagle31_train.drafter.model import Drafter
 
 
@@ -45,7 +46,8 @@ class Teacher(nn.Module):
     def logits(self, last: Tensor) -> Tensor:
         """last [n, H] → [n, Vd], in the dtype of head_rows."""
         wide = last if last.dtype == torch.float64 else last.float()
-        return rms_norm(wide, self.norm_weight.to(wide.dtype), self.eps).to(self.head_rows.dtype) @ self.head_rows.T
+        normed = rms_norm(wide, self.norm_weight.to(wide.dtype), self.eps)
+        return linear(normed.to(self.head_rows.dtype), self.head_rows)
 
 
 @dataclass(frozen=True)
@@ -192,7 +194,7 @@ class _ChunkedDivergence(torch.autograd.Function):
                 steps = batch.pair_step[begin:end]
                 taught = batch.pair_teacher[begin:end] - first
                 states = z_low.index_select(0, rows)
-                logits = states @ head_low.T  # and then, part by part, their slope
+                logits = product(states, head_low)  # and then, part by part, their slope
                 for some in parts(end - begin, part // len(head)):
                     exact = logits[some].to(wide)
                     guess = objective.teacher.target_ids[exact.argmax(-1)]
@@ -202,11 +204,9 @@ class _ChunkedDivergence(torch.autograd.Function):
                     logits[some] = slope
                 weight = weights[steps, None].to(compute)
                 if dz is not None:
-                    dz.index_copy_(0, rows, ((logits @ head_low) * weight).to(dz.dtype))
-                if dhead is not None and compute == wide:
-                    dhead.addmm_(logits.T, states * weight)
-                elif dhead is not None:
-                    dhead += logits.T @ (states * weight)
+                    dz.index_copy_(0, rows, (product(logits, head_low.T) * weight).to(dz.dtype))
+                if dhead is not None:
+                    dhead += product(logits.T, (states * weight).T)
         total = (sums * weights.to(wide)).sum()
         ctx.save_for_backward(*(g for g in (dz, dhead) if g is not None))
         ctx.wanted = (want_z, want_head)

@@ -96,4 +96,4 @@ class DraftDecoder:
 
 def _applied_to(x: Tensor) -> Project:
     """Projections of the attention input x [n, 2D] itself."""
-    return lambda linear: linear(x)
+    return lambda layer: layer(x)

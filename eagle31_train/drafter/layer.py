@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from eagle31_train.drafter.linear import Linear
 from eagle31_train.schema import DrafterShape, UserError
 
 
@@ -111,7 +112,7 @@ def rope_parameters(shape: DrafterShape) -> dict:
     return {**scaling, "rope_type": kind, "rope_theta": shape.rope_theta}
 
 
-Project = Callable[[nn.Linear], Tensor]  # a linear layer → what it makes of the attention's input, [n, its width]
+Project = Callable[[Linear], Tensor]  # a linear layer → what it makes of the attention's input, [n, its width]
 
 
 class GroupedQueryAttention(nn.Module):
@@ -129,20 +130,20 @@ class GroupedQueryAttention(nn.Module):
             shape.head_dim,
         )
         D = shape.hidden_size
-        self.q_proj = nn.Linear(2 * D, self.heads * self.width, bias=False)
-        self.k_proj = nn.Linear(2 * D, self.groups * self.width, bias=False)
-        self.v_proj = nn.Linear(2 * D, self.groups * self.width, bias=False)
-        self.o_proj = nn.Linear(self.heads * self.width, D, bias=False)
+        self.q_proj = Linear(2 * D, self.heads * self.width)
+        self.k_proj = Linear(2 * D, self.groups * self.width)
+        self.v_proj = Linear(2 * D, self.groups * self.width)
+        self.o_proj = Linear(self.heads * self.width, D)
         self.rope = Rope(shape)
         self.scale = self.width**-0.5
 
     @property
-    def query_inputs(self) -> list[nn.Linear]:
+    def query_inputs(self) -> list[Linear]:
         """The projections of the attention's input that queries need."""
         return [self.q_proj]
 
     @property
-    def key_inputs(self) -> list[nn.Linear]:
+    def key_inputs(self) -> list[Linear]:
         """Those that keys and values need."""
         return [self.k_proj, self.v_proj]
 
@@ -166,9 +167,9 @@ class Mlp(nn.Module):
     def __init__(self, shape: DrafterShape) -> None:
         super().__init__()
         D, inner = shape.hidden_size, shape.intermediate_size
-        self.gate_proj = nn.Linear(D, inner, bias=False)
-        self.up_proj = nn.Linear(D, inner, bias=False)
-        self.down_proj = nn.Linear(inner, D, bias=False)
+        self.gate_proj = Linear(D, inner)
+        self.up_proj = Linear(D, inner)
+        self.down_proj = Linear(inner, D)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [n, D] → [n, D]."""

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from eagle31_train.drafter.attention import unrolled_attention
 from eagle31_train.drafter.batch import Batch
 from eagle31_train.drafter.layer import MidLayer, Project, RMSNorm
+from eagle31_train.drafter.linear import Linear, linear
 from eagle31_train.schema import DrafterShape
 
 
@@ -51,13 +51,13 @@ class Drafter(nn.Module):
         super().__init__()
         self.shape = shape
         D, H, A, eps = shape.hidden_size, shape.target_hidden_size, len(shape.aux_layers), shape.rms_norm_eps
-        self.fc = nn.Linear(A * H, D, bias=False)
+        self.fc = Linear(A * H, D)
         self.fc_norm = nn.ModuleList(RMSNorm(H, eps) for _ in range(A)) if shape.fc_norm else None
         self.midlayer = MidLayer(shape)
         self.norm = RMSNorm(D, eps)
-        self.lm_head = nn.Linear(D, shape.draft_vocab_size, bias=False)
+        self.lm_head = Linear(D, shape.draft_vocab_size)
         for module in self.modules():
-            if isinstance(module, nn.Linear):
+            if isinstance(module, Linear):
                 nn.init.normal_(module.weight, std=0.02)
 
         if shape.share_embedding:
@@ -149,25 +149,24 @@ class TokenHalf:
         device = embedded.device.type
         e = layer.input_layernorm(embedded)
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else e.dtype
-        halves = {
-            linear: linear.weight.to(dtype).split(D, 1) for linear in attention.query_inputs + attention.key_inputs
-        }
-        self._state = {linear: half[1] for linear, half in halves.items()}
-        self._all = {linear: F.linear(e, halves[linear][0]) for linear in attention.key_inputs}  # [N, width]
-        self._read = {linear: rows.index_select(0, read) for linear, rows in self._all.items()}  # [R, width]
+        everyone = attention.query_inputs + attention.key_inputs
+        halves = {layer: layer.weight.to(dtype).split(D, 1) for layer in everyone}
+        self._state = {layer: half[1].contiguous() for layer, half in halves.items()}
+        self._all = {layer: linear(e, halves[layer][0]) for layer in attention.key_inputs}  # [N, width]
+        self._read = {layer: rows.index_select(0, read) for layer, rows in self._all.items()}  # [R, width]
         e = e.index_select(0, read)
-        self._read |= {linear: F.linear(e, halves[linear][0]) for linear in attention.query_inputs}
+        self._read |= {layer: linear(e, halves[layer][0]) for layer in attention.query_inputs}
 
     def context(self, normed: Tensor, following: Tensor) -> Project:
         """Projections of every position: normed states [N, D], beside the tokens at `following` [N]."""
-        return lambda linear: self._join(linear, self._all[linear].index_select(0, following), normed)
+        return lambda layer: self._join(layer, self._all[layer].index_select(0, following), normed)
 
     def step(self, normed: Tensor, reads: Tensor) -> Project:
         """Projections of every slot: normed states [S, D], beside the tokens that `reads` [S] picks of those read."""
-        return lambda linear: self._join(linear, self._read[linear].index_select(0, reads), normed)
+        return lambda layer: self._join(layer, self._read[layer].index_select(0, reads), normed)
 
-    def _join(self, linear: nn.Linear, token_half: Tensor, normed: Tensor) -> Tensor:
-        return torch.addmm(token_half, normed.to(token_half.dtype), self._state[linear].T)
+    def _join(self, layer: Linear, token_half: Tensor, normed: Tensor) -> Tensor:
+        return token_half + linear(normed.to(token_half.dtype), self._state[layer])
 
 
 def call(function: Callable, *args: Any) -> Any:

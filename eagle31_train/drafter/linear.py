@@ -1,0 +1,60 @@
+"""Matrix products of the drafter: torch's own, but for fp32 on a CPU.
+
+There torch asks MKL, which on AMD's processors runs at less than half of what oneDNN reaches on the same
+numbers in the same precision (docs/log.md). oneDNN is inside every CPU build of torch, but torch hands it
+fp32 products only through an operator without a gradient, so the gradient is written here: two more products.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class Linear(nn.Linear):
+    """nn.Linear without bias, by `linear`."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., inputs] → [..., outputs]."""
+        return linear(x, self.weight)
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x [..., inputs], weight [outputs, inputs] → x @ weight.T [..., outputs], with its gradient."""
+    if not _asks_onednn(x, weight) or torch.is_autocast_enabled("cpu"):
+        return F.linear(x, weight)
+    rows: Tensor = _Linear.apply(x.reshape(-1, x.shape[-1]), weight)
+    return rows.view(*x.shape[:-1], len(weight))
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a [n, k], b [m, k] → a @ b.T [n, m]; for use where no gradient is recorded."""
+    if _asks_onednn(a, b):
+        # For rows or columns that lie apart, oneDNN has reference code only, a thousand times slower.
+        b = b if b.is_contiguous() or b.T.is_contiguous() else b.contiguous()
+        return torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
+    return a @ b.T
+
+
+def _asks_onednn(a: Tensor, b: Tensor) -> bool:
+    fp32_on_cpu = a.device.type == "cpu" and a.dtype == b.dtype == torch.float32
+    return fp32_on_cpu and a.numel() > 0 and torch.backends.mkldnn.is_available()
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return product(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        dout = grads[0]
+        dx = product(dout, weight.T) if ctx.needs_input_grad[0] else None
+        dweight = product(dout.T, x.T) if ctx.needs_input_grad[1] else None
+        return dx, dweight
