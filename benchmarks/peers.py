@@ -56,11 +56,11 @@ def table(results: list[dict[str, Any]]) -> str:
     """The results as plain text."""
     lines = [
         "median seconds of a step, peak memory above model and data; x ours: over the one of ours that trains the same",
-        f"{'case':20s} {'contender':28s} {'seconds':>8s} {'spread':>7s} {'x ours':>7s} {'GiB':>7s} {'x ours':>7s}",
+        f"{'case':20s} {'contender':36s} {'seconds':>8s} {'spread':>7s} {'x ours':>7s} {'GiB':>7s} {'x ours':>7s}",
     ]
     for result in results:
         for row in numbers(result):
-            start = f"{result['case']:20s} {row['name']:28s} "
+            start = f"{result['case']:20s} {row['name']:36s} "
             if row["error"]:
                 lines.append(f"{start}{row['error']}")
                 continue

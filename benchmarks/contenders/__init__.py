@@ -8,8 +8,10 @@ from importlib import import_module
 from typing import Any, Protocol
 
 from torch import Tensor
+from torch.nn import functional
 
 from benchmarks.shapes import Material
+from eagle31_train.drafter.linear import linear
 
 
 class Contender(Protocol):
@@ -34,10 +36,14 @@ _CONTENDERS: dict[str, tuple[str, str, dict[str, Any], dict[str, str]]] = {
     "ours, frozen head": ("ours", "Ours", {"train_lm_head": False}, {}),
     "ours, compiled": ("ours", "Ours", {"compiled": True}, {}),
     "ours, compiled, frozen head": ("ours", "Ours", {"compiled": True, "train_lm_head": False}, {}),
-    "speculators": ("speculators", "Speculators", {"attention": "sdpa"}, {}),
+    "ours, torch's products": ("ours", "Ours", {"onednn": False}, {}),
+    "ours, torch's products, frozen head": ("ours", "Ours", {"onednn": False, "train_lm_head": False}, {}),
+    "speculators": ("speculators", "Speculators", {}, {}),
     "speculators, eager": ("speculators", "Speculators", {"attention": "eager"}, {}),
+    "speculators, oneDNN": ("speculators", "Speculators", {"onednn": True}, {}),
     "specforge": ("specforge", "SpecForge", {}, {}),
     "specforge, uncompiled": ("specforge", "SpecForge", {}, {"TORCHDYNAMO_DISABLE": "1"}),
+    "specforge, oneDNN": ("specforge", "SpecForge", {"onednn": True}, {}),
 }
 NAMES = list(_CONTENDERS)
 
@@ -50,8 +56,17 @@ def environment(name: str) -> dict[str, str]:
 def build(name: str, material: Material, unroll: int, **options: Any) -> Contender:
     """Import a trainer and build its model and data."""
     module, kind, defaults, _ = _CONTENDERS[name]
+    chosen = {**defaults, **options}
+    if module != "ours" and chosen.pop("onednn", False):
+        functional.linear = _without_bias
     maker: Callable[..., Contender] = getattr(import_module(f"benchmarks.contenders.{module}"), kind)
-    return maker(material, unroll, **{**defaults, **options})
+    return maker(material, unroll, **chosen)
+
+
+def _without_bias(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Stands where functional.linear stands."""
+    assert bias is None
+    return linear(x, weight)
 
 
 def drop_gradients(contender: Contender) -> None:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.shapes import GAMMA, Material
+from eagle31_train.drafter import linear
 from eagle31_train.drafter.batch import build_batch
 from eagle31_train.drafter.model import Drafter
 from eagle31_train.loss import Objective, Teacher
@@ -16,6 +17,7 @@ class Ours:
         material: weights and document.
         unroll: K.
         train_lm_head: speculators freezes its head, SpecForge trains it.
+        onednn: False leaves fp32 products to the library that torch chooses (for the whole process).
         compiled: torch.compile what lies between the products (the option train.compile).
         kind: "kl" or "ce".
         weights: [K] weight of each step's summed loss; by default GAMMA^k over the step's pairs.
@@ -28,10 +30,13 @@ class Ours:
         unroll: int,
         train_lm_head: bool = True,
         compiled: bool = False,
+        onednn: bool = True,
         kind: str = "kl",
         weights: Tensor | None = None,
         low: torch.dtype = torch.float32,
     ) -> None:
+        if not onednn:
+            linear._asks_onednn = lambda _a, _b: False
         drafter = Drafter(material.shape, material.embedding.to(low))
         drafter.load_state_dict(material.weights, assign=True)
         drafter.lm_head.weight.requires_grad_(train_lm_head)
