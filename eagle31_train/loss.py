@@ -184,7 +184,7 @@ class _ChunkedDivergence(torch.autograd.Function):
         dhead = torch.zeros_like(head, dtype=wide) if want_head else None
         sums = torch.zeros(batch.unroll, dtype=wide, device=z.device)
         hits = torch.zeros(len(z), dtype=torch.bool, device=z.device)
-        block, part = ROWS.get(z.device.type, ROWS["other"])
+        block, part = ROWS["cpu" if z.device.type == "cpu" else "other"]
 
         with torch.autocast(z.device.type, enabled=False):
             for first, last, begin, end in blocks(batch.chunks, block // len(head)):
@@ -206,7 +206,9 @@ class _ChunkedDivergence(torch.autograd.Function):
                 if dz is not None:
                     dz.index_copy_(0, rows, (product(logits, head_low.T) * weight).to(dz.dtype))
                 if dhead is not None:
-                    dhead += product(logits.T, (states * weight).T)
+                    states = (states * weight).T
+                    for some in parts(len(head), part // head.shape[1]):
+                        dhead[some] += product(logits[:, some].T, states)
         total = (sums * weights.to(wide)).sum()
         ctx.save_for_backward(*(g for g in (dz, dhead) if g is not None))
         ctx.wanted = (want_z, want_head)
@@ -218,8 +220,9 @@ class _ChunkedDivergence(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         saved = list(ctx.saved_tensors)
         want_z, want_head = ctx.wanted
-        dz = saved.pop(0) * grads[0] if want_z else None
-        dhead = (saved.pop(0) * grads[0]).to(ctx.head_dtype) if want_head else None
+        # In place: nobody else holds them, and torch refuses to go through the same graph again.
+        dz = saved.pop(0).mul_(grads[0]) if want_z else None
+        dhead = saved.pop(0).mul_(grads[0]).to(ctx.head_dtype) if want_head else None
         return dz, dhead, None, None, None, None
 
 

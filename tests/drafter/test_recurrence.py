@@ -5,6 +5,7 @@ import torch
 from conftest import kept_mask, make_document, make_objective, make_shape
 from reference import ReferenceDrafter, dense_scores
 
+from eagle31_train import loss as loss_module
 from eagle31_train.drafter import batch, model
 from eagle31_train.drafter.batch import build_batch
 from eagle31_train.drafter.layout import make_layout
@@ -317,3 +318,27 @@ def test_compiled_kernels_equal_the_eager_ones(tiny):
     objective.compile_kernels()
     again, regrads = loss_and_gradients(objective, documents)
     assert_same((again, regrads), (loss, grads), 1e-9)
+
+
+@pytest.mark.parametrize("rows", [(1, 1), (9, 2), (40, 7)])
+def test_the_loss_is_the_same_in_blocks_and_parts_of_any_size(tiny, rows, monkeypatch):
+    objective, documents = tiny
+    monkeypatch.setattr(batch, "CHUNK", 2)
+    monkeypatch.setattr(loss_module, "ROWS", {"cpu": tuple(n * objective.drafter.shape.draft_vocab_size for n in rows)})
+    ours, theirs = gradients(objective, documents)
+    assert_same(ours, theirs, 1e-9)
+
+
+def test_a_second_backward_through_one_graph_is_refused_rather_than_wrong(tiny):
+    objective, documents = tiny
+    loss, _ = trained_loss(objective, documents)
+    (2 * loss).backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="inplace"):
+        loss.backward()
+
+
+def test_the_loss_joins_chunks_up_to_its_bound_and_cuts_none():
+    chunks = [(0, 2, 0, 5), (2, 4, 5, 9), (4, 6, 9, 20), (6, 7, 20, 21)]
+    assert loss_module.blocks(chunks, 9) == [(0, 4, 0, 9), (4, 6, 9, 20), (6, 7, 20, 21)]
+    assert loss_module.blocks(chunks, 100) == [(0, 7, 0, 21)]
+    assert [(part.start, part.stop) for part in loss_module.parts(7, 3)] == [(0, 3), (3, 6), (6, 7)]
