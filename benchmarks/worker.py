@@ -91,7 +91,8 @@ def serve(channel: TextIO, name: str, case: Case, limit: int) -> None:
             answer(**step(contender))
     except (MemoryError, RuntimeError) as error:
         full = isinstance(error, MemoryError) or "alloc" in str(error)
-        answer(error="out of memory" if full else f"{type(error).__name__}: {error}")
+        first_line = str(error).strip().partition("\n")[0]
+        answer(error="out of memory" if full else f"{type(error).__name__}: {first_line}"[:120])
         raise
 
 
