@@ -173,7 +173,22 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [n, D] → [n, D]."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gated: Tensor = _SiluTimes.apply(self.gate_proj(x), self.up_proj(x))
+        return self.down_proj(gated)
+
+
+class _SiluTimes(torch.autograd.Function):
+    """silu(gate) * up; keeps the two for the gradient, where autograd would keep silu(gate) too."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(grads[0] * up, gate), grads[0] * F.silu(gate)
 
 
 class MidLayer(nn.Module):
