@@ -42,7 +42,8 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 def _asks_onednn(a: Tensor, b: Tensor) -> bool:
     fp32_on_cpu = a.device.type == "cpu" and a.dtype == b.dtype == torch.float32
-    return fp32_on_cpu and a.numel() > 0 and torch.backends.mkldnn.is_available()
+    available = torch.backends.mkldnn.is_available() and not torch.compiler.is_compiling()  # it cannot compile the call
+    return fp32_on_cpu and a.numel() > 0 and available
 
 
 class _Linear(torch.autograd.Function):

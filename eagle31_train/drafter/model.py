@@ -102,10 +102,10 @@ class Drafter(nn.Module):
         outputs, rms = [], []
         for k in range(batch.unroll):
             rms.append(g.detach().float().square().mean(-1).sqrt().sum() / max(len(g), 1))  # no slot: 0, not NaN
-            q, key, value, residual = run(self._ask, g, tokens, batch.reads[k], positions + k)
-            if k > 0:  # that of step 0 is among k0
-                own_k.append(key)
-                own_v.append(value)
+            q, residual, *own = run(self._ask, g, tokens, batch.reads[k], positions + k, k > 0)
+            if own:  # at step 0 it is among k0
+                own_k.append(own[0])
+                own_v.append(own[1])
             attended = unrolled_attention(q, k0, v0, own_k, own_v, batch.layout, scale)
             h, z = run(self._answer, residual, attended)
             outputs.append(z)
@@ -117,14 +117,12 @@ class Drafter(nn.Module):
         normed, _ = self.midlayer.state_input(g)
         return self.midlayer.self_attn.keys_values(tokens.context(normed, following), positions)
 
-    def _ask(
-        self, g: Tensor, tokens: "TokenHalf", reads: Tensor, positions: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Query, key, value and residual of every slot at one step, from g_k [S, D]."""
+    def _ask(self, g: Tensor, tokens: "TokenHalf", reads: Tensor, positions: Tensor, own: bool) -> tuple[Tensor, ...]:
+        """Query and residual of every slot at one step, and its own key and value, from g_k [S, D]."""
         normed, residual = self.midlayer.state_input(g)
-        project = tokens.step(normed, reads)
-        attention = self.midlayer.self_attn
-        return attention.queries(project, positions), *attention.keys_values(project, positions), residual
+        project, attention = tokens.step(normed, reads), self.midlayer.self_attn
+        key_value = attention.keys_values(project, positions) if own else ()
+        return attention.queries(project, positions), residual, *key_value
 
     def _answer(self, residual: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
         """h_k and z_k, [S, D] each."""
