@@ -15,7 +15,7 @@ export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
 export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo install test lint test-gpu test-vllm bench bench-peers clean
+.PHONY: demo install test lint test-gpu test-vllm bench bench-peers bench-gpu clean
 
 demo: install
 	$(BIN)/python -m eagle31_train.targets.embedded
@@ -63,6 +63,11 @@ bench:
 bench-peers:
 	PYTHON=$(PYTHON) benchmarks/install_peers.sh $(PEERS_VENV)
 	$(PEERS_VENV)/bin/python -m benchmarks.peers $(ARGS)
+
+# The training step on a GPU (a torch built for one must be in the environment before): runs/bench/gpu.{json,png}
+bench-gpu: install
+	$(BIN)/python -c 'import matplotlib' 2>/dev/null || $(BIN)/pip install -q matplotlib
+	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 clean:
 	rm -rf runs models .pytest_cache .mypy_cache .ruff_cache

@@ -22,6 +22,7 @@ _SHAPES = {
     "smollm2": (576, 1536, 9, 3, 64, 8192),
     "mid": (1024, 2816, 16, 4, 64, 32000),
     "llama8b": (4096, 14336, 32, 8, 128, 32000),
+    "kimi-dense": (7168, 18432, 64, 64, 128, 163840),  # dense attention in the place of MLA: on GPUs only
 }
 
 

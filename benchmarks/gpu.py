@@ -1,0 +1,194 @@
+"""The training step on a GPU: `make bench-gpu`.
+
+Tokens per second, memory, model FLOP utilisation and the kernels' share of the time, at the shapes of a drafter for
+Llama-8B and for Kimi (dense attention in the place of MLA), in bf16; and the longest document that a step takes. The
+step is the trainer's, optimizer included. See README.md; `--device cpu --quick` is a dry run of the same code.
+"""
+
+import argparse
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from benchmarks import gpu_report, gpu_step, machine
+from benchmarks.gpu_step import VARIANTS, Packed
+from benchmarks.gpu_worker import Task, Worker
+from benchmarks.shapes import Case
+from eagle31_train import artifacts
+from eagle31_train.schema import UserError
+
+CASES = [
+    "llama8b:8x4096:1",
+    "llama8b:8x4096:0.35",
+    "llama8b:1x32768:1",
+    "kimi-dense:4x4096:1",
+    "kimi-dense:4x4096:0.35",
+]
+LONGEST = ["llama8b:1", "llama8b:0.35"]
+QUICK_CASES = ["tiny:2x64:1", "tiny:1x128:0.35"]
+QUICK_LONGEST = ["tiny:1"]
+FIRST, CEILING = 2**14, 2**18  # tokens: where the search for the longest document begins and ends
+
+# FLOP/s of dense bf16 products by the makers' data sheets; the first name that the device's holds.
+PEAKS = {
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H200 NVL": 835e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "GH200": 989e12,
+    "A100": 312e12,
+}
+
+
+def look(device: str, size: int) -> dict[str, Any]:
+    """The device: name, memory in bytes, peaks in FLOP/s, versions."""
+    cuda = device == "cuda"
+    properties = torch.cuda.get_device_properties(0) if cuda else None
+    name = properties.name if properties else "cpu"
+    rate = gpu_step.matrix_rate(device, size, repeats=100 if cuda else 3)
+    return {
+        "name": name,
+        "memory": properties.total_memory if properties else None,
+        "nominal_peak": next((peak for key, peak in PEAKS.items() if key in name), None),
+        "measured_rate": rate,
+        "cuda": torch.version.cuda,
+        "allocator": os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF"),
+    }
+
+
+def limit(gib: float) -> dict[str, Any]:
+    """Let the process take no more than `gib` of the GPU's memory, as if the GPU had no more."""
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, gib * 2**30 / total))
+    return {}
+
+
+def run(chosen: argparse.Namespace) -> dict[str, Any]:
+    """All measurements; the results so far are written after each.
+
+    Raises:
+        UserError: a case that cannot be, or a device that cannot be looked at.
+    """
+    packed = [Packed.parse(text) for text in chosen.cases]
+    searches = [search_case(text) for text in chosen.longest]
+    worker = Worker()
+    here = machine.describe()
+
+    def do(task: Task, *words: Any) -> dict[str, Any]:
+        if chosen.gib is not None:
+            worker.do(limit, chosen.gib)
+        return worker.do(task, *words)
+
+    device = do(look, chosen.device, 256 if chosen.quick else 8192)
+    if "error" in device:
+        raise UserError(f"the device cannot be used: {device['error']}")
+    if chosen.gib is not None:
+        device["memory"] = min(device["memory"], int(chosen.gib * 2**30))
+    device["summary"] = f"{device['name']}, CUDA {device['cuda']}, {machine.summary(here)}"
+    results: dict[str, Any] = {"machine": here, "device": device, "steps": [], "longest": []}
+    out: Path = chosen.out
+    try:
+        with tqdm(total=len(packed) * len(chosen.variants) + len(searches), unit="case", desc="gpu") as progress:
+            for case in packed:
+                for variant in chosen.variants:
+                    progress.set_postfix_str(f"{case}, {variant}")
+                    step = do(gpu_step.measure, case, VARIANTS[variant], chosen.device, chosen.repeats)
+                    results["steps"].append({"case": str(case), "variant": variant, **with_limits(step, device)})
+                    artifacts.write_json(out.with_name(out.name + ".json"), results)
+                    progress.update()
+            for end in searches:
+                progress.set_postfix_str(f"longest, {end.shape}, {end.share:g}")
+                found = do(gpu_step.longest, end, chosen.device, chosen.first, chosen.ceiling)
+                results["longest"].append({"shape": end.shape, "share": end.share, **found})
+                artifacts.write_json(out.with_name(out.name + ".json"), results)
+                progress.update()
+    finally:
+        worker.close()
+    return results
+
+
+def with_limits(step: dict[str, Any], device: dict[str, Any]) -> dict[str, Any]:
+    """A measurement with its distance from the data sheet's peak (None if unknown) and from the measured product's."""
+    if "error" in step:
+        return step
+    nominal, reached = device["nominal_peak"], step["flops_per_second"]
+    return {**step, "mfu": reached / nominal if nominal else None, "of_measured": reached / device["measured_rate"]}
+
+
+def search_case(text: str) -> Case:
+    """`shape:share`, of which the longest document is searched.
+
+    Raises:
+        UserError: anything else.
+    """
+    shape, colon, share = text.partition(":")
+    if not colon:
+        raise UserError(f"{text!r} is not shape:share, e.g. llama8b:0.35")
+    return Case.parse(f"{shape}:64:{share}")
+
+
+def options(words: list[str] | None = None) -> argparse.Namespace:
+    """The command line.
+
+    Raises:
+        UserError: there is no GPU, and the CPU was not asked for.
+    """
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "--cases", nargs="*", metavar="SHAPE:DOCUMENTSxLENGTH:SHARE", help=f"default: {' '.join(CASES)}"
+    )
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), help="default: all (without compile on a CPU)")
+    parser.add_argument("--longest", nargs="*", metavar="SHAPE:SHARE", help=f"default: {' '.join(LONGEST)}")
+    parser.add_argument("--first", type=int, help=f"tokens that the search begins with (default: {FIRST})")
+    parser.add_argument("--ceiling", type=int, help=f"tokens that the search ends with (default: {CEILING})")
+    parser.add_argument("--gib", type=float, help="use no more than so many GiB of the GPU's memory")
+    parser.add_argument("--repeats", type=int, default=3, help="timed steps of each, after two that warm up")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench/gpu"), help="without .json and .png")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run, with --quick")
+    parser.add_argument("--quick", action="store_true", help="a smoke test at tiny shapes")
+    chosen = parser.parse_args(words)
+    if chosen.device == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            "no CUDA device: run this where torch.cuda.is_available(), or try the code with --device cpu --quick"
+        )
+    if chosen.device == "cpu" and not chosen.quick:
+        raise UserError("--device cpu is a dry run: add --quick")
+    if chosen.device == "cpu" and chosen.gib is not None:
+        raise UserError("--gib limits a GPU's memory: leave it out with --device cpu")
+    if chosen.repeats < 1:
+        raise UserError(f"--repeats {chosen.repeats} must be above 0")
+    small = chosen.quick
+    chosen.cases = (QUICK_CASES if small else CASES) if chosen.cases is None else chosen.cases
+    chosen.longest = (QUICK_LONGEST if small else LONGEST) if chosen.longest is None else chosen.longest
+    chosen.first = chosen.first or (64 if small else FIRST)
+    chosen.ceiling = chosen.ceiling or (256 if small else CEILING)
+    chosen.variants = chosen.variants or (["plain", "recompute"] if chosen.device == "cpu" else list(VARIANTS))
+    return chosen
+
+
+def main() -> None:
+    """Measure, print the tables, write the files."""
+    chosen = options()
+    results = run(chosen)
+    out: Path = chosen.out
+    written = f"{out}.json"
+    if importlib.util.find_spec("matplotlib") is None:
+        written += " (no picture: matplotlib is not installed)"
+    else:
+        gpu_report.picture(results, out.with_name(out.name + ".png"))
+        written += f", {out}.png"
+    print(results["device"]["summary"])
+    print(gpu_report.table(results))
+    print(f"written: {written}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        raise SystemExit(f"error: {error}") from None

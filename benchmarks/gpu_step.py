@@ -1,0 +1,333 @@
+"""The trainer's own step on a GPU, measured: time, memory, share of each kernel, and how long a document may be.
+
+These functions run in gpu.py's worker process. The step is that of train/: fp32 masters, bf16 autocast, forward,
+loss, backward, clipping, AdamW, and the one wait for the device in which the host learns the results.
+"""
+
+import re
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.flops import count_work, necessary
+from benchmarks.gpu_worker import free
+from benchmarks.shapes import GAMMA, Case, turns
+from eagle31_train.drafter.batch import Batch, build_batch
+from eagle31_train.drafter.model import Drafter
+from eagle31_train.loss import Objective, Teacher
+from eagle31_train.schema import Document, DrafterShape, TrainConfig, UserError
+from train import loop
+from train.checkpoint import parameter_groups
+from train.metrics import fetch
+
+TARGET_VOCABULARY = {"llama8b": 128256}  # V, where the draft vocabulary is a part of it
+ROWS = 256  # states of so many positions are drawn and repeated: making 64k of them would outlast the steps
+TOP = 12  # kernels listed
+
+# Kernels by name, the first pattern that matches; names of the CPU's operators too, for the dry run.
+REST = "elementwise, reduction"
+PATTERNS = [
+    ("optimizer", r"multi_tensor_apply|fused_?adam|_foreach"),
+    ("attention", r"flash|fmha|attention"),
+    ("gemm", r"gemm|cutlass|nvjet|xmma|wgmma|cublas|splitk|s\d+816|aten::(add|b|addb)?mm|mkldnn"),
+    (REST, r"triton_"),  # what torch.compile fused, whatever the name goes on to say
+    ("copy", r"memcpy|memset|copy|catarray|aten::(cat|to|fill_|zero_)$"),
+    ("index", r"index|gather|scatter|embedding"),
+    (REST, r"elementwise|reduce|softmax|norm|scan|sort|arange"),
+    (REST, r"aten::\w*(add|mul|sub|div|exp|sum|mean|pow|sqrt|silu|neg|cos|sin|max|min|log|lt|where|cumprod|square)"),
+]
+GROUPS = ["gemm", "attention", REST, "index", "copy", "optimizer", "other"]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """One thing to time: `documents` of `length` tokens each, `shape:8x4096:0.35`."""
+
+    case: Case
+    documents: int
+
+    def __str__(self) -> str:
+        return f"{self.case.shape}:{self.documents}x{self.case.length}:{self.case.share:g}"
+
+    @staticmethod
+    def parse(text: str) -> "Packed":
+        """`shape:DOCUMENTSxLENGTH:share`.
+
+        Raises:
+            UserError: anything else.
+        """
+        try:
+            shape, size, share = text.split(":")
+            documents, length = size.split("x")
+            packed = Packed(Case.parse(f"{shape}:{length}:{share}"), int(documents))
+        except ValueError:
+            raise UserError(f"case {text!r} is not shape:DOCUMENTSxLENGTH:share, e.g. llama8b:8x4096:0.35") from None
+        if packed.documents < 1:
+            raise UserError(f"case {text!r}: at least one document")
+        return packed
+
+    @property
+    def masks(self) -> list[Tensor]:
+        """Loss mask of every document."""
+        return [turns(self.case.length, self.case.share)] * self.documents
+
+    @property
+    def drafter(self) -> DrafterShape:
+        """The drafter's shape, over the target's whole vocabulary."""
+        shape = self.case.drafter()
+        return replace(shape, vocab_size=TARGET_VOCABULARY.get(self.case.shape, shape.vocab_size))
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What of train's options is on."""
+
+    recompute: bool
+    compile: bool
+
+    def __str__(self) -> str:
+        return " + ".join(name for name in ("recompute", "compile") if getattr(self, name)) or "plain"
+
+
+VARIANTS = {str(variant): variant for variant in (Variant(r, c) for c in (False, True) for r in (False, True))}
+
+
+class Trainer:
+    """Drafter, teacher and optimizer on a device, as train/ makes them, and its step.
+
+    The states that batches are made of are random; arg-maxes are in the draft vocabulary, so that every pair counts.
+    """
+
+    def __init__(self, shape: DrafterShape, variant: Variant, device: str) -> None:
+        self.shape = shape
+        self.accelerator = Accelerator(mixed_precision="bf16", cpu=device == "cpu")
+        torch.manual_seed(0)
+        H, Vd = shape.target_hidden_size, shape.draft_vocab_size
+        self.ids = torch.arange(Vd) * (shape.vocab_size // Vd)
+        with torch.device(self.accelerator.device):  # half a billion random weights are quick there
+            drafter = Drafter(shape, torch.randn(shape.vocab_size, shape.hidden_size, dtype=torch.bfloat16))
+            rows = torch.randn(Vd, H, dtype=torch.bfloat16).mul_(H**-0.5)
+            teacher = Teacher(torch.ones(H), shape.rms_norm_eps, rows, self.ids.to(rows.device))
+        drafter.recompute = variant.recompute
+        objective = Objective(drafter, teacher, "kl")
+        if variant.compile:
+            objective.compile_kernels()
+        defaults = TrainConfig()
+        self.clip = defaults.clip
+        groups = parameter_groups(drafter, defaults.weight_decay)
+        optimizer = torch.optim.AdamW(groups, lr=1e-5, betas=(defaults.betas[0], defaults.betas[1]), fused=True)
+        self.drafter = drafter
+        self.model, self.optimizer = self.accelerator.prepare(objective, optimizer)
+
+    def batch(self, masks: list[Tensor], unroll: int, pin: bool) -> Batch:
+        """Packed documents with these loss masks; in page-locked memory, as the trainer's loader leaves it, or not."""
+        H, A = self.shape.target_hidden_size, len(self.shape.aux_layers)
+        generator = torch.Generator().manual_seed(1)
+        states = torch.randn(ROWS, A + 1, H, generator=generator).bfloat16()
+
+        def document(mask: Tensor) -> Document:
+            T = len(mask)
+            rows = states[torch.arange(T) % ROWS]
+            tokens = torch.randint(0, self.shape.vocab_size, (T,), generator=generator)
+            top1 = self.ids[torch.randint(0, len(self.ids), (T,), generator=generator)]
+            return Document(tokens, mask, top1, rows[:, :A], rows[:, A])
+
+        kept = torch.zeros(self.shape.vocab_size, dtype=torch.bool)
+        kept[self.ids] = True
+        batch = build_batch([document(mask) for mask in masks], unroll, kept, "mask")
+        return batch.pinned() if pin and self.accelerator.device.type == "cuda" else batch
+
+    def step(self, batch: Batch) -> float:
+        """One optimizer step, the moving of the batch included; the host waits once, for the loss."""
+        sums, counts = loop.accumulate(self.model, [(batch, True)], batch.population, GAMMA, self.accelerator)
+        norm = self.accelerator.clip_grad_norm_(self.drafter.parameters(), self.clip)
+        norm, counts, sums = fetch(norm, counts, sums)
+        if not torch.isfinite(norm):
+            raise FloatingPointError("the gradient is not finite")
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return float(sums[0].sum() / counts.sum())
+
+    def close(self) -> None:
+        """Accelerate remembers what it prepared."""
+        self.accelerator.free_memory()
+
+
+def start_peak() -> None:
+    """Let the high-water marks of device memory start anew."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak() -> dict[str, int] | None:
+    """Most bytes in use, and most bytes taken from the device, since `start_peak`; None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    return {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+
+
+def wait(device: str) -> None:
+    """Until the device has done all that is queued."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def measure(packed: Packed, variant: Variant, device: str, repeats: int) -> dict[str, Any]:
+    """Time `repeats` steps after two that warm up, then look into one more with the profiler.
+
+    Raises:
+        torch.OutOfMemoryError: the device's memory does not suffice.
+    """
+    torch.compiler.reset()
+    masks, unroll = packed.masks, packed.case.unroll
+    trainer = Trainer(packed.drafter, variant, device)
+    try:
+        batch = trainer.batch(masks, unroll, pin=True)
+        step = partial(trainer.step, batch)
+        losses = [step() for _ in range(2)]
+        start_peak()
+        all_seconds = []
+        for _ in range(repeats):
+            wait(device)
+            start = time.perf_counter()
+            losses.append(step())
+            wait(device)
+            all_seconds.append(time.perf_counter() - start)
+        memory = peak()
+        seen = kernels(step, device)
+    finally:
+        trainer.close()
+    seconds = statistics.median(all_seconds)
+    parts = necessary(packed.drafter, count_work(masks, unroll))
+    return {
+        "tokens": batch.tokens,
+        "assistant_tokens": batch.assistant_tokens,
+        "slots": len(batch.layout.slots),
+        "seconds": seconds,
+        "all_seconds": all_seconds,
+        "tokens_per_second": batch.tokens / seconds,
+        "assistant_tokens_per_second": batch.assistant_tokens / seconds,
+        "memory": memory,
+        "flops": parts,
+        "flops_per_second": sum(parts.values()) / seconds,
+        "losses": losses,
+        "kernels": seen,
+    }
+
+
+def kernels(step: Callable[[], Any], device: str) -> dict[str, Any]:
+    """Where a step's device time goes: seconds in all, share of each group, the TOP kernels by their own time.
+
+    `window`: seconds of this step by the host's clock. While no kernel runs, the device waits for host or profiler.
+    """
+    activity = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
+    kind = DeviceType.CUDA if device == "cuda" else DeviceType.CPU
+    wait(device)
+    with profile(activities=[activity]) as seen:
+        start = time.perf_counter()
+        step()
+        wait(device)
+        window = time.perf_counter() - start
+    times: dict[str, tuple[float, int]] = {}
+    for event in seen.key_averages():
+        own = event.self_device_time_total if device == "cuda" else event.self_cpu_time_total
+        if event.device_type == kind and own > 0 and not getattr(event, "is_user_annotation", False):
+            before = times.get(event.key, (0.0, 0))
+            times[event.key] = (before[0] + own / 1e6, before[1] + event.count)
+    total = sum(own for own, _ in times.values())
+    groups = dict.fromkeys(GROUPS, 0.0)
+    for name, (own, _) in times.items():
+        groups[group(name)] += own / total
+    top = sorted(times.items(), key=lambda item: -item[1][0])[:TOP]
+    return {
+        "seconds": total,
+        "window": window,
+        "groups": groups,
+        "top": [{"name": name, "seconds": own, "calls": calls, "group": group(name)} for name, (own, calls) in top],
+    }
+
+
+def group(kernel: str) -> str:
+    """Which of GROUPS a kernel belongs to."""
+    return next((name for name, pattern in PATTERNS if re.search(pattern, kernel, re.IGNORECASE)), "other")
+
+
+def matrix_rate(device: str, size: int, repeats: int) -> float:
+    """FLOP/s of one large bf16 product: the median of some, after three that warm up."""
+    left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    seconds = []
+    for _ in range(3 + repeats):
+        wait(device)
+        start = time.perf_counter()
+        left @ right
+        wait(device)
+        seconds.append(time.perf_counter() - start)
+    return 2 * size**3 / statistics.median(seconds[3:])
+
+
+def longest(case: Case, device: str, first: int, ceiling: int) -> dict[str, Any]:
+    """The longest single document that a whole step takes, activations recomputed: doubling, then bisection.
+
+    Args:
+        case: shape and share; its length is not used.
+        first: tokens to begin with.
+        ceiling: tokens to end with.
+
+    Returns:
+        tokens (0 if `first` does not fit), step: bisection ended at differences of so many, and every try.
+    """
+    trainer = Trainer(Packed(case, 1).drafter, VARIANTS["recompute"], device)
+    # The first step makes the optimizer's moments, so that the later ones find the memory as it is in training.
+    trainer.step(trainer.batch([turns(16, 1.0)], case.unroll, pin=False))
+    tries: list[dict[str, Any]] = []
+
+    def fits(tokens: int) -> bool:
+        # Not page-locked: that memory stays cached on the host, and this is about the device's.
+        batch = trainer.batch([turns(tokens, case.share)], case.unroll, pin=False)
+        start_peak()
+        wait(device)
+        start = time.perf_counter()
+        enough = False
+        with suppress(torch.OutOfMemoryError):
+            trainer.step(batch)
+            enough = True
+        wait(device)
+        seconds = time.perf_counter() - start
+        tries.append({"tokens": tokens, "fits": enough, "seconds": seconds, "memory": peak()})
+        trainer.optimizer.zero_grad(set_to_none=True)  # of a step that failed halfway
+        free()
+        return enough
+
+    try:
+        best, step = search(fits, first, ceiling)
+    finally:
+        trainer.close()
+    return {"tokens": best, "step": step, "ceiling": ceiling, "tries": tries}
+
+
+def search(fits: Callable[[int], bool], first: int, ceiling: int) -> tuple[int, int]:
+    """The largest number that fits, to a sixteenth of it: 0 if `first` does not; and the last difference."""
+    good, bad = 0, None
+    tokens = first
+    while bad is None and tokens <= ceiling:
+        if fits(tokens):
+            good, tokens = tokens, tokens * 2
+        else:
+            bad = tokens
+    if bad is None or not good:
+        return good, 0
+    step = good // 16
+    while bad - good > step:
+        middle = (good + bad) // 2 // step * step
+        good, bad = (middle, bad) if fits(middle) else (good, middle)
+    return good, step
