@@ -66,7 +66,7 @@ bench-peers:
 
 # The training step on a GPU (a torch built for one must be in the environment before): runs/bench/gpu.{json,png}
 bench-gpu: install
-	$(BIN)/python -c 'import matplotlib' 2>/dev/null || $(BIN)/pip install -q matplotlib
+	$(BIN)/python -c 'import matplotlib' 2>/dev/null || $(BIN)/pip install -q matplotlib --constraint $(VENV)/constraints.txt
 	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 clean:

@@ -316,7 +316,7 @@ def longest(case: Case, device: str, first: int, ceiling: int) -> dict[str, Any]
 
 
 def search(fits: Callable[[int], bool], first: int, ceiling: int) -> tuple[int, int]:
-    """The largest number that fits, to a sixteenth of it: 0 if `first` does not; and the last difference."""
+    """The largest number that fits, to an eighth of it or less: 0 if `first` does not; and the last difference."""
     good, bad = 0, None
     tokens = first
     while bad is None and tokens <= ceiling:
@@ -326,7 +326,7 @@ def search(fits: Callable[[int], bool], first: int, ceiling: int) -> tuple[int, 
             bad = tokens
     if bad is None or not good:
         return good, 0
-    step = good // 16
+    step = good // 8
     while bad - good > step:
         middle = (good + bad) // 2 // step * step
         good, bad = (middle, bad) if fits(middle) else (good, middle)

@@ -68,11 +68,11 @@ def test_who_runs_out_of_memory_is_named_and_the_others_go_on(monkeypatch, tmp_p
     assert results["steps"][0] == {"case": "tiny:1x32:1", "variant": "plain", "error": "out of memory"}
     assert results["steps"][1]["seconds"] > 0
     (found,) = results["longest"]
-    assert (found["tokens"], found["step"]) == (48, 2)
+    assert (found["tokens"], found["step"]) == (48, 4)
     table = gpu_report.table(results)
     assert "tiny:1x32:1, plain" in table
     assert "out of memory" in table
-    assert "2 more do not fit" in table
+    assert "4 more do not fit" in table
 
 
 def test_a_picture_is_drawn_with_failures_in_it(dry_run, tmp_path):
@@ -93,7 +93,7 @@ def test_a_process_that_dies_is_replaced():
         worker.close()
 
 
-@pytest.mark.parametrize(("room", "found"), [(10, 0), (16, 16), (100, 100), (63, 62), (256, 256), (10**6, 256)])
+@pytest.mark.parametrize(("room", "found"), [(10, 0), (16, 16), (100, 96), (63, 60), (256, 256), (10**6, 256)])
 def test_the_search_finds_the_longest_that_fits(room, found):
     tried = []
 
@@ -103,7 +103,7 @@ def test_the_search_finds_the_longest_that_fits(room, found):
 
     best, step = search(fits, 16, 256)
     assert best == found
-    assert len(set(tried)) == len(tried) <= 9
+    assert len(set(tried)) == len(tried) <= 8
     assert step == 0 or best <= room < best + step
 
 
