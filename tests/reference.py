@@ -19,6 +19,10 @@ def rotate(head, position, theta):
     return torch.cat([turned.real, turned.imag])
 
 
+def kl(p, log_q):
+    return (p * (torch.log(p) - log_q)).sum()
+
+
 class ReferenceDrafter:
     """weights: checkpoint tensors by name; embedding [V, D]."""
 
@@ -76,7 +80,7 @@ class ReferenceDrafter:
             g = z if s.norm_output else h
         return outputs, states
 
-    def loss(self, documents, steps, gamma, kept_ids, teacher, oov="mask"):
+    def loss(self, documents, steps, gamma, kept_ids, teacher, oov="mask", cost=kl):
         """The unrolled loss over documents, pair by pair; teacher(y) → logits over the draft vocabulary."""
         sums, counts, hits, eligible = ([0] * steps for _ in range(4))
         kept = set(kept_ids)
@@ -95,7 +99,7 @@ class ReferenceDrafter:
                     p = torch.softmax(teacher(d.last[t + 1 + k]), -1)
                     logits = self.w["lm_head.weight"] @ zs[k]
                     q = torch.log_softmax(logits, -1)
-                    sums[k] = sums[k] + (p * (torch.log(p) - q)).sum()
+                    sums[k] = sums[k] + cost(p, q)
                     counts[k] += 1
                     hits[k] += int(kept_ids[int(logits.argmax())] == top1)
         total = sum(gamma**k * sums[k] / counts[k] for k in range(steps) if counts[k])
