@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from eagle31_train.drafter.batch import Batch
 from eagle31_train.drafter.layer import rms_norm
-from eagle31_train.drafter.linear import linear, product
+from eagle31_train.drafter.linear import compute_dtype, linear, product
 from eagle31_train.drafter.model import Drafter
 
 
@@ -176,7 +176,7 @@ class _ChunkedDivergence(torch.autograd.Function):
         ctx: Any, z: Tensor, head: Tensor, batch: Batch, weights: Tensor, objective: "Objective", learn: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """z [K*S, D], head [Vd, D] → loss (), summed divergence per step [K], hits [K*S] bool."""
-        compute = torch.get_autocast_dtype(z.device.type) if torch.is_autocast_enabled(z.device.type) else z.dtype
+        compute = compute_dtype(z)
         wide = torch.float64 if z.dtype == torch.float64 else torch.float32
         z_low, head_low = z.to(compute), head.to(compute)
         want_z, want_head = (wanted and learn for wanted in ctx.needs_input_grad[:2])

@@ -64,7 +64,7 @@ class _MergedAttention(torch.autograd.Function):
             scores = _own_scores(q, own_k, scale)  # [S, g, r, k]
             merged = torch.logaddexp(lse, scores.logsumexp(-1).view(S, h))
             shares = (scores - merged.view(S, g, h // g, 1)).exp().to(own_v.dtype)
-            own_out = (shares @ own_v.transpose(1, 2)).reshape(out.shape)
+            own_out = _times(shares, own_v.transpose(1, 2)).reshape(out.shape)
             out = torch.addcmul(own_out.to(lse.dtype), out, (lse - merged).exp()[..., None])
             lse = merged
         result = out.to(q.dtype)
@@ -90,9 +90,9 @@ class _MergedAttention(torch.autograd.Function):
         through_v = (do @ own_v.permute(0, 2, 3, 1)).to(shares.dtype)
         mean = (dout.to(shares.dtype) * out.to(shares.dtype)).sum(-1).view(S, g, r, 1)
         dscores = (shares * (through_v - mean) * scale).to(q.dtype)
-        dq = dq + (dscores @ own_k.transpose(1, 2)).reshape(q.shape)
-        down_k = (dscores.transpose(2, 3) @ q.view(S, g, r, d)).transpose(1, 2)  # [S, k, g, d]
-        down_v = (shares.to(q.dtype).transpose(2, 3) @ do).transpose(1, 2)
+        dq = dq + _times(dscores, own_k.transpose(1, 2)).reshape(q.shape)
+        down_k = _times(dscores.transpose(2, 3), q.view(S, g, r, d)).transpose(1, 2)  # [S, k, g, d]
+        down_v = _times(shares.to(q.dtype).transpose(2, 3), do).transpose(1, 2)
         return dq, dk0, dv0, None, None, *down_k.unbind(1), *down_v.unbind(1)
 
 
@@ -107,3 +107,8 @@ def _own_scores(q: Tensor, own_k: Tensor, scale: float) -> Tensor:
     S, _, g, d = own_k.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     return (q.view(S, g, q.shape[1] // g, d) @ own_k.permute(0, 2, 3, 1)).to(wide) * scale
+
+
+def _times(a: Tensor, b: Tensor) -> Tensor:
+    """a [..., n, k] @ b [..., k, m]; for k = 1 without a product, whose CUDA kernel some versions of torch overflow."""
+    return a * b if a.shape[-1] == 1 else a @ b

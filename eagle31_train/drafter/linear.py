@@ -31,6 +31,12 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     return rows.view(*x.shape[:-1], len(weight))
 
 
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that products of x are worked out in: autocast's where it is on."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
 def product(a: Tensor, b: Tensor) -> Tensor:
     """a [n, k], b [m, k] → a @ b.T [n, m]; for use where no gradient is recorded."""
     if _asks_onednn(a, b):

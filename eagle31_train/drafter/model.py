@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from eagle31_train.drafter.attention import unrolled_attention
 from eagle31_train.drafter.batch import Batch
 from eagle31_train.drafter.layer import MidLayer, Project, RMSNorm
-from eagle31_train.drafter.linear import Linear, linear
+from eagle31_train.drafter.linear import Linear, compute_dtype, linear
 from eagle31_train.schema import DrafterShape
 
 
@@ -70,14 +70,13 @@ class Drafter(nn.Module):
                 self.embed_tokens.weight.data.copy_(embedding)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """tokens [...] int64, target ids → [..., D] in the dtype of the weights."""
-        if self.shape.share_embedding:
-            return nn.functional.embedding(tokens, self.shared_embedding).to(self.fc.weight.dtype)
-        return self.embed_tokens(tokens)
+        """tokens [...] int64, target ids → [..., D], in the dtype that products are worked out in."""
+        rows = self.shared_embedding if self.shape.share_embedding else self.embed_tokens.weight
+        return nn.functional.embedding(tokens, rows).to(compute_dtype(self.fc.weight))
 
     def fuse(self, aux: Tensor) -> Tensor:
         """Auxiliary states [n, A, H] of the target → g_0 [n, D]."""
-        states = aux.to(self.fc.weight.dtype)
+        states = aux.to(compute_dtype(self.fc.weight))
         if self.fc_norm is not None:
             states = torch.stack([norm(states[:, i]) for i, norm in enumerate(self.fc_norm)], dim=1)
         return self.fc(states.flatten(1))
@@ -144,9 +143,8 @@ class TokenHalf:
 
     def __init__(self, layer: MidLayer, embedded: Tensor, read: Tensor) -> None:
         attention, D = layer.self_attn, embedded.shape[-1]
-        device = embedded.device.type
         e = layer.input_layernorm(embedded)
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else e.dtype
+        dtype = compute_dtype(e)
         everyone = attention.query_inputs + attention.key_inputs
         halves = {layer: layer.weight.to(dtype).split(D, 1) for layer in everyone}
         self._state = {layer: half[1].contiguous() for layer, half in halves.items()}
