@@ -78,7 +78,7 @@ MEASURES = len(fields(Measured))
 
 # Logits alive at once, by device: in one matrix product, and while probabilities of them are worked out. A
 # product wants many rows; on a CPU, what follows it wants to stay small enough for memory to be used again.
-ROWS = {"cpu": (2**24, 2**22), "other": (2**28, 2**28)}
+ROWS = {"cpu": (2**23, 2**22), "other": (2**28, 2**28)}
 
 
 class Objective(nn.Module):
