@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from eagle31_train.drafter.batch import Batch
-from eagle31_train.drafter.layer import rms_norm
+from eagle31_train.drafter.layer import RMSNorm, Rope, rms_norm
 from eagle31_train.drafter.linear import compute_dtype, linear, product
 from eagle31_train.drafter.model import Drafter
 
@@ -76,9 +76,9 @@ class Measured:
 
 MEASURES = len(fields(Measured))
 
-# Logits alive at once, by device: in one matrix product, and while probabilities of them are worked out. A
-# product wants many rows; on a CPU, what follows it wants to stay small enough for memory to be used again.
-ROWS = {"cpu": (2**23, 2**22), "other": (2**28, 2**28)}
+# Logits alive at once, by device: in one matrix product, and while probabilities of them are worked out, of which
+# several copies live. A product wants many rows; a CPU wants little enough for memory to be used again.
+LOGITS = {"cpu": (2**23, 2**22), "other": (2**28, 2**26)}
 
 
 class Objective(nn.Module):
@@ -99,12 +99,12 @@ class Objective(nn.Module):
         self.divergence = divergence
 
     def compile_kernels(self) -> None:
-        """Let torch.compile fuse what lies between the matrix products; the rest is kernels of its own."""
-        drafter, layer = self.drafter, self.drafter.midlayer
+        """Let torch.compile fuse norms, RoPE and the divergence, each of which is many small kernels otherwise."""
+        torch._dynamo.config.optimize_ddp = False  # it would cut the compiled parts where gradients are exchanged
         self.divergence = torch.compile(divergence, dynamic=True)
-        drafter._answer = torch.compile(drafter._answer, dynamic=True)  # type: ignore[method-assign]
-        layer.state_input = torch.compile(layer.state_input, dynamic=True)  # type: ignore[method-assign]
-        layer.self_attn.rope.forward = torch.compile(layer.self_attn.rope.forward, dynamic=True)  # type: ignore[method-assign]
+        for module in self.drafter.modules():
+            if isinstance(module, RMSNorm | Rope):
+                module.compile(dynamic=True)
 
     def forward(self, batch: Batch, weights: Tensor) -> tuple[Tensor, Measured]:
         """The weighted loss of a batch.
@@ -137,13 +137,16 @@ class Objective(nn.Module):
         )
 
 
-def divergence(logits: Tensor, log_p: Tensor, taught: Tensor, kind: str, lk: float) -> tuple[Tensor, Tensor]:
+def divergence(
+    logits: Tensor, p: Tensor, negentropy: Tensor, taught: Tensor, kind: str, lk: float
+) -> tuple[Tensor, Tensor]:
     """What each pair's prediction costs, and the slope of that in its logits.
 
     Args:
         logits: [P, Vd] of the drafter, fp32 or wider.
-        log_p: [J, Vd] the target's log-probabilities, likewise.
-        taught: [P] which row of log_p teaches each pair.
+        p: [J, Vd] the target's probabilities, likewise.
+        negentropy: [J] sum(p log p) of each row.
+        taught: [P] which row of p teaches each pair.
         kind: "kl", or "ce", which adds the target's entropy and has the same slope.
         lk: share of the LK loss, -log(alpha) with alpha = sum(min(p, q)), the probability that the
             target accepts a token drawn from q (Leviathan et al. 2023); the rest is `kind`.
@@ -152,11 +155,10 @@ def divergence(logits: Tensor, log_p: Tensor, taught: Tensor, kind: str, lk: flo
         value [P] in nats, slope [P, Vd].
     """
     log_q = logits.log_softmax(-1)
-    p = log_p.exp()
     p_pairs = p.index_select(0, taught)
     value = -torch.linalg.vecdot(p_pairs, log_q)
     if kind == "kl":
-        value = value + torch.linalg.vecdot(p, log_p)[taught]
+        value = value + negentropy[taught]
     q = log_q.exp_()
     if not lk:
         return value, q.sub_(p_pairs)
@@ -184,11 +186,14 @@ class _ChunkedDivergence(torch.autograd.Function):
         dhead = torch.zeros_like(head, dtype=wide) if want_head else None
         sums = torch.zeros(batch.unroll, dtype=wide, device=z.device)
         hits = torch.zeros(len(z), dtype=torch.bool, device=z.device)
-        block, part = ROWS["cpu" if z.device.type == "cpu" else "other"]
+        block, part = LOGITS["cpu" if z.device.type == "cpu" else "other"]
 
         with torch.autocast(z.device.type, enabled=False):
             for first, last, begin, end in blocks(batch.chunks, block // len(head)):
                 log_p = objective.teacher.logits(batch.teacher[first:last]).to(wide).log_softmax(-1)
+                p = log_p.exp()
+                negentropy = torch.linalg.vecdot(p, log_p)
+                del log_p
                 top1 = batch.top1[first:last]
                 rows = batch.pair_row[begin:end]
                 steps = batch.pair_step[begin:end]
@@ -199,14 +204,16 @@ class _ChunkedDivergence(torch.autograd.Function):
                     exact = logits[some].to(wide)
                     guess = objective.teacher.target_ids[exact.argmax(-1)]
                     hits[rows[some]] = guess == top1[taught[some]]
-                    value, slope = objective.divergence(exact, log_p, taught[some], objective.kind, objective.lk)
+                    value, slope = objective.divergence(
+                        exact, p, negentropy, taught[some], objective.kind, objective.lk
+                    )
                     sums.index_add_(0, steps[some], value)
                     logits[some] = slope
-                weight = weights[steps, None].to(compute)
+                weight = weights[steps, None].to(wide)
                 if dz is not None:
                     dz.index_copy_(0, rows, (product(logits, head_low.T) * weight).to(dz.dtype))
                 if dhead is not None:
-                    states = (states * weight).T
+                    states = (states * weight).to(compute).T
                     for some in parts(len(head), part // head.shape[1]):
                         dhead[some] += product(logits[:, some].T, states)
         total = (sums * weights.to(wide)).sum()

@@ -138,7 +138,7 @@ class TrainConfig:
     clip: float = opt(0.5, "largest gradient norm")
     precision: str = opt("bf16", "bf16 (autocast, fp32 master weights) or no (fp32)")
     recompute: bool = opt(False, "keep fewer activations and work them out again: less memory, some more time")
-    compile: bool = opt(False, "torch.compile what lies between matrix products; a minute at the start")
+    compile: bool = opt(False, "torch.compile norms, RoPE and the loss between its products; a minute at the start")
     eval_every: int = opt(100, "steps between evaluations on the held-out split; the last step is evaluated")
     eval_samples: int = opt(64, "held-out conversations per evaluation")
     checkpoint_every: int = opt(100, "steps between checkpoints")

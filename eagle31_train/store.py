@@ -228,16 +228,20 @@ class StoreSplit:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def read(self, index: int) -> Document:
-        """One sample; its states are bf16, mapped from the file until they are used."""
+    def read(self, index: int, states: bool = True) -> Document:
+        """One sample; its states are bf16, mapped from the file until they are used, or empty without `states`."""
         shard, i = self._where[index]
         if shard.file not in self._verified:
             self.store._verify(shard.file)
             self._check_ids(shard)
             self._verified.add(shard.file)
         begin = sum(shard.lengths[:i])
-        cut = self._cut(shard, ("tokens", "loss_mask", "top1", "aux", "last"), begin, begin + shard.lengths[i])
-        return Document(cut["tokens"].long(), cut["loss_mask"], cut["top1"].long(), cut["aux"], cut["last"])
+        names = ("tokens", "loss_mask", "top1") + (("aux", "last") if states else ())
+        cut = self._cut(shard, names, begin, begin + shard.lengths[i])
+        none = torch.empty(0)
+        return Document(
+            cut["tokens"].long(), cut["loss_mask"], cut["top1"].long(), cut.get("aux", none), cut.get("last", none)
+        )
 
     def _cut(self, shard: Shard, names: Sequence[str], begin: int, end: int) -> dict[str, Tensor]:
         try:

@@ -269,12 +269,12 @@ def load(
         samples = batches[step]
         subset = None
         if t.slots_per_batch is not None:  # chosen alike by every rank, among the slots of all of them
-            everything = split.read_all(samples)
+            everything = [split.read(i, states=False) for i in samples]
             subset = choose_slots(everything, t.unroll, kept, t.oov, t.slots_per_batch, config.seed, step + 1)
         share: list[tuple[Batch, bool]] = []
         parts = order.share(samples, split.lengths, accelerator.num_processes * t.accumulation)
         for part in parts[accelerator.process_index :: accelerator.num_processes]:
-            mine = part or samples[:1]
+            mine = part or [min(samples, key=split.lengths.__getitem__)]
             chosen = None if subset is None else subset.of([samples.index(i) for i in mine])
             batch = build_batch(split.read_all(mine), t.unroll, kept, t.oov, chosen)
             share.append((batch.pinned() if pin else batch, bool(part)))

@@ -26,7 +26,7 @@ from torch import Tensor
 from eagle31_train.drafter.layout import Layout, make_layout
 from eagle31_train.schema import Document
 
-CHUNK = 32  # taught positions per chunk, the smallest unit of the loss: up to K * 32 rows of logits
+CHUNK = 32  # taught positions per chunk: the loss takes whole chunks into a product, up to K * 32 rows each
 STRETCH = 32  # a subset of the slots is made of stretches of so many: neighbours are cheap to attend together
 
 Moved = TypeVar("Moved")
@@ -84,14 +84,14 @@ class Batch:
 
     def to(self, device: torch.device | str) -> "Batch":
         """The batch on another device; the host does not wait for a batch that is `pinned`."""
-        return _each_tensor(self, lambda tensor: tensor.to(device, non_blocking=True))
+        return each_tensor(self, lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> "Batch":
         """The batch in page-locked memory, which a CUDA device fetches by itself."""
-        return _each_tensor(self, Tensor.pin_memory)
+        return each_tensor(self, Tensor.pin_memory)
 
 
-def _each_tensor(value: Moved, move: Callable[[Tensor], Tensor]) -> Moved:
+def each_tensor(value: Moved, move: Callable[[Tensor], Tensor]) -> Moved:
     """A dataclass with its tensors, and those of dataclasses in it, replaced."""
     changed: dict[str, Any] = {}
     for field in fields(value):  # type: ignore[arg-type]
@@ -99,7 +99,7 @@ def _each_tensor(value: Moved, move: Callable[[Tensor], Tensor]) -> Moved:
         if isinstance(part, Tensor):
             changed[field.name] = move(part)
         elif is_dataclass(part):
-            changed[field.name] = _each_tensor(part, move)
+            changed[field.name] = each_tensor(part, move)
     return replace(value, **changed)  # type: ignore[type-var]
 
 

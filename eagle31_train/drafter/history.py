@@ -25,7 +25,10 @@ BLOCK = 256  # queries whose scores the plain kernel holds at once
 
 
 def history_forward(q: Tensor, k0: Tensor, v0: Tensor, layout: Layout, scale: float) -> tuple[Tensor, Tensor]:
-    """q [S, h, d] over k0 [N, g, d], v0 [N, g, dv] → output [S, h, dv] and log-sum-exp [S, h], fp32 or wider."""
+    """q [S, h, d] over k0 [N, g, d], v0 [N, g, dv] → output [S, h, dv] and log-sum-exp [S, h].
+
+    The log-sum-exp is fp32 or wider; so is the output, but for CUDA's kernel, which gives it in 16 bits.
+    """
     if _flash_cuda(q, v0) and layout.segments is not None:
         return _cuda_forward(q, k0, v0, layout.segments, scale)
     wide = torch.promote_types(q.dtype, torch.float32)

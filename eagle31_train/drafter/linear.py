@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
 
 class Linear(nn.Linear):
     """nn.Linear without bias, by `linear`."""
@@ -48,8 +50,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 def _asks_onednn(a: Tensor, b: Tensor) -> bool:
     fp32_on_cpu = a.device.type == "cpu" and a.dtype == b.dtype == torch.float32
-    available = torch.backends.mkldnn.is_available() and not torch.compiler.is_compiling()  # it cannot compile the call
-    return fp32_on_cpu and a.numel() > 0 and available
+    return fp32_on_cpu and a.numel() > 0 and ONEDNN and bool(torch.backends.mkldnn.enabled)
 
 
 class _Linear(torch.autograd.Function):

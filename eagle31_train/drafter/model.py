@@ -146,23 +146,24 @@ class TokenHalf:
         e = layer.input_layernorm(embedded)
         dtype = compute_dtype(e)
         everyone = attention.query_inputs + attention.key_inputs
-        halves = {layer: layer.weight.to(dtype).split(D, 1) for layer in everyone}
-        self._state = {layer: half[1].contiguous() for layer, half in halves.items()}
-        self._all = {layer: linear(e, halves[layer][0]) for layer in attention.key_inputs}  # [N, width]
-        self._read = {layer: rows.index_select(0, read) for layer, rows in self._all.items()}  # [R, width]
-        e = e.index_select(0, read)
-        self._read |= {layer: linear(e, halves[layer][0]) for layer in attention.query_inputs}
+        halves = {projection: projection.weight.to(dtype).split(D, 1) for projection in everyone}
+        self._state = {projection: half[1].contiguous() for projection, half in halves.items()}
+        # Keys and values are needed of all tokens [N, width], queries only of those that slots read [R, width].
+        self._all = {projection: linear(e, halves[projection][0]) for projection in attention.key_inputs}
+        self._read = {projection: rows.index_select(0, read) for projection, rows in self._all.items()}
+        e_read = e.index_select(0, read)
+        self._read |= {projection: linear(e_read, halves[projection][0]) for projection in attention.query_inputs}
 
     def context(self, normed: Tensor, following: Tensor) -> Project:
         """Projections of every position: normed states [N, D], beside the tokens at `following` [N]."""
-        return lambda layer: self._join(layer, self._all[layer].index_select(0, following), normed)
+        return lambda projection: self._join(projection, self._all[projection].index_select(0, following), normed)
 
     def step(self, normed: Tensor, reads: Tensor) -> Project:
         """Projections of every slot: normed states [S, D], beside the tokens that `reads` [S] picks of those read."""
-        return lambda layer: self._join(layer, self._read[layer].index_select(0, reads), normed)
+        return lambda projection: self._join(projection, self._read[projection].index_select(0, reads), normed)
 
-    def _join(self, layer: Linear, token_half: Tensor, normed: Tensor) -> Tensor:
-        return token_half + linear(normed.to(token_half.dtype), self._state[layer])
+    def _join(self, projection: Linear, token_half: Tensor, normed: Tensor) -> Tensor:
+        return token_half + linear(normed.to(token_half.dtype), self._state[projection])
 
 
 def call(function: Callable, *args: Any) -> Any:

@@ -327,7 +327,9 @@ def test_compiled_kernels_equal_the_eager_ones(tiny, dtype, tolerance):
 def test_the_loss_is_the_same_in_blocks_and_parts_of_any_size(tiny, rows, monkeypatch):
     objective, documents = tiny
     monkeypatch.setattr(batch, "CHUNK", 2)
-    monkeypatch.setattr(loss_module, "ROWS", {"cpu": tuple(n * objective.drafter.shape.draft_vocab_size for n in rows)})
+    monkeypatch.setattr(
+        loss_module, "LOGITS", {"cpu": tuple(n * objective.drafter.shape.draft_vocab_size for n in rows)}
+    )
     ours, theirs = gradients(objective, documents)
     assert_same(ours, theirs, 1e-9)
 

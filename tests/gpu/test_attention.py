@@ -7,7 +7,7 @@ from reference import dense_attention
 
 from eagle31_train.drafter import history
 from eagle31_train.drafter.attention import unrolled_attention
-from eagle31_train.drafter.batch import _each_tensor
+from eagle31_train.drafter.batch import each_tensor
 from eagle31_train.drafter.layout import make_layout
 
 pytestmark = [
@@ -36,7 +36,7 @@ def test_output_and_gradients_stay_within_the_rounding_of_16_bits(slots, d, dv, 
     """Outputs to 1 %, gradients to 3 % of their norm, as on the CPU."""
     tensors, layout, direction = make((LENGTHS, SLOTS[slots], 2, 4, own, d, dv, 0), torch.bfloat16)
     tensors = [tensors[0] * d**-0.5, *tensors[1:]]  # scores of a model's size: softer than one key taking all
-    layout, direction = _each_tensor(layout, lambda x: x.to("cuda")), direction.to("cuda")
+    layout, direction = each_tensor(layout, lambda x: x.to("cuda")), direction.to("cuda")
     assert (layout.segments.key_rows is None) == (slots == "scattered")
     low, exact = moved(tensors, dtype), moved(tensors, torch.float64)
     assert history._flash_cuda(low[0], low[2])
@@ -54,13 +54,13 @@ def test_many_slots_are_as_right_as_few(g):
     problem = ([length] * documents, list(range(documents * length)), g, 1, 3, 64, 64, 0)
     tensors, layout, direction = make(problem, torch.bfloat16)
     tensors = [tensors[0] / 8, *tensors[1:]]
-    layout = _each_tensor(layout, lambda x: x.to("cuda"))
+    layout = each_tensor(layout, lambda x: x.to("cuda"))
     ours = run(unrolled_attention, moved(tensors, torch.bfloat16), layout, direction.to("cuda"))
     for first in (0, documents - 4):
         rows = slice(first * length, (first + 4) * length)
         some = [x[rows] if isinstance(x, torch.Tensor) else [y[rows] for y in x] for x in tensors]
         few = make_layout([(i * length, (i + 1) * length) for i in range(4)], torch.arange(4 * length))
-        few = _each_tensor(few, lambda x: x.to("cuda"))
+        few = each_tensor(few, lambda x: x.to("cuda"))
         truth = run(dense_attention, moved(some, torch.float64), few, direction[rows].to("cuda", torch.float64))
         for index, (mine, theirs) in enumerate(zip(ours, truth, strict=True)):
             error = (mine[rows].double() - theirs).norm() / theirs.norm()
