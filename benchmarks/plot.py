@@ -1,12 +1,14 @@
 """The results as pictures. matplotlib is in the peers' environment only, so it is imported where it draws."""
 
 import statistics
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
 
-# Colours that the colour-blind tell apart. Dashes are a trainer's variants.
+# Colours that the colour-blind tell apart.
+LINES, MARKERS = ("-", "--", ":", "-.", "-"), "osv^D"  # a trainer's variants, in the order in which they are drawn
 COLOURS = {"ours": "#0072b2", "speculators": "#d55e00", "specforge": "#009e73", "fp32": "#0072b2", "bf16": "#d55e00"}
 LABELS = {"length": "tokens", "share": "share of tokens taught", "unroll": "unroll depth", "vocab": "draft vocabulary"}
 
@@ -34,7 +36,7 @@ def peers(results: list[dict[str, Any]], info: dict[str, Any], path: Path) -> No
         top.set(title=f"{shape}: time, share {most:g}", ylabel="seconds of a step")
         middle.set(title=f"{shape}: time, {swept} tokens", ylabel="seconds of a step")
         bottom.set(title=f"{shape}: memory, share {most:g}", ylabel="GiB above model and data")
-    axes[0][0].legend(fontsize=8)
+    axes[0][0].legend(fontsize=8, handlelength=3)
     figure.savefig(path, dpi=110)
 
 
@@ -74,13 +76,15 @@ def _contenders(axis: Any, results: list[dict[str, Any]], x: str, y: Any) -> Non
     """One line per contender; those that failed are named."""
     results = sorted(results, key=lambda r: r[x])
     failed = []
+    drawn: Counter[str] = Counter()  # variants of each trainer so far
     for name in dict.fromkeys(name for r in results for name in r["contenders"]):
         measured = [(r[x], r["contenders"][name]) for r in results if name in r["contenders"]]
         good = [(value, y(m)) for value, m in measured if "error" not in m]
         failed += [f"{name} at {value:g}: {m['error']}" for value, m in measured if "error" in m]
-        trainer, _, variant = name.partition(", ")
-        line = "o--" if variant else "o-"
-        axis.plot([v for v, _ in good], [h for _, h in good], line, color=COLOURS[trainer], label=name, markersize=4)
+        trainer = name.partition(", ")[0]
+        style = {"color": COLOURS[trainer], "label": name, "markersize": 4, "marker": MARKERS[drawn[trainer]]}
+        axis.plot([v for v, _ in good], [h for _, h in good], LINES[drawn[trainer]], **style)
+        drawn[trainer] += 1
     _scale(axis, x, [r[x] for r in results])
     if failed:
         axis.text(0.02, 0.98, "\n".join(failed), transform=axis.transAxes, va="top", fontsize=7, color="#a00000")
