@@ -165,7 +165,7 @@ class ChatTemplate:
         """Character spans that the template marks as generated."""
         names: dict[str, Any] = dict(self.tokenizer.special_tokens_map)
         spans: Any
-        rendered, spans = render_jinja_template(  # type: ignore[str-unpack]
+        rendered, spans = render_jinja_template(  # type: ignore[str-unpack]  # a pair, with the masks asked for
             [_plain(messages)], chat_template=self.template, return_assistant_tokens_mask=True, **names
         )
         if rendered[0] != text:

@@ -1,10 +1,10 @@
-"""The unrolled loss, without logits that outlive a chunk.
+"""The unrolled loss, without logits that outlive a block.
 
     L = sum_k gamma^k / N_k * sum_{trained (t,k)} KL(p[t+1+k] || q_k[t])
 
 p is the target's softmax over the draft rows of its lm_head, computed from its stored last hidden
-state once per chunk of positions and used by every step that it teaches. Loss, accuracy and all
-gradients of a chunk are worked out while its [pairs, Vd] logits are alive; no tensor of size
+state once per block of positions and used by every step that it teaches. Loss, accuracy and all
+gradients of a block are worked out while its [pairs, Vd] logits are alive; no tensor of size
 [tokens, Vd] ever is.
 
 Shapes: K steps, S slots, P pairs, J taught positions, D draft hidden, H target hidden, Vd draft vocabulary.

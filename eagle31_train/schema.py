@@ -256,4 +256,4 @@ def require_available(architecture: str) -> None:
 
 def as_plain(value: Any) -> Any:
     """A dataclass as plain dicts and lists, ready for JSON."""
-    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value  # type: ignore[arg-type]
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value

@@ -8,7 +8,6 @@ import warnings
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
 
 with warnings.catch_warnings():  # that flash-attn is missing
     warnings.simplefilter("ignore")
@@ -18,6 +17,7 @@ with warnings.catch_warnings():  # that flash-attn is missing
 
 from specforge.utils import padding
 
+from benchmarks.contenders.llama import llama_config
 from benchmarks.shapes import GAMMA, Material
 
 
@@ -37,18 +37,8 @@ class SpecForge:
     def __init__(self, material: Material, unroll: int, attention: str = "sdpa") -> None:
         shape, document = material.shape, material.document
         eagle3.LogSoftmaxLoss = _TorchLoss
-        config = LlamaConfig(
-            vocab_size=shape.vocab_size,
-            hidden_size=shape.hidden_size,
-            intermediate_size=shape.intermediate_size,
-            num_hidden_layers=1,
-            num_attention_heads=shape.num_attention_heads,
-            num_key_value_heads=shape.num_key_value_heads,
-            head_dim=shape.head_dim,
-            rms_norm_eps=shape.rms_norm_eps,
-            max_position_embeddings=shape.max_position_embeddings,
-            rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
-            pad_token_id=None,
+        config = llama_config(
+            shape,
             draft_vocab_size=shape.draft_vocab_size,
             target_hidden_size=shape.target_hidden_size,
             fc_norm=shape.fc_norm,
@@ -86,7 +76,7 @@ class SpecForge:
     def loss(self) -> Tensor:
         """The loss that its strategy returns."""
         losses, *_ = self.model(**self.batch)
-        return sum(GAMMA**k * loss for k, loss in enumerate(losses))  # type: ignore[return-value]
+        return torch.stack([GAMMA**k * loss for k, loss in enumerate(losses)]).sum()
 
     def parameters(self) -> dict[str, Tensor]:
         """What it trains: all but the embedding; its names are the checkpoint's."""

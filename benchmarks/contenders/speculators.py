@@ -11,8 +11,8 @@ from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators.models.eagle3.data import shift_batch
 from speculators.proposals.greedy import GreedyTokenProposalConfig
 from torch import Tensor
-from transformers import LlamaConfig
 
+from benchmarks.contenders.llama import llama_config
 from benchmarks.shapes import GAMMA, Material
 
 
@@ -21,19 +21,7 @@ class Speculators:
 
     def __init__(self, material: Material, unroll: int, attention: str = "sdpa") -> None:
         shape, document = material.shape, material.document
-        layer = LlamaConfig(
-            vocab_size=shape.vocab_size,
-            hidden_size=shape.hidden_size,
-            intermediate_size=shape.intermediate_size,
-            num_hidden_layers=1,
-            num_attention_heads=shape.num_attention_heads,
-            num_key_value_heads=shape.num_key_value_heads,
-            head_dim=shape.head_dim,
-            rms_norm_eps=shape.rms_norm_eps,
-            max_position_embeddings=shape.max_position_embeddings,
-            rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
-            pad_token_id=None,
-        )
+        layer = llama_config(shape)
         layer._attn_implementation = attention
         config = Eagle3SpeculatorConfig(
             transformer_layer_config=layer,

@@ -16,7 +16,7 @@ is on average what all slots add up to.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -26,10 +26,13 @@ from torch import Tensor
 from eagle31_train.drafter.layout import Layout, make_layout
 from eagle31_train.schema import Document
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 CHUNK = 32  # taught positions per chunk: the loss takes whole chunks into a product, up to K * 32 rows each
 STRETCH = 32  # a subset of the slots is made of stretches of so many: neighbours are cheap to attend together
 
-Moved = TypeVar("Moved")
+Moved = TypeVar("Moved", bound="DataclassInstance")
 
 
 @dataclass(frozen=True)
@@ -94,13 +97,13 @@ class Batch:
 def each_tensor(value: Moved, move: Callable[[Tensor], Tensor]) -> Moved:
     """A dataclass with its tensors, and those of dataclasses in it, replaced."""
     changed: dict[str, Any] = {}
-    for field in fields(value):  # type: ignore[arg-type]
+    for field in fields(value):
         part = getattr(value, field.name)
         if isinstance(part, Tensor):
             changed[field.name] = move(part)
-        elif is_dataclass(part):
+        elif is_dataclass(part) and not isinstance(part, type):
             changed[field.name] = each_tensor(part, move)
-    return replace(value, **changed)  # type: ignore[type-var]
+    return replace(value, **changed)
 
 
 def build_batch(

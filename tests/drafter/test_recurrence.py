@@ -318,8 +318,10 @@ def test_compiled_kernels_equal_the_eager_ones(tiny, dtype, tolerance):
     objective.to(dtype)
     documents = [type(d)(d.tokens, d.loss_mask, d.top1, d.aux.to(dtype), d.last.to(dtype)) for d in documents]
     loss, grads = loss_and_gradients(objective, documents)
+    torch._dynamo.utils.counters.clear()
     objective.compile_kernels()
     again, regrads = loss_and_gradients(objective, documents)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 3, "norms, RoPE and divergence"
     assert_same((again, regrads), (loss, grads), tolerance)
 
 
