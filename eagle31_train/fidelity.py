@@ -1,7 +1,8 @@
 """The fidelity gate: do the stored states rebuild the target's own logits?
 
 Every silent error of an extraction (a state taken after the final norm, a norm of the form 1+w
-read as w, soft-capped logits, a wrong mask) shows here, before hours are spent on it.
+read as w, soft-capped logits, a wrong mask, mixed-up conversations) shows here, before hours are
+spent on it. What is compared are the states as stored, after the store's codec.
 """
 
 from collections.abc import Sequence
@@ -10,33 +11,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle31_train.drafter.layer import rms_norm
+from eagle31_train.codec import encode
 from eagle31_train.schema import ExtractConfig, UserError
-from eagle31_train.targets.hf import HiddenStateTarget
+from eagle31_train.targets.engine import Engine, Reference
 
-SAMPLE_EVERY = 10  # the first batch of one shard in so many is compared, until `gate_batches` were
-ROWS = 256  # positions compared per batch
+SAMPLE_EVERY = 10  # one shard in so many is compared, until `gate_batches` were
+COMPARED = 4  # conversations compared per shard, from the shortest to the longest
+ROWS = 256  # positions compared per shard
 
-Figures = Sequence[float]  # of one batch: top-1 agreement, mean KL in nats, positions compared
-
-
-def rebuilt_logits(target: HiddenStateTarget, last: Tensor, after_norm: bool = False, shift: float = 0.0) -> Tensor:
-    """Stored last hidden states [n, H] → logits [n, V] fp32, the way training rebuilds them.
-
-    `after_norm` and `shift` rebuild them wrongly on purpose, to name the cause of a failure.
-    """
-    weight, _ = target.norm_weight()
-    normed = last.float() if after_norm else rms_norm(last.float(), weight + shift, target.norm_eps())
-    head = target.head_weight()
-    return (normed.to(head.dtype) @ head.T).float()
+Figures = Sequence[float]  # of one shard: top-1 agreement, mean KL in nats, positions compared
 
 
 class Gate:
-    """Compares rebuilt logits with the target's own: in a sample of shards, and where a run begins."""
+    """Compares rebuilt logits with the target's own: in a sample of shards, and where a run begins.
 
-    def __init__(self, target: HiddenStateTarget, config: ExtractConfig) -> None:
-        self.target = target
+    Args:
+        engine: what made the states.
+        config: how many comparisons there are, and their bounds.
+        codec: how the store keeps last hidden states.
+    """
+
+    def __init__(self, engine: Engine, config: ExtractConfig, codec: str = "bf16") -> None:
+        self.engine = engine
         self.config = config
+        self.codec = codec
         self.passed = config.gate_batches == 0  # whether this run has compared anything yet
 
     def samples(self, number: int) -> bool:
@@ -46,41 +44,57 @@ class Gate:
         """
         return number % SAMPLE_EVERY == 0 and number // SAMPLE_EVERY < self.config.gate_batches
 
-    def check(self, tokens: Tensor, attention_mask: Tensor, last: Tensor) -> Figures:
-        """Compare one batch: tokens and mask [B, T], stored states [B, T, H].
+    def check(self, tokens: Sequence[Tensor], last: Sequence[Tensor]) -> Figures:
+        """Compare some positions of conversations: tokens [T] and last hidden states [T, H] of each.
 
         Raises:
             UserError: the states do not rebuild the logits; the message names the likely cause.
         """
-        # A padded batch is compared on its longest rows, of which one forward pass is enough.
-        longest = attention_mask.sum(1).argsort(descending=True)[: max(1, ROWS // tokens.shape[1])]
-        real = attention_mask[longest].bool()
-        own = self.target.own_logits(tokens[longest], attention_mask[longest])[real][:ROWS]
-        states = last[longest][real][:ROWS]
-        agreement, kl = compare(own, rebuilt_logits(self.target, states))
+        own, states = [], []
+        for row, rows in zip(tokens, last, strict=True):
+            # The last position's distribution is of a token that nobody has written.
+            positions = torch.linspace(0, len(row) - 2, min(ROWS // COMPARED, len(row) - 1)).round().long()
+            own.append(self.engine.reference(row, positions))
+            states.append(rows[positions.to(rows.device)])
+        if not own:  # a shard of single tokens
+            return 1.0, 0.0, 0
+        agreement, kl = self._compare(own, [encode(rows, self.codec).decode() for rows in states])
         if agreement < self.config.gate_top1 or not kl <= self.config.gate_kl:
             raise UserError(
                 f"fidelity gate: logits rebuilt from the stored states agree with the target's in {agreement:.1%} "
                 f"of positions (KL {kl:.3g}); {self._cause(own, states)}"
             )
         self.passed = True
-        return agreement, kl, len(own)
+        return agreement, kl, sum(len(rows) for rows in states)
 
-    def _cause(self, own: Tensor, states: Tensor) -> str:
+    def _compare(self, own: Sequence[Reference], states: Sequence[Tensor], **wrong: Any) -> tuple[float, float]:
+        """Agreement and KL over all positions, one conversation's logits in memory at a time."""
+        total = sum(len(rows) for rows in states)
+        agreement = kl = 0.0
+        for reference, rows in zip(own, states, strict=True):
+            one = compare(reference, self.engine.readout.logits(rows, **wrong))
+            agreement += one[0] * len(rows) / total
+            kl += one[1] * len(rows) / total
+        return agreement, kl
+
+    def _cause(self, own: Sequence[Reference], states: Sequence[Tensor]) -> str:
         """Try the known mistakes and name the one that explains the failure."""
-        config = getattr(self.target.model.config, "text_config", self.target.model.config)
-        for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
-            if getattr(config, name, None) not in (None, 1, 1.0):
-                return f"the target's config has {name}={getattr(config, name)}, which EAGLE 3's loss does not model"
+        if quirk := self.engine.readout.quirk:
+            return f"the target's config has {quirk}, which EAGLE 3's loss does not model"
+        if self.codec != "bf16" and self._explains(own, [rows.bfloat16() for rows in states]):
+            return f"store.last_codec={self.codec} keeps too little of them: use store.last_codec=bf16"
         tried: dict[str, dict[str, Any]] = {
             "the last hidden state was taken after the final norm": {"after_norm": True},
             "the final norm is of the form (1 + w) but was read as w": {"shift": 1.0},
             "the final norm was read as (1 + w) but is w": {"shift": -1.0},
         }
         for cause, wrong in tried.items():
-            if compare(own, rebuilt_logits(self.target, states, **wrong))[0] >= self.config.gate_top1:
+            if self._explains(own, states, **wrong):
                 return f"likely cause: {cause}"
         return "no known mistake explains it: check target.dtype and whether the model changes its logits"
+
+    def _explains(self, own: Sequence[Reference], states: Sequence[Tensor], **wrong: Any) -> bool:
+        return self._compare(own, states, **wrong)[0] >= self.config.gate_top1
 
 
 def report(figures: Sequence[Figures]) -> dict[str, Any]:
@@ -101,16 +115,43 @@ def summary(report: dict[str, Any]) -> str:
     return f"fidelity: top-1 {top1:.2%}, KL {kl:.2g} over {positions} positions"
 
 
-def compare(own: Tensor, rebuilt: Tensor) -> tuple[float, float]:
-    """Top-1 agreement and mean KL(own || rebuilt) of logits [n, V] fp32.
+def compare(reference: Reference, rebuilt: Tensor) -> tuple[float, float]:
+    """Top-1 agreement and mean KL(own || rebuilt) with rebuilt logits [n, V] fp32.
 
-    States are stored in bf16, whatever the target works in, and its rounding ties or swaps logits at
-    the maximum; the rebuilt choice agrees if the target's own logits put it within one rounding step
-    of their maximum.
+    States are stored in bf16 or less, whatever the target works in, and its rounding ties or swaps
+    logits at the maximum; the rebuilt choice agrees if the target's own logits put it within one
+    rounding step of bf16 of their maximum.
+
+    Where only the likeliest tokens' probabilities are known, the KL is that of the partition into
+    each of these and all the others together: a lower bound of the whole, and nearly equal to it.
     """
-    best = own.max(-1).values
-    chosen = own.gather(1, rebuilt.argmax(-1, keepdim=True))[:, 0]
-    agreement = (chosen >= best - torch.finfo(torch.bfloat16).eps * best.abs()).float().mean().item()
-    log_own = own.log_softmax(-1)
-    kl = (log_own.exp() * (log_own - rebuilt.log_softmax(-1))).sum(-1).mean().item()
+    own = reference.own.to(rebuilt.device)
+    choice = rebuilt.argmax(-1, keepdim=True)
+    log_rebuilt = rebuilt.log_softmax(-1)
+    if reference.ids is None:
+        best, chosen = own.max(-1).values, own.gather(1, choice)[:, 0]
+        size = best.abs()
+        log_own = own.log_softmax(-1)
+    else:
+        ids = reference.ids.to(rebuilt.device)
+        best = own.max(-1).values
+        chosen = own.masked_fill(ids != choice, float("-inf")).max(-1).values
+        size = rebuilt.gather(1, choice)[:, 0].abs()  # a log-probability does not tell its logit's size
+        log_own, log_rebuilt = _with_rest(own), _with_rest(log_rebuilt.gather(1, ids))
+    agreement = (chosen >= best - torch.finfo(torch.bfloat16).eps * size).float().mean().item()
+    kl = (log_own.exp() * (log_own - log_rebuilt)).sum(-1).mean().item()
     return agreement, kl
+
+
+def _with_rest(logs: Tensor) -> Tensor:
+    """[n, k] log-probabilities → [n, k + 1], the last one of all tokens that are not among them."""
+    rest = (1 - logs.exp().sum(-1, keepdim=True)).clamp_min(1e-6)  # below that it is rounding
+    return torch.cat([logs, rest.log()], -1)
+
+
+def choose(lengths: Sequence[int]) -> list[int]:
+    """COMPARED conversations of a shard, evenly from the shortest to the longest; of a single token, none."""
+    order = sorted((i for i, length in enumerate(lengths) if length > 1), key=lambda i: (lengths[i], i))
+    if len(order) <= COMPARED:
+        return order
+    return [order[k * (len(order) - 1) // (COMPARED - 1)] for k in range(COMPARED)]

@@ -7,9 +7,11 @@ norm. Both come from forward pre-hooks, since `hidden_states[N]` of transformers
 Shapes: B sequences padded to T; A auxiliary layers; H hidden; V vocabulary.
 """
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +20,29 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from eagle31_train.schema import TargetConfig, UserError
+from eagle31_train.targets.readout import Readout, find_parts, readout_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of a config: `auto` is CUDA where there is one."""
+    """The device of a config: `auto` is CUDA where there is one; of several processes, each takes its own."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda") and not torch.cuda.is_available():
+        local = int(os.environ.get("LOCAL_RANK", 0)) if ranks() > 1 else 0
+        if local >= count > 0:
+            raise UserError(
+                f"process {local} finds only {count} CUDA devices here: start as many processes as there are devices"
+            )
+        name = ("cuda" if ranks() == 1 else f"cuda:{local}") if count else "cpu"
+    if name.startswith("cuda") and not count:
         raise UserError(f"target.device={name}: this machine has no CUDA device; use target.device=cpu or auto")
     return torch.device(name)
+
+
+def ranks() -> int:
+    """How many processes a launcher (accelerate, torchrun) started together; 1 without one."""
+    return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def pick_dtype(name: str) -> torch.dtype:
@@ -39,23 +53,55 @@ def pick_dtype(name: str) -> torch.dtype:
 
 
 def load_model(config: TargetConfig, dtype: str | None = None) -> Any:
-    """The target as a transformers causal LM in eval mode, on its device."""
-    if not Path(config.path).exists() and config.path.startswith(("/", ".", "models/")):
+    """The target as a transformers causal LM in eval mode, on its device or spread over several.
+
+    Raises:
+        UserError: there is none at target.path, or it cannot be placed as asked.
+    """
+    require_path(config)
+    if config.device_map and ranks() > 1:
         raise UserError(
-            f"target.path={config.path} does not exist: for the embedded target run "
-            "`python -m eagle31_train.targets.embedded` first"
+            "target.device_map spreads one target over the devices, and each of several processes would: "
+            "start one process, or leave target.device_map out"
         )
+    if config.device_map and config.device != "auto":
+        raise UserError("target.device_map places the target: leave target.device=auto")
     try:
         model = AutoModelForCausalLM.from_pretrained(
             config.path,
             revision=config.revision,
             dtype=pick_dtype(dtype or config.dtype),
             trust_remote_code=config.trust_remote_code,
+            **({"device_map": config.device_map} if config.device_map else {}),
         )
     except (OSError, ValueError) as error:
         raise UserError(f"target.path={config.path} cannot be loaded: {str(error).splitlines()[0]}") from None
-    model.to(pick_device(config.device))  # type: ignore[arg-type]  # its decorator hides the signature
+    if not config.device_map:
+        model.to(pick_device(config.device))
     return model.eval().requires_grad_(False)
+
+
+def require_path(config: TargetConfig) -> None:
+    """Refuse a folder that is not there, before it is looked for on the hub."""
+    if not Path(config.path).exists() and config.path.startswith(("/", ".", "models/")):
+        raise UserError(
+            f"target.path={config.path} does not exist: for the embedded target run "
+            "`python -m eagle31_train.targets.embedded` first"
+        )
+
+
+def pick_layers(aux_layers: Sequence[int] | None, depth: int) -> list[int]:
+    """The auxiliary layers of a target of N layers; by default vLLM's choice.
+
+    Raises:
+        UserError: layers that it does not have, or not in ascending order.
+    """
+    layers = list(aux_layers) if aux_layers is not None else default_aux_layers(depth)
+    if layers != sorted(set(layers)) or not layers:
+        raise UserError(f"target.aux_layers={layers} must ascend without repeats: set target.aux_layers=[…]")
+    if layers[0] < 0 or layers[-1] > depth:
+        raise UserError(f"target.aux_layers={layers}: the target has layers 0 to {depth}")
+    return layers
 
 
 def default_aux_layers(layers: int) -> list[int]:
@@ -81,26 +127,35 @@ class HiddenStateTarget:
 
     def __init__(self, model: Any, aux_layers: Sequence[int] | None) -> None:
         self.model = model
-        self.decoder, layers, self.final_norm = find_decoder(model)
-        self.head = model.get_output_embeddings()
-        self.embedding = model.get_input_embeddings()
-        self.layers = list(aux_layers) if aux_layers is not None else default_aux_layers(len(layers))
-        if self.layers != sorted(set(self.layers)) or not self.layers:
-            raise UserError(f"target.aux_layers={self.layers} must ascend without repeats: set target.aux_layers=[…]")
-        if self.layers[0] < 0 or self.layers[-1] > len(layers):
-            raise UserError(f"target.aux_layers={self.layers}: the target has layers 0 to {len(layers)}")
-        if getattr(self.head, "bias", None) is not None:
-            raise UserError("the target's lm_head has a bias, which an EAGLE 3 draft head cannot carry")
+        parts = find_parts(model)
+        self.decoder, self.final_norm = parts.decoder, parts.norm
+        self.head, self.embedding = parts.head, parts.embedding
+        self.layers = pick_layers(aux_layers, len(parts.layers))
         # Input of layer N is the input of the final norm.
-        self._taps = [layers[i] if i < len(layers) else self.final_norm for i in self.layers]
+        self._taps = [parts.layers[i] if i < len(parts.layers) else self.final_norm for i in self.layers]
+
+    @cached_property
+    def readout(self) -> Readout:
+        """What turns the last hidden states into logits.
+
+        Raises:
+            UserError: the final norm is not an RMSNorm.
+        """
+        return readout_of(self.model)
 
     @torch.no_grad()
-    def states(self, tokens: Tensor, attention_mask: Tensor) -> States:
-        """Run the decoder, without lm_head, on tokens [B, T] int64, padded at the end by mask 0."""
+    def states(self, tokens: Tensor, attention_mask: Tensor | None) -> States:
+        """Run the decoder, without lm_head, on tokens [B, T] int64, padded at the end by mask 0.
+
+        Without a mask, rows padded at the end are right all the same in a causal decoder
+        (see `engine.causal`), and attention takes its fast path.
+        """
         with self._tapped([*self._taps, self.final_norm]) as caught:
             self.decoder(input_ids=tokens, attention_mask=attention_mask, use_cache=False)
-        aux = torch.stack([caught[i] for i in range(len(self._taps))], dim=2)
-        return States(aux, caught[len(self._taps)])
+        last = caught[len(self._taps)]
+        # Layers of one target may lie on several devices (target.device_map).
+        aux = torch.stack([caught[i].to(last.device) for i in range(len(self._taps))], dim=2)
+        return States(aux, last)
 
     @contextmanager
     def _tapped(self, taps: Sequence[nn.Module]) -> Iterator[dict[int, Tensor]]:
@@ -120,45 +175,6 @@ class HiddenStateTarget:
     def own_logits(self, tokens: Tensor, attention_mask: Tensor) -> Tensor:
         """[B, T, V] fp32, the target's own way: its forward pass with its own norm and lm_head."""
         return self.model(input_ids=tokens, attention_mask=attention_mask, use_cache=False).logits.float()
-
-    def norm_weight(self) -> tuple[Tensor, str]:
-        """The final norm's effective weight [H] fp32, and its kind: "w", or "1+w" as in Gemma.
-
-        The kind is read off the norm's answer to a vector of ones, not off the model's name.
-        """
-        weight = self.final_norm.weight
-        assert isinstance(weight, Tensor)
-        with torch.no_grad():
-            answer = self.final_norm(torch.ones_like(weight)[None])[0].float()
-        for kind, effective in (("w", weight.float()), ("1+w", 1.0 + weight.float())):
-            if torch.allclose(answer, effective, rtol=0.02, atol=0.02):
-                return effective, kind
-        raise UserError(f"the target's final norm ({type(self.final_norm).__name__}) is not an RMSNorm")
-
-    def norm_eps(self) -> float:
-        """Epsilon of the final norm."""
-        for name in ("variance_epsilon", "eps", "epsilon"):
-            if isinstance(value := getattr(self.final_norm, name, None), float):
-                return value
-        raise UserError(f"the target's final norm ({type(self.final_norm).__name__}) names no epsilon")
-
-    def head_weight(self) -> Tensor:
-        """[V, H] lm_head in the target's dtype."""
-        return self.head.weight
-
-    def tied(self) -> bool:
-        """Whether lm_head is the embedding."""
-        return self.head.weight.data_ptr() == self.embedding.weight.data_ptr()
-
-
-def find_decoder(model: Any) -> tuple[nn.Module, nn.ModuleList, nn.Module]:
-    """The decoder stack of a causal LM: module, its layers, its final norm."""
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.model
-    decoder = getattr(decoder, "language_model", decoder)
-    layers, norm = getattr(decoder, "layers", None), getattr(decoder, "norm", None)
-    if not isinstance(layers, nn.ModuleList) or not isinstance(norm, nn.Module):
-        raise UserError(f"{type(model).__name__} has no .layers and .norm where its decoder should: not supported")
-    return decoder, layers, norm
 
 
 def _catch(caught: dict[int, Tensor], index: int) -> Any:

@@ -1,12 +1,15 @@
 """The fidelity gate passes right states, and names the mistake that was planted in wrong ones."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from pipeline import HIDDEN, LAYERS, VOCAB, tiny_llama
 from transformers import Gemma2Config, Gemma2ForCausalLM, GemmaConfig, GemmaForCausalLM
 
-from eagle31_train.fidelity import ROWS, SAMPLE_EVERY, Gate, compare, rebuilt_logits, report, summary
+from eagle31_train.fidelity import COMPARED, ROWS, SAMPLE_EVERY, Gate, choose, compare, report, summary
 from eagle31_train.schema import ExtractConfig, UserError
+from eagle31_train.targets.engine import Reference, TransformersEngine
 from eagle31_train.targets.hf import HiddenStateTarget
 
 SIZES = {
@@ -28,17 +31,21 @@ def gemma(model=GemmaForCausalLM, config=GemmaConfig, **changes):
     return target
 
 
-def check(model, config=None, plant=None):
-    """Run the gate over one padded batch of a model; returns its figures."""
-    target = HiddenStateTarget(model, [1])
-    if plant:
-        plant(target)
-    gate = Gate(target, config or ExtractConfig())
+def conversations():
     generator = torch.Generator().manual_seed(0)
-    lengths = torch.tensor([40, 17, 33, 40, 25])
-    mask = (torch.arange(40) < lengths[:, None]).long()
-    tokens = torch.randint(0, VOCAB, mask.shape, generator=generator)
-    figures = gate.check(tokens, mask, target.states(tokens, mask).last.bfloat16())
+    return [torch.randint(0, VOCAB, (length,), generator=generator) for length in (40, 17, 33, 1, 40, 25)]
+
+
+def check(model, config=None, plant=None, codec="bf16"):
+    """Run the gate over some conversations of a model; returns its figures."""
+    engine = TransformersEngine(HiddenStateTarget(model, [1]))
+    if plant:
+        plant(engine)
+    gate = Gate(engine, config or ExtractConfig(), codec)
+    tokens = conversations()
+    last = {index: last for index, _, last in engine.run(tokens)}
+    chosen = choose([len(row) for row in tokens])
+    figures = gate.check([tokens[i] for i in chosen], [last[i] for i in chosen])
     assert gate.passed
     return figures
 
@@ -53,10 +60,10 @@ def test_right_states_pass(make, dtype):
 
 
 def test_shards_are_sampled_by_their_number_alone():
-    gate = Gate(HiddenStateTarget(tiny_llama(), [1]), ExtractConfig(gate_batches=3))
+    gate = Gate(TransformersEngine(HiddenStateTarget(tiny_llama(), [1])), ExtractConfig(gate_batches=3))
     assert [number for number in range(100) if gate.samples(number)] == [0, SAMPLE_EVERY, 2 * SAMPLE_EVERY]
     assert not gate.passed
-    off = Gate(gate.target, ExtractConfig(gate_batches=0))
+    off = Gate(gate.engine, ExtractConfig(gate_batches=0))
     assert off.passed
     assert not any(off.samples(number) for number in range(100))
 
@@ -72,32 +79,37 @@ def test_the_report_holds_the_worst():
     assert summary(report([])) == "fidelity: not compared (extract.gate_batches=0)"
 
 
-def take_last_after_the_final_norm(target):
-    right = target.states
+def misread(change):
+    """`change` the last states (index, last, engine) that an engine gives."""
 
-    def wrong(tokens, mask):
-        states = right(tokens, mask)
-        return type(states)(states.aux, target.final_norm(states.last))
+    def plant(engine):
+        right = engine.run
 
-    target.states = wrong
+        def wrong(tokens):
+            for index, aux, last in right(tokens):
+                moved, other = change(index, last, engine)
+                yield moved, aux, other
 
-
-def misread_norm(by):
-    def plant(target):
-        weight, kind = target.norm_weight()
-        target.norm_weight = lambda: (weight + by, kind)
+        engine.run = wrong
 
     return plant
 
 
-def spoil_states(target):
-    right = target.states
+take_last_after_the_final_norm = misread(lambda i, last, engine: (i, engine.target.final_norm(last)))
+shift_positions = misread(lambda i, last, engine: (i, last.roll(1, 0)))
+mix_up_conversations = misread(lambda i, last, engine: ({0: 4, 4: 0}.get(i, i), last))  # of equal length
 
-    def wrong(tokens, mask):
-        states = right(tokens, mask)
-        return type(states)(states.aux, states.last.roll(1, 1))
 
-    target.states = wrong
+def misread_norm(by):
+    def plant(engine):
+        engine.readout = replace(engine.readout, norm=engine.readout.norm + by)
+
+    return plant
+
+
+def take_the_layer_before(engine):
+    engine.target.final_norm, right = engine.target.decoder.layers[-1], engine.target.final_norm
+    engine.target._taps = [engine.target.final_norm if tap is right else tap for tap in engine.target._taps]
 
 
 def wide_norm():
@@ -112,7 +124,9 @@ MISTAKES = [
     (wide_norm, take_last_after_the_final_norm, "likely cause: the last hidden state was taken after the final norm"),
     (gemma, misread_norm(-1), r"likely cause: the final norm is of the form \(1 \+ w\) but was read as w"),
     (wide_norm, misread_norm(1), r"likely cause: the final norm was read as \(1 \+ w\) but is w"),
-    (tiny_llama, spoil_states, "no known mistake explains it: check target.dtype"),
+    (tiny_llama, shift_positions, "no known mistake explains it: check target.dtype"),
+    (tiny_llama, mix_up_conversations, "no known mistake explains it"),
+    (tiny_llama, take_the_layer_before, "no known mistake explains it"),
 ]
 
 
@@ -139,18 +153,30 @@ def test_bounds_are_the_configs():
 
 
 def test_logits_that_are_not_numbers_do_not_pass():
-    def plant(target):
-        right = target.states
-        target.states = lambda *a: type(s := right(*a))(s.aux, s.last * float("nan"))
-
     with pytest.raises(UserError, match="fidelity gate"):
-        check(tiny_llama(), ExtractConfig(gate_top1=0.0), plant)
+        check(tiny_llama(), ExtractConfig(gate_top1=0.0), misread(lambda i, last, engine: (i, last * float("nan"))))
+
+
+def test_states_are_compared_as_the_codec_keeps_them():
+    exact, rough = check(tiny_llama()), check(tiny_llama(), ExtractConfig(gate_kl=9, gate_top1=0), codec="int4")
+    assert rough[1] > 10 * exact[1]
+    with pytest.raises(UserError, match=r"store\.last_codec=int4 keeps too little of them: use store\.last_codec=bf16"):
+        check(tiny_llama(), ExtractConfig(gate_kl=2 * exact[1]), codec="int4")
+
+
+def test_conversations_are_chosen_from_the_shortest_to_the_longest():
+    assert choose([1, 1]) == []
+    assert choose([5, 1, 3]) == [2, 0]
+    lengths = [9, 2, 7, 4, 8, 3, 1, 6, 5, 10]
+    chosen = choose(lengths)
+    assert len(chosen) == COMPARED
+    assert [lengths[i] for i in chosen] == [2, 4, 7, 10]
 
 
 def test_agreement_and_kl_of_known_logits():
     own = torch.tensor([[2.0, 0.0, 0.0], [0.0, 3.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 5.0]])
     rebuilt = torch.tensor([[1.0, 0.0, 0.0], [5.0, 3.0, 0.0], [0.0, 9.0, 0.0], [0.0, 0.0, 5.0]])
-    agreement, kl = compare(own, rebuilt)
+    agreement, kl = compare(Reference(own), rebuilt)
     assert agreement == 0.75, "the tie of the third row counts as agreement, the second row is a miss"
     by_hand = (
         sum(
@@ -164,13 +190,32 @@ def test_agreement_and_kl_of_known_logits():
 
 def test_a_choice_within_one_rounding_step_of_the_store_agrees_and_one_beyond_does_not():
     second = torch.tensor([[0.0, 1.0, 0.0]])
-    assert compare(torch.tensor([[100.0, 99.5, 0.0]]), second)[0] == 1.0
-    assert compare(torch.tensor([[100.0, 99.0, 0.0]]), second)[0] == 0.0
+    assert compare(Reference(torch.tensor([[100.0, 99.5, 0.0]])), second)[0] == 1.0
+    assert compare(Reference(torch.tensor([[100.0, 99.0, 0.0]])), second)[0] == 0.0
+
+
+@pytest.mark.parametrize("k", [1, 3, 5])
+def test_of_the_likeliest_tokens_alone_agreement_is_the_same_and_the_kl_a_lower_bound(k):
+    generator = torch.Generator().manual_seed(0)
+    own = torch.randn(200, 6, generator=generator) * 3
+    rebuilt = own + torch.randn(200, 6, generator=generator)
+    logs, ids = own.log_softmax(-1).topk(k)
+    whole, part = compare(Reference(own), rebuilt), compare(Reference(logs, ids), rebuilt)
+    assert 0.5 < whole[0] < 1
+    assert part[0] == pytest.approx(whole[0], abs=0.01), "what is near the maximum is judged by another logit's size"
+    assert 0 < part[1] <= whole[1] * 1.00001
+    if k == 5:  # the one token that is left is all the others together
+        assert part[1] == pytest.approx(whole[1], rel=1e-3)
+    wrong = compare(Reference(logs, ids), rebuilt.roll(1, 0))
+    assert wrong[0] < 0.5
+    assert wrong[1] > part[1]
 
 
 def test_rebuilt_logits_are_the_models_own():
     model = gemma()
-    target = HiddenStateTarget(model, [1])
-    tokens = torch.arange(10)[None]
-    last = target.states(tokens, torch.ones_like(tokens)).last[0]
-    torch.testing.assert_close(rebuilt_logits(target, last), model(tokens).logits[0], rtol=1e-4, atol=1e-4)
+    engine = TransformersEngine(HiddenStateTarget(model, [1]))
+    tokens = torch.arange(10)
+    [(_, _, last)] = engine.run([tokens])
+    own = model(tokens[None]).logits[0]
+    torch.testing.assert_close(engine.readout.logits(last), own, rtol=1e-4, atol=1e-4)
+    assert torch.equal(engine.readout.best(last), engine.readout.logits(last).argmax(-1))

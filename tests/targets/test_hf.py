@@ -124,18 +124,18 @@ def test_padding_and_neighbours_do_not_change_states(make):
 def test_the_kind_of_the_final_norm_is_read_off_its_answers(make, kind, dtype):
     target = HiddenStateTarget(make().to(dtype), [1, 2])
     weight = target.final_norm.weight.float()
-    effective, found = target.norm_weight()
-    assert found == kind
-    assert torch.equal(effective, weight + 1 if kind == "1+w" else weight)
-    assert effective.dtype == torch.float32
-    assert target.norm_eps() == 1e-6
+    readout = target.readout
+    assert readout.norm_kind == kind
+    assert torch.equal(readout.norm, weight + 1 if kind == "1+w" else weight)
+    assert readout.norm.dtype == torch.float32
+    assert readout.eps == 1e-6
 
 
 def test_a_layer_norm_is_refused():
     model = StableLmForCausalLM(StableLmConfig(**{k: v for k, v in SIZES.items() if k != "head_dim"}))
     target = HiddenStateTarget(model, [1, 2])
     with pytest.raises(UserError, match=r"final norm \(LayerNorm\) is not an RMSNorm"):
-        target.norm_weight()
+        _ = target.readout
 
 
 def test_models_that_eagle_cannot_read_are_refused():
@@ -162,7 +162,7 @@ def test_tied_heads_are_seen(tmp_path):
     for tied in (True, False):
         folder = save_quietly(tiny_llama(tie_word_embeddings=tied), tmp_path / str(tied))
         model = load_model(TargetConfig(path=str(folder), dtype="float32", device="cpu"))
-        assert HiddenStateTarget(model, [1]).tied() is tied
+        assert HiddenStateTarget(model, [1]).readout.tied is tied
 
 
 def test_a_target_is_loaded_frozen_in_the_wanted_dtype(tmp_path):

@@ -1,0 +1,148 @@
+"""Engines: what runs the target over conversations and gives its hidden states.
+
+`transformers` runs it here; `vllm` (see `vllm_engine.py`) takes quantized and very large targets.
+Both give the same states within the target's own rounding, in the same conventions: auxiliary layer
+i is the input of layer i, the last hidden state is before the final norm.
+
+Shapes: T tokens of one conversation; A auxiliary layers; H hidden; V vocabulary.
+"""
+
+import importlib.util
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from eagle31_train.schema import Config, UserError
+from eagle31_train.targets.hf import HiddenStateTarget, load_model, pick_device, pick_dtype
+from eagle31_train.targets.readout import Readout, readout_from_checkpoint
+
+ENGINES = ("transformers", "vllm")
+PADS = 8  # padding that makes the gate's own forward pass take the model's masked path
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The target's own next-token distribution at n positions, computed its own way.
+
+    own: [n, V] fp32 logits; or, with `ids`, [n, k] fp32 log-probabilities of those tokens.
+    ids: [n, k] int64, the most likely tokens among others; None where all are there.
+    """
+
+    own: Tensor
+    ids: Tensor | None = None
+
+
+class Engine(Protocol):
+    """What extraction asks of an engine."""
+
+    name: str
+    readout: Readout
+    layers: list[int]
+
+    def run(self, tokens: Sequence[Tensor]) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Conversations [T] int64 → (index, aux [T, A, H], last [T, H]) of each, in any order.
+
+        In the target's dtype, on any device. Raises UserError for one that the engine cannot take.
+        """
+        ...
+
+    def reference(self, tokens: Tensor, positions: Tensor) -> Reference:
+        """What the target itself says at some positions, none of them the last, of a conversation [T]."""
+        ...
+
+
+def make_engine(config: Config) -> Engine:
+    """The engine that `extract.engine` names, with the target loaded.
+
+    Raises:
+        UserError: no such engine, it is not installed, or it cannot load the target.
+    """
+    name = config.extract.engine
+    if name not in ENGINES:
+        raise UserError(f"extract.engine={name!r} is not one of {', '.join(ENGINES)}")
+    if name == "vllm":
+        if importlib.util.find_spec("vllm") is None:
+            raise UserError(
+                "extract.engine=vllm needs vLLM in this environment: pip install vllm (on a CPU: "
+                "tests/vllm/install.sh DIR makes an environment, DIR/bin/python -m eagle31_train.extract runs in it)"
+            )
+        from eagle31_train.targets.vllm_engine import VllmEngine
+
+        return VllmEngine(config)
+    if config.extract.engine_args:
+        raise UserError(
+            f"extract.engine_args={config.extract.engine_args} are vLLM's: use extract.engine=vllm, or leave them out"
+        )
+    target = HiddenStateTarget(load_model(config.target), config.target.aux_layers)
+    offloaded = any(module.weight.is_meta for module in (target.embedding, target.final_norm, target.head))
+    readout = readout_from_checkpoint(config.target, pick_dtype(config.target.dtype)) if offloaded else target.readout
+    device = pick_device(config.target.device) if offloaded else target.head.weight.device
+    return TransformersEngine(target, readout.to(device), config.extract.batch_tokens)
+
+
+class TransformersEngine:
+    """A transformers model in this process, in batches of conversations of similar length.
+
+    Args:
+        target: the model with its taps.
+        readout: its readout; default: read off the model.
+        batch_tokens: padded tokens in one forward pass.
+    """
+
+    name = "transformers"
+
+    def __init__(self, target: HiddenStateTarget, readout: Readout | None = None, batch_tokens: int = 4096) -> None:
+        self.target = target
+        self.readout = target.readout if readout is None else readout
+        self.layers = target.layers
+        self.batch_tokens = batch_tokens
+        self._causal = causal(target.model.config)
+
+    def run(self, tokens: Sequence[Tensor]) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """See `Engine.run`."""
+        device = self.target.embedding.weight.device
+        for batch in batches_by_length([len(row) for row in tokens], self.batch_tokens):
+            padded = pad_sequence([tokens[i] for i in batch], batch_first=True).to(device)
+            states = self.target.states(padded, None if self._causal else self._mask(tokens, batch, device))
+            for row, index in enumerate(batch):
+                length = len(tokens[index])
+                yield index, states.aux[row, :length], states.last[row, :length]
+
+    def reference(self, tokens: Tensor, positions: Tensor) -> Reference:
+        """See `Engine.reference`. The model's ordinary call, norm, lm_head and attention mask included."""
+        device = self.target.embedding.weight.device
+        padded = torch.nn.functional.pad(tokens, (0, PADS))[None].to(device)
+        mask = (torch.arange(padded.shape[1], device=device) < len(tokens)).long()[None]
+        return Reference(self.target.own_logits(padded, mask)[0, positions])
+
+    @staticmethod
+    def _mask(tokens: Sequence[Tensor], batch: list[int], device: Any) -> Tensor:
+        return pad_sequence([torch.ones_like(tokens[i]) for i in batch], batch_first=True).to(device)
+
+
+def causal(config: Any) -> bool:
+    """Whether no token of a target sees a later one.
+
+    Padding at the end is then never seen by a real token, and need not be masked: without a mask,
+    torch's attention takes its causal fast path instead of reading a [T, T] mask.
+    """
+    config = config.get_text_config()
+    if getattr(config, "is_causal", True) is False:
+        return False
+    return not getattr(config, "use_bidirectional_attention", None)
+
+
+def batches_by_length(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
+    """Group samples of similar length so that padded batches stay under `batch_tokens`."""
+    batches: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (lengths[i], i)):
+        # Ascending lengths: the newest sample is the longest, and sets the padded width.
+        if batches and (len(batches[-1]) + 1) * lengths[index] <= batch_tokens:
+            batches[-1].append(index)
+        else:
+            batches.append([index])
+    return batches

@@ -1,0 +1,227 @@
+"""What turns a target's last hidden states into its logits, however those states were made.
+
+The parts of a causal LM that the store keeps beside the states: embedding, final norm, lm_head. They
+are read off a loaded model, or off its checkpoint alone where another engine holds the model.
+
+Shapes: n rows; H hidden; V vocabulary.
+"""
+
+import copy
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from eagle31_train.drafter.layer import rms_norm
+from eagle31_train.schema import TargetConfig, UserError
+
+QUIRKS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The modules of a causal LM that EAGLE reads."""
+
+    decoder: nn.Module
+    layers: nn.ModuleList
+    norm: nn.Module
+    embedding: Any
+    head: Any
+
+
+@dataclass(frozen=True)
+class Readout:
+    """Last hidden states → logits, and the weights which that takes.
+
+    embedding: [V, H] in the target's dtype.
+    norm: [H] fp32, the final RMSNorm's effective weight: w, or 1 + w as in Gemma.
+    norm_kind: "w" or "1+w".
+    eps: epsilon of that norm.
+    head: [V, H] lm_head; the embedding itself where the target ties them.
+    depth: N, the number of decoder layers.
+    quirk: what else the target does to its logits, which an EAGLE 3 loss does not model; or None.
+    """
+
+    embedding: Tensor
+    norm: Tensor
+    norm_kind: str
+    eps: float
+    head: Tensor
+    depth: int
+    quirk: str | None = None
+
+    @property
+    def tied(self) -> bool:
+        """Whether lm_head is the embedding."""
+        return self.head.data_ptr() == self.embedding.data_ptr()
+
+    @torch.no_grad()
+    def logits(self, last: Tensor, after_norm: bool = False, shift: float = 0.0) -> Tensor:
+        """Last hidden states [n, H] of any float dtype → logits [n, V] fp32, the way training rebuilds them.
+
+        `after_norm` and `shift` rebuild them wrongly on purpose, to name the cause of a failure.
+        """
+        return self._product(last, after_norm, shift).float()
+
+    @torch.no_grad()
+    def best(self, last: Tensor) -> Tensor:
+        """Last hidden states [n, H] → [n] int64, the most likely token of the whole vocabulary."""
+        return self._product(last).argmax(-1)
+
+    def weights(self) -> dict[str, Tensor]:
+        """What the store keeps: embed_tokens, norm and, unless tied, lm_head."""
+        kept = {"embed_tokens": self.embedding, "norm": self.norm}
+        return kept if self.tied else {**kept, "lm_head": self.head}
+
+    def to(self, device: torch.device) -> "Readout":
+        """With all that `logits` needs on a device; the embedding stays where it is, unless it is the head."""
+        head = self.head.to(device)
+        return replace(self, norm=self.norm.to(device), head=head, embedding=head if self.tied else self.embedding)
+
+    def _product(self, last: Tensor, after_norm: bool = False, shift: float = 0.0) -> Tensor:
+        """[n, V] in lm_head's dtype."""
+        last = last.to(self.head.device).float()
+        normed = last if after_norm else rms_norm(last, self.norm + shift, self.eps)
+        return normed.to(self.head.dtype) @ self.head.T
+
+
+def readout_of(model: Any) -> Readout:
+    """The readout of a loaded causal LM."""
+    parts = find_parts(model)
+    effective, kind = norm_weight(parts.norm)
+    return Readout(
+        _weight(parts.embedding), effective, kind, norm_eps(parts.norm), _weight(parts.head), len(parts.layers),
+        _quirk(model.config),
+    )  # fmt: skip
+
+
+def readout_from_checkpoint(target: TargetConfig, dtype: torch.dtype) -> Readout:
+    """The same without loading the model: its skeleton says which three tensors of the checkpoint to read.
+
+    Raises:
+        UserError: no such checkpoint, or it does not hold these tensors plainly (quantized, say).
+    """
+    folder = checkpoint_folder(target)
+    trust: dict[str, Any] = {"trust_remote_code": target.trust_remote_code}
+    try:
+        config = AutoConfig.from_pretrained(folder, **trust)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, **trust)
+    except (OSError, ValueError) as error:
+        raise UserError(f"target.path={target.path} cannot be loaded: {str(error).splitlines()[0]}") from None
+    parts = find_parts(model)
+    tied = parts.head.weight is parts.embedding.weight
+    wanted = [parts.norm, parts.embedding] + ([] if tied else [parts.head])
+    names = {id(p): name for name, p in model.named_parameters()}
+    shapes = {names[id(_weight(module))]: tuple(_weight(module).shape) for module in wanted}
+    read = [tensor.to(dtype) for tensor in _read(folder, shapes)]
+    norm = copy.deepcopy(parts.norm).to_empty(device="cpu")
+    norm.weight = nn.Parameter(read[0], requires_grad=False)
+    effective, kind = norm_weight(norm)
+    return Readout(read[1], effective, kind, norm_eps(norm), read[-1], len(parts.layers), _quirk(config))
+
+
+def checkpoint_folder(target: TargetConfig) -> Path:
+    """The folder of a target's checkpoint; a hub id is downloaded, or found in the hub's cache."""
+    if Path(target.path).is_dir():
+        return Path(target.path)
+    from huggingface_hub import snapshot_download
+
+    try:
+        kinds = ["*.safetensors", "*.json", "*.py", "*.model", "*.txt", "*.jinja"]
+        return Path(snapshot_download(target.path, revision=target.revision, allow_patterns=kinds))
+    except (OSError, ValueError) as error:
+        raise UserError(f"target.path={target.path} cannot be loaded: {str(error).splitlines()[0]}") from None
+
+
+def find_parts(model: Any) -> Parts:
+    """The parts of a causal LM.
+
+    Raises:
+        UserError: it has no .layers and .norm, or a biased lm_head.
+    """
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.model
+    decoder = getattr(decoder, "language_model", decoder)
+    layers, norm = getattr(decoder, "layers", None), getattr(decoder, "norm", None)
+    if not isinstance(layers, nn.ModuleList) or not isinstance(norm, nn.Module):
+        raise UserError(f"{type(model).__name__} has no .layers and .norm where its decoder should: not supported")
+    head = model.get_output_embeddings()
+    if getattr(head, "bias", None) is not None:
+        raise UserError("the target's lm_head has a bias, which an EAGLE 3 draft head cannot carry")
+    return Parts(decoder, layers, norm, model.get_input_embeddings(), head)
+
+
+def norm_weight(norm: nn.Module) -> tuple[Tensor, str]:
+    """A final norm's effective weight [H] fp32, and its kind: "w", or "1+w" as in Gemma.
+
+    The kind is read off the norm's answer to a vector of ones, not off the model's name.
+    """
+    weight = _weight(norm)
+    with torch.no_grad():
+        answer = norm(torch.ones_like(weight)[None])[0].float()
+    for kind, effective in (("w", weight.float()), ("1+w", 1.0 + weight.float())):
+        if torch.allclose(answer, effective, rtol=0.02, atol=0.02):
+            return effective, kind
+    raise UserError(f"the target's final norm ({type(norm).__name__}) is not an RMSNorm")
+
+
+def norm_eps(norm: nn.Module) -> float:
+    """Epsilon of a final norm."""
+    for name in ("variance_epsilon", "eps", "epsilon"):
+        if isinstance(value := getattr(norm, name, None), float):
+            return value
+    raise UserError(f"the target's final norm ({type(norm).__name__}) names no epsilon")
+
+
+def _weight(module: nn.Module) -> Tensor:
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    return weight.detach() if not weight.is_meta else weight
+
+
+def _quirk(config: Any) -> str | None:
+    config = config.get_text_config()
+    found = [f"{name}={value}" for name in QUIRKS if (value := getattr(config, name, None)) not in (None, 1, 1.0)]
+    return found[0] if found else None
+
+
+def _read(folder: Path, shapes: dict[str, tuple[int, ...]]) -> list[Tensor]:
+    """Tensors of a checkpoint by their names in the model."""
+    index = folder / INDEX
+    try:
+        if index.is_file():
+            where = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        else:
+            with safe_open(folder / SINGLE, framework="pt") as file:
+                where = dict.fromkeys(file.keys(), SINGLE)
+        tensors = []
+        for name, shape in shapes.items():
+            key = _key(name, list(where))
+            with safe_open(folder / where[key], framework="pt") as file:
+                tensors.append(file.get_tensor(key))
+            if tuple(tensors[-1].shape) != shape or not tensors[-1].is_floating_point():
+                raise UserError(
+                    f"{folder / where[key]} holds {key} as {list(tensors[-1].shape)} {tensors[-1].dtype}, where the "
+                    f"model has {list(shape)}: a quantized {key} cannot be read, use extract.engine=transformers"
+                )
+    except (OSError, SafetensorError, KeyError, json.JSONDecodeError) as error:
+        raise UserError(f"{folder} is no whole safetensors checkpoint: {str(error).splitlines()[0]}") from None
+    return tensors
+
+
+def _key(name: str, keys: list[str]) -> str:
+    """The checkpoint's name of a model's parameter; checkpoints of wrapped models have other prefixes."""
+    if name in keys:
+        return name
+    tail = name.split(".")[-2:]
+    alike = [key for key in keys if key.split(".")[-2:] == tail and ".layers." not in key]
+    if len(alike) != 1:
+        found = f"{len(alike)} that end so" if alike else "none"
+        raise UserError(f"the target's checkpoint has no tensor {name} ({found}): use extract.engine=transformers")
+    return alike[0]

@@ -1,0 +1,199 @@
+"""vLLM as the engine: tensor parallelism, quantized targets, targets too large for transformers.
+
+vLLM's speculative method `extract_hidden_states` drafts nothing: it keeps the hidden states of the
+wanted layers in cache blocks of their own, and a connector (`vllm_connector.py`) writes each finished
+request's to a file, which is read here and removed at once. The engine runs in this process, where
+what it batches together depends on nothing but the requests: a run repeated gives the same bits.
+
+Shapes: T tokens of one conversation; A auxiliary layers; H hidden.
+"""
+
+import atexit
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from eagle31_train.schema import Config, UserError
+from eagle31_train.targets.engine import Reference
+from eagle31_train.targets.hf import pick_device, pick_dtype, pick_layers, ranks, require_path
+from eagle31_train.targets.readout import readout_from_checkpoint
+
+# In one process vLLM schedules by the requests alone; the rest spares users its chatter.
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+TOP = 20  # tokens whose probabilities the gate asks for
+OURS = {  # what the engine sets itself, and where a user does
+    "model": "target.path",
+    "revision": "target.revision",
+    "dtype": "target.dtype",
+    "trust_remote_code": "target.trust_remote_code",
+    "speculative_config": "target.aux_layers",
+    "kv_transfer_config": "nothing",
+    "enable_prefix_caching": "nothing: prompts share no states, so that each file is whole",
+}
+RAM_DISK = Path("/dev/shm")
+FOLDER = "eagle31-states"
+
+
+class VllmEngine:
+    """vLLM in this process.
+
+    Raises:
+        UserError: vLLM does not start with this target and these arguments.
+    """
+
+    name = "vllm"
+
+    def __init__(self, config: Config) -> None:
+        if ranks() > 1:
+            raise UserError(
+                "extract.engine=vllm spreads over devices itself: start one process, with "
+                "extract.engine_args.tensor_parallel_size=… (or data on several machines)"
+            )
+        require_path(config.target)
+        self.readout = readout_from_checkpoint(config.target, pick_dtype(config.target.dtype))
+        self.layers = pick_layers(config.target.aux_layers, self.readout.depth)
+        # vLLM gives each layer once, in ascending order; the input of layer N is the last hidden state.
+        self._taken = sorted({*self.layers, self.readout.depth})
+        row = len(self._taken) * self.readout.embedding.shape[1] * self.readout.embedding.itemsize
+        self._folder = states_folder(2 * row * max(config.extract.shard_tokens, config.data.max_length))
+        self._llm = _start(config, self._taken, self._folder)
+        self._longest = self._llm.model_config.max_model_len - 1  # one token is generated
+        self.readout = self.readout.to(pick_device(config.target.device))
+
+    def run(self, tokens: Sequence[Tensor]) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """See `Engine.run`; states are on the CPU."""
+        columns = torch.tensor([self._taken.index(layer) for layer in self.layers])
+        for index, output in self._answers(tokens):
+            file = self._folder / Path(output.kv_transfer_params["hidden_states_path"]).name
+            read = self._take(file)
+            if read["token_ids"].tolist() != tokens[index].tolist():
+                raise RuntimeError(f"vLLM wrote the states of other tokens to {file}")
+            states = read["hidden_states"]
+            yield index, states[:, columns], states[:, self._taken.index(self.readout.depth)]
+
+    def reference(self, tokens: Tensor, positions: Tensor) -> Reference:
+        """See `Engine.reference`: log-probabilities of the TOP likeliest tokens, by vLLM's own norm and lm_head."""
+        [(_, output)] = self._answers([tokens], prompt_logprobs=TOP)
+        self._take(self._folder / Path(output.kv_transfer_params["hidden_states_path"]).name)
+        # Entry p + 1 is of the distribution after token p. Besides the likeliest it holds the token that came.
+        rows = [output.prompt_logprobs[p + 1] for p in positions.tolist()]
+        likeliest = [sorted(row.items(), key=lambda one: one[1].rank)[:TOP] for row in rows]
+        ids = torch.tensor([[token for token, _ in row] for row in likeliest])
+        return Reference(torch.tensor([[one.logprob for _, one in row] for row in likeliest]), ids)
+
+    def _answers(self, tokens: Sequence[Tensor], **more: Any) -> Iterator[tuple[int, Any]]:
+        """vLLM's outputs as they come: which of the conversations, and its output."""
+        from vllm import SamplingParams
+
+        longest = max((len(row) for row in tokens), default=0)
+        if longest > self._longest:
+            raise UserError(
+                f"a conversation of {longest} tokens is too long for vLLM here (max_model_len {self._longest + 1}): "
+                f"set extract.engine_args.max_model_len={longest + 1}, or cut the data by data.max_length"
+            )
+        sampling = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, **more)
+        try:
+            prompts = [{"prompt_token_ids": row.tolist()} for row in tokens]
+            asked = self._llm.enqueue(prompts, sampling, use_tqdm=False)
+        except ValueError as error:
+            raise UserError(f"vLLM refuses a conversation: {_one_line(error)}; see extract.engine_args") from None
+        which = {request.partition("-")[0]: index for index, request in enumerate(asked)}
+        while self._llm.llm_engine.has_unfinished_requests():
+            for output in self._llm.llm_engine.step():
+                if output.finished:
+                    yield which[output.request_id.partition("-")[0]], output
+
+    def _take(self, file: Path) -> dict[str, Tensor]:
+        """Read a request's file once it is whole, and remove it."""
+        lock = file.with_name(file.name + ".lock")
+        with lock.open() as held:
+            while True:
+                try:
+                    fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    # Files are written in the step after a request's last; nobody else takes that step.
+                    if self._llm.llm_engine.step():
+                        raise
+                    time.sleep(0.001)
+        read = load_file(file)
+        file.unlink()
+        lock.unlink()
+        return read
+
+
+def _start(config: Config, layers: list[int], folder: Path) -> Any:
+    """The vLLM engine, set to give the inputs of `layers` in files under `folder`."""
+    wanted = dict(config.extract.engine_args)
+    for name, option in OURS.items():
+        if name in wanted:
+            raise UserError(f"extract.engine_args.{name} cannot be set: it follows from {option}")
+    from vllm import LLM
+
+    arguments: dict[str, Any] = {
+        "model": config.target.path,
+        "revision": config.target.revision,
+        "dtype": config.target.dtype,
+        "trust_remote_code": config.target.trust_remote_code,
+        "skip_tokenizer_init": True,
+        "enable_prefix_caching": False,
+        "max_logprobs": TOP,
+        "seed": config.seed,
+        "speculative_config": {
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": layers}},
+        },
+        "kv_transfer_config": {
+            "kv_connector": "HiddenStatesConnector",
+            "kv_connector_module_path": "eagle31_train.targets.vllm_connector",
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {"shared_storage_path": str(folder)},
+        },
+    }
+    try:
+        return LLM(**{**arguments, **wanted})
+    except (ValueError, TypeError, RuntimeError, AssertionError, NotImplementedError, OSError) as error:
+        raise UserError(
+            f"vLLM does not start with target.path={config.target.path} and extract.engine_args={wanted}: "
+            f"{_one_line(error)}"
+        ) from error
+
+
+def states_folder(room: int) -> Path:
+    """A temporary folder with room for so many bytes, gone when this process ends; in memory if possible."""
+    for place in (RAM_DISK, Path(tempfile.gettempdir())):
+        if place.is_dir():
+            _sweep(place)
+            if shutil.disk_usage(place).free >= room:
+                folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER}-{os.getpid()}-", dir=place))
+                atexit.register(shutil.rmtree, folder, ignore_errors=True)
+                return folder
+    raise UserError(
+        f"neither {RAM_DISK} nor {tempfile.gettempdir()} has {room / 1e9:.1f} GB of room for vLLM to hand over the "
+        "states of a shard: free some, point TMPDIR elsewhere, or lower extract.shard_tokens"
+    )
+
+
+def _sweep(place: Path) -> None:
+    """Remove the folders of processes that were killed."""
+    for folder in place.glob(f"{FOLDER}-*"):
+        process = folder.name.removeprefix(f"{FOLDER}-").partition("-")[0]
+        if process.isdecimal() and not Path(f"/proc/{process}").exists() and Path("/proc/self").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:500] or type(error).__name__

@@ -1,0 +1,337 @@
+"""The transformers engine against plain calls of the model, and the readout with and without a loaded model."""
+
+import json
+import os
+
+import pytest
+import torch
+from pipeline import AUX, HIDDEN, LAYERS, VOCAB, save_quietly, tiny_config, tiny_llama
+from safetensors.torch import load_file, save_file
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GemmaConfig,
+    GemmaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
+
+from eagle31_train.schema import TargetConfig, UserError
+from eagle31_train.targets import engine as engines
+from eagle31_train.targets import hf
+from eagle31_train.targets.engine import TransformersEngine, causal, make_engine
+from eagle31_train.targets.hf import HiddenStateTarget, load_model
+from eagle31_train.targets.readout import readout_from_checkpoint
+
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+LENGTHS = [5, 13, 1, 8, 21, 13]
+
+
+def randomised(model):
+    generator = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
+    return model.eval()
+
+
+MODELS = {
+    "llama": tiny_llama,
+    "tied": lambda: tiny_llama(tie_word_embeddings=True),
+    "gemma": lambda: randomised(GemmaForCausalLM(GemmaConfig(**SIZES))),
+    "soft-capped": lambda: randomised(Gemma2ForCausalLM(Gemma2Config(**SIZES, sliding_window=4))),
+    "sliding": lambda: randomised(MistralForCausalLM(MistralConfig(**SIZES, sliding_window=4))),
+    "experts": lambda: randomised(MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4))),
+}
+
+
+def conversations(lengths=LENGTHS):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(0, VOCAB, (length,), generator=generator) for length in lengths]
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A function that saves a model as tmp_path/target, and the configuration of it."""
+
+    def save(model, *more):
+        save_quietly(model, tmp_path / "target")
+        return tiny_config(tmp_path, *more)
+
+    return save
+
+
+@torch.no_grad()
+def check_against_plain_calls(engine, model, tokens, layers):
+    """Every conversation once, under its own index, with the states of running it alone with its mask."""
+    seen = set()
+    for index, aux, last in engine.run(tokens):
+        row = tokens[index][None]
+        hidden = model(
+            input_ids=row, attention_mask=torch.ones_like(row), output_hidden_states=True, use_cache=False
+        ).hidden_states
+        for column, layer in enumerate(layers):
+            torch.testing.assert_close(aux[:, column], hidden[layer][0], rtol=1e-4, atol=1e-4, msg=f"layer {layer}")
+        normed = model.get_decoder().norm(last)
+        torch.testing.assert_close(normed, hidden[-1][0], rtol=1e-4, atol=1e-4, msg="the last hidden state")
+        assert aux.shape == (len(row[0]), len(layers), HIDDEN)
+        seen.add(index)
+    assert seen == set(range(len(tokens)))
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 30, 10**6])
+@pytest.mark.parametrize("name", MODELS)
+def test_states_are_those_of_running_each_conversation_alone(name, batch_tokens):
+    model = MODELS[name]()
+    engine = TransformersEngine(HiddenStateTarget(model, AUX), batch_tokens=batch_tokens)
+    check_against_plain_calls(engine, model, conversations(), AUX)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_mask_is_needed_where_no_token_sees_a_later_one(name, dtype):
+    target = HiddenStateTarget(MODELS[name]().to(dtype), AUX)
+    assert causal(target.model.config)
+    tokens = torch.nn.utils.rnn.pad_sequence(conversations(), batch_first=True)
+    mask = (torch.arange(tokens.shape[1]) < torch.tensor(LENGTHS)[:, None]).long()
+    plain, masked = target.states(tokens, None), target.states(tokens, mask)
+    other = target.states(torch.where(mask.bool(), tokens, 7), None)  # whatever stands in the padding
+    # The masked path and the causal one add in another order: a few steps of the dtype over LAYERS layers.
+    few = 4 * torch.finfo(dtype).eps * masked.last[mask.bool()].float().abs().max().item()
+    for ours, theirs in ((plain, masked), (other, masked)):
+        real = mask.bool()
+        torch.testing.assert_close(ours.last[real], theirs.last[real], rtol=0, atol=few)
+        torch.testing.assert_close(ours.aux[real], theirs.aux[real], rtol=0, atol=few)
+    assert not torch.allclose(plain.last[~mask.bool()], masked.last[~mask.bool()], rtol=0, atol=few)
+
+
+def test_the_mask_stays_where_later_tokens_are_seen(monkeypatch):
+    model = tiny_llama()
+    assert causal(model.config)
+    for name, value in (("is_causal", False), ("use_bidirectional_attention", True)):
+        model = tiny_llama()
+        setattr(model.config, name, value)
+        assert not causal(model.config)
+    target = HiddenStateTarget(model, AUX)
+    masks, right = [], target.states
+    monkeypatch.setattr(target, "states", lambda tokens, mask: masks.append(mask) or right(tokens, mask))
+    list(TransformersEngine(target).run(conversations([3, 5])))
+    assert masks[0].tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
+
+
+def off_by_one_layer(engine):
+    layers = engine.target.decoder.layers
+    engine.target._taps = [layers[layer + 1] if layer + 1 < LAYERS else layers[0] for layer in engine.layers]
+
+
+def after_the_norm(engine):
+    right = engine.target.states
+
+    def wrong(tokens, mask):
+        states = right(tokens, mask)
+        return type(states)(states.aux, engine.target.final_norm(states.last))
+
+    engine.target.states = wrong
+
+
+def wrong_order(engine):
+    right = engine.run
+    engine.run = lambda tokens: ((5 if i == 1 else 1 if i == 5 else i, aux, last) for i, aux, last in right(tokens))
+
+
+@pytest.mark.parametrize(
+    ("plant", "what"), [(off_by_one_layer, "layer 1"), (after_the_norm, "last hidden state"), (wrong_order, "layer 1")]
+)
+def test_planted_mistakes_are_seen(plant, what):
+    model = tiny_llama()
+    engine = TransformersEngine(HiddenStateTarget(model, AUX))
+    plant(engine)
+    with pytest.raises(AssertionError, match=what):
+        check_against_plain_calls(engine, model, conversations(), AUX)
+
+
+def test_the_gates_reference_is_the_models_ordinary_call_with_a_mask():
+    model = tiny_llama()
+    engine = TransformersEngine(HiddenStateTarget(model, AUX))
+    tokens, positions = conversations()[4], torch.tensor([0, 7, 19])
+    masks = []
+    handle = model.register_forward_pre_hook(
+        lambda _module, _args, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True
+    )
+    reference = engine.reference(tokens, positions)
+    handle.remove()
+    assert masks[0].min() == 0, "a mask of ones is dropped, and the unmasked path would be compared with itself"
+    assert reference.ids is None
+    torch.testing.assert_close(reference.own, model(tokens[None]).logits[0, positions], rtol=1e-4, atol=1e-4)
+
+
+# ---------------------------------------------------------------- readout
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_readout_of_a_checkpoint_is_that_of_the_loaded_model(tmp_path, name, dtype):
+    folder = save_quietly(MODELS[name](), tmp_path / "target")
+    config = TargetConfig(path=str(folder), dtype=dtype, device="cpu")
+    loaded = HiddenStateTarget(load_model(config), AUX).readout
+    read = readout_from_checkpoint(config, hf.pick_dtype(dtype))
+    for field in ("embedding", "norm", "head"):
+        assert torch.equal(getattr(read, field), getattr(loaded, field)), field
+        assert getattr(read, field).dtype == getattr(loaded, field).dtype
+    for field in ("norm_kind", "eps", "depth", "quirk", "tied"):
+        assert getattr(read, field) == getattr(loaded, field), field
+    assert read.norm_kind == ("1+w" if name in ("gemma", "soft-capped") else "w")
+    assert read.tied == (name in ("tied", "gemma", "soft-capped"))
+    assert (read.quirk is None) == (name != "soft-capped")
+    assert read.weights().keys() == {"embed_tokens", "norm"} | (set() if read.tied else {"lm_head"})
+    rows = torch.randn(3, HIDDEN)
+    assert torch.equal(read.logits(rows), loaded.logits(rows))
+
+
+def test_a_checkpoint_in_several_files_with_other_prefixes_is_read(tmp_path):
+    model = tiny_llama()
+    folder = save_quietly(model, tmp_path / "target")
+    whole = {f"language_model.{name}": tensor for name, tensor in load_file(folder / "model.safetensors").items()}
+    (folder / "model.safetensors").unlink()
+    names = sorted(whole)
+    files = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, held in files.items():
+        save_file({name: whole[name] for name in held}, folder / file)
+    weight_map = {name: file for file, held in files.items() for name in held}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    read = readout_from_checkpoint(TargetConfig(path=str(folder)), torch.float32)
+    assert torch.equal(read.head, model.lm_head.weight)
+    assert torch.equal(read.embedding, model.model.embed_tokens.weight)
+    assert torch.equal(read.norm, model.model.norm.weight)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda w: w.pop("lm_head.weight"), "has no tensor lm_head.weight (none): use extract.engine=transformers"),
+        (lambda w: w.update({"lm_head.weight": torch.zeros(VOCAB, HIDDEN // 2)}), "a quantized lm_head.weight cannot"),
+        (lambda w: w.update({"lm_head.weight": torch.zeros(VOCAB, HIDDEN, dtype=torch.int8)}), "a quantized lm_head"),
+        (None, "is no whole safetensors checkpoint"),
+    ],
+)
+def test_a_checkpoint_whose_readout_cannot_be_read_is_refused(tmp_path, change, words):
+    folder = save_quietly(tiny_llama(), tmp_path / "target")
+    file = folder / "model.safetensors"
+    if change:
+        weights = load_file(file)
+        change(weights)
+        save_file(weights, file, metadata={"format": "pt"})
+    else:
+        file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(UserError) as error:
+        readout_from_checkpoint(TargetConfig(path=str(folder)), torch.float32)
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+# ---------------------------------------------------------------- configuration
+
+
+def test_the_configured_engine_is_made(saved):
+    engine = make_engine(saved(tiny_llama()))
+    assert (engine.name, engine.layers) == ("transformers", AUX)
+    check_against_plain_calls(engine, tiny_llama(), conversations(), AUX)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["extract.engine=sglang"], "extract.engine='sglang' is not one of transformers, vllm"),
+        (["extract.engine=vllm"], "extract.engine=vllm needs vLLM in this environment: pip install vllm"),
+        (["extract.engine_args.quantization=fp8"], "are vLLM's: use extract.engine=vllm"),
+        (["target.device_map=auto"], "target.device_map places the target: leave target.device=auto"),
+    ],
+)
+def test_an_engine_that_cannot_be_had_is_refused(saved, monkeypatch, options, words):
+    monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError) as error:
+        make_engine(saved(tiny_llama(), *options))
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_target_spread_by_a_device_map_gives_the_same_states(saved):
+    config = saved(tiny_llama(), "target.device=auto", "target.device_map=cpu")
+    engine = make_engine(config)
+    check_against_plain_calls(engine, tiny_llama(), conversations(), AUX)
+
+
+def test_a_head_that_a_device_map_left_on_the_disk_is_read_from_the_checkpoint(saved, monkeypatch):
+    config, model = saved(tiny_llama()), tiny_llama()
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.to("meta"), requires_grad=False)
+    monkeypatch.setattr(engines, "load_model", lambda target: model)
+    engine = make_engine(config)
+    assert torch.equal(engine.readout.head, tiny_llama().lm_head.weight)
+    assert torch.equal(engine.readout.embedding, model.model.embed_tokens.weight)
+
+
+def test_states_caught_on_several_devices_are_brought_together():
+    model = tiny_llama()
+    target = HiddenStateTarget(model, AUX)
+    moved, right = [], torch.Tensor.to
+
+    # What the first tap catches claims to lie elsewhere: it records where it is asked to go.
+    class Elsewhere(torch.Tensor):
+        def to(self, device):
+            moved.append(device)
+            return right(self, device).as_subclass(torch.Tensor)
+
+    original = hf._catch
+
+    def catch(caught, index):
+        hook = original(caught, index)
+
+        def elsewhere(*arguments):
+            hook(*arguments)
+            caught[index] = caught[index].as_subclass(Elsewhere) if index == 0 else caught[index]
+
+        return elsewhere
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hf, "_catch", catch)
+        states = target.states(conversations()[0][None], None)
+    assert moved == [torch.device("cpu")]
+    assert type(states.aux) is torch.Tensor
+
+
+@pytest.fixture
+def several(monkeypatch):
+    """As process 1 of 2, started by a launcher."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    return monkeypatch
+
+
+def test_each_process_takes_its_own_device(several):
+    several.setattr(torch.cuda, "is_available", lambda: True)
+    several.setattr(torch.cuda, "device_count", lambda: 2)
+    assert hf.pick_device("auto") == torch.device("cuda:1")
+    assert hf.pick_device("cuda:0") == torch.device("cuda:0")
+    several.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(UserError, match="process 1 finds only 1 CUDA devices here"):
+        hf.pick_device("auto")
+    several.setattr(torch.cuda, "is_available", lambda: False)
+    assert hf.pick_device("auto") == torch.device("cpu")
+    several.setenv("WORLD_SIZE", "1")
+    several.setattr(torch.cuda, "is_available", lambda: True)
+    assert hf.pick_device("auto") == torch.device("cuda")
+
+
+def test_one_target_over_all_devices_and_several_processes_exclude_each_other(several, saved):
+    assert os.environ["WORLD_SIZE"] == "2"
+    with pytest.raises(UserError, match=r"target\.device_map spreads one target over the devices"):
+        make_engine(saved(tiny_llama(), "target.device=auto", "target.device_map=auto"))
