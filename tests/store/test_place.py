@@ -1,0 +1,519 @@
+"""Places of a store: local folders, and remote ones through a file system that fails on demand."""
+
+import errno
+import os
+
+import fsspec
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.registry import known_implementations
+
+pytest.register_assert_rewrite("place_contract")
+from place_contract import PlaceContract, build
+
+from eagle31_train import artifacts
+from eagle31_train.place import LocalPlace, open_place
+from eagle31_train.remote import RemotePlace
+from eagle31_train.schema import UserError
+
+CACHE = 4096 * 16
+
+
+def never(seconds):
+    raise AssertionError("nothing here is worth a wait")
+
+
+# ---------------------------------------------------------------- the contract
+
+
+class TestLocal(PlaceContract):
+    @pytest.fixture
+    def again(self, tmp_path):
+        return lambda: open_place(str(tmp_path / "deep" / "store"), tmp_path / "cache", CACHE)
+
+    @pytest.fixture
+    def place(self, again):
+        return again()
+
+    @pytest.fixture
+    def refuse(self, monkeypatch):
+        def full(*_):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        return lambda place: monkeypatch.setattr(os, "fsync", full)
+
+
+class TestFileUrl(TestLocal):
+    @pytest.fixture
+    def again(self, tmp_path):
+        return lambda: open_place(f"file://{tmp_path}/store", tmp_path / "cache", CACHE)
+
+
+class RemoteContract(PlaceContract):
+    @pytest.fixture
+    def place(self, again):
+        place = again()
+        yield place
+        place.close()
+
+    @pytest.fixture
+    def refuse(self, monkeypatch):
+        def refused(*_, **__):
+            raise PermissionError("Access Denied")
+
+        return lambda place: monkeypatch.setattr(place.fs, "put_file", refused)
+
+
+class TestMemory(RemoteContract):
+    @pytest.fixture
+    def again(self, tmp_path):
+        MemoryFileSystem.store.clear()
+        return lambda: open_place("memory://bucket/store/", tmp_path / "cache", CACHE, sleep=never)
+
+
+class Folders(LocalFileSystem):
+    """A remote file system with real folders, which are not made by themselves."""
+
+    protocol = "folders"
+
+    def put_file(self, path1, path2, **kwargs):
+        with open(path1, "rb") as source, open(self._strip_protocol(path2), "wb") as target:  # noqa: PTH123
+            target.write(source.read())
+
+
+class TestFolders(RemoteContract):
+    @pytest.fixture
+    def again(self, tmp_path):
+        (tmp_path / "there").mkdir()
+
+        def again():
+            fs = Folders(skip_instance_cache=True)
+            return RemotePlace("folders://a", fs, f"{tmp_path}/there/a/store", tmp_path / "cache", CACHE, sleep=never)
+
+        return again
+
+
+# ---------------------------------------------------------------- opening
+
+
+def test_which_places_are_local(tmp_path):
+    plain, url = open_place("runs/x/store", tmp_path, 1), open_place("file:///data/store", tmp_path, 1)
+    assert isinstance(plain, LocalPlace)
+    assert isinstance(url, LocalPlace)
+    assert (plain.remote, plain.location, str(plain.folder)) == (False, "runs/x/store", "runs/x/store")
+    assert (url.remote, url.location, str(url.folder)) == (False, "file:///data/store", "/data/store")
+
+
+def test_an_unknown_protocol_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"^s4://bucket/x: fsspec knows no s4://, but s3://.*pip install"):
+        open_place("s4://bucket/x", tmp_path, CACHE)
+
+
+def test_an_address_without_a_place_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"s3:// names no place: write s3://bucket/folder"):
+        open_place("s3://", tmp_path, CACHE)
+
+
+@pytest.mark.parametrize(
+    ("class_path", "package"), [("absentfs.FileSystem", "absentfs"), ("fsspec.implementations.absent.FS", "fsspec[far]")]
+)
+def test_a_driver_that_is_not_installed_is_named(tmp_path, monkeypatch, class_path, package):
+    entry = {"class": class_path, "err": "Install it\nto go far"}
+    monkeypatch.setitem(known_implementations, "far", entry)
+    with pytest.raises(UserError) as error:
+        open_place("far://bucket/x", tmp_path, CACHE)
+    assert str(error.value).endswith(f"pip install '{package}'")
+    assert "\n" not in str(error.value)
+
+
+def test_a_cache_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"file/cache cannot be used .*choose another store\.cache_dir"):
+        open_place("memory://bucket/store", tmp_path / "file" / "cache", CACHE)
+
+
+# ---------------------------------------------------------------- local: whole or not at all
+
+
+@pytest.fixture
+def local(tmp_path):
+    return open_place(str(tmp_path / "store"), tmp_path, 1)
+
+
+def contents(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("moment", ["replace", "fsync"])
+@pytest.mark.parametrize("way", ["write", "put"])
+def test_a_stop_in_the_middle_leaves_the_old_content(local, monkeypatch, moment, way):
+    local.write("shards/old", b"old")
+
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    scratches = {name: build(local, name, b"new") for name in ("shards/old", "shards/new")} if way == "put" else {}
+    monkeypatch.setattr(os, moment, stopped)
+    for name in ("shards/old", "shards/new"):
+        with pytest.raises(KeyboardInterrupt):
+            local.put(scratches[name], name) if way == "put" else local.write(name, b"new")
+    assert contents(local.folder) == {"shards/old": b"old"}
+
+
+def test_nothing_has_its_name_before_it_is_on_the_disk(local, monkeypatch):
+    local.write("shards/first", b"x")
+    steps = []
+    fsync, replace = artifacts.fsync_path, os.replace
+    monkeypatch.setattr(artifacts, "fsync_path", lambda path: (steps.append(path.name), fsync(path)))
+    monkeypatch.setattr(os, "replace", lambda a, b: (steps.append("replace"), replace(a, b)))
+    local.write("shards/a", b"content")
+    assert steps == [".a.tmp", "replace", "shards"]
+
+
+def test_new_folders_are_on_the_disk_before_their_files(local, monkeypatch):
+    synced = []
+    fsync = artifacts.fsync_path
+    monkeypatch.setattr(artifacts, "fsync_path", lambda path: (synced.append(path.name), fsync(path)))
+    local.write("shards/a", b"content")
+    assert synced[:2] == [local.folder.parent.name, "store"]
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(local, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    local.write("shards/old", b"old")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match=r"^no space left to write .*shards/new: free some, then run .* again$"):
+        local.write("shards/new", b"new")
+    assert contents(local.folder) == {"shards/old": b"old"}
+
+
+def test_a_place_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "store").write_text("mine")
+    with pytest.raises(UserError, match=r"cannot write .*store/shards/a \(.*\): mend that, or choose another store_dir"):
+        open_place(str(tmp_path / "store"), tmp_path, 1).write("shards/a", b"x")
+    assert (tmp_path / "store").read_text() == "mine"
+
+
+def test_what_is_opened_may_be_missing_for_other_reasons(local):
+    local.write("a", b"x")
+
+    def opener(path):
+        raise FileNotFoundError("a library that cannot find its own file")
+
+    with pytest.raises(FileNotFoundError, match="its own file"):
+        local.opened("a", opener)
+
+
+# ---------------------------------------------------------------- remote: tried again, or not
+
+CALLS = ("cat_file", "get_file", "pipe_file", "put_file", "info", "ls", "rm_file", "find")
+
+
+class Flaky(MemoryFileSystem):
+    """Before each call of a kind, the next of its `faults`, if any: an exception to raise, or a function of the path."""
+
+    def __init__(self, **kwargs):
+        super().__init__(global_store=False, **kwargs)
+        self.faults = {call: [] for call in CALLS}
+        self.made = []
+
+    def _meet(self, call, path):
+        self.made.append(call)
+        if self.faults[call]:
+            fault = self.faults[call].pop(0)
+            if isinstance(fault, BaseException):
+                raise fault
+            return fault(path)
+        return None
+
+
+def _flaky(call):
+    def run(self, path, *args, **kwargs):
+        where = args[0] if call == "put_file" else path
+        answer = self._meet(call, where)
+        return getattr(MemoryFileSystem, call)(self, path, *args, **kwargs) if answer is None else answer
+
+    return run
+
+
+for name in CALLS:
+    setattr(Flaky, name, _flaky(name))
+
+
+@pytest.fixture
+def flaky():
+    return Flaky(skip_instance_cache=True)
+
+
+@pytest.fixture
+def naps():
+    return []
+
+
+@pytest.fixture
+def place(flaky, naps, tmp_path):
+    place = RemotePlace("flaky://bucket/store", flaky, "/bucket/store", tmp_path / "cache", 1000, sleep=naps.append)
+    yield place
+    place.close()
+
+
+class ConnectTimeoutError(Exception):
+    """Like botocore's: no OSError, known by the name of a base."""
+
+
+class HTTPClientError(Exception):
+    pass
+
+
+class EndpointConnectionError(HTTPClientError):
+    pass
+
+
+class NoCredentialsError(Exception):
+    pass
+
+
+class ResponseError(Exception):
+    def __init__(self, status):
+        super().__init__(f"HTTP {status}")
+        self.status = status
+
+
+def caused(error, cause):
+    error.__cause__ = cause
+    return error
+
+
+PASSING = [
+    OSError(errno.EBUSY, "SlowDown"),
+    OSError(errno.EIO, "unknown"),
+    OSError(getattr(errno, "EREMOTEIO", errno.EIO), "InternalError"),
+    OSError("no number"),
+    TimeoutError("RequestTimeout"),
+    ConnectionResetError("by peer"),
+    fsspec.exceptions.FSTimeoutError(),
+    EndpointConnectionError("Could not connect"),
+    ResponseError(503),
+    ResponseError(429),
+]
+LASTING = [
+    (PermissionError("Access Denied"), "is not permitted (PermissionError: Access Denied): check the credentials"),
+    (ResponseError(403), "is not permitted"),
+    (NoCredentialsError("Unable to locate credentials"), "needs credentials"),
+    (OSError(errno.EINVAL, "InvalidBucketName"), "correct the address"),
+    (OSError(errno.ENOSYS, "NotImplemented"), "correct the address"),
+    (ResponseError(400), "correct the address"),
+    (ValueError("Invalid endpoint: x"), "correct the address"),
+    (NotImplementedError(), "correct the address"),
+    (caused(FileNotFoundError("gone"), ResponseError("NoSuchBucket")), "its bucket does not exist"),
+    (FileNotFoundError("The specified bucket does not exist."), "its bucket does not exist"),
+]
+WAYS = {
+    "cat_file": lambda place: place.read("a"),
+    "get_file": lambda place: place.local("a").read_bytes(),
+    "pipe_file": lambda place: place.write("a", b"content"),
+    "put_file": lambda place: place.put(build(place, "a", b"content"), "a"),
+    "info": lambda place: place.size("a"),
+    "ls": lambda place: place.names(""),
+}
+
+
+@pytest.mark.parametrize("error", PASSING, ids=repr)
+@pytest.mark.parametrize("call", WAYS)
+def test_what_passes_is_tried_again(place, flaky, naps, capsys, call, error):
+    place.write("a", b"content")
+    expected = WAYS[call](place)
+    place.forget("a")
+    flaky.faults[call] = [error] * 4
+    assert WAYS[call](place) == expected
+    assert len(naps) == 4
+    lines = capsys.readouterr().err.splitlines()
+    assert [f"try {n} of 5" in line for n, line in enumerate(lines, 1)] == [True] * 4
+    assert all(line.startswith("flaky://bucket/store/") and type(error).__name__ in line for line in lines)
+
+
+@pytest.mark.parametrize("call", WAYS)
+def test_what_does_not_pass_soon_ends_in_one_line(place, flaky, naps, call):
+    place.write("a", b"content")
+    flaky.faults[call] = [OSError("down\nfor long")] * 9
+    with pytest.raises(UserError) as error:
+        WAYS[call](place)
+    assert "failed 5 times (OSError: down for long)" in str(error.value)
+    assert str(error.value).endswith("run the same command again")
+    assert "\n" not in str(error.value)
+    assert (len(naps), len(flaky.faults[call])) == (4, 4)
+
+
+def test_waits_grow_and_differ(place, flaky, naps):
+    place.write("a", b"content")
+    for _ in range(20):
+        flaky.faults["cat_file"] = [OSError("down")] * 4
+        place.read("a")
+    assert len(set(naps)) > 60
+    for n, most in enumerate((1, 2, 4, 8)):
+        assert all(most / 2 <= nap <= most for nap in naps[n::4])
+
+
+@pytest.mark.parametrize(("error", "words"), LASTING, ids=repr)
+@pytest.mark.parametrize("call", WAYS)
+def test_what_lasts_is_not_tried_again(place, flaky, naps, capsys, call, error, words):
+    place.write("a", b"content")
+    flaky.faults[call] = [error]
+    with pytest.raises(UserError) as raised:
+        WAYS[call](place)
+    assert words in str(raised.value)
+    assert "flaky://bucket/store/" in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert naps == []
+    assert capsys.readouterr().err == ""
+
+
+def test_mistakes_of_the_program_keep_their_face(place, flaky, naps):
+    flaky.faults["ls"] = [AttributeError("no such method")]
+    with pytest.raises(AttributeError):
+        place.names("")
+    assert naps == []
+
+
+def test_an_absent_file_is_not_asked_for_again(place, flaky, naps):
+    with pytest.raises(FileNotFoundError):
+        place.read("a")
+    assert place.size("a") is None
+    assert naps == []
+    assert flaky.made.count("cat_file") == 1
+
+
+def test_a_place_that_cannot_be_listed_is_not_opened(tmp_path, monkeypatch):
+    def refused(*_, **__):
+        raise PermissionError("Access Denied")
+
+    monkeypatch.setattr(MemoryFileSystem, "ls", refused)
+    with pytest.raises(UserError, match=r"^memory://bucket/store/: listing is not permitted"):
+        open_place("memory://bucket/store", tmp_path, CACHE)
+
+
+# ---------------------------------------------------------------- remote: cut short, stale, half-removed
+
+
+def test_a_short_read_is_seen_and_tried_again(place, flaky, naps):
+    place.write("a", b"content")
+    flaky.faults["cat_file"] = [lambda path: b"con"]
+    assert place.read("a") == b"content"
+    assert len(naps) == 1
+
+
+def test_a_short_download_is_seen_and_tried_again(place, flaky, naps, monkeypatch):
+    place.write("a", b"content")
+    whole = Flaky.get_file
+    cut = [3, 0, None]
+
+    def get_file(self, path, target, **kwargs):
+        whole(self, path, target, **kwargs)
+        if (length := cut.pop(0)) is not None:
+            os.truncate(target, length)
+
+    monkeypatch.setattr(Flaky, "get_file", get_file)
+    assert place.local("a").read_bytes() == b"content"
+    assert (len(naps), cut) == (2, [])
+
+
+@pytest.mark.parametrize("call", ["pipe_file", "put_file"])
+def test_a_short_upload_is_seen_and_tried_again(place, flaky, naps, call):
+    flaky.faults[call] = [lambda path: flaky.store.update({"/bucket/store/a": half()}) or True]
+
+    def half():
+        scrap = MemoryFileSystem(global_store=False, skip_instance_cache=True)
+        scrap.pipe_file("/a", b"con")
+        return scrap.store["/a"]
+
+    WAYS[call](place)
+    assert place.read("a") == b"content"
+    assert len(naps) == 1
+
+
+class Listings(MemoryFileSystem):
+    """Remembers listings in the way that fsspec provides for."""
+
+    def ls(self, path, detail=True, **kwargs):
+        entries = self._ls_from_cache(path) or super().ls(path, detail=True)
+        self.dircache[self._strip_protocol(path)] = entries
+        return entries
+
+    def invalidate_cache(self, path=None):
+        """Forgets nothing: the listings are to be switched off."""
+
+
+class OwnMemory(MemoryFileSystem):
+    """Remembers listings by itself until it is told to forget them."""
+
+    remembered = None
+
+    def ls(self, path, detail=True, **kwargs):
+        self.remembered = self.remembered or super().ls(path, detail=True)
+        return self.remembered
+
+    def invalidate_cache(self, path=None):
+        self.remembered = None
+
+
+@pytest.mark.parametrize("kind", [Listings, OwnMemory])
+def test_listings_are_never_stale(tmp_path, kind):
+    MemoryFileSystem.store.clear()
+    plain = MemoryFileSystem()
+    planted, fs = kind(skip_instance_cache=True), kind(skip_instance_cache=True)
+    place = RemotePlace("stale://store", fs, "/store", tmp_path, CACHE, sleep=never)
+    plain.pipe_file("/store/a", b"x")
+    assert place.names("") == ["a"]
+    assert len(planted.ls("/store")) == 1
+    plain.pipe_file("/store/b", b"x")
+    assert place.names("") == ["a", "b"]
+    assert len(planted.ls("/store")) == 1  # the file system does what it is here to do
+
+
+def test_a_discard_that_is_killed_leaves_nothing_that_looks_complete(place, flaky):
+    for name in ("manifest.json", "provenance.json", "shards.jsonl", "target.safetensors", "shards/a", "shards/b"):
+        place.write(name, b"x")
+    left = []
+    whole = Flaky.rm_file
+
+    def rm_file(self, path):
+        whole(self, path)
+        left.append(sorted(name.removeprefix("/bucket/store/") for name in self.store))
+
+    flaky.rm_file = rm_file.__get__(flaky)
+    place.discard()
+    assert "manifest.json" not in left[0]
+    assert len(left) == 6
+    assert all("provenance.json" in names for names in left[:-1])
+    assert all("shards.jsonl" in names for names in left if any(name.startswith("shards/") for name in names))
+
+
+def test_a_discard_that_removes_only_some_says_so(place, flaky, naps, monkeypatch):
+    place.write("shards/a", b"x")
+    monkeypatch.setattr(flaky, "rm", lambda paths: None, raising=False)
+    with pytest.raises(UserError, match="1 files are still there"):
+        place.discard()
+    assert len(naps) == 4
+
+
+def test_other_stores_nearby_are_left_alone(place, flaky):
+    flaky.pipe_file("/bucket/store-2/a", b"x")
+    flaky.pipe_file("/bucket/a", b"x")
+    place.write("a", b"x")
+    place.discard()
+    assert sorted(flaky.store) == ["/bucket/a", "/bucket/store-2/a"]
+
+
+def test_folders_are_made_where_they_are_wanted_but_never_a_bucket(place, flaky, monkeypatch):
+    made = []
+    monkeypatch.setattr(flaky, "mkdir", lambda path, create_parents: made.append((path, create_parents)), raising=False)
+    flaky.faults["pipe_file"] = [FileNotFoundError("no such folder")]
+    place.write("shards/a", b"x")
+    assert made == [("/bucket/store", False), ("/bucket/store/shards", False)]
+    assert place.read("shards/a") == b"x"
+    flaky.faults["pipe_file"] = [FileNotFoundError("no such folder")] * 2
+    with pytest.raises(UserError, match=r"shards/b: writing failed \(FileNotFoundError: no such folder\)"):
+        place.write("shards/b", b"x")
