@@ -30,6 +30,7 @@ from eagle31_train.drafter.decode import DraftDecoder
 from eagle31_train.drafter.model import Drafter
 from eagle31_train.prompts import Prompt
 from eagle31_train.schema import Config, DrafterShape, EvaluateConfig, UserError, require_available
+from eagle31_train.store import read_manifest
 from eagle31_train.targets.cached import CachedTarget
 from eagle31_train.targets.hf import load_model, pick_dtype
 
@@ -70,7 +71,7 @@ def evaluate(config: Config) -> None:
             f"{config.data_folder} is not the data that the drafter was trained on, so its held-out prompts may have "
             f"been trained on: run `{TRAIN}` on it, or give data_dir=… of training"
         )
-    refuse_other_target(config.store_folder, trained.manifest, inputs["target"], config.target.path)
+    refuse_other_target(read_manifest(config), trained.manifest, inputs["target"], config.target.path)
     if damage := artifacts.first_damaged(config.data_folder, data.get("files", {})):
         raise UserError(f"{damage}: run `{DATA}` again")
 
@@ -155,12 +156,12 @@ def stage_inputs(config: Config, data: dict[str, Any], train: dict[str, Any]) ->
     }
 
 
-def refuse_other_target(store_dir: Path, train: dict[str, Any], target: dict[str, Any], path: str) -> None:
-    """The store, where it is still there, knows whose hidden states the drafter learnt from."""
-    file = store_dir / artifacts.MANIFEST
-    if not file.is_file():
+def refuse_other_target(
+    store: dict[str, Any] | None, train: dict[str, Any], target: dict[str, Any], path: str
+) -> None:
+    """The store's manifest, where there is one still, knows whose hidden states the drafter learnt from."""
+    if store is None:
         return
-    store = artifacts.read_json(file, "python -m eagle31_train.extract")
     learnt = store["inputs"]["target"]
     same = learnt["weights"] == target["weights"] and learnt["revision"] == target["revision"]
     if store["fingerprint"] == train["inputs"].get("store") and not same:

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 
 from eagle31_train import artifacts, card, cli, contract, hub, vocab
 from eagle31_train.schema import Config, DrafterShape, UserError, as_plain, require_available
+from eagle31_train.store import read_manifest
 
 TRAIN = "accelerate launch train.py"
 # Raised whenever the same inputs make another checkpoint.
@@ -135,7 +136,7 @@ def _refuse_contradictions(config: Config, shape: DrafterShape, folder: Path) ->
 
 def _refuse_other_target(config: Config, train: dict[str, Any]) -> None:
     """The store, where it is still there, knows whose hidden states the drafter learnt from."""
-    store = _read_if_there(config.store_folder / artifacts.MANIFEST)
+    store = read_manifest(config)
     if store is None or not _mentions(train.get("inputs"), store["fingerprint"]):
         return
     learnt = store.get("inputs", {}).get("target", {}).get("name", config.target.name)

@@ -190,7 +190,7 @@ class _ChunkedDivergence(torch.autograd.Function):
 
         with torch.autocast(z.device.type, enabled=False):
             for first, last, begin, end in blocks(batch.chunks, block // len(head)):
-                log_p = objective.teacher.logits(batch.teacher[first:last]).to(wide).log_softmax(-1)
+                log_p = objective.teacher.logits(batch.teacher[first:last].decode()).to(wide).log_softmax(-1)
                 p = log_p.exp()
                 negentropy = torch.linalg.vecdot(p, log_p)
                 del log_p

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # the types of `Document` only: importing the schema must not import torch
     from torch import Tensor
 
+    from eagle31_train.codec import Encoded
+
 
 class UserError(ValueError):
     """Something the user can mend. The text says what, where, and what to do, in one line."""
@@ -36,6 +38,9 @@ class TargetConfig:
     revision: str | None = opt(None, "hub revision")
     dtype: str = opt("bfloat16", "precision the target runs in during generation and extraction")
     device: str = opt("auto", "cpu, cuda, cuda:N, or auto (cuda where there is one)")
+    device_map: str | None = opt(
+        None, "spread a target over several devices, as transformers' device_map: auto, balanced, …; one process only"
+    )
     trust_remote_code: bool = opt(False, "run Python code that comes with the target")
     chat_template: str | None = opt(None, "Jinja file used instead of the tokenizer's chat template")
     aux_layers: list[int] | None = opt(
@@ -82,11 +87,28 @@ class DataConfig:
 
 @dataclass
 class ExtractConfig:
+    engine: str = opt("transformers", "what runs the target: transformers, or vllm (quantized or very large targets)")
+    engine_args: dict[str, Any] = opt(
+        {}, "vLLM's own arguments: extract.engine_args.tensor_parallel_size=4, quantization, max_model_len, …"
+    )
     batch_tokens: int = opt(4096, "padded tokens in one forward pass of the target")
     shard_tokens: int = opt(16384, "tokens in one shard of the store")
     gate_batches: int = opt(3, "batches that the fidelity gate compares with the target's own logits")
     gate_top1: float = opt(0.99, "least top-1 agreement")
     gate_kl: float = opt(0.02, "largest mean KL, in nats")
+
+
+@dataclass
+class StoreConfig:
+    aux_codec: str = opt("bf16", "how auxiliary states are kept: bf16 (exact), fp8, int8 or int4")
+    last_codec: str = opt("bf16", "how last hidden states are kept, likewise")
+    follow: bool = opt(False, "train.py: train while the store is still being written")
+    max_bytes: str | None = opt(
+        None, "extract: never keep more than this, e.g. 200GB; waits until a followed training has used up shards"
+    )
+    patience: float = opt(3600.0, "seconds without a new shard (or without room) after which a waiting stage stops")
+    cache_dir: str | None = opt(None, "copies of the shards of a remote store; default: run_dir/cache")
+    cache_bytes: str = opt("64GB", "most that these copies may take")
 
 
 @dataclass
@@ -162,7 +184,10 @@ class Config:
     name: str = opt("???", "name of the experiment; also names run_dir")
     run_dir: str = opt("runs/${name}", "where every stage writes")
     data_dir: str | None = opt(None, "stage 1's output, to compare drafters on the same data; default: run_dir/data")
-    store_dir: str | None = opt(None, "stage 2's output, likewise; default: run_dir/store")
+    store_dir: str | None = opt(
+        None,
+        "stage 2's output, likewise: a folder, or any fsspec URL such as s3://bucket/store; default: run_dir/store",
+    )
     seed: int = opt(0, "seed of sampling, initial weights and data order")
     overwrite: bool = opt(False, "replace outputs that were made from other inputs")
     regenerate: bool = opt(False, "let the target answer data.prompts anew")
@@ -172,6 +197,7 @@ class Config:
     target: TargetConfig = field(default_factory=TargetConfig)
     data: DataConfig = field(default_factory=DataConfig)
     extract: ExtractConfig = field(default_factory=ExtractConfig)
+    store: StoreConfig = field(default_factory=StoreConfig)
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
@@ -182,9 +208,14 @@ class Config:
         return Path(self.data_dir or Path(self.run_dir) / "data")
 
     @property
-    def store_folder(self) -> Path:
-        """Where stage 2 writes and the others read."""
-        return Path(self.store_dir or Path(self.run_dir) / "store")
+    def store_location(self) -> str:
+        """Where stage 2 writes and the others read: a folder or a URL."""
+        return self.store_dir or str(Path(self.run_dir) / "store")
+
+    @property
+    def cache_folder(self) -> Path:
+        """Where copies of a remote store's shards lie."""
+        return Path(self.store.cache_dir or Path(self.run_dir) / "cache")
 
 
 # ---------------------------------------------------------------- what stages hand over
@@ -198,18 +229,46 @@ class Document:
     loss_mask: [T] bool, true where the assistant wrote the token.
     top1: [T] int64, the target's arg-max over the full vocabulary at this position, that is its
         prediction of the next token; -1 where the next token is not the assistant's.
-    aux: [T, A, H] auxiliary hidden states.
-    last: [T, H] last hidden state, before the final norm.
+    aux: [T, A, H] auxiliary hidden states, or only the first `attended` rows: no slot sees the others.
+    last: [T, H] last hidden state, before the final norm, or only the rows of `taught`: no other teaches.
+
+    Positions count from 0. States are tensors of any float dtype, or as a codec keeps them.
     """
 
     tokens: "Tensor"
     loss_mask: "Tensor"
     top1: "Tensor"
-    aux: "Tensor"
-    last: "Tensor"
+    aux: "Tensor | Encoded"
+    last: "Tensor | Encoded"
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def taught(self) -> "Tensor":
+        """[M] int64, ascending: positions whose distribution teaches some slot.
+
+        The next token is the assistant's, and at least one position comes before, where a slot can be.
+        """
+        return self.loss_mask[2:].nonzero()[:, 0] + 1
+
+    @property
+    def attended(self) -> int:
+        """How many positions slots attend to: the last slot is one before the last position that teaches."""
+        taught = self.taught
+        return int(taught[-1]) if len(taught) else 0
+
+    @property
+    def attended_states(self) -> "Tensor | Encoded":
+        """The auxiliary states that are needed, [attended, A, H]."""
+        return self.aux[: self.attended]
+
+    @property
+    def taught_states(self) -> "Tensor | Encoded":
+        """The last hidden states that are needed, [M, H]: in order of `taught`."""
+        taught = self.taught
+        # There are always fewer that teach than tokens, so the number of rows tells the two forms apart.
+        return self.last[taught.to(self.last.device)] if len(self.last) == len(self) else self.last
 
 
 @dataclass(frozen=True)
@@ -237,6 +296,15 @@ class DrafterShape:
     norm_output: bool
     norm_before_residual: bool
     share_embedding: bool
+
+
+def byte_count(text: str, option: str) -> int:
+    """Bytes from "200GB", "64GiB", "1.5TB" or a plain number; `option` is where it was asked for."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
+    if match is None or float(match[1]) <= 0:
+        raise UserError(f"{option}={text} is no number of bytes: write it like 200GB, 64GiB or 1000000")
+    power = " KMGT".index(match[2].upper() or " ")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
 
 def require_available(architecture: str) -> None:

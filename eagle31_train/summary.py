@@ -8,6 +8,7 @@ from typing import Any
 
 from eagle31_train import artifacts, cli
 from eagle31_train.schema import Config, UserError
+from eagle31_train.store import EXTRACT, read_manifest
 
 
 def summarise(config: Config) -> None:
@@ -15,12 +16,14 @@ def summarise(config: Config) -> None:
     run_dir = Path(config.run_dir)
     manifests = {
         "data": (config.data_folder / artifacts.MANIFEST, "python -m data_prep"),
-        "extract": (config.store_folder / artifacts.MANIFEST, "python -m eagle31_train.extract"),
         "train": (run_dir / "train" / artifacts.MANIFEST, "accelerate launch train.py"),
         "evaluate": (run_dir / "evaluate" / artifacts.MANIFEST, "python -m eagle31_train.evaluate"),
         "export": (run_dir / "export.json", "python -m eagle31_train.export"),
     }
     found = {stage: artifacts.read_json(file, command) for stage, (file, command) in manifests.items()}
+    if (store := read_manifest(config)) is None:
+        raise UserError(f"there is no complete store in {config.store_location}: run `{EXTRACT}` first")
+    found["extract"] = store
     for stage in ("evaluate", "export"):
         if found[stage]["inputs"]["train"] != found["train"]["fingerprint"]:
             raise UserError(f"{stage} was last run on another training: run `{manifests[stage][1]}` again")
@@ -31,7 +34,8 @@ def table(config: Config, found: dict[str, dict[str, Any]]) -> str:
     """The summary as text, from the stages' manifests."""
     report, trained = found["evaluate"]["report"], found["train"]
     depths = report["acceptance_at_depth"]
-    seconds = {stage: manifest["seconds"] for stage, manifest in found.items()}
+    stages = ("data", "extract", "train", "evaluate", "export")
+    seconds = {stage: found[stage]["seconds"] for stage in stages}
     speed = report["tokens_per_second"]
     export = Path(config.run_dir) / "export"
     rows = [

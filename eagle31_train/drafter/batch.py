@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from eagle31_train.codec import Encoded, as_encoded, concatenate
 from eagle31_train.drafter.layout import Layout, make_layout
 from eagle31_train.schema import Document
 
@@ -53,20 +54,23 @@ class Subset:
 
 @dataclass(frozen=True)
 class Batch:
-    """Packed documents and the pairs to train. N positions, S slots, J taught positions, P pairs.
+    """Packed documents and the pairs to train. N tokens, S slots, J taught positions, P pairs.
+
+    Of each document only the positions up to its last slot are its *context*: C positions in all, which slots
+    attend to. Nothing is computed for the others.
 
     The pairs are sorted by the position that teaches them, so that a chunk of positions is a
     contiguous run of pairs.
     """
 
-    aux: Tensor  # [N, A, H]
+    aux: Encoded  # [C, A, H]
     ids: Tensor  # [N] int64, token ids
-    following: Tensor  # [N] int64: where x[t+1] stands, for every position: the step-0 input
+    following: Tensor  # [C] int64 into [N]: where x[t+1] stands, for every position: the step-0 input
     read: Tensor  # [R] int64, ascending: where the tokens stand that slots read
     reads: Tensor  # [K, S] int64 into [R]: which of them slot t reads at step k (x[t+1+k])
-    positions: Tensor  # [N] int64: position within the document
-    layout: Layout
-    teacher: Tensor  # [J, H] last hidden state of the target at the taught positions
+    positions: Tensor  # [C] int64: position within the document
+    layout: Layout  # of the C positions
+    teacher: Encoded  # [J, H] last hidden state of the target at the taught positions
     top1: Tensor  # [J] int64, full vocabulary
     pair_row: Tensor  # [P] int64 into the flattened [K, S]
     pair_teacher: Tensor  # [P] int64 into [J], ascending
@@ -131,26 +135,39 @@ def build_batch(
 
     steps = torch.arange(K)
     tokens = torch.cat([d.tokens for d in documents])
-    ends = torch.cat([torch.full((len(d),), end - 1) for d, end in zip(documents, starts[1:], strict=True)])
+    edges = torch.tensor(starts)
+    owner = torch.searchsorted(edges, slot, right=True) - 1  # the document of each slot
+    end = edges[owner + 1] - 1
     # Steps past the end of a document are no pairs; they read its last token so that indices stay inside.
-    read, reads = torch.minimum(slot + 1 + steps[:, None], ends[slot]).unique(return_inverse=True)
+    read, reads = torch.minimum(slot + 1 + steps[:, None], end).unique(return_inverse=True)
 
     rows, ks = all_trained[slot].nonzero(as_tuple=True)  # sorted by slot; wanted: by taught position
     taught = slot[rows] + 1 + ks
     order = torch.argsort(taught, stable=True)
     rows, ks, taught = rows[order], ks[order], taught[order]
     teachers, pair_teacher = torch.unique_consecutive(taught, return_inverse=True)
+    # Among the last states that the documents carry.
+    teaching = torch.cat([d.taught + start for d, start in zip(documents, starts, strict=False)])
+    teacher_rows = torch.searchsorted(teaching, teachers)
 
-    every = torch.arange(len(tokens))
+    contexts = torch.zeros(len(documents), dtype=torch.int64)
+    contexts[owner] = slot - edges[owner] + 1  # slots ascend: the last one of a document is what stays
+    context_edges = [0, *contexts.cumsum(0).tolist()]
+    position = torch.cat([torch.arange(count) for count in contexts.tolist()])
+    begins = edges[:-1].repeat_interleave(contexts)
+
     return Batch(
-        aux=torch.cat([d.aux for d in documents]),
+        aux=concatenate([as_encoded(d.aux)[:count] for d, count in zip(documents, contexts.tolist(), strict=True)]),
         ids=tokens,
-        following=torch.minimum(every + 1, ends),
+        following=begins + position + 1,
         read=read,
         reads=reads,
-        positions=torch.cat([torch.arange(len(d)) for d in documents]),
-        layout=make_layout(list(pairwise(starts)), slot),
-        teacher=torch.cat([d.last for d in documents])[teachers],
+        positions=position,
+        layout=make_layout(
+            [span for span in pairwise(context_edges) if span[0] < span[1]],
+            slot - edges[owner] + torch.tensor(context_edges)[owner],
+        ),
+        teacher=concatenate([as_encoded(d.taught_states) for d in documents])[teacher_rows],
         top1=torch.cat([d.top1 for d in documents])[teachers],
         pair_row=ks * len(slot) + rows,
         pair_teacher=pair_teacher,

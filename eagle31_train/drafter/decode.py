@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from eagle31_train.codec import plain
 from eagle31_train.drafter.layer import Project
 from eagle31_train.drafter.model import Drafter
 
@@ -48,7 +49,7 @@ class DraftDecoder:
         """
         positions = torch.arange(self.length, self.length + len(aux), device=aux.device)
         layer = self.drafter.midlayer
-        x, residual = layer.attention_input(self.drafter.embed(next_tokens), self.drafter.fuse(aux))
+        x, residual = layer.attention_input(self.drafter.embed(next_tokens), self.drafter.fuse(plain(aux)))
         self._write(x, positions)
         self.length += len(aux)
         self._newest = x[-1:], residual[-1:]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from eagle31_train.codec import Encoded
 from eagle31_train.drafter.attention import unrolled_attention
 from eagle31_train.drafter.batch import Batch
 from eagle31_train.drafter.layer import MidLayer, Project, RMSNorm
@@ -74,12 +75,13 @@ class Drafter(nn.Module):
         rows = self.shared_embedding if self.shape.share_embedding else self.embed_tokens.weight
         return nn.functional.embedding(tokens, rows).to(compute_dtype(self.fc.weight))
 
-    def fuse(self, aux: Tensor) -> Tensor:
-        """Auxiliary states [n, A, H] of the target → g_0 [n, D]."""
-        states = aux.to(compute_dtype(self.fc.weight))
+    def fuse(self, aux: Encoded) -> Tensor:
+        """Auxiliary states [n, A, H] of the target → g_0 [n, D]. They are decoded here, one layer at a time."""
+        dtype = compute_dtype(self.fc.weight)
+        states = [layer.decode().to(dtype) for layer in aux.unbind()]
         if self.fc_norm is not None:
-            states = torch.stack([norm(states[:, i]) for i, norm in enumerate(self.fc_norm)], dim=1)
-        return self.fc(states.flatten(1))
+            states = [norm(state) for norm, state in zip(self.fc_norm, states, strict=True)]
+        return self.fc(torch.cat(states, dim=-1))
 
     def feedback(self, h: Tensor, z: Tensor) -> Tensor:
         """The state that the next step reads, from this step's pre-norm h and post-norm z."""
@@ -91,8 +93,8 @@ class Drafter(nn.Module):
         run = partial(checkpoint, use_reentrant=False, preserve_rng_state=False) if self.recompute else call
         tokens = TokenHalf(self.midlayer, self.embed(batch.ids), batch.read)
 
-        # Step 0: every position gives a key and a value; from here on, only slots count.
-        g = self.fuse(batch.aux)  # [N, D]
+        # Step 0: every position up to the last slot gives a key and a value; from here on, only slots count.
+        g = self.fuse(batch.aux)  # [C, D]
         k0, v0 = run(self._context, g, tokens, batch.following, batch.positions)
         g, positions = g.index_select(0, slots), batch.positions[slots]
 
@@ -112,7 +114,7 @@ class Drafter(nn.Module):
         return Unrolled(torch.stack(outputs), torch.stack(rms))
 
     def _context(self, g: Tensor, tokens: "TokenHalf", following: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Step-0 keys and values of every position, from g_0 [N, D]."""
+        """Step-0 keys and values of every position of a context, from g_0 [C, D]."""
         normed, _ = self.midlayer.state_input(g)
         return self.midlayer.self_attn.keys_values(tokens.context(normed, following), positions)
 
@@ -155,7 +157,7 @@ class TokenHalf:
         self._read |= {projection: linear(e_read, halves[projection][0]) for projection in attention.query_inputs}
 
     def context(self, normed: Tensor, following: Tensor) -> Project:
-        """Projections of every position: normed states [N, D], beside the tokens at `following` [N]."""
+        """Projections of every position of a context: normed states [C, D], beside the tokens at `following` [C]."""
         return lambda projection: self._join(projection, self._all[projection].index_select(0, following), normed)
 
     def step(self, normed: Tensor, reads: Tensor) -> Project:

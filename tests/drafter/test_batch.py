@@ -1,6 +1,7 @@
 """build_batch against a re-count in plain loops over positions and steps; and batches with nothing to train."""
 
 from dataclasses import fields, is_dataclass, replace
+from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -10,6 +11,7 @@ from conftest import kept_mask, make_document, make_objective, make_shape
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from eagle31_train.codec import plain
 from eagle31_train.drafter import batch
 from eagle31_train.drafter.batch import Subset, build_batch
 from eagle31_train.schema import Document
@@ -52,20 +54,16 @@ def problems(draw):
 
 def recount(documents, kept, unroll, oov, subset):
     """Everything a batch says, in plain Python; positions are packed ones unless said otherwise."""
-    found = SimpleNamespace(
-        documents=[], slots=[], inputs=[], context_inputs=[], positions=[], pairs=set(), assistant_tokens=0
-    )
+    found = SimpleNamespace(contexts=[], slots=[], inputs=[], pairs=set(), assistant_tokens=0)
     for name in ("trained", "eligible", "eligible_prefix", "population"):
         setattr(found, name, [0] * unroll)
     start = 0
     for number, d in enumerate(documents):
         x, mask, top1 = d.tokens.tolist(), d.loss_mask.tolist(), d.top1.tolist()
         T = len(x)
-        found.documents.append((start, start + T))
+        context = 0
         found.assistant_tokens += mask.count(True)
         for t in range(T):
-            found.positions.append(t)
-            found.context_inputs.append(x[t + 1] if t + 1 < T else x[t])
             eligible = [k for k in range(unroll) if t + 2 + k < T and mask[t + 2 + k]]
             trained = [k for k in eligible if oov == "keep" or kept[top1[t + 1 + k]]]
             for k in trained:
@@ -77,35 +75,38 @@ def recount(documents, kept, unroll, oov, subset):
                 found.eligible_prefix[k] += all(j in eligible for j in range(k))
             if trained:
                 found.slots.append(start + t)
+                context = t + 1
                 found.inputs.append([x[t + 1 + k] if t + 1 + k < T else x[T - 1] for k in range(unroll)])
             for k in trained:
                 found.trained[k] += 1
                 found.pairs.add((start + t, k, start + t + 1 + k, top1[t + 1 + k]))
+        found.contexts.append((start, context))
         start += T
     return found
 
 
 def check(packed, documents, wanted, chunk, scale):
     """Every field of a batch against the re-count."""
-    assert packed.layout.documents == wanted.documents
-    assert packed.layout.slots.tolist() == wanted.slots
+    # Of each document, the positions up to its last slot, end to end; a document without a slot leaves nothing.
+    places = [start + t for start, count in wanted.contexts for t in range(count)]
+    ends = list(accumulate(count for _, count in wanted.contexts if count))
+    assert packed.layout.documents == list(pairwise([0, *ends]))
+    assert [places[slot] for slot in packed.layout.slots.tolist()] == wanted.slots
+    assert packed.positions.tolist() == [t for _, count in wanted.contexts for t in range(count)]
+    assert packed.aux.decode().flatten().tolist() == [place + 0.5 for place in places]
+    assert packed.following.tolist() == [place + 1 for place in places]
     assert packed.unroll == len(wanted.trained)
     # Tokens are read by where they stand: slots by way of a list of all that any of them reads.
     assert packed.ids[packed.read][packed.reads].T.tolist() == wanted.inputs
     assert packed.read.tolist() == sorted(set(packed.read[packed.reads].flatten().tolist()))
-    assert packed.ids[packed.following].tolist() == wanted.context_inputs
-    places = [place for begin, end in wanted.documents for place in [*range(begin + 1, end), end - 1]]
-    assert packed.following.tolist() == places
-    assert packed.positions.tolist() == wanted.positions
-    N, S = len(wanted.positions), len(wanted.slots)
-    assert packed.aux.flatten().tolist() == [position + 0.5 for position in range(N)]
+    N, S = sum(len(d) for d in documents), len(wanted.slots)
     assert (packed.tokens, packed.assistant_tokens, packed.scale) == (N, wanted.assistant_tokens, scale)
     for name in ("trained", "eligible", "eligible_prefix", "population"):
         assert getattr(packed, name).tolist() == getattr(wanted, name), name
         assert getattr(packed, name).dtype == torch.int64
 
     # The pairs: which slot and step, taught by which position.
-    taught = packed.teacher.flatten().long().tolist()
+    taught = packed.teacher.decode().flatten().long().tolist()
     pairs = []
     for row, j, step in zip(
         *(x.tolist() for x in (packed.pair_row, packed.pair_teacher, packed.pair_step)), strict=True
@@ -162,8 +163,10 @@ def test_the_worked_example_by_hand():
     packed = build_batch(documents, kept=kept, **options)
     # Document 0: x2 x3 _ x5 x6 are the assistant's; taught at 1, 2, 4, 5 by 6, 1, 4 (out), 7.
     # Document 2 begins at 8: its x3 x4 are the assistant's; taught at 2 and 3 by 5 and 6.
-    assert packed.layout.slots.tolist() == [0, 1, 2, 3, 4, 8, 9, 10]
-    assert packed.teacher.flatten().tolist() == [1, 2, 5, 10, 11]
+    # Document 1 and what follows the last slot of the others is no context: document 2's begins at 5.
+    assert packed.layout.slots.tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert packed.layout.documents == [(0, 5), (5, 8)]
+    assert packed.teacher.decode().flatten().tolist() == [1, 2, 5, 10, 11]
     assert packed.top1.tolist() == [6, 1, 7, 5, 6]
     # Step 0 predicts each of the six, step 1 all but a document's third token, step 2 all but its fourth as well.
     assert packed.eligible.tolist() == [6, 5, 3]
@@ -215,11 +218,15 @@ MISTAKES = {
     "inputs of the slot before": of_batch(reads=lambda p: p.reads.roll(1, 1)),
     "inputs read one place late": of_batch(read=lambda p: (p.read + 1).clamp(max=p.tokens - 1)),
     "context inputs of the next document": of_batch(
-        following=lambda p: (torch.arange(p.tokens) + 1).clamp(max=p.tokens - 1)
+        following=lambda p: (torch.arange(len(p.aux)) + 1).clamp(max=p.tokens - 1)
     ),
-    "context inputs not shifted": of_batch(following=lambda p: torch.arange(p.tokens)),
-    "positions of the whole batch": of_batch(positions=lambda p: torch.arange(p.tokens)),
-    "teachers one position late": of_batch(teacher=lambda p: p.teacher + 1),
+    "context inputs not shifted": of_batch(following=lambda p: p.following - 1),
+    "positions of the whole batch": of_batch(positions=lambda p: torch.arange(len(p.aux))),
+    "contexts without their last slot": of_batch(
+        layout=lambda p: replace(p.layout, documents=[(begin, end - 1) for begin, end in p.layout.documents])
+    ),
+    "states of the next context row": of_batch(aux=lambda p: plain(p.aux.decode().roll(-1, 0))),
+    "teachers one position late": of_batch(teacher=lambda p: plain(p.teacher.decode() + 1)),
     "arg-max one position late": of_batch(top1=lambda p: p.top1.roll(-1)),
     "pairs of the next slot": of_batch(pair_row=lambda p: (p.pair_row + 1) % p.reads.numel()),
     "pairs of the next step": of_batch(pair_step=lambda p: (p.pair_step + 1) % p.unroll),
@@ -239,7 +246,7 @@ MISTAKES = {
 def test_a_planted_off_by_one_is_caught(mistake, monkeypatch):
     build_and_check(WORKED)
     mistake(monkeypatch)
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, IndexError)):
         build_and_check(WORKED)
 
 

@@ -9,6 +9,7 @@ from drafter.test_exactness import PROPERTY, Case, cases, check_fp64
 from hypothesis import Phase, given, settings
 
 from eagle31_train import loss as loss_module
+from eagle31_train.codec import plain
 from eagle31_train.drafter import layer, model
 from eagle31_train.drafter.batch import build_batch
 
@@ -109,7 +110,7 @@ SEEN_BY_ANY_SHAPE = {
     "own keys of the last three steps only": own_keys_of_the_last_steps_only,
     "the weight of the next step": wrong_batch(pair_step=lambda p: (p.pair_step + 1) % p.unroll),
     "the arg-max of the neighbour": wrong_batch(top1=lambda p: p.top1.roll(1)),
-    "the teacher of the neighbour": wrong_batch(teacher=lambda p: p.teacher.roll(1, 0)),
+    "the teacher of the neighbour": wrong_batch(teacher=lambda p: plain(p.teacher.decode().roll(1, 0))),
     "the token of the neighbour": wrong_batch(reads=lambda p: p.reads.roll(1, 1)),
 }
 # The small fixed shape of conftest.py has four heads of width four, one epsilon, the target's embedding, KL, one chunk.

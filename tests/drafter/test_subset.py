@@ -9,6 +9,7 @@ from conftest import kept_mask
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eagle31_train.codec import Encoded
 from eagle31_train.drafter import batch
 from eagle31_train.drafter.batch import Subset, build_batch, choose_slots, draw_stretches
 from eagle31_train.loss import Measured
@@ -120,6 +121,8 @@ def assert_same_batch(ours, theirs):
         if field.name == "layout":
             assert mine.documents == other.documents
             mine, other = mine.slots, other.slots
+        if isinstance(other, Encoded):
+            mine, other = mine.decode(), other.decode()
         if isinstance(other, torch.Tensor):
             assert torch.equal(mine, other), field.name
             assert mine.dtype == other.dtype, field.name

@@ -1,0 +1,143 @@
+"""The names of a store's files, and the lines by which shards are committed.
+
+While a store is written each shard's line is a file of its own, so that any number of processes can commit
+shards without a word to each other, on a disk or in a bucket. At the end they become one file.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+from eagle31_train.place import Place
+from eagle31_train.schema import UserError
+from eagle31_train.store.plan import Plan, PlannedShard
+from eagle31_train.store.sealed import DamagedError, read_sealed, seal, unseal
+
+PROVENANCE = "provenance.json"
+PLAN = "plan.json"
+TARGET = "target.safetensors"
+SHARDS = "shards.jsonl"
+STREAM = "stream.json"  # how many bytes the extraction may keep, while it runs
+CONSUMED = "consumed.json"  # which shards a training has used up
+EXTRACT = "python -m eagle31_train.extract"
+REMAKE = f"run `{EXTRACT}` again, which makes what is damaged or missing anew"
+
+
+@dataclass(frozen=True)
+class Line:
+    """What commits a shard. `fidelity` is what the gate found where it compared this shard."""
+
+    name: str
+    store: str  # fingerprint of the store that it belongs to
+    bytes: int
+    checksum: str
+    fidelity: list[float] | None = None
+
+    def sealed(self) -> bytes:
+        """One line of JSON with a checksum of itself."""
+        return seal(asdict(self))
+
+
+def parse_line(data: bytes, store: str) -> Line:
+    """One line, of the store with this fingerprint.
+
+    Raises:
+        DamagedError: it is torn or altered, or of another store.
+    """
+    try:
+        line = Line(**unseal(data))
+    except TypeError as error:
+        raise DamagedError(str(error)) from None
+    if line.store != store:
+        raise DamagedError(f"it belongs to another store, {line.store}")
+    return line
+
+
+def read_line(place: Place, shard: PlannedShard, store: str) -> Line | None:
+    """The line of one shard while its store is being written; None if it is not there yet.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    try:
+        line = parse_line(place.read(shard.line), store)
+    except FileNotFoundError:
+        return None
+    except DamagedError as error:
+        where = f"{place.location}/{shard.line} (of {shard.samples()})"
+        raise UserError(f"{where} is damaged ({error}): {REMAKE}") from None
+    return line
+
+
+def merged_lines(place: Place, store: str) -> Iterator[tuple[int, Line | DamagedError]]:
+    """Every line of shards.jsonl with its number, or what is wrong with it."""
+    for number, text in enumerate(place.read(SHARDS).splitlines(), 1):
+        try:
+            yield number, parse_line(text, store)
+        except DamagedError as error:
+            yield number, error
+
+
+def read_merged(place: Place, plan: Plan, store: str) -> dict[str, Line]:
+    """All lines of a finished store, by shard; empty if they are not merged yet.
+
+    Raises:
+        UserError: a line is damaged, stands twice, or is missing.
+    """
+    lines: dict[str, Line] = {}
+    try:
+        for problem, line in check_merged(place, plan, store):
+            if problem:
+                raise UserError(f"{problem}: {REMAKE}")
+            assert line is not None
+            lines[line.name] = line
+    except FileNotFoundError:
+        return {}
+    return lines
+
+
+def check_merged(place: Place, plan: Plan, store: str) -> Iterator[tuple[str | None, Line | None]]:
+    """Each line of shards.jsonl against the plan: (what is wrong or None, the line or None)."""
+    where = f"{place.location}/{SHARDS}"
+    wanted = {shard.name: shard for shard in plan.shards}
+    seen: set[str] = set()
+    for number, line in merged_lines(place, store):
+        # Lines stand in the order of the plan: a damaged one still tells which shard it was for.
+        expected = plan.shards[number - 1] if number <= len(plan.shards) else None
+        of = f" (for {expected.name}, {expected.samples()})" if expected else ""
+        if isinstance(line, DamagedError):
+            yield f"{where}:{number}{of} is damaged ({line})", None
+            seen |= {expected.name} if expected else set()
+        elif line.name in seen or line.name not in wanted:
+            why = "a shard that stands there already" if line.name in seen else "a shard that is not in the plan"
+            yield f"{where}:{number}{of} names {line.name}, {why}", None
+        else:
+            seen.add(line.name)
+            yield None, line
+    for name, shard in wanted.items():
+        if name not in seen:
+            yield f"{where} has no line for {name} ({shard.samples()})", None
+
+
+def read_consumed(place: Place) -> "Consumed":
+    """Which shards a training has used up; none where no training follows the store."""
+    try:
+        value = read_sealed(place.read(CONSUMED), f"{place.location}/{CONSUMED}", "remove the store and extract again")
+    except FileNotFoundError:
+        return Consumed("", [], False)
+    return Consumed(**value)
+
+
+@dataclass(frozen=True)
+class Consumed:
+    """What a training that follows a store has used up and removed.
+
+    by: fingerprint of the training. finished: it wants no more.
+    """
+
+    by: str
+    shards: list[str]
+    finished: bool
+
+    def sealed(self) -> bytes:
+        """As JSON."""
+        return seal(asdict(self), indent=2)

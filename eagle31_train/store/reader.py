@@ -1,0 +1,243 @@
+"""Reading a store: complete, or while it is still being written; every shard is checked when it is first opened."""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from eagle31_train import artifacts
+from eagle31_train.place import Place, open_place
+from eagle31_train.schema import Document, UserError
+from eagle31_train.store.ledger import (
+    CONSUMED,
+    EXTRACT,
+    PLAN,
+    PROVENANCE,
+    REMAKE,
+    SHARDS,
+    STREAM,
+    TARGET,
+    Consumed,
+    Line,
+    read_consumed,
+    read_line,
+    read_merged,
+)
+from eagle31_train.store.plan import Plan, PlannedShard
+from eagle31_train.store.sealed import checksum, read_sealed
+from eagle31_train.store.shard import ContentError, ShardFile
+from eagle31_train.store.writer import shape_of, wait
+
+OPEN = {"local": 256, "remote": 4}  # mapped shards: a cached copy that is evicted frees its bytes only once unmapped
+
+
+class Store:
+    """A store, opened for reading.
+
+    Args:
+        place: where it lies, or its folder.
+        follow: read it while it is being written, waiting for shards that are not there yet.
+        patience: seconds to wait for one.
+
+    Raises:
+        UserError: the store is missing, incomplete (without `follow`) or damaged, or, while reading, a shard is.
+    """
+
+    def __init__(self, place: Place | Path, follow: bool = False, patience: float = 3600.0) -> None:
+        self.place = open_place(str(place), Path(), 0) if isinstance(place, Path) else place
+        self.location = self.place.location
+        self.follow, self.patience = follow, patience
+        self.manifest = self._read(artifacts.MANIFEST)
+        if self.manifest is None and not follow:
+            begun = self.place.size(PROVENANCE) is not None
+            hint = ", or give store.follow=true to train while it is being written" if begun else ""
+            raise UserError(f"{self.location}/{artifacts.MANIFEST} is missing: run `{EXTRACT}` first{hint}")
+        if self.manifest is None:
+            wait(
+                lambda: self.place.size(PROVENANCE) is not None and self.place.size(TARGET) is not None,
+                f"train: waiting for {self.location} to be begun by `{EXTRACT}`",
+                patience,
+            )
+        else:
+            # A changed length or layer id would be read as wrong states, and silently.
+            for name in (PROVENANCE, PLAN, SHARDS):
+                self._verify(name)
+        provenance = self._read(PROVENANCE) or {}
+        self.fingerprint: str = provenance["fingerprint"]
+        self.inputs: dict[str, Any] = provenance["inputs"]
+        self.states: dict[str, Any] = provenance["states"]  # what they mean
+        self.plan = Plan.from_json(self._read(PLAN) or {})
+        self.shape = shape_of(self.states)
+        self._lines: dict[str, Line] = read_merged(self.place, self.plan, self.fingerprint)
+        self._verified: set[str] = set()
+        self._open: OrderedDict[str, ShardFile] = OrderedDict()
+
+    @cached_property
+    def target(self) -> dict[str, Tensor]:
+        """The target's weights: embed_tokens [V, H], norm [H] (effective), lm_head [V, H]."""
+        if self.manifest is not None:
+            self._verify(TARGET)
+        try:
+            weights = load_file(self.place.local(TARGET))
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{self.location}/{TARGET} cannot be read ({error}): {REMAKE}") from None
+        weights.setdefault("lm_head", weights["embed_tokens"])
+        return weights
+
+    @cached_property
+    def max_bytes(self) -> int | None:
+        """The bound that the extraction keeps; where there is one, who follows the store removes what it used up."""
+        stream = self._read(STREAM)
+        return None if stream is None else stream["max_bytes"]
+
+    def split(self, name: str) -> "StoreSplit":
+        """The samples of one split, in the order of the data set."""
+        return StoreSplit(self, name)
+
+    def wait_for(self, shards: Iterable[PlannedShard]) -> None:
+        """Return once all of these shards are committed; at once in a complete store.
+
+        Raises:
+            UserError: one was used up and removed, or did not come.
+        """
+        for shard in shards:
+            if shard.name not in self._lines:
+                wait(lambda shard=shard: self._arrived(shard), f"train: waiting for {shard.name}", self.patience)
+
+    def _arrived(self, shard: PlannedShard) -> bool:
+        line = read_line(self.place, shard, self.fingerprint)
+        if line is None:  # merged, or not there yet
+            merged = read_merged(self.place, self.plan, self.fingerprint)
+            self._lines |= merged
+        else:
+            self._lines[shard.name] = line
+        return shard.name in self._lines
+
+    def open(self, shard: PlannedShard) -> ShardFile:
+        """A shard, mapped; checked against its checksum when this process first opens it."""
+        if shard.name in self._open:
+            self._open.move_to_end(shard.name)
+            return self._open[shard.name]
+        self.wait_for([shard])
+        lengths = self.plan.lengths[shard.split][shard.first : shard.end]
+        path = self._checked(shard)
+        try:
+            opened = ShardFile(path, lengths, self.shape, self.states["vocab_size"])
+        except ContentError as error:
+            raise self._damaged(shard, str(error)) from None
+        self._verified.add(shard.name)
+        self._open[shard.name] = opened
+        while len(self._open) > OPEN["remote" if self.place.remote else "local"]:
+            self._open.popitem(last=False)
+        return opened
+
+    def _checked(self, shard: PlannedShard) -> Path:
+        """A path on this machine with the shard's bytes as they were written."""
+        line = self._lines[shard.name]
+        for _ in range(2):  # a copy may be damaged where the original is not
+            try:
+                path = self.place.local(shard.name)
+            except FileNotFoundError:
+                raise self._missing(shard) from None
+            size = path.stat().st_size
+            if size == line.bytes and (shard.name in self._verified or checksum(path) == line.checksum):
+                return path
+            self._verified.discard(shard.name)
+            self.place.forget(shard.name)
+        what = f"has {size} bytes, not {line.bytes}" if size != line.bytes else "is not as it was written (checksum)"
+        raise self._damaged(shard, what)
+
+    def _damaged(self, shard: PlannedShard, what: str) -> UserError:
+        return UserError(
+            f"{self.location}/{shard.name} ({shard.samples()}) {what}: see `python -m eagle31_train.store verify "
+            f"{self.location}`"
+        )
+
+    def _missing(self, shard: PlannedShard) -> UserError:
+        consumed = read_consumed(self.place)
+        if shard.name in consumed.shards:
+            return UserError(
+                f"{self.location}/{shard.name} ({shard.samples()}) was used up and removed by the training "
+                f"{consumed.by}: remove the store and run `{EXTRACT}` again"
+            )
+        return self._damaged(shard, "is missing")
+
+    def consume(self, shards: Sequence[PlannedShard], by: str, finished: bool, remove: bool) -> None:
+        """Let go of shards that a training has used up; with `remove`, record that and remove them.
+
+        Raises:
+            UserError: another training has used up parts of this store.
+        """
+        for shard in shards:
+            self._open.pop(shard.name, None)
+        if not remove:
+            return
+        before = read_consumed(self.place)
+        if before.by not in ("", by):
+            raise UserError(
+                f"parts of {self.location} were used up and removed by another training ({before.by}, this is {by}): "
+                "go on with that one, or remove the store and extract again"
+            )
+        names = before.shards + [shard.name for shard in shards if shard.name not in set(before.shards)]
+        after = Consumed(by, names, finished)
+        if after != before:
+            self.place.write(CONSUMED, after.sealed())
+        for shard in shards:
+            self.place.remove(shard.name)
+
+    def _read(self, name: str) -> dict[str, Any] | None:
+        try:
+            return read_sealed(self.place.read(name), f"{self.location}/{name}", REMAKE)
+        except FileNotFoundError:
+            return None
+
+    def _verify(self, name: str) -> None:
+        """Compare a file with the manifest's entry for it."""
+        entry = (self.manifest or {})["files"].get(name)
+        if entry is None:
+            raise UserError(f"{self.location}/{artifacts.MANIFEST} does not list {name}: {REMAKE}")
+        try:
+            path = self.place.local(name)
+        except FileNotFoundError:
+            raise UserError(f"{self.location}/{name} is missing: {REMAKE}") from None
+        if path.stat().st_size != entry["bytes"] or checksum(path) != entry["checksum"]:
+            self.place.forget(name)
+            raise UserError(f"{self.location}/{name} is not as it was written (checksum): {REMAKE}")
+
+
+class StoreSplit:
+    """The samples of one split, in the order of the data set.
+
+    lengths: tokens of every sample. shards: which hold them.
+    """
+
+    def __init__(self, store: Store, name: str) -> None:
+        self.store = store
+        self.lengths = store.plan.lengths[name]
+        self.shards = store.plan.of(name)
+        self._where = [(shard, i) for shard in self.shards for i in range(shard.end - shard.first)]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def shard_of(self, index: int) -> PlannedShard:
+        """The shard that holds a sample."""
+        return self._where[index][0]
+
+    def wait_for(self, indices: Iterable[int]) -> None:
+        """Return once all of these samples can be read; at once in a complete store."""
+        self.store.wait_for(dict.fromkeys(self.shard_of(index) for index in indices))
+
+    def read(self, index: int, states: bool = True) -> Document:
+        """One sample, with the states that are needed (see `Document`), mapped from the file until they are used."""
+        shard, i = self._where[index]
+        return self.store.open(shard).read(i, states)
+
+    def read_all(self, indices: Iterable[int]) -> list[Document]:
+        """Several samples, in the order asked for."""
+        return [self.read(index) for index in indices]

@@ -1,0 +1,61 @@
+"""JSON that knows whether it is whole: an object whose last entry is a checksum of the others."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from eagle31_train.schema import UserError
+
+CHECK = "check"
+CHUNK = 1 << 22
+
+
+class DamagedError(ValueError):
+    """The text is not what was sealed; says why."""
+
+
+def seal(value: dict[str, Any], indent: int | None = None) -> bytes:
+    """A JSON object as bytes, with a checksum of itself; one line, or indented for people."""
+    return (json.dumps({**value, CHECK: _check(value)}, indent=indent, ensure_ascii=False) + "\n").encode()
+
+
+def unseal(data: bytes) -> dict[str, Any]:
+    """The object without its checksum.
+
+    Raises:
+        DamagedError: it is torn, altered, or was never sealed.
+    """
+    try:
+        value = json.loads(data)
+    except ValueError as error:  # of JSON or of UTF-8
+        raise DamagedError(str(error)) from None
+    if not isinstance(value, dict) or CHECK not in value:
+        raise DamagedError("no checksum in it")
+    found = value.pop(CHECK)
+    if found != _check(value):
+        raise DamagedError("its checksum does not match")
+    return value
+
+
+def read_sealed(data: bytes, where: str, remedy: str) -> dict[str, Any]:
+    """`unseal` for a file that must be whole."""
+    try:
+        return unseal(data)
+    except DamagedError as error:
+        raise UserError(f"{where} is damaged ({error}): {remedy}") from None
+
+
+def checksum(path: Path) -> str:
+    """XXH3-128 of a file's bytes, as hex: finds any accident as surely as SHA-256 does, at the memory's speed."""
+    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(CHUNK))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+    return digest.hexdigest()
+
+
+def _check(value: dict[str, Any]) -> str:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return xxhash.xxh3_64_hexdigest(text.encode())

@@ -1,0 +1,131 @@
+"""One shard's file: many samples end to end, without padding, their states encoded.
+
+For S samples of N tokens together, of which slots attend to C and M teach (see `Document`):
+
+    tokens [N] int32, loss_mask [N] bool, top1 [N] int32
+    aux.values [C, A, …], aux.scale [C, A, …]; last.values [M, …], last.scale [M, …]
+
+Where a sample's rows begin follows from the lengths and the loss mask, and is kept nowhere else.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from eagle31_train.codec import Encoded, as_encoded, concatenate, encode
+from eagle31_train.schema import Document
+from eagle31_train.store.plan import Shape
+
+NONE = torch.empty(0)
+
+
+class ContentError(ValueError):
+    """A shard's file is not what its plan says; says how."""
+
+
+def write_shard(path: Path, documents: Sequence[Document], shape: Shape) -> None:
+    """Write samples (with states in any float dtype, on any device) into a file."""
+    aux = [_kept(document.attended_states, shape.aux_codec) for document in documents]
+    last = [_kept(document.taught_states, shape.last_codec) for document in documents]
+    tensors = {
+        "tokens": torch.cat([document.tokens for document in documents]).int(),
+        "loss_mask": torch.cat([document.loss_mask for document in documents]),
+        "top1": torch.cat([document.top1 for document in documents]).int(),
+    }
+    for name, parts in (("aux", aux), ("last", last)):
+        joined = concatenate(parts)
+        tensors |= {f"{name}.values": joined.values, f"{name}.scale": joined.scale}
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+
+
+def _kept(states: Tensor | Encoded, codec: str) -> Encoded:
+    """Encoded where the states are, since a GPU does it in passing, and brought here in fewer bytes."""
+    encoded = states if isinstance(states, Encoded) else encode(states, codec)
+    return replace(encoded, values=encoded.values.cpu(), scale=encoded.scale.cpu())
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Where each of S samples begins, and the last ends: [S + 1] each."""
+
+    tokens: list[int]
+    aux: list[int]
+    last: list[int]
+
+
+class ShardFile:
+    """A shard, mapped into memory: what is read from it is copied only when it is used.
+
+    Args:
+        path: its file.
+        lengths: tokens of each of its samples.
+        shape: of the store's states.
+        vocab_size: V, for ids that are none.
+
+    Raises:
+        ContentError: the file is no shard, or not one of such samples.
+    """
+
+    def __init__(self, path: Path, lengths: Sequence[int], shape: Shape, vocab_size: int) -> None:
+        try:
+            with safe_open(path, framework="pt") as file:
+                found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            self.tokens, self.loss_mask, self.top1 = found["tokens"], found["loss_mask"], found["top1"]
+            self.aux = Encoded(shape.aux_codec, shape.hidden_size, found["aux.values"], found["aux.scale"])
+            self.last = Encoded(shape.last_codec, shape.hidden_size, found["last.values"], found["last.scale"])
+        except (SafetensorError, OSError, KeyError) as error:
+            raise ContentError(f"it cannot be read ({error})") from None
+        total = sum(lengths)
+        if not len(self.tokens) == len(self.loss_mask) == len(self.top1) == total:
+            raise ContentError(f"it holds {len(self.tokens)} tokens, not {total}")
+        self._rows = self._find_rows(lengths)
+        if (len(self.aux), len(self.last)) != (self._rows.aux[-1], self._rows.last[-1]):
+            raise ContentError("its states do not fit its loss mask")
+        self._check_ids(vocab_size)
+
+    def _find_rows(self, lengths: Sequence[int]) -> _Rows:
+        edges = [0, *accumulate(lengths)]
+        taught = self._taught(edges)
+        counts = torch.searchsorted(taught, torch.tensor(edges)).tolist()
+        attended = [
+            int(taught[end - 1]) - start if end > begin else 0
+            for (begin, end), start in zip(pairwise(counts), edges[:-1], strict=True)
+        ]
+        return _Rows(edges, [0, *accumulate(attended)], counts)
+
+    def _taught(self, edges: Sequence[int]) -> Tensor:
+        """[M] int64: positions, counted over the shard, whose distribution teaches."""
+        teaches = torch.zeros(len(self.loss_mask), dtype=torch.bool)
+        teaches[:-1] = self.loss_mask[1:]
+        starts, ends = torch.tensor(edges[:-1]), torch.tensor(edges[1:])
+        teaches[starts[ends > starts]] = False  # no slot comes before a sample's first token
+        teaches[ends[ends > starts] - 1] = False  # what follows is another sample
+        return teaches.nonzero()[:, 0]
+
+    def _check_ids(self, vocab_size: int) -> None:
+        """Refuse ids that the target's vocabulary lacks: as indices they fail far from here, or silently wrap."""
+        for name, ids, least in (("tokens", self.tokens, 0), ("top1", self.top1, -1)):
+            if len(ids) and (ids.min() < least or ids.max() >= vocab_size):
+                raise ContentError(
+                    f"it holds {name} from {int(ids.min())} to {int(ids.max())}, outside the {vocab_size} tokens of "
+                    "its target's vocabulary"
+                )
+        if (self.top1[self._taught(self._rows.tokens)] < 0).any():
+            raise ContentError("it lacks the target's arg-max (top1) before some of the assistant's tokens")
+
+    def read(self, index: int, states: bool = True) -> Document:
+        """Sample `index` of the shard; without `states`, those are empty."""
+
+        def cut(edges: list[int]) -> slice:
+            return slice(edges[index], edges[index + 1])
+
+        tokens = cut(self._rows.tokens)
+        aux = self.aux[cut(self._rows.aux)] if states else as_encoded(NONE)
+        last = self.last[cut(self._rows.last)] if states else as_encoded(NONE)
+        return Document(self.tokens[tokens].long(), self.loss_mask[tokens], self.top1[tokens].long(), aux, last)

@@ -1,0 +1,318 @@
+"""Writing a store: every shard is committed whole, by any number of processes, and never past a bound of bytes."""
+
+import errno
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from eagle31_train import artifacts
+from eagle31_train.place import Place
+from eagle31_train.schema import Document, UserError
+from eagle31_train.store.ledger import (
+    PLAN,
+    PROVENANCE,
+    SHARDS,
+    STREAM,
+    TARGET,
+    Line,
+    check_merged,
+    parse_line,
+    read_consumed,
+    read_merged,
+)
+from eagle31_train.store.plan import Plan, PlannedShard, Shape
+from eagle31_train.store.sealed import DamagedError, checksum, read_sealed, seal, unseal
+from eagle31_train.store.shard import write_shard
+
+POLL = 0.5  # seconds between looks at what other processes have done
+
+
+def shape_of(states: dict[str, Any]) -> Shape:
+    """What decides the size of a state, from the provenance's `states`."""
+    return Shape(states["hidden_size"], len(states["aux_layers"]), states["aux_codec"], states["last_codec"])
+
+
+class StoreWriter:
+    """Writes a store shard by shard.
+
+    Args:
+        place: where; a store of the same provenance that an earlier run began is continued.
+        provenance: what the states are of: {"fingerprint", "inputs", "states"}.
+        plan: what the store will hold.
+        rank, ranks: which of several writing processes this is. Rank 0 prepares and finishes the store, the
+            others wait for it; they meet through files alone.
+        overwrite: replace a store of another provenance.
+        max_bytes: keep no more than this; shards wait until a training has used up earlier ones.
+        patience: seconds to wait for another process, or for room.
+
+    Raises:
+        UserError: the place holds a begun store of another provenance, or the bound is too small for any training.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        provenance: dict[str, Any],
+        plan: Plan,
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+        overwrite: bool = False,
+        max_bytes: int | None = None,
+        patience: float = 3600.0,
+    ) -> None:
+        self.place, self.plan, self.rank, self.ranks = place, plan, rank, ranks
+        self.provenance, self.max_bytes, self.patience = provenance, max_bytes, patience
+        self.shape = shape_of(provenance["states"])
+        self.id: str = provenance["fingerprint"]
+        _refuse_small_bound(plan, max_bytes)
+        if rank == 0:
+            self._prepare(overwrite)
+        else:
+            self._wait(self._prepared, "for the first process to prepare the store")
+        self.lines = self._committed()
+
+    def mine(self) -> list[PlannedShard]:
+        """The shards that this process extracts, in order; held-out ones first."""
+        return self.plan.share(self.rank, self.ranks)
+
+    def has(self, shard: PlannedShard) -> bool:
+        """Whether the shard is committed and of its listed size, or was, and has been used up."""
+        line = self.lines.get(shard.name)
+        if line is None:
+            return False
+        return self.place.size(shard.name) == line.bytes or shard.name in read_consumed(self.place).shards
+
+    def wait_for_room(self, shard: PlannedShard) -> None:
+        """Return once this shard and all before it that are not used up fit into `max_bytes` together.
+
+        Counted by the plan and not by what lies there, so that several processes cannot pass the bound together.
+
+        Raises:
+            UserError: `patience` is over, or the training wants no more.
+        """
+        if self.max_bytes is None:
+            return
+        before = self.plan.shards[: shard.number + 1]
+
+        def room() -> bool:
+            consumed = read_consumed(self.place)
+            if consumed.finished and shard.split == "train":
+                raise UserError(f"the training that follows {self.place.location} is finished and wants no more of it")
+            gone = set(consumed.shards)
+            return sum(s.bytes for s in before if s.name not in gone) <= (self.max_bytes or 0)
+
+        self._wait(room, f"for room: {self.place.location} is at store.max_bytes until training has used up a shard")
+
+    def write(
+        self, shard: PlannedShard, documents: Sequence[Document], fidelity: Sequence[float] | None = None
+    ) -> None:
+        """Commit one shard: its file, then its line.
+
+        Raises:
+            UserError: the disk is full, or a state cannot be encoded.
+        """
+        scratch = self.place.scratch(shard.name)
+        try:
+            write_shard(scratch, documents, self.shape)
+            size = scratch.stat().st_size
+            assert size <= shard.bytes, "the plan is wrong about the size of a shard"
+            line = Line(shard.name, self.id, size, checksum(scratch), list(fidelity) if fidelity is not None else None)
+            self.place.put(scratch, shard.name)
+            self.place.write(shard.line, line.sealed())
+        except OSError as error:
+            scratch.unlink(missing_ok=True)
+            raise self._explained(error, shard.bytes) from None
+        except BaseException:
+            scratch.unlink(missing_ok=True)
+            raise
+        self.lines[shard.name] = line
+
+    def write_target(self, weights: dict[str, Tensor]) -> None:
+        """Write the target's weights that training needs: embed_tokens, norm and, unless tied, lm_head."""
+        scratch = self.place.scratch(TARGET)
+        needed = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
+        try:
+            save_file({name: tensor.contiguous().cpu() for name, tensor in weights.items()}, scratch)
+            self.place.put(scratch, TARGET)
+        except OSError as error:
+            scratch.unlink(missing_ok=True)
+            raise self._explained(error, needed) from None
+
+    def finish(self, totals: dict[str, Any]) -> dict[str, Any]:
+        """Rank 0: wait for every shard, gather the lines, write the manifest, which makes the store complete.
+
+        Args:
+            totals: what else the manifest says.
+
+        Returns:
+            The manifest.
+        """
+        assert self.rank == 0
+
+        def complete() -> bool:
+            self.lines = self._committed()
+            return len(self.lines) == len(self.plan.shards)
+
+        self._wait(complete, "for the other processes' shards")
+        merged = b"".join(self.lines[shard.name].sealed() for shard in self.plan.shards)
+        self.place.write(SHARDS, merged)
+        for shard in self.plan.shards:  # now that their lines stand elsewhere
+            self.place.remove(shard.line)
+        self.place.remove(STREAM)
+        files = {name: self.place.local(name) for name in (PROVENANCE, PLAN, SHARDS, TARGET)}
+        manifest = {
+            "fingerprint": self.id,
+            "inputs": self.provenance["inputs"],
+            "samples": {split: len(lengths) for split, lengths in self.plan.lengths.items()},
+            "tokens": self.plan.tokens,
+            "bytes_per_token": sum(line.bytes for line in self.lines.values()) / max(1, self.plan.tokens),
+            **totals,
+            "files": {name: {"bytes": path.stat().st_size, "checksum": checksum(path)} for name, path in files.items()},
+        }
+        self.place.write(artifacts.MANIFEST, seal(manifest, indent=2))
+        return manifest
+
+    def _prepare(self, overwrite: bool) -> None:
+        """Begin the store, or check that what was begun is this one."""
+        place = self.place
+        try:
+            begun = read_sealed(place.read(PROVENANCE), f"{place.location}/{PROVENANCE}", _REMOVE)
+        except FileNotFoundError:
+            if place.names("shards"):  # shards of unknown origin pass for nobody's
+                raise UserError(f"{place.location} holds shards but no {PROVENANCE}: {_REMOVE}") from None
+            begun = None
+        if begun is not None and begun != self.provenance:
+            if not overwrite:
+                change = artifacts.describe_change(begun, self.provenance)
+                raise UserError(
+                    f"{place.location} holds a begun store of another run ({change}): "
+                    "choose another run_dir=… or replace it with overwrite=true"
+                )
+            place.discard()
+        place.remove(artifacts.MANIFEST)  # whoever reads it now finds it unfinished
+        place.clean([shard.name for shard in self.plan.shards] + [TARGET])
+        place.write(PLAN, seal(self.plan.as_json()))
+        place.write(STREAM, seal({"max_bytes": self.max_bytes}))
+        place.write(PROVENANCE, seal(self.provenance, indent=2))
+
+    def _prepared(self) -> bool:
+        try:
+            return unseal(self.place.read(PROVENANCE)) == self.provenance
+        except (FileNotFoundError, DamagedError):
+            return False
+
+    def _committed(self) -> dict[str, Line]:
+        """The lines there are; a damaged one, as a kill may leave where files are not replaced whole, is none."""
+        lines: dict[str, Line] = {}
+        with suppress(FileNotFoundError):
+            for problem, line in check_merged(self.place, self.plan, self.id):
+                if line is not None:
+                    lines[line.name] = line
+                else:
+                    print(f"extract: {problem}", file=sys.stderr)
+        there = set(self.place.names("shards"))
+        for shard in self.plan.shards:
+            if shard.line not in there:
+                continue
+            try:
+                lines[shard.name] = parse_line(self.place.read(shard.line), self.id)
+            except FileNotFoundError:  # gone since the listing
+                pass
+            except DamagedError as error:
+                print(f"extract: {self.place.location}/{shard.line} is damaged ({error})", file=sys.stderr)
+        return lines
+
+    def _wait(self, until: Callable[[], bool], what: str) -> None:
+        wait(until, f"extract: waiting {what}", self.patience)
+
+    def _explained(self, error: OSError, needed: int) -> UserError | OSError:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            return error
+        return UserError(
+            f"{self.place.location} is full: the next file needs {needed:,} bytes; free some and run the same command "
+            "again, which goes on from here"
+        )
+
+
+_REMOVE = "remove the store, or choose another run_dir=…"
+
+
+def wait(until: Callable[[], bool], what: str, patience: float) -> None:
+    """Look again and again until it is so; say once that we wait, and give up in the end.
+
+    Raises:
+        UserError: nothing came of it for `patience` seconds.
+    """
+    began = time.monotonic()
+    say = partial(print, f"{what} …", file=sys.stderr, flush=True)
+    while not until():
+        say()
+        say = partial(bool)
+        if time.monotonic() - began > patience:
+            raise UserError(f"{what}: nothing came for {patience:,.0f} s (store.patience); run the same command again")
+        time.sleep(POLL)
+
+
+def _refuse_small_bound(plan: Plan, max_bytes: int | None) -> None:
+    if max_bytes is None:
+        return
+    kept = sum(shard.bytes for shard in plan.of("heldout"))
+    largest = max((shard.bytes for shard in plan.of("train")), default=0)
+    if kept + largest > max_bytes:
+        raise UserError(
+            f"store.max_bytes={max_bytes:,} cannot hold the held-out split and one shard, which take {kept:,} and "
+            f"{largest:,} bytes: raise it, or lower extract.shard_tokens or data.heldout"
+        )
+
+
+def finished(place: Place, fingerprint: str, inputs: dict[str, Any], overwrite: bool) -> dict[str, Any] | None:
+    """The manifest of a complete store of these inputs; None if there is work to do.
+
+    Only sizes are compared here; `python -m eagle31_train.store verify` reads every byte.
+
+    Raises:
+        UserError: the place holds a finished store of other inputs and `overwrite` is off.
+    """
+    try:
+        manifest = unseal(place.read(artifacts.MANIFEST))
+    except FileNotFoundError:
+        return None
+    except DamagedError as error:
+        print(f"extract: {place.location}/{artifacts.MANIFEST} is damaged ({error}); finishing the store again")
+        return None
+    if manifest["fingerprint"] != fingerprint:
+        if not overwrite:
+            raise UserError(
+                f"{place.location} was made from other inputs "
+                f"({artifacts.describe_change(manifest['inputs'], inputs)}): "
+                "choose another name=… or run_dir=…, or replace it with overwrite=true"
+            )
+        return None
+    if damage := _first_missing(place, manifest):
+        print(f"{damage}; making it again")
+        return None
+    return manifest
+
+
+def _first_missing(place: Place, manifest: dict[str, Any]) -> str | None:
+    """Name the first file of a complete store that is missing or of another size."""
+    sizes = {name: entry["bytes"] for name, entry in manifest["files"].items()}
+    try:
+        plan = Plan.from_json(unseal(place.read(PLAN)))
+        sizes |= {line.name: line.bytes for line in read_merged(place, plan, manifest["fingerprint"]).values()}
+        gone = set(read_consumed(place).shards)
+    except (FileNotFoundError, DamagedError, UserError) as error:
+        return f"{place.location}: {error}"
+    for name, size in sizes.items():
+        found = place.size(name)
+        if found != size and name not in gone:
+            what = "is missing" if found is None else f"has {found} bytes, not {size}: truncated or replaced"
+            return f"{place.location}/{name} {what}"
+    return None
