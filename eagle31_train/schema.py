@@ -148,6 +148,11 @@ class TrainConfig:
     batch_tokens: int = opt(
         4096, "tokens of one optimizer step, over all ranks and accumulation steps; no sample is longer"
     )
+    window_tokens: int | None = opt(
+        None,
+        "shuffle within windows of consecutive shards of at least so many tokens, in turn, so that a store need "
+        "not be at hand as a whole; default: the whole split is one window",
+    )
     accumulation: int = opt(1, "micro-batches per rank and optimizer step")
     slots_per_batch: int | None = opt(
         None, "train a random subset of so many slots (draft starts) per optimizer step, unbiased; default: all"

@@ -1,6 +1,5 @@
 """From a configuration and a store to the things that are trained: shape, drafter, teacher, objective."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -72,17 +71,17 @@ def check_store(store: Store, data: dict[str, Any], target: TargetConfig) -> Non
     Args:
         data: manifest of the data stage, whose draft vocabulary training reads.
     """
-    made = store.manifest["inputs"]
+    made = store.inputs
     if made["data"] != data["dataset_fingerprint"]:
         raise UserError(
-            f"{store.folder} was made from other data than is in its run now: "
+            f"{store.location} was made from other data than is in its run now: "
             "run `python -m eagle31_train.extract` again with overwrite=true"
         )
     there = {name: value for name, value in made["target"].items() if name != "weights"}
     here = {name: getattr(target, name) for name in there}
     if change := artifacts.describe_change(there, here, "target."):
         raise UserError(
-            f"{store.folder} was made for another target ({change}): choose its run_dir=…, "
+            f"{store.location} was made for another target ({change}): choose its run_dir=…, "
             "or run `python -m eagle31_train.extract` for this one"
         )
 
@@ -94,12 +93,12 @@ def check_samples(split: StoreSplit, batch_tokens: int) -> None:
         UserError: a sample is longer than `batch_tokens`, or there is none.
     """
     if not len(split):
-        raise UserError(f"{split.store.folder} holds no sample to train on: run `python -m data_prep` with more data")
+        raise UserError(f"{split.store.location} holds no sample to train on: run `python -m data_prep` with more data")
     longer = [length for length in split.lengths if length > batch_tokens]
     if longer:
         longest = max(longer)
         raise UserError(
-            f"{len(longer)} of {len(split)} training samples in {split.store.folder} are longer than "
+            f"{len(longer)} of {len(split)} training samples in {split.store.location} are longer than "
             f"train.batch_tokens={batch_tokens}; the longest, row {split.lengths.index(longest)} of the train split, "
             f"has {longest} tokens: set train.batch_tokens={longest} or more, or make data and store again with "
             f"data.max_length={batch_tokens}"
@@ -109,7 +108,7 @@ def check_samples(split: StoreSplit, batch_tokens: int) -> None:
 def drafter_shape(config: DrafterConfig, store: Store, vocab: DraftVocab) -> DrafterShape:
     """The drafter's architecture, joined with what the store says of its target."""
     require_available(config.architecture)
-    H, V = store.provenance["hidden_size"], store.provenance["vocab_size"]
+    H, V = store.states["hidden_size"], store.states["vocab_size"]
     if vocab.target_size != V:
         raise UserError(
             f"the draft vocabulary is of a target with {vocab.target_size} tokens, the store's target has {V}: "
@@ -125,7 +124,7 @@ def drafter_shape(config: DrafterConfig, store: Store, vocab: DraftVocab) -> Dra
         architecture=config.architecture,
         hidden_size=D,
         target_hidden_size=H,
-        aux_layers=list(store.provenance["aux_layers"]),
+        aux_layers=list(store.states["aux_layers"]),
         vocab_size=V,
         draft_vocab_size=len(vocab),
         intermediate_size=config.intermediate_size,
@@ -147,7 +146,7 @@ def drafter_shape(config: DrafterConfig, store: Store, vocab: DraftVocab) -> Dra
     return shape
 
 
-def check_target(weights: dict[str, Tensor], shape: DrafterShape, where: Path) -> None:
+def check_target(weights: dict[str, Tensor], shape: DrafterShape, where: str) -> None:
     """Refuse weights of the target that do not fit what the store says of it.
 
     Raises:
@@ -170,7 +169,7 @@ def build_objective(config: Config, shape: DrafterShape, store: Store, vocab: Dr
     """
     torch.manual_seed(config.seed)
     weights = store.target
-    check_target(weights, shape, store.folder / TARGET)
+    check_target(weights, shape, f"{store.location}/{TARGET}")
     ids = torch.from_numpy(vocab.target_ids)
     low = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
     drafter = Drafter(shape, weights["embed_tokens"][: shape.vocab_size].to(low))
@@ -181,7 +180,7 @@ def build_objective(config: Config, shape: DrafterShape, store: Store, vocab: Dr
         # fc passes the last auxiliary state on, a little of the others mixed in.
         drafter.fc.weight.data.mul_(0.25)[:, -shape.hidden_size :] += torch.eye(shape.hidden_size)
     drafter.lm_head.weight.requires_grad_(config.drafter.train_lm_head)
-    teacher = Teacher(weights["norm"], store.provenance["norm"]["eps"], head_rows.to(low), ids)
+    teacher = Teacher(weights["norm"], store.states["norm"]["eps"], head_rows.to(low), ids)
     drafter.recompute = config.train.recompute
     objective = Objective(drafter, teacher, config.train.loss, config.train.lk)
     if config.train.compile:

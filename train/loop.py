@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from eagle31_train import artifacts, cli, vocab
 from eagle31_train.drafter.batch import Batch, build_batch, choose_slots
 from eagle31_train.loss import MEASURES, Objective
-from eagle31_train.schema import Config, UserError
-from eagle31_train.store import Store, StoreSplit
-from train import checkpoint, order
+from eagle31_train.schema import Config, UserError, byte_count
+from eagle31_train.store import Store, StoreSplit, place_of
+from train import checkpoint, order, windows
 from train.build import build_objective, check_options, check_samples, check_store, drafter_shape
 from train.metrics import Reporter, fetch, reduce_sums, summarise
 
@@ -49,7 +49,7 @@ def train(config: Config) -> None:
     """
     check_options(config.train, config.drafter)
     folder, data_dir = Path(config.run_dir) / "train", config.data_folder
-    store = Store(config.store_folder)
+    store = Store(place_of(config), config.store.follow, config.store.patience)
     check_store(store, artifacts.read_json(data_dir / artifacts.MANIFEST, "python -m data_prep"), config.target)
     draft_vocab = vocab.read(data_dir / "vocab.safetensors")
     inputs = training_inputs(config, store, artifacts.file_sha256(data_dir / "vocab.safetensors"))
@@ -57,6 +57,8 @@ def train(config: Config) -> None:
     shape = drafter_shape(config.drafter, store, draft_vocab)
     train_split, heldout = store.split("train"), store.split("heldout")
     check_samples(train_split, config.train.batch_tokens)
+    cut = windows.cut(train_split, config.train.window_tokens)
+    windows.check(store, cut, config.train.epochs, byte_count(config.store.cache_bytes, "store.cache_bytes"))
 
     accelerator = make_accelerator(config, folder)
     up_to_date = [False]
@@ -78,21 +80,28 @@ def train(config: Config) -> None:
         fused=True,
     )
     model, prepared = accelerator.prepare(objective, optimizer)
-    batches = order.schedule(train_split.lengths, t.batch_tokens, config.seed, t.epochs, t.max_steps)
+    batches = order.schedule(
+        train_split.lengths, t.batch_tokens, config.seed, t.epochs, t.max_steps, windows.samples(cut)
+    )
+    usage = windows.Usage(train_split, batches, cut)
+    bounded = store.follow and store.max_bytes is not None
     kept = torch.from_numpy(draft_vocab.t2d)
 
     # Where an earlier run of the same inputs stopped.
-    done, totals = 0, {"tokens": 0, "pairs": 0, "seconds": 0.0}
+    done, totals = 0, {"tokens": 0, "pairs": 0, "seconds": 0.0, "waited": 0.0}
     if (found := checkpoint.newest(folder / "checkpoints", fingerprint)) is not None:
         manifest = checkpoint.restore(found, drafter, optimizer)
         done, totals = manifest["step"], manifest["totals"]
         accelerator.print(f"train: going on after step {done} ({found})")
+    store.consume(usage.used_up(done), fingerprint, done == len(batches), bounded and accelerator.is_main_process)
+    if not store.follow:
+        store.place.prefetch(usage.names_after(done))
     start_tracker(accelerator, config, folder, inputs)
     reporter = Reporter(accelerator, folder, done, len(batches))
 
     lap = time.perf_counter()
     measured_heldout: dict[str, Any] | None = None
-    for step, share, counts in load(train_split, batches, done, config, kept, accelerator):
+    for step, share, counts, waited in load(train_split, batches, done, config, kept, accelerator):
         lr = learning_rate(step, len(batches), config)
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -117,7 +126,11 @@ def train(config: Config) -> None:
         tokens = sum(train_split.lengths[i] for i in batches[step - 1])
         totals["tokens"] += tokens
         totals["pairs"] += int(sums[1].sum())
-        reporter.log(step, {**report, "lr": lr, "grad_norm": norm.item(), "tokens": totals["tokens"]})
+        totals["waited"] += waited
+        reporter.log(
+            step,
+            {**report, "lr": lr, "grad_norm": norm.item(), "tokens": totals["tokens"], "data_wait": waited},
+        )
         reporter.progress(tokens, report["loss"], report["tau"])
         final = step == len(batches)
         if len(heldout) and (final or step % t.eval_every == 0):
@@ -128,10 +141,14 @@ def train(config: Config) -> None:
             )
         lap, before = time.perf_counter(), lap
         totals["seconds"] += lap - before
-        if (final or step % t.checkpoint_every == 0) and accelerator.is_main_process:
+        if not (final or step % t.checkpoint_every == 0 or (bounded and usage.ends_window(step))):
+            continue
+        if accelerator.is_main_process:
             extra = {"fingerprint": fingerprint, "totals": totals, "heldout": measured_heldout if final else None}
             found = checkpoint.save(folder / "checkpoints", step, drafter, optimizer, extra)
             checkpoint.prune(folder / "checkpoints", t.keep_checkpoints)
+        # What no step after a checkpoint reads may go; before it is saved, a kill would need it again.
+        store.consume(usage.used_up(step), fingerprint, final, bounded and accelerator.is_main_process)
     reporter.bar.close()
     # Together, so that no rank closes its connections while another still saves or speaks to it.
     accelerator.wait_for_everyone()
@@ -151,7 +168,11 @@ def train(config: Config) -> None:
                 "files": artifacts.list_files(folder, found.iterdir()),
             },
         )
-        print(f"train: {len(batches)} steps, {totals['tokens']:,} tokens; drafter in {found}")
+        waited = totals["waited"] / max(totals["seconds"], 1e-9)
+        print(
+            f"train: {len(batches)} steps, {totals['tokens']:,} tokens, {waited:.1%} of the time waiting for data; "
+            f"drafter in {found}"
+        )
 
 
 def accumulate(
@@ -185,8 +206,8 @@ def training_inputs(config: Config, store: Store, vocab_sha: str) -> dict[str, A
     recipe = {name: value for name, value in asdict(config.train).items() if name not in UNRELATED}
     return {
         "layout": LAYOUT,
-        "store": store.manifest["fingerprint"],
-        "data": store.manifest["inputs"]["data"],
+        "store": store.fingerprint,
+        "data": store.inputs["data"],
         "vocab": vocab_sha[:16],
         "drafter": asdict(config.drafter),
         "train": recipe,
@@ -255,18 +276,20 @@ def load(
     config: Config,
     kept: Tensor,
     accelerator: Accelerator,
-) -> Iterator[tuple[int, list[tuple[Batch, bool]], Tensor]]:
+) -> Iterator[tuple[int, list[tuple[Batch, bool]], Tensor, float]]:
     """This rank's micro-batches of every step after `done`, read one step ahead in the background.
 
     A micro-batch is (batch, real): where a global batch has fewer samples than there are parts,
     a rank still takes part in the gradient exchange with a sample that counts for nothing.
-    With them comes their part of N_k, [K] int64. For a CUDA device all lie in page-locked memory.
+    With them come their part of N_k, [K] int64, and the seconds that training waited for all that.
+    For a CUDA device all lie in page-locked memory.
     """
     t = config.train
     pin = accelerator.device.type == "cuda"
 
     def read(step: int) -> tuple[list[tuple[Batch, bool]], Tensor]:
         samples = batches[step]
+        split.wait_for(samples)  # here, where every rank waits for the same, and not inside an exchange of gradients
         subset = None
         if t.slots_per_batch is not None:  # chosen alike by every rank, among the slots of all of them
             everything = [split.read(i, states=False) for i in samples]
@@ -285,9 +308,11 @@ def load(
         ahead = pool.submit(read, done) if done < len(batches) else None
         for step in range(done, len(batches)):
             assert ahead is not None
+            began = time.perf_counter()
             share, counts = ahead.result()
+            waited = time.perf_counter() - began
             ahead = pool.submit(read, step + 1) if step + 1 < len(batches) else None
-            yield step + 1, share, counts
+            yield step + 1, share, counts, waited
 
 
 def step_weights(counts: Tensor, gamma: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""The order of the data: a pure function of (seed, epoch, lengths), the same for any number of ranks.
+"""The order of the data: a pure function of (seed, epoch, lengths, windows), the same for any number of ranks.
 
 A global batch is a list of sample indices; `share` splits it into the micro-batches of ranks and
 accumulation steps. Splitting otherwise changes nothing but speed, since the loss is normalised over
@@ -10,28 +10,42 @@ from collections.abc import Sequence
 
 import numpy as np
 
-WINDOW = 64  # batches that are packed together
+PACKED = 64  # batches that are packed together
 
 
-def global_batches(lengths: Sequence[int], batch_tokens: int, seed: int, epoch: int) -> list[list[int]]:
-    """One epoch: a random permutation, packed window by window, the batches shuffled again.
+def global_batches(
+    lengths: Sequence[int], batch_tokens: int, seed: int, epoch: int, windows: Sequence[range] | None = None
+) -> list[list[int]]:
+    """One epoch: window by window, the samples of each in random order, packed, the batches shuffled again.
 
     A batch holds at most `batch_tokens` tokens, and so must every sample (`build.check_samples` tells the
-    user). Every sample occurs exactly once. Packing keeps steps equally large; a window holds WINDOW
-    batches' worth of samples, so that who meets whom stays nearly random.
+    user). Every sample occurs exactly once. Packing keeps steps equally large; PACKED batches' worth of
+    samples are packed together, so that who meets whom stays nearly random.
+
+    Args:
+        windows: stretches of samples that are trained one after another: in order in the first epoch, which may
+            follow a store that is still being written, in random order later. All samples are one without.
     """
     assert max(lengths, default=0) <= batch_tokens, "a sample is longer than the budget of a batch"
     random = np.random.Generator(np.random.PCG64([seed, epoch]))
+    windows = windows or [range(len(lengths))]
+    turns = random.permutation(len(windows)).tolist() if epoch and len(windows) > 1 else range(len(windows))
+    return [batch for turn in turns for batch in _window_batches(windows[turn], lengths, batch_tokens, random)]
+
+
+def _window_batches(
+    window: range, lengths: Sequence[int], batch_tokens: int, random: np.random.Generator
+) -> list[list[int]]:
     batches: list[list[int]] = []
-    window: list[int] = []
+    together: list[int] = []
     held = 0
-    for index in random.permutation(len(lengths)).tolist():
-        window.append(index)
-        held += lengths[index]
-        if held >= WINDOW * batch_tokens:
-            batches += best_fit(window, lengths, batch_tokens)
-            window, held = [], 0
-    batches += best_fit(window, lengths, batch_tokens)
+    for place in random.permutation(len(window)).tolist():
+        together.append(window[place])
+        held += lengths[window[place]]
+        if held >= PACKED * batch_tokens:
+            batches += best_fit(together, lengths, batch_tokens)
+            together, held = [], 0
+    batches += best_fit(together, lengths, batch_tokens)
     return [batches[i] for i in random.permutation(len(batches)).tolist()]
 
 
@@ -52,12 +66,17 @@ def best_fit(samples: Sequence[int], lengths: Sequence[int], batch_tokens: int) 
 
 
 def schedule(
-    lengths: Sequence[int], batch_tokens: int, seed: int, epochs: int, max_steps: int | None
+    lengths: Sequence[int],
+    batch_tokens: int,
+    seed: int,
+    epochs: int,
+    max_steps: int | None,
+    windows: Sequence[range] | None = None,
 ) -> list[list[int]]:
     """Every global batch of a run, in order: item i is what optimizer step i+1 trains on."""
     batches: list[list[int]] = []
     for epoch in range(epochs):
-        batches += global_batches(lengths, batch_tokens, seed, epoch)
+        batches += global_batches(lengths, batch_tokens, seed, epoch, windows)
         if max_steps is not None and len(batches) >= max_steps:
             return batches[:max_steps]
     return batches

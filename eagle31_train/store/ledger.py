@@ -28,7 +28,7 @@ class Line:
 
     name: str
     store: str  # fingerprint of the store that it belongs to
-    bytes: int
+    size: int  # in bytes
     checksum: str
     fidelity: list[float] | None = None
 

@@ -1,8 +1,9 @@
 """Reading a store: complete, or while it is still being written; every shard is checked when it is first opened."""
 
+import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,7 @@ class Store:
         self.shape = shape_of(self.states)
         self._lines: dict[str, Line] = read_merged(self.place, self.plan, self.fingerprint)
         self._verified: set[str] = set()
+        self._lock = threading.Lock()
         self._open: OrderedDict[str, ShardFile] = OrderedDict()
 
     @cached_property
@@ -107,7 +109,7 @@ class Store:
         """
         for shard in shards:
             if shard.name not in self._lines:
-                wait(lambda shard=shard: self._arrived(shard), f"train: waiting for {shard.name}", self.patience)
+                wait(partial(self._arrived, shard), f"train: waiting for {shard.name}", self.patience)
 
     def _arrived(self, shard: PlannedShard) -> bool:
         line = read_line(self.place, shard, self.fingerprint)
@@ -120,37 +122,39 @@ class Store:
 
     def open(self, shard: PlannedShard) -> ShardFile:
         """A shard, mapped; checked against its checksum when this process first opens it."""
-        if shard.name in self._open:
-            self._open.move_to_end(shard.name)
-            return self._open[shard.name]
         self.wait_for([shard])
-        lengths = self.plan.lengths[shard.split][shard.first : shard.end]
-        path = self._checked(shard)
+        with self._lock:  # batches are read in the background, and held-out samples beside that
+            if shard.name not in self._open:
+                self._open[shard.name] = self._map(shard)
+            self._open.move_to_end(shard.name)
+            while len(self._open) > OPEN["remote" if self.place.remote else "local"]:
+                self._open.popitem(last=False)
+            return self._open[shard.name]
+
+    def _map(self, shard: PlannedShard) -> ShardFile:
         try:
-            opened = ShardFile(path, lengths, self.shape, self.states["vocab_size"])
+            try:
+                return self.place.opened(shard.name, partial(self._checked, shard))
+            except ContentError:  # a copy may be damaged where the original is not
+                self._verified.discard(shard.name)
+                self.place.forget(shard.name)
+                return self.place.opened(shard.name, partial(self._checked, shard))
+        except FileNotFoundError:
+            raise self._missing(shard) from None
         except ContentError as error:
             raise self._damaged(shard, str(error)) from None
-        self._verified.add(shard.name)
-        self._open[shard.name] = opened
-        while len(self._open) > OPEN["remote" if self.place.remote else "local"]:
-            self._open.popitem(last=False)
-        return opened
 
-    def _checked(self, shard: PlannedShard) -> Path:
-        """A path on this machine with the shard's bytes as they were written."""
-        line = self._lines[shard.name]
-        for _ in range(2):  # a copy may be damaged where the original is not
-            try:
-                path = self.place.local(shard.name)
-            except FileNotFoundError:
-                raise self._missing(shard) from None
-            size = path.stat().st_size
-            if size == line.bytes and (shard.name in self._verified or checksum(path) == line.checksum):
-                return path
-            self._verified.discard(shard.name)
-            self.place.forget(shard.name)
-        what = f"has {size} bytes, not {line.bytes}" if size != line.bytes else "is not as it was written (checksum)"
-        raise self._damaged(shard, what)
+    def _checked(self, shard: PlannedShard, path: Path) -> ShardFile:
+        """A shard's file, if it holds the bytes that were written."""
+        line, size = self._lines[shard.name], path.stat().st_size
+        if size != line.size:
+            raise ContentError(f"has {size} bytes, not {line.size}: truncated or replaced")
+        if shard.name not in self._verified and checksum(path) != line.checksum:
+            raise ContentError("is not as it was written (its checksum differs)")
+        lengths = self.plan.lengths[shard.split][shard.first : shard.end]
+        opened = ShardFile(path, lengths, self.shape, self.states["vocab_size"])
+        self._verified.add(shard.name)
+        return opened
 
     def _damaged(self, shard: PlannedShard, what: str) -> UserError:
         return UserError(
@@ -173,8 +177,9 @@ class Store:
         Raises:
             UserError: another training has used up parts of this store.
         """
-        for shard in shards:
-            self._open.pop(shard.name, None)
+        with self._lock:
+            for shard in shards:
+                self._open.pop(shard.name, None)
         if not remove:
             return
         before = read_consumed(self.place)

@@ -26,7 +26,7 @@ NONE = torch.empty(0)
 
 
 class ContentError(ValueError):
-    """A shard's file is not what its plan says; says how."""
+    """A shard's file is not what its plan says; says how, in words that follow its name."""
 
 
 def write_shard(path: Path, documents: Sequence[Document], shape: Shape) -> None:
@@ -80,13 +80,13 @@ class ShardFile:
             self.aux = Encoded(shape.aux_codec, shape.hidden_size, found["aux.values"], found["aux.scale"])
             self.last = Encoded(shape.last_codec, shape.hidden_size, found["last.values"], found["last.scale"])
         except (SafetensorError, OSError, KeyError) as error:
-            raise ContentError(f"it cannot be read ({error})") from None
+            raise ContentError(f"cannot be read ({error})") from None
         total = sum(lengths)
         if not len(self.tokens) == len(self.loss_mask) == len(self.top1) == total:
-            raise ContentError(f"it holds {len(self.tokens)} tokens, not {total}")
+            raise ContentError(f"holds {len(self.tokens)} tokens, not {total}")
         self._rows = self._find_rows(lengths)
         if (len(self.aux), len(self.last)) != (self._rows.aux[-1], self._rows.last[-1]):
-            raise ContentError("its states do not fit its loss mask")
+            raise ContentError("holds other states than its loss mask asks for")
         self._check_ids(vocab_size)
 
     def _find_rows(self, lengths: Sequence[int]) -> _Rows:
@@ -113,11 +113,11 @@ class ShardFile:
         for name, ids, least in (("tokens", self.tokens, 0), ("top1", self.top1, -1)):
             if len(ids) and (ids.min() < least or ids.max() >= vocab_size):
                 raise ContentError(
-                    f"it holds {name} from {int(ids.min())} to {int(ids.max())}, outside the {vocab_size} tokens of "
+                    f"holds {name} from {int(ids.min())} to {int(ids.max())}, outside the {vocab_size} tokens of "
                     "its target's vocabulary"
                 )
         if (self.top1[self._taught(self._rows.tokens)] < 0).any():
-            raise ContentError("it lacks the target's arg-max (top1) before some of the assistant's tokens")
+            raise ContentError("lacks the target's arg-max (top1) before some of the assistant's tokens")
 
     def read(self, index: int, states: bool = True) -> Document:
         """Sample `index` of the shard; without `states`, those are empty."""

@@ -5,7 +5,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from safetensors.torch import save_file
@@ -87,7 +86,7 @@ class StoreWriter:
         line = self.lines.get(shard.name)
         if line is None:
             return False
-        return self.place.size(shard.name) == line.bytes or shard.name in read_consumed(self.place).shards
+        return self.place.size(shard.name) == line.size or shard.name in read_consumed(self.place).shards
 
     def wait_for_room(self, shard: PlannedShard) -> None:
         """Return once this shard and all before it that are not used up fit into `max_bytes` together.
@@ -172,7 +171,7 @@ class StoreWriter:
             "inputs": self.provenance["inputs"],
             "samples": {split: len(lengths) for split, lengths in self.plan.lengths.items()},
             "tokens": self.plan.tokens,
-            "bytes_per_token": sum(line.bytes for line in self.lines.values()) / max(1, self.plan.tokens),
+            "bytes_per_token": sum(line.size for line in self.lines.values()) / max(1, self.plan.tokens),
             **totals,
             "files": {name: {"bytes": path.stat().st_size, "checksum": checksum(path)} for name, path in files.items()},
         }
@@ -250,11 +249,11 @@ def wait(until: Callable[[], bool], what: str, patience: float) -> None:
     Raises:
         UserError: nothing came of it for `patience` seconds.
     """
-    began = time.monotonic()
-    say = partial(print, f"{what} …", file=sys.stderr, flush=True)
+    began, said = time.monotonic(), False
     while not until():
-        say()
-        say = partial(bool)
+        if not said:
+            print(f"{what} …", file=sys.stderr, flush=True)
+            said = True
         if time.monotonic() - began > patience:
             raise UserError(f"{what}: nothing came for {patience:,.0f} s (store.patience); run the same command again")
         time.sleep(POLL)
@@ -306,7 +305,7 @@ def _first_missing(place: Place, manifest: dict[str, Any]) -> str | None:
     sizes = {name: entry["bytes"] for name, entry in manifest["files"].items()}
     try:
         plan = Plan.from_json(unseal(place.read(PLAN)))
-        sizes |= {line.name: line.bytes for line in read_merged(place, plan, manifest["fingerprint"]).values()}
+        sizes |= {line.name: line.size for line in read_merged(place, plan, manifest["fingerprint"]).values()}
         gone = set(read_consumed(place).shards)
     except (FileNotFoundError, DamagedError, UserError) as error:
         return f"{place.location}: {error}"

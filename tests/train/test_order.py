@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from train.order import WINDOW, global_batches, schedule, share
+from train.order import PACKED, global_batches, schedule, share
 
 LENGTHS = st.lists(st.integers(1, 100), min_size=1, max_size=60)
 SEEDS = st.integers(0, 2**32)
@@ -18,7 +18,7 @@ def test_an_epoch_holds_every_sample_once_within_the_bound(lengths, room, seed, 
     assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
     for batch in batches:
         assert sum(lengths[i] for i in batch) <= bound
-    if sum(lengths) < WINDOW * bound:  # one window
+    if sum(lengths) < PACKED * bound:  # one window
         loads = sorted(sum(lengths[i] for i in batch) for batch in batches)
         assert len(loads) == 1 or loads[0] + loads[1] > bound, "no two batches could have been one"
 

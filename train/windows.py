@@ -1,0 +1,89 @@
+"""Windows: the stretches of a split that are shuffled and trained one after another, and when each is used up.
+
+With windows a store need not be at hand as a whole: not in the cache of a remote one, and not on the disk
+of one that is trained while it is still being written.
+"""
+
+from collections.abc import Sequence
+
+from eagle31_train.schema import UserError
+from eagle31_train.store import PlannedShard, Store, StoreSplit
+
+Window = list[PlannedShard]
+
+
+def cut(split: StoreSplit, tokens: int | None) -> list[Window]:
+    """Consecutive shards of at least `tokens` tokens together (the last window may have fewer); all without it."""
+    windows: list[Window] = []
+    held = 0
+    for shard in split.shards:
+        if not windows or (tokens is not None and held >= tokens):
+            windows.append([])
+            held = 0
+        windows[-1].append(shard)
+        held += shard.tokens
+    return windows
+
+
+def samples(windows: Sequence[Window]) -> list[range]:
+    """The samples of each window."""
+    return [range(window[0].first, window[-1].end) for window in windows]
+
+
+def check(store: Store, windows: Sequence[Window], epochs: int, cache_bytes: int) -> None:
+    """Refuse windows that the bound of a followed store, or the cache of a remote one, cannot hold.
+
+    Raises:
+        UserError: also where more than one pass is asked of a store that is removed in the first.
+    """
+    largest = max((sum(shard.bytes for shard in window) for window in windows), default=0)
+    lower = "lower train.window_tokens" if len(windows) > 1 else "set train.window_tokens"
+    if store.place.remote and largest > cache_bytes:
+        raise UserError(
+            f"store.cache_bytes={cache_bytes:,} cannot hold the {largest:,} bytes of {store.location} that are "
+            f"shuffled together, and would fetch its shards again and again: raise it, or {lower}"
+        )
+    if not store.follow or store.max_bytes is None:
+        return
+    kept = sum(shard.bytes for shard in store.plan.of("heldout"))
+    if kept + largest > store.max_bytes:
+        raise UserError(
+            f"store.max_bytes={store.max_bytes:,} cannot hold the held-out split and one window, which take {kept:,} "
+            f"and {largest:,} bytes: raise it, or {lower}"
+        )
+    if epochs != 1:
+        raise UserError(
+            f"train.epochs={epochs}, but what is used up of {store.location} is removed (store.max_bytes): "
+            "set train.epochs=1, or extract without store.max_bytes"
+        )
+
+
+class Usage:
+    """After which step each shard is used up.
+
+    Args:
+        split: the training split.
+        batches: every global batch, in order; item i is trained by step i + 1.
+        windows: the windows that they were made of.
+    """
+
+    def __init__(self, split: StoreSplit, batches: Sequence[Sequence[int]], windows: Sequence[Window]) -> None:
+        last: dict[PlannedShard, int] = {}
+        for step, batch in enumerate(batches, 1):
+            for index in batch:
+                last[split.shard_of(index)] = step
+        self._last = last
+        self._ends = {max(last.get(shard, 0) for shard in window) for window in windows}
+        self._batches, self._split = batches, split
+
+    def ends_window(self, step: int) -> bool:
+        """Whether a window is used up after this step: the time to save, and to make room."""
+        return step in self._ends
+
+    def names_after(self, step: int) -> list[str]:
+        """The shards that later steps need, in the order of first use."""
+        return list(dict.fromkeys(self._split.shard_of(i).name for batch in self._batches[step:] for i in batch))
+
+    def used_up(self, step: int) -> list[PlannedShard]:
+        """The shards that no later step needs, in order."""
+        return sorted((shard for shard, last in self._last.items() if last <= step), key=lambda shard: shard.number)
