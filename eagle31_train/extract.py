@@ -1,15 +1,20 @@
 """STAGE 2: run the target over the conversations and store its hidden states.
 
     python -m eagle31_train.extract +experiment=smollm2
+    accelerate launch --num_processes 8 -m eagle31_train.extract +experiment=qwen3_8b
 
-Reads run_dir/data, writes run_dir/store (see `store.py`). A killed run goes on at the first shard
-that is not committed. The target's own logits are computed only by the fidelity gate; `top1`, its
-arg-max over the full vocabulary, is computed from the *stored* states, once, at the positions that
-teach, which spares every later training epoch that product with the whole lm_head.
+Reads run_dir/data, writes the store (see `store/`). A killed run goes on at the first shard that is
+not committed. Several processes share the shards and meet through the store's files alone: nothing
+else connects them, and the store has the same bytes whatever their number.
+
+The target's own logits are computed only by the fidelity gate; `top1`, its arg-max over the full
+vocabulary, is computed once, from the states before they are rounded, at the positions that teach,
+which spares every later training epoch that product with the whole lm_head.
 """
 
+import os
 import time
-from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,26 +23,87 @@ from torch import Tensor
 from tqdm import tqdm
 
 from eagle31_train import artifacts, cli
-from eagle31_train.fidelity import Figures, Gate, rebuilt_logits, report, summary
-from eagle31_train.schema import Config, Document, UserError
-from eagle31_train.store import StoreWriter, plan_shards
-from eagle31_train.targets.hf import HiddenStateTarget, load_model
+from eagle31_train.codec import Encoded, check_codec, encode
+from eagle31_train.fidelity import Figures, Gate, choose, report, summary
+from eagle31_train.schema import Config, Document, UserError, byte_count
+from eagle31_train.store import Place, StoreWriter, finished, make_plan, place_of, shape_of
+from eagle31_train.store.ledger import Line, read_line
+from eagle31_train.store.plan import SPLITS, PlannedShard, Shape
+from eagle31_train.store.writer import wait
+from eagle31_train.targets.engine import Engine, make_engine
+from eagle31_train.targets.hf import ranks
+from eagle31_train.targets.readout import Readout
 
-SPLITS = ("train", "heldout")
-LAYOUT = 1  # raise it when the same inputs give other files
+LAYOUT = 2  # raise it when the same inputs give other files
 LOGIT_ROWS = 512  # rows of [rows, V] logits alive at once
+# Arguments of vLLM that decide where and how fast it runs, and not what it computes beyond rounding.
+RESOURCES = {
+    "tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_utilization", "max_model_len", "max_num_seqs",
+    "max_num_batched_tokens", "enforce_eager", "distributed_executor_backend", "load_format", "disable_log_stats",
+}  # fmt: skip
 
 
 def extract(config: Config) -> None:
-    """Run the stage.
+    """Run the stage, as one of `WORLD_SIZE` processes.
 
     Raises:
-        UserError: missing or damaged input, output of other inputs, or a failed fidelity gate.
+        UserError: missing or damaged input, output of other inputs, a failed fidelity gate, a full disk.
     """
     began = time.perf_counter()
-    data_dir = config.data_folder
-    data = artifacts.read_json(data_dir / artifacts.MANIFEST, "python -m data_prep")
-    inputs = {
+    rank = int(os.environ.get("RANK", 0))
+    check_codec(config.store.aux_codec, "store.aux_codec")
+    check_codec(config.store.last_codec, "store.last_codec")
+    inputs = inputs_of(config)
+    fingerprint = artifacts.fingerprint(inputs)
+    place = place_of(config)
+    if finished(place, fingerprint, inputs, config.overwrite):
+        if rank == 0:
+            print(f"extract: up to date ({place.location})")
+        return
+    splits = load_data(config)
+    engine = make_engine(config)
+    states = describe(engine, config)
+    shape = shape_of(states)
+    writer = StoreWriter(
+        place,
+        {"fingerprint": fingerprint, "inputs": inputs, "states": states},
+        make_plan({split: splits[split]["loss_mask"] for split in SPLITS}, config.extract.shard_tokens, shape),
+        rank=rank,
+        ranks=ranks(),
+        overwrite=config.overwrite,
+        max_bytes=byte_count(config.store.max_bytes, "store.max_bytes") if config.store.max_bytes else None,
+        patience=config.store.patience,
+    )
+    if rank == 0:
+        writer.write_target(engine.readout.weights())
+    gate = Gate(engine, config.extract, config.store.last_codec)
+    with Progress(writer, place) as progress:
+        for shard in writer.mine():
+            if writer.has(shard):
+                progress.skip(shard)
+                continue
+            writer.wait_for_room(shard)
+            rows = splits[shard.split].select(range(shard.first, shard.end))
+            recorded = gate.samples(shard.number)
+            checked = gate if recorded or not gate.passed else None
+            documents, figures = run_shard(engine, rows, shape, checked, progress)
+            writer.write(shard, documents, figures if recorded else None)
+            progress.look_around()
+    if rank == 0:
+        lines = all_lines(writer, place, config.store.patience)
+        found = report([line.fidelity for line in lines if line.fidelity is not None])
+        manifest = writer.finish({"fidelity": found, "seconds": time.perf_counter() - began})
+        print(
+            f"extract: {manifest['tokens']:,} tokens, {manifest['bytes_per_token']:,.0f} bytes each, "
+            f"in {place.location}; {summary(found)}"
+        )
+
+
+def inputs_of(config: Config) -> dict[str, Any]:
+    """What the store depends on, option by option."""
+    data = artifacts.read_json(config.data_folder / artifacts.MANIFEST, "python -m data_prep")
+    arguments = {name: value for name, value in config.extract.engine_args.items() if name not in RESOURCES}
+    return {
         "layout": LAYOUT,
         # Not the draft vocabulary: the states do not depend on it.
         "data": data["dataset_fingerprint"],
@@ -50,131 +116,145 @@ def extract(config: Config) -> None:
             "dtype": config.target.dtype,
             "aux_layers": config.target.aux_layers,
         },
+        # Engines differ by their rounding, and quantization by more: one store holds the states of one.
+        "engine": {"name": config.extract.engine, "args": arguments},
+        "codecs": {"aux": config.store.aux_codec, "last": config.store.last_codec},
         "shard_tokens": config.extract.shard_tokens,
     }
-    fingerprint = artifacts.fingerprint(inputs)
-    folder = config.store_folder
-    if artifacts.finished(folder, fingerprint, inputs, config.overwrite, checksums=False):
-        print(f"extract: up to date ({folder})")
-        return
-    if damage := artifacts.first_damaged(data_dir, data.get("files", {})):
+
+
+def load_data(config: Config) -> DatasetDict:
+    """Stage 1's conversations, once their files are known to be whole."""
+    folder = config.data_folder
+    files = artifacts.read_json(folder / artifacts.MANIFEST, "python -m data_prep").get("files", {})
+    if damage := artifacts.first_damaged(folder, files):
         raise UserError(f"{damage}: run `python -m data_prep` again")
-    splits = DatasetDict.load_from_disk(str(data_dir / "dataset"))
-
-    target = HiddenStateTarget(load_model(config.target), config.target.aux_layers)
-    writer = StoreWriter(folder, {**inputs, **describe(target)}, config.overwrite)
-    norm, _ = target.norm_weight()
-    weights = {"embed_tokens": target.embedding.weight, "norm": norm}
-    if not target.tied():
-        weights["lm_head"] = target.head_weight()
-    writer.write_target(weights)
-
-    gate = Gate(target, config.extract)
-    total = sum(len(row) for split in SPLITS for row in splits[split]["input_ids"])
-    with tqdm(total=total, unit="tok", unit_scale=True, desc="extract", smoothing=0.05) as bar:
-        for number, (name, split, first, end) in enumerate(shards_of(splits, config.extract.shard_tokens)):
-            rows = splits[split].select(range(first, end))
-            if not writer.has(name):
-                recorded = gate.samples(number)
-                check = gate if recorded or not gate.passed else None
-                documents, figures = run_shard(target, rows, config.extract.batch_tokens, check, bar)
-                writer.write_shard(name, split, first, documents, figures if recorded else None)
-            else:
-                size = sum(len(row) for row in rows["input_ids"])
-                bar.update(size)
-                bar.initial += size  # resumed tokens count in the total, not in the rate
-
-    manifest: dict[str, Any] = {
-        "fingerprint": fingerprint,
-        "inputs": inputs,
-        "samples": {split: len(splits[split]) for split in SPLITS},
-        "tokens": total,
-        "bytes_per_token": sum(s.bytes for s in writer.shards) / total,
-        "fidelity": report([s.fidelity for s in writer.shards if s.fidelity]),
-        "seconds": time.perf_counter() - began,
-    }
-    writer.finish(manifest)
-    print(
-        f"extract: {total:,} tokens, {manifest['bytes_per_token']:,.0f} bytes each, in {folder}; "
-        f"{summary(manifest['fidelity'])}"
-    )
+    return DatasetDict.load_from_disk(str(folder / "dataset"))
 
 
-def describe(target: HiddenStateTarget) -> dict[str, Any]:
-    """Provenance beyond the inputs: what the stored states mean."""
-    _, norm_kind = target.norm_weight()
+def describe(engine: Engine, config: Config) -> dict[str, Any]:
+    """What the stored states mean."""
+    readout = engine.readout
     return {
-        "aux_layers": target.layers,
+        "aux_layers": engine.layers,
         "aux_convention": "input of layer i; 0 = embeddings, N = output of the last layer before the final norm",
         "last_hidden_state": "before the final norm",
-        "norm": {"kind": norm_kind, "eps": target.norm_eps(), "stored": "effective weight"},
-        "tied_lm_head": target.tied(),
-        "hidden_size": target.embedding.weight.shape[1],
-        "vocab_size": target.head_weight().shape[0],
-        "state_dtype": "bfloat16",
+        "norm": {"kind": readout.norm_kind, "eps": readout.eps, "stored": "effective weight"},
+        "tied_lm_head": readout.tied,
+        "hidden_size": readout.embedding.shape[1],
+        "vocab_size": readout.head.shape[0],
+        "aux_codec": config.store.aux_codec,
+        "last_codec": config.store.last_codec,
     }
-
-
-def shards_of(splits: DatasetDict, shard_tokens: int) -> Iterator[tuple[str, str, int, int]]:
-    """Every shard of the store: file name, split, first and end sample."""
-    for split in SPLITS:
-        lengths = [len(row) for row in splits[split]["input_ids"]]
-        for number, (first, end) in enumerate(plan_shards(lengths, shard_tokens)):
-            yield f"shards/{split}-{number:05d}.safetensors", split, first, end
-
-
-def batches_by_length(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
-    """Group samples of similar length so that padded batches stay under `batch_tokens`."""
-    batches: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (lengths[i], i)):
-        # Ascending lengths: the newest sample is the longest, and sets the padded width.
-        if batches and (len(batches[-1]) + 1) * lengths[index] <= batch_tokens:
-            batches[-1].append(index)
-        else:
-            batches.append([index])
-    return batches
 
 
 def run_shard(
-    target: HiddenStateTarget, rows: Dataset, batch_tokens: int, gate: Gate | None, bar: tqdm
+    engine: Engine, rows: Dataset, shape: Shape, gate: Gate | None, progress: "Progress"
 ) -> tuple[list[Document], Figures | None]:
-    """The states of a shard's samples, in their order, and what the gate finds in its first batch."""
-    figures: Figures | None = None
+    """The documents of a shard's samples, in their order, and what the gate finds in some of them."""
     tokens = [torch.tensor(row) for row in rows["input_ids"]]
     masks = [torch.tensor(row, dtype=torch.bool) for row in rows["loss_mask"]]
-    documents: list[Document | None] = [None] * len(tokens)
-    device = target.embedding.weight.device
-    for batch in batches_by_length([len(row) for row in tokens], batch_tokens):
-        padded = torch.nn.utils.rnn.pad_sequence([tokens[i] for i in batch], batch_first=True).to(device)
-        attention = torch.nn.utils.rnn.pad_sequence(
-            [torch.ones(len(tokens[i]), dtype=torch.long) for i in batch], batch_first=True
-        ).to(device)
-        states = target.states(padded, attention)
-        last = states.last.bfloat16()
-        if gate is not None and figures is None:
-            figures = gate.check(padded, attention, last)
-        for row, index in enumerate(batch):
-            length = len(tokens[index])
-            documents[index] = Document(
-                tokens[index],
-                masks[index],
-                top1_of(target, last[row, :length], masks[index]),
-                states.aux[row, :length].bfloat16().cpu(),
-                last[row, :length].cpu(),
-            )
-            bar.update(length)
-    return [document for document in documents if document is not None], figures
+    chosen = choose([len(row) for row in tokens]) if gate else []
+    compared: dict[int, Tensor] = {}
+    documents: dict[int, Document] = {}
+    for index, aux, last in engine.run(tokens):
+        if index in chosen:
+            compared[index] = last
+        documents[index] = document_of(tokens[index], masks[index], aux, last, engine.readout, shape)
+        progress.done(len(tokens[index]))
+    figures = gate.check([tokens[i] for i in chosen], [compared[i] for i in chosen]) if gate else None
+    return [documents[index] for index in range(len(tokens))], figures
 
 
-def top1_of(target: HiddenStateTarget, last: Tensor, loss_mask: Tensor) -> Tensor:
+def document_of(
+    tokens: Tensor, loss_mask: Tensor, aux: Tensor, last: Tensor, readout: Readout, shape: Shape
+) -> Document:
+    """One sample with the states that are kept of aux [T, A, H] and last [T, H], encoded where they are."""
+    whole = Document(tokens, loss_mask, top1_of(readout, last, loss_mask), aux, last)
+    assert isinstance(whole.attended_states, Tensor)
+    assert isinstance(whole.taught_states, Tensor)
+    return replace(
+        whole,
+        aux=_on_cpu(encode(whole.attended_states, shape.aux_codec)),
+        last=_on_cpu(encode(whole.taught_states, shape.last_codec)),
+    )
+
+
+def top1_of(readout: Readout, last: Tensor, loss_mask: Tensor) -> Tensor:
     """[T] int64: arg-max of the target's distribution where the next token is the assistant's, else -1."""
-    teaches = torch.zeros(len(last), dtype=torch.bool)
-    teaches[:-1] = loss_mask[1:]
-    where = teaches.nonzero()[:, 0]
+    where = loss_mask[1:].nonzero()[:, 0]
     top1 = torch.full((len(last),), -1, dtype=torch.int64)
     for rows in where.split(LOGIT_ROWS):
-        top1[rows] = rebuilt_logits(target, last[rows.to(last.device)]).argmax(-1).cpu()
+        top1[rows] = readout.best(last[rows.to(last.device)]).cpu()
     return top1
+
+
+def _on_cpu(encoded: Encoded) -> Encoded:
+    # A GPU holds the states of one batch at a time, not those of a shard.
+    return replace(encoded, values=encoded.values.cpu(), scale=encoded.scale.cpu())
+
+
+def all_lines(writer: StoreWriter, place: Place, patience: float) -> list[Line]:
+    """The lines of all shards, once every process has committed its own."""
+    known = dict(writer.lines)
+    missing = [shard for shard in writer.plan.shards if shard.name not in known]
+
+    def complete() -> bool:
+        there = set(place.names("shards"))
+        return all(shard.line in there for shard in missing)
+
+    if missing:
+        wait(complete, "extract: waiting for the other processes' shards", patience)
+    for shard in missing:
+        line = read_line(place, shard, writer.id)
+        assert line is not None
+        known[shard.name] = line
+    return [known[shard.name] for shard in writer.plan.shards]
+
+
+class Progress:
+    """One bar over all processes' tokens, shown by the first: its own as they come, the others' as they commit."""
+
+    def __init__(self, writer: StoreWriter, place: Place) -> None:
+        self._place = place
+        mine = {shard.name for shard in writer.mine()}
+        self._others = [shard for shard in writer.plan.shards if shard.name not in mine]
+        self._bar = tqdm(
+            total=writer.plan.tokens,
+            unit="tok",
+            unit_scale=True,
+            desc="extract",
+            smoothing=0.05,
+            disable=writer.rank != 0,
+        )
+        for shard in [shard for shard in self._others if writer.has(shard)]:
+            self.skip(shard)
+            self._others.remove(shard)
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def done(self, tokens: int) -> None:
+        """So many tokens of this process are through the target."""
+        self._bar.update(tokens)
+
+    def skip(self, shard: PlannedShard) -> None:
+        """A shard of an earlier run: it counts in the total, not in the rate."""
+        self._bar.update(shard.tokens)
+        if not self._bar.disable:
+            self._bar.initial += shard.tokens
+
+    def look_around(self) -> None:
+        """Count what other processes have committed since the last look."""
+        if self._bar.disable or not self._others:
+            return
+        there = set(self._place.names("shards"))
+        for shard in [shard for shard in self._others if shard.line in there]:
+            self._bar.update(shard.tokens)
+            self._others.remove(shard)
 
 
 if __name__ == "__main__":

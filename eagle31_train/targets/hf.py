@@ -77,7 +77,7 @@ def load_model(config: TargetConfig, dtype: str | None = None) -> Any:
     except (OSError, ValueError) as error:
         raise UserError(f"target.path={config.path} cannot be loaded: {str(error).splitlines()[0]}") from None
     if not config.device_map:
-        model.to(pick_device(config.device))
+        model.to(pick_device(config.device))  # type: ignore[arg-type]  # its decorator hides the signature
     return model.eval().requires_grad_(False)
 
 
