@@ -6,8 +6,8 @@
     cache_dir/store-<hash of location>/shards/.train-00000.safetensors.tmp                       built for upload
 
 A file appears under its name at once and whole. It counts, with its full size, from the moment
-that its part file exists: part files tell their final sizes by name, and are made under the lock,
-so that all processes together keep the bound. Whoever fetches holds a lock on the part; a part
+that its part file exists: part files tell their final sizes by name, and are made and renamed under
+the lock, so that all processes together keep the bound. Whoever fetches holds a lock on the part; a part
 that nobody holds is what a kill left, and goes. Files leave in the order of their last use. That
 only unlinks them: a mapping that is open stays valid.
 
@@ -166,14 +166,15 @@ class Cache:
                 return None
             try:
                 self._fetch(name, part.path, size)
-                part.path.replace(path)
+                _stamp(part.path, urgent)
+                with self._locked():  # whoever counts sees the part or the file, never none or both
+                    part.path.replace(path)
             except Exception:
                 self._sizes.pop(name, None)  # it may have been replaced where it comes from
                 raise
             finally:
                 part.path.unlink(missing_ok=True)
                 os.close(part.descriptor)
-        self._touch(path, size, urgent)
         return path
 
     def _touch(self, path: Path, size: int, used: bool) -> bool:
@@ -182,9 +183,7 @@ class Cache:
             if path.stat().st_size != size:
                 path.unlink(missing_ok=True)
                 return False
-            # Not utime's own "now": that is the kernel's coarse clock, too coarse to tell two uses apart.
-            use = time.time_ns() + (0 if used else SOON * 10**9)
-            os.utime(path, ns=(use, use))
+            _stamp(path, used)
         except FileNotFoundError:  # another process has just evicted it
             return False
         return True
@@ -369,6 +368,13 @@ class Cache:
                 self._errors[name] = error
                 self._queue.clear()
             self._changed.notify_all()
+
+
+def _stamp(path: Path, used: bool) -> None:
+    """Note the time of a file's use, which lies ahead for a prefetched one."""
+    # Not utime's own "now": that is the kernel's coarse clock, too coarse to tell two uses apart.
+    use = time.time_ns() + (0 if used else SOON * 10**9)
+    os.utime(path, ns=(use, use))
 
 
 def _abandoned(part: Path) -> bool:

@@ -36,6 +36,7 @@ PERMANENT = FULL | {
 BROKEN_CONNECTION = frozenset(
     {
         "HTTPClientError",
+        "ConnectionError",
         "ResponseParserError",
         "ClientPayloadError",
         "ClientConnectionError",

@@ -8,8 +8,6 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import known_implementations
-
-pytest.register_assert_rewrite("place_contract")
 from place_contract import PlaceContract, build
 
 from eagle31_train import artifacts
@@ -116,7 +114,8 @@ def test_an_address_without_a_place_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("class_path", "package"), [("absentfs.FileSystem", "absentfs"), ("fsspec.implementations.absent.FS", "fsspec[far]")]
+    ("class_path", "package"),
+    [("absentfs.FileSystem", "absentfs"), ("fsspec.implementations.absent.FS", "fsspec[far]")],
 )
 def test_a_driver_that_is_not_installed_is_named(tmp_path, monkeypatch, class_path, package):
     entry = {"class": class_path, "err": "Install it\nto go far"}
@@ -192,7 +191,9 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(local, monkeypatch):
 
 def test_a_place_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "store").write_text("mine")
-    with pytest.raises(UserError, match=r"cannot write .*store/shards/a \(.*\): mend that, or choose another store_dir"):
+    with pytest.raises(
+        UserError, match=r"cannot write .*store/shards/a \(.*\): mend that, or choose another store_dir"
+    ):
         open_place(str(tmp_path / "store"), tmp_path, 1).write("shards/a", b"x")
     assert (tmp_path / "store").read_text() == "mine"
 
@@ -213,7 +214,7 @@ CALLS = ("cat_file", "get_file", "pipe_file", "put_file", "info", "ls", "rm_file
 
 
 class Flaky(MemoryFileSystem):
-    """Before each call of a kind, the next of its `faults`, if any: an exception to raise, or a function of the path."""
+    """Before each call of a kind comes the next of its `faults`: an exception, or a function of the path."""
 
     def __init__(self, **kwargs):
         super().__init__(global_store=False, **kwargs)
@@ -260,15 +261,11 @@ def place(flaky, naps, tmp_path):
     place.close()
 
 
-class ConnectTimeoutError(Exception):
-    """Like botocore's: no OSError, known by the name of a base."""
-
-
 class HTTPClientError(Exception):
-    pass
+    """Like botocore's: no OSError, known by its name or that of a base."""
 
 
-class EndpointConnectionError(HTTPClientError):
+class ReadTimeoutError(HTTPClientError):
     pass
 
 
@@ -295,7 +292,8 @@ PASSING = [
     TimeoutError("RequestTimeout"),
     ConnectionResetError("by peer"),
     fsspec.exceptions.FSTimeoutError(),
-    EndpointConnectionError("Could not connect"),
+    ReadTimeoutError("Read timeout"),
+    type("EndpointConnectionError", (type("ConnectionError", (Exception,), {}),), {})("Could not connect"),
     ResponseError(503),
     ResponseError(429),
 ]
