@@ -127,10 +127,7 @@ def train(config: Config) -> None:
         totals["tokens"] += tokens
         totals["pairs"] += int(sums[1].sum())
         totals["waited"] += waited
-        reporter.log(
-            step,
-            {**report, "lr": lr, "grad_norm": norm.item(), "tokens": totals["tokens"], "data_wait": waited},
-        )
+        reporter.log(step, {**report, "lr": lr, "grad_norm": norm.item(), "tokens": totals["tokens"]})
         reporter.progress(tokens, report["loss"], report["tau"])
         final = step == len(batches)
         if len(heldout) and (final or step % t.eval_every == 0):
