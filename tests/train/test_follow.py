@@ -1,0 +1,189 @@
+"""Training beside extraction, in a store that is never as large as its corpus: bounded, killed and gone on with."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from pipeline import contents, options, save_quietly, tiny_config, tiny_llama, write_data
+from safetensors.torch import load_file
+
+from eagle31_train.extract import extract
+from eagle31_train.schema import UserError
+from eagle31_train.store import Store
+from train import windows
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+# Long enough that the corpus is ten times the bound below, which holds the held-out split and two windows.
+LENGTHS = {"train": [9 + 7 * i % 23 for i in range(170)], "heldout": [10, 14]}
+WINDOW = 70
+MORE = (
+    f"train.window_tokens={WINDOW}",
+    "train.epochs=1",
+    "train.eval_every=10",
+    "train.checkpoint_every=7",
+    "store.aux_codec=int8",
+    "store.patience=120",
+)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """folder/target, folder/run/data, and the offline order: extracted, then trained."""
+    folder = tmp_path_factory.mktemp("corpus")
+    prepare(folder)
+    extract(tiny_config(folder, *MORE))
+    run(folder, "train").wait_well()
+    return folder
+
+
+class Process:
+    """A stage in a process of its own."""
+
+    def __init__(self, folder, stage, *more):
+        self.output = folder / f"{stage}-{len(list(folder.glob('*.log')))}.log"
+        command = ["train.py"] if stage == "train" else ["-m", "eagle31_train.extract"]
+        environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+            environment.pop(name, None)
+        with self.output.open("w") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, *command, *options(folder, *MORE, *more)],
+                cwd=ROOT,
+                env=environment,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+
+    def wait_well(self):
+        assert self.process.wait(timeout=300) == 0, self.output.read_text()
+
+    def kill_when(self, condition):
+        """SIGKILL as soon as it is so."""
+        pause = threading.Event()
+        while not condition():
+            assert self.process.poll() is None, self.output.read_text()
+            pause.wait(0.01)
+        self.process.kill()
+        self.process.wait()
+
+
+def run(folder, stage, *more):
+    return Process(folder, stage, *more)
+
+
+class Watch(threading.Thread):
+    """Looks again and again how many bytes lie in the store's shards."""
+
+    def __init__(self, store):
+        super().__init__(daemon=True)
+        self.store, self.most, self.looks, self.over = store, 0, 0, threading.Event()
+
+    def run(self):
+        while not self.over.wait(0.002):
+            total = 0
+            for path in (self.store / "shards").glob("**/*"):
+                try:
+                    total += path.stat().st_size
+                except FileNotFoundError:  # gone since
+                    continue
+            self.most, self.looks = max(self.most, total), self.looks + 1
+
+
+def prepare(folder):
+    """folder/target and folder/run/data, the same each time."""
+    save_quietly(tiny_llama(), folder / "target")
+    write_data(folder / "run", LENGTHS)
+    return folder
+
+
+def bound_of(corpus):
+    """Held-out split and two windows, by the plan; and what the whole corpus takes."""
+    plan = Store(corpus / "run" / "store").plan
+    kept = sum(shard.bytes for shard in plan.of("heldout"))
+    cut = windows.cut(Store(corpus / "run" / "store").split("train"), WINDOW)
+    sizes = [sum(shard.bytes for shard in window) for window in cut]
+    return kept + max(map(sum, pairwise(sizes))), sum(sizes)
+
+
+def trained(folder):
+    train = folder / "run" / "train"
+    manifest = json.loads((train / "manifest.json").read_text())
+    return (train / "metrics.jsonl").read_text(), load_file(train / manifest["checkpoint"] / "model.safetensors")
+
+
+def assert_same_training(ours, theirs):
+    rows, weights = trained(ours)
+    wanted_rows, wanted = trained(theirs)
+    assert rows == wanted_rows
+    assert weights.keys() == wanted.keys()
+    assert all((weights[name] == wanted[name]).all() for name in wanted)
+
+
+def steps_done(folder):
+    metrics = folder / "run" / "train" / "metrics.jsonl"
+    return metrics.read_text().count('"grad_norm"') if metrics.exists() else 0
+
+
+def consumed(folder):
+    file = folder / "run" / "store" / "consumed.json"
+    return json.loads(file.read_text())["shards"] if file.exists() else []
+
+
+def test_a_corpus_larger_than_the_bound_is_trained_through_with_the_same_losses(corpus, tmp_path):
+    bound, total = bound_of(corpus)
+    folder = prepare(tmp_path)
+    watch = Watch(folder / "run" / "store")
+    watch.start()
+    writer = run(folder, "extract", f"store.max_bytes={bound}")
+    reader = run(folder, "train", "store.follow=true")
+    reader.wait_well()
+    writer.wait_well()
+    watch.over.set()
+    watch.join()
+    assert_same_training(folder, corpus)
+    assert watch.looks > 100
+    assert 0 < watch.most <= bound
+    assert total >= 10 * bound
+    # All that is left is the held-out split, and the record of the rest.
+    left = {path.name for path in (folder / "run" / "store" / "shards").iterdir()}
+    assert left == {Path(shard.name).name for shard in Store(corpus / "run" / "store").plan.of("heldout")}
+    assert sorted(consumed(folder)) == [shard.name for shard in Store(corpus / "run" / "store").plan.of("train")]
+
+
+def test_either_side_is_killed_and_goes_on_and_no_sample_is_lost_or_seen_twice(corpus, tmp_path):
+    bound, _ = bound_of(corpus)
+    folder = prepare(tmp_path)
+    limit = f"store.max_bytes={bound}"
+    writer = run(folder, "extract", limit)
+    reader = run(folder, "train", "store.follow=true")
+    writer.kill_when(lambda: len(consumed(folder)) > 5)
+    reader.kill_when(lambda: steps_done(folder) > 2)
+    reader = run(folder, "train", "store.follow=true")
+    writer = run(folder, "extract", limit)
+    reader.kill_when(lambda: len(consumed(folder)) > 25)
+    run(folder, "train", "store.follow=true").wait_well()
+    writer.wait_well()
+    assert_same_training(folder, corpus)
+
+
+def test_a_store_that_was_used_up_is_refused_by_name(corpus, tmp_path):
+    folder = prepare(tmp_path)
+    store = folder / "run" / "store"
+    extract(tiny_config(folder, *MORE))
+    opened = Store(store)
+    first = opened.plan.of("train")[0]
+    opened.consume([first], "somebody", finished=False, remove=True)
+    with pytest.raises(
+        UserError, match=r"samples 0 to \d+ of train\) was used up and removed by the training somebody"
+    ):
+        Store(store).split("train").read(0)
+    with pytest.raises(UserError, match="used up and removed by another training"):
+        opened.consume([first], "somebody else", finished=False, remove=True)
+    before = contents(store)
+    extract(tiny_config(folder, *MORE))  # what was used up is not made again
+    assert contents(store) == before
