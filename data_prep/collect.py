@@ -70,6 +70,13 @@ class Split:
         dataset._fingerprint = self.fingerprint(name)
         return dataset
 
+    def shuffle(self, seed: int) -> None:
+        """Put the samples in random order."""
+        order = np.random.Generator(np.random.PCG64(seed)).permutation(len(self.ids)).tolist()
+        self.ids, self.sources, self.samples = (
+            [column[i] for i in order] for column in (self.ids, self.sources, self.samples)
+        )
+
     def fingerprint(self, name: str) -> str:
         """A hash of the split's content."""
         rows = [

@@ -52,6 +52,8 @@ def prepare(config: Config) -> None:
     collected = collect(read(sources, form), template, data.max_length, data.heldout)
     collected.refused = asked + collected.refused
     _check_splits(collected, data.heldout)
+    if data.shuffle is not None:
+        collected.splits["train"].shuffle(data.shuffle)
     manifest = _write(folder, collected, template, vocab_size, data, inputs, started)
     print(summary(folder, manifest))
 
@@ -74,6 +76,7 @@ def _inputs(
         "vocab_size": vocab_size,
         "max_length": data.max_length,
         "heldout": data.heldout,
+        "shuffle": data.shuffle,
         "draft_vocab_size": data.draft_vocab_size,
         "draft_vocab_coverage": data.draft_vocab_coverage,
     }

@@ -78,6 +78,10 @@ class DataConfig:
     format: str = opt("auto", "auto, messages, sharegpt, alpaca, prompt or turns")
     max_length: int = opt(2048, "tokens of one conversation; longer ones are cut and counted")
     heldout: float = opt(0.05, "share of prompts held out, chosen by a hash of the prompt")
+    shuffle: int | None = opt(
+        None,
+        "seed that puts the training conversations in random order, as train.window_tokens wants it; default: as read",
+    )
     draft_vocab_size: int | None = opt(None, "draft vocabulary, most frequent assistant tokens first")
     draft_vocab_coverage: float | None = opt(
         None, "or: the smallest vocabulary that covers this share of assistant tokens"

@@ -50,7 +50,8 @@ def train(config: Config) -> None:
     check_options(config.train, config.drafter)
     folder, data_dir = Path(config.run_dir) / "train", config.data_folder
     store = Store(place_of(config), config.store.follow, config.store.patience)
-    check_store(store, artifacts.read_json(data_dir / artifacts.MANIFEST, "python -m data_prep"), config.target)
+    data = artifacts.read_json(data_dir / artifacts.MANIFEST, "python -m data_prep")
+    check_store(store, data, config.target)
     draft_vocab = vocab.read(data_dir / "vocab.safetensors")
     inputs = training_inputs(config, store, artifacts.file_sha256(data_dir / "vocab.safetensors"))
     fingerprint = artifacts.fingerprint(inputs)
@@ -61,6 +62,8 @@ def train(config: Config) -> None:
     windows.check(store, cut, config.train.epochs, byte_count(config.store.cache_bytes, "store.cache_bytes"))
 
     accelerator = make_accelerator(config, folder)
+    if len(cut) > 1 and data["inputs"].get("shuffle") is None:
+        accelerator.print("train: the windows follow the order of the data, which is not shuffled (data.shuffle=SEED)")
     up_to_date = [False]
     if accelerator.is_main_process:
         claim(folder, fingerprint, inputs, config.overwrite)

@@ -47,6 +47,28 @@ def manifest_of(tmp_path, run="run"):
     return json.loads((tmp_path / run / "data" / "manifest.json").read_text())
 
 
+def rows_of(tmp_path, split):
+    return load_from_disk(str(tmp_path / "run" / "data" / "dataset"))[split].to_list()
+
+
+def test_a_shuffled_training_split_is_the_same_conversations_in_the_seeds_order(config, tmp_path):
+    orders, fingerprints = [], []
+    for seed in (None, 1, 2, 1):
+        config.data.shuffle, config.overwrite = seed, True
+        prepare(config)
+        orders.append(rows_of(tmp_path, "train"))
+        fingerprints.append(manifest_of(tmp_path)["dataset_fingerprint"])
+        held = rows_of(tmp_path, "heldout")
+        assert held == sorted(held, key=lambda row: int(row["id"][1:])), "only training is shuffled"
+    as_read, one, other, again = orders
+    assert [row["id"] for row in as_read] == sorted((row["id"] for row in as_read), key=lambda name: int(name[1:]))
+    assert one == again != other
+    assert len(set(fingerprints)) == 3
+    for order in (one, other):
+        assert order != as_read
+        assert sorted(order, key=lambda row: int(row["id"][1:])) == as_read
+
+
 def test_what_is_written(config, tmp_path):
     prepare(config)
     manifest = manifest_of(tmp_path)

@@ -1,0 +1,116 @@
+"""Windows of shards: which samples are shuffled together, when a shard is used up, and what cannot be."""
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eagle31_train.schema import UserError
+from eagle31_train.store.plan import PlannedShard
+from train import windows
+from train.order import global_batches, schedule
+
+LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=60)
+
+
+def split_of(lengths, per_shard):
+    """A split whose shards hold `per_shard` samples each."""
+    shards = []
+    for number, first in enumerate(range(0, len(lengths), per_shard)):
+        end = min(first + per_shard, len(lengths))
+        tokens = sum(lengths[first:end])
+        shards.append(PlannedShard(f"shards/train-{number}", "train", number + 1, first, end, tokens, 10 * tokens))
+    return SimpleNamespace(lengths=lengths, shards=shards, shard_of=lambda index: shards[index // per_shard])
+
+
+@settings(deadline=None)
+@given(LENGTHS, st.integers(1, 5), st.one_of(st.none(), st.integers(1, 300)))
+def test_windows_cut_the_split_into_whole_shards_of_enough_tokens(lengths, per_shard, tokens):
+    split = split_of(lengths, per_shard)
+    cut = windows.cut(split, tokens)
+    assert [shard for window in cut for shard in window] == split.shards
+    assert [i for samples in windows.samples(cut) for i in samples] == list(range(len(lengths)))
+    if tokens is None:
+        assert len(cut) == 1
+    else:
+        for window in cut[:-1]:
+            assert sum(s.tokens for s in window) >= tokens > sum(s.tokens for s in window[:-1])
+
+
+@settings(deadline=None)
+@given(LENGTHS, st.integers(1, 5), st.integers(1, 300), st.integers(0, 9), st.integers(1, 3))
+def test_every_window_is_trained_as_a_whole_before_the_next(lengths, per_shard, tokens, seed, epochs):
+    split = split_of(lengths, per_shard)
+    ranges = windows.samples(windows.cut(split, tokens))
+    for epoch in range(epochs):
+        batches = global_batches(lengths, 60, seed, epoch, ranges)
+        order = [i for batch in batches for i in batch]
+        assert sorted(order) == list(range(len(lengths)))
+        owner = {i: number for number, samples in enumerate(ranges) for i in samples}
+        assert all(len({owner[i] for i in batch}) == 1 for batch in batches)
+        turns = list(dict.fromkeys(owner[i] for i in order))
+        assert len(turns) == len(ranges), "each window in one go"
+        if epoch == 0:
+            assert turns == sorted(turns), "the first epoch may follow a store that is being written"
+
+
+def test_one_window_is_the_order_without_windows():
+    lengths = [5, 9, 3, 7, 8, 2, 6] * 9
+    for epoch in range(3):
+        assert global_batches(lengths, 30, 4, epoch) == global_batches(lengths, 30, 4, epoch, [range(len(lengths))])
+
+
+def test_later_epochs_take_the_windows_in_other_orders():
+    lengths, ranges = [5] * 60, [range(i, i + 5) for i in range(0, 60, 5)]
+    turns = {
+        epoch: tuple(dict.fromkeys(i // 5 for batch in global_batches(lengths, 20, 0, epoch, ranges) for i in batch))
+        for epoch in range(4)
+    }
+    assert len(set(turns.values())) == 4
+
+
+@settings(deadline=None)
+@given(LENGTHS, st.integers(1, 5), st.integers(1, 200), st.integers(1, 2), st.one_of(st.none(), st.integers(1, 20)))
+def test_a_shard_is_used_up_when_no_later_step_reads_it_and_not_before(lengths, per_shard, tokens, epochs, most):
+    split = split_of(lengths, per_shard)
+    cut = windows.cut(split, tokens)
+    batches = schedule(lengths, 60, 1, epochs, most, windows.samples(cut))
+    usage = windows.Usage(split, batches, cut)
+    for step in range(len(batches) + 1):
+        later = {split.shard_of(i) for batch in batches[step:] for i in batch}
+        sooner = {split.shard_of(i) for batch in batches[:step] for i in batch}
+        assert set(usage.used_up(step)) == sooner - later
+        assert set(usage.names_after(step)) == {shard.name for shard in later}
+        if epochs == 1 and usage.ends_window(step):
+            assert {split.shard_of(i) for i in (batches[step - 1] if step else [])} <= set(usage.used_up(step))
+    ends = [step for step in range(len(batches) + 1) if usage.ends_window(step)]
+    if most is None:
+        assert ends[-1] == len(batches)
+
+
+def store_of(split, **changes):
+    place = SimpleNamespace(remote=changes.get("remote", False))
+    plan = SimpleNamespace(of=lambda name: [SimpleNamespace(bytes=100)])
+    follow, most = changes.get("follow", True), changes.get("max_bytes", 1000)
+    return SimpleNamespace(place=place, plan=plan, follow=follow, max_bytes=most, location="somewhere")
+
+
+def test_windows_that_do_not_fit_are_refused_with_what_to_do():
+    split = split_of([10] * 12, 2)  # six shards of 200 bytes
+    one, three = windows.cut(split, None), windows.cut(split, 40)
+    with pytest.raises(
+        UserError, match=r"max_bytes=1,000 .* 100 and 1,200 bytes: raise it, or set train.window_tokens"
+    ):
+        windows.check(store_of(split), one, 1, 10)
+    windows.check(store_of(split), three, 1, 10)
+    windows.check(store_of(split, max_bytes=500), three, 1, 10)
+    with pytest.raises(UserError, match=r"max_bytes=499 .* 100 and 400 bytes: raise it, or lower train.window_tokens"):
+        windows.check(store_of(split, max_bytes=499), three, 1, 10)
+    with pytest.raises(UserError, match=r"train.epochs=2, but what is used up"):
+        windows.check(store_of(split), three, 2, 10)
+    windows.check(store_of(split, max_bytes=None), one, 2, 10)
+    windows.check(store_of(split, follow=False), one, 2, 10)
+    with pytest.raises(UserError, match=r"cache_bytes=1,199 cannot hold the 1,200 bytes .* set train.window_tokens"):
+        windows.check(store_of(split, remote=True, follow=False), one, 2, 1199)
+    windows.check(store_of(split, remote=True, follow=False), three, 2, 400)
