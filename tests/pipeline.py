@@ -14,6 +14,8 @@ from transformers.utils import logging
 from eagle31_train import artifacts, vocab
 from eagle31_train.cli import load_config
 from eagle31_train.schema import UserError
+from eagle31_train.store.ledger import SHARDS
+from eagle31_train.store.sealed import checksum, seal, unseal
 
 LAYERS, HIDDEN, VOCAB = 6, 32, 40
 AUX = [1, 3, 5]
@@ -130,6 +132,20 @@ def tiny_config(folder, *more):
 def contents(folder):
     """Every file under a folder: relative name → bytes."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def reseal(store):
+    """Let the lines and the manifest of a complete store list its files as they are now, as if written so."""
+    lines = [unseal(line) for line in (store / SHARDS).read_bytes().splitlines()]
+    now = [
+        {**line, "size": (store / line["name"]).stat().st_size, "checksum": checksum(store / line["name"])}
+        for line in lines
+    ]
+    (store / SHARDS).write_bytes(b"".join(map(seal, now)))
+    manifest = unseal((store / artifacts.MANIFEST).read_bytes())
+    for name, entry in manifest["files"].items():
+        entry |= {"bytes": (store / name).stat().st_size, "checksum": checksum(store / name)}
+    (store / artifacts.MANIFEST).write_bytes(seal(manifest))
 
 
 def message_of(run, *more):

@@ -6,11 +6,11 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from pipeline import HIDDEN, KEPT, VOCAB, assert_close, message_of, write_data
+from pipeline import HIDDEN, KEPT, VOCAB, assert_close, message_of, reseal, write_data
 from safetensors.numpy import save_file as save_maps
 from safetensors.torch import load_file, save_file
 
-from eagle31_train import artifacts, vocab
+from eagle31_train import vocab
 from eagle31_train.extract import extract
 from eagle31_train.store import REMAKE, StoreSplit
 
@@ -180,19 +180,15 @@ def rewrite(run, name, change):
     tensors = load_file(store / name)
     change(tensors)
     save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, store / name)
-    manifest = artifacts.read_json(store / "manifest.json", "")
-    manifest["files"] |= artifacts.list_files(store, [store / name])
-    artifacts.write_json(store / "manifest.json", manifest)
+    reseal(store)
     return store / name
 
 
 def put(name, value):
-    """Put a value where an assistant's token follows, and is of the same sample."""
+    """Put a value where an assistant's token follows: of the same sample, since each begins with the user's."""
 
     def change(tensors):
-        follows = tensors["loss_mask"].roll(-1)
-        follows[tensors["offsets"][1:] - 1] = False
-        tensors[name][follows.nonzero()[2, 0]] = value
+        tensors[name][tensors["loss_mask"].nonzero()[2, 0] - 1] = value
 
     return change
 
@@ -212,8 +208,8 @@ def test_ids_that_the_vocabulary_lacks_name_the_shard(new_run, shard, name, valu
     run = new_run()
     file = rewrite(run, f"shards/{shard}.safetensors", put(name, value))
     message = message_of(run, "train.max_steps=12")
-    assert re.match(re.escape(f"{file} ") + words, message)
-    assert message.endswith(f": {REMAKE}")
+    assert re.match(re.escape(f"{file} (samples 0 to ") + rf"\d of {shard[:-6]}\) " + words, message)
+    assert message.endswith(f": see `python -m eagle31_train.store verify {run.folder / 'run' / 'store'}`")
     assert not (run.train / "manifest.json").exists()
 
 

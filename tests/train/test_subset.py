@@ -69,7 +69,7 @@ def test_every_rank_chooses_among_all_slots_and_takes_its_own(new_run, monkeypat
 
     def slots(rank):
         found = []
-        for _, share, _ in loop.load(split, batches, 0, config, kept, rank):
+        for _, share, _, _ in loop.load(split, batches, 0, config, kept, rank):
             found.append([int(b.trained.sum()) if real else 0 for b, real in share])
         return found
 
