@@ -351,6 +351,7 @@ class Cache:
                         self._changed.wait()
                     if self._leads(name):
                         self._ready[self._queue.popleft()] = size
+                        self._changed.notify_all()
                         return name
 
     def _leads(self, name: str) -> bool:

@@ -111,8 +111,8 @@ class PlaceContract:
             assert here.names("") == here.names("shards") == here.names("shards/deeper") == []
             assert here.size("manifest.json") is None
         assert not local.exists()
-        place.write("shards/a", b"new")
-        assert place.local("shards/a").read_bytes() == b"new"
+        again().write("shards/a", b"something longer than before")
+        assert place.local("shards/a").read_bytes() == b"something longer than before"
 
     def test_a_failed_put_leaves_no_scratch_and_no_name(self, place, refuse):
         scratch = build(place, "shards/a", b"content")

@@ -131,8 +131,8 @@ def test_two_places_share_folder_and_bound(fs, open_cache, tmp_path):
 
 
 def test_other_stores_count_too_and_other_files_are_left_alone(fs, open_cache, tmp_path):
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "cache" / "mine").write_bytes(bytes(1000))
+    (tmp_path / "cache" / "store-of-mine").mkdir(parents=True)
+    (tmp_path / "cache" / "store-of-mine" / "mine").write_bytes(bytes(1000))
     first = open_cache(300)
     fs.pipe_file("/elsewhere/z", b"z" * 100)
     second = RemotePlace("gated://elsewhere", fs, "/elsewhere", tmp_path / "cache", 300, sleep=no_sleep)
@@ -228,6 +228,21 @@ def test_files_being_built_count_and_are_never_evicted(open_cache, tmp_path):
     assert not scratch.exists()
 
 
+def test_a_file_gets_its_name_while_nobody_counts(open_cache, tmp_path, monkeypatch):
+    renamed = []
+    replace = Path.replace
+
+    def watched(self, target):
+        with (tmp_path / "cache" / ".lock").open() as lock, pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        renamed.append(target.name)
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", watched)
+    open_cache(300).local("a")
+    assert renamed == ["a"]
+
+
 # ---------------------------------------------------------------- no wrong files
 
 
@@ -244,6 +259,16 @@ def test_a_forgotten_copy_is_fetched_again(fs, open_cache):
     assert place.local("a").read_bytes() == b"x" * 100  # only a checksum could tell
     place.forget("a")
     assert place.local("a").read_bytes() == b"a" * 100
+
+
+def test_a_file_replaced_by_another_size_is_refused_then_known(fs, open_cache):
+    place = open_cache(100, sleep=lambda seconds: None)
+    place.local("a")
+    place.local("b")
+    fs.pipe_file("/store/a", b"longer" * 10)
+    with pytest.raises(UserError, match="60 bytes came, not 100"):
+        place.local("a")
+    assert place.local("a").read_bytes() == b"longer" * 10
 
 
 def test_the_size_is_asked_for_once(fs, open_cache, monkeypatch):
@@ -385,6 +410,32 @@ def test_prefetched_files_are_not_evicted_before_use(fs, open_cache, tmp_path):
     for name in "cdef":
         place.local(name)
     assert copies(tmp_path) == list("cdef")  # used, they leave like others
+
+
+def test_one_prefetched_file_makes_no_room_for_the_next(fs, open_cache):
+    place = open_cache(400)
+    place.scratch("new").write_bytes(bytes(250))
+    place.prefetch("ab")
+    cache = place._cache
+    with cache._changed:
+        assert cache._changed.wait_for(lambda: not cache._queue and len(cache._ready) == 1, LONG)
+        (first,) = cache._ready  # either of the two that were fetched at once
+    settle(place, "ab")
+    assert fs.fetched == [first]
+    place.local(first)
+    assert fs.fetched == [first]
+
+
+def test_what_is_no_longer_wanted_is_not_fetched(fs, open_cache):
+    place = open_cache(400)
+    cache = place._cache
+    with cache._lock("a"):
+        place.prefetch("a")
+        with cache._changed:
+            assert cache._changed.wait_for(lambda: "a" in cache._ready, LONG)
+        place.prefetch([])
+    place.close()
+    assert fs.fetched == []
 
 
 def test_what_is_under_way_is_waited_for(fs, open_cache):
