@@ -2,6 +2,7 @@
 
 import os
 import sys
+import urllib.request
 from pathlib import Path
 
 # Two threads beside a busy neighbour collapse; tiny shapes gain nothing from a second one.
@@ -110,3 +111,47 @@ def real_target() -> Path:
         return embedded.unpack()
     except UserError as error:
         pytest.skip(str(error))
+
+
+ENVIRONMENT = {
+    "AWS_ACCESS_KEY_ID": "nobody",
+    "AWS_SECRET_ACCESS_KEY": "nothing",
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_MAX_ATTEMPTS": "1",
+    "AWS_EC2_METADATA_DISABLED": "true",
+    "AWS_CONFIG_FILE": os.devnull,
+    "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+}
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint():
+    """Address of an S3 server on loopback."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def s3_environment(monkeypatch, s3_endpoint):
+    """The environment in which s3fs takes that server for S3."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_endpoint)
+
+
+@pytest.fixture
+def s3(s3_environment, s3_endpoint):
+    """Buckets of this test alone, seen past the places."""
+    import s3fs
+
+    urllib.request.urlopen(urllib.request.Request(f"{s3_endpoint}/moto-api/reset", method="POST")).close()
+    fs = s3fs.S3FileSystem(skip_instance_cache=True, use_listings_cache=False)
+    fs.mkdir("bucket")
+    return fs

@@ -1,12 +1,10 @@
 """A store on S3: a server on loopback, reached as any bucket is, through s3fs and the environment."""
 
 import os
-import urllib.request
 
 import pytest
 import s3fs
 from botocore.exceptions import ClientError
-from moto.server import ThreadedMotoServer
 from place_contract import PlaceContract
 from s3fs.errors import translate_boto_error
 
@@ -14,42 +12,6 @@ from eagle31_train.place import open_place
 from eagle31_train.schema import UserError
 
 CACHE = 1 << 16
-ENVIRONMENT = {
-    "AWS_ACCESS_KEY_ID": "nobody",
-    "AWS_SECRET_ACCESS_KEY": "nothing",
-    "AWS_DEFAULT_REGION": "us-east-1",
-    "AWS_MAX_ATTEMPTS": "1",
-    "AWS_EC2_METADATA_DISABLED": "true",
-    "AWS_CONFIG_FILE": os.devnull,
-    "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
-}
-
-
-@pytest.fixture(scope="module")
-def server():
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
-
-
-@pytest.fixture
-def environment(monkeypatch, server):
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", server)
-
-
-@pytest.fixture
-def s3(environment, server):
-    """Buckets of this test alone, seen past the places."""
-    urllib.request.urlopen(urllib.request.Request(f"{server}/moto-api/reset", method="POST")).close()
-    fs = s3fs.S3FileSystem(skip_instance_cache=True, use_listings_cache=False)
-    fs.mkdir("bucket")
-    return fs
 
 
 def never(seconds):
@@ -148,7 +110,7 @@ def test_an_impossible_bucket_name_is_named(s3, tmp_path):
     assert "Invalid bucket name" in opened("s3://Bad Bucket!/store", tmp_path)
 
 
-def test_missing_credentials_are_named(environment, monkeypatch, tmp_path):
+def test_missing_credentials_are_named(s3_environment, monkeypatch, tmp_path):
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     words = opened("s3://bucket/store", tmp_path)
@@ -156,7 +118,7 @@ def test_missing_credentials_are_named(environment, monkeypatch, tmp_path):
     assert "AWS_ACCESS_KEY_ID" in words
 
 
-def test_a_server_that_is_not_there_is_tried_again_and_named(environment, monkeypatch, tmp_path, capsys):
+def test_a_server_that_is_not_there_is_tried_again_and_named(s3_environment, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     # The driver tries five times by itself, with waits of its own.
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)

@@ -1,0 +1,67 @@
+"""A store in a bucket: extracted into it, trained from it through a small cache, followed in it."""
+
+import json
+import shutil
+
+import pytest
+from pipeline import AUX, make_run, tiny_config
+from safetensors.torch import load_file
+
+from eagle31_train.extract import extract
+from eagle31_train.schema import UserError
+from eagle31_train.store import Store, place_of
+from eagle31_train.store.sealed import seal
+from train import loop
+
+URL = "s3://bucket/runs/tiny/store"
+MORE = ("train.window_tokens=70", f"target.aux_layers={json.dumps(AUX)}".replace(" ", ""), "store.last_codec=int8")
+
+
+@pytest.fixture
+def made(tmp_path):
+    """folder/target and folder/run/data; and the store of the local run, trained."""
+    make_run(tmp_path)
+    extract(tiny_config(tmp_path, *MORE))
+    loop.train(tiny_config(tmp_path, *MORE))
+    (tmp_path / "run" / "train").rename(tmp_path / "local")
+    shutil.move(tmp_path / "run" / "store", tmp_path / "local-store")
+    return tmp_path
+
+
+def weights(folder):
+    return load_file(folder / json.loads((folder / "manifest.json").read_text())["checkpoint"] / "model.safetensors")
+
+
+@pytest.mark.usefixtures("s3_environment")
+def test_a_bucket_is_extracted_into_and_trained_from_as_a_folder_is(made, s3):
+    plan = Store(made / "local-store").plan
+    largest = max(shard.bytes for shard in plan.shards)
+    config = tiny_config(made, *MORE, f"store_dir={URL}", f"store.cache_bytes={6 * largest}")
+    extract(config)
+    there = {name.split("/store/")[1] for name in s3.find("bucket")}
+    local = {str(path.relative_to(made / "local-store")) for path in (made / "local-store").rglob("*.*")}
+    assert there == local
+    for name in there - {"manifest.json"}:
+        assert s3.cat_file(f"bucket/runs/tiny/store/{name}") == (made / "local-store" / name).read_bytes(), name
+    loop.train(config)
+    ours, theirs = weights(made / "run" / "train"), weights(made / "local")
+    assert all((ours[name] == theirs[name]).all() for name in theirs)
+    cached = [path for path in config.cache_folder.rglob("*") if path.is_file()]
+    assert 0 < sum(path.stat().st_size for path in cached) <= 6 * largest
+    extract(config)  # up to date: nothing is written
+    with pytest.raises(UserError, match=r"store.cache_bytes=\d+,?\d* cannot hold .* lower train.window_tokens"):
+        loop.train(tiny_config(made, *MORE, f"store_dir={URL}", "store.cache_bytes=9000", "name=small"))
+
+
+@pytest.mark.usefixtures("s3_environment", "s3")
+def test_a_followed_bucket_is_emptied_of_what_was_trained(made):
+    config = tiny_config(made, *MORE, f"store_dir={URL}", "train.epochs=1", "store.max_bytes=1MB", "store.follow=true")
+    # Extracted but for the last line, so that it still counts as being written.
+    extract(config)
+    place = place_of(config)
+    store = Store(place)
+    place.remove("manifest.json")
+    place.write("stream.json", seal({"max_bytes": 10**6}))
+    loop.train(config)
+    left = set(place.names("shards"))
+    assert left == {shard.name for shard in store.plan.of("heldout")}
