@@ -79,7 +79,7 @@ def one_step(precision):
     model, prepared = accelerator.prepare(objective, optimizer)
     share = [(build_batch(part, K, kept, "mask").pinned(), True) for part in (documents[:2], documents[2:])]
     counts = sum(batch.population for batch, _ in share).pin_memory()
-    assert all(batch.aux.is_pinned() and batch.layout.slots.is_pinned() for batch, _ in share)
+    assert all(batch.aux.values.is_pinned() and batch.layout.slots.is_pinned() for batch, _ in share)
 
     def step():
         sums, total = loop.accumulate(model, share, counts, 0.8, accelerator)
