@@ -23,7 +23,7 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,18 +193,18 @@ class Cache:
     def _room(self, path: Path, size: int, urgent: bool) -> _Part | None:
         """Room for a file; None where there is none for a fetch that is not urgent."""
         while True:
-            with self._changed:
-                unused = {self.folder / name for name in self._ready}
-            if (part := self._reserve(path, size, unused)) or not urgent:
+            if (part := self._reserve(path, size)) or not urgent:
                 return part
             # Better fetch a prefetched file twice than not get on. What else is in the way will be done soon.
-            if part := self._reserve(path, size, (), must=True):
+            if part := self._reserve(path, size, must=True):
                 return part
             self._sleep(POLL)
 
-    def _reserve(self, path: Path, size: int, keep: Collection[Path], must: bool = False) -> _Part | None:
-        """Evict the longest unused files but `keep`, where that makes room; None where it cannot."""
+    def _reserve(self, path: Path, size: int, must: bool = False) -> _Part | None:
+        """Evict the longest unused files, prefetched ones only if it `must`; None, and nothing, if that is not enough."""
         with self._locked():
+            with self._changed:  # under the lock: all that have room by now are known
+                keep = set() if must else {self.folder / name for name in self._ready}
             under_way, building, files = self._scan()
             if must and building + size > self.limit:
                 raise UserError(

@@ -201,11 +201,15 @@ def test_a_place_that_is_a_file_is_refused(tmp_path):
 def test_what_is_opened_may_be_missing_for_other_reasons(local):
     local.write("a", b"x")
 
+    tried = []
+
     def opener(path):
+        tried.append(path)
         raise FileNotFoundError("a library that cannot find its own file")
 
     with pytest.raises(FileNotFoundError, match="its own file"):
         local.opened("a", opener)
+    assert len(tried) == 1
 
 
 # ---------------------------------------------------------------- remote: tried again, or not
