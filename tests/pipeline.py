@@ -136,7 +136,7 @@ def contents(folder):
 
 def reseal(store):
     """Let the lines and the manifest of a complete store list its files as they are now, as if written so."""
-    lines = [unseal(line) for line in (store / SHARDS).read_bytes().splitlines()]
+    lines = [unseal(line) for line in (store / SHARDS).read_bytes().splitlines(keepends=True)]
     now = [
         {**line, "size": (store / line["name"]).stat().st_size, "checksum": checksum(store / line["name"])}
         for line in lines

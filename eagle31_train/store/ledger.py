@@ -6,11 +6,12 @@ shards without a word to each other, on a disk or in a bucket. At the end they b
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from eagle31_train.place import Place
 from eagle31_train.schema import UserError
 from eagle31_train.store.plan import Plan, PlannedShard
-from eagle31_train.store.sealed import DamagedError, read_sealed, seal, unseal
+from eagle31_train.store.sealed import DamagedError, checksum, read_sealed, seal, unseal
 
 PROVENANCE = "provenance.json"
 PLAN = "plan.json"
@@ -37,11 +38,11 @@ class Line:
         return seal(asdict(self))
 
 
-def parse_line(data: bytes, store: str) -> Line:
-    """One line, of the store with this fingerprint.
+def parse_line(data: bytes, store: str, name: str | None = None) -> Line:
+    """One line, of the store with this fingerprint, and of the shard of this name.
 
     Raises:
-        DamagedError: it is torn or altered, or of another store.
+        DamagedError: it is torn or altered, or of another store or shard.
     """
     try:
         line = Line(**unseal(data))
@@ -49,6 +50,8 @@ def parse_line(data: bytes, store: str) -> Line:
         raise DamagedError(str(error)) from None
     if line.store != store:
         raise DamagedError(f"it belongs to another store, {line.store}")
+    if name not in (None, line.name):
+        raise DamagedError(f"it belongs to {line.name}")
     return line
 
 
@@ -59,7 +62,7 @@ def read_line(place: Place, shard: PlannedShard, store: str) -> Line | None:
         UserError: it is damaged.
     """
     try:
-        line = parse_line(place.read(shard.line), store)
+        line = parse_line(place.read(shard.line), store, shard.name)
     except FileNotFoundError:
         return None
     except DamagedError as error:
@@ -70,7 +73,7 @@ def read_line(place: Place, shard: PlannedShard, store: str) -> Line | None:
 
 def merged_lines(place: Place, store: str) -> Iterator[tuple[int, Line | DamagedError]]:
     """Every line of shards.jsonl with its number, or what is wrong with it."""
-    for number, text in enumerate(place.read(SHARDS).splitlines(), 1):
+    for number, text in enumerate(place.read(SHARDS).splitlines(keepends=True), 1):
         try:
             yield number, parse_line(text, store)
         except DamagedError as error:
@@ -100,22 +103,45 @@ def check_merged(place: Place, plan: Plan, store: str) -> Iterator[tuple[str | N
     where = f"{place.location}/{SHARDS}"
     wanted = {shard.name: shard for shard in plan.shards}
     seen: set[str] = set()
+    following = 0  # lines stand in the order of the plan: a damaged one still tells which shard it was for
     for number, line in merged_lines(place, store):
-        # Lines stand in the order of the plan: a damaged one still tells which shard it was for.
-        expected = plan.shards[number - 1] if number <= len(plan.shards) else None
-        of = f" (for {expected.name}, {expected.samples()})" if expected else ""
         if isinstance(line, DamagedError):
+            expected = plan.shards[following] if following < len(plan.shards) else None
+            of = f" (for {expected.name}, {expected.samples()})" if expected else ""
             yield f"{where}:{number}{of} is damaged ({line})", None
             seen |= {expected.name} if expected else set()
-        elif line.name in seen or line.name not in wanted:
-            why = "a shard that stands there already" if line.name in seen else "a shard that is not in the plan"
-            yield f"{where}:{number}{of} names {line.name}, {why}", None
+            following += 1
+            continue
+        shard = wanted.get(line.name)
+        if shard is None:
+            yield f"{where}:{number} names {line.name}, which is not in the plan", None
+        elif shard.number < following:
+            why = "stands there already" if line.name in seen else "belongs further up"
+            yield f"{where}:{number} names {line.name} ({shard.samples()}), which {why}", None
         else:
-            seen.add(line.name)
             yield None, line
+            following = shard.number + 1
+        seen.add(line.name)
     for name, shard in wanted.items():
         if name not in seen:
             yield f"{where} has no line for {name} ({shard.samples()})", None
+
+
+def difference(place: Place, name: str, entry: dict[str, Any]) -> str | None:
+    """How a file differs from the manifest's entry for it, in words; None if it does not."""
+    where = f"{place.location}/{name}"
+    try:
+        path = place.local(name)
+    except FileNotFoundError:
+        return f"{where} is missing"
+    if (size := path.stat().st_size) != entry["bytes"]:
+        damage = f"{where} has {size} bytes, not {entry['bytes']}: truncated or replaced"
+    elif checksum(path) != entry["checksum"]:
+        damage = f"{where} is not as it was written (its checksum differs)"
+    else:
+        return None
+    place.forget(name)  # the copy may be damaged where the original is not
+    return damage
 
 
 def read_consumed(place: Place) -> "Consumed":

@@ -25,13 +25,14 @@ from eagle31_train.store.ledger import (
     TARGET,
     Consumed,
     Line,
+    difference,
     read_consumed,
     read_line,
     read_merged,
 )
 from eagle31_train.store.plan import Plan, PlannedShard
-from eagle31_train.store.sealed import checksum, read_sealed
-from eagle31_train.store.shard import ContentError, ShardFile
+from eagle31_train.store.sealed import read_sealed
+from eagle31_train.store.shard import ContentError, ShardFile, open_shard
 from eagle31_train.store.writer import shape_of, wait
 
 OPEN = {"local": 256, "remote": 4}  # mapped shards: a cached copy that is evicted frees its bytes only once unmapped
@@ -75,7 +76,7 @@ class Store:
         self.plan = Plan.from_json(self._read(PLAN) or {})
         self.shape = shape_of(self.states)
         self._lines: dict[str, Line] = read_merged(self.place, self.plan, self.fingerprint)
-        self._verified: set[str] = set()
+        self._verified: dict[str, int] = {}
         self._lock = threading.Lock()
         self._open: OrderedDict[str, ShardFile] = OrderedDict()
 
@@ -132,29 +133,13 @@ class Store:
             return self._open[shard.name]
 
     def _map(self, shard: PlannedShard) -> ShardFile:
+        line, lengths = self._lines[shard.name], self.plan.lengths[shard.split][shard.first : shard.end]
         try:
-            try:
-                return self.place.opened(shard.name, partial(self._checked, shard))
-            except ContentError:  # a copy may be damaged where the original is not
-                self._verified.discard(shard.name)
-                self.place.forget(shard.name)
-                return self.place.opened(shard.name, partial(self._checked, shard))
+            return open_shard(self.place, line, lengths, self.shape, self.states["vocab_size"], self._verified)
         except FileNotFoundError:
             raise self._missing(shard) from None
         except ContentError as error:
             raise self._damaged(shard, str(error)) from None
-
-    def _checked(self, shard: PlannedShard, path: Path) -> ShardFile:
-        """A shard's file, if it holds the bytes that were written."""
-        line, size = self._lines[shard.name], path.stat().st_size
-        if size != line.size:
-            raise ContentError(f"has {size} bytes, not {line.size}: truncated or replaced")
-        if shard.name not in self._verified and checksum(path) != line.checksum:
-            raise ContentError("is not as it was written (its checksum differs)")
-        lengths = self.plan.lengths[shard.split][shard.first : shard.end]
-        opened = ShardFile(path, lengths, self.shape, self.states["vocab_size"])
-        self._verified.add(shard.name)
-        return opened
 
     def _damaged(self, shard: PlannedShard, what: str) -> UserError:
         return UserError(
@@ -206,13 +191,8 @@ class Store:
         entry = (self.manifest or {})["files"].get(name)
         if entry is None:
             raise UserError(f"{self.location}/{artifacts.MANIFEST} does not list {name}: {REMAKE}")
-        try:
-            path = self.place.local(name)
-        except FileNotFoundError:
-            raise UserError(f"{self.location}/{name} is missing: {REMAKE}") from None
-        if path.stat().st_size != entry["bytes"] or checksum(path) != entry["checksum"]:
-            self.place.forget(name)
-            raise UserError(f"{self.location}/{name} is not as it was written (checksum): {REMAKE}")
+        if damage := difference(self.place, name, entry):
+            raise UserError(f"{damage}: {REMAKE}")
 
 
 class StoreSplit:

@@ -32,10 +32,12 @@ def unseal(data: bytes) -> dict[str, Any]:
     except ValueError as error:  # of JSON or of UTF-8
         raise DamagedError(str(error)) from None
     if not isinstance(value, dict) or CHECK not in value:
-        raise DamagedError("no checksum in it")
+        raise DamagedError("it carries no checksum of itself, as files of earlier versions do not")
     found = value.pop(CHECK)
     if found != _check(value):
         raise DamagedError("its checksum does not match")
+    if data != seal(value) and data != seal(value, indent=2):  # blanks and line ends, which the checksum cannot see
+        raise DamagedError("it is not as it was written, though its values are")
     return value
 
 

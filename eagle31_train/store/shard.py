@@ -15,12 +15,15 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from eagle31_train.codec import Encoded, as_encoded, concatenate, encode
+from eagle31_train.place import Place
 from eagle31_train.schema import Document
+from eagle31_train.store.ledger import Line
 from eagle31_train.store.plan import Shape
+from eagle31_train.store.sealed import checksum
+from eagle31_train.store.tensors import save_file
 
 NONE = torch.empty(0)
 
@@ -41,7 +44,7 @@ def write_shard(path: Path, documents: Sequence[Document], shape: Shape) -> None
     for name, parts in (("aux", aux), ("last", last)):
         joined = concatenate(parts)
         tensors |= {f"{name}.values": joined.values, f"{name}.scale": joined.scale}
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+    save_file(tensors, path)
 
 
 def _kept(states: Tensor | Encoded, codec: str) -> Encoded:
@@ -129,3 +132,39 @@ class ShardFile:
         aux = self.aux[cut(self._rows.aux)] if states else as_encoded(NONE)
         last = self.last[cut(self._rows.last)] if states else as_encoded(NONE)
         return Document(self.tokens[tokens].long(), self.loss_mask[tokens], self.top1[tokens].long(), aux, last)
+
+
+def open_shard(
+    place: Place, line: Line, lengths: Sequence[int], shape: Shape, vocab_size: int, verified: dict[str, int]
+) -> ShardFile:
+    """A shard's file, if it is what its line says; a cached copy that is not is fetched once more.
+
+    Args:
+        place: where it lies.
+        line: what committed it.
+        lengths, shape, vocab_size: see `ShardFile`.
+        verified: by shard, the inode of the file whose checksum was compared already; added to.
+
+    Raises:
+        ContentError: it is damaged.
+        FileNotFoundError: it is missing.
+    """
+
+    def checked(path: Path) -> ShardFile:
+        status = path.stat()
+        if status.st_size != line.size:
+            raise ContentError(f"has {status.st_size} bytes, not {line.size}: truncated or replaced")
+        if verified.get(line.name) != status.st_ino and checksum(path) != line.checksum:
+            raise ContentError("is not as it was written (its checksum differs)")
+        opened = ShardFile(path, lengths, shape, vocab_size)
+        verified[line.name] = status.st_ino
+        return opened
+
+    try:
+        return place.opened(line.name, checked)
+    except ContentError:
+        if not place.remote:
+            raise
+        verified.pop(line.name, None)
+        place.forget(line.name)
+        return place.opened(line.name, checked)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from eagle31_train import artifacts
@@ -21,13 +20,15 @@ from eagle31_train.store.ledger import (
     TARGET,
     Line,
     check_merged,
+    difference,
     parse_line,
     read_consumed,
     read_merged,
 )
 from eagle31_train.store.plan import Plan, PlannedShard, Shape
-from eagle31_train.store.sealed import DamagedError, checksum, read_sealed, seal, unseal
+from eagle31_train.store.sealed import DamagedError, checksum, seal, unseal
 from eagle31_train.store.shard import write_shard
+from eagle31_train.store.tensors import save_file
 
 POLL = 0.5  # seconds between looks at what other processes have done
 
@@ -75,6 +76,8 @@ class StoreWriter:
             self._prepare(overwrite)
         else:
             self._wait(self._prepared, "for the first process to prepare the store")
+        # Others may be at theirs already: a continued store is prepared from the start.
+        place.clean([shard.name for shard in self.mine()])
         self.lines = self._committed()
 
     def mine(self) -> list[PlannedShard]:
@@ -138,7 +141,7 @@ class StoreWriter:
         scratch = self.place.scratch(TARGET)
         needed = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
         try:
-            save_file({name: tensor.contiguous().cpu() for name, tensor in weights.items()}, scratch)
+            save_file({name: tensor.cpu() for name, tensor in weights.items()}, scratch)
             self.place.put(scratch, TARGET)
         except OSError as error:
             scratch.unlink(missing_ok=True)
@@ -182,10 +185,12 @@ class StoreWriter:
         """Begin the store, or check that what was begun is this one."""
         place = self.place
         try:
-            begun = read_sealed(place.read(PROVENANCE), f"{place.location}/{PROVENANCE}", _REMOVE)
-        except FileNotFoundError:
-            if place.names("shards"):  # shards of unknown origin pass for nobody's
-                raise UserError(f"{place.location} holds shards but no {PROVENANCE}: {_REMOVE}") from None
+            begun = unseal(place.read(PROVENANCE))
+        except (FileNotFoundError, DamagedError) as error:
+            # Shards of unknown origin pass for nobody's; but their lines tell whose they are, too.
+            if place.names("shards") and not self._committed():
+                lack = "no" if isinstance(error, FileNotFoundError) else f"a damaged ({error})"
+                raise UserError(f"{place.location} holds shards but {lack} {PROVENANCE}: {_REMOVE}") from None
             begun = None
         if begun is not None and begun != self.provenance:
             if not overwrite:
@@ -196,7 +201,7 @@ class StoreWriter:
                 )
             place.discard()
         place.remove(artifacts.MANIFEST)  # whoever reads it now finds it unfinished
-        place.clean([shard.name for shard in self.plan.shards] + [TARGET])
+        place.clean([TARGET])
         place.write(PLAN, seal(self.plan.as_json()))
         place.write(STREAM, seal({"max_bytes": self.max_bytes}))
         place.write(PROVENANCE, seal(self.provenance, indent=2))
@@ -221,7 +226,7 @@ class StoreWriter:
             if shard.line not in there:
                 continue
             try:
-                lines[shard.name] = parse_line(self.place.read(shard.line), self.id)
+                lines[shard.name] = parse_line(self.place.read(shard.line), self.id, shard.name)
             except FileNotFoundError:  # gone since the listing
                 pass
             except DamagedError as error:
@@ -274,7 +279,7 @@ def _refuse_small_bound(plan: Plan, max_bytes: int | None) -> None:
 def finished(place: Place, fingerprint: str, inputs: dict[str, Any], overwrite: bool) -> dict[str, Any] | None:
     """The manifest of a complete store of these inputs; None if there is work to do.
 
-    Only sizes are compared here; `python -m eagle31_train.store verify` reads every byte.
+    Of shards only sizes are compared; `python -m eagle31_train.store verify` reads every byte.
 
     Raises:
         UserError: the place holds a finished store of other inputs and `overwrite` is off.
@@ -284,7 +289,7 @@ def finished(place: Place, fingerprint: str, inputs: dict[str, Any], overwrite: 
     except FileNotFoundError:
         return None
     except DamagedError as error:
-        print(f"extract: {place.location}/{artifacts.MANIFEST} is damaged ({error}); finishing the store again")
+        print(f"{place.location}/{artifacts.MANIFEST} is damaged ({error}); finishing the store again")
         return None
     if manifest["fingerprint"] != fingerprint:
         if not overwrite:
@@ -294,21 +299,20 @@ def finished(place: Place, fingerprint: str, inputs: dict[str, Any], overwrite: 
                 "choose another name=… or run_dir=…, or replace it with overwrite=true"
             )
         return None
-    if damage := _first_missing(place, manifest):
+    if damage := _first_damaged(place, manifest):
         print(f"{damage}; making it again")
         return None
     return manifest
 
 
-def _first_missing(place: Place, manifest: dict[str, Any]) -> str | None:
-    """Name the first file of a complete store that is missing or of another size."""
-    sizes = {name: entry["bytes"] for name, entry in manifest["files"].items()}
-    try:
-        plan = Plan.from_json(unseal(place.read(PLAN)))
-        sizes |= {line.name: line.size for line in read_merged(place, plan, manifest["fingerprint"]).values()}
-        gone = set(read_consumed(place).shards)
-    except (FileNotFoundError, DamagedError, UserError) as error:
-        return f"{place.location}: {error}"
+def _first_damaged(place: Place, manifest: dict[str, Any]) -> str | None:
+    """Name the first file of a complete store that is not as it was written, as far as `finished` looks."""
+    for name, entry in manifest["files"].items():
+        if damage := difference(place, name, entry):
+            return damage
+    plan = Plan.from_json(unseal(place.read(PLAN)))
+    sizes = {line.name: line.size for line in read_merged(place, plan, manifest["fingerprint"]).values()}
+    gone = set(read_consumed(place).shards)
     for name, size in sizes.items():
         found = place.size(name)
         if found != size and name not in gone:

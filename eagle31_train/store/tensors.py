@@ -1,0 +1,52 @@
+"""A safetensors file, written like any other file.
+
+The library's own `save_file` writes under a random name and renames: a kill leaves a file that nobody knows to
+remove, readable by its owner alone, and a full disk comes as an error that says so only in its text.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.int32: "I32",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def save_file(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write tensors of the CPU at `path`: the same bytes for the same tensors.
+
+    Raises:
+        OSError: the disk is full, or another error of the file system.
+    """
+    # Wide elements first, so that each stands at a multiple of its size, where it can be mapped.
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    entries: dict[str, dict[str, Any]] = {}
+    end = 0
+    for name in order:
+        tensor, begin = tensors[name], end
+        end += tensor.numel() * tensor.element_size()
+        entries[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    with path.open("wb", buffering=0) as file:
+        _write_all(file, len(header).to_bytes(8, "little") + header)
+        for name in order:
+            _write_all(file, tensors[name].contiguous().flatten().view(torch.uint8).numpy())
+
+
+def _write_all(file: Any, data: Any) -> None:
+    rest = memoryview(data)
+    while len(rest):  # a single write takes 2 GiB at most
+        rest = rest[file.write(rest) :]
