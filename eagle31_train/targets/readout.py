@@ -72,7 +72,7 @@ class Readout:
     @torch.no_grad()
     def best(self, last: Tensor) -> Tensor:
         """Last hidden states [n, H] → [n] int64, the most likely token of the whole vocabulary."""
-        return self._product(last).argmax(-1)
+        return self._product(last).max(-1).indices  # on a CPU many times as fast as argmax
 
     def weights(self) -> dict[str, Tensor]:
         """What the store keeps: embed_tokens, norm and, unless tied, lm_head."""

@@ -15,8 +15,9 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError
@@ -34,14 +35,14 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 TOP = 20  # tokens whose probabilities the gate asks for
-OURS = {  # what the engine sets itself, and where a user does
-    "model": "target.path",
-    "revision": "target.revision",
-    "dtype": "target.dtype",
-    "trust_remote_code": "target.trust_remote_code",
-    "speculative_config": "target.aux_layers",
-    "kv_transfer_config": "nothing",
-    "enable_prefix_caching": "nothing: prompts share no states, so that each file is whole",
+OURS = {  # arguments that the engine sets itself
+    "model": "it is target.path",
+    "revision": "it is target.revision",
+    "dtype": "it is target.dtype",
+    "trust_remote_code": "it is target.trust_remote_code",
+    "speculative_config": "the layers are target.aux_layers",
+    "kv_transfer_config": "it is how the states come out",
+    "enable_prefix_caching": "conversations share no states, so that each one's are whole",
 }
 RAM_DISK = Path("/dev/shm")
 FOLDER = "eagle31-states"
@@ -63,6 +64,8 @@ class VllmEngine:
                 "extract.engine=vllm spreads over devices itself: start one process, with "
                 "extract.engine_args.tensor_parallel_size=… (or data on several machines)"
             )
+        for name in OURS.keys() & config.extract.engine_args.keys():
+            raise UserError(f"extract.engine_args.{name} cannot be set: {OURS[name]}")
         require_path(config.target)
         self.readout = readout_from_checkpoint(config.target, pick_dtype(config.target.dtype))
         self.layers = pick_layers(config.target.aux_layers, self.readout.depth)
@@ -144,9 +147,6 @@ class VllmEngine:
 def _start(config: Config, layers: list[int], folder: Path) -> Any:
     """The vLLM engine, set to give the inputs of `layers` in files under `folder`."""
     wanted = dict(config.extract.engine_args)
-    for name, option in OURS.items():
-        if name in wanted:
-            raise UserError(f"extract.engine_args.{name} cannot be set: it follows from {option}")
     from transformers import AutoConfig
     from vllm import LLM
 
@@ -190,21 +190,34 @@ def states_folder(room: int) -> Path:
         if place.is_dir():
             _sweep(place)
             if shutil.disk_usage(place).free >= room:
-                folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER}-{os.getpid()}-", dir=place))
-                atexit.register(shutil.rmtree, folder, ignore_errors=True)
-                return folder
+                return _claim(Path(tempfile.mkdtemp(prefix=f"{FOLDER}-", dir=place)))
     raise UserError(
         f"neither {RAM_DISK} nor {tempfile.gettempdir()} has {room / 1e9:.1f} GB of room for vLLM to hand over "
         f"the states of a shard: {ROOM}"
     )
 
 
+def _claim(folder: Path) -> Path:
+    """Hold a lock beside the folder as long as this process lives, and remove both when it ends."""
+    lock = folder.with_suffix(".lock").open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    atexit.register(_discard, folder, lock)
+    return folder
+
+
+def _discard(folder: Path, lock: IO[str]) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    Path(lock.name).unlink(missing_ok=True)
+    lock.close()
+
+
 def _sweep(place: Path) -> None:
-    """Remove the folders of processes that were killed."""
-    for folder in place.glob(f"{FOLDER}-*"):
-        process = folder.name.removeprefix(f"{FOLDER}-").partition("-")[0]
-        if process.isdecimal() and not Path(f"/proc/{process}").exists() and Path("/proc/self").exists():
-            shutil.rmtree(folder, ignore_errors=True)
+    """Remove the folders of processes that were killed: nobody holds their locks any more."""
+    for name in place.glob(f"{FOLDER}-*.lock"):
+        with suppress(OSError), name.open() as lock:  # held, somebody else's, or just swept by another process
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(name.with_suffix(""), ignore_errors=True)
+            name.unlink(missing_ok=True)
 
 
 def _number(request: str) -> str:

@@ -13,7 +13,7 @@ from pipeline import contents, make_run, options, tiny_config
 from eagle31_train import cli
 from eagle31_train.extract import extract
 from eagle31_train.schema import UserError
-from eagle31_train.store import StoreWriter
+from eagle31_train.store import StoreWriter, tensors
 from eagle31_train.targets.engine import make_engine
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -123,27 +123,27 @@ def test_vllm_is_started_once(monkeypatch, whole):
 # ---------------------------------------------------------------- a full disk
 
 
-def test_a_full_disk_leaves_nothing_half_written_and_the_same_command_goes_on(whole, tmp_path, monkeypatch):
+@pytest.mark.parametrize("failing", [2, 9, 30])
+def test_a_full_disk_leaves_nothing_half_written_and_the_same_command_goes_on(whole, tmp_path, monkeypatch, failing):
     make_run(tmp_path)
     config = tiny_config(tmp_path, f"target.path={whole / 'target'}")
     store = tmp_path / "run" / "store"
-    from eagle31_train.store import writer
+    right, calls = tensors._write_all, []
 
-    right, calls = writer.write_shard, []
-
-    def write_shard(path, *rest):
-        calls.append(path)
-        if len(calls) == 3:
-            path.write_bytes(b"half")
+    def write_all(file, data):
+        calls.append(file.name)
+        if len(calls) == failing:
             raise OSError(28, "No space left on device")
-        right(path, *rest)
+        right(file, data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(writer, "write_shard", write_shard)
+        patch.setattr(tensors, "_write_all", write_all)
         with pytest.raises(UserError, match=r"is full: .* needs [\d,]+ bytes; free some and run the same") as error:
             extract(config)
     assert "\n" not in str(error.value)
-    assert not list(store.rglob(".*.tmp"))
-    assert len(list((store / "shards").glob("*.safetensors"))) == 2
+    assert not list(store.rglob(".*"))
+    committed = {file.stem for file in (store / "shards").glob("*.json")}
+    assert {file.stem for file in (store / "shards").glob("*.safetensors")} == committed
+    assert len(committed) < 8
     extract(config)
     assert timeless(tmp_path) == timeless(whole)

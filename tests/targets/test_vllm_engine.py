@@ -1,0 +1,68 @@
+"""What the vLLM engine does around vLLM; the engine itself runs in tests/vllm."""
+
+import subprocess
+import sys
+import tempfile
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+from pipeline import tiny_config
+
+from eagle31_train.schema import UserError
+from eagle31_train.targets import vllm_engine
+from eagle31_train.targets.vllm_engine import OURS, states_folder
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+@pytest.fixture
+def places(tmp_path, monkeypatch):
+    """The RAM disk and the temporary folder, and how much room each has."""
+    ram, disk = tmp_path / "ram", tmp_path / "disk"
+    ram.mkdir()
+    disk.mkdir()
+    room = {ram: 100, disk: 1000}
+    usage = namedtuple("usage", "free")
+    monkeypatch.setattr(vllm_engine, "RAM_DISK", ram)
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(disk))
+    monkeypatch.setattr(vllm_engine.shutil, "disk_usage", lambda place: usage(room[place]))
+    return ram, disk
+
+
+def test_states_go_through_memory_where_there_is_room(places):
+    ram, disk = places
+    assert states_folder(100).parent == ram
+    assert states_folder(101).parent == disk
+    with pytest.raises(UserError, match=r"has 2\.0 GB of room .*: free some, point TMPDIR elsewhere") as error:
+        states_folder(2 * 10**9)
+    assert "\n" not in str(error.value)
+
+
+CLAIM = """
+import os, sys
+from pathlib import Path
+from eagle31_train.targets import vllm_engine
+vllm_engine.RAM_DISK = Path(sys.argv[1])
+(vllm_engine.states_folder(1) / "states").write_text("x")
+if sys.argv[2] == "killed":
+    os._exit(9)
+"""
+
+
+@pytest.mark.parametrize(("end", "left"), [("killed", 2), ("ended", 0)])
+def test_a_killed_process_leaves_a_folder_that_the_next_one_removes(places, end, left):
+    ram, _ = places
+    mine = states_folder(1)
+    subprocess.run([sys.executable, "-c", CLAIM, str(ram), end], cwd=ROOT, check=False)
+    others = {path for path in ram.iterdir() if path.stem != mine.stem}
+    assert len(others) == left
+    another = states_folder(1)
+    assert {path.stem for path in ram.iterdir()} == {mine.stem, another.stem}, "a living process keeps its own"
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_arguments_that_follow_from_the_configuration_are_refused(tmp_path, name):
+    config = tiny_config(tmp_path, "extract.engine=vllm", f"extract.engine_args.{name}=1")
+    with pytest.raises(UserError, match=rf"extract\.engine_args\.{name} cannot be set: "):
+        vllm_engine.VllmEngine(config)
