@@ -201,7 +201,7 @@ class Cache:
             self._sleep(POLL)
 
     def _reserve(self, path: Path, size: int, must: bool = False) -> _Part | None:
-        """Evict the longest unused files, prefetched ones only if it `must`; None, and nothing, if that is not enough."""
+        """Evict the longest unused files (prefetched ones only if it `must`); none, for None, if that is not enough."""
         with self._locked():
             with self._changed:  # under the lock: all that have room by now are known
                 keep = set() if must else {self.folder / name for name in self._ready}
