@@ -14,6 +14,7 @@ follows a store that is still being written, consumed.json says which shards it 
 Reading starts at `reader.py`, writing at `writer.py`; `python -m eagle31_train.store --help` looks into a store.
 """
 
+import os
 from typing import Any
 
 from eagle31_train import artifacts
@@ -46,7 +47,8 @@ __all__ = [
 def place_of(config: Config) -> Place:
     """Where the configuration's store lies."""
     most = byte_count(config.store.cache_bytes, "store.cache_bytes")
-    return open_place(config.store_location, config.cache_folder, most)
+    sharers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # processes of this machine that use the cache
+    return open_place(config.store_location, config.cache_folder, most, sharers)
 
 
 def read_manifest(config: Config) -> dict[str, Any] | None:
