@@ -4,14 +4,16 @@ While a store is written each shard's line is a file of its own, so that any num
 shards without a word to each other, on a disk or in a bucket. At the end they become one file.
 """
 
+import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from eagle31_train import artifacts
 from eagle31_train.place import Place
 from eagle31_train.schema import UserError
 from eagle31_train.store.plan import Plan, PlannedShard
-from eagle31_train.store.sealed import DamagedError, checksum, read_sealed, seal, unseal
+from eagle31_train.store.sealed import CHECK, DamagedError, checksum, read_sealed, seal, unseal
 
 PROVENANCE = "provenance.json"
 PLAN = "plan.json"
@@ -142,6 +144,27 @@ def difference(place: Place, name: str, entry: dict[str, Any]) -> str | None:
         return None
     place.forget(name)  # the copy may be damaged where the original is not
     return damage
+
+
+def refuse_old(place: Place) -> None:
+    """Refuse a store of the layout that had no plan and no seals.
+
+    Raises:
+        UserError: this is one.
+    """
+    if place.size(PLAN) is None and any(_unsealed(place, name) for name in (artifacts.MANIFEST, PROVENANCE)):
+        raise UserError(
+            f"{place.location} holds a store of an earlier version, which cannot be read any more: remove it and run "
+            f"`{EXTRACT}` again, or choose another store_dir=…"
+        )
+
+
+def _unsealed(place: Place, name: str) -> bool:
+    try:
+        value = json.loads(place.read(name))
+    except (FileNotFoundError, ValueError):
+        return False
+    return isinstance(value, dict) and CHECK not in value
 
 
 def read_consumed(place: Place) -> "Consumed":

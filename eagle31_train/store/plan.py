@@ -28,6 +28,12 @@ class Shape:
     aux_codec: str
     last_codec: str
 
+    @property
+    def row_bytes(self) -> tuple[int, int]:
+        """What one position's auxiliary states take, all layers together, and its last hidden state."""
+        aux, last = (CODECS[codec].row_bytes(self.hidden_size) for codec in (self.aux_codec, self.last_codec))
+        return aux * self.aux_layers, last
+
 
 @dataclass(frozen=True)
 class PlannedShard:
@@ -122,6 +128,5 @@ def sample_bytes(loss_mask: Sequence[bool], shape: Shape) -> int:
     """What a sample takes in its shard, see `Document` for which states are kept."""
     taught = np.flatnonzero(np.asarray(loss_mask, dtype=bool)[2:]) + 1
     attended = int(taught[-1]) if len(taught) else 0
-    aux = CODECS[shape.aux_codec].row_bytes(shape.hidden_size) * shape.aux_layers
-    last = CODECS[shape.last_codec].row_bytes(shape.hidden_size)
+    aux, last = shape.row_bytes
     return len(loss_mask) * TOKEN_BYTES + attended * aux + len(taught) * last

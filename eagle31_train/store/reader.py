@@ -29,6 +29,7 @@ from eagle31_train.store.ledger import (
     read_consumed,
     read_line,
     read_merged,
+    refuse_old,
 )
 from eagle31_train.store.plan import Plan, PlannedShard
 from eagle31_train.store.sealed import read_sealed
@@ -54,6 +55,7 @@ class Store:
         self.place = open_place(str(place), Path(), 0) if isinstance(place, Path) else place
         self.location = self.place.location
         self.follow, self.patience = follow, patience
+        refuse_old(self.place)
         self.manifest = self._read(artifacts.MANIFEST)
         if self.manifest is None and not follow:
             begun = self.place.size(PROVENANCE) is not None

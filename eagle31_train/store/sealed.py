@@ -32,7 +32,7 @@ def unseal(data: bytes) -> dict[str, Any]:
     except ValueError as error:  # of JSON or of UTF-8
         raise DamagedError(str(error)) from None
     if not isinstance(value, dict) or CHECK not in value:
-        raise DamagedError("it carries no checksum of itself, as files of earlier versions do not")
+        raise DamagedError("it carries no checksum of itself")
     found = value.pop(CHECK)
     if found != _check(value):
         raise DamagedError("its checksum does not match")

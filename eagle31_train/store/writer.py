@@ -24,6 +24,7 @@ from eagle31_train.store.ledger import (
     parse_line,
     read_consumed,
     read_merged,
+    refuse_old,
 )
 from eagle31_train.store.plan import Plan, PlannedShard, Shape
 from eagle31_train.store.sealed import DamagedError, checksum, seal, unseal
@@ -282,8 +283,9 @@ def finished(place: Place, fingerprint: str, inputs: dict[str, Any], overwrite: 
     Of shards only sizes are compared; `python -m eagle31_train.store verify` reads every byte.
 
     Raises:
-        UserError: the place holds a finished store of other inputs and `overwrite` is off.
+        UserError: the place holds a store of an earlier version, or of other inputs and `overwrite` is off.
     """
+    refuse_old(place)
     try:
         manifest = unseal(place.read(artifacts.MANIFEST))
     except FileNotFoundError:
