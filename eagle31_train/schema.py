@@ -98,8 +98,8 @@ class ExtractConfig:
     batch_tokens: int = opt(4096, "padded tokens in one forward pass of the target")
     shard_tokens: int = opt(16384, "tokens in one shard of the store")
     gate_batches: int = opt(3, "batches that the fidelity gate compares with the target's own logits")
-    gate_top1: float = opt(0.99, "least top-1 agreement")
-    gate_kl: float = opt(0.02, "largest mean KL, in nats")
+    gate_top1: float = opt(0.99, "least top-1 agreement, before the codec of the store")
+    gate_kl: float = opt(0.02, "largest mean KL, in nats, after it too")
 
 
 @dataclass

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from eagle31_train import artifacts, evaluate, export, vocab
 from eagle31_train.drafter.model import Drafter
 from eagle31_train.schema import UserError
+from eagle31_train.store.sealed import seal
 from eagle31_train.targets.cached import CachedTarget
 
 
@@ -152,9 +153,9 @@ def test_another_vocabulary(run):
 
 def test_another_target(run):
     learnt = {"name": "some/target", "revision": None, "weights": "0" * 16, "dtype": "bfloat16"}
-    artifacts.write_json(
-        run.folder / "store" / "manifest.json", {"fingerprint": "f" * 16, "inputs": {"target": learnt}}
-    )
+    (run.folder / "store").mkdir(exist_ok=True)
+    manifest = {"fingerprint": "f" * 16, "inputs": {"target": learnt}}
+    (run.folder / "store" / "manifest.json").write_bytes(seal(manifest))
     with pytest.raises(UserError, match="the drafter was trained for some/target"):
         evaluate.evaluate(run.config())
 

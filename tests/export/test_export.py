@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from eagle31_train import artifacts, contract, export, vocab
 from eagle31_train.schema import UserError
+from eagle31_train.store.sealed import seal
 
 
 def test_the_checkpoint_is_the_trained_drafter(run, tiny, tiny_tensors, capsys):
@@ -165,7 +166,8 @@ def test_options_that_contradict_the_weights_are_refused(option, run):
 
 def test_a_drafter_of_another_target_is_refused(run):
     store = {"fingerprint": "f" * 16, "inputs": {"target": {"name": "someone/another-target"}}}
-    artifacts.write_json(run.folder / "store" / "manifest.json", store)
+    (run.folder / "store").mkdir(exist_ok=True)
+    (run.folder / "store" / "manifest.json").write_bytes(seal(store))
     with pytest.raises(UserError, match=r"was trained for someone/another-target, but target.path"):
         export.export(run.config())
 
