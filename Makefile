@@ -15,7 +15,7 @@ export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
 export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo install test lint test-gpu test-vllm bench bench-peers bench-gpu clean
+.PHONY: demo install test lint test-gpu test-vllm bench bench-peers bench-gpu bench-store bench-codecs clean
 
 demo: install
 	$(BIN)/python -m eagle31_train.targets.embedded
@@ -68,6 +68,17 @@ bench-peers:
 bench-gpu: install
 	$(BIN)/python -c 'import matplotlib' 2>/dev/null || $(BIN)/pip install -q matplotlib --constraint $(VENV)/constraints.txt
 	$(BIN)/python -m benchmarks.gpu $(ARGS)
+
+# The store beside memcpy and one file per sample, and extraction beside the bare forward pass: runs/bench/{storage,extraction}.*
+bench-store: install
+	$(BIN)/python -c 'import matplotlib' 2>/dev/null || $(BIN)/pip install -q matplotlib --constraint $(VENV)/constraints.txt
+	$(BIN)/python -m benchmarks.storage $(ARGS)
+	$(BIN)/python -m benchmarks.extraction $(ARGS)
+
+# What every codec costs in bytes, fidelity, tau and acceptance length (hours): runs/bench/codecs.{json,png}
+bench-codecs: install
+	$(BIN)/python -c 'import matplotlib' 2>/dev/null || $(BIN)/pip install -q matplotlib --constraint $(VENV)/constraints.txt
+	$(BIN)/python -m benchmarks.codecs $(ARGS)
 
 clean:
 	rm -rf runs models .pytest_cache .mypy_cache .ruff_cache

@@ -82,9 +82,8 @@ def bare(engine: TransformersEngine, tokens: Sequence[Tensor], masked: bool) -> 
     batches = batches_by_length([len(row) for row in tokens], engine.batch_tokens)
     device = engine.target.embedding.weight.device
     padded = [pad_sequence([tokens[i] for i in batch], batch_first=True).to(device) for batch in batches]
-    masks = [
-        pad_sequence([torch.ones_like(tokens[i]) for i in batch], batch_first=True).to(device) for batch in batches
-    ]
+    ones = [torch.ones_like(row) for row in tokens]
+    masks = [pad_sequence([ones[i] for i in batch], batch_first=True).to(device) for batch in batches]
 
     def run() -> None:
         for ids, mask in zip(padded, masks, strict=True):

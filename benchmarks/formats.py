@@ -85,7 +85,10 @@ def begin(folder: Path, documents: Sequence[Document], codecs: dict[str, str], s
     }
     inputs = {"random": True, **codecs}
     provenance = {"fingerprint": artifacts.fingerprint(inputs), "inputs": inputs, "states": states}
-    masks = {"heldout": [], "train": [document.loss_mask.tolist() for document in documents]}
+    masks: dict[str, Sequence[Sequence[bool]]] = {
+        "heldout": [],
+        "train": [document.loss_mask.tolist() for document in documents],
+    }
     writer = StoreWriter(
         open_place(str(folder), folder, 0), provenance, make_plan(masks, shard_tokens, shape_of(states))
     )

@@ -155,17 +155,20 @@ def copy_once(source: Tensor, pieces: Sequence[int], kept: Tensor | None) -> dic
 
 def check(kept: Format, documents: Sequence[Document], batch: Sequence[int]) -> None:
     """Refuse to time what does not give the states back (a codec's after its rounding)."""
-    aux, last = kept.read(batch)
     here = [documents[i] for i in batch]
-    if not isinstance(kept, Ours):
-        assert torch.equal(aux, torch.cat([document.aux.flatten(1) for document in here]))
-        assert torch.equal(last, torch.cat([document.last for document in here]))
-        return
-    for found, states, name in (
-        (aux, [document.attended_states for document in here], kept.codecs["aux_codec"]),
-        (last, [document.taught_states for document in here], kept.codecs["last_codec"]),
-    ):
-        assert torch.equal(found.decode(), encode(torch.cat(states), name).decode())
+    if isinstance(kept, Ours):
+        wanted = [joined([d.attended_states for d in here]), joined([d.taught_states for d in here])]
+        names = [kept.codecs["aux_codec"], kept.codecs["last_codec"]]
+        wanted = [encode(states, name).decode() for states, name in zip(wanted, names, strict=True)]
+    else:
+        wanted = [joined([d.aux for d in here]).flatten(1), joined([d.last for d in here])]
+    for state, states in zip(kept.read(batch), wanted, strict=True):
+        assert torch.equal(state.decode() if isinstance(state, Encoded) else state, states)
+
+
+def joined(states: Sequence[State]) -> Tensor:
+    """Tensors, end to end."""
+    return torch.cat([state for state in states if isinstance(state, Tensor)])
 
 
 def hash_rates(file: Path, rounds: int) -> dict[str, float]:
