@@ -76,9 +76,11 @@ def codecs(rows: Sequence[dict[str, Any]], info: dict[str, Any], path: Path) -> 
         "tau": ("tau", OURS, "o"),
         "acceptance": ("acceptance length", THEIRS, "D"),
     }
+    wide = [row["wide"] / 1024 for row in rows]
+    places = [x + 0.8 * wide[:i].count(x) for i, x in enumerate(wide)]  # two codecs of one size, side by side
     for shift, (label, (name, colour, marker)) in enumerate(kinds.items()):
-        for row in rows:
-            x = row["wide"] / 1024 + 0.15 * (shift - 1)
+        for row, place in zip(rows, places, strict=True):
+            x = place + 0.15 * (shift - 1)
             values = [100 * (1 + value) for value in row[f"{label}_differences"]]
             axis.plot([x] * len(values), values, ".", color=colour, markersize=4, alpha=0.5)
             axis.plot(x, sum(values) / len(values), marker, color=colour, markersize=7, label=name)
