@@ -5,7 +5,7 @@ shard that is not committed, any number of processes can share the work without 
 training knows every step before the first shard is there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any
@@ -98,13 +98,14 @@ class Plan:
         return Plan(value["lengths"], [PlannedShard(**shard) for shard in value["shards"]])
 
 
-def make_plan(loss_masks: dict[str, Sequence[Sequence[bool]]], shard_tokens: int, shape: Shape) -> Plan:
-    """Plan a store for samples given by their loss masks, per split."""
+def make_plan(loss_masks: Mapping[str, Iterable[Sequence[bool]]], shard_tokens: int, shape: Shape) -> Plan:
+    """Plan a store for samples given by their loss masks, per split; each is looked at once."""
     shards: list[PlannedShard] = []
     lengths: dict[str, list[int]] = {}
     for split in SPLITS:
-        lengths[split] = [len(mask) for mask in loss_masks[split]]
-        sizes = [0, *accumulate(sample_bytes(mask, shape) for mask in loss_masks[split])]
+        counted = [(len(mask), sample_bytes(mask, shape)) for mask in loss_masks[split]]
+        lengths[split] = [length for length, _ in counted]
+        sizes = [0, *accumulate(size for _, size in counted)]
         for count, (first, end) in enumerate(plan_shards(lengths[split], shard_tokens)):
             name = f"shards/{split}-{count:05d}.safetensors"
             tokens = sum(lengths[split][first:end])
