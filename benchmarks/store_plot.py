@@ -77,7 +77,7 @@ def codecs(rows: Sequence[dict[str, Any]], info: dict[str, Any], path: Path) -> 
         "acceptance": ("acceptance length", THEIRS, "D"),
     }
     wide = [row["wide"] / 1024 for row in rows]
-    places = [x + 0.8 * wide[:i].count(x) for i, x in enumerate(wide)]  # two codecs of one size, side by side
+    places = [x - 0.8 * wide[:i].count(x) for i, x in enumerate(wide)]  # two codecs of one size, side by side
     for shift, (label, (name, colour, marker)) in enumerate(kinds.items()):
         for row, place in zip(rows, places, strict=True):
             x = place + 0.15 * (shift - 1)
@@ -85,10 +85,8 @@ def codecs(rows: Sequence[dict[str, Any]], info: dict[str, Any], path: Path) -> 
             axis.plot([x] * len(values), values, ".", color=colour, markersize=4, alpha=0.5)
             axis.plot(x, sum(values) / len(values), marker, color=colour, markersize=7, label=name)
             name = ""
-    for row in rows:
-        axis.annotate(
-            row["name"], (row["wide"] / 1024, 0.02), xycoords=("data", "axes fraction"), rotation=90, fontsize=8
-        )
+    for row, place in zip(rows, places, strict=True):
+        axis.annotate(row["name"], (place, 0.02), xycoords=("data", "axes fraction"), rotation=90, fontsize=8)
     axis.axhspan(99, 101, color=GREY, alpha=0.15)
     axis.axvline(16.5, color=GREY, linestyle="--", linewidth=1)
     axis.set(
