@@ -27,9 +27,7 @@ from eagle31_train.codec import Encoded, check_codec, encode
 from eagle31_train.fidelity import Figures, Gate, choose, report, summary
 from eagle31_train.schema import Config, Document, UserError, byte_count
 from eagle31_train.store import Place, StoreWriter, finished, make_plan, place_of, shape_of
-from eagle31_train.store.ledger import Line, read_line
 from eagle31_train.store.plan import SPLITS, PlannedShard, Shape
-from eagle31_train.store.writer import wait
 from eagle31_train.targets.engine import Engine, make_engine
 from eagle31_train.targets.hf import ranks
 from eagle31_train.targets.readout import Readout
@@ -90,8 +88,7 @@ def extract(config: Config) -> None:
             writer.write(shard, documents, figures if recorded else None)
             progress.look_around()
     if rank == 0:
-        lines = all_lines(writer, place, config.store.patience)
-        found = report([line.fidelity for line in lines if line.fidelity is not None])
+        found = report([line.fidelity for line in writer.gather() if line.fidelity is not None])
         manifest = writer.finish({"fidelity": found, "seconds": time.perf_counter() - began})
         print(
             f"extract: {manifest['tokens']:,} tokens, {manifest['bytes_per_token']:,.0f} bytes each, "
@@ -192,24 +189,6 @@ def top1_of(readout: Readout, last: Tensor, loss_mask: Tensor) -> Tensor:
 def _on_cpu(encoded: Encoded) -> Encoded:
     # A GPU holds the states of one batch at a time, not those of a shard.
     return replace(encoded, values=encoded.values.cpu(), scale=encoded.scale.cpu())
-
-
-def all_lines(writer: StoreWriter, place: Place, patience: float) -> list[Line]:
-    """The lines of all shards, once every process has committed its own."""
-    known = dict(writer.lines)
-    missing = [shard for shard in writer.plan.shards if shard.name not in known]
-
-    def complete() -> bool:
-        there = set(place.names("shards"))
-        return all(shard.line in there for shard in missing)
-
-    if missing:
-        wait(complete, "extract: waiting for the other processes' shards", patience)
-    for shard in missing:
-        line = read_line(place, shard, writer.id)
-        assert line is not None
-        known[shard.name] = line
-    return [known[shard.name] for shard in writer.plan.shards]
 
 
 class Progress:

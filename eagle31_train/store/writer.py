@@ -23,6 +23,7 @@ from eagle31_train.store.ledger import (
     difference,
     parse_line,
     read_consumed,
+    read_line,
     read_merged,
     refuse_old,
 )
@@ -148,8 +149,24 @@ class StoreWriter:
             scratch.unlink(missing_ok=True)
             raise self._explained(error, needed) from None
 
+    def gather(self) -> list[Line]:
+        """The lines of all shards, in order, once every process has committed its own."""
+        missing = [shard for shard in self.plan.shards if shard.name not in self.lines]
+
+        def complete() -> bool:
+            there = set(self.place.names("shards"))
+            return all(shard.line in there for shard in missing)
+
+        if missing:
+            self._wait(complete, "for the other processes' shards")
+        for shard in missing:
+            line = read_line(self.place, shard, self.id)
+            assert line is not None
+            self.lines[shard.name] = line
+        return [self.lines[shard.name] for shard in self.plan.shards]
+
     def finish(self, totals: dict[str, Any]) -> dict[str, Any]:
-        """Rank 0: wait for every shard, gather the lines, write the manifest, which makes the store complete.
+        """Rank 0: gather all lines and write the manifest, which makes the store complete.
 
         Args:
             totals: what else the manifest says.
@@ -158,13 +175,7 @@ class StoreWriter:
             The manifest.
         """
         assert self.rank == 0
-
-        def complete() -> bool:
-            self.lines = self._committed()
-            return len(self.lines) == len(self.plan.shards)
-
-        self._wait(complete, "for the other processes' shards")
-        merged = b"".join(self.lines[shard.name].sealed() for shard in self.plan.shards)
+        merged = b"".join(line.sealed() for line in self.gather())
         self.place.write(SHARDS, merged)
         for shard in self.plan.shards:  # now that their lines stand elsewhere
             self.place.remove(shard.line)
