@@ -10,6 +10,7 @@ from eagle31_train.store.ledger import (
     PLAN,
     PROVENANCE,
     SHARDS,
+    STREAM,
     Line,
     check_merged,
     difference,
@@ -76,6 +77,8 @@ def read_head(place: Place) -> tuple[Head | None, list[Problem]]:
     for name, value in ((PROVENANCE, provenance), (PLAN, plan)):
         if value is None:
             found.append(Problem(f"{place.location}/{name} is not there whole, and no shard can be checked without it"))
+    if manifest is None:
+        _read(place, STREAM, found)
     if provenance is None or plan is None:
         return None, found
     head = Head(place, provenance, Plan.from_json(plan), manifest)

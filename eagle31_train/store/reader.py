@@ -71,11 +71,11 @@ class Store:
             # A changed length or layer id would be read as wrong states, and silently.
             for name in (PROVENANCE, PLAN, SHARDS):
                 self._verify(name)
-        provenance = self._read(PROVENANCE) or {}
+        provenance = self._needed(PROVENANCE)
         self.fingerprint: str = provenance["fingerprint"]
         self.inputs: dict[str, Any] = provenance["inputs"]
         self.states: dict[str, Any] = provenance["states"]  # what they mean
-        self.plan = Plan.from_json(self._read(PLAN) or {})
+        self.plan = Plan.from_json(self._needed(PLAN))
         self.shape = shape_of(self.states)
         self._lines: dict[str, Line] = read_merged(self.place, self.plan, self.fingerprint)
         self._verified: dict[str, int] = {}
@@ -187,6 +187,11 @@ class Store:
             return read_sealed(self.place.read(name), f"{self.location}/{name}", REMAKE)
         except FileNotFoundError:
             return None
+
+    def _needed(self, name: str) -> dict[str, Any]:
+        if (value := self._read(name)) is None:
+            raise UserError(f"{self.location}/{name} is missing: {REMAKE}")
+        return value
 
     def _verify(self, name: str) -> None:
         """Compare a file with the manifest's entry for it."""

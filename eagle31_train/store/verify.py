@@ -148,4 +148,7 @@ def remove(place: Place, found: Iterable[Problem]) -> str:
             place.write(shard.line, head.lines[shard.name].sealed())
     place.remove(SHARDS)
     left = sum(shard.name in bad or shard.name not in head.lines for shard in head.plan.shards)
-    return f"removed {len(bad)} shards and {len(strays)} strays: `{EXTRACT}` makes {left} shards anew, and no others"
+    return (
+        f"removed: shards {len(bad)}, other files {len(strays)}; `{EXTRACT}` with its configuration makes anew: "
+        f"shards {left}, and no others"
+    )

@@ -1,0 +1,118 @@
+"""A small store of made-up documents, written as extraction writes one, but without a target."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from conftest import make_document, make_shape
+
+from eagle31_train.place import LocalPlace
+from eagle31_train.schema import UserError
+from eagle31_train.store import Store, StoreWriter, make_plan, shape_of
+
+LENGTHS = {"train": [9, 4, 1, 12, 6, 8], "heldout": [5, 7, 3]}
+VOCAB = 50
+
+
+@dataclass
+class Made:
+    """What is to be stored; `write` stores it."""
+
+    lengths: dict = field(default_factory=lambda: LENGTHS)
+    hidden: int = 16
+    aux_codec: str = "bf16"
+    last_codec: str = "bf16"
+    shard_tokens: int = 14
+    fingerprint: str = "f" * 16
+
+    def __post_init__(self):
+        generator = torch.Generator().manual_seed(3)
+        shape = make_shape(aux_layers=[1, 3], target_hidden_size=self.hidden, vocab_size=VOCAB)
+        self.documents = {
+            split: [make_document(shape, length, generator) for length in lengths]
+            for split, lengths in self.lengths.items()
+        }
+        self.states = {
+            "aux_layers": [1, 3],
+            "hidden_size": self.hidden,
+            "vocab_size": VOCAB,
+            "aux_codec": self.aux_codec,
+            "last_codec": self.last_codec,
+            "norm": {"kind": "w", "eps": 1e-5},
+        }
+        self.provenance = {
+            "fingerprint": self.fingerprint,
+            "inputs": {"data": "d" * 16, "target": {"name": "somewhere"}},
+            "states": self.states,
+        }
+        masks = {split: [d.loss_mask.tolist() for d in documents] for split, documents in self.documents.items()}
+        self.plan = make_plan(masks, self.shard_tokens, shape_of(self.states))
+        self.weights = {
+            "embed_tokens": torch.randn(VOCAB, self.hidden, generator=generator).bfloat16(),
+            "norm": torch.randn(self.hidden, generator=generator),
+            "lm_head": torch.randn(VOCAB, self.hidden, generator=generator).bfloat16(),
+        }
+
+    def of(self, shard):
+        """The documents of a shard."""
+        return self.documents[shard.split][shard.first : shard.end]
+
+    def writer(self, place, **options):
+        place = LocalPlace(str(place), place) if isinstance(place, Path) else place
+        return StoreWriter(place, self.provenance, self.plan, **options)
+
+    def write(self, place, stop_after=None, **options):
+        """Write the store, or stop after so many new shards as a killed run does: without a word."""
+        writer = self.writer(place, **options)
+        writer.write_target(self.weights)
+        written = 0
+        for shard in writer.mine():
+            if writer.has(shard):
+                continue
+            if written == stop_after:
+                return writer
+            writer.wait_for_room(shard)
+            writer.write(shard, self.of(shard), [1.0, 0.0, 5] if shard.number == 0 else None)
+            written += 1
+        if written != stop_after:
+            writer.finish({"seconds": 1.0})
+        return writer
+
+
+def read_whole(place, shards=None, **options):
+    """Read a store as training does: the samples of its first so many shards, or of all.
+
+    Returns:
+        (documents by split, as far as they were read; the message of the UserError that refused the others, or None)
+    """
+    found = {"heldout": [], "train": []}
+    try:
+        store = Store(place, **options)
+        assert store.target
+        assert store.max_bytes is None
+        for shard in store.plan.shards[:shards]:
+            for index in range(shard.first, shard.end):
+                found[shard.split].append(store.split(shard.split).read(index))
+    except UserError as error:
+        return found, str(error)
+    return found, None
+
+
+def same_document(ours, theirs):
+    """Whether two read documents hold the same bits."""
+
+    def bits(document):
+        states = (document.aux.values, document.aux.scale, document.last.values, document.last.scale)
+        plain = (document.tokens, document.loss_mask, document.top1)
+        return [tensor.contiguous().flatten().view(torch.uint8) for tensor in (*plain, *states)]
+
+    return all(map(torch.equal, bits(ours), bits(theirs)))
+
+
+def right_so_far(found, whole):
+    """Whether everything that was read is what a whole store gives."""
+    return all(
+        same_document(ours, theirs)
+        for split, documents in found.items()
+        for ours, theirs in zip(documents, whole[split], strict=False)
+    )

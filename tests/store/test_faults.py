@@ -1,0 +1,222 @@
+"""A thousand seeded faults: each is found by `verify`, and none gets past an ordinary reader."""
+
+import os
+import random
+import shutil
+
+import pytest
+from made import Made, read_whole, right_so_far
+
+from eagle31_train.artifacts import MANIFEST
+from eagle31_train.place import LocalPlace
+from eagle31_train.store.ledger import PLAN, PROVENANCE, SHARDS, STREAM, TARGET
+from eagle31_train.store.verify import problems
+
+MADE = Made({"train": [9, 4, 1, 12, 6, 8, 11], "heldout": [5, 7, 3]}, 64, "fp8", "int8")
+SHARD_FILES = [shard.name for shard in MADE.plan.shards]
+SMALL_FILES = [MANIFEST, PLAN, PROVENANCE, SHARDS, STREAM, TARGET]
+
+
+class Fault:
+    """Harms a copy of a store.
+
+    shards: in whose files or lines it did. files: in whose files.
+    read: whether reading all samples must find it; stray files are read by nobody.
+    """
+
+    def __init__(self, folder, rng):
+        self.folder, self.rng = folder, rng
+        self.shards, self.files, self.read = [], [], True
+
+    def content(self, name):
+        return (self.folder / name).read_bytes()
+
+    def put(self, name, data):
+        """Replace a file, not its content: the other copies of the store share that."""
+        path = self.folder / name
+        assert not path.exists() or path.read_bytes() != data, "a fault that is none"
+        path.unlink(missing_ok=True)
+        path.write_bytes(data)
+
+    def change(self, name, data):
+        """Give a file of the store another content, and note whose it was."""
+        if name == SHARDS:  # which lines are not as they were, wherever they stand
+            before, after = self.content(name).splitlines(True), data.splitlines(True)
+            self.shards += [SHARD_FILES[i] for i, line in enumerate(before) if line not in after]
+        self.shards += [shard.name for shard in MADE.plan.shards if name in (shard.name, shard.line)]
+        self.files += [name] if name in SHARD_FILES else []
+        self.put(name, data)
+
+    def any_file(self):
+        """Every kind as often as any other."""
+        files = sorted(str(path.relative_to(self.folder)) for path in self.folder.rglob("*") if path.is_file())
+        kinds = [SHARD_FILES, [name for name in files if name in SMALL_FILES]]
+        kinds += [lines] if (lines := [name for name in files if name.endswith(".json") and "/" in name]) else []
+        return self.rng.choice([name for name in self.rng.choice(kinds) if name in files and name != self.unchecked])
+
+    unchecked = None
+
+    # ------------------------------------------------------------ kinds
+
+    def flip_a_bit(self):
+        name = self.any_file()
+        data = bytearray(self.content(name))
+        # Headers and JSON are small beside states, and as precious.
+        place = self.rng.randrange(min(len(data), self.rng.choice([8, 200, len(data)])))
+        data[place] ^= 1 << self.rng.randrange(8)
+        self.change(name, bytes(data))
+
+    def truncate(self):
+        name = self.any_file()
+        data = self.content(name)
+        self.change(name, data[: -self.rng.choice([1, 2, self.rng.randint(1, len(data)), len(data)])])
+
+    def append(self):
+        name = self.any_file()
+        more = self.rng.choice([b"\n", b" ", b"\0", b"{}\n", self.rng.randbytes(16)])
+        self.change(name, self.content(name) + more)
+
+    def lose_a_page(self):
+        name = self.any_file()
+        data = bytearray(self.content(name))
+        begin = self.rng.randrange(len(data))
+        data[begin : begin + 4096] = bytes(len(data[begin : begin + 4096]))
+        if bytes(data) == self.content(name):  # zeros in the place of zeros
+            data[begin] = 1
+        self.change(name, bytes(data))
+
+    def lose_a_file(self):
+        name = self.any_file()
+        # A shard without its line is not there yet, and without a bound nothing is removed: that is no fault.
+        while name == STREAM or (name.endswith(".json") and "/" in name):
+            name = self.any_file()
+        self.shards += [name] if name in SHARD_FILES else []
+        self.files += [name] if name in SHARD_FILES else []
+        (self.folder / name).unlink()
+
+    def swap_shards(self):
+        one, other = self.rng.sample(SHARD_FILES[: self.committed], 2)
+        contents = self.content(one), self.content(other)
+        self.change(one, contents[1])
+        self.change(other, contents[0])
+
+    def put_a_shard_in_the_place_of_another(self):
+        one, other = self.rng.sample(SHARD_FILES[: self.committed], 2)
+        self.change(one, self.content(other))
+
+    def leave_a_stray(self):
+        name = self.rng.choice(SHARD_FILES[: self.committed])
+        stray = name.replace(".", self.rng.choice([".bak.", "-copy.", f"-{self.rng.randrange(9999)}."]))
+        self.put(self.rng.choice([stray, stray.removeprefix("shards/"), "shards/notes.txt"]), self.content(name))
+        self.read = False
+
+    def drop_a_line(self):
+        lines = self.content(SHARDS).splitlines(True)
+        del lines[self.rng.randrange(len(lines))]
+        self.change(SHARDS, b"".join(lines))
+
+    def repeat_a_line(self):
+        lines = self.content(SHARDS).splitlines(True)
+        chosen = self.rng.randrange(len(lines))
+        lines.insert(self.rng.randrange(len(lines)), lines[chosen])
+        self.shards.append(SHARD_FILES[chosen])
+        self.put(SHARDS, b"".join(lines))
+
+    def replace_a_line(self):
+        lines = self.content(SHARDS).splitlines(True)
+        one, other = self.rng.sample(range(len(lines)), 2)
+        lines[one] = lines[other]
+        self.change(SHARDS, b"".join(lines))
+
+    def swap_lines(self):
+        lines = self.content(SHARDS).splitlines(True)
+        one, other = sorted(self.rng.sample(range(len(lines)), 2))
+        lines[one], lines[other] = lines[other], lines[one]
+        self.shards.append(SHARD_FILES[one])  # now too far down
+        self.put(SHARDS, b"".join(lines))
+
+    def swap_line_files(self):
+        one, other = (
+            name.replace(".safetensors", ".json") for name in self.rng.sample(SHARD_FILES[: self.committed], 2)
+        )
+        contents = self.content(one), self.content(other)
+        self.change(one, contents[1])
+        self.change(other, contents[0])
+
+    committed = len(SHARD_FILES)
+
+
+COMPLETE = [
+    *[Fault.flip_a_bit] * 5, Fault.truncate, Fault.append, Fault.lose_a_page, Fault.lose_a_file, Fault.swap_shards,
+    Fault.put_a_shard_in_the_place_of_another, Fault.leave_a_stray, Fault.drop_a_line, Fault.repeat_a_line,
+    Fault.replace_a_line, Fault.swap_lines,
+]  # fmt: skip
+BEGUN = [
+    *[Fault.flip_a_bit] * 3, Fault.truncate, Fault.append, Fault.lose_a_page, Fault.lose_a_file, Fault.swap_shards,
+    Fault.put_a_shard_in_the_place_of_another, Fault.leave_a_stray, Fault.swap_line_files,
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory):
+    """Folders of a complete and of a begun store, and what a whole one gives to its reader."""
+    folder = tmp_path_factory.mktemp("stores")
+    MADE.write(folder / "complete")
+    MADE.write(folder / "begun", stop_after=Begun.committed)
+    whole, error = read_whole(folder / "complete")
+    assert error is None
+    assert {split: len(documents) for split, documents in whole.items()} == {"train": 7, "heldout": 3}
+    assert not list(problems(LocalPlace("", folder / "complete")))
+    assert not list(problems(LocalPlace("", folder / "begun")))
+    return folder, whole
+
+
+class Begun(Fault):
+    committed = len(SHARD_FILES) - 1
+    unchecked = TARGET  # whose checksum is written at the end
+
+
+FOLLOWING = {"shards": Begun.committed, "follow": True, "patience": 0.0}
+
+
+def linked(source, target):
+    shutil.copytree(source, target, copy_function=os.link)
+    return target
+
+
+def one(kinds, Kind, source, folder, whole, seed, **reading):
+    """Make one fault and find it, in both ways."""
+    rng = random.Random(seed)
+    fault = Kind(linked(source, folder), rng)
+    kind = rng.choice(kinds)
+    kind(fault)
+    where = f"{kind.__name__}, seed {seed}"
+    found = list(problems(LocalPlace("the store", folder)))
+    assert found, where
+    assert not any("\n" in text for text in found), (where, found)
+    samples = {shard.name: shard.samples() for shard in MADE.plan.shards}
+    for name in fault.shards:
+        names = (name, name.replace(".safetensors", ".json"))
+        assert any(samples[name] in text and any(n in text for n in names) for text in found), (where, name, found)
+    documents, message = read_whole(folder, **reading)
+    assert right_so_far(documents, whole), where
+    assert message is not None or not fault.read, where
+    assert "\n" not in (message or ""), where
+    if fault.files:
+        assert any(name in message and samples[name] in message for name in fault.files), (where, message)
+    shutil.rmtree(folder)
+    return kind.__name__
+
+
+@pytest.mark.parametrize("part", range(10))
+def test_faults_of_a_complete_store_are_found(stores, tmp_path, part):
+    folder, whole = stores
+    for seed in range(part * 100, part * 100 + 100):
+        one(COMPLETE, Fault, folder / "complete", tmp_path / "copy", whole, seed)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_faults_of_a_begun_store_are_found(stores, tmp_path, part):
+    folder, whole = stores
+    for seed in range(5000 + part * 100, 5100 + part * 100):
+        one(BEGUN, Begun, folder / "begun", tmp_path / "copy", whole, seed, **FOLLOWING)
