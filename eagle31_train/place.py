@@ -15,6 +15,7 @@ leaves is never taken for a complete store.
 All other machines are asked again, with growing waits, where they fail for a passing reason.
 """
 
+import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -168,6 +169,10 @@ class LocalPlace(Place):
         with self._explained("remove", ""):
             if self.folder.is_dir():
                 artifacts.discard(self.folder)
+
+    def clean(self, names: Sequence[str]) -> None:
+        super().clean(names)
+        shutil.rmtree(self.folder.with_name(f".{self.folder.name}.old"), ignore_errors=True)  # of a killed `discard`
 
     def _make(self, folder: Path) -> None:
         """A folder whose own name survives a power cut, like the files in it."""

@@ -67,7 +67,7 @@ def read_head(place: Place) -> tuple[Head | None, list[Problem]]:
     refuse_old(place)
     found: list[Problem] = []
     manifest, provenance, plan = (_read(place, name, found) for name in (artifacts.MANIFEST, PROVENANCE, PLAN))
-    if not found and manifest is provenance is plan is None and not place.names("shards"):
+    if not found and manifest is provenance is None and not place.names("shards"):  # a plan alone is no store yet
         raise UserError(f"there is no store in {place.location}: correct the address")
     for name, entry in (manifest or {"files": {}})["files"].items():
         if damage := difference(place, name, entry):

@@ -79,7 +79,7 @@ class StoreWriter:
         else:
             self._wait(self._prepared, "for the first process to prepare the store")
         # Others may be at theirs already: a continued store is prepared from the start.
-        place.clean([shard.name for shard in self.mine()])
+        place.clean([name for shard in self.mine() for name in (shard.name, shard.line)])
         self.lines = self._committed()
 
     def mine(self) -> list[PlannedShard]:

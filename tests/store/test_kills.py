@@ -1,0 +1,184 @@
+"""A writer that dies, or whose disk is full, at any operation: the next one ends with the same bytes."""
+
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from dying import Full, Kill, Killed, Machine, running
+from made import Made, read_whole, right_so_far
+from pipeline import contents
+
+from eagle31_train.place import LocalPlace
+from eagle31_train.schema import UserError
+from eagle31_train.store import finished
+from eagle31_train.store.verify import problems
+
+MADE = Made({"train": [9, 4, 6], "heldout": [5, 3]}, 16, "fp8", "int8", 13)
+OTHER = Made({"train": [7, 4], "heldout": [6]}, 16, fingerprint="e" * 16)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The bytes of an uninterrupted store, what is read from it, and how many operations it takes."""
+    folder = tmp_path_factory.mktemp("whole")
+    with running(Machine()) as machine:
+        MADE.write(folder / "store")
+    documents, message = read_whole(folder / "store")
+    assert message is None
+    return contents(folder), documents, machine
+
+
+def write(folder, machine=None, **options):
+    """Write as one process does; returns whether it lived to the end."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with running(machine or Machine()):
+            MADE.write(folder / "store", **options)
+    except Killed:
+        return False
+    return True
+
+
+def assert_refused_or_right(folder, documents):
+    """Whoever looks now: no wrong sample, and nothing damaged that no extraction would find."""
+    found, message = read_whole(folder / "store")
+    assert right_so_far(found, documents)
+    assert message is None or "manifest.json is missing" in message
+    followed, message = read_whole(folder / "store", follow=True, patience=0.0)
+    assert right_so_far(followed, documents)
+    assert message is None or "waiting for" in message
+    try:
+        damage = list(problems(LocalPlace("store", folder / "store")))
+    except UserError as error:
+        damage = [str(error)]
+    allowed = ("store/manifest.json is missing, though all shards were there", "there is no store in store")
+    assert all(text.startswith(allowed) for text in damage), damage
+
+
+def test_a_writer_that_dies_at_any_operation_is_continued_to_the_same_bytes(whole, tmp_path):
+    expected, documents, machine = whole
+    assert machine.count > 60
+    assert {"open", "write", "fsync", "os.rename", "os.mkdir"} <= set(machine.names)
+    for at in range(machine.count):
+        folder = tmp_path / str(at)
+        assert not write(folder, Machine(at, Kill()))
+        assert_refused_or_right(folder, documents)
+        assert write(folder)
+        assert contents(folder) == expected, (at, machine.names[at])
+
+
+def test_a_writer_that_dies_again_and_again_gets_there(whole, tmp_path):
+    expected, documents, machine = whole
+    rng = random.Random(0)
+    for turn in range(40):
+        folder, deaths = tmp_path / str(turn), 0
+        while not write(folder, Machine(rng.randrange(machine.count), Kill())):
+            assert_refused_or_right(folder, documents)
+            deaths += 1
+        assert contents(folder) == expected, turn
+        assert deaths or turn
+
+
+def test_a_store_that_is_repaired_by_a_writer_that_dies_is_repaired_by_the_next(whole, tmp_path):
+    expected, documents, _ = whole
+    write(tmp_path / "whole")
+    for name in (
+        "shards/train-00000.safetensors",
+        "shards.jsonl",
+        "provenance.json",
+        "plan.json",
+        "target.safetensors",
+    ):
+        for at in range(100):
+            folder = shutil.copytree(tmp_path / "whole", tmp_path / name / str(at))
+            (folder / "store" / name).unlink()
+            alive = write(folder, Machine(at, Kill()))
+            found, _ = read_whole(folder / "store")
+            assert right_so_far(found, documents)
+            if alive:
+                break
+            assert write(folder)
+            assert contents(folder) == expected, (name, at)
+        else:
+            raise AssertionError("a repair takes fewer operations")
+        assert contents(folder) == expected, name
+
+
+def test_a_store_that_is_replaced_by_a_writer_that_dies_is_never_a_mixture(whole, tmp_path):
+    expected, documents, _ = whole
+    others, _ = read_whole(OTHER.write(tmp_path / "other").place)
+    for at in range(200):
+        folder = tmp_path / str(at)
+        OTHER.write(folder / "store")
+        alive = write(folder, Machine(at, Kill()), overwrite=True)
+        found, _ = read_whole(folder / "store")
+        assert right_so_far(found, documents) or right_so_far(found, others)
+        if alive:
+            break
+        assert write(folder, overwrite=True)
+        assert contents(folder) == expected, at
+    else:
+        raise AssertionError("a replacement takes fewer operations")
+
+
+# ---------------------------------------------------------------- in earnest
+
+CHILD = """
+import os, sys
+sys.path[:0] = sys.argv[1:3]
+from pathlib import Path
+from test_kills import MADE
+from dying import Machine, Sigkill, running
+for at in map(int, sys.argv[4:]):
+    if os.fork() == 0:
+        with running(Machine(at, Sigkill())):
+            MADE.write(Path(sys.argv[3]) / str(at) / "store")
+        os._exit(0)
+    print(os.WTERMSIG(os.wait()[1]))
+"""
+
+
+def test_a_process_killed_by_a_signal_is_continued_to_the_same_bytes(whole, tmp_path):
+    expected, documents, machine = whole
+    here = Path(__file__).resolve().parent
+    instants = sorted(random.Random(1).sample(range(machine.count), 12))
+    command = [sys.executable, "-c", CHILD, str(here), str(here.parent), str(tmp_path), *map(str, instants)]
+    done = subprocess.run(command, cwd=here.parent.parent, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.split() == ["9"] * len(instants)
+    for at in instants:
+        assert_refused_or_right(tmp_path / str(at), documents)
+        assert write(tmp_path / str(at))
+        assert contents(tmp_path / str(at)) == expected, at
+
+
+# ---------------------------------------------------------------- a full disk
+
+
+def test_a_disk_that_is_full_at_any_operation_is_said_in_one_line_and_leaves_nothing(whole, tmp_path):
+    expected, documents, machine = whole
+    for at, name in enumerate(machine.names):
+        if name == "os.remove":  # which needs no room
+            continue
+        folder = tmp_path / str(at)
+        with pytest.raises(UserError) as error:
+            write(folder, Machine(at, Full()))
+        message = str(error.value)
+        assert "\n" not in message
+        assert str(folder) in message
+        assert "no space left" in message or "is full" in message
+        assert "run the same command again" in message
+        assert not list(folder.rglob(".*"))
+        assert_refused_or_right(folder, documents)
+        assert write(folder)
+        assert contents(folder) == expected, (at, name)
+
+
+def test_nothing_is_written_where_nothing_is_to_do(whole, tmp_path):
+    write(tmp_path)
+
+    with running(Machine(0, Kill())):
+        place = LocalPlace("store", tmp_path / "store")
+        assert finished(place, MADE.fingerprint, MADE.provenance["inputs"], overwrite=False)
