@@ -67,7 +67,7 @@ class Encoded:
 
     def __getitem__(self, rows: "slice | Tensor") -> "Encoded":
         """Some of the rows, by slice or index."""
-        return replace(self, values=self.values[rows], scale=self.scale[rows])
+        return Encoded(self.codec, self.width, self.values[rows], self.scale[rows])
 
     def unbind(self) -> list["Encoded"]:
         """[N, A, W] → A times [N, W]: layer by layer, so that they need not be decoded all at once."""
@@ -100,9 +100,9 @@ def encode(states: Tensor, codec: str) -> Encoded:
         extreme = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
     else:
         extreme = blocks.abs().amax(-1, keepdim=True)
-    if not torch.isfinite(extreme).all():
-        raise UserError("the target's hidden states are not finite (NaN or infinite): check target.dtype")
     scale = (extreme / how.largest).bfloat16()
+    if not torch.isfinite((scale * how.largest).bfloat16()).all():  # what the extreme value would be decoded to
+        raise UserError("the target's hidden states are not finite (NaN, infinite or next to it): check target.dtype")
     scale = torch.where(scale.abs() < torch.finfo(scale.dtype).tiny, 1.0, scale)  # a block of nothing, or next to it
     scaled = _from_blocks(blocks / scale.float(), width)
     if codec == "fp8":

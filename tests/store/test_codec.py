@@ -1,0 +1,256 @@
+"""Codecs beside a slow reference that shares no code with them, and the bytes that they are for."""
+
+import math
+import re
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eagle31_train.codec import CODECS, Encoded, as_encoded, check_codec, concatenate, encode
+from eagle31_train.schema import UserError
+from eagle31_train.store.plan import Shape, sample_bytes
+
+LOSSY = ("fp8", "int8", "int4")
+BLOCK = {"fp8": 128, "int8": 128, "int4": 32}  # as the format says: other blocks are another format
+WIDTHS = (1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 129, 576)
+
+
+REFUSED = r"hidden states are not finite \(NaN, infinite or next to it\): check target\.dtype"
+
+# ---------------------------------------------------------------- the reference
+
+
+def bfloat16(value):
+    """A number rounded to bf16, ties to even, from the bits of its fp32."""
+    bits = int(np.float32(value).view(np.uint32))
+    bits += 0x7FFF + (bits >> 16 & 1)
+    return float(np.uint32(bits & 0xFFFF0000).view(np.float32))
+
+
+def e4m3_numbers():
+    """Every finite non-negative float8 e4m3fn, from the definition of the format."""
+    numbers = [m / 8 * 2.0**-6 for m in range(8)]
+    numbers += [(1 + m / 8) * 2.0 ** (e - 7) for e, m in product(range(1, 16), range(8)) if (e, m) != (15, 7)]
+    return np.array(numbers)
+
+
+E4M3 = e4m3_numbers()
+
+
+def nearest_e4m3(value):
+    """The nearest of them, ties to the even mantissa, saturated."""
+    size = min(abs(value), 448.0)
+    above = int(np.searchsorted(E4M3, size))
+    candidates = [i for i in (above - 1, above) if 0 <= i < len(E4M3)]
+    best = min(candidates, key=lambda i: (abs(E4M3[i] - size), i % 2))
+    return math.copysign(E4M3[best], value)
+
+
+def reference(row, codec):
+    """One row of states [W] as a codec gives it back, worked out number by number."""
+    decoded = []
+    row = [float(np.float32(value)) for value in row]
+    for begin in range(0, len(row), BLOCK[codec]):
+        block = row[begin : begin + BLOCK[codec]]
+        extreme = max(block, key=abs)  # the first of the largest
+        largest = {"fp8": 448.0, "int8": 127.0, "int4": -8.0}[codec]
+        scale = bfloat16(np.float32(extreme if codec == "int4" else abs(extreme)) / np.float32(largest))
+        if abs(scale) < 2.0**-126:
+            scale = 1.0
+        for value in block:
+            scaled = float(np.float32(value) / np.float32(scale))
+            if codec == "fp8":
+                kept = nearest_e4m3(scaled)
+            else:
+                low, high = (-127, 127) if codec == "int8" else (-8, 7)
+                kept = min(max(float(np.round(scaled)), low), high)
+            decoded.append(bfloat16(np.float32(kept) * np.float32(scale)))
+    return decoded
+
+
+def states(kind, rows, width, seed):
+    """[rows, width] fp32 of one of the kinds that a residual stream, or a mistake, brings."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, width, generator=generator)
+    if kind == "outlier":
+        x[:, seed % width] = 3000.0 * (1 if seed % 2 else -1)
+    if kind == "zeros":
+        x[:, : width // 2 + 1] = 0
+    if kind == "denormal":
+        x *= 1e-39
+    if kind == "huge":
+        x *= 1e37
+    if kind == "mixed":
+        x *= 10.0 ** torch.randint(-20, 20, (rows, width), generator=generator)
+    return x
+
+
+KINDS = ("normal", "outlier", "zeros", "denormal", "huge", "mixed")
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_codec_is_its_reference_bit_for_bit(codec, kind):
+    for width in WIDTHS:
+        x = states(kind, 3, width, seed=width)
+        ours = encode(x, codec).decode()
+        assert ours.dtype == torch.bfloat16
+        assert ours.shape == x.shape
+        for row, wanted in zip(ours.tolist(), x.tolist(), strict=True):
+            assert row == reference(wanted, codec), (codec, kind, width)
+
+
+def test_the_reference_knows_every_number_of_the_format():
+    codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    assert codes.tolist() == E4M3.tolist()
+    every = torch.cat([codes, -codes]).float()
+    assert [nearest_e4m3(value) for value in every.tolist()] == every.tolist()
+
+
+# ---------------------------------------------------------------- bounds that follow from the formats
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+@given(
+    seed=st.integers(0, 2**31), width=st.integers(1, 300), kind=st.sampled_from(["normal", "outlier", "zeros", "mixed"])
+)
+@settings(max_examples=60, deadline=None)
+def test_the_error_stays_within_what_the_format_allows(codec, seed, width, kind):
+    x = states(kind, 4, width, seed)
+    error = (encode(x, codec).decode().float() - x).abs()
+    for begin in range(0, width, BLOCK[codec]):
+        block = slice(begin, begin + BLOCK[codec])
+        largest = x[:, block].abs().amax(-1, keepdim=True)
+        # bf16 has 8 bits: the scale and the product are rounded by at most 2**-9 each.
+        step = {"fp8": 2.0**-10 / 448, "int8": 0.5 / 127, "int4": 0.5 / 8}[codec] * largest
+        relative = {"fp8": 2.0**-4, "int8": 0.0, "int4": 0.0}[codec] * x[:, block].abs()
+        bound = torch.maximum(step, relative) * (1 + 2.0**-7) + x[:, block].abs() * 2.0**-8
+        if codec == "int4":  # there is no +8: what lies opposite to the extreme value is cut by up to one step
+            bound = bound + largest / 8 * 0.5
+        if codec in ("fp8", "int8"):  # a scale rounded down lets the largest value saturate
+            bound = bound + (x[:, block].abs() == largest) * largest * 2.0**-8
+        assert (error[:, block] <= bound).all()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_nothing_is_nothing(codec):
+    for width in WIDTHS:
+        assert not encode(torch.zeros(2, 3, width), codec).decode().any()
+    nothing = encode(torch.empty(0, 3, 130), codec)
+    assert len(nothing) == 0
+    assert nothing.decode().shape == (0, 3, 130)
+
+
+def test_bf16_keeps_every_bit_of_every_number():
+    every = torch.arange(-(2**15), 2**15).to(torch.int16).view(2**8, 2**8)
+    kept = encode(every.view(torch.bfloat16), "bf16").decode()
+    assert torch.equal(kept.view(torch.int16), every), "NaN and their payloads, too"
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+def test_an_outlier_costs_its_own_block_only(codec):
+    x = states("normal", 5, 3 * BLOCK[codec], seed=2)
+    y = x.clone()
+    y[:, BLOCK[codec] + 7] = 1e4
+    one, other = encode(x, codec).decode(), encode(y, codec).decode()
+    assert torch.equal(one[:, : BLOCK[codec]], other[:, : BLOCK[codec]])
+    assert torch.equal(one[:, 2 * BLOCK[codec] :], other[:, 2 * BLOCK[codec] :])
+    assert not torch.equal(one, other)
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_no_scale_can_hold_is_refused(codec, value):
+    for width, place in product((1, 64, 130), (0, -1)):
+        x = torch.randn(4, 2, width)
+        x[2, 1, place] = value
+        with pytest.raises(UserError, match=REFUSED):
+            encode(x, codec)
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+def test_a_number_next_to_infinity_does_not_become_infinite_in_silence(codec):
+    largest = torch.finfo(torch.bfloat16).max
+    refused = 0
+    for size in (largest, *(largest * (1 - 2.0**-9 * k) for k in range(1, 20)), largest / 2, torch.finfo().max):
+        x = torch.tensor([[size, -size, size / 2, 1.0]])
+        try:
+            assert torch.isfinite(encode(x, codec).decode()).all(), size
+        except UserError as error:
+            assert size > 0.99 * largest
+            refused += 1
+            assert re.search(REFUSED, str(error))  # noqa: PT017
+    assert refused < 5
+
+
+# ---------------------------------------------------------------- however it lies in memory
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_neither_layout_nor_neighbours_change_a_row(codec, dtype):
+    x = (torch.randn(6, 3, 130, generator=torch.Generator().manual_seed(0)) * 5).to(dtype)
+    whole = encode(x, codec)
+    assert whole.values.is_contiguous()
+    assert whole.scale.is_contiguous()
+    wanted = whole.decode()
+    spread = torch.empty(130, 3, 12, dtype=dtype).permute(2, 1, 0)[::2].copy_(x)
+    assert not spread.is_contiguous()
+    assert torch.equal(encode(spread, codec).decode(), wanted)
+    for row in range(6):
+        assert torch.equal(encode(x[row : row + 1], codec).decode(), wanted[row : row + 1])
+        assert torch.equal(whole[row : row + 1].decode(), wanted[row : row + 1])
+    order = torch.tensor([5, 0, 3, 3])
+    assert torch.equal(whole[order].decode(), wanted[order])
+    assert torch.equal(concatenate([whole[:2], whole[2:2], whole[2:]]).decode(), wanted)
+    for layer, part in enumerate(whole.unbind()):
+        assert torch.equal(part.decode(), wanted[:, layer])
+    lying = Encoded(codec, 130, whole.values.transpose(0, 1).contiguous().transpose(0, 1), whole.scale.clone())
+    assert torch.equal(lying.decode(), wanted)
+
+
+def test_a_tensor_passes_as_it_is():
+    x = torch.randn(3, 8, dtype=torch.float64)
+    assert as_encoded(x).decode() is x
+    assert as_encoded(kept := encode(x, "fp8")) is kept
+
+
+# ---------------------------------------------------------------- bytes
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_row_takes_the_bytes_that_the_plan_counts(codec):
+    for width in (*WIDTHS, 4096):
+        kept = encode(torch.randn(5, 2, width), codec)
+        size = sum(tensor.numel() * tensor.element_size() for tensor in (kept.values, kept.scale))
+        assert size == 5 * 2 * CODECS[codec].row_bytes(width)
+
+
+@pytest.mark.parametrize(
+    ("aux", "last", "bound"),
+    [("bf16", "bf16", 32.1), ("fp8", "fp8", 16.5), ("int8", "int8", 16.5), ("fp8", "int8", 16.5), ("int4", "int8", 11)],
+)
+def test_half_of_the_peers_bytes_where_every_position_teaches(aux, last, bound):
+    """H = 4096, three layers and the last hidden state: the peers keep 4 * 4096 * 2 bytes, 32 KiB a token."""
+    length = 2048
+    size = sample_bytes([True] * length, Shape(4096, 3, aux, last))
+    assert bound * 0.95 < size / length / 1024 <= bound
+
+
+def test_what_teaches_nothing_costs_its_ids_only():
+    shape = Shape(4096, 3, "fp8", "fp8")
+    aux, last = shape.row_bytes
+    assert sample_bytes([False] * 100, shape) == sample_bytes([True, True] + [False] * 98, shape) == 900
+    # The answer's first token is the 51st: position 49 teaches, and slots attend to the 49 before it.
+    assert sample_bytes([False] * 50 + [True] + [False] * 49, shape) == 900 + 49 * aux + last
+    assert sample_bytes([False] * 50 + [True] * 50, shape) == 900 + 98 * aux + 50 * last
+
+
+def test_an_unknown_codec_is_named_with_its_option():
+    check_codec("int4", "store.aux_codec")
+    with pytest.raises(UserError, match=r"store\.aux_codec='fp4' is not one of bf16, fp8, int8, int4"):
+        check_codec("fp4", "store.aux_codec")
