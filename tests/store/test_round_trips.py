@@ -1,0 +1,185 @@
+"""Ten thousand random samples through shards on the disk: what is read is what `Document` says is kept."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from eagle31_train.codec import CODECS, Encoded, concatenate, encode
+from eagle31_train.schema import Document
+from eagle31_train.store import make_plan, shard
+from eagle31_train.store.plan import SPLITS, Shape, sample_bytes
+from eagle31_train.store.shard import ContentError, ShardFile, write_shard
+
+VOCAB = 1000
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def random_mask(rng, length):
+    kind = rng.choice(["all", "none", "first", "last", "turn", "turns", "random"])
+    if kind in ("all", "none"):
+        return [kind == "all"] * length
+    if kind in ("first", "last"):  # only this token
+        return [i == (0 if kind == "first" else length - 1) for i in range(length)]
+    if kind == "turn":
+        begin, end = sorted(rng.choices(range(length + 1), k=2))
+        return [begin <= i < end for i in range(length)]
+    share = rng.random()
+    return [rng.random() < share for _ in range(length)]
+
+
+def random_document(rng, generator, shape):
+    length = rng.choice([1, 2, 3, rng.randint(1, 8), rng.randint(1, 90)])
+    mask = torch.tensor(random_mask(rng, length))
+    dtype, scale = rng.choice(DTYPES), 10.0 ** rng.randint(-3, 3)
+    states = torch.randn(length, shape.aux_layers + 1, shape.hidden_size, generator=generator) * scale
+    following = torch.cat([mask[1:], torch.tensor([False])])
+    top1 = torch.randint(0, VOCAB, (length,), generator=generator)
+    return Document(
+        tokens=torch.randint(0, VOCAB, (length,), generator=generator),
+        loss_mask=mask,
+        top1=torch.where(following, top1, -1),
+        aux=states[:, :-1].to(dtype),
+        last=states[:, -1].to(dtype),
+    )
+
+
+def kept(document, shape):
+    """What a reader must get, by the words of the contract: (aux [C, A, H], last [M, H])."""
+    mask = document.loss_mask.tolist()
+    teaches = [p for p in range(1, len(mask) - 1) if mask[p + 1]]
+    # Slots stand before what they are taught: the last one is at the last such position but one.
+    attended = [p for p in range(len(mask)) if teaches and p < teaches[-1]]
+    rows = [(document.aux, attended, shape.aux_codec), (document.last, teaches, shape.last_codec)]
+    return [encode(states[positions], codec).decode() for states, positions, codec in rows]
+
+
+def as_extraction_hands_it_over(document, shape):
+    """Only the states that are kept, encoded already."""
+    aux, last = encode(document.aux, shape.aux_codec), encode(document.last, shape.last_codec)
+    whole = replace(document, aux=aux, last=last)
+    return replace(document, aux=whole.attended_states, last=whole.taught_states)
+
+
+def check_document(read, document, shape):
+    for name in ("tokens", "loss_mask", "top1"):
+        ours, theirs = getattr(read, name), getattr(document, name)
+        assert ours.dtype == theirs.dtype, name
+        assert torch.equal(ours, theirs), name
+    for ours, theirs in zip((read.aux, read.last), kept(document, shape), strict=True):
+        assert ours.width == shape.hidden_size
+        assert ours.decode().shape == theirs.shape
+        assert torch.equal(ours.decode(), theirs)
+
+
+def round_trips(folder, seed, samples):
+    """At least so many samples, in stores of a few shards; returns how many shards there were."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    done = shards = 0
+    while done < samples:
+        codecs = rng.choice(list(CODECS)), rng.choice(list(CODECS))
+        hidden = rng.choice([1, 7, 32, 33, 64, 128, 129, rng.randint(1, 200)])
+        shape = Shape(hidden, rng.randint(1, 4), *codecs)
+        documents = [random_document(rng, generator, shape) for _ in range(rng.randint(1, 120))]
+        parts = {"train": documents, "heldout": documents[: rng.randint(0, 5)]}
+        masks = {split: [d.loss_mask.tolist() for d in parts[split]] for split in SPLITS}
+        plan = make_plan(masks, rng.choice([1, 50, 500, 5000]), shape)
+        for planned in plan.shards:
+            mine = parts[planned.split][planned.first : planned.end]
+            path = folder / "shard.safetensors"
+            write_shard(path, [d if rng.random() < 0.5 else as_extraction_hands_it_over(d, shape) for d in mine], shape)
+            size, head = path.stat().st_size, int.from_bytes(path.read_bytes()[:8], "little") + 8
+            assert size <= planned.bytes
+            assert size - head == sum(sample_bytes(d.loss_mask.tolist(), shape) for d in mine)
+            file = ShardFile(path, plan.lengths[planned.split][planned.first : planned.end], shape, VOCAB)
+            for index in rng.sample(range(len(mine)), len(mine)):
+                check_document(file.read(index), mine[index], shape)
+                without = file.read(index, states=False)
+                assert torch.equal(without.tokens, mine[index].tokens)
+                assert not len(without.aux)
+                assert not len(without.last)
+            done, shards = done + len(mine), shards + 1
+    return shards
+
+
+@pytest.mark.parametrize("part", range(10))
+def test_a_thousand_samples_are_read_as_they_were_written(tmp_path, part):
+    assert round_trips(tmp_path, part, 1000) > 20
+
+
+# ---------------------------------------------------------------- planted mistakes
+
+
+def states_of_the_neighbour(patch):
+    right = ShardFile._find_rows
+
+    def wrong(self, lengths):
+        rows = right(self, lengths)
+        return replace(rows, aux=rows.aux[1:] + rows.aux[-1:])
+
+    patch.setattr(ShardFile, "_find_rows", wrong)
+
+
+def aux_one_row_short(patch):
+    right = Document.attended.fget
+    patch.setattr(Document, "attended", property(lambda self: max(0, right(self) - 1)))
+
+
+def last_one_position_early(patch):
+    right = Document.taught_states.fget
+
+    def wrong(self):
+        if isinstance(self.last, Encoded):
+            return right(self)
+        return self.last[self.taught - 1]
+
+    patch.setattr(Document, "taught_states", property(wrong))
+
+
+def scale_of_the_neighbouring_block(patch):
+    def wrong(parts):
+        joined = concatenate(parts)
+        return replace(joined, scale=joined.scale.roll(1, -1))
+
+    patch.setattr(shard, "concatenate", wrong)
+
+
+def scale_of_the_neighbouring_row(patch):
+    def wrong(parts):
+        joined = concatenate(parts)
+        return replace(joined, scale=joined.scale.roll(1, 0))
+
+    patch.setattr(shard, "concatenate", wrong)
+
+
+def layers_in_another_order(patch):
+    right = Document.attended_states.fget
+
+    def wrong(self):
+        states = right(self)
+        return states if isinstance(states, Encoded) else states.flip(1)
+
+    patch.setattr(Document, "attended_states", property(wrong))
+
+
+def rows_of_all_positions(patch):
+    patch.setattr(Document, "attended", property(len))
+
+
+MISTAKES = [
+    states_of_the_neighbour,
+    aux_one_row_short,
+    last_one_position_early,
+    scale_of_the_neighbouring_block,
+    scale_of_the_neighbouring_row,
+    layers_in_another_order,
+    rows_of_all_positions,
+]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
+def test_a_planted_mistake_is_found(tmp_path, monkeypatch, mistake):
+    mistake(monkeypatch)
+    with pytest.raises((AssertionError, ContentError)):
+        round_trips(tmp_path, 0, 300)
