@@ -156,9 +156,7 @@ def stage_inputs(config: Config, data: dict[str, Any], train: dict[str, Any]) ->
     }
 
 
-def refuse_other_target(
-    store: dict[str, Any] | None, train: dict[str, Any], target: dict[str, Any], path: str
-) -> None:
+def refuse_other_target(store: dict[str, Any] | None, train: dict[str, Any], target: dict[str, Any], path: str) -> None:
     """The store's manifest, where there is one still, knows whose hidden states the drafter learnt from."""
     if store is None:
         return

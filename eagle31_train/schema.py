@@ -275,9 +275,8 @@ class Document:
     @property
     def taught_states(self) -> "Tensor | Encoded":
         """The last hidden states that are needed, [M, H]: in order of `taught`."""
-        taught = self.taught
         # There are always fewer that teach than tokens, so the number of rows tells the two forms apart.
-        return self.last[taught.to(self.last.device)] if len(self.last) == len(self) else self.last
+        return self.last[self.taught.to(self.last.device)] if len(self.last) == len(self) else self.last
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
+from torch import Tensor
 
 from eagle31_train.schema import UserError
 
@@ -56,6 +57,11 @@ def checksum(path: Path) -> str:
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
     return digest.hexdigest()
+
+
+def digest(data: Tensor) -> str:
+    """The same of bytes in memory, [n] uint8 on the CPU."""
+    return xxhash.xxh3_128_hexdigest(data.numpy().data)
 
 
 def _check(value: dict[str, Any]) -> str:

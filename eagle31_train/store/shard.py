@@ -14,7 +14,6 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from eagle31_train.codec import Encoded, as_encoded, concatenate, encode
@@ -22,8 +21,8 @@ from eagle31_train.place import Place
 from eagle31_train.schema import Document
 from eagle31_train.store.ledger import Line
 from eagle31_train.store.plan import Shape
-from eagle31_train.store.sealed import checksum
-from eagle31_train.store.tensors import save_file
+from eagle31_train.store.sealed import digest
+from eagle31_train.store.tensors import FormatError, MappedFile, save_file
 
 NONE = torch.empty(0)
 
@@ -70,19 +69,24 @@ class ShardFile:
         lengths: tokens of each of its samples.
         shape: of the store's states.
         vocab_size: V, for ids that are none.
+        expected: the checksum that its bytes must have; None if that is known.
 
     Raises:
-        ContentError: the file is no shard, or not one of such samples.
+        ContentError: the file is not as it was written, no shard, or not one of such samples.
     """
 
-    def __init__(self, path: Path, lengths: Sequence[int], shape: Shape, vocab_size: int) -> None:
+    def __init__(
+        self, path: Path, lengths: Sequence[int], shape: Shape, vocab_size: int, expected: str | None = None
+    ) -> None:
         try:
-            with safe_open(path, framework="pt") as file:
-                found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            file = MappedFile(path)
+            if expected is not None and digest(file.data) != expected:
+                raise ContentError("is not as it was written (its checksum differs)")
+            found = file.tensors()
             self.tokens, self.loss_mask, self.top1 = found["tokens"], found["loss_mask"], found["top1"]
             self.aux = Encoded(shape.aux_codec, shape.hidden_size, found["aux.values"], found["aux.scale"])
             self.last = Encoded(shape.last_codec, shape.hidden_size, found["last.values"], found["last.scale"])
-        except (SafetensorError, OSError, KeyError) as error:
+        except (FormatError, KeyError) as error:
             raise ContentError(f"cannot be read ({error})") from None
         total = sum(lengths)
         if not len(self.tokens) == len(self.loss_mask) == len(self.top1) == total:
@@ -154,9 +158,8 @@ def open_shard(
         status = path.stat()
         if status.st_size != line.size:
             raise ContentError(f"has {status.st_size} bytes, not {line.size}: truncated or replaced")
-        if verified.get(line.name) != status.st_ino and checksum(path) != line.checksum:
-            raise ContentError("is not as it was written (its checksum differs)")
-        opened = ShardFile(path, lengths, shape, vocab_size)
+        known = verified.get(line.name) == status.st_ino
+        opened = ShardFile(path, lengths, shape, vocab_size, None if known else line.checksum)
         verified[line.name] = status.st_ino
         return opened
 
