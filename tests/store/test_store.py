@@ -1,0 +1,537 @@
+"""The store: what is written is read back, by any number of processes, bounded, followed; and damage is named."""
+
+import threading
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from made import LENGTHS, VOCAB, Made, read_whole, right_so_far
+from pipeline import contents, flip_bit, reseal
+from safetensors.torch import load_file
+
+from eagle31_train import artifacts
+from eagle31_train.place import LocalPlace, open_place
+from eagle31_train.schema import UserError
+from eagle31_train.store import REMAKE, Store, finished, make_plan, plan_shards, shape_of, shard, writer
+from eagle31_train.store.ledger import Consumed
+from eagle31_train.store.plan import Plan
+from eagle31_train.store.sealed import DamagedError, seal, unseal
+
+MADE = Made()
+NAMES = [planned.name for planned in MADE.plan.shards]
+
+
+@pytest.fixture
+def store(tmp_path):
+    MADE.write(tmp_path / "store")
+    return tmp_path / "store"
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr(writer, "POLL", 0.001)
+
+
+def message_of(call, *arguments, **options):
+    with pytest.raises(UserError) as error:
+        call(*arguments, **options)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+# ---------------------------------------------------------------- plan
+
+
+@given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 100))
+def test_the_plan_keeps_the_order_and_every_sample_and_the_bound(lengths, bound):
+    plan = plan_shards(lengths, bound)
+    assert [i for first, end in plan for i in range(first, end)] == list(range(len(lengths)))
+    for first, end in plan:
+        assert sum(lengths[first:end]) <= bound or end == first + 1
+    for (first, end), (_, after) in pairwise(plan):
+        assert sum(lengths[first : end + 1]) > bound, f"shards {first}..{end}..{after} could have been filled further"
+
+
+def test_a_sample_longer_than_a_shard_has_its_own():
+    assert plan_shards([3, 50, 3, 4], 10) == [(0, 1), (1, 2), (2, 4)]
+    assert plan_shards([], 10) == []
+
+
+def test_held_out_shards_come_first_and_all_are_numbered():
+    assert [planned.split for planned in MADE.plan.shards] == ["heldout"] * 2 + ["train"] * 3
+    assert [planned.number for planned in MADE.plan.shards] == list(range(5))
+    assert Plan.from_json(unseal(seal(MADE.plan.as_json()))) == MADE.plan
+
+
+@given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 9))
+def test_processes_share_every_shard_once_and_about_equal_tokens(lengths, ranks):
+    masks = {"train": [[True] * length for length in lengths], "heldout": []}
+    plan = make_plan(masks, 60, shape_of(MADE.states))
+    shares = [plan.share(rank, ranks) for rank in range(ranks)]
+    assert sorted((s for share in shares for s in share), key=lambda s: s.number) == plan.shards
+    loads = [sum(s.tokens for s in share) for share in shares]
+    assert max(loads) - min(loads) <= 60
+    assert all(share == sorted(share, key=lambda s: s.number) for share in shares)
+
+
+# ---------------------------------------------------------------- seals
+
+
+@given(st.dictionaries(st.text(), st.recursive(st.none() | st.floats() | st.text() | st.integers(), st.lists)))
+@settings(max_examples=25)
+def test_what_is_sealed_is_unsealed_and_only_byte_for_byte(value):
+    value.pop("check", None)
+    for indent in (None, 2):
+        data = seal(value, indent)
+        assert repr(unseal(data)) == repr(value)
+        for other in (data[:-1], data + b"\n", b" " + data, data.replace(b'": ', b'":', 1), data.replace(b"{", b"", 1)):
+            with pytest.raises(DamagedError):
+                unseal(other)
+
+
+@pytest.mark.parametrize("data", [b"", b"{}\n", b"[]\n", b'"text"\n', b"\xff\xfe", b'{"a": 1}\n', b'{"check": "0"}\n'])
+def test_what_was_never_sealed_is_damaged(data):
+    with pytest.raises(DamagedError):
+        unseal(data)
+
+
+# ---------------------------------------------------------------- write and read
+
+
+def test_ragged_samples_are_read_back_as_they_were_written(store):
+    opened = Store(store)
+    for name in ("train", "heldout"):
+        split, documents = opened.split(name), MADE.documents[name]
+        assert split.lengths == LENGTHS[name]
+        assert len(split) == len(documents)
+        for got, wanted in zip(split.read_all(range(len(split))), documents, strict=True):
+            for field in ("tokens", "loss_mask", "top1"):
+                assert torch.equal(getattr(got, field), getattr(wanted, field)), field
+                assert getattr(got, field).dtype == getattr(wanted, field).dtype
+            assert torch.equal(got.aux.decode(), wanted.aux[: wanted.attended].bfloat16())
+            assert torch.equal(got.last.decode(), wanted.last[wanted.taught].bfloat16())
+    assert [len(d) for d in opened.split("train").read_all([4, 0, 4])] == [6, 9, 6]
+
+
+def test_target_weights_keep_their_bits_and_a_tied_head_is_the_embedding(store, tmp_path):
+    for name, tensor in MADE.weights.items():
+        assert torch.equal(Store(store).target[name], tensor)
+        assert Store(store).target[name].dtype == tensor.dtype
+    tied = Made()
+    del tied.weights["lm_head"]
+    tied.write(tmp_path / "tied")
+    assert torch.equal(Store(tmp_path / "tied").target["lm_head"], MADE.weights["embed_tokens"])
+
+
+def test_a_shard_holds_what_the_format_says(tmp_path):
+    made = Made(aux_codec="fp8", last_codec="int4", hidden=130)
+    made.write(tmp_path)
+    planned = made.plan.of("train")[-1]
+    attended, taught = (sum(f(d) for d in made.of(planned)) for f in (lambda d: d.attended, lambda d: len(d.taught)))
+    assert attended > taught > 0
+    found = load_file(tmp_path / planned.name)
+    assert {name: (tensor.dtype, list(tensor.shape)) for name, tensor in found.items()} == {
+        "tokens": (torch.int32, [14]),
+        "loss_mask": (torch.bool, [14]),
+        "top1": (torch.int32, [14]),
+        "aux.values": (torch.float8_e4m3fn, [attended, 2, 130]),
+        "aux.scale": (torch.bfloat16, [attended, 2, 2]),
+        "last.values": (torch.uint8, [taught, 65]),
+        "last.scale": (torch.bfloat16, [taught, 5]),
+    }
+
+
+def test_files_of_a_store_may_be_read_by_whoever_may_read_others(store, tmp_path):
+    (tmp_path / "another").write_text("")
+    modes = {path.stat().st_mode for path in store.rglob("*") if path.is_file()}
+    assert modes == {(tmp_path / "another").stat().st_mode}
+
+
+def test_every_shard_is_verified_once(store, monkeypatch):
+    opened = []
+    right = shard.ShardFile.__init__
+
+    def counted(self, path, *arguments):
+        opened.append((path.name, arguments[-1] is not None))
+        right(self, path, *arguments)
+
+    monkeypatch.setattr(shard.ShardFile, "__init__", counted)
+    monkeypatch.setattr("eagle31_train.store.reader.OPEN", {"local": 1})
+    split = Store(store).split("train")
+    split.read_all(range(len(split)))
+    split.read_all(range(len(split)))
+    names = [name.removeprefix("shards/") for name in NAMES[2:]]
+    assert opened == [(name, True) for name in names] + [(name, False) for name in names]
+
+
+# ---------------------------------------------------------------- stopped and continued
+
+
+def leave_torn_line(folder):
+    (folder / "shards" / "train-00002.json").write_text('{"name": "shards/train-000')
+
+
+def leave_temporaries(folder):
+    (folder / "shards" / ".train-00001.safetensors.tmp").write_bytes(b"half a shard")
+    (folder / "shards" / ".train-00001.json.tmp").write_bytes(b"half a line")
+    (folder / ".target.safetensors.tmp").write_bytes(b"half a target")
+    (folder / ".manifest.json.tmp").write_text("{")
+
+
+def leave_shard_without_line(folder):
+    (folder / NAMES[-1]).write_bytes(b"half a shard that a copy tool left")
+
+
+def truncate_newest_shard(folder):
+    newest = max(folder.glob("shards/*.safetensors"), key=lambda path: NAMES.index(f"shards/{path.name}"))
+    newest.write_bytes(newest.read_bytes()[:-1])
+
+
+def lose_provenance(folder):
+    (folder / "provenance.json").unlink()
+
+
+def leave_nothing(folder):
+    pass
+
+
+@pytest.mark.parametrize("shards", range(1, 5))
+@pytest.mark.parametrize(
+    "leave",
+    [
+        leave_nothing,
+        leave_torn_line,
+        leave_temporaries,
+        leave_shard_without_line,
+        truncate_newest_shard,
+        lose_provenance,
+    ],
+    ids=lambda f: f.__name__,
+)
+def test_a_store_stopped_after_any_shard_ends_with_the_same_bytes(tmp_path, store, shards, leave):
+    folder = tmp_path / "stopped"
+    MADE.write(folder, stop_after=shards)
+    assert "run `python -m eagle31_train.extract` first, or give store.follow=true" in message_of(Store, folder)
+    leave(folder)
+    MADE.write(folder)
+    assert contents(folder) == contents(store)
+
+
+def writes(monkeypatch):
+    written, right = [], writer.write_shard
+
+    def counted(path, *rest):
+        written.append(path.name.removeprefix(".").removesuffix(".tmp"))
+        right(path, *rest)
+
+    monkeypatch.setattr(writer, "write_shard", counted)
+    return written
+
+
+def test_committed_shards_are_not_written_again(tmp_path, monkeypatch):
+    MADE.write(tmp_path / "store", stop_after=3)
+    written = writes(monkeypatch)
+    MADE.write(tmp_path / "store")
+    assert written == ["train-00001.safetensors", "train-00002.safetensors"]
+
+
+@pytest.mark.parametrize("missing", [True, False])
+@pytest.mark.parametrize(
+    "name", ["manifest.json", "plan.json", "provenance.json", "shards.jsonl", "target.safetensors", NAMES[3]]
+)
+def test_the_advice_to_extract_again_helps_and_costs_no_more_than_it_must(store, name, missing, monkeypatch):
+    """`finished` sees every damage of a small file; a damaged shard of the right size only `verify` does."""
+    whole, inputs = contents(store), MADE.provenance["inputs"]
+    place = LocalPlace("the store", store)
+    if missing or name in NAMES:
+        (store / name).unlink()
+    else:
+        flip_bit(store / name)
+    assert finished(place, MADE.fingerprint, inputs, overwrite=False) is None
+    written = writes(monkeypatch)
+    MADE.write(store)
+    assert contents(store) == whole
+    assert finished(place, MADE.fingerprint, inputs, overwrite=False) is not None
+    # shards.jsonl commits shards: without it, none is.
+    most = {NAMES[3]: 1, "shards.jsonl": len(NAMES) if missing else 1}
+    assert len(written) == most.get(name, 0)
+
+
+def test_shards_without_provenance_and_lines_are_nobodys(tmp_path):
+    """What a killed removal may leave must not be adopted by a store of another target."""
+    folder = tmp_path / "store"
+    MADE.write(folder, stop_after=2)
+    (folder / "provenance.json").unlink()
+    other = Made(fingerprint="e" * 16)
+    assert "holds shards but no provenance.json: remove the store" in message_of(other.writer, folder)
+    (folder / "provenance.json").write_text("{}")
+    assert "holds shards but a damaged (" in message_of(other.writer, folder)
+    assert not [name for name in contents(folder) if name.endswith(".tmp")]
+
+
+def test_a_begun_store_of_another_provenance_is_refused_or_replaced_whole(tmp_path):
+    folder = tmp_path / "store"
+    MADE.write(folder, stop_after=2)
+    other = Made(fingerprint="e" * 16)
+    other.provenance["inputs"]["target"]["name"] = "elsewhere"
+    before = contents(folder)
+    message = message_of(other.writer, folder)
+    assert "target.name: somewhere there, elsewhere here" in message
+    assert "overwrite=true" in message
+    assert contents(folder) == before
+    begun = other.writer(folder, overwrite=True)
+    assert not any(begun.has(planned) for planned in MADE.plan.shards)
+    assert sorted(contents(folder)) == ["plan.json", "provenance.json", "stream.json"]
+
+
+def test_a_finished_store_of_other_inputs_is_refused(store):
+    message = message_of(finished, LocalPlace("the store", store), "0" * 16, {"data": "x"}, overwrite=False)
+    assert message.startswith("the store was made from other inputs (data: dddddddddddddddd there, x here; ")
+    assert finished(LocalPlace("the store", store), "0" * 16, {"data": "x"}, overwrite=True) is None
+
+
+def test_a_state_that_is_no_number_leaves_no_shard(tmp_path):
+    made = Made(aux_codec="fp8")
+    spoilt = made.plan.shards[3]
+    made.of(spoilt)[0].aux[0, 0, 0] = float("nan")
+    assert "not finite" in message_of(made.write, tmp_path)
+    assert len(list((tmp_path / "shards").iterdir())) == 6, "three shards and their lines"
+
+
+# ---------------------------------------------------------------- several processes
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 7])
+def test_any_number_of_processes_write_the_same_bytes(tmp_path, store, ranks):
+    folder, failures = tmp_path / "shared", []
+
+    def work(rank):
+        try:
+            part = MADE.writer(folder, rank=rank, ranks=ranks, patience=30.0)
+            for planned in part.mine():
+                part.write(planned, MADE.of(planned), [1.0, 0.0, 5] if planned.number == 0 else None)
+            if rank == 0:
+                part.write_target(MADE.weights)
+                part.finish({"seconds": 1.0})
+        except BaseException as error:
+            failures.append(error)
+
+    # The first process comes last, and finds the others waiting for it.
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in reversed(range(ranks))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert contents(folder) == contents(store)
+
+
+def test_a_process_leaves_the_others_unfinished_files_alone(tmp_path):
+    MADE.write(tmp_path, stop_after=1)
+    other = MADE.writer(tmp_path, rank=1, ranks=2)
+    theirs, ours = (MADE.writer(tmp_path, rank=rank, ranks=2).mine()[-1] for rank in (1, 0))
+    scratch = other.place.scratch(theirs.name)
+    scratch.write_bytes(b"half of it")
+    other.place.scratch(ours.name).write_bytes(b"of an earlier run")
+    MADE.writer(tmp_path, rank=0, ranks=2)
+    assert scratch.exists()
+    assert not other.place.scratch(ours.name).exists()
+
+
+def test_a_process_gives_up_on_the_others_in_the_end(tmp_path):
+    message = message_of(MADE.writer, tmp_path, rank=1, ranks=2, patience=0.0)
+    assert "waiting for the first process to prepare the store: nothing came for 0 s (store.patience)" in message
+
+
+# ---------------------------------------------------------------- bounded, and followed
+
+
+def test_extraction_waits_for_room_and_training_makes_it(tmp_path):
+    train = MADE.plan.of("train")
+    bound = sum(planned.bytes for planned in MADE.plan.of("heldout")) + max(planned.bytes for planned in train)
+    failures, largest = [], []
+
+    def extract():
+        try:
+            MADE.write(tmp_path, max_bytes=bound, patience=30.0)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=extract)
+    thread.start()
+    reader = Store(tmp_path, follow=True, patience=30.0)
+    assert reader.max_bytes == bound
+    for planned in train:
+        reader.wait_for([planned])
+        documents = [reader.split("train").read(i) for i in range(planned.first, planned.end)]
+        for got, wanted in zip(documents, MADE.of(planned), strict=True):
+            assert torch.equal(got.aux.decode(), wanted.aux[: wanted.attended].bfloat16())
+        largest.append(sum(path.stat().st_size for path in (tmp_path / "shards").glob("*.safetensors")))
+        reader.consume([planned], "t" * 16, planned is train[-1], remove=True)
+    thread.join()
+    assert not failures
+    assert max(largest) <= bound
+    assert sorted(path.name for path in (tmp_path / "shards").iterdir()) == [
+        "heldout-00000.safetensors",
+        "heldout-00001.safetensors",
+    ]
+    # Complete, though used up: extraction is done with it, and a training is told by whom.
+    place = LocalPlace("the store", tmp_path)
+    assert finished(place, MADE.fingerprint, MADE.provenance["inputs"], overwrite=False) is not None
+    found, message = read_whole(tmp_path)
+    assert len(found["heldout"]) == 3
+    assert f"{train[0].name} ({train[0].samples()}) was used up and removed by the training {'t' * 16}" in message
+
+
+def test_a_bound_that_no_training_could_live_with_is_refused(tmp_path):
+    message = message_of(MADE.writer, tmp_path, max_bytes=9000)
+    assert "store.max_bytes=9,000 cannot hold the held-out split and one shard" in message
+    assert not contents(tmp_path)
+
+
+def test_a_training_that_is_finished_ends_the_extraction(tmp_path):
+    MADE.write(tmp_path, stop_after=2, max_bytes=30_000)
+    (tmp_path / "consumed.json").write_bytes(Consumed("t" * 16, [], True).sealed())
+    message = message_of(MADE.write, tmp_path, max_bytes=30_000)
+    assert "the training that follows" in message
+    assert "wants no more of it" in message
+
+
+def test_another_training_does_not_use_up_the_same_store(tmp_path):
+    MADE.write(tmp_path, stop_after=3)
+    reader = Store(tmp_path, follow=True)
+    reader.consume(MADE.plan.shards[:1], "one", False, remove=True)
+    reader.consume(MADE.plan.shards[:1], "one", False, remove=True)
+    assert "used up and removed by another training (one, this is two)" in message_of(
+        reader.consume, MADE.plan.shards[1:2], "two", False, remove=True
+    )
+    assert (tmp_path / NAMES[1]).exists()
+
+
+def test_a_used_up_shard_is_not_extracted_again(tmp_path, monkeypatch):
+    MADE.write(tmp_path, stop_after=4)
+    Store(tmp_path, follow=True).consume(MADE.plan.shards[2:4], "one", False, remove=True)
+    written = writes(monkeypatch)
+    MADE.write(tmp_path)
+    assert written == ["train-00002.safetensors"]
+
+
+def test_a_follower_waits_for_what_is_not_there_yet_and_gives_up_in_the_end(tmp_path):
+    assert "to be begun by `python -m eagle31_train.extract`: nothing came" in message_of(
+        Store, tmp_path, follow=True, patience=0.0
+    )
+    MADE.write(tmp_path, stop_after=3)
+    reader = Store(tmp_path, follow=True, patience=0.0)
+    assert f"train: waiting for {NAMES[4]}: nothing came for 0 s" in message_of(reader.wait_for, MADE.plan.shards[4:])
+    MADE.write(tmp_path)  # whose lines are merged by now
+    reader.wait_for(MADE.plan.shards)
+    assert len(reader.split("train").read_all(range(6))) == 6
+
+
+# ---------------------------------------------------------------- damage
+
+
+@pytest.mark.parametrize("name", ["target.safetensors", "shards.jsonl", "provenance.json", "plan.json"])
+@pytest.mark.parametrize("harm", ["truncated", "checksum", "is missing"])
+def test_damage_is_named_with_what_to_do(store, name, harm):
+    harms = {
+        "truncated": lambda path: path.write_bytes(path.read_bytes()[:-7]),
+        "checksum": flip_bit,
+        "is missing": lambda path: path.unlink(),
+    }
+    harms[harm](store / name)
+    _, message = read_whole(store)
+    assert message.startswith(f"{store / name} ")
+    assert harm in message
+    assert message.endswith(f": {REMAKE}")
+
+
+def test_a_damaged_manifest_is_named(store):
+    (store / "manifest.json").write_text('{"files": {')
+    assert f"{store}/manifest.json is damaged (" in message_of(Store, store)
+    (store / "manifest.json").write_bytes(seal({"files": {}}))
+    assert "manifest.json does not list provenance.json" in message_of(Store, store)
+
+
+def test_a_shard_that_is_not_what_was_planned_is_named_though_its_checksum_is_right(store):
+    one, other = NAMES[3], NAMES[4]
+    (store / one).write_bytes((store / other).read_bytes())
+    reseal(store)
+    found, message = read_whole(store)
+    assert message.startswith(f"{store}/{one} (sample 3 of train) holds 14 tokens, not 12: see `python -m")
+    assert len(found["train"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("tokens", VOCAB, "holds tokens from"),
+        ("tokens", -1, "holds tokens from -1"),
+        ("top1", -1, "lacks the target's"),
+    ],
+)
+def test_ids_that_no_vocabulary_has_are_refused(tmp_path, name, value, words):
+    made = Made()
+    document = made.documents["train"][0]
+    document.loss_mask[:] = True
+    getattr(document, name)[4] = value
+    made.plan = make_plan(
+        {split: [d.loss_mask.tolist() for d in documents] for split, documents in made.documents.items()},
+        14,
+        shape_of(made.states),
+    )
+    made.write(tmp_path)
+    assert words in read_whole(tmp_path)[1]
+
+
+def test_a_store_of_an_earlier_version_is_named_as_one(tmp_path):
+    artifacts.write_json(tmp_path / "manifest.json", {"fingerprint": "x", "files": {}})
+    for call in (Store, lambda folder: finished(LocalPlace(str(folder), folder), "x", {}, overwrite=False)):
+        message = message_of(call, tmp_path)
+        assert f"{tmp_path} holds a store of an earlier version" in message
+        assert "remove it and run `python -m eagle31_train.extract` again" in message
+
+
+# ---------------------------------------------------------------- elsewhere
+
+
+def test_a_remote_store_has_the_same_bytes_and_reads_alike(store, tmp_path):
+    place = open_place("memory://bucket/store", tmp_path / "cache", 100_000)
+    try:
+        MADE.write(place)
+        names = [*place.names(""), *place.names("shards")]
+        assert {name: place.read(name) for name in names} == contents(store)
+        found, message = read_whole(place)
+        assert message is None
+        assert right_so_far(found, read_whole(store)[0])
+    finally:
+        place.discard()
+        place.close()
+
+
+def test_a_copy_that_is_damaged_on_its_way_is_fetched_again_or_named(store, tmp_path, monkeypatch):
+    place = open_place("memory://bucket/store", tmp_path / "cache", 100_000)
+    try:
+        MADE.write(place)
+        right, spoilt = place.fs.get_file, []
+
+        def get_file(remote, local, **options):
+            right(remote, local, **options)
+            if remote.endswith(NAMES[3]) and len(spoilt) < times:
+                spoilt.append(remote)
+                flip_bit(tmp_path.joinpath(local))
+
+        monkeypatch.setattr(place.fs, "get_file", get_file)
+        times = 1
+        assert read_whole(place)[1] is None
+        assert len(spoilt) == 1
+        times, spoilt[:] = 9, []
+        place.forget(NAMES[3])
+        found, message = read_whole(place)
+        assert "train-00001.safetensors (sample 3 of train) is not as it was written" in message
+        assert len(found["train"]) == 3
+    finally:
+        place.discard()
+        place.close()
