@@ -72,11 +72,10 @@ sys.addaudithook(_audit)  # for good, but it does nothing outside of `running`
 def running(machine):
     """What is done here is done on this machine."""
     global _machine
-    fsync, write_all = os.fsync, tensors._write_all
+    write_all = tensors._write_all
 
-    def forced(descriptor):
+    def forced(descriptor):  # this machine loses no power, and the disk's time is not what is tested
         machine.operation("fsync")
-        fsync(descriptor)
 
     def written(file, data):
         half = memoryview(data).cast("B") if len(data) else memoryview(b"")

@@ -112,7 +112,7 @@ def test_a_store_that_is_replaced_by_a_writer_that_dies_is_never_a_mixture(whole
     others, _ = read_whole(OTHER.write(tmp_path / "other").place)
     for at in range(200):
         folder = tmp_path / str(at)
-        OTHER.write(folder / "store")
+        shutil.copytree(tmp_path / "other", folder / "store")
         alive = write(folder, Machine(at, Kill()), overwrite=True)
         found, _ = read_whole(folder / "store")
         assert right_so_far(found, documents) or right_so_far(found, others)

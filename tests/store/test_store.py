@@ -189,6 +189,12 @@ def truncate_newest_shard(folder):
     newest.write_bytes(newest.read_bytes()[:-1])
 
 
+def swap_line_files(folder):
+    lines = sorted(folder.glob("shards/*.json"))
+    for path, data in zip(lines, [path.read_bytes() for path in reversed(lines)], strict=True):
+        path.write_bytes(data)
+
+
 def lose_provenance(folder):
     (folder / "provenance.json").unlink()
 
@@ -207,6 +213,7 @@ def leave_nothing(folder):
         leave_shard_without_line,
         truncate_newest_shard,
         lose_provenance,
+        swap_line_files,
     ],
     ids=lambda f: f.__name__,
 )
