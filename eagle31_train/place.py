@@ -15,11 +15,13 @@ leaves is never taken for a complete store.
 All other machines are asked again, with growing waits, where they fail for a passing reason.
 """
 
+import os
 import shutil
+import stat
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -63,8 +65,16 @@ class Place(ABC):
         """A file's bytes; None if it is absent."""
 
     @abstractmethod
+    def sizes(self, folder: str) -> dict[str, int]:
+        """Every file directly in a folder ("" is the place itself) with its bytes, from one listing.
+
+        Names are relative to the place, as everywhere; hidden files and folders are left out. A
+        folder that is absent, or is a file, has none. Nothing is remembered from earlier listings.
+        """
+
     def names(self, folder: str) -> list[str]:
-        """The names of the files directly in a folder ("" is the place itself), sorted, hidden ones left out."""
+        """The names in `sizes(folder)`, sorted."""
+        return sorted(self.sizes(folder))
 
     @abstractmethod
     def remove(self, name: str) -> None:
@@ -146,15 +156,26 @@ class LocalPlace(Place):
             raise
 
     def size(self, name: str) -> int | None:
-        path = self.folder / name
         with self._explained("read", name):
-            return path.stat().st_size if path.is_file() else None
+            try:  # one question: another process may remove the file between two
+                status = (self.folder / name).stat()
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
 
-    def names(self, folder: str) -> list[str]:
-        path = self.folder / folder
+    def sizes(self, folder: str) -> dict[str, int]:
+        found = {}
         with self._explained("list", folder):
-            entries = [entry.name for entry in path.iterdir() if entry.is_file()] if path.is_dir() else []
-        return visible(folder, entries)
+            try:
+                entries = os.scandir(self.folder / folder)
+            except (FileNotFoundError, NotADirectoryError):
+                return {}
+            with entries:
+                for entry in entries:
+                    with suppress(FileNotFoundError):  # listed, then removed by another process
+                        if entry.is_file():
+                            found[entry.name] = entry.stat().st_size
+        return visible(folder, found)
 
     def remove(self, name: str) -> None:
         with self._explained("remove", name):
@@ -197,10 +218,10 @@ class LocalPlace(Place):
             ) from None
 
 
-def visible(folder: str, names: Sequence[str]) -> list[str]:
-    """The names of a folder's entries as `Place.names` gives them."""
+def visible(folder: str, sizes: Mapping[str, int]) -> dict[str, int]:
+    """The entries of a folder as `Place.sizes` gives them."""
     prefix = f"{folder.strip('/')}/" if folder.strip("/") else ""
-    return sorted(prefix + name for name in names if name and not name.startswith("."))
+    return {prefix + name: size for name, size in sizes.items() if name and not name.startswith(".")}
 
 
 def open_place(

@@ -75,25 +75,33 @@ class RemotePlace(Place):
     def size(self, name: str) -> int | None:
         return self._call("asking for the size", name, lambda: self._size(name))
 
-    def names(self, folder: str) -> list[str]:
+    def sizes(self, folder: str) -> dict[str, int]:
         path = self._path(folder)
 
-        def call() -> list[str]:
+        def call() -> dict[str, int]:
             self.fs.invalidate_cache()  # drivers with a memory of their own
             try:
                 entries = self.fs.ls(path, detail=True)
             except FileNotFoundError as error:
                 if lacks_bucket(error):
                     raise
-                return []
-            files = [PurePosixPath(entry["name"].lstrip("/")) for entry in entries if entry["type"] == "file"]
-            # Asked for a file, drivers list the file itself.
-            return [file.name for file in files if str(file.parent) == path.lstrip("/")]
+                return {}
+            found = {}
+            for entry in entries:
+                file = PurePosixPath(entry["name"].lstrip("/"))
+                # Asked for a file, drivers list the file itself.
+                if entry["type"] == "file" and str(file.parent) == path.lstrip("/"):
+                    size = entry["size"]
+                    if size is None:  # a web server's listing knows no sizes
+                        size = self._size(f"{folder}/{file.name}".lstrip("/"))
+                    if size is not None:
+                        found[file.name] = int(size)
+            return found
 
         try:
             return visible(folder, self._call("listing", folder, call))
         except FileNotFoundError:
-            return []
+            return {}
 
     def remove(self, name: str) -> None:
         try:

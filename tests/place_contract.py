@@ -29,6 +29,7 @@ class PlaceContract:
                 place.local("shards/a.json")
             assert place.size("shards/a.json") is None
             assert place.names("nowhere") == []
+            assert place.sizes("nowhere") == {}
             place.remove("shards/a.json")
             place.forget("shards/a.json")
             place.write("shards/b.json", b"x")
@@ -62,6 +63,18 @@ class PlaceContract:
         assert place.names("shards/deeper") == ["shards/deeper/c"]
         assert place.names("shards/a") == []  # a file is no folder
 
+    def test_sizes_are_those_of_the_visible_files_of_one_folder(self, place):
+        assert place.sizes("") == place.sizes("shards") == {}
+        place.write("shards/a", b"")
+        place.put(build(place, "shards/b", b"12345"), "shards/b")
+        for name in ("shards/deeper/c", "shards/.hidden", "shards-not/d", "top"):
+            place.write(name, b"123")
+        build(place, "shards/e", b"half")
+        assert place.sizes("shards") == {"shards/a": 0, "shards/b": 5}
+        assert place.sizes("") == {"top": 3}
+        assert place.sizes("shards/a") == {}  # a file is no folder
+        assert all(place.size(name) == size for name, size in place.sizes("shards").items())
+
     def test_what_another_has_just_written_is_seen(self, place, again):
         other = again()
         assert place.names("shards") == other.names("shards") == []
@@ -69,6 +82,9 @@ class PlaceContract:
         other.write("shards/a", b"123")
         assert place.names("shards") == ["shards/a"]
         assert place.size("shards/a") == 3
+        assert place.sizes("shards") == {"shards/a": 3}
+        other.write("shards/a", b"12345")
+        assert place.sizes("shards") == {"shards/a": 5}
         other.put(build(other, "shards/b", b"1"), "shards/b")
         assert place.names("shards") == ["shards/a", "shards/b"]
         other.remove("shards/a")

@@ -198,6 +198,87 @@ def test_a_place_that_is_a_file_is_refused(tmp_path):
     assert (tmp_path / "store").read_text() == "mine"
 
 
+@pytest.fixture
+def vanishing(local, monkeypatch):
+    """`vanishing(name)`: that file is removed by another process just before anybody asks for its status again."""
+
+    def vanishing(name):
+        gone = local.folder / name
+        whole = os.stat
+
+        def removed(path, *args, **kwargs):
+            status = whole(path, *args, **kwargs)
+            if not isinstance(path, int) and os.fspath(path) == str(gone):
+                gone.unlink(missing_ok=True)
+            return status
+
+        monkeypatch.setattr(os, "stat", removed)
+
+    return vanishing
+
+
+def test_the_size_of_a_file_that_vanishes_is_no_error(local, vanishing):
+    local.write("shards/a", b"x")
+    vanishing("shards/a")
+    assert local.size("shards/a") == 1
+    assert local.size("shards/a") is None
+
+
+def test_the_size_below_a_file_is_none(local):
+    local.write("a", b"x")
+    assert local.size("a/b") is None
+
+
+def test_files_that_vanish_while_listed_are_left_out(local, monkeypatch):
+    for name in ("a", "b", "c"):
+        local.write(f"shards/{name}", b"xy")
+    whole = os.scandir
+    listed = []
+
+    class Scan:
+        def __init__(self, path):
+            listed.append(path)
+            self.entries = list(whole(path))
+            (local.folder / "shards" / "b").unlink(missing_ok=True)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def __iter__(self):
+            return iter(self.entries)
+
+    monkeypatch.setattr(os, "scandir", Scan)
+    assert local.sizes("shards") == {"shards/a": 2, "shards/c": 2}
+    assert len(listed) == 1
+
+
+def test_a_remote_folder_is_listed_once_and_no_file_asked_for(place, flaky):
+    for number in range(5):
+        place.write(f"shards/{number}", bytes(number))
+    flaky.made.clear()
+    assert place.sizes("shards") == {f"shards/{number}": number for number in range(5)}
+    assert flaky.made == ["ls"]
+
+
+def test_sizes_that_a_listing_lacks_are_asked_for(place, flaky):
+    for name in ("top", "shards/a", "shards/gone"):
+        place.write(name, b"123")
+    whole = flaky.ls
+
+    def ls(path, detail):
+        entries = [entry | {"size": None} for entry in whole(path, detail=detail)]
+        if place.size("shards/gone"):
+            flaky.rm_file("/bucket/store/shards/gone")
+        return entries
+
+    flaky.ls = ls
+    assert place.sizes("shards") == {"shards/a": 3}
+    assert place.sizes("") == {"top": 3}
+
+
 def test_what_is_opened_may_be_missing_for_other_reasons(local):
     local.write("a", b"x")
 
@@ -319,7 +400,7 @@ WAYS = {
     "pipe_file": lambda place: place.write("a", b"content"),
     "put_file": lambda place: place.put(build(place, "a", b"content"), "a"),
     "info": lambda place: place.size("a"),
-    "ls": lambda place: place.names(""),
+    "ls": lambda place: place.sizes(""),
 }
 
 
