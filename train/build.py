@@ -49,6 +49,8 @@ def check_options(t: TrainConfig, d: DrafterConfig) -> None:
                 raise UserError(f"{room}.{name}={value} must be above 0")
     if t.max_steps is not None and t.max_steps < 1:
         raise UserError(f"train.max_steps={t.max_steps} must be above 0, or null for whole epochs")
+    if t.window_tokens is not None and t.window_tokens < 1:
+        raise UserError(f"train.window_tokens={t.window_tokens} must be above 0, or null for one window")
     if t.slots_per_batch is not None and t.slots_per_batch < 1:
         raise UserError(f"train.slots_per_batch={t.slots_per_batch} must be above 0, or null for all slots")
     if len(t.betas) != 2 or not all(0 <= beta < 1 for beta in t.betas):

@@ -151,7 +151,7 @@ def build_batch(
     teacher_rows = torch.searchsorted(teaching, teachers)
 
     contexts = torch.zeros(len(documents), dtype=torch.int64)
-    contexts[owner] = slot - edges[owner] + 1  # slots ascend: the last one of a document is what stays
+    contexts.scatter_reduce_(0, owner, slot - edges[owner] + 1, "amax")  # up to the last slot of each document
     context_edges = [0, *contexts.cumsum(0).tolist()]
     position = torch.cat([torch.arange(count) for count in contexts.tolist()])
     begins = edges[:-1].repeat_interleave(contexts)

@@ -78,9 +78,8 @@ class Drafter(nn.Module):
     def fuse(self, aux: Encoded) -> Tensor:
         """Auxiliary states [n, A, H] of the target → g_0 [n, D]. They are decoded here, one layer at a time."""
         dtype = compute_dtype(self.fc.weight)
-        states = [layer.decode().to(dtype) for layer in aux.unbind()]
-        if self.fc_norm is not None:
-            states = [norm(state) for norm, state in zip(self.fc_norm, states, strict=True)]
+        norms = self.fc_norm if self.fc_norm is not None else [nn.Identity()] * len(self.shape.aux_layers)
+        states = [norm(layer.decode().to(dtype)) for norm, layer in zip(norms, aux.unbind(), strict=True)]
         return self.fc(torch.cat(states, dim=-1))
 
     def feedback(self, h: Tensor, z: Tensor) -> Tensor:

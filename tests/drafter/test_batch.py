@@ -175,6 +175,20 @@ def test_the_worked_example_by_hand():
     assert packed.eligible_prefix.tolist() == [6, 3, 0]
 
 
+def test_contexts_are_right_with_several_threads_and_many_slots():
+    """Indexed assignment with an index that occurs twice keeps any of the two, once torch shares it among threads."""
+    T = 2000
+    long = document([1] * T, [i > 2 for i in range(T)], [1] * T)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for _ in range(20):
+            packed = build_batch([long, long, long], 2, torch.ones(V, dtype=torch.bool), "mask")
+            assert packed.layout.documents == [(0, T - 2), (T - 2, 2 * T - 4), (2 * T - 4, 3 * T - 6)]
+    finally:
+        torch.set_num_threads(threads)
+
+
 # ---------------------------------------------------------------- planted mistakes
 
 
