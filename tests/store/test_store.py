@@ -15,7 +15,7 @@ from eagle31_train import artifacts
 from eagle31_train.place import LocalPlace, open_place
 from eagle31_train.schema import UserError
 from eagle31_train.store import REMAKE, Store, finished, make_plan, plan_shards, shape_of, shard, writer
-from eagle31_train.store.ledger import Consumed
+from eagle31_train.store.ledger import Consumed, Line, parse_line
 from eagle31_train.store.plan import Plan
 from eagle31_train.store.sealed import DamagedError, seal, unseal
 
@@ -95,6 +95,15 @@ def test_what_is_sealed_is_unsealed_and_only_byte_for_byte(value):
 def test_what_was_never_sealed_is_damaged(data):
     with pytest.raises(DamagedError):
         unseal(data)
+
+
+def test_a_line_is_of_one_store_and_one_shard():
+    line = Line("shards/train-00000.safetensors", "store", 10, "0" * 32)
+    assert parse_line(line.sealed(), "store") == parse_line(line.sealed(), "store", line.name) == line
+    with pytest.raises(DamagedError, match="belongs to another store, store"):
+        parse_line(line.sealed(), "another")
+    with pytest.raises(DamagedError, match=r"belongs to shards/train-00000\.safetensors"):
+        parse_line(line.sealed(), "store", "shards/train-00001.safetensors")
 
 
 # ---------------------------------------------------------------- write and read
