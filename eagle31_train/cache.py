@@ -1,50 +1,28 @@
-"""A bounded folder of whole files fetched from elsewhere, shared by threads and processes.
+"""Whole files fetched from elsewhere into a bounded folder, ahead of their use, shared by threads and processes.
 
-    cache_dir/.lock                                   held while room is made
     cache_dir/store-<hash of location>/shards/train-00000.safetensors
-    cache_dir/store-<hash of location>/shards/.train-00000.safetensors.<bytes>.<pid>-<n>.part    under way
-    cache_dir/store-<hash of location>/shards/.train-00000.safetensors.tmp                       built for upload
 
-A file appears under its name at once and whole. It counts, with its full size, from the moment
-that its part file exists: part files tell their final sizes by name, and are made and renamed under
-the lock, so that all processes together keep the bound. Whoever fetches holds a lock on the part; a part
-that nobody holds is what a kill left, and goes. Files leave in the order of their last use. That
-only unlinks them: a mapping that is open stays valid.
+A file appears under its name at once and whole. All processes of a machine that use the folder keep
+its bound together (see `room`), and share the work: a file is fetched by one of them, and that one
+alone. Another that wants it now waits for it, and fetches it itself only if the first one failed or
+died; another that fetches ahead goes on to the next.
 
 Nothing is forced to the disk here. What a power cut spoils has another size, or another checksum,
 which the reader of the store compares; `forget` then lets it be fetched again.
 """
 
-import fcntl
-import itertools
-import os
-import re
 import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from eagle31_train.retries import FULL
+from eagle31_train.room import Part, Room, stamp, touch
 from eagle31_train.schema import UserError
 
-STORE = re.compile(r"store-[0-9a-f]{16}")  # nothing else in cache_dir is ever counted or removed
-PART = re.compile(r"\..+\.(?P<bytes>\d+)\.\d+-\d+\.part")
-SOON = 3600  # seconds by which the use of a prefetched file is taken to lie ahead, so that no process evicts it first
-POLL = 0.05  # seconds between looks for the room that other fetches hold
-ABANDONED = 24 * 3600  # seconds after which a file built for upload is what a kill left
-_numbers = itertools.count()
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Room that is reserved: the part file, and the descriptor whose lock says that somebody fills it."""
-
-    path: Path
-    descriptor: int
+POLL = 0.05  # seconds between looks for what other processes fetch, or for the room that they hold
 
 
 class Cache:
@@ -78,12 +56,12 @@ class Cache:
         threads: int = 2,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
-        self.base = base
         self.folder = base / f"store-{key}"
         self.limit = limit
         self.where = where
         # The other half is for what is being read, and for files that are fetched on demand.
         self.ahead = limit // 2 // sharers
+        self._room = Room(base, limit, where)
         self._size_of, self._fetch, self._sleep = size_of, fetch, sleep
         self._sizes: dict[str, int] = {}
         self._locks: dict[str, threading.Lock] = {}  # one fetch per name at a time
@@ -95,7 +73,7 @@ class Cache:
         self._stopped = False
         self._admission = threading.Lock()
         self._workers = [threading.Thread(target=self._work, daemon=True) for _ in range(threads)]
-        self._make(self.folder)
+        self._room.make(self.folder)
 
     # ---------------------------------------------------------------- one file
 
@@ -135,7 +113,7 @@ class Cache:
     def scratch(self, name: str) -> Path:
         """Where to build a file that is then sent away; it counts with the size that it has."""
         path = self.folder / name
-        self._make(path.parent)
+        self._room.make(path.parent)
         return path.with_name(f".{path.name}.tmp")
 
     def _lock(self, name: str) -> threading.Lock:
@@ -151,139 +129,44 @@ class Cache:
         return self._sizes[name]
 
     def _obtain(self, name: str, urgent: bool) -> Path | None:
+        """The file; None where a fetch that is not urgent is left to another process, or finds no room."""
         size = self._size(name)
         path = self.folder / name
-        if self._touch(path, size, urgent):
-            return path
-        if size > self.limit:
-            raise UserError(
-                f"{self.where}/{name} holds {size:,} bytes, more than store.cache_bytes={self.limit}: "
-                "raise store.cache_bytes"
-            )
-        with self._explained():
-            part = self._room(path, size, urgent)
-            if part is None:
+        while not touch(path, size, urgent):
+            if size > self.limit:
+                raise UserError(
+                    f"{self.where}/{name} holds {size:,} bytes, more than store.cache_bytes={self.limit}: "
+                    "raise store.cache_bytes"
+                )
+            if part := self._take(path, size, urgent):
+                self._fill(part, name, size, urgent)
+                return path
+            if not urgent:
                 return None
+            self._sleep(POLL)  # another process fetches it, or what is in the way will be done soon
+        return path
+
+    def _take(self, path: Path, size: int, urgent: bool) -> Part | None:
+        def prefetched() -> set[Path]:
+            with self._changed:  # under the lock of the room: all that have room by now are known
+                return {self.folder / name for name in self._ready}
+
+        part = self._room.take(path, size, kept=prefetched)
+        if part is None and urgent:  # better fetch a prefetched file twice than not get on
+            part = self._room.take(path, size, kept=set, must=True)
+        return part
+
+    def _fill(self, part: Part, name: str, size: int, urgent: bool) -> None:
+        with self._room.explained():
             try:
                 self._fetch(name, part.path, size)
-                _stamp(part.path, urgent)
-                with self._locked():  # whoever counts sees the part or the file, never none or both
-                    part.path.replace(path)
+                stamp(part.path, urgent)
+                self._room.keep(part, self.folder / name)
             except Exception:
                 self._sizes.pop(name, None)  # it may have been replaced where it comes from
                 raise
             finally:
-                part.path.unlink(missing_ok=True)
-                os.close(part.descriptor)
-        return path
-
-    def _touch(self, path: Path, size: int, used: bool) -> bool:
-        """Whether the file is there with this size; then it is the last used one, or soon to be."""
-        try:
-            if path.stat().st_size != size:
-                path.unlink(missing_ok=True)
-                return False
-            _stamp(path, used)
-        except FileNotFoundError:  # another process has just evicted it
-            return False
-        return True
-
-    # ---------------------------------------------------------------- room
-
-    def _room(self, path: Path, size: int, urgent: bool) -> _Part | None:
-        """Room for a file; None where there is none for a fetch that is not urgent."""
-        while True:
-            if (part := self._reserve(path, size)) or not urgent:
-                return part
-            # Better fetch a prefetched file twice than not get on. What else is in the way will be done soon.
-            if part := self._reserve(path, size, must=True):
-                return part
-            self._sleep(POLL)
-
-    def _reserve(self, path: Path, size: int, must: bool = False) -> _Part | None:
-        """Evict the longest unused files (prefetched ones only if it `must`); none, for None, if that is not enough."""
-        with self._locked():
-            with self._changed:  # under the lock: all that have room by now are known
-                keep = set() if must else {self.folder / name for name in self._ready}
-            under_way, building, files = self._scan()
-            if must and building + size > self.limit:
-                raise UserError(
-                    f"{self.base} holds {building:,} bytes being built, too many beside {size:,} bytes of {path.name} "
-                    f"under store.cache_bytes={self.limit}: raise store.cache_bytes"
-                )
-            excess = under_way + building + sum(held for _, held, _ in files) + size - self.limit
-            candidates = [(held, file) for _, held, file in sorted(files) if file not in keep]
-            if excess > sum(held for held, _ in candidates):
-                return None
-            for held, file in candidates:
-                if excess <= 0:
-                    break
-                file.unlink(missing_ok=True)
-                excess -= held
-            self._make(path.parent)
-            part = path.with_name(f".{path.name}.{size}.{os.getpid()}-{next(_numbers)}.part")
-            descriptor = os.open(part, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            return _Part(part, descriptor)
-
-    def _scan(self) -> tuple[int, int, list[tuple[int, int, Path]]]:
-        """Bytes under way, bytes being built, and the whole files as (last use, bytes, path)."""
-        under_way, building, files = 0, 0, []
-        for path in self._everything():
-            try:
-                status = path.stat()
-                if part := PART.fullmatch(path.name):
-                    if _abandoned(path):
-                        path.unlink(missing_ok=True)
-                    else:
-                        under_way += int(part["bytes"])
-                elif not path.name.startswith("."):
-                    files.append((status.st_mtime_ns, status.st_size, path))
-                elif time.time() - status.st_mtime > ABANDONED:
-                    path.unlink(missing_ok=True)
-                else:
-                    building += status.st_size
-            except FileNotFoundError:  # finished, or forgotten, between two lines
-                continue
-        return under_way, building, files
-
-    def _everything(self) -> Iterator[Path]:
-        for folder in self.base.iterdir():
-            if STORE.fullmatch(folder.name):
-                for parent, _, names in os.walk(folder):
-                    yield from (Path(parent, name) for name in names)
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        self._make(self.base)
-        descriptor = os.open(self.base / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(descriptor)
-
-    def _make(self, folder: Path) -> None:
-        with self._explained():
-            folder.mkdir(parents=True, exist_ok=True)
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """What this machine's disk has against it. Other machines' errors come as UserError already."""
-        try:
-            yield
-        except FileNotFoundError:
-            raise
-        except OSError as error:
-            if error.errno in FULL:
-                raise UserError(
-                    f"no space left in {self.base} for copies of {self.where}: free some, lower store.cache_bytes, "
-                    "or choose another store.cache_dir"
-                ) from None
-            raise UserError(
-                f"{self.base} cannot be used for copies of {self.where} ({error.strerror}): "
-                "choose another store.cache_dir"
-            ) from None
+                self._room.release(part)
 
     # ---------------------------------------------------------------- ahead of use
 
@@ -291,7 +174,8 @@ class Cache:
         """Fetch these in this order in the background, and no others any more.
 
         No more than `ahead` bytes are fetched and not yet used; those are not evicted for one
-        another. A file larger than that is left to `get`. A failure ends the list; `get` raises it.
+        another. A file larger than that is left to `get`; so is one that another process fetches
+        just now, and one that finds no room. A failure ends the list; `get` raises it.
         """
         with self._changed:
             if self._stopped:
@@ -369,22 +253,3 @@ class Cache:
                 self._errors[name] = error
                 self._queue.clear()
             self._changed.notify_all()
-
-
-def _stamp(path: Path, used: bool) -> None:
-    """Note the time of a file's use, which lies ahead for a prefetched one."""
-    # Not utime's own "now": that is the kernel's coarse clock, too coarse to tell two uses apart.
-    use = time.time_ns() + (0 if used else SOON * 10**9)
-    os.utime(path, ns=(use, use))
-
-
-def _abandoned(part: Path) -> bool:
-    """Whether nobody holds the lock of a part file."""
-    descriptor = os.open(part, os.O_RDWR)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(descriptor)
-    return True

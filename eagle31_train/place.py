@@ -12,7 +12,7 @@ and checksum; lines and manifests carry checksums of their own.
 What is not: `discard` on a remote place goes file by file, the manifest first, so that what a kill
 leaves is never taken for a complete store.
 
-All other machines are asked again, with growing waits, where they fail for a passing reason.
+All other machines are asked up to five times in all, with growing waits, where they fail for a passing reason.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""A store anywhere that fsspec reaches: every call tried again, every transfer compared with its size."""
+"""A store anywhere that fsspec reaches: every call tried five times in all, every transfer compared with its size."""
 
 import time
 from collections.abc import Callable, Sequence

@@ -1,5 +1,7 @@
 """Calls to other machines: what is tried again, what is not, and what a person is told in the end.
 
+What fails for a passing reason is tried five times in all, with growing waits in between.
+
 fsspec's drivers raise what they like: Python's own OSErrors, exceptions of their HTTP libraries,
 of their vendors' kits. The drivers are optional, so their classes are known here by name.
 """
@@ -17,7 +19,7 @@ from typing import TypeVar
 from eagle31_train.schema import UserError
 
 T = TypeVar("T")
-TRIES = 5
+TRIES = 5  # in all, the first one included
 FIRST_WAIT, LONGEST_WAIT = 1.0, 30.0  # seconds; doubled from try to try
 
 # This machine's disk, or a quota on it.
@@ -91,7 +93,7 @@ class Retry:
 
     Args:
         sleep: waits the given seconds.
-        tries: how often a call is run at most.
+        tries: how often a call is run at most, in all.
     """
 
     def __init__(self, sleep: Callable[[float], object] = time.sleep, tries: int = TRIES) -> None:
@@ -116,7 +118,7 @@ class Retry:
                     raise _explained(error, what, where) from error
                 if number == self.tries:
                     raise UserError(
-                        f"{where}: {what} failed {self.tries} times ({describe(error)}): "
+                        f"{where}: {what} failed {self.tries} times in all ({describe(error)}): "
                         "when the place can be reached again, run the same command again"
                     ) from error
                 # Half of the wait is drawn: ranks that failed together shall not come back together.

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from sharers import held
 
-from eagle31_train.cache import ABANDONED, PART
 from eagle31_train.remote import RemotePlace
+from eagle31_train.room import ABANDONED
 from eagle31_train.schema import UserError
 
 LONG = 30  # seconds after which something that was to happen did not
@@ -84,15 +85,6 @@ def open_cache(fs, tmp_path):
 def copies(folder):
     """The whole files in a cache."""
     return sorted(path.name for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
-
-
-def held(folder):
-    """Bytes that a cache folder takes, or is about to take; counted while nobody renames."""
-    with (folder / "cache" / ".lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        files = [path for path in folder.rglob("*") if path.is_file()]
-        parts = [(PART.fullmatch(path.name), path) for path in files]
-        return sum(int(part["bytes"]) if part else path.stat().st_size for part, path in parts)
 
 
 def settle(place, names):
@@ -296,20 +288,78 @@ def test_one_fetch_at_a_time_per_name(fs, open_cache):
     assert fs.fetched == ["a"]
 
 
-def test_two_processes_may_fetch_the_same_file(fs, open_cache, tmp_path):
-    one, two = open_cache(300), open_cache(300)
+def under_way(place, name):
+    """A part file that another process fills, with the lock that says so."""
+    file = (place.scratch("z").parent / f".{name}.1-1.part").open("wb")
+    fcntl.flock(file, fcntl.LOCK_EX)
+    return file
+
+
+@pytest.mark.parametrize("way", ["local", "prefetch"])
+def test_what_another_process_fetches_is_waited_for_and_taken(fs, open_cache, tmp_path, way):
     fs.gate("a")
-    found = []
-    readers = [threading.Thread(target=lambda p=p: found.append(p.local("a").read_bytes())) for p in (one, two)]
-    for reader in readers:
-        reader.start()
-    fs.wait(lambda fs: len(fs.fetched) == 2)
-    assert held(tmp_path) == 200  # each of them has its own room
-    fs.gates["a"].set()
-    for reader in readers:
-        reader.join(LONG)
-    assert found == [b"a" * 100] * 2
+    first = open_cache(300)
+    found, naps = [], []
+
+    def read():
+        found.append(first.local("a").read_bytes())
+
+    other = threading.Thread(target=read)
+
+    def sleep(seconds):
+        naps.append(held(tmp_path))
+        fs.gates["a"].set()
+        other.join(LONG)
+
+    if way == "prefetch":
+        first.prefetch("a")
+        fs.wait(lambda fs: fs.fetched)
+    other.start()
+    fs.wait(lambda fs: fs.fetched)
+    assert open_cache(300, sleep=sleep).local("a").read_bytes() == b"a" * 100
+    assert found == [b"a" * 100]
+    assert (fs.fetched, naps) == (["a"], [100])  # one of them fetches, and has room
     assert (copies(tmp_path), held(tmp_path)) == (["a"], 100)
+
+
+def test_what_another_process_failed_to_fetch_is_fetched_here(fs, open_cache, tmp_path):
+    place = open_cache(300, sleep=lambda seconds: other.close())  # the other process failed, or died
+    other = under_way(place, "a.100")
+    assert place.local("a").read_bytes() == b"a" * 100
+    assert other.closed
+    assert held(tmp_path) == 100
+
+
+@pytest.mark.parametrize("part", ["a.99", "a.5.100", "aa.100", "b.100"])
+def test_other_files_under_way_are_not_waited_for(fs, open_cache, part):
+    place = open_cache(300)
+    with under_way(place, part):
+        assert place.local("a").read_bytes() == b"a" * 100
+
+
+def test_a_file_that_came_while_the_lock_was_waited_for_is_taken(fs, open_cache, monkeypatch):
+    place, other = open_cache(300), open_cache(300)
+    take = place._cache._room.take
+
+    def late(*args, **kwargs):
+        other.local("a")
+        return take(*args, **kwargs)
+
+    monkeypatch.setattr(place._cache._room, "take", late)
+    place._cache._sleep = lambda seconds: None
+    assert place.local("a").read_bytes() == b"a" * 100
+    assert fs.fetched == ["a"]
+
+
+def test_prefetch_leaves_to_others_what_they_fetch(fs, open_cache):
+    place = open_cache(400)  # two files ahead
+    with under_way(place, "a.100"), under_way(place, "c.100"):
+        place.prefetch("abcde")
+        fs.wait(lambda fs: len(fs.finished) == 2)
+        settle(place, "bd")
+        assert place._cache._ready.keys() == {"b", "d"}  # what others fetch takes none of the look-ahead
+    assert sorted(fs.fetched) == ["b", "d"]
+    assert place.local("a").read_bytes() == b"a" * 100  # they died
 
 
 def test_what_a_kill_left_is_removed_and_what_others_fetch_is_not(open_cache, tmp_path):

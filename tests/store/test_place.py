@@ -424,7 +424,7 @@ def test_what_does_not_pass_soon_ends_in_one_line(place, flaky, naps, call):
     flaky.faults[call] = [OSError("down\nfor long")] * 9
     with pytest.raises(UserError) as error:
         WAYS[call](place)
-    assert "failed 5 times (OSError: down for long)" in str(error.value)
+    assert "failed 5 times in all (OSError: down for long)" in str(error.value)
     assert str(error.value).endswith("run the same command again")
     assert "\n" not in str(error.value)
     assert (len(naps), len(flaky.faults[call])) == (4, 4)
