@@ -323,7 +323,11 @@ def test_what_another_process_fetches_is_waited_for_and_taken(fs, open_cache, tm
 
 
 def test_what_another_process_failed_to_fetch_is_fetched_here(fs, open_cache, tmp_path):
-    place = open_cache(300, sleep=lambda seconds: other.close())  # the other process failed, or died
+    def sleep(seconds):
+        assert not other.closed, "nobody fetches it any more"
+        other.close()  # the other process failed, or died
+
+    place = open_cache(300, sleep=sleep)
     other = under_way(place, "a.100")
     assert place.local("a").read_bytes() == b"a" * 100
     assert other.closed
