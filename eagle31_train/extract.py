@@ -24,20 +24,21 @@ from tqdm import tqdm
 
 from eagle31_train import artifacts, cli
 from eagle31_train.codec import Encoded, check_codec, encode
-from eagle31_train.fidelity import Figures, Gate, choose, report, summary
+from eagle31_train.fidelity import Figures, Gate, report, summary
 from eagle31_train.schema import Config, Document, UserError, byte_count
 from eagle31_train.store import Place, StoreWriter, finished, make_plan, place_of, shape_of
 from eagle31_train.store.plan import SPLITS, PlannedShard, Shape
-from eagle31_train.targets.engine import Engine, make_engine
+from eagle31_train.targets.engine import Engine, make_engine, too_long
 from eagle31_train.targets.hf import ranks
 from eagle31_train.targets.readout import Readout
 
 LAYOUT = 2  # raise it when the same inputs give other files
 LOGIT_ROWS = 512  # rows of [rows, V] logits alive at once
+LOOK_EVERY = 30.0  # seconds between looks at what other processes have committed: a remote store lists slowly
 # Arguments of vLLM that decide where and how fast it runs, and not what it computes beyond rounding.
 RESOURCES = {
     "tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_utilization", "max_model_len", "max_num_seqs",
-    "max_num_batched_tokens", "enforce_eager", "distributed_executor_backend", "load_format", "disable_log_stats",
+    "max_num_batched_tokens", "enforce_eager", "distributed_executor_backend", "disable_log_stats",
 }  # fmt: skip
 
 
@@ -61,11 +62,15 @@ def extract(config: Config) -> None:
     splits = load_data(config)
     engine = make_engine(config)
     states = describe(engine, config)
-    shape = shape_of(states)
+    masks = {split: splits[split]["loss_mask"] for split in SPLITS}
+    plan = make_plan(masks, config.extract.shard_tokens, shape_of(states))
+    longest = max((length for lengths in plan.lengths.values() for length in lengths), default=0)
+    if engine.longest is not None and longest > engine.longest:
+        raise too_long(engine, longest)
     writer = StoreWriter(
         place,
         {"fingerprint": fingerprint, "inputs": inputs, "states": states},
-        make_plan({split: splits[split]["loss_mask"] for split in SPLITS}, config.extract.shard_tokens, shape),
+        plan,
         rank=rank,
         ranks=ranks(),
         overwrite=config.overwrite,
@@ -74,19 +79,11 @@ def extract(config: Config) -> None:
     )
     if rank == 0:
         writer.write_target(engine.readout.weights())
-    gate = Gate(engine, config.extract, config.store.last_codec)
-    with Progress(writer, place) as progress:
-        for shard in writer.mine():
-            if writer.has(shard):
-                progress.skip(shard)
-                continue
-            writer.wait_for_room(shard)
-            rows = splits[shard.split].select(range(shard.first, shard.end))
-            recorded = gate.samples(shard.number)
-            checked = gate if recorded or not gate.passed else None
-            documents, figures = run_shard(engine, rows, shape, checked, progress)
-            writer.write(shard, documents, figures if recorded else None)
-            progress.look_around()
+    wanted = extract_shards(engine, splits, writer, Gate(engine, config.extract, len(plan.shards)))
+    if not wanted:
+        if rank == 0:
+            print(f"extract: the training that follows {place.location} wants no more of it: stopped, unfinished")
+        return
     if rank == 0:
         found = report([line.fidelity for line in writer.gather() if line.fidelity is not None])
         manifest = writer.finish({"fidelity": found, "seconds": time.perf_counter() - began})
@@ -145,22 +142,36 @@ def describe(engine: Engine, config: Config) -> dict[str, Any]:
     }
 
 
+def extract_shards(engine: Engine, splits: DatasetDict, writer: StoreWriter, gate: Gate) -> bool:
+    """Commit this process's shards; false if a training that follows the store wants no more before the last."""
+    with Progress(writer, writer.place) as progress:
+        for shard in writer.mine():
+            if writer.has(shard):
+                progress.skip(shard)
+                continue
+            if writer.wait_for_room(shard) is False:
+                return False
+            rows = splits[shard.split].select(range(shard.first, shard.end))
+            recorded = gate.samples(shard.number)
+            checked = gate if recorded or not gate.passed else None
+            documents, figures = run_shard(engine, rows, writer.shape, checked, progress)
+            writer.write(shard, documents, figures if recorded else None)
+            progress.look_around()
+    return True
+
+
 def run_shard(
     engine: Engine, rows: Dataset, shape: Shape, gate: Gate | None, progress: "Progress"
 ) -> tuple[list[Document], Figures | None]:
     """The documents of a shard's samples, in their order, and what the gate finds in some of them."""
     tokens = [torch.tensor(row) for row in rows["input_ids"]]
     masks = [torch.tensor(row, dtype=torch.bool) for row in rows["loss_mask"]]
-    chosen = choose([len(row) for row in tokens]) if gate else []
-    compared: dict[int, Tensor] = {}
-    documents: dict[int, Document] = {}
+    made: dict[int, Document] = {}
     for index, aux, last in engine.run(tokens):
-        if index in chosen:
-            compared[index] = last
-        documents[index] = document_of(tokens[index], masks[index], aux, last, engine.readout, shape)
+        made[index] = document_of(tokens[index], masks[index], aux, last, engine.readout, shape)
         progress.done(len(tokens[index]))
-    figures = gate.check([tokens[i] for i in chosen], [compared[i] for i in chosen]) if gate else None
-    return [documents[index] for index in range(len(tokens))], figures
+    documents = [made[index] for index in range(len(tokens))]
+    return documents, gate.check(documents) if gate else None
 
 
 def document_of(
@@ -206,6 +217,9 @@ class Progress:
             smoothing=0.05,
             disable=writer.rank != 0,
         )
+        self._looked = time.monotonic()
+        if self._bar.disable:
+            return
         for shard in [shard for shard in self._others if writer.has(shard)]:
             self.skip(shard)
             self._others.remove(shard)
@@ -227,9 +241,10 @@ class Progress:
             self._bar.initial += shard.tokens
 
     def look_around(self) -> None:
-        """Count what other processes have committed since the last look."""
-        if self._bar.disable or not self._others:
+        """Count what other processes have committed since the last look, if that was a while ago."""
+        if self._bar.disable or not self._others or time.monotonic() - self._looked < LOOK_EVERY:
             return
+        self._looked = time.monotonic()
         there = set(self._place.names("shards"))
         for shard in [shard for shard in self._others if shard.line in there]:
             self._bar.update(shard.tokens)

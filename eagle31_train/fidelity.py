@@ -1,9 +1,10 @@
-"""The fidelity gate: do the stored states rebuild the target's own logits?
+"""The fidelity gate: does what the store keeps rebuild the target's own distribution?
 
 Every silent error of an extraction (a state taken after the final norm, a norm of the form 1+w
-read as w, soft-capped logits, a wrong mask, mixed-up conversations) shows here, before hours are
-spent on it. Right states must also survive the store's codec: a rounding that swaps two near-equal
-tokens is no error, since `top1` is taken before it, but the distribution must stay what it was.
+read as w, soft-capped logits, a wrong mask, mixed-up conversations, rows of other positions) shows
+here, before hours are spent on it: finished documents are compared, as they go into a shard. `top1`
+is taken before the codec rounds, and must be the target's choice; the distribution of the states that
+are kept must stay what it was, though a rounding may swap two near-equal tokens.
 """
 
 from collections.abc import Sequence
@@ -12,80 +13,87 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle31_train.codec import encode
-from eagle31_train.schema import ExtractConfig, UserError
+from eagle31_train.codec import as_encoded
+from eagle31_train.schema import Document, ExtractConfig, UserError
 from eagle31_train.targets.engine import Engine, Reference
 
-SAMPLE_EVERY = 10  # one shard in so many is compared, until `gate_batches` were
 COMPARED = 4  # conversations compared per shard, from the shortest to the longest
 ROWS = 256  # positions compared per shard
+MOSTLY = 0.5  # a codec blurs states: they still choose most tokens rightly, which those of other positions do not
 
 Figures = Sequence[float]  # of one shard: top-1 agreement, mean KL in nats, positions compared
 
 
 class Gate:
-    """Compares rebuilt logits with the target's own: in a sample of shards, and where a run begins.
+    """Compares what is stored with the target's own logits: in a sample of shards, and where a run begins.
 
     Args:
         engine: what made the states.
         config: how many comparisons there are, and their bounds.
-        codec: how the store keeps last hidden states.
+        shards: how many the store has.
     """
 
-    def __init__(self, engine: Engine, config: ExtractConfig, codec: str = "bf16") -> None:
+    def __init__(self, engine: Engine, config: ExtractConfig, shards: int) -> None:
         self.engine = engine
         self.config = config
-        self.codec = codec
         self.passed = config.gate_batches == 0  # whether this run has compared anything yet
+        self._sampled = {k * shards // config.gate_batches for k in range(config.gate_batches)}
 
     def samples(self, number: int) -> bool:
-        """Whether the store records a comparison for its shard of this number.
+        """Whether the store records a comparison for its shard of this number: they spread over all of it.
 
-        A function of the number alone: a continued extraction records what an uninterrupted one does.
+        A function of the plan alone: a continued extraction records what an uninterrupted one does.
         """
-        return number % SAMPLE_EVERY == 0 and number // SAMPLE_EVERY < self.config.gate_batches
+        return number in self._sampled
 
-    def check(self, tokens: Sequence[Tensor], last: Sequence[Tensor]) -> Figures:
-        """Compare some positions of conversations: tokens [T] and last hidden states [T, H] of each.
+    def check(self, documents: Sequence[Document]) -> Figures:
+        """Compare some positions that teach, in some of a shard's documents, as they are stored.
 
         Raises:
-            UserError: the states do not rebuild the logits; the message names the likely cause.
+            UserError: they are not what the target says there; the message names the likely cause.
         """
-        own, states = [], []
-        for row, rows in zip(tokens, last, strict=True):
-            # The last position's distribution is of a token that nobody has written.
-            positions = torch.linspace(0, len(row) - 2, min(ROWS // COMPARED, len(row) - 1)).round().long()
-            own.append(self.engine.reference(row, positions))
-            states.append(rows[positions.to(rows.device)])
-        if not own:  # a shard of single tokens
+        own, states, top1 = [], [], []
+        for document in choose(documents):
+            taught = document.taught
+            rows = torch.linspace(0, len(taught) - 1, min(ROWS // COMPARED, len(taught))).round().long()
+            own.append(self.engine.reference(document.tokens, taught[rows]))
+            kept = as_encoded(document.taught_states)
+            states.append(kept[rows.to(kept.device)].decode())
+            top1.append(document.top1[taught[rows]])
+        if not own:  # nothing in this shard teaches
             return 1.0, 0.0, 0
-        # First whether they are the right states, whatever keeps them; then what the codec leaves of them.
-        states = [rows.bfloat16() for rows in states]
-        agreement, kl = self._compare(own, states)
+        agreement, kl = self._compare(own, states, top1)
         if agreement < self.config.gate_top1 or not kl <= self.config.gate_kl:
-            raise UserError(
-                f"fidelity gate: logits rebuilt from the hidden states agree with the target's in {agreement:.1%} "
-                f"of positions (KL {kl:.3g}); {self._cause(own, states)}"
-            )
-        if self.codec != "bf16":
-            agreement, kl = self._compare(own, [encode(rows, self.codec).decode() for rows in states])
-        if not kl <= self.config.gate_kl:
-            raise UserError(
-                f"fidelity gate: store.last_codec={self.codec} keeps too little of the last hidden states (KL {kl:.3g} "
-                f"to the target's distribution): use int8 or bf16 (extract.gate_kl={self.config.gate_kl} is the bound)"
-            )
+            raise self._failure(own, states, agreement, kl, as_encoded(documents[0].last).codec)
         self.passed = True
         return agreement, kl, sum(len(rows) for rows in states)
 
-    def _compare(self, own: Sequence[Reference], states: Sequence[Tensor], **wrong: Any) -> tuple[float, float]:
+    def _compare(
+        self, own: Sequence[Reference], states: Sequence[Tensor], top1: Sequence[Tensor] | None = None, **wrong: Any
+    ) -> tuple[float, float]:
         """Agreement and KL over all positions, one conversation's logits in memory at a time."""
         total = sum(len(rows) for rows in states)
         agreement = kl = 0.0
-        for reference, rows in zip(own, states, strict=True):
-            one = compare(reference, self.engine.readout.logits(rows, **wrong))
+        for index, (reference, rows) in enumerate(zip(own, states, strict=True)):
+            one = compare(reference, self.engine.readout.logits(rows, **wrong), top1[index] if top1 else None)
             agreement += one[0] * len(rows) / total
             kl += one[1] * len(rows) / total
         return agreement, kl
+
+    def _failure(
+        self, own: Sequence[Reference], states: Sequence[Tensor], agreement: float, kl: float, codec: str
+    ) -> UserError:
+        """What to say of states that do not pass."""
+        right = agreement >= self.config.gate_top1
+        if right and codec != "bf16" and self._compare(own, states)[0] >= MOSTLY:
+            return UserError(
+                f"fidelity gate: store.last_codec={codec} keeps too little of the last hidden states (KL {kl:.3g} "
+                f"to the target's distribution): use int8 or bf16 (extract.gate_kl={self.config.gate_kl} is the bound)"
+            )
+        return UserError(
+            f"fidelity gate: top-1 tokens agree with the target's in {agreement:.1%} of positions, and the stored "
+            f"hidden states' distribution is KL {kl:.3g} from its own; {self._cause(own, states)}"
+        )
 
     def _cause(self, own: Sequence[Reference], states: Sequence[Tensor]) -> str:
         """Try the known mistakes and name the one that explains the failure."""
@@ -102,7 +110,8 @@ class Gate:
         return "no known mistake explains it: check target.dtype and whether the model changes its logits"
 
     def _explains(self, own: Sequence[Reference], states: Sequence[Tensor], **wrong: Any) -> bool:
-        return self._compare(own, states, **wrong)[0] >= self.config.gate_top1
+        agreement, kl = self._compare(own, states, **wrong)
+        return agreement >= MOSTLY and kl <= self.config.gate_kl
 
 
 def report(figures: Sequence[Figures]) -> dict[str, Any]:
@@ -123,18 +132,19 @@ def summary(report: dict[str, Any]) -> str:
     return f"fidelity: top-1 {top1:.2%}, KL {kl:.2g} over {positions} positions"
 
 
-def compare(reference: Reference, rebuilt: Tensor) -> tuple[float, float]:
-    """Top-1 agreement and mean KL(own || rebuilt) with rebuilt logits [n, V] fp32.
+def compare(reference: Reference, rebuilt: Tensor, top1: Tensor | None = None) -> tuple[float, float]:
+    """Agreement of choices top1 [n] and mean KL(own || rebuilt) with rebuilt logits [n, V] fp32.
 
-    States are stored in bf16 or less, whatever the target works in, and its rounding ties or swaps
-    logits at the maximum; the rebuilt choice agrees if the target's own logits put it within one
-    rounding step of bf16 of their maximum.
+    Without top1 the choices are those of the rebuilt logits; -1 is none, and agrees with nothing.
+    Targets work in bf16 mostly, and its rounding ties or swaps logits at the maximum; a choice
+    agrees if the target's own logits put it within one rounding step of bf16 of their maximum.
 
     Where only the likeliest tokens' probabilities are known, the KL is that of the partition into
     each of these and all the others together: a lower bound of the whole, and nearly equal to it.
     """
     own = reference.own.to(rebuilt.device)
-    choice = rebuilt.argmax(-1, keepdim=True)
+    chose = (rebuilt.argmax(-1) if top1 is None else top1.to(rebuilt.device))[:, None]
+    choice = chose.clamp_min(0)
     log_rebuilt = rebuilt.log_softmax(-1)
     if reference.ids is None:
         best, chosen = own.max(-1).values, own.gather(1, choice)[:, 0]
@@ -146,7 +156,8 @@ def compare(reference: Reference, rebuilt: Tensor) -> tuple[float, float]:
         chosen = own.masked_fill(ids != choice, float("-inf")).max(-1).values
         size = rebuilt.gather(1, choice)[:, 0].abs()  # a log-probability does not tell its logit's size
         log_own, log_rebuilt = _with_rest(own), _with_rest(log_rebuilt.gather(1, ids))
-    agreement = (chosen >= best - torch.finfo(torch.bfloat16).eps * size).float().mean().item()
+    agrees = (chosen >= best - torch.finfo(torch.bfloat16).eps * size) & (chose[:, 0] >= 0)
+    agreement = agrees.float().mean().item()
     kl = (log_own.exp() * (log_own - log_rebuilt)).sum(-1).mean().item()
     return agreement, kl
 
@@ -157,9 +168,9 @@ def _with_rest(logs: Tensor) -> Tensor:
     return torch.cat([logs, rest.log()], -1)
 
 
-def choose(lengths: Sequence[int]) -> list[int]:
-    """COMPARED conversations of a shard, evenly from the shortest to the longest; of a single token, none."""
-    order = sorted((i for i, length in enumerate(lengths) if length > 1), key=lambda i: (lengths[i], i))
+def choose(documents: Sequence[Document]) -> list[Document]:
+    """COMPARED documents of a shard, evenly from the shortest to the longest; none where nothing teaches."""
+    order = sorted((document for document in documents if len(document.taught)), key=len)
     if len(order) <= COMPARED:
         return order
     return [order[k * (len(order) - 1) // (COMPARED - 1)] for k in range(COMPARED)]

@@ -91,7 +91,11 @@ class DataConfig:
 
 @dataclass
 class ExtractConfig:
-    engine: str = opt("transformers", "what runs the target: transformers, or vllm (quantized or very large targets)")
+    engine: str = opt(
+        "transformers",
+        "what runs the target: transformers, or vllm (quantized or very large targets; vLLM 0.32 cannot extract from "
+        "MLA targets such as DeepSeek and Kimi: MLA verifiers are unsupported)",
+    )
     engine_args: dict[str, Any] = opt(
         {}, "vLLM's own arguments: extract.engine_args.tensor_parallel_size=4, quantization, max_model_len, …"
     )

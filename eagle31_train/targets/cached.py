@@ -35,7 +35,7 @@ class CachedTarget(HiddenStateTarget):
         """
         with self._tapped(self._taps) as caught:
             logits = self._forward(tokens, logit_rows)
-        return torch.stack([caught[i][0] for i in range(len(self._taps))], dim=1), logits
+        return self._stacked(caught)[0], logits
 
     @torch.no_grad()
     def read_plain(self, tokens: Sequence[int]) -> Tensor:
@@ -48,6 +48,6 @@ class CachedTarget(HiddenStateTarget):
             self._cache.crop(-count)
 
     def _forward(self, tokens: Sequence[int], logit_rows: int) -> Tensor:
-        ids = torch.tensor([list(tokens)], device=self.embedding.weight.device)
+        ids = torch.tensor([list(tokens)], device=self.device)
         output = self.model(input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=logit_rows)
         return output.logits[0].float()

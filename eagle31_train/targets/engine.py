@@ -21,6 +21,7 @@ from eagle31_train.targets.hf import HiddenStateTarget, load_model, pick_device,
 from eagle31_train.targets.readout import Readout, readout_from_checkpoint
 
 ENGINES = ("transformers", "vllm")
+LENGTH_ROPES = {"longrope", "dynamic", "su"}
 PADS = 8  # padding that makes the gate's own forward pass take the model's masked path
 
 
@@ -37,11 +38,17 @@ class Reference:
 
 
 class Engine(Protocol):
-    """What extraction asks of an engine."""
+    """What extraction asks of an engine.
+
+    longest: tokens of the longest conversation that it takes; None where it sets no bound.
+    longer: what to do about a longer one.
+    """
 
     name: str
     readout: Readout
     layers: list[int]
+    longest: int | None
+    longer: str
 
     def run(self, tokens: Sequence[Tensor]) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Conversations [T] int64 → (index, aux [T, A, H], last [T, H]) of each, in any order.
@@ -94,6 +101,8 @@ class TransformersEngine:
     """
 
     name = "transformers"
+    longest: int | None = None
+    longer = ""
 
     def __init__(self, target: HiddenStateTarget, readout: Readout | None = None, batch_tokens: int = 4096) -> None:
         self.target = target
@@ -101,11 +110,14 @@ class TransformersEngine:
         self.layers = target.layers
         self.batch_tokens = batch_tokens
         self._causal = causal(target.model.config)
+        self._alone = rope_by_length(target.model.config)
 
     def run(self, tokens: Sequence[Tensor]) -> Iterator[tuple[int, Tensor, Tensor]]:
         """See `Engine.run`."""
-        device = self.target.embedding.weight.device
-        for batch in batches_by_length([len(row) for row in tokens], self.batch_tokens):
+        device = self.target.device
+        lengths = [len(row) for row in tokens]
+        for batch in batches_by_length(lengths, 1 if self._alone else self.batch_tokens):
+            self._forget_lengths()
             padded = pad_sequence([tokens[i] for i in batch], batch_first=True).to(device)
             states = self.target.states(padded, None if self._causal else self._mask(tokens, batch, device))
             for row, index in enumerate(batch):
@@ -114,10 +126,19 @@ class TransformersEngine:
 
     def reference(self, tokens: Tensor, positions: Tensor) -> Reference:
         """See `Engine.reference`. The model's ordinary call, norm, lm_head and attention mask included."""
-        device = self.target.embedding.weight.device
-        padded = torch.nn.functional.pad(tokens, (0, PADS))[None].to(device)
+        device = self.target.device
+        self._forget_lengths()
+        padded = torch.nn.functional.pad(tokens, (0, 0 if self._alone else PADS))[None].to(device)
         mask = (torch.arange(padded.shape[1], device=device) < len(tokens)).long()[None]
-        return Reference(self.target.own_logits(padded, mask)[0, positions])
+        return Reference(self.target.own_logits(padded, mask, positions)[0])
+
+    def _forget_lengths(self) -> None:
+        """Let a RoPE that follows the length follow the next conversation's alone: it keeps the longest one's."""
+        if not self._alone:
+            return
+        for module in self.target.model.modules():
+            for name in [name for name in vars(module) if name.endswith("max_seq_len_cached")]:
+                setattr(module, name, 0)
 
     @staticmethod
     def _mask(tokens: Sequence[Tensor], batch: list[int], device: Any) -> Tensor:
@@ -134,6 +155,22 @@ def causal(config: Any) -> bool:
     if getattr(config, "is_causal", True) is False:
         return False
     return not getattr(config, "use_bidirectional_attention", None)
+
+
+def rope_by_length(config: Any) -> bool:
+    """Whether a target's RoPE follows the length of a batch, padding included: such conversations run alone."""
+    config = config.get_text_config()
+    found = [getattr(config, name, None) or {} for name in ("rope_parameters", "rope_scaling")]
+    found += [value for each in found for value in each.values() if isinstance(value, dict)]  # by type of layer
+    return any(each.get(key) in LENGTH_ROPES for each in found for key in ("rope_type", "type"))
+
+
+def too_long(engine: Engine, length: int) -> UserError:
+    """That an engine does not take a conversation of so many tokens."""
+    return UserError(
+        f"a conversation of {length} tokens is too long for extract.engine={engine.name}, which takes "
+        f"{engine.longest} here: {engine.longer}"
+    )
 
 
 def batches_by_length(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:

@@ -7,6 +7,7 @@ norm. Both come from forward pre-hooks, since `hidden_states[N]` of transformers
 Shapes: B sequences padded to T; A auxiliary layers; H hidden; V vocabulary.
 """
 
+import inspect
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -134,6 +135,12 @@ class HiddenStateTarget:
         # Input of layer N is the input of the final norm.
         self._taps = [parts.layers[i] if i < len(parts.layers) else self.final_norm for i in self.layers]
 
+    @property
+    def device(self) -> torch.device:
+        """Where tokens go in: the embedding's device, or another part's where a device map left that on the disk."""
+        parameters = (self.embedding.weight, *self.model.parameters())
+        return next((p.device for p in parameters if not p.is_meta), torch.device("cpu"))
+
     @cached_property
     def readout(self) -> Readout:
         """What turns the last hidden states into logits.
@@ -152,10 +159,13 @@ class HiddenStateTarget:
         """
         with self._tapped([*self._taps, self.final_norm]) as caught:
             self.decoder(input_ids=tokens, attention_mask=attention_mask, use_cache=False)
-        last = caught[len(self._taps)]
+        return States(self._stacked(caught), caught[len(self._taps)])
+
+    def _stacked(self, caught: dict[int, Tensor]) -> Tensor:
+        """What the auxiliary taps caught, [B, T, A, H], on the device of the newest."""
         # Layers of one target may lie on several devices (target.device_map).
-        aux = torch.stack([caught[i].to(last.device) for i in range(len(self._taps))], dim=2)
-        return States(aux, last)
+        device = caught[max(caught)].device
+        return torch.stack([caught[i].to(device) for i in range(len(self._taps))], dim=2)
 
     @contextmanager
     def _tapped(self, taps: Sequence[nn.Module]) -> Iterator[dict[int, Tensor]]:
@@ -172,9 +182,14 @@ class HiddenStateTarget:
                 handle.remove()
 
     @torch.no_grad()
-    def own_logits(self, tokens: Tensor, attention_mask: Tensor) -> Tensor:
-        """[B, T, V] fp32, the target's own way: its forward pass with its own norm and lm_head."""
-        return self.model(input_ids=tokens, attention_mask=attention_mask, use_cache=False).logits.float()
+    def own_logits(self, tokens: Tensor, attention_mask: Tensor, positions: Tensor | None = None) -> Tensor:
+        """[B, T, V] fp32, or [B, n, V] of n positions: its own forward pass, norm and lm_head included."""
+        inputs = {"input_ids": tokens, "attention_mask": attention_mask, "use_cache": False}
+        if positions is None:
+            return self.model(**inputs).logits.float()
+        if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
+            return self.model(**inputs, logits_to_keep=positions.to(tokens.device)).logits.float()
+        return self.model(**inputs).logits[:, positions].float()  # code that came with an older target
 
 
 def _catch(caught: dict[int, Tensor], index: int) -> Any:

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from eagle31_train.schema import Config, UserError
-from eagle31_train.targets.engine import Reference
+from eagle31_train.targets.engine import Reference, too_long
 from eagle31_train.targets.hf import pick_device, pick_dtype, pick_layers, ranks, require_path
 from eagle31_train.targets.readout import readout_from_checkpoint
 
@@ -74,16 +74,18 @@ class VllmEngine:
         row = len(self._taken) * self.readout.embedding.shape[1] * self.readout.embedding.itemsize
         self._folder = states_folder(2 * row * max(config.extract.shard_tokens, config.data.max_length))
         self._llm = _start(config, self._taken, self._folder)
-        self._longest = self._llm.model_config.max_model_len - 1  # one token is generated
+        self.longest: int | None
+        self.longest, self.longer = bound(self._llm.model_config)
         self.readout = self.readout.to(pick_device(config.target.device))
 
     def run(self, tokens: Sequence[Tensor]) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """See `Engine.run`; states are on the CPU."""
-        columns = torch.tensor([self._taken.index(layer) for layer in self.layers])
+        """See `Engine.run`; states are where the readout is, which encodes them, too."""
+        device = self.readout.head.device
+        columns = torch.tensor([self._taken.index(layer) for layer in self.layers], device=device)
         for index, _, read in self._answers(tokens):
             if read["token_ids"].tolist() != tokens[index].tolist():
                 raise RuntimeError("vLLM gave the states of other tokens than it was asked for")
-            states = read["hidden_states"]
+            states = read["hidden_states"].to(device)
             yield index, states[:, columns], states[:, self._taken.index(self.readout.depth)]
 
     def reference(self, tokens: Tensor, positions: Tensor) -> Reference:
@@ -100,11 +102,8 @@ class VllmEngine:
         from vllm import SamplingParams
 
         longest = max((len(row) for row in tokens), default=0)
-        if longest > self._longest:
-            raise UserError(
-                f"a conversation of {longest} tokens is too long for vLLM here (max_model_len {self._longest + 1}): "
-                f"set extract.engine_args.max_model_len={longest + 1}, or cut the data by data.max_length"
-            )
+        if self.longest is not None and longest > self.longest:
+            raise too_long(self, longest)
         sampling = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, **more)
         try:
             prompts = [{"prompt_token_ids": row.tolist()} for row in tokens]
@@ -182,6 +181,17 @@ def _start(config: Config, layers: list[int], folder: Path) -> Any:
             f"vLLM does not start with target.path={config.target.path} and extract.engine_args={wanted}: "
             f"{_one_line(error)}"
         ) from error
+
+
+def bound(model_config: Any) -> tuple[int, str]:
+    """The longest conversation that vLLM takes, given its configuration of the model, and how to go beyond."""
+    longest = model_config.max_model_len - 1  # one token is generated
+    cut = f"cut the data by data.max_length={longest}"
+    try:
+        model_config.get_and_verify_max_len(longest + 2)
+    except ValueError:
+        return longest, f"{cut} (the target itself has no more positions)"
+    return longest, f"set extract.engine_args.max_model_len to one more than it has, or {cut}"
 
 
 def states_folder(room: int) -> Path:

@@ -1,5 +1,6 @@
 """The extraction stage on a tiny target: what is stored, and what happens when it is stopped or misused."""
 
+import io
 import json
 
 import pytest
@@ -8,12 +9,13 @@ from datasets import DatasetDict
 from hypothesis import given
 from hypothesis import strategies as st
 from pipeline import AUX, HIDDEN, LENGTHS, VOCAB, contents, make_run, save_quietly, tiny_config, tiny_llama, write_data
+from tqdm import tqdm
 
 from eagle31_train import extract as stage
-from eagle31_train.extract import extract
+from eagle31_train.extract import Progress, extract, inputs_of
 from eagle31_train.schema import UserError
 from eagle31_train.store import Store, StoreWriter
-from eagle31_train.targets.engine import batches_by_length
+from eagle31_train.targets.engine import TransformersEngine, batches_by_length
 from eagle31_train.targets.hf import HiddenStateTarget
 
 
@@ -248,6 +250,69 @@ def test_only_a_damaged_shard_is_made_again(run, monkeypatch, capsys):
     assert timeless(run) == before
 
 
+def test_an_extraction_stops_in_peace_once_the_training_wants_no_more(run, monkeypatch, capsys):
+    monkeypatch.setattr(StoreWriter, "wait_for_room", lambda self, shard: shard.number < 3)
+    extract(tiny_config(run))
+    assert capsys.readouterr().out.count("wants no more of it: stopped, unfinished") == 1
+    store = run / "run" / "store"
+    assert len(list((store / "shards").glob("*.safetensors"))) == 3
+    assert not (store / "manifest.json").exists()
+
+
+def test_shards_are_compared_all_over_the_store(whole):
+    lines = [json.loads(line) for line in (whole / "run" / "store" / "shards.jsonl").read_text().splitlines()]
+    count = len(lines)
+    assert [number for number, line in enumerate(lines) if line["fidelity"]] == [0, count // 3, 2 * count // 3]
+
+
+def test_what_changes_the_states_is_an_input_and_resources_are_not(run):
+    config = tiny_config(run, "extract.engine_args.load_format=dummy", "extract.engine_args.tensor_parallel_size=4")
+    assert inputs_of(config)["engine"]["args"] == {"load_format": "dummy"}
+
+
+class Others:
+    """The progress of a process beside others: what it asks of the store, and when."""
+
+    def __init__(self, whole, monkeypatch, rank):
+        store = Store(whole / "run" / "store")
+        self.plan, self.rank, self.now, self.asked = store.plan, rank, 0.0, []
+        self.lines = []
+        monkeypatch.setattr(stage.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(stage, "tqdm", lambda *args, **kwargs: tqdm(*args, **{**kwargs, "file": io.StringIO()}))
+
+    def mine(self):
+        return self.plan.share(self.rank, 2)
+
+    def has(self, shard):
+        self.asked.append(shard)
+        return False
+
+    def names(self, folder):
+        self.asked.append(folder)
+        return self.lines
+
+
+def test_the_store_is_listed_now_and_then_and_not_after_each_shard(whole, monkeypatch):
+    others = Others(whole, monkeypatch, 0)
+    with Progress(others, others) as progress:
+        theirs = others.plan.share(1, 2)
+        assert others.asked == theirs
+        others.asked.clear()
+        others.lines = [theirs[0].line]
+        for others.now in range(0, 100, 5):
+            progress.look_around()
+        assert others.asked == ["shards"] * 3
+        assert progress._bar.n == theirs[0].tokens
+
+
+def test_only_the_first_process_looks_at_what_the_others_have(whole, monkeypatch):
+    others = Others(whole, monkeypatch, 1)
+    with Progress(others, others) as progress:
+        others.now = 1000.0
+        progress.look_around()
+    assert others.asked == []
+
+
 # ---------------------------------------------------------------- refused
 
 
@@ -273,6 +338,17 @@ def test_missing_and_damaged_data_are_refused(run):
 )
 def test_a_wrong_target_is_refused_before_anything_is_written(run, option, words):
     assert words in message_of(run, option)
+    assert not (run / "run" / "store").exists()
+
+
+def test_a_conversation_that_the_engine_cannot_take_is_refused_before_anything_is_written(run, monkeypatch):
+    monkeypatch.setattr(TransformersEngine, "longest", 30)
+    extract(tiny_config(run, f"store_dir={run / 'taken'}"))
+    monkeypatch.setattr(TransformersEngine, "longest", 29)
+    monkeypatch.setattr(TransformersEngine, "longer", "set this option")
+    assert message_of(run) == (
+        "a conversation of 30 tokens is too long for extract.engine=transformers, which takes 29 here: set this option"
+    )
     assert not (run / "run" / "store").exists()
 
 

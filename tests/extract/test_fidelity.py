@@ -1,4 +1,4 @@
-"""The fidelity gate passes right states, and names the mistake that was planted in wrong ones."""
+"""The fidelity gate passes right documents, and names the mistake that was planted in wrong ones."""
 
 from dataclasses import replace
 
@@ -7,8 +7,12 @@ import torch
 from pipeline import HIDDEN, LAYERS, VOCAB, tiny_llama
 from transformers import Gemma2Config, Gemma2ForCausalLM, GemmaConfig, GemmaForCausalLM
 
-from eagle31_train.fidelity import COMPARED, ROWS, SAMPLE_EVERY, Gate, choose, compare, report, summary
-from eagle31_train.schema import ExtractConfig, UserError
+from eagle31_train import extract as stage
+from eagle31_train import fidelity
+from eagle31_train.extract import run_shard
+from eagle31_train.fidelity import COMPARED, ROWS, Gate, choose, compare, report, summary
+from eagle31_train.schema import Document, ExtractConfig, UserError
+from eagle31_train.store.plan import Shape
 from eagle31_train.targets.engine import Reference, TransformersEngine
 from eagle31_train.targets.hf import HiddenStateTarget
 
@@ -33,19 +37,29 @@ def gemma(model=GemmaForCausalLM, config=GemmaConfig, **changes):
 
 def conversations():
     generator = torch.Generator().manual_seed(0)
-    return [torch.randint(0, VOCAB, (length,), generator=generator) for length in (40, 17, 33, 1, 40, 25)]
+    return [torch.randint(0, VOCAB, (length,), generator=generator) for length in (90, 17, 33, 1, 90, 25)]
+
+
+class Silent:
+    """No progress bar."""
+
+    def done(self, tokens):
+        pass
 
 
 def check(model, config=None, plant=None, codec="bf16"):
-    """Run the gate over some conversations of a model; returns its figures."""
+    """Make a shard of some conversations of a model as extraction does, gate included; returns its figures."""
     engine = TransformersEngine(HiddenStateTarget(model, [1]))
     if plant:
         plant(engine)
-    gate = Gate(engine, config or ExtractConfig(), codec)
+    gate = Gate(engine, config or ExtractConfig(), shards=1)
     tokens = conversations()
-    last = {index: last for index, _, last in engine.run(tokens)}
-    chosen = choose([len(row) for row in tokens])
-    figures = gate.check([tokens[i] for i in chosen], [last[i] for i in chosen])
+    rows = {
+        "input_ids": [row.tolist() for row in tokens],
+        "loss_mask": [[i > 2 and i % 9 != 0 for i in range(len(row))] for row in tokens],
+    }
+    documents, figures = run_shard(engine, rows, Shape(HIDDEN, 1, "bf16", codec), gate, Silent())
+    assert [len(document) for document in documents] == [len(row) for row in tokens]
     assert gate.passed
     return figures
 
@@ -59,11 +73,12 @@ def test_right_states_pass(make, dtype):
     assert 100 < positions <= ROWS
 
 
-def test_shards_are_sampled_by_their_number_alone():
-    gate = Gate(TransformersEngine(HiddenStateTarget(tiny_llama(), [1])), ExtractConfig(gate_batches=3))
-    assert [number for number in range(100) if gate.samples(number)] == [0, SAMPLE_EVERY, 2 * SAMPLE_EVERY]
+@pytest.mark.parametrize(("shards", "sampled"), [(100, [0, 33, 66]), (4, [0, 1, 2]), (2, [0, 1]), (1, [0])])
+def test_compared_shards_are_spread_over_the_whole_plan(shards, sampled):
+    gate = Gate(TransformersEngine(HiddenStateTarget(tiny_llama(), [1])), ExtractConfig(gate_batches=3), shards)
+    assert [number for number in range(shards) if gate.samples(number)] == sampled
     assert not gate.passed
-    off = Gate(gate.engine, ExtractConfig(gate_batches=0))
+    off = Gate(gate.engine, ExtractConfig(gate_batches=0), shards)
     assert off.passed
     assert not any(off.samples(number) for number in range(100))
 
@@ -141,13 +156,109 @@ def only_the_likeliest(engine, k=5):
     engine.reference = reference
 
 
+@pytest.mark.parametrize("codec", ["bf16", "int8"])
 @pytest.mark.parametrize("known", [None, only_the_likeliest])
 @pytest.mark.parametrize(("make", "plant", "cause"), MISTAKES)
-def test_a_planted_mistake_stops_the_run_and_is_named(make, plant, cause, known):
-    check(make(), plant=known)
+def test_a_planted_mistake_stops_the_run_and_is_named(make, plant, cause, known, codec):
+    check(make(), plant=known, codec=codec)
     with pytest.raises(UserError, match=f"^fidelity gate: .*{cause}") as error:
-        check(make(), plant=lambda engine: (plant(engine), known and known(engine)))
+        check(make(), plant=lambda engine: (plant(engine), known and known(engine)), codec=codec)
     assert "\n" not in str(error.value)
+
+
+def keep_rows(by):
+    """The states of other positions than those that teach go into the document; top1 is right."""
+
+    def plant(patch):
+        right = Document.taught_states.fget
+
+        def wrong(document):
+            if len(document.last) != len(document):  # as they are kept
+                return right(document)
+            return document.last[document.taught + by]
+
+        patch.setattr(Document, "taught_states", property(wrong))
+
+    return plant
+
+
+def teach_elsewhere(by):
+    """Positions are taken for those that teach, all along, which are not."""
+
+    def plant(patch):
+        right = Document.taught.fget
+        patch.setattr(
+            Document, "taught", property(lambda document: (right(document) + by).clamp_max(len(document) - 2))
+        )
+
+    return plant
+
+
+def swap_neighbours(patch):
+    right = Document.taught_states.fget
+
+    def wrong(document):
+        rows = right(document)
+        if len(document.last) != len(document):
+            return rows
+        return rows[torch.arange(len(rows)).view(-1, 2).flip(1).flatten()] if len(rows) % 2 == 0 else rows.flip(0)
+
+    patch.setattr(Document, "taught_states", property(wrong))
+
+
+def take_top1_of_the_neighbour(patch):
+    right = stage.top1_of
+
+    def wrong(readout, last, loss_mask):
+        top1, where = right(readout, last, loss_mask), loss_mask[1:].nonzero()[:, 0]
+        top1[where] = top1[where].roll(1)
+        return top1
+
+    patch.setattr(stage, "top1_of", wrong)
+
+
+def swap_samples(patch):
+    right = TransformersEngine.run
+
+    def wrong(engine, tokens):
+        for index, aux, last in right(engine, tokens):
+            yield {0: 4, 4: 0}.get(index, index), aux, last
+
+    patch.setattr(TransformersEngine, "run", wrong)
+
+
+def store_the_state_after_the_norm(patch):
+    """After top1 was taken of the right one."""
+    norm, right = wide_norm().model.norm, Document.taught_states.fget
+
+    def wrong(document):
+        rows = right(document)
+        return norm(rows) if isinstance(rows, torch.Tensor) else rows
+
+    patch.setattr(Document, "taught_states", property(wrong))
+
+
+SELECTIONS = {
+    "the rows after those that teach": keep_rows(1),
+    "the rows before those that teach": keep_rows(-1),
+    "positions after those that teach": teach_elsewhere(1),
+    "positions before those that teach": teach_elsewhere(-1),
+    "rows swapped": swap_neighbours,
+    "top1 of the neighbour": take_top1_of_the_neighbour,
+    "samples swapped": swap_samples,
+    "the state after the norm": store_the_state_after_the_norm,
+}
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int8"])
+@pytest.mark.parametrize("mistake", SELECTIONS)
+def test_a_mistake_in_what_is_stored_stops_the_run_and_no_codec_is_blamed(mistake, codec, monkeypatch):
+    check(wide_norm(), codec=codec)
+    SELECTIONS[mistake](monkeypatch)
+    with pytest.raises(UserError, match=r"^fidelity gate: top-1 tokens agree") as error:
+        check(wide_norm(), codec=codec)
+    named = "likely cause: the last hidden state was taken after" in str(error.value)
+    assert named == (mistake == "the state after the norm")
 
 
 def test_softcapped_logits_stop_the_run_and_are_named():
@@ -170,11 +281,13 @@ def test_logits_that_are_not_numbers_do_not_pass():
 
 
 def test_a_codec_that_swaps_near_equal_tokens_but_keeps_the_distribution_passes():
-    """top1 is taken before the codec: only what it leaves of the distribution counts."""
-    strict = ExtractConfig(gate_top1=1.0, gate_kl=0.05)
-    exact, rough = check(tiny_llama(), strict), check(tiny_llama(), strict, codec="int4")
-    assert exact[0] == 1.0
-    assert rough[0] < 1.0
+    """top1 is taken before the codec: of what it leaves only the distribution counts."""
+    chosen = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fidelity, "compare", lambda *given: chosen.append(compare(*given[:2])[0]) or compare(*given))
+        rough = check(tiny_llama(), ExtractConfig(gate_top1=1.0, gate_kl=0.05), codec="int4")
+    assert min(chosen) < 1.0
+    assert rough[0] == 1.0
 
 
 def test_states_are_compared_as_the_codec_keeps_them():
@@ -185,12 +298,18 @@ def test_states_are_compared_as_the_codec_keeps_them():
 
 
 def test_conversations_are_chosen_from_the_shortest_to_the_longest():
-    assert choose([1, 1]) == []
-    assert choose([5, 1, 3]) == [2, 0]
-    lengths = [9, 2, 7, 4, 8, 3, 1, 6, 5, 10]
-    chosen = choose(lengths)
-    assert len(chosen) == COMPARED
-    assert [lengths[i] for i in chosen] == [2, 4, 7, 10]
+    def of(*lengths, teaches=True):
+        return [
+            Document(torch.zeros(n, dtype=torch.int64), torch.full((n,), teaches), None, None, None) for n in lengths
+        ]
+
+    def chosen(documents):
+        return [len(document) for document in choose(documents)]
+
+    assert chosen(of(1, 1)) == []
+    assert chosen([*of(5), *of(9, teaches=False), *of(2, 3)]) == [3, 5], "with nothing that teaches, nothing is stored"
+    assert chosen(of(9, 3, 7, 5, 8, 4, 1, 2, 6, 10)) == [3, 5, 7, 10]
+    assert len(chosen(of(*range(3, 99)))) == COMPARED
 
 
 def test_agreement_and_kl_of_known_logits():
@@ -206,6 +325,8 @@ def test_agreement_and_kl_of_known_logits():
         / 4
     )
     assert kl == pytest.approx(by_hand.item())
+    given = compare(Reference(own), rebuilt, torch.tensor([0, 1, -1, 2]))
+    assert given == (0.75, kl), "the choices are those given, and none agrees with nothing"
 
 
 def test_a_choice_within_one_rounding_step_of_the_store_agrees_and_one_beyond_does_not():

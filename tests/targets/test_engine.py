@@ -3,6 +3,7 @@
 import json
 import os
 
+import accelerate
 import pytest
 import torch
 from pipeline import AUX, HIDDEN, LAYERS, VOCAB, save_quietly, tiny_config, tiny_llama
@@ -21,7 +22,8 @@ from transformers import (
 from eagle31_train.schema import TargetConfig, UserError
 from eagle31_train.targets import engine as engines
 from eagle31_train.targets import hf
-from eagle31_train.targets.engine import TransformersEngine, causal, make_engine
+from eagle31_train.targets.cached import CachedTarget
+from eagle31_train.targets.engine import TransformersEngine, causal, make_engine, rope_by_length
 from eagle31_train.targets.hf import HiddenStateTarget, load_model
 from eagle31_train.targets.readout import readout_from_checkpoint
 
@@ -68,6 +70,56 @@ def saved(tmp_path):
         return tiny_config(tmp_path, *more)
 
     return save
+
+
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 100.0}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "short_factor": [1.0] * 4,
+    "long_factor": [3.0, 5.0, 7.0, 9.0],
+}
+BY_LENGTH = {
+    "dynamic": lambda: tiny_llama(rope_parameters=DYNAMIC, max_position_embeddings=16),
+    "longrope": lambda: tiny_llama(rope_parameters=LONG, max_position_embeddings=64),
+}
+
+
+@pytest.mark.parametrize("name", BY_LENGTH)
+def test_where_rope_follows_the_length_neighbours_and_predecessors_do_not_change_states(name):
+    """Lengths below, at and above the 16 positions from which on factors change."""
+    tokens = conversations([16, 40, 7, 24, 16])
+    model = BY_LENGTH[name]()
+    assert rope_by_length(model.config)
+    engine = TransformersEngine(HiddenStateTarget(model, AUX), batch_tokens=1000)
+    list(engine.run([tokens[1]]))  # what was longer before
+    together = {index: (aux, last) for index, aux, last in engine.run(tokens)}
+    for index, row in enumerate(tokens):
+        # A model that has seen nothing else.
+        alone = TransformersEngine(HiddenStateTarget(BY_LENGTH[name](), AUX))
+        [(_, aux, last)] = alone.run([row])
+        torch.testing.assert_close(together[index][0], aux, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(together[index][1], last, rtol=1e-4, atol=1e-4)
+        # And the gate's reference is of the same factors: not of a padded row, nor of the longest so far.
+        positions = torch.arange(len(row) - 1)
+        own = engine.reference(row, positions).own
+        torch.testing.assert_close(own, engine.readout.logits(last[:-1]), rtol=1e-4, atol=1e-3)
+
+
+def test_ropes_that_follow_the_length_are_told_by_the_config():
+    assert not rope_by_length(tiny_llama().config)
+    config = tiny_llama().config
+    for value in (
+        {"type": "su"},
+        {"rope_type": "longrope"},
+        {"full_attention": {"rope_type": "dynamic"}, "sliding_attention": {"rope_type": "default"}},
+    ):
+        config.rope_parameters = value
+        assert rope_by_length(config)
+    config.rope_parameters = {"rope_type": "yarn", "factor": 4.0}
+    assert not rope_by_length(config)
 
 
 @torch.no_grad()
@@ -172,6 +224,24 @@ def test_the_gates_reference_is_the_models_ordinary_call_with_a_mask():
     assert masks[0].min() == 0, "a mask of ones is dropped, and the unmasked path would be compared with itself"
     assert reference.ids is None
     torch.testing.assert_close(reference.own, model(tokens[None]).logits[0, positions], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_the_gates_reference_computes_logits_of_the_wanted_positions_only(takes, monkeypatch):
+    model, rows = tiny_llama(), []
+    if not takes:  # as code that came with an older target
+        right = model.forward
+
+        def forward(input_ids, attention_mask=None, use_cache=None):
+            return right(input_ids=input_ids, attention_mask=attention_mask, use_cache=use_cache)
+
+        monkeypatch.setattr(model, "forward", forward)
+    handle = model.lm_head.register_forward_hook(lambda _module, _args, logits: rows.append(logits.shape[1]))
+    tokens, positions = conversations()[4], torch.tensor([0, 7, 19])
+    own = TransformersEngine(HiddenStateTarget(model, AUX)).reference(tokens, positions).own
+    handle.remove()
+    assert rows == ([3] if takes else [len(tokens) + engines.PADS])
+    torch.testing.assert_close(own, tiny_llama()(tokens[None]).logits[0, positions], rtol=1e-4, atol=1e-4)
 
 
 # ---------------------------------------------------------------- readout
@@ -279,9 +349,35 @@ def test_a_head_that_a_device_map_left_on_the_disk_is_read_from_the_checkpoint(s
     assert torch.equal(engine.readout.embedding, model.model.embed_tokens.weight)
 
 
-def test_states_caught_on_several_devices_are_brought_together():
-    model = tiny_llama()
-    target = HiddenStateTarget(model, AUX)
+def test_a_target_left_on_the_disk_in_part_gives_the_same_states_and_reference(saved, monkeypatch):
+    """Its parameters are on no device but while they are used, the embedding's too."""
+    config, model = saved(tiny_llama()), tiny_llama()
+    for part in (model.model.embed_tokens, model.model.layers[1], model.lm_head):
+        accelerate.cpu_offload(part, torch.device("cpu"))
+    assert model.model.embed_tokens.weight.is_meta
+    monkeypatch.setattr(engines, "load_model", lambda target: model)
+    engine, tokens = make_engine(config), conversations()
+    check_against_plain_calls(engine, tiny_llama(), tokens, AUX)
+    positions = torch.tensor([0, 5, 11])
+    plain = TransformersEngine(HiddenStateTarget(tiny_llama(), AUX)).reference(tokens[1], positions)
+    assert torch.equal(engine.reference(tokens[1], positions).own, plain.own)
+
+
+def test_a_target_that_is_on_no_device_at_all_is_given_tokens_on_the_cpu():
+    assert HiddenStateTarget(tiny_llama().to("meta"), AUX).device == torch.device("cpu")
+
+
+def states_of(target):
+    return target.states(conversations()[0][None], None).aux[0]
+
+
+def read_of(target):
+    return target.read(conversations()[0].tolist(), 1)[0]
+
+
+@pytest.mark.parametrize(("kind", "states"), [(HiddenStateTarget, states_of), (CachedTarget, read_of)])
+def test_states_caught_on_several_devices_are_brought_together(kind, states):
+    target = kind(tiny_llama(), AUX)
     moved, right = [], torch.Tensor.to
 
     # What the first tap catches claims to lie elsewhere: it records where it is asked to go.
@@ -303,9 +399,9 @@ def test_states_caught_on_several_devices_are_brought_together():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hf, "_catch", catch)
-        states = target.states(conversations()[0][None], None)
+        aux = states(target)
     assert moved == [torch.device("cpu")]
-    assert type(states.aux) is torch.Tensor
+    assert type(aux) is torch.Tensor
 
 
 @pytest.fixture

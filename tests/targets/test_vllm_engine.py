@@ -5,13 +5,15 @@ import sys
 import tempfile
 from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from pipeline import tiny_config
 
 from eagle31_train.schema import UserError
 from eagle31_train.targets import vllm_engine
-from eagle31_train.targets.vllm_engine import OURS, states_folder
+from eagle31_train.targets.vllm_engine import OURS, VllmEngine, bound, states_folder
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -66,3 +68,36 @@ def test_arguments_that_follow_from_the_configuration_are_refused(tmp_path, name
     config = tiny_config(tmp_path, "extract.engine=vllm", f"extract.engine_args.{name}=1")
     with pytest.raises(UserError, match=rf"extract\.engine_args\.{name} cannot be set: "):
         vllm_engine.VllmEngine(config)
+
+
+def model_config(max_model_len, own):
+    """vLLM's configuration of a model with `own` positions."""
+
+    def verify(length):
+        if length > own:
+            raise ValueError("User-specified max_model_len is greater than the derived one")
+        return length
+
+    return SimpleNamespace(max_model_len=max_model_len, get_and_verify_max_len=verify)
+
+
+def test_a_longer_conversation_is_advised_what_can_be_done():
+    longest, longer = bound(model_config(257, 4096))
+    assert longest == 256, "one token is generated"
+    assert longer.startswith("set extract.engine_args.max_model_len to one more than it has, or cut the data by ")
+    longest, longer = bound(model_config(4096, 4096))
+    assert longest == 4095
+    assert longer == "cut the data by data.max_length=4095 (the target itself has no more positions)"
+
+
+def test_states_go_to_the_device_that_encodes_them():
+    engine = object.__new__(VllmEngine)
+    engine.layers, engine._taken = [1, 3], [1, 3, 6]
+    engine.readout = SimpleNamespace(head=torch.empty(1, device="meta"), depth=6)
+    tokens = torch.arange(5)
+    states = {"token_ids": tokens, "hidden_states": torch.zeros(5, 3, 8)}
+    engine._answers = lambda asked: iter([(0, None, states)])
+    [(index, aux, last)] = engine.run([tokens])
+    assert (index, aux.shape, last.shape) == (0, (5, 2, 8), (5, 8))
+    assert aux.is_meta
+    assert last.is_meta
