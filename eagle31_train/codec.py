@@ -89,20 +89,19 @@ def encode(states: Tensor, codec: str) -> Encoded:
     """States [N, ..., W] of any float dtype, kept by a codec, on their device.
 
     Raises:
-        UserError: a state is not finite, and no scale can hold it.
+        UserError: a state is not finite, or too large for bf16.
     """
     how = CODECS[codec]
     width = states.shape[-1]
     if not how.block:
-        return plain(states.bfloat16())
+        return plain(_finite(states.bfloat16()))
     blocks = _blocks(states.float(), how.block)
     if codec == "int4":  # the extreme value itself becomes -8, which uses all sixteen
         extreme = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
     else:
         extreme = blocks.abs().amax(-1, keepdim=True)
     scale = (extreme / how.largest).bfloat16()
-    if not torch.isfinite((scale * how.largest).bfloat16()).all():  # what the extreme value would be decoded to
-        raise UserError("the target's hidden states are not finite (NaN, infinite or next to it): check target.dtype")
+    _finite((scale * how.largest).bfloat16())  # what the extreme value would be decoded to
     scale = torch.where(scale.abs() < torch.finfo(scale.dtype).tiny, 1.0, scale)  # a block of nothing, or next to it
     scaled = _from_blocks(blocks / scale.float(), width)
     if codec == "fp8":
@@ -114,6 +113,12 @@ def encode(states: Tensor, codec: str) -> Encoded:
         pairs = torch.nn.functional.pad(nibbles, (0, width % 2)).unflatten(-1, (-1, 2))
         values = pairs[..., 0] | pairs[..., 1] << 4
     return Encoded(codec, width, values.contiguous(), scale[..., 0].contiguous())
+
+
+def _finite(values: Tensor) -> Tensor:
+    if not torch.isfinite(values).all():
+        raise UserError("the target's hidden states are not finite (NaN, infinite or next to it): check target.dtype")
+    return values
 
 
 def plain(states: Tensor) -> Encoded:
@@ -128,8 +133,13 @@ def as_encoded(states: "Tensor | Encoded") -> Encoded:
 
 def concatenate(parts: Sequence[Encoded]) -> Encoded:
     """Rows of several, one after another; all of one codec and width."""
-    values = torch.cat([part.values for part in parts])
-    return replace(parts[0], values=values, scale=torch.cat([part.scale for part in parts]))
+    values = [part.values for part in parts]
+    dtype = values[0].dtype
+    if dtype == torch.float8_e4m3fn:  # autocast asks which of the joined floats is the widest, and knows none so narrow
+        joined = torch.cat([value.view(torch.uint8) for value in values]).view(dtype)
+    else:
+        joined = torch.cat(values)
+    return replace(parts[0], values=joined, scale=torch.cat([part.scale for part in parts]))
 
 
 def check_codec(name: str, option: str) -> None:

@@ -14,7 +14,7 @@ from transformers.utils import logging
 from eagle31_train import artifacts, vocab
 from eagle31_train.cli import load_config
 from eagle31_train.schema import UserError
-from eagle31_train.store.ledger import SHARDS
+from eagle31_train.store.ledger import SHARDS, TARGET, TARGET_LINE
 from eagle31_train.store.sealed import checksum, seal, unseal
 
 LAYERS, HIDDEN, VOCAB = 6, 32, 40
@@ -142,6 +142,9 @@ def reseal(store):
         for line in lines
     ]
     (store / SHARDS).write_bytes(b"".join(map(seal, now)))
+    line = unseal((store / TARGET_LINE).read_bytes())
+    line |= {"size": (store / TARGET).stat().st_size, "checksum": checksum(store / TARGET)}
+    (store / TARGET_LINE).write_bytes(seal(line))
     manifest = unseal((store / artifacts.MANIFEST).read_bytes())
     for name, entry in manifest["files"].items():
         entry |= {"bytes": (store / name).stat().st_size, "checksum": checksum(store / name)}

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from eagle31_train.drafter.batch import Batch, build_batch, choose_slots
 from eagle31_train.loss import MEASURES, Objective
 from eagle31_train.schema import Config, UserError, byte_count
 from eagle31_train.store import Store, StoreSplit, place_of
+from eagle31_train.store.stream import check_consumer
 from train import checkpoint, order, windows
 from train.build import build_objective, check_options, check_samples, check_store, drafter_shape
 from train.metrics import Reporter, fetch, reduce_sums, summarise
@@ -48,8 +49,13 @@ def train(config: Config) -> None:
         UserError: missing, damaged or mismatched input, or a launch that this trainer cannot serve.
     """
     check_options(config.train, config.drafter)
+    with closing(Store(place_of(config), config.store.follow, config.store.patience)) as store:
+        fit(config, store)
+
+
+def fit(config: Config, store: Store) -> None:
+    """Train on a store."""
     folder, data_dir = Path(config.run_dir) / "train", config.data_folder
-    store = Store(place_of(config), config.store.follow, config.store.patience)
     data = artifacts.read_json(data_dir / artifacts.MANIFEST, "python -m data_prep")
     check_store(store, data, config.target)
     draft_vocab = vocab.read(data_dir / "vocab.safetensors")
@@ -65,6 +71,7 @@ def train(config: Config) -> None:
     if len(cut) > 1 and data["inputs"].get("shuffle") is None:
         accelerator.print("train: the windows follow the order of the data, which is not shuffled (data.shuffle=SEED)")
     up_to_date = [False]
+    check_consumer(store.place, fingerprint)  # before anything of an earlier run is replaced
     if accelerator.is_main_process:
         claim(folder, fingerprint, inputs, config.overwrite)
         up_to_date = [artifacts.finished(folder, fingerprint, inputs, overwrite=False)]
@@ -87,7 +94,6 @@ def train(config: Config) -> None:
         train_split.lengths, t.batch_tokens, config.seed, t.epochs, t.max_steps, windows.samples(cut)
     )
     usage = windows.Usage(train_split, batches, cut)
-    bounded = store.follow and store.max_bytes is not None
     kept = torch.from_numpy(draft_vocab.t2d)
 
     # Where an earlier run of the same inputs stopped.
@@ -96,9 +102,7 @@ def train(config: Config) -> None:
         manifest = checkpoint.restore(found, drafter, optimizer)
         done, totals = manifest["step"], manifest["totals"]
         accelerator.print(f"train: going on after step {done} ({found})")
-    store.consume(usage.used_up(done), fingerprint, done == len(batches), bounded and accelerator.is_main_process)
-    if not store.follow:
-        store.place.prefetch(usage.names_after(done))
+    windows.begin(store, usage, done, fingerprint, done == len(batches), accelerator.is_main_process)
     start_tracker(accelerator, config, folder, inputs)
     reporter = Reporter(accelerator, folder, done, len(batches))
 
@@ -141,14 +145,14 @@ def train(config: Config) -> None:
             )
         lap, before = time.perf_counter(), lap
         totals["seconds"] += lap - before
-        if not (final or step % t.checkpoint_every == 0 or (bounded and usage.ends_window(step))):
+        if not (final or step % t.checkpoint_every == 0 or (usage.ends_window(step) and windows.bounded(store))):
             continue
         if accelerator.is_main_process:
             extra = {"fingerprint": fingerprint, "totals": totals, "heldout": measured_heldout if final else None}
             found = checkpoint.save(folder / "checkpoints", step, drafter, optimizer, extra)
             checkpoint.prune(folder / "checkpoints", t.keep_checkpoints)
         # What no step after a checkpoint reads may go; before it is saved, a kill would need it again.
-        store.consume(usage.used_up(step), fingerprint, final, bounded and accelerator.is_main_process)
+        windows.let_go(store, usage, step, fingerprint, final, remove=accelerator.is_main_process)
     reporter.bar.close()
     # Together, so that no rank closes its connections while another still saves or speaks to it.
     accelerator.wait_for_everyone()

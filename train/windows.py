@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from eagle31_train.schema import UserError
 from eagle31_train.store import PlannedShard, Store, StoreSplit
+from eagle31_train.store.stream import check_consumer, consume
 
 Window = list[PlannedShard]
 
@@ -37,18 +38,24 @@ def check(store: Store, windows: Sequence[Window], epochs: int, cache_bytes: int
         UserError: also where more than one pass is asked of a store that is removed in the first.
     """
     largest = max((sum(shard.bytes for shard in window) for window in windows), default=0)
-    lower = "lower train.window_tokens" if len(windows) > 1 else "set train.window_tokens"
-    if store.place.remote and largest > cache_bytes:
-        raise UserError(
-            f"store.cache_bytes={cache_bytes:,} cannot hold the {largest:,} bytes of {store.location} that are "
-            f"shuffled together, and would fetch its shards again and again: raise it, or {lower}"
-        )
-    if not store.follow or store.max_bytes is None:
-        return
     kept = sum(shard.bytes for shard in store.plan.of("heldout"))
-    if kept + largest > store.max_bytes:
+    lower = "lower train.window_tokens" if len(windows) > 1 else "set train.window_tokens"
+    if store.place.remote and kept + 2 * largest > cache_bytes:  # half of the cache is for what is fetched ahead
         raise UserError(
-            f"store.max_bytes={store.max_bytes:,} cannot hold the held-out split and one window, which take {kept:,} "
+            f"store.cache_bytes={cache_bytes:,} is too little for {store.location}: the held-out split takes {kept:,} "
+            f"bytes and what is shuffled together {largest:,}, of which it should hold two; shards would be fetched "
+            f"again and again: raise it, or {lower}"
+        )
+    if store.follow and store.manifest is None and len(windows) == 1:
+        raise UserError(
+            f"{store.location} is still being written, and without windows the first step needs all of it: "
+            "set train.window_tokens, or train once it is complete"
+        )
+    if not bounded(store):
+        return
+    if kept + largest > (most := store.max_bytes or 0):
+        raise UserError(
+            f"store.max_bytes={most:,} cannot hold the held-out split and one window, which take {kept:,} "
             f"and {largest:,} bytes: raise it, or {lower}"
         )
     if epochs != 1:
@@ -56,6 +63,11 @@ def check(store: Store, windows: Sequence[Window], epochs: int, cache_bytes: int
             f"train.epochs={epochs}, but what is used up of {store.location} is removed (store.max_bytes): "
             "set train.epochs=1, or extract without store.max_bytes"
         )
+
+
+def bounded(store: Store) -> bool:
+    """Whether what is used up of a store is removed: it is followed, and its extraction keeps to a bound."""
+    return store.follow and store.max_bytes is not None
 
 
 class Usage:
@@ -87,3 +99,33 @@ class Usage:
     def used_up(self, step: int) -> list[PlannedShard]:
         """The shards that no later step needs, in order."""
         return sorted((shard for shard, last in self._last.items() if last <= step), key=lambda shard: shard.number)
+
+
+def begin(store: Store, usage: Usage, done: int, by: str, finished: bool, main: bool) -> None:
+    """Before the step after `done`: let go of what earlier runs used up, fetch ahead what later steps need.
+
+    Args:
+        by: fingerprint of the training. finished: no step is left. main: whether this process removes shards.
+
+    Raises:
+        UserError: what is needed was removed, by another training or before a checkpoint that is damaged now.
+    """
+    needed = usage.names_after(done)
+    if gone := set(check_consumer(store.place, by).shards) & set(needed):
+        raise UserError(
+            f"{len(gone)} shards of {store.location} that the steps after {done} need were used up and removed: a "
+            "later checkpoint of this run is missing or damaged; restore it, or begin again without store and training"
+        )
+    if store.follow:
+        store.wait_for(store.plan.of("heldout"))  # here, and not between the exchanges of an evaluation
+    else:
+        store.place.prefetch(needed)
+    let_go(store, usage, done, by, finished, main)
+
+
+def let_go(store: Store, usage: Usage, step: int, by: str, finished: bool, remove: bool) -> None:
+    """Unmap what no step after `step` reads; of a bounded store also remove it, and say if no more is wanted."""
+    shards = usage.used_up(step)
+    store.release(shards)
+    if remove and bounded(store):
+        consume(store.place, shards, by, finished)

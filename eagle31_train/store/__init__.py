@@ -21,10 +21,10 @@ from eagle31_train import artifacts
 from eagle31_train.place import Place, open_place
 from eagle31_train.schema import Config, byte_count
 from eagle31_train.store.ledger import EXTRACT, REMAKE, TARGET
-from eagle31_train.store.plan import Plan, PlannedShard, make_plan, plan_shards
+from eagle31_train.store.plan import Plan, PlannedShard, make_plan, plan_shards, shape_of
 from eagle31_train.store.reader import Store, StoreSplit
 from eagle31_train.store.sealed import read_sealed
-from eagle31_train.store.writer import StoreWriter, finished, shape_of
+from eagle31_train.store.writer import StoreWriter, finished
 
 __all__ = [
     "EXTRACT",

@@ -15,12 +15,11 @@ from eagle31_train.store.ledger import (
     check_merged,
     difference,
     parse_line,
-    read_consumed,
     refuse_old,
 )
-from eagle31_train.store.plan import Plan, PlannedShard, Shape
+from eagle31_train.store.plan import Plan, PlannedShard, Shape, shape_of
 from eagle31_train.store.sealed import DamagedError, unseal
-from eagle31_train.store.writer import shape_of
+from eagle31_train.store.stream import read_consumed
 
 
 @dataclass(frozen=True)
@@ -52,10 +51,6 @@ class Head:
     def shape(self) -> Shape:
         """Of the states."""
         return shape_of(self.provenance["states"])
-
-    def lengths(self, shard: PlannedShard) -> list[int]:
-        """Tokens of each of a shard's samples."""
-        return self.plan.lengths[shard.split][shard.first : shard.end]
 
 
 def read_head(place: Place) -> tuple[Head | None, list[Problem]]:

@@ -7,17 +7,19 @@ shards without a word to each other, on a disk or in a bucket. At the end they b
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from eagle31_train import artifacts
 from eagle31_train.place import Place
 from eagle31_train.schema import UserError
 from eagle31_train.store.plan import Plan, PlannedShard
-from eagle31_train.store.sealed import CHECK, DamagedError, checksum, read_sealed, seal, unseal
+from eagle31_train.store.sealed import CHECK, DamagedError, checksum, seal, unseal
 
 PROVENANCE = "provenance.json"
 PLAN = "plan.json"
 TARGET = "target.safetensors"
+TARGET_LINE = "target.json"  # its line
 SHARDS = "shards.jsonl"
 STREAM = "stream.json"  # how many bytes the extraction may keep, while it runs
 CONSUMED = "consumed.json"  # which shards a training has used up
@@ -27,7 +29,7 @@ REMAKE = f"run `{EXTRACT}` again, which makes what is damaged or missing anew"
 
 @dataclass(frozen=True)
 class Line:
-    """What commits a shard. `fidelity` is what the gate found where it compared this shard."""
+    """What commits a shard, or the target's weights. `fidelity` is what the gate found where it compared the shard."""
 
     name: str
     store: str  # fingerprint of the store that it belongs to
@@ -38,6 +40,11 @@ class Line:
     def sealed(self) -> bytes:
         """One line of JSON with a checksum of itself."""
         return seal(asdict(self))
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        """As a manifest lists it."""
+        return {"bytes": self.size, "checksum": self.checksum}
 
 
 def parse_line(data: bytes, store: str, name: str | None = None) -> Line:
@@ -71,6 +78,19 @@ def read_line(place: Place, shard: PlannedShard, store: str) -> Line | None:
         where = f"{place.location}/{shard.line} (of {shard.samples()})"
         raise UserError(f"{where} is damaged ({error}): {REMAKE}") from None
     return line
+
+
+def read_target_line(place: Place, store: str) -> Line:
+    """The line of the target's weights.
+
+    Raises:
+        UserError: it is missing or damaged.
+    """
+    try:
+        return parse_line(place.read(TARGET_LINE), store, TARGET)
+    except (FileNotFoundError, DamagedError) as error:
+        what = "is missing" if isinstance(error, FileNotFoundError) else f"is damaged ({error})"
+        raise UserError(f"{place.location}/{TARGET_LINE} {what}: {REMAKE}") from None
 
 
 def merged_lines(place: Place, store: str) -> Iterator[tuple[int, Line | DamagedError]]:
@@ -132,18 +152,22 @@ def check_merged(place: Place, plan: Plan, store: str) -> Iterator[tuple[str | N
 def difference(place: Place, name: str, entry: dict[str, Any]) -> str | None:
     """How a file differs from the manifest's entry for it, in words; None if it does not."""
     where = f"{place.location}/{name}"
+
+    def damage(path: Path) -> str | None:
+        if (size := path.stat().st_size) != entry["bytes"]:
+            return f"{where} has {size} bytes, not {entry['bytes']}: truncated or replaced"
+        if checksum(path) != entry["checksum"]:
+            return f"{where} is not as it was written (its checksum differs)"
+        return None
+
     try:
-        path = place.local(name)
+        found = place.opened(name, damage)
+        if found and place.remote:  # the copy may be damaged, or of an earlier store, where the original is not
+            place.forget(name)
+            found = place.opened(name, damage)
+        return found
     except FileNotFoundError:
         return f"{where} is missing"
-    if (size := path.stat().st_size) != entry["bytes"]:
-        damage = f"{where} has {size} bytes, not {entry['bytes']}: truncated or replaced"
-    elif checksum(path) != entry["checksum"]:
-        damage = f"{where} is not as it was written (its checksum differs)"
-    else:
-        return None
-    place.forget(name)  # the copy may be damaged where the original is not
-    return damage
 
 
 def refuse_old(place: Place) -> None:
@@ -165,28 +189,3 @@ def _unsealed(place: Place, name: str) -> bool:
     except (FileNotFoundError, ValueError):
         return False
     return isinstance(value, dict) and CHECK not in value
-
-
-def read_consumed(place: Place) -> "Consumed":
-    """Which shards a training has used up; none where no training follows the store."""
-    try:
-        value = read_sealed(place.read(CONSUMED), f"{place.location}/{CONSUMED}", "remove the store and extract again")
-    except FileNotFoundError:
-        return Consumed("", [], False)
-    return Consumed(**value)
-
-
-@dataclass(frozen=True)
-class Consumed:
-    """What a training that follows a store has used up and removed.
-
-    by: fingerprint of the training. finished: it wants no more.
-    """
-
-    by: str
-    shards: list[str]
-    finished: bool
-
-    def sealed(self) -> bytes:
-        """As JSON."""
-        return seal(asdict(self), indent=2)

@@ -35,6 +35,16 @@ class Shape:
         return aux * self.aux_layers, last
 
 
+def shape_of(states: dict[str, Any]) -> Shape:
+    """What decides the size of a state, from a provenance's `states`."""
+    return Shape(states["hidden_size"], len(states["aux_layers"]), states["aux_codec"], states["last_codec"])
+
+
+def line_name(name: str) -> str:
+    """The file that commits a shard's file of this name."""
+    return name.replace(".safetensors", ".json")
+
+
 @dataclass(frozen=True)
 class PlannedShard:
     """Samples first to end - 1 of a split, in one file; `bytes` is what that takes at most."""
@@ -55,7 +65,7 @@ class PlannedShard:
     @property
     def line(self) -> str:
         """Name of the file that commits the shard."""
-        return self.name.replace(".safetensors", ".json")
+        return line_name(self.name)
 
 
 @dataclass(frozen=True)
@@ -77,6 +87,10 @@ class Plan:
     def of(self, split: str) -> list[PlannedShard]:
         """The shards of one split, in order."""
         return [shard for shard in self.shards if shard.split == split]
+
+    def lengths_of(self, shard: PlannedShard) -> list[int]:
+        """Tokens of each of a shard's samples."""
+        return self.lengths[shard.split][shard.first : shard.end]
 
     def share(self, rank: int, ranks: int) -> list[PlannedShard]:
         """What one of several processes extracts: in order, each shard by the one that has fewest tokens so far."""

@@ -15,28 +15,26 @@ from eagle31_train import artifacts
 from eagle31_train.place import Place, open_place
 from eagle31_train.schema import Document, UserError
 from eagle31_train.store.ledger import (
-    CONSUMED,
     EXTRACT,
     PLAN,
     PROVENANCE,
     REMAKE,
     SHARDS,
-    STREAM,
     TARGET,
-    Consumed,
+    TARGET_LINE,
     Line,
     difference,
-    read_consumed,
     read_line,
     read_merged,
+    read_target_line,
     refuse_old,
 )
-from eagle31_train.store.plan import Plan, PlannedShard
+from eagle31_train.store.plan import Plan, PlannedShard, shape_of
 from eagle31_train.store.sealed import read_sealed
 from eagle31_train.store.shard import ContentError, ShardFile, open_shard
-from eagle31_train.store.writer import shape_of, wait
+from eagle31_train.store.stream import read_bound, read_consumed, wait
 
-OPEN = {"local": 256, "remote": 4}  # mapped shards: a cached copy that is evicted frees its bytes only once unmapped
+OPEN = {"local": 1024, "remote": 8}  # mapped shards: a cached copy that is evicted frees its bytes only once unmapped
 
 
 class Store:
@@ -63,7 +61,7 @@ class Store:
             raise UserError(f"{self.location}/{artifacts.MANIFEST} is missing: run `{EXTRACT}` first{hint}")
         if self.manifest is None:
             wait(
-                lambda: self.place.size(PROVENANCE) is not None and self.place.size(TARGET) is not None,
+                lambda: self.place.size(PROVENANCE) is not None and self.place.size(TARGET_LINE) is not None,
                 f"train: waiting for {self.location} to be begun by `{EXTRACT}`",
                 patience,
             )
@@ -80,13 +78,15 @@ class Store:
         self._lines: dict[str, Line] = read_merged(self.place, self.plan, self.fingerprint)
         self._verified: dict[str, int] = {}
         self._lock = threading.Lock()
+        self._stopped = threading.Event()
         self._open: OrderedDict[str, ShardFile] = OrderedDict()
 
     @cached_property
     def target(self) -> dict[str, Tensor]:
         """The target's weights: embed_tokens [V, H], norm [H] (effective), lm_head [V, H]."""
-        if self.manifest is not None:
-            self._verify(TARGET)
+        line = read_target_line(self.place, self.fingerprint)
+        if damage := difference(self.place, TARGET, line.entry):
+            raise UserError(f"{damage}: {REMAKE}")
         try:
             weights = load_file(self.place.local(TARGET))
         except (SafetensorError, OSError) as error:
@@ -94,11 +94,15 @@ class Store:
         weights.setdefault("lm_head", weights["embed_tokens"])
         return weights
 
-    @cached_property
+    @property
     def max_bytes(self) -> int | None:
-        """The bound that the extraction keeps; where there is one, who follows the store removes what it used up."""
-        stream = self._read(STREAM)
-        return None if stream is None else stream["max_bytes"]
+        """The bound that the extraction keeps now; where there is one, who follows removes what it used up."""
+        return read_bound(self.place)
+
+    def close(self) -> None:
+        """Nothing more is read: whoever waits for a shard, or fetches one ahead, is wanted no more."""
+        self._stopped.set()
+        self.place.close()
 
     def split(self, name: str) -> "StoreSplit":
         """The samples of one split, in the order of the data set."""
@@ -112,7 +116,13 @@ class Store:
         """
         for shard in shards:
             if shard.name not in self._lines:
-                wait(partial(self._arrived, shard), f"train: waiting for {shard.name}", self.patience)
+                wait(
+                    partial(self._arrived, shard),
+                    f"train: waiting for {shard.name}",
+                    self.patience,
+                    lambda: len(self.place.names("shards")),
+                    self._stopped.wait,
+                )
 
     def _arrived(self, shard: PlannedShard) -> bool:
         line = read_line(self.place, shard, self.fingerprint)
@@ -135,7 +145,7 @@ class Store:
             return self._open[shard.name]
 
     def _map(self, shard: PlannedShard) -> ShardFile:
-        line, lengths = self._lines[shard.name], self.plan.lengths[shard.split][shard.first : shard.end]
+        line, lengths = self._lines[shard.name], self.plan.lengths_of(shard)
         try:
             return open_shard(self.place, line, lengths, self.shape, self.states["vocab_size"], self._verified)
         except FileNotFoundError:
@@ -158,29 +168,11 @@ class Store:
             )
         return self._damaged(shard, "is missing")
 
-    def consume(self, shards: Sequence[PlannedShard], by: str, finished: bool, remove: bool) -> None:
-        """Let go of shards that a training has used up; with `remove`, record that and remove them.
-
-        Raises:
-            UserError: another training has used up parts of this store.
-        """
+    def release(self, shards: Sequence[PlannedShard]) -> None:
+        """Unmap shards that are needed no more, so that their bytes are free once they are removed."""
         with self._lock:
             for shard in shards:
                 self._open.pop(shard.name, None)
-        if not remove:
-            return
-        before = read_consumed(self.place)
-        if before.by not in ("", by):
-            raise UserError(
-                f"parts of {self.location} were used up and removed by another training ({before.by}, this is {by}): "
-                "go on with that one, or remove the store and extract again"
-            )
-        names = before.shards + [shard.name for shard in shards if shard.name not in set(before.shards)]
-        after = Consumed(by, names, finished)
-        if after != before:
-            self.place.write(CONSUMED, after.sealed())
-        for shard in shards:
-            self.place.remove(shard.name)
 
     def _read(self, name: str) -> dict[str, Any] | None:
         try:

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
-from torch import Tensor
 
 from eagle31_train.schema import UserError
 
@@ -59,9 +58,9 @@ def checksum(path: Path) -> str:
     return digest.hexdigest()
 
 
-def digest(data: Tensor) -> str:
-    """The same of bytes in memory, [n] uint8 on the CPU."""
-    return xxhash.xxh3_128_hexdigest(data.numpy().data)
+def digest(data: bytes | memoryview) -> str:
+    """The same of bytes in memory."""
+    return xxhash.xxh3_128_hexdigest(data)
 
 
 def _check(value: dict[str, Any]) -> str:

@@ -57,22 +57,32 @@ class FormatError(ValueError):
 
 
 class MappedFile:
-    """A file's bytes in memory, read from the disk at once and copied only when they are used.
+    """A file's bytes in memory, copied only when they are used.
+
+    Args:
+        path: the file.
+        whole: read all of it from the disk at once, and not each page when it is first used.
 
     Raises:
         FormatError: it is empty.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, whole: bool) -> None:
         with path.open("rb") as file:
             try:
                 # A private mapping: nothing done to a tensor of it reaches the file.
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             except ValueError:
                 raise FormatError("it is empty") from None
-        with suppress(OSError):  # a kernel before 5.14 maps each page when it is first touched: ten times as slow
-            mapped.madvise(POPULATE)
+        if whole:
+            with suppress(OSError):  # a kernel before 5.14 cannot: ten times as slow
+                mapped.madvise(POPULATE)
         self.data = torch.frombuffer(mapped, dtype=torch.uint8)
+
+    @property
+    def bytes(self) -> memoryview:
+        """All of them."""
+        return self.data.numpy().data
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of a safetensors file.

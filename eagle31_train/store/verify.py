@@ -3,18 +3,32 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from eagle31_train import artifacts
 from eagle31_train.place import Place
+from eagle31_train.schema import UserError
 from eagle31_train.store.head import Head, Problem, read_head
-from eagle31_train.store.ledger import CONSUMED, EXTRACT, PLAN, PROVENANCE, REMAKE, SHARDS, STREAM, TARGET, Line
+from eagle31_train.store.ledger import (
+    CONSUMED,
+    EXTRACT,
+    PLAN,
+    PROVENANCE,
+    REMAKE,
+    SHARDS,
+    STREAM,
+    TARGET,
+    TARGET_LINE,
+    Line,
+    difference,
+    read_target_line,
+)
 from eagle31_train.store.plan import PlannedShard
 from eagle31_train.store.sealed import checksum
 from eagle31_train.store.shard import ContentError, open_shard
+from eagle31_train.store.stream import read_consumed
 
-FILES = {artifacts.MANIFEST, PROVENANCE, PLAN, SHARDS, TARGET, STREAM, CONSUMED}
+FILES = {artifacts.MANIFEST, PROVENANCE, PLAN, SHARDS, TARGET, TARGET_LINE, STREAM, CONSUMED}
 
 
 @dataclass
@@ -51,20 +65,23 @@ def check(place: Place, checked: Checked) -> Iterator[Problem]:
     checked.complete = head.manifest is not None
     if not checked.complete:
         checked.coming = len(head.plan.shards) - len(head.lines)
-        yield from _readable_target(place)
+    yield from _target(head)
     yield from _shards(head, checked)
     yield from _strays(head)
 
 
-def _readable_target(place: Place) -> Iterator[Problem]:
-    """No checksum of the target's weights is written before the store is complete; but they must be there whole."""
+def _target(head: Head) -> Iterator[Problem]:
+    """The target's weights, by their line; in an unfinished store both may be still to come."""
+    place = head.place
+    if head.manifest is None and place.size(TARGET_LINE) is None:
+        return  # still to come: whoever follows waits, and a continued extraction writes both anew
     try:
-        with safe_open(place.local(TARGET), framework="pt") as file:
-            file.keys()
-    except FileNotFoundError:
-        pass  # not yet; a continued extraction writes them in any case
-    except (SafetensorError, OSError) as error:
-        yield Problem(f"{place.location}/{TARGET} cannot be read ({error})")
+        line = read_target_line(place, head.provenance["fingerprint"])
+    except UserError as error:
+        yield Problem(str(error))
+        return
+    if damage := difference(place, TARGET, line.entry):
+        yield Problem(damage)
 
 
 def _shards(head: Head, checked: Checked) -> Iterator[Problem]:
@@ -95,9 +112,12 @@ def _shards(head: Head, checked: Checked) -> Iterator[Problem]:
 def _damage(head: Head, shard: PlannedShard, line: Line, lines: dict[str, Line]) -> str | None:
     """What is wrong with a shard's file, in words that follow its name. `lines` tell whose file it is instead."""
     try:
-        open_shard(head.place, line, head.lengths(shard), head.shape, head.provenance["states"]["vocab_size"], {})
+        open_shard(
+            head.place, line, head.plan.lengths_of(shard), head.shape, head.provenance["states"]["vocab_size"], {}
+        )
     except FileNotFoundError:
-        return "is missing"
+        used_up = shard.name in read_consumed(head.place).shards  # by a training, since we looked
+        return None if used_up else "is missing"
     except ContentError as error:
         other = lines.get(checksum(head.place.local(shard.name)))
         return f"{error}" + (f"; it is {other.name} under another name" if other and other is not line else "")
@@ -149,6 +169,6 @@ def remove(place: Place, found: Iterable[Problem]) -> str:
     place.remove(SHARDS)
     left = sum(shard.name in bad or shard.name not in head.lines for shard in head.plan.shards)
     return (
-        f"removed: shards {len(bad)}, other files {len(strays)}; `{EXTRACT}` with its configuration makes anew: "
-        f"shards {left}, and no others"
+        f"removed: shards {len(bad)}, other files {len(strays)}; `{EXTRACT}` with its configuration makes "
+        f"anew: shards {left}, and no others"
     )

@@ -2,8 +2,7 @@
 
 import errno
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -18,26 +17,21 @@ from eagle31_train.store.ledger import (
     SHARDS,
     STREAM,
     TARGET,
+    TARGET_LINE,
     Line,
     check_merged,
     difference,
     parse_line,
-    read_consumed,
     read_line,
     read_merged,
+    read_target_line,
     refuse_old,
 )
-from eagle31_train.store.plan import Plan, PlannedShard, Shape
-from eagle31_train.store.sealed import DamagedError, checksum, seal, unseal
+from eagle31_train.store.plan import Plan, PlannedShard, line_name, shape_of
+from eagle31_train.store.sealed import DamagedError, checksum, digest, seal, unseal
 from eagle31_train.store.shard import write_shard
+from eagle31_train.store.stream import Bound, read_consumed, wait
 from eagle31_train.store.tensors import save_file
-
-POLL = 0.5  # seconds between looks at what other processes have done
-
-
-def shape_of(states: dict[str, Any]) -> Shape:
-    """What decides the size of a state, from the provenance's `states`."""
-    return Shape(states["hidden_size"], len(states["aux_layers"]), states["aux_codec"], states["last_codec"])
 
 
 class StoreWriter:
@@ -70,49 +64,38 @@ class StoreWriter:
         patience: float = 3600.0,
     ) -> None:
         self.place, self.plan, self.rank, self.ranks = place, plan, rank, ranks
-        self.provenance, self.max_bytes, self.patience = provenance, max_bytes, patience
+        self.provenance, self.patience = provenance, patience
         self.shape = shape_of(provenance["states"])
         self.id: str = provenance["fingerprint"]
-        _refuse_small_bound(plan, max_bytes)
+        self._bound = Bound(place, plan, max_bytes, patience)
         if rank == 0:
-            self._prepare(overwrite)
+            self._prepare(overwrite, max_bytes)
         else:
-            self._wait(self._prepared, "for the first process to prepare the store")
+            wait(self._prepared, "extract: waiting for the first process to prepare the store", patience)
         # Others may be at theirs already: a continued store is prepared from the start.
         place.clean([name for shard in self.mine() for name in (shard.name, shard.line)])
-        self.lines = self._committed()
+        self._sizes = place.sizes("shards")
+        self._consumed = set(read_consumed(place).shards)
+        self.lines = self._committed(plan.shards if rank == 0 else self.mine())
 
     def mine(self) -> list[PlannedShard]:
         """The shards that this process extracts, in order; held-out ones first."""
         return self.plan.share(self.rank, self.ranks)
 
     def has(self, shard: PlannedShard) -> bool:
-        """Whether the shard is committed and of its listed size, or was, and has been used up."""
+        """Whether the shard was committed and is of its listed size, or has been used up, when this writer began."""
         line = self.lines.get(shard.name)
         if line is None:
             return False
-        return self.place.size(shard.name) == line.size or shard.name in read_consumed(self.place).shards
+        return self._sizes.get(shard.name) == line.size or self._used_up(shard)
 
-    def wait_for_room(self, shard: PlannedShard) -> None:
-        """Return once this shard and all before it that are not used up fit into `max_bytes` together.
-
-        Counted by the plan and not by what lies there, so that several processes cannot pass the bound together.
+    def wait_for_room(self, shard: PlannedShard) -> bool:
+        """Return once the bound has room for a shard; False if the training that follows wants no more.
 
         Raises:
-            UserError: `patience` is over, or the training wants no more.
+            UserError: training used up nothing for `patience` seconds.
         """
-        if self.max_bytes is None:
-            return
-        before = self.plan.shards[: shard.number + 1]
-
-        def room() -> bool:
-            consumed = read_consumed(self.place)
-            if consumed.finished and shard.split == "train":
-                raise UserError(f"the training that follows {self.place.location} is finished and wants no more of it")
-            gone = set(consumed.shards)
-            return sum(s.bytes for s in before if s.name not in gone) <= (self.max_bytes or 0)
-
-        self._wait(room, f"for room: {self.place.location} is at store.max_bytes until training has used up a shard")
+        return self._bound.wait_for_room(shard)
 
     def write(
         self, shard: PlannedShard, documents: Sequence[Document], fidelity: Sequence[float] | None = None
@@ -128,15 +111,19 @@ class StoreWriter:
             size = scratch.stat().st_size
             assert size <= shard.bytes, "the plan is wrong about the size of a shard"
             line = Line(shard.name, self.id, size, checksum(scratch), list(fidelity) if fidelity is not None else None)
+            if shard.name in self.lines:  # of a file that is damaged: a kill must not leave it beside the new one
+                self.place.remove(shard.line)
             self.place.put(scratch, shard.name)
             self.place.write(shard.line, line.sealed())
+            if self._used_up(shard):  # its line was lost, and is all that is still wanted
+                self.place.remove(shard.name)
         except OSError as error:
             scratch.unlink(missing_ok=True)
             raise self._explained(error, shard.bytes) from None
         except BaseException:
             scratch.unlink(missing_ok=True)
             raise
-        self.lines[shard.name] = line
+        self.lines[shard.name], self._sizes[shard.name] = line, size
 
     def write_target(self, weights: dict[str, Tensor]) -> None:
         """Write the target's weights that training needs: embed_tokens, norm and, unless tied, lm_head."""
@@ -144,7 +131,10 @@ class StoreWriter:
         needed = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
         try:
             save_file({name: tensor.cpu() for name, tensor in weights.items()}, scratch)
+            line = Line(TARGET, self.id, scratch.stat().st_size, checksum(scratch))
+            self.place.remove(TARGET_LINE)
             self.place.put(scratch, TARGET)
+            self.place.write(TARGET_LINE, line.sealed())
         except OSError as error:
             scratch.unlink(missing_ok=True)
             raise self._explained(error, needed) from None
@@ -153,12 +143,15 @@ class StoreWriter:
         """The lines of all shards, in order, once every process has committed its own."""
         missing = [shard for shard in self.plan.shards if shard.name not in self.lines]
 
+        def there() -> set[str]:
+            return set(self.place.names("shards"))
+
         def complete() -> bool:
-            there = set(self.place.names("shards"))
-            return all(shard.line in there for shard in missing)
+            found = there()
+            return all(shard.line in found for shard in missing)
 
         if missing:
-            self._wait(complete, "for the other processes' shards")
+            wait(complete, "extract: waiting for the other processes' shards", self.patience, lambda: len(there()))
         for shard in missing:
             line = read_line(self.place, shard, self.id)
             assert line is not None
@@ -180,7 +173,7 @@ class StoreWriter:
         for shard in self.plan.shards:  # now that their lines stand elsewhere
             self.place.remove(shard.line)
         self.place.remove(STREAM)
-        files = {name: self.place.local(name) for name in (PROVENANCE, PLAN, SHARDS, TARGET)}
+        files = {name: self.place.read(name) for name in (PROVENANCE, PLAN, SHARDS, TARGET_LINE)}
         manifest = {
             "fingerprint": self.id,
             "inputs": self.provenance["inputs"],
@@ -188,19 +181,19 @@ class StoreWriter:
             "tokens": self.plan.tokens,
             "bytes_per_token": sum(line.size for line in self.lines.values()) / max(1, self.plan.tokens),
             **totals,
-            "files": {name: {"bytes": path.stat().st_size, "checksum": checksum(path)} for name, path in files.items()},
+            "files": {name: {"bytes": len(data), "checksum": digest(data)} for name, data in files.items()},
         }
         self.place.write(artifacts.MANIFEST, seal(manifest, indent=2))
         return manifest
 
-    def _prepare(self, overwrite: bool) -> None:
+    def _prepare(self, overwrite: bool, max_bytes: int | None) -> None:
         """Begin the store, or check that what was begun is this one."""
         place = self.place
         try:
             begun = unseal(place.read(PROVENANCE))
         except (FileNotFoundError, DamagedError) as error:
             # Shards of unknown origin pass for nobody's; but their lines tell whose they are, too.
-            if place.names("shards") and not self._committed():
+            if place.names("shards") and not self._committed(self.plan.shards):
                 lack = "no" if isinstance(error, FileNotFoundError) else f"a damaged ({error})"
                 raise UserError(f"{place.location} holds shards but {lack} {PROVENANCE}: {_REMOVE}") from None
             begun = None
@@ -215,8 +208,12 @@ class StoreWriter:
         place.remove(artifacts.MANIFEST)  # whoever reads it now finds it unfinished
         place.clean([TARGET])
         place.write(PLAN, seal(self.plan.as_json()))
-        place.write(STREAM, seal({"max_bytes": self.max_bytes}))
+        place.write(STREAM, seal({"max_bytes": max_bytes}))
         place.write(PROVENANCE, seal(self.provenance, indent=2))
+        if place.size(SHARDS) is not None:  # a store that was complete: its lines get files of their own again
+            for line in self._committed(self.plan.shards).values():
+                place.write(line_name(line.name), line.sealed())
+            place.remove(SHARDS)
 
     def _prepared(self) -> bool:
         try:
@@ -224,8 +221,16 @@ class StoreWriter:
         except (FileNotFoundError, DamagedError):
             return False
 
-    def _committed(self) -> dict[str, Line]:
-        """The lines there are; a damaged one, as a kill may leave where files are not replaced whole, is none."""
+    def _used_up(self, shard: PlannedShard) -> bool:
+        if shard.name not in self._consumed:
+            self._consumed = set(read_consumed(self.place).shards)
+        return shard.name in self._consumed
+
+    def _committed(self, shards: Sequence[PlannedShard]) -> dict[str, Line]:
+        """The lines of these shards, as far as they are there.
+
+        A damaged one, as a kill may leave where files are not replaced whole, is none.
+        """
         lines: dict[str, Line] = {}
         with suppress(FileNotFoundError):
             for problem, line in check_merged(self.place, self.plan, self.id):
@@ -234,7 +239,7 @@ class StoreWriter:
                 else:
                     print(f"extract: {problem}", file=sys.stderr)
         there = set(self.place.names("shards"))
-        for shard in self.plan.shards:
+        for shard in shards:
             if shard.line not in there:
                 continue
             try:
@@ -244,9 +249,6 @@ class StoreWriter:
             except DamagedError as error:
                 print(f"extract: {self.place.location}/{shard.line} is damaged ({error})", file=sys.stderr)
         return lines
-
-    def _wait(self, until: Callable[[], bool], what: str) -> None:
-        wait(until, f"extract: waiting {what}", self.patience)
 
     def _explained(self, error: OSError, needed: int) -> UserError | OSError:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -258,34 +260,6 @@ class StoreWriter:
 
 
 _REMOVE = "remove the store, or choose another run_dir=…"
-
-
-def wait(until: Callable[[], bool], what: str, patience: float) -> None:
-    """Look again and again until it is so; say once that we wait, and give up in the end.
-
-    Raises:
-        UserError: nothing came of it for `patience` seconds.
-    """
-    began, said = time.monotonic(), False
-    while not until():
-        if not said:
-            print(f"{what} …", file=sys.stderr, flush=True)
-            said = True
-        if time.monotonic() - began > patience:
-            raise UserError(f"{what}: nothing came for {patience:,.0f} s (store.patience); run the same command again")
-        time.sleep(POLL)
-
-
-def _refuse_small_bound(plan: Plan, max_bytes: int | None) -> None:
-    if max_bytes is None:
-        return
-    kept = sum(shard.bytes for shard in plan.of("heldout"))
-    largest = max((shard.bytes for shard in plan.of("train")), default=0)
-    if kept + largest > max_bytes:
-        raise UserError(
-            f"store.max_bytes={max_bytes:,} cannot hold the held-out split and one shard, which take {kept:,} and "
-            f"{largest:,} bytes: raise it, or lower extract.shard_tokens or data.heldout"
-        )
 
 
 def finished(place: Place, fingerprint: str, inputs: dict[str, Any], overwrite: bool) -> dict[str, Any] | None:
@@ -324,11 +298,17 @@ def _first_damaged(place: Place, manifest: dict[str, Any]) -> str | None:
         if damage := difference(place, name, entry):
             return damage
     plan = Plan.from_json(unseal(place.read(PLAN)))
-    sizes = {line.name: line.size for line in read_merged(place, plan, manifest["fingerprint"]).values()}
+    wanted = {line.name: line.size for line in read_merged(place, plan, manifest["fingerprint"]).values()}
     gone = set(read_consumed(place).shards)
-    for name, size in sizes.items():
-        found = place.size(name)
-        if found != size and name not in gone:
-            what = "is missing" if found is None else f"has {found} bytes, not {size}: truncated or replaced"
+    found = place.sizes("shards")
+    target = read_target_line(place, manifest["fingerprint"])
+    if place.remote:  # no download only to compare
+        wanted[TARGET], size = target.size, place.size(TARGET)
+        found |= {TARGET: size} if size is not None else {}
+    elif damage := difference(place, TARGET, target.entry):
+        return damage
+    for name, size in wanted.items():
+        if found.get(name) != size and name not in gone:
+            what = f"has {found[name]} bytes, not {size}: truncated or replaced" if name in found else "is missing"
             return f"{place.location}/{name} {what}"
     return None

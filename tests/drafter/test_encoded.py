@@ -33,8 +33,10 @@ def test_encoded_states_train_to_the_bit_as_what_they_decode_to(documents, codec
     objective = make_objective(shape, torch.float32)
     kept = [replace(d, aux=encode(d.attended_states, codec), last=encode(d.taught_states, codec)) for d in documents]
     decoded = [replace(d, aux=d.aux.decode(), last=d.last.decode()) for d in kept]
-    for ours, theirs in zip(gradients(objective, kept), gradients(objective, decoded), strict=True):
-        assert torch.equal(ours, theirs)
+    for low in (False, True):  # batches are built within autocast, too
+        with torch.autocast("cpu", torch.bfloat16, enabled=low):
+            for ours, theirs in zip(gradients(objective, kept), gradients(objective, decoded), strict=True):
+                assert torch.equal(ours, theirs)
 
 
 def test_states_that_are_not_kept_change_nothing(documents):

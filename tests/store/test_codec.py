@@ -146,9 +146,11 @@ def test_nothing_is_nothing(codec):
 
 
 def test_bf16_keeps_every_bit_of_every_number():
-    every = torch.arange(-(2**15), 2**15).to(torch.int16).view(2**8, 2**8)
+    every = torch.arange(-(2**15), 2**15).to(torch.int16)
+    every = every[every.view(torch.bfloat16).isfinite()].view(2, -1)
     kept = encode(every.view(torch.bfloat16), "bf16").decode()
-    assert torch.equal(kept.view(torch.int16), every), "NaN and their payloads, too"
+    assert torch.equal(kept.view(torch.int16), every)
+    assert kept.numel() == 2 * (2**15 - 2**7)
 
 
 @pytest.mark.parametrize("codec", LOSSY)
@@ -162,8 +164,8 @@ def test_an_outlier_costs_its_own_block_only(codec):
     assert not torch.equal(one, other)
 
 
-@pytest.mark.parametrize("codec", LOSSY)
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3.4e38])
 def test_what_no_scale_can_hold_is_refused(codec, value):
     for width, place in product((1, 64, 130), (0, -1)):
         x = torch.randn(4, 2, width)

@@ -92,7 +92,7 @@ def test_a_store_that_is_repaired_by_a_writer_that_dies_is_repaired_by_the_next(
         "plan.json",
         "target.safetensors",
     ):
-        for at in range(100):
+        for at in range(300):
             folder = shutil.copytree(tmp_path / "whole", tmp_path / name / str(at))
             (folder / "store" / name).unlink()
             alive = write(folder, Machine(at, Kill()))

@@ -13,10 +13,10 @@ from pipeline import contents, flip_bit, make_run, tiny_config
 from eagle31_train import artifacts
 from eagle31_train.extract import extract
 from eagle31_train.place import LocalPlace, open_place
-from eagle31_train.store import Store
 from eagle31_train.store.__main__ import main
 from eagle31_train.store.info import histogram, human
 from eagle31_train.store.sealed import unseal
+from eagle31_train.store.stream import consume
 from eagle31_train.store.verify import problems
 
 MADE = Made(aux_codec="fp8", last_codec="int8")
@@ -73,7 +73,7 @@ def test_a_begun_store_is_whole_as_far_as_it_goes(tmp_path, said):
 
 def test_a_used_up_shard_is_counted_and_not_missing(tmp_path, said):
     MADE.write(tmp_path, stop_after=4)
-    Store(tmp_path, follow=True).consume(MADE.plan.shards[2:3], "t" * 16, False, remove=True)
+    consume(LocalPlace("", tmp_path), MADE.plan.shards[2:3], "t" * 16, False)
     status, out, _ = said("verify", tmp_path)
     assert status == 0
     assert out[0].endswith("; 1 shards used up by a training; 1 shards still to come")
@@ -302,7 +302,7 @@ def test_info_says_what_is_inside(store, said):
 
 def test_info_says_how_far_it_has_come_and_what_is_gone(tmp_path, said):
     MADE.write(tmp_path, stop_after=4)
-    Store(tmp_path, follow=True).consume(MADE.plan.shards[2:3], "t" * 16, False, remove=True)
+    consume(LocalPlace("", tmp_path), MADE.plan.shards[2:3], "t" * 16, False)
     rows = rows_of(said("info", tmp_path)[1])
     assert "4 of 5 committed, 1 of them used up by a training; unfinished" in rows["shards"]
     assert "(measured in 3 shards)" in rows["per token"]

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from eagle31_train.extract import extract
 from eagle31_train.schema import UserError
 from eagle31_train.store import Store
+from eagle31_train.store.stream import consume
 from train import windows
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -177,13 +178,13 @@ def test_a_store_that_was_used_up_is_refused_by_name(corpus, tmp_path):
     extract(tiny_config(folder, *MORE))
     opened = Store(store)
     first = opened.plan.of("train")[0]
-    opened.consume([first], "somebody", finished=False, remove=True)
+    consume(opened.place, [first], "somebody", finished=False)
     with pytest.raises(
         UserError, match=r"samples 0 to \d+ of train\) was used up and removed by the training somebody"
     ):
         Store(store).split("train").read(0)
     with pytest.raises(UserError, match="used up and removed by another training"):
-        opened.consume([first], "somebody else", finished=False, remove=True)
+        consume(opened.place, [first], "somebody else", finished=False)
     before = contents(store)
     extract(tiny_config(folder, *MORE))  # what was used up is not made again
     assert contents(store) == before

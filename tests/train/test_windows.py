@@ -93,7 +93,10 @@ def store_of(split, **changes):
     place = SimpleNamespace(remote=changes.get("remote", False))
     plan = SimpleNamespace(of=lambda name: [SimpleNamespace(bytes=100)])
     follow, most = changes.get("follow", True), changes.get("max_bytes", 1000)
-    return SimpleNamespace(place=place, plan=plan, follow=follow, max_bytes=most, location="somewhere")
+    manifest = changes.get("manifest")
+    return SimpleNamespace(
+        place=place, plan=plan, follow=follow, max_bytes=most, location="somewhere", manifest=manifest
+    )
 
 
 def test_windows_that_do_not_fit_are_refused_with_what_to_do():
@@ -102,15 +105,20 @@ def test_windows_that_do_not_fit_are_refused_with_what_to_do():
     with pytest.raises(
         UserError, match=r"max_bytes=1,000 .* 100 and 1,200 bytes: raise it, or set train.window_tokens"
     ):
-        windows.check(store_of(split), one, 1, 10)
+        windows.check(store_of(split, manifest={}), one, 1, 10)
     windows.check(store_of(split), three, 1, 10)
     windows.check(store_of(split, max_bytes=500), three, 1, 10)
     with pytest.raises(UserError, match=r"max_bytes=499 .* 100 and 400 bytes: raise it, or lower train.window_tokens"):
         windows.check(store_of(split, max_bytes=499), three, 1, 10)
     with pytest.raises(UserError, match=r"train.epochs=2, but what is used up"):
         windows.check(store_of(split), three, 2, 10)
-    windows.check(store_of(split, max_bytes=None), one, 2, 10)
+    windows.check(store_of(split, max_bytes=None, manifest={}), one, 2, 10)
     windows.check(store_of(split, follow=False), one, 2, 10)
-    with pytest.raises(UserError, match=r"cache_bytes=1,199 cannot hold the 1,200 bytes .* set train.window_tokens"):
-        windows.check(store_of(split, remote=True, follow=False), one, 2, 1199)
-    windows.check(store_of(split, remote=True, follow=False), three, 2, 400)
+    with pytest.raises(
+        UserError, match=r"cache_bytes=2,499 is too little .* 100 bytes .* 1,200, .* set train.window_t"
+    ):
+        windows.check(store_of(split, remote=True, follow=False), one, 2, 2499)
+    windows.check(store_of(split, remote=True, follow=False), three, 2, 900)
+    windows.check(store_of(split, max_bytes=None), three, 2, 10)
+    with pytest.raises(UserError, match=r"still being written, and without windows .* set train.window_tokens"):
+        windows.check(store_of(split, max_bytes=None), one, 2, 10)

@@ -1,0 +1,183 @@
+"""A store that is written and read at once: waiting for the other side, the bound of bytes, and what is used up.
+
+The two sides meet in two small files. `stream.json` is the extraction's: how many bytes it may keep. `consumed.json`
+is the training's: which shards it has used up, recorded first and removed then.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+from eagle31_train.place import Place
+from eagle31_train.schema import UserError
+from eagle31_train.store.ledger import CONSUMED, REMAKE, STREAM
+from eagle31_train.store.plan import Plan, PlannedShard
+from eagle31_train.store.sealed import read_sealed, seal
+
+POLL = 0.5  # seconds between looks at what other processes have done
+
+
+class StoppedError(RuntimeError):
+    """Whoever waited is wanted no more."""
+
+
+def wait(
+    until: Callable[[], bool],
+    what: str,
+    patience: float,
+    progress: Callable[[], object] = lambda: None,
+    pause: Callable[[float], bool | None] = time.sleep,
+) -> None:
+    """Look again and again until it is so; say once that we wait, and give up in the end.
+
+    Args:
+        until: whether it is so.
+        what: who waits for what, for people.
+        patience: seconds to wait without any progress.
+        progress: anything that changes as the others get on; asked when patience is over.
+        pause: sleeps so many seconds; returns True to be waited for no more.
+
+    Raises:
+        UserError: nothing came of it.
+        StoppedError: `pause` said so.
+    """
+    if until():
+        return
+    print(f"{what} …", file=sys.stderr, flush=True)
+    began, seen = time.monotonic(), progress()
+    while not until():
+        if time.monotonic() - began > patience:
+            if (now := progress()) == seen:
+                raise UserError(
+                    f"{what}: nothing came for {patience:,.0f} s (store.patience); see to the other side, and run the "
+                    "same command again"
+                )
+            began, seen = time.monotonic(), now
+        if pause(POLL):
+            raise StoppedError(what)
+
+
+# ---------------------------------------------------------------- what is used up
+
+
+@dataclass(frozen=True)
+class Consumed:
+    """What a training that follows a store has used up and removed.
+
+    by: fingerprint of the training. finished: it wants no more.
+    """
+
+    by: str
+    shards: list[str]
+    finished: bool
+
+
+def read_consumed(place: Place) -> Consumed:
+    """Which shards a training has used up; none where no training follows the store."""
+    try:
+        value = read_sealed(place.read(CONSUMED), f"{place.location}/{CONSUMED}", "remove the store and extract again")
+    except FileNotFoundError:
+        return Consumed("", [], False)
+    return Consumed(**value)
+
+
+def check_consumer(place: Place, by: str) -> Consumed:
+    """What is used up already, if by this training.
+
+    Raises:
+        UserError: it was another.
+    """
+    found = read_consumed(place)
+    if found.by not in ("", by):
+        raise UserError(
+            f"parts of {place.location} were used up and removed by another training ({found.by}, this is {by}): "
+            "go on with that one, or remove the store and extract again"
+        )
+    return found
+
+
+def consume(place: Place, shards: Sequence[PlannedShard], by: str, finished: bool) -> None:
+    """Record that a training has used up shards (these, and what it had before), and remove them.
+
+    Raises:
+        UserError: another training has used up parts of this store.
+    """
+    before = check_consumer(place, by)
+    known, there = set(before.shards), place.sizes("shards")
+    after = Consumed(by, before.shards + [shard.name for shard in shards if shard.name not in known], finished)
+    if after != before:
+        place.write(CONSUMED, seal(asdict(after), indent=2))
+    for shard in shards:
+        if shard.name in there:
+            place.remove(shard.name)
+
+
+# ---------------------------------------------------------------- the bound
+
+
+def read_bound(place: Place) -> int | None:
+    """How many bytes the extraction keeps at most; None if it keeps all, or is over."""
+    try:
+        bound = read_sealed(place.read(STREAM), f"{place.location}/{STREAM}", REMAKE)["max_bytes"]
+    except FileNotFoundError:
+        return None
+    return int(bound) if bound is not None else None
+
+
+class Bound:
+    """The extraction's side: no more bytes of shards than `max_bytes`, however many processes write.
+
+    Counted by the plan and not by what lies there: a shard may be written once it and all before it that are not
+    used up fit together. So several processes cannot pass the bound together, and the shards that training needs
+    first always have room.
+
+    Raises:
+        UserError: the bound is too small for any training.
+    """
+
+    def __init__(self, place: Place, plan: Plan, max_bytes: int | None, patience: float) -> None:
+        self._place, self._plan, self._most, self._patience = place, plan, max_bytes, patience
+        self._gone: set[str] = set()
+        if max_bytes is None:
+            return
+        kept = sum(shard.bytes for shard in plan.of("heldout"))
+        largest = max((shard.bytes for shard in plan.of("train")), default=0)
+        if kept + largest > max_bytes:
+            raise UserError(
+                f"store.max_bytes={max_bytes:,} cannot hold the held-out split and one shard, which take {kept:,} and "
+                f"{largest:,} bytes: raise it, or lower extract.shard_tokens or data.heldout"
+            )
+
+    def wait_for_room(self, shard: PlannedShard) -> bool:
+        """Return once there is room for a shard; False if the training is finished and wants no more.
+
+        Raises:
+            UserError: training used up nothing for `patience` seconds.
+        """
+        most = self._most
+        if most is None:
+            return True
+        before = self._plan.shards[: shard.number + 1]
+        ended = False
+
+        def room() -> bool:
+            nonlocal ended
+            consumed = read_consumed(self._place)
+            ended = consumed.finished and shard.split == "train"
+            self._remove(consumed)
+            return ended or sum(s.bytes for s in before if s.name not in self._gone) <= most
+
+        what = f"extract: waiting for room: {self._place.location} is at store.max_bytes until training uses up a shard"
+        wait(room, what, self._patience, lambda: len(self._gone))
+        return not ended
+
+    def _remove(self, consumed: Consumed) -> None:
+        # The training records first and removes then: what it had no time for would lie beside what comes.
+        new = [name for name in consumed.shards if name not in self._gone]
+        if new:
+            there = self._place.sizes("shards")
+            for name in new:
+                if name in there:
+                    self._place.remove(name)
+            self._gone.update(new)
