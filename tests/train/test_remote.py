@@ -11,10 +11,10 @@ from eagle31_train.extract import extract
 from eagle31_train.schema import UserError
 from eagle31_train.store import Store, place_of
 from eagle31_train.store.sealed import seal
-from train import loop
+from train import loop, windows
 
 URL = "s3://bucket/runs/tiny/store"
-MORE = ("train.window_tokens=70", f"target.aux_layers={json.dumps(AUX)}".replace(" ", ""), "store.last_codec=int8")
+MORE = ("train.window_tokens=20", f"target.aux_layers={json.dumps(AUX)}".replace(" ", ""), "store.last_codec=int8")
 
 
 @pytest.fixture
@@ -35,8 +35,11 @@ def weights(folder):
 @pytest.mark.usefixtures("s3_environment")
 def test_a_bucket_is_extracted_into_and_trained_from_as_a_folder_is(made, s3):
     plan = Store(made / "local-store").plan
-    largest = max(shard.bytes for shard in plan.shards)
-    config = tiny_config(made, *MORE, f"store_dir={URL}", f"store.cache_bytes={6 * largest}")
+    cut = windows.cut(Store(made / "local-store").split("train"), 20)
+    kept = sum(shard.bytes for shard in plan.of("heldout"))
+    most = kept + 2 * max(sum(shard.bytes for shard in window) for window in cut)  # and not the whole store
+    assert most < sum(shard.bytes for shard in plan.shards)
+    config = tiny_config(made, *MORE, f"store_dir={URL}", f"store.cache_bytes={most}")
     extract(config)
     there = {name.split("/store/")[1] for name in s3.find("bucket")}
     local = {str(path.relative_to(made / "local-store")) for path in (made / "local-store").rglob("*.*")}
@@ -47,9 +50,9 @@ def test_a_bucket_is_extracted_into_and_trained_from_as_a_folder_is(made, s3):
     ours, theirs = weights(made / "run" / "train"), weights(made / "local")
     assert all((ours[name] == theirs[name]).all() for name in theirs)
     cached = [path for path in config.cache_folder.rglob("*") if path.is_file()]
-    assert 0 < sum(path.stat().st_size for path in cached) <= 6 * largest
+    assert 0 < sum(path.stat().st_size for path in cached) <= most
     extract(config)  # up to date: nothing is written
-    with pytest.raises(UserError, match=r"store.cache_bytes=\d+,?\d* cannot hold .* lower train.window_tokens"):
+    with pytest.raises(UserError, match=r"store.cache_bytes=9,000 is too little .* lower train.window_tokens"):
         loop.train(tiny_config(made, *MORE, f"store_dir={URL}", "store.cache_bytes=9000", "name=small"))
 
 
