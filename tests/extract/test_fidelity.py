@@ -270,8 +270,8 @@ def test_softcapped_logits_stop_the_run_and_are_named():
 
 
 def test_bounds_are_the_configs():
-    with pytest.raises(UserError, match="fidelity gate"):
-        check(tiny_llama(), ExtractConfig(gate_kl=1e-12))
+    with pytest.raises(UserError, match=r"^fidelity gate: .* in 100\.0% .*; no known mistake explains it"):
+        check(tiny_llama(), ExtractConfig(gate_kl=1e-12, gate_top1=0.6))
     check(gemma(), ExtractConfig(gate_top1=0.0, gate_kl=100.0), misread_norm(-1))
 
 
