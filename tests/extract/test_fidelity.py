@@ -277,7 +277,7 @@ def test_bounds_are_the_configs():
 
 def test_logits_that_are_not_numbers_do_not_pass():
     with pytest.raises(UserError, match="fidelity gate"):
-        check(tiny_llama(), ExtractConfig(gate_top1=0.0), misread(lambda i, last, engine: (i, last * float("nan"))))
+        check(tiny_llama(), ExtractConfig(gate_top1=0.0), misread_norm(float("nan")))
 
 
 def test_a_codec_that_swaps_near_equal_tokens_but_keeps_the_distribution_passes():
