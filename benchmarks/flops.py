@@ -16,7 +16,8 @@ from eagle31_train.schema import DrafterShape
 class Work:
     """How often a step has to do what, for documents given by their loss masks.
 
-    positions: N. taught: J, positions whose target distribution is needed. read: tokens that slots read, at any step.
+    positions: C, up to each document's last slot. taught: J, positions whose target distribution is needed. read:
+    tokens that slots read, at any step.
     Lists over k = 0..K-1: slots: slots with a pair at step k or later, so that step k has to be run; keys: step-0 keys
     that these slots see, together; pairs: predictions that count.
     """
@@ -39,7 +40,7 @@ def count_work(masks: Sequence[Tensor], unroll: int) -> Work:
         predicted = t + 2 + k
         pair = (predicted < T) & mask[predicted.clamp(max=T - 1)]  # [T, K]
         needed = pair.flip(1).cummax(1).values.flip(1)  # at step k or later
-        positions += T
+        positions += int(pair.any(1).nonzero().max()) + 1 if pair.any() else 0
         taught += len((t + 1 + k)[pair].unique())
         read += len((t + 1 + k)[needed].unique())
         for step in range(unroll):

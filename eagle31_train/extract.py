@@ -80,12 +80,12 @@ def extract(config: Config) -> None:
     if rank == 0:
         writer.write_target(engine.readout.weights())
     wanted = extract_shards(engine, splits, writer, Gate(engine, config.extract, len(plan.shards)))
-    if not wanted:
-        if rank == 0:
-            print(f"extract: the training that follows {place.location} wants no more of it: stopped, unfinished")
-        return
     if rank == 0:
-        found = report([line.fidelity for line in writer.gather() if line.fidelity is not None])
+        lines = writer.gather() if wanted else None
+        if lines is None:
+            print(f"extract: the training that follows {place.location} wants no more of it: stopped, unfinished")
+            return
+        found = report([line.fidelity for line in lines if line.fidelity is not None])
         manifest = writer.finish({"fidelity": found, "seconds": time.perf_counter() - began})
         print(
             f"extract: {manifest['tokens']:,} tokens, {manifest['bytes_per_token']:,.0f} bytes each, "
@@ -149,7 +149,7 @@ def extract_shards(engine: Engine, splits: DatasetDict, writer: StoreWriter, gat
             if writer.has(shard):
                 progress.skip(shard)
                 continue
-            if writer.wait_for_room(shard) is False:
+            if not writer.wait_for_room(shard):
                 return False
             rows = splits[shard.split].select(range(shard.first, shard.end))
             recorded = gate.samples(shard.number)

@@ -32,11 +32,12 @@ def test_counted_pairs_are_those_of_the_batch(unroll):
     work = count_work([material.document.loss_mask], unroll)
     assert work.pairs == batch.trained.tolist()
     assert work.slots[0] == len(batch.layout.slots)
+    assert work.positions == len(batch.aux)
     assert work.taught == len(batch.teacher)
 
 
 # Slots 0..3 of a document of six tokens, two of which run a second step, and a document without slots.
-WORK = Work(positions=10, taught=2, read=4, slots=[4, 2], keys=[1 + 2 + 3 + 4, 1 + 3], pairs=[2, 2])
+WORK = Work(positions=4, taught=2, read=4, slots=[4, 2], keys=[1 + 2 + 3 + 4, 1 + 3], pairs=[2, 2])
 
 
 def test_work_counted_by_hand():
@@ -48,8 +49,8 @@ def test_work_counted_by_hand():
 def test_flops_counted_by_hand():
     shape = Case("tiny", 64, 1.0).drafter()  # D = H = 64, MLP 96, 4 heads and 2 groups of 16, vocabulary 256
     assert necessary(shape, WORK, train_lm_head=False) == {
-        "fc": 3 * 2 * 10 * 192 * 64,
-        "keys, values": 3 * 2 * (10 + 2 + 10) * 64 * 2 * 32,  # states, later states, tokens
+        "fc": 3 * 2 * 4 * 192 * 64,
+        "keys, values": 3 * 2 * (4 + 2 + 4) * 64 * 2 * 32,  # states, later states, tokens
         "queries": 3 * 2 * (6 + 4) * 64 * 64,
         "attention": 3 * 2 * (10 + 4 + 2) * 64 * 2,  # the two slots of step 1 see one later key each
         "output": 3 * 2 * 6 * 64 * 64,

@@ -139,20 +139,27 @@ class StoreWriter:
             scratch.unlink(missing_ok=True)
             raise self._explained(error, needed) from None
 
-    def gather(self) -> list[Line]:
-        """The lines of all shards, in order, once every process has committed its own."""
+    def gather(self) -> list[Line] | None:
+        """The lines of all shards, in order, once every process has committed its own.
+
+        None if the training that follows wants no more, so that some will not come.
+        """
         missing = [shard for shard in self.plan.shards if shard.name not in self.lines]
 
         def there() -> set[str]:
             return set(self.place.names("shards"))
 
         def complete() -> bool:
+            nonlocal missing
             found = there()
-            return all(shard.line in found for shard in missing)
+            missing = [shard for shard in missing if shard.line not in found]
+            return not missing or read_consumed(self.place).finished
 
         if missing:
             wait(complete, "extract: waiting for the other processes' shards", self.patience, lambda: len(there()))
-        for shard in missing:
+        if missing:
+            return None
+        for shard in [shard for shard in self.plan.shards if shard.name not in self.lines]:
             line = read_line(self.place, shard, self.id)
             assert line is not None
             self.lines[shard.name] = line
@@ -168,7 +175,9 @@ class StoreWriter:
             The manifest.
         """
         assert self.rank == 0
-        merged = b"".join(line.sealed() for line in self.gather())
+        lines = self.gather()
+        assert lines is not None, "a store that is not complete cannot be finished"
+        merged = b"".join(line.sealed() for line in lines)
         self.place.write(SHARDS, merged)
         for shard in self.plan.shards:  # now that their lines stand elsewhere
             self.place.remove(shard.line)

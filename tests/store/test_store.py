@@ -419,6 +419,16 @@ def test_a_training_that_is_finished_wants_no_more(tmp_path):
     assert not writer.wait_for_room(wanted)
 
 
+def test_the_first_of_several_processes_does_not_wait_for_what_nobody_wants(tmp_path):
+    place = LocalPlace("the store", tmp_path)
+    first = MADE.writer(tmp_path, rank=0, ranks=2, patience=0.0)
+    for planned in first.mine():
+        first.write(planned, MADE.of(planned))
+    assert "waiting for the other processes' shards: nothing came" in message_of(first.gather)
+    consume(place, [], "t" * 16, finished=True)
+    assert first.gather() is None
+
+
 def test_another_training_does_not_use_up_the_same_store(tmp_path):
     MADE.write(tmp_path, stop_after=3)
     place = LocalPlace("the store", tmp_path)
