@@ -69,7 +69,7 @@ def test_what_is_timed_gives_the_states_back(kept, tmp_path):
     documents = storage.make_documents(Case(40, 0.5), [60, 33, 90, 17])
     measured = storage.write_once(kept, documents, tmp_path / "kept")
     files, size = usage(tmp_path / "kept")
-    assert files == (4 if not isinstance(kept, Ours) else 6 + 2)  # plan, provenance, target and its line, lines, manifest; shards
+    assert files == (4 if not isinstance(kept, Ours) else 6 + 2)  # the small ones; shards
     assert size > 0
     kept.open(tmp_path / "kept")
     storage.check(kept, documents, [2, 0])
