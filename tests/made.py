@@ -3,12 +3,13 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 import torch
 from conftest import make_document, make_shape
 
 from eagle31_train.place import LocalPlace
 from eagle31_train.schema import UserError
-from eagle31_train.store import Store, StoreWriter, make_plan, shape_of
+from eagle31_train.store import Store, StoreWriter, make_plan, shape_of, writer
 
 LENGTHS = {"train": [9, 4, 1, 12, 6, 8], "heldout": [5, 7, 3]}
 VOCAB = 50
@@ -116,3 +117,21 @@ def right_so_far(found, whole):
         for split, documents in found.items()
         for ours, theirs in zip(documents, whole[split], strict=False)
     )
+
+
+def message_of(call, *arguments, **options):
+    with pytest.raises(UserError) as error:
+        call(*arguments, **options)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def writes(monkeypatch):
+    written, right = [], writer.write_shard
+
+    def counted(path, *rest):
+        written.append(path.name.removeprefix(".").removesuffix(".tmp"))
+        right(path, *rest)
+
+    monkeypatch.setattr(writer, "write_shard", counted)
+    return written

@@ -9,7 +9,7 @@ from pipeline import assert_close, assert_equal
 from eagle31_train.drafter import batch
 from eagle31_train.drafter.batch import build_batch, choose_slots
 from eagle31_train.store import Store
-from train import loop, order
+from train import loader, loop, order
 from train.metrics import Reporter
 
 OPTIONS = ["train.slots_per_batch=12"]
@@ -69,7 +69,7 @@ def test_every_rank_chooses_among_all_slots_and_takes_its_own(new_run, monkeypat
 
     def slots(rank):
         found = []
-        for _, share, _, _ in loop.load(split, batches, 0, config, kept, rank):
+        for _, share, _, _ in loader.load(split, batches, 0, config, kept, rank):
             found.append([int(b.trained.sum()) if real else 0 for b, real in share])
         return found
 
