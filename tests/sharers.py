@@ -8,8 +8,8 @@ from pathlib import Path
 
 from fsspec.implementations.local import LocalFileSystem
 
-from eagle31_train.remote import RemotePlace
-from eagle31_train.room import PART
+from eagle31_train.place.remote import RemotePlace
+from eagle31_train.place.room import PART
 
 LONG = 60  # seconds after which something that was to happen did not
 NAMES = "abcdefghijkl"

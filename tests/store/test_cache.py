@@ -11,8 +11,8 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from sharers import held
 
-from eagle31_train.remote import RemotePlace
-from eagle31_train.room import ABANDONED
+from eagle31_train.place.remote import RemotePlace
+from eagle31_train.place.room import ABANDONED
 from eagle31_train.schema import UserError
 
 LONG = 30  # seconds after which something that was to happen did not

@@ -12,7 +12,7 @@ from place_contract import PlaceContract, build
 
 from eagle31_train import artifacts
 from eagle31_train.place import LocalPlace, open_place
-from eagle31_train.remote import RemotePlace
+from eagle31_train.place.remote import RemotePlace
 from eagle31_train.schema import UserError
 
 CACHE = 4096 * 16

@@ -9,9 +9,9 @@ import fsspec
 from fsspec.registry import known_implementations
 
 from eagle31_train import artifacts
-from eagle31_train.cache import Cache
 from eagle31_train.place import Place, visible
-from eagle31_train.retries import Retry, describe, lacks_bucket
+from eagle31_train.place.cache import Cache
+from eagle31_train.place.retries import Retry, describe, lacks_bucket
 from eagle31_train.schema import UserError
 
 T = TypeVar("T")

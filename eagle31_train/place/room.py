@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from eagle31_train.retries import FULL
+from eagle31_train.place.retries import FULL
 from eagle31_train.schema import UserError
 
 STORE = re.compile(r"store-[0-9a-f]{16}")  # nothing else in the folder is ever counted or removed

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from eagle31_train.room import Part, Room, stamp, touch
+from eagle31_train.place.room import Part, Room, stamp, touch
 from eagle31_train.schema import UserError
 
 POLL = 0.05  # seconds between looks for what other processes fetch, or for the room that they hold

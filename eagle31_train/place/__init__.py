@@ -28,7 +28,7 @@ from typing import TypeVar
 from fsspec.implementations.local import LocalFileSystem
 
 from eagle31_train import artifacts
-from eagle31_train.retries import FULL
+from eagle31_train.place.retries import FULL
 from eagle31_train.schema import UserError
 
 T = TypeVar("T")
@@ -245,7 +245,7 @@ def open_place(
         return LocalPlace(location, Path(location))
     if protocol in ("file", "local"):
         return LocalPlace(location, Path(LocalFileSystem._strip_protocol(location)))
-    from eagle31_train.remote import RemotePlace, connect  # a RemotePlace is a Place, so that way round
+    from eagle31_train.place.remote import RemotePlace, connect  # a RemotePlace is a Place, so that way round
 
     if not rest.strip("/"):
         raise UserError(f"{location} names no place: write {protocol}://bucket/folder")
