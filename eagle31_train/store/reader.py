@@ -76,6 +76,7 @@ class Store:
         self.plan = Plan.from_json(self._needed(PLAN))
         self.shape = shape_of(self.states)
         self._lines: dict[str, Line] = read_merged(self.place, self.plan, self.fingerprint)
+        self._bound: int | None = None
         self._verified: dict[str, int] = {}
         self._lock = threading.Lock()
         self._stopped = threading.Event()
@@ -96,8 +97,10 @@ class Store:
 
     @property
     def max_bytes(self) -> int | None:
-        """The bound that the extraction keeps now; where there is one, who follows removes what it used up."""
-        return read_bound(self.place)
+        """The bound that the extraction keeps, or kept last: then, who follows removes what it used up."""
+        if (bound := read_bound(self.place)) is not None:
+            self._bound = bound  # gone once the extraction is over, and what is left is to be used up all the same
+        return self._bound
 
     def close(self) -> None:
         """Nothing more is read: whoever waits for a shard, or fetches one ahead, is wanted no more."""
