@@ -2,7 +2,7 @@
 
     store/provenance.json     what the states are of: target, layers, codecs, data; written first
     store/plan.json           every sample's length and every shard's samples
-    store/target.safetensors  the target's embedding rows, final norm and lm_head
+    store/target.safetensors  the target's embedding rows, final norm and lm_head; target.json is its line
     store/shards/train-00000.safetensors …   many samples each, concatenated without padding
     store/shards/train-00000.json …          one line for each committed shard, with its checksum
     store/shards.jsonl        those lines together, in their place, once all are there
