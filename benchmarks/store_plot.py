@@ -86,7 +86,7 @@ def codecs(rows: Sequence[dict[str, Any]], info: dict[str, Any], path: Path) -> 
             axis.plot(x, sum(values) / len(values), marker, color=colour, markersize=7, label=name)
             name = ""
     for row, place in zip(rows, places, strict=True):
-        axis.annotate(row["name"], (place, 0.02), xycoords=("data", "axes fraction"), rotation=90, fontsize=8)
+        axis.annotate(row["name"], (place, 1.01), xycoords=("data", "axes fraction"), rotation=45, fontsize=8)
     axis.axhspan(99, 101, color=GREY, alpha=0.15)
     axis.axvline(16.5, color=GREY, linestyle="--", linewidth=1)
     axis.set(
