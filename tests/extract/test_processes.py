@@ -7,15 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import extracting
 import pytest
 from pipeline import contents, make_run, options, tiny_config
 
-from eagle31_train import cli
 from eagle31_train.extract import extract
 from eagle31_train.schema import UserError
-from eagle31_train.store import StoreWriter, tensors
+from eagle31_train.store import tensors
 from eagle31_train.targets.engine import make_engine
 
+SPAWN = multiprocessing.get_context("spawn")
 ROOT = Path(__file__).resolve().parent.parent.parent
 LAUNCH = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu"]  # on a CPU, two indeed
 
@@ -44,22 +45,8 @@ def same_target(folder, whole):
 
 
 def start(rank, ranks, arguments, stops_after=None):
-    """One of several processes, as a launcher starts it; `stops_after` so many shards as a kill does, uncleaned."""
-    return multiprocessing.get_context("fork").Process(target=one, args=(rank, ranks, arguments, stops_after))
-
-
-def one(rank, ranks, arguments, stops_after):
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
-    right, written = StoreWriter.write, []
-
-    def write(self, shard, *rest):
-        if len(written) == stops_after:
-            os._exit(9)
-        right(self, shard, *rest)
-        written.append(shard.name)
-
-    StoreWriter.write = write
-    cli.run(extract, "", arguments)
+    """One of several processes; not forked: a fork hangs if OpenMP threads have run in the process it was made of."""
+    return SPAWN.Process(target=extracting.one, args=(rank, ranks, arguments, stops_after), daemon=True)
 
 
 def run_all(*processes):
