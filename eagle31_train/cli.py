@@ -23,7 +23,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from eagle31_train.schema import Config, UserError, require_available
+from eagle31_train.schema import Config, Stopped, UserError, require_available
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
@@ -56,8 +56,17 @@ def load_config(overrides: list[str]) -> Config:
     return config
 
 
-def run(stage: Callable[[Config], None], description: str, argv: list[str] | None = None) -> None:
-    """Parse the command line, compose the configuration, run the stage; exit 2 on a user's mistake."""
+STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later
+
+
+def run(stage: Callable[[Config], None], description: str, argv: list[str] | None = None, plans: bool = False) -> None:
+    """Parse the command line, compose the configuration, run the stage.
+
+    Exits with 2 on a user's mistake, with 75 if the stage was told to stop and saved, with 130 on Ctrl-C.
+
+    Args:
+        plans: the stage only reckons, also for drafters that cannot be trained yet.
+    """
     parser = argparse.ArgumentParser(
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -71,11 +80,15 @@ def run(stage: Callable[[Config], None], description: str, argv: list[str] | Non
         if arguments.cfg:
             print(OmegaConf.to_yaml(OmegaConf.structured(config)), end="")
             return
-        require_available(config.drafter.architecture)  # before hours go into the stages ahead of training
+        if not plans:
+            require_available(config.drafter.architecture)  # before hours go into the stages ahead of training
         stage(config)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+    except Stopped as stopped:
+        print(stopped, file=sys.stderr)
+        raise SystemExit(STOPPED) from None
     except KeyboardInterrupt:
         print("stopped; the same command goes on from here", file=sys.stderr)
         raise SystemExit(130) from None

@@ -22,6 +22,10 @@ class UserError(ValueError):
     """Something the user can mend. The text says what, where, and what to do, in one line."""
 
 
+class Stopped(Exception):  # noqa: N818 (not an error: the run asked for it)
+    """The stage saved and left before its end because it was told to; the same command goes on. Exit status 75."""
+
+
 def opt(default: Any, help: str) -> Any:
     """A configuration field with a default and the text that `--help` prints for it."""
     if isinstance(default, list | dict):
@@ -172,14 +176,24 @@ class TrainConfig:
     betas: list[float] = opt([0.9, 0.95], "AdamW")
     clip: float = opt(0.5, "largest gradient norm")
     precision: str = opt("bf16", "bf16 (autocast, fp32 master weights) or no (fp32)")
+    init_from: str | None = opt(
+        None,
+        "begin with the weights of another drafter: a run's folder, or a published EAGLE-3 or 3.1 draft (folder or hub "
+        "id); what it lacks of EAGLE 3.1 starts as if it had been there",
+    )
+    init_revision: str | None = opt(None, "hub revision of init_from")
+    workers: int = opt(1, "threads that read steps ahead of the training; 0 reads them in turn")
     recompute: bool = opt(False, "keep fewer activations and work them out again: less memory, some more time")
     compile: bool = opt(False, "torch.compile norms, RoPE and the loss between its products; a minute at the start")
     eval_every: int = opt(100, "steps between evaluations on the held-out split; the last step is evaluated")
     eval_samples: int = opt(64, "held-out conversations per evaluation")
     checkpoint_every: int = opt(100, "steps between checkpoints")
     keep_checkpoints: int = opt(2, "newest checkpoints kept")
+    time_limit: str | None = opt(None, "save and leave with exit status 75 after so long: 3h50m, 90m, 30s")
+    skip_nonfinite: int = opt(0, "steps with a loss or gradient that is not finite that a run may leave out")
     wandb: str = opt("offline", "Weights & Biases: online, offline or disabled")
     project: str = opt("eagle31", "Weights & Biases project")
+    tensorboard: bool = opt(False, "write TensorBoard events too, into run_dir/train/tensorboard")
 
 
 @dataclass
@@ -190,6 +204,20 @@ class EvaluateConfig:
     max_new_tokens: int = opt(128, "tokens generated per prompt")
     dtype: str = opt("float32", "precision; the equality check is exact in float32 only")
     warmup: bool = opt(True, "decode the first prompt once before timing")
+
+
+@dataclass
+class PlanConfig:
+    hidden_size: int | None = opt(None, "plan: the target's hidden size; default: its config.json")
+    vocab_size: int | None = opt(None, "plan: the target's vocabulary; default: its config.json")
+    layers: int | None = opt(None, "plan: the target's layers; default: its config.json")
+    target_parameters: float | None = opt(None, "plan: the target's parameters that a token runs through, e.g. 8.03e9")
+    tokens: int | None = opt(None, "plan: tokens of the training split; default: as counted by python -m data_prep")
+    share: float = opt(0.5, "plan: share of these that the assistant wrote, where they are not counted yet")
+    sample_tokens: int = opt(600, "plan: tokens of an average conversation, likewise")
+    devices: int = opt(8, "plan: devices that extract and train")
+    peak_tflops: float = opt(989.0, "plan: bf16 TFLOP/s of one device without sparsity (H100 SXM: 989)")
+    utilisation: float = opt(0.35, "plan: share of that which training is taken to reach")
 
 
 @dataclass
@@ -214,6 +242,7 @@ class Config:
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
 
     @property
     def data_folder(self) -> Path:
