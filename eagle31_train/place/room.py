@@ -163,11 +163,11 @@ class Room:
 def touch(path: Path, size: int, used: bool) -> bool:
     """Whether the file is there with this size; then it is the last used one, or soon to be. Any other goes."""
     try:
-        if not _holds(path, size):
-            path.unlink(missing_ok=True)
+        if path.stat().st_size != size:
+            path.unlink()
             return False
         stamp(path, used)
-    except FileNotFoundError:  # another process has just evicted it
+    except FileNotFoundError:  # not there, or just evicted; removing what is absent would remove what has just come
         return False
     return True
 
