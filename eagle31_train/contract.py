@@ -18,8 +18,22 @@ from eagle31_train.schema import DrafterShape, UserError, require_available
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-# Other names under which vLLM's registry finds the same Llama-style drafter.
-_LLAMA_STYLE = (ARCHITECTURE, "Eagle3LlamaForCausalLM")
+# Names under which vLLM's registry finds the same Llama-style drafter. Before the name of any other kind of model it
+# puts Eagle3 first: LlamaForCausalLM, which drafters of EAGLE 1 and 2 carry too, is one of them.
+_LLAMA_STYLE = (
+    ARCHITECTURE,
+    "Eagle3LlamaForCausalLM",
+    "Eagle3MiniMaxM2ForCausalLM",
+    "Eagle3Qwen2_5vlForCausalLM",
+    "Eagle3Qwen3vlForCausalLM",
+)
+# Weights that vLLM also takes joined, row after row.
+_JOINED = {
+    "midlayer.self_attn.qkv_proj.weight": [f"midlayer.self_attn.{part}_proj.weight" for part in "qkv"],
+    "midlayer.mlp.gate_up_proj.weight": [f"midlayer.mlp.{part}_proj.weight" for part in ("gate", "up")],
+}
+# Tables of RoPE that old trainers saved, and vLLM passes over.
+_TABLES = ("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 # A tensor, or its shape alone where only names and shapes are to be checked.
 TensorOrShape = torch.Tensor | tuple[int, ...]
 
@@ -67,8 +81,30 @@ def map_tensors(shape: DrafterShape) -> dict[str, tuple[int, ...]]:
 
 
 def canonical_name(name: str) -> str:
-    """The name this project writes for a name that vLLM accepts: `layers.0.` means `midlayer.`."""
+    """The name this project writes for a name that vLLM accepts: `layers.0.` means `midlayer.`.
+
+    Trainers that write for SGLang put `model.` before it, which vLLM refuses, but which means nothing else.
+    """
+    name = name.removeprefix("model.")
     return "midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name
+
+
+def is_table(name: str) -> bool:
+    """Whether a tensor is no weight but a table that every reader makes for itself."""
+    return any(table in name for table in _TABLES)
+
+
+def separate(tensors: Mapping[str, torch.Tensor], shape: DrafterShape) -> dict[str, torch.Tensor]:
+    """A draft's tensors, canonical names, with `qkv_proj` and `gate_up_proj` taken apart into views of their parts."""
+    rows = {name: size[0] for name, size in expected_tensors(shape).items()}
+    apart: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        sizes = [rows[part] for part in _JOINED.get(name, ())]
+        if sizes and sum(sizes) == len(tensor):
+            apart |= dict(zip(_JOINED[name], tensor.split(sizes), strict=True))
+        else:  # one of another size stays what it is, and `check` names it
+            apart[name] = tensor
+    return apart
 
 
 def check(tensors: Mapping[str, TensorOrShape], shape: DrafterShape) -> list[str]:
@@ -223,6 +259,8 @@ def shape_from_config(
         V, I = int(layer["vocab_size"]), int(layer["intermediate_size"])  # noqa: E741
     except KeyError as error:
         raise UserError(f"config.json does not say {error}: it is not the config of a drafter") from None
+    except (TypeError, ValueError) as error:
+        raise UserError(f"config.json gives a size that is no number ({error})") from None
     aux_layers = _aux_layers(flags, target_layers)
     count = flags.get("num_aux_hidden_states")
     if count is not None and count != len(aux_layers):
@@ -264,9 +302,11 @@ def _refuse_other_kinds(layer: Mapping[str, Any], flags: Mapping[str, Any]) -> N
     kind = (layer.get("architectures") or [""])[0]
     if "Deepseek" in kind:
         require_available("mla")
-    if kind not in _LLAMA_STYLE and "speculators_model_type" not in flags:
+    registered = kind if kind.startswith("Eagle3") or kind.endswith("Eagle3") else f"Eagle3{kind}"
+    if registered not in _LLAMA_STYLE and "speculators_model_type" not in flags:
         raise UserError(f"config.json is of {kind or 'no architecture'}: {ARCHITECTURE} is needed")
     eagle = flags.get("eagle_config") or {}
+    rope = layer.get("rope_scaling") or layer.get("rope_parameters") or {}
     unsupported = {
         "model_type": layer.get("model_type", "llama") != "llama",
         "num_hidden_layers": layer.get("num_hidden_layers", 1) != 1,
@@ -275,11 +315,15 @@ def _refuse_other_kinds(layer: Mapping[str, Any], flags: Mapping[str, Any]) -> N
         "mlp_bias": bool(layer.get("mlp_bias")),
         "norm_before_fc": bool(eagle.get("norm_before_fc", flags.get("norm_before_fc"))),
         "use_aux_hidden_state": not eagle.get("use_aux_hidden_state", True),
+        "logit_scale": layer.get("logit_scale", 1.0) != 1.0,
+        "partial_rotary_factor": rope.get("partial_rotary_factor", layer.get("partial_rotary_factor")) not in (None, 1),
+        "layer_types": "sliding_attention" in (layer.get("layer_types") or []),
+        "quantization_config": bool(layer.get("quantization_config") or flags.get("quantization_config")),
     }
     if wrong := [name for name, refused in unsupported.items() if refused]:
         raise UserError(
-            f"config.json sets {', '.join(wrong)}: only one Llama layer on auxiliary states, "
-            "without biases or norm_before_fc, is supported"
+            f"config.json sets {', '.join(wrong)}: only one Llama layer of full attention on auxiliary states, "
+            "unquantized, without biases or norm_before_fc, is supported"
         )
 
 

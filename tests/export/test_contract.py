@@ -281,7 +281,14 @@ def test_speculators_format_is_read():
     ("change", "named"),
     [
         ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "MLA drafter is not available"),
-        ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLMEagle3 is needed"),
+        ({"architectures": ["MistralForCausalLM"]}, "of MistralForCausalLM: LlamaForCausalLMEagle3 is needed"),
+        ({"architectures": None}, "of no architecture"),
+        ({"hidden_size": "wide"}, "no number"),
+        ({"logit_scale": 0.5}, "logit_scale"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"layer_types": ["sliding_attention"], "sliding_window": 64}, "layer_types"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"norm_before_fc": True}, "norm_before_fc"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
         ({"num_hidden_layers": 2}, "num_hidden_layers"),
@@ -298,3 +305,28 @@ def test_layers_0_means_midlayer():
     assert contract.canonical_name("layers.0.mlp.up_proj.weight") == "midlayer.mlp.up_proj.weight"
     assert contract.canonical_name("midlayer.mlp.up_proj.weight") == "midlayer.mlp.up_proj.weight"
     assert contract.canonical_name("fc.weight") == "fc.weight"
+    assert contract.canonical_name("model.layers.0.mlp.up_proj.weight") == "midlayer.mlp.up_proj.weight"
+
+
+# vLLM's registry has the first five; the others are what it makes of other names before it looks there.
+NAMES = "LlamaForCausalLMEagle3 Eagle3LlamaForCausalLM Eagle3MiniMaxM2ForCausalLM Eagle3Qwen2_5vlForCausalLM"
+NAMES += " Eagle3Qwen3vlForCausalLM LlamaForCausalLM MiniMaxM2ForCausalLM"
+
+
+@pytest.mark.parametrize("name", NAMES.split())
+def test_every_name_of_the_llama_style_drafter_is_read(name):
+    shape = contract.shape_from_config({**PUBLIC, "architectures": [name]}, target_layers=32)
+    assert shape == contract.shape_from_config(PUBLIC, target_layers=32)
+
+
+def test_joined_projections_are_taken_apart(tiny, good):
+    joined = dict(good)
+    parts = [joined.pop(f"midlayer.self_attn.{part}_proj.weight") for part in "qkv"]
+    joined["midlayer.self_attn.qkv_proj.weight"] = torch.cat(parts)
+    parts = [joined.pop(f"midlayer.mlp.{part}_proj.weight") for part in ("gate", "up")]
+    joined["midlayer.mlp.gate_up_proj.weight"] = torch.cat(parts)
+    apart = contract.separate(joined, tiny)
+    assert apart.keys() == good.keys()
+    assert all(torch.equal(apart[name], good[name]) for name in good)
+    joined["midlayer.mlp.gate_up_proj.weight"] = torch.zeros(7, 16)
+    assert any("gate_up_proj.weight is superfluous" in p for p in contract.check(contract.separate(joined, tiny), tiny))
