@@ -216,6 +216,7 @@ class PlanConfig:
     share: float = opt(0.5, "plan: share of these that the assistant wrote, where they are not counted yet")
     sample_tokens: int = opt(600, "plan: tokens of an average conversation, likewise")
     devices: int = opt(8, "plan: devices that extract and train")
+    device_gib: float = opt(80.0, "plan: memory of one device, in GiB")
     peak_tflops: float = opt(989.0, "plan: bf16 TFLOP/s of one device without sparsity (H100 SXM: 989)")
     utilisation: float = opt(0.35, "plan: share of that which training is taken to reach")
 
@@ -337,6 +338,12 @@ class DrafterShape:
     norm_output: bool
     norm_before_residual: bool
     share_embedding: bool
+    # MLA only
+    q_lora_rank: int | None = None
+    kv_lora_rank: int | None = None
+    qk_nope_head_dim: int | None = None
+    qk_rope_head_dim: int | None = None
+    v_head_dim: int | None = None
 
 
 def byte_count(text: str, option: str) -> int:
