@@ -1,16 +1,21 @@
-"""What a run reports: tau and accuracies per depth, a JSONL file, the tracker, the progress line."""
+"""What a run reports: tau and accuracies per depth, files of JSON rows, the trackers, the progress line."""
 
-import json
+import statistics
 import time
+from collections import deque
+from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 from tqdm import tqdm
 
-from eagle31_train import artifacts
+from train.rows import Rows
+
+METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
+HELDOUT = "heldout_"  # how names of what was measured on the held-out split begin
 
 
 def summarise(sums: Tensor) -> dict[str, Any]:
@@ -49,18 +54,58 @@ def fetch(*values: Tensor) -> list[Tensor]:
     return [part.view(value.shape) for part, value in zip(parts, values, strict=True)]
 
 
+class Spikes:
+    """Tells a loss that is far above those of the steps before it.
+
+    Far is measured robustly, so that one spike does not hide the next: `FAR` times the spread around
+    the median of the last `WINDOW` losses (the median distance from it, scaled to a normal
+    distribution's sigma), and at least `LEAST` of the median, where the losses hardly differ.
+    """
+
+    WINDOW, ENOUGH, FAR, LEAST = 50, 10, 6.0, 0.1
+    SIGMA = 1.4826
+
+    def __init__(self) -> None:
+        self.losses: deque[float] = deque(maxlen=self.WINDOW)
+        self.rising = False  # whether the step before was a spike
+
+    def level(self) -> float:
+        """The loss that is usual now."""
+        return statistics.median(self.losses)
+
+    def is_spike(self, loss: float) -> bool:
+        """Whether a loss is far above; never, before there are `ENOUGH` to compare it with."""
+        if len(self.losses) < self.ENOUGH:
+            return False
+        level = self.level()
+        spread = statistics.median(abs(other - level) for other in self.losses)
+        return loss - level > max(self.FAR * self.SIGMA * spread, self.LEAST * abs(level))
+
+    def add(self, loss: float, spike: bool) -> None:
+        """Remember the loss of a step, a spike's too: a level that stays is soon the usual one."""
+        self.losses.append(loss)
+        self.rising = spike
+
+    def recall(self, row: dict[str, Any]) -> None:
+        """`add` a row of an earlier launch: without its losses the rows to come would not be the same."""
+        if _is_number(loss := row.get("loss")):
+            self.add(loss, "spike" in row)
+
+
 class Reporter:
     """Writes metrics on the main process; other ranks' calls do nothing.
 
+    A row of metrics.jsonl is the same bit for bit in a run that was stopped and went on; what the
+    clock or the machine says goes into timings.jsonl.
+
     Args:
-        folder: where metrics.jsonl lies. Rows past `step`, left by a run that was killed after its
-            last checkpoint, are cut off.
+        folder: where metrics.jsonl and timings.jsonl lie. Rows past `step`, left by a run that was
+            killed after its last checkpoint, are cut off.
         step, total: optimizer steps done and to do.
     """
 
     def __init__(self, accelerator: Accelerator, folder: Path, step: int, total: int) -> None:
         self.accelerator = accelerator
-        self.path = folder / "metrics.jsonl"
         self.bar = tqdm(
             total=total,
             initial=step,
@@ -71,24 +116,38 @@ class Reporter:
         )
         self.began = time.perf_counter()
         self.tokens = 0
-        if accelerator.is_main_process and self.path.exists():
-            rows = self.path.read_text(encoding="utf-8").splitlines()
-            kept = [row for row in rows if row.endswith("}") and json.loads(row)["step"] <= step]
-            artifacts.write_text(self.path, "".join(row + "\n" for row in kept))
+        self.metrics, self.timings = (Rows(folder / name, self.note) for name in (METRICS, TIMINGS))
+        self.spikes = Spikes()
+        if accelerator.is_main_process:
+            self.metrics.cut(step, self.spikes.recall)
+            self.timings.cut(step)
 
     def log(self, step: int, values: dict[str, Any]) -> None:
-        """Append one row and send its scalars to the tracker."""
+        """Append one row to metrics.jsonl and send its numbers to the trackers.
+
+        A row with a `loss` far above those before it is given `"spike": true`. Names that begin with
+        `heldout_` are shown as `heldout/…`, others as `train/…`, lists as one curve per depth.
+        """
         if not self.accelerator.is_main_process:
             return
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **values}) + "\n")
-        flat: dict[str, float] = {}
-        for name, value in values.items():
-            if isinstance(value, list):
-                flat |= {f"{name}/{k}": v for k, v in enumerate(value)}
-            else:
-                flat[name] = value
-        self.accelerator.log(flat, step=step)
+        if _is_number(loss := values.get("loss")):
+            values = self._watched(step, loss, values)
+        self.metrics.append({"step": step, **values})
+        self.accelerator.log(scalars("train", values), step=step)
+
+    def timing(self, step: int, values: dict[str, Any]) -> None:
+        """Append one row to timings.jsonl; the trackers show its numbers as `timing/…`.
+
+        Args:
+            values: seconds (of the step, waiting included), waited (seconds that it waited for data),
+                tokens (that it read over all ranks), memory_bytes (null where it is not known).
+        """
+        if not self.accelerator.is_main_process:
+            return
+        self.timings.append({"step": step, **values})
+        if values.get("seconds") and values.get("tokens"):
+            values = {**values, "tokens_per_second": values["tokens"] / values["seconds"]}
+        self.accelerator.log(scalars("timing", values), step=step)
 
     def progress(self, tokens: int, loss: float, tau: float) -> None:
         """Move the live line one step on; `tokens` is what this step read."""
@@ -101,3 +160,38 @@ class Reporter:
         """A line above the progress line."""
         if self.accelerator.is_main_process:
             self.bar.write(text)
+
+    def close(self) -> None:
+        """End the progress line and see that every row is on the disk; once more does nothing.
+
+        Raises:
+            OSError: there is still no room for rows that could not be written.
+        """
+        self.bar.close()
+        if self.accelerator.is_main_process:
+            self.metrics.close()
+            self.timings.close()
+
+    def _watched(self, step: int, loss: float, values: dict[str, Any]) -> dict[str, Any]:
+        spike = self.spikes.is_spike(loss)
+        if spike and not self.spikes.rising:
+            self.note(f"step {step}: the loss jumped to {loss:.3f}, from about {self.spikes.level():.3f}")
+        self.spikes.add(loss, spike)
+        return {**values, "spike": True} if spike else values
+
+
+def scalars(room: str, values: dict[str, Any]) -> dict[str, float]:
+    """A row as trackers take it: `room/name` → number, and `room/name/k` for depth k of a list.
+
+    What is no finite number is left out: trackers either fail on it or draw it as zero.
+    """
+    flat: dict[str, float] = {}
+    for name, value in values.items():
+        where = f"heldout/{name.removeprefix(HELDOUT)}" if name.startswith(HELDOUT) else f"{room}/{name}"
+        parts = {f"{where}/{k}": part for k, part in enumerate(value)} if isinstance(value, list) else {where: value}
+        flat |= {full: float(part) for full, part in parts.items() if _is_number(part)}
+    return flat
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and isfinite(value)

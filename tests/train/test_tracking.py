@@ -1,0 +1,237 @@
+"""Trackers over several launches of one run, and what a launch leaves written down."""
+
+import importlib.util
+import json
+import random
+import shutil
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+import yaml
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.tracking import TensorBoardTracker
+
+from eagle31_train import cli
+from eagle31_train.schema import Config, UserError
+from train import tracking
+from train.metrics import Reporter
+
+
+@pytest.fixture
+def config(tmp_path):
+    made = Config()
+    made.name, made.run_dir, made.train.wandb = "tiny", str(tmp_path / "run"), "disabled"
+    (tmp_path / "run" / "train").mkdir(parents=True)
+    return made
+
+
+@pytest.fixture
+def folder(config, tmp_path):
+    return tmp_path / "run" / "train"
+
+
+def launch(config, folder, done=0, ids=None, steps=(), inputs=None):
+    """One launch from its start to its end; returns the ids."""
+    AcceleratorState._reset_state(True)
+    accelerator = Accelerator(log_with=tracking.loggers(config) or None)
+    known = tracking.start(accelerator, config, folder, inputs or {"train": {"lr": 1.0}}, done, ids)
+    reporter = Reporter(accelerator, folder, done, 100)
+    for step in steps:
+        reporter.log(step, {"loss": 100 * done + step, "prefix_at_depth": [0.5, 0.25], "oops": None})
+        reporter.timing(step, {"seconds": 0.5, "tokens": 10, "memory_bytes": None})
+        if step % 5 == 0:
+            reporter.log(step, {"heldout_tau": 100 * done + step})
+    reporter.close()
+    accelerator.end_training()
+    return known
+
+
+# ---------------------------------------------------------------- which trackers
+
+
+def test_only_the_trackers_that_are_asked_for_are_used(config):
+    assert tracking.loggers(config) == []
+    config.train.wandb = "offline"
+    assert tracking.loggers(config) == ["wandb"]
+    config.train.tensorboard = True
+    assert [getattr(logger, "name", logger) for logger in tracking.loggers(config)] == ["wandb", "tensorboard"]
+
+
+def test_tensorboard_that_is_not_installed_is_said_in_one_line(config, monkeypatch):
+    config.train.tensorboard = True
+    original = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tensorboard" else original(name))
+    with pytest.raises(UserError, match=r"run `pip install 'eagle31\[tensorboard\]'`$"):
+        tracking.loggers(config)
+
+
+def test_other_ranks_start_nothing(config, folder):
+    config.train.wandb = "offline"
+    assert tracking.start(SimpleNamespace(is_main_process=False), config, folder, {}) == {}
+    assert list(folder.iterdir()) == []
+
+
+# ---------------------------------------------------------------- TensorBoard
+
+
+def curves(folder):
+    """Tag → (step, value) of every point that TensorBoard shows."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    shown = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    return shown, events.Tags()["tensors"]
+
+
+def killed_twice(config, folder):
+    """A launch killed before its first checkpoint, one killed at step 20, and one that goes on after 10."""
+    config.train.tensorboard = True
+    launch(config, folder, 0, steps=range(1, 4))
+    launch(config, folder, 0, steps=range(1, 21))
+    launch(config, folder, 10, steps=range(11, 15))
+
+
+def test_tensorboard_shows_every_step_once_after_a_resume(config, folder):
+    killed_twice(config, folder)
+    shown, tensors = curves(folder)
+    assert shown["train/loss"] == [(step, step if step <= 10 else 1000 + step) for step in range(1, 15)]
+    assert shown["heldout/tau"] == [(5, 5), (10, 10)]
+    assert shown["train/prefix_at_depth/1"] == [(step, 0.25) for step in range(1, 15)]
+    assert shown["timing/tokens_per_second"] == [(step, 20) for step in range(1, 15)]
+    assert set(shown) <= {f"train/{name}" for name in ("loss", "prefix_at_depth/0", "prefix_at_depth/1", "spike")} | {
+        "heldout/tau",
+        *(f"timing/{name}" for name in ("seconds", "tokens", "tokens_per_second")),
+    }
+    assert tensors == ["config/text_summary"]
+
+
+def test_without_a_purge_it_would_show_them_twice(config, folder, monkeypatch):
+    original = TensorBoardTracker.start
+
+    def start(self):
+        self.init_kwargs.pop("purge_step")
+        original(self)
+
+    monkeypatch.setattr(TensorBoardTracker, "start", start)
+    killed_twice(config, folder)
+    steps = [step for step, _ in curves(folder)[0]["train/loss"]]
+    assert len(steps) > len(set(steps))
+
+
+# ---------------------------------------------------------------- Weights & Biases
+
+
+def test_a_run_keeps_its_id_over_its_launches(config, folder, monkeypatch):
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    config.name, config.train.wandb = "kimi k2/α", "offline"
+    state = random.getstate()
+    first = launch(config, folder, steps=[1])
+    assert random.getstate() == state, "the id is drawn with the training's random numbers"
+    name, _, suffix = first["wandb"].rpartition("-")
+    assert (name, len(suffix)) == ("kimi-k2-", 8)
+    assert launch(config, folder, steps=[1]) == first, "killed before the first checkpoint"
+    assert len(list((folder / "wandb").glob(f"offline-run-*-{first['wandb']}"))) == 2
+
+    config.train.wandb = "disabled"
+    assert launch(config, folder) == first, "a launch without the tracker forgets its id"
+    (folder / tracking.TRACKERS).unlink()
+    assert launch(config, folder, 5, ids=first) == first, "known from the checkpoint alone"
+    assert json.loads((folder / tracking.TRACKERS).read_text()) == first
+
+
+def test_the_checkpoint_knows_the_id_better_than_the_folder(config, folder):
+    (folder / tracking.TRACKERS).write_text('{"wandb": "other"}')
+    assert launch(config, folder, 5, ids={"wandb": "mine"}) == {"wandb": "mine"}
+
+
+def test_runs_of_the_same_inputs_have_ids_of_their_own(config):
+    assert len({tracking._new_id(config.name) for _ in range(100)}) == 100
+    assert len(tracking._new_id("x" * 500)) < 64
+
+
+@pytest.mark.parametrize("mode", ["offline", "online"])
+def test_only_an_online_run_is_resumed_by_the_server(config, folder, mode):
+    config.train.wandb = mode
+    settings = tracking._wandb_settings(config, folder, {"lr": 1}, "tiny-1")
+    assert settings.get("resume") == (None if mode == "offline" else "allow")
+    assert (settings["id"], settings["mode"], settings["dir"]) == ("tiny-1", mode, str(folder))
+
+
+def test_what_keeps_weights_and_biases_from_starting_is_one_line(config, folder, monkeypatch):
+    from wandb.errors import CommError
+
+    config.train.wandb = "online"
+    errors = iter([CommError("the server\n does not answer"), KeyError("a mistake of ours")])
+
+    def refuse(*arguments, **options):
+        raise next(errors)
+
+    monkeypatch.setattr(Accelerator, "init_trackers", refuse)
+    with pytest.raises(UserError) as refused:
+        launch(config, folder)
+    assert str(refused.value) == (
+        "Weights & Biases does not start: the server does not answer (train.wandb=offline needs no network)"
+    )
+    with pytest.raises(KeyError):
+        launch(config, folder)
+
+
+# ---------------------------------------------------------------- launches
+
+
+def test_every_launch_adds_a_line_and_the_newest_configuration_stays(config, folder):
+    tracking.record_launch(folder, config, {"after_step": 0, "device": "cpu"})
+    config.train.eval_every = 7
+    tracking.record_launch(folder, config, {"after_step": 20, "loss": float("nan")})
+    first, second = (json.loads(line) for line in (folder / "launches.jsonl").read_text().splitlines())
+    assert first["facts"] == {"after_step": 0, "device": "cpu"}
+    assert second["facts"] == {"after_step": 20, "loss": None}
+    assert first["argv"]
+    assert first["time"].endswith("+00:00")
+    assert first["versions"]["torch"].startswith("2.")
+    assert first["versions"].keys() >= {"python", "accelerate", "deepspeed", "transformers", "eagle31"}
+    assert first["host"]["cores"] >= 1
+    assert yaml.safe_load((folder / "config.yaml").read_text())["train"]["eval_every"] == 7
+    assert (folder / "config.yaml").read_text() == cli.to_yaml(config)
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    if shutil.which("git") is None:
+        pytest.skip("git is not installed")
+    root = tmp_path / "checkout"
+    (root / "inside").mkdir(parents=True)
+    (root / "file").write_text("one")
+
+    def git(*words):
+        identity = ["-c", "user.name=A", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
+        return subprocess.run(["git", "-C", root, *identity, *words], check=True, capture_output=True, text=True).stdout
+
+    git("init", "-q")
+    git("add", "file")
+    git("commit", "-q", "-m", "first")
+    commit = git("rev-parse", "HEAD").strip()
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "nowhere"))  # of somebody else
+    return SimpleNamespace(root=root, commit=commit)
+
+
+def test_a_checkout_is_known_by_its_commit_and_whether_it_was_changed(repository):
+    assert tracking.checkout(repository.root) == {"commit": repository.commit, "changed": False}
+    (repository.root / "notes").write_text("not tracked")
+    assert tracking.checkout(repository.root)["changed"] is False
+    (repository.root / "file").write_text("two")
+    assert tracking.checkout(repository.root) == {"commit": repository.commit, "changed": True}
+
+
+def test_what_is_no_checkout_has_no_commit(repository, tmp_path, monkeypatch):
+    assert tracking.checkout(repository.root / "inside") is None, "another project's commit is not ours"
+    assert tracking.checkout(tmp_path) is None
+    assert tracking.checkout(tmp_path / "missing") is None
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "run", lambda *a, **k: (_ for _ in ()).throw(subprocess.TimeoutExpired("git", 10)))
+        assert tracking.checkout(repository.root) is None
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert tracking.checkout(repository.root) is None, "git is not installed"

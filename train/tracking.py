@@ -1,0 +1,222 @@
+"""Where a run is followed and what is known of it afterwards: trackers through accelerate, and its launches.
+
+    config.yaml      the resolved configuration of the newest launch
+    launches.jsonl   one line per launch: when, how, from which commit, with which versions, on what
+    trackers.json    the ids under which the trackers know the run
+
+Weights & Biases knows a run by its id, which the run keeps over all its launches; it ignores steps
+that it was sent before, and those are the same again. Offline, every launch leaves a folder, and
+`wandb sync` joins those of one id. TensorBoard is told at every launch from which step on earlier
+events do not count; its fast loader drops them curve by curve, when the first of the new ones comes.
+"""
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import uuid
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.tracking import GeneralTracker, TensorBoardTracker
+
+from eagle31_train import artifacts, cli
+from eagle31_train.schema import Config, UserError
+from train.rows import plain
+
+LAUNCHES, TRACKERS, CONFIG = "launches.jsonl", "trackers.json", "config.yaml"
+PACKAGES = ("eagle31", "torch", "accelerate", "deepspeed", "transformers", "datasets", "numpy", "wandb")
+GIT_SECONDS = 10.0  # a checkout on a slow network disk is not waited for
+
+
+# ---------------------------------------------------------------- trackers
+
+
+def loggers(config: Config) -> list[str | GeneralTracker]:
+    """The trackers that are asked for, as `Accelerator(log_with=…)` takes them: none, or one, or both.
+
+    Raises:
+        UserError: TensorBoard is asked for and not installed.
+    """
+    found: list[str | GeneralTracker] = [] if config.train.wandb == "disabled" else ["wandb"]
+    if config.train.tensorboard:
+        if importlib.util.find_spec("tensorboard") is None:  # accelerate would leave it out without a word
+            raise UserError("train.tensorboard=true needs TensorBoard: run `pip install 'eagle31[tensorboard]'`")
+        found.append(TensorBoardTracker("tensorboard", Path(config.run_dir) / "train"))
+    return found
+
+
+def start(
+    accelerator: Accelerator,
+    config: Config,
+    folder: Path,
+    inputs: dict[str, Any],
+    step: int = 0,
+    ids: Mapping[str, str] | None = None,
+) -> dict[str, str]:
+    """Start the trackers of an accelerator that was made with `loggers`; every rank calls it.
+
+    Args:
+        folder: run_dir/train.
+        inputs: what the trained weights depend on, shown beside the curves.
+        step: optimizer steps done before this launch.
+        ids: what an earlier launch returned, from the checkpoint that this one goes on from. Without
+            it, what `folder` remembers of a launch that was killed before its first checkpoint.
+
+    Returns:
+        Tracker → id of the run there, to be kept in checkpoints; {} on other ranks.
+
+    Raises:
+        UserError: Weights & Biases cannot be reached, or knows no such user.
+    """
+    if not accelerator.is_main_process:
+        return {}
+    known = dict(ids or _remembered(folder))
+    settings = {}
+    if config.train.wandb != "disabled":
+        known.setdefault("wandb", _new_id(config.name))
+        settings["wandb"] = _wandb_settings(config, folder, inputs, known["wandb"])
+    for tracker in accelerator.log_with:
+        if isinstance(tracker, TensorBoardTracker):
+            tracker.init_kwargs["purge_step"] = step + 1 if step else 0
+    if known:
+        artifacts.write_json(folder / TRACKERS, known)
+    try:
+        accelerator.init_trackers(config.train.project, init_kwargs=settings)
+    except Exception as error:
+        if not type(error).__module__.startswith("wandb"):
+            raise
+        reason = " ".join(str(error).split())
+        raise UserError(f"Weights & Biases does not start: {reason} (train.wandb=offline needs no network)") from None
+    if config.train.tensorboard and not step:
+        text = "```\n" + cli.to_yaml(config) + "```"
+        accelerator.get_tracker("tensorboard", unwrap=True).add_text("config", text, 0)
+    return known
+
+
+def _wandb_settings(config: Config, folder: Path, inputs: dict[str, Any], run_id: str) -> dict[str, Any]:
+    settings = {
+        "dir": str(folder),
+        "mode": config.train.wandb,
+        "name": config.name,
+        "id": run_id,
+        "config": inputs,
+        "allow_val_change": True,  # the configuration is shown again at every launch
+    }
+    # Offline there is nobody to resume from: parts of the same id are joined when they are synchronised.
+    return settings if config.train.wandb == "offline" else {**settings, "resume": "allow"}
+
+
+def _new_id(name: str) -> str:
+    """An id that no other run has, also not one of the same inputs: its steps would be taken for known ones.
+
+    Not drawn with `random`, whose state belongs to the training.
+    """
+    return f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)[:40]}-{uuid.uuid4().hex[:8]}"
+
+
+def _remembered(folder: Path) -> dict[str, str]:
+    path = folder / TRACKERS
+    return artifacts.read_json(path, "train.py") if path.exists() else {}
+
+
+# ---------------------------------------------------------------- launches
+
+
+def record_launch(folder: Path, config: Config, facts: Mapping[str, Any]) -> None:
+    """Save the resolved configuration and add a line on this launch; the main process calls it, once.
+
+    Args:
+        folder: run_dir/train.
+        facts: what the caller knows, as JSON. Reports show all of it, and draw `after_step` (the step
+            that this launch goes on after, 0 for the first) and `steps` (all of the run) where they are there.
+    """
+    artifacts.write_text(folder / CONFIG, cli.to_yaml(config))
+    launch = {
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "argv": sys.argv,
+        "git": checkout(cli.ROOT),
+        "versions": versions(),
+        "host": host(),
+        "facts": dict(facts),
+    }
+    path = folder / LAUNCHES
+    before = path.read_text(encoding="utf-8") if path.exists() else ""
+    artifacts.write_text(path, before + json.dumps(plain(launch), ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def versions() -> dict[str, str | None]:
+    """Of Python and of what training rests on; None for a package that is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def checkout(root: Path) -> dict[str, Any] | None:
+    """The commit of the checkout at `root` and whether tracked files differ from it.
+
+    Returns:
+        {"commit": 40 hex digits, "changed": bool}; None if `root` is no checkout's top, for instance
+        an installed package inside another project's checkout, or where git does not answer.
+    """
+    try:
+        if Path(_git(root, "rev-parse", "--show-toplevel")).resolve() != root.resolve():
+            return None
+        changed = _git(root, "status", "--porcelain", "--untracked-files=no")
+        return {"commit": _git(root, "rev-parse", "HEAD"), "changed": bool(changed)}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(root: Path, *words: str) -> str:
+    # Somebody else's GIT_DIR is not our checkout; and looking must not lock out who commits meanwhile.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    environment["GIT_OPTIONAL_LOCKS"] = "0"
+    command = ["git", "-C", str(root), *words]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=GIT_SECONDS, env=environment, errors="replace"
+    )
+    return done.stdout.strip()
+
+
+def host() -> dict[str, Any]:
+    """The main process's machine."""
+    cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return {
+        "name": platform.node(),
+        "system": platform.platform(),
+        "cpu": _processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_bytes": _memory(),
+        "devices": [torch.cuda.get_device_name(index) for index in range(cuda)],
+        "cuda": torch.version.cuda,
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
+
+
+def _memory() -> int | None:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return None
