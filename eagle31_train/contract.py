@@ -18,6 +18,7 @@ from eagle31_train.schema import DrafterShape, UserError, require_available
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 # Names under which vLLM's registry finds the same Llama-style drafter. Before the name of any other kind of model it
 # puts Eagle3 first: LlamaForCausalLM, which drafters of EAGLE 1 and 2 carry too, is one of them.
 _LLAMA_STYLE = (
@@ -288,6 +289,11 @@ def shape_from_config(
     )
 
 
+def leaves_layers_open(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json names no auxiliary layers, so that vLLM takes its default of the target's layers."""
+    return not _layer_ids(_flatten(config)[1])
+
+
 def _flatten(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any], bool]:
     """Where the Llama fields are, where the EAGLE fields are, and the default of norm_before_residual."""
     if "speculators_model_type" not in config:
@@ -329,15 +335,19 @@ def _refuse_other_kinds(layer: Mapping[str, Any], flags: Mapping[str, Any]) -> N
 
 def _aux_layers(flags: Mapping[str, Any], target_layers: int | None) -> list[int]:
     """The layer ids in vLLM's places, in its order of preference, or its default."""
-    eagle = flags.get("eagle_config") or {}
-    key = "eagle_aux_hidden_state_layer_ids"
-    ids = flags.get(key) or eagle.get(key) or eagle.get("layer_ids")
+    ids = _layer_ids(flags)
     if not ids and target_layers is None:
-        raise UserError(f"config.json has no {key}: say how many layers the target has")
+        raise UserError(f"config.json has no {LAYER_IDS}: say how many layers the target has")
     if not ids:
         assert target_layers is not None
         ids = [2, target_layers // 2, target_layers - 3]
     return sorted({int(i) for i in ids})
+
+
+def _layer_ids(flags: Mapping[str, Any]) -> list[Any]:
+    """The ids that a config.json names, if any."""
+    eagle = flags.get("eagle_config") or {}
+    return flags.get(LAYER_IDS) or eagle.get(LAYER_IDS) or eagle.get("layer_ids") or []
 
 
 def _rope(layer: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
