@@ -11,6 +11,7 @@ Shapes: K steps, S slots, P pairs, J taught positions, D draft hidden, H target 
 """
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -88,7 +89,13 @@ class Objective(nn.Module):
         drafter, teacher: what learns, and what it learns from.
         loss: "kl" or "ce".
         lk: share of the LK loss, see `divergence`.
+
+    Attributes:
+        autocast: dtype in which products are worked out; None: the caller's autocast, or that of the weights. It stands here and not with
+            those who train, so that a recipe means the same however its devices share the work.
     """
+
+    autocast: torch.dtype | None = None
 
     def __init__(self, drafter: Drafter, teacher: Teacher, loss: str, lk: float = 0.0) -> None:
         super().__init__()
@@ -113,6 +120,10 @@ class Objective(nn.Module):
             batch: packed documents.
             weights: [K] fp32, gamma^k / N_k with N_k counted over the whole global batch.
         """
+        with torch.autocast(weights.device.type, self.autocast) if self.autocast else nullcontext():
+            return self._forward(batch, weights)
+
+    def _forward(self, batch: Batch, weights: Tensor) -> tuple[Tensor, Measured]:
         unrolled = self.drafter(batch)
         total, sums, hits = _ChunkedDivergence.apply(
             unrolled.z.flatten(0, 1),

@@ -47,6 +47,9 @@ def check_options(t: TrainConfig, d: DrafterConfig) -> None:
         for name in POSITIVE[room].split():
             if not (value := getattr(part, name)) > 0:
                 raise UserError(f"{room}.{name}={value} must be above 0")
+    for name in ("workers", "skip_nonfinite"):
+        if (value := getattr(t, name)) < 0:
+            raise UserError(f"train.{name}={value} must be 0 or more")
     if t.max_steps is not None and t.max_steps < 1:
         raise UserError(f"train.max_steps={t.max_steps} must be above 0, or null for whole epochs")
     if t.window_tokens is not None and t.window_tokens < 1:
@@ -185,6 +188,7 @@ def build_objective(config: Config, shape: DrafterShape, store: Store, vocab: Dr
     teacher = Teacher(weights["norm"], store.states["norm"]["eps"], head_rows.to(low), ids)
     drafter.recompute = config.train.recompute
     objective = Objective(drafter, teacher, config.train.loss, config.train.lk)
+    objective.autocast = torch.bfloat16 if config.train.precision == "bf16" else None
     if config.train.compile:
         objective.compile_kernels()
     return objective

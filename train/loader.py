@@ -1,8 +1,10 @@
-"""From the store to a rank's micro-batches, one step ahead of the training."""
+"""From the store to a rank's micro-batches, ahead of the training."""
 
 import time
+from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 
 import torch
 from accelerate import Accelerator
@@ -22,11 +24,12 @@ def load(
     kept: Tensor,
     accelerator: Accelerator,
 ) -> Iterator[tuple[int, list[tuple[Batch, bool]], Tensor, float]]:
-    """This rank's micro-batches of every step after `done`, read one step ahead in the background.
+    """This rank's micro-batches of every step after `done`, read `train.workers` steps ahead in the background.
 
     A micro-batch is (batch, real): where a global batch has fewer samples than there are parts,
     a rank still takes part in the gradient exchange with a sample that counts for nothing.
-    With them come their part of N_k, [K] int64, and the seconds that training waited for all that.
+    With them come [K+1] int64, their part of N_k and a zero for the loop's own use, and the seconds that training
+    waited for all that. What and in which order depends neither on the number of ranks nor on that of workers.
     For a CUDA device all lie in page-locked memory.
     """
     t = config.train
@@ -47,14 +50,21 @@ def load(
             batch = build_batch(split.read_all(mine), t.unroll, kept, t.oov, chosen)
             share.append((batch.pinned() if pin else batch, bool(part)))
         counts = torch.stack([batch.population * real for batch, real in share]).sum(0)
+        counts = torch.cat([counts, counts.new_zeros(1)])
         return share, counts.pin_memory() if pin else counts
 
-    with ThreadPoolExecutor(1) as pool:
-        ahead = pool.submit(read, done) if done < len(batches) else None
+    todo = iter(range(done, len(batches)))
+    ahead: deque[Future[tuple[list[tuple[Batch, bool]], Tensor]]] = deque()
+    pool = ThreadPoolExecutor(max(1, t.workers))
+    try:
+        ahead.extend(pool.submit(read, step) for step in islice(todo, t.workers))
         for step in range(done, len(batches)):
-            assert ahead is not None
             began = time.perf_counter()
-            share, counts = ahead.result()
+            if not t.workers:  # nothing is read ahead: what a step trains is read when it is its turn
+                ahead.append(pool.submit(read, next(todo)))
+            share, counts = ahead.popleft().result()
             waited = time.perf_counter() - began
-            ahead = pool.submit(read, step + 1) if step + 1 < len(batches) else None
+            ahead.extend(pool.submit(read, step) for step in islice(todo, 1 if t.workers else 0))
             yield step + 1, share, counts, waited
+    finally:
+        pool.shutdown(cancel_futures=True)

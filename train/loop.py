@@ -3,37 +3,36 @@
     accelerate launch train.py +experiment=smollm2
 
 Reads run_dir/data (the draft vocabulary) and run_dir/store; writes run_dir/train. Run the same
-command again after a stop: it goes on from the newest whole checkpoint.
+command again after a stop: it goes on from the newest whole checkpoint, on as many devices as there are then.
 """
 
 import math
-import os
+import resource
 import time
-from contextlib import closing, nullcontext
-from dataclasses import asdict
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs
-from accelerate.utils import DistributedType, broadcast_object_list, parse_flag_from_env
-from torch import Tensor, nn
+from accelerate.utils import gather_object
+from torch import Tensor
 
 from eagle31_train import artifacts, cli, vocab
-from eagle31_train.drafter.batch import Batch, build_batch
-from eagle31_train.loss import MEASURES, Objective
-from eagle31_train.schema import Config, UserError, byte_count
-from eagle31_train.store import Store, StoreSplit, place_of
+from eagle31_train.drafter.batch import Batch
+from eagle31_train.loss import MEASURES
+from eagle31_train.schema import Config, DrafterShape, Stopped, TrainConfig, UserError, byte_count
+from eagle31_train.store import Store, place_of
 from eagle31_train.store.stream import check_consumer
-from train import checkpoint, order, windows
+from train import checkpoint, launch, order, rng, tracking, warm, windows
 from train.build import build_objective, check_options, check_samples, check_store, drafter_shape
+from train.claim import claim, training_inputs
+from train.deadline import Deadline, parse_limit
+from train.heldout import evaluate
 from train.loader import load
-from train.metrics import Reporter, fetch, reduce_sums, summarise
-
-LAYOUT = 2  # raise it when the same inputs are trained otherwise
-# Options that steer memory, reporting and saving but not what is learnt.
-UNRELATED = {"accumulation", "recompute", "compile", "eval_every", "eval_samples"}
-UNRELATED |= {"checkpoint_every", "keep_checkpoints", "wandb", "project"}
+from train.metrics import Reporter, reduce_sums, summarise
+from train.parallel import Parallel, parallelise
 
 
 def main() -> None:
@@ -46,230 +45,213 @@ def train(config: Config) -> None:
 
     Raises:
         UserError: missing, damaged or mismatched input, or a launch that this trainer cannot serve.
+        Stopped: SIGTERM or the time limit came; a checkpoint was saved.
     """
     check_options(config.train, config.drafter)
-    with closing(Store(place_of(config), config.store.follow, config.store.patience)) as store:
-        fit(config, store)
+    with (
+        Deadline(parse_limit(config.train.time_limit)) as deadline,
+        closing(Store(place_of(config), config.store.follow, config.store.patience)) as store,
+    ):
+        fit(config, store, deadline)
 
 
-def fit(config: Config, store: Store) -> None:
+def fit(config: Config, store: Store, deadline: Deadline) -> None:
     """Train on a store."""
-    folder, data_dir = Path(config.run_dir) / "train", config.data_folder
+    t, folder, data_dir = config.train, Path(config.run_dir) / "train", config.data_folder
     data = artifacts.read_json(data_dir / artifacts.MANIFEST, "python -m data_prep")
     check_store(store, data, config.target)
     draft_vocab = vocab.read(data_dir / "vocab.safetensors")
-    inputs = training_inputs(config, store, artifacts.file_sha256(data_dir / "vocab.safetensors"))
+    vocab_sha = artifacts.file_sha256(data_dir / "vocab.safetensors")
+    inputs = training_inputs(config, store, vocab_sha, warm.identity(config))
     fingerprint = artifacts.fingerprint(inputs)
     shape = drafter_shape(config.drafter, store, draft_vocab)
     train_split, heldout = store.split("train"), store.split("heldout")
-    check_samples(train_split, config.train.batch_tokens)
-    cut = windows.cut(train_split, config.train.window_tokens)
-    windows.check(store, cut, config.train.epochs, byte_count(config.store.cache_bytes, "store.cache_bytes"))
+    check_samples(train_split, t.batch_tokens)
+    cut = windows.cut(train_split, t.window_tokens)
+    windows.check(store, cut, t.epochs, byte_count(config.store.cache_bytes, "store.cache_bytes"))
 
-    accelerator = make_accelerator(config, folder)
+    # Who trains: what was launched is what was asked for, and every process trains the same.
+    accelerator = launch.make_accelerator(config, folder)
+    launch.check_alike({"its options or files": inputs, "torch": torch.__version__})
+    main, device = accelerator.is_main_process, accelerator.device
     if len(cut) > 1 and data["inputs"].get("shuffle") is None:
         accelerator.print("train: the windows follow the order of the data, which is not shuffled (data.shuffle=SEED)")
-    up_to_date = [False]
     check_consumer(store.place, fingerprint)  # before anything of an earlier run is replaced
-    if accelerator.is_main_process:
+    up_to_date = False
+    if main:
         claim(folder, fingerprint, inputs, config.overwrite)
-        up_to_date = [artifacts.finished(folder, fingerprint, inputs, overwrite=False)]
-    if broadcast_object_list(up_to_date)[0]:
+        up_to_date = artifacts.finished(folder, fingerprint, inputs, overwrite=False)
+    if launch.agreed(accelerator, up_to_date):
         accelerator.print(f"train: up to date ({folder})")
         return
 
-    # What is trained, on what, how often.
+    # What is trained, on what, how often; and where an earlier launch of the same inputs stopped.
     objective = build_objective(config, shape, store, draft_vocab)
-    drafter = objective.drafter
-    t = config.train
-    optimizer = torch.optim.AdamW(
-        checkpoint.parameter_groups(drafter, t.weight_decay),
-        lr=t.lr,
-        betas=(t.betas[0], t.betas[1]),
-        fused=True,
-    )
-    model, prepared = accelerator.prepare(objective, optimizer)
     batches = order.schedule(
         train_split.lengths, t.batch_tokens, config.seed, t.epochs, t.max_steps, windows.samples(cut)
     )
     usage = windows.Usage(train_split, batches, cut)
     kept = torch.from_numpy(draft_vocab.t2d)
+    newest = checkpoint.newest(folder / "checkpoints", fingerprint, print) if main else None
+    if (newest := launch.agreed(accelerator, newest)) is None:
+        warm.initial_weights(config, shape, draft_vocab, store, objective.drafter)
+        state, parallel = State(), parallelise(accelerator, objective, t)
+    else:
+        loaded = checkpoint.load(newest, shape)
+        objective.drafter.load_state_dict(loaded.weights)
+        state, parallel = State(**loaded.extra["state"]), parallelise(accelerator, objective, t)
+        parallel.set_moments(loaded.moments, state.updates)
+        rng.set_rng_state(rng.of_rank(loaded.rng, accelerator.process_index), device)
+        accelerator.print(f"train: going on after step {state.step} ({newest})")
+    windows.begin(store, usage, state.step, fingerprint, state.step == len(batches), main)
+    state.trackers = tracking.start(accelerator, config, folder, inputs, state.step, state.trackers)
+    if main:
+        here = {"profile": parallel.kind, "processes": accelerator.num_processes, "device": str(device)}
+        tracking.record_launch(folder, config, {**here, "after_step": state.step, "store": store.fingerprint})
+    reporter = Reporter(accelerator, folder, state.step, len(batches))
+    saver = checkpoint.Saver(folder / "checkpoints", fingerprint, t.keep_checkpoints, reporter.note, newest)
 
-    # Where an earlier run of the same inputs stopped.
-    done, totals = 0, {"tokens": 0, "pairs": 0, "seconds": 0.0, "waited": 0.0}
-    if (found := checkpoint.newest(folder / "checkpoints", fingerprint)) is not None:
-        manifest = checkpoint.restore(found, drafter, optimizer)
-        done, totals = manifest["step"], manifest["totals"]
-        accelerator.print(f"train: going on after step {done} ({found})")
-    windows.begin(store, usage, done, fingerprint, done == len(batches), accelerator.is_main_process)
-    start_tracker(accelerator, config, folder, inputs)
-    reporter = Reporter(accelerator, folder, done, len(batches))
-
-    lap = time.perf_counter()
-    measured_heldout: dict[str, Any] | None = None
-    for step, share, counts, waited in load(train_split, batches, done, config, kept, accelerator):
-        lr = learning_rate(step, len(batches), config)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        sums, counts = accumulate(model, share, counts, t.gamma, accelerator)
-        norm = accelerator.clip_grad_norm_(drafter.parameters(), t.clip)
-        # All that the host wants to know of a step, in one wait for the device.
-        norm, counts, sums = fetch(norm, counts, sums)
-        if not counts.any():
+    lap, begun_at, stopping = time.perf_counter(), state.step, False
+    for step, share, counts, waited in load(train_split, batches, begun_at, config, kept, accelerator):
+        samples, lr, final = batches[step - 1], learning_rate(step, len(batches), t), step == len(batches)
+        counts[-1] = deadline.reason is not None  # who is told to stop tells the others with its counts
+        sums, counts = accumulate(parallel, share, counts, t.gamma)
+        norm, counts, sums = parallel.update(lr, counts, sums)
+        if not counts[:-1].any():
             raise UserError(
-                f"step {step}: no sample of its batch has a pair to train (samples {batches[step - 1]}), nothing was "
-                "updated: raise train.batch_tokens, or prepare the data without conversations that teach nothing"
+                f"step {step}: no sample of its batch has a pair to train (samples {samples}), nothing was saved "
+                "since: raise train.batch_tokens, or prepare the data without conversations that teach nothing"
             )
-        if not torch.isfinite(norm):
-            raise UserError(
-                f"step {step}: the gradient is not finite (samples {batches[step - 1]}); nothing was updated"
-            )
-        prepared.step()
-        prepared.zero_grad(set_to_none=True)
+        state.step, state.updates = step, parallel.updates
+        if updated := bool(torch.isfinite(norm)):
+            report = summarise(sums)
+        else:
+            state.leave_out(step, blame(parallel, share, samples, train_split.lengths), t.skip_nonfinite)
 
         # Reporting.
-        report = summarise(sums)
-        tokens = sum(train_split.lengths[i] for i in batches[step - 1])
-        totals["tokens"] += tokens
-        totals["pairs"] += int(sums[1].sum())
-        totals["waited"] += waited
-        reporter.log(step, {**report, "lr": lr, "grad_norm": norm.item(), "tokens": totals["tokens"]})
-        reporter.progress(tokens, report["loss"], report["tau"])
-        final = step == len(batches)
+        tokens = sum(train_split.lengths[i] for i in samples)
+        state.tokens += tokens
+        state.pairs += int(sums[1].sum()) if updated else 0
+        if updated:
+            reporter.log(step, {**report, "lr": lr, "grad_norm": norm.item(), "tokens": state.tokens})
+            reporter.progress(tokens, report["loss"], report["tau"])
+        else:
+            reporter.log(step, {"left_out": True, "lr": lr, "tokens": state.tokens})
         if len(heldout) and (final or step % t.eval_every == 0):
-            measured_heldout = evaluate(model, heldout, config, kept, accelerator, everything=final)
-            reporter.log(step, {f"heldout_{name}": value for name, value in measured_heldout.items()})
-            reporter.note(
-                f"step {step}: held-out loss {measured_heldout['loss']:.3f}, tau {measured_heldout['tau']:.3f}"
-            )
+            state.heldout = evaluate(parallel, heldout, config, kept, everything=final)
+            reporter.log(step, {f"heldout_{name}": value for name, value in state.heldout.items()})
+            reporter.note(f"step {step}: held-out loss {state.heldout['loss']:.3f}, tau {state.heldout['tau']:.3f}")
         lap, before = time.perf_counter(), lap
-        totals["seconds"] += lap - before
-        if not (final or step % t.checkpoint_every == 0 or (usage.ends_window(step) and windows.bounded(store))):
+        state.seconds += lap - before
+        state.waited += waited
+        memory = memory_bytes(device)
+        reporter.timing(step, {"seconds": lap - before, "waited": waited, "tokens": tokens, "memory_bytes": memory})
+
+        # Saving.
+        stopping = bool(counts[-1]) and not final
+        makes_room = usage.ends_window(step) and windows.bounded(store)
+        saving = final or stopping or makes_room or step % t.checkpoint_every == 0
+        if (saving or step == begun_at + 1) and (problem := parallel.differs()):
+            raise UserError(
+                f"step {step}: {problem}: the gradients are not exchanged as they should be, nothing was saved"
+            )
+        if not saving:
             continue
-        if accelerator.is_main_process:
-            extra = {"fingerprint": fingerprint, "totals": totals, "heldout": measured_heldout if final else None}
-            found = checkpoint.save(folder / "checkpoints", step, drafter, optimizer, extra)
-            checkpoint.prune(folder / "checkpoints", t.keep_checkpoints)
+        snapshot = take(parallel, state, shape)
+        if main:
+            saver.save(snapshot)
+            if final or stopping or makes_room:
+                saver.wait()
+                if saver.failed:
+                    raise saver.failed
         # What no step after a checkpoint reads may go; before it is saved, a kill would need it again.
-        windows.let_go(store, usage, step, fingerprint, final, remove=accelerator.is_main_process)
-    reporter.bar.close()
+        windows.let_go(store, usage, step, fingerprint, final, remove=main and makes_room)
+        if stopping:
+            break
+    saver.close()
+    reporter.close()
     # Together, so that no rank closes its connections while another still saves or speaks to it.
     accelerator.wait_for_everyone()
     accelerator.end_training()
+    if stopping:
+        why = f"{deadline.reason or 'another rank'}: saved after step {state.step} of {len(batches)}"
+        raise Stopped(f"train: stopped by {why}; the same command goes on" if main else "")
 
-    if accelerator.is_main_process:
-        assert found is not None
+    if main:
+        assert saver.committed is not None
+        facts = {name: value for name, value in asdict(state).items() if name != "step"}
         artifacts.write_json(
             folder / artifacts.MANIFEST,
             {
                 "fingerprint": fingerprint,
                 "inputs": inputs,
-                "checkpoint": str(found.relative_to(folder)),
+                "checkpoint": str(saver.committed.relative_to(folder)),
                 "steps": len(batches),
-                **totals,
-                "heldout": artifacts.read_json(found / artifacts.MANIFEST, "train.py")["heldout"],
-                "files": artifacts.list_files(folder, found.iterdir()),
+                **facts,
+                "files": artifacts.list_files(folder, saver.committed.iterdir()),
             },
         )
-        waited = totals["waited"] / max(totals["seconds"], 1e-9)
+        idle = state.waited / max(state.seconds, 1e-9)
         print(
-            f"train: {len(batches)} steps, {totals['tokens']:,} tokens, {waited:.1%} of the time waiting for data; "
-            f"drafter in {found}"
+            f"train: {len(batches)} steps, {state.tokens:,} tokens, {idle:.1%} of the time waiting for data; "
+            f"drafter in {saver.committed}"
         )
+
+
+@dataclass
+class State:
+    """How far a run is: what a checkpoint holds beside tensors."""
+
+    step: int = 0  # of the data order
+    updates: int = 0  # of the weights: fewer, where steps were left out
+    tokens: int = 0
+    pairs: int = 0
+    seconds: float = 0.0
+    waited: float = 0.0  # seconds of these, for data
+    left_out: list[int] = field(default_factory=list)  # steps whose gradient was not finite
+    heldout: dict[str, Any] | None = None  # what was measured last
+    trackers: dict[str, str] = field(default_factory=dict)  # under which ids trackers know the run
+
+    def leave_out(self, step: int, samples: list[int], allowed: int) -> None:
+        """Note a step that changed nothing, since its loss or gradient was not finite.
+
+        Raises:
+            UserError: that was one more than is allowed.
+        """
+        self.left_out.append(step)
+        if len(self.left_out) > allowed:
+            before = f", after {len(self.left_out) - 1} steps that were left out" if allowed else ""
+            raise UserError(
+                f"step {step}: loss or gradient is not finite (samples {samples} of the train split){before}; nothing was "
+                "updated or saved: look at them, lower train.lr, or leave such steps out with train.skip_nonfinite=n"
+            )
 
 
 def accumulate(
-    model: nn.Module, share: list[tuple[Batch, bool]], counts: Tensor, gamma: float, accelerator: Accelerator
+    parallel: Parallel, share: list[tuple[Batch, bool]], counts: Tensor, gamma: float
 ) -> tuple[Tensor, Tensor]:
     """Add up the gradients of a step. Nothing here waits for the device: work is only queued.
 
     Args:
-        share: this rank's micro-batches, as `load` gives them, with `counts` [K], their part of N_k.
+        share: this rank's micro-batches, as `load` gives them, with `counts` [K+1], their part of N_k.
 
     Returns:
-        Over all ranks, on the device: what was measured [MEASURES, K], and N_k [K].
+        Over all ranks, on the device: what was measured [MEASURES, K], and the sum of counts [K+1].
     """
-    # N_k is complete before any gradient is taken.
+    accelerator = parallel.accelerator
+    # N_k is complete before any gradient is taken: what a pair weighs does not depend on who has it.
     counts = reduce_sums(accelerator, counts.to(accelerator.device, non_blocking=True))
-    weights = step_weights(counts, gamma)
-    sums = torch.zeros(MEASURES, len(counts), device=accelerator.device)
+    weights = step_weights(counts[:-1], gamma)
+    sums = torch.zeros(MEASURES, len(weights), device=accelerator.device)
     for index, (batch, real) in enumerate(share):
-        last = index == len(share) - 1
-        # DDP averages over ranks; the loss is a sum over them, hence the world size.
+        # Ranks are averaged over; the loss is a sum over them, hence their number.
         factor = float(real) * accelerator.num_processes * batch.scale
-        with nullcontext() if last else accelerator.no_sync(model):
-            loss, measured = model(batch.to(accelerator.device), weights * factor)
-            accelerator.backward(loss)
-        sums += measured.stacked() * float(real)
+        with parallel.micro_batch(last=index == len(share) - 1):
+            loss, measured = parallel.model(batch.to(accelerator.device), weights * factor)
+            # A loss that is not finite may have a gradient that is: then none is, on any rank.
+            parallel.backward(loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan))
+        sums += torch.where(torch.tensor(real, device=sums.device), measured.stacked(), 0.0)
     return reduce_sums(accelerator, sums), counts
-
-
-def training_inputs(config: Config, store: Store, vocab_sha: str) -> dict[str, Any]:
-    """Everything that the trained weights depend on."""
-    recipe = {name: value for name, value in asdict(config.train).items() if name not in UNRELATED}
-    return {
-        "layout": LAYOUT,
-        "store": store.fingerprint,
-        "data": store.inputs["data"],
-        "vocab": vocab_sha[:16],
-        "drafter": asdict(config.drafter),
-        "train": recipe,
-        "seed": config.seed,
-    }
-
-
-def claim(folder: Path, fingerprint: str, inputs: dict[str, Any], overwrite: bool) -> None:
-    """Mark the folder as this run's; a folder that holds another run, finished or not, is refused.
-
-    Raises:
-        UserError: the folder holds a run of other inputs and `overwrite` is off.
-    """
-    record = folder / "inputs.json"
-    if record.exists():
-        begun = artifacts.read_json(record, "train.py")["inputs"]
-        if begun != inputs and not overwrite:
-            raise UserError(
-                f"{folder} holds a run of other inputs ({artifacts.describe_change(begun, inputs)}): "
-                "choose another name=… or run_dir=…, or replace it with overwrite=true"
-            )
-        if begun != inputs:
-            artifacts.discard(folder)
-    artifacts.write_json(record, {"fingerprint": fingerprint, "inputs": inputs})
-
-
-def make_accelerator(config: Config, folder: Path) -> Accelerator:
-    """The accelerator, checked to be a kind that this loop synchronises and saves correctly."""
-    unsupported = "which this trainer does not support yet: launch one process or DDP (configs/accelerate/)"
-    for plugin in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
-        # On CPUs accelerate drops the plugin and says nothing: ask what was wanted, not only what came.
-        if parse_flag_from_env(f"ACCELERATE_USE_{plugin}"):
-            raise UserError(f"accelerate launched {plugin}, {unsupported}")
-    accelerator = Accelerator(
-        mixed_precision=config.train.precision,
-        log_with="wandb" if config.train.wandb != "disabled" else None,
-        project_dir=str(folder),
-        # The only buffers are the target's weights, the same on every rank.
-        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
-    )
-    supported = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
-    if accelerator.distributed_type not in supported:
-        raise UserError(f"accelerate launched {accelerator.distributed_type.value}, {unsupported}")
-    if accelerator.num_processes != (launched := int(os.environ.get("WORLD_SIZE", "1"))):
-        raise UserError(
-            f"{launched} processes were launched, and each would train alone: "
-            "without GPUs set ACCELERATE_USE_CPU=true, or launch one process"
-        )
-    return accelerator
-
-
-def start_tracker(accelerator: Accelerator, config: Config, folder: Path, inputs: dict[str, Any]) -> None:
-    """Save the resolved configuration and start the tracker."""
-    if accelerator.is_main_process:
-        artifacts.write_text(folder / "config.yaml", cli.to_yaml(config))
-    if config.train.wandb != "disabled":
-        settings = {"dir": str(folder), "mode": config.train.wandb, "name": config.name, "resume": "allow"}
-        settings["id"] = f"{config.name}-{artifacts.fingerprint(inputs)}"
-        accelerator.init_trackers(config.train.project, config=inputs, init_kwargs={"wandb": settings})
 
 
 def step_weights(counts: Tensor, gamma: float) -> Tensor:
@@ -278,9 +260,8 @@ def step_weights(counts: Tensor, gamma: float) -> Tensor:
     return torch.where(counts > 0, gamma**steps / counts.clamp(min=1), 0.0).float()
 
 
-def learning_rate(step: int, total: int, config: Config) -> float:
+def learning_rate(step: int, total: int, t: TrainConfig) -> float:
     """Linear warm-up, then a cosine to min_lr * lr; `step` counts from 1."""
-    t = config.train
     warmup = max(1, round(t.warmup * total))
     if step <= warmup:
         return t.lr * step / warmup
@@ -288,29 +269,31 @@ def learning_rate(step: int, total: int, config: Config) -> float:
     return t.lr * (t.min_lr + (1 - t.min_lr) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-@torch.no_grad()
-def evaluate(
-    model: Objective,
-    split: StoreSplit,
-    config: Config,
-    kept: Tensor,
-    accelerator: Accelerator,
-    everything: bool,
-) -> dict[str, Any]:
-    """Teacher-forced metrics on the held-out split (the first `eval_samples` of it, or everything)."""
-    t = config.train
-    chosen = range(len(split) if everything else min(len(split), t.eval_samples))
-    lengths = [split.lengths[i] for i in chosen]
-    # A long conversation here needs no memory for gradients: the batches grow, and the numbers stay the split's.
-    batches = order.global_batches(lengths, max([t.batch_tokens, *lengths]), seed=0, epoch=0)
-    mine = batches[accelerator.process_index :: accelerator.num_processes]
-    sums = torch.zeros(MEASURES, t.unroll, device=accelerator.device)
-    weights = torch.zeros(t.unroll, device=accelerator.device)
-    objective = accelerator.unwrap_model(model, keep_fp32_wrapper=True)
-    objective.eval()
-    with accelerator.autocast():
-        for indices in mine:
-            batch = build_batch(split.read_all(indices), t.unroll, kept, t.oov)
-            sums += objective(batch.to(accelerator.device), weights)[1].stacked()
-    objective.train()
-    return summarise(reduce_sums(accelerator, sums))
+def blame(parallel: Parallel, share: list[tuple[Batch, bool]], samples: list[int], lengths: Sequence[int]) -> list[int]:
+    """Which samples of a step give a loss that is not finite, on any rank; all of the step's if none does alone."""
+    accelerator, guilty = parallel.accelerator, []
+    parts = order.share(samples, lengths, accelerator.num_processes * len(share))
+    weights = torch.ones(share[0][0].unroll, device=accelerator.device)
+    for (batch, real), part in zip(share, parts[accelerator.process_index :: accelerator.num_processes], strict=True):
+        with torch.no_grad():
+            loss, _ = parallel.model(batch.to(accelerator.device), weights)
+        guilty += part if real and not loss.isfinite() else []
+    return sorted(gather_object(guilty)) or sorted(samples)
+
+
+def take(parallel: Parallel, state: State, shape: DrafterShape) -> checkpoint.Snapshot:
+    """The run as it is now; on the main process with all tensors, in memory of their own. Every rank calls it."""
+    main = parallel.accelerator.is_main_process
+    weights, moments = (
+        {name: tensor.to("cpu", copy=True) for name, tensor in some if main}
+        for some in (parallel.weights(), parallel.moments())
+    )
+    generators = rng.of_all(gather_object([rng.rng_state(parallel.accelerator.device)]))
+    return checkpoint.Snapshot(state.step, weights, moments, generators, shape, {"state": asdict(state)})
+
+
+def memory_bytes(device: torch.device) -> int:
+    """The most that this process held on its GPU; on a CPU, the most that it held at all."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts kilobytes

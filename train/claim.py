@@ -1,0 +1,49 @@
+"""Whose the folder is: what a run's weights depend on, and the record of it that its folder carries."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from eagle31_train import artifacts
+from eagle31_train.schema import Config, UserError
+from eagle31_train.store import Store
+
+LAYOUT = 3  # raise it when the same inputs are trained otherwise
+# Options that steer memory, reporting, saving and stopping but not what is learnt.
+UNRELATED = {"accumulation", "recompute", "compile", "workers", "eval_every", "eval_samples", "checkpoint_every"}
+UNRELATED |= {"keep_checkpoints", "time_limit", "skip_nonfinite", "wandb", "project", "tensorboard"}
+RECORD = "inputs.json"
+
+
+def training_inputs(config: Config, store: Store, vocab_sha: str, start: str | None) -> dict[str, Any]:
+    """Everything that the trained weights depend on; `start` is what the initial weights are known by, if given."""
+    recipe = {name: value for name, value in asdict(config.train).items() if name not in UNRELATED}
+    recipe.pop("init_revision")
+    return {
+        "layout": LAYOUT,
+        "store": store.fingerprint,
+        "data": store.inputs["data"],
+        "vocab": vocab_sha[:16],
+        "drafter": asdict(config.drafter),
+        "train": {**recipe, "init_from": start},
+        "seed": config.seed,
+    }
+
+
+def claim(folder: Path, fingerprint: str, inputs: dict[str, Any], overwrite: bool) -> None:
+    """Mark the folder as this run's; a folder that holds another run, finished or not, is refused.
+
+    Raises:
+        UserError: the folder holds a run of other inputs and `overwrite` is off.
+    """
+    record = folder / RECORD
+    if record.exists():
+        begun = artifacts.read_json(record, "train.py")["inputs"]
+        if begun != inputs and not overwrite:
+            raise UserError(
+                f"{folder} holds a run of other inputs ({artifacts.describe_change(begun, inputs)}): "
+                "choose another name=… or run_dir=…, or replace it with overwrite=true"
+            )
+        if begun != inputs:
+            artifacts.discard(folder)
+    artifacts.write_json(record, {"fingerprint": fingerprint, "inputs": inputs})

@@ -1,0 +1,64 @@
+"""When a run is told to stop: by SIGTERM, as a cluster does, or by its own time limit."""
+
+import re
+import signal
+import threading
+import time
+from typing import Any
+
+from eagle31_train.schema import Stopped, UserError
+
+UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+
+
+def parse_limit(text: str | None) -> float | None:
+    """Seconds from "3h50m", "90m", "30s" or "2d"; None for no limit.
+
+    Raises:
+        UserError: it is no such time.
+    """
+    if text is None:
+        return None
+    parts = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text.replace(" ", ""))
+    seconds = (
+        sum(int(part or 0) * unit for part, unit in zip(parts.groups(), UNITS.values(), strict=True)) if parts else 0
+    )
+    if seconds <= 0:
+        raise UserError(f"train.time_limit={text} is no time: write it like 3h50m, 90m or 30s")
+    return float(seconds)
+
+
+class Deadline:
+    """`with Deadline(limit) as deadline:` notes a SIGTERM instead of dying of it; a second one ends the run at once.
+
+    Args:
+        limit: seconds from now after which `reason` says so; None for none.
+    """
+
+    def __init__(self, limit: float | None) -> None:
+        self._end = None if limit is None else time.monotonic() + limit
+        self._signalled = False
+        self._before: Any = None
+
+    def __enter__(self) -> "Deadline":
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGTERM, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
+
+    @property
+    def reason(self) -> str | None:
+        """Why this process is to stop; None if it is not."""
+        if self._signalled:
+            return "SIGTERM"
+        return "train.time_limit" if self._end is not None and time.monotonic() >= self._end else None
+
+    def _note(self, *_: object) -> None:
+        if self._signalled:
+            raise Stopped(
+                "train: stopped at once by a second SIGTERM; the same command goes on from the last checkpoint"
+            )
+        self._signalled = True

@@ -1,0 +1,40 @@
+"""Teacher-forced metrics on the held-out split."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle31_train.drafter.batch import build_batch
+from eagle31_train.loss import MEASURES
+from eagle31_train.schema import Config
+from eagle31_train.store import StoreSplit
+from train import order
+from train.metrics import reduce_sums, summarise
+from train.parallel import Parallel
+
+
+@torch.no_grad()
+def evaluate(
+    parallel: Parallel, split: StoreSplit, config: Config, kept: Tensor, everything: bool = False
+) -> dict[str, Any]:
+    """What `summarise` says of the split: of its first `eval_samples`, or of everything.
+
+    Args:
+        kept: [V] bool, which tokens of the target the draft vocabulary holds.
+    """
+    t, accelerator = config.train, parallel.accelerator
+    chosen = range(len(split) if everything else min(len(split), t.eval_samples))
+    lengths = [split.lengths[i] for i in chosen]
+    # A long conversation here needs no memory for gradients: the batches grow, and the numbers stay the split's.
+    batches = order.global_batches(lengths, max([t.batch_tokens, *lengths]), seed=0, epoch=0)
+    ranks, rank = accelerator.num_processes, accelerator.process_index
+    sums = torch.zeros(MEASURES, t.unroll, device=accelerator.device)
+    weights = torch.zeros(t.unroll, device=accelerator.device)
+    for first in range(0, len(batches), ranks):
+        # Every rank runs the model equally often, since sharded weights are gathered from all: one that has
+        # no batch left takes the first of the round again, and counts it for nothing.
+        real = first + rank < len(batches)
+        batch = build_batch(split.read_all(batches[first + rank if real else first]), t.unroll, kept, t.oov)
+        sums += parallel.model(batch.to(accelerator.device), weights)[1].stacked() * float(real)
+    return summarise(reduce_sums(accelerator, sums))

@@ -1,0 +1,164 @@
+"""What was launched, and whether it is what was asked for.
+
+accelerate drops settings that a machine cannot serve without a word: processes that each train alone, plugins
+that do not exist on a CPU. So what came is compared with what the launch asked for, before anything is trained.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.utils import (
+    DeepSpeedPlugin,
+    DistributedType,
+    InitProcessGroupKwargs,
+    broadcast_object_list,
+    gather_object,
+    parse_flag_from_env,
+)
+
+from eagle31_train.schema import Config, TrainConfig, UserError
+from train import tracking
+
+SEE = "see docs/launch.md"
+
+
+def make_accelerator(config: Config, folder: Path) -> Accelerator:
+    """The accelerator, checked to be what was asked for.
+
+    Raises:
+        UserError: it is not, or it is nothing that this trainer serves; says what to do.
+    """
+    check_environment(config.train)
+    deepspeed = parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
+    # The only buffers are the target's weights, the same on every rank.
+    handlers: list[Any] = [DistributedDataParallelKwargs(broadcast_buffers=False)]
+    if deepspeed and not torch.cuda.is_available():
+        handlers.append(InitProcessGroupKwargs(backend="gloo"))
+    accelerator = Accelerator(
+        mixed_precision="no",  # Objective.autocast is the precision, alike in all profiles
+        log_with=tracking.loggers(config) or None,
+        project_dir=str(folder),
+        deepspeed_plugin=deepspeed_plugin() if deepspeed else None,
+        kwargs_handlers=handlers,
+    )
+    check_accelerator(accelerator)
+    return accelerator
+
+
+def check_environment(t: TrainConfig) -> None:
+    """Refuse what a launch asks for by its environment and this trainer would not do, or does otherwise.
+
+    Raises:
+        UserError: names it.
+    """
+    asked = os.environ.get
+    if parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM"):
+        raise UserError(f"accelerate launched Megatron-LM, which this trainer does not serve: {SEE}")
+    if parse_flag_from_env("ACCELERATE_USE_FSDP") and asked("FSDP_VERSION", "1") != "2":
+        raise UserError("accelerate launched FSDP1: set fsdp_version: 2, as in configs/accelerate/fsdp2.yaml")
+    if parse_flag_from_env("ACCELERATE_USE_FSDP") and parse_flag_from_env("FSDP_OFFLOAD_PARAMS"):
+        raise UserError("this trainer does not offload under FSDP2: use configs/accelerate/zero3_offload.yaml")
+    if (mixed := asked("ACCELERATE_MIXED_PRECISION", "no")) not in ("no", t.precision):
+        raise UserError(
+            f"accelerate's mixed_precision is {mixed}, but train.precision={t.precision}: "
+            "set train.precision, and mixed_precision: 'no' in accelerate's configuration"
+        )
+    if (steps := asked("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")) not in ("1", "auto"):
+        raise UserError(f"accelerate's gradient_accumulation_steps is {steps}: set train.accumulation={steps} instead")
+    if (compiler := asked("ACCELERATE_DYNAMO_BACKEND", "no")).lower() != "no":
+        raise UserError(f"accelerate's dynamo_backend is {compiler}: set train.compile=true instead")
+
+
+def deepspeed_plugin() -> DeepSpeedPlugin:
+    """DeepSpeed's settings, of the JSON file that accelerate's configuration names.
+
+    Raises:
+        UserError: they contradict this trainer.
+    """
+    try:
+        plugin = DeepSpeedPlugin()
+    except ValueError as error:
+        raise UserError(f"accelerate refuses DeepSpeed's settings ({' '.join(str(error).split())}): {SEE}") from None
+    settings = plugin.deepspeed_config
+    for half in ("fp16", "bf16"):
+        if settings.get(half, {}).get("enabled") not in (None, False, "auto"):
+            raise UserError(
+                f"DeepSpeed's {half} is enabled, which would round the weights: remove it from its JSON file; "
+                "train.precision=bf16 computes in bf16 and keeps fp32 weights"
+            )
+        settings.pop(half, None)
+    if settings.get("gradient_accumulation_steps", 1) not in (1, "auto"):
+        raise UserError("DeepSpeed's gradient_accumulation_steps must be 1: set train.accumulation instead")
+    if "optimizer" in settings or "scheduler" in settings:
+        raise UserError("DeepSpeed's JSON file sets an optimizer or a scheduler: those are train.*'s, remove them")
+    if settings.get("zero_optimization", {}).get("offload_param", {}).get("device", "none") == "nvme":
+        raise UserError(f"parameters on NVMe are not served: use configs/deepspeed/zero3_offload.json ({SEE})")
+    settings["gradient_accumulation_steps"] = 1
+    settings["train_micro_batch_size_per_gpu"] = 1  # DeepSpeed wants a number; batches are the trainer's own
+    settings["zero_force_ds_cpu_optimizer"] = False  # torch's fused AdamW steps on CPUs too, to the same bits
+    settings["zero_allow_untested_optimizer"] = True
+    settings.setdefault("steps_per_print", 1 << 60)
+    return plugin
+
+
+def check_accelerator(accelerator: Accelerator) -> None:
+    """Compare what came with what the launch asked for: kind, number of processes, back end.
+
+    Raises:
+        UserError: says what differs.
+    """
+    came, count = accelerator.distributed_type, accelerator.num_processes
+    if count != (launched := int(os.environ.get("WORLD_SIZE", "1"))):
+        raise UserError(
+            f"{launched} processes were launched, and each would train alone: "
+            "without GPUs set ACCELERATE_USE_CPU=true, or launch one process"
+        )
+    on_cpu = accelerator.device.type == "cpu"
+    if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
+        wanted = DistributedType.DEEPSPEED
+    elif count == 1:
+        wanted = DistributedType.NO
+    elif on_cpu:
+        wanted = DistributedType.MULTI_CPU
+    else:
+        fsdp = parse_flag_from_env("ACCELERATE_USE_FSDP")
+        wanted = DistributedType.FSDP if fsdp else DistributedType.MULTI_GPU
+    # One process under torchrun is a group of one.
+    alone = count == 1 and came in (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+    if came != wanted and not alone:
+        hint = "; on a machine without GPUs launch DeepSpeed with ACCELERATE_USE_CPU unset" if on_cpu else ""
+        raise UserError(f"the launch asked for {wanted.value}, and accelerate made {came.value} of it{hint}: {SEE}")
+    if parse_flag_from_env("ACCELERATE_USE_FSDP") and count == 1:
+        raise UserError("FSDP2 shards over several processes, and one was launched: use configs/accelerate/gpu.yaml")
+    if torch.distributed.is_initialized():
+        backend, fits = torch.distributed.get_backend(), "gloo" if on_cpu else "nccl"
+        if fits not in backend:
+            raise UserError(f"the processes speak through {backend}, which does not serve {accelerator.device.type}")
+
+
+def check_alike(facts: dict[str, Any]) -> None:
+    """Refuse ranks that would train something else than the first.
+
+    Args:
+        facts: what must be the same everywhere.
+
+    Raises:
+        UserError: on every rank, names the first rank that differs and how.
+    """
+    everyone = gather_object([facts])
+    for rank, other in enumerate(everyone):
+        changed = sorted(name for name in facts if other.get(name) != everyone[0].get(name))
+        if changed:
+            name = changed[0]
+            raise UserError(
+                f"rank {rank} differs from rank 0 in {name} ({other.get(name)}, not {everyone[0].get(name)}): "
+                "start every process with the same options, versions and files"
+            )
+
+
+def agreed(accelerator: Accelerator, value: Any) -> Any:
+    """The main process's value, on every rank."""
+    return broadcast_object_list([value])[0] if accelerator.num_processes > 1 else value

@@ -1,0 +1,328 @@
+"""How a step is shared by devices: one process, DDP, DeepSpeed ZeRO and FSDP2, behind one interface.
+
+    parallel = parallelise(accelerator, objective, t)
+    with parallel.micro_batch(last):                      # gradients add up until the last, then over ranks
+        loss, measured = parallel.model(batch, weights)   # every rank as often as every other
+        parallel.backward(loss)
+    norm, *rest = parallel.update(lr, *rest)              # clipped; nothing where the norm is not finite
+
+Weights are fp32 in all of them and bf16 is autocast's (`Objective.autocast`), so that a recipe means the same
+under each. `moments` and `set_moments` speak of whole tensors by name, whatever the sharding: what one profile
+saved any other goes on from.
+
+The drafter is one layer whose projections are used outside of their modules' forward passes. So the objective as
+a whole is what ZeRO-3 and FSDP2 gather: parameters, gradients and moments are sharded between steps, and there is
+one full copy of the parameters during each.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, parse_flag_from_env
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from eagle31_train.loss import Objective
+from eagle31_train.schema import TrainConfig
+from train.metrics import fetch
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def parallelise(accelerator: Accelerator, objective: Objective, t: TrainConfig) -> "Parallel":
+    """Spread an objective, which has its initial weights on every rank, over what was launched."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        return Zero(accelerator, objective, t)
+    # On a CPU accelerate knows no FSDP and says nothing: what was asked for counts.
+    if parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        return Sharded(accelerator, objective, t)
+    return Replicated(accelerator, objective, t)
+
+
+def make_optimizer(objective: Objective, t: TrainConfig) -> torch.optim.AdamW:
+    """AdamW on what is trained: matrices decay, norms do not."""
+    trained = [parameter for parameter in objective.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": t.weight_decay},
+        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=t.lr, betas=(t.betas[0], t.betas[1]), fused=True)
+
+
+class Parallel:
+    """What all kinds share.
+
+    Args:
+        accelerator: of the launch.
+        objective: with its initial weights, the same on every rank; on the CPU.
+        t: AdamW's and the clipping's options.
+
+    Attributes:
+        model: what to call, as `Objective.forward`; every rank as often as every other.
+        optimizer: AdamW, or what wraps it.
+        kind: in words, for records.
+        updates: how many AdamW has done.
+    """
+
+    model: Any
+    optimizer: Any
+    kind: str
+
+    def __init__(self, accelerator: Accelerator, objective: Objective, t: TrainConfig) -> None:
+        self.accelerator, self.objective, self.t = accelerator, objective, t
+        self.updates = 0
+        self._spread()
+
+    def _spread(self) -> None:
+        """Put the objective onto the devices, and make model and optimizer."""
+        raise NotImplementedError
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[Any]:  # noqa: ARG002 (not every kind waits for it)
+        """Encloses forward and backward pass; gradients are exchanged at the last at the latest."""
+        return nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the loss's gradient to what the step has; after the last it is the mean over ranks."""
+        loss.backward()
+
+    def update(self, lr: float, *rest: Tensor) -> list[Tensor]:
+        """Clip and step, if the gradient is finite on every rank; forget the gradients.
+
+        Returns:
+            The gradient's norm before clipping (infinite or NaN: nothing was updated), and `rest`, on the CPU in
+            fp64 after one wait for the device.
+        """
+        self._set_lr(lr)
+        norm = self._clip()
+        found = fetch(norm, *rest)
+        if torch.isfinite(found[0]):
+            self.optimizer.step()
+            self.updates += 1
+        self.optimizer.zero_grad(set_to_none=True)
+        return found
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter of the drafter, whole, by name; collective. Valid until the next one is asked for."""
+        for name, parameter in self.objective.drafter.named_parameters():
+            yield name, self._whole(parameter.detach())
+
+    def moments(self) -> Iterator[tuple[str, Tensor]]:
+        """AdamW's moments as `exp_avg.NAME` and `exp_avg_sq.NAME`, likewise; none before the first update."""
+        for name, parameter in self.objective.drafter.named_parameters():
+            if state := self.optimizer.state.get(parameter):
+                yield from ((f"{moment}.{name}", self._whole(state[moment])) for moment in MOMENTS)
+
+    def set_moments(self, moments: Mapping[str, Tensor], updates: int) -> None:
+        """Go on after so many updates that left these; every rank gives all of them."""
+        self.updates = updates
+        for name, parameter in self.objective.drafter.named_parameters():
+            if f"{MOMENTS[0]}.{name}" in moments:
+                self.optimizer.state[parameter] = {
+                    "step": self._count(parameter.device),
+                    **{moment: self._part(moments[f"{moment}.{name}"], parameter) for moment in MOMENTS},
+                }
+
+    def differs(self) -> str | None:
+        """What of the weights is not the same on all ranks, or not sharded as it should be; None if nothing is."""
+        raise NotImplementedError
+
+    def _set_lr(self, lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+    def _count(self, device: torch.device) -> Tensor:
+        return torch.tensor(float(self.updates), device=device)  # where fused AdamW wants it
+
+    def _clip(self) -> Tensor:
+        norm = nn.utils.clip_grad_norm_(self.objective.drafter.parameters(), self.t.clip)
+        return self._whole(norm)
+
+    def _whole(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def _part(self, whole: Tensor, parameter: Tensor) -> Tensor:
+        """What this rank keeps of a whole moment of `parameter`."""
+        return whole.to(parameter.device)
+
+    def _alike(self, names_and_tensors: Iterator[tuple[str, Tensor]]) -> str | None:
+        """The first tensor that is not the same on all ranks."""
+        names, digests = [], []
+        for name, tensor in names_and_tensors:
+            names.append(name)
+            # The bits, so that no sum rounds a difference away.
+            bits = tensor.detach().contiguous().view(torch.int32).long()
+            digests.append(torch.stack([bits.sum(), (bits * bits).sum()]))
+        mine = torch.stack(digests)
+        everyone = self.accelerator.gather(mine[None])
+        assert isinstance(everyone, Tensor)
+        wrong = (everyone != everyone[:1]).any(0).any(-1).nonzero()
+        return f"{names[int(wrong[0])]} is not the same on all ranks" if len(wrong) else None
+
+
+class Replicated(Parallel):
+    """One process, or DDP: every rank holds everything."""
+
+    def _spread(self) -> None:
+        self.optimizer = make_optimizer(self.objective, self.t)
+        self.model = self.accelerator.prepare(self.objective)
+        self.kind = "ddp" if self.accelerator.num_processes > 1 else "one process"
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
+        """See `Parallel`."""
+        return nullcontext() if last else self.accelerator.no_sync(self.model)
+
+    def differs(self) -> str | None:
+        """See `Parallel`."""
+        return self._alike(self.objective.drafter.named_parameters())
+
+
+class Sharded(Parallel):
+    """FSDP2: every rank holds a part of each parameter, gradient and moment.
+
+    torch's own `fully_shard`, and accelerate for the launch alone: its wrapper knows no CPU, where this is tested.
+    """
+
+    def _spread(self) -> None:
+        device = self.accelerator.device
+        mesh = init_device_mesh(device.type, (self.accelerator.num_processes,))
+        self.model = fully_shard(self.objective.to(device), mesh=mesh, reshard_after_forward=True)
+        self.optimizer = make_optimizer(self.objective, self.t)  # of the parts
+        self.kind = "fsdp2"
+
+    def differs(self) -> str | None:
+        """See `Parallel`."""
+        for name, parameter in self.objective.drafter.named_parameters():
+            if not isinstance(parameter, DTensor) or parameter.device_mesh.size() != self.accelerator.num_processes:
+                return f"{name} is not sharded over all ranks"
+        return None
+
+    def _whole(self, tensor: Tensor) -> Tensor:
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def _part(self, whole: Tensor, parameter: Tensor) -> Tensor:
+        assert isinstance(parameter, DTensor)
+        whole = whole.to(parameter.device)
+        # Everybody has the whole, so nobody need send: src_data_rank=None.
+        return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+class Zero(Parallel):
+    """DeepSpeed: stage 1 shards the moments, 2 the gradients too, 3 also the parameters; 0 nothing.
+
+    DeepSpeed keeps fp32 parameters in flat partitions of its own, and steps on those. From stage 1 on it clips,
+    and leaves out an update whose norm is not finite, itself.
+    """
+
+    def _spread(self) -> None:
+        from deepspeed.runtime.zero import register_external_parameter
+
+        settings = self.accelerator.state.deepspeed_plugin.deepspeed_config
+        self.stage = settings["zero_optimization"]["stage"]
+        settings["gradient_clipping"] = self.t.clip if self.stage else 0.0
+        self.model, _ = self.accelerator.prepare(self.objective, make_optimizer(self.objective, self.t))
+        self.optimizer = self.model.optimizer
+        if self.stage == 3:
+            # Gathered with the objective, whose forward pass uses them all. As a leaf module, DeepSpeed's own way
+            # to say so, it would reduce gradients before they are there, since no input of it has a gradient.
+            for parameter in self.objective.drafter.parameters():
+                register_external_parameter(self.objective, parameter)
+        offload = settings["zero_optimization"].get("offload_optimizer", {}).get("device", "none")
+        if self.stage:
+            self._make_moments()
+        self.kind = f"zero{self.stage}" + (f", moments on the {offload.upper()}" if offload != "none" else "")
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
+        """See `Parallel`."""
+        self.model.set_gradient_accumulation_boundary(last)
+        return nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        """See `Parallel`."""
+        self.model.backward(loss)
+
+    def update(self, lr: float, *rest: Tensor) -> list[Tensor]:
+        """See `Parallel`."""
+        if self.stage == 0:
+            return super().update(lr, *rest)
+        self._set_lr(lr)
+        self.model.step()
+        if not self.optimizer.overflow:
+            self.updates += 1
+        norm = torch.as_tensor(self.model.get_global_grad_norm(), device=self.accelerator.device)
+        return fetch(norm, *rest)
+
+    def moments(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Parallel`."""
+        if self.stage == 0:
+            yield from super().moments()
+            return
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        for name, parameter in self._trained() if self.updates else ():
+            yield from ((f"{m}.{name}", safe_get_full_optimizer_state(parameter, m)) for m in MOMENTS)
+
+    def set_moments(self, moments: Mapping[str, Tensor], updates: int) -> None:
+        """See `Parallel`."""
+        if self.stage == 0 or not moments:
+            super().set_moments(moments, updates)
+            return
+        self.updates = updates
+        for state in self.optimizer.optimizer.state.values():
+            state["step"].fill_(updates)
+        for name, parameter in self._trained():
+            for moment in MOMENTS:
+                self._set_moment(parameter, moment, moments[f"{moment}.{name}"])
+
+    def differs(self) -> str | None:
+        """See `Parallel`."""
+        if self.stage < 3:
+            return self._alike(self.objective.drafter.named_parameters())
+        parameter: Any  # with what DeepSpeed adds to it
+        for name, parameter in self.objective.drafter.named_parameters():
+            if parameter.ds_tensor.numel() * self.accelerator.num_processes < parameter.ds_numel:
+                return f"{name} is not sharded over all ranks"
+        return None
+
+    def _make_moments(self) -> None:
+        """Zero moments in DeepSpeed's flat partitions, as AdamW's first step makes them.
+
+        Here, since after that step DeepSpeed 0.19 lets only the first group's parameters find theirs.
+        """
+        zero = self.optimizer
+        for part in zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups:
+            moments = {moment: torch.zeros_like(part.data) for moment in MOMENTS}
+            zero.optimizer.state[part] = {"step": self._count(part.device), **moments}
+        if self.stage < 3:
+            zero._lazy_init_hp_params_optimizer_state()
+
+    def _trained(self) -> list[tuple[str, nn.Parameter]]:
+        return [(n, p) for n, p in self.objective.drafter.named_parameters() if p.requires_grad]
+
+    def _whole(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Parallel`."""
+        if self.stage < 3:
+            yield from super().weights()
+            return
+        from deepspeed.runtime.zero import GatheredParameters
+
+        for name, parameter in self.objective.drafter.named_parameters():
+            with GatheredParameters([parameter]):
+                yield name, parameter.detach()
+
+    def _set_moment(self, parameter: Any, moment: str, whole: Tensor) -> None:
+        from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
+
+        if self.stage < 3:
+            safe_set_full_optimizer_state(parameter, whole.to(parameter.device), moment)
+            return
+        size, rank = parameter.ds_tensor.ds_numel, self.accelerator.process_index
+        part = whole.flatten()[size * rank : size * (rank + 1)]  # the last ranks may have less than a part, or none
+        safe_set_local_optimizer_state(parameter, nn.functional.pad(part, (0, size - len(part))), moment)
