@@ -1,0 +1,222 @@
+"""Initial weights from another drafter: `train.init_from`, a run's folder or a published EAGLE 3 or 3.1 draft.
+
+Weights alone are taken: no moments, no position in the data. They mean what they meant only in the same shape, with
+the same RoPE and on the same auxiliary layers; anything else is refused. Two things may differ:
+
+    draft vocabulary   lm_head's rows are taken token by token; tokens that it lacks keep the target's rows
+    EAGLE 3 → 3.1      fc_norm, which it lacks, starts so that fc reads about what it has read so far
+"""
+
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle31_train import artifacts
+from eagle31_train.codec import as_encoded
+from eagle31_train.contract import LAYER_IDS
+from eagle31_train.drafter.layer import Rope, rope_parameters
+from eagle31_train.drafter.model import Drafter
+from eagle31_train.published import Draft
+from eagle31_train.schema import Config, DrafterShape, UserError
+from eagle31_train.store import Store, StoreSplit
+from eagle31_train.vocab import DraftVocab
+from train import sources
+
+POSITIONS = 512  # of the store, whose states tell what fc has read so far
+# What two drafters may differ in and still share weights, or is looked at in another way; all else must agree.
+ASIDE = {"target_hidden_size", "vocab_size", "aux_layers", "draft_vocab_size", "share_embedding"}
+ASIDE |= {"fc_norm", "norm_output", "rope_theta", "rope_scaling", "max_position_embeddings"}
+Say = Callable[[str], None]
+
+
+def identity(config: Config) -> str | None:
+    """What tells the weights that `train.init_from` names from any others; None where the run starts afresh.
+
+    A run that has a checkpoint needs them no more: where they are on the hub, or gone, it goes by its own record.
+
+    Raises:
+        UserError: they cannot be had.
+    """
+    t = config.train
+    if t.init_from is None:
+        if t.init_revision is not None:
+            raise UserError(f"train.init_revision={t.init_revision} is of nothing: set train.init_from to a hub id")
+        return None
+    recorded = sources.recorded(config) if sources.going_on(config) else None
+    if recorded is not None and not Path(t.init_from).exists():
+        return recorded
+    return sources.find(config, None).identity
+
+
+def initial_weights(
+    config: Config, shape: DrafterShape, vocab: DraftVocab, store: Store, drafter: Drafter, say: Say = print
+) -> None:
+    """Copy the weights of `train.init_from` into a drafter that has its own initial weights and is not wrapped yet.
+
+    Every rank reads them for itself, to the same bits.
+
+    Args:
+        say: prints a line, on one rank.
+
+    Raises:
+        UserError: they cannot be had, are not those that the run was begun with, or do not fit.
+    """
+    if config.train.init_from is None:
+        return
+    recorded = sources.recorded(config)
+    source = sources.find(config, recorded)
+    if recorded is not None and source.identity != recorded:
+        raise UserError(
+            f"{source.where} holds other weights than this run began with ({source.identity}, not {recorded}), and no "
+            "checkpoint of it is left: put them back, or begin anew with overwrite=true"
+        )
+    draft = source.read()
+    refuse_other_kind(draft, shape)
+    say(f"train: starts with the weights of {source.path}")
+    copy_weights(draft, vocab, store, drafter, say)
+
+
+# ---------------------------------------------------------------- does it fit
+
+
+def refuse_other_kind(draft: Draft, shape: DrafterShape) -> None:
+    """Raise a UserError that names the options to set, where the weights would mean something else here."""
+    there = draft.shape
+    if (there.target_hidden_size, there.vocab_size) != (shape.target_hidden_size, shape.vocab_size):
+        raise UserError(
+            f"{draft.where} is a drafter for another target, of hidden size {there.target_hidden_size} and "
+            f"{there.vocab_size} tokens; the store's target has {shape.target_hidden_size} and {shape.vocab_size}"
+        )
+    if there.aux_layers != shape.aux_layers:
+        raise UserError(
+            f"{draft.where} reads the inputs of layers {there.aux_layers}, but the store holds those of "
+            f"{shape.aux_layers}{_counted_otherwise(there.aux_layers, shape.aux_layers)}: run `python -m "
+            f"eagle31_train.extract` with target.aux_layers={there.aux_layers}"
+        )
+    kept = [field.name for field in fields(there) if field.name not in ASIDE]
+    wanted = {name: getattr(there, name) for name in kept if getattr(there, name) != getattr(shape, name)}
+    # EAGLE 3 can go on as 3.1; the other way there is nowhere to put what fc_norm has learnt.
+    wanted |= {name: True for name in ("fc_norm", "norm_output") if getattr(there, name) and not getattr(shape, name)}
+    wanted |= _other_rope(there, shape)
+    if wanted:
+        here = {name: getattr(shape, name) for name in wanted}
+        raise UserError(
+            f"{draft.where} was trained otherwise, and its weights are no good here "
+            f"({artifacts.describe_change(wanted, here)}): set {' '.join(map(_option, wanted, wanted.values()))}"
+        )
+
+
+def _counted_otherwise(there: list[int], here: list[int]) -> str:
+    """A hint where the ids look like those of trainers that count outputs of layers."""
+    if [layer + 1 for layer in there] != here:
+        return ""
+    return (
+        f" (if its {LAYER_IDS} count outputs of layers, as some trainers for SGLang do, add 1 to each in config.json)"
+    )
+
+
+def _other_rope(there: DrafterShape, here: DrafterShape) -> dict[str, Any]:
+    """What of RoPE differs, by what it does rather than by how it is written."""
+    names = ("rope_theta", "rope_scaling", "max_position_embeddings")  # some scalings go by the last one
+    wanted = {name: getattr(there, name) for name in names if getattr(there, name) != getattr(here, name)}
+    try:
+        old, new = Rope(there), Rope(here)
+    except UserError:  # theirs is none that transformers knows
+        return wanted
+    kinds = [rope_parameters(shape)["rope_type"] for shape in (there, here)]  # some act on long inputs only
+    if kinds[0] == kinds[1] and torch.equal(old.exact, new.exact) and old.factor == new.factor:
+        return {}
+    if wanted.keys() & {"rope_theta", "rope_scaling"}:
+        wanted.pop("max_position_embeddings", None)
+    return wanted
+
+
+def _option(name: str, value: Any) -> str:
+    """An option as the command line takes it."""
+    if isinstance(value, dict):
+        inner = ",".join(f"{key}:{item}" for key, item in value.items())
+        return f"'drafter.{name}={{{inner}}}'"
+    if name == "rope_scaling":
+        return "no drafter.rope_scaling"
+    return f"drafter.{name}={str(value).lower()}"
+
+
+# ---------------------------------------------------------------- into the drafter
+
+
+@torch.no_grad()
+def copy_weights(draft: Draft, vocab: DraftVocab, store: Store, drafter: Drafter, say: Say) -> None:
+    """Put a draft that fits into a drafter; whatever it lacks keeps the value it has there, and that is said."""
+    shape, tensors = drafter.shape, dict(draft.tensors)
+    rms = _start_fc_norm(store.split("train"), say) if shape.fc_norm and not draft.shape.fc_norm else None
+    if shape.norm_output and not draft.shape.norm_output:
+        say("train: it was trained without norm_output; from now on its steps read the normed state of the one before")
+    if shape.share_embedding and (embedding := tensors.pop("embed_tokens.weight", None)) is not None:
+        _refuse_other_embedding(draft, embedding, store.target["embed_tokens"])
+    for name, parameter in drafter.named_parameters():
+        if name == "lm_head.weight":
+            _copy_head(draft, parameter, vocab, shape, say)
+        elif name.startswith("fc_norm.") and rms is not None:
+            parameter.fill_(rms[int(name.split(".")[1])])
+        elif name == "embed_tokens.weight" and name not in tensors:
+            say("train: it shares the target's embedding, from which embed_tokens starts")
+        else:
+            parameter.copy_(tensors[name])
+
+
+def _copy_head(draft: Draft, head: Tensor, vocab: DraftVocab, shape: DrafterShape, say: Say) -> None:
+    """Rows of lm_head [Vd, D], token by token."""
+    if (rows := draft.tensors.get("lm_head.weight")) is None:
+        say("train: it shares the target's lm_head, from which its own starts")
+        return
+    ours, theirs = torch.from_numpy(vocab.target_ids), torch.from_numpy(draft.vocab.target_ids)
+    places = torch.searchsorted(theirs, ours).clamp(max=len(theirs) - 1)
+    known = theirs[places] == ours
+    head[known] = rows[places[known]].to(head.dtype)
+    if missing := int((~known).sum()):
+        start = "the target's rows" if shape.hidden_size == shape.target_hidden_size else "random rows"
+        say(f"train: {missing:,} of {len(ours):,} draft tokens are not in its vocabulary and start from {start}")
+
+
+def _start_fc_norm(split: StoreSplit, say: Say) -> Tensor:
+    """[A] the weight with which fc_norm starts."""
+    rms, count = state_rms(split)
+    values = ", ".join(f"{value:.3g}" for value in rms.tolist())
+    say(f"train: it has no fc_norm, which starts at the RMS of the target's states ({values}; {count} positions)")
+    return rms
+
+
+def state_rms(split: StoreSplit) -> tuple[Tensor, int]:
+    """[A] fp32, the RMS of each auxiliary layer's states, and of how many positions: the split's first POSITIONS.
+
+    fc_norm divides a state by its RMS r; with the weight c, fc reads c / r times what it read before. The median of
+    r is the c with which it reads at most as many states too large as too small: a mean would follow the first
+    tokens of the documents, whose states are hundreds of times as large in some targets.
+    """
+    rows: list[Tensor] = []
+    for index in range(len(split)):
+        states = as_encoded(split.read(index).attended_states)[: POSITIONS - sum(map(len, rows))]
+        rows.append(states.decode().float().square().mean(-1).sqrt())  # [n, A]
+        if sum(map(len, rows)) == POSITIONS:
+            break
+    rms = torch.cat(rows)
+    if not len(rms):
+        raise UserError(f"{split.store.location} holds no state that trains: run `python -m data_prep` with more data")
+    return rms.median(0).values, len(rms)
+
+
+def _refuse_other_embedding(draft: Draft, theirs: Tensor, target: Tensor, rows: int = 8192) -> None:
+    """A draft's own embedding may only be left out if it is the target's, as exactly as bf16 or fp16 keeps it."""
+    differ = sum(
+        int((~torch.isclose(ours.float(), part.float(), rtol=2**-7, atol=1e-6)).any(-1).sum())
+        for part, ours in zip(theirs.split(rows), target[: len(theirs)].split(rows), strict=True)
+    )
+    if differ:
+        raise UserError(
+            f"{draft.where} has an embedding of its own ({differ:,} of {len(theirs):,} rows are not the target's): set "
+            "drafter.share_embedding=false"
+        )
