@@ -1,0 +1,91 @@
+"""Tiny snapshots of a run, and what is asked of the checkpoints made of them."""
+
+import torch
+
+from eagle31_train.schema import DrafterShape
+from train import checkpoint
+from train.checkpoint import Saver, Snapshot
+
+FINGERPRINT = "f" * 16
+FILES = ["drafter.json", "manifest.json", "model.safetensors", "optimizer.safetensors", "rng.safetensors"]
+SHAPE = DrafterShape(
+    architecture="llama",
+    hidden_size=4,
+    target_hidden_size=4,
+    aux_layers=[1, 2, 3],
+    vocab_size=50,
+    draft_vocab_size=20,
+    intermediate_size=6,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=2,
+    rms_norm_eps=1e-5,
+    rope_theta=100.0,
+    rope_scaling={"rope_type": "linear", "factor": 2.0},
+    max_position_embeddings=128,
+    fc_norm=True,
+    norm_output=True,
+    norm_before_residual=False,
+    share_embedding=True,
+)
+
+
+def snapshot(step, seed=None):
+    """A snapshot of random values; those of other seeds are others, and the seed is the step unless said otherwise."""
+    generator = torch.Generator().manual_seed(step if seed is None else seed)
+    weights = {
+        "fc.weight": torch.randn(4, 12, generator=generator),
+        "norm.weight": torch.randn(4, generator=generator),
+    }
+    moments = {
+        f"{moment}.{name}": torch.randn(tensor.shape, generator=generator)
+        for moment in ("exp_avg", "exp_avg_sq")
+        for name, tensor in weights.items()
+    }
+    rng = {"rank0.torch": torch.randint(0, 256, (24,), generator=generator, dtype=torch.uint8)}
+    extra = {"totals": {"tokens": step * 1000, "seconds": step / 3}, "tracker": {"wandb": "tiny-ä"}}
+    return Snapshot(step, weights, moments, rng, SHAPE, extra)
+
+
+def saver(folder, keep=2, say=None, committed=None):
+    return Saver(folder, FINGERPRINT, keep, say or refuse, committed)
+
+
+def save(folder, *snapshots, keep=2):
+    """Save one after the other; returns the folder."""
+    ours = saver(folder, keep)
+    for one in snapshots:
+        ours.save(one)
+    ours.close()
+    assert ours.failed is None
+    return folder
+
+
+def newest(folder, said=None):
+    """The newest checkpoint as it is loaded; None if there is none. Lines go to `said`."""
+    path = checkpoint.newest(folder, FINGERPRINT, refuse if said is None else said.append)
+    return None if path is None else checkpoint.load(path, SHAPE)
+
+
+def refuse(line):
+    raise AssertionError(f"nothing was to be said, but: {line}")
+
+
+def bits(tensor):
+    return tensor.dtype, tensor.shape, tensor.contiguous().flatten().view(torch.uint8).tolist()
+
+
+def same(loaded, meant):
+    """Whether two of Snapshot and Loaded are equal, bit by bit."""
+    if loaded is None or (loaded.step, loaded.extra) != (meant.step, meant.extra):
+        return False
+    for part in ("weights", "moments", "rng"):
+        ours, theirs = getattr(loaded, part), getattr(meant, part)
+        if ours.keys() != theirs.keys() or any(bits(ours[name]) != bits(theirs[name]) for name in ours):
+            return False
+    return True
+
+
+def names(folder):
+    """Everything in the folder of checkpoints, hidden leftovers too."""
+    return sorted(path.name for path in folder.iterdir())
