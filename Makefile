@@ -15,7 +15,7 @@ export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
 export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo install test lint test-gpu test-vllm bench bench-peers bench-gpu bench-store bench-codecs clean
+.PHONY: demo install test lint test-slow test-gpu test-vllm bench bench-peers bench-gpu bench-store bench-codecs clean
 
 demo: install
 	$(BIN)/python -m eagle31_train.targets.embedded
@@ -43,7 +43,11 @@ lint: install
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest -m 'not vllm and not gpu'
+	$(BIN)/python -m pytest -m 'not vllm and not gpu and not slow'
+
+# The long ones: hundreds of kills, steps and processes, of which `make test` runs a seeded part.
+test-slow: install
+	$(BIN)/python -m pytest -m slow
 
 # What needs a CUDA device; a torch built for one must be in the environment before `make install`.
 test-gpu: install

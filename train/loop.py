@@ -222,8 +222,8 @@ class State:
         if len(self.left_out) > allowed:
             before = f", after {len(self.left_out) - 1} steps that were left out" if allowed else ""
             raise UserError(
-                f"step {step}: loss or gradient is not finite (samples {samples} of the train split){before}; nothing was "
-                "updated or saved: look at them, lower train.lr, or leave such steps out with train.skip_nonfinite=n"
+                f"step {step}: loss or gradient is not finite (samples {samples} of the train split){before}; nothing "
+                "was updated or saved: look at them, lower train.lr, or leave such steps out with train.skip_nonfinite=n"
             )
 
 

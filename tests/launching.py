@@ -1,0 +1,54 @@
+"""Real launches of train.py, in one process or several, on the CPU over loopback."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from pipeline import options
+
+ROOT = Path(__file__).resolve().parent.parent
+PROFILES = ("ddp", "fsdp2", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload")  # those of configs/accelerate
+# `script` instead of train.py trains likewise, and may watch or disturb it before.
+TRAIN = ROOT / "train.py"
+
+
+def command(profile, processes, script=TRAIN):
+    """How a user launches a profile; "one" is one process without a launcher."""
+    if profile == "one":
+        return [sys.executable, str(script)]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    config = ["--config_file", f"configs/accelerate/{profile}.yaml", "--num_processes", str(processes)]
+    address = ["--main_process_ip", "127.0.0.1", "--main_process_port", str(port)]
+    return [sys.executable, "-m", "accelerate.commands.launch", *config, *address, str(script)]
+
+
+def environment(profile, **more):
+    """One thread each, and no GPU even where there is one: a fused step of another device rounds otherwise."""
+    cpu = {} if profile.startswith("zero") else {"ACCELERATE_USE_CPU": "true"}
+    fixed = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+    return {**os.environ, **fixed, **cpu, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", **more}
+
+
+def launch(profile, run, *more, processes=2, script=TRAIN, timeout=300, **variables):
+    """Train in a run's folder; returns the finished process."""
+    arguments = options(run.folder, f"target.path={run.extracted / 'target'}", *more)
+    return subprocess.run(
+        [*command(profile, processes, script), *arguments],
+        cwd=ROOT,
+        env=environment(profile, **variables),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=timeout,
+    )
+
+
+def finish(profile, run, *more, **how):
+    """`launch` that must succeed."""
+    done = launch(profile, run, *more, **how)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
