@@ -45,18 +45,19 @@ TensorOrShape = torch.Tensor | tuple[int, ...]
 def expected_tensors(shape: DrafterShape) -> dict[str, tuple[int, ...]]:
     """Every weight of a checkpoint, by its name in the file, with its shape."""
     require_available(shape.architecture)
+    return weight_shapes(shape)
+
+
+def weight_shapes(shape: DrafterShape) -> dict[str, tuple[int, ...]]:
+    """`expected_tensors`, also of drafters that can be planned but not yet trained: those with MLA."""
     D, H, A = shape.hidden_size, shape.target_hidden_size, len(shape.aux_layers)
     I = shape.intermediate_size  # noqa: E741
-    queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-    # Attention reads cat(embedding, state), hence 2 D.
+    attention = _mla_shapes(shape) if shape.architecture == "mla" else _llama_shapes(shape)
     tensors: dict[str, tuple[int, ...]] = {
         "fc.weight": (D, A * H),
         "midlayer.input_layernorm.weight": (D,),
         "midlayer.hidden_norm.weight": (D,),
-        "midlayer.self_attn.q_proj.weight": (queries, 2 * D),
-        "midlayer.self_attn.k_proj.weight": (keys, 2 * D),
-        "midlayer.self_attn.v_proj.weight": (keys, 2 * D),
-        "midlayer.self_attn.o_proj.weight": (D, queries),
+        **{f"midlayer.self_attn.{name}.weight": size for name, size in attention.items()},
         "midlayer.post_attention_layernorm.weight": (D,),
         "midlayer.mlp.gate_proj.weight": (I, D),
         "midlayer.mlp.up_proj.weight": (I, D),
@@ -69,6 +70,41 @@ def expected_tensors(shape: DrafterShape) -> dict[str, tuple[int, ...]]:
     if not shape.share_embedding:
         tensors["embed_tokens.weight"] = (shape.vocab_size, D)
     return tensors
+
+
+def _llama_shapes(shape: DrafterShape) -> dict[str, tuple[int, ...]]:
+    """Grouped-query attention; it reads cat(embedding, state), hence 2 D."""
+    D = shape.hidden_size
+    queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+    return {"q_proj": (queries, 2 * D), "k_proj": (keys, 2 * D), "v_proj": (keys, 2 * D), "o_proj": (D, queries)}
+
+
+def _mla_shapes(shape: DrafterShape) -> dict[str, tuple[int, ...]]:
+    """DeepSeek's latent attention on the same input; without q_lora_rank queries are of full rank.
+
+    Raises:
+        UserError: a width of it is not given.
+    """
+    widths = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    latent, nope, rope, value = (getattr(shape, name) or 0 for name in widths)
+    if missing := [f"drafter.{name}" for name in widths if not getattr(shape, name)]:
+        raise UserError(
+            f"drafter.architecture=mla needs {', '.join(missing)}: set them, as configs/experiment/kimi does"
+        )
+    D, heads, rank = shape.hidden_size, shape.num_attention_heads, shape.q_lora_rank
+    full = heads * (nope + rope)
+    query = (
+        {"q_a_proj": (rank, 2 * D), "q_a_layernorm": (rank,), "q_b_proj": (full, rank)}
+        if rank
+        else {"q_proj": (full, 2 * D)}
+    )
+    return {
+        **query,
+        "kv_a_proj_with_mqa": (latent + rope, 2 * D),
+        "kv_a_layernorm": (latent,),
+        "kv_b_proj": (heads * (nope + value), latent),
+        "o_proj": (D, heads * value),
+    }
 
 
 def map_tensors(shape: DrafterShape) -> dict[str, tuple[int, ...]]:
