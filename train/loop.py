@@ -10,7 +10,7 @@ import math
 import resource
 import time
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,16 +48,15 @@ def train(config: Config) -> None:
         Stopped: SIGTERM or the time limit came; a checkpoint was saved.
     """
     check_options(config.train, config.drafter)
-    with (
-        Deadline(parse_limit(config.train.time_limit)) as deadline,
-        closing(Store(place_of(config), config.store.follow, config.store.patience)) as store,
-    ):
-        fit(config, store, deadline)
+    with ExitStack() as opened:
+        fit(config, opened)
 
 
-def fit(config: Config, store: Store, deadline: Deadline) -> None:
-    """Train on a store."""
+def fit(config: Config, opened: ExitStack) -> None:
+    """All of the stage; what must be closed, however it ends, is left in `opened`."""
     t, folder, data_dir = config.train, Path(config.run_dir) / "train", config.data_folder
+    deadline = opened.enter_context(Deadline(parse_limit(t.time_limit)))
+    store = opened.enter_context(closing(Store(place_of(config), config.store.follow, config.store.patience)))
     data = artifacts.read_json(data_dir / artifacts.MANIFEST, "python -m data_prep")
     check_store(store, data, config.target)
     draft_vocab = vocab.read(data_dir / "vocab.safetensors")
@@ -108,8 +107,9 @@ def fit(config: Config, store: Store, deadline: Deadline) -> None:
     if main:
         here = {"profile": parallel.kind, "processes": accelerator.num_processes, "device": str(device)}
         tracking.record_launch(folder, config, {**here, "after_step": state.step, "store": store.fingerprint})
-    reporter = Reporter(accelerator, folder, state.step, len(batches))
+    reporter = opened.enter_context(closing(Reporter(accelerator, folder, state.step, len(batches))))
     saver = checkpoint.Saver(folder / "checkpoints", fingerprint, t.keep_checkpoints, reporter.note, newest)
+    opened.callback(saver.close)  # never in the middle of a save
 
     lap, begun_at, stopping = time.perf_counter(), state.step, False
     for step, share, counts, waited in load(train_split, batches, begun_at, config, kept, accelerator):
@@ -223,7 +223,7 @@ class State:
             before = f", after {len(self.left_out) - 1} steps that were left out" if allowed else ""
             raise UserError(
                 f"step {step}: loss or gradient is not finite (samples {samples} of the train split){before}; nothing "
-                "was updated or saved: look at them, lower train.lr, or leave such steps out with train.skip_nonfinite=n"
+                "was updated or saved: look at them, lower train.lr, or leave out such steps by train.skip_nonfinite=n"
             )
 
 
@@ -250,7 +250,8 @@ def accumulate(
             loss, measured = parallel.model(batch.to(accelerator.device), weights * factor)
             # A loss that is not finite may have a gradient that is: then none is, on any rank.
             parallel.backward(loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan))
-        sums += torch.where(torch.tensor(real, device=sums.device), measured.stacked(), 0.0)
+        if real:
+            sums += measured.stacked()
     return reduce_sums(accelerator, sums), counts
 
 

@@ -7,35 +7,34 @@ from conftest import kept_mask
 from waits import Waits
 
 from eagle31_train.drafter.batch import build_batch, choose_slots
+from eagle31_train.schema import TrainConfig
 from train import loop
-from train.checkpoint import parameter_groups
-from train.metrics import fetch
+from train.parallel import parallelise
 
 K = 3
+SETTINGS = TrainConfig(weight_decay=0.1)
+ASKED = ["cpu", "_local_scalar_dense"]  # one transfer, and a look at the norm in what it brought
 
 
 def one_step(objective, documents, subset=None):
-    """Names of the waits in one step up to its update and that included, and in the reading of its results."""
-    accelerator = Accelerator()
-    optimizer = torch.optim.AdamW(parameter_groups(objective.drafter, 0.1), fused=True)
-    model, prepared = accelerator.prepare(objective.float(), optimizer)
+    """Names of the waits in one step up to its update, and in that, which reads the step's results."""
+    spread = parallelise(Accelerator(), objective.float(), SETTINGS)
     parts = [documents[:1], documents[1:]]
     places = [[0], range(1, len(documents))]
     share = [
         (build_batch(part, K, kept_mask(objective), "mask", None if subset is None else subset.of(place)), True)
         for part, place in zip(parts, places, strict=True)
     ]
-    counts = sum(batch.population for batch, _ in share)
+    counts = torch.cat([sum(batch.population for batch, _ in share), torch.zeros(1, dtype=torch.int64)])
     share.append((share[0][0], False))  # a rank without a sample
     with Waits() as queued:
-        sums, counts = loop.accumulate(model, share, counts, 0.8, accelerator)
-        norm = accelerator.clip_grad_norm_(objective.drafter.parameters(), 0.5)
-        prepared.step()
-        prepared.zero_grad(set_to_none=True)
+        sums, counts = loop.accumulate(spread, share, counts, 0.8)
     with Waits() as asked:
-        values = fetch(norm, counts, sums)
-    assert [value.shape for value in values] == [norm.shape, counts.shape, sums.shape]
-    assert all(map(torch.equal, values, (norm.double(), counts.double(), sums.double())))
+        norm, *values = spread.update(1e-3, counts, sums)
+    assert norm.shape == ()
+    assert norm > 0
+    assert spread.updates == 1
+    assert all(map(torch.equal, values, (counts.double(), sums.double())))
     return queued, asked
 
 
@@ -43,10 +42,10 @@ def one_step(objective, documents, subset=None):
 def test_a_step_asks_the_device_nothing_and_its_results_are_one_question(tiny, slots):
     objective, documents = tiny
     subset = slots and choose_slots(documents, K, kept_mask(objective), "mask", slots, 0, 1)
-    assert one_step(objective, documents, subset) == ([], ["cpu"])
+    assert one_step(objective, documents, subset) == ([], ASKED)
 
 
 def test_a_planted_question_is_found(tiny, monkeypatch):
     right = loop.step_weights
     monkeypatch.setattr(loop, "step_weights", lambda counts, gamma: right(counts, gamma) * (counts.sum().item() > 0))
-    assert one_step(*tiny) == (["_local_scalar_dense"], ["cpu"])
+    assert one_step(*tiny) == (["_local_scalar_dense"], ASKED)

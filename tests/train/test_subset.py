@@ -8,9 +8,11 @@ from pipeline import assert_close, assert_equal
 
 from eagle31_train.drafter import batch
 from eagle31_train.drafter.batch import build_batch, choose_slots
+from eagle31_train.schema import TrainConfig
 from eagle31_train.store import Store
 from train import loader, loop, order
 from train.metrics import Reporter
+from train.parallel import parallelise
 
 OPTIONS = ["train.slots_per_batch=12"]
 
@@ -81,13 +83,15 @@ def test_every_rank_chooses_among_all_slots_and_takes_its_own(new_run, monkeypat
 def test_a_step_of_the_loop_is_unbiased(tiny, monkeypatch):
     """The mean of its gradients over all turns of the ring is the gradient of all slots."""
     objective, documents = tiny
-    kept, accelerator, drawn = kept_mask(objective), Accelerator(), batch.draw_stretches
+    kept, drawn = kept_mask(objective), batch.draw_stretches
+    spread = parallelise(Accelerator(), objective, TrainConfig())
     total = len(build_batch(documents, 3, kept, "mask").layout.slots)
 
     def gradient(subset):
         objective.zero_grad()
         packed = build_batch(documents, 3, kept, "mask", subset)
-        loop.accumulate(objective, [(packed, True)], packed.population, 0.8, accelerator)
+        counts = torch.cat([packed.population, torch.zeros(1, dtype=torch.int64)])
+        loop.accumulate(spread, [(packed, True)], counts, 0.8)
         return {name: parameter.grad.clone() for name, parameter in objective.drafter.named_parameters()}
 
     def turned(turn):
