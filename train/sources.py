@@ -122,7 +122,7 @@ def _run(config: Config, folder: Path, where: str) -> Source:
         manifest = unseal((checkpoint / artifacts.MANIFEST).read_bytes())
         shape = DrafterShape(**artifacts.read_json(checkpoint / SHAPE, "train.py"))
         files = {name: manifest["files"][name] for name in (MODEL, SHAPE)}
-    except (OSError, DamagedError, KeyError, TypeError) as error:
+    except (OSError, UserError, DamagedError, KeyError, TypeError) as error:
         raise UserError(f"{where}: {checkpoint} is no whole checkpoint ({error}): give another one") from None
     kept = _vocabulary(train, manifest["fingerprint"], shape, config, where)
     known_by = artifacts.fingerprint([files, kept.target_ids.tolist()])

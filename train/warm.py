@@ -36,7 +36,8 @@ Say = Callable[[str], None]
 def identity(config: Config) -> str | None:
     """What tells the weights that `train.init_from` names from any others; None where the run starts afresh.
 
-    A run that has a checkpoint needs them no more: where they are on the hub, or gone, it goes by its own record.
+    A run that has a checkpoint needs them no more: where they are on the hub, or gone, it goes by its own record. A
+    folder that now holds other weights has another identity all the same.
 
     Raises:
         UserError: they cannot be had.
@@ -49,7 +50,22 @@ def identity(config: Config) -> str | None:
     recorded = sources.recorded(config) if sources.going_on(config) else None
     if recorded is not None and not Path(t.init_from).exists():
         return recorded
-    return sources.find(config, None).identity
+    try:
+        return sources.find(config, None).identity
+    except UserError:
+        if recorded is None:
+            raise
+        return recorded
+
+
+def check(config: Config, shape: DrafterShape, store: Store) -> None:
+    """Refuse weights that do not fit before a folder is claimed for them; a run that goes on needs none.
+
+    Raises:
+        UserError: they cannot be had, are damaged, or would mean something else in this drafter.
+    """
+    if config.train.init_from is not None and not sources.going_on(config):
+        refuse_other_kind(sources.find(config, None).read(), shape, store)
 
 
 def initial_weights(
@@ -75,7 +91,7 @@ def initial_weights(
             "checkpoint of it is left: put them back, or begin anew with overwrite=true"
         )
     draft = source.read()
-    refuse_other_kind(draft, shape)
+    refuse_other_kind(draft, shape, store)
     say(f"train: starts with the weights of {source.path}")
     copy_weights(draft, vocab, store, drafter, say)
 
@@ -83,7 +99,7 @@ def initial_weights(
 # ---------------------------------------------------------------- does it fit
 
 
-def refuse_other_kind(draft: Draft, shape: DrafterShape) -> None:
+def refuse_other_kind(draft: Draft, shape: DrafterShape, store: Store) -> None:
     """Raise a UserError that names the options to set, where the weights would mean something else here."""
     there = draft.shape
     if (there.target_hidden_size, there.vocab_size) != (shape.target_hidden_size, shape.vocab_size):
@@ -108,6 +124,8 @@ def refuse_other_kind(draft: Draft, shape: DrafterShape) -> None:
             f"{draft.where} was trained otherwise, and its weights are no good here "
             f"({artifacts.describe_change(wanted, here)}): set {' '.join(map(_option, wanted, wanted.values()))}"
         )
+    if shape.share_embedding and (embedding := draft.tensors.get("embed_tokens.weight")) is not None:
+        _refuse_other_embedding(draft, embedding, store.target["embed_tokens"])
 
 
 def _counted_otherwise(there: list[int], here: list[int]) -> str:
@@ -135,6 +153,19 @@ def _other_rope(there: DrafterShape, here: DrafterShape) -> dict[str, Any]:
     return wanted
 
 
+def _refuse_other_embedding(draft: Draft, theirs: Tensor, target: Tensor, rows: int = 8192) -> None:
+    """A draft's own embedding may only be left out if it is the target's, as exactly as bf16 or fp16 keeps it."""
+    differ = sum(
+        int((~torch.isclose(ours.float(), part.float(), rtol=2**-7, atol=1e-6)).any(-1).sum())
+        for part, ours in zip(theirs.split(rows), target[: len(theirs)].split(rows), strict=True)
+    )
+    if differ:
+        raise UserError(
+            f"{draft.where} has an embedding of its own ({differ:,} of {len(theirs):,} rows are not the target's): set "
+            "drafter.share_embedding=false"
+        )
+
+
 def _option(name: str, value: Any) -> str:
     """An option as the command line takes it."""
     if isinstance(value, dict):
@@ -151,12 +182,10 @@ def _option(name: str, value: Any) -> str:
 @torch.no_grad()
 def copy_weights(draft: Draft, vocab: DraftVocab, store: Store, drafter: Drafter, say: Say) -> None:
     """Put a draft that fits into a drafter; whatever it lacks keeps the value it has there, and that is said."""
-    shape, tensors = drafter.shape, dict(draft.tensors)
+    shape, tensors = drafter.shape, draft.tensors
     rms = _start_fc_norm(store.split("train"), say) if shape.fc_norm and not draft.shape.fc_norm else None
     if shape.norm_output and not draft.shape.norm_output:
         say("train: it was trained without norm_output; from now on its steps read the normed state of the one before")
-    if shape.share_embedding and (embedding := tensors.pop("embed_tokens.weight", None)) is not None:
-        _refuse_other_embedding(draft, embedding, store.target["embed_tokens"])
     for name, parameter in drafter.named_parameters():
         if name == "lm_head.weight":
             _copy_head(draft, parameter, vocab, shape, say)
@@ -207,16 +236,3 @@ def state_rms(split: StoreSplit) -> tuple[Tensor, int]:
     if not len(rms):
         raise UserError(f"{split.store.location} holds no state that trains: run `python -m data_prep` with more data")
     return rms.median(0).values, len(rms)
-
-
-def _refuse_other_embedding(draft: Draft, theirs: Tensor, target: Tensor, rows: int = 8192) -> None:
-    """A draft's own embedding may only be left out if it is the target's, as exactly as bf16 or fp16 keeps it."""
-    differ = sum(
-        int((~torch.isclose(ours.float(), part.float(), rtol=2**-7, atol=1e-6)).any(-1).sum())
-        for part, ours in zip(theirs.split(rows), target[: len(theirs)].split(rows), strict=True)
-    )
-    if differ:
-        raise UserError(
-            f"{draft.where} has an embedding of its own ({differ:,} of {len(theirs):,} rows are not the target's): set "
-            "drafter.share_embedding=false"
-        )

@@ -1,0 +1,260 @@
+"""Initial weights that would mean something else here, or are not those a run began with, are refused in one line."""
+
+import json
+import shlex
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from pipeline import assert_equal, flip_bit, message_of
+from warming import begin, edit, refusal
+
+from eagle31_train import artifacts, vocab
+from eagle31_train.export import export
+from eagle31_train.schema import UserError
+from eagle31_train.store import Store
+from train import sources, warm
+from train.build import drafter_shape
+from train.claim import RECORD
+
+
+@pytest.fixture(scope="module")
+def run(copy_of, tmp_path_factory):
+    """A run of one step, exported; not to be changed."""
+    run = copy_of(tmp_path_factory.mktemp("run")).fit("train.max_steps=1")
+    export(run.config("train.max_steps=1"))
+    return run
+
+
+@pytest.fixture
+def draft(run, tmp_path):
+    """draft(tensors, **settings): a changed copy of the export."""
+    count = iter(range(100))
+    return lambda tensors=None, **settings: edit(
+        run.folder / "run/export", tmp_path / f"draft{next(count)}", tensors, **settings
+    )
+
+
+# ---------------------------------------------------------------- other options
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+SETTINGS = {
+    "rope_theta": ({"rope_theta": 5000, "rope_parameters": None}, "drafter.rope_theta=5000.0"),
+    "rope_scaling": (
+        {"rope_scaling": YARN, "rope_parameters": None},
+        "'drafter.rope_scaling={rope_type:yarn,factor:4.0,original_max_position_embeddings:32}'",
+    ),
+    "rms_norm_eps": ({"rms_norm_eps": 1e-6}, "drafter.rms_norm_eps=1e-06"),
+    "norm_before_residual": ({"norm_before_residual": True}, "drafter.norm_before_residual=true"),
+    "two at once": (
+        {"rms_norm_eps": 1e-6, "rope_theta": 500000.0, "rope_parameters": None},
+        "drafter.rms_norm_eps=1e-06 drafter.rope_theta=500000.0",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_what_no_tensor_shows_is_refused_with_the_options_that_mend_it(new_run, draft, name):
+    settings, options = SETTINGS[name]
+    message = refusal(new_run(), draft(**settings))
+    assert message.endswith(f": set {options}")
+    begin(new_run(), draft(**settings), *shlex.split(options))
+
+
+@pytest.mark.parametrize(
+    "option", ["intermediate_size=48", "head_dim=16", "num_key_value_heads=4", "num_attention_heads=2"]
+)
+def test_other_widths_are_refused_with_the_option_that_mends_them(new_run, run, option):
+    name, value = option.split("=")
+    message = refusal(new_run(), run.folder / "run", f"drafter.{option}")
+    right = {"intermediate_size": 32, "head_dim": 8, "num_key_value_heads": 2, "num_attention_heads": 4}[name]
+    assert message.endswith(f"({name}: {right} there, {value} here): set drafter.{name}={right}")
+
+
+def test_another_width_of_the_drafter_is_refused(new_run, run):
+    message = refusal(new_run(), run.folder / "run", "drafter.hidden_size=24", "drafter.share_embedding=false")
+    assert message.endswith("(hidden_size: 32 there, 24 here): set drafter.hidden_size=32")
+
+
+@pytest.mark.parametrize("flag", ["fc_norm", "norm_output"])
+def test_3_1_does_not_go_back_to_3(new_run, run, flag):
+    message = refusal(new_run(), run.folder / "run", f"drafter.{flag}=false")
+    assert message.endswith(f"({flag}: True there, False here): set drafter.{flag}=true")
+
+
+def test_rope_is_compared_by_what_it_does(new_run, draft):
+    here = "drafter.rope_scaling={type:yarn,factor:4.0,original_max_position_embeddings:32}"
+    begin(new_run(), draft(rope_scaling=YARN, rope_parameters=None), here)
+    begin(new_run(), draft(max_position_embeddings=4096))
+    # Without its original length, yarn goes by the longest position.
+    shorter = draft(rope_scaling={"rope_type": "yarn", "factor": 4.0}, rope_parameters=None, max_position_embeddings=64)
+    message = refusal(new_run(), shorter, "drafter.rope_scaling={rope_type:yarn,factor:4.0}")
+    assert message.endswith("set drafter.max_position_embeddings=64")
+
+
+def test_another_target_and_other_layers_are_refused(new_run, draft):
+    zeros = {"embed_tokens.weight": torch.zeros(41, 32), "t2d": None}
+    message = refusal(new_run(), draft(zeros, vocab_size=41))
+    assert "for another target, of hidden size 32 and 41 tokens; the store's target has 32 and 40" in message
+    message = refusal(new_run(), draft(eagle_aux_hidden_state_layer_ids=[1, 3, 4]))
+    assert "reads the inputs of layers [1, 3, 4], but the store holds those of [1, 3, 5]: run" in message
+    message = refusal(new_run(), draft(eagle_aux_hidden_state_layer_ids=[0, 2, 4]))
+    assert "but the store holds those of [1, 3, 5] (if its eagle_aux_hidden_state_layer_ids count outputs" in message
+
+
+def test_layers_that_a_config_leaves_to_vllm_are_those_of_the_target(new_run, run, draft, tmp_path):
+    config = new_run().config()
+    assert sources._target_layers(config) == 6
+    message = refusal(new_run(), draft(eagle_aux_hidden_state_layer_ids=None))  # 2, 6 // 2 and 6 - 3: two layers
+    assert "num_aux_hidden_states 3, but the layer ids [2, 3]" in message
+    config.target.path = str(tmp_path / "none")
+    with pytest.raises(UserError, match="whose layers vLLM would count, cannot be read"):
+        sources._target_layers(config)
+
+
+# ---------------------------------------------------------------- the embedding
+
+
+def test_the_targets_embedding_may_be_there_and_another_may_not(new_run, run, draft):
+    target = begin(new_run(), run.folder / "run").store.target["embed_tokens"]
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert_equal(begin(new_run(), draft({"embed_tokens.weight": target.to(dtype)})).weights, run.weights())
+    other = target.clone()
+    other[7] *= 1.02
+    message = refusal(new_run(), draft({"embed_tokens.weight": other}))
+    assert message.endswith("(1 of 40 rows are not the target's): set drafter.share_embedding=false")
+    own = begin(new_run(), draft({"embed_tokens.weight": other}), "drafter.share_embedding=false")
+    assert torch.equal(own.weights["embed_tokens.weight"], other)
+    none = begin(new_run(), draft(), "drafter.share_embedding=false")
+    assert torch.equal(none.weights["embed_tokens.weight"], target)
+    assert "it shares the target's embedding, from which embed_tokens starts" in none.said
+
+
+# ---------------------------------------------------------------- no source
+
+
+def test_nothing_to_begin_with_is_one_line(new_run, run, tmp_path):
+    (tmp_path / "empty").mkdir()
+    assert "holds neither a run with a checkpoint nor a config.json" in refusal(new_run(), tmp_path / "empty")
+    assert "is no folder, and no hub id" in refusal(new_run(), "/no/such/folder")
+    message = message_of(new_run(), "train.init_from=nobody/nothing")  # tests run with HF_HUB_OFFLINE
+    assert message.startswith("nobody/nothing is no folder here, and cannot be had from the hub (")
+    message = message_of(new_run(), f"train.init_from={run.folder / 'run'}", "train.init_revision=v1")
+    assert "train.init_revision=v1 is for a repository of the hub" in message
+    assert "train.init_revision=v1 is of nothing" in message_of(new_run(), "train.init_revision=v1")
+    own = new_run()
+    own.fit("train.max_steps=1")
+    message = message_of(own, f"train.init_from={own.folder / 'run'}")
+    assert "is this run's own folder: choose another name" in message
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "drafter.json", "manifest.json"])
+@pytest.mark.parametrize("harm", [flip_bit, lambda path: path.unlink(), lambda path: path.write_bytes(b"")])
+def test_a_damaged_checkpoint_is_refused(new_run, run, tmp_path, file, harm):
+    shutil.copytree(run.folder / "run", tmp_path / "run")
+    harm(next((tmp_path / "run/train/checkpoints").iterdir()) / file)
+    assert "checkpoints/step-000001" in refusal(new_run(), tmp_path / "run")
+
+
+def test_a_checkpoint_needs_no_moments(new_run, run, tmp_path):
+    shutil.copytree(run.folder / "run", tmp_path / "run")
+    (tmp_path / "run/train/checkpoints/step-000001/optimizer.safetensors").unlink()
+    assert_equal(begin(new_run(), tmp_path / "run").weights, run.weights())
+
+
+def test_a_checkpoint_away_from_its_run_says_no_vocabulary(new_run, run, tmp_path):
+    shutil.copytree(run.newest(), tmp_path / "a/b/step-000001")
+    assert "inputs.json is missing" in message_of(new_run(), f"train.init_from={tmp_path / 'a/b/step-000001'}")
+
+
+# ---------------------------------------------------------------- a run goes on
+
+
+SHORT = ("train.epochs=2", "train.checkpoint_every=4")  # eight steps
+
+
+def stopped(run, *options):
+    """A run that was stopped after its first checkpoint."""
+    run.fit(*SHORT, *options)
+    (run.train / "manifest.json").unlink()
+    shutil.rmtree(run.checkpoints / "step-000008")
+    return run
+
+
+def test_a_run_that_goes_on_needs_its_source_no_more(new_run, draft):
+    source = draft()
+    init = f"train.init_from={source}"
+    whole = new_run().fit(*SHORT, init)
+    begun = stopped(new_run(), init)
+    shutil.rmtree(source)
+    assert_equal(begun.fit(*SHORT, init).weights(), whole.weights())
+    begun.fit(*SHORT, init)  # up to date
+    assert "is no folder" in message_of(new_run(), *SHORT, init)
+
+
+def test_a_run_that_goes_on_asks_the_hub_nothing(new_run, draft, monkeypatch):
+    source, asked = draft().rename(draft().parent / ("c" * 40)), []
+
+    def fetch(repo, revision):
+        asked.append((repo, revision))
+        return source
+
+    monkeypatch.setattr(sources.published, "fetch", fetch)
+    options = ("train.init_from=me/draft", "train.init_revision=v1")
+    begun = stopped(new_run(), *options)
+    # By name once; then the commit that was found, whatever the name means by now.
+    assert set(asked) == {("me/draft", "v1"), ("me/draft", "c" * 40)}
+    assert asked[-1] == ("me/draft", "c" * 40)
+    assert json.loads((begun.train / RECORD).read_text())["inputs"]["train"]["init_from"] == f"me/draft@{'c' * 40}"
+    asked.clear()
+    begun.fit(*SHORT, *options)
+    assert asked == []
+    begun.fit(*SHORT, "train.init_from=me/draft", "train.init_revision=v2")  # is asked for, and is the same commit
+    assert asked == [("me/draft", "v2")]
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_other_weights_in_the_same_place_are_refused(new_run, draft, left):
+    source, other = draft(), draft({"norm.weight": torch.full((32,), 0.5)})
+    begun = stopped(new_run(), f"train.init_from={source}")
+    if not left:
+        shutil.rmtree(begun.checkpoints)
+    shutil.rmtree(source)
+    other.rename(source)
+    message = message_of(begun, *SHORT, f"train.init_from={source}")
+    assert "holds a run of other inputs (train.init_from: " in message
+    begun.fit(*SHORT, f"train.init_from={source}", "overwrite=true")
+
+
+def test_weights_that_change_between_the_record_and_the_start_are_refused(new_run, draft):
+    run, source = new_run(), draft()
+    artifacts.write_json(run.train / RECORD, {"inputs": {"train": {"init_from": "0123456789abcdef"}}})
+    assert "holds other weights than this run began with" in refusal(run, source)
+
+
+def test_identity_tells_contents_apart_and_not_places(new_run, run, draft):
+    def known_by(source):
+        return warm.identity(new_run().config(f"train.init_from={source}"))
+
+    other = draft({"norm.weight": torch.full((32,), 0.5)})
+    assert known_by(draft()) == known_by(draft()) != known_by(other)
+    assert known_by(draft()) != known_by(draft(rms_norm_eps=1e-6))
+    assert known_by(run.folder / "run") == known_by(run.newest())
+    assert warm.identity(new_run().config()) is None
+
+
+def test_what_does_not_fit_can_be_refused_before_a_folder_is_claimed(new_run, draft, monkeypatch):
+    run, options = new_run(), (f"train.init_from={draft(rms_norm_eps=1e-6)}", "drafter.rms_norm_eps=1e-06")
+    config = run.config(options[0])
+    store = Store(run.folder / "run/store")
+    shape = drafter_shape(config.drafter, store, vocab.read(config.data_folder / "vocab.safetensors"))
+    with pytest.raises(UserError, match=r"set drafter\.rms_norm_eps=1e-06$"):
+        warm.check(config, shape, store)
+    warm.check(run.config(), shape, store)
+    right = run.config(*options)
+    warm.check(right, replace(shape, rms_norm_eps=1e-6), store)
+    # Of a run that goes on, nothing is asked.
+    stopped(run, *options)
+    monkeypatch.setattr(sources, "find", None)
+    warm.check(right, shape, store)

@@ -1,0 +1,59 @@
+"""What training begins with when `train.init_from` is given, and published drafts to begin with."""
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from pipeline import VOCAB
+from safetensors.torch import load_file, save_file
+
+from eagle31_train import vocab
+from eagle31_train.schema import UserError
+from eagle31_train.store import Store
+from train import warm
+from train.build import build_objective, drafter_shape
+
+
+def begin(run, init, *options):
+    """What training begins with: objective, store and the lines that were said."""
+    config = run.config(f"train.init_from={init}", *options)
+    store, lines = Store(run.folder / "run" / "store"), []
+    kept = vocab.read(config.data_folder / "vocab.safetensors")
+    shape = drafter_shape(config.drafter, store, kept)
+    objective = build_objective(config, shape, store, kept)
+    fresh = {name: tensor.clone() for name, tensor in objective.drafter.state_dict().items()}
+    warm.initial_weights(config, shape, kept, store, objective.drafter, lines.append)
+    return SimpleNamespace(
+        objective=objective,
+        weights=objective.drafter.state_dict(),
+        fresh=fresh,
+        store=store,
+        said="\n".join(lines),
+        kept=torch.from_numpy(kept.t2d),
+    )
+
+
+def refusal(run, init, *options):
+    with pytest.raises(UserError) as error:
+        begin(run, init, *options)
+    assert "\n" not in str(error.value)
+    assert str(error.value).startswith("train.init_from=")
+    return str(error.value)
+
+
+def edit(folder, out, tensors=None, **settings):
+    """A copy of a published draft with some settings, and some tensors, of its own; None removes one."""
+    shutil.copytree(folder, out)
+    config = json.loads((out / "config.json").read_text()) | settings
+    (out / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    merged = load_file(out / "model.safetensors") | (tensors or {})
+    save_file({name: tensor for name, tensor in merged.items() if tensor is not None}, out / "model.safetensors")
+    return out
+
+
+def with_vocab(run, ids):
+    vocab.write(run.folder / "run/data/vocab.safetensors", vocab.DraftVocab(np.array(ids, dtype=np.int64), VOCAB))
+    return run
