@@ -33,8 +33,10 @@ from eagle31_train import artifacts, cli, vocab
 from eagle31_train.place import open_place
 from eagle31_train.schema import Config, UserError
 from eagle31_train.store import Store
-from train import loop
 from train.build import build_objective, drafter_shape
+from train.heldout import evaluate
+from train.launch import make_accelerator
+from train.parallel import parallelise
 
 ROOT = Path(__file__).resolve().parent.parent
 PAIRS = ["bf16:bf16", "fp8:fp8", "int8:int8", "int4:int8", "int4:int4"]
@@ -137,10 +139,9 @@ def teacher_forced(config: Config, store: Store, checkpoint: Path) -> dict[str, 
     kept = vocab.read(config.data_folder / "vocab.safetensors")
     objective = build_objective(config, drafter_shape(config.drafter, store, kept), store, kept)
     objective.drafter.load_state_dict(load_file(checkpoint / "model.safetensors"))
-    accelerator = loop.make_accelerator(config, checkpoint)
-    objective.to(accelerator.device)
+    parallel = parallelise(make_accelerator(config, checkpoint), objective, config.train)
     heldout, held = store.split("heldout"), torch.from_numpy(kept.t2d)
-    found = loop.evaluate(objective, heldout, config, held, accelerator, everything=True)
+    found = evaluate(parallel, heldout, config, held, everything=True)
     return {"tau": found["tau"], "prefix": found["prefix_at_depth"], "loss": found["loss"]}
 
 

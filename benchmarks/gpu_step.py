@@ -27,8 +27,7 @@ from eagle31_train.drafter.model import Drafter
 from eagle31_train.loss import Objective, Teacher
 from eagle31_train.schema import Document, DrafterShape, TrainConfig, UserError
 from train import loop
-from train.checkpoint import parameter_groups
-from train.metrics import fetch
+from train.parallel import parallelise
 
 TARGET_VOCABULARY = {"llama8b": 128256}  # V, where the draft vocabulary is a part of it
 ROWS = 256  # states of so many positions are drawn and repeated: making 64k of them would outlast the steps
@@ -110,7 +109,7 @@ class Trainer:
 
     def __init__(self, shape: DrafterShape, variant: Variant, device: str) -> None:
         self.shape = shape
-        self.accelerator = Accelerator(mixed_precision="bf16", cpu=device == "cpu")
+        self.accelerator = Accelerator(cpu=device == "cpu")
         torch.manual_seed(0)
         H, Vd = shape.target_hidden_size, shape.draft_vocab_size
         self.ids = torch.arange(Vd) * (shape.vocab_size // Vd)
@@ -122,12 +121,9 @@ class Trainer:
         objective = Objective(drafter, teacher, "kl")
         if variant.compile:
             objective.compile_kernels()
-        defaults = TrainConfig()
-        self.clip = defaults.clip
-        groups = parameter_groups(drafter, defaults.weight_decay)
-        optimizer = torch.optim.AdamW(groups, lr=1e-5, betas=(defaults.betas[0], defaults.betas[1]), fused=True)
+        objective.autocast = torch.bfloat16
         self.drafter = drafter
-        self.model, self.optimizer = self.accelerator.prepare(objective, optimizer)
+        self.parallel = parallelise(self.accelerator, objective, TrainConfig(lr=1e-5))
 
     def batch(self, masks: list[Tensor], unroll: int, pin: bool) -> Batch:
         """Packed documents with these loss masks; in page-locked memory, as the trainer's loader leaves it, or not."""
@@ -149,13 +145,11 @@ class Trainer:
 
     def step(self, batch: Batch) -> float:
         """One optimizer step, the moving of the batch included; the host waits once, for the loss."""
-        sums, counts = loop.accumulate(self.model, [(batch, True)], batch.population, GAMMA, self.accelerator)
-        norm = self.accelerator.clip_grad_norm_(self.drafter.parameters(), self.clip)
-        norm, counts, sums = fetch(norm, counts, sums)
+        told = torch.cat([batch.population, batch.population.new_zeros(1)])  # nobody is told to stop
+        sums, counts = loop.accumulate(self.parallel, [(batch, True)], told, GAMMA)
+        norm, counts, sums = self.parallel.update(1e-5, counts, sums)
         if not torch.isfinite(norm):
             raise FloatingPointError("the gradient is not finite")
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
         return float(sums[0].sum() / counts.sum())
 
     def close(self) -> None:
@@ -304,7 +298,7 @@ def longest(case: Case, device: str, first: int, ceiling: int) -> dict[str, Any]
         wait(device)
         seconds = time.perf_counter() - start
         tries.append({"tokens": tokens, "fits": enough, "seconds": seconds, "memory": peak()})
-        trainer.optimizer.zero_grad(set_to_none=True)  # of a step that failed halfway
+        trainer.parallel.optimizer.zero_grad(set_to_none=True)  # of a step that failed halfway
         free()
         return enough
 

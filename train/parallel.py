@@ -98,7 +98,7 @@ class Parallel:
             fp64 after one wait for the device.
         """
         self._set_lr(lr)
-        norm = self._clip()
+        norm = self.clip()
         found = fetch(norm, *rest)
         if torch.isfinite(found[0]):
             self.optimizer.step()
@@ -138,7 +138,8 @@ class Parallel:
     def _count(self, device: torch.device) -> Tensor:
         return torch.tensor(float(self.updates), device=device)  # where fused AdamW wants it
 
-    def _clip(self) -> Tensor:
+    def clip(self) -> Tensor:
+        """Clip the gradients; their norm before it, on the device."""
         norm = nn.utils.clip_grad_norm_(self.objective.drafter.parameters(), self.t.clip)
         return self._whole(norm)
 
