@@ -5,13 +5,14 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from pipeline import KEPT, VOCAB, assert_equal
+from pipeline import KEPT, VOCAB, assert_equal, save_quietly, tiny_config, tiny_llama, write_data
 from safetensors.torch import load_file
 from warming import begin, edit, refusal, with_vocab
 
 from eagle31_train.codec import as_encoded
 from eagle31_train.drafter.batch import build_batch
 from eagle31_train.export import export
+from eagle31_train.extract import extract
 from eagle31_train.store import Store
 from train import warm
 from train.metrics import summarise
@@ -206,6 +207,24 @@ def test_an_eagle_3_drafter_goes_on_as_3_1_far_ahead_of_a_fresh_one(learnt, new_
     for name in ("loss", "tau"):
         print(f"{name}: fresh {fresh[name]:.3f}, EAGLE 3 {ended[name]:.3f}, continued as 3.1 {continued[name]:.3f}")
     assert continued["tau"] > fresh["tau"] + 0.5 * (ended["tau"] - fresh["tau"])
+
+
+@pytest.mark.slow
+def test_a_continued_drafter_is_far_ahead_on_conversations_that_nobody_has_seen(new_run, tmp_path):
+    run = type(new_run())
+    folder, sizes = tmp_path / "big", [24 + i % 9 for i in range(150)]
+    save_quietly(tiny_llama(), folder / "target")
+    write_data(folder / "run", {"train": sizes, "heldout": sizes[:24]})
+    options = ("extract.shard_tokens=4000", "extract.batch_tokens=2000", "train.batch_tokens=400", "train.epochs=10")
+    extract(tiny_config(folder, *options))
+    source = run(folder, tmp_path / "eagle3").fit(*options, *EAGLE3)
+    begun = begin(run(folder, tmp_path / "3.1"), source.folder / "run", *options)
+    ended, continued = source.manifest()["heldout"]["tau"], measured(begun)["tau"]
+    begun.objective.drafter.load_state_dict(begun.fresh)
+    fresh = measured(begun)["tau"]
+    print(f"held-out tau: fresh {fresh:.3f}, EAGLE 3 {ended:.3f}, continued as 3.1 {continued:.3f}")
+    assert ended > fresh + 0.7
+    assert continued > fresh + 0.8 * (ended - fresh)
 
 
 def test_each_half_of_3_1_is_continued_by_itself(learnt, new_run):
