@@ -403,8 +403,8 @@ def test_labels_with_room_are_not_moved():
 
 
 def test_numbers_are_short():
-    assert [short(value) for value in (0, 1.5, 12.345, 123.4, 45678.9, 0.00123, 1.234e-5, 2e7)] == (
-        ["0", "1.50", "12.3", "123", "45,679", "0.00123", "1.23e-5", "2e7"]
+    assert [short(value) for value in (0, 1.5, 12.345, 123.4, 45678.9, 0.0123, 1.234e-5, 2e7)] == (
+        ["0", "1.50", "12.3", "123", "45,679", "0.0123", "1.23e-5", "2e7"]
     )
     assert [percent(value) for value in (0, 0.004, 0.0949, 0.096, 1)] == ["0%", "0.4%", "9.5%", "10%", "100%"]
     assert [exponent(value) for value in (0, 1e-4, 2.5e-5)] == ["0", "1e-4", "2.5e-5"]

@@ -229,7 +229,7 @@ class Canvas:
 
 def short(value: float) -> str:
     """Three digits that count, as a label."""
-    if value and not 1e-3 <= abs(value) < 1e6:
+    if value and not 0.01 <= abs(value) < 1e6:
         return exponent(value)
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:#.3g}".rstrip(".") if value else "0"
 

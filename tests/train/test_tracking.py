@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.tracking import TensorBoardTracker
 
-from eagle31_train import cli
+from eagle31_train import cli, report
 from eagle31_train.schema import Config, UserError
 from train import tracking
 from train.metrics import Reporter
@@ -119,6 +119,35 @@ def test_without_a_purge_it_would_show_them_twice(config, folder, monkeypatch):
     killed_twice(config, folder)
     steps = [step for step, _ in curves(folder)[0]["train/loss"]]
     assert len(steps) > len(set(steps))
+
+
+def test_a_training_that_was_stopped_is_followed_written_down_and_reported(new_run, monkeypatch):
+    run, log = new_run(), Reporter.log
+    options = ["train.tensorboard=true", "train.eval_every=4", "train.checkpoint_every=2"]
+
+    def stop(self, step, values):
+        log(self, step, values)
+        if step == 7:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Reporter, "log", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run.fit(*options)
+    run.fit(*options)
+    trained = [row["step"] for row in run.rows() if "loss" in row]
+    timed = [json.loads(line) for line in (run.train / "timings.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in timed] == trained == list(range(1, 13))
+    assert all(row["seconds"] > row["waited"] >= 0 and row["tokens"] > 0 for row in timed)
+    shown, _ = curves(run.train)
+    for tag in ("train/loss", "train/tau", "train/prefix_at_depth/0", "train/rms_at_depth/2", "timing/seconds"):
+        assert [step for step, _ in shown[tag]] == trained, tag
+    assert [step for step, _ in shown["heldout/tau"]] == [4, 8, 12]
+    launches = [json.loads(line) for line in (run.train / "launches.jsonl").read_text().splitlines()]
+    assert [launch["facts"]["after_step"] for launch in launches] == [0, 6]
+    page, notes = report.make(run.train.parent)
+    assert {path.stem for path in page.parent.glob("*.png")} == {plot.name for plot in report.PLOTS}
+    assert notes == []
 
 
 # ---------------------------------------------------------------- Weights & Biases
