@@ -1,6 +1,8 @@
 """Runs that are stopped, damaged or begun elsewhere, and what goes on from them."""
 
+import errno
 import json
+import os
 import shutil
 from types import SimpleNamespace
 
@@ -8,6 +10,7 @@ import pytest
 import torch
 from pipeline import assert_equal, contents, flip_bit, message_of
 
+from eagle31_train.store.sealed import seal, unseal
 from train import checkpoint
 from train.metrics import Reporter
 
@@ -129,22 +132,27 @@ def test_a_folder_with_a_run_of_other_options_is_refused_or_replaced(new_run, st
     assert_equal(run.weights(), new_run().fit(*options, "train.gamma=0.5").weights())
 
 
-def test_a_checkpoint_is_written_whole_or_not_at_all(new_run, monkeypatch):
-    run = new_run()
-    original = checkpoint.save_file
+def test_a_checkpoint_is_written_whole_or_not_at_all(new_run, whole, monkeypatch, capsys):
+    """A disk that is full for good after the first save: the run goes to its end, and the same command finishes it."""
+    run, options = new_run(), ["train.checkpoint_every=2", "train.eval_every=4"]
+    original = checkpoint.write_tensors
 
     def no_space(tensors, path):
-        if path.name == "optimizer.safetensors" and "000004" in str(path):
-            raise OSError("No space left on device")
-        original(tensors, path)
+        if path.name == "optimizer.safetensors" and path.parent.name != ".step-000002.tmp":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return original(tensors, path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save_file", no_space)
-        with pytest.raises(OSError, match="No space left"):
-            run.fit("train.checkpoint_every=2")
-    assert sorted(path.name for path in run.checkpoints.glob("step-*")) == ["step-000002"]
-    run.fit("train.checkpoint_every=2")
-    assert not list(run.checkpoints.glob(".*"))
+        patch.setattr(checkpoint, "write_tensors", no_space)
+        message = message_of(run, *options)
+    assert message.startswith(f"{run.checkpoints / 'step-000012'} could not be written (No space left on device)")
+    assert message.endswith(f"goes on from {run.checkpoints / 'step-000002'}")
+    assert not (run.train / "manifest.json").exists()
+    assert [path.name for path in run.checkpoints.iterdir()] == ["step-000002"]
+    capsys.readouterr()
+    run.fit(*options)
+    assert "train: going on after step 2 " in capsys.readouterr().out
+    assert_same_run(run, whole)
 
 
 def test_a_refused_option_does_not_claim_the_folder(new_run):
@@ -159,13 +167,13 @@ def test_a_checkpoint_of_another_shape_is_refused(new_run, stop):
     stop(2)
     with pytest.raises(KeyboardInterrupt):
         run.fit("train.max_steps=3")
-    other = run.checkpoints / "step-000002"
+    other = run.checkpoints / wide.newest().name
     shutil.copytree(wide.newest(), other)
-    manifest = json.loads((other / "manifest.json").read_text())
+    manifest = unseal((other / "manifest.json").read_bytes())
     manifest["fingerprint"] = json.loads((run.checkpoints.parent / "inputs.json").read_text())["fingerprint"]
-    (other / "manifest.json").write_text(json.dumps(manifest))
+    (other / "manifest.json").write_bytes(seal(manifest))
     message = message_of(run, "train.max_steps=3")
-    assert f"{run.checkpoints / 'step-000002'} is a drafter of another shape" in message
+    assert f"{other} is a drafter of another shape" in message
     assert "intermediate_size: 48 there, 32 here" in message
 
 
