@@ -87,7 +87,8 @@ def run(stage: Callable[[Config], None], description: str, argv: list[str] | Non
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     except Stopped as stopped:
-        print(stopped, file=sys.stderr)
+        if str(stopped):  # one of several processes speaks for all
+            print(stopped, file=sys.stderr)
         raise SystemExit(STOPPED) from None
     except KeyboardInterrupt:
         print("stopped; the same command goes on from here", file=sys.stderr)

@@ -134,9 +134,9 @@ def fit(config: Config, opened: ExitStack) -> None:
         state.pairs += int(sums[1].sum()) if updated else 0
         if updated:
             reporter.log(step, {**report, "lr": lr, "grad_norm": norm.item(), "tokens": state.tokens})
-            reporter.progress(tokens, report["loss"], report["tau"])
         else:
             reporter.log(step, {"left_out": True, "lr": lr, "tokens": state.tokens})
+        reporter.progress(tokens, report["loss"] if updated else math.nan, report["tau"] if updated else math.nan)
         if len(heldout) and (final or step % t.eval_every == 0):
             state.heldout = evaluate(parallel, heldout, config, kept, everything=final)
             reporter.log(step, {f"heldout_{name}": value for name, value in state.heldout.items()})
@@ -157,15 +157,17 @@ def fit(config: Config, opened: ExitStack) -> None:
             )
         if not saving:
             continue
+        if main:
+            saver.wait()  # for the checkpoint before, so that there are never two in memory
         snapshot = take(parallel, state, shape)
         if main:
             saver.save(snapshot)
-            if final or stopping or makes_room:
-                saver.wait()
-                if saver.failed:
-                    raise saver.failed
+        if main and (final or stopping or makes_room):  # this one must be there before what follows
+            saver.wait()
+            if saver.failed:
+                raise saver.failed
         # What no step after a checkpoint reads may go; before it is saved, a kill would need it again.
-        windows.let_go(store, usage, step, fingerprint, final, remove=main and makes_room)
+        windows.let_go(store, usage, step, fingerprint, final, remove=main and (final or stopping or makes_room))
         if stopping:
             break
     saver.close()

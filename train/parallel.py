@@ -152,12 +152,9 @@ class Parallel:
 
     def _alike(self, names_and_tensors: Iterator[tuple[str, Tensor]]) -> str | None:
         """The first tensor that is not the same on all ranks."""
-        names, digests = [], []
-        for name, tensor in names_and_tensors:
-            names.append(name)
-            # The bits, so that no sum rounds a difference away.
-            bits = tensor.detach().contiguous().view(torch.int32).long()
-            digests.append(torch.stack([bits.sum(), (bits * bits).sum()]))
+        if self.accelerator.num_processes == 1:
+            return None
+        names, digests = zip(*((name, digest(tensor)) for name, tensor in names_and_tensors), strict=True)
         mine = torch.stack(digests)
         everyone = self.accelerator.gather(mine[None])
         assert isinstance(everyone, Tensor)
@@ -327,3 +324,12 @@ class Zero(Parallel):
         size, rank = parameter.ds_tensor.ds_numel, self.accelerator.process_index
         part = whole.flatten()[size * rank : size * (rank + 1)]  # the last ranks may have less than a part, or none
         safe_set_local_optimizer_state(parameter, nn.functional.pad(part, (0, size - len(part))), moment)
+
+
+def digest(tensor: Tensor) -> Tensor:
+    """[2] int64, on its device: sum and sum of squares of a tensor's bits, which round no difference away."""
+    found = torch.zeros(2, dtype=torch.int64, device=tensor.device)
+    for part in tensor.detach().reshape(-1).view(torch.int32).split(1 << 24):  # as int64 all of it takes too much room
+        bits = part.long()
+        found += torch.stack([bits.sum(), (bits * bits).sum()])
+    return found
