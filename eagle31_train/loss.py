@@ -91,8 +91,8 @@ class Objective(nn.Module):
         lk: share of the LK loss, see `divergence`.
 
     Attributes:
-        autocast: dtype in which products are worked out; None: the caller's autocast, or that of the weights. It stands here and not with
-            those who train, so that a recipe means the same however its devices share the work.
+        autocast: dtype in which products are worked out; None: the caller's autocast, or that of the weights. It
+            stands here and not with those who train, so that a recipe means the same however devices share the work.
     """
 
     autocast: torch.dtype | None = None

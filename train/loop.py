@@ -64,6 +64,7 @@ def fit(config: Config, opened: ExitStack) -> None:
     inputs = training_inputs(config, store, vocab_sha, warm.identity(config))
     fingerprint = artifacts.fingerprint(inputs)
     shape = drafter_shape(config.drafter, store, draft_vocab)
+    warm.check(config, shape, store)
     train_split, heldout = store.split("train"), store.split("heldout")
     check_samples(train_split, t.batch_tokens)
     cut = windows.cut(train_split, t.window_tokens)
@@ -93,7 +94,7 @@ def fit(config: Config, opened: ExitStack) -> None:
     kept = torch.from_numpy(draft_vocab.t2d)
     newest = checkpoint.newest(folder / "checkpoints", fingerprint, print) if main else None
     if (newest := launch.agreed(accelerator, newest)) is None:
-        warm.initial_weights(config, shape, draft_vocab, store, objective.drafter)
+        warm.initial_weights(config, shape, draft_vocab, store, objective.drafter, accelerator.print)
         state, parallel = State(), parallelise(accelerator, objective, t)
     else:
         loaded = checkpoint.load(newest, shape)
