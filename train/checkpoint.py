@@ -103,7 +103,7 @@ def load(path: Path, shape: DrafterShape) -> Loaded:
     Raises:
         UserError: it is of a drafter of another shape.
     """
-    there, here = artifacts.read_json(path / SHAPE, "train.py"), json.loads(_shape_as_json(shape))
+    there, here = artifacts.read_json(path / SHAPE, "train.py"), asdict(shape)
     if there != here:
         raise UserError(f"{path} is a drafter of another shape: {artifacts.describe_change(there, here)}")
     file = path / artifacts.MANIFEST
@@ -237,7 +237,8 @@ class Saver:
     def _save(self, snapshot: Snapshot) -> None:
         path = self.folder / name_of(snapshot.step)
         try:
-            self._remove("tmp", ignore_errors=True)
+            for leftover in self.folder.glob(".step-*.tmp"):  # of killed saves; its room may be needed
+                shutil.rmtree(leftover, ignore_errors=True)
             _write(snapshot, path, self.fingerprint)
         except OSError as error:
             what = f"{path} could not be written ({error.strerror or error}); it takes {snapshot.bytes:,} bytes"
@@ -268,18 +269,14 @@ class Saver:
             elif path.exists():
                 artifacts.discard(path)
                 self._seen.pop(path, None)
-        self._remove("tmp")
-        self._remove("old")
+        for leftover in self.folder.glob(".step-*.old"):
+            shutil.rmtree(leftover)
 
     def _is_whole(self, path: Path) -> bool:
         if path not in self._seen or self._seen[path][0] != _looks(path):
             put_back(path, self.fingerprint)
             self._seen[path] = (_looks(path), damage(path, path.name, self.fingerprint))
         return self._seen[path][1] is None
-
-    def _remove(self, kind: str, ignore_errors: bool = False) -> None:
-        for leftover in self.folder.glob(f".step-*.{kind}"):
-            shutil.rmtree(leftover, ignore_errors)
 
 
 def _looks(path: Path) -> Looks:
@@ -310,17 +307,13 @@ def _write(snapshot: Snapshot, path: Path, fingerprint: str) -> None:
     temporary.mkdir()
     try:
         files = {name: write_tensors(tensors, temporary / name) for name, tensors in snapshot.files.items()}
-        files[SHAPE] = write_bytes(_shape_as_json(snapshot.shape), temporary / SHAPE)
+        files[SHAPE] = write_bytes(json.dumps(asdict(snapshot.shape), indent=2).encode() + b"\n", temporary / SHAPE)
         manifest = {"step": snapshot.step, "fingerprint": fingerprint, "extra": dict(snapshot.extra), "files": files}
         # Sealed as JSON has it: a key that is no string, for one, would be read back as another.
         write_bytes(seal(json.loads(json.dumps(manifest)), indent=2), temporary / artifacts.MANIFEST)
         artifacts.commit(temporary, path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _shape_as_json(shape: DrafterShape) -> bytes:
-    return (json.dumps(asdict(shape), indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def parameter_groups(drafter: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

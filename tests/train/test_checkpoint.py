@@ -88,8 +88,8 @@ def test_a_drafter_of_another_shape_is_refused_with_the_difference(tmp_path):
 
 
 def test_extra_comes_back_as_json_has_it(tmp_path):
-    save(tmp_path, replace(snapshot(1), extra={"pair": (1, 2), "depths": {3: 0.1}, "nothing": None}))
-    assert newest(tmp_path).extra == {"pair": [1, 2], "depths": {"3": 0.1}, "nothing": None}
+    save(tmp_path, replace(snapshot(1), extra={"pair": (1, 2), "depths": {9: 0.2, 10: 0.1}, "nothing": None}))
+    assert newest(tmp_path).extra == {"pair": [1, 2], "depths": {"9": 0.2, "10": 0.1}, "nothing": None}
 
 
 # ---------------------------------------------------------------- which one counts
