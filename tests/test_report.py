@@ -86,22 +86,19 @@ def whole(tmp_path_factory):
 @pytest.fixture
 def quick(monkeypatch):
     """Small pictures, and on light paper only."""
-    original = figures.Plot.png
+    original = drawing.Canvas.png
 
-    def png(plot, history, theme):
-        return original(plot, history, theme) if theme == "light" else b""
+    def png(self):
+        return original(self) if self.theme is THEMES["light"] else b""
 
     monkeypatch.setattr(drawing, "DPI", 40)
-    monkeypatch.setattr(figures.Plot, "png", png)
+    monkeypatch.setattr(drawing.Canvas, "png", png)
 
 
 def drawn(history, name):
-    """A canvas with one of a run's pictures on it, before it is a file."""
+    """One of a run's pictures, before it is a file."""
     (plot,) = [plot for plot in figures.plots(history) if plot.name == name]
-    canvas = drawing.Canvas(THEMES["light"], plot.title)
-    plot.draw(canvas, history)
-    canvas.restarts(history.restarts)
-    return canvas
+    return plot.on("light", history)
 
 
 def corner(png):

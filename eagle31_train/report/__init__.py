@@ -38,7 +38,7 @@ def make(run: Path, out: Path | None = None) -> tuple[Path, list[str]]:
     out.mkdir(parents=True, exist_ok=True)
     drawn = {}
     for plot in tqdm(plots(history), desc="report", unit="picture", disable=None):
-        drawn[plot] = plot.png(history, "light"), plot.png(history, "dark")
+        drawn[plot] = plot.on("light", history).png(), plot.on("dark", history).png()
         _write(out / f"{plot.name}.png", drawn[plot][0])
     for plot in PLOTS:
         if plot not in drawn:  # of an earlier report

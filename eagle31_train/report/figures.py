@@ -27,13 +27,13 @@ class Plot:
     needs: str
     timed: bool = False
 
-    def png(self, history: History, theme: str) -> bytes:
-        """The picture on "light" or "dark" paper."""
+    def on(self, theme: str, history: History) -> Canvas:
+        """The picture of a run, on "light" or "dark" paper."""
         canvas = Canvas(THEMES[theme], self.title)
         self.draw(canvas, history)
         canvas.steps(int(history.train.steps[0]), history.last_step)
         canvas.restarts(history.restarts)
-        return canvas.png()
+        return canvas
 
 
 def _loss(canvas: Canvas, history: History) -> None:

@@ -132,6 +132,13 @@ def test_rows_after_a_stop_are_the_same_bytes(tmp_path, done):
         assert (stopped / name).read_bytes() == (whole / name).read_bytes()
 
 
+def test_a_spike_that_was_said_is_not_said_again_after_a_stop(tmp_path):
+    curve = losses(120, spikes={60, 61, 62})
+    fill(tmp_path, curve)
+    assert fill(tmp_path, curve, 62).said == []
+    assert len(fill(tmp_path, curve, 60).said) == 1
+
+
 def test_spikes_are_known_again_from_the_rows_and_not_from_the_start(tmp_path):
     """The check above can fail: a reporter that forgets its losses marks other rows."""
     curve = losses(120, spikes={60, 100})
