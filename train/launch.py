@@ -5,6 +5,7 @@ that do not exist on a CPU. So what came is compared with what the launch asked 
 """
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,14 @@ def make_accelerator(config: Config, folder: Path) -> Accelerator:
         UserError: it is not, or it is nothing that this trainer serves; says what to do.
     """
     check_environment(config.train)
+    # Libraries tell one another's authors what will change: nothing that a user could mend.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|accelerate|deepspeed)\.")
     deepspeed = parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
     # The only buffers are the target's weights, the same on every rank.
     handlers: list[Any] = [DistributedDataParallelKwargs(broadcast_buffers=False)]
     if deepspeed and not torch.cuda.is_available():
         handlers.append(InitProcessGroupKwargs(backend="gloo"))
+        leave_out_extension()
     accelerator = Accelerator(
         mixed_precision="no",  # Objective.autocast is the precision, alike in all profiles
         log_with=tracking.loggers(config) or None,
@@ -55,6 +59,16 @@ def check_environment(t: TrainConfig) -> None:
         UserError: names it.
     """
     asked = os.environ.get
+    launched = "ACCELERATE_MIXED_PRECISION" in os.environ
+    if launched and asked("MASTER_ADDR") == "127.0.0.1" and asked("WORLD_SIZE") is None:
+        # accelerate's launcher of one process, asked for several, starts one, and leaves this trace.
+        raise UserError(
+            "accelerate was asked for several processes and started one, as it does with --cpu and for profiles of one "
+            "process: use configs/accelerate/ddp.yaml (on a CPU with ACCELERATE_USE_CPU=true), or --num_processes 1"
+        )
+    on_gpus = torch.cuda.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU")
+    if on_gpus and (here := int(asked("LOCAL_WORLD_SIZE", "1"))) > (gpus := torch.cuda.device_count()):
+        raise UserError(f"{here} processes were launched on a machine with {gpus} GPUs: launch --num_processes {gpus}")
     if parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM"):
         raise UserError(f"accelerate launched Megatron-LM, which this trainer does not serve: {SEE}")
     if parse_flag_from_env("ACCELERATE_USE_FSDP") and asked("FSDP_VERSION", "1") != "2":
@@ -70,6 +84,17 @@ def check_environment(t: TrainConfig) -> None:
         raise UserError(f"accelerate's gradient_accumulation_steps is {steps}: set train.accumulation={steps} instead")
     if (compiler := asked("ACCELERATE_DYNAMO_BACKEND", "no")).lower() != "no":
         raise UserError(f"accelerate's dynamo_backend is {compiler}: set train.compile=true instead")
+
+
+def leave_out_extension() -> None:
+    """Let DeepSpeed's processes on a CPU speak through gloo alone.
+
+    Else it compiles, for minutes and with tools that a user may lack, what helps such processes to share memory.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it looks for others, and says that there are none
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def deepspeed_plugin() -> DeepSpeedPlugin:
@@ -113,9 +138,11 @@ def check_accelerator(accelerator: Accelerator) -> None:
     came, count = accelerator.distributed_type, accelerator.num_processes
     if count != (launched := int(os.environ.get("WORLD_SIZE", "1"))):
         raise UserError(
-            f"{launched} processes were launched, and each would train alone: "
-            "without GPUs set ACCELERATE_USE_CPU=true, or launch one process"
+            f"{launched} processes were launched, and each would train alone: on a machine without GPUs set "
+            "ACCELERATE_USE_CPU=true before the command, or launch one process"
         )
+    if parse_flag_from_env("ACCELERATE_USE_FSDP") and count == 1:
+        raise UserError("FSDP2 shards over several processes, and one was launched: use configs/accelerate/gpu.yaml")
     on_cpu = accelerator.device.type == "cpu"
     if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         wanted = DistributedType.DEEPSPEED
@@ -127,12 +154,11 @@ def check_accelerator(accelerator: Accelerator) -> None:
         fsdp = parse_flag_from_env("ACCELERATE_USE_FSDP")
         wanted = DistributedType.FSDP if fsdp else DistributedType.MULTI_GPU
     # One process under torchrun is a group of one.
-    alone = count == 1 and came in (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+    alone = wanted == DistributedType.NO and came in (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
     if came != wanted and not alone:
-        hint = "; on a machine without GPUs launch DeepSpeed with ACCELERATE_USE_CPU unset" if on_cpu else ""
-        raise UserError(f"the launch asked for {wanted.value}, and accelerate made {came.value} of it{hint}: {SEE}")
-    if parse_flag_from_env("ACCELERATE_USE_FSDP") and count == 1:
-        raise UserError("FSDP2 shards over several processes, and one was launched: use configs/accelerate/gpu.yaml")
+        unset = parse_flag_from_env("ACCELERATE_USE_CPU") and wanted == DistributedType.DEEPSPEED
+        hint = "leave ACCELERATE_USE_CPU away, DeepSpeed finds the CPU by itself" if unset else SEE
+        raise UserError(f"the launch asked for {wanted.value}, and accelerate made {came.value} of it: {hint}")
     if torch.distributed.is_initialized():
         backend, fits = torch.distributed.get_backend(), "gloo" if on_cpu else "nccl"
         if fits not in backend:
