@@ -315,6 +315,14 @@ def test_spikes_restarts_and_steps_left_out_are_marked(tmp_path):
     assert canvas.axis.get_yscale() == "log"
 
 
+def test_many_restarts_do_not_hide_the_curves(tmp_path):
+    history = read(make_run(tmp_path / "run", launches=range(0, 40, 2)))
+    canvas = drawn(history, "loss")
+    strokes = [line for line in canvas.axis.lines if line.get_ydata()[0] == 0.95]
+    assert [line.get_xdata()[0] for line in strokes] == list(range(2, 40, 2))
+    assert canvas.remarks[-1] == "strokes above: 19 restarts"
+
+
 def test_the_gradient_is_held_against_the_clip(tmp_path):
     canvas = drawn(read(make_run(tmp_path / "run")), "gradient")
     assert [(height, label) for height, label, _ in canvas.ends][1] == (0.5, "clip  0.5")

@@ -16,6 +16,7 @@ Style = dict[str, Any]
 Label = Callable[[float], str]  # the value at a curve's end → the text beside it
 SIZE, DPI = (5.6, 3.25), 200  # inches; legible at a phone's width
 TEXT, SMALL = 9.0, 7.5  # points
+FEW = 12  # restarts
 DECADE = 8.0  # curves that span more than this factor are drawn on a logarithmic axis
 
 
@@ -69,7 +70,7 @@ class Canvas:
         self._line(line, label(line.mean[-1]), colour, linewidth=1.5)
         self._reach(band)
         if (each := round(len(steps) / len(line))) > 1:
-            self.remarks.insert(0, f"mean of {each:,} steps, band from lowest to highest")
+            self.remarks.insert(0, f"mean of {each:,} steps, range shaded")
 
     def measured(self, steps: Floats, values: Floats, label: Label, colour: str) -> None:
         """A curve without noise; its points are shown while they can be told apart."""
@@ -92,7 +93,7 @@ class Canvas:
             self._line(line, f"depth {depth + 1}  {label(line.mean[-1])}", colour, linewidth=1.4)
             self._reach(line)
         if each > 1:
-            self.remarks.insert(0, f"means of {each:,} steps, bands from lowest to highest")
+            self.remarks.insert(0, f"means of {each:,} steps, ranges shaded")
 
     def _line(self, line: Band, label: str, colour: Any, **style: Any) -> None:
         if len(line) == 1:
@@ -112,11 +113,13 @@ class Canvas:
     # ---------------------------------------------------------------- marks
 
     def restarts(self, steps: list[int]) -> None:
-        """Thin lines where a launch went on after a stop."""
+        """Thin lines where a launch went on after a stop; of many only the upper ends, so that nothing is hidden."""
+        many = len(steps) > FEW
+        style: Style = {"ymin": 0.95, "linestyle": "-"} if many else {"linestyle": (0, (2, 2))}
         for step in set(steps):
-            self.axis.axvline(step, color=self.theme.muted, linewidth=0.7, linestyle=(0, (2, 2)), zorder=1)
+            self.axis.axvline(step, color=self.theme.muted, linewidth=0.7, zorder=1, **style)
         if steps:
-            self.remarks.append("dotted: restarts")
+            self.remarks.append(f"strokes above: {len(steps):,} restarts" if many else "dotted: restarts")
 
     def spikes(self, steps: Floats, values: Floats) -> None:
         """Triangles on steps whose loss was far above those before."""
