@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, set_seed
 from torch import Tensor
 
 from eagle31_train import artifacts, cli, vocab
@@ -86,6 +86,7 @@ def fit(config: Config, opened: ExitStack) -> None:
         return
 
     # What is trained, on what, how often; and where an earlier launch of the same inputs stopped.
+    set_seed(config.seed % 2**32)  # numpy takes no larger one; torch's generator, which draws the weights, all of it
     objective = build_objective(config, shape, store, draft_vocab)
     batches = order.schedule(
         train_split.lengths, t.batch_tokens, config.seed, t.epochs, t.max_steps, windows.samples(cut)
@@ -101,7 +102,6 @@ def fit(config: Config, opened: ExitStack) -> None:
         objective.drafter.load_state_dict(loaded.weights)
         state, parallel = State(**loaded.extra["state"]), parallelise(accelerator, objective, t)
         parallel.set_moments(loaded.moments, state.updates)
-        rng.set_rng_state(rng.of_rank(loaded.rng, accelerator.process_index), device)
         accelerator.print(f"train: going on after step {state.step} ({newest})")
     windows.begin(store, usage, state.step, fingerprint, state.step == len(batches), main)
     state.trackers = tracking.start(accelerator, config, folder, inputs, state.step, state.trackers)
@@ -111,6 +111,9 @@ def fit(config: Config, opened: ExitStack) -> None:
     reporter = opened.enter_context(closing(Reporter(accelerator, folder, state.step, len(batches))))
     saver = checkpoint.Saver(folder / "checkpoints", fingerprint, t.keep_checkpoints, reporter.note, newest)
     opened.callback(saver.close)  # never in the middle of a save
+    if newest is not None:  # last, since what stands above may draw
+        rng.set_rng_state(rng.of_rank(loaded.rng, accelerator.process_index), device)
+        del loaded  # or it would stay mapped, and on the disk, after a later checkpoint has replaced it
 
     lap, begun_at, stopping = time.perf_counter(), state.step, False
     for step, share, counts, waited in load(train_split, batches, begun_at, config, kept, accelerator):
