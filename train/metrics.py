@@ -119,7 +119,9 @@ class Reporter:
         self.metrics, self.timings = (Rows(folder / name, self.note) for name in (METRICS, TIMINGS))
         self.spikes = Spikes()
         if accelerator.is_main_process:
-            self.metrics.cut(step, self.spikes.recall)
+            last = self.metrics.cut(step, self.spikes.recall)
+            if last < step:  # a full disk or a power cut took them, or somebody removed the file
+                self.note(f"{self.metrics.path} lacks the rows of steps {last + 1:,} to {step:,}")
             self.timings.cut(step)
 
     def log(self, step: int, values: dict[str, Any]) -> None:
@@ -165,7 +167,7 @@ class Reporter:
         """End the progress line and see that every row is on the disk; once more does nothing.
 
         Raises:
-            OSError: there is still no room for rows that could not be written.
+            UserError: there is still no room for rows that could not be written.
         """
         self.bar.close()
         if self.accelerator.is_main_process:

@@ -2,10 +2,12 @@
 
 import json
 import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from eagle31_train import artifacts
+from eagle31_train.schema import UserError
 
 Row = dict[str, Any]
 
@@ -25,7 +27,7 @@ class Rows:
         self.path, self.say = path, say
         self.pending: list[bytes] = []
 
-    def cut(self, step: int, seen: Callable[[Row], None] | None = None) -> None:
+    def cut(self, step: int, seen: Callable[[Row], None] | None = None) -> int:
         """Take away rows past `step` and a torn last line, which a kill after the checkpoint left.
 
         Rows lie in the order of their steps, so the file is only shortened: that needs no room, and a
@@ -33,14 +35,18 @@ class Rows:
 
         Args:
             seen: is given every row that stays.
+
+        Returns:
+            The step of the last row that stays; 0 without any.
         """
+        size, last, line = 0, 0, b"\n"
         if not self.path.exists():
-            return
-        size, line = 0, b"\n"
+            return last
         with self.path.open("r+b") as file:
             for number, line in enumerate(file, 1):
                 row = parse(line)
                 if row is not None and row["step"] <= step:
+                    last = row["step"]
                     if seen is not None:
                         seen(row)
                 elif row is not None or not line.endswith(b"\n"):
@@ -51,8 +57,9 @@ class Rows:
             else:
                 if not line.endswith(b"\n"):  # whole but for its end
                     file.write(b"\n")
-                return
+                return last
             file.truncate(size)
+        return last
 
     def append(self, row: Row) -> None:
         """Write one row; numbers that are not finite become null, which JSON has."""
@@ -64,12 +71,19 @@ class Rows:
                 self.say(f"{self.path} cannot be written ({error.strerror or error}): rows wait for room")
 
     def close(self) -> None:
-        """Write what is left and force the file to the disk; raises OSError if that fails still."""
-        if self.pending:
-            self._write()
-        if self.path.exists():
-            with self.path.open("rb") as file:
-                os.fsync(file.fileno())
+        """Write what is left and force the file to the disk.
+
+        Raises:
+            UserError: there is still no room.
+        """
+        try:
+            if self.pending:
+                self._write()
+            if self.path.exists():
+                artifacts.fsync_path(self.path)
+        except OSError as error:
+            reason = error.strerror or error
+            raise UserError(f"{self.path} cannot be written ({reason}), its last rows are lost: make room") from None
 
     def _write(self) -> None:
         with self.path.open("ab", buffering=0) as file:

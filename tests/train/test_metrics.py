@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from eagle31_train.schema import UserError
 from train import rows
 from train.metrics import Reporter, Spikes, scalars
 from train.rows import Rows
@@ -179,6 +180,15 @@ def test_rows_past_the_checkpoint_and_torn_ones_are_cut_off_and_damage_is_named(
     assert left.count(b"\n") == kept + said + 1
 
 
+def test_rows_that_a_full_disk_took_are_not_missed_without_a_word(tmp_path, capsys):
+    fill(tmp_path, losses(20))
+    path = tmp_path / "metrics.jsonl"
+    reporter(tmp_path, 15)
+    assert "lacks" not in capsys.readouterr().out
+    reporter(tmp_path, 30)
+    assert f"{path} lacks the rows of steps 16 to 30" in capsys.readouterr().out
+
+
 def test_other_ranks_write_nothing(tmp_path):
     made = reporter(tmp_path, is_main_process=False)
     made.log(1, {"loss": 1.0})
@@ -222,7 +232,7 @@ def test_rows_wait_for_room_on_a_full_disk_and_none_is_lost(tmp_path, monkeypatc
         elif step < 6:
             assert file.path.read_text() == whole[0], "half a row stayed"
     assert [text.split(" (")[0] for text in told] == [f"{file.path} cannot be written"] * 2
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(UserError, match=r"cannot be written \(No space left on device\), its last rows are lost"):
         file.close()
     FullDisk.room = 1000
     file.close()
