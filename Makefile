@@ -70,18 +70,15 @@ bench-peers:
 
 # The training step on a GPU (a torch built for one must be in the environment before): runs/bench/gpu.{json,png}
 bench-gpu: install
-	$(BIN)/python -c 'import matplotlib' 2>/dev/null || $(BIN)/pip install -q matplotlib --constraint $(VENV)/constraints.txt
 	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 # The store beside memcpy and one file per sample, and extraction beside the bare forward pass: runs/bench/{storage,extraction}.*
 bench-store: install
-	$(BIN)/python -c 'import matplotlib' 2>/dev/null || $(BIN)/pip install -q matplotlib --constraint $(VENV)/constraints.txt
 	$(BIN)/python -m benchmarks.storage $(ARGS)
 	$(BIN)/python -m benchmarks.extraction $(ARGS)
 
 # What every codec costs in bytes, fidelity, tau and acceptance length (hours): runs/bench/codecs.{json,png}
 bench-codecs: install
-	$(BIN)/python -c 'import matplotlib' 2>/dev/null || $(BIN)/pip install -q matplotlib --constraint $(VENV)/constraints.txt
 	$(BIN)/python -m benchmarks.codecs $(ARGS)
 
 clean:
