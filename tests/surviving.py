@@ -1,0 +1,273 @@
+"""Training that draws random numbers, notes what every update trained, and dies where it is told to.
+
+`begin` trains in a child of a server process that has imported torch and done nothing else: a child begins in a
+second, and may use threads, which the child of a process in which torch has worked may not. As a script, this module
+is train.py with the disturbance that the variable DISTURB says, for real launches.
+"""
+
+import importlib
+import json
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import threading
+from contextlib import ExitStack, contextmanager
+from itertools import count
+from pathlib import Path
+from unittest.mock import patch
+
+from dying import Full, Machine, Sigkill, running
+
+# What a run with a checkpoint every other step calls, at least so often in four steps; and what it calls at its start.
+STEPS = (
+    ("train.loader.build_batch", 4),  # in another thread, ahead
+    ("train.loop.accumulate", 4),
+    ("train.parallel.Parallel.update", 4),
+    ("train.rows.Rows.append", 8),
+    ("train.loop.take", 2),
+    ("train.checkpoint.Saver.save", 2),
+    ("train.windows.let_go", 3),
+)
+START = ("train.loop.claim", "train.checkpoint.load", "train.tracking.record_launch")
+
+
+# ---------------------------------------------------------------- what is watched
+
+
+@contextmanager
+def watched(ledger=None):
+    """Every update's learning rate draws on all random generators, and `ledger` takes what the update trained."""
+    import numpy as np
+    import torch
+
+    from train import loop
+
+    rate = loop.learning_rate
+
+    def drawn(*arguments):
+        return rate(*arguments) * (0.5 + (torch.rand(()).item() + np.random.random() + random.random()) / 3)
+
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(loop, "learning_rate", drawn))
+        if ledger is not None:
+            patches.enter_context(noted(ledger))
+        yield
+
+
+@contextmanager
+def noted(ledger):
+    """Note the samples of each update where their documents are read, not where their order is worked out."""
+    from eagle31_train.store import StoreSplit
+    from train import loader, loop
+
+    read_all, build, accumulate, parallelise = (
+        StoreSplit.read_all,
+        loader.build_batch,
+        loop.accumulate,
+        loop.parallelise,
+    )
+    reading, under_way = threading.local(), []
+
+    def read(self, indices, *more, **named):
+        reading.samples = list(indices)
+        return read_all(self, reading.samples, *more, **named)
+
+    def built(*arguments, **named):
+        batch = build(*arguments, **named)
+        object.__setattr__(batch, "samples", reading.samples)  # it is frozen
+        return batch
+
+    def accumulated(parallel, share, *more):
+        under_way[:] = sorted(i for batch, real in share if real for i in batch.samples)
+        return accumulate(parallel, share, *more)
+
+    def parallelised(*arguments):
+        parallel = parallelise(*arguments)
+        update = parallel.update
+
+        def updated(*rest):
+            found = update(*rest)
+            append(ledger, {"update": parallel.updates, "samples": list(under_way)})
+            return found
+
+        parallel.update = updated
+        return parallel
+
+    with (
+        patch.object(StoreSplit, "read_all", read),
+        patch.object(loader, "build_batch", built),
+        patch.object(loop, "accumulate", accumulated),
+        patch.object(loop, "parallelise", parallelised),
+    ):
+        yield
+
+
+def append(path, row):
+    """One line, whole whatever happens to the process afterwards."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.write(descriptor, json.dumps(row).encode() + b"\n")
+    os.close(descriptor)
+
+
+def updates_of(ledger):
+    """What the updates trained that the weights have had: those after a checkpoint, done again, count once."""
+    done = []
+    for line in ledger.read_text().splitlines():
+        row = json.loads(line)
+        assert 1 <= row["update"] <= len(done) + 1, f"update {row['update']} after only {len(done)}"
+        done[row["update"] - 1 :] = [row["samples"]]
+    return done
+
+
+# ---------------------------------------------------------------- how it dies
+
+
+class InSaves(Machine):
+    """Counts what the savers' threads do to the file system, from save to save."""
+
+    def __init__(self, at=None, what=None):
+        super().__init__(at, what)
+        self.counts = []  # after each save
+        self.thread = None
+
+    def operation(self, name):
+        if threading.get_ident() == self.thread:
+            super().operation(name)
+
+
+@contextmanager
+def saves_on(machine):
+    """Every save of the block happens on this machine."""
+    from train.checkpoint import Saver
+
+    original = Saver._save
+
+    def save(self, snapshot):
+        machine.thread = threading.get_ident()
+        with running(machine):
+            original(self, snapshot)
+        machine.counts.append(machine.count)
+
+    with patch.object(Saver, "_save", save):
+        yield machine
+
+
+@contextmanager
+def full_disk(at):
+    """The disk is full for one operation of the saves, the file system's `at`-th."""
+    with saves_on(InSaves(at, Full())) as machine:
+        yield machine
+
+
+def find(path):
+    """(object, name of its attribute) of a dotted path."""
+    *parts, name = path.split(".")
+    for split in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:split]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[split:]:
+            found = getattr(found, part)
+        return found, name
+    raise AssertionError(path)
+
+
+@contextmanager
+def calling(path, action, when, number):
+    """`action` happens before or after the call of this number."""
+    owner, name = find(path)
+    original, calls = getattr(owner, name), count(1)
+
+    def call(*arguments, **named):
+        now = next(calls) == number
+        if now and when == "before":
+            action()
+        result = original(*arguments, **named)
+        if now and when == "after":
+            action()
+        return result
+
+    with patch.object(owner, name, call):
+        yield
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextmanager
+def tearing(number):
+    """Death in the middle of a row, after so many whole ones."""
+    from train.rows import Rows
+
+    original, calls = Rows._write, count(1)
+
+    def write(self):
+        if next(calls) == number:
+            self.pending[-1] = self.pending[-1][: len(self.pending[-1]) // 2]
+            original(self)
+            die()
+        original(self)
+
+    with patch.object(Rows, "_write", write):
+        yield
+
+
+def disturbances(kill_in_save=None, kill_at=None, kill_in_row=None, ledger=None, draws=True):
+    """The patches, as one context each."""
+    if draws:
+        yield watched(ledger)
+    if kill_in_save is not None:
+        yield saves_on(InSaves(kill_in_save, Sigkill()))
+    if kill_at is not None:
+        path, when, number = kill_at
+        yield calling(path, die, when, number)
+    if kill_in_row is not None:
+        yield tearing(kill_in_row)
+
+
+# ---------------------------------------------------------------- children
+
+
+def begin(arguments, output, **disturbance):
+    """Train in a child; returns its process. What it prints is appended to `output`."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["train.loop"])
+    process = context.Process(target=child, args=(arguments, str(output), disturbance))
+    process.start()
+    return process
+
+
+def child(arguments, output, disturbance):
+    sys.stdout = sys.stderr = Path(output).open("a", buffering=1)  # noqa: SIM115 (as long as the process lives)
+    for number in (1, 2):
+        os.dup2(sys.stdout.fileno(), number)
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        os.environ.pop(name, None)
+    os.environ.update(ACCELERATE_USE_CPU="true", CUDA_VISIBLE_DEVICES="")
+    sys.argv = ["train.py", *arguments]
+    main(disturbance)
+
+
+def main(disturbance):
+    from train import loop
+
+    with ExitStack() as patches:
+        for context in disturbances(**disturbance):
+            patches.enter_context(context)
+        loop.main()
+
+
+def wait_until(condition, process):
+    """Look again and again; the process must not end before."""
+    pause = threading.Event()
+    while not condition():
+        assert process.is_alive(), f"it ended before, with {process.exitcode}"
+        pause.wait(0.002)
+
+
+if __name__ == "__main__":
+    main(json.loads(os.environ["DISTURB"]))

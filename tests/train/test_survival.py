@@ -1,0 +1,273 @@
+"""A run that is stopped or killed, again and again, ends with every bit of the run that nobody stopped."""
+
+import os
+import random
+import shutil
+import signal
+
+import pytest
+import torch
+from pipeline import LENGTHS, options
+from surviving import START, STEPS, InSaves, begin, calling, saves_on, updates_of, wait_until, watched
+
+from eagle31_train.schema import Stopped
+from eagle31_train.store.sealed import unseal
+from train import checkpoint, loop, parallel, rng, rows
+from train.metrics import Reporter
+
+SHORT, STOPS = 40, (7, 20, 33)
+LONG, LONG_STOPS = 200, (37, 100, 163)
+TIMED = ("seconds", "waited", "files")  # a checkpoint's own manifest, which is listed, says seconds too
+
+
+def recipe(steps):
+    return [f"train.max_steps={steps}", "train.epochs=1000", "train.eval_every=15"]
+
+
+@pytest.fixture(scope="module")
+def whole(copy_of, tmp_path_factory):
+    """The run of so many steps that nobody stops."""
+    done = {}
+
+    def of(steps):
+        if steps not in done:
+            run = copy_of(tmp_path_factory.mktemp("whole"))
+            done[steps] = go_on(run, steps, "train.checkpoint_every=1000")
+        return done[steps]
+
+    return of
+
+
+def go_on(run, steps, *more):
+    with watched(run.folder / "ledger"):
+        return run.fit(*recipe(steps), *more)
+
+
+def result(run):
+    """All that must not depend on stops: what was trained, losses, rates, weights, moments, random states, totals."""
+    files = {path.name: path.read_bytes() for path in run.newest().iterdir()}
+    assert len(files) == 5
+    manifest = unseal(files.pop("manifest.json"))
+    return {
+        "updates": updates_of(run.folder / "ledger"),
+        "rows": (run.train / "metrics.jsonl").read_bytes(),
+        "state": timeless(manifest["extra"]["state"]),
+        "manifest": timeless(run.manifest()),
+        **files,
+    }
+
+
+def timeless(facts):
+    return {name: value for name, value in facts.items() if name not in TIMED}
+
+
+def differences(run, whole):
+    ours, theirs = result(run), result(whole)
+    return {name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)}
+
+
+def test_the_run_that_nobody_stops_trains_every_sample_once_per_epoch(whole):
+    """What the others are compared with."""
+    trained, size = updates_of(whole(SHORT).folder / "ledger"), len(LENGTHS["train"])
+    assert len(trained) == SHORT
+    order = [i for samples in trained for i in samples]
+    for first in range(0, len(order) // size * size, size):
+        assert sorted(order[first : first + size]) == list(range(size))
+    assert order[:size] != order[size : 2 * size]
+
+
+# ---------------------------------------------------------------- stopped
+
+
+def stop_after(run, steps, step, begun):
+    """Train until a SIGTERM that comes in time to stop after `step`; `begun` steps were done before."""
+    tell = calling("train.loop.accumulate", lambda: os.kill(os.getpid(), signal.SIGTERM), "after", step - begun - 1)
+    with tell, pytest.raises(Stopped, match=f"stopped by SIGTERM: saved after step {step} of {steps}; the same"):
+        go_on(run, steps)
+    assert saved(run)[-1] == step
+    assert not (run.train / "manifest.json").exists()
+
+
+def saved(run):
+    return [int(path.name.removeprefix("step-")) for path in checkpoint.in_order(run.checkpoints)]
+
+
+def stop_at(run, whole, steps, stops):
+    for begun, step in zip((0, *stops), stops, strict=False):
+        stop_after(run, steps, step, begun)
+    assert not differences(go_on(run, steps), whole(steps))
+
+
+def kill_after_checkpoint(run, whole, steps, step, output):
+    """SIGKILL right after the first checkpoint, while training goes on."""
+    death = ("train.checkpoint.Saver._save", "after", 1)
+    process = start(run, steps, output, f"train.checkpoint_every={step}", kill_at=death)
+    process.join()
+    assert process.exitcode == -signal.SIGKILL, output.read_text()
+    assert saved(run) == [step]
+    assert not differences(go_on(run, steps), whole(steps))
+
+
+def start(run, steps, output, *more, **disturbance):
+    """The run in a process of its own."""
+    arguments = options(run.folder, f"target.path={run.extracted / 'target'}", *recipe(steps), *more)
+    return begin(arguments, output, ledger=str(run.folder / "ledger"), **disturbance)
+
+
+def test_a_run_stopped_three_times_ends_bit_for_bit_the_same(new_run, whole):
+    stop_at(new_run(), whole, SHORT, STOPS)
+
+
+def test_a_run_killed_after_a_checkpoint_ends_bit_for_bit_the_same(new_run, whole, tmp_path):
+    kill_after_checkpoint(new_run(), whole, SHORT, STOPS[1], tmp_path / "output")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stops", [*((step,) for step in LONG_STOPS), LONG_STOPS], ids=str)
+def test_200_steps_that_are_stopped_end_bit_for_bit_the_same(new_run, whole, stops):
+    stop_at(new_run(), whole, LONG, stops)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", LONG_STOPS)
+def test_200_steps_killed_after_a_checkpoint_end_bit_for_bit_the_same(new_run, whole, tmp_path, step):
+    kill_after_checkpoint(new_run(), whole, LONG, step, tmp_path / "output")
+
+
+# ---------------------------------------------------------------- killed
+
+
+@pytest.fixture(scope="module")
+def operations(copy_of, tmp_path_factory):
+    """What the first two saves of a run do to the file system, as a number."""
+    run = copy_of(tmp_path_factory.mktemp("operations"))
+    with pytest.MonkeyPatch.context() as patch, saves_on(InSaves()) as machine:
+        patch.setenv("ACCELERATE_USE_CPU", "true")
+        run.fit("train.max_steps=4", "train.checkpoint_every=2")
+    assert len(machine.counts) == 2
+    return machine.counts[1]
+
+
+def survive(run, whole, steps, ways, seed, operations, output):
+    """Kill a run in all these ways, in random order, and go on by the same command; then let it end.
+
+    No launch lives for more than four steps, so that there is something left to be killed.
+    """
+    assert 4 * len(ways) <= steps
+    chosen, ledger = random.Random(seed), run.folder / "ledger"
+    chosen.shuffle(ways)
+    for way in ways:
+        disturbance = choose(way, chosen, operations)
+        wanted = lines(ledger) + chosen.randint(1, 3)
+        process = start(run, steps, output, "train.checkpoint_every=2", **disturbance)
+        if way == "outside":
+            wait_until(lambda wanted=wanted: lines(ledger) >= wanted, process)
+            process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL, (way, disturbance, output.read_text()[-3000:])
+    process = start(run, steps, output, "train.checkpoint_every=2")
+    process.join()
+    assert process.exitcode == 0, output.read_text()[-3000:]
+    assert not differences(run, whole(steps))
+    assert lines(ledger) > steps, "no step was done twice: nothing was lost by a kill"
+
+
+def choose(way, chosen, operations):
+    """How a launch dies by itself."""
+    match way:
+        case "save":
+            return {"kill_in_save": chosen.randrange(operations)}
+        case "row":
+            return {"kill_in_row": chosen.randint(1, 7)}
+        case "step":
+            path, most = chosen.choice(STEPS)
+            return {"kill_at": (path, chosen.choice(["before", "after"]), chosen.randint(1, most))}
+        case "start":
+            return {"kill_at": (chosen.choice(START), chosen.choice(["before", "after"]), 1)}
+    return {}
+
+
+def lines(file):
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+def test_a_run_killed_seven_times_ends_bit_for_bit_the_same(new_run, whole, operations, tmp_path):
+    ways = ["save"] * 3 + ["step", "row", "start", "outside"]
+    survive(new_run(), whole, SHORT, ways, 0, operations, tmp_path / "output")
+
+
+@pytest.mark.slow
+def test_a_run_killed_fifty_times_ends_bit_for_bit_the_same(new_run, whole, operations, tmp_path):
+    ways = ["save"] * 20 + ["step"] * 12 + ["row"] * 4 + ["start"] * 4 + ["outside"] * 10
+    survive(new_run(), whole, LONG, ways, 1, operations, tmp_path / "output")
+
+
+# ---------------------------------------------------------------- mistakes that these tests find
+
+
+@pytest.fixture(scope="module")
+def stopped(copy_of, tmp_path_factory):
+    """A run that stopped some steps after a checkpoint, for copying."""
+    run, log = copy_of(tmp_path_factory.mktemp("stopped")), Reporter.log
+
+    def stop(self, step, values):
+        log(self, step, values)
+        if step == SHORT - 5:
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ACCELERATE_USE_CPU", "true")
+        patch.setattr(Reporter, "log", stop)
+        with pytest.raises(KeyboardInterrupt):
+            go_on(run, SHORT, f"train.checkpoint_every={SHORT - 10}")
+    assert saved(run) == [SHORT - 10]
+    return run
+
+
+@pytest.fixture
+def copy(stopped, new_run):
+    run = new_run()
+    shutil.rmtree(run.folder)
+    shutil.copytree(stopped.folder, run.folder)
+    return run
+
+
+def one_step_late(split, batches, done, *rest):
+    return LOAD(split, [*batches[:done], *batches[done + 1 :], batches[-1]], done, *rest)
+
+
+def one_step_early(split, batches, done, *rest):
+    return LOAD(split, [*batches[:done], *batches[done - 1 : -1]], done, *rest)
+
+
+def no_moments(self, moments, updates):
+    self.updates = updates
+
+
+def torch_alone(state, device):
+    torch.set_rng_state(state["torch"])
+
+
+LOAD, RATE = loop.load, loop.learning_rate
+LEARNT = {"rows", "model.safetensors", "optimizer.safetensors"}
+MISTAKES = {
+    "moments are forgotten": (parallel.Parallel, "set_moments", no_moments, LEARNT),
+    "AdamW counts anew": (parallel.Parallel, "_count", lambda *_: torch.tensor(0.0), LEARNT),
+    "the data goes on one step late": (loop, "load", one_step_late, {*LEARNT, "updates"}),
+    "the data goes on one step early": (loop, "load", one_step_early, {*LEARNT, "updates"}),
+    "the schedule is one step late": (loop, "learning_rate", lambda step, *rest: RATE(step - 1, *rest), LEARNT),
+    "random states are forgotten": (rng, "set_rng_state", lambda *_: None, {*LEARNT, "rng.safetensors"}),
+    "torch's alone is restored": (rng, "set_rng_state", torch_alone, {*LEARNT, "rng.safetensors"}),
+    "rows past the checkpoint stay": (rows.Rows, "cut", lambda *_: None, {"rows"}),
+}
+
+
+def test_the_run_that_the_mistakes_are_planted_in_ends_well_without_them(copy, whole):
+    assert not differences(go_on(copy, SHORT), whole(SHORT))
+
+
+@pytest.mark.parametrize(("owner", "name", "mistake", "found"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_a_mistake_in_resuming_is_found(copy, whole, monkeypatch, owner, name, mistake, found):
+    monkeypatch.setattr(owner, name, mistake)
+    different = differences(go_on(copy, SHORT), whole(SHORT))
+    assert different >= found, different
