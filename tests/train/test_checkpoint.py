@@ -12,7 +12,6 @@ from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from checkpointing import FILES, FINGERPRINT, SHAPE, bits, names, newest, same, save, saver, snapshot
@@ -22,7 +21,7 @@ from eagle31_train import export
 from eagle31_train.schema import UserError
 from eagle31_train.store import tensors as store_tensors
 from eagle31_train.store.sealed import checksum, seal, unseal
-from train import checkpoint, readback, rng
+from train import checkpoint
 
 
 @pytest.fixture(autouse=True)
@@ -61,12 +60,6 @@ def test_the_manifest_is_sealed_and_lists_every_other_file(tmp_path):
         for name in FILES
         if name != "manifest.json"
     }
-
-
-def test_large_tensors_are_read_back_in_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr(readback, "CHUNK", 7)
-    save(tmp_path, snapshot(1))
-    assert same(newest(tmp_path), snapshot(1))
 
 
 def test_the_export_stage_reads_it(tmp_path):
@@ -456,84 +449,3 @@ def test_a_disk_that_does_not_keep_what_is_written_is_found_out(tmp_path, monkey
     ours.save(snapshot(2))
     ours.close()
     assert same(newest(tmp_path), snapshot(2))
-
-
-def test_reading_back_finds_any_bit_and_any_length(tmp_path):
-    file, meant = tmp_path / "x.safetensors", snapshot(1).weights
-    readback.write_tensors(meant, file)
-    whole = file.read_bytes()
-    for place in range(len(whole)):
-        spoilt = bytearray(whole)
-        spoilt[place] ^= 1 << place % 8
-        file.write_bytes(spoilt)
-        with pytest.raises(OSError, match="did not read back as it was written"):
-            readback.read_back(meant, file)
-    for spoilt in (whole[:-1], whole[:9], whole[:3], b"", whole + b"\0"):
-        file.write_bytes(spoilt)
-        with pytest.raises(OSError, match="did not read back as it was written"):
-            readback.read_back(meant, file)
-    file.write_bytes(whole)
-    assert readback.read_back(meant, file) == {"bytes": len(whole), "checksum": checksum(file)}
-    for other in (
-        {**meant, "more": torch.zeros(1)},
-        {"fc.weight": meant["fc.weight"]},
-        {**meant, "norm.weight": meant["norm.weight"].view(2, 2)},
-        {**meant, "norm.weight": meant["norm.weight"].view(torch.int32)},
-    ):
-        with pytest.raises(OSError, match=r"its header in x\.safetensors did not read back"):
-            readback.read_back(other, file)
-
-
-# ---------------------------------------------------------------- random states
-
-CPU = torch.device("cpu")
-
-
-def draws():
-    """Some numbers of every generator; an odd count of normal ones leaves one over, which the state must hold."""
-    python = [random.random(), random.gauss(0, 1), random.getrandbits(70)]
-    return python, np.random.rand(3).tolist(), np.random.randn(3).tolist(), torch.randn(5).tolist()
-
-
-@pytest.fixture
-def seeded():
-    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    random.seed(7)
-    np.random.seed(7)
-    torch.manual_seed(7)
-    yield
-    random.setstate(before[0])
-    np.random.set_state(before[1])
-    torch.set_rng_state(before[2])
-
-
-@pytest.mark.parametrize("earlier", range(3))
-def test_random_states_come_back_through_a_checkpoint(seeded, tmp_path, earlier):
-    for _ in range(earlier):  # after an odd number a normal one is left over
-        draws()
-    states = random.getstate(), np.random.get_state()
-    assert (states[0][2] is not None, states[1][3]) == (earlier % 2 == 1,) * 2
-    others = {kind: tensor + 1 for kind, tensor in rng.rng_state(CPU).items()}
-    meant = replace(snapshot(1), rng=rng.of_all([others, checkpoint.rng_state(CPU)]))
-    save(tmp_path, meant)
-    expected = draws(), draws()
-    loaded = newest(tmp_path).rng
-    assert loaded.keys() == {f"rank{rank}.{kind}" for rank in (0, 1) for kind in ("torch", "numpy", "python")}
-    draws()
-    checkpoint.set_rng_state(rng.of_rank(loaded, 1), CPU)
-    assert random.getstate() == states[0]
-    ours = np.random.get_state()
-    assert [part.tolist() if isinstance(part, np.ndarray) else part for part in ours] == [
-        part.tolist() if isinstance(part, np.ndarray) else part for part in states[1]
-    ]
-    assert (draws(), draws()) == expected
-
-
-def test_a_rank_that_a_checkpoint_knows_nothing_of_keeps_its_state(seeded):
-    states = rng.of_all([rng.rng_state(CPU)] * 11)
-    assert rng.of_rank(states, 1).keys() == {"torch", "numpy", "python"}
-    before = rng.rng_state(CPU)
-    rng.set_rng_state(rng.of_rank(states, 11), CPU)
-    assert {kind: bits(tensor) for kind, tensor in rng.rng_state(CPU).items()} == {
-        kind: bits(tensor) for kind, tensor in before.items()
-    }
