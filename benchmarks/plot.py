@@ -1,4 +1,4 @@
-"""The results as pictures. matplotlib is in the peers' environment only, so it is imported where it draws."""
+"""The results as pictures. matplotlib takes a while to import, so it is imported where it draws."""
 
 import statistics
 from collections import Counter

@@ -107,7 +107,8 @@ def fit(config: Config, opened: ExitStack) -> None:
     state.trackers = tracking.start(accelerator, config, folder, inputs, state.step, state.trackers)
     if main:
         here = {"profile": parallel.kind, "processes": accelerator.num_processes, "device": str(device)}
-        tracking.record_launch(folder, config, {**here, "after_step": state.step, "store": store.fingerprint})
+        here |= {"after_step": state.step, "steps": len(batches), "store": store.fingerprint}
+        tracking.record_launch(folder, config, here)
     reporter = opened.enter_context(closing(Reporter(accelerator, folder, state.step, len(batches))))
     saver = checkpoint.Saver(folder / "checkpoints", fingerprint, t.keep_checkpoints, reporter.note, newest)
     opened.callback(saver.close)  # never in the middle of a save
@@ -115,7 +116,7 @@ def fit(config: Config, opened: ExitStack) -> None:
         rng.set_rng_state(rng.of_rank(loaded.rng, accelerator.process_index), device)
         del loaded  # or it would stay mapped, and on the disk, after a later checkpoint has replaced it
 
-    lap, begun_at, stopping = time.perf_counter(), state.step, False
+    lap, saved, begun_at, stopping = time.perf_counter(), 0.0, state.step, False
     for step, share, counts, waited in load(train_split, batches, begun_at, config, kept, accelerator):
         samples, lr, final = batches[step - 1], learning_rate(step, len(batches), t), step == len(batches)
         counts[-1] = deadline.reason is not None  # who is told to stop tells the others with its counts
@@ -133,6 +134,7 @@ def fit(config: Config, opened: ExitStack) -> None:
             state.leave_out(step, blame(parallel, share, samples, train_split.lengths), t.skip_nonfinite)
 
         # Reporting.
+        trained = time.perf_counter()
         tokens = sum(train_split.lengths[i] for i in samples)
         state.tokens += tokens
         state.pairs += int(sums[1].sum()) if updated else 0
@@ -148,8 +150,8 @@ def fit(config: Config, opened: ExitStack) -> None:
         lap, before = time.perf_counter(), lap
         state.seconds += lap - before
         state.waited += waited
-        memory = memory_bytes(device)
-        reporter.timing(step, {"seconds": lap - before, "waited": waited, "tokens": tokens, "memory_bytes": memory})
+        timing = {"seconds": lap - before, "waited": waited, "aside": saved + lap - trained, "tokens": tokens}
+        reporter.timing(step, {**timing, "memory_bytes": memory_bytes(device)})
 
         # Saving.
         stopping = bool(counts[-1]) and not final
@@ -159,19 +161,12 @@ def fit(config: Config, opened: ExitStack) -> None:
             raise UserError(
                 f"step {step}: {problem}: the gradients are not exchanged as they should be, nothing was saved"
             )
-        if not saving:
-            continue
-        if main:
-            saver.wait()  # for the checkpoint before, so that there are never two in memory
-        snapshot = take(parallel, state, shape)
-        if main:
-            saver.save(snapshot)
-        if main and (final or stopping or makes_room):  # this one must be there before what follows
-            saver.wait()
-            if saver.failed:
-                raise saver.failed
-        # What no step after a checkpoint reads may go; before it is saved, a kill would need it again.
-        windows.let_go(store, usage, step, fingerprint, final, remove=main and (final or stopping or makes_room))
+        if saving:
+            needed = final or stopping or makes_room
+            keep(saver, parallel, state, shape, needed)
+            # What no step after a checkpoint reads may go; before it is saved, a kill would need it again.
+            windows.let_go(store, usage, step, fingerprint, final, remove=main and needed)
+        saved = time.perf_counter() - lap
         if stopping:
             break
     saver.close()
@@ -286,6 +281,25 @@ def blame(parallel: Parallel, share: list[tuple[Batch, bool]], samples: list[int
             loss, _ = parallel.model(batch.to(accelerator.device), weights)
         guilty += part if real and not loss.isfinite() else []
     return sorted(gather_object(guilty)) or sorted(samples)
+
+
+def keep(saver: checkpoint.Saver, parallel: Parallel, state: State, shape: DrafterShape, needed: bool) -> None:
+    """Save the run as it is now, in the background; with `needed`, return once it is on the disk. Every rank calls it.
+
+    Raises:
+        UserError: it is needed, and cannot be written.
+    """
+    main = parallel.accelerator.is_main_process
+    if main:
+        saver.wait()  # for the one before, so that there are never two in memory
+    snapshot = take(parallel, state, shape)
+    if not main:
+        return
+    saver.save(snapshot)
+    if needed:
+        saver.wait()
+        if saver.failed:
+            raise saver.failed
 
 
 def take(parallel: Parallel, state: State, shape: DrafterShape) -> checkpoint.Snapshot:
