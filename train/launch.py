@@ -20,6 +20,7 @@ from accelerate.utils import (
     parse_flag_from_env,
 )
 
+from eagle31_train import artifacts
 from eagle31_train.schema import Config, TrainConfig, UserError
 from train import tracking
 
@@ -176,11 +177,9 @@ def check_alike(facts: dict[str, Any]) -> None:
     """
     everyone = gather_object([facts])
     for rank, other in enumerate(everyone):
-        changed = sorted(name for name in facts if other.get(name) != everyone[0].get(name))
-        if changed:
-            name = changed[0]
+        if change := artifacts.describe_change(everyone[0], other):
             raise UserError(
-                f"rank {rank} differs from rank 0 in {name} ({other.get(name)}, not {everyone[0].get(name)}): "
+                f"rank {rank} is not as rank 0 ({change.replace(' there, ', ' on rank 0, ')}): "
                 "start every process with the same options, versions and files"
             )
 
