@@ -28,14 +28,14 @@ def command(profile, processes, script=TRAIN):
 
 def environment(profile, **more):
     """One thread each, and no GPU even where there is one: a fused step of another device rounds otherwise."""
+    mine = {name: value for name, value in os.environ.items() if name != "ACCELERATE_USE_CPU"}
     cpu = {} if profile.startswith("zero") else {"ACCELERATE_USE_CPU": "true"}
     fixed = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
-    return {**os.environ, **fixed, **cpu, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", **more}
+    return {**mine, **fixed, **cpu, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", **more}
 
 
-def launch(profile, run, *more, processes=2, script=TRAIN, timeout=300, **variables):
-    """Train in a run's folder; returns the finished process."""
-    arguments = options(run.folder, f"target.path={run.extracted / 'target'}", *more)
+def start(profile, processes, script, arguments, timeout, **variables):
+    """Launch a script; returns the finished process."""
     return subprocess.run(
         [*command(profile, processes, script), *arguments],
         cwd=ROOT,
@@ -45,6 +45,12 @@ def launch(profile, run, *more, processes=2, script=TRAIN, timeout=300, **variab
         check=False,
         timeout=timeout,
     )
+
+
+def launch(profile, run, *more, processes=2, script=TRAIN, timeout=300, **variables):
+    """Train in a run's folder; returns the finished process."""
+    arguments = options(run.folder, f"target.path={run.extracted / 'target'}", *more)
+    return start(profile, processes, script, arguments, timeout, **variables)
 
 
 def finish(profile, run, *more, **how):

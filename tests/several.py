@@ -1,0 +1,273 @@
+"""Several trainings, one after another, by the processes of one launch: most of what a launch takes is imports.
+
+`train` launches this module as a script. Before each training it puts the environment of that training's own profile
+in place, as accelerate's launcher makes it of configs/accelerate. A training may be told to stop after a step, as
+SIGTERM would, and be harmed in the ways that `HARMS` names.
+"""
+
+import json
+import os
+import sys
+import traceback
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+WHAT, RESULTS = "SEVERAL_TRAININGS", "SEVERAL_RESULTS"
+
+
+def training(profile, run, *more, stop_after=None, harm=()):
+    """A training under a profile in a run's folder (conftest's Fitted); `harm`: a name of HARMS, and what it takes."""
+    from pipeline import options
+
+    arguments = options(run.folder, f"target.path={run.extracted / 'target'}", *more)
+    return {"profile": profile, "options": arguments, "stop_after": stop_after, "harm": list(harm)}
+
+
+def train(folder, trainings, profile="ddp", processes=2, timeout=600):
+    """Launch the processes; returns for each training what it came to on each rank, as [status, message]."""
+    import launching
+
+    folder.mkdir(parents=True, exist_ok=True)
+    what = folder / "trainings.json"
+    what.write_text(json.dumps(trainings))
+    variables = {WHAT: str(what), RESULTS: str(folder)}
+    done = launching.start(profile, processes, Path(__file__), (), timeout, **variables)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    of_ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(processes)]
+    return [list(ranks) for ranks in zip(*of_ranks, strict=True)]
+
+
+# ---------------------------------------------------------------- in the processes
+
+
+def main():
+    import torch
+
+    rank, end = int(os.environ["RANK"]), torch.distributed.destroy_process_group
+    results = []
+    # The connections between the processes stay from training to training.
+    with patch.object(torch.distributed, "destroy_process_group"):
+        for one in json.loads(Path(os.environ[WHAT]).read_text()):
+            results.append(come_to(one))
+            (Path(os.environ[RESULTS]) / f"rank{rank}.json").write_text(json.dumps(results))
+    torch.distributed.barrier()
+    end()
+
+
+def come_to(one):
+    """What a training comes to; a crash ends the process, since others would wait for it."""
+    from accelerate.state import AcceleratorState
+
+    from eagle31_train import cli
+    from eagle31_train.schema import Stopped, UserError
+    from train import loop
+
+    AcceleratorState._reset_state(True)
+    with ExitStack() as patches:
+        patches.enter_context(patch.dict(os.environ, clear=True, **environment(one["profile"])))
+        disturb(patches, one["stop_after"], one["harm"])
+        try:
+            loop.train(cli.load_config(one["options"]))
+        except UserError as error:
+            return ["refused", str(error)]
+        except Stopped as stopped:
+            return ["stopped", str(stopped)]
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
+    return ["done", ""]
+
+
+def environment(profile):
+    """A process's environment under a profile, as accelerate's launcher makes it."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+
+    words = ["--config_file", f"configs/accelerate/{profile}.yaml", "--num_processes", os.environ["WORLD_SIZE"]]
+    arguments, defaults, _ = _validate_launch_command(launch_command_parser().parse_args([*words, "train.py"]))
+    arguments.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
+    mine = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "FSDP_"))}
+    with patch.dict(os.environ, mine, clear=True):
+        if arguments.use_deepspeed:
+            made = prepare_deepspeed_cmd_env(arguments)[1]
+        else:
+            made = {**prepare_multi_gpu_env(arguments), "ACCELERATE_USE_CPU": "true"}
+    return {**made, **mine}
+
+
+# ---------------------------------------------------------------- stopping and harming
+
+NOW = [0]  # the step that is being trained
+
+
+def disturb(patches, stop_after, harm):
+    """What a training's `stop_after` and `harm` say."""
+    watch(patches)
+    stop(patches, stop_after)
+    if harm:
+        HARMS[harm[0]](patches, *harm[1:])
+
+
+def watch(patches):
+    """Keep NOW."""
+    from train import loop
+
+    load = loop.load
+
+    def counted(*arguments):
+        for step in load(*arguments):
+            NOW[0] = step[0]
+            yield step
+
+    patches.enter_context(patch.object(loop, "load", counted))
+
+
+def stop(patches, after):
+    """Tell the training to stop once it does this step."""
+    from train.deadline import Deadline
+
+    reason = property(lambda self: f"the test after step {after}" if after is not None and NOW[0] >= after else None)
+    patches.enter_context(patch.object(Deadline, "reason", reason))
+
+
+def harm_sample(patches, index, value, split="train"):
+    """The states of a sample are all this value as they are read, whichever rank reads it."""
+    import torch
+
+    from eagle31_train.codec import plain
+    from eagle31_train.store import StoreSplit
+
+    read = StoreSplit.read
+
+    def harmed(self, i, states=True):
+        document = read(self, i, states)
+        if states and i == index and self.shards[0].split == split:
+            return replace(document, aux=plain(torch.full_like(document.aux.decode(), value)))
+        return document
+
+    patches.enter_context(patch.object(StoreSplit, "read", harmed))
+
+
+def harm_loss(patches, steps, rank, value):
+    """On one rank the loss of these steps is this value."""
+    _harm_forward(patches, steps, rank, lambda loss, weight: loss * value)
+
+
+def harm_gradient(patches, steps, rank, value):
+    """On one rank the loss of these steps is right, and the gradient of a norm's weight is this value."""
+    import torch
+
+    class Harm(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, loss, weight):
+            ctx.shape = weight.shape
+            return loss.clone()
+
+        @staticmethod
+        def backward(ctx, slope):
+            return slope, torch.full(ctx.shape, value)
+
+    _harm_forward(patches, steps, rank, Harm.apply)
+
+
+def _harm_forward(patches, steps, rank, harm):
+    from accelerate.state import PartialState
+
+    from eagle31_train.loss import Objective
+
+    forward = Objective._forward
+
+    def harmed(self, *arguments):
+        loss, measured = forward(self, *arguments)
+        if NOW[0] in steps and PartialState().process_index == rank:
+            loss = harm(loss, self.drafter.norm.weight)
+        return loss, measured
+
+    patches.enter_context(patch.object(Objective, "_forward", harmed))
+
+
+def harm_exchange(patches):
+    """DDP never exchanges gradients."""
+    from train.parallel import Replicated
+
+    patches.enter_context(patch.object(Replicated, "micro_batch", lambda self, last: self.model.no_sync()))
+
+
+def harm_sharding(patches):
+    """FSDP2 wraps nothing."""
+    from train import parallel
+
+    patches.enter_context(patch.object(parallel, "fully_shard", lambda module, **_: module))
+
+
+def harm_weights(patches, rank):
+    """Steps of one rank do something that those of others do not."""
+    import torch
+
+    from train.parallel import Parallel, Zero
+
+    for kind in (Parallel, Zero):
+        update = kind.update
+
+        def harmed(self, *arguments, update=update):
+            found = update(self, *arguments)
+            with torch.no_grad():
+                self.objective.drafter.norm.weight.data += 1e-6 * (self.accelerator.process_index == rank)
+            return found
+
+        patches.enter_context(patch.object(kind, "update", harmed))
+
+
+def harm_moments(patches):
+    """What AdamW knew of the steps before is not restored."""
+    from train.parallel import Parallel, Zero
+
+    for kind in (Parallel, Zero):
+        right = kind.set_moments
+        forgetful = lambda self, moments, updates, right=right: right(self, {}, updates)  # noqa: E731
+        patches.enter_context(patch.object(kind, "set_moments", forgetful))
+
+
+def harm_options(patches, rank, option):
+    """One rank is given another option."""
+    if int(os.environ["RANK"]) == rank:
+        from eagle31_train import cli
+
+        load = cli.load_config
+        patches.enter_context(patch.object(cli, "load_config", lambda words: load([*words, option])))
+
+
+def absent(patches, steps):
+    """No harm: these steps are in no schedule, and the others have the learning rates that they have anyway."""
+    from train import loop, order
+
+    schedule, rate = order.schedule, loop.learning_rate
+
+    def shorter(*arguments):
+        return [batch for step, batch in enumerate(schedule(*arguments), 1) if step not in steps]
+
+    def later(step, total, t):
+        total += len(steps)
+        return rate([s for s in range(1, total + 1) if s not in steps][step - 1], total, t)
+
+    patches.enter_context(patch.object(order, "schedule", shorter))
+    patches.enter_context(patch.object(loop, "learning_rate", later))
+
+
+HARMS = {
+    "sample": harm_sample,
+    "loss": harm_loss,
+    "gradient": harm_gradient,
+    "exchange": harm_exchange,
+    "sharding": harm_sharding,
+    "weights": harm_weights,
+    "moments": harm_moments,
+    "options": harm_options,
+    "absent": absent,
+}
+
+if __name__ == "__main__":
+    main()
