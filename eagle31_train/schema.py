@@ -212,7 +212,9 @@ class PlanConfig:
     vocab_size: int | None = opt(None, "plan: the target's vocabulary; default: its config.json")
     layers: int | None = opt(None, "plan: the target's layers; default: its config.json")
     target_parameters: float | None = opt(None, "plan: the target's parameters that a token runs through, e.g. 8.03e9")
-    tokens: int | None = opt(None, "plan: tokens of the training split; default: as counted by python -m data_prep")
+    tokens: float | None = opt(
+        None, "plan: tokens of the training split; default: as counted by python -m data_prep, else an example"
+    )
     share: float = opt(0.5, "plan: share of these that the assistant wrote, where they are not counted yet")
     sample_tokens: int = opt(600, "plan: tokens of an average conversation, likewise")
     devices: int = opt(8, "plan: devices that extract and train")

@@ -1,0 +1,23 @@
+"""Reckon what a run will take, before anything is spent.
+
+    python -m eagle31_train.plan +experiment=llama31_8b
+    python -m eagle31_train.plan +experiment=kimi plan.tokens=5e8 plan.devices=4 plan.device_gib=141
+
+Nothing is downloaded, and nothing is written.
+"""
+
+from eagle31_train import cli
+from eagle31_train.plan import inputs, sections
+from eagle31_train.schema import Config
+
+
+def plan(config: Config) -> None:
+    """Print the plan; UserError where a size that it needs is neither given nor to be found."""
+    inputs.check_options(config)
+    target, data = inputs.read_target(config), inputs.read_data(config)
+    shape = inputs.drafter_shape(config, target, data.vocabulary or target.vocab_size)
+    print(sections.text(sections.Planned(config, target, shape, data)))
+
+
+if __name__ == "__main__":
+    cli.run(plan, __doc__ or "", plans=True)

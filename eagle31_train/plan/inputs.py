@@ -1,0 +1,182 @@
+"""What a plan is made of: the target's sizes, the drafter's shape and the data, counted where they can be."""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eagle31_train import artifacts
+from eagle31_train.contract import check_shape, weight_shapes
+from eagle31_train.plan.work import Work, count_work, made_mask
+from eagle31_train.schema import Config, DrafterShape, PlanConfig, UserError
+
+EXAMPLE = 100_000_000  # tokens that are planned for where nobody has counted or said how many there are
+LOOKED_AT = 1000  # conversations whose loss masks stand for all of them
+EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")  # of a config.json: not all run for a token
+
+
+@dataclass(frozen=True)
+class Target:
+    """Sizes of the target. parameters: those that one token runs through."""
+
+    hidden_size: int
+    vocab_size: int
+    layers: int
+    parameters: float
+
+
+@dataclass(frozen=True)
+class Data:
+    """What there is to learn.
+
+    origin: where the numbers are from, in words. work: of one pass over the training split. heldout: tokens held
+    out, as a share of these. longest: tokens of the longest conversation. vocabulary: Vd, None where it is not known.
+    """
+
+    origin: str
+    work: Work
+    heldout: float
+    longest: int
+    vocabulary: int | None
+
+
+def check_options(config: Config) -> None:
+    """Refuse values that nothing can be planned with.
+
+    Raises:
+        UserError: names the option.
+    """
+    p, t = config.plan, config.train
+    above = {f"plan.{n}": getattr(p, n) for n in ("devices", "device_gib", "peak_tflops", "sample_tokens", "tokens")}
+    above |= {f"train.{n}": getattr(t, n) for n in ("unroll", "batch_tokens", "epochs", "accumulation")}
+    above |= {"train.slots_per_batch": t.slots_per_batch, "train.max_steps": t.max_steps}
+    for name, value in above.items():
+        if value is not None and not value > 0:
+            raise UserError(f"{name}={value} must be above 0")
+    for name in ("share", "utilisation"):
+        if not 0 < (share := getattr(p, name)) <= 1:
+            raise UserError(f"plan.{name}={share} is not in (0, 1]")
+
+
+def read_target(config: Config) -> Target:
+    """From plan.*, and what that leaves open from the target's own config.json and weights, if they are here.
+
+    Raises:
+        UserError: a size is neither given nor to be found without a download.
+    """
+    p, folder = config.plan, Path(config.target.path)
+    found: dict[str, Any] = {}
+    if (folder / "config.json").is_file():
+        found = artifacts.read_json(folder / "config.json", "the target's own")
+        found = found.get("text_config", found)  # of a model that sees, too
+    sizes: dict[str, Any] = {
+        "hidden_size": p.hidden_size or found.get("hidden_size"),
+        "vocab_size": p.vocab_size or found.get("vocab_size"),
+        "layers": p.layers or found.get("num_hidden_layers"),
+        "target_parameters": p.target_parameters or (None if _has_experts(found) else _parameters(folder)),
+    }
+    if missing := [f"plan.{name}" for name, value in sizes.items() if not value]:
+        where = "its files do not say" if found else "it is no folder here, and a plan downloads nothing"
+        raise UserError(f"no value for {', '.join(missing)} of {config.target.path} ({where}): set them")
+    return Target(int(sizes["hidden_size"]), int(sizes["vocab_size"]), int(sizes["layers"]), sizes["target_parameters"])
+
+
+def _has_experts(config: dict[str, Any]) -> bool:
+    return any((config.get(name) or 0) > 1 for name in EXPERTS)
+
+
+def _parameters(folder: Path) -> float | None:
+    """All parameters in a folder's safetensors files, by their headers."""
+    total = 0
+    for file in folder.glob("*.safetensors"):
+        with file.open("rb") as opened:
+            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+        total += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    return float(total) or None
+
+
+def drafter_shape(config: Config, target: Target, draft_vocab_size: int) -> DrafterShape:
+    """The drafter's architecture, joined with its target.
+
+    Raises:
+        UserError: a drafter that training would refuse.
+    """
+    d, H = config.drafter, target.hidden_size
+    layers = config.target.aux_layers or [2, target.layers // 2, target.layers - 3]  # vLLM's default
+    own = {field.name for field in fields(d)} & {field.name for field in fields(DrafterShape)}
+    shape = DrafterShape(
+        hidden_size=d.hidden_size or H,
+        target_hidden_size=H,
+        aux_layers=sorted(set(layers)),
+        vocab_size=target.vocab_size,
+        draft_vocab_size=draft_vocab_size,
+        rope_scaling=d.rope_scaling or None,
+        **{name: getattr(d, name) for name in own - {"hidden_size", "rope_scaling"}},
+    )
+    if shape.architecture not in ("llama", "mla"):
+        raise UserError(f"drafter.architecture={shape.architecture} is unknown: it is llama or mla")
+    weight_shapes(shape)  # refuses MLA without its widths
+    if problems := check_shape(shape):
+        raise UserError(f"vLLM could not serve this drafter: {problems[0]}")
+    return shape
+
+
+def read_data(config: Config) -> Data:
+    """As python -m data_prep counted it, if it has run; else as plan.* says."""
+    p, K = config.plan, config.train.unroll
+    manifest = config.data_folder / artifacts.MANIFEST
+    if not manifest.is_file():
+        return _made(p, config)
+    counted = artifacts.read_json(manifest, "python -m data_prep")
+    try:
+        train, heldout = counted["splits"]["train"], counted["splits"]["heldout"]
+        found = {name: train[name] for name in ("conversations", "tokens", "assistant_tokens")}
+        vocabulary, out = counted["draft_vocab"]["size"], heldout["tokens"] / max(train["tokens"], 1)
+    except KeyError as error:
+        raise UserError(f"{manifest} does not say {error}: run `python -m data_prep` again") from None
+    looked, longest = _look_at(config.data_folder / "dataset", K)
+    work = looked * (found["tokens"] / looked.tokens)
+    work = replace(work, conversations=found["conversations"], assistant=found["assistant_tokens"])
+    origin = f"as counted in {config.data_folder}"
+    if p.tokens:
+        work, origin = work * (p.tokens / work.tokens), f"plan.tokens of such as are counted in {config.data_folder}"
+    return Data(origin, work, out, longest, vocabulary)
+
+
+def _made(p: PlanConfig, config: Config) -> Data:
+    tokens = p.tokens or EXAMPLE
+    length = min(p.sample_tokens, config.data.max_length)
+    one = count_work([made_mask(length, p.share)], config.train.unroll)
+    origin = "as plan.tokens, plan.share and plan.sample_tokens say"
+    if not p.tokens:
+        origin = "an EXAMPLE: not counted (python -m data_prep) or given (plan.tokens)"
+    h = config.data.heldout
+    return Data(origin, one * (tokens / length), h / max(1 - h, 0.01), config.data.max_length, _vocabulary(config))
+
+
+def _vocabulary(config: Config) -> int | None:
+    """Vd before it is counted: as asked for; all of it without pruning; None where only its coverage is asked for."""
+    if config.data.draft_vocab_coverage is not None:
+        return None
+    return config.data.draft_vocab_size
+
+
+def _look_at(dataset: Path, unroll: int) -> tuple[Work, int]:
+    """Work of some of the training conversations, evenly spread, and the tokens of the longest of all."""
+    from datasets import Dataset, load_from_disk  # a second to import
+
+    split = load_from_disk(str(dataset))["train"]
+    assert isinstance(split, Dataset)
+    lengths = split.data.column("loss_mask").combine_chunks().value_lengths().to_numpy()
+    rows = np.unique(np.linspace(0, len(split) - 1, min(LOOKED_AT, len(split))).astype(int))
+
+    def masks() -> Iterator[NDArray[np.bool_]]:
+        for row in rows.tolist():
+            yield np.asarray(split[row]["loss_mask"], dtype=bool)
+
+    return count_work(masks(), unroll), int(lengths.max())

@@ -1,0 +1,313 @@
+"""The plan as text, section by section; 80 columns."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from eagle31_train.cli import CONFIGS
+from eagle31_train.codec import CODECS
+from eagle31_train.contract import weight_shapes
+from eagle31_train.plan.footprint import FP32, Activations, Step, activations
+from eagle31_train.plan.inputs import Data, Target
+from eagle31_train.plan.profiles import PROFILES, Buffers, Memory, Profile, Setting, State, memory, read_buffers
+from eagle31_train.plan.work import extraction_flops, training_flops
+from eagle31_train.schema import Config, DrafterShape
+from eagle31_train.store.plan import TOKEN_BYTES, Shape
+
+GIB = 2**30
+SPARE = 0.9  # of a device's memory may be planned for: contexts, communication and fragments take the rest
+PARTS = {"fc": "fc, fc_norm", "self_attn": "attention", "mlp": "mlp", "lm_head": "lm_head", "embed_tokens": "embedding"}
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Everything that the sections speak of."""
+
+    config: Config
+    target: Target
+    shape: DrafterShape
+    data: Data
+
+    @property
+    def value(self) -> int:
+        """Bytes of a value in the precision of the products."""
+        return 2 if self.config.train.precision == "bf16" else FP32
+
+    @property
+    def tokens(self) -> float:
+        """That the training reads, over all epochs."""
+        t, all_epochs = self.config.train, self.config.train.epochs * self.data.work.tokens
+        return all_epochs if t.max_steps is None else min(all_epochs, t.max_steps * t.batch_tokens)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps at the least: with every batch full."""
+        return math.ceil(self.tokens / self.config.train.batch_tokens)
+
+    @property
+    def trained_share(self) -> float:
+        """Of the slots of a step, with train.slots_per_batch."""
+        t, work = self.config.train, self.data.work
+        of_a_step = work.slots[0] * min(1, t.batch_tokens / work.tokens)
+        return min(1.0, t.slots_per_batch / of_a_step) if t.slots_per_batch and of_a_step else 1.0
+
+    def training_flops(self) -> float:
+        """Of all steps."""
+        work = (self.data.work * (self.tokens / self.data.work.tokens)).of_slots(self.trained_share)
+        return sum(training_flops(self.shape, work, self.config.drafter.train_lm_head).values())
+
+    def extraction_flops(self) -> float:
+        """Of the training and the held-out split."""
+        work = self.data.work * (1 + self.data.heldout)
+        return extraction_flops(self.target.parameters, self.target.layers, self.target.hidden_size, work)
+
+    def states(self, aux_codec: str | None = None, last_codec: str | None = None) -> Shape:
+        """What decides the size of stored states; by the configuration's codecs or others."""
+        s = self.config.store
+        kinds = (aux_codec or s.aux_codec, last_codec or s.last_codec)
+        return Shape(self.target.hidden_size, len(self.shape.aux_layers), *kinds)
+
+    def store_bytes(self, states: Shape) -> float:
+        """Of the training split: per token ids and masks, per attended position A states, per taught one a state."""
+        work, (aux, last) = self.data.work, states.row_bytes
+        return work.tokens * TOKEN_BYTES + work.positions * aux + work.taught * last
+
+    def target_pieces(self) -> dict[str, float]:
+        """Bytes of the target's weights that training keeps on every device, in the precision of the products."""
+        V, H, Vd = self.shape.vocab_size, self.shape.target_hidden_size, self.shape.draft_vocab_size
+        shared = {"embedding": V * H} if self.shape.share_embedding else {}
+        return {name: self.value * size for name, size in {**shared, "lm_head's rows": Vd * H}.items()}
+
+    def state(self) -> State:
+        """Trained tensors as the optimizer groups them: matrices, then norms."""
+        shapes = weight_shapes(self.shape)
+        frozen = [] if self.config.drafter.train_lm_head else ["lm_head.weight"]
+        trained = [size for name, size in shapes.items() if name not in frozen]
+        groups = ([math.prod(s) for s in trained if len(s) > 1], [math.prod(s) for s in trained if len(s) == 1])
+        return State(groups, sum(math.prod(shapes[name]) for name in frozen))
+
+    def micro_tokens(self, devices: int) -> int:
+        """Tokens of the largest micro-batch: its share of a step, or a longest conversation."""
+        t = self.config.train
+        return max(math.ceil(t.batch_tokens / (devices * t.accumulation)), min(self.data.longest, t.batch_tokens))
+
+    def micro(self, devices: int, recompute: bool) -> tuple[Activations, float]:
+        """Of one micro-batch: bytes while it is worked out, and as it comes."""
+        t, s = self.config.train, self.config.store
+        work = (self.data.work * (self.micro_tokens(devices) / self.data.work.tokens)).of_slots(self.trained_share)
+        decodes = bool(CODECS[s.aux_codec].block) or self.value == FP32
+        step = Step(self.value, decodes, recompute, self.config.drafter.train_lm_head, t.lk > 0)
+        aux, last = self.states().row_bytes
+        return activations(self.shape, work, step), work.positions * aux + work.taught * last
+
+    def memory(self, profile: Profile, recompute: bool) -> Memory:
+        """Of one device."""
+        devices = self.config.plan.devices if profile.several else 1
+        micro, batch = self.micro(devices, recompute)
+        file = CONFIGS / "deepspeed" / f"{profile.deepspeed}.json"
+        buffers = read_buffers(file) if profile.deepspeed else Buffers()
+        target, several = sum(self.target_pieces().values()), self.config.train.accumulation > 1
+        return memory(profile, Setting(self.state(), devices, target, micro, batch, buffers, several))
+
+
+# ---------------------------------------------------------------- sections
+
+
+def drafter(plan: Planned) -> list[str]:
+    """Parameters by part."""
+    shape, d = plan.shape, plan.config.drafter
+    sizes = dict.fromkeys([*PARTS.values(), "norms"], 0)
+    for name, size in weight_shapes(shape).items():
+        part = next((label for key, label in PARTS.items() if key in name), "norms")
+        sizes[part] += math.prod(size)
+    A, Vd, V = len(shape.aux_layers), shape.draft_vocab_size, shape.vocab_size
+    of_keys = f", {shape.num_key_value_heads:,} of keys and values" if shape.architecture == "llama" else ""
+    notes = {
+        "fc, fc_norm": f"{A} × {shape.target_hidden_size:,} → {shape.hidden_size:,}",
+        "attention": f"{shape.architecture}, {shape.num_attention_heads:,} heads{of_keys}",
+        "mlp": f"{shape.hidden_size:,} → {shape.intermediate_size:,} → {shape.hidden_size:,}",
+        "lm_head": f"{Vd:,} of {V:,} tokens" + ("" if d.train_lm_head else ", frozen"),
+    }
+    state, pieces = plan.state(), plan.target_pieces()
+    lines = [_line(part, _si(size), notes.get(part, "")) for part, size in sizes.items() if size]
+    lines.append(_line("trained", _si(state.trained), f"{_si(state.frozen)} more frozen" if state.frozen else ""))
+    of_target = sum(pieces.values()) / plan.value
+    precision = "bf16" if plan.value < FP32 else "fp32"
+    lines.append(_line("of the target, frozen", _si(of_target), f"{' and '.join(pieces)}, {precision}"))
+    return ["DRAFTER                     parameters", *lines]
+
+
+def data(plan: Planned) -> list[str]:
+    """Tokens, conversations, and the assistant's share."""
+    d = plan.data
+    work = d.work
+    return [
+        f"DATA   {d.origin}",
+        _line("tokens", f"{work.tokens:,.0f}", f"training split; {d.heldout:.1%} more are held out"),
+        _line(
+            "conversations", f"{work.conversations:,.0f}", f"{work.tokens / work.conversations:,.0f} tokens on average"
+        ),
+        _line("by the assistant", f"{work.assistant / work.tokens:.1%}", f"{work.slots[0]:,.0f} slots to draft from"),
+    ]
+
+
+def store(plan: Planned) -> list[str]:
+    """Bytes on disk, also with other codecs."""
+    tokens, both = plan.data.work.tokens, 1 + plan.data.heldout
+    own = plan.states()
+    kinds = {f"{own.aux_codec}, {own.last_codec}": own, "bf16, bf16": plan.states("bf16", "bf16")}
+    rows = []
+    for name, states in kinds.items():
+        size = plan.store_bytes(states)
+        rows.append(_line(name, f"{size / tokens / 1024:.2f} KiB", f"a token, {_bytes(size * both)} in all"))
+    pieces = 2 * plan.target.vocab_size * plan.target.hidden_size * 2
+    return ["STORE of hidden states", *rows, _line("target's pieces", _bytes(pieces), "bf16, once")]
+
+
+def steps(plan: Planned) -> list[str]:
+    """Optimizer steps."""
+    t = plan.config.train
+    epoch = math.ceil(plan.data.work.tokens / t.batch_tokens)
+    limit = f", at most train.max_steps={t.max_steps:,}" if t.max_steps is not None else ""
+    return [
+        "STEPS   with full batches; packing leaves one or two percent of them empty",
+        _line("one pass", f"{epoch:,}", f"of {t.batch_tokens:,} tokens"),
+        _line("in all", f"{plan.steps:,}", f"train.epochs={t.epochs}{limit}"),
+    ]
+
+
+def time(plan: Planned) -> list[str]:
+    """FLOPs and hours."""
+    p, tokens = plan.config.plan, plan.data.work.tokens
+    rate = p.devices * p.peak_tflops * 1e12 * p.utilisation
+    rows = []
+    for name, flops, per in (
+        ("extraction", plan.extraction_flops(), tokens * (1 + plan.data.heldout)),
+        ("training", plan.training_flops(), plan.tokens),
+    ):
+        rows.append(_line(name, _duration(flops / rate), f"{_si(flops)}FLOP, {_si(flops / per)}FLOP a token"))
+    assumed = f"{_devices(p.devices)} at {p.utilisation:.0%} of {p.peak_tflops:g} TFLOP/s"
+    return [f"TIME   if {assumed}, which nobody has measured", *rows]
+
+
+def micro_batch(plan: Planned, devices: int) -> list[str]:
+    """What one micro-batch takes, with and without recomputation."""
+    names = ("kept for the backward", "weights as bf16", "lm_head's gradient", "in the loss", "in the backward")
+    both = [plan.micro(devices, recompute) for recompute in (False, True)]
+    columns = [[a.kept, a.copies, a.head, a.loss, a.backward] for a, _ in both]
+    rows = [
+        f"  {name:<24}{ordinary / GIB:>10.2f}{again / GIB:>24.2f}"
+        for name, ordinary, again in zip(names, *columns, strict=True)
+    ]
+    tokens = plan.micro_tokens(devices)
+    head = f"MICRO-BATCH of {tokens:,} tokens, GiB{'train.recompute=true':>40}"
+    return [head, *rows, f"  {'its states':<24}{both[0][1] / GIB:>10.2f}{both[1][1] / GIB:>24.2f}"]
+
+
+COLUMNS = ("weights", "moments", "copies", "target", "step", "update", "peak", "host")
+
+
+def profiles(plan: Planned) -> list[str]:
+    """Memory of one device under every launch profile."""
+    p = plan.config.plan
+    rows = {}
+    for profile in PROFILES:
+        if profile.several and p.devices == 1:
+            continue
+        m = plan.memory(profile, plan.config.train.recompute)
+        rows[profile.name] = (m.weights, m.moments, m.copies, m.target, m.step, m.exchange, m.peak, m.host)
+    digits = 2 if max(map(max, rows.values())) < 10 * GIB else 1
+    whose = "the device" if p.devices == 1 else f"each of {p.devices} devices"
+    lines = [
+        f"MEMORY of {whose}, GiB, by profile of configs/accelerate",
+        " " * 16 + "".join(f"{name:>8}" for name in COLUMNS),
+        *(f"  {name:<14}" + "".join(f"{x / GIB:8.{digits}f}" for x in row) for name, row in rows.items()),
+    ]
+    saved = FP32 * (3 * plan.state().trained + plan.state().frozen)
+    lines += [
+        "  weights to target: there all the time, exact. step: the worst moment of a",
+        "  micro-batch; update: exchanging gradients, and AdamW. Of these estimates the",
+        f"  larger counts. host: of every process; the main one takes {saved / GIB:.1f} more to save.",
+    ]
+    if p.devices > 1:
+        alone = plan.micro_tokens(1)
+        lines.append(f"  gpu: one device alone, {alone:,} tokens at a time (train.accumulation).")
+    return lines
+
+
+def which(plan: Planned) -> list[str]:
+    """The simplest profile that fits."""
+    room = plan.config.plan.device_gib * GIB * SPARE
+    several = plan.config.plan.devices > 1
+    simplest = [profile for profile in PROFILES if profile.several == several]
+    for recompute in sorted({plan.config.train.recompute, True}):
+        for profile in simplest:
+            if (peak := plan.memory(profile, recompute).peak) <= room:
+                return _launch(plan, profile, peak, recompute)
+    least = min(plan.memory(profile, True).peak for profile in simplest)
+    return [
+        f"WHICH PROFILE   none fits into {plan.config.plan.device_gib:g} GiB with a tenth to spare; the least takes "
+        f"{least / GIB:.1f}",
+        "  with train.recompute=true. Raise train.accumulation or plan.devices, lower",
+        "  data.draft_vocab_size or data.max_length, or set drafter.train_lm_head=false.",
+    ]
+
+
+def _launch(plan: Planned, profile: Profile, peak: float, recompute: bool) -> list[str]:
+    p = plan.config.plan
+    extra = " train.recompute=true" if recompute and not plan.config.train.recompute else ""
+    count = f" --num_processes {p.devices}" if profile.several else ""
+    return [
+        f"WHICH PROFILE   {profile.name}, the simplest that leaves a tenth free: {peak / GIB:.1f} of "
+        f"{p.device_gib:g} GiB",
+        f"  accelerate launch --config_file configs/accelerate/{profile.name}.yaml \\",
+        f"     {count} train.py{extra} …",
+    ]
+
+
+# ---------------------------------------------------------------- numbers for people
+
+
+def _line(label: str, value: str, note: str = "") -> str:
+    return f"  {label:<22}{value:>14}   {note}".rstrip()
+
+
+def _si(count: float) -> str:
+    """Three digits and a prefix: 425 M, 12.3 P."""
+    prefixes = ["", "k", "M", "G", "T", "P", "E", "Z"]
+    power = 0
+    while count >= 999.5 and power < len(prefixes) - 1:
+        count, power = count / 1000, power + 1
+    digits = 0 if not power or count >= 99.95 else 1 if count >= 9.995 else 2
+    return f"{count:.{digits}f} {prefixes[power]}"
+
+
+def _devices(count: int) -> str:
+    return f"{count} device{'s' if count > 1 else ''}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 600:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 2 * 3600 else f"{seconds / 3600:,.1f} h"
+
+
+def _bytes(count: float) -> str:
+    return f"{_si(count)}B"
+
+
+SECTIONS = (drafter, data, store, steps, time)
+
+
+def text(plan: Planned) -> str:
+    """The whole plan."""
+    devices = plan.config.plan.devices
+    title = f"Plan of {plan.config.name}: a drafter for {plan.config.target.name}"
+    blocks: Sequence[list[str]] = [
+        [title],
+        *(section(plan) for section in SECTIONS),
+        micro_batch(plan, devices),
+        profiles(plan),
+        which(plan),
+    ]
+    return "\n\n".join("\n".join(block) for block in blocks)

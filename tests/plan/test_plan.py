@@ -1,0 +1,258 @@
+"""The command: what it prints, what it counts, what it refuses."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pipeline import make_run, options, tiny_config
+
+from eagle31_train import artifacts, cli
+from eagle31_train.extract import extract
+from eagle31_train.plan import inputs, sections
+from eagle31_train.plan.__main__ import plan
+from eagle31_train.plan.profiles import PROFILES
+from eagle31_train.schema import UserError
+from eagle31_train.store.plan import Shape, sample_bytes
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+EXPERIMENTS = ("llama31_8b", "qwen3_8b", "kimi")
+
+
+def planned(*overrides):
+    config = cli.load_config(list(overrides))
+    inputs.check_options(config)
+    target, data = inputs.read_target(config), inputs.read_data(config)
+    shape = inputs.drafter_shape(config, target, data.vocabulary or target.vocab_size)
+    return sections.Planned(config, target, shape, data)
+
+
+def printed(capsys, *overrides):
+    plan(cli.load_config(list(overrides)))
+    return capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory):
+    """A tiny run after its first two stages."""
+    folder = tmp_path_factory.mktemp("counted")
+    make_run(folder)
+    extract(tiny_config(folder))
+    file = folder / "run" / "data" / "manifest.json"
+    manifest = json.loads(file.read_text())
+    masks = {split: masks_of(folder, split) for split in ("train", "heldout")}
+    manifest["splits"] = {
+        split: {
+            "conversations": len(rows),
+            "tokens": sum(map(len, rows)),
+            "assistant_tokens": int(sum(row.sum() for row in rows)),
+        }
+        for split, rows in masks.items()
+    }
+    manifest["draft_vocab"] = {"size": 30}
+    file.write_text(json.dumps(manifest))
+    return folder
+
+
+def masks_of(folder, split):
+    from datasets import load_from_disk
+
+    rows = load_from_disk(str(folder / "run" / "data" / "dataset"))[split]
+    return [np.asarray(row["loss_mask"]) for row in rows]
+
+
+# ---------------------------------------------------------------- what is printed
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_a_recipe_is_planned_without_data_and_without_a_download(experiment, capsys):
+    text = printed(capsys, f"+experiment={experiment}", "run_dir=/nowhere/at/all")
+    assert max(map(len, text.splitlines())) <= 80
+    assert "an EXAMPLE" in text
+    for word in ("DRAFTER", "DATA", "STORE", "STEPS", "TIME", "MICRO-BATCH", "MEMORY", "WHICH PROFILE"):
+        assert f"\n{word}" in text
+    for profile in PROFILES:
+        assert re.search(rf"^  {profile.name} ", text, re.MULTILINE), profile.name
+
+
+def test_the_command_needs_no_transformers():
+    """It starts in two seconds, where importing the drafter's code takes five."""
+    watched = "import sys, runpy; runpy.run_module('eagle31_train.plan', run_name='__main__'); "
+    watched += (
+        "print('heavy:', *(m for m in ('transformers', 'datasets', 'accelerate', 'deepspeed') if m in sys.modules))"
+    )
+    command = [sys.executable, "-c", watched, "+experiment=kimi", "run_dir=/nowhere/at/all"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("heavy:\n")
+
+
+def test_the_published_kimi_drafter_has_its_parameters():
+    """3.02 B in all, of which the embedding is the target's and is not trained here."""
+    plan = planned("+experiment=kimi")
+    embedding = plan.target.vocab_size * plan.target.hidden_size
+    assert plan.state().trained == 1_841_220_608
+    assert f"{(plan.state().trained + embedding) / 1e9:.2f}" == "3.02"
+
+
+def test_a_frozen_head_is_no_trained_parameter(capsys):
+    whole, frozen = planned("+experiment=llama31_8b"), planned("+experiment=llama31_8b", "drafter.train_lm_head=false")
+    assert whole.state().trained - frozen.state().trained == frozen.state().frozen == 32000 * 4096
+    assert frozen.training_flops() < whole.training_flops()
+    assert "131 M more frozen" in printed(capsys, "+experiment=llama31_8b", "drafter.train_lm_head=false")
+
+
+def test_the_simplest_profile_that_fits_is_named(capsys):
+    def named(*overrides):
+        return re.search(r"WHICH PROFILE +(\w+)", printed(capsys, "+experiment=kimi", *overrides))[1]
+
+    assert named() == "ddp"
+    assert named("plan.devices=1") == "gpu"
+    peaks = {profile.name: planned("+experiment=kimi").memory(profile, False).peak / 2**30 for profile in PROFILES}
+    between = (peaks["ddp"] + peaks["zero1"]) / 2 / sections.SPARE
+    assert named(f"plan.device_gib={between}") == "zero1"
+    assert named("plan.device_gib=4") == "none"
+
+
+def test_recomputation_is_advised_where_nothing_fits_without():
+    plan = planned("+experiment=llama31_8b")
+    least = min(plan.memory(p, False).peak for p in PROFILES if p.several)
+    tight = planned("+experiment=llama31_8b", f"plan.device_gib={0.99 * least / 2**30 / sections.SPARE}")
+    assert "train.recompute=true" in "\n".join(sections.which(tight))
+
+
+# ---------------------------------------------------------------- what is counted
+
+
+def test_stored_bytes_are_those_of_a_real_store(counted):
+    """To the byte, but for the headers of its files."""
+    for codec in ("bf16", "int8"):
+        plan = planned(*options(counted, f"store.aux_codec={codec}", f"store.last_codec={codec}"))
+        states = plan.states()
+        everything = sum(sample_bytes(mask, states) for mask in masks_of(counted, "train"))
+        assert plan.store_bytes(states) == pytest.approx(everything)
+    plan = planned(*options(counted))
+    written = sum(map(payload, (counted / "run" / "store" / "shards").glob("train-*.safetensors")))
+    assert plan.store_bytes(plan.states()) == pytest.approx(written)
+    assert written > 10_000
+
+
+def payload(file):
+    """Bytes of a safetensors file without its header."""
+    content = file.read_bytes()
+    return len(content) - 8 - int.from_bytes(content[:8], "little")
+
+
+def test_counted_data_are_used(counted, capsys):
+    plan = planned(*options(counted))
+    masks = masks_of(counted, "train")
+    assert plan.data.work.tokens == sum(map(len, masks))
+    assert plan.data.work.conversations == len(masks)
+    assert plan.data.longest == max(map(len, masks))
+    assert plan.shape.draft_vocab_size == 30
+    assert plan.steps == math.ceil(3 * plan.data.work.tokens / 60)
+    text = printed(capsys, *options(counted))
+    assert "as counted in" in text
+    assert "EXAMPLE" not in text
+
+
+def test_given_tokens_scale_what_is_counted(counted):
+    as_counted, given = planned(*options(counted)), planned(*options(counted, "plan.tokens=1e6"))
+    ratio = 1e6 / as_counted.data.work.tokens
+    assert given.data.work.tokens == pytest.approx(1e6)
+    assert given.training_flops() == pytest.approx(ratio * as_counted.training_flops())
+    assert given.store_bytes(given.states()) == pytest.approx(ratio * as_counted.store_bytes(as_counted.states()))
+
+
+def test_the_targets_sizes_are_read_where_it_lies(counted):
+    target = planned(*options(counted)).target
+    config = json.loads((counted / "target" / "config.json").read_text())
+    assert (target.hidden_size, target.vocab_size) == (config["hidden_size"], config["vocab_size"])
+    assert target.layers == config["num_hidden_layers"]
+    from safetensors.torch import load_file
+
+    files = (counted / "target").glob("*.safetensors")
+    assert target.parameters == sum(tensor.numel() for file in files for tensor in load_file(file).values())
+
+
+def test_a_step_limit_bounds_the_training_but_not_the_store():
+    whole, short = planned("+experiment=llama31_8b"), planned("+experiment=llama31_8b", "train.max_steps=100")
+    assert short.steps == 100
+    assert short.training_flops() == pytest.approx(whole.training_flops() * 100 * 32768 / 1e8)
+    assert short.extraction_flops() == whole.extraction_flops()
+
+
+def test_a_subset_of_the_slots_costs_less():
+    whole, some = planned("+experiment=llama31_8b"), planned("+experiment=llama31_8b", "train.slots_per_batch=4000")
+    slots_of_a_step = whole.data.work.slots[0] * 32768 / 1e8
+    assert some.trained_share == pytest.approx(4000 / slots_of_a_step)
+    assert some.training_flops() < 0.4 * whole.training_flops()
+    assert some.micro(8, False)[0].kept < 0.5 * whole.micro(8, False)[0].kept
+
+
+def test_a_micro_batch_is_no_shorter_than_a_conversation():
+    assert planned("+experiment=llama31_8b").micro_tokens(8) == 4096
+    assert planned("+experiment=llama31_8b", "train.accumulation=16").micro_tokens(8) == 2048
+    assert planned("+experiment=llama31_8b").micro_tokens(1) == 32768
+
+
+def test_codecs_halve_the_store():
+    plan = planned("+experiment=llama31_8b")
+    exact, kept = plan.store_bytes(plan.states("bf16", "bf16")), plan.store_bytes(plan.states())
+    assert kept / exact == pytest.approx(0.508, abs=0.001)
+    assert plan.states() == Shape(4096, 3, "int8", "int8")
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["plan.devices=0"], "plan.devices=0 must be above 0"),
+        (["plan.tokens=-5"], "plan.tokens=-5.0 must be above 0"),
+        (["plan.share=1.5"], r"plan.share=1.5 is not in \(0, 1\]"),
+        (["plan.utilisation=0"], "plan.utilisation=0.0 is not in"),
+        (["train.batch_tokens=0"], "train.batch_tokens=0 must be above 0"),
+        (
+            ["plan.layers=null", "plan.hidden_size=null"],
+            "no value for plan.hidden_size, plan.layers of meta-llama/.*set",
+        ),
+        (["drafter.architecture=rwkv"], "drafter.architecture=rwkv is unknown"),
+        (["drafter.architecture=mla"], "drafter.architecture=mla needs drafter.kv_lora_rank, .*set them"),
+        (["drafter.hidden_size=2048"], "vLLM could not serve this drafter: share_embedding"),
+        (["target.aux_layers=[2,16]", "drafter.num_attention_heads=7"], "no multiple of 7 heads"),
+    ],
+)
+def test_what_cannot_be_planned_is_said_in_one_line(overrides, message):
+    with pytest.raises(UserError, match=message) as error:
+        planned("+experiment=llama31_8b", *overrides)
+    assert "\n" not in str(error.value)
+
+
+def test_experts_are_not_taken_for_parameters_that_run(counted, tmp_path):
+    folder = tmp_path / "moe"
+    folder.mkdir()
+    config = json.loads((counted / "target" / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({"text_config": {**config, "n_routed_experts": 384}}))
+    (folder / "model.safetensors").symlink_to(next((counted / "target").glob("*.safetensors")))
+    given = options(counted, f"target.path={folder}")
+    with pytest.raises(UserError, match=r"no value for plan.target_parameters of .*its files do not say"):
+        planned(*given)
+    assert planned(*given, "plan.target_parameters=32e9").target.parameters == 32e9
+
+
+def test_data_of_an_older_version_are_to_be_made_again(counted, tmp_path):
+    artifacts.write_json(tmp_path / "manifest.json", {"splits": {"train": {"tokens": 5}}})
+    with pytest.raises(UserError, match=r"does not say 'heldout': run `python -m data_prep` again"):
+        planned(*options(counted, f"data_dir={tmp_path}"))
+
+
+def test_a_mistake_ends_with_status_2():
+    command = [sys.executable, "-m", "eagle31_train.plan", "+experiment=kimi", "plan.device=4"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: no option 'plan.device': did you mean 'plan.devices'?")
