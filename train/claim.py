@@ -1,5 +1,8 @@
 """Whose the folder is: what a run's weights depend on, and the record of it that its folder carries."""
 
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ LAYOUT = 3  # raise it when the same inputs are trained otherwise
 UNRELATED = {"accumulation", "recompute", "compile", "workers", "eval_every", "eval_samples", "checkpoint_every"}
 UNRELATED |= {"keep_checkpoints", "time_limit", "skip_nonfinite", "wandb", "project", "tensorboard"}
 RECORD = "inputs.json"
+LOCK = ".training"  # beside train/, which may be replaced as a whole
 
 
 def training_inputs(config: Config, store: Store, vocab_sha: str, start: str | None) -> dict[str, Any]:
@@ -28,6 +32,26 @@ def training_inputs(config: Config, store: Store, vocab_sha: str, start: str | N
         "train": {**recipe, "init_from": start},
         "seed": config.seed,
     }
+
+
+@contextmanager
+def alone(run: Path) -> Iterator[None]:
+    """While this lasts, no other process trains in the run's folder; the lock goes with its process.
+
+    Raises:
+        UserError: another one does.
+    """
+    run.mkdir(parents=True, exist_ok=True)
+    with (run / LOCK).open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"another process trains in {run / 'train'} now: wait for it, or choose another name=… or run_dir=…"
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+        yield
 
 
 def claim(folder: Path, fingerprint: str, inputs: dict[str, Any], overwrite: bool) -> None:

@@ -27,7 +27,7 @@ from eagle31_train.store import Store, place_of
 from eagle31_train.store.stream import check_consumer
 from train import checkpoint, launch, order, rng, tracking, warm, windows
 from train.build import build_objective, check_options, check_samples, check_store, drafter_shape
-from train.claim import claim, training_inputs
+from train.claim import alone, claim, training_inputs
 from train.deadline import Deadline, parse_limit
 from train.heldout import evaluate
 from train.loader import load
@@ -72,13 +72,14 @@ def fit(config: Config, opened: ExitStack) -> None:
 
     # Who trains: what was launched is what was asked for, and every process trains the same.
     accelerator = launch.make_accelerator(config, folder)
-    launch.check_alike({"its options or files": inputs, "torch": torch.__version__})
+    launch.check_alike({**inputs, "torch": torch.__version__})
     main, device = accelerator.is_main_process, accelerator.device
     if len(cut) > 1 and data["inputs"].get("shuffle") is None:
         accelerator.print("train: the windows follow the order of the data, which is not shuffled (data.shuffle=SEED)")
     check_consumer(store.place, fingerprint)  # before anything of an earlier run is replaced
     up_to_date = False
     if main:
+        opened.enter_context(alone(folder.parent))
         claim(folder, fingerprint, inputs, config.overwrite)
         up_to_date = artifacts.finished(folder, fingerprint, inputs, overwrite=False)
     if launch.agreed(accelerator, up_to_date):
