@@ -1,8 +1,8 @@
 """The plan as text, section by section; 80 columns."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from eagle31_train.cli import CONFIGS
 from eagle31_train.codec import CODECS
@@ -236,33 +236,42 @@ def profiles(plan: Planned) -> list[str]:
 
 
 def which(plan: Planned) -> list[str]:
-    """The simplest profile that fits."""
-    room = plan.config.plan.device_gib * GIB * SPARE
-    several = plan.config.plan.devices > 1
-    simplest = [profile for profile in PROFILES if profile.several == several]
-    for recompute in sorted({plan.config.train.recompute, True}):
-        for profile in simplest:
-            if (peak := plan.memory(profile, recompute).peak) <= room:
-                return _launch(plan, profile, peak, recompute)
-    least = min(plan.memory(profile, True).peak for profile in simplest)
-    return [
-        f"WHICH PROFILE   none fits into {plan.config.plan.device_gib:g} GiB with a tenth to spare; the least takes "
-        f"{least / GIB:.1f}",
-        "  with train.recompute=true. Raise train.accumulation or plan.devices, lower",
-        "  data.draft_vocab_size or data.max_length, or set drafter.train_lm_head=false.",
-    ]
-
-
-def _launch(plan: Planned, profile: Profile, peak: float, recompute: bool) -> list[str]:
+    """The simplest profile that fits; if none does, with smaller micro-batches, and then with recomputation."""
     p = plan.config.plan
-    extra = " train.recompute=true" if recompute and not plan.config.train.recompute else ""
-    count = f" --num_processes {p.devices}" if profile.several else ""
+    simplest = [profile for profile in PROFILES if profile.several == (p.devices > 1)]
+    for options, variant in _variants(plan):
+        peaks = {profile: variant.memory(profile, variant.config.train.recompute).peak for profile in simplest}
+        for profile, peak in peaks.items():
+            if peak <= SPARE * p.device_gib * GIB:
+                count = f"--num_processes {p.devices} " if profile.several else ""
+                return [
+                    f"WHICH PROFILE   {profile.name}, the simplest that leaves a tenth free: {peak / GIB:.1f} of "
+                    f"{p.device_gib:g} GiB",
+                    f"  accelerate launch --config_file configs/accelerate/{profile.name}.yaml \\",
+                    f"      {count}train.py{''.join(f' {option}' for option in options)} …",
+                ]
     return [
-        f"WHICH PROFILE   {profile.name}, the simplest that leaves a tenth free: {peak / GIB:.1f} of "
-        f"{p.device_gib:g} GiB",
-        f"  accelerate launch --config_file configs/accelerate/{profile.name}.yaml \\",
-        f"     {count} train.py{extra} …",
+        f"WHICH PROFILE   none fits into {p.device_gib:g} GiB with a tenth free; the least takes "
+        f"{min(peaks.values()) / GIB:.1f}",
+        f"  with {' '.join(options) or 'these options'}.",
+        "  Plan more devices, lower data.draft_vocab_size or data.max_length,",
+        "  or set drafter.train_lm_head=false.",
     ]
+
+
+def _variants(plan: Planned) -> Iterator[tuple[list[str], Planned]]:
+    """The plan as it is; then with less memory, step by step, in ways that change nothing of what is learnt."""
+    t, options = plan.config.train, []
+    yield [], plan
+    devices = plan.config.plan.devices
+    while plan.micro_tokens(devices) > plan.data.longest:
+        t = replace(t, accumulation=2 * t.accumulation)
+        plan = replace(plan, config=replace(plan.config, train=t))
+        options = [f"train.accumulation={t.accumulation}"]
+        yield options, plan
+    if not t.recompute:
+        plan = replace(plan, config=replace(plan.config, train=replace(t, recompute=True)))
+        yield [*options, "train.recompute=true"], plan
 
 
 # ---------------------------------------------------------------- numbers for people

@@ -79,6 +79,14 @@ def test_a_recipe_is_planned_without_data_and_without_a_download(experiment, cap
         assert re.search(rf"^  {profile.name} ", text, re.MULTILINE), profile.name
 
 
+@pytest.mark.parametrize("experiment", ["llama31_8b", "kimi"])
+def test_the_page_on_launching_shows_what_is_printed(experiment):
+    plan = planned(f"+experiment={experiment}", "run_dir=/nowhere/at/all")
+    page = (ROOT / "docs" / "launch.md").read_text()
+    assert "\n".join(sections.micro_batch(plan, 8)) in page
+    assert "\n".join(sections.profiles(plan)[: 2 + len(PROFILES)]) in page
+
+
 def test_the_command_needs_no_transformers():
     """It starts in two seconds, where importing the drafter's code takes five."""
     watched = "import sys, runpy; runpy.run_module('eagle31_train.plan', run_name='__main__'); "
@@ -117,11 +125,18 @@ def test_the_simplest_profile_that_fits_is_named(capsys):
     assert named("plan.device_gib=4") == "none"
 
 
-def test_recomputation_is_advised_where_nothing_fits_without():
+def test_smaller_micro_batches_are_advised_first_and_then_recomputation(capsys):
+    def advised(gib):
+        return re.search(
+            r"train.py(.*) …|none fits", printed(capsys, "+experiment=llama31_8b", f"plan.device_gib={gib}")
+        )
+
     plan = planned("+experiment=llama31_8b")
-    least = min(plan.memory(p, False).peak for p in PROFILES if p.several)
-    tight = planned("+experiment=llama31_8b", f"plan.device_gib={0.99 * least / 2**30 / sections.SPARE}")
-    assert "train.recompute=true" in "\n".join(sections.which(tight))
+    least = [min(v.memory(p, v.config.train.recompute).peak for p in PROFILES[1:]) for _, v in sections._variants(plan)]
+    assert least == sorted(least, reverse=True)
+    options = [advised(1.001 * peak / 2**30 / sections.SPARE)[1] for peak in least]
+    assert options == ["", " train.accumulation=2", " train.accumulation=2 train.recompute=true"]
+    assert advised(0.99 * least[-1] / 2**30 / sections.SPARE)[0] == "none fits"
 
 
 # ---------------------------------------------------------------- what is counted
