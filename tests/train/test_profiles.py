@@ -1,0 +1,201 @@
+"""Two real processes train what one trains under every profile, and each profile goes on from what another saved."""
+
+from dataclasses import dataclass
+
+import pytest
+import several
+import torch
+from pipeline import assert_close
+from safetensors.torch import load_file
+from several import training
+
+# A relay: each profile goes on where the one before was stopped, after these steps; the last one ends the run.
+RELAY = {"zero0": 2, "ddp": 5, "fsdp2": 7, "zero1": 10, "zero2": 12, "zero2_offload": 15, "zero3": 17}
+LAST = "zero3_offload"
+RECIPE = ["train.epochs=5", "train.eval_every=5"]  # 20 steps
+# Batches of one to four samples in four parts: empty parts, and a sample that trains nothing (LENGTHS has one).
+SHARED = ["train.accumulation=2"]
+KINDS = ("ddp", "fsdp2", "zero2", "zero3")
+# In bf16 a product rounds its sum over a micro-batch: one process must have the same, the parts of two ranks.
+BF16, ALONE = ["train.precision=bf16", "train.max_steps=1"], ["train.accumulation=2"]
+# All samples in one step and eight parts.
+SPLIT = ["train.batch_tokens=200", "train.max_steps=1"]
+OTHERS = ["train.weight_decay=0.1", "drafter.train_lm_head=false", "drafter.share_embedding=false", "train.max_steps=4"]
+
+
+def first_gradient(run):
+    """A run's first gradient, clipped, of which AdamW's first moment is a fixed share."""
+    moments = load_file(run.checkpoints / "step-000001" / "optimizer.safetensors")
+    return {name: moment for name, moment in moments.items() if name.startswith("exp_avg.")}
+
+
+def error(ours, theirs):
+    """The largest distance of two sets of tensors, relative to each tensor's norm."""
+    assert ours.keys() == theirs.keys()
+    return max(((ours[name] - theirs[name]).norm() / theirs[name].norm()).item() for name in theirs)
+
+
+def assert_same_rows(run, one, tolerance, first=None):
+    """Every number of metrics.jsonl, and those of the first step to a tolerance of their own."""
+    assert [row.keys() for row in run.rows()] == [row.keys() for row in one.rows()]
+    for ours, theirs in zip(run.rows(), one.rows(), strict=True):
+        near = first if first is not None and theirs["step"] == 1 else tolerance
+        for name in theirs:
+            assert ours[name] == pytest.approx(theirs[name], rel=near, abs=1e-9), (theirs["step"], name)
+
+
+@dataclass
+class Came:
+    """What the launch left: the runs by name, and what each of their trainings came to."""
+
+    runs: dict
+    results: dict
+
+
+@pytest.fixture(scope="module")
+def came(copy_of, tmp_path_factory):
+    """Everything that this module asks of two processes, in one launch."""
+    folder, runs, trainings = tmp_path_factory.mktemp("came"), {}, []
+
+    def add(name, profile, *options, **how):
+        if name not in runs:
+            runs[name] = copy_of(folder / name)
+        trainings.append((name, training(profile, runs[name], *options, **how)))
+
+    for profile, stop in RELAY.items():
+        add("relay", profile, *RECIPE, *SHARED, stop_after=stop)
+    add("relay", LAST, *RECIPE, *SHARED)
+    for kind in KINDS:
+        add(f"bf16 {kind}", kind, *BF16)
+        add(f"others {kind}", kind, *OTHERS)
+    add("2 x 4", "ddp", *SPLIT, "train.accumulation=4")
+    for profile, harm in (("zero1", []), ("zero3", ["moments"]), ("fsdp2", ["moments"])):
+        add("forgetful", profile, *RECIPE, *SHARED, stop_after={"zero1": 4, "zero3": 6, "fsdp2": 8}[profile], harm=harm)
+    add("no exchange", "ddp", *SPLIT, harm=["exchange"])
+    add("no sharding", "fsdp2", *SPLIT, harm=["sharding"])
+    add("unlike weights", "zero2", *SPLIT, harm=["weights", 1])
+    add("unlike options", "ddp", *SPLIT, harm=["options", 1, "train.lr=0.02"])
+    results = several.train(folder / "results", [one for _, one in trainings])
+    by_name = {}
+    for (name, _), result in zip(trainings, results, strict=True):
+        by_name.setdefault(name, []).append(result)
+    return Came(runs, by_name)
+
+
+@pytest.fixture(scope="module")
+def by_one(copy_of, tmp_path_factory):
+    """A function that trains with one process."""
+    count = iter(range(100))
+
+    def fit(*options):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("ACCELERATE_USE_CPU", "true")
+            return copy_of(tmp_path_factory.mktemp(f"alone{next(count)}")).fit(*options)
+
+    return fit
+
+
+@pytest.fixture(scope="module")
+def one(by_one):
+    """The relay's run by one process that nobody stops."""
+    return by_one(*RECIPE, "train.checkpoint_every=2", "train.keep_checkpoints=10")
+
+
+# ---------------------------------------------------------------- alike
+
+
+def test_a_relay_of_all_profiles_ends_where_one_process_does(came, one):
+    """Weights, moments and every metric of 20 steps, saved and restored by eight profiles in turn."""
+    assert [[status for status, _ in ranks] for ranks in came.results["relay"]] == [["stopped"] * 2] * 7 + [
+        ["done"] * 2
+    ]
+    relay = came.runs["relay"]
+    assert_close(relay.weights(), one.weights(), 5e-6)
+    moments = [load_file(run.newest() / "optimizer.safetensors") for run in (relay, one)]
+    assert error(*moments) < 1e-5
+    assert_same_rows(relay, one, 2e-6)
+
+
+def test_the_relay_would_notice_moments_that_are_not_restored(came, one):
+    found = [load_file(run.checkpoints / "step-000008" / "model.safetensors") for run in (came.runs["forgetful"], one)]
+    assert error(*found) > 1e-3
+    # And it is no other mistake: until the first profile was stopped all was well.
+    for ours, theirs in list(zip(came.runs["forgetful"].rows(), one.rows(), strict=False))[:4]:
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_step_in_bf16_is_that_of_one_process(came, by_one, kind):
+    ours, theirs = came.runs[f"bf16 {kind}"], by_one(*BF16, *ALONE)
+    # ZeRO-3 brings a linear layer of its own, which adds the gradients of a weight's uses up in fp32, not in bf16.
+    near = torch.finfo(torch.bfloat16).eps if kind == "zero3" else 1e-6
+    assert error(first_gradient(ours), first_gradient(theirs)) < near
+    assert ours.rows()[0]["grad_norm"] == pytest.approx(theirs.rows()[0]["grad_norm"], rel=near)
+    for name in ("loss", "loss_at_depth", "rms_at_depth", "tau"):
+        assert ours.rows()[0][name] == pytest.approx(theirs.rows()[0][name], rel=1e-6), name
+    exact = by_one(*SPLIT[1:])
+    assert error(first_gradient(exact), first_gradient(theirs)) > 1e-4, "it was bf16"
+
+
+@pytest.fixture(scope="module")
+def others(by_one):
+    return by_one(*OTHERS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weight_decay_frozen_heads_and_own_embeddings_too(came, others, kind):
+    """Parameters that are not trained, and two groups of those that are."""
+    assert_close(came.runs[f"others {kind}"].weights(), others.weights(), 5e-6)
+    assert_same_rows(came.runs[f"others {kind}"], others, 2e-6)
+
+
+def test_two_ranks_of_four_micro_batches_have_the_gradient_of_one(came, by_one):
+    whole, split = by_one(*SPLIT), came.runs["2 x 4"]
+    assert error(first_gradient(split), first_gradient(whole)) < 1e-6
+    assert_same_rows(split, whole, 1e-6)
+
+
+# ---------------------------------------------------------------- refused
+
+
+@pytest.mark.parametrize(
+    ("run", "words"),
+    [
+        ("no exchange", "step 1: fc.weight is not the same on all ranks"),
+        ("no sharding", "step 1: fc.weight is not sharded over all ranks"),
+        ("unlike weights", "step 1: norm.weight is not the same on all ranks"),
+        ("unlike options", "rank 1 is not as rank 0 (train.lr: 0.01 on rank 0, 0.02 here): start every process with"),
+    ],
+)
+def test_processes_that_do_not_train_together_are_stopped_before_anything_is_saved(came, run, words):
+    [[first, second]] = came.results[run]
+    assert first == second
+    assert first[0] == "refused"
+    assert words in first[1]
+    assert "\n" not in first[1]
+    assert not list(came.runs[run].train.glob("checkpoints/step-*"))
+
+
+# ---------------------------------------------------------------- slow
+
+
+@pytest.mark.slow
+def test_eight_ranks_have_the_gradient_of_one(by_one, copy_of, tmp_path):
+    whole, runs = by_one(*SPLIT), {}
+    for kind in KINDS:
+        runs[kind] = copy_of(tmp_path / kind)
+    several.train(tmp_path, [training(kind, run, *SPLIT) for kind, run in runs.items()], processes=8)
+    for run in runs.values():
+        assert error(first_gradient(run), first_gradient(whole)) < 1e-6
+        assert_same_rows(run, whole, 1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_bf16_stays_within_its_own_rounding(by_one, copy_of, tmp_path, kind):
+    """A last bit of a weight may round its bf16 copy to the other side: after that runs differ as bf16 does."""
+    options = ["train.precision=bf16", "train.epochs=8", "train.lr=0.001"]
+    run, one = copy_of(tmp_path / "run"), by_one(*options, *ALONE)
+    several.train(tmp_path, [training(kind, run, *options)], profile=kind)
+    for ours, theirs in zip(run.losses(), one.losses(), strict=True):
+        assert ours == pytest.approx(theirs, rel=torch.finfo(torch.bfloat16).eps)
