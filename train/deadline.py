@@ -1,14 +1,18 @@
 """When a run is told to stop: by SIGTERM, as a cluster does, or by its own time limit."""
 
+import os
 import re
 import signal
 import threading
 import time
 from typing import Any
 
-from eagle31_train.schema import Stopped, UserError
+from eagle31_train.cli import STOPPED
+from eagle31_train.schema import UserError
 
 UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+ONCE = 5.0  # seconds: a scheduler tells every process to stop, and a launcher among them tells its processes again
+AT_ONCE = "train: stopped at once by a second SIGTERM; the same command goes on from the last checkpoint"
 
 
 def parse_limit(text: str | None) -> float | None:
@@ -29,7 +33,7 @@ def parse_limit(text: str | None) -> float | None:
 
 
 class Deadline:
-    """`with Deadline(limit) as deadline:` notes a SIGTERM instead of dying of it; a second one ends the run at once.
+    """`with Deadline(limit) as deadline:` notes a SIGTERM instead of dying of it; a later one ends the run at once.
 
     Args:
         limit: seconds from now after which `reason` says so; None for none.
@@ -37,7 +41,7 @@ class Deadline:
 
     def __init__(self, limit: float | None) -> None:
         self._end = None if limit is None else time.monotonic() + limit
-        self._signalled = False
+        self._signalled: float | None = None
         self._before: Any = None
 
     def __enter__(self) -> "Deadline":
@@ -52,13 +56,14 @@ class Deadline:
     @property
     def reason(self) -> str | None:
         """Why this process is to stop; None if it is not."""
-        if self._signalled:
+        if self._signalled is not None:
             return "SIGTERM"
         return "train.time_limit" if self._end is not None and time.monotonic() >= self._end else None
 
     def _note(self, *_: object) -> None:
-        if self._signalled:
-            raise Stopped(
-                "train: stopped at once by a second SIGTERM; the same command goes on from the last checkpoint"
-            )
-        self._signalled = True
+        if self._signalled is None:
+            self._signalled = time.monotonic()
+        elif time.monotonic() - self._signalled > ONCE:
+            # No exception: whatever the run waits for, a slow disk or data that does not come, would be waited for.
+            os.write(2, f"\n{AT_ONCE}\n".encode())
+            os._exit(STOPPED)
