@@ -34,23 +34,21 @@ def environment(profile, **more):
     return {**mine, **fixed, **cpu, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", **more}
 
 
-def start(profile, processes, script, arguments, timeout, **variables):
-    """Launch a script; returns the finished process."""
-    return subprocess.run(
-        [*command(profile, processes, script), *arguments],
-        cwd=ROOT,
-        env=environment(profile, **variables),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=timeout,
-    )
+def arguments(run, *more):
+    """The command line of a tiny run in its folder."""
+    return options(run.folder, f"target.path={run.extracted / 'target'}", *more)
+
+
+def execute(words, profile, timeout=300, **variables):
+    """Run a command in the environment of a profile; returns the finished process."""
+    how = {"cwd": ROOT, "capture_output": True, "text": True, "check": False, "timeout": timeout}
+    return subprocess.run(words, env=environment(profile, **variables), **how)
 
 
 def launch(profile, run, *more, processes=2, script=TRAIN, timeout=300, **variables):
     """Train in a run's folder; returns the finished process."""
-    arguments = options(run.folder, f"target.path={run.extracted / 'target'}", *more)
-    return start(profile, processes, script, arguments, timeout, **variables)
+    words = [*command(profile, processes, script), *arguments(run, *more)]
+    return execute(words, profile, timeout, **variables)
 
 
 def finish(profile, run, *more, **how):

@@ -33,7 +33,7 @@ def train(folder, trainings, profile="ddp", processes=2, timeout=600):
     what = folder / "trainings.json"
     what.write_text(json.dumps(trainings))
     variables = {WHAT: str(what), RESULTS: str(folder)}
-    done = launching.start(profile, processes, Path(__file__), (), timeout, **variables)
+    done = launching.execute(launching.command(profile, processes, Path(__file__)), profile, timeout, **variables)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     of_ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(processes)]
     return [list(ranks) for ranks in zip(*of_ranks, strict=True)]
@@ -105,7 +105,7 @@ def environment(profile):
 NOW = [0]  # the step that is being trained
 
 
-def disturb(patches, stop_after, harm):
+def disturb(patches, stop_after=None, harm=()):
     """What a training's `stop_after` and `harm` say."""
     watch(patches)
     stop(patches, stop_after)
