@@ -67,4 +67,4 @@ def load(
             ahead.extend(pool.submit(read, step) for step in islice(todo, 1 if t.workers else 0))
             yield step + 1, share, counts, waited
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)  # who waits for a shard is told by the store, when that is closed
+        pool.shutdown(wait=False, cancel_futures=True)  # who waits for a shard is told so when the store is closed
