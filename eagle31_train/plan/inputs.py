@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagle31_train import artifacts
+from eagle31_train.codec import check_codec
 from eagle31_train.contract import check_shape, weight_shapes
 from eagle31_train.plan.work import Work, count_work, made_mask
 from eagle31_train.schema import Config, DrafterShape, PlanConfig, UserError
@@ -58,6 +59,10 @@ def check_options(config: Config) -> None:
     for name, value in above.items():
         if value is not None and not value > 0:
             raise UserError(f"{name}={value} must be above 0")
+    for name in ("aux_codec", "last_codec"):
+        check_codec(getattr(config.store, name), f"store.{name}")
+    if t.precision not in ("bf16", "no"):
+        raise UserError(f"train.precision={t.precision!r} is not one of bf16, no")
     for name in ("share", "utilisation"):
         if not 0 < (share := getattr(p, name)) <= 1:
             raise UserError(f"plan.{name}={share} is not in (0, 1]")
@@ -172,11 +177,11 @@ def _look_at(dataset: Path, unroll: int) -> tuple[Work, int]:
 
     split = load_from_disk(str(dataset))["train"]
     assert isinstance(split, Dataset)
-    lengths = split.data.column("loss_mask").combine_chunks().value_lengths().to_numpy()
+    longest = max(chunk.value_lengths().to_numpy().max(initial=0) for chunk in split.data.column("loss_mask").chunks)
     rows = np.unique(np.linspace(0, len(split) - 1, min(LOOKED_AT, len(split))).astype(int))
 
     def masks() -> Iterator[NDArray[np.bool_]]:
         for row in rows.tolist():
             yield np.asarray(split[row]["loss_mask"], dtype=bool)
 
-    return count_work(masks(), unroll), int(lengths.max())
+    return count_work(masks(), unroll), int(longest)

@@ -128,6 +128,8 @@ def drafter(plan: Planned) -> list[str]:
         "mlp": f"{shape.hidden_size:,} → {shape.intermediate_size:,} → {shape.hidden_size:,}",
         "lm_head": f"{Vd:,} of {V:,} tokens" + ("" if d.train_lm_head else ", frozen"),
     }
+    if plan.data.vocabulary is None and plan.config.data.draft_vocab_coverage is not None:
+        notes["lm_head"] = "the whole vocabulary, until the data are counted"
     state, pieces = plan.state(), plan.target_pieces()
     lines = [_line(part, _si(size), notes.get(part, "")) for part, size in sizes.items() if size]
     lines.append(_line("trained", _si(state.trained), f"{_si(state.frozen)} more frozen" if state.frozen else ""))

@@ -113,6 +113,12 @@ def test_a_frozen_head_is_no_trained_parameter(capsys):
     assert "131 M more frozen" in printed(capsys, "+experiment=llama31_8b", "drafter.train_lm_head=false")
 
 
+def test_a_vocabulary_that_is_yet_to_be_counted_is_said_to_be(capsys):
+    asked = ["+experiment=llama31_8b", "data.draft_vocab_size=null", "data.draft_vocab_coverage=0.99"]
+    text = printed(capsys, *asked, "run_dir=/nowhere/at/all")
+    assert re.search(r"lm_head +525 M   the whole vocabulary, until the data are counted", text)
+
+
 def test_the_simplest_profile_that_fits_is_named(capsys):
     def named(*overrides):
         return re.search(r"WHICH PROFILE +(\w+)", printed(capsys, "+experiment=kimi", *overrides))[1]
@@ -231,6 +237,8 @@ def test_codecs_halve_the_store():
         (["plan.tokens=-5"], "plan.tokens=-5.0 must be above 0"),
         (["plan.share=1.5"], r"plan.share=1.5 is not in \(0, 1\]"),
         (["plan.utilisation=0"], "plan.utilisation=0.0 is not in"),
+        (["store.aux_codec=int3"], "store.aux_codec='int3' is not one of bf16, fp8, int8, int4"),
+        (["train.precision=fp16"], "train.precision='fp16' is not one of bf16, no"),
         (["train.batch_tokens=0"], "train.batch_tokens=0 must be above 0"),
         (
             ["plan.layers=null", "plan.hidden_size=null"],
