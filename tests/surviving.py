@@ -1,6 +1,6 @@
 """Training that draws random numbers, notes what every update trained, and dies where it is told to.
 
-`begin` trains in a child of a server process that has imported torch and done nothing else: a child begins in a
+`training` is done by a child of a server process that has imported torch and done nothing else: a child begins in a
 second, and may use threads, which the child of a process in which torch has worked may not. As a script, this module
 is train.py with the disturbance that the variable DISTURB says, for real launches.
 """
@@ -11,9 +11,10 @@ import multiprocessing
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from unittest.mock import patch
@@ -216,10 +217,29 @@ def tearing(number):
         yield
 
 
-def disturbances(kill_in_save=None, kill_at=None, kill_in_row=None, ledger=None, draws=True):
-    """The patches, as one context each."""
-    if draws:
-        yield watched(ledger)
+def hang():
+    """Never come back."""
+    print("hanging", flush=True)
+    threading.Event().wait()
+
+
+def tell():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def disturbances(ledger=None, kill_in_save=None, kill_at=None, kill_in_row=None, hang_at=None, once=None, tell_at=None):
+    """The patches, as one context each.
+
+    Args:
+        ledger: see `watched`; with several ranks, each has a file of its own.
+        kill_in_save: SIGKILL at this operation of the file system, counted over the saves.
+        kill_at: [function, "before" or "after" it, number of the call]: SIGKILL there; or in the row of this number.
+        hang_at: a function whose first call never comes back.
+        once: seconds in which a second SIGTERM is taken for the first.
+        tell_at: [rank, step]: this rank alone is sent a SIGTERM while it trains this step of the launch.
+    """
+    rank = os.environ.get("RANK")
+    yield watched(ledger if ledger is None or rank is None else f"{ledger}.{rank}")
     if kill_in_save is not None:
         yield saves_on(InSaves(kill_in_save, Sigkill()))
     if kill_at is not None:
@@ -227,18 +247,53 @@ def disturbances(kill_in_save=None, kill_at=None, kill_in_row=None, ledger=None,
         yield calling(path, die, when, number)
     if kill_in_row is not None:
         yield tearing(kill_in_row)
+    if hang_at is not None:
+        yield calling(hang_at, hang, "before", 1)
+    if once is not None:
+        from train import deadline
+
+        yield patch.object(deadline, "ONCE", once)
+    if tell_at is not None and rank == str(tell_at[0]):
+        yield calling("train.loop.accumulate", tell, "before", tell_at[1])
 
 
 # ---------------------------------------------------------------- children
 
 
-def begin(arguments, output, **disturbance):
-    """Train in a child; returns its process. What it prints is appended to `output`."""
+@contextmanager
+def training(arguments, output, **disturbance):
+    """Train in a child, which does not outlive the block; gives its process. What it prints is added to `output`."""
+    output.touch()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["train.loop"])
     process = context.Process(target=child, args=(arguments, str(output), disturbance))
     process.start()
-    return process
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.join()
+
+
+@contextmanager
+def launched(command, environment):
+    """A launch in a session of its own, with its standard error to be read; nothing of it outlives the block."""
+    process = subprocess.Popen(
+        command,
+        cwd=Path(__file__).resolve().parent.parent,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stderr.close()
 
 
 def child(arguments, output, disturbance):
@@ -261,11 +316,11 @@ def main(disturbance):
         loop.main()
 
 
-def wait_until(condition, process):
-    """Look again and again; the process must not end before."""
+def wait_until(condition, alive):
+    """Look again and again until it is so, while `alive()`."""
     pause = threading.Event()
     while not condition():
-        assert process.is_alive(), f"it ended before, with {process.exitcode}"
+        assert alive(), "it ended before"
         pause.wait(0.002)
 
 

@@ -8,7 +8,7 @@ import signal
 import pytest
 import torch
 from pipeline import LENGTHS, options
-from surviving import START, STEPS, InSaves, begin, calling, saves_on, updates_of, wait_until, watched
+from surviving import START, STEPS, InSaves, calling, saves_on, training, updates_of, wait_until, watched
 
 from eagle31_train.schema import Stopped
 from eagle31_train.store.sealed import unseal
@@ -101,8 +101,8 @@ def stop_at(run, whole, steps, stops):
 def kill_after_checkpoint(run, whole, steps, step, output):
     """SIGKILL right after the first checkpoint, while training goes on."""
     death = ("train.checkpoint.Saver._save", "after", 1)
-    process = start(run, steps, output, f"train.checkpoint_every={step}", kill_at=death)
-    process.join()
+    with start(run, steps, output, f"train.checkpoint_every={step}", kill_at=death) as process:
+        process.join()
     assert process.exitcode == -signal.SIGKILL, output.read_text()
     assert saved(run) == [step]
     assert not differences(go_on(run, steps), whole(steps))
@@ -111,7 +111,7 @@ def kill_after_checkpoint(run, whole, steps, step, output):
 def start(run, steps, output, *more, **disturbance):
     """The run in a process of its own."""
     arguments = options(run.folder, f"target.path={run.extracted / 'target'}", *recipe(steps), *more)
-    return begin(arguments, output, ledger=str(run.folder / "ledger"), **disturbance)
+    return training(arguments, output, ledger=str(run.folder / "ledger"), **disturbance)
 
 
 def test_a_run_stopped_three_times_ends_bit_for_bit_the_same(new_run, whole):
@@ -159,14 +159,14 @@ def survive(run, whole, steps, ways, seed, operations, output):
     for way in ways:
         disturbance = choose(way, chosen, operations)
         wanted = lines(ledger) + chosen.randint(1, 3)
-        process = start(run, steps, output, "train.checkpoint_every=2", **disturbance)
-        if way == "outside":
-            wait_until(lambda wanted=wanted: lines(ledger) >= wanted, process)
-            process.kill()
-        process.join()
+        with start(run, steps, output, "train.checkpoint_every=2", **disturbance) as process:
+            if way == "outside":
+                wait_until(lambda wanted=wanted: lines(ledger) >= wanted, process.is_alive)
+                process.kill()
+            process.join()
         assert process.exitcode == -signal.SIGKILL, (way, disturbance, output.read_text()[-3000:])
-    process = start(run, steps, output, "train.checkpoint_every=2")
-    process.join()
+    with start(run, steps, output, "train.checkpoint_every=2") as process:
+        process.join()
     assert process.exitcode == 0, output.read_text()[-3000:]
     assert not differences(run, whole(steps))
     assert lines(ledger) > steps, "no step was done twice: nothing was lost by a kill"

@@ -1,0 +1,211 @@
+"""SIGTERM and time limits: a run saves, leaves with a status of its own, and goes on as if it had never left."""
+
+import json
+import os
+import re
+import signal
+from types import SimpleNamespace
+
+import pytest
+from launching import ROOT, command, environment, launch
+from pipeline import assert_close, options
+from surviving import calling, launched, tell, training, updates_of, wait_until, watched
+
+from eagle31_train.cli import STOPPED
+from eagle31_train.extract import extract
+from eagle31_train.schema import Stopped, UserError
+from eagle31_train.store.writer import StoreWriter
+from train import checkpoint, deadline
+
+STEPS = 24
+RECIPE = ["train.epochs=10000", "train.eval_every=1000000", "train.checkpoint_every=1000000"]
+SHORT, ENDLESS = [f"train.max_steps={STEPS}", *RECIPE], ["train.max_steps=20000", *RECIPE]
+
+
+def arguments(run, *more):
+    return options(run.folder, f"target.path={run.extracted / 'target'}", *more)
+
+
+def saved(run):
+    return [int(path.name.removeprefix("step-")) for path in checkpoint.in_order(run.checkpoints)]
+
+
+def rows(run):
+    file = run.train / "metrics.jsonl"
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+def fit(run, *more):
+    with watched():
+        return run.fit(*SHORT, *more)
+
+
+@pytest.fixture(scope="module")
+def whole(copy_of, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ACCELERATE_USE_CPU", "true")
+        return fit(copy_of(tmp_path_factory.mktemp("whole")))
+
+
+def stopped_after(run, text, why):
+    """The step after which it saved, said so in one line, and did nothing more."""
+    lines = [line for line in text.splitlines() if "train: stopped" in line]
+    assert len(lines) == 1, text
+    found = re.search(r"train: stopped by (.+): saved after step (\d+) of \d+; the same command goes on$", lines[0])
+    assert found is not None, lines[0]
+    assert found[1] == why
+    step = int(found[2])
+    assert saved(run) == [step]
+    assert rows(run) == step
+    assert not (run.train / "manifest.json").exists()
+    return step
+
+
+# ---------------------------------------------------------------- one process
+
+
+def test_sigterm_saves_and_leaves_with_status_75(new_run):
+    run = new_run()
+    with launched([*command("one", 1), *arguments(run, *ENDLESS)], environment("one")) as process:
+        wait_until(lambda: rows(run) > 3, lambda: process.poll() is None)
+        process.terminate()
+        _, errors = process.communicate()
+    assert process.returncode == 75
+    assert stopped_after(run, errors, "SIGTERM") > 3
+
+
+def test_a_time_limit_saves_and_leaves_with_status_75(new_run, tmp_path):
+    run, output = new_run(), tmp_path / "output"
+    with training(arguments(run, *ENDLESS, "train.time_limit=1s"), output) as process:
+        process.join()
+    assert process.exitcode == STOPPED
+    stopped_after(run, output.read_text(), "train.time_limit")
+
+
+def test_a_run_that_its_time_limit_stops_again_and_again_ends_the_same(new_run, whole, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    run = new_run()
+
+    def half_an_hour():
+        clock[0] += 1800
+
+    for step in (9, 18):
+        half, whole_hour = (calling("train.loop.accumulate", half_an_hour, "after", number) for number in (4, 8))
+        text = f"stopped by train.time_limit: saved after step {step} of {STEPS};"
+        with half, whole_hour, pytest.raises(Stopped, match=text):
+            fit(run, "train.time_limit=1h")
+    assert_close(fit(run, "train.time_limit=1h").weights(), whole.weights(), 0)
+    assert run.rows() == whole.rows()
+
+
+def test_two_sigterms_at_once_are_one(new_run, whole):
+    """A scheduler tells every process, and the launcher among them tells its own again."""
+    run = new_run()
+    twice = calling("train.loop.accumulate", lambda: (tell(), tell()), "after", 5)
+    with twice, pytest.raises(Stopped, match="stopped by SIGTERM: saved after step 6 of 24"):
+        fit(run)
+    assert fit(run).rows() == whole.rows()
+
+
+def test_a_sigterm_in_the_last_step_comes_too_late(new_run, whole):
+    with calling("train.loop.accumulate", tell, "before", STEPS):
+        assert fit(new_run()).rows() == whole.rows()
+
+
+def test_after_the_run_sigterm_means_what_it_meant_before(new_run):
+    before = signal.signal(signal.SIGTERM, handler := lambda *_: None)
+    try:
+        fit(new_run())
+        assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+# A disk that is stuck, and data that does not come.
+HANGING = {"train.checkpoint._write": lambda run: rows(run) > 3, "train.loader.build_batch": lambda run: True}
+
+
+@pytest.mark.parametrize("hanging", HANGING)
+def test_a_second_sigterm_ends_at_once_a_run_that_hangs(new_run, tmp_path, hanging):
+    run, output = new_run(), tmp_path / "output"
+    with training(arguments(run, *ENDLESS), output, hang_at=hanging, once=0.0) as process:
+        wait_until(lambda: HANGING[hanging](run), process.is_alive)
+        if hanging == "train.checkpoint._write":  # the first SIGTERM makes it save
+            process.terminate()
+        wait_until(lambda: "hanging" in output.read_text(), process.is_alive)
+        end_by(signal.SIGTERM, process)
+    assert process.exitcode == STOPPED
+    assert output.read_text().splitlines()[-1] == deadline.AT_ONCE
+    assert saved(run) == []
+
+
+def end_by(number, process):
+    """Send a signal until the process is gone: two that come too close to one another arrive as one."""
+    while process.is_alive():
+        os.kill(process.pid, number)
+        process.join(0.2)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, STOPPED)])
+def test_a_run_that_waits_for_a_shard_can_be_ended(new_run, tmp_path, monkeypatch, number, status):
+    run, output = new_run(), tmp_path / "output"
+    (run.folder / "run" / "store").rename(tmp_path / "store")
+    monkeypatch.setattr(StoreWriter, "wait_for_room", lambda self, shard: shard.number < 4)
+    extract(run.config())
+    follow = ["store.follow=true", "store.patience=100000", "train.window_tokens=40", "train.max_steps=20"]
+    with training(arguments(run, *follow), output, once=0.0) as process:
+        wait_until(lambda: "waiting for shards/train-" in output.read_text(), process.is_alive)
+        if number == signal.SIGINT:
+            os.kill(process.pid, number)
+            process.join()
+        else:
+            end_by(number, process)
+    assert process.exitcode == status
+
+
+# ---------------------------------------------------------------- two processes
+
+
+def test_a_rank_that_is_told_to_stop_stops_the_other_after_the_same_step(new_run, whole):
+    run = new_run()
+    disturbance = {"ledger": str(run.folder / "ledger"), "tell_at": [1, 5]}
+    done = launch("ddp", run, *SHORT, script=ROOT / "tests" / "surviving.py", DISTURB=json.dumps(disturbance))
+    assert done.returncode != 0
+    assert stopped_after(run, done.stderr, "another rank") == 6
+    assert {len(updates_of(run.folder / f"ledger.{rank}")) for rank in (0, 1)} == {6}
+    assert set(re.findall(r"exitcode *: (-?\d+)", done.stderr)) == {"75"}
+    assert_close(fit(run).weights(), whole.weights(), 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("everybody", [False, True], ids=["the launcher", "everybody"])
+@pytest.mark.parametrize("profile", ["ddp", "zero2"])
+def test_a_launch_that_is_told_to_stop_saves(new_run, profile, everybody):
+    """The launcher alone, as Kubernetes does it, or every process, as Slurm does it."""
+    run = new_run()
+    with launched([*command(profile, 2), *arguments(run, *ENDLESS)], environment(profile)) as process:
+        wait_until(lambda: rows(run) > 3, lambda: process.poll() is None)
+        (os.killpg if everybody else os.kill)(process.pid, signal.SIGTERM)
+        _, errors = process.communicate()
+        assert process.returncode != 0
+        assert stopped_after(run, errors, "SIGTERM") > 3
+        with pytest.raises(ProcessLookupError):
+            os.killpg(process.pid, 0)
+
+
+# ---------------------------------------------------------------- time limits as they are written
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("3h50m", 13800), ("90m", 5400), ("30s", 30), ("2d", 172800), ("1d 2h 3m 4s", 93784), (None, None)],
+)
+def test_time_limits_are_read(text, seconds):
+    assert deadline.parse_limit(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "0s", "0h", "5", "-5m", "5x", "m", "3m2h", "1.5h", "h30"])
+def test_what_is_no_time_is_refused(text):
+    with pytest.raises(UserError, match="is no time: write it like 3h50m, 90m or 30s"):
+        deadline.parse_limit(text)
