@@ -33,6 +33,7 @@ from train.heldout import evaluate
 from train.loader import load
 from train.metrics import Reporter, reduce_sums, summarise
 from train.parallel import Parallel, parallelise
+from train.rows import plain
 
 
 def main() -> None:
@@ -145,9 +146,10 @@ def fit(config: Config, opened: ExitStack) -> None:
             reporter.log(step, {"left_out": True, "lr": lr, "tokens": state.tokens})
         reporter.progress(tokens, report["loss"] if updated else math.nan, report["tau"] if updated else math.nan)
         if len(heldout) and (final or step % t.eval_every == 0):
-            state.heldout = evaluate(parallel, heldout, config, kept, everything=final)
-            reporter.log(step, {f"heldout_{name}": value for name, value in state.heldout.items()})
-            reporter.note(f"step {step}: held-out loss {state.heldout['loss']:.3f}, tau {state.heldout['tau']:.3f}")
+            found = evaluate(parallel, heldout, config, kept, everything=final)
+            reporter.log(step, {f"heldout_{name}": value for name, value in found.items()})
+            reporter.note(f"step {step}: held-out loss {found['loss']:.3f}, tau {found['tau']:.3f}")
+            state.heldout = plain(found)
         lap, before = time.perf_counter(), lap
         state.seconds += lap - before
         state.waited += waited
