@@ -154,8 +154,8 @@ def harm_sample(patches, index, value, split="train"):
 
 
 def harm_loss(patches, steps, rank, value):
-    """On one rank the loss of these steps is this value."""
-    _harm_forward(patches, steps, rank, lambda loss, weight: loss * value)
+    """On one rank the loss of these steps is this value, and its gradient right."""
+    _harm_forward(patches, steps, rank, lambda loss, weight: loss + value)
 
 
 def harm_gradient(patches, steps, rank, value):
