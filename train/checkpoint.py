@@ -104,6 +104,7 @@ def load(path: Path, shape: DrafterShape) -> Loaded:
         UserError: it is of a drafter of another shape.
     """
     there, here = artifacts.read_json(path / SHAPE, "train.py"), asdict(shape)
+    there = {name: there.get(name) for name in {**here, **there}}  # fields that came later were null
     if there != here:
         raise UserError(f"{path} is a drafter of another shape: {artifacts.describe_change(there, here)}")
     file = path / artifacts.MANIFEST
