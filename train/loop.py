@@ -104,7 +104,6 @@ def fit(config: Config, opened: ExitStack) -> None:
         objective.drafter.load_state_dict(loaded.weights)
         state, parallel = State(**loaded.extra["state"]), parallelise(accelerator, objective, t)
         parallel.set_moments(loaded.moments, state.updates)
-        del loaded
         accelerator.print(f"train: going on after step {state.step} ({newest})")
     windows.begin(store, usage, state.step, fingerprint, state.step == len(batches), main)
     state.trackers = tracking.start(accelerator, config, folder, inputs, state.step, state.trackers)
