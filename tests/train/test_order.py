@@ -1,10 +1,20 @@
 """The data order: every sample once, the same whatever the number of ranks."""
 
+from collections import deque
+from contextlib import closing
+from itertools import islice
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from made import VOCAB, Made
 
+from eagle31_train.schema import Config, TrainConfig
+from eagle31_train.store import Store, make_plan, shape_of
+from train import loader, order
 from train.order import PACKED, global_batches, schedule, share
 
 LENGTHS = st.lists(st.integers(1, 100), min_size=1, max_size=60)
@@ -72,3 +82,138 @@ def test_shares_hold_every_sample_once_and_are_balanced(lengths, parts):
 
 def test_a_batch_with_fewer_samples_than_parts_leaves_parts_empty():
     assert share([4, 2], [1, 1, 8, 1, 9], 3) == [[4], [2], []]
+
+
+# ---------------------------------------------------------------- as it is loaded
+
+SAMPLES = [int(length) for length in np.random.default_rng(1).integers(3, 30, 40)]
+BUDGET, EPOCHS = 70, 2
+
+
+@pytest.fixture(scope="module")
+def split(tmp_path_factory):
+    """A stored split in which every token of sample i is i, so that a batch shows whose it is."""
+    made, folder = Made({"train": SAMPLES, "heldout": [4]}, shard_tokens=100), tmp_path_factory.mktemp("made")
+    for index, document in enumerate(made.documents["train"]):
+        document.tokens.fill_(index)
+        document.loss_mask.fill_(True)
+    made.plan = make_plan(
+        {name: [d.loss_mask.tolist() for d in documents] for name, documents in made.documents.items()},
+        made.shard_tokens,
+        shape_of(made.states),
+    )
+    made.write(folder)
+    with closing(Store(folder)) as store:
+        yield store.split("train")
+
+
+@pytest.fixture(scope="module")
+def batches():
+    return schedule(SAMPLES, BUDGET, 5, EPOCHS, None)
+
+
+def load_on(split, batches, ranks, workers=1, accumulation=1, done=0, until=None, **more):
+    """What ranks load together, step by step: its number, the samples of each part, and N_k.
+
+    Ranks are told apart by their accelerator alone, as in a real launch.
+    """
+    config = Config()
+    config.train = TrainConfig(workers=workers, accumulation=accumulation, unroll=3, **more)
+    kept = torch.arange(VOCAB) % 7 > 0
+    steps = []
+    for rank in range(ranks):
+        accelerator = SimpleNamespace(process_index=rank, num_processes=ranks, device=torch.device("cpu"))
+        loads = loader.load(split, batches, done, config, kept, accelerator)
+        for place, (step, mine, counts, _) in enumerate(islice(loads, None if until is None else until - done)):
+            if not rank:
+                steps.append((step, [], torch.zeros_like(counts)))
+            steps[place][1].extend(batch.ids.unique_consecutive().tolist() if real else [] for batch, real in mine)
+            steps[place][2].add_(counts)
+        loads.close()
+    return steps
+
+
+def ids(loaded):
+    """Step by step, which samples; how they are shared is left out."""
+    return [(step, sorted(i for part in parts for i in part)) for step, parts, _ in loaded]
+
+
+def counts(loaded):
+    return [total.tolist() for _, _, total in loaded]
+
+
+def assert_right(loaded, batches):
+    assert ids(loaded) == [(step, sorted(batch)) for step, batch in enumerate(batches, 1)]
+    epoch = len(batches) // EPOCHS
+    for first in range(0, len(batches), epoch):
+        trained = [i for _, some in ids(loaded)[first : first + epoch] for i in some]
+        assert sorted(trained) == list(range(len(SAMPLES))), "every sample once in every epoch"
+
+
+@pytest.mark.parametrize("workers", [0, 1, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_any_number_of_ranks_and_workers_loads_the_same_batches_in_the_same_order(split, batches, ranks, workers):
+    loaded = load_on(split, batches, ranks, workers)
+    assert_right(loaded, batches)
+    assert counts(loaded) == counts(load_on(split, batches, 1)), "and norms its loss by the same counts"
+
+
+@pytest.mark.parametrize(("ranks", "accumulation"), [(1, 8), (2, 4), (4, 2)])
+def test_ranks_and_accumulation_share_a_batch_alike(split, batches, ranks, accumulation):
+    loaded, others = load_on(split, batches, ranks, 1, accumulation), load_on(split, batches, 8)
+    assert_right(loaded, batches)
+    assert [sorted(parts) for _, parts, _ in loaded] == [sorted(parts) for _, parts, _ in others]
+
+
+@pytest.mark.parametrize(("ranks", "workers"), [(2, 4), (8, 0)])
+def test_a_subset_of_the_slots_is_the_same_for_all(split, batches, ranks, workers):
+    one = load_on(split, batches, 1, slots_per_batch=20)
+    assert counts(load_on(split, batches, ranks, workers, slots_per_batch=20)) == counts(one)
+
+
+@pytest.mark.parametrize("stops", [(3, 7), (1, 2), (6, 15)])
+def test_a_run_that_goes_on_with_other_ranks_goes_on_with_the_same_samples(split, batches, stops):
+    """Eight ranks, then four, then two, with other workers each time; within and over the end of an epoch."""
+    first, second = stops
+    loaded = load_on(split, batches, 8, 4, until=first)
+    loaded += load_on(split, batches, 4, 0, done=first, until=second)
+    loaded += load_on(split, batches, 2, 1, done=second)
+    assert_right(loaded, batches)
+
+
+def rest_of_a_division_dropped(patch):
+    patch.setattr(order, "share", lambda batch, *rest: share(batch[: len(batch) // rest[-1] * rest[-1]], *rest))
+
+
+def every_rank_a_shuffle_of_its_own(patch):
+    def wrong(batch, lengths, parts):
+        turned = batch[parts % len(batch) :] + batch[: parts % len(batch)]  # what a seed with the rank in it does
+        return [turned[:1] if part else turned for part in range(parts)]
+
+    patch.setattr(order, "share", wrong)
+
+
+def whichever_worker_is_first(patch):
+    class LastFirst(deque):
+        popleft = deque.pop
+
+    patch.setattr(loader, "deque", LastFirst)
+
+
+def position_lost(patch):
+    right = loader.load
+    patch.setattr(loader, "load", lambda split, batches, done, *rest: right(split, batches, max(0, done - 1), *rest))
+
+
+@pytest.mark.parametrize(
+    "plant", [rest_of_a_division_dropped, every_rank_a_shuffle_of_its_own, whichever_worker_is_first, position_lost]
+)
+def test_planted_mistakes_in_the_order_are_found(split, batches, monkeypatch, plant):
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        follow_the_order(split, batches)
+
+
+def follow_the_order(split, batches):
+    test_any_number_of_ranks_and_workers_loads_the_same_batches_in_the_same_order(split, batches, 4, 4)
+    test_a_run_that_goes_on_with_other_ranks_goes_on_with_the_same_samples(split, batches, (3, 7))
