@@ -1,0 +1,150 @@
+"""A step's gradient does not depend on how its samples are split over ranks and accumulation steps.
+
+Ranks are threads here, which load and accumulate as the loop does and add up over a barrier; that gradients are then
+averaged over ranks is what DDP, FSDP2 and ZeRO do, and test_profiles.py asks them.
+"""
+
+import copy
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import kept_mask, make_document, make_objective, make_shape
+
+from eagle31_train.schema import Config, TrainConfig
+from train import loader, loop
+
+K = 3
+# Length → what the assistant wrote of it (None: random): unequal, fewer than the most parts, one with nothing to train.
+ANSWERS = {24: None, 19: [4, 5, 6], 15: [], 32: None, 8: range(2, 8), 21: [10], 27: None}
+SPLITS = [(1, 8), (2, 4), (4, 2), (8, 1), (2, 1), (3, 1), (1, 3), (3, 3)]
+
+
+class Documents:
+    """A split in memory."""
+
+    def __init__(self, documents):
+        self.documents, self.lengths = documents, [len(document) for document in documents]
+
+    def wait_for(self, indices):
+        pass
+
+    def read(self, index, states=True):
+        return self.documents[index]
+
+    def read_all(self, indices):
+        return [self.read(index) for index in indices]
+
+
+class Rank:
+    """What the loop asks of an accelerator."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, index, meeting):
+        self.process_index, self.num_processes, self.meeting = index, meeting.barrier.parties, meeting
+
+    def reduce(self, value, reduction):
+        assert reduction == "sum"
+        self.meeting.brought[self.process_index] = value
+        self.meeting.barrier.wait()
+        total = sum(self.meeting.brought)
+        self.meeting.barrier.wait()
+        return total
+
+
+def step(objective, split, ranks, accumulation, plant=None, **more):
+    """The gradient of one step on all samples, its norm's counts and what it measured, the same for any split.
+
+    Args:
+        plant: what a rank makes of its share, its counts and the weights that its model is called with.
+    """
+    config = Config()
+    config.train = TrainConfig(unroll=K, accumulation=accumulation, workers=0, **more)
+    meeting = SimpleNamespace(barrier=threading.Barrier(ranks, timeout=60), brought=[None] * ranks)
+
+    def run(index):
+        mine, accelerator = copy.deepcopy(objective), Rank(index, meeting)
+        batches = [list(range(len(split.lengths)))]
+        [(_, share, counts, _)] = loader.load(split, batches, 0, config, kept_mask(objective), accelerator)
+        share, reweighted = (share, lambda batch, weights: weights) if plant is None else plant(share, counts, ranks)
+        parallel = SimpleNamespace(
+            accelerator=accelerator,
+            model=lambda batch, weights: mine(batch, reweighted(batch, weights)),
+            micro_batch=lambda last: nullcontext(),
+            backward=torch.Tensor.backward,
+        )
+        sums, counts = loop.accumulate(parallel, share, counts, config.train.gamma)
+        return {name: p.grad for name, p in mine.drafter.named_parameters()}, sums, counts
+
+    with ThreadPoolExecutor(ranks) as pool:
+        results = list(pool.map(run, range(ranks)))
+    gradients, (_, sums, counts) = [gradient for gradient, _, _ in results], results[0]
+    averaged = {name: sum(gradient[name] for gradient in gradients) / ranks for name in gradients[0]}
+    return {name: tensor.double() for name, tensor in {**averaged, "sums": sums, "counts": counts}.items()}
+
+
+def error(ours, theirs):
+    """The largest distance, relative to each tensor's norm."""
+    return max(((ours[name] - theirs[name]).norm() / theirs[name].norm()).item() for name in theirs)
+
+
+@pytest.fixture(scope="module", params=[torch.float64, torch.float32], ids=["fp64", "fp32"])
+def problem(request):
+    """(objective, split, tolerance): rounding of the measured sums, which are fp32, and of the dtype."""
+    shape, generator = make_shape(), torch.Generator().manual_seed(2)
+    documents = [make_document(shape, length, generator, answer) for length, answer in ANSWERS.items()]
+    documents = [replace(d, aux=d.aux.to(request.param), last=d.last.to(request.param)) for d in documents]
+    return make_objective(shape, request.param), Documents(documents), 1e-6
+
+
+@pytest.mark.parametrize(("ranks", "accumulation"), SPLITS)
+@pytest.mark.parametrize("slots", [None, 20])
+def test_any_split_gives_the_gradient_of_the_whole(problem, ranks, accumulation, slots):
+    objective, split, tolerance = problem
+    whole = step(objective, split, 1, 1, slots_per_batch=slots)
+    assert (whole["counts"][:-1] > 10).all()
+    assert error(step(objective, split, ranks, accumulation, slots_per_batch=slots), whole) < tolerance
+
+
+def per_rank(share, counts, ranks):
+    """Mean over ranks of each one's mean."""
+    return share, lambda batch, weights: loop.step_weights(counts[:-1], 0.8)
+
+
+def per_micro_batch(share, counts, ranks):
+    """Mean over micro-batches of each one's mean."""
+    return share, lambda batch, weights: loop.step_weights(batch.population, 0.8) / len(share)
+
+
+def without_the_number_of_ranks(share, counts, ranks):
+    """The mean over ranks of sums that were to be added up."""
+    return share, lambda batch, weights: weights / ranks
+
+
+def samples_of_empty_parts_counted(share, counts, ranks):
+    """A rank that has no sample, and takes part with another's, lets it count."""
+    return [(batch, True) for batch, _ in share], lambda batch, weights: torch.where(weights == 0, 0.1, weights)
+
+
+@pytest.mark.parametrize(
+    ("plant", "ranks", "accumulation"),
+    [
+        (per_rank, 2, 4),
+        (per_rank, 8, 1),
+        (per_micro_batch, 1, 8),
+        (per_micro_batch, 2, 4),
+        (without_the_number_of_ranks, 2, 4),
+        (without_the_number_of_ranks, 8, 1),
+        (samples_of_empty_parts_counted, 8, 1),
+        (samples_of_empty_parts_counted, 1, 8),
+    ],
+)
+def test_planted_mistakes_are_found(problem, plant, ranks, accumulation):
+    objective, split, tolerance = problem
+    whole = step(objective, split, 1, 1)
+    assert error(step(objective, split, ranks, accumulation, plant), whole) > 1000 * tolerance
