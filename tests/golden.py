@@ -1,0 +1,137 @@
+"""A training whose input is the same on every machine, to the bit, and its losses as they were once measured.
+
+    python tests/golden.py            # from the project's root: train it anew and write tests/train/golden.json
+
+Do that only where the mathematics was meant to change, and say so in the commit. Nothing of the input is computed in
+floating point but by operations that IEEE 754 rounds alike everywhere.
+"""
+
+import json
+import os
+import platform
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from eagle31_train import artifacts, vocab
+from eagle31_train.cli import load_config
+from eagle31_train.place import LocalPlace
+from eagle31_train.schema import Document
+from eagle31_train.store import StoreWriter, make_plan, shape_of
+
+FILE = Path(__file__).parent / "train" / "golden.json"
+STEPS, VOCAB, HIDDEN, LAYERS = 100, 48, 16, [1, 2, 3]
+KEPT = [token for token in range(VOCAB) if token % 6]
+DATA = "golden"
+OPTIONS = [
+    "name=golden",
+    "target.path=somewhere",
+    "target.aux_layers=[1,2,3]",
+    "drafter.intermediate_size=24",
+    "drafter.num_attention_heads=4",
+    "drafter.num_key_value_heads=2",
+    "drafter.head_dim=4",
+    "train.unroll=4",
+    "train.epochs=40",
+    f"train.max_steps={STEPS}",
+    "train.batch_tokens=160",
+    "train.lr=0.002",
+    "train.weight_decay=0.01",
+    "train.precision=no",
+    "train.wandb=disabled",
+    "train.checkpoint_every=100",
+]
+
+
+class Chance(random.Random):
+    """Python's own random numbers, which no version or machine changes."""
+
+    def tensor(self, *size: int) -> torch.Tensor:
+        """Between -1 and 1, in steps that bf16 holds exactly."""
+        numbers = [self.getrandbits(7) - 64 for _ in range(int(np.prod(size)))]
+        return (torch.tensor(numbers, dtype=torch.float32) / 64).view(size)
+
+
+def make_run(folder: Path) -> Path:
+    """run_dir with data and a store: sentences in which tokens mostly have one successor, and a target that knows it."""
+    chance = Chance(31)
+    successor = chance.sample(range(VOCAB), VOCAB)
+    embed, head, norm = chance.tensor(VOCAB, HIDDEN), chance.tensor(VOCAB, HIDDEN), chance.tensor(HIDDEN) / 4 + 1
+
+    def document(length: int) -> Document:
+        tokens = [chance.randrange(VOCAB)]
+        while len(tokens) < length:
+            tokens.append(successor[tokens[-1]] if chance.random() < 0.8 else chance.randrange(VOCAB))
+        ids = torch.tensor(tokens)
+        expected = torch.tensor(successor)[ids]
+        last = head[expected] + chance.tensor(length, HIDDEN) / 4
+        aux = torch.stack([embed[ids] / 2, (embed[ids] + head[expected]) / 4, head[expected] / 2], 1)
+        mask = [4 <= place < length - 6 or place > length - 4 for place in range(length)]
+        return Document(
+            tokens=ids,
+            loss_mask=torch.tensor(mask),
+            top1=expected,
+            aux=(aux + chance.tensor(length, len(LAYERS), HIDDEN) / 8).bfloat16(),
+            last=last.bfloat16(),
+        )
+
+    documents = {
+        "heldout": [document(chance.randrange(12, 40)) for _ in range(4)],
+        "train": [document(chance.randrange(12, 60)) for _ in range(16)],
+    }
+    states = {
+        "aux_layers": LAYERS,
+        "hidden_size": HIDDEN,
+        "vocab_size": VOCAB,
+        "aux_codec": "bf16",
+        "last_codec": "bf16",
+        "norm": {"kind": "w", "eps": 1e-5},
+    }
+    masks = {split: [d.loss_mask.tolist() for d in some] for split, some in documents.items()}
+    plan = make_plan(masks, 100, shape_of(states))
+    provenance = {"fingerprint": DATA, "inputs": {"data": DATA, "target": {}}, "states": states}
+    place = folder / "store"
+    writer = StoreWriter(LocalPlace(str(place), place), provenance, plan)
+    writer.write_target({"embed_tokens": embed.bfloat16(), "norm": norm, "lm_head": head.bfloat16()})
+    for shard in writer.mine():
+        some = documents[shard.split][shard.first : shard.end]
+        writer.write(shard, some, [1.0, 0.0, 1] if shard.number == 0 else None)
+    writer.finish({"seconds": 0.0})
+    (folder / "data").mkdir()
+    vocab.write(folder / "data" / "vocab.safetensors", vocab.DraftVocab(np.array(KEPT, dtype=np.int64), VOCAB))
+    artifacts.write_json(folder / "data" / "manifest.json", {"dataset_fingerprint": DATA, "inputs": {}})
+    return folder
+
+
+def losses(folder: Path) -> list[float]:
+    """Train in an empty folder, on the CPU; the loss of every step."""
+    from train.loop import train
+
+    train(load_config([*OPTIONS, f"run_dir={make_run(folder)}"]))
+    rows = [json.loads(line) for line in (folder / "train" / "metrics.jsonl").read_text().splitlines()]
+    return [row["loss"] for row in rows if "loss" in row]
+
+
+def main() -> None:
+    """Measure them and write the file."""
+    import tempfile
+
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        measured = losses(Path(folder))
+    made_with = {
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+    }
+    FILE.write_text(json.dumps({"made_with": made_with, "losses": measured}, indent=1) + "\n")
+    print(f"{FILE}: {measured[0]:.6f} to {measured[-1]:.6f}")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    main()

@@ -1,0 +1,45 @@
+"""The losses of a hundred steps are those that were measured when they were last meant to change."""
+
+import json
+
+import golden
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+
+KEPT = json.loads(golden.FILE.read_text())["losses"]
+# One or two threads give the same bits. Other instruction sets (AVX-512, AVX2, SSE), kernels (oneDNN or not) and
+# splits of a batch round otherwise: up to 3e-7 in a hundred steps. This leaves room for CPUs that were not tried.
+TOLERANCE = 1e-5
+
+
+def train(folder, threads, *options, monkeypatch):
+    before = torch.get_num_threads()
+    monkeypatch.setattr(golden, "OPTIONS", [*golden.OPTIONS, *options])
+    AcceleratorState._reset_state(True)
+    torch.set_num_threads(threads)
+    try:
+        return golden.losses(folder)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_losses_of_a_hundred_steps_are_the_golden_ones(tmp_path, monkeypatch):
+    """If they were meant to change: `python tests/golden.py` measures them anew."""
+    losses = train(tmp_path, 1, monkeypatch=monkeypatch)
+    assert len(losses) == len(KEPT) == golden.STEPS
+    assert losses == pytest.approx(KEPT, rel=TOLERANCE)
+    assert losses[-1] < 0.5 * losses[0], "and something was learnt"
+
+
+def test_two_threads_give_the_bits_of_one(tmp_path, monkeypatch):
+    one, two = (tmp_path / "one"), (tmp_path / "two")
+    one.mkdir(), two.mkdir()
+    short = ["train.max_steps=20"]
+    assert train(one, 1, *short, monkeypatch=monkeypatch) == train(two, 2, *short, monkeypatch=monkeypatch)
+
+
+@pytest.mark.parametrize("option", ["train.lr=0.0020002", "train.betas=[0.9,0.9501]"])
+def test_a_thousandth_of_an_option_is_noticed(tmp_path, monkeypatch, option):
+    losses = train(tmp_path, 1, option, monkeypatch=monkeypatch)
+    assert losses != pytest.approx(KEPT, rel=TOLERANCE)
