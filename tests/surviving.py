@@ -1,4 +1,4 @@
-"""Training that draws random numbers, notes what every update trained, and dies where it is told to.
+"""Trainings in processes of their own, which die, hang or are told to stop where a test wants it.
 
 `training` is done by a child of a server process that has imported torch and done nothing else: a child begins in a
 second, and may use threads, which the child of a process in which torch has worked may not. As a script, this module
@@ -9,7 +9,6 @@ import importlib
 import json
 import multiprocessing
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -19,7 +18,8 @@ from itertools import count
 from pathlib import Path
 from unittest.mock import patch
 
-from dying import Full, Machine, Sigkill, running
+from dying import Machine, Sigkill, running
+from watching import measured, watched
 
 # What a run with a checkpoint every other step calls, at least so often in four steps; and what it calls at its start.
 STEPS = (
@@ -32,94 +32,6 @@ STEPS = (
     ("train.windows.let_go", 3),
 )
 START = ("train.loop.claim", "train.checkpoint.load", "train.tracking.record_launch")
-
-
-# ---------------------------------------------------------------- what is watched
-
-
-@contextmanager
-def watched(ledger=None):
-    """Every update's learning rate draws on all random generators, and `ledger` takes what the update trained."""
-    import numpy as np
-    import torch
-
-    from train import loop
-
-    rate = loop.learning_rate
-
-    def drawn(*arguments):
-        return rate(*arguments) * (0.5 + (torch.rand(()).item() + np.random.random() + random.random()) / 3)
-
-    with ExitStack() as patches:
-        patches.enter_context(patch.object(loop, "learning_rate", drawn))
-        if ledger is not None:
-            patches.enter_context(noted(ledger))
-        yield
-
-
-@contextmanager
-def noted(ledger):
-    """Note the samples of each update where their documents are read, not where their order is worked out."""
-    from eagle31_train.store import StoreSplit
-    from train import loader, loop
-
-    read_all, build, accumulate, parallelise = (
-        StoreSplit.read_all,
-        loader.build_batch,
-        loop.accumulate,
-        loop.parallelise,
-    )
-    reading, under_way = threading.local(), []
-
-    def read(self, indices, *more, **named):
-        reading.samples = list(indices)
-        return read_all(self, reading.samples, *more, **named)
-
-    def built(*arguments, **named):
-        batch = build(*arguments, **named)
-        object.__setattr__(batch, "samples", reading.samples)  # it is frozen
-        return batch
-
-    def accumulated(parallel, share, *more):
-        under_way[:] = sorted(i for batch, real in share if real for i in batch.samples)
-        return accumulate(parallel, share, *more)
-
-    def parallelised(*arguments):
-        parallel = parallelise(*arguments)
-        update = parallel.update
-
-        def updated(*rest):
-            found = update(*rest)
-            append(ledger, {"update": parallel.updates, "samples": list(under_way)})
-            return found
-
-        parallel.update = updated
-        return parallel
-
-    with (
-        patch.object(StoreSplit, "read_all", read),
-        patch.object(loader, "build_batch", built),
-        patch.object(loop, "accumulate", accumulated),
-        patch.object(loop, "parallelise", parallelised),
-    ):
-        yield
-
-
-def append(path, row):
-    """One line, whole whatever happens to the process afterwards."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.write(descriptor, json.dumps(row).encode() + b"\n")
-    os.close(descriptor)
-
-
-def updates_of(ledger):
-    """What the updates trained that the weights have had: those after a checkpoint, done again, count once."""
-    done = []
-    for line in ledger.read_text().splitlines():
-        row = json.loads(line)
-        assert 1 <= row["update"] <= len(done) + 1, f"update {row['update']} after only {len(done)}"
-        done[row["update"] - 1 :] = [row["samples"]]
-    return done
 
 
 # ---------------------------------------------------------------- how it dies
@@ -155,13 +67,6 @@ def saves_on(machine):
         yield machine
 
 
-@contextmanager
-def full_disk(at):
-    """The disk is full for one operation of the saves, the file system's `at`-th."""
-    with saves_on(InSaves(at, Full())) as machine:
-        yield machine
-
-
 def find(path):
     """(object, name of its attribute) of a dotted path."""
     *parts, name = path.split(".")
@@ -178,12 +83,12 @@ def find(path):
 
 @contextmanager
 def calling(path, action, when, number):
-    """`action` happens before or after the call of this number."""
+    """`action` happens before or after the call of this number, or every call without one."""
     owner, name = find(path)
     original, calls = getattr(owner, name), count(1)
 
     def call(*arguments, **named):
-        now = next(calls) == number
+        now = number in (None, next(calls))
         if now and when == "before":
             action()
         result = original(*arguments, **named)
@@ -227,7 +132,21 @@ def tell():
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def disturbances(ledger=None, kill_in_save=None, kill_at=None, kill_in_row=None, hang_at=None, once=None, tell_at=None):
+def leak(kept=[]):  # noqa: B006 (that is the leak)
+    kept.append(Path("/dev/zero").open("rb"))  # noqa: SIM115
+
+
+def disturbances(
+    ledger=None,
+    kill_in_save=None,
+    kill_at=None,
+    kill_in_row=None,
+    hang_at=None,
+    once=None,
+    tell_at=None,
+    measure=None,
+    leak_at=None,
+):
     """The patches, as one context each.
 
     Args:
@@ -237,6 +156,8 @@ def disturbances(ledger=None, kill_in_save=None, kill_at=None, kill_in_row=None,
         hang_at: a function whose first call never comes back.
         once: seconds in which a second SIGTERM is taken for the first.
         tell_at: [rank, step]: this rank alone is sent a SIGTERM while it trains this step of the launch.
+        measure: [file, every so many steps]: see `measured`.
+        leak_at: a function each of whose calls leaves a file open.
     """
     rank = os.environ.get("RANK")
     yield watched(ledger if ledger is None or rank is None else f"{ledger}.{rank}")
@@ -253,6 +174,10 @@ def disturbances(ledger=None, kill_in_save=None, kill_at=None, kill_in_row=None,
         from train import deadline
 
         yield patch.object(deadline, "ONCE", once)
+    if measure is not None:
+        yield measured(*measure)
+    if leak_at is not None:
+        yield calling(leak_at, leak, "after", None)
     if tell_at is not None and rank == str(tell_at[0]):
         yield calling("train.loop.accumulate", tell, "before", tell_at[1])
 

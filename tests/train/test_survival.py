@@ -8,7 +8,8 @@ import signal
 import pytest
 import torch
 from pipeline import LENGTHS, options
-from surviving import START, STEPS, InSaves, calling, saves_on, training, updates_of, wait_until, watched
+from surviving import START, STEPS, InSaves, calling, saves_on, training, wait_until
+from watching import updates_of, watched
 
 from eagle31_train.schema import Stopped
 from eagle31_train.store.sealed import unseal
@@ -258,7 +259,7 @@ MISTAKES = {
     "the schedule is one step late": (loop, "learning_rate", lambda step, *rest: RATE(step - 1, *rest), LEARNT),
     "random states are forgotten": (rng, "set_rng_state", lambda *_: None, {*LEARNT, "rng.safetensors"}),
     "torch's alone is restored": (rng, "set_rng_state", torch_alone, {*LEARNT, "rng.safetensors"}),
-    "rows past the checkpoint stay": (rows.Rows, "cut", lambda *_: None, {"rows"}),
+    "rows past the checkpoint stay": (rows.Rows, "cut", lambda self, step, *_: step, {"rows"}),
 }
 
 

@@ -12,7 +12,8 @@ import pytest
 from dying import Full
 from launching import ROOT, environment
 from pipeline import contents, flip_bit, message_of, options
-from surviving import InSaves, calling, saves_on, tell, watched
+from surviving import InSaves, calling, saves_on, tell
+from watching import watched
 
 from train import checkpoint
 from train.metrics import Reporter

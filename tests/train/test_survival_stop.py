@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 from launching import ROOT, command, environment, launch
 from pipeline import assert_close, options
-from surviving import calling, launched, tell, training, updates_of, wait_until, watched
+from surviving import calling, launched, tell, training, wait_until
+from watching import updates_of, watched
 
 from eagle31_train.cli import STOPPED
 from eagle31_train.extract import extract
@@ -174,7 +175,8 @@ def test_a_rank_that_is_told_to_stop_stops_the_other_after_the_same_step(new_run
     assert done.returncode != 0
     assert stopped_after(run, done.stderr, "another rank") == 6
     assert {len(updates_of(run.folder / f"ledger.{rank}")) for rank in (0, 1)} == {6}
-    assert set(re.findall(r"exitcode *: (-?\d+)", done.stderr)) == {"75"}
+    # When the first is gone, the launcher sends a SIGTERM to the other, which is leaving as well.
+    assert {"75"} <= set(re.findall(r"exitcode *: (-?\d+)", done.stderr)) <= {"75", "-15"}
     assert_close(fit(run).weights(), whole.weights(), 1e-5)
 
 

@@ -1,0 +1,118 @@
+"""What a training does and holds, noted from inside: the samples of each update, memory, open files, threads."""
+
+import json
+import os
+import random
+import threading
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from unittest.mock import patch
+
+
+@contextmanager
+def watched(ledger=None):
+    """Every update's learning rate draws on all random generators, and `ledger` takes what the update trained."""
+    import numpy as np
+    import torch
+
+    from train import loop
+
+    rate = loop.learning_rate
+
+    def drawn(*arguments):
+        return rate(*arguments) * (0.5 + (torch.rand(()).item() + np.random.random() + random.random()) / 3)
+
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(loop, "learning_rate", drawn))
+        if ledger is not None:
+            patches.enter_context(noted(ledger))
+        yield
+
+
+@contextmanager
+def noted(ledger):
+    """Note the samples of each update where their documents are read, not where their order is worked out."""
+    from eagle31_train.store import StoreSplit
+    from train import loader, loop
+
+    read_all, build, accumulate, parallelise = (
+        StoreSplit.read_all,
+        loader.build_batch,
+        loop.accumulate,
+        loop.parallelise,
+    )
+    reading, under_way = threading.local(), []
+
+    def read(self, indices, *more, **named):
+        reading.samples = list(indices)
+        return read_all(self, reading.samples, *more, **named)
+
+    def built(*arguments, **named):
+        batch = build(*arguments, **named)
+        object.__setattr__(batch, "samples", reading.samples)  # it is frozen
+        return batch
+
+    def accumulated(parallel, share, *more):
+        under_way[:] = sorted(i for batch, real in share if real for i in batch.samples)
+        return accumulate(parallel, share, *more)
+
+    def parallelised(*arguments):
+        parallel = parallelise(*arguments)
+        update = parallel.update
+
+        def updated(*rest):
+            found = update(*rest)
+            append(ledger, {"update": parallel.updates, "samples": list(under_way)})
+            return found
+
+        parallel.update = updated
+        return parallel
+
+    with (
+        patch.object(StoreSplit, "read_all", read),
+        patch.object(loader, "build_batch", built),
+        patch.object(loop, "accumulate", accumulated),
+        patch.object(loop, "parallelise", parallelised),
+    ):
+        yield
+
+
+def append(path, row):
+    """One line, whole whatever happens to the process afterwards."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.write(descriptor, json.dumps(row).encode() + b"\n")
+    os.close(descriptor)
+
+
+def updates_of(ledger):
+    """What the updates trained that the weights have had: those after a checkpoint, done again, count once."""
+    done = []
+    for line in ledger.read_text().splitlines():
+        row = json.loads(line)
+        assert 1 <= row["update"] <= len(done) + 1, f"update {row['update']} after only {len(done)}"
+        done[row["update"] - 1 :] = [row["samples"]]
+    return done
+
+
+@contextmanager
+def measured(file, every):
+    """Every so many steps, note what the process holds: bytes of memory, open files, threads."""
+    from train.metrics import Reporter
+
+    timing = Reporter.timing
+
+    def measure(self, step, values):
+        timing(self, step, values)
+        if step % every == 0:
+            resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            threads = len(list(Path("/proc/self/task").iterdir()))
+            append(file, {"step": step, "bytes": resident, "files": sorted(open_files()), "threads": threads})
+
+    with patch.object(Reporter, "timing", measure):
+        yield
+
+
+def open_files():
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # the listing's own
+            yield str(entry.readlink())
