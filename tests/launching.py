@@ -26,12 +26,13 @@ def command(profile, processes, script=TRAIN):
     return [sys.executable, "-m", "accelerate.commands.launch", *config, *address, str(script)]
 
 
-def environment(profile, **more):
+def environment(profile, on_gpus=False, **more):
     """One thread each, and no GPU even where there is one: a fused step of another device rounds otherwise."""
     mine = {name: value for name, value in os.environ.items() if name != "ACCELERATE_USE_CPU"}
-    cpu = {} if profile.startswith("zero") else {"ACCELERATE_USE_CPU": "true"}
-    fixed = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
-    return {**mine, **fixed, **cpu, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", **more}
+    cpu = {} if on_gpus or profile.startswith("zero") else {"ACCELERATE_USE_CPU": "true"}
+    cpu |= {} if on_gpus else {"CUDA_VISIBLE_DEVICES": ""}
+    fixed = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    return {**mine, **fixed, **cpu, **more}
 
 
 def arguments(run, *more):
@@ -39,10 +40,10 @@ def arguments(run, *more):
     return options(run.folder, f"target.path={run.extracted / 'target'}", *more)
 
 
-def execute(words, profile, timeout=300, **variables):
+def execute(words, profile, timeout=300, on_gpus=False, **variables):
     """Run a command in the environment of a profile; returns the finished process."""
     how = {"cwd": ROOT, "capture_output": True, "text": True, "check": False, "timeout": timeout}
-    return subprocess.run(words, env=environment(profile, **variables), **how)
+    return subprocess.run(words, env=environment(profile, on_gpus, **variables), **how)
 
 
 def launch(profile, run, *more, processes=2, script=TRAIN, timeout=300, **variables):

@@ -25,7 +25,7 @@ def training(profile, run, *more, stop_after=None, harm=()):
     return {"profile": profile, "options": arguments, "stop_after": stop_after, "harm": list(harm)}
 
 
-def train(folder, trainings, profile="ddp", processes=2, timeout=600):
+def train(folder, trainings, profile="ddp", processes=2, timeout=600, on_gpus=False):
     """Launch the processes; returns for each training what it came to on each rank, as [status, message]."""
     import launching
 
@@ -33,7 +33,9 @@ def train(folder, trainings, profile="ddp", processes=2, timeout=600):
     what = folder / "trainings.json"
     what.write_text(json.dumps(trainings))
     variables = {WHAT: str(what), RESULTS: str(folder)}
-    done = launching.execute(launching.command(profile, processes, Path(__file__)), profile, timeout, **variables)
+    done = launching.execute(
+        launching.command(profile, processes, Path(__file__)), profile, timeout, on_gpus, **variables
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     of_ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(processes)]
     return [list(ranks) for ranks in zip(*of_ranks, strict=True)]
@@ -85,6 +87,7 @@ def come_to(one):
 
 def environment(profile):
     """A process's environment under a profile, as accelerate's launcher makes it."""
+    import torch
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
@@ -96,7 +99,9 @@ def environment(profile):
         if arguments.use_deepspeed:
             made = prepare_deepspeed_cmd_env(arguments)[1]
         else:
-            made = {**prepare_multi_gpu_env(arguments), "ACCELERATE_USE_CPU": "true"}
+            made = prepare_multi_gpu_env(arguments) | (
+                {} if torch.cuda.is_available() else {"ACCELERATE_USE_CPU": "true"}
+            )
     return {**made, **mine}
 
 
@@ -170,7 +175,7 @@ def harm_gradient(patches, steps, rank, value):
 
         @staticmethod
         def backward(ctx, slope):
-            return slope, torch.full(ctx.shape, value)
+            return slope, slope.new_full(ctx.shape, value)
 
     _harm_forward(patches, steps, rank, Harm.apply)
 
