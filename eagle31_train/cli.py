@@ -9,6 +9,7 @@ A mistake by the user ends with one line on standard error and exit status 2.
 import argparse
 import dataclasses
 import difflib
+import errno
 import re
 import sys
 import typing
@@ -23,7 +24,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from eagle31_train.schema import Config, Stopped, UserError, require_available
+from eagle31_train.schema import Config, SharedError, Stopped, UserError, require_available
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
@@ -56,6 +57,7 @@ def load_config(overrides: list[str]) -> Config:
     return config
 
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # what a user can mend
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later
 
 
@@ -84,7 +86,17 @@ def run(stage: Callable[[Config], None], description: str, argv: list[str] | Non
             require_available(config.drafter.architecture)  # before hours go into the stages ahead of training
         stage(config)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if not isinstance(error, SharedError):
+            print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        print(
+            f"error: {error.filename or 'a file'} cannot be written ({error.strerror}): make room, then run the same "
+            "command again",
+            file=sys.stderr,
+        )
         raise SystemExit(2) from None
     except Stopped as stopped:
         if str(stopped):  # one of several processes speaks for all

@@ -31,7 +31,7 @@ STEPS = (
     ("train.checkpoint.Saver.save", 2),
     ("train.windows.let_go", 3),
 )
-START = ("train.loop.claim", "train.checkpoint.load", "train.tracking.record_launch")
+START = ("train.loop.claim", "train.tracking.record_launch", "train.checkpoint.load")
 
 
 # ---------------------------------------------------------------- how it dies

@@ -24,15 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from eagle31_train import artifacts
 from eagle31_train.schema import DrafterShape, UserError
 from eagle31_train.store.sealed import DamagedError, checksum, read_sealed, seal, unseal
 from train.readback import write_bytes, write_tensors
-from train.rng import rng_state, set_rng_state
-
-__all__ = ["Loaded", "Saver", "Snapshot", "load", "newest", "parameter_groups", "rng_state", "set_rng_state"]
 
 MODEL, OPTIMIZER, RNG, SHAPE = "model.safetensors", "optimizer.safetensors", "rng.safetensors", "drafter.json"
 NAME = re.compile(r"step-(\d+)|\.step-(\d+)\.old")
@@ -315,12 +312,3 @@ def _write(snapshot: Snapshot, path: Path, fingerprint: str) -> None:
         artifacts.commit(temporary, path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def parameter_groups(drafter: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """AdamW's groups: matrices decay, norms do not; frozen parameters are left out."""
-    trained = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
-    return [
-        {"params": [p for p in trained if p.dim() > 1], "weight_decay": weight_decay},
-        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
-    ]

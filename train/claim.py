@@ -1,6 +1,7 @@
 """Whose the folder is: what a run's weights depend on, and the record of it that its folder carries."""
 
 import fcntl
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -60,6 +61,7 @@ def claim(folder: Path, fingerprint: str, inputs: dict[str, Any], overwrite: boo
     Raises:
         UserError: the folder holds a run of other inputs and `overwrite` is off.
     """
+    shutil.rmtree(folder.with_name(f".{folder.name}.old"), ignore_errors=True)  # of a kill while it was replaced
     record = folder / RECORD
     if record.exists():
         begun = artifacts.read_json(record, "train.py")["inputs"]

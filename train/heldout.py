@@ -26,9 +26,11 @@ def evaluate(
     t, accelerator = config.train, parallel.accelerator
     chosen = range(len(split) if everything else min(len(split), t.eval_samples))
     lengths = [split.lengths[i] for i in chosen]
-    # A long conversation here needs no memory for gradients: the batches grow, and the numbers stay the split's.
-    batches = order.global_batches(lengths, max([t.batch_tokens, *lengths]), seed=0, epoch=0)
     ranks, rank = accelerator.num_processes, accelerator.process_index
+    # As large as training's micro-batches, for whose memory there is room; or as the longest conversation, which
+    # needs none for gradients here. However they are cut, the numbers are the split's.
+    size = max([t.batch_tokens // (ranks * t.accumulation), *lengths])
+    batches = order.global_batches(lengths, size, seed=0, epoch=0)
     sums = torch.zeros(MEASURES, t.unroll, device=accelerator.device)
     weights = torch.zeros(t.unroll, device=accelerator.device)
     for first in range(0, len(batches), ranks):

@@ -5,9 +5,13 @@ that do not exist on a CPU. So what came is compared with what the launch asked 
 """
 
 import os
+import sys
 import warnings
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
@@ -21,10 +25,12 @@ from accelerate.utils import (
 )
 
 from eagle31_train import artifacts
-from eagle31_train.schema import Config, TrainConfig, UserError
+from eagle31_train.schema import Config, SharedError, TrainConfig, UserError
 from train import tracking
 
 SEE = "see docs/launch.md"
+# For how long ranks wait for one another: the main process may read and write checkpoints on a slow disk meanwhile.
+PATIENCE = timedelta(hours=2)
 
 
 def make_accelerator(config: Config, folder: Path) -> Accelerator:
@@ -38,15 +44,16 @@ def make_accelerator(config: Config, folder: Path) -> Accelerator:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|accelerate|deepspeed)\.")
     deepspeed = parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
     # The only buffers are the target's weights, the same on every rank.
-    handlers: list[Any] = [DistributedDataParallelKwargs(broadcast_buffers=False)]
-    if deepspeed and not torch.cuda.is_available():
-        handlers.append(InitProcessGroupKwargs(backend="gloo"))
+    handlers: list[Any] = [DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)]
+    on_cpu = deepspeed and not torch.cuda.is_available()
+    handlers.append(InitProcessGroupKwargs(backend="gloo" if on_cpu else None, timeout=PATIENCE))
+    if on_cpu:
         leave_out_extension()
     accelerator = Accelerator(
         mixed_precision="no",  # Objective.autocast is the precision, alike in all profiles
         log_with=tracking.loggers(config) or None,
         project_dir=str(folder),
-        deepspeed_plugin=deepspeed_plugin() if deepspeed else None,
+        deepspeed_plugin=deepspeed_plugin(config.train) if deepspeed else None,
         kwargs_handlers=handlers,
     )
     check_accelerator(accelerator)
@@ -98,7 +105,7 @@ def leave_out_extension() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-def deepspeed_plugin() -> DeepSpeedPlugin:
+def deepspeed_plugin(t: TrainConfig) -> DeepSpeedPlugin:
     """DeepSpeed's settings, of the JSON file that accelerate's configuration names.
 
     Raises:
@@ -118,10 +125,17 @@ def deepspeed_plugin() -> DeepSpeedPlugin:
         settings.pop(half, None)
     if settings.get("gradient_accumulation_steps", 1) not in (1, "auto"):
         raise UserError("DeepSpeed's gradient_accumulation_steps must be 1: set train.accumulation instead")
+    if (clip := settings.get("gradient_clipping", "auto")) not in ("auto", t.clip):
+        raise UserError(f"DeepSpeed's gradient_clipping is {clip}, but train.clip={t.clip}: set train.clip instead")
     if "optimizer" in settings or "scheduler" in settings:
         raise UserError("DeepSpeed's JSON file sets an optimizer or a scheduler: those are train.*'s, remove them")
-    if settings.get("zero_optimization", {}).get("offload_param", {}).get("device", "none") == "nvme":
-        raise UserError(f"parameters on NVMe are not served: use configs/deepspeed/zero3_offload.json ({SEE})")
+    for name in ("offload_param", "offload_optimizer"):
+        if settings.get("zero_optimization", {}).get(name, {}).get("device", "none") == "nvme":
+            raise UserError(
+                f"DeepSpeed's {name} to NVMe is not served: use configs/deepspeed/zero3_offload.json ({SEE})"
+            )
+    settings["zero_optimization"].setdefault("stage", 0)
+    settings.pop("train_batch_size", None)
     settings["gradient_accumulation_steps"] = 1
     settings["train_micro_batch_size_per_gpu"] = 1  # DeepSpeed wants a number; batches are the trainer's own
     settings["zero_force_ds_cpu_optimizer"] = False  # torch's fused AdamW steps on CPUs too, to the same bits
@@ -166,24 +180,61 @@ def check_accelerator(accelerator: Accelerator) -> None:
             raise UserError(f"the processes speak through {backend}, which does not serve {accelerator.device.type}")
 
 
-def check_alike(facts: dict[str, Any]) -> None:
-    """Refuse ranks that would train something else than the first.
+def check_alike(accelerator: Accelerator, inputs: dict[str, Any], config: Config) -> None:
+    """Refuse ranks that would train something else than the first, or would not do it in step with it.
 
     Args:
-        facts: what must be the same everywhere.
+        inputs: what the trained weights depend on.
 
     Raises:
-        UserError: on every rank, names the first rank that differs and how.
+        SharedError: names the first rank that differs and how.
     """
+    options = {**asdict(config.train), **inputs["train"]}
+    del options["time_limit"]  # each may have its own
+    zero = accelerator.state.deepspeed_plugin
+    profile = {
+        "type": accelerator.distributed_type.value,
+        "fsdp": parse_flag_from_env("ACCELERATE_USE_FSDP"),
+        "deepspeed": zero.deepspeed_config["zero_optimization"] if zero else None,
+    }
+    facts = {**inputs, "train": options, "store.follow": config.store.follow, "profile": profile}
+    facts["torch"] = torch.__version__
     everyone = gather_object([facts])
     for rank, other in enumerate(everyone):
         if change := artifacts.describe_change(everyone[0], other):
-            raise UserError(
+            stop_all(
+                accelerator,
                 f"rank {rank} is not as rank 0 ({change.replace(' there, ', ' on rank 0, ')}): "
-                "start every process with the same options, versions and files"
+                "start every process with the same options, versions and files",
             )
 
 
-def agreed(accelerator: Accelerator, value: Any) -> Any:
-    """The main process's value, on every rank."""
-    return broadcast_object_list([value])[0] if accelerator.num_processes > 1 else value
+def agreed(accelerator: Accelerator, make: Callable[[], Any]) -> Any:
+    """What the main process makes, on every rank.
+
+    Raises:
+        SharedError: it raised a UserError.
+    """
+    value = problem = None
+    if accelerator.is_main_process:
+        try:
+            value = make()
+        except UserError as error:
+            problem = str(error)
+    if accelerator.num_processes > 1:
+        value, problem = broadcast_object_list([value, problem])
+    if problem is not None:
+        stop_all(accelerator, problem)
+    return value
+
+
+def stop_all(accelerator: Accelerator, problem: str) -> NoReturn:
+    """End a run that every rank knows to be over; all come here.
+
+    Raises:
+        SharedError: always.
+    """
+    if accelerator.is_main_process:  # before any rank is gone, whereupon a launcher ends the others
+        print(f"error: {problem}", file=sys.stderr, flush=True)
+    accelerator.wait_for_everyone()
+    raise SharedError(problem)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from accelerate.utils import gather_object, set_seed
@@ -49,6 +49,8 @@ def train(config: Config) -> None:
         Stopped: SIGTERM or the time limit came; a checkpoint was saved.
     """
     check_options(config.train, config.drafter)
+    if config.seed < 0:
+        raise UserError(f"seed={config.seed} must be 0 or more")
     with ExitStack() as opened:
         fit(config, opened)
 
@@ -73,16 +75,17 @@ def fit(config: Config, opened: ExitStack) -> None:
 
     # Who trains: what was launched is what was asked for, and every process trains the same.
     accelerator = launch.make_accelerator(config, folder)
-    launch.check_alike({**inputs, "torch": torch.__version__})
+    launch.check_alike(accelerator, inputs, config)
     main, device = accelerator.is_main_process, accelerator.device
     if len(cut) > 1 and data["inputs"].get("shuffle") is None:
         accelerator.print("train: the windows follow the order of the data, which is not shuffled (data.shuffle=SEED)")
     check_consumer(store.place, fingerprint)  # before anything of an earlier run is replaced
-    up_to_date = False
-    if main:
+
+    def up_to_date() -> bool:
         opened.enter_context(alone(folder.parent))
         claim(folder, fingerprint, inputs, config.overwrite)
-        up_to_date = artifacts.finished(folder, fingerprint, inputs, overwrite=False)
+        return artifacts.finished(folder, fingerprint, inputs, overwrite=False)
+
     if launch.agreed(accelerator, up_to_date):
         accelerator.print(f"train: up to date ({folder})")
         return
@@ -95,8 +98,8 @@ def fit(config: Config, opened: ExitStack) -> None:
     )
     usage = windows.Usage(train_split, batches, cut)
     kept = torch.from_numpy(draft_vocab.t2d)
-    newest = checkpoint.newest(folder / "checkpoints", fingerprint, print) if main else None
-    if (newest := launch.agreed(accelerator, newest)) is None:
+    newest = launch.agreed(accelerator, lambda: checkpoint.newest(folder / "checkpoints", fingerprint, print))
+    if newest is None:
         warm.initial_weights(config, shape, draft_vocab, store, objective.drafter, accelerator.print)
         state, parallel = State(), parallelise(accelerator, objective, t)
     else:
@@ -111,12 +114,17 @@ def fit(config: Config, opened: ExitStack) -> None:
         here = {"profile": parallel.kind, "processes": accelerator.num_processes, "device": str(device)}
         here |= {"after_step": state.step, "steps": len(batches), "store": store.fingerprint}
         tracking.record_launch(folder, config, here)
-    reporter = opened.enter_context(closing(Reporter(accelerator, folder, state.step, len(batches))))
+    reporter = opened.enter_context(Reporter(accelerator, folder, state.step, len(batches)))
     saver = checkpoint.Saver(folder / "checkpoints", fingerprint, t.keep_checkpoints, reporter.note, newest)
     opened.callback(saver.close)  # never in the middle of a save
     if newest is not None:  # last, since what stands above may draw
         rng.set_rng_state(rng.of_rank(loaded.rng, accelerator.process_index), device)
         del loaded  # or it would stay mapped, and on the disk, after a later checkpoint has replaced it
+
+    def end(problem: str) -> NoReturn:
+        """Every rank comes here; what was being saved is saved."""
+        saver.close()
+        launch.stop_all(accelerator, problem)
 
     lap, saved, begun_at, stopping = time.perf_counter(), 0.0, state.step, False
     for step, share, counts, waited in load(train_split, batches, begun_at, config, kept, accelerator):
@@ -125,26 +133,25 @@ def fit(config: Config, opened: ExitStack) -> None:
         sums, counts = accumulate(parallel, share, counts, t.gamma)
         norm, counts, sums = parallel.update(lr, counts, sums)
         if not counts[:-1].any():
-            raise UserError(
+            end(
                 f"step {step}: no sample of its batch has a pair to train (samples {samples}), nothing was saved "
                 "since: raise train.batch_tokens, or prepare the data without conversations that teach nothing"
             )
-        state.step, state.updates = step, parallel.updates
-        if updated := bool(torch.isfinite(norm)):
-            report = summarise(sums)
+        tokens = sum(train_split.lengths[i] for i in samples)
+        state.step, state.updates, state.tokens = step, parallel.updates, state.tokens + tokens
+        if torch.isfinite(norm):
+            report = {**summarise(sums), "lr": lr, "grad_norm": norm.item(), "tokens": state.tokens}
+            state.pairs += int(sums[1].sum())
         else:
-            state.leave_out(step, blame(parallel, share, samples, train_split.lengths), t.skip_nonfinite)
+            state.left_out.append(step)
+            if len(state.left_out) > t.skip_nonfinite:
+                end(too_many(state.left_out, blame(parallel, share, samples, train_split.lengths)))
+            report = {"left_out": True, "lr": lr, "tokens": state.tokens}
 
         # Reporting.
         trained = time.perf_counter()
-        tokens = sum(train_split.lengths[i] for i in samples)
-        state.tokens += tokens
-        state.pairs += int(sums[1].sum()) if updated else 0
-        if updated:
-            reporter.log(step, {**report, "lr": lr, "grad_norm": norm.item(), "tokens": state.tokens})
-        else:
-            reporter.log(step, {"left_out": True, "lr": lr, "tokens": state.tokens})
-        reporter.progress(tokens, report["loss"] if updated else math.nan, report["tau"] if updated else math.nan)
+        reporter.log(step, report)
+        reporter.progress(tokens, report.get("loss", math.nan), report.get("tau", math.nan))
         if len(heldout) and (final or step % t.eval_every == 0):
             found = evaluate(parallel, heldout, config, kept, everything=final)
             reporter.log(step, {f"heldout_{name}": value for name, value in found.items()})
@@ -161,9 +168,7 @@ def fit(config: Config, opened: ExitStack) -> None:
         makes_room = usage.ends_window(step) and windows.bounded(store)
         saving = final or stopping or makes_room or step % t.checkpoint_every == 0
         if (saving or step == begun_at + 1) and (problem := parallel.differs()):
-            raise UserError(
-                f"step {step}: {problem}: the gradients are not exchanged as they should be, nothing was saved"
-            )
+            end(f"step {step}: {problem}: the ranks do not train together as they should, nothing was saved")
         if saving:
             needed = final or stopping or makes_room
             keep(saver, parallel, state, shape, needed)
@@ -215,20 +220,6 @@ class State:
     left_out: list[int] = field(default_factory=list)  # steps whose gradient was not finite
     heldout: dict[str, Any] | None = None  # what was measured last
     trackers: dict[str, str] = field(default_factory=dict)  # under which ids trackers know the run
-
-    def leave_out(self, step: int, samples: list[int], allowed: int) -> None:
-        """Note a step that changed nothing, since its loss or gradient was not finite.
-
-        Raises:
-            UserError: that was one more than is allowed.
-        """
-        self.left_out.append(step)
-        if len(self.left_out) > allowed:
-            before = f", after {len(self.left_out) - 1} steps that were left out" if allowed else ""
-            raise UserError(
-                f"step {step}: loss or gradient is not finite (samples {samples} of the train split){before}; nothing "
-                "was updated or saved: look at them, lower train.lr, or leave out such steps by train.skip_nonfinite=n"
-            )
 
 
 def accumulate(
@@ -303,6 +294,15 @@ def keep(saver: checkpoint.Saver, parallel: Parallel, state: State, shape: Draft
         saver.wait()
         if saver.failed:
             raise saver.failed
+
+
+def too_many(left_out: list[int], samples: list[int]) -> str:
+    """What to say of the last of these steps, whose loss or gradient was not finite, with the samples to blame."""
+    before = f", after {len(left_out) - 1} steps that were left out" if len(left_out) > 1 else ""
+    return (
+        f"step {left_out[-1]}: loss or gradient is not finite (samples {samples} of the train split){before}; nothing "
+        "was updated or saved: look at them, lower train.lr, or leave out such steps by train.skip_nonfinite=n"
+    )
 
 
 def take(parallel: Parallel, state: State, shape: DrafterShape) -> checkpoint.Snapshot:

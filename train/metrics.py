@@ -1,6 +1,7 @@
 """What a run reports: tau and accuracies per depth, files of JSON rows, the trackers, the progress line."""
 
 import statistics
+import sys
 import time
 from collections import deque
 from math import isfinite
@@ -12,6 +13,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from tqdm import tqdm
 
+from eagle31_train.schema import UserError
 from train.rows import Rows
 
 METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
@@ -118,6 +120,7 @@ class Reporter:
         self.tokens = 0
         self.metrics, self.timings = (Rows(folder / name, self.note) for name in (METRICS, TIMINGS))
         self.spikes = Spikes()
+        self.tracking = True
         if accelerator.is_main_process:
             last = self.metrics.cut(step, self.spikes.recall)
             if last < step:  # a full disk or a power cut took them, or somebody removed the file
@@ -135,7 +138,7 @@ class Reporter:
         if _is_number(loss := values.get("loss")):
             values = self._watched(step, loss, values)
         self.metrics.append({"step": step, **values})
-        self.accelerator.log(scalars("train", values), step=step)
+        self._track(step, scalars("train", values))
 
     def timing(self, step: int, values: dict[str, Any]) -> None:
         """Append one row to timings.jsonl; the trackers show its numbers as `timing/…`.
@@ -149,7 +152,7 @@ class Reporter:
         self.timings.append({"step": step, **values})
         if values.get("seconds") and values.get("tokens"):
             values = {**values, "tokens_per_second": values["tokens"] / values["seconds"]}
-        self.accelerator.log(scalars("timing", values), step=step)
+        self._track(step, scalars("timing", values))
 
     def progress(self, tokens: int, loss: float, tau: float) -> None:
         """Move the live line one step on; `tokens` is what this step read."""
@@ -173,6 +176,27 @@ class Reporter:
         if self.accelerator.is_main_process:
             self.metrics.close()
             self.timings.close()
+
+    def __enter__(self) -> "Reporter":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.close()
+        except UserError as error:
+            if kind is None:
+                raise
+            print(error, file=sys.stderr)  # what ends the run is said after it, and not instead of it
+
+    def _track(self, step: int, values: dict[str, float]) -> None:
+        """Send numbers to the trackers, until one's disk is full: the rows here go on."""
+        if not self.tracking:
+            return
+        try:
+            self.accelerator.log(values, step=step)
+        except OSError as error:
+            self.tracking = False
+            self.note(f"the trackers are told nothing more ({error.strerror or error}); metrics.jsonl goes on")
 
     def _watched(self, step: int, loss: float, values: dict[str, Any]) -> dict[str, Any]:
         spike = self.spikes.is_spike(loss)

@@ -45,13 +45,18 @@ def parallelise(accelerator: Accelerator, objective: Objective, t: TrainConfig) 
 
 
 def make_optimizer(objective: Objective, t: TrainConfig) -> torch.optim.AdamW:
-    """AdamW on what is trained: matrices decay, norms do not."""
-    trained = [parameter for parameter in objective.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.dim() > 1], "weight_decay": t.weight_decay},
+    """AdamW on what is trained."""
+    groups = parameter_groups(objective, t.weight_decay)
+    return torch.optim.AdamW(groups, lr=t.lr, betas=(t.betas[0], t.betas[1]), fused=True)
+
+
+def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """AdamW's groups: matrices decay, norms do not; frozen parameters are left out."""
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    return [
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": weight_decay},
         {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=t.lr, betas=(t.betas[0], t.betas[1]), fused=True)
 
 
 class Parallel:
@@ -147,8 +152,8 @@ class Parallel:
         return tensor
 
     def _part(self, whole: Tensor, parameter: Tensor) -> Tensor:
-        """What this rank keeps of a whole moment of `parameter`."""
-        return whole.to(parameter.device)
+        """What this rank keeps of a whole moment of `parameter`: a copy, since the whole lies in a file that goes."""
+        return whole.to(parameter.device, copy=True)
 
     def _alike(self, names_and_tensors: Iterator[tuple[str, Tensor]]) -> str | None:
         """The first tensor that is not the same on all ranks."""
@@ -204,7 +209,7 @@ class Sharded(Parallel):
 
     def _part(self, whole: Tensor, parameter: Tensor) -> Tensor:
         assert isinstance(parameter, DTensor)
-        whole = whole.to(parameter.device)
+        whole = whole.to(parameter.device, copy=True)
         # Everybody has the whole, so nobody need send: src_data_rank=None.
         return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
 

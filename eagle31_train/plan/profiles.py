@@ -182,14 +182,14 @@ def memory(profile: Profile, setting: Setting) -> Memory:
 
 
 def _replicated(profile: Profile, s: Setting) -> Memory:
-    """One process, or DDP, whose buckets hold all gradients once more."""
+    """One process, or DDP, whose buckets hold the gradients."""
     return Memory(
         weights=s.gathered,
         moments=2 * s.whole,
         copies=s.whole if profile.several else 0,
         target=s.target,
-        step=s.batch + s.micro.peak + s.accumulates * s.whole,
-        exchange=s.whole,
+        step=s.batch + s.micro.peak + (0 if profile.several else s.accumulates * s.whole),
+        exchange=0 if profile.several else s.whole,
     )
 
 

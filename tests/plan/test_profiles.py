@@ -110,7 +110,8 @@ def test_gradients_wait_between_micro_batches_where_they_are_not_sharded():
         for profile in PROFILES
     }
     whole = 4 * 1024
-    assert more["gpu"] == more["ddp"] == more["zero1"] == whole
+    assert more["gpu"] == more["zero1"] == whole
+    assert more["ddp"] == 0  # they wait in its buckets, which are there all the time
     assert more["zero2"] == whole  # the last part lies in both tensors
     assert more["fsdp2"] == whole / 4
     assert more["zero3"] == more["zero2_offload"] == more["zero3_offload"] == 0

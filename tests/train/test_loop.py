@@ -16,9 +16,9 @@ from eagle31_train import artifacts, vocab
 from eagle31_train.extract import extract
 from eagle31_train.schema import TrainConfig
 from eagle31_train.store import Store, StoreSplit
-from train import checkpoint
 from train.loop import learning_rate, step_weights
 from train.metrics import summarise
+from train.parallel import parameter_groups
 
 # ---------------------------------------------------------------- it learns
 
@@ -314,7 +314,7 @@ def test_the_optimizer_state_of_a_checkpoint_is_complete(new_run):
 def test_norms_do_not_decay():
     drafter = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.LayerNorm(2))
     drafter[0].bias.requires_grad_(False)
-    decayed, kept = checkpoint.parameter_groups(drafter, 0.1)
+    decayed, kept = parameter_groups(drafter, 0.1)
     assert [p.shape for p in decayed["params"]] == [(2, 3)]
     assert decayed["weight_decay"] == 0.1
     assert [p.shape for p in kept["params"]] == [(2,), (2,)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from checkpointing import bits, newest, save, snapshot
 
-from train import checkpoint, rng
+from train import rng
 
 CPU = torch.device("cpu")
 
@@ -38,13 +38,13 @@ def test_random_states_come_back_through_a_checkpoint(seeded, tmp_path, earlier)
     states = random.getstate(), np.random.get_state()
     assert (states[0][2] is not None, states[1][3]) == (earlier % 2 == 1,) * 2
     others = {kind: tensor + 1 for kind, tensor in rng.rng_state(CPU).items()}
-    meant = replace(snapshot(1), rng=rng.of_all([others, checkpoint.rng_state(CPU)]))
+    meant = replace(snapshot(1), rng=rng.of_all([others, rng.rng_state(CPU)]))
     save(tmp_path, meant)
     expected = draws(), draws()
     loaded = newest(tmp_path).rng
     assert loaded.keys() == {f"rank{rank}.{kind}" for rank in (0, 1) for kind in ("torch", "numpy", "python")}
     draws()
-    checkpoint.set_rng_state(rng.of_rank(loaded, 1), CPU)
+    rng.set_rng_state(rng.of_rank(loaded, 1), CPU)
     assert random.getstate() == states[0]
     ours = np.random.get_state()
     assert [part.tolist() if isinstance(part, np.ndarray) else part for part in ours] == [

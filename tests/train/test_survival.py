@@ -4,6 +4,8 @@ import os
 import random
 import shutil
 import signal
+import threading
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -142,8 +144,7 @@ def test_200_steps_killed_after_a_checkpoint_end_bit_for_bit_the_same(new_run, w
 def operations(copy_of, tmp_path_factory):
     """What the first two saves of a run do to the file system, as a number."""
     run = copy_of(tmp_path_factory.mktemp("operations"))
-    with pytest.MonkeyPatch.context() as patch, saves_on(InSaves()) as machine:
-        patch.setenv("ACCELERATE_USE_CPU", "true")
+    with patch.dict(os.environ, ACCELERATE_USE_CPU="true"), saves_on(InSaves()) as machine:
         run.fit("train.max_steps=4", "train.checkpoint_every=2")
     assert len(machine.counts) == 2
     return machine.counts[1]
@@ -158,7 +159,7 @@ def survive(run, whole, steps, ways, seed, operations, output):
     chosen, ledger = random.Random(seed), run.folder / "ledger"
     chosen.shuffle(ways)
     for way in ways:
-        disturbance = choose(way, chosen, operations)
+        disturbance = choose(way, chosen, operations, begun=bool(saved(run)))
         wanted = lines(ledger) + chosen.randint(1, 3)
         with start(run, steps, output, "train.checkpoint_every=2", **disturbance) as process:
             if way == "outside":
@@ -173,8 +174,8 @@ def survive(run, whole, steps, ways, seed, operations, output):
     assert lines(ledger) > steps, "no step was done twice: nothing was lost by a kill"
 
 
-def choose(way, chosen, operations):
-    """How a launch dies by itself."""
+def choose(way, chosen, operations, begun):
+    """How a launch dies by itself; `begun`: it finds a checkpoint."""
     match way:
         case "save":
             return {"kill_in_save": chosen.randrange(operations)}
@@ -184,7 +185,8 @@ def choose(way, chosen, operations):
             path, most = chosen.choice(STEPS)
             return {"kill_at": (path, chosen.choice(["before", "after"]), chosen.randint(1, most))}
         case "start":
-            return {"kill_at": (chosen.choice(START), chosen.choice(["before", "after"]), 1)}
+            path = chosen.choice(START if begun else START[:-1])
+            return {"kill_at": (path, chosen.choice(["before", "after"]), 1)}
     return {}
 
 
@@ -203,6 +205,38 @@ def test_a_run_killed_fifty_times_ends_bit_for_bit_the_same(new_run, whole, oper
     survive(new_run(), whole, LONG, ways, 1, operations, tmp_path / "output")
 
 
+# ---------------------------------------------------------------- saved in the background
+
+
+def stop_after_a_slow_save(run):
+    """The save of step 10 waits until step 14 is done; in step 16 the run is stopped."""
+    log, done = Reporter.log, threading.Event()
+
+    def logged(self, step, values):
+        log(self, step, values)
+        if step == 14:
+            done.set()
+        if step == 16:
+            raise KeyboardInterrupt
+
+    slow = calling("train.checkpoint._write", done.wait, "before", 1)
+    with slow, patch.object(Reporter, "log", logged), pytest.raises(KeyboardInterrupt):
+        go_on(run, SHORT, "train.checkpoint_every=10")
+    assert saved(run) == [10]
+    return run
+
+
+def test_a_checkpoint_is_of_its_step_however_late_it_is_written(new_run, whole):
+    assert not differences(go_on(stop_after_a_slow_save(new_run()), SHORT), whole(SHORT))
+
+
+def test_a_checkpoint_that_saw_later_weights_would_be_found(new_run, whole):
+    to = torch.Tensor.to
+    with patch.object(torch.Tensor, "to", lambda self, *rest, copy=False, **how: to(self, *rest, **how)):
+        run = stop_after_a_slow_save(new_run())
+    assert differences(go_on(run, SHORT), whole(SHORT)) > {"model.safetensors", "optimizer.safetensors", "rows"}
+
+
 # ---------------------------------------------------------------- mistakes that these tests find
 
 
@@ -216,11 +250,9 @@ def stopped(copy_of, tmp_path_factory):
         if step == SHORT - 5:
             raise KeyboardInterrupt
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ACCELERATE_USE_CPU", "true")
-        patch.setattr(Reporter, "log", stop)
-        with pytest.raises(KeyboardInterrupt):
-            go_on(run, SHORT, f"train.checkpoint_every={SHORT - 10}")
+    alone, stopping = patch.dict(os.environ, ACCELERATE_USE_CPU="true"), patch.object(Reporter, "log", stop)
+    with alone, stopping, pytest.raises(KeyboardInterrupt):
+        go_on(run, SHORT, f"train.checkpoint_every={SHORT - 10}")
     assert saved(run) == [SHORT - 10]
     return run
 
