@@ -56,7 +56,7 @@ class Chance(random.Random):
 
 
 def make_run(folder: Path) -> Path:
-    """run_dir with data and a store: sentences in which tokens mostly have one successor, and a target that knows it."""
+    """run_dir with data and a store: sentences in which tokens mostly have one successor; a target that knows it."""
     chance = Chance(31)
     successor = chance.sample(range(VOCAB), VOCAB)
     embed, head, norm = chance.tensor(VOCAB, HIDDEN), chance.tensor(VOCAB, HIDDEN), chance.tensor(HIDDEN) / 4 + 1
