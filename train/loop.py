@@ -127,7 +127,7 @@ def fit(config: Config, opened: ExitStack) -> None:
         launch.stop_all(accelerator, problem)
 
     lap, saved, begun_at, stopping = time.perf_counter(), 0.0, state.step, False
-    for step, share, counts, waited in load(train_split, batches, begun_at, config, kept, accelerator):
+    for step, share, counts, waited in load(train_split, batches, begun_at, config, kept, accelerator, deadline):
         samples, lr, final = batches[step - 1], learning_rate(step, len(batches), t), step == len(batches)
         counts[-1] = deadline.reason is not None  # who is told to stop tells the others with its counts
         sums, counts = accumulate(parallel, share, counts, t.gamma)
