@@ -143,6 +143,7 @@ def disturbances(
     kill_in_row=None,
     hang_at=None,
     once=None,
+    grace=None,
     tell_at=None,
     measure=None,
     leak_at=None,
@@ -155,6 +156,7 @@ def disturbances(
         kill_at: [function, "before" or "after" it, number of the call]: SIGKILL there; or in the row of this number.
         hang_at: a function whose first call never comes back.
         once: seconds in which a second SIGTERM is taken for the first.
+        grace: seconds that data is waited for after a SIGTERM.
         tell_at: [rank, step]: this rank alone is sent a SIGTERM while it trains this step of the launch.
         measure: [file, every so many steps]: see `measured`.
         leak_at: a function each of whose calls leaves a file open.
@@ -174,6 +176,10 @@ def disturbances(
         from train import deadline
 
         yield patch.object(deadline, "ONCE", once)
+    if grace is not None:
+        from train import loader
+
+        yield patch.object(loader, "GRACE", grace)
     if measure is not None:
         yield measured(*measure)
     if leak_at is not None:

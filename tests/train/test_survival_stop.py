@@ -65,7 +65,18 @@ def stopped_after(run, text, why):
 # ---------------------------------------------------------------- one process
 
 
-def test_sigterm_saves_and_leaves_with_status_75(new_run):
+def test_sigterm_saves_and_leaves_with_status_75(new_run, tmp_path):
+    run, output = new_run(), tmp_path / "output"
+    with training(arguments(run, *ENDLESS), output) as process:
+        wait_until(lambda: rows(run) > 3, process.is_alive)
+        process.terminate()
+        process.join()
+    assert process.exitcode == STOPPED == 75
+    assert stopped_after(run, output.read_text(), "SIGTERM") > 3
+
+
+@pytest.mark.slow
+def test_so_does_train_py(new_run):
     run = new_run()
     with launched([*command("one", 1), *arguments(run, *ENDLESS)], environment("one")) as process:
         wait_until(lambda: rows(run) > 3, lambda: process.poll() is None)
@@ -149,20 +160,19 @@ def end_by(number, process):
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, STOPPED)])
-def test_a_run_that_waits_for_a_shard_can_be_ended(new_run, tmp_path, monkeypatch, number, status):
+def test_a_run_that_waits_for_a_shard_is_ended_by_one_signal(new_run, tmp_path, monkeypatch, number, status):
     run, output = new_run(), tmp_path / "output"
     (run.folder / "run" / "store").rename(tmp_path / "store")
     monkeypatch.setattr(StoreWriter, "wait_for_room", lambda self, shard: shard.number < 4)
     extract(run.config())
     follow = ["store.follow=true", "store.patience=100000", "train.window_tokens=40", "train.max_steps=20"]
-    with training(arguments(run, *follow), output, once=0.0) as process:
+    with training(arguments(run, *follow), output, grace=0.0) as process:
         wait_until(lambda: "waiting for shards/train-" in output.read_text(), process.is_alive)
-        if number == signal.SIGINT:
-            os.kill(process.pid, number)
-            process.join()
-        else:
-            end_by(number, process)
+        os.kill(process.pid, number)
+        process.join()
     assert process.exitcode == status
+    if number == signal.SIGTERM:
+        assert "train: stopped by SIGTERM while it waited for data after step " in output.read_text().splitlines()[-1]
 
 
 # ---------------------------------------------------------------- two processes
