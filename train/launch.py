@@ -4,6 +4,7 @@ accelerate drops settings that a machine cannot serve without a word: processes 
 that do not exist on a CPU. So what came is compared with what the launch asked for, before anything is trained.
 """
 
+import logging
 import os
 import sys
 import warnings
@@ -42,6 +43,8 @@ def make_accelerator(config: Config, folder: Path) -> Accelerator:
     check_environment(config.train)
     # Libraries tell one another's authors what will change: nothing that a user could mend.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|accelerate|deepspeed)\.")
+    # Nor does ZeRO-3 need to understand what the drafter's modules return: the objective is gathered as a whole.
+    logging.getLogger("DeepSpeed").addFilter(lambda record: "unknown inputs or outputs" not in record.getMessage())
     deepspeed = parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
     # The only buffers are the target's weights, the same on every rank.
     handlers: list[Any] = [DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)]

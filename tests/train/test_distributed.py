@@ -30,17 +30,23 @@ def assert_same_run(run, one, near):
             assert ours[name] == pytest.approx(theirs[name], rel=tolerance, abs=1e-9), (theirs["step"], name)
 
 
+def assert_quiet(done):
+    """A user sees the bar and our lines, each once, and nothing that libraries tell one another.
+
+    But for what DeepSpeed says as accelerate's launcher imports it, before any process of ours is there.
+    """
+    said = [line for line in done.stdout.splitlines() if "real_accelerator.py" not in line]
+    assert [line for line in said if not OURS.match(line)] == []
+    assert len([line for line in said if " steps, " in line]) == 1
+    assert [line for line in re.split(r"[\r\n]+", done.stderr) if not BAR.match(line)] == []
+
+
 def test_two_processes_train_what_one_trains_and_say_so_once(new_run):
     run, one = new_run(), new_run().fit(*RECIPE)
     done = finish("zero2", run, *RECIPE, "train.accumulation=2", "train.recompute=true")  # which changes no bit
     assert_same_run(run, one, 2e-6)
     assert_close(run.weights(), one.weights(), 5e-6)
-    # What a user sees is the bar and our lines, each once, and nothing that libraries tell one another; but for what
-    # accelerate's launcher, which imports DeepSpeed, lets it say before any process of ours is there.
-    said = [line for line in done.stdout.splitlines() if "real_accelerator.py" not in line]
-    assert [line for line in said if not OURS.match(line)] == []
-    assert len([line for line in said if "steps, " in line]) == 1
-    assert [line for line in re.split(r"[\r\n]+", done.stderr) if not BAR.match(line)] == []
+    assert_quiet(done)
 
 
 def test_a_refusal_by_the_main_process_ends_the_other_too(new_run):
@@ -71,6 +77,6 @@ def hundred(copy_of, tmp_path_factory):
 def test_a_hundred_steps_of_every_profile(new_run, hundred, profile, processes):
     """The first step to 1e-6, and all to 1e-3: in a hundred steps AdamW makes more of what rounding differs in."""
     run = new_run()
-    finish(profile, run, *LONG, processes=processes, timeout=600)
+    assert_quiet(finish(profile, run, *LONG, processes=processes, timeout=600))
     assert len(run.losses()) == 100
     assert_same_run(run, hundred, 1e-3)
