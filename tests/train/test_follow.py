@@ -37,7 +37,7 @@ def corpus(tmp_path_factory):
     """folder/target, folder/run/data, and the offline order: extracted, then trained."""
     folder = tmp_path_factory.mktemp("corpus")
     prepare(folder)
-    extract(tiny_config(folder, *MORE))
+    run(folder, "extract").wait_well()  # with as many threads as the others: another number rounds otherwise
     run(folder, "train").wait_well()
     return folder
 
