@@ -10,7 +10,7 @@ from datasets import Dataset, DatasetDict, Features, List, Value
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from data_prep.sources import Row
+from data_prep.messages import Row
 from data_prep.split import is_heldout
 from data_prep.template import ChatTemplate, RefusedError, Sample
 from data_prep.turns import samples

@@ -18,8 +18,9 @@ from typing import Any
 from tqdm import tqdm
 
 from data_prep.journal import Answered, Journal
+from data_prep.messages import Message, Row
 from data_prep.server import NotAnsweredError, Server
-from data_prep.sources import Message, Row, open_sources, read
+from data_prep.sources import open_sources, read
 from data_prep.template import ChatTemplate, RefusedError
 from eagle31_train import artifacts
 from eagle31_train.schema import Config, UserError
@@ -43,7 +44,7 @@ class Job:
     tokens: int = 0  # of its answers
 
     def entry(self) -> dict[str, str]:
-        """Its line among the refused; further samples carry the id that `sources.parse` would give them."""
+        """Its line among the refused; further samples carry the id that `messages.parse` would give them."""
         identity = self.row.id + (f"#{self.sample}" if self.sample else "")
         return {"id": identity, "where": self.row.where, "reason": self.refusal or ""}
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from data_prep.sources import Message
+from data_prep.messages import Message
 from eagle31_train.schema import UserError
 
 RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)

@@ -1,50 +1,19 @@
-"""Conversations and prompts as people keep them: JSON lines in several formats, files, globs or hub data sets.
+"""Where conversations and prompts come from: JSON lines or lists, in files, globs or hub data sets.
 
-A line that is no JSON, or of no known format, ends the run with its file and line number. A row
-that is readable but cannot be learnt from carries its `problem`, and is counted and named later.
+A line that is no JSON ends the run with its file and line number.
 """
 
 import glob
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from data_prep.messages import FORMATS, Row, parse
 from eagle31_train import artifacts
 from eagle31_train.schema import UserError
-
-FORMATS = ("messages", "sharegpt", "alpaca", "turns", "prompt")
-ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
-}
-# What chat templates may read beside role and content.
-PASSED_ON = ("name", "tool_calls", "tool_call_id", "reasoning_content")
-
-Message = dict[str, Any]
-
-
-@dataclass
-class Row:
-    """One conversation or prompt, and where it stands."""
-
-    id: str
-    source: str
-    where: str  # file:line
-    messages: list[Message] = field(default_factory=list)  # role, content, and perhaps finish_reason
-    problem: str | None = None
 
 
 @dataclass(frozen=True)
@@ -141,131 +110,3 @@ def _json_list(path: Path) -> list[Any]:
     if not isinstance(value, list):
         raise UserError(f"{path} holds no JSON list: give a list of conversations, or JSON lines as .jsonl")
     return value
-
-
-# ---------------------------------------------------------------- formats
-
-
-def parse(value: Any, form: str, where: str, default_id: str) -> Row:
-    """One row of any known format.
-
-    Raises:
-        UserError: the value is of no known format, or not of the one that was asked for.
-    """
-    found = detect(value) if form == "auto" else form
-    if found is None or not isinstance(value, dict):
-        keys = ", ".join(list(value)[:8]) if isinstance(value, dict) else type(value).__name__
-        raise UserError(
-            f"{where}: no known format (has {keys}): a row needs messages, conversations, instruction, turns or prompt"
-        )
-    # Further samples of one prompt share its id; "#1" tells them apart.
-    sample = value.get("sample") or 0
-    identity = str(value.get("id") or default_id) + (f"#{sample}" if sample else "")
-    source = str(value.get("source") or value.get("category") or default_id.rsplit("-", 1)[0])
-    row = Row(identity, source, where)
-    try:
-        row.messages = _READERS[found](value)
-    except KeyError as error:
-        raise UserError(f"{where}: data.format={found} needs the key {error.args[0]!r}") from None
-    except _UnusableError as error:
-        row.problem = str(error)
-        return row
-    if not row.messages:
-        row.problem = "no messages"
-    reason = value.get("finish_reason")
-    if reason and row.messages and row.messages[-1]["role"] == "assistant":
-        row.messages[-1].setdefault("finish_reason", reason)
-    return row
-
-
-def detect(value: Any) -> str | None:
-    """The format of one row, by its keys; None if it has none of them."""
-    if not isinstance(value, dict):
-        return None
-    if isinstance(value.get("messages"), list):
-        return "messages"
-    if isinstance(value.get("conversations"), list):
-        return "sharegpt"
-    if "instruction" in value:
-        return "alpaca"
-    if isinstance(value.get("turns"), list):
-        return "turns"
-    if "prompt" in value:
-        return "prompt"
-    return None
-
-
-class _UnusableError(Exception):
-    """Why a readable row cannot be learnt from."""
-
-
-def _message(role: Any, content: Any, extra: dict[str, Any]) -> Message:
-    if role not in ROLES:
-        raise _UnusableError(f"unknown role {role!r}")
-    if isinstance(content, list):
-        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-            raise _UnusableError("content is not only text")
-        content = "".join(part["text"] for part in content)
-    if not isinstance(content, str):
-        raise _UnusableError(f"a {role} turn without text")
-    message = {"role": ROLES[role], "content": content}
-    for key in (*PASSED_ON, "finish_reason"):
-        if extra.get(key) is not None:
-            message[key] = extra[key]
-    return message
-
-
-def _from_messages(value: dict[str, Any], key: str = "messages") -> list[Message]:
-    if not isinstance(value[key], list) or not all(isinstance(turn, dict) for turn in value[key]):
-        raise _UnusableError(f"{key} is no list of turns")
-    return [
-        _message(turn.get("role", turn.get("from")), turn.get("content", turn.get("value")), turn)
-        for turn in value[key]
-    ]
-
-
-def _from_sharegpt(value: dict[str, Any]) -> list[Message]:
-    messages = _from_messages(value, "conversations")
-    if isinstance(value.get("system"), str) and value["system"] and _first_role(messages) != "system":
-        messages.insert(0, {"role": "system", "content": value["system"]})
-    return messages
-
-
-def _first_role(messages: list[Message]) -> str | None:
-    return messages[0]["role"] if messages else None
-
-
-def _from_alpaca(value: dict[str, Any]) -> list[Message]:
-    asked = value["instruction"]
-    if value.get("input"):
-        asked = f"{asked}\n\n{value['input']}"
-    messages = [_message("user", asked, {})]
-    if value.get("system"):
-        messages.insert(0, _message("system", value["system"], {}))
-    if value.get("output"):
-        messages.append(_message("assistant", value["output"], {}))
-    return messages
-
-
-def _from_turns(value: dict[str, Any]) -> list[Message]:
-    if not isinstance(value["turns"], list):
-        raise _UnusableError("turns is no list")
-    messages = [_message("user", turn, {}) for turn in value["turns"]]
-    if value.get("system"):
-        messages.insert(0, _message("system", value["system"], {}))
-    return messages
-
-
-def _from_prompt(value: dict[str, Any]) -> list[Message]:
-    if isinstance(value["prompt"], list):
-        return _from_messages(value, "prompt")
-    return _from_turns({**value, "turns": [value["prompt"]]})
-
-
-_READERS = {
-    "messages": _from_messages,
-    "sharegpt": _from_sharegpt,
-    "alpaca": _from_alpaca,
-    "turns": _from_turns,
-    "prompt": _from_prompt,
-}

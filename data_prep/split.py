@@ -7,7 +7,7 @@ same side.
 import hashlib
 import json
 
-from data_prep.sources import Message
+from data_prep.messages import Message
 
 
 def prompt_hash(messages: list[Message]) -> int:

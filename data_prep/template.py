@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from data_prep.sources import Message
+from data_prep.messages import Message
 from eagle31_train import artifacts
 from eagle31_train.schema import TargetConfig, UserError
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from data_prep.sources import Message
+from data_prep.messages import Message
 from data_prep.template import ChatTemplate, RefusedError, RewrittenError, Sample, Tokens, same
 
 OPEN, CLOSE = "<think>", "</think>"

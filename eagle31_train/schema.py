@@ -51,6 +51,9 @@ class TargetConfig:
     )
     trust_remote_code: bool = opt(False, "run Python code that comes with the target")
     chat_template: str | None = opt(None, "Jinja file used instead of the tokenizer's chat template")
+    template_args: dict[str, Any] = opt(
+        {}, "passed on to the chat template: target.template_args.enable_thinking=false, thinking=false, …"
+    )
     aux_layers: list[int] | None = opt(
         None, "auxiliary layers, as inputs of layer i (0 = embeddings); default: vLLM's 2, N//2, N-3"
     )
@@ -82,6 +85,12 @@ class GenerateConfig:
 class DataConfig:
     conversations: str | None = opt(None, "conversations to learn: file, glob, or hub id (regenerate=false)")
     prompts: str | None = opt(None, "prompts to answer: file, glob, or hub id (regenerate=true)")
+    sources: dict[str, Any] = opt(
+        {},
+        "several of these, mixed by weight: data.sources.NAME={path: …, weight: 1, format: auto, split: train}; "
+        "instead of conversations or prompts",
+    )
+    rows: int | None = opt(None, "rows of the mixture; default: as many as its weights give without one taken twice")
     split: str = opt("train", "split of a hub data set")
     format: str = opt("auto", "auto, messages, sharegpt, alpaca, prompt or turns")
     max_length: int = opt(2048, "tokens of one conversation; longer ones are cut and counted")
@@ -136,8 +145,10 @@ class DrafterConfig:
     hidden_size: int | None = opt(None, "default: the target's")
     intermediate_size: int = opt("???", "width of the MLP")
     num_attention_heads: int = opt("???", "query heads")
-    num_key_value_heads: int = opt("???", "key and value heads")
-    head_dim: int = opt("???", "width of one head")
+    num_key_value_heads: int | None = opt(None, "key and value heads; default: num_attention_heads, as MLA always has")
+    head_dim: int | None = opt(
+        None, "width of one head; default: hidden_size / num_attention_heads, for MLA the two key widths together"
+    )
     rms_norm_eps: float = opt(1e-5, "epsilon of every RMSNorm of the drafter")
     rope_theta: float = opt(10000.0, "the drafter's own RoPE base")
     rope_scaling: dict[str, Any] = opt({}, "the drafter's own RoPE scaling, as in transformers; {} for none")

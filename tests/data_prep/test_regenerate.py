@@ -10,9 +10,9 @@ import pytest
 
 from data_prep import regenerate as module
 from data_prep.journal import Answered, Journal
+from data_prep.messages import parse
 from data_prep.regenerate import JOURNAL, OUTPUT, regenerate
 from data_prep.server import NotAnsweredError, Server
-from data_prep.sources import parse
 from data_prep.template import ChatTemplate
 from eagle31_train.schema import Config, DataConfig, GenerateConfig, TargetConfig, UserError
 

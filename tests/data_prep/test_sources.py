@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from data_prep.sources import detect, open_sources, parse, read
+from data_prep.messages import detect, parse
+from data_prep.sources import open_sources, read
 from eagle31_train.schema import UserError
 
 ASKED = [{"role": "user", "content": "hi"}]
