@@ -19,6 +19,13 @@ def rotate(head, position, theta):
     return torch.cat([turned.real, turned.imag])
 
 
+def weighted(scores, values):
+    """Softmax of scores [rows] over as many values."""
+    shares = torch.exp(scores - scores.max())
+    shares = shares / shares.sum()
+    return sum(share * value for share, value in zip(shares, values, strict=True))
+
+
 def kl(p, log_q):
     return (p * (torch.log(p) - log_q)).sum()
 
@@ -36,10 +43,26 @@ class ReferenceDrafter:
             aux = [norm(a, self.w[f"fc_norm.{i}.weight"], eps) for i, a in enumerate(aux)]
         return self.w["fc.weight"] @ torch.cat(list(aux))
 
-    def heads(self, name, x, count, position=None):
-        """Project x [2D] into `count` heads, rotated if a position is given."""
-        rows = (self.w[f"midlayer.self_attn.{name}.weight"] @ x).view(count, self.s.head_dim)
+    def attention_weight(self, name):
+        return self.w[f"midlayer.self_attn.{name}.weight"]
+
+    def heads(self, name, x, position=None):
+        """Project x [2D] into heads, rotated if a position is given."""
+        rows = (self.attention_weight(name) @ x).view(-1, self.s.head_dim)
         return rows if position is None else torch.stack([rotate(r, position, self.s.rope_theta) for r in rows])
+
+    def row(self, x, position):
+        """What attention keeps of a position whose input is x [2D]: keys and values of every group."""
+        return self.heads("k_proj", x, position), self.heads("v_proj", x)
+
+    def attend(self, x, position, rows):
+        """What every head sees in the rows, end to end."""
+        queries, seen = self.heads("q_proj", x, position), []
+        for head, q in enumerate(queries):
+            group = head // (self.s.num_attention_heads // self.s.num_key_value_heads)
+            scores = torch.stack([q @ keys[group] for keys, _ in rows]) * self.s.head_dim**-0.5
+            seen.append(weighted(scores, [values[group] for _, values in rows]))
+        return torch.cat(seen)
 
     def layer_input(self, token, g):
         eps = self.s.rms_norm_eps
@@ -50,27 +73,14 @@ class ReferenceDrafter:
     def slot(self, tokens, aux, t, steps):
         """The outputs z_0..z_{steps-1} of slot t of one document, each [D], and the states it read."""
         s, eps = self.s, self.s.rms_norm_eps
-        keys, values = [], []
-        for p in range(t + 1):
-            x, _ = self.layer_input(tokens[p + 1], self.fused(aux[p]))
-            keys.append(self.heads("k_proj", x, s.num_key_value_heads, p))
-            values.append(self.heads("v_proj", x, s.num_key_value_heads))
+        rows = [self.row(self.layer_input(tokens[p + 1], self.fused(aux[p]))[0], p) for p in range(t + 1)]
         g, outputs, states = self.fused(aux[t]), [], []
         for k in range(steps):
             states.append(g)
             x, residual = self.layer_input(tokens[t + 1 + k], g)
             if k > 0:
-                keys.append(self.heads("k_proj", x, s.num_key_value_heads, t + k))
-                values.append(self.heads("v_proj", x, s.num_key_value_heads))
-            queries = self.heads("q_proj", x, s.num_attention_heads, t + k)
-            seen = []
-            for head, q in enumerate(queries):
-                group = head // (s.num_attention_heads // s.num_key_value_heads)
-                scores = torch.stack([q @ key[group] for key in keys]) * s.head_dim**-0.5
-                shares = torch.exp(scores - scores.max())
-                shares = shares / shares.sum()
-                seen.append(sum(a * value[group] for a, value in zip(shares, values, strict=True)))
-            u = residual + self.w["midlayer.self_attn.o_proj.weight"] @ torch.cat(seen)
+                rows.append(self.row(x, t + k))
+            u = residual + self.attention_weight("o_proj") @ self.attend(x, t + k, rows)
             n = norm(u, self.w["midlayer.post_attention_layernorm.weight"], eps)
             gate = self.w["midlayer.mlp.gate_proj.weight"] @ n
             gate = gate * torch.sigmoid(gate) * (self.w["midlayer.mlp.up_proj.weight"] @ n)
