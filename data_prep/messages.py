@@ -4,6 +4,7 @@ A row that is of no known format ends the run; one that is readable but cannot b
 `problem`, and is counted and named later.
 """
 
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +29,11 @@ ROLES = {
 PASSED_ON = ("name", "tool_calls", "tool_call_id", "reasoning_content")
 
 Message = dict[str, Any]
+Tool = dict[str, Any]
+
+
+class UnusableError(Exception):
+    """Why a readable row cannot be learnt from."""
 
 
 @dataclass
@@ -39,6 +45,7 @@ class Row:
     where: str  # file:line
     messages: list[Message] = field(default_factory=list)  # role, content, and perhaps finish_reason
     problem: str | None = None
+    tools: list[Tool] | None = None  # what the assistant may call, as OpenAI's API defines tools
 
 
 def parse(value: Any, form: str, where: str, default_id: str) -> Row:
@@ -60,9 +67,10 @@ def parse(value: Any, form: str, where: str, default_id: str) -> Row:
     row = Row(identity, source, where)
     try:
         row.messages = _READERS[found](value)
+        row.tools = _tools(value.get("tools"))
     except KeyError as error:
         raise UserError(f"{where}: data.format={found} needs the key {error.args[0]!r}") from None
-    except _UnusableError as error:
+    except UnusableError as error:
         row.problem = str(error)
         return row
     if not row.messages:
@@ -90,29 +98,84 @@ def detect(value: Any) -> str | None:
     return None
 
 
-class _UnusableError(Exception):
-    """Why a readable row cannot be learnt from."""
-
-
 def _message(role: Any, content: Any, extra: dict[str, Any]) -> Message:
     if role not in ROLES:
-        raise _UnusableError(f"unknown role {role!r}")
+        raise UnusableError(f"unknown role {role!r}")
     if isinstance(content, list):
         if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-            raise _UnusableError("content is not only text")
+            raise UnusableError("content is not only text")
         content = "".join(part["text"] for part in content)
+    calls = _calls(extra.get("tool_calls")) if ROLES[role] == "assistant" else None
+    if content is None and calls:
+        content = ""  # a turn may be nothing but calls
     if not isinstance(content, str):
-        raise _UnusableError(f"a {role} turn without text")
-    message = {"role": ROLES[role], "content": content}
+        raise UnusableError(f"a {role} turn without text")
+    message: Message = {"role": ROLES[role], "content": content}
     for key in (*PASSED_ON, "finish_reason"):
         if extra.get(key) is not None:
             message[key] = extra[key]
+    if calls:
+        message["tool_calls"] = calls
+    else:
+        message.pop("tool_calls", None)
     return message
+
+
+def _calls(value: Any) -> list[dict[str, Any]]:
+    """Tool calls as OpenAI's API gives them; arguments stay the text, or the object, that they are."""
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise UnusableError("tool_calls is no list")
+    calls = []
+    for call in value:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise UnusableError("a tool call without function.name")
+        arguments(function.get("arguments"))
+        calls.append({**call, "type": "function", "function": {"arguments": {}, **function}})
+    return calls
+
+
+def arguments(value: Any) -> dict[str, Any]:
+    """The arguments of a tool call, given as an object or as JSON text; none are an empty object.
+
+    Raises:
+        UnusableError: they are no JSON object.
+    """
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except ValueError:
+            value = None
+    elif not value:
+        value = {}
+    if not isinstance(value, dict):
+        raise UnusableError("the arguments of a tool call are no JSON object")
+    return value
+
+
+def _tools(value: Any) -> list[Tool] | None:
+    """Tool definitions, or JSON text of them; none, and an empty list, are None."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.strip() else None
+        except ValueError:
+            raise UnusableError("tools is no JSON") from None
+    if not value:
+        return None
+    if not isinstance(value, list):
+        raise UnusableError("tools is no list")
+    for tool in value:
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise UnusableError("a tool without function.name: OpenAI's form of tools is needed")
+    return value
 
 
 def _from_messages(value: dict[str, Any], key: str = "messages") -> list[Message]:
     if not isinstance(value[key], list) or not all(isinstance(turn, dict) for turn in value[key]):
-        raise _UnusableError(f"{key} is no list of turns")
+        raise UnusableError(f"{key} is no list of turns")
     return [
         _message(turn.get("role", turn.get("from")), turn.get("content", turn.get("value")), turn)
         for turn in value[key]
@@ -144,7 +207,7 @@ def _from_alpaca(value: dict[str, Any]) -> list[Message]:
 
 def _from_turns(value: dict[str, Any]) -> list[Message]:
     if not isinstance(value["turns"], list):
-        raise _UnusableError("turns is no list")
+        raise UnusableError("turns is no list")
     messages = [_message("user", turn, {}) for turn in value["turns"]]
     if value.get("system"):
         messages.insert(0, _message("system", value["system"], {}))

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from data_prep.messages import Message
+from data_prep.messages import Message, Tool
 from eagle31_train import artifacts
 from eagle31_train.schema import TargetConfig, UserError
 
@@ -43,11 +43,18 @@ class Sample:
 class ChatTemplate:
     """A target's tokenizer, chat template and end-of-turn tokens."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, end_ids: list[int], template: str) -> None:
-        """`end_ids` are the ids at which the target stops; `template` is Jinja text."""
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        end_ids: list[int],
+        template: str,
+        template_args: dict[str, Any] | None = None,
+    ) -> None:
+        """`end_ids` are the ids at which the target stops; `template` is Jinja text, `template_args` what it reads."""
         self.tokenizer = tokenizer
         self.end_ids = end_ids
         self.template = template
+        self.template_args = dict(template_args or {})
         # The tag as Jinja reads it; the word alone may stand in a comment or in prose.
         self.has_markers = "endgeneration" in template
 
@@ -73,29 +80,33 @@ class ChatTemplate:
         end_ids = _end_ids(tokenizer, target)
         if not end_ids:
             raise UserError(f"{target.path} names no end-of-sequence token: set eos_token_id in its config")
-        return cls(tokenizer, end_ids, template)
+        return cls(tokenizer, end_ids, template, target.template_args)
 
     # ------------------------------------------------------------ text
 
-    def render(self, messages: list[Message], add_generation_prompt: bool = False) -> str:
+    def render(
+        self, messages: list[Message], add_generation_prompt: bool = False, tools: list[Tool] | None = None
+    ) -> str:
         """The conversation as text; RefusedError where the template does not accept it."""
         if not messages:  # what a conversation that begins with an answer has before it
             raise RefusedError("no turn before the answer")
         try:
             text = self.tokenizer.apply_chat_template(
                 _plain(messages),
+                tools=tools,  # type: ignore[arg-type]  # it asks for a list that may hold functions too
                 chat_template=self.template,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
+                **self.template_args,
             )
         except jinja2.TemplateError as error:
             raise RefusedError(f"the template refuses it: {error}") from None
         assert isinstance(text, str)
         return text
 
-    def prompt_ids(self, messages: list[Message]) -> list[int]:
+    def prompt_ids(self, messages: list[Message], tools: list[Tool] | None = None) -> list[int]:
         """Token ids up to and with the generation prompt."""
-        return self.encode(self.render(messages, add_generation_prompt=True))
+        return self.encode(self.render(messages, add_generation_prompt=True, tools=tools))
 
     def encode(self, text: str) -> list[int]:
         """Token ids of rendered text; the template has written the special tokens already."""
@@ -109,7 +120,7 @@ class ChatTemplate:
 
     # ------------------------------------------------------------ masks
 
-    def sample(self, messages: list[Message], max_length: int) -> Sample:
+    def sample(self, messages: list[Message], max_length: int, tools: list[Tool] | None = None) -> Sample:
         """Token ids and loss mask of a conversation.
 
         A turn with `finish_reason` "length" was cut off: its end-of-turn token is not the
@@ -122,8 +133,9 @@ class ChatTemplate:
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns:
             raise RefusedError("no assistant turn")
-        text = self.render(messages)
-        spans = self._marked_spans(messages, text) if self.has_markers else self._prefix_spans(messages, text)
+        text = self.render(messages, tools=tools)
+        find = self._marked_spans if self.has_markers else self._prefix_spans
+        spans = find(messages, text, tools)
         if len(spans) != len(turns):
             raise RewrittenError("the template does not mark each assistant turn once")
         tokens = Tokens(self, text)
@@ -146,14 +158,14 @@ class ChatTemplate:
             raise RefusedError("nothing of the answers lies within max_length" if cut else "empty answers")
         return Sample(ids, mask, cut, open_turns)
 
-    def _prefix_spans(self, messages: list[Message], text: str) -> list[tuple[int, int]]:
+    def _prefix_spans(self, messages: list[Message], text: str, tools: list[Tool] | None) -> list[tuple[int, int]]:
         """Character spans of the assistant turns, from what each turn adds to the rendered text."""
         spans = []
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self.render(messages[:i], add_generation_prompt=True)
-            after = self.render(messages[: i + 1])
+            before = self.render(messages[:i], add_generation_prompt=True, tools=tools)
+            after = self.render(messages[: i + 1], tools=tools)
             if not text.startswith(after) or not text.startswith(before):
                 raise RewrittenError("the template rewrites history")
             if len(after) < len(before):
@@ -161,12 +173,13 @@ class ChatTemplate:
             spans.append((len(before), len(after)))
         return spans
 
-    def _marked_spans(self, messages: list[Message], text: str) -> list[tuple[int, int]]:
+    def _marked_spans(self, messages: list[Message], text: str, tools: list[Tool] | None) -> list[tuple[int, int]]:
         """Character spans that the template marks as generated."""
-        names: dict[str, Any] = dict(self.tokenizer.special_tokens_map)
+        names: dict[str, Any] = {**self.tokenizer.special_tokens_map, **self.template_args}
         spans: Any
-        rendered, spans = render_jinja_template(  # type: ignore[str-unpack]  # a pair, with the masks asked for
-            [_plain(messages)], chat_template=self.template, return_assistant_tokens_mask=True, **names
+        renderer: Any = render_jinja_template  # a pair, with the masks asked for; tools as in render
+        rendered, spans = renderer(
+            [_plain(messages)], tools=tools, chat_template=self.template, return_assistant_tokens_mask=True, **names
         )
         if rendered[0] != text:
             raise RefusedError("the template renders otherwise with its markers read")
@@ -213,7 +226,7 @@ class ChatTemplate:
         marked = {i for i, token in added.items() if token.special}
         return sorted(marked | set(self.tokenizer.all_special_ids) | set(self.end_ids))
 
-    def fingerprints(self) -> dict[str, str]:
+    def fingerprints(self) -> dict[str, Any]:
         """Hashes of the tokenizer (with its special tokens) and of the template's text."""
         if self.tokenizer.is_fast:
             serial: Any = json.loads(self.tokenizer.backend_tokenizer.to_str())
@@ -224,6 +237,8 @@ class ChatTemplate:
         return {
             "tokenizer": artifacts.fingerprint([serial, special, self.end_ids]),
             "template": artifacts.fingerprint(self.template),
+            # Beside the hash and in words: the first thing to differ between two runs of one target.
+            **({"template_args": self.template_args} if self.template_args else {}),
         }
 
 

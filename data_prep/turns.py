@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from data_prep.messages import Message
+from data_prep.messages import Message, Tool
 from data_prep.template import ChatTemplate, RefusedError, RewrittenError, Sample, Tokens, same
 
 OPEN, CLOSE = "<think>", "</think>"
@@ -28,21 +28,23 @@ class Samples:
     inserted: int = 0  # answers before which the template put an empty thought
 
 
-def samples(template: ChatTemplate, messages: list[Message], max_length: int) -> Samples:
+def samples(
+    template: ChatTemplate, messages: list[Message], max_length: int, tools: list[Tool] | None = None
+) -> Samples:
     """The conversation as one sample or, where the template rewrites it, one for each assistant turn.
 
     Raises:
         RefusedError: no turn of it has an exact mask.
     """
     try:
-        return Samples([("", template.sample(messages, max_length))])
+        return Samples([("", template.sample(messages, max_length, tools))])
     except RewrittenError:
         result = Samples(split=True)
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     for number, turn in enumerate(turns, start=1):
         suffix = f"~turn{number}"
         try:
-            sample, inserted = turn_sample(template, messages[: turn + 1], max_length)
+            sample, inserted = turn_sample(template, messages[: turn + 1], max_length, tools)
         except RefusedError as error:
             result.refused.append((suffix, str(error)))
             continue
@@ -53,15 +55,17 @@ def samples(template: ChatTemplate, messages: list[Message], max_length: int) ->
     return result
 
 
-def turn_sample(template: ChatTemplate, messages: list[Message], max_length: int) -> tuple[Sample, bool]:
+def turn_sample(
+    template: ChatTemplate, messages: list[Message], max_length: int, tools: list[Tool] | None = None
+) -> tuple[Sample, bool]:
     """The last turn as the target writes it in serving; also whether the template put an empty thought first.
 
     Raises:
         RefusedError: its text or its mask cannot be known exactly.
     """
     message = messages[-1]
-    prompt = template.render(messages[:-1], add_generation_prompt=True)
-    whole = template.render(messages).rstrip()
+    prompt = template.render(messages[:-1], add_generation_prompt=True, tools=tools)
+    whole = template.render(messages, tools=tools).rstrip()
     end = _end_of_turn(template, whole)
     answer, inserted = _answer(prompt, whole.removesuffix(end), message)
     tokens = Tokens(template, prompt + answer + end)

@@ -100,8 +100,8 @@ def test_a_wrong_end_of_turn_token_is_caught(chatml):
 def test_characters_off_by_one_are_caught(chatml, monkeypatch):
     spans = ChatTemplate._prefix_spans
 
-    def shifted(self, messages, text):
-        return [(start + 1, end) for start, end in spans(self, messages, text)]
+    def shifted(self, messages, text, tools):
+        return [(start + 1, end) for start, end in spans(self, messages, text, tools)]
 
     monkeypatch.setattr(ChatTemplate, "_prefix_spans", shifted)
     with pytest.raises(RefusedError):
