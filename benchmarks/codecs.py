@@ -33,7 +33,7 @@ from eagle31_train import artifacts, cli, vocab
 from eagle31_train.place import open_place
 from eagle31_train.schema import Config, UserError
 from eagle31_train.store import Store
-from train.build import build_objective, drafter_shape
+from train.build import build_objective, shape_of
 from train.heldout import evaluate
 from train.launch import make_accelerator
 from train.parallel import parallelise
@@ -137,7 +137,7 @@ class Study:
 def teacher_forced(config: Config, store: Store, checkpoint: Path) -> dict[str, Any]:
     """tau and prefix rates of a trained drafter on a store, by the trainer's own evaluation."""
     kept = vocab.read(config.data_folder / "vocab.safetensors")
-    objective = build_objective(config, drafter_shape(config.drafter, store, kept), store, kept)
+    objective = build_objective(config, shape_of(config.drafter, store, kept), store, kept)
     objective.drafter.load_state_dict(load_file(checkpoint / "model.safetensors"))
     parallel = parallelise(make_accelerator(config, checkpoint), objective, config.train)
     heldout, held = store.split("heldout"), torch.from_numpy(kept.t2d)

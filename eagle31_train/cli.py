@@ -24,7 +24,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from eagle31_train.schema import Config, SharedError, Stopped, UserError, require_available
+from eagle31_train.schema import Config, SharedError, Stopped, UserError, check_architecture
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
@@ -61,13 +61,10 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # what a user can mend
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later
 
 
-def run(stage: Callable[[Config], None], description: str, argv: list[str] | None = None, plans: bool = False) -> None:
+def run(stage: Callable[[Config], None], description: str, argv: list[str] | None = None) -> None:
     """Parse the command line, compose the configuration, run the stage.
 
     Exits with 2 on a user's mistake, with 75 if the stage was told to stop and saved, with 130 on Ctrl-C.
-
-    Args:
-        plans: the stage only reckons, also for drafters that cannot be trained yet.
     """
     parser = argparse.ArgumentParser(
         description=description,
@@ -82,8 +79,7 @@ def run(stage: Callable[[Config], None], description: str, argv: list[str] | Non
         if arguments.cfg:
             print(OmegaConf.to_yaml(OmegaConf.structured(config)), end="")
             return
-        if not plans:
-            require_available(config.drafter.architecture)  # before hours go into the stages ahead of training
+        check_architecture(config.drafter.architecture)  # before hours go into the stages ahead of training
         stage(config)
     except UserError as error:
         if not isinstance(error, SharedError):

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from eagle31_train.drafter.batch import Batch
-from eagle31_train.drafter.layer import RMSNorm, Rope, rms_norm
 from eagle31_train.drafter.linear import compute_dtype, linear, product
 from eagle31_train.drafter.model import Drafter
+from eagle31_train.drafter.norm import RMSNorm, rms_norm
+from eagle31_train.drafter.rope import Rope
 
 
 class Teacher(nn.Module):

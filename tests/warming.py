@@ -14,7 +14,7 @@ from eagle31_train import vocab
 from eagle31_train.schema import UserError
 from eagle31_train.store import Store
 from train import warm
-from train.build import build_objective, drafter_shape
+from train.build import build_objective, shape_of
 
 
 def begin(run, init, *options):
@@ -22,7 +22,7 @@ def begin(run, init, *options):
     config = run.config(f"train.init_from={init}", *options)
     store, lines = Store(run.folder / "run" / "store"), []
     kept = vocab.read(config.data_folder / "vocab.safetensors")
-    shape = drafter_shape(config.drafter, store, kept)
+    shape = shape_of(config.drafter, store, kept)
     objective = build_objective(config, shape, store, kept)
     fresh = {name: tensor.clone() for name, tensor in objective.drafter.state_dict().items()}
     warm.initial_weights(config, shape, kept, store, objective.drafter, lines.append)

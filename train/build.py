@@ -6,8 +6,6 @@ import torch
 from torch import Tensor
 
 from eagle31_train import artifacts
-from eagle31_train.contract import check_shape
-from eagle31_train.drafter.layer import Rope
 from eagle31_train.drafter.model import Drafter
 from eagle31_train.loss import Objective, Teacher
 from eagle31_train.schema import (
@@ -17,8 +15,8 @@ from eagle31_train.schema import (
     TargetConfig,
     TrainConfig,
     UserError,
-    require_available,
 )
+from eagle31_train.shape import check_drafter, drafter_shape
 from eagle31_train.store import REMAKE, TARGET, Store, StoreSplit
 from eagle31_train.vocab import DraftVocab
 
@@ -28,10 +26,7 @@ CHOICES = {
     "precision": ("bf16", "no"),
     "wandb": ("online", "offline", "disabled"),
 }
-POSITIVE = {
-    "train": "unroll gamma epochs batch_tokens accumulation lr clip eval_every checkpoint_every keep_checkpoints",
-    "drafter": "intermediate_size num_attention_heads num_key_value_heads head_dim rms_norm_eps rope_theta",
-}
+POSITIVE = "unroll gamma epochs batch_tokens accumulation lr clip eval_every checkpoint_every keep_checkpoints"
 
 
 def check_options(t: TrainConfig, d: DrafterConfig) -> None:
@@ -43,10 +38,9 @@ def check_options(t: TrainConfig, d: DrafterConfig) -> None:
     for name, choices in CHOICES.items():
         if (value := getattr(t, name)) not in choices:
             raise UserError(f"train.{name}={value!r} is not one of {', '.join(choices)}")
-    for room, part in (("train", t), ("drafter", d)):
-        for name in POSITIVE[room].split():
-            if not (value := getattr(part, name)) > 0:
-                raise UserError(f"{room}.{name}={value} must be above 0")
+    for name in POSITIVE.split():
+        if not (value := getattr(t, name)) > 0:
+            raise UserError(f"train.{name}={value} must be above 0")
     for name in ("workers", "skip_nonfinite"):
         if (value := getattr(t, name)) < 0:
             raise UserError(f"train.{name}={value} must be 0 or more")
@@ -61,13 +55,7 @@ def check_options(t: TrainConfig, d: DrafterConfig) -> None:
     for name in ("warmup", "min_lr", "lk"):
         if not 0 <= (value := getattr(t, name)) <= 1:
             raise UserError(f"train.{name}={value} is not in [0, 1]")
-    if d.num_attention_heads % d.num_key_value_heads:
-        raise UserError(
-            f"drafter.num_attention_heads={d.num_attention_heads} is not a multiple of "
-            f"num_key_value_heads={d.num_key_value_heads}"
-        )
-    if d.head_dim % 2:
-        raise UserError(f"drafter.head_dim={d.head_dim} must be even: RoPE turns pairs")
+    check_drafter(d)
 
 
 def check_store(store: Store, data: dict[str, Any], target: TargetConfig) -> None:
@@ -110,45 +98,15 @@ def check_samples(split: StoreSplit, batch_tokens: int) -> None:
         )
 
 
-def drafter_shape(config: DrafterConfig, store: Store, vocab: DraftVocab) -> DrafterShape:
+def shape_of(config: DrafterConfig, store: Store, vocab: DraftVocab) -> DrafterShape:
     """The drafter's architecture, joined with what the store says of its target."""
-    require_available(config.architecture)
     H, V = store.states["hidden_size"], store.states["vocab_size"]
     if vocab.target_size != V:
         raise UserError(
             f"the draft vocabulary is of a target with {vocab.target_size} tokens, the store's target has {V}: "
             "run `python -m data_prep` and `python -m eagle31_train.extract` for the same target"
         )
-    D = config.hidden_size or H
-    if config.share_embedding and D != H:
-        raise UserError(
-            f"drafter.hidden_size={D} cannot share the target's embedding of width {H}: "
-            "set drafter.share_embedding=false or hidden_size=null"
-        )
-    shape = DrafterShape(
-        architecture=config.architecture,
-        hidden_size=D,
-        target_hidden_size=H,
-        aux_layers=list(store.states["aux_layers"]),
-        vocab_size=V,
-        draft_vocab_size=len(vocab),
-        intermediate_size=config.intermediate_size,
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        rms_norm_eps=config.rms_norm_eps,
-        rope_theta=config.rope_theta,
-        rope_scaling=config.rope_scaling or None,
-        max_position_embeddings=config.max_position_embeddings,
-        fc_norm=config.fc_norm,
-        norm_output=config.norm_output,
-        norm_before_residual=config.norm_before_residual,
-        share_embedding=config.share_embedding,
-    )
-    Rope(shape)  # refuses a scaling that cannot be
-    if problems := check_shape(shape):  # what vLLM would not serve is not worth training
-        raise UserError(f"vLLM could not serve this drafter: {problems[0]}")
-    return shape
+    return drafter_shape(config, H, V, len(vocab), list(store.states["aux_layers"]))
 
 
 def check_target(weights: dict[str, Tensor], shape: DrafterShape, where: str) -> None:

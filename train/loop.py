@@ -26,7 +26,7 @@ from eagle31_train.schema import Config, DrafterShape, Stopped, TrainConfig, Use
 from eagle31_train.store import Store, place_of
 from eagle31_train.store.stream import check_consumer
 from train import checkpoint, launch, order, rng, tracking, warm, windows
-from train.build import build_objective, check_options, check_samples, check_store, drafter_shape
+from train.build import build_objective, check_options, check_samples, check_store, shape_of
 from train.claim import alone, claim, training_inputs
 from train.deadline import Deadline, parse_limit
 from train.heldout import evaluate
@@ -66,7 +66,7 @@ def fit(config: Config, opened: ExitStack) -> None:
     vocab_sha = artifacts.file_sha256(data_dir / "vocab.safetensors")
     inputs = training_inputs(config, store, vocab_sha, warm.identity(config))
     fingerprint = artifacts.fingerprint(inputs)
-    shape = drafter_shape(config.drafter, store, draft_vocab)
+    shape = shape_of(config.drafter, store, draft_vocab)
     warm.check(config, shape, store)
     train_split, heldout = store.split("train"), store.split("heldout")
     check_samples(train_split, t.batch_tokens)

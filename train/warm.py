@@ -18,8 +18,8 @@ from torch import Tensor
 from eagle31_train import artifacts
 from eagle31_train.codec import as_encoded
 from eagle31_train.contract import LAYER_IDS
-from eagle31_train.drafter.layer import Rope, rope_parameters
 from eagle31_train.drafter.model import Drafter
+from eagle31_train.drafter.rope import Rope, rope_parameters
 from eagle31_train.published import Draft
 from eagle31_train.schema import Config, DrafterShape, UserError
 from eagle31_train.store import Store, StoreSplit

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from eagle31_train.codec import plain
-from eagle31_train.drafter.layer import Project
+from eagle31_train.drafter.gqa import Project
 from eagle31_train.drafter.model import Drafter
 
 

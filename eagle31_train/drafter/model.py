@@ -20,8 +20,10 @@ from torch.utils.checkpoint import checkpoint
 from eagle31_train.codec import Encoded
 from eagle31_train.drafter.attention import unrolled_attention
 from eagle31_train.drafter.batch import Batch
-from eagle31_train.drafter.layer import MidLayer, Project, RMSNorm
+from eagle31_train.drafter.gqa import Project
+from eagle31_train.drafter.layer import MidLayer
 from eagle31_train.drafter.linear import Linear, compute_dtype, linear
+from eagle31_train.drafter.norm import RMSNorm
 from eagle31_train.schema import DrafterShape
 
 

@@ -15,9 +15,9 @@ def plan(config: Config) -> None:
     """Print the plan; UserError where a size that it needs is neither given nor to be found."""
     inputs.check_options(config)
     target, data = inputs.read_target(config), inputs.read_data(config)
-    shape = inputs.drafter_shape(config, target, data.vocabulary or target.vocab_size)
+    shape = inputs.planned_shape(config, target, data.vocabulary or target.vocab_size)
     print(sections.text(sections.Planned(config, target, shape, data)))
 
 
 if __name__ == "__main__":
-    cli.run(plan, __doc__ or "", plans=True)
+    cli.run(plan, __doc__ or "")

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from eagle31_train import artifacts
 from eagle31_train.codec import check_codec
-from eagle31_train.contract import check_shape, weight_shapes
 from eagle31_train.plan.work import Work, count_work, made_mask
 from eagle31_train.schema import Config, DrafterShape, PlanConfig, UserError
+from eagle31_train.shape import drafter_shape
 
 EXAMPLE = 100_000_000  # tokens that are planned for where nobody has counted or said how many there are
 LOOKED_AT = 1000  # conversations whose loss masks stand for all of them
@@ -105,30 +105,10 @@ def _parameters(folder: Path) -> float | None:
     return float(total) or None
 
 
-def drafter_shape(config: Config, target: Target, draft_vocab_size: int) -> DrafterShape:
-    """The drafter's architecture, joined with its target.
-
-    Raises:
-        UserError: a drafter that training would refuse.
-    """
-    d, H = config.drafter, target.hidden_size
+def planned_shape(config: Config, target: Target, draft_vocab_size: int) -> DrafterShape:
+    """The drafter's architecture, joined with its target; UserError for a drafter that training would refuse."""
     layers = config.target.aux_layers or [2, target.layers // 2, target.layers - 3]  # vLLM's default
-    own = {field.name for field in fields(d)} & {field.name for field in fields(DrafterShape)}
-    shape = DrafterShape(
-        hidden_size=d.hidden_size or H,
-        target_hidden_size=H,
-        aux_layers=sorted(set(layers)),
-        vocab_size=target.vocab_size,
-        draft_vocab_size=draft_vocab_size,
-        rope_scaling=d.rope_scaling or None,
-        **{name: getattr(d, name) for name in own - {"hidden_size", "rope_scaling"}},
-    )
-    if shape.architecture not in ("llama", "mla"):
-        raise UserError(f"drafter.architecture={shape.architecture} is unknown: it is llama or mla")
-    weight_shapes(shape)  # refuses MLA without its widths
-    if problems := check_shape(shape):
-        raise UserError(f"vLLM could not serve this drafter: {problems[0]}")
-    return shape
+    return drafter_shape(config.drafter, target.hidden_size, target.vocab_size, draft_vocab_size, sorted(set(layers)))
 
 
 def read_data(config: Config) -> Data:

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from eagle31_train.drafter.layer import rms_norm
+from eagle31_train.drafter.norm import rms_norm
 from eagle31_train.schema import TargetConfig, UserError
 
 QUIRKS = ("final_logit_softcapping", "logit_scale", "logits_scaling")

@@ -27,7 +27,7 @@ def planned(*overrides):
     config = cli.load_config(list(overrides))
     inputs.check_options(config)
     target, data = inputs.read_target(config), inputs.read_data(config)
-    shape = inputs.drafter_shape(config, target, data.vocabulary or target.vocab_size)
+    shape = inputs.planned_shape(config, target, data.vocabulary or target.vocab_size)
     return sections.Planned(config, target, shape, data)
 
 
@@ -246,8 +246,8 @@ def test_codecs_halve_the_store():
         ),
         (["drafter.architecture=rwkv"], "drafter.architecture=rwkv is unknown"),
         (["drafter.architecture=mla"], "drafter.architecture=mla needs drafter.kv_lora_rank, .*set them"),
-        (["drafter.hidden_size=2048"], "vLLM could not serve this drafter: share_embedding"),
-        (["target.aux_layers=[2,16]", "drafter.num_attention_heads=7"], "no multiple of 7 heads"),
+        (["drafter.hidden_size=2048"], "cannot share the target"),
+        (["target.aux_layers=[2,16]", "drafter.num_attention_heads=7"], "is not a multiple of"),
     ],
 )
 def test_what_cannot_be_planned_is_said_in_one_line(overrides, message):

@@ -15,7 +15,7 @@ from eagle31_train.export import export
 from eagle31_train.schema import UserError
 from eagle31_train.store import Store
 from train import sources, warm
-from train.build import drafter_shape
+from train.build import shape_of
 from train.claim import RECORD
 
 
@@ -248,7 +248,7 @@ def test_what_does_not_fit_can_be_refused_before_a_folder_is_claimed(new_run, dr
     run, options = new_run(), (f"train.init_from={draft(rms_norm_eps=1e-6)}", "drafter.rms_norm_eps=1e-06")
     config = run.config(options[0])
     store = Store(run.folder / "run/store")
-    shape = drafter_shape(config.drafter, store, vocab.read(config.data_folder / "vocab.safetensors"))
+    shape = shape_of(config.drafter, store, vocab.read(config.data_folder / "vocab.safetensors"))
     with pytest.raises(UserError, match=r"set drafter\.rms_norm_eps=1e-06$"):
         warm.check(config, shape, store)
     warm.check(run.config(), shape, store)

@@ -1,0 +1,144 @@
+"""Rotary position embedding with the drafter's own base and scaling.
+
+Two layouts of the same rotation: Llama turns the pairs (i, i + d/2) of a head, DeepSeek the pairs (2i, 2i + 1).
+
+With YaRN an MLA drafter also sharpens its softmax: by mscale² in the scale, of which `Rope.softmax_factor`
+is the one home. As vLLM computes both (its DeepseekScalingRotaryEmbedding and DeepseekV2MLAAttention):
+
+    m(a) = 0.1 a ln(factor) + 1
+    cos, sin   times m(mscale) / m(mscale_all_dim)
+    softmax    times m(mscale_all_dim)²              mscale is 1 and mscale_all_dim 0 unless given
+
+Shapes: n rows; d rotated width.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from eagle31_train.schema import DrafterShape, UserError
+
+# Of YaRN, what vLLM's DeepSeek attention reads. It takes every scaling for YaRN, and passes over the rest of it.
+MLA_SCALING = {"rope_type", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow"}
+MLA_SCALING |= {"mscale", "mscale_all_dim"}
+
+
+class Rope(nn.Module):
+    """The rotation of queries and keys.
+
+    The frequencies come from transformers, so every scaling it knows (llama3, yarn, linear, …) is
+    the one that the target uses too; angles are computed in fp32.
+
+    Attributes:
+        softmax_factor: what the scaling multiplies the softmax scale by.
+
+    Raises:
+        UserError: a scaling that transformers does not know, that lacks a value, or that vLLM would read otherwise.
+    """
+
+    def __init__(self, shape: DrafterShape) -> None:
+        super().__init__()
+        latent = shape.architecture == "mla"
+        self.interleaved = latent
+        width = (shape.qk_rope_head_dim or 0) if latent else shape.head_dim
+        self.exact, self.factor = frequencies(shape, width)
+        self.softmax_factor = 1.0
+        if latent:
+            self.factor, self.softmax_factor = mla_factors(shape)
+        self.inv_freq: Tensor
+        self.register_buffer("inv_freq", self.exact, persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Rope":
+        """Move with the module, but never to a narrower dtype: bf16 frequencies turn long contexts wrongly."""
+        super()._apply(fn, recurse)
+        self.inv_freq = self.exact.to(self.inv_freq.device)
+        return self
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x [n, heads, d], positions [n] int64 → x rotated, same dtype."""
+        angles = positions[:, None].to(self.inv_freq.dtype) * self.inv_freq
+        cos, sin = angles.cos() * self.factor, angles.sin() * self.factor
+        cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
+        first, second = x.unflatten(-1, (-1, 2)).unbind(-1) if self.interleaved else x.chunk(2, dim=-1)
+        turned = first * cos - second * sin, second * cos + first * sin
+        return torch.stack(turned, -1).flatten(-2) if self.interleaved else torch.cat(turned, dim=-1)
+
+
+def check_rope(shape: DrafterShape) -> None:
+    """Refuse a scaling that cannot be; without transformers where that can be told."""
+    if shape.architecture == "mla":
+        mla_factors(shape)
+    elif shape.rope_scaling:
+        Rope(shape)
+
+
+def frequencies(shape: DrafterShape, width: int) -> tuple[Tensor, float]:
+    """Inverse frequencies [width / 2] fp32, and what transformers multiplies cos and sin by."""
+    parameters = rope_parameters(shape)
+    if parameters["rope_type"] == "default":
+        return 1.0 / shape.rope_theta ** (torch.arange(0, width, 2).float() / width), 1.0
+    from transformers import LlamaConfig  # seconds to import, which plain RoPE need not wait for
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    try:
+        config = LlamaConfig(
+            hidden_size=shape.num_attention_heads * width,
+            num_attention_heads=shape.num_attention_heads,
+            head_dim=width,
+            max_position_embeddings=shape.max_position_embeddings,
+            rope_parameters=parameters,
+        )
+        inverse, factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, torch.device("cpu"))
+    except KeyError as error:
+        raise UserError(f"drafter.rope_scaling={shape.rope_scaling} is no RoPE of transformers: {error}") from None
+    return inverse, float(factor)
+
+
+def mla_factors(shape: DrafterShape) -> tuple[float, float]:
+    """What YaRN multiplies an MLA drafter's cos and sin by, and its softmax scale; 1 and 1 without.
+
+    Raises:
+        UserError: a scaling of which vLLM's DeepSeek attention would make something else.
+    """
+    yarn = rope_parameters(shape)
+    if yarn["rope_type"] == "default":
+        return 1.0, 1.0
+    if yarn["rope_type"] != "yarn":
+        raise UserError(
+            f"drafter.rope_scaling.rope_type={yarn['rope_type']}: vLLM takes every scaling of an MLA drafter for "
+            "YaRN: use rope_type=yarn, or {} for none"
+        )
+    if other := sorted(yarn.keys() - MLA_SCALING - {"rope_theta"}):
+        raise UserError(
+            f"drafter.rope_scaling.{other[0]} means nothing, or something else, to vLLM's MLA drafter: leave it out; "
+            f"it reads {', '.join(sorted(MLA_SCALING))}"
+        )
+    for name, value in yarn.items():
+        if name != "rope_type" and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise UserError(f"drafter.rope_scaling.{name}={value} is not a number")
+    if missing := {"factor", "original_max_position_embeddings"} - yarn.keys():
+        raise UserError(f"drafter.rope_scaling={shape.rope_scaling} lacks {' and '.join(sorted(missing))}")
+    reach = yarn["factor"] * yarn["original_max_position_embeddings"]
+    if shape.max_position_embeddings > reach:
+        raise UserError(
+            f"drafter.max_position_embeddings={shape.max_position_embeddings} is beyond the {reach:g} positions of "
+            "drafter.rope_scaling (factor times original_max_position_embeddings), where vLLM's table ends"
+        )
+    turned = _mscale(yarn["factor"], yarn.get("mscale", 1.0))
+    sharpened = _mscale(yarn["factor"], yarn.get("mscale_all_dim", 0.0))
+    return turned / sharpened, sharpened**2
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def rope_parameters(shape: DrafterShape) -> dict:
+    """The RoPE of a drafter as transformers 5 writes it: type, theta and scaling in one place."""
+    scaling = dict(shape.rope_scaling or {})
+    kind = scaling.pop("type", None) or scaling.pop("rope_type", None) or "default"
+    if scaling and kind == "default":
+        raise UserError(f"drafter.rope_scaling={shape.rope_scaling} names no rope_type, and would change nothing")
+    return {**scaling, "rope_type": kind, "rope_theta": shape.rope_theta}
