@@ -56,18 +56,18 @@ class _MergedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k0: Tensor, v0: Tensor, layout: Layout, scale: float, *own: Tensor) -> Tensor:
         """own: k keys [S, g, d], then k values [S, g, dv] → [S, h, dv]."""
-        S, h, _ = q.shape
-        g = k0.shape[1]
-        out, lse = history_forward(q, k0, v0, layout, scale)
+        result, lse = history_forward(q, k0, v0, layout, scale)
         if own:
-            own_k, own_v = _stack(own)
-            scores = _own_scores(q, own_k, scale)  # [S, g, r, k]
-            merged = torch.logaddexp(lse, scores.logsumexp(-1).view(S, h))
-            shares = (scores - merged.view(S, g, h // g, 1)).exp().to(own_v.dtype)
-            own_out = _times(shares, own_v.transpose(1, 2)).reshape(out.shape)
-            out = torch.addcmul(own_out.to(lse.dtype), out, (lse - merged).exp()[..., None])
-            lse = merged
-        result = out.to(q.dtype)
+            own_k, own_v = _halves(own)
+            g = k0.shape[1]
+            scores = _own_scores(_grouped(q, g), own_k, scale)
+            merged = torch.logaddexp(lse, scores.logsumexp(-1).flatten(1))
+            shares = (scores - _grouped(merged, g)[..., None]).exp()
+            result = _grouped(result * (lse - merged).exp()[..., None], g)
+            for share, value in zip(shares.unbind(-1), own_v, strict=True):
+                result.addcmul_(share[..., None], value[:, :, None])
+            result, lse = result.flatten(1, 2), merged
+        result = result.to(q.dtype)
         ctx.save_for_backward(q, k0, v0, result, lse, *own)
         ctx.layout, ctx.scale = layout, scale
         return result
@@ -76,39 +76,40 @@ class _MergedAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of q, k0, v0, and of the own keys and values."""
         q, k0, v0, out, lse, *own = ctx.saved_tensors
-        scale = ctx.scale
-        S, h, d = q.shape
-        g, r = k0.shape[1], h // k0.shape[1]
+        scale, g = ctx.scale, k0.shape[1]
         dout = grads[0].to(q.dtype).contiguous()
         dq, dk0, dv0 = history_backward(dout, q, k0, v0, out, lse, ctx.layout, scale)
         if not own:
             return dq, dk0, dv0, None, None
 
-        own_k, own_v = _stack(own)
-        shares = (_own_scores(q, own_k, scale) - lse.view(S, g, r, 1)).exp()  # [S, g, r, k]
-        do = dout.view(S, g, r, v0.shape[-1])
-        through_v = (do @ own_v.permute(0, 2, 3, 1)).to(shares.dtype)
-        mean = (dout.to(shares.dtype) * out.to(shares.dtype)).sum(-1).view(S, g, r, 1)
-        dscores = (shares * (through_v - mean) * scale).to(q.dtype)
-        dq = dq + _times(dscores, own_k.transpose(1, 2)).reshape(q.shape)
-        down_k = _times(dscores.transpose(2, 3), q.view(S, g, r, d)).transpose(1, 2)  # [S, k, g, d]
-        down_v = _times(shares.to(q.dtype).transpose(2, 3), do).transpose(1, 2)
-        return dq, dk0, dv0, None, None, *down_k.unbind(1), *down_v.unbind(1)
+        own_k, own_v = _halves(own)
+        mean = torch.linalg.vecdot(dout.to(lse.dtype), out.to(lse.dtype))
+        q, do = _grouped(q, g), _grouped(dout, g)
+        shares = (_own_scores(q, own_k, scale) - _grouped(lse, g)[..., None]).exp()
+        slopes = shares * (_own_scores(do, own_v, 1.0) - _grouped(mean, g)[..., None]) * scale
+        down_q, down_k, down_v = _grouped(dq.to(lse.dtype), g), [], []
+        for slope, share, key in zip(slopes.unbind(-1), shares.unbind(-1), own_k, strict=True):
+            down_q.addcmul_(slope[..., None], key[:, :, None])
+            down_k.append((slope[..., None].to(q.dtype) * q).sum(2))
+            down_v.append((share[..., None].to(do.dtype) * do).sum(2))
+        return down_q.flatten(1, 2).to(dq.dtype), dk0, dv0, None, None, *down_k, *down_v
 
 
-def _stack(own: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """k keys, then k values, of the slots → [S, k, g, d] and [S, k, g, dv]; made anew rather than kept for backward."""
-    steps = len(own) // 2
-    return torch.stack(list(own[:steps]), 1), torch.stack(list(own[steps:]), 1)
+# A slot's own keys are few, and other slots' are others: sums of element-wise products. As matrix products they would
+# be S * g tiny ones, and several times as slow (with one query head to each key head, as in MLA, up to ten times).
 
 
-def _own_scores(q: Tensor, own_k: Tensor, scale: float) -> Tensor:
-    """q [S, h, d] against own_k [S, k, g, d] → [S, g, r, k], fp32 or wider."""
-    S, _, g, d = own_k.shape
-    wide = torch.promote_types(q.dtype, torch.float32)
-    return (q.view(S, g, q.shape[1] // g, d) @ own_k.permute(0, 2, 3, 1)).to(wide) * scale
+def _halves(own: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """k keys, then k values, of the slots."""
+    return own[: len(own) // 2], own[len(own) // 2 :]
 
 
-def _times(a: Tensor, b: Tensor) -> Tensor:
-    """a [..., n, k] @ b [..., k, m]; for k = 1 without a product, whose CUDA kernel some versions of torch overflow."""
-    return a * b if a.shape[-1] == 1 else a @ b
+def _grouped(x: Tensor, g: int) -> Tensor:
+    """[S, h, ...] → [S, g, r, ...]: query heads beside those that share their keys."""
+    return x.unflatten(1, (g, -1))
+
+
+def _own_scores(q: Tensor, own: Sequence[Tensor], scale: float) -> Tensor:
+    """q [S, g, r, w] against k times [S, g, w] → [S, g, r, k], fp32 or wider."""
+    scores = torch.stack([torch.linalg.vecdot(q, row[:, :, None]) for row in own], -1)
+    return scores.to(torch.promote_types(q.dtype, torch.float32)) * scale
