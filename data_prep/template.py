@@ -6,8 +6,9 @@ the conversation and comparing; either way it is verified by decoding the masked
 """
 
 import json
-import unicodedata
+import re
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,13 @@ from numpy.typing import NDArray
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from data_prep.messages import Message, Tool
+from data_prep.formats import MARKUP
+from data_prep.messages import Message, Tool, UnusableError, arguments
+from data_prep.tokens import RefusedError as RefusedError
+from data_prep.tokens import RewrittenError as RewrittenError
+from data_prep.tokens import Tokens, same
 from eagle31_train import artifacts
 from eagle31_train.schema import TargetConfig, UserError
-
-
-class RefusedError(Exception):
-    """Why no exact loss mask can be made for a conversation; the text is the same for like cases."""
-
-
-class RewrittenError(RefusedError):
-    """The template writes a turn otherwise than the target did; turn by turn there may still be an exact mask."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +54,21 @@ class ChatTemplate:
         self.template_args = dict(template_args or {})
         # The tag as Jinja reads it; the word alone may stand in a comment or in prose.
         self.has_markers = "endgeneration" in template
+        # Whether it reads thoughts from a field of their own, under one of the names in use.
+        self.reads_thoughts = bool(
+            re.search(r"\b(reasoning_content|reasoning|[\w.]+\.thinking)\b|[\"']thinking", template)
+        )
+
+    @cached_property
+    def added(self) -> dict[int, str]:
+        """Added tokens, special or not: id and spelling. Tokenizers cut the text at them first."""
+        return {i: token.content for i, token in self.tokenizer.added_tokens_decoder.items()}
+
+    @property
+    def hides_markup(self) -> bool:
+        """Whether text without special tokens lacks a thought's tags, or a tool call's."""
+        special = {str(self.tokenizer.convert_ids_to_tokens(i)) for i in self.special_ids()}
+        return not special.isdisjoint(MARKUP)
 
     @classmethod
     def load(cls, target: TargetConfig) -> "ChatTemplate":
@@ -85,21 +97,31 @@ class ChatTemplate:
     # ------------------------------------------------------------ text
 
     def render(
-        self, messages: list[Message], add_generation_prompt: bool = False, tools: list[Tool] | None = None
+        self,
+        messages: list[Message],
+        add_generation_prompt: bool = False,
+        tools: list[Tool] | None = None,
+        verbatim: bool = False,
     ) -> str:
-        """The conversation as text; RefusedError where the template does not accept it."""
+        """The conversation as text, as servers render it: the arguments of tool calls as objects.
+
+        `verbatim`: those of the last message as they are, perhaps the target's own spelling of them.
+
+        Raises:
+            RefusedError: the template does not accept it.
+        """
         if not messages:  # what a conversation that begins with an answer has before it
             raise RefusedError("no turn before the answer")
         try:
             text = self.tokenizer.apply_chat_template(
-                _plain(messages),
+                _plain(messages, verbatim),
                 tools=tools,  # type: ignore[arg-type]  # it asks for a list that may hold functions too
                 chat_template=self.template,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 **self.template_args,
             )
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, TypeError) as error:  # TypeError: say, "+" between text and none
             raise RefusedError(f"the template refuses it: {error}") from None
         assert isinstance(text, str)
         return text
@@ -133,6 +155,8 @@ class ChatTemplate:
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns:
             raise RefusedError("no assistant turn")
+        if any(messages[turn].get(part) for turn in turns for part in ("reasoning_content", "tool_calls")):
+            raise RewrittenError("answers of several parts are taken turn by turn")
         text = self.render(messages, tools=tools)
         find = self._marked_spans if self.has_markers else self._prefix_spans
         spans = find(messages, text, tools)
@@ -185,7 +209,7 @@ class ChatTemplate:
             raise RefusedError("the template renders otherwise with its markers read")
         return [(int(span[0]), int(span[1])) for span in spans[0]]
 
-    def learnt(self, tokens: "Tokens", start: int, end: int, content: str) -> tuple[int, int]:
+    def learnt(self, tokens: Tokens, start: int, end: int, content: str) -> tuple[int, int]:
         """Token positions [first, last) of a turn's content; `last` is its end-of-turn token."""
         first = tokens.boundary(start)
         stop = tokens.boundary(end)
@@ -242,63 +266,30 @@ class ChatTemplate:
         }
 
 
-def text_of(tokens: "Tokens", start: int, body: str) -> str:
+def text_of(tokens: Tokens, start: int, body: str) -> str:
     """The rendered text as long as `body`, from character `start`."""
     return tokens.text[start : start + len(body)]
 
 
-class Tokens:
-    """Rendered text, its tokens, and the way from characters to tokens."""
-
-    def __init__(self, template: ChatTemplate, text: str) -> None:
-        self.template = template
-        self.text = text
-        self.offsets: list[tuple[int, int]] | None = None
-        if template.tokenizer.is_fast:
-            encoding = template.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-            self.ids: list[int] = list(encoding["input_ids"])
-            self.offsets = [(start, end) for start, end in encoding["offset_mapping"]]
-            self.starts = np.asarray([start for start, _ in self.offsets], dtype=np.int64)
-        else:
-            self.ids = template.encode(text)
-
-    def boundary(self, char: int) -> int:
-        """How many tokens lie before character `char`; RefusedError where one lies across it."""
-        if char >= len(self.text):
-            return len(self.ids)
-        if self.offsets is None:
-            # A tokenizer without offsets: the tokens of the text so far must be the first tokens of all.
-            before = self.template.encode(self.text[:char])
-            if self.ids[: len(before)] != before:
-                raise RefusedError("a boundary inside a token")
-            return len(before)
-        count = int(np.searchsorted(self.starts, char))
-        if count and self.offsets[count - 1][1] > char:
-            raise RefusedError("a boundary inside a token")
-        return count
-
-    def text_between(self, first: int, last: int) -> str:
-        """What tokens [first, last) add to the text before them.
-
-        Some tokenizers spell a token differently at the start of a text, so both prefixes are
-        decoded, not the middle alone.
-        """
-        before = self.template.decode(self.ids[:first])
-        whole = self.template.decode(self.ids[:last])
-        if not whole.startswith(before):
-            raise RefusedError("a boundary inside a token")
-        return whole[len(before) :]
+def _plain(messages: list[Message], verbatim: bool = False) -> list[Message]:
+    """As templates expect them: without our own bookkeeping, arguments as objects, thoughts under each usual name."""
+    plain = []
+    for message in messages:
+        kept = {key: value for key, value in message.items() if key != "finish_reason"}
+        if thought := kept.get("reasoning_content"):
+            kept["reasoning"] = kept["thinking"] = thought
+        if kept.get("tool_calls") and not (verbatim and message is messages[-1]):
+            kept["tool_calls"] = [_with_object(call) for call in kept["tool_calls"]]
+        plain.append(kept)
+    return plain
 
 
-def same(left: str, right: str) -> bool:
-    """Whether two texts have the same tokens as far as can be told from outside."""
-    # Tokenizers may normalise to NFC; nothing else is forgiven.
-    return unicodedata.normalize("NFC", left) == unicodedata.normalize("NFC", right)
-
-
-def _plain(messages: list[Message]) -> list[Message]:
-    """Without our own bookkeeping, which a template might print."""
-    return [{key: value for key, value in m.items() if key != "finish_reason"} for m in messages]
+def _with_object(call: dict[str, Any]) -> dict[str, Any]:
+    try:
+        given = arguments(call["function"]["arguments"])
+    except UnusableError as error:
+        raise RefusedError(str(error)) from None
+    return {**call, "function": {**call["function"], "arguments": given}}
 
 
 def _from_pretrained(kind: Any, target: TargetConfig) -> Any:
@@ -306,6 +297,11 @@ def _from_pretrained(kind: Any, target: TargetConfig) -> Any:
         return kind.from_pretrained(target.path, revision=target.revision, trust_remote_code=target.trust_remote_code)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
+        if "trust_remote_code" in str(error):
+            raise UserError(
+                f"target.path={target.path} comes with Python code of its own: read it, and allow it to run with "
+                "target.trust_remote_code=true"
+            ) from None
         raise UserError(
             f"target.path={target.path} cannot be loaded ({reason}): give a directory in transformers format "
             "or a hub id; the embedded target is made by `python -m eagle31_train.targets.embedded`"

@@ -66,7 +66,7 @@ def refusal(template, messages, max_length=1000):
 def test_a_plain_answer_is_learnt_with_the_empty_thought_that_the_template_gives_it(thinking):
     found = samples(thinking, [ASK, says("the fox")], 1000)
     ((suffix, sample),) = found.samples
-    assert (suffix, found.split, found.inserted, found.refused) == ("~turn1", True, 1, [])
+    assert (suffix, found.split, found.inserted, found.refused) == ("", False, 1, [])
     assert pieces(thinking, sample) == (ASKED, EMPTY + "the fox<|im_end|>")
     assert (sample.cut, sample.open_turns) == (False, 0)
 
@@ -122,9 +122,12 @@ def test_thoughts_that_the_template_would_tidy_stay_as_the_target_wrote_them(thi
 def test_thoughts_kept_apart_from_the_answer(thinking, opened):
     ((_, sample),) = samples(thinking, [ASK, says("the fox", reasoning_content="hm")], 1000).samples
     assert pieces(thinking, sample) == (ASKED, "<think>\nhm\n</think>\n\nthe fox<|im_end|>")
-    # A template that does not know them would have them vanish.
-    ignorant = ChatTemplate(thinking.tokenizer, thinking.end_ids, THINKING.replace("m.reasoning_content or ''", "''"))
-    assert refusal(ignorant, [ASK, says("the fox", reasoning_content="hm")]) == "the template alters the answer"
+    # A template may drop the thought even of the last answer: it goes where the empty one is.
+    forgetful = ChatTemplate(thinking.tokenizer, thinking.end_ids, THINKING.replace("m.reasoning_content or ''", "''"))
+    ((_, sample),) = samples(forgetful, [ASK, says("the fox", reasoning_content="hm")], 1000).samples
+    assert pieces(forgetful, sample) == (ASKED, "<think>\nhm\n</think>\n\nthe fox<|im_end|>")
+    changed = ChatTemplate(thinking.tokenizer, thinking.end_ids, THINKING.replace("+ thought +", "+ thought | upper +"))
+    assert refusal(changed, [ASK, says("the fox", reasoning_content="hm")]) == "the template alters the thought"
 
 
 def test_thoughts_dropped_from_every_answer(opened):
