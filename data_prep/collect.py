@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from data_prep.messages import Row
-from data_prep.split import is_heldout
+from data_prep.split import is_heldout, prompt_digest
 from data_prep.template import ChatTemplate, RefusedError, Sample
 from data_prep.turns import samples
 from eagle31_train import artifacts
@@ -40,11 +40,14 @@ class Split:
         self.sources.append(source)
         self.samples.append(sample)
 
-    def token_counts(self, vocab_size: int) -> NDArray[np.int64]:
-        """[V] int64: how often the assistant wrote each token."""
-        counts = np.zeros(vocab_size, dtype=np.int64)
-        for sample in self.samples:
-            counts += np.bincount(sample.input_ids[sample.loss_mask], minlength=vocab_size)
+    def token_counts(self, vocab_size: int) -> dict[str, NDArray[np.int64]]:
+        """[V] int64 by source: how often the assistant wrote each token."""
+        counts: dict[str, NDArray[np.int64]] = {}
+        for source, sample in zip(self.sources, self.samples, strict=True):
+            if source not in counts:
+                counts[source] = np.zeros(vocab_size, dtype=np.int64)
+            # Not bincount with minlength=V: that would add up V numbers for every sample.
+            np.add.at(counts[source], sample.input_ids[sample.loss_mask], 1)
         return counts
 
     def summary(self) -> dict[str, Any]:
@@ -95,19 +98,47 @@ def _counts(sample: Sample) -> dict[str, int]:
 
 
 @dataclass
+class Shared:
+    """Prompts that more than one source has: one side of the split holds all of them, but they are learnt as often."""
+
+    first: dict[bytes, tuple[str, str]] = field(default_factory=dict)  # digest → source and id of the first row
+    pairs: list[list[str]] = field(default_factory=list)  # ids of the first row, and of one of another source
+
+    def see(self, row: Row) -> None:
+        source, identity = self.first.setdefault(prompt_digest(row.messages)[:16], (row.source, row.id))
+        if source != row.source:
+            self.pairs.append([identity, row.id])
+
+
+@dataclass
 class Collected:
     """Everything that the rows gave."""
 
     splits: dict[str, Split] = field(default_factory=lambda: {name: Split() for name in SPLITS})
     refused: list[dict[str, str]] = field(default_factory=list)
-    cut: int = 0
-    no_end_of_turn: int = 0
-    split_turns: int = 0  # conversations that became one sample per assistant turn
-    inserted: int = 0  # answers before which the template put an empty thought
+    shared: Shared = field(default_factory=Shared)
+    # By source. cut: samples past max_length; open: answers without end of turn; split_turns: conversations that
+    # became one sample per assistant turn; inserted: answers before which the template put an empty thought.
+    counts: dict[str, Counter[str]] = field(default_factory=dict)
+
+    def count(self, source: str, **more: int) -> None:
+        self.counts.setdefault(source, Counter()).update(more)
+
+    def refuse(self, row: Row, reason: str, suffix: str = "") -> None:
+        self.refused.append(refusal(row, reason, suffix))
+
+    def total(self, what: str) -> int:
+        """A count over all sources."""
+        return sum(counts[what] for counts in self.counts.values())
 
     def datasets(self) -> DatasetDict:
         """Both splits."""
         return DatasetDict({name: split.dataset(name) for name, split in self.splits.items()})
+
+
+def refusal(row: Row, reason: str, suffix: str = "") -> dict[str, str]:
+    """What the manifests tell of a row, or a turn of it, that is not learnt."""
+    return {"id": row.id + suffix, "source": row.source, "where": row.where, "reason": reason}
 
 
 def collect(rows: Iterator[Row], template: ChatTemplate, max_length: int, heldout: float) -> Collected:
@@ -117,18 +148,17 @@ def collect(rows: Iterator[Row], template: ChatTemplate, max_length: int, heldou
         try:
             if row.problem:
                 raise RefusedError(row.problem)
-            found = samples(template, row.messages, max_length)
+            found = samples(template, row.messages, max_length, row.tools)
         except RefusedError as error:
-            result.refused.append({"id": row.id, "where": row.where, "reason": str(error)})
+            result.refuse(row, str(error))
             continue
         # By the conversation's prompt, so that all its turns fall on the same side.
         split = result.splits["heldout" if is_heldout(row.messages, heldout) else "train"]
         for suffix, sample in found.samples:
             split.add(row.id + suffix, row.source, sample)
-            result.cut += sample.cut
-            result.no_end_of_turn += sample.open_turns
+            result.count(row.source, cut=int(sample.cut), open=sample.open_turns)
         for suffix, reason in found.refused:
-            result.refused.append({"id": row.id + suffix, "where": row.where, "reason": reason})
-        result.split_turns += found.split
-        result.inserted += found.inserted
+            result.refuse(row, reason, suffix)
+        result.count(row.source, split_turns=int(found.split), inserted=found.inserted)
+        result.shared.see(row)
     return result

@@ -1,17 +1,19 @@
 """The answers of a regeneration under way, on disk as soon as they exist."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+from data_prep.messages import Message
 from eagle31_train.schema import UserError
 
 
 @dataclass(frozen=True)
 class Answered:
-    """One answer as the journal keeps it."""
+    """One answer as the journal keeps it: the message whole, thoughts and tool calls included."""
 
-    text: str
+    message: Message
     finish_reason: str
     tokens: int
 
@@ -30,10 +32,10 @@ class Journal:
                 if not line.endswith(b"\n"):
                     break  # the line being written when the run was killed
                 try:
-                    key, *answer = json.loads(line)
-                    self.answers[key] = Answered(*answer)
-                except (ValueError, TypeError):
+                    key, answer = _entry(json.loads(line))
+                except (ValueError, TypeError, KeyError):
                     raise UserError(f"{self.path}:{number} is damaged: remove this line and run again") from None
+                self.answers[key] = answer
                 whole += len(line)
         self.file = self.path.open("ab")
         self.file.truncate(whole)
@@ -45,6 +47,15 @@ class Journal:
     def add(self, key: str, answer: Answered) -> None:
         """Keep an answer."""
         self.answers[key] = answer
-        entry = [key, answer.text, answer.finish_reason, answer.tokens]
-        self.file.write(json.dumps(entry, ensure_ascii=False).encode() + b"\n")
+        self.file.write(json.dumps({"key": key, **asdict(answer)}, ensure_ascii=False).encode() + b"\n")
         self.file.flush()
+
+
+def _entry(value: Any) -> tuple[str, Answered]:
+    if isinstance(value, list):  # the first layout, which knew text alone: hours of a target's work may lie in it
+        key, text, *rest = value
+        return key, Answered({"role": "assistant", "content": text}, *rest)
+    message = value["message"]
+    if message["role"] != "assistant":
+        raise ValueError("an answer is the assistant's")
+    return value["key"], Answered(message, value["finish_reason"], value["tokens"])

@@ -10,15 +10,20 @@ import json
 from data_prep.messages import Message
 
 
-def prompt_hash(messages: list[Message]) -> int:
-    """32 bits of the SHA-256 of all that stands before the first answer, white space stripped."""
+def prompt_digest(messages: list[Message]) -> bytes:
+    """SHA-256 of all that stands before the first answer, white space stripped."""
     prompt = []
     for message in messages:
         if message["role"] == "assistant":
             break
         prompt.append([message["role"], message["content"].strip()])
     text = json.dumps(prompt, ensure_ascii=False, separators=(",", ":"))
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
+    return hashlib.sha256(text.encode()).digest()
+
+
+def prompt_hash(messages: list[Message]) -> int:
+    """32 bits of the digest."""
+    return int.from_bytes(prompt_digest(messages)[:4], "big")
 
 
 def is_heldout(messages: list[Message], share: float) -> bool:

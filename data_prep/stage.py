@@ -3,6 +3,7 @@
 import shutil
 import time
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,37 +11,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.collect import Collected, collect
-from data_prep.regenerate import refused_prompts, regenerate
-from data_prep.sources import Source, open_sources, read
+from data_prep.mixture import Corpus, Part
+from data_prep.regenerate import answered, regenerate
+from data_prep.sources import open_sources
+from data_prep.summary import summary
 from data_prep.template import ChatTemplate
 from eagle31_train import artifacts, vocab
 from eagle31_train.schema import Config, DataConfig, UserError
 
-LAYOUT = 1  # raise it when the meaning of what is written changes
-NAMED = 5  # refused conversations that the summary names; the manifest names all
+LAYOUT = 2  # raise it when the meaning of what is written changes
+SHARED_NAMED = 20  # pairs of rows with one prompt that the manifest names
 
 
 def prepare(config: Config) -> None:
     """Make `run_dir/data`: the data set, the draft vocabulary and the manifest.
 
     Raises:
-        UserError: see `open_sources`, `read`, `ChatTemplate.load`; also when nothing is left to
-            learn, a split is empty, or `run_dir/data` holds something else.
+        UserError: see `Corpus`, `ChatTemplate.load`; also when nothing is left to learn, of all rows or of
+            one of `data.sources`, a split is empty, or `run_dir/data` holds something else.
     """
     started = time.monotonic()
     data, folder = config.data, config.data_folder.resolve()
     _check(data)
     template = ChatTemplate.load(config.target)
-    if config.regenerate:
-        sources = open_sources(str(regenerate(config, template)), data.split, "data.prompts")
-        asked, form = refused_prompts(Path(config.run_dir)), "messages"
-    elif data.conversations is None:
-        raise UserError("no conversations: set data.conversations, or data.prompts and regenerate=true")
-    else:
-        sources = open_sources(data.conversations, data.split, "data.conversations")
-        asked, form = [], data.format
+    corpus, asked = _open(config, template)
     vocab_size = template.vocabulary(config.target)
-    inputs = _inputs(data, template, vocab_size, sources, form)
+    inputs = _inputs(data, template, vocab_size, corpus)
     wanted = artifacts.fingerprint(inputs)
     ours = (folder / artifacts.MANIFEST).is_file()
     if artifacts.finished(folder, wanted, inputs, config.overwrite):
@@ -49,13 +45,22 @@ def prepare(config: Config) -> None:
     if not ours and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         # commit() replaces the folder, and without our manifest what it holds may be the user's own.
         raise UserError(f"{folder} exists and is no output of this stage: move it away or choose run_dir=…")
-    collected = collect(read(sources, form), template, data.max_length, data.heldout)
-    collected.refused = asked + collected.refused
-    _check_splits(collected, data.heldout)
+    collected = collect(corpus.read(), template, data.max_length, data.heldout)
+    collected.refused = asked.get("refused", []) + collected.refused
+    _check_splits(collected, data)
     if data.shuffle is not None:
         collected.splits["train"].shuffle(data.shuffle)
-    manifest = _write(folder, collected, template, vocab_size, data, inputs, started)
+    rows = asked.get("sources") or corpus.counts
+    manifest = _write(folder, collected, rows, template, vocab_size, data, inputs, started)
     print(summary(folder, manifest))
+
+
+def _open(config: Config, template: ChatTemplate) -> tuple[Corpus, dict[str, Any]]:
+    """The conversations; where the target answers first, also the manifest of its answers."""
+    if not config.regenerate:
+        return Corpus.open(config, "conversations"), {}
+    answers = open_sources(str(regenerate(config, template)), config.data.split, "data.prompts")
+    return Corpus([Part(answers, "messages")]), answered(Path(config.run_dir))
 
 
 def _check(data: DataConfig) -> None:
@@ -65,13 +70,10 @@ def _check(data: DataConfig) -> None:
         raise UserError(f"data.max_length={data.max_length} leaves nothing to learn: set at least 2")
 
 
-def _inputs(
-    data: DataConfig, template: ChatTemplate, vocab_size: int, sources: list[Source], form: str
-) -> dict[str, Any]:
+def _inputs(data: DataConfig, template: ChatTemplate, vocab_size: int, corpus: Corpus) -> dict[str, Any]:
     return {
         "layout": LAYOUT,
-        "sources": [[source.name, source.fingerprint] for source in sources],
-        "format": form,
+        **corpus.inputs(),
         **template.fingerprints(),
         "vocab_size": vocab_size,
         "max_length": data.max_length,
@@ -82,12 +84,15 @@ def _inputs(
     }
 
 
-def _check_splits(collected: Collected, heldout: float) -> None:
+def _check_splits(collected: Collected, data: DataConfig) -> None:
+    heldout = data.heldout
     sizes = {name: len(split.ids) for name, split in collected.splits.items()}
     if not sum(sizes.values()):
-        reasons = Counter(entry["reason"] for entry in collected.refused)
-        told = "; ".join(f"{count} × {reason}" for reason, count in reasons.most_common(3)) or "no rows"
-        raise UserError(f"no conversation is left to learn from ({told})")
+        raise UserError(f"no conversation is left to learn from ({_reasons(collected.refused)})")
+    for name in data.sources:
+        if not any(name in split.sources for split in collected.splits.values()):
+            refused = [entry for entry in collected.refused if entry["source"] == name]
+            raise UserError(f"data.sources.{name}: no conversation of it is left to learn from ({_reasons(refused)})")
     if not sizes["train"]:
         raise UserError(f"data.heldout={heldout} holds out every prompt: lower it or give more prompts")
     if heldout > 0 and not sizes["heldout"]:
@@ -96,9 +101,15 @@ def _check_splits(collected: Collected, heldout: float) -> None:
         )
 
 
+def _reasons(refused: list[dict[str, str]]) -> str:
+    reasons = Counter(entry["reason"] for entry in refused)
+    return "; ".join(f"{count} × {reason}" for reason, count in reasons.most_common(3)) or "no rows"
+
+
 def _write(
     folder: Path,
     collected: Collected,
+    rows: dict[str, dict[str, Any]],
     template: ChatTemplate,
     vocab_size: int,
     data: DataConfig,
@@ -106,7 +117,8 @@ def _write(
     started: float,
 ) -> dict[str, Any]:
     """Build the folder under another name, manifest last, then give it its own."""
-    counts = {name: split.token_counts(vocab_size) for name, split in collected.splits.items()}
+    by_source = {name: split.token_counts(vocab_size) for name, split in collected.splits.items()}
+    counts = {name: _sum(found.values(), vocab_size) for name, found in by_source.items()}
     draft = vocab.choose(counts["train"], template.special_ids(), data.draft_vocab_size, data.draft_vocab_coverage)
     temporary = folder.with_name(f".{folder.name}.tmp")
     if temporary.exists():  # left by a run that was killed
@@ -117,25 +129,34 @@ def _write(
     # An empty split would be given no file, and then not load: one file at least.
     shards = {name: None if len(split) else 1 for name, split in splits.items()}
     splits.save_to_disk(str(temporary / "dataset"), num_shards=shards)
+    told = {name: split.summary() for name, split in collected.splits.items()}
     manifest = {
         "fingerprint": artifacts.fingerprint(inputs),
         "inputs": inputs,
         "dataset_fingerprint": artifacts.fingerprint(
             [split.fingerprint(name) for name, split in collected.splits.items()]
         ),
-        "splits": {name: split.summary() for name, split in collected.splits.items()},
+        "splits": told,
+        "sources": _rows(rows, collected),
+        "shared_prompts": {"rows": len(collected.shared.pairs), "named": collected.shared.pairs[:SHARED_NAMED]},
+        "not_held_out": sorted(told["train"]["by_source"].keys() - told["heldout"]["by_source"])
+        if data.heldout
+        else [],
         "draft_vocab": {
             "size": len(draft),
             "target_size": vocab_size,
             "seen_in_train": int((counts["train"] > 0).sum()),
             "coverage": {name: coverage(count, draft) for name, count in counts.items()},
+            "coverage_by_source": {
+                name: coverage(by_source["train"][name], draft) for name in sorted(by_source["train"])
+            },
         },
         "end_ids": template.end_ids,
         "refused": collected.refused,
-        "cut": collected.cut,
-        "no_end_of_turn": collected.no_end_of_turn,
-        "split_turns": collected.split_turns,
-        "inserted": collected.inserted,
+        "cut": collected.total("cut"),
+        "no_end_of_turn": collected.total("open"),
+        "split_turns": collected.total("split_turns"),
+        "inserted": collected.total("inserted"),
         "files": artifacts.list_files(temporary, [file for file in temporary.rglob("*") if file.is_file()]),
         "seconds": round(time.monotonic() - started, 2),
     }
@@ -144,36 +165,29 @@ def _write(
     return manifest
 
 
+def _sum(counts: Iterable[NDArray[np.int64]], vocab_size: int) -> NDArray[np.int64]:
+    total = np.zeros(vocab_size, dtype=np.int64)
+    for count in counts:
+        total += count
+    return total
+
+
+def _rows(rows: dict[str, dict[str, Any]], collected: Collected) -> dict[str, dict[str, Any]]:
+    """What became of every source's rows: read, taken, and of these refused and cut."""
+    refused = Counter(entry["source"] for entry in collected.refused)
+    none: Counter[str] = Counter()
+    return {
+        name: {
+            **rows[name],
+            "refused": refused[name],
+            "cut": collected.counts.get(name, none)["cut"],
+            "no_end_of_turn": collected.counts.get(name, none)["open"],
+        }
+        for name in sorted(rows)
+    }
+
+
 def coverage(counts: NDArray[np.int64], draft: vocab.DraftVocab) -> float | None:
     """Share of counted tokens that the draft vocabulary holds; None where nothing was counted."""
     total = int(counts.sum())
     return int(counts[draft.target_ids].sum()) / total if total else None
-
-
-def summary(folder: Path, manifest: dict[str, Any]) -> str:
-    """What the user reads at the end."""
-    lines = [f"data: {folder} in {manifest['seconds']} s"]
-    for name, split in manifest["splits"].items():
-        share = manifest["draft_vocab"]["coverage"][name]
-        covered = "" if share is None else f", {share:.2%} within the draft vocabulary"
-        lines.append(
-            f"  {name:<8} {split['conversations']:>7,} conversations, {split['tokens']:>11,} tokens, "
-            f"{split['assistant_tokens']:>11,} of the assistant{covered}"
-        )
-    draft = manifest["draft_vocab"]
-    lines.append(
-        f"  draft vocabulary {draft['size']:,} of {draft['target_size']:,} tokens "
-        f"({draft['seen_in_train']:,} occur in the training answers)"
-    )
-    lines.append(f"  cut at max_length: {manifest['cut']}; answers without end of turn: {manifest['no_end_of_turn']}")
-    if manifest["split_turns"]:
-        lines.append(
-            f"  made one sample per answer, since the template rewrites history: {manifest['split_turns']} "
-            f"conversations; answers that it begins with an empty thought: {manifest['inserted']}"
-        )
-    lines.append(f"  REFUSED: {len(manifest['refused'])}" if manifest["refused"] else "  refused: 0")
-    for reason, count in Counter(entry["reason"] for entry in manifest["refused"]).most_common():
-        lines.append(f"    {count} × {reason}")
-    for entry in manifest["refused"][:NAMED]:
-        lines.append(f"    {entry['id']} ({entry['where']}): {entry['reason']}")
-    return "\n".join(lines)

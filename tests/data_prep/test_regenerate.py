@@ -24,6 +24,9 @@ PROMPTS = [
 ]  # fmt: skip
 
 
+YES = {"role": "assistant", "content": "yes"}
+
+
 @pytest.fixture
 def config(tmp_path, tiny_target):
     prompts = tmp_path / "prompts.jsonl"
@@ -144,9 +147,9 @@ def test_journal_goes_on_after_a_line_that_was_being_written(tmp_path):
     path.write_text('["a", "yes", "stop", 1]\n["b", "n')
     with Journal(path) as journal:
         assert set(journal.answers) == {"a"}
-        journal.add("c", Answered("no", "length", 2))
+        journal.add("c", Answered({**YES, "content": "no"}, "length", 2))
     with Journal(path) as journal:
-        assert journal.answers == {"a": Answered("yes", "stop", 1), "c": Answered("no", "length", 2)}
+        assert journal.answers == {"a": Answered(YES, "stop", 1), "c": Answered({**YES, "content": "no"}, "length", 2)}
 
 
 def test_journal_damaged_in_the_middle_is_named(tmp_path):
@@ -167,8 +170,8 @@ def test_prompts_that_cannot_be_asked_are_named(config, tmp_path, capsys):
         file.write(json.dumps({"id": "bad", "messages": [{"role": "system", "content": "x"}]}) + "\n")
     assert len(run(config)) == 3
     assert "refused bad (prompts.jsonl:4): no user turn" in capsys.readouterr().out
-    (entry,) = module.refused_prompts(tmp_path / "run")
-    assert entry == {"id": "bad", "where": "prompts.jsonl:4", "reason": "no user turn"}
+    (entry,) = module.answered(tmp_path / "run")["refused"]
+    assert entry == {"id": "bad", "source": "prompts", "where": "prompts.jsonl:4", "reason": "no user turn"}
 
 
 def test_one_prompt_too_long_for_the_target_is_refused_alone(config, tmp_path, capsys):
@@ -177,8 +180,8 @@ def test_one_prompt_too_long_for_the_target_is_refused_alone(config, tmp_path, c
     config.data.generate.samples, config.data.generate.temperature = 2, 0.9
     assert [row["id"] for row in run(config)] == ["one", "one", "two", "two", "three", "three"]
     reason = "the prompt and 6 tokens of answer exceed the target's 512 positions"
-    assert module.refused_prompts(tmp_path / "run") == [
-        {"id": i, "where": "prompts.jsonl:4", "reason": reason} for i in ("long", "long#1")
+    assert module.answered(tmp_path / "run")["refused"] == [
+        {"id": i, "source": "prompts", "where": "prompts.jsonl:4", "reason": reason} for i in ("long", "long#1")
     ]
     assert f"refused long (prompts.jsonl:4): {reason}" in capsys.readouterr().out
     manifest = json.loads((tmp_path / "run" / module.MANIFEST).read_text())
@@ -190,14 +193,14 @@ def test_one_prompt_that_the_template_refuses_does_not_stop_the_others(config, t
     (tmp_path / "strict.jinja").write_text(strict + ChatTemplate.load(config.target).template)
     config.target.chat_template = str(tmp_path / "strict.jinja")
     assert [row["id"] for row in run(config)] == ["two", "three"]
-    (entry,) = module.refused_prompts(tmp_path / "run")
+    (entry,) = module.answered(tmp_path / "run")["refused"]
     assert entry["id"] == "one"
     assert "no greetings" in entry["reason"]
 
 
 def test_no_prompt_answered_at_all(config, tmp_path):
     config.data.generate.max_new_tokens = 600
-    with pytest.raises(UserError, match=r"no prompt that was answered \(3 × the prompt .* 512 positions\)"):
+    with pytest.raises(UserError, match=r"no prompt was answered \(3 × the prompt .* 512 positions\)"):
         run(config)
     assert not (tmp_path / "run" / OUTPUT).exists()
 
@@ -236,10 +239,10 @@ def test_a_kill_between_answers_and_manifest_is_gone_on_from(config, tmp_path, m
     monkeypatch.undo()
     left = (tmp_path / "run" / OUTPUT).read_text()
     if not damaged:
-        monkeypatch.setattr(module._Local, "answers", lambda _, jobs: iter(()) if not jobs else pytest.fail("asked"))
+        monkeypatch.setattr(module.Local, "answers", lambda _, jobs: iter(()) if not jobs else pytest.fail("asked"))
     run(config)
     assert (tmp_path / "run" / OUTPUT).read_text() == left
-    assert len(module.refused_prompts(tmp_path / "run")) == 0
+    assert len(module.answered(tmp_path / "run")["refused"]) == 0
 
 
 def test_a_kill_after_damage_was_seen_is_gone_on_from(config, tmp_path, monkeypatch):
@@ -387,7 +390,7 @@ def test_one_prompt_that_the_server_refuses_does_not_stop_the_others(config, fak
     fake.objection = "hello"
     fake.objects_by = how
     assert [row["id"] for row in run(config)] == ["two", "three"]
-    (entry,) = module.refused_prompts(tmp_path / "run")
+    (entry,) = module.answered(tmp_path / "run")["refused"]
     assert (entry["id"], entry["where"]) == ("one", "prompts.jsonl:1")
     assert (
         entry["reason"]
@@ -402,7 +405,7 @@ def test_one_prompt_that_the_server_refuses_does_not_stop_the_others(config, fak
 def test_failing_server_ends_the_run_and_keeps_the_answers(config, fake, tmp_path):
     config.data.generate.server, config.data.generate.concurrency = fake.url, 1
     with Journal(tmp_path / "j") as journal:
-        journal.add("k", Answered("yes", "stop", 1))
+        journal.add("k", Answered(YES, "stop", 1))
         assert (tmp_path / "j").read_bytes().endswith(b"\n")  # flushed before anything can fail
     fake.failures += [404]
     with pytest.raises(UserError, match="HTTP 404"):

@@ -198,8 +198,8 @@ def test_refused_cut_and_open_conversations_are_counted_and_named(config, tmp_pa
     prepare(config)
     manifest = manifest_of(tmp_path)
     assert manifest["refused"] == [
-        {"id": "c0", "where": "chats.jsonl:1", "reason": "no assistant turn"},
-        {"id": "c1", "where": "chats.jsonl:2", "reason": "unknown role 'wizard'"},
+        {"id": "c0", "source": "a", "where": "chats.jsonl:1", "reason": "no assistant turn"},
+        {"id": "c1", "source": "b", "where": "chats.jsonl:2", "reason": "unknown role 'wizard'"},
     ]
     assert (manifest["cut"], manifest["no_end_of_turn"]) == (1, 1)
     assert sum(split["conversations"] for split in manifest["splits"].values()) == 38
@@ -221,7 +221,8 @@ def test_conversations_that_the_template_rewrites_are_learnt_turn_by_turn(config
     write(tmp_path / "chats.jsonl", rows)
     prepare(config)
     manifest = manifest_of(tmp_path)
-    assert manifest["refused"] == [{"id": "c7~turn2", "where": "chats.jsonl:8", "reason": "an empty answer"}]
+    (entry,) = manifest["refused"]
+    assert entry == {"id": "c7~turn2", "source": "b", "where": "chats.jsonl:8", "reason": "an empty answer"}
     assert (manifest["split_turns"], manifest["inserted"]) == (40, 79)
     splits = load_from_disk(str(tmp_path / "run" / "data" / "dataset"))
     held = {row["id"] for row in rows if is_heldout(row["messages"], 0.2)}
