@@ -12,6 +12,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
+import reference_mla
 import torch
 
 from eagle31_train.drafter.model import Drafter
@@ -43,6 +44,39 @@ def make_shape(**changes):
     return DrafterShape(**{**fields, **changes})
 
 
+# Kimi's YaRN; the betas are not what vLLM takes by default, and the magnitude of rotated pairs is not one.
+YARN = {
+    "rope_type": "yarn",
+    "factor": 64.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 4.0,
+    "beta_slow": 0.5,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+}
+
+
+def make_mla_shape(**changes):
+    """A small drafter with MLA, every width another; `num_key_value_heads` and `head_dim` follow."""
+    fields = {
+        "architecture": "mla",
+        "num_attention_heads": 4,
+        "q_lora_rank": 9,
+        "kv_lora_rank": 7,
+        "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 5,
+        "rope_theta": 50000.0,
+        "rope_scaling": YARN,
+        **changes,
+    }
+    if yarn := fields["rope_scaling"]:  # as far as vLLM's table goes
+        reach = int(yarn.get("factor", 1) * yarn.get("original_max_position_embeddings", 128))
+        fields.setdefault("max_position_embeddings", reach)
+    width = fields["qk_nope_head_dim"] + fields["qk_rope_head_dim"]
+    return make_shape(**fields, num_key_value_heads=fields["num_attention_heads"], head_dim=width)
+
+
 def make_document(shape, length, generator, answer=None):
     """A random document; `answer` is the list of assistant positions, by default a random half."""
     mask = torch.rand(length, generator=generator) < 0.5 if answer is None else torch.zeros(length, dtype=torch.bool)
@@ -58,8 +92,19 @@ def make_document(shape, length, generator, answer=None):
     )
 
 
-def make_objective(shape, dtype=torch.float64, seed=0):
-    """A drafter with every parameter random (norm weights too) and a random teacher, in `dtype`."""
+def frequencies(shape):
+    """[width / 2] fp64: what each pair of RoPE turns by at each position."""
+    if shape.architecture == "mla":
+        return reference_mla.frequencies(shape)
+    half = shape.head_dim // 2
+    return shape.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
+
+
+def make_objective(shape, dtype=torch.float64, seed=0, exact=True):
+    """A drafter with every parameter random (norm weights too) and a random teacher, in `dtype`.
+
+    transformers keeps RoPE's frequencies in fp32; with `exact` they are better, so that fp64 can be compared as fp64.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def random(*size):
@@ -69,12 +114,10 @@ def make_objective(shape, dtype=torch.float64, seed=0):
     for parameter in drafter.parameters():
         scale = 0.3 if parameter.dim() > 1 else 0.2
         parameter.data = (random(*parameter.shape) * scale + (parameter.dim() == 1)).to(dtype)
-    # transformers keeps the frequencies in fp32; here they are exact, so that fp64 can be compared as fp64.
-    rope = drafter.midlayer.self_attn.rope
-    half = shape.head_dim // 2
-    exact = shape.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
-    torch.testing.assert_close(rope.inv_freq, exact.to(rope.inv_freq.dtype), rtol=1e-6, atol=0)
-    rope.exact = rope.inv_freq = exact.to(torch.promote_types(dtype, torch.float32))
+    if exact:
+        rope, wanted = drafter.midlayer.self_attn.rope, frequencies(shape)
+        torch.testing.assert_close(rope.inv_freq, wanted.to(rope.inv_freq.dtype), rtol=1e-6, atol=0)
+        rope.exact = rope.inv_freq = wanted.to(torch.promote_types(dtype, torch.float32))
     ids = torch.randperm(shape.vocab_size, generator=generator)[: shape.draft_vocab_size].sort().values
     teacher = Teacher(
         (random(shape.target_hidden_size) * 0.2 + 1).to(dtype),

@@ -90,13 +90,18 @@ class ReferenceDrafter:
             g = z if s.norm_output else h
         return outputs, states
 
-    def loss(self, documents, steps, gamma, kept_ids, teacher, oov="mask", cost=kl):
-        """The unrolled loss over documents, pair by pair; teacher(y) → logits over the draft vocabulary."""
+    def loss(self, documents, steps, gamma, kept_ids, teacher, oov="mask", cost=kl, taken=None):
+        """The unrolled loss over documents, pair by pair; teacher(y) → logits over the draft vocabulary.
+
+        taken: for each document, [T] bool, which positions may be slots.
+        """
         sums, counts, hits, eligible = ([0] * steps for _ in range(4))
         kept = set(kept_ids)
-        for d in documents:
+        for i, d in enumerate(documents):
             T = len(d.tokens)
             for t in range(T):
+                if taken is not None and not taken[i][t]:
+                    continue
                 pairs = [k for k in range(steps) if t + 2 + k < T and d.loss_mask[t + 2 + k]]
                 if not pairs:
                     continue

@@ -62,9 +62,9 @@ def rotation_factor(shape):
 
 
 def softmax_scale(shape):
-    """One over the root of the key's width, times YaRN's mscale². An attention_factor of one switches that off."""
+    """One over the root of the key's width, times YaRN's mscale²."""
     scale = (shape.qk_nope_head_dim + shape.qk_rope_head_dim) ** -0.5
-    if not is_yarn(shape) or of(shape, "attention_factor", None) == 1.0:
+    if not is_yarn(shape):
         return scale
     return scale * magnitude(shape.rope_scaling["factor"], of(shape, "mscale_all_dim", MSCALE_ALL_DIM)) ** 2
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 from conftest import kept_mask, make_document, make_objective, make_shape
-from reference import ReferenceDrafter, dense_scores
+from reference import dense_scores
+from reference_mla import reference_for
 
 from eagle31_train import loss as loss_module
 from eagle31_train.drafter import batch, model
@@ -25,7 +26,8 @@ def trained_loss(objective, documents, unroll=K, oov="mask"):
 
 def reference_of(objective):
     weights = {name: p.detach().clone().requires_grad_() for name, p in objective.drafter.named_parameters()}
-    return ReferenceDrafter(objective.drafter.shape, weights, objective.drafter.shared_embedding)
+    shape = objective.drafter.shape
+    return reference_for(shape)(shape, weights, objective.drafter.shared_embedding)
 
 
 def gradients(objective, documents, **options):
