@@ -40,6 +40,10 @@ class Part:
         for row in read(self.sources, self.format):
             yield replace(row, id=f"{self.name}/{row.id}", source=self.name) if self.name is not None else row
 
+    def only(self, kept: set[str]) -> Iterator[Row]:
+        """The rows of these ids, in order."""
+        return (row for row in self.read() if row.id in kept)
+
 
 @dataclass
 class Corpus:
@@ -131,8 +135,7 @@ class Corpus:
             chosen[name] = {identity for _, identity in sorted(found)[: taken[name]]}
         del ranked
         streams = [
-            placed((row for row in part.read() if row.id in kept), len(kept), name)
-            for part, (name, kept) in zip(self.parts, chosen.items(), strict=True)
+            placed(part.only(chosen[str(part.name)]), taken[str(part.name)], str(part.name)) for part in self.parts
         ]
         for *_, row in heapq.merge(*streams, key=lambda entry: entry[:2]):
             yield row
