@@ -1,6 +1,6 @@
-"""What a checkpoint must be so that vLLM serves it: names, shapes and config.json, once.
+"""What the tensors of a checkpoint must be so that vLLM serves it: names and shapes, once. config.json: `draft_config`.
 
-vLLM checks no completeness. A checkpoint without `lm_head.weight`, `d2t` or `fc_norm.*` loads in
+vLLM checks no completeness. A checkpoint without `lm_head.weight`, `d2t` or any norm loads in
 silence and is never accepted, so everything that vLLM 0.32 reads is written down here and
 `check` compares a checkpoint with all of it.
 
@@ -8,29 +8,23 @@ Letters: A auxiliary layers, D and H hidden sizes of drafter and target, I MLP w
 target and draft vocabulary.
 """
 
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
 from eagle31_train import vocab
-from eagle31_train.schema import DrafterShape, UserError, require_available
+from eagle31_train.drafter.rope import check_rope, mla_factors
+from eagle31_train.schema import DrafterShape, UserError, check_architecture
 
-ARCHITECTURE = "LlamaForCausalLMEagle3"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-# Names under which vLLM's registry finds the same Llama-style drafter. Before the name of any other kind of model it
-# puts Eagle3 first: LlamaForCausalLM, which drafters of EAGLE 1 and 2 carry too, is one of them.
-_LLAMA_STYLE = (
-    ARCHITECTURE,
-    "Eagle3LlamaForCausalLM",
-    "Eagle3MiniMaxM2ForCausalLM",
-    "Eagle3Qwen2_5vlForCausalLM",
-    "Eagle3Qwen3vlForCausalLM",
-)
 # Weights that vLLM also takes joined, row after row.
 _JOINED = {
     "midlayer.self_attn.qkv_proj.weight": [f"midlayer.self_attn.{part}_proj.weight" for part in "qkv"],
+    "midlayer.self_attn.fused_qkv_a_proj.weight": [
+        f"midlayer.self_attn.{part}.weight" for part in ("q_a_proj", "kv_a_proj_with_mqa")
+    ],
     "midlayer.mlp.gate_up_proj.weight": [f"midlayer.mlp.{part}_proj.weight" for part in ("gate", "up")],
 }
 # Tables of RoPE that old trainers saved, and vLLM passes over.
@@ -39,17 +33,13 @@ _TABLES = ("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq", "rotary_emb.cos_cac
 TensorOrShape = torch.Tensor | tuple[int, ...]
 
 
-# ---------------------------------------------------------------- tensors
-
-
-def expected_tensors(shape: DrafterShape) -> dict[str, tuple[int, ...]]:
-    """Every weight of a checkpoint, by its name in the file, with its shape."""
-    require_available(shape.architecture)
-    return weight_shapes(shape)
-
-
 def weight_shapes(shape: DrafterShape) -> dict[str, tuple[int, ...]]:
-    """`expected_tensors`, also of drafters that can be planned but not yet trained: those with MLA."""
+    """Every weight of a checkpoint, by its name in the file, with its shape.
+
+    Raises:
+        UserError: attention of an unknown kind, or one that lacks a width.
+    """
+    check_architecture(shape.architecture)
     D, H, A = shape.hidden_size, shape.target_hidden_size, len(shape.aux_layers)
     I = shape.intermediate_size  # noqa: E741
     attention = _mla_shapes(shape) if shape.architecture == "mla" else _llama_shapes(shape)
@@ -132,13 +122,14 @@ def is_table(name: str) -> bool:
 
 
 def separate(tensors: Mapping[str, torch.Tensor], shape: DrafterShape) -> dict[str, torch.Tensor]:
-    """A draft's tensors, canonical names, with `qkv_proj` and `gate_up_proj` taken apart into views of their parts."""
-    rows = {name: size[0] for name, size in expected_tensors(shape).items()}
+    """A draft's tensors, canonical names, with what vLLM also takes joined taken apart into views of its parts."""
+    rows = {name: size[0] for name, size in weight_shapes(shape).items()}
     apart: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
-        sizes = [rows[part] for part in _JOINED.get(name, ())]
-        if sizes and sum(sizes) == len(tensor):
-            apart |= dict(zip(_JOINED[name], tensor.split(sizes), strict=True))
+        parts = _JOINED.get(name, [])
+        sizes = [rows.get(part, 0) for part in parts]
+        if sizes and all(sizes) and sum(sizes) == len(tensor):
+            apart |= dict(zip(parts, tensor.split(sizes), strict=True))
         else:  # one of another size stays what it is, and `check` names it
             apart[name] = tensor
     return apart
@@ -151,12 +142,12 @@ def check(tensors: Mapping[str, TensorOrShape], shape: DrafterShape) -> list[str
         tensors: name in the file → tensor, or only its shape (then values and types are not checked).
         shape: what the checkpoint is to be.
     """
-    expected = expected_tensors(shape) | map_tensors(shape)
+    expected = weight_shapes(shape) | map_tensors(shape)
     problems = check_shape(shape)
     if prefixed := sorted(name for name in tensors if name.startswith("model.")):
         problems.append(f"{prefixed[0]} has the prefix 'model.', which vLLM adds itself and then does not find")
     for name in sorted(expected.keys() - tensors.keys()):
-        problems.append(f"{name} is missing{_WHY_MISSING.get(name.split('.')[0], '')}")
+        problems.append(f"{name} is missing{_why_missing(name)}")
     for name in sorted(tensors.keys() - expected.keys() - set(prefixed)):
         problems.append(f"{name} is superfluous{_why_superfluous(name)}")
     for name in sorted(expected.keys() & tensors.keys()):
@@ -164,11 +155,15 @@ def check(tensors: Mapping[str, TensorOrShape], shape: DrafterShape) -> list[str
     return problems + _check_maps(tensors, expected)
 
 
-_WHY_MISSING = {
-    "lm_head": ": vLLM would silently use the target's, and accept nothing",
-    "fc_norm": " though fc_norm is on: vLLM would silently leave it at one",
-    "d2t": " though the vocabulary is pruned: vLLM would silently propose the wrong tokens",
-}
+def _why_missing(name: str) -> str:
+    if name == "lm_head.weight":
+        return ": vLLM would silently use the target's, and accept nothing"
+    if name == "d2t":
+        return " though the vocabulary is pruned: vLLM would silently propose the wrong tokens"
+    if "norm" in name:
+        on = " though fc_norm is on" if name.startswith("fc_norm.") else ""
+        return f"{on}: vLLM would silently leave it at one"
+    return "" if name in ("t2d", "embed_tokens.weight") else ": vLLM would silently leave it as its memory was"
 
 
 def _why_superfluous(name: str) -> str:
@@ -191,12 +186,48 @@ def check_shape(shape: DrafterShape) -> list[str]:
             f"share_embedding is on, but vLLM shares no embedding of width {shape.target_hidden_size} "
             f"with a drafter of width {shape.hidden_size}"
         )
+    return problems + (_mla_problems(shape) if shape.architecture == "mla" else _llama_problems(shape))
+
+
+def _llama_problems(shape: DrafterShape) -> list[str]:
     if shape.hidden_size % shape.num_attention_heads:
-        problems.append(
+        return [
             f"hidden_size {shape.hidden_size} is no multiple of {shape.num_attention_heads} heads: "
             "transformers refuses the config.json"
+        ]
+    return []
+
+
+def _mla_problems(shape: DrafterShape) -> list[str]:
+    """MLA's heads need not divide hidden_size; what config.json cannot say of them, they must have."""
+    problems = []
+    if shape.num_key_value_heads != shape.num_attention_heads:
+        problems.append(
+            f"num_key_value_heads {shape.num_key_value_heads} is not num_attention_heads {shape.num_attention_heads}: "
+            "MLA gives each head its own key"
         )
+    width = (shape.qk_nope_head_dim or 0) + (shape.qk_rope_head_dim or 0)
+    if shape.head_dim != width:
+        problems.append(f"head_dim {shape.head_dim} is not the {width} of qk_nope_head_dim and qk_rope_head_dim")
+    try:
+        check_rope(shape)
+        problems += _yarn_problems(shape)
+    except UserError as error:
+        problems.append(str(error))
     return problems
+
+
+def _yarn_problems(shape: DrafterShape) -> list[str]:
+    """mscale without mscale_all_dim: transformers then leaves both alone, vLLM goes by the one that is given."""
+    yarn = shape.rope_scaling or {}
+    given = yarn.get("mscale", 1.0), yarn.get("mscale_all_dim", 0.0)
+    plain = replace(shape, rope_scaling={**yarn, "mscale": 1.0, "mscale_all_dim": 0.0})
+    if yarn and not all(given) and mla_factors(shape)[0] != mla_factors(plain)[0]:
+        return [
+            f"drafter.rope_scaling has mscale {given[0]} and mscale_all_dim {given[1]}, which vLLM and transformers "
+            "read differently: give both above 0, or leave both out"
+        ]
+    return []
 
 
 def _check_tensor(name: str, value: TensorOrShape, expected: tuple[int, ...]) -> list[str]:
@@ -228,173 +259,3 @@ def _check_maps(tensors: Mapping[str, TensorOrShape], expected: Mapping[str, tup
     except UserError as error:
         return [str(error)]
     return []
-
-
-# ---------------------------------------------------------------- config.json
-
-
-def config_json(shape: DrafterShape, dtype: str, target_name: str) -> dict[str, Any]:
-    """The checkpoint's config.json.
-
-    Args:
-        shape: the drafter.
-        dtype: precision of the weights in the file; vLLM itself takes the target's.
-        target_name: for people and other tools; vLLM does not read it.
-    """
-    require_available(shape.architecture)
-    scaling = _scaling(shape.rope_scaling)
-    return {
-        "architectures": [ARCHITECTURE],
-        "model_type": "llama",
-        "target_model_name": target_name,
-        "torch_dtype": dtype,  # transformers 4 and 5 both read this spelling
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": 1,
-        "num_attention_heads": shape.num_attention_heads,
-        "num_key_value_heads": shape.num_key_value_heads,
-        "head_dim": shape.head_dim,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "rms_norm_eps": shape.rms_norm_eps,
-        "max_position_embeddings": shape.max_position_embeddings,
-        # transformers 5 reads rope_parameters; readers older than that, rope_theta and rope_scaling.
-        "rope_theta": shape.rope_theta,
-        "rope_scaling": scaling,
-        "rope_parameters": {**(scaling or {"rope_type": "default"}), "rope_theta": shape.rope_theta},
-        "tie_word_embeddings": False,
-        "vocab_size": shape.vocab_size,
-        "draft_vocab_size": shape.draft_vocab_size,
-        "target_hidden_size": shape.target_hidden_size,
-        "num_aux_hidden_states": len(shape.aux_layers),
-        # At the top level: the one place that both of vLLM's model runners read.
-        "eagle_aux_hidden_state_layer_ids": sorted(shape.aux_layers),
-        "fc_norm": shape.fc_norm,
-        "norm_output": shape.norm_output,
-        "norm_before_residual": shape.norm_before_residual,
-    }
-
-
-def shape_from_config(
-    config: Mapping[str, Any], tensor_names: Collection[str] = (), target_layers: int | None = None
-) -> DrafterShape:
-    """Read a checkpoint's config.json as vLLM does: its spellings, and its defaults for what is missing.
-
-    Args:
-        config: of this project, of other EAGLE 3 trainers, or in the format of `speculators`.
-        tensor_names: the checkpoint's tensors, canonical; they alone say whether it has an embedding.
-        target_layers: layers of the target, for a config that leaves the auxiliary layers to vLLM.
-
-    Raises:
-        UserError: a config that is no single-layer Llama-style EAGLE 3 drafter, or says too little.
-    """
-    layer, flags, residual_default = _flatten(config)
-    _refuse_other_kinds(layer, flags)
-    try:
-        D, heads = int(layer["hidden_size"]), int(layer["num_attention_heads"])
-        V, I = int(layer["vocab_size"]), int(layer["intermediate_size"])  # noqa: E741
-    except KeyError as error:
-        raise UserError(f"config.json does not say {error}: it is not the config of a drafter") from None
-    except (TypeError, ValueError) as error:
-        raise UserError(f"config.json gives a size that is no number ({error})") from None
-    aux_layers = _aux_layers(flags, target_layers)
-    count = flags.get("num_aux_hidden_states")
-    if count is not None and count != len(aux_layers):
-        raise UserError(f"config.json has num_aux_hidden_states {count}, but the layer ids {aux_layers}")
-    theta, scaling = _rope(layer)
-    return DrafterShape(
-        architecture="llama",
-        hidden_size=D,
-        target_hidden_size=flags.get("target_hidden_size") or D,
-        aux_layers=aux_layers,
-        vocab_size=V,
-        draft_vocab_size=flags.get("draft_vocab_size") or V,
-        intermediate_size=I,
-        num_attention_heads=heads,
-        num_key_value_heads=layer.get("num_key_value_heads") or heads,
-        head_dim=layer.get("head_dim") or D // heads,
-        rms_norm_eps=layer.get("rms_norm_eps", 1e-6),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        max_position_embeddings=layer.get("max_position_embeddings", 2048),
-        fc_norm=bool(flags.get("fc_norm", False)),
-        norm_output=bool(flags.get("norm_output", False)),
-        norm_before_residual=bool(flags.get("norm_before_residual", residual_default)),
-        share_embedding="embed_tokens.weight" not in tensor_names,
-    )
-
-
-def leaves_layers_open(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json names no auxiliary layers, so that vLLM takes its default of the target's layers."""
-    return not _layer_ids(_flatten(config)[1])
-
-
-def _flatten(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any], bool]:
-    """Where the Llama fields are, where the EAGLE fields are, and the default of norm_before_residual."""
-    if "speculators_model_type" not in config:
-        return config, config, False
-    if config["speculators_model_type"] != "eagle3":
-        raise UserError(f"a speculators checkpoint of kind {config['speculators_model_type']!r} is no EAGLE 3 drafter")
-    layer = config.get("transformer_layer_config") or {}
-    return {"architectures": [ARCHITECTURE], "num_hidden_layers": 1, **layer}, config, True
-
-
-def _refuse_other_kinds(layer: Mapping[str, Any], flags: Mapping[str, Any]) -> None:
-    kind = (layer.get("architectures") or [""])[0]
-    if "Deepseek" in kind:
-        require_available("mla")
-    registered = kind if kind.startswith("Eagle3") or kind.endswith("Eagle3") else f"Eagle3{kind}"
-    if registered not in _LLAMA_STYLE and "speculators_model_type" not in flags:
-        raise UserError(f"config.json is of {kind or 'no architecture'}: {ARCHITECTURE} is needed")
-    eagle = flags.get("eagle_config") or {}
-    rope = layer.get("rope_scaling") or layer.get("rope_parameters") or {}
-    unsupported = {
-        "model_type": layer.get("model_type", "llama") != "llama",
-        "num_hidden_layers": layer.get("num_hidden_layers", 1) != 1,
-        "hidden_act": layer.get("hidden_act", "silu") != "silu",
-        "attention_bias": bool(layer.get("attention_bias")),
-        "mlp_bias": bool(layer.get("mlp_bias")),
-        "norm_before_fc": bool(eagle.get("norm_before_fc", flags.get("norm_before_fc"))),
-        "use_aux_hidden_state": not eagle.get("use_aux_hidden_state", True),
-        "logit_scale": layer.get("logit_scale", 1.0) != 1.0,
-        "partial_rotary_factor": rope.get("partial_rotary_factor", layer.get("partial_rotary_factor")) not in (None, 1),
-        "layer_types": "sliding_attention" in (layer.get("layer_types") or []),
-        "quantization_config": bool(layer.get("quantization_config") or flags.get("quantization_config")),
-    }
-    if wrong := [name for name, refused in unsupported.items() if refused]:
-        raise UserError(
-            f"config.json sets {', '.join(wrong)}: only one Llama layer of full attention on auxiliary states, "
-            "unquantized, without biases or norm_before_fc, is supported"
-        )
-
-
-def _aux_layers(flags: Mapping[str, Any], target_layers: int | None) -> list[int]:
-    """The layer ids in vLLM's places, in its order of preference, or its default."""
-    ids = _layer_ids(flags)
-    if not ids and target_layers is None:
-        raise UserError(f"config.json has no {LAYER_IDS}: say how many layers the target has")
-    if not ids:
-        assert target_layers is not None
-        ids = [2, target_layers // 2, target_layers - 3]
-    return sorted({int(i) for i in ids})
-
-
-def _layer_ids(flags: Mapping[str, Any]) -> list[Any]:
-    """The ids that a config.json names, if any."""
-    eagle = flags.get("eagle_config") or {}
-    return flags.get(LAYER_IDS) or eagle.get(LAYER_IDS) or eagle.get("layer_ids") or []
-
-
-def _rope(layer: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """rope_theta and the scaling; as in transformers, rope_scaling wins over rope_parameters."""
-    parameters = dict(layer.get("rope_scaling") or layer.get("rope_parameters") or {})
-    theta = parameters.get("rope_theta", layer.get("rope_theta", 10000.0))
-    return float(theta), _scaling(parameters)
-
-
-def _scaling(parameters: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """A RoPE scaling in one spelling: `rope_type`, no `type`, no base; None for plain RoPE."""
-    scaling = {key: value for key, value in (parameters or {}).items() if key not in ("rope_theta", "type")}
-    scaling.setdefault("rope_type", (parameters or {}).get("type", "default"))
-    return None if scaling["rope_type"] == "default" else scaling

@@ -19,8 +19,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from eagle31_train import artifacts, card, cli, contract, hub, vocab
-from eagle31_train.schema import Config, DrafterShape, UserError, as_plain, require_available
+from eagle31_train import artifacts, card, cli, contract, draft_config, hub, vocab
+from eagle31_train.schema import Config, DrafterShape, UserError, as_plain, check_architecture
 from eagle31_train.store import read_manifest
 
 TRAIN = "accelerate launch train.py"
@@ -48,7 +48,7 @@ def export(config: Config) -> None:
             contract; the message names the key. Then nothing is written.
     """
     started = time.monotonic()
-    require_available(config.drafter.architecture)
+    check_architecture(config.drafter.architecture)
     if config.push and not config.repo:
         raise UserError("push=true needs the hub repository: add repo=owner/name")
     if config.target.dtype not in contract.DTYPES:
@@ -114,7 +114,7 @@ def _read_shape(path: Path) -> DrafterShape:
         shape = DrafterShape(**values)
     except TypeError as error:
         raise UserError(f"{path} is not a drafter's shape ({error}): run `{TRAIN}` again") from None
-    require_available(shape.architecture)
+    check_architecture(shape.architecture)
     return shape
 
 
@@ -230,7 +230,7 @@ def _write(config: Config, trained: Trained, final: Path) -> None:
         tensors["d2t"] = torch.from_numpy(trained.vocab.d2t)
         tensors["t2d"] = torch.from_numpy(trained.vocab.t2d)
     refuse(trained.weights, contract.check(tensors, trained.shape))
-    settings = contract.config_json(trained.shape, config.target.dtype, config.target.name)
+    settings = draft_config.config_json(trained.shape, config.target.dtype, config.target.name)
     facts = card.Facts(config, trained.shape, trained.train, trained.data, trained.evaluate)
 
     temporary = final.with_name(".export.tmp")
@@ -280,8 +280,8 @@ def verify(folder: Path, shape: DrafterShape, tensors: dict[str, torch.Tensor]) 
         if found[name].dtype != tensor.dtype or not torch.equal(found[name], tensor):
             raise UserError(f"{folder}: {name} did not read back as it was written: check the disk and export again")
     settings = artifacts.read_json(folder / "config.json", "python -m eagle31_train.export")
-    scaling = settings["rope_scaling"]
-    if contract.shape_from_config(settings, found) != dataclasses.replace(shape, rope_scaling=scaling):
+    meant = dataclasses.replace(shape, rope_scaling=draft_config.rope_scaling(shape))  # in config.json's words
+    if draft_config.shape_from_config(settings, found) != meant:
         raise UserError(f"{folder / 'config.json'} does not read back as the drafter's shape: check drafter.*")
 
 

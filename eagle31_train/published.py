@@ -1,7 +1,7 @@
 """Published drafters: EAGLE 3 and 3.1 in the layout that vLLM serves, in any of the spellings that it takes.
 
 A folder, or a repository of the Hugging Face Hub, with a config.json and safetensors. What names and fields may be
-called stands in `contract.py`. Nothing is ever unpickled.
+called stands in `contract.py` and `draft_config.py`. Nothing is ever unpickled.
 """
 
 import json
@@ -17,7 +17,7 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, Revi
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from eagle31_train import contract
+from eagle31_train import contract, draft_config
 from eagle31_train.schema import DrafterShape, UserError
 from eagle31_train.vocab import DraftVocab
 
@@ -91,8 +91,8 @@ def read(folder: Path, where: str, target_layers: Callable[[], int]) -> Draft:
         config = _read_config(folder / CONFIG)
         tensors = _canonical(_read_tensors(folder))
         _refuse_older(tensors)
-        depth = target_layers() if contract.leaves_layers_open(config) else None
-        shape = contract.shape_from_config(config, tensors, depth)
+        depth = target_layers() if draft_config.leaves_layers_open(config) else None
+        shape = draft_config.shape_from_config(config, tensors, depth)
         tensors = contract.separate(tensors, shape)
         vocab, order = _vocabulary(tensors.pop("d2t", None), tensors.pop("t2d", None), shape)
     except UserError as error:

@@ -8,7 +8,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from eagle31_train import artifacts, contract, export, vocab
+from eagle31_train import artifacts, draft_config, export, vocab
 from eagle31_train.schema import UserError
 from eagle31_train.store.sealed import seal
 
@@ -17,7 +17,7 @@ def test_the_checkpoint_is_the_trained_drafter(run, tiny, tiny_tensors, capsys):
     trained = load_file(run.checkpoint / "model.safetensors")
     export.export(run.config())
     config, tensors, _ = run.exported()
-    assert config == contract.config_json(tiny, "bfloat16", "someone/a-target")
+    assert config == draft_config.config_json(tiny, "bfloat16", "someone/a-target")
     assert tensors.keys() == tiny_tensors.keys() | {"d2t", "t2d"}
     for name, tensor in trained.items():
         assert tensors[name].dtype == torch.bfloat16

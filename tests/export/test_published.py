@@ -247,7 +247,11 @@ def eagle1(tensors):
 
 FAULTS = {
     "EAGLE 1": (same, eagle1, "a drafter of EAGLE 1 or 2"),
-    "an MLA draft": (lambda c: {**c, "architectures": ["Eagle3DeepseekV2ForCausalLM"]}, same, "not available yet"),
+    "a Llama by the name of MLA": (
+        lambda c: {**c, "architectures": ["Eagle3DeepseekV2ForCausalLM"]},
+        same,
+        "model_type llama",
+    ),
     "norm_before_fc": (lambda c: {**c, "norm_before_fc": True}, same, "norm_before_fc"),
     "a parallel draft": (
         lambda c: {**parts(c), "speculators_model_type": "peagle"},
