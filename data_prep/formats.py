@@ -22,6 +22,9 @@ KIMI, HERMES, PYTHON, CHANNEL = "<|tool_calls_section_begin|>", "<tool_call>", "
 # Markup that a server leaves out of its text where these are special tokens of the target.
 MARKUP = (OPEN, CLOSE, KIMI, HERMES, PYTHON, CHANNEL)
 
+# A thought in front of an answer, whose beginning the prompt may have held.
+THOUGHT = re.compile(rf"\s*(?:{OPEN})?(.*?){CLOSE}\s*", re.DOTALL)
+
 Call = tuple[str, dict[str, Any]]  # name and arguments
 
 
@@ -45,6 +48,14 @@ class Turn:
         if self.content != other.content:
             return "answer"
         return None if _spelt(self.calls) == _spelt(other.calls) else "tool calls"
+
+
+def apart(message: Message) -> Message:
+    """A message with the thought in front of its answer in a field of its own, as servers hand it on."""
+    found = THOUGHT.match(message["content"]) if message["role"] == "assistant" else None
+    if found is None or message.get("reasoning_content"):
+        return message
+    return {**message, "content": message["content"][found.end() :], "reasoning_content": found[1].strip()}
 
 
 def meant(message: Message) -> Turn:

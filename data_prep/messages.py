@@ -105,7 +105,7 @@ def _message(role: Any, content: Any, extra: dict[str, Any]) -> Message:
         if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
             raise UnusableError("content is not only text")
         content = "".join(part["text"] for part in content)
-    calls = _calls(extra.get("tool_calls")) if ROLES[role] == "assistant" else None
+    calls = tool_calls(extra.get("tool_calls")) if ROLES[role] == "assistant" else None
     if content is None and calls:
         content = ""  # a turn may be nothing but calls
     if not isinstance(content, str):
@@ -121,8 +121,12 @@ def _message(role: Any, content: Any, extra: dict[str, Any]) -> Message:
     return message
 
 
-def _calls(value: Any) -> list[dict[str, Any]]:
-    """Tool calls as OpenAI's API gives them; arguments stay the text, or the object, that they are."""
+def tool_calls(value: Any) -> list[dict[str, Any]]:
+    """Tool calls as OpenAI's API gives them; arguments stay the text, or the object, that they are.
+
+    Raises:
+        UnusableError: they are in another form, or their arguments no JSON object.
+    """
     if value is None:
         return []
     if not isinstance(value, list):

@@ -1,4 +1,11 @@
-"""Answers from an OpenAI-compatible server, over plain HTTP."""
+"""Answers from an OpenAI-compatible server, over plain HTTP.
+
+A server may take an answer apart (vLLM with a reasoning parser and a tool parser): its parts go into the message,
+and are put together again when it is made into tokens (turns.py). One that hands on plain text leaves special
+tokens out by default. Where a target's own markup is made of such tokens, a thought would run into the answer and
+nobody could tell, so they are asked for then (`skip_special_tokens: false`, which vLLM and SGLang know); for other
+targets nothing is asked for that is not in OpenAI's API.
+"""
 
 import http.client
 import json
@@ -10,7 +17,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from data_prep.messages import Message
+from data_prep.formats import apart
+from data_prep.messages import Message, Tool, UnusableError, tool_calls
+from data_prep.template import ChatTemplate
 from eagle31_train.schema import UserError
 
 RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
@@ -23,11 +32,17 @@ class NotAnsweredError(Exception):
 
 @dataclass(frozen=True)
 class Reply:
-    """One answer: text, "stop" or "length", and its tokens as the server counts them (0 if it does not)."""
+    """One answer: the message (content, and perhaps reasoning_content and tool_calls), "stop", "tool_calls" or
+    "length", and its tokens as the server counts them (0 if it does not)."""
 
-    text: str
+    message: Message
     finish_reason: str
     tokens: int
+
+    @property
+    def text(self) -> str:
+        """The words of the answer alone."""
+        return str(self.message["content"])
 
 
 class Server:
@@ -40,15 +55,35 @@ class Server:
         timeout: float = 600.0,
         attempts: int = 5,
         wait: Callable[[float], None] = time.sleep,
+        template: ChatTemplate | None = None,
     ) -> None:
-        """`url` ends with /v1; a key, where one is needed, is taken from OPENAI_API_KEY."""
+        """`url` ends with /v1; a key, where one is needed, is taken from OPENAI_API_KEY.
+
+        `template` is the target's, for its arguments and for what it does with thoughts; without it an answer
+        whose thought was taken out is an error.
+        """
         self.url = url.rstrip("/") + "/chat/completions"
         self.model = model
         self.timeout = timeout
         self.attempts = attempts
         self.wait = wait
+        self.template = template
+        self.options: dict[str, Any] = {}
+        if template is not None and template.template_args:
+            self.options["chat_template_kwargs"] = template.template_args
+        if template is not None and template.hides_markup:
+            self.options["skip_special_tokens"] = False
+        self.keeps_thoughts = template is not None and template.reads_thoughts
 
-    def answer(self, messages: list[Message], temperature: float, top_p: float, max_tokens: int, seed: int) -> Reply:
+    def answer(
+        self,
+        messages: list[Message],
+        temperature: float,
+        top_p: float,
+        max_tokens: int,
+        seed: int,
+        tools: list[Tool] | None = None,
+    ) -> Reply:
         """Ask for one answer, with retries and back-off where the server is busy or away.
 
         Raises:
@@ -58,18 +93,20 @@ class Server:
         """
         body = {
             "model": self.model,
-            "messages": [{"role": m["role"], "content": m["content"]} for m in messages],
+            "messages": [_sent(apart(m) if self.keeps_thoughts else m) for m in messages],
             "temperature": temperature,
             "top_p": top_p if temperature > 0 else 1.0,
             "max_tokens": max_tokens,
             "seed": seed,
+            **({"tools": tools} if tools else {}),
+            **self.options,
         }
         problem = ""
         for attempt in range(self.attempts):
             if attempt:
                 self.wait(min(30.0, 2.0 ** (attempt - 1)))
             try:
-                return _reply(self._post(body), self.url)
+                return self._reply(self._post(body))
             except urllib.error.HTTPError as error:
                 detail = " ".join(error.read().decode(errors="replace").split())[:200]
                 problem = f"HTTP {error.code} {detail}"
@@ -90,21 +127,52 @@ class Server:
             content: bytes = response.read()
         return content
 
+    def _reply(self, content: bytes) -> Reply:
+        try:
+            value = json.loads(content)
+            choice = value["choices"][0]
+            said, reason = choice["message"], choice["finish_reason"]
+            text, thought, calls = said.get("content"), _thought(said), said.get("tool_calls")
+            tokens = int((value.get("usage") or {}).get("completion_tokens") or 0)
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+            raise UserError(f"{self.url} answered no chat completion: is the server OpenAI-compatible?") from None
+        if thought and not self.keeps_thoughts:
+            # Half of what the target wrote, in a field that its prompt format does not keep in its place.
+            raise UserError(f"{self.url} takes the thinking out of its answers: start it without a reasoning parser")
+        if reason not in ("stop", "length", "tool_calls"):
+            raise NotAnsweredError(f"the server ended the answer with {reason!r}, not with stop or length")
+        if reason == "tool_calls" and not calls:
+            raise NotAnsweredError("the server ended the answer with 'tool_calls', and gives none")
+        if not isinstance(text, str) and not thought and not calls:
+            raise NotAnsweredError("the server gave an answer without text")
+        message: Message = {"role": "assistant", "content": text or ""}
+        if thought:
+            message["reasoning_content"] = thought
+        if calls:
+            try:
+                message["tool_calls"] = tool_calls(calls)
+            except UnusableError as error:
+                raise NotAnsweredError(f"the target's answer cannot be used: {error}") from None
+        return Reply(message, reason, tokens)
 
-def _reply(content: bytes, url: str) -> Reply:
-    try:
-        value = json.loads(content)
-        choice = value["choices"][0]
-        message, reason = choice["message"], choice["finish_reason"]
-        text, thought = message["content"], message.get("reasoning_content") or message.get("reasoning")
-        tokens = int((value.get("usage") or {}).get("completion_tokens") or 0)
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
-        raise UserError(f"{url} answered no chat completion: is the server OpenAI-compatible?") from None
-    if thought:
-        # Half of what the target wrote, in a field that no prompt format keeps in its place.
-        raise UserError(f"{url} takes the thinking out of its answers: start it without a reasoning parser")
-    if reason not in ("stop", "length"):
-        raise NotAnsweredError(f"the server ended the answer with {reason!r}, not with stop or length")
-    if not isinstance(text, str):
-        raise NotAnsweredError("the server gave an answer without text")
-    return Reply(text, reason, tokens)
+
+def _thought(said: dict[str, Any]) -> str | None:
+    return said.get("reasoning_content") or said.get("reasoning")
+
+
+def _sent(message: Message) -> Message:
+    """A message as the API takes it: arguments as JSON text, a thought under both names in use."""
+    sent = {"role": message["role"], "content": message["content"]}
+    for key in ("name", "tool_call_id"):
+        if message.get(key):
+            sent[key] = message[key]
+    if message.get("reasoning_content"):
+        sent["reasoning_content"] = sent["reasoning"] = message["reasoning_content"]
+    if message.get("tool_calls"):
+        sent["tool_calls"] = [{**call, "function": _as_text(call["function"])} for call in message["tool_calls"]]
+    return sent
+
+
+def _as_text(function: dict[str, Any]) -> dict[str, Any]:
+    given = function["arguments"]
+    return {**function, "arguments": given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)}

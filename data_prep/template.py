@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from data_prep.formats import MARKUP
+from data_prep.formats import MARKUP, apart
 from data_prep.messages import Message, Tool, UnusableError, arguments
 from data_prep.tokens import RefusedError as RefusedError
 from data_prep.tokens import RewrittenError as RewrittenError
@@ -128,7 +128,11 @@ class ChatTemplate:
 
     def prompt_ids(self, messages: list[Message], tools: list[Tool] | None = None) -> list[int]:
         """Token ids up to and with the generation prompt."""
-        return self.encode(self.render(messages, add_generation_prompt=True, tools=tools))
+        return self.encode(self.render(self.history(messages), add_generation_prompt=True, tools=tools))
+
+    def history(self, messages: list[Message]) -> list[Message]:
+        """Earlier turns as a prompt has them: thoughts where the template looks for them, to keep or to drop."""
+        return [apart(message) for message in messages] if self.reads_thoughts else messages
 
     def encode(self, text: str) -> list[int]:
         """Token ids of rendered text; the template has written the special tokens already."""

@@ -19,13 +19,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from data_prep import formats
-from data_prep.formats import CLOSE, OPEN
+from data_prep.formats import CLOSE, OPEN, apart
 from data_prep.messages import Message, Tool
 from data_prep.template import ChatTemplate, RefusedError, RewrittenError, Sample
 from data_prep.tokens import Tokens
-
-# A thought in front of an answer, whose beginning the prompt may have held.
-THOUGHT = re.compile(rf"\s*(?:{OPEN})?(.*?){CLOSE}\s*", re.DOTALL)
 
 
 @dataclass
@@ -132,8 +129,7 @@ def read_turn(
     Raises:
         RefusedError: its text cannot be known exactly.
     """
-    history = [_apart(m) if template.reads_thoughts else m for m in messages[:-1]]
-    message = messages[-1]
+    history, message = template.history(messages[:-1]), messages[-1]
     prompt = template.render(history, add_generation_prompt=True, tools=tools)
     opened = prompt.rstrip().endswith(OPEN)
     cut = message.get("finish_reason") == "length"
@@ -142,7 +138,7 @@ def read_turn(
     words = message["content"]
     thinks = OPEN in words or CLOSE in words or (opened and cut and not message.get("reasoning_content"))
     if thinks and message.get("tool_calls"):
-        message, thinks = _apart(message), False
+        message, thinks = apart(message), False
     if thinks:
         whole = template.render([*history, message], tools=tools)
         answer, inserted = _own_words(words, opened, cut), False
@@ -159,14 +155,6 @@ def _check(message: Message, cut: bool) -> None:
         raise RefusedError("an answer that was cut off among its tool calls")
     if reasoning and (OPEN in content or CLOSE in content):
         raise RefusedError("a thought within the answer, and another beside it")
-
-
-def _apart(message: Message) -> Message:
-    """A message with the thought in front of its answer in a field of its own, as servers hand it on."""
-    found = THOUGHT.match(message["content"]) if message["role"] == "assistant" else None
-    if found is None or message.get("reasoning_content"):
-        return message
-    return {**message, "content": message["content"][found.end() :], "reasoning_content": found[1].strip()}
 
 
 def _own_words(words: str, opened: bool, cut: bool) -> str:
