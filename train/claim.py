@@ -1,7 +1,9 @@
 """Whose the folder is: what a run's weights depend on, and the record of it that its folder carries."""
 
 import fcntl
+import shlex
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -18,6 +20,26 @@ UNRELATED = {"accumulation", "recompute", "compile", "workers", "eval_every", "e
 UNRELATED |= {"keep_checkpoints", "time_limit", "skip_nonfinite", "wandb", "project", "tensorboard"}
 RECORD = "inputs.json"
 LOCK = ".training"  # beside train/, which may be replaced as a whole
+
+
+def check_made(config: Config) -> None:
+    """Refuse a run without data or without a store, with the commands that make them: the run's own options.
+
+    A store that is elsewhere, or that training is to follow, speaks for itself.
+
+    Raises:
+        UserError: one of them, or both, are not there.
+    """
+    options = "".join(f" {shlex.quote(word)}" for word in sys.argv[1:] if "=" in word)
+    made = {config.data_folder: "python -m data_prep"}
+    if "://" not in config.store_location and not config.store.follow:
+        made[Path(config.store_location)] = "python -m eagle31_train.extract"
+    absent = {str(folder): command for folder, command in made.items() if not folder.is_dir()}
+    if absent:
+        raise UserError(
+            f"there is nothing to train on: {' and '.join(absent)} {'are' if len(absent) > 1 else 'is'} missing; run "
+            + ", then ".join(f"`{command}{options}`" for command in absent.values())
+        )
 
 
 def training_inputs(config: Config, store: Store, vocab_sha: str, start: str | None) -> dict[str, Any]:

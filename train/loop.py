@@ -27,7 +27,7 @@ from eagle31_train.store import Store, place_of
 from eagle31_train.store.stream import check_consumer
 from train import checkpoint, launch, order, rng, tracking, warm, windows
 from train.build import build_objective, check_options, check_samples, check_store, shape_of
-from train.claim import alone, claim, training_inputs
+from train.claim import alone, check_made, claim, training_inputs
 from train.deadline import Deadline, parse_limit
 from train.heldout import evaluate
 from train.loader import load
@@ -58,6 +58,7 @@ def train(config: Config) -> None:
 def fit(config: Config, opened: ExitStack) -> None:
     """All of the stage; what must be closed, however it ends, is left in `opened`."""
     t, folder, data_dir = config.train, Path(config.run_dir) / "train", config.data_folder
+    check_made(config)
     deadline = opened.enter_context(Deadline(parse_limit(t.time_limit)))
     store = opened.enter_context(closing(Store(place_of(config), config.store.follow, config.store.patience)))
     data = artifacts.read_json(data_dir / artifacts.MANIFEST, "python -m data_prep")
@@ -108,10 +109,12 @@ def fit(config: Config, opened: ExitStack) -> None:
         state, parallel = State(**loaded.extra["state"]), parallelise(accelerator, objective, t)
         parallel.set_moments(loaded.moments, state.updates)
         accelerator.print(f"train: going on after step {state.step} ({newest})")
+    processes = accelerator.num_processes
+    accelerator.print(f"train: {parallel.kind}, {processes} process{'es' * (processes > 1)} on {device.type}")
     windows.begin(store, usage, state.step, fingerprint, state.step == len(batches), main)
     state.trackers = tracking.start(accelerator, config, folder, inputs, state.step, state.trackers)
     if main:
-        here = {"profile": parallel.kind, "processes": accelerator.num_processes, "device": str(device)}
+        here = {"profile": parallel.kind, "processes": processes, "device": str(device)}
         here |= {"after_step": state.step, "steps": len(batches), "store": store.fingerprint}
         tracking.record_launch(folder, config, here)
     reporter = opened.enter_context(Reporter(accelerator, folder, state.step, len(batches)))
