@@ -1,9 +1,9 @@
 """vLLM as the engine: tensor parallelism, quantized targets, targets too large for transformers.
 
-vLLM's speculative method `extract_hidden_states` drafts nothing: it keeps the hidden states of the
-wanted layers in cache blocks of their own, and a connector (`vllm_connector.py`) writes each finished
-request's to a file, which is read here and removed at once. The engine runs in this process, where
-what it batches together depends on nothing but the requests: a run repeated gives the same bits.
+vLLM loads a worker of ours (`vllm_worker.py`), which hands out what it would give a draft model: each
+conversation's states in a file, which is read here and removed at once. The engine runs in this
+process, where what it batches together depends on nothing but the requests: a run repeated gives the
+same bits.
 
 Shapes: T tokens of one conversation; A auxiliary layers; H hidden.
 """
@@ -13,14 +13,12 @@ import fcntl
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -28,9 +26,14 @@ from eagle31_train.schema import Config, UserError
 from eagle31_train.targets.engine import Reference, too_long
 from eagle31_train.targets.hf import pick_device, pick_dtype, pick_layers, ranks, require_path
 from eagle31_train.targets.readout import readout_from_checkpoint
+from eagle31_train.targets.vllm_states import CANNOT, LAYERS, number
 
-# In one process vLLM schedules by the requests alone; the rest spares users its chatter.
+# In one process vLLM schedules by the requests alone.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+# Of vLLM's two model runners the one that runs on a CPU, too: what is tested there is what a GPU does.
+os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+# A process in which torch's threads have run must not be forked into workers.
+os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
@@ -41,9 +44,14 @@ OURS = {  # arguments that the engine sets itself
     "dtype": "it is target.dtype",
     "trust_remote_code": "it is target.trust_remote_code",
     "speculative_config": "the layers are target.aux_layers",
-    "kv_transfer_config": "it is how the states come out",
+    "kv_transfer_config": "states come from this run's forward passes alone",
+    "worker_cls": "it is how the states come out",
     "enable_prefix_caching": "conversations share no states, so that each one's are whole",
+    "async_scheduling": "the requests alone decide what is computed together, so that a run can be repeated",
 }
+ONE = {  # kinds of parallelism that no rank of has all states
+    "pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size",
+}  # fmt: skip
 RAM_DISK = Path("/dev/shm")
 FOLDER = "eagle31-states"
 ROOM = "free some, point TMPDIR elsewhere, or lower extract.shard_tokens"
@@ -66,6 +74,12 @@ class VllmEngine:
             )
         for name in OURS.keys() & config.extract.engine_args.keys():
             raise UserError(f"extract.engine_args.{name} cannot be set: {OURS[name]}")
+        for name in ONE:
+            if config.extract.engine_args.get(name, 1) != 1:
+                raise UserError(
+                    f"extract.engine_args.{name} cannot be set: no process would have all of a conversation's states; "
+                    "spread the target by tensor_parallel_size"
+                )
         require_path(config.target)
         self.readout = readout_from_checkpoint(config.target, pick_dtype(config.target.dtype))
         self.layers = pick_layers(config.target.aux_layers, self.readout.depth)
@@ -73,7 +87,8 @@ class VllmEngine:
         self._taken = sorted({*self.layers, self.readout.depth})
         row = len(self._taken) * self.readout.embedding.shape[1] * self.readout.embedding.itemsize
         self._folder = states_folder(2 * row * max(config.extract.shard_tokens, config.data.max_length))
-        self._llm = _start(config, self._taken, self._folder)
+        self._llm = _start(config, self._taken)
+        self._llm.collective_rpc("open_states", args=(str(self._folder),))
         self.longest: int | None
         self.longest, self.longer = bound(self._llm.model_config)
         self.readout = self.readout.to(pick_device(config.target.device))
@@ -81,12 +96,12 @@ class VllmEngine:
     def run(self, tokens: Sequence[Tensor]) -> Iterator[tuple[int, Tensor, Tensor]]:
         """See `Engine.run`; states are where the readout is, which encodes them, too."""
         device = self.readout.head.device
-        columns = torch.tensor([self._taken.index(layer) for layer in self.layers], device=device)
+        rows = torch.tensor([self._taken.index(layer) for layer in self.layers], device=device)
         for index, _, read in self._answers(tokens):
             if read["token_ids"].tolist() != tokens[index].tolist():
                 raise RuntimeError("vLLM gave the states of other tokens than it was asked for")
             states = read["hidden_states"].to(device)
-            yield index, states[:, columns], states[:, self._taken.index(self.readout.depth)]
+            yield index, states[rows].transpose(0, 1), states[self._taken.index(self.readout.depth)]
 
     def reference(self, tokens: Tensor, positions: Tensor) -> Reference:
         """See `Engine.reference`: log-probabilities of the TOP likeliest tokens, by vLLM's own norm and lm_head."""
@@ -110,41 +125,42 @@ class VllmEngine:
             asked = self._llm.enqueue(prompts, sampling, use_tqdm=False)
         except ValueError as error:
             raise UserError(f"vLLM refuses a conversation: {_one_line(error)}; see extract.engine_args") from None
-        which = {_number(request): index for index, request in enumerate(asked)}
+        which = {number(request): index for index, request in enumerate(asked)}
         engine, finished = self._llm.llm_engine, list[Any]()
-        # A file is written in the step after its request's last one, or (on a GPU) meanwhile by a thread.
-        while engine.has_unfinished_requests() or finished:
-            try:
-                finished += [output for output in engine.step() if output.finished]
-            except SafetensorError as error:
-                raise UserError(f"vLLM cannot write to {self._folder}: {_one_line(error)}; {ROOM}") from None
-            whole = [(output, read) for output in finished if (read := self._take(output)) is not None]
-            for output, read in whole:
+        while finished or engine.has_unfinished_requests():
+            running = engine.has_unfinished_requests()
+            with _written_or_refused(self._folder):
+                if running:
+                    finished += [output for output in engine.step() if output.finished]
+                else:
+                    self._llm.collective_rpc("flush_states")
+            # On a GPU a file is written while the next steps run.
+            there = [output for output in finished if self._file(output).exists()]
+            if not there and not running:
+                raise RuntimeError(f"vLLM finished {len(finished)} conversations, and wrote no states of them")
+            for output in there:
                 finished.remove(output)
-                yield which[_number(output.request_id)], output, read
-            if not whole and not engine.has_unfinished_requests():
-                time.sleep(0.001)
+                file = self._file(output)
+                read = load_file(file)
+                file.unlink()
+                yield which[number(output.request_id)], output, read
 
-    def _take(self, output: Any) -> dict[str, Tensor] | None:
-        """Read a request's file and remove it; None if it is not whole yet, which its lock tells."""
-        file = self._folder / Path(output.kv_transfer_params["hidden_states_path"]).name
-        lock = file.with_name(f"{file.name}.lock")
-        with lock.open() as held:
-            try:
-                fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return None
-        try:
-            read = load_file(file)
-        except (FileNotFoundError, SafetensorError) as error:
-            raise UserError(f"vLLM did not write {file} whole ({_one_line(error)}): {ROOM}") from None
-        file.unlink()
-        lock.unlink()
-        return read
+    def _file(self, output: Any) -> Path:
+        return self._folder / f"{number(output.request_id)}.safetensors"
 
 
-def _start(config: Config, layers: list[int], folder: Path) -> Any:
-    """The vLLM engine, set to give the inputs of `layers` in files under `folder`."""
+@contextmanager
+def _written_or_refused(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # of a worker in another process no more than its text arrives
+        if CANNOT not in str(error):
+            raise
+        raise UserError(f"vLLM: {_one_line(error)} ({folder}): {ROOM}") from None
+
+
+def _start(config: Config, layers: list[int]) -> Any:
+    """The vLLM engine, set to hand out the inputs of `layers`."""
     wanted = dict(config.extract.engine_args)
     from transformers import AutoConfig
     from vllm import LLM
@@ -162,20 +178,14 @@ def _start(config: Config, layers: list[int], folder: Path) -> Any:
         "enable_prefix_caching": False,
         "max_logprobs": TOP,
         "seed": config.seed,
-        "speculative_config": {
-            "method": "extract_hidden_states",
-            "num_speculative_tokens": 1,
-            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": layers}},
-        },
-        "kv_transfer_config": {
-            "kv_connector": "HiddenStatesConnector",
-            "kv_connector_module_path": "eagle31_train.targets.vllm_connector",
-            "kv_role": "kv_producer",
-            "kv_connector_extra_config": {"shared_storage_path": str(folder)},
-        },
+        "async_scheduling": False,
+        "language_model_only": True,  # without a multimodal target's room for images
+        "worker_cls": "eagle31_train.targets.vllm_worker.StatesWorker",
     }
+    # Here the layers are part of the key under which vLLM keeps a compiled model.
+    more = {"additional_config": {**wanted.get("additional_config", {}), LAYERS: layers}}
     try:
-        return LLM(**{**arguments, **wanted})
+        return LLM(**{**arguments, **wanted, **more})
     except (ValueError, TypeError, RuntimeError, AssertionError, NotImplementedError, OSError) as error:
         raise UserError(
             f"vLLM does not start with target.path={config.target.path} and extract.engine_args={wanted}: "
@@ -228,11 +238,6 @@ def _sweep(place: Path) -> None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(name.with_suffix(""), ignore_errors=True)
             name.unlink(missing_ok=True)
-
-
-def _number(request: str) -> str:
-    """vLLM numbers requests, and may put random letters behind."""
-    return request.partition("-")[0]
 
 
 def _one_line(error: Exception) -> str:

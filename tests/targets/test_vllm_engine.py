@@ -95,7 +95,7 @@ def test_states_go_to_the_device_that_encodes_them():
     engine.layers, engine._taken = [1, 3], [1, 3, 6]
     engine.readout = SimpleNamespace(head=torch.empty(1, device="meta"), depth=6)
     tokens = torch.arange(5)
-    states = {"token_ids": tokens, "hidden_states": torch.zeros(5, 3, 8)}
+    states = {"token_ids": tokens, "hidden_states": torch.zeros(3, 5, 8)}
     engine._answers = lambda asked: iter([(0, None, states)])
     [(index, aux, last)] = engine.run([tokens])
     assert (index, aux.shape, last.shape) == (0, (5, 2, 8), (5, 8))

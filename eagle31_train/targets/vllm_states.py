@@ -1,0 +1,127 @@
+"""From the flat batches of an engine's steps to one file of hidden states per conversation.
+
+Runs in vLLM's first worker (`vllm_worker.py`), and needs nothing of vLLM. A step's batch holds pieces
+of conversations one behind the other: chunks of long ones, many short ones, and padding at the end.
+
+Shapes: n tokens of a step; T of one conversation; L layers that are taken; H hidden.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+BEHIND = 2  # steps whose states may wait to be written: as many are in memory besides the one that runs
+LAYERS = "eagle31_layers"  # under which vLLM's additional_config tells its workers the layers
+CANNOT = "the states cannot be written"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows of a step's batch: `count` tokens of a conversation of `length`, from its token `start` on."""
+
+    name: str
+    start: int
+    count: int
+    length: int
+
+
+@dataclass
+class _Growing:
+    states: Tensor  # [L, T, H]
+    tokens: Tensor  # [T] int64
+    done: int = 0
+
+
+class StatesWriter:
+    """Sorts the states of steps by conversation, and writes each conversation's once it is whole.
+
+    A GPU goes on meanwhile: copies are queued behind the step that made the states, into pinned memory,
+    and a thread waits for them. On a CPU nothing would be gained; it is done at once.
+
+    Args:
+        folder: gets NAME.safetensors with `hidden_states` [L, T, H] and `token_ids` [T]; a file is whole
+            as soon as it is there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._growing: dict[str, _Growing] = {}
+        self._thread = ThreadPoolExecutor(1)
+        self._pending: deque[Future[None]] = deque()
+
+    def add(self, layers: Sequence[Tensor], tokens: Tensor, pieces: Sequence[Piece]) -> None:
+        """Take one step: L states [≥ n, H] and the tokens [≥ n] that the model was given, row by row.
+
+        The tensors may be written over as soon as this returns, by work on the current stream.
+
+        Raises:
+            RuntimeError: these or earlier states cannot be written, or positions were left out.
+        """
+        count = sum(piece.count for piece in pieces)
+        cuda = layers[0].is_cuda
+        states = torch.empty((len(layers), count, layers[0].shape[1]), dtype=layers[0].dtype, pin_memory=cuda)
+        for ours, theirs in zip(states, layers, strict=True):
+            ours.copy_(theirs[:count], non_blocking=cuda)
+        ids = torch.empty(count, dtype=torch.int64, pin_memory=cuda)
+        ids.copy_(tokens[:count], non_blocking=cuda)
+        if not cuda:
+            self._sort(states, ids, pieces)
+            return
+        copied = torch.cuda.Event()
+        copied.record()
+        self._pending.append(self._thread.submit(self._sort, states, ids, pieces, copied))
+        while len(self._pending) > BEHIND:
+            self._pending.popleft().result()
+
+    def flush(self) -> None:
+        """Wait until all whole conversations are written; raises as `add` does."""
+        while self._pending:
+            self._pending.popleft().result()
+
+    def _sort(self, states: Tensor, tokens: Tensor, pieces: Sequence[Piece], copied: Any = None) -> None:
+        if copied is not None:
+            copied.synchronize()
+        first = 0
+        for piece in pieces:
+            rows = slice(first, first + piece.count)
+            first += piece.count
+            # Generated tokens belong to no conversation.
+            if piece.start < piece.length:
+                self._grow(piece, states[:, rows], tokens[rows])
+
+    def _grow(self, piece: Piece, states: Tensor, tokens: Tensor) -> None:
+        if piece.name not in self._growing:
+            shape = (states.shape[0], piece.length, states.shape[2])
+            empty = torch.empty(shape, dtype=states.dtype)
+            self._growing[piece.name] = _Growing(empty, torch.empty(piece.length, dtype=torch.int64))
+        whole = self._growing[piece.name]
+        # Where memory ran short a conversation is computed again from its start; never from further on.
+        if piece.start > whole.done:
+            raise RuntimeError(f"vLLM left out tokens {whole.done} to {piece.start} of a conversation: is a cache on?")
+        whole.done = piece.start + piece.count
+        whole.states[:, piece.start : whole.done] = states
+        whole.tokens[piece.start : whole.done] = tokens
+        if whole.done == piece.length:
+            self._write(self._folder / f"{piece.name}.safetensors", self._growing.pop(piece.name))
+
+    @staticmethod
+    def _write(file: Path, whole: _Growing) -> None:
+        part = file.with_suffix(".part")
+        try:
+            save_file({"hidden_states": whole.states, "token_ids": whole.tokens}, part)
+            part.rename(file)
+        except (OSError, SafetensorError) as error:
+            raise RuntimeError(f"{CANNOT}: {error}") from error
+
+
+def number(request: str) -> str:
+    """A conversation's name: vLLM numbers requests, and may put random letters behind."""
+    return request.partition("-")[0]

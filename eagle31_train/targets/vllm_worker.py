@@ -1,0 +1,78 @@
+"""vLLM's worker, which hands out what it would give a draft model.
+
+vLLM loads the class by its name (`worker_cls`) into each of its processes. The target's own auxiliary
+outputs are switched on (`SupportsEagle3`, which every target that can be served with an EAGLE 3 draft
+has) before it is profiled, compiled or captured in CUDA graphs, so that the states are those of
+serving: residuals added and rounded by the model's own code, in whatever quantisation it runs in. They
+are read where a draft would get them, after each step.
+
+vLLM's method `extract_hidden_states` keeps states in a KV cache group of their own instead, which is not
+possible beside the compressed cache of MLA (DeepSeek, Kimi). This way asks nothing of the cache.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from vllm.model_executor.models.interfaces import supports_eagle3
+from vllm.platforms import current_platform
+
+from eagle31_train.targets.vllm_states import LAYERS, Piece, StatesWriter, number
+
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
+elif current_platform.is_xpu():
+    from vllm.v1.worker.xpu_worker import XPUWorker as PlatformWorker
+else:
+    from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
+
+
+class StatesWorker(PlatformWorker):
+    """A worker of which the first writes files of states, see `vllm_states.py`."""
+
+    _states: StatesWriter | None = None
+
+    def load_model(self, **options: Any) -> None:
+        """Load the target with its auxiliary outputs on.
+
+        Raises:
+            ValueError: vLLM's model class has none.
+        """
+        super().load_model(**options)
+        model = self.model_runner.get_model()
+        if not supports_eagle3(model):
+            raise ValueError(f"vLLM's {type(model).__name__} gives no auxiliary hidden states (SupportsEagle3)")
+        model.set_aux_hidden_state_layers(tuple(self.vllm_config.additional_config[LAYERS]))
+        self.model_runner.use_aux_hidden_state_outputs = True
+
+    def open_states(self, folder: str) -> None:
+        """From now on, write the states of conversations to files in a folder."""
+        if self.rank == 0:  # after the all-reduce of tensor parallelism every rank has the same
+            self._states = StatesWriter(Path(folder))
+
+    def flush_states(self) -> None:
+        """Have all finished conversations' files written."""
+        if self._states is not None:
+            self._states.flush()
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """A step, after which its states go to the writer."""
+        result = super().execute_model(scheduler_output)
+        # Between the two halves of a step, the forward pass and sampling, the runner keeps what a draft needs.
+        step = self.model_runner.execute_model_state
+        if self._states is not None and step is not None:
+            tokens = self.model_runner.input_ids.gpu  # what the forward pass read: rows prove whose they are
+            self._states.add(step.aux_hidden_states, tokens, self._pieces(step.scheduler_output))
+        return result
+
+    def _pieces(self, scheduled: Any) -> list[Piece]:
+        """Which rows of the step's batch are whose, in their order there."""
+        batch = self.model_runner.input_batch
+        return [
+            Piece(
+                number(request),
+                int(batch.num_computed_tokens_cpu[row]),
+                scheduled.num_scheduled_tokens[request],
+                int(batch.num_prompt_tokens[row]),
+            )
+            for row, request in enumerate(batch.req_ids)
+        ]

@@ -1,0 +1,100 @@
+"""Rows of steps are sorted into conversations: chunks, batches, padding, generated tokens, work done again."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from eagle31_train.targets.vllm_states import CANNOT, Piece, StatesWriter, number
+
+LAYERS, HIDDEN = 3, 4
+LENGTHS = {"0": 5, "1": 3, "2": 9}
+# Of each step: (conversation, start, count). A long one comes in chunks among the others; 1 is thrown out and done
+# again; after its last token a conversation generates one, which is nobody's.
+STEPS = [
+    [("0", 0, 5), ("1", 0, 2), ("2", 0, 1)],
+    [("2", 1, 4), ("0", 5, 1)],
+    [("1", 0, 3)],
+    [("1", 3, 1), ("2", 5, 4)],
+]
+
+
+def made(name, device="cpu"):
+    """States [L, T + 1, H] and tokens [T + 1] of a conversation, the last row a generated token's."""
+    generator = torch.Generator().manual_seed(int(name))
+    count = LENGTHS[name] + 1
+    return (
+        torch.randn(LAYERS, count, HIDDEN, generator=generator).bfloat16().to(device),
+        torch.randint(0, 99, (count,), generator=generator, dtype=torch.int32).to(device),
+    )
+
+
+def step(pieces, device="cpu", padding=2):
+    """What a step gives to `StatesWriter.add`: one flat batch, padded."""
+    rows = [
+        (states[:, a : a + n], tokens[a : a + n]) for name, a, n in pieces for states, tokens in [made(name, device)]
+    ]
+    states = torch.cat([*[s for s, _ in rows], torch.full((LAYERS, padding, HIDDEN), 7.0, device=device).bfloat16()], 1)
+    tokens = torch.cat([*[t for _, t in rows], torch.full((padding,), -1, dtype=torch.int32, device=device)])
+    return list(states), tokens, [Piece(name, a, n, LENGTHS[name]) for name, a, n in pieces]
+
+
+def written(folder):
+    """Fails unless each conversation's file holds its states and tokens."""
+    assert {file.name for file in folder.iterdir()} == {f"{name}.safetensors" for name in LENGTHS}
+    for name, length in LENGTHS.items():
+        read, (states, tokens) = load_file(folder / f"{name}.safetensors"), made(name)
+        assert torch.equal(read["hidden_states"], states[:, :length])
+        assert torch.equal(read["token_ids"], tokens[:length].long())
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_each_conversation_gets_its_rows(tmp_path, device):
+    writer = StatesWriter(tmp_path)
+    for pieces in STEPS:
+        layers, tokens, whose = step(pieces, device)
+        writer.add(layers, tokens, whose)
+        for buffer in (*layers, tokens):  # as CUDA graphs do: the next step's outputs are in the same memory
+            buffer.fill_(0)
+    writer.flush()
+    written(tmp_path)
+
+
+def test_a_file_is_there_when_its_conversation_is_whole(tmp_path):
+    writer = StatesWriter(tmp_path)
+    there = []
+    for pieces in STEPS:
+        writer.add(*step(pieces))
+        there.append(sorted(file.stem for file in tmp_path.iterdir()))
+    assert there == [["0"], ["0"], ["0", "1"], ["0", "1", "2"]]
+
+
+def test_planted_an_exchange_of_two_conversations_is_seen(tmp_path):
+    writer = StatesWriter(tmp_path)
+    for pieces in STEPS:
+        layers, tokens, whose = step(pieces)
+        mixed = [*whose[1::-1], *whose[2:]]  # the first two
+        writer.add(layers, tokens, mixed if len(whose) == 3 else whose)
+    with pytest.raises(AssertionError):
+        written(tmp_path)
+
+
+def test_positions_that_were_not_computed_are_missed(tmp_path):
+    writer = StatesWriter(tmp_path)
+    writer.add(*step([("2", 0, 2)]))
+    with pytest.raises(RuntimeError, match="left out tokens 2 to 4 of a conversation"):
+        writer.add(*step([("2", 4, 5)]))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_cannot_be_written_is_said(tmp_path, device):
+    writer = StatesWriter(tmp_path / "gone")
+    with pytest.raises(RuntimeError, match=CANNOT):  # noqa: PT012  # a GPU's are written later
+        writer.add(*step([("0", 0, 5)], device))
+        writer.flush()
+
+
+def test_requests_are_named_by_their_number():
+    assert [number(name) for name in ("12", "12-9f3a")] == ["12", "12"]
