@@ -104,17 +104,22 @@ def readout_of(model: Any) -> Readout:
 def readout_from_checkpoint(target: TargetConfig, dtype: torch.dtype) -> Readout:
     """The same without loading the model: its skeleton says which three tensors of the checkpoint to read.
 
+    No code that came with the checkpoint is run. Of a model that transformers has no causal LM for (Kimi-K2.6: a
+    multimodal wrapper around DeepSeek-V3), config.json alone must do: see `_unknown`.
+
     Raises:
         UserError: no such checkpoint, or it does not hold these tensors plainly (quantized, say).
     """
     folder = checkpoint_folder(target)
-    trust: dict[str, Any] = {"trust_remote_code": target.trust_remote_code}
     try:
-        config = AutoConfig.from_pretrained(folder, **trust)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, **trust)
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise UserError(f"target.path={target.path} cannot be loaded: {str(error).splitlines()[0]}") from None
+        settings = _settings(folder)
+        if settings is None:
+            raise UserError(f"target.path={target.path} cannot be loaded: {str(error).splitlines()[0]}") from None
+        return _unknown(folder, settings, dtype)
     parts = find_parts(model)
     tied = parts.head.weight is parts.embedding.weight
     wanted = [parts.norm, parts.embedding] + ([] if tied else [parts.head])
@@ -125,6 +130,33 @@ def readout_from_checkpoint(target: TargetConfig, dtype: torch.dtype) -> Readout
     norm.weight = nn.Parameter(read[0], requires_grad=False)
     effective, kind = norm_weight(norm)
     return Readout(read[1], effective, kind, norm_eps(norm), read[-1], len(parts.layers), _quirk(config))
+
+
+def _settings(folder: Path) -> dict[str, Any] | None:
+    """What config.json says of the text model, if it says what is needed; None otherwise."""
+    try:
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError):
+        return None
+    text: dict[str, Any] = found.get("text_config", found)
+    needed = {"vocab_size": int, "hidden_size": int, "num_hidden_layers": int, "rms_norm_eps": float}
+    return text if all(isinstance(text.get(name), kind) for name, kind in needed.items()) else None
+
+
+def _unknown(folder: Path, settings: dict[str, Any], dtype: torch.dtype) -> Readout:
+    """The readout of a model without a class: names as nearly every causal LM has them, and an ordinary RMSNorm.
+
+    That the norm is one (and not 1 + w) cannot be seen here; the fidelity gate, which compares with the engine's own
+    logits, refuses the store where it is another.
+    """
+    V, H = settings["vocab_size"], settings["hidden_size"]
+    shapes: dict[str, tuple[int, ...]] = {"model.norm.weight": (H,), "model.embed_tokens.weight": (V, H)}
+    if any(key.endswith("lm_head.weight") for key in _files(folder)):  # else it is the embedding
+        shapes["lm_head.weight"] = (V, H)
+    read = [tensor.to(dtype) for tensor in _read(folder, shapes)]
+    quirks = [f"{name}={settings[name]}" for name in QUIRKS if settings.get(name) not in (None, 1, 1.0)]
+    depth, eps = settings["num_hidden_layers"], settings["rms_norm_eps"]
+    return Readout(read[1], read[0].float(), "w", eps, read[-1], depth, quirks[0] if quirks else None)
 
 
 def checkpoint_folder(target: TargetConfig) -> Path:
@@ -193,26 +225,36 @@ def _quirk(config: Any) -> str | None:
 
 def _read(folder: Path, shapes: dict[str, tuple[int, ...]]) -> list[Tensor]:
     """Tensors of a checkpoint by their names in the model."""
-    index = folder / INDEX
-    try:
-        if index.is_file():
-            where = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        else:
-            with safe_open(folder / SINGLE, framework="pt") as file:
-                where = dict.fromkeys(file.keys(), SINGLE)
-        tensors = []
-        for name, shape in shapes.items():
-            key = _key(name, list(where))
+    where, tensors = _files(folder), []
+    for name, shape in shapes.items():
+        key = _key(name, list(where))
+        try:
             with safe_open(folder / where[key], framework="pt") as file:
                 tensors.append(file.get_tensor(key))
-            if tuple(tensors[-1].shape) != shape or not tensors[-1].is_floating_point():
-                raise UserError(
-                    f"{folder / where[key]} holds {key} as {list(tensors[-1].shape)} {tensors[-1].dtype}, where the "
-                    f"model has {list(shape)}: a quantized {key} cannot be read, use extract.engine=transformers"
-                )
-    except (OSError, SafetensorError, KeyError, json.JSONDecodeError) as error:
-        raise UserError(f"{folder} is no whole safetensors checkpoint: {str(error).splitlines()[0]}") from None
+        except (OSError, SafetensorError) as error:
+            raise _broken(folder, error) from None
+        if tuple(tensors[-1].shape) != shape or not tensors[-1].is_floating_point():
+            raise UserError(
+                f"{folder / where[key]} holds {key} as {list(tensors[-1].shape)} {tensors[-1].dtype}, where the "
+                f"model has {list(shape)}: a quantized {key} cannot be read, use extract.engine=transformers"
+            )
     return tensors
+
+
+def _files(folder: Path) -> dict[str, str]:
+    """Which file of a checkpoint holds which tensor."""
+    try:
+        if (folder / INDEX).is_file():
+            found: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+            return found
+        with safe_open(folder / SINGLE, framework="pt") as file:
+            return dict.fromkeys(file.keys(), SINGLE)
+    except (OSError, SafetensorError, KeyError, json.JSONDecodeError) as error:
+        raise _broken(folder, error) from None
+
+
+def _broken(folder: Path, error: Exception) -> UserError:
+    return UserError(f"{folder} is no whole safetensors checkpoint: {str(error).splitlines()[0]}")
 
 
 def _key(name: str, keys: list[str]) -> str:

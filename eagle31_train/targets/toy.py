@@ -1,0 +1,268 @@
+"""A toy of Kimi's kind: a random DeepSeek-V3 target with Kimi's text format, for trying the whole path on a CPU.
+
+    python -m eagle31_train.targets.toy
+
+Made by transformers' own class and its own seed: MLA with YaRN, one dense layer, then experts with a shared one. It
+says nothing, but not just anything: after every word one of three others follows, which of them the context decides.
+So a drafter can learn it within a minute, and its answers think, end, and survive being written and read again.
+"""
+
+import argparse
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eagle31_train import artifacts
+from eagle31_train.schema import UserError
+
+if TYPE_CHECKING:
+    from torch import Generator, Tensor
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, PreTrainedTokenizerFast
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+OUT = ROOT / "models" / "kimi-toy"
+CORPUS = ROOT / "data_prep" / "prompts" / "prompts.jsonl"  # its words are the tokenizer's
+TEMPLATE = Path(__file__).with_name("kimi_toy.jinja")
+MADE_BY = "eagle31_train.targets.toy"
+LAYOUT = 1  # raise it when what is written changes, so that older folders are made anew
+
+SPECIAL = [
+    "[BOS]", "[EOS]", "<|im_end|>", "<|im_user|>", "<|im_assistant|>", "<|start_header_id|>", "<|end_header_id|>",
+    "[EOT]", "<|im_system|>", "<|im_middle|>", "[UNK]", "[PAD]",
+]  # fmt: skip
+PLAIN = [  # of their own, yet text: an answer holds them
+    "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>", "<think>", "</think>",
+]  # fmt: skip
+BPE = 1000  # tokens of the tokenizer before these
+VOCAB = 1024  # rows of the model: a few more than tokens, as Kimi has
+WORDS = 96  # words that a thought is made of, and as many for what is said after it
+FOLLOWERS = 3  # of each of them
+REACH = 6  # how far ahead these are: some thirty words make a thought
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Command line: make the target in `--out`; exit status 2 on a user's mistake."""
+    parser = argparse.ArgumentParser(description="Make the random target of +experiment=kimi_toy.")
+    parser.add_argument("--out", type=Path, default=OUT, help=f"folder to make [{OUT}]")
+    arguments = parser.parse_args(argv)
+    try:
+        make(arguments.out)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def make(out: Path = OUT, seed: int = 0, **changes: Any) -> Path:
+    """Write the target to `out`: weights (bf16 safetensors), tokenizer with chat template, configuration.
+
+    Does nothing where `out` is that target already.
+
+    Args:
+        changes: to the model's configuration.
+
+    Raises:
+        UserError: `out` holds something else.
+    """
+    out = out.resolve()
+    inputs = {"made_by": MADE_BY, "layout": LAYOUT, "seed": seed, "changes": changes}
+    inputs["files"] = [artifacts.file_sha256(file) for file in (CORPUS, TEMPLATE)]
+    there = out / artifacts.MANIFEST
+    if out.exists() and not there.is_file() and not (out.is_dir() and not any(out.iterdir())):
+        raise UserError(f"{out} exists and was not made by this command: move it away or choose another --out")
+    if there.is_file():
+        manifest = artifacts.read_json(there, f"python -m {MADE_BY}")
+        if manifest["inputs"].get("made_by") != MADE_BY:
+            raise UserError(f"{out} holds something else: move it away or choose another --out")
+        if manifest["inputs"] == inputs and artifacts.first_damaged(out, manifest["files"]) is None:
+            print(f"target: {out} is up to date")
+            return out
+    temporary = out.with_name(f".{out.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    tokenizer = make_tokenizer()
+    make_model(tokenizer, seed, **changes).save_pretrained(temporary)
+    tokenizer.save_pretrained(temporary)
+    files = artifacts.list_files(temporary, [file for file in temporary.iterdir() if file.is_file()])
+    manifest = {"fingerprint": artifacts.fingerprint(inputs), "inputs": inputs, "files": files}
+    artifacts.write_json(temporary / artifacts.MANIFEST, manifest)
+    artifacts.commit(temporary, out)
+    print(f"target: made {out}")
+    return out
+
+
+def make_tokenizer() -> "PreTrainedTokenizerFast":
+    """Byte-level BPE with Kimi's marks, trained on the prompts that the repository carries."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=BPE, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    backend.train_from_iterator(CORPUS.read_text(encoding="utf-8").splitlines(), trainer)
+    backend.add_tokens([AddedToken(name, special=True, normalized=False) for name in SPECIAL])
+    backend.add_tokens([AddedToken(name, special=False, normalized=False) for name in PLAIN])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        chat_template=TEMPLATE.read_text(encoding="utf-8"),
+        bos_token="[BOS]",
+        eos_token="[EOS]",
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def make_config(tokenizer: "PreTrainedTokenizerFast", **changes: Any) -> "DeepseekV3Config":
+    """Kimi's configuration with smaller sizes.
+
+    kv_lora_rank and qk_rope_head_dim are Kimi's own: vLLM's MLA takes no others on a CPU. The positions that YaRN
+    starts from are few, so that conversations of some hundred tokens lie beyond them as Kimi's longest do.
+    """
+    import torch
+    from transformers import DeepseekV3Config
+
+    fields: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "moe_intermediate_size": 64,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "n_shared_experts": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
+        # What transformers' class always does, and vLLM only where config.json says so.
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 64,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 32,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 50000.0,
+            "factor": 64.0,
+            "original_max_position_embeddings": 64,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+        "num_mtp_layers": 0,
+        "tie_word_embeddings": False,
+        "bos_token_id": tokenizer.convert_tokens_to_ids("[BOS]"),
+        "eos_token_id": tokenizer.convert_tokens_to_ids("[EOS]"),
+        "pad_token_id": tokenizer.convert_tokens_to_ids("[PAD]"),
+        "dtype": torch.bfloat16,
+    }
+    return DeepseekV3Config(**{**fields, **changes})
+
+
+def make_model(tokenizer: "PreTrainedTokenizerFast", seed: int = 0, **changes: Any) -> "DeepseekV3ForCausalLM":
+    """Random weights in bf16, the same for the same seed, whose greedy answers are words, thoughts and ends."""
+    import torch
+    from transformers import DeepseekV3ForCausalLM, GenerationConfig
+
+    config = make_config(tokenizer, **changes)
+    model = DeepseekV3ForCausalLM(config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    for name, tensor in sorted([*model.named_parameters(), *model.named_buffers()]):
+        if "rotary" in name:
+            continue
+        random = torch.randn(tensor.shape, generator=generator)
+        if tensor.dim() == 1:  # norms, and the bias by which experts are chosen
+            tensor.data = 0.1 * random + ("norm" in name)
+        else:
+            tensor.data = random * _gain(name) / tensor.shape[-1] ** 0.5
+    embedding = torch.randn(config.vocab_size, config.hidden_size, generator=generator)
+    model.model.embed_tokens.weight.data = embedding
+    model.lm_head.weight.data = _head(embedding, _grammar(tokenizer, generator), generator)
+    ends = [tokenizer.convert_tokens_to_ids(name) for name in ("[EOS]", "<|im_end|>")]
+    model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=config.pad_token_id)
+    return model.bfloat16()
+
+
+def _gain(name: str) -> float:
+    """How much larger than keeping its input's size a matrix is: the context has a say, and the last word the most."""
+    if "o_proj" in name or "down_proj" in name:
+        return 0.5
+    return 3.0 if "gate.weight" in name else 1.0  # experts are chosen clearly
+
+
+def _head(embedding: "Tensor", followers: dict[int, list[int]], generator: "Generator") -> "Tensor":
+    """lm_head [V, D]: a token's row lies along those that it may follow, and somewhere of its own beside that.
+
+    What is of its own has nothing of any of these tokens in it, so that the context chooses among the followers of
+    one. Tokens that follow none stay zero.
+    """
+    import torch
+
+    own = torch.randn(embedding.shape, generator=generator)
+    basis = torch.linalg.qr(embedding[sorted(followers)].T)[0]
+    head = torch.zeros_like(embedding)
+    for token, after in followers.items():
+        head[after] += 0.13 * embedding[token]
+    named = sorted({follower for after in followers.values() for follower in after})
+    head[named] += 0.16 * (own - own @ basis @ basis.T)[named]
+    return head
+
+
+def _grammar(tokenizer: "PreTrainedTokenizerFast", generator: "Generator") -> dict[int, list[int]]:
+    """Which tokens may follow which: thoughts are made of one half of the words, answers of the other.
+
+    A thought and an answer begin with a capital. Word by word they are read back as they were written: each of
+    these tokens is a whole word, with the space before it.
+    """
+    import torch
+
+    vocabulary = tokenizer.get_vocab()
+    begins = _spelt(tokenizer, [t for t in vocabulary if re.fullmatch("[A-Z][a-z]+", t)])
+    words = _spelt(tokenizer, [t for t in vocabulary if re.fullmatch("Ġ[a-z]+", t)])
+    if len(words) < 2 * WORDS or len(begins) < 2 * FOLLOWERS:
+        raise UserError(f"{CORPUS} has too few words for a toy: restore the file")
+    order = torch.randperm(len(words), generator=generator).tolist()
+
+    def some(of: Sequence[int]) -> list[int]:
+        return [of[i] for i in torch.randperm(len(of), generator=generator)[:FOLLOWERS].tolist()]
+
+    thought, answer = ([words[i] for i in order[k * WORDS : (k + 1) * WORDS]] for k in range(2))
+    halves = [begins[k::2] for k in range(2)]
+    think, close, end, middle = (vocabulary[name] for name in ("<think>", "</think>", "<|im_end|>", "<|im_middle|>"))
+    result: dict[int, list[int]] = {}
+    for kind, capitals, before, last in (
+        (thought, halves[0], (think,), close),
+        (answer, halves[1], (middle, close), end),
+    ):
+        opening = some(capitals)
+        result |= dict.fromkeys(before, opening)
+        result |= {token: some(kind[:REACH]) for token in opening}
+        # Always onwards, so that no answer goes round in circles.
+        result |= {token: some(kind[i + 1 : i + 1 + REACH]) or [last] for i, token in enumerate(kind)}
+    return result
+
+
+def _spelt(tokenizer: "PreTrainedTokenizerFast", tokens: list[str]) -> list[int]:
+    """Ids of those of these tokens whose text is tokenized into just them, in the order of their ids."""
+    vocabulary = tokenizer.get_vocab()
+    ids = sorted(vocabulary[token] for token in tokens)
+    return [i for i in ids if tokenizer.encode(tokenizer.decode([i]), add_special_tokens=False) == [i]]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""The readout of checkpoints whose model transformers has no causal LM for, such as Kimi-K2.6's: files alone say it."""
+
+import json
+
+import pytest
+import torch
+from pipeline import HIDDEN, LAYERS, VOCAB, tiny_llama
+from safetensors.torch import save_file
+from transformers import GemmaConfig, GemmaForCausalLM
+
+from eagle31_train.extract import run_shard
+from eagle31_train.fidelity import Gate
+from eagle31_train.schema import ExtractConfig, TargetConfig, UserError
+from eagle31_train.store.plan import Shape
+from eagle31_train.targets.engine import TransformersEngine
+from eagle31_train.targets.hf import HiddenStateTarget
+from eagle31_train.targets.readout import readout_from_checkpoint
+
+TEXT = {
+    "model_type": "kimi_k2",
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": LAYERS,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "auto_map": {"AutoConfig": "code.KimiConfig", "AutoModelForCausalLM": "code.KimiForCausalLM"},
+}
+WRAPPED = {
+    "model_type": "kimi_k25",
+    "architectures": ["KimiK25ForConditionalGeneration"],
+    "auto_map": TEXT["auto_map"],
+    "text_config": TEXT,
+    "quantization_config": {"quant_method": "compressed-tensors", "ignore": ["lm_head"]},
+}
+
+
+def write_kimi(folder, model, config=WRAPPED, prefix="language_model."):
+    """A checkpoint of Kimi's layout: quantized experts, a vision tower, code that must not be run."""
+    weights = {f"{prefix}{name}": t for name, t in model.state_dict().items() if ".layers." not in name}
+    expert = f"{prefix}model.layers.1.mlp.experts.0.down_proj"
+    vision = {
+        f"{expert}.weight_packed": torch.zeros(4, 4, dtype=torch.int32),
+        f"{expert}.weight_scale": torch.ones(4, 1),
+        f"{prefix}model.layers.1.input_layernorm.weight": torch.ones(HIDDEN),
+        "vision_tower.encoder.final_layernorm.weight": torch.ones(8),
+        "vision_tower.encoder.blocks.0.norm0.weight": torch.ones(8),
+        "mm_projector.pre_norm.weight": torch.ones(8),
+    }
+    files = {"a.safetensors": weights, "b.safetensors": vision}
+    folder.mkdir()
+    for file, tensors in files.items():
+        save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, folder / file)
+    weight_map = {name: file for file, tensors in files.items() for name in tensors}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "code.py").write_text("raise AssertionError('code of the checkpoint was run')")
+    return TargetConfig(path=str(folder), dtype="float32", device="cpu", trust_remote_code=True)
+
+
+@pytest.mark.parametrize(("config", "prefix"), [(WRAPPED, "language_model."), (TEXT, "")])
+def test_kimis_three_tensors_are_read_without_its_code(tmp_path, config, prefix):
+    model = tiny_llama()
+    read = readout_from_checkpoint(write_kimi(tmp_path / "kimi", model, config, prefix), torch.float32)
+    assert torch.equal(read.embedding, model.model.embed_tokens.weight)
+    assert torch.equal(read.norm, model.model.norm.weight)
+    assert torch.equal(read.head, model.lm_head.weight)
+    assert (read.norm_kind, read.eps, read.depth, read.quirk, read.tied) == ("w", 1e-6, LAYERS, None, False)
+
+
+def test_a_checkpoint_without_lm_head_ties_it(tmp_path):
+    target = write_kimi(tmp_path / "kimi", tiny_llama(tie_word_embeddings=True))
+    index = tmp_path / "kimi" / "model.safetensors.index.json"
+    where = json.loads(index.read_text())["weight_map"]
+    del where["language_model.lm_head.weight"]
+    index.write_text(json.dumps({"weight_map": where}))
+    assert readout_from_checkpoint(target, torch.float32).tied
+
+
+def test_what_an_unknown_model_does_to_its_logits_is_told(tmp_path):
+    config = {**WRAPPED, "text_config": {**TEXT, "logits_scaling": 8.0}}
+    read = readout_from_checkpoint(write_kimi(tmp_path / "kimi", tiny_llama(), config), torch.float32)
+    assert read.quirk == "logits_scaling=8.0"
+
+
+@pytest.mark.parametrize("missing", ["rms_norm_eps", "vocab_size", "hidden_size", "num_hidden_layers"])
+def test_a_configuration_that_does_not_say_enough_is_refused(tmp_path, missing):
+    text = {name: value for name, value in TEXT.items() if name != missing}
+    target = write_kimi(tmp_path / "kimi", tiny_llama(), text, "")
+    with pytest.raises(UserError, match=r"target.path=.* cannot be loaded") as error:
+        readout_from_checkpoint(target, torch.float32)
+    assert "\n" not in str(error.value)
+
+
+class Silent:
+    """No progress bar."""
+
+    def done(self, tokens):
+        pass
+
+
+def test_a_norm_that_is_read_for_an_ordinary_one_is_stopped_by_the_gate(tmp_path):
+    """What config.json cannot say: Gemma keeps its norm's weight less one, and embeds in another scale."""
+    sizes = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "intermediate_size": 48}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    model = GemmaForCausalLM(GemmaConfig(**sizes, **heads)).eval()
+    generator = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
+    read = readout_from_checkpoint(write_kimi(tmp_path / "kimi", model), torch.float32)
+    engine = TransformersEngine(HiddenStateTarget(model, [1]), read)
+    tokens = [torch.randint(0, VOCAB, (60,), generator=generator) for _ in range(3)]
+    rows = {"input_ids": [row.tolist() for row in tokens], "loss_mask": [[i > 2 for i in range(60)] for _ in tokens]}
+    with pytest.raises(UserError, match=r"likely cause: the final norm is of the form \(1 \+ w\) but was read as w"):
+        run_shard(engine, rows, Shape(HIDDEN, 1, "bf16", "bf16"), Gate(engine, ExtractConfig(), shards=1), Silent())
