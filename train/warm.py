@@ -146,7 +146,8 @@ def _other_rope(there: DrafterShape, here: DrafterShape) -> dict[str, Any]:
     except UserError:  # theirs is none that transformers knows
         return wanted
     kinds = [rope_parameters(shape)["rope_type"] for shape in (there, here)]  # some act on long inputs only
-    if kinds[0] == kinds[1] and torch.equal(old.exact, new.exact) and old.factor == new.factor:
+    factors = [(rope.factor, rope.softmax_factor) for rope in (old, new)]
+    if kinds[0] == kinds[1] and torch.equal(old.exact, new.exact) and factors[0] == factors[1]:
         return {}
     if wanted.keys() & {"rope_theta", "rope_scaling"}:
         wanted.pop("max_position_embeddings", None)
