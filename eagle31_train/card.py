@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle31_train import cli
+from eagle31_train.draft_config import MLA_WIDTHS
 from eagle31_train.schema import Config, DrafterShape, UserError, as_plain
 
 # Options that say where things go or whether to upload, not what is made.
@@ -31,10 +32,24 @@ class Facts:
     evaluate: Mapping[str, Any] | None
 
 
-def serve_command(target: str, drafter: str, draft_tokens: int) -> str:
-    """The shell command with which vLLM serves the target with this drafter."""
-    options = {"method": "eagle3", "model": drafter, "num_speculative_tokens": draft_tokens}
-    return shlex.join(["vllm", "serve", target, "--speculative-config", json.dumps(options, ensure_ascii=False)])
+def serve_command(config: Config, drafter: str | None, public: bool = False) -> str:
+    """The shell command with which vLLM serves the target, with this drafter or without.
+
+    What the target needed of vLLM before, its own code or several devices, it needs again.
+
+    Args:
+        public: with paths as others may see them.
+    """
+    target, engine = config.target, config.extract.engine_args if config.extract.engine == "vllm" else {}
+    command = ["vllm", "serve", _public(target.path) if public else target.path]
+    command += ["--trust-remote-code"] * target.trust_remote_code
+    for name in ("tensor_parallel_size", "quantization"):
+        if engine.get(name) is not None:
+            command += [f"--{name.replace('_', '-')}", str(engine[name])]
+    if drafter:
+        options = {"method": "eagle3", "model": drafter, "num_speculative_tokens": config.evaluate.draft_tokens}
+        command += ["--speculative-config", json.dumps(options, ensure_ascii=False)]
+    return shlex.join(command)
 
 
 def render(facts: Facts) -> str:
@@ -45,18 +60,18 @@ def render(facts: Facts) -> str:
     kind = _kind(facts.shape)
     parts = [
         _front_matter(config, facts.shape),
-        f"# {kind} drafter for {_text(target)}",
+        f"# {kind} drafter{' with MLA' * (facts.shape.architecture == 'mla')} for {_text(target)}",
         f"A one-layer drafter for speculative decoding with {_text(target)}: it proposes tokens, the target "
         "verifies them, and with greedy decoding the output is the target's own, token for token. "
         "Made with eagle31; served by vLLM.",
         "## Serve",
-        _code(serve_command(_public(config.target.path), here, config.evaluate.draft_tokens)),
+        _code(serve_command(config, here, public=True)),
         "To go back, serve without `--speculative-config`; the target itself is unchanged:",
-        _code(shlex.join(["vllm", "serve", _public(config.target.path)])),
+        _code(serve_command(config, None, public=True)),
         "## Measured acceptance",
         _acceptance(facts.evaluate),
         "## Drafter",
-        _table("field", "value", as_plain(facts.shape)),
+        _table("field", "value", _drafter(facts.shape)),
         "## Data",
         _data(facts.data),
         "## Training",
@@ -150,7 +165,15 @@ def _public(path: str) -> str:
 # ---------------------------------------------------------------- sections
 
 
+def _drafter(shape: DrafterShape) -> dict[str, Any]:
+    """The shape's fields; those of MLA only where it has them."""
+    return {
+        name: value for name, value in as_plain(shape).items() if shape.architecture == "mla" or name not in MLA_WIDTHS
+    }
+
+
 def _kind(shape: DrafterShape) -> str:
+    """EAGLE 3 or 3.1."""
     if shape.fc_norm and shape.norm_output:
         return "EAGLE 3.1"
     extras = [name for name in ("fc_norm", "norm_output") if getattr(shape, name)]

@@ -257,7 +257,7 @@ def _layer_ids(flags: Fields) -> list[Any]:
 def _rope(layer: Fields, architecture: str, positions: int) -> tuple[float, dict[str, Any] | None]:
     """rope_theta and the scaling; as in transformers, rope_scaling wins over rope_parameters."""
     parameters = dict(layer.get("rope_scaling") or layer.get("rope_parameters") or {})
-    theta = parameters.get("rope_theta", layer.get("rope_theta", 10000.0))
+    theta = parameters.get("rope_theta") or layer.get("rope_theta") or 10000.0
     scaling = _scaling({key: value for key, value in parameters.items() if value is not None}, architecture)
     if scaling is not None and architecture == "mla":
         if "attention_factor" in scaling:

@@ -62,7 +62,7 @@ def export(config: Config) -> None:
         _write(config, trained, run / "export")
         files = artifacts.list_files(run, (run / "export").iterdir())
         record = {"fingerprint": artifacts.fingerprint(inputs), "inputs": inputs, "files": files}
-        record["serve"] = card.serve_command(config.target.path, str(run / "export"), config.evaluate.draft_tokens)
+        record["serve"] = card.serve_command(config, str(run / "export"))
         artifacts.write_json(run / "export.json", record | {"seconds": round(time.monotonic() - started, 1)})
         print(f"export: wrote {run / 'export'}")
     drafter = str(run / "export")
@@ -72,7 +72,7 @@ def export(config: Config) -> None:
         print(f"export: uploaded to {address}")
         drafter = config.repo
     print("serve it with:")
-    print("  " + card.serve_command(config.target.path, drafter, config.evaluate.draft_tokens))
+    print("  " + card.serve_command(config, drafter))
 
 
 # ---------------------------------------------------------------- reading

@@ -51,6 +51,41 @@ TINY_TENSORS = {
     "norm.weight": (16,),
     "lm_head.weight": (12, 16),
 }
+# MLA of widths that all differ, and of heads that do not divide hidden_size.
+TINY_MLA = replace(
+    TINY,
+    architecture="mla",
+    num_attention_heads=3,
+    num_key_value_heads=3,
+    head_dim=10,
+    rope_theta=50000.0,
+    rope_scaling={
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+    q_lora_rank=9,
+    kv_lora_rank=12,
+    qk_nope_head_dim=6,
+    qk_rope_head_dim=4,
+    v_head_dim=5,
+)
+_KEPT = {name: size for name, size in TINY_TENSORS.items() if "self_attn" not in name}
+TINY_MLA_TENSORS = {
+    **_KEPT,
+    "midlayer.self_attn.q_a_proj.weight": (9, 32),
+    "midlayer.self_attn.q_a_layernorm.weight": (9,),
+    "midlayer.self_attn.q_b_proj.weight": (30, 9),
+    "midlayer.self_attn.kv_a_proj_with_mqa.weight": (16, 32),
+    "midlayer.self_attn.kv_a_layernorm.weight": (12,),
+    "midlayer.self_attn.kv_b_proj.weight": (33, 12),
+    "midlayer.self_attn.o_proj.weight": (16, 15),
+}
+OPTIONS = ("architecture", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rope_theta")
+OPTIONS += ("max_position_embeddings", "fc_norm", "q_lora_rank", "kv_lora_rank")
+OPTIONS += ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 TINY_IDS = np.array([0, 1, 2, 5, 8, 13, 21, 25, 30, 33, 36, 39], dtype=np.int64)
 
 
@@ -140,19 +175,15 @@ class FakeRun:
         )
 
     def overrides(self) -> list[str]:
-        shape = self.shape
+        options = {name: getattr(self.shape, name) for name in OPTIONS}
+        scaling = ",".join(f"{key}:{value}" for key, value in (self.shape.rope_scaling or {}).items())
         return [
             "+experiment=smollm2",
             f"run_dir={self.folder}",
             "target.path=someone/a-target",
             "target.aux_layers=[1,2]",
-            f"drafter.intermediate_size={shape.intermediate_size}",
-            f"drafter.num_attention_heads={shape.num_attention_heads}",
-            f"drafter.num_key_value_heads={shape.num_key_value_heads}",
-            f"drafter.head_dim={shape.head_dim}",
-            f"drafter.rope_theta={shape.rope_theta}",
-            f"drafter.max_position_embeddings={shape.max_position_embeddings}",
-            f"drafter.fc_norm={str(shape.fc_norm).lower()}",
+            *(f"drafter.{name}={str(v).lower()}" for name, v in options.items() if v is not None),
+            f"drafter.rope_scaling={{{scaling}}}",
         ]
 
     def config(self, *more: str) -> Config:
@@ -175,6 +206,13 @@ class FakeRun:
 @pytest.fixture
 def run(tmp_path: Path) -> FakeRun:
     return FakeRun(tmp_path / "run")
+
+
+@pytest.fixture
+def mla_run(run: FakeRun) -> FakeRun:
+    run.set_shape(replace(TINY_MLA))
+    run.set_tensors(random_tensors(TINY_MLA_TENSORS))
+    return run
 
 
 @pytest.fixture
@@ -209,6 +247,23 @@ def smollm2() -> DrafterShape:
 @pytest.fixture
 def tiny_tensors() -> dict[str, tuple[int, ...]]:
     return dict(TINY_TENSORS)
+
+
+@pytest.fixture
+def tiny_mla() -> DrafterShape:
+    return replace(TINY_MLA)
+
+
+@pytest.fixture
+def tiny_mla_tensors() -> dict[str, tuple[int, ...]]:
+    return dict(TINY_MLA_TENSORS)
+
+
+@pytest.fixture
+def good_mla() -> dict[str, torch.Tensor]:
+    """A whole tiny MLA checkpoint, maps included."""
+    kept = vocab.DraftVocab(TINY_IDS, 40)
+    return random_tensors(TINY_MLA_TENSORS) | {"d2t": torch.from_numpy(kept.d2t), "t2d": torch.from_numpy(kept.t2d)}
 
 
 @pytest.fixture

@@ -83,13 +83,21 @@ def test_eagle_3_is_not_called_3_1(run, tiny):
 
 
 def test_the_serving_command_survives_a_shell():
-    command = card.serve_command("/models/it's here", "me/draft", 5)
-    assert shlex.split(command)[:3] == ["vllm", "serve", "/models/it's here"]
-    assert json.loads(shlex.split(command)[4]) == {
-        "method": "eagle3",
-        "model": "me/draft",
-        "num_speculative_tokens": 5,
-    }
+    config = load_config(["+experiment=smollm2", "evaluate.draft_tokens=5"])
+    config.target.path = "/models/it's here"
+    command = shlex.split(card.serve_command(config, "me/draft"))
+    assert command[:4] == ["vllm", "serve", "/models/it's here", "--speculative-config"]
+    assert json.loads(command[4]) == {"method": "eagle3", "model": "me/draft", "num_speculative_tokens": 5}
+    assert len(command) == 5
+
+
+def test_a_target_is_served_with_what_it_needed_before():
+    engine = ["extract.engine=vllm", "+extract.engine_args={tensor_parallel_size:8,max_model_len:4096}"]
+    config = load_config(["+experiment=smollm2", "target.trust_remote_code=true", *engine])
+    command = card.serve_command(config, None, public=True)
+    assert command.endswith("SmolLM2-135M-Instruct --trust-remote-code --tensor-parallel-size 8")
+    config.extract.engine = "transformers"
+    assert "tensor-parallel" not in card.serve_command(config, None)
 
 
 @pytest.mark.parametrize(
