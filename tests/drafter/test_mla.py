@@ -193,6 +193,7 @@ def test_recomputed_activations_change_no_bit_and_keep_less():
     assert kept_bytes(objective, documents) < 0.6 * kept
 
 
+@pytest.mark.slow
 def test_compiled_kernels_equal_the_eager_ones():
     objective, documents = wide()
     eager = loss_and_gradients(objective, documents)
@@ -209,10 +210,11 @@ def test_compiled_kernels_equal_the_eager_ones():
     )
 )
 def test_bf16_stays_close_to_fp32(problem):
+    """Twice the worst of 150: loss 2.9e-4 of itself, the norm of any gradient's error 6.5 % of the gradient's norm."""
     low, high = in_both_precisions(*problem)
     assert abs(low.loss / high.loss - 1) < 6e-4
-    worst = max((low.grads[n] - g).norm() / g.norm() for n, g in high.grads.items())
-    print("LOSS", float(abs(low.loss / high.loss - 1)), "GRAD", float(worst), problem[0].lk)
+    for name, wanted in high.grads.items():
+        assert (low.grads[name] - wanted).norm() / wanted.norm() < 0.13, name
 
 
 # ---------------------------------------------------------------- the reference itself

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import kept_mask, make_document, make_objective, make_shape
+from conftest import kept_mask, make_document, make_mla_shape, make_objective, make_shape
 from waits import Waits
 
 from eagle31_train.drafter import history, layout, model
@@ -34,12 +34,17 @@ VARIANTS = {
     "cross entropy": ({}, {"kind": "ce"}),
     "recomputed": ({}, {"recompute": True}),
     "bf16": ({}, {"precision": "bf16"}),
+    "mla": ({"architecture": "mla"}, {}),
+    "mla, full rank, recomputed in bf16": (
+        {"architecture": "mla", "q_lora_rank": None},
+        {"recompute": True, "precision": "bf16"},
+    ),
 }
 
 
 @pytest.mark.parametrize(("shape", "options"), VARIANTS.values(), ids=VARIANTS.keys())
 def test_a_step_asks_the_device_nothing(shape, options):
-    shape = make_shape(**shape)
+    shape = (make_mla_shape if "architecture" in shape else make_shape)(**shape)
     generator = torch.Generator().manual_seed(1)
     objective = make_objective(shape, torch.float32)
     objective.lk, objective.kind = options.get("lk", 0.0), options.get("kind", "kl")
