@@ -24,35 +24,46 @@ class Outcome:
 
 def summarise(outcomes: list[Outcome], options: EvaluateConfig, target: CachedTarget) -> dict[str, Any]:
     """The manifest's report; UserError where nothing was drafted."""
-    runs = [outcome.speculative for outcome in outcomes]
-    drafts = sum(len(run.accepted) for run in runs)
-    if not drafts:
+    found = measure(outcomes, options.draft_tokens)
+    if not found["drafts"]:
         raise UserError("every answer ended with its first token, so nothing was drafted: choose other prompts")
-    counts = (run.accepted_per_position(options.draft_tokens) for run in runs)
-    per_position = [sum(column) for column in zip(*counts, strict=True)]
-    tokens = sum(len(run.tokens) for run in runs)
+    tokens = found["generated_tokens"]
+    by_source: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        by_source.setdefault(outcome.prompt.source, []).append(outcome)
     return {
-        "prompts": len(outcomes),
+        **found,
         "draft_tokens": options.draft_tokens,
         "max_new_tokens": options.max_new_tokens,
-        "drafts": drafts,
-        "draft_tokens_proposed": sum(run.proposed for run in runs),
-        "accepted": sum(per_position),
-        "accepted_per_position": per_position,
-        "acceptance_length": 1 + sum(per_position) / drafts,
-        "acceptance_at_depth": [count / drafts for count in per_position],
-        "conditional_acceptance": [
-            count / before if before else None
-            for before, count in zip([drafts, *per_position], per_position, strict=False)
-        ],
+        "draft_tokens_proposed": sum(outcome.speculative.proposed for outcome in outcomes),
         "tokens_per_second": {
-            "speculative": tokens / sum(run.seconds for run in runs),
+            "speculative": tokens / sum(outcome.speculative.seconds for outcome in outcomes),
             "plain": tokens / sum(outcome.plain.seconds for outcome in outcomes),
         },
-        "generated_tokens": tokens,
+        "by_source": {source: measure(by_source[source], options.draft_tokens) for source in sorted(by_source)},
         "identical": True,  # refuse_difference has seen every output
         "dtype": options.dtype,
         "machine": machine(target),
+    }
+
+
+def measure(outcomes: list[Outcome], draft_tokens: int) -> dict[str, Any]:
+    """Counts and shares of some prompts; the shares are None where nothing was drafted."""
+    runs = [outcome.speculative for outcome in outcomes]
+    drafts = sum(len(run.accepted) for run in runs)
+    per_position = [sum(column) for column in zip(*(r.accepted_per_position(draft_tokens) for r in runs), strict=True)]
+    before = [drafts, *per_position]
+    return {
+        "prompts": len(outcomes),
+        "generated_tokens": sum(len(run.tokens) for run in runs),
+        "drafts": drafts,
+        "accepted": sum(per_position),
+        "accepted_per_position": per_position,
+        "acceptance_length": 1 + sum(per_position) / drafts if drafts else None,
+        "acceptance_at_depth": [count / drafts if drafts else None for count in per_position],
+        "conditional_acceptance": [
+            count / reached if reached else None for reached, count in zip(before, per_position, strict=False)
+        ],
     }
 
 
@@ -88,10 +99,30 @@ def table(report: dict[str, Any]) -> str:
         f"  acceptance length  {report['acceptance_length']:.3f}  (1 + {report['accepted']:,} accepted / "
         f"{report['drafts']:,} drafts of {report['draft_tokens']} tokens)",
         "  depth              " + "".join(f"{k:>8}" for k in range(1, report["draft_tokens"] + 1)),
-        "  accepted           " + "".join(f"{share:>8.1%}" for share in report["acceptance_at_depth"]),
-        "  if reached         "
-        + "".join(f"{'-':>8}" if share is None else f"{share:>8.1%}" for share in report["conditional_acceptance"]),
+        "  accepted           " + shares(report["acceptance_at_depth"]),
+        "  if reached         " + shares(report["conditional_acceptance"]),
+        *by_source(report),
         f"  tokens per second  {speed['speculative']:.1f} with the drafter, {speed['plain']:.1f} without "
         f"({speed['speculative'] / speed['plain']:.2f}x; {report['dtype']}, {report['machine']})",
     ]
     return "\n".join(lines)
+
+
+def by_source(report: dict[str, Any]) -> list[str]:
+    """A line for each source, where there are several, and the sources of which nothing was decoded."""
+    sources, lines = report["by_source"], []
+    if len(sources) > 1:
+        width = max(17, *(len(source) for source in sources))
+        lines.append(f"  {'by source':<{width}}  prompts   length   if reached at each depth")
+        for source, found in sources.items():
+            length = "-" if found["acceptance_length"] is None else f"{found['acceptance_length']:.3f}"
+            reached = shares(found["conditional_acceptance"])
+            lines.append(f"  {source:<{width}}{found['prompts']:>9}{length:>9}   {reached}")
+    if missing := report.get("not_measured"):
+        lines.append(f"  not measured       {', '.join(missing)}: no prompt of it was decoded")
+    return lines
+
+
+def shares(values: list[float | None]) -> str:
+    """Shares of a table's line."""
+    return "".join(f"{'-':>8}" if share is None else f"{share:>8.1%}" for share in values)

@@ -36,7 +36,7 @@ from eagle31_train.targets.hf import load_model, pick_dtype
 
 TRAIN = "accelerate launch train.py"
 DATA = "python -m data_prep"
-LAYOUT = 1  # raise it when the same inputs are counted or reported otherwise
+LAYOUT = 2  # raise it when the same inputs are counted or reported otherwise
 
 
 @dataclass(frozen=True)
@@ -78,12 +78,14 @@ def evaluate(config: Config) -> None:
     target = CachedTarget(load_model(config.target, config.evaluate.dtype), trained.shape.aux_layers)
     drafter = load_drafter(trained, target, config)
     room = positions(target, trained.shape) - config.evaluate.max_new_tokens - config.evaluate.draft_tokens
-    chosen, too_long = prompts.choose(read_prompts(config, data), config.evaluate.num_prompts, room)
+    given = read_prompts(config, data)
+    chosen, too_long = prompts.choose(given, config.evaluate.num_prompts, room)
     if too_long:
         print(f"evaluate: {len(too_long)} prompts have more than {room} tokens and are left out: {', '.join(too_long)}")
     outcomes = decode_all(target, drafter, torch.from_numpy(trained.vocab.target_ids), chosen, data, config.evaluate)
 
     report = summarise(outcomes, config.evaluate, target)
+    report["not_measured"] = sorted(sources_of(given, config, data) - report["by_source"].keys())
     seconds = time.perf_counter() - began
     manifest = {
         "fingerprint": artifacts.fingerprint(inputs),
@@ -140,6 +142,8 @@ def stage_inputs(config: Config, data: dict[str, Any], train: dict[str, Any]) ->
     del options["warmup"]
     if config.evaluate.prompts is not None:
         options["prompts"] = [artifacts.file_sha256(f)[:16] for f in prompts.files_of(config.evaluate.prompts)]
+        if config.target.template_args:
+            options["template_args"] = config.target.template_args
         if config.target.chat_template is not None:
             options["template"] = artifacts.file_sha256(Path(config.target.chat_template))[:16]
     return {
@@ -205,6 +209,14 @@ def read_prompts(config: Config, data: dict[str, Any]) -> list[Prompt]:
             "or set evaluate.prompts=FILE"
         )
     return prompts.from_heldout(folder / "dataset")
+
+
+def sources_of(given: list[Prompt], config: Config, data: dict[str, Any]) -> set[str]:
+    """Every source that somebody might look for: of the file's prompts, or of what the drafter learnt."""
+    known = {prompt.source for prompt in given}
+    if config.evaluate.prompts is None:
+        known |= data["splits"]["train"].get("by_source", {}).keys()
+    return known
 
 
 # ---------------------------------------------------------------- decoding

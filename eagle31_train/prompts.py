@@ -1,7 +1,8 @@
-"""What the evaluation decodes: prompts of the held-out split, or of a file, as token ids."""
+"""What the evaluation decodes: prompts of the held-out split, or of a file, as token ids, evenly of every source."""
 
 import glob
 import json
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,20 +24,29 @@ class Prompt:
 
 
 def choose(prompts: list[Prompt], count: int, longest: int) -> tuple[list[Prompt], list[str]]:
-    """The first `count` distinct prompts of at most `longest` tokens; also the ids of those passed over as longer.
+    """`count` distinct prompts of at most `longest` tokens, in turns of every source, in its order; also the ids of
+    those passed over as longer.
+
+    A source that runs out leaves its turns to the others.
 
     Raises:
         UserError: none is left.
     """
-    chosen: dict[tuple[int, ...], Prompt] = {}
-    too_long = []
+    by_source: dict[str, list[Prompt]] = {}
     for prompt in prompts:
-        if len(chosen) == count:
-            break
-        if len(prompt.ids) > longest:
-            too_long.append(prompt.id)
-        else:
-            chosen.setdefault(tuple(prompt.ids), prompt)
+        by_source.setdefault(prompt.source, []).append(prompt)
+    waiting = deque(iter(by_source[source]) for source in sorted(by_source))
+    chosen: dict[tuple[int, ...], Prompt] = {}
+    too_long: list[str] = []
+    while waiting and len(chosen) < count:
+        source = waiting.popleft()
+        for prompt in source:
+            if len(prompt.ids) > longest:
+                too_long.append(prompt.id)
+            elif tuple(prompt.ids) not in chosen:
+                chosen[tuple(prompt.ids)] = prompt
+                waiting.append(source)
+                break
     if not chosen:
         raise UserError(
             f"none of {len(prompts)} prompts has at most {longest} tokens, which is what target and drafter leave "
@@ -62,7 +72,7 @@ def files_of(pattern: str) -> list[Path]:
 
 
 def from_files(files: list[Path], target: TargetConfig) -> list[Prompt]:
-    """Prompts of JSONL files, rendered with the target's chat template.
+    """Prompts of JSONL files, rendered with the target's chat template, its arguments and the row's tools.
 
     Raises:
         UserError: a line without a prompt, named by number, or a target without a template.
@@ -86,7 +96,12 @@ def from_files(files: list[Path], target: TargetConfig) -> list[Prompt]:
             row, messages = _read(line, f"{file}, line {number}")
             try:
                 text = tokenizer.apply_chat_template(
-                    messages, chat_template=template, tokenize=False, add_generation_prompt=True
+                    messages,
+                    tools=row.get("tools") or None,
+                    chat_template=template,
+                    tokenize=False,
+                    add_generation_prompt=True,
+                    **target.template_args,
                 )
             except jinja2.TemplateError as error:
                 raise UserError(f"{file}, line {number}: the chat template refuses it ({error}): change it") from None
@@ -102,6 +117,8 @@ def _read(line: str, where: str) -> tuple[dict[str, Any], list[dict[str, str]]]:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise UserError(f"{where} is not JSON ({error}): mend or remove it") from None
+    if isinstance(row, dict) and not isinstance(row.get("tools") or [], list):
+        raise UserError(f"{where} has tools that are no list: give OpenAI's form of tools")
     match row:
         case {"prompt": str(text)} | {"turns": [str(text), *_]}:
             return row, [{"role": "user", "content": text}]

@@ -48,6 +48,7 @@ def table(config: Config, found: dict[str, dict[str, Any]]) -> str:
             f"{report['prompts']} held-out prompts, {report['generated_tokens']:,} tokens, {report['dtype']}",
         ),
         ("accepted at depth", "   ".join(f"{k}: {share:.1%}" for k, share in enumerate(depths, 1))),
+        *by_source(report),
         ("speed", f"{speed['speculative']:.1f} tokens/s with the drafter, {speed['plain']:.1f} without"),
         ("trained on", f"{trained['tokens']:,} tokens ({trained['pairs']:,} slot-steps) in {trained['steps']} steps"),
         ("seconds", "   ".join(f"{stage} {value:,.0f}" for stage, value in seconds.items())),
@@ -58,6 +59,14 @@ def table(config: Config, found: dict[str, dict[str, Any]]) -> str:
     line = "-" * 100
     body = [f"{name:<{width}}  {value}" for name, value in rows]
     return "\n".join([f"{config.name}: an EAGLE drafter for {config.target.path}", line, *body, line])
+
+
+def by_source(report: dict[str, Any]) -> list[tuple[str, str]]:
+    """Acceptance length of each source that was measured, where there are several."""
+    found = {name: one["acceptance_length"] for name, one in report["by_source"].items() if one["acceptance_length"]}
+    if len(report["by_source"]) < 2:
+        return []
+    return [("  by source", "   ".join(f"{name}: {length:.3f}" for name, length in found.items()))]
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ class TinyRun:
         artifacts.write_json(checkpoint / "drafter.json", asdict(objective.drafter.shape))
         self.finish_training()
 
-    def write_data(self, kept, heldout=4):
+    def write_data(self, kept, heldout=4, sources=("made",) * 4, trained=()):
         generator = np.random.default_rng(0)
         rows = [generator.integers(0, 50, size=length).tolist() for length in (12, 9, 14, 11)][:heldout]
         # The last conversation asks what the first did, and got another answer.
@@ -95,7 +95,7 @@ class TinyRun:
         data = self.folder / "data"
         columns = {
             "id": [f"c{i}" for i in range(len(rows))],
-            "source": ["made"] * len(rows),
+            "source": list(sources[: len(rows)]),
             "input_ids": rows,
             "loss_mask": [[position >= 5 for position in range(len(row))] for row in rows],
         }
@@ -103,7 +103,8 @@ class TinyRun:
         DatasetDict({"train": some, "heldout": Dataset.from_dict(columns)}).save_to_disk(str(data / "dataset"))
         vocab.write(data / "vocab.safetensors", kept)
         files = artifacts.list_files(data, [f for f in data.rglob("*") if f.is_file() and f != data / "manifest.json"])
-        splits = {"train": {"conversations": len(rows)}, "heldout": {"conversations": len(rows)}}
+        splits = {split: {"conversations": len(rows), "by_source": {}} for split in ("train", "heldout")}
+        splits["train"]["by_source"] = {source: {"conversations": 1} for source in trained}
         manifest = {
             "fingerprint": "d" * 16,
             "dataset_fingerprint": "c" * 16,

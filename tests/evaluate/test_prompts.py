@@ -1,5 +1,7 @@
 """Which prompts are decoded."""
 
+from collections import Counter
+
 import pytest
 
 from eagle31_train.prompts import Prompt, choose
@@ -31,3 +33,41 @@ def test_fewer_than_asked_for_are_all_taken():
 def test_none_that_fits():
     with pytest.raises(UserError, match="none of 2 prompts has at most 3 tokens"):
         choose(prompts([1] * 4, [2] * 5), 20, 3)
+
+
+def of(text):
+    """Prompts from "a1 b2 …": a letter for the source, a number for the only token."""
+    return [Prompt(word, word[0], [int(word[1:])]) for word in text.split()]
+
+
+@pytest.mark.parametrize(
+    ("given", "count", "chosen"),
+    [
+        ("a1 a2 a3 b4 b5 b6", 4, "a1 b4 a2 b5"),
+        ("b4 b5 a1 a2", 3, "a1 b4 a2"),  # whichever comes first in the split
+        ("a1 a2 a3 b4", 4, "a1 b4 a2 a3"),  # one that runs out leaves its turns to the others
+        ("a1 a2 b1 b3 c1 c2", 4, "a1 b3 c2"),  # the same prompt counts once, for the first whose turn it is
+        ("a1 b2 c3 d4", 2, "a1 b2"),
+    ],
+)
+def test_sources_take_turns(given, count, chosen):
+    assert " ".join(ids_of(choose(of(given), count, 9)[0])) == chosen
+
+
+def test_a_source_passes_over_what_is_too_long_for_its_turn():
+    given = [Prompt("a1", "a", [1, 1]), Prompt("a2", "a", [2]), Prompt("b3", "b", [3]), Prompt("b4", "b", [4] * 3)]
+    chosen, too_long = choose(given, 3, 1)
+    assert (ids_of(chosen), too_long) == (["a2", "b3"], ["a1", "b4"])
+
+
+def test_as_many_of_each_as_can_be():
+    """Whatever the sizes, no source has two more than another that has prompts left."""
+    sizes = {"a": 30, "b": 3, "c": 11, "d": 1}
+    given = [
+        Prompt(f"{name}{i}", name, [100 * number + i]) for number, name in enumerate(sizes) for i in range(sizes[name])
+    ]
+    for count in range(1, 46):
+        found = Counter(prompt.source for prompt in choose(given, count, 9)[0])
+        assert sum(found.values()) == count
+        open_ones = [found[name] for name in sizes if found[name] < sizes[name]]
+        assert max(found.values()) <= min(open_ones, default=99) + 1

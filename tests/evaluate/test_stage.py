@@ -1,6 +1,7 @@
 """The stage: what it reads, what it reports, and what it refuses."""
 
 import dataclasses
+import itertools
 import json
 from typing import ClassVar
 
@@ -202,9 +203,9 @@ def test_prompts_of_a_file(run, tmp_path):
     found = [(p["id"], p["source"], p["prompt_ids"]) for p in run.manifest["per_prompt"]]
     assert found == [
         ("a", "one", [2, 5, 6, 3]),
-        ("81", "writing", [2, 5, 3]),
         ("some-5", "some", [1, 4, 2, 5, 3]),
-        ("some-7", "some", [2, 6, 3]),
+        ("81", "writing", [2, 5, 3]),
+        ("some-7", "some", [2, 6, 3]),  # in turns of the sources
     ]
 
 
@@ -214,6 +215,7 @@ def test_prompts_of_a_file(run, tmp_path):
         ("{", r"line 2 is not JSON"),
         ("{}", r"line 2 has no prompt"),
         ('{"prompt": 3}', r"line 2 has no prompt"),
+        ('{"prompt": "hello", "tools": "none"}', r"line 2 has tools that are no list"),
         ('{"messages": [{"role": "assistant", "content": "x"}]}', r"line 2 begins with the assistant"),
         ('{"messages": [{"role": "user"}]}', r"line 2 has a message without role or content"),
     ],
@@ -223,6 +225,73 @@ def test_a_bad_line_is_named(run, tmp_path, line, message):
     file.write_text('{"prompt": "hello"}\n' + line)
     with pytest.raises(UserError, match=message):
         evaluate.evaluate(run.config(f"evaluate.prompts={file}"))
+
+
+def test_tools_and_arguments_of_the_template_are_part_of_a_prompt(run, tmp_path):
+    template = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{% if brief %}brief {% endif %}"
+    (tmp_path / "own.jinja").write_text(template + (run.target / "chat_template.jinja").read_text())
+    file = tmp_path / "some.jsonl"
+    tools = [{"type": "function", "function": {"name": "world"}}]
+    lines = [{"id": "plain", "prompt": "hello"}, {"id": "tools", "prompt": "hello", "tools": tools}]
+    file.write_text("\n".join(json.dumps(line) for line in lines))
+    more = (f"evaluate.prompts={file}", f"target.chat_template={tmp_path / 'own.jinja'}")
+    evaluate.evaluate(run.config(*more))
+    assert [p["prompt_ids"] for p in run.manifest["per_prompt"]] == [[2, 5, 3], [6, 2, 5, 3]]
+    with pytest.raises(UserError, match=r"evaluate\.template_args: None there, {'brief': True} here"):
+        evaluate.evaluate(run.config(*more, "target.template_args.brief=true"))
+    evaluate.evaluate(run.config(*more, "target.template_args.brief=true", "overwrite=true"))
+    assert [p["prompt_ids"] for p in run.manifest["per_prompt"]] == [[4, 2, 5, 3], [6, 4, 2, 5, 3]]
+
+
+# ---------------------------------------------------------------- by source
+
+
+def recount(prompts, draft_tokens=3):
+    """The figures of some prompts, from what the manifest says of every draft."""
+    accepted = [count for prompt in prompts for count in prompt["accepted"]]
+    reached = [sum(count >= depth for count in accepted) for depth in range(draft_tokens + 1)]
+    return {
+        "prompts": len(prompts),
+        "generated_tokens": sum(len(prompt["output_ids"]) for prompt in prompts),
+        "drafts": len(accepted),
+        "accepted": sum(accepted),
+        "accepted_per_position": reached[1:],
+        "acceptance_length": 1 + sum(accepted) / len(accepted),
+        "acceptance_at_depth": [count / len(accepted) for count in reached[1:]],
+        "conditional_acceptance": [b / a if a else None for a, b in itertools.pairwise(reached)],
+    }
+
+
+def test_every_source_is_measured_by_itself(run, monkeypatch, capsys):
+    class Half(Oracle):
+        def draft(self, count):
+            told = super().draft(count)
+            return told if self.tokens[-1] % 3 else [(token + 1) % 50 for token in told]
+
+    run.write_data(vocab.read(run.folder / "data" / "vocab.safetensors"), sources=["zh", "zh", "en", "en"])
+    tuned(run, monkeypatch, Half)
+    evaluate.evaluate(run.config("overwrite=true"))
+    report, prompts = run.manifest["report"], run.manifest["per_prompt"]
+    assert [(p["id"], p["source"]) for p in prompts] == [("c2", "en"), ("c0", "zh"), ("c1", "zh")]
+    assert report["by_source"] == {name: recount([p for p in prompts if p["source"] == name]) for name in ("en", "zh")}
+    whole = recount(prompts)
+    assert {key: report[key] for key in whole} == whole
+    lengths = [report["by_source"][name]["acceptance_length"] for name in ("en", "zh")]
+    assert lengths[0] != lengths[1], "a mix-up of sources would not show"
+    assert min(lengths) < report["acceptance_length"] < max(lengths)
+    printed = capsys.readouterr().out
+    for name, length in zip(("en", "zh"), lengths, strict=True):
+        assert any(line.split()[0] == name and f"{length:.3f}" in line for line in printed.splitlines() if line.strip())
+    assert report["not_measured"] == []
+
+
+def test_a_source_of_which_nothing_is_decoded_is_named(run, capsys):
+    kept = vocab.read(run.folder / "data" / "vocab.safetensors")
+    run.write_data(kept, sources=["zh", "en", "de", "en"], trained=["zh", "en", "de", "tools"])
+    evaluate.evaluate(run.config("evaluate.num_prompts=2"))
+    assert list(run.manifest["report"]["by_source"]) == ["de", "en"]
+    assert run.manifest["report"]["not_measured"] == ["tools", "zh"]
+    assert "not measured       tools, zh: no prompt of it was decoded" in capsys.readouterr().out
 
 
 def test_no_such_file_of_prompts(run):
