@@ -26,7 +26,8 @@ ROLES = {
     "observation": "tool",
 }
 # What chat templates may read beside role and content.
-PASSED_ON = ("name", "tool_calls", "tool_call_id", "reasoning_content")
+PASSED_ON = ("name", "tool_call_id")
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names in use for what was thought before an answer
 
 Message = dict[str, Any]
 Tool = dict[str, Any]
@@ -105,20 +106,26 @@ def _message(role: Any, content: Any, extra: dict[str, Any]) -> Message:
         if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
             raise UnusableError("content is not only text")
         content = "".join(part["text"] for part in content)
-    calls = tool_calls(extra.get("tool_calls")) if ROLES[role] == "assistant" else None
-    if content is None and calls:
-        content = ""  # a turn may be nothing but calls
-    if not isinstance(content, str):
-        raise UnusableError(f"a {role} turn without text")
     message: Message = {"role": ROLES[role], "content": content}
     for key in (*PASSED_ON, "finish_reason"):
         if extra.get(key) is not None:
             message[key] = extra[key]
-    if calls:
-        message["tool_calls"] = calls
-    else:
-        message.pop("tool_calls", None)
+    if ROLES[role] == "assistant":
+        _parts(message, extra)
+    if not isinstance(message["content"], str):
+        raise UnusableError(f"a {role} turn without text")
     return message
+
+
+def _parts(message: Message, extra: dict[str, Any]) -> None:
+    """An assistant's thought, under whichever name, and its tool calls; beside them it need not say anything."""
+    thought = next((extra[key] for key in THOUGHTS if extra.get(key)), None)
+    if thought is not None and not isinstance(thought, str):
+        raise UnusableError("a thought that is not text")
+    parts = {"reasoning_content": thought, "tool_calls": tool_calls(extra.get("tool_calls"))}
+    message.update({key: part for key, part in parts.items() if part})
+    if message["content"] is None and any(parts.values()):
+        message["content"] = ""
 
 
 def tool_calls(value: Any) -> list[dict[str, Any]]:
@@ -136,8 +143,9 @@ def tool_calls(value: Any) -> list[dict[str, Any]]:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise UnusableError("a tool call without function.name")
-        arguments(function.get("arguments"))
-        calls.append({**call, "type": "function", "function": {"arguments": {}, **function}})
+        given = function.get("arguments")
+        arguments(given)
+        calls.append({**call, "type": "function", "function": {**function, "arguments": given or {}}})
     return calls
 
 
@@ -147,13 +155,13 @@ def arguments(value: Any) -> dict[str, Any]:
     Raises:
         UnusableError: they are no JSON object.
     """
-    if isinstance(value, str) and value.strip():
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return {}
+    if isinstance(value, str):
         try:
             value = json.loads(value)
         except ValueError:
             value = None
-    elif not value:
-        value = {}
     if not isinstance(value, dict):
         raise UnusableError("the arguments of a tool call are no JSON object")
     return value
