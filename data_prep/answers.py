@@ -55,6 +55,7 @@ class Local:
         self.template = template
         self.generator: Any = None
         self.at_once = config.data.generate.batch_size
+        self.keeps_special = template.hides_markup  # as is asked of a server then
 
     def answers(self, jobs: dict[str, Job]) -> Iterator[tuple[str, Answered | Refused]]:
         """Refusals first, then batches of prompts of like length, the longest first: memory trouble shows at once."""
@@ -82,10 +83,10 @@ class Local:
             batch = [requests[key] for key in keys]
             answers = self.generator.answer(batch, generate.max_new_tokens, generate.top_p)
             for key, answer in zip(keys, answers, strict=True):
-                text = self.template.decode(answer.ids, skip_special_tokens=True)
-                if text != self.template.decode(answer.ids):
-                    # Dropped, they would be missing where the target wrote them; kept, a template may move them.
-                    yield key, Refused("special tokens inside the answer: let a server answer, which parses them")
+                text = self.template.decode(answer.ids)
+                if not self.keeps_special and text != self.template.decode(answer.ids, skip_special_tokens=True):
+                    # Left out, they would be missing where the target wrote them.
+                    yield key, Refused("special tokens inside the answer")
                     continue
                 message = {"role": "assistant", "content": text}
                 yield key, Answered(message, answer.finish_reason, len(answer.ids))
@@ -94,11 +95,11 @@ class Local:
 class Remote:
     """Answers from an OpenAI-compatible server, many requests at once."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, template: ChatTemplate) -> None:
         generate = config.data.generate
         assert generate.server is not None
         self.config = config
-        self.server = Server(generate.server, generate.model or config.target.path)
+        self.server = Server(generate.server, generate.model or config.target.path, template=template)
         self.at_once = generate.concurrency
 
     def answers(self, jobs: dict[str, Job]) -> Iterator[tuple[str, Answered | Refused]]:
@@ -118,6 +119,11 @@ class Remote:
     def _ask(self, job: Job) -> Answered:
         generate = self.config.data.generate
         reply = self.server.answer(
-            job.messages, job.temperature, generate.top_p, generate.max_new_tokens, job.seed(self.config.seed)
+            job.messages,
+            job.temperature,
+            generate.top_p,
+            generate.max_new_tokens,
+            job.seed(self.config.seed),
+            job.row.tools,
         )
-        return Answered({"role": "assistant", "content": reply.text}, reply.finish_reason, reply.tokens)
+        return Answered(reply.message, reply.finish_reason, reply.tokens)

@@ -7,7 +7,10 @@ as the target's own answer calls the tools that they are results of.
 from dataclasses import dataclass
 from typing import Any
 
-from data_prep.messages import Message, UnusableError
+from data_prep.formats import HERMES, KIMI, PYTHON
+from data_prep.messages import Message, Tool, UnusableError
+
+CALLS = (KIMI, HERMES, PYTHON, "to=functions.")  # tool calls in plain text: the last is harmony's
 
 
 class EndedError(Exception):
@@ -70,13 +73,16 @@ def _name(result: Message, calls: list[dict[str, Any]], number: int) -> str | No
     return str(calls[number]["function"]["name"]) if number < len(calls) else None
 
 
-def following(turn: Turn, answer: Message | None) -> list[Message]:
+def following(turn: Turn, answer: Message | None, tools: list[Tool] | None = None) -> list[Message]:
     """The turn's messages as they follow the target's answer: its results belong to the answer's calls.
 
     Raises:
         EndedError: the answer calls other tools than the turn has results of.
     """
-    calls = (answer or {}).get("tool_calls") or []
+    answer = answer or {"content": ""}
+    calls = answer.get("tool_calls") or []
+    if tools and not calls and any(sign in answer["content"] for sign in CALLS):
+        raise EndedError("the answer calls a tool in its text, which a server takes apart that has a tool parser")
     if calls and not turn.results:
         raise EndedError("the answer calls a tool, and the prompt has no result for it")
     if turn.results and not calls:

@@ -176,7 +176,7 @@ def answer_all(
     jobs: list[Job], journal: Journal, settings: dict[str, Any], config: Config, template: ChatTemplate
 ) -> None:
     """Bring every job to its end, or to its refusal, turn by turn, taking from the journal what it has."""
-    engine = Remote(config) if config.data.generate.server else Local(config, template)
+    engine = Remote(config, template) if config.data.generate.server else Local(config, template)
     total = sum(len(job.turns) for job in jobs)
     fresh = 0
     with tqdm(total=total, desc="answers", unit="answer", dynamic_ncols=True) as bar:
@@ -189,7 +189,7 @@ def answer_all(
             waiting: dict[str, Job] = {}
             for job in [job for job in jobs if turn < len(job.turns) and not job.refusal and not job.ended]:
                 try:
-                    job.messages += following(job.turns[turn], job.messages[-1] if turn else None)
+                    job.messages += following(job.turns[turn], job.messages[-1] if turn else None, job.row.tools)
                 except EndedError as error:
                     job.ended = str(error)
                     drop(len(job.turns) - turn)
