@@ -13,7 +13,7 @@ from eagle31_train.drafter.mla import LatentAttention
 from eagle31_train.drafter.rope import Rope
 from eagle31_train.schema import UserError
 
-# Kimi K2's own, and DeepSeek-V3's; widths are theirs.
+# Kimi's and DeepSeek-V3's; the widths are theirs too.
 KIMI = {
     "rope_type": "yarn",
     "factor": 64.0,
@@ -24,8 +24,8 @@ KIMI = {
     "mscale_all_dim": 1.0,
 }
 SCALINGS = {
-    "kimi k2": KIMI,
-    "kimi k2's first betas": {**KIMI, "factor": 32.0, "beta_fast": 1.0},
+    "kimi, betas 32 and 1": KIMI,
+    "kimi, betas 1 and 1": {**KIMI, "beta_fast": 1.0},
     "deepseek v3": {**KIMI, "factor": 40.0},
     "unlike shares": {**KIMI, "mscale": 0.707},
     "other betas": {**KIMI, "beta_fast": 16.0, "beta_slow": 4.0, "original_max_position_embeddings": 8192},

@@ -1,0 +1,135 @@
+"""The MLA drafter on a CUDA device, in bf16 through the flash kernel, against the CPU; one full-size step of Kimi's."""
+
+import time
+from dataclasses import replace
+from math import prod
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from conftest import kept_mask, make_document, make_mla_shape, make_objective
+from drafter.test_exactness import weights_of
+from gpu.test_step import documents_of, gradients
+
+from benchmarks.gpu_step import VARIANTS, Trainer
+from benchmarks.shapes import turns
+from eagle31_train.cli import load_config
+from eagle31_train.contract import weight_shapes
+from eagle31_train.drafter import history
+from eagle31_train.drafter.batch import build_batch
+from eagle31_train.drafter.decode import DraftDecoder
+from eagle31_train.shape import drafter_shape
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+GIB = 2**30
+# Kimi's heads: 128 + 64 wide keys, 128 wide values.
+HEADS = {"num_attention_heads": 4, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+WIDE = {"hidden_size": 256, "target_hidden_size": 256, "intermediate_size": 512, "q_lora_rank": 96, "kv_lora_rank": 64}
+
+
+@pytest.mark.parametrize("rank", [9, None])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-4)])
+def test_loss_and_gradients_equal_the_cpus(rank, dtype, tolerance):
+    shape = make_mla_shape(q_lora_rank=rank)
+    documents = [replace(d, aux=d.aux.to(dtype), last=d.last.to(dtype)) for d in documents_of(shape)]
+    objective = make_objective(shape, dtype)
+    theirs = gradients(objective, documents, "cpu")
+    ours = gradients(objective, documents, "cuda")
+    for name in theirs:
+        near = max(tolerance, 1e-5) if name == "measured" else tolerance  # reported in fp32
+        torch.testing.assert_close(ours[name], theirs[name], rtol=near, atol=near, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def wide_problem():
+    """fp32, with weights that keep the size of what they multiply."""
+    shape = make_mla_shape(**HEADS, **WIDE, vocab_size=300, draft_vocab_size=200)
+    objective = make_objective(shape, torch.float32)
+    for parameter in objective.drafter.parameters():
+        parameter.data *= parameter.shape[1] ** -0.5 / 0.3 if parameter.dim() > 1 else 1.0
+    objective.teacher.head_rows *= 3 * shape.target_hidden_size**-0.5
+    generator = torch.Generator().manual_seed(3)
+    documents = [make_document(shape, length, generator) for length in (300, 1, 450, 260)]
+    return objective, [replace(d, aux=d.aux.float(), last=d.last.float()) for d in documents]
+
+
+def trained(objective, documents, device, low):
+    """Loss and gradients of seven steps, on the CPU in fp64."""
+    packed = build_batch(documents, 7, kept_mask(objective.cpu()), "mask")
+    weights = weights_of(packed.trained.tolist(), 0.8).float().to(device)
+    objective.to(device).zero_grad()
+    objective.autocast = torch.bfloat16 if low else None
+    loss, _ = objective(packed.to(device), weights)
+    loss.backward()
+    return {"loss": loss.detach().cpu().double()} | {
+        name: p.grad.cpu().double() for name, p in objective.drafter.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_bf16_is_no_further_from_fp32_than_the_cpus(recompute, monkeypatch):
+    """Twice the CPU's distance, and at least 1 %: other kernels round elsewhere."""
+    objective, documents = wide_problem()
+    objective.drafter.recompute = recompute
+    truth = trained(objective, documents, "cpu", low=False)
+    cpus = trained(objective, documents, "cpu", low=True)
+    right, asked = history._cuda_forward, []
+    monkeypatch.setattr(history, "_cuda_forward", lambda q, *rest: asked.append(q.shape[-1]) or right(q, *rest))
+    ours = trained(objective, documents, "cuda", low=True)
+    assert asked == [192] * 7
+    for name, wanted in truth.items():
+        error, theirs = ((each[name] - wanted).norm() / wanted.norm() for each in (ours, cpus))
+        assert error < max(2 * theirs, 0.01), name
+
+
+def test_drafts_are_the_cpus():
+    objective, documents = wide_problem()
+    d = documents[0]
+    drafted = []
+    for device in ("cpu", "cuda"):
+        objective.to(device)
+        decoder = DraftDecoder(objective.drafter, objective.teacher.target_ids, capacity=128)
+        decoder.extend(d.aux[:100].to(device), d.tokens[1:101].to(device))
+        drafted.append(torch.cat([z for _, z in decoder.unroll(5)]).cpu())
+    torch.testing.assert_close(*drafted, rtol=1e-3, atol=1e-3)
+
+
+def test_one_full_size_step_of_kimis_drafter(capsys):
+    """`+experiment=kimi` on one document of 20 k tokens, of which the assistant wrote a third."""
+    config = load_config(["+experiment=kimi"])
+    hidden, vocabulary, layers = config.plan.hidden_size, config.plan.vocab_size, config.target.aux_layers
+    shape = drafter_shape(config.drafter, hidden, vocabulary, vocabulary, layers)
+    trains = sum(map(prod, weight_shapes(shape).values()))
+    shares = vocabulary * hidden * shape.share_embedding
+    assert trains + shares == pytest.approx(3.02e9, rel=0.01)
+    # Weights, gradients and moments in fp32; embedding and the target's head in bf16; the products' copies of the
+    # weights, lm_head's gradient and activations.
+    need = 16 * trains + 2 * shares + 2 * vocabulary * hidden + 16 * GIB
+    free = torch.cuda.mem_get_info()[0]
+    if free < need:
+        pytest.skip(f"Kimi's drafter needs about {need / GIB:.0f} GiB of device memory, {free / GIB:.0f} are free")
+
+    AcceleratorState._reset_state(True)
+    trainer = Trainer(shape, VARIANTS["recompute"], "cuda")
+    try:
+        batch = trainer.batch([turns(20480, 0.35)], config.train.unroll, pin=False)
+        losses = [trainer.step(batch)]  # makes AdamW's moments
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        losses += [trainer.step(batch) for _ in range(3)]
+        torch.cuda.synchronize()
+        seconds = (time.perf_counter() - start) / 3
+        peak = torch.cuda.max_memory_allocated()
+    finally:
+        trainer.close()
+        AcceleratorState._reset_state(True)
+    with capsys.disabled():
+        print(
+            f"\nkimi: {trains / 1e9:.2f} B parameters trained, {batch.tokens} tokens, {len(batch.layout.slots)} slots, "
+            f"{seconds:.2f} s per step, {peak / GIB:.1f} GiB, losses {', '.join(f'{loss:.3f}' for loss in losses)}, "
+            f"{torch.cuda.get_device_name()}"
+        )
+    assert 0 < losses[-1] < losses[0]
