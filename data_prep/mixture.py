@@ -66,7 +66,7 @@ class Corpus:
             UserError: neither or both are given, an entry of `data.sources` is wrong, or there is no such file.
         """
         data = config.data
-        if data.sources:
+        if named(data):
             return cls(_parts(data), True, config.seed, data.rows)
         spec: str | None = getattr(data, option)
         if spec is None:
@@ -181,6 +181,11 @@ def quotas(weights: Mapping[str, Fraction], have: Mapping[str, int], rows: int |
 # ---------------------------------------------------------------- options
 
 
+def named(data: DataConfig) -> dict[str, Any]:
+    """The entries of `data.sources`; one that is null is a recipe's that somebody does not want."""
+    return {str(name): value for name, value in sorted(data.sources.items(), key=str) if value is not None}
+
+
 def _parts(data: DataConfig) -> list[Part]:
     """The sources by name, so that their order in a file or on a command line says nothing."""
     given = [f"data.{name}" for name in ("conversations", "prompts") if getattr(data, name) is not None]
@@ -191,7 +196,7 @@ def _parts(data: DataConfig) -> list[Part]:
         )
     if data.rows is not None and data.rows < 1:
         raise UserError(f"data.rows={data.rows} takes nothing: set at least 1")
-    parts = [_part(name, data.sources[name], data) for name in sorted(data.sources, key=str)]
+    parts = [_part(name, value, data) for name, value in named(data).items()]
     seen: dict[str, str] = {}
     for part in parts:
         for source in part.sources:
@@ -200,9 +205,9 @@ def _parts(data: DataConfig) -> list[Part]:
     return parts
 
 
-def _part(name: Any, value: Any, data: DataConfig) -> Part:
+def _part(name: str, value: Any, data: DataConfig) -> Part:
     where = f"data.sources.{name}"
-    if not re.fullmatch(r"[\w-]+", str(name)):
+    if not re.fullmatch(r"[\w-]+", name):
         raise UserError(f"{where}: a source's name is letters, digits, _ and -: rename it")
     if not isinstance(value, dict):
         raise UserError(f"{where}={value!r} is no set of options: write {where}='{{path: FILE, weight: 1}}'")
@@ -225,7 +230,7 @@ def _part(name: Any, value: Any, data: DataConfig) -> Part:
     if not isinstance(split, str):
         raise UserError(f"{where}.split={split} is no name of a split")
     # Through its decimal text: 0.7 and 0.3 are to be exactly that.
-    return Part(open_sources(path, split, f"{where}.path"), form, str(name), Fraction(str(weight)))
+    return Part(open_sources(path, split, f"{where}.path"), form, name, Fraction(str(weight)))
 
 
 def _fingerprints(part: Part) -> list[list[str]]:

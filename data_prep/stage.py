@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.collect import Collected, collect
-from data_prep.mixture import Corpus, Part
+from data_prep.mixture import Corpus, Part, named
 from data_prep.regenerate import answered, regenerate
 from data_prep.sources import open_sources
 from data_prep.summary import summary
@@ -89,7 +89,7 @@ def _check_splits(collected: Collected, data: DataConfig) -> None:
     sizes = {name: len(split.ids) for name, split in collected.splits.items()}
     if not sum(sizes.values()):
         raise UserError(f"no conversation is left to learn from ({_reasons(collected.refused)})")
-    for name in data.sources:
+    for name in named(data):
         if not any(name in split.sources for split in collected.splits.values()):
             refused = [entry for entry in collected.refused if entry["source"] == name]
             raise UserError(f"data.sources.{name}: no conversation of it is left to learn from ({_reasons(refused)})")

@@ -303,6 +303,16 @@ def test_sources_on_the_command_line(sources):
         Corpus.open(config, "conversations")
 
 
+def test_a_source_of_the_recipe_that_is_null_is_left_out(sources):
+    recipe = ["+experiment=smollm2", "data.conversations=null", "data.prompts=null"]
+    words = [f"data.sources.{name}={{path: {value['path']}}}" for name, value in sources.items()]
+    config = load_config([*recipe, *words, "data.sources.agent=null"])
+    found = {row.source for row in Corpus.open(config, "conversations").read()}
+    assert found == {"en", "zh"}
+    with pytest.raises(UserError, match=r"no conversations: set data\.conversations or data\.sources"):
+        corpus({"zh": None})
+
+
 def test_what_the_rows_depend_on_is_known(sources, tmp_path):
     """The stage's fingerprint: everything that moves a row, and no more."""
     one = corpus(sources).inputs()
