@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle31_train import cli
+from eagle31_train.contract import caveats
 from eagle31_train.draft_config import MLA_WIDTHS
 from eagle31_train.schema import Config, DrafterShape, UserError, as_plain
 
@@ -66,6 +67,7 @@ def render(facts: Facts) -> str:
         "Made with eagle31; served by vLLM.",
         "## Serve",
         _code(serve_command(config, here, public=True)),
+        *map(_text, caveats(facts.shape)),
         "To go back, serve without `--speculative-config`; the target itself is unchanged:",
         _code(serve_command(config, None, public=True)),
         "## Measured acceptance",

@@ -189,6 +189,16 @@ def check_shape(shape: DrafterShape) -> list[str]:
     return problems + (_mla_problems(shape) if shape.architecture == "mla" else _llama_problems(shape))
 
 
+def caveats(shape: DrafterShape) -> list[str]:
+    """What can be trained and exported but does not run everywhere, a sentence each."""
+    if shape.architecture == "mla" and shape.q_lora_rank is None:
+        return [
+            "vLLM 0.32 stops when it loads an MLA draft with full-rank queries (it looks for fused_qkv_a_proj): "
+            "give drafter.q_lora_rank a number to be served there"
+        ]
+    return []
+
+
 def _llama_problems(shape: DrafterShape) -> list[str]:
     if shape.hidden_size % shape.num_attention_heads:
         return [

@@ -65,6 +65,8 @@ def export(config: Config) -> None:
         record["serve"] = card.serve_command(config, str(run / "export"))
         artifacts.write_json(run / "export.json", record | {"seconds": round(time.monotonic() - started, 1)})
         print(f"export: wrote {run / 'export'}")
+    for caveat in contract.caveats(trained.shape):
+        print(f"export: {caveat}")
     drafter = str(run / "export")
     if config.push:
         assert config.repo is not None

@@ -31,6 +31,7 @@ def exported(mla_run):
 
 def test_the_export_is_what_was_trained(exported, mla_run, tiny_mla_tensors):
     config, tensors, body = exported
+    assert "vLLM 0.32 stops" not in body
     assert config == draft_config.config_json(mla_run.shape, "float32", "someone/a-target")
     maps = {"d2t": (12,), "t2d": (40,)}
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == tiny_mla_tensors | maps
@@ -48,7 +49,7 @@ def test_a_norm_that_vllm_would_leave_at_one_stops_the_export(name, mla_run):
     assert not (mla_run.folder / "export").exists()
 
 
-def test_full_rank_queries_are_exported_too(mla_run, tiny_mla_tensors):
+def test_full_rank_queries_are_exported_too(mla_run, capsys):
     low = ("q_a_proj", "q_a_layernorm", "q_b_proj")
     mla_run.set_shape(replace(mla_run.shape, q_lora_rank=None))
     mla_run.change_tensors(
@@ -56,7 +57,9 @@ def test_full_rank_queries_are_exported_too(mla_run, tiny_mla_tensors):
         midlayer__self_attn__q_proj__weight=torch.ones(30, 32),
     )
     export(mla_run.config("target.dtype=float32"))
-    config, tensors, _ = mla_run.exported()
+    config, tensors, body = mla_run.exported()
+    assert "vLLM 0.32 stops when it loads an MLA draft with full-rank queries" in body
+    assert "export: vLLM 0.32 stops" in capsys.readouterr().out
     assert config["q_lora_rank"] is None
     assert "midlayer.self_attn.q_proj.weight" in tensors
     assert published.read(mla_run.folder / "export", "it", never).shape.q_lora_rank is None

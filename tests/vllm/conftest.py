@@ -112,11 +112,17 @@ def request_of(prompt: dict, limit: int, end_ids: list[int], length: int, drafts
 
 
 @pytest.fixture(scope="session")
-def serve(tmp_path_factory, finished_run, evaluated, requests):
-    """Run vLLM in a process of its own, with the exported drafter or without."""
+def vllm_python() -> Path:
+    """The python of vLLM's own environment."""
     python = ROOT / os.environ.get("VLLM_VENV", ".venv-vllm") / "bin" / "python"
     if not python.is_file():
         pytest.skip(f"{python} is missing: make test-vllm installs it")
+    return python
+
+
+@pytest.fixture(scope="session")
+def serve(tmp_path_factory, vllm_python, finished_run, evaluated, requests):
+    """Run vLLM in a process of its own, with the exported drafter or without."""
     folder = tmp_path_factory.mktemp("vllm")
 
     def run(with_drafter: bool) -> dict:
@@ -131,7 +137,7 @@ def serve(tmp_path_factory, finished_run, evaluated, requests):
         asked.write_text(json.dumps(request))
         with log.open("w") as output:
             done = subprocess.run(
-                [str(python), str(Path(__file__).with_name("run_vllm.py")), str(asked), str(answer)],
+                [str(vllm_python), str(Path(__file__).with_name("run_vllm.py")), str(asked), str(answer)],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"},

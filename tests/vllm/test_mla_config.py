@@ -1,0 +1,227 @@
+"""What real vLLM reads of an MLA draft's config.json and tensors: what was trained, however it is spelt; and traps."""
+
+import json
+import os
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import DeepseekV3Config
+
+from eagle31_train import contract, draft_config, published
+from eagle31_train.drafter.mla import LatentAttention
+from eagle31_train.schema import DrafterShape, UserError
+
+pytestmark = pytest.mark.vllm
+
+YARN = {"rope_type": "yarn", "factor": 64.0, "original_max_position_embeddings": 64}
+SHAPE = DrafterShape(
+    architecture="mla",
+    hidden_size=50,
+    target_hidden_size=50,
+    aux_layers=[1, 3],
+    vocab_size=96,
+    draft_vocab_size=96,
+    intermediate_size=64,
+    num_attention_heads=5,
+    num_key_value_heads=5,
+    head_dim=84,
+    rms_norm_eps=2e-5,
+    rope_theta=50000.0,
+    rope_scaling={**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+    max_position_embeddings=4096,
+    fc_norm=True,
+    norm_output=True,
+    norm_before_residual=False,
+    share_embedding=True,
+    q_lora_rank=24,
+    kv_lora_rank=512,
+    qk_nope_head_dim=20,
+    qk_rope_head_dim=64,
+    v_head_dim=12,
+)
+# What vLLM must read back as it was trained.
+SHAPES = {
+    "the published kind": SHAPE,
+    "heads that do not divide": replace(SHAPE, num_attention_heads=3, num_key_value_heads=3),
+    "EAGLE 3": replace(SHAPE, fc_norm=False, norm_output=False, norm_before_residual=True),
+    "mscale_all_dim alone": replace(SHAPE, rope_scaling={**YARN, "mscale_all_dim": 0.7}),
+    "no mscale": replace(SHAPE, rope_scaling={**YARN, "beta_fast": 20.0, "beta_slow": 2.0}),
+    "plain RoPE": replace(SHAPE, rope_scaling=None),
+}
+
+FULL_RANK = replace(SHAPE, q_lora_rank=None)
+
+
+def tensors_of(shape):
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(size, generator=generator) for name, size in contract.weight_shapes(shape).items()}
+
+
+def joined(tensors):
+    tensors = dict(tensors)
+    attention, mlp = "midlayer.self_attn", "midlayer.mlp"
+    for fused, parts in {
+        f"{attention}.fused_qkv_a_proj": [f"{attention}.q_a_proj", f"{attention}.kv_a_proj_with_mqa"],
+        f"{mlp}.gate_up_proj": [f"{mlp}.gate_proj", f"{mlp}.up_proj"],
+    }.items():
+        tensors[f"{fused}.weight"] = torch.cat([tensors.pop(f"{part}.weight") for part in parts])
+    return tensors
+
+
+def old_rope(config):
+    return {key: value for key, value in config.items() if key != "rope_parameters"}
+
+
+def new_rope(config):
+    return {key: value for key, value in config.items() if key not in ("rope_theta", "rope_scaling")}
+
+
+def without_attention(tensors):
+    """Nothing of the attention, and none of the norms but hidden_norm, by which an EAGLE 3 draft is known."""
+    return {
+        name: t for name, t in tensors.items() if ("self_attn" not in name and "norm" not in name) or "hidden" in name
+    }
+
+
+def factor_one(config):
+    scaling = {**config["rope_scaling"], "attention_factor": 1.0}
+    return {**config, "rope_scaling": scaling, "rope_parameters": {**scaling, "rope_theta": config["rope_theta"]}}
+
+
+def same(value):
+    return value
+
+
+# Of the published kind, written in other ways: config.json, tensors.
+WRITTEN = {
+    "RoPE as transformers 4 writes it": (old_rope, same),
+    "RoPE as transformers 5 writes it": (new_rope, same),
+    "joined": (same, joined),
+    "layers.0": (same, lambda tensors: {n.replace("midlayer.", "layers.0."): t for n, t in joined(tensors).items()}),
+    "deepseek_v2": (lambda config: {**config, "model_type": "deepseek_v2"}, same),
+    "deepseek_v3": (lambda config: {**config, "model_type": "deepseek_v3"}, same),
+    "experts": (lambda config: {**config, "n_routed_experts": 8, "moe_intermediate_size": 4}, same),
+    "attention_factor": (factor_one, same),
+    "theta lost": (lambda config: {k: v for k, v in old_rope(config).items() if k != "rope_theta"}, same),
+    "nothing of the attention": (same, without_attention),
+}
+
+
+def write(folder, config, tensors):
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """name → draft."""
+    root = tmp_path_factory.mktemp("drafts")
+    drafts = {name: (draft_config.config_json(shape, "float32", "x"), shape) for name, shape in SHAPES.items()}
+    drafts["full rank"] = draft_config.config_json(FULL_RANK, "float32", "x"), FULL_RANK
+    published_kind = drafts["the published kind"][0]
+    written = {name: write(root / name, config, tensors_of(shape)) for name, (config, shape) in drafts.items()}
+    for name, (of_config, of_tensors) in WRITTEN.items():
+        written[name] = write(root / name, of_config(published_kind), of_tensors(tensors_of(SHAPE)))
+    return written
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory, vllm_python, folders):
+    """name → what vLLM reads of the draft."""
+    folder = tmp_path_factory.mktemp("read")
+    sizes = {"hidden_size": 50, "num_hidden_layers": 6, "num_attention_heads": 5, "vocab_size": 96}
+    widths = {"q_lora_rank": 24, "qk_nope_head_dim": 20, "v_head_dim": 12, "max_position_embeddings": 4096}
+    target = DeepseekV3Config(**sizes, **widths, architectures=["DeepseekV3ForCausalLM"])
+    target.save_pretrained(folder / "target")
+    (folder / "asked.json").write_text(json.dumps({"target": str(folder / "target"), "drafts": folders}))
+    script = Path(__file__).with_name("read_draft.py")
+    done = subprocess.run(
+        [str(vllm_python), str(script), str(folder / "asked.json"), str(folder / "answer.json")],
+        env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads((folder / "answer.json").read_text())
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_vllm_reads_the_fields_that_were_meant(name, seen):
+    shape, fields = SHAPES[name], seen[name]["fields"]
+    meant = draft_config.config_json(shape, "float32", "x")
+    assert fields == {field: meant[field] for field in fields}
+    read = draft_config.shape_from_config({**fields, "model_type": "kimi_k2"})
+    assert read == replace(shape, rope_scaling=draft_config.rope_scaling(shape))
+    assert seen[name]["eps"] == [2e-5]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_vllm_turns_and_scales_as_the_drafter_does(name, seen):
+    attention, theirs = LatentAttention(SHAPES[name]), seen[name]
+    assert theirs["interleaved"]
+    assert theirs["scale"] == pytest.approx(attention.scale, rel=1e-9)
+    table = torch.tensor(theirs["cos_sin"])
+    positions = torch.arange(len(table))
+    ones = torch.tensor([1.0, 0.0]).repeat(32).expand(len(table), 1, 64)  # turned, it is each pair's cos and sin
+    turned = attention.rope(ones, positions)[:, 0].unflatten(-1, (-1, 2))
+    torch.testing.assert_close(torch.cat([turned[..., 0], turned[..., 1]], -1), table, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_vllm_finds_a_place_for_every_tensor(name, seen):
+    assert seen[name]["left"] == {"model.embed_tokens.weight": False}  # the target's own takes its place
+
+
+AS_WRITTEN = ["RoPE as transformers 4 writes it", "RoPE as transformers 5 writes it", "joined", "layers.0"]
+
+
+@pytest.mark.parametrize("name", [*AS_WRITTEN, "deepseek_v2", "experts"])
+def test_vllm_makes_the_same_drafter_of_every_spelling(name, seen, folders):
+    kind, other = seen["the published kind"], seen[name]
+    for fact in ("scale", "cos_sin", "left"):
+        assert other[fact] == kind[fact]
+    here = {parameter: value for parameter, value in kind["sums"].items() if parameter not in kind["left"]}
+    assert {parameter: other["sums"][parameter] for parameter in here} == here
+    draft = published.read(Path(folders[name]), "it", lambda: 6)
+    assert draft.shape == replace(SHAPE, rope_scaling=draft_config.rope_scaling(SHAPE))
+
+
+def test_vllm_takes_deepseek_v3_for_another_kind_of_drafter(seen, folders):
+    read = seen["deepseek_v3"]
+    assert "error" in read or read["fields"]["architectures"] != ["Eagle3DeepseekV2ForCausalLM"]
+    assert published.read(Path(folders["deepseek_v3"]), "it", lambda: 6).shape.architecture == "mla"
+
+
+def test_an_attention_factor_of_one_takes_mscale_out_of_vllms_softmax(seen, folders):
+    assert seen["attention_factor"]["scale"] == pytest.approx(84**-0.5, rel=1e-9)
+    assert seen["the published kind"]["scale"] > 1.9 * 84**-0.5
+    with pytest.raises(UserError, match=r"attention_factor 1\.0"):
+        published.read(Path(folders["attention_factor"]), "it", lambda: 6)
+
+
+def test_full_rank_queries_are_read_but_vllm_finds_no_place_for_the_latent(seen, folders):
+    assert "no module or parameter named 'layers.0.self_attn.fused_qkv_a_proj'" in seen["full rank"]["error"]
+    (caveat,) = contract.caveats(FULL_RANK)
+    assert "drafter.q_lora_rank" in caveat
+    assert not any(map(contract.caveats, SHAPES.values()))
+    assert published.read(Path(folders["full rank"]), "it", lambda: 6).shape.q_lora_rank is None
+
+
+def test_a_lost_theta_would_turn_otherwise(seen):
+    assert seen["theta lost"]["cos_sin"] != seen["the published kind"]["cos_sin"]
+
+
+def test_vllm_leaves_what_is_missing_without_a_word(seen, folders):
+    left = seen["nothing of the attention"]["left"]
+    at_one = {name.removeprefix("model.") for name, one in left.items() if one}
+    assert {"norm.weight", "fc_norm.0.weight", "layers.0.input_layernorm.weight"} < at_one
+    assert {f"layers.0.self_attn.{part}_layernorm.weight" for part in ("q_a", "kv_a")} < at_one
+    assert {name for name, one in left.items() if not one} > {"model.layers.0.self_attn.kv_b_proj.weight"}
+    with pytest.raises(UserError, match=r"fc_norm\.0\.weight is missing"):
+        published.read(Path(folders["nothing of the attention"]), "it", lambda: 6)
