@@ -159,7 +159,9 @@ class ChatTemplate:
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns:
             raise RefusedError("no assistant turn")
-        if any(messages[turn].get(part) for turn in turns for part in ("reasoning_content", "tool_calls")):
+        parts = ("reasoning_content", "tool_calls")
+        answers = self.history([messages[turn] for turn in turns])
+        if any(answer.get(part) for answer in answers for part in parts):
             raise RewrittenError("answers of several parts are taken turn by turn")
         text = self.render(messages, tools=tools)
         find = self._marked_spans if self.has_markers else self._prefix_spans

@@ -134,6 +134,8 @@ def read_turn(
     opened = prompt.rstrip().endswith(OPEN)
     cut = message.get("finish_reason") == "length"
     _check(message, cut)
+    if prompt.rstrip().endswith(CLOSE) and apart(message).get("reasoning_content"):
+        raise RefusedError("the prompt switches thinking off, and the answer has a thought")
     # Thoughts among the words of the answer: the target's own text, of which the template would only move parts.
     words = message["content"]
     thinks = OPEN in words or CLOSE in words or (opened and cut and not message.get("reasoning_content"))

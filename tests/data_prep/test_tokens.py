@@ -1,0 +1,122 @@
+"""Masks from the ids alone: a tokenizer in Python that comes with its target and reports no offsets."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from data_prep.messages import parse
+from data_prep.template import ChatTemplate, RefusedError
+from data_prep.tokens import Tokens
+from data_prep.turns import samples
+from eagle31_train.schema import TargetConfig, UserError
+
+HERE = Path(__file__).parent
+KIMI = yaml.safe_load((HERE / "golden" / "kimi.yaml").read_text(encoding="utf-8"))
+# Merges that end inside a character of three bytes, and one that reaches from a character into the next.
+MERGED = [b"\xe4\xbd", b"\xa0\xe5", b"\xe4\xb8", b"\xf0\x9f", b"th", b"the", b" t", b"er", b"in", b"ant", b"</", b"|>"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A target's folder whose tokenizer is Python code of its own."""
+    folder = tmp_path_factory.mktemp("bytes")
+    shutil.copy(HERE / "bytes_tokenizer.py", folder / "tokenization_bytes.py")
+    (folder / "ranks.json").write_text(json.dumps([token.decode("latin-1") for token in MERGED]))
+    base = 256 + len(MERGED)
+    added = {
+        str(base + i): {"content": token, "special": token not in ("<think>", "</think>"), "lstrip": False,
+                        "rstrip": False, "normalized": False, "single_word": False}
+        for i, token in enumerate(KIMI["special"])
+    }  # fmt: skip
+    config = {
+        "tokenizer_class": "BytesTokenizer",
+        "auto_map": {"AutoTokenizer": ["tokenization_bytes.BytesTokenizer", None]},
+        "added_tokens_decoder": added,
+        "eos_token": "<|im_end|>",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 512}))
+    shutil.copy(HERE / "templates" / "kimi.jinja", folder / "chat_template.jinja")
+    return folder
+
+
+@pytest.fixture
+def template(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path))
+    loaded = ChatTemplate.load(TargetConfig(path=str(folder), trust_remote_code=True))
+    assert not loaded.tokenizer.is_fast
+    return loaded
+
+
+def test_code_that_comes_with_a_target_is_not_run_unasked(folder):
+    with pytest.raises(UserError, match=r"Python code of its own: .* target\.trust_remote_code=true"):
+        ChatTemplate.load(TargetConfig(path=str(folder)))
+
+
+@pytest.mark.parametrize("number", range(len(KIMI["cases"])))
+def test_golden_without_offsets(template, number):
+    case = KIMI["cases"][number]
+    template.template_args = case.get("args", {})
+    row = parse({"messages": case["messages"], "tools": case.get("tools")}, "messages", "f:1", "f-1")
+    found = samples(template, row.messages, 10_000, row.tools)
+    for (_, sample), pieces in zip(found.samples, case["samples"], strict=True):
+        ids, mask = [], []
+        for learnt, text in pieces:
+            piece = template.encode(text)
+            ids += piece
+            mask += [bool(learnt)] * len(piece)
+        assert sample.input_ids.tolist() == ids
+        assert sample.loss_mask.tolist() == mask
+
+
+def test_characters_are_spread_over_tokens(template):
+    """What the golden cases would not show if every character were whole tokens."""
+    ids = template.encode("你好")
+    assert any("\ufffd" in template.decode([i]) for i in ids)
+    assert "\ufffd" in template.decode(ids[:2])
+    assert template.decode(ids) == "你好"
+
+
+def test_a_place_between_markers_is_found_or_refused(template):
+    tokens = Tokens(template, "<|im_end|>the ant<|im_middle|>你好")
+    assert tokens.boundary(0) == 0
+    assert tokens.boundary(len("<|im_end|>")) == 1
+    assert template.decode(tokens.ids[: tokens.boundary(len("<|im_end|>the "))]) == "<|im_end|>the "
+    assert tokens.boundary(len(tokens.text)) == len(tokens.ids)
+    for inside in (3, len("<|im_end|>th"), len("<|im_end|>the ant<|im_middle|>你")):
+        with pytest.raises(RefusedError, match="a boundary inside a token"):
+            tokens.boundary(inside)
+
+
+def test_text_that_does_not_come_back_is_refused(template, monkeypatch):
+    encode = ChatTemplate.encode
+    monkeypatch.setattr(ChatTemplate, "encode", lambda self, text: encode(self, text.replace("好", "")))
+    with pytest.raises(RefusedError, match="does not give back the text"):
+        Tokens(template, "<|im_end|>你好")
+
+
+def test_a_mask_that_begins_one_token_late_is_caught(template, monkeypatch):
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "你好 the fox"}]
+    boundary, prompt = Tokens.boundary, template.render(chat[:1], add_generation_prompt=True)
+    monkeypatch.setattr(Tokens, "boundary", lambda self, char: boundary(self, char) + (char == len(prompt)))
+    with pytest.raises(RefusedError):
+        samples(template, chat, 1000)
+
+
+def test_the_work_grows_with_the_length_and_not_with_its_square(template, monkeypatch):
+    """Characters that masks ask the tokenizer for, prompts of single turns aside."""
+    seen = []
+    encode = ChatTemplate.encode
+    monkeypatch.setattr(ChatTemplate, "encode", lambda self, text: seen.append(len(text)) or encode(self, text))
+    template.template_args = {"thinking": False}
+    work = []
+    for turns in (4, 16):
+        seen.clear()
+        chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "the fox"}] * turns
+        ((suffix, sample),) = samples(template, chat, 10_000).samples
+        assert suffix == ""
+        work.append(sum(seen) / len(sample.input_ids))
+    assert work[1] < 1.5 * work[0]
