@@ -1,7 +1,7 @@
 """The training step on a GPU: `make bench-gpu`.
 
 Tokens per second, memory, model FLOP utilisation and the kernels' share of the time, at the shapes of a drafter for
-Llama-8B and for Kimi (dense attention in the place of MLA), in bf16; and the longest document that a step takes. The
+Llama-8B and for Kimi, in bf16; and the longest document that a step takes. The
 step is the trainer's, optimizer included. See README.md; `--device cpu --quick` is a dry run of the same code.
 """
 
@@ -25,8 +25,8 @@ CASES = [
     "llama8b:8x4096:1",
     "llama8b:8x4096:0.35",
     "llama8b:1x32768:1",
-    "kimi-dense:4x4096:1",
-    "kimi-dense:4x4096:0.35",
+    "kimi:4x4096:1",
+    "kimi:4x4096:0.35",
 ]
 LONGEST = ["llama8b:1", "llama8b:0.35"]
 QUICK_CASES = ["tiny:2x64:1", "tiny:1x128:0.35"]

@@ -10,6 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from eagle31_train.contract import weight_shapes
 from eagle31_train.schema import Document, DrafterShape, UserError
 
 GAMMA = 0.8  # weight of step k is GAMMA**k
@@ -22,8 +23,18 @@ _SHAPES = {
     "smollm2": (576, 1536, 9, 3, 64, 8192),
     "mid": (1024, 2816, 16, 4, 64, 32000),
     "llama8b": (4096, 14336, 32, 8, 128, 32000),
-    "kimi-dense": (7168, 18432, 64, 64, 128, 163840),  # dense attention in the place of MLA: on GPUs only
+    "tiny-mla": (64, 96, 4, 4, 24, 256),
+    "mla": (576, 1536, 8, 8, 96, 8192),
+    "kimi": (7168, 18432, 64, 64, 192, 163840),  # on GPUs only
 }
+# Of these, with MLA: ranks of queries and of keys and values; widths of a key without and with position, of a value
+_LATENT = {
+    "tiny-mla": (24, 16, 16, 8, 16),
+    "mla": (192, 128, 64, 32, 64),
+    "kimi": (1536, 512, 128, 64, 128),
+}
+_LATENT_NAMES = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_YARN = {"rope_type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096, "mscale_all_dim": 1.0}
 
 
 @dataclass(frozen=True)
@@ -60,9 +71,11 @@ class Case:
     def drafter(self) -> DrafterShape:
         """The drafter of this case, EAGLE 3.1."""
         D, inner, heads, groups, width, own_vocab = _SHAPES[self.shape]
-        vocab = self.vocab or own_vocab
+        vocab, latent = self.vocab or own_vocab, self.shape in _LATENT
+        widths = dict(zip(_LATENT_NAMES, _LATENT.get(self.shape, ()), strict=False))
         return DrafterShape(
-            architecture="llama",
+            **widths,
+            architecture="mla" if latent else "llama",
             hidden_size=D,
             target_hidden_size=D,
             aux_layers=[2, 15, 27],
@@ -73,9 +86,9 @@ class Case:
             num_key_value_heads=groups,
             head_dim=width,
             rms_norm_eps=1e-5,
-            rope_theta=10000.0,
-            rope_scaling=None,
-            max_position_embeddings=max(2048, self.length + 2 * self.unroll),
+            rope_theta=50000.0 if latent else 10000.0,
+            rope_scaling=_YARN if latent else None,
+            max_position_embeddings=262144 if latent else max(2048, self.length + 2 * self.unroll),
             fc_norm=True,
             norm_output=True,
             norm_before_residual=False,
@@ -140,24 +153,9 @@ def make_material(shape: DrafterShape, mask: Tensor, seed: int = 0) -> Material:
         return torch.empty(width).uniform_(0.5, 1.5, generator=generator)
 
     D, H, A, T = shape.hidden_size, shape.target_hidden_size, len(shape.aux_layers), len(mask)
-    V, Vd, inner, d = shape.vocab_size, shape.draft_vocab_size, shape.intermediate_size, shape.head_dim
-    heads, groups = shape.num_attention_heads, shape.num_key_value_heads
-    weights = {
-        "fc.weight": matrix(D, A * H),
-        **({f"fc_norm.{i}.weight": gain(H) for i in range(A)} if shape.fc_norm else {}),
-        "midlayer.input_layernorm.weight": gain(D),
-        "midlayer.hidden_norm.weight": gain(D),
-        "midlayer.post_attention_layernorm.weight": gain(D),
-        "midlayer.self_attn.q_proj.weight": matrix(heads * d, 2 * D),
-        "midlayer.self_attn.k_proj.weight": matrix(groups * d, 2 * D),
-        "midlayer.self_attn.v_proj.weight": matrix(groups * d, 2 * D),
-        "midlayer.self_attn.o_proj.weight": matrix(D, heads * d),
-        "midlayer.mlp.gate_proj.weight": matrix(inner, D),
-        "midlayer.mlp.up_proj.weight": matrix(inner, D),
-        "midlayer.mlp.down_proj.weight": matrix(D, inner),
-        "norm.weight": gain(D),
-        "lm_head.weight": matrix(Vd, D).mul_(0.5),
-    }
+    V, Vd = shape.vocab_size, shape.draft_vocab_size
+    weights = {name: matrix(*size) if len(size) > 1 else gain(*size) for name, size in weight_shapes(shape).items()}
+    weights["lm_head.weight"].mul_(0.5)
     target_ids = torch.randperm(V, generator=generator)[:Vd].sort().values if Vd < V else torch.arange(V)
     document = Document(
         tokens=torch.randint(0, V, (T,), generator=generator),

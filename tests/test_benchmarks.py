@@ -1,14 +1,17 @@
 """The parts of the benchmarks that need no peer: cases, counted work, ratios, and a race in which one cannot start."""
 
+import json
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import peers
+from benchmarks import mla, peers
 from benchmarks.contenders.ours import Ours
 from benchmarks.flops import Work, count_work, necessary
 from benchmarks.race import Race
 from benchmarks.shapes import Case, make_material, turns
+from eagle31_train.drafter import model
 from eagle31_train.schema import UserError
 
 
@@ -60,9 +63,10 @@ def test_flops_counted_by_hand():
     }
 
 
+@pytest.mark.parametrize("name", ["tiny", "tiny-mla"])
 @pytest.mark.parametrize("unroll", [1, 7])
-def test_our_step_does_little_more_than_is_necessary(unroll):
-    shape = Case("tiny", 128, 0.5).drafter()
+def test_our_step_does_little_more_than_is_necessary(unroll, name):
+    shape = Case(name, 128, 0.5).drafter()
     material = make_material(shape, turns(128, 0.5))
     ours = Ours(material, unroll)
     parts = necessary(shape, count_work([material.document.loss_mask], unroll))
@@ -76,6 +80,33 @@ def test_our_step_does_little_more_than_is_necessary(unroll):
         ours.loss().backward()
     products = sum(parts.values()) - parts["attention"]
     assert products <= counted.get_total_flops() <= 1.25 * products
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-mla"])
+def test_eager_attention_computes_the_same(name, monkeypatch):
+    monkeypatch.setattr(model, "unrolled_attention", model.unrolled_attention)  # it is replaced, and put back here
+    assert mla.difference(Case(name, 64, 0.5)) < 1e-5
+
+
+def test_mla_beside_eager_attention_runs_and_names_who_fails(monkeypatch, tmp_path, capsys):
+    errors = iter([None, "out of memory"])
+
+    def run(race):
+        error = next(errors)
+        times = {"seconds": [2.0, 1.0, 9.0], "base": [2**20], "peak": [3 * 2**20, 2 * 2**20]}
+        slow = {"error": error} if error else {"seconds": [6.0], "base": [2**20], "peak": [5 * 2**20]}
+        return {"length": race.case.length, "contenders": {mla.OURS: times, mla.EAGER: slow}}
+
+    monkeypatch.setattr(model, "unrolled_attention", model.unrolled_attention)
+    monkeypatch.setattr(Race, "run", run)
+    monkeypatch.setattr("sys.argv", ["mla", "--quick", "--out", str(tmp_path / "mla.json")])
+    mla.main()
+    first, second = json.loads((tmp_path / "mla.json").read_text())["lengths"]
+    assert first["ratios"] == {"time": 3.0, "memory": 2.0}
+    assert second["ratios"] == {"time": None, "memory": None}
+    assert "3.00x   2.00x" in (printed := capsys.readouterr().out)
+    assert "failed" in printed
+    assert "out of memory" in printed
 
 
 def test_ratios_are_to_the_one_that_trains_the_same():

@@ -38,6 +38,7 @@ _CONTENDERS: dict[str, tuple[str, str, dict[str, Any], dict[str, str]]] = {
     "ours, compiled, frozen head": ("ours", "Ours", {"compiled": True, "train_lm_head": False}, {}),
     "ours, torch's products": ("ours", "Ours", {"onednn": False}, {}),
     "ours, torch's products, frozen head": ("ours", "Ours", {"onednn": False, "train_lm_head": False}, {}),
+    "ours, eager attention": ("ours", "Ours", {"eager": True}, {}),
     "speculators": ("speculators", "Speculators", {}, {}),
     "speculators, eager": ("speculators", "Speculators", {"attention": "eager"}, {}),
     "speculators, oneDNN": ("speculators", "Speculators", {"onednn": True}, {}),

@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
+from benchmarks.contenders.eager import eager_attention
 from benchmarks.shapes import GAMMA, Material
-from eagle31_train.drafter import linear
+from eagle31_train.drafter import linear, model
 from eagle31_train.drafter.batch import build_batch
 from eagle31_train.drafter.model import Drafter
 from eagle31_train.loss import Objective, Teacher
@@ -18,6 +19,7 @@ class Ours:
         unroll: K.
         train_lm_head: speculators freezes its head, SpecForge trains it.
         onednn: False leaves fp32 products to the library that torch chooses (for the whole process).
+        eager: attention with all scores at once (for the whole process), see eager.py.
         compiled: torch.compile what lies between the products (the option train.compile).
         kind: "kl" or "ce".
         weights: [K] weight of each step's summed loss; by default GAMMA^k over the step's pairs.
@@ -31,12 +33,15 @@ class Ours:
         train_lm_head: bool = True,
         compiled: bool = False,
         onednn: bool = True,
+        eager: bool = False,
         kind: str = "kl",
         weights: Tensor | None = None,
         low: torch.dtype = torch.float32,
     ) -> None:
         if not onednn:
             linear._asks_onednn = lambda _a, _b: False
+        if eager:
+            model.unrolled_attention = eager_attention
         drafter = Drafter(material.shape, material.embedding.to(low))
         drafter.load_state_dict(material.weights, assign=True)
         drafter.lm_head.weight.requires_grad_(train_lm_head)

@@ -34,7 +34,10 @@ def test_work_is_what_the_benchmarks_count(name, unroll):
 
 
 @pytest.mark.parametrize("train_lm_head", [True, False])
-@pytest.mark.parametrize("changes", [{}, {"fc_norm": False}, {"hidden_size": 128, "num_key_value_heads": 8}])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"fc_norm": False}, {"hidden_size": 128, "num_key_value_heads": 8}, MLA, {**MLA, "q_lora_rank": None}],
+)
 def test_flops_are_what_the_benchmarks_count(changes, train_lm_head):
     shape, masks = shape_of(**changes), MASKS["turns"]
     theirs = flops.necessary(shape, flops.count_work([torch.from_numpy(m) for m in masks], 7), train_lm_head)
