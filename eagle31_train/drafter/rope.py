@@ -43,7 +43,8 @@ class Rope(nn.Module):
         latent = shape.architecture == "mla"
         self.interleaved = latent
         width = (shape.qk_rope_head_dim or 0) if latent else shape.head_dim
-        self.exact, self.factor = frequencies(shape, width)
+        with torch.device("cpu"):  # numbers, even where the weights have none: a drafter on the meta device
+            self.exact, self.factor = frequencies(shape, width)
         self.softmax_factor = 1.0
         if latent:
             self.factor, self.softmax_factor = mla_factors(shape)

@@ -1,0 +1,102 @@
+"""Kimi's drafter at its full size, but on the meta device: every weight, and the published config.json."""
+
+import pytest
+import torch
+
+from eagle31_train import contract, draft_config
+from eagle31_train.cli import load_config
+from eagle31_train.drafter.model import Drafter
+from eagle31_train.shape import drafter_shape
+
+H, V = 7168, 163840
+# Of lightseekorg/kimi-k2.6-eagle3.1-mla, written out from its table.
+TENSORS = {
+    "fc.weight": (7168, 21504),
+    "fc_norm.0.weight": (7168,),
+    "fc_norm.1.weight": (7168,),
+    "fc_norm.2.weight": (7168,),
+    "midlayer.input_layernorm.weight": (7168,),
+    "midlayer.hidden_norm.weight": (7168,),
+    "midlayer.self_attn.q_a_proj.weight": (1536, 14336),
+    "midlayer.self_attn.q_a_layernorm.weight": (1536,),
+    "midlayer.self_attn.q_b_proj.weight": (12288, 1536),
+    "midlayer.self_attn.kv_a_proj_with_mqa.weight": (576, 14336),
+    "midlayer.self_attn.kv_a_layernorm.weight": (512,),
+    "midlayer.self_attn.kv_b_proj.weight": (16384, 512),
+    "midlayer.self_attn.o_proj.weight": (7168, 8192),
+    "midlayer.post_attention_layernorm.weight": (7168,),
+    "midlayer.mlp.gate_proj.weight": (18432, 7168),
+    "midlayer.mlp.up_proj.weight": (18432, 7168),
+    "midlayer.mlp.down_proj.weight": (7168, 18432),
+    "norm.weight": (7168,),
+    "lm_head.weight": (163840, 7168),
+}
+TRAINED = 1_841_220_608
+PUBLISHED = 3_015_625_728  # with the embedding, which is the target's: 3.02 B
+
+
+@pytest.fixture(scope="module")
+def shape():
+    config = load_config(["+experiment=kimi"])
+    assert config.data.draft_vocab_size is config.data.draft_vocab_coverage is None  # the whole vocabulary
+    return drafter_shape(config.drafter, H, V, V, config.target.aux_layers)
+
+
+@pytest.fixture(scope="module")
+def drafter(shape):
+    with torch.device("meta"):
+        return Drafter(shape, torch.empty(V, H))
+
+
+def test_the_drafter_has_the_published_weights(drafter, shape):
+    weights = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
+    assert weights == TENSORS == contract.weight_shapes(shape)
+    assert contract.check(weights, shape) == []
+    assert all(parameter.is_meta for parameter in drafter.parameters())
+
+
+def test_the_drafter_has_3_02_billion_parameters(drafter):
+    trained = sum(parameter.numel() for parameter in drafter.parameters())
+    assert trained == TRAINED
+    assert trained + drafter.shared_embedding.numel() == PUBLISHED
+
+
+def test_the_softmax_scale_is_sharpened(drafter):
+    assert drafter.midlayer.self_attn.scale == pytest.approx(192**-0.5 * 1.4158883083359671**2, rel=1e-12)
+
+
+def test_the_config_json_is_the_published_one(shape):
+    yarn = {"factor": 64.0, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0}
+    yarn |= {"rope_type": "yarn", "type": "yarn", "beta_fast": 1.0, "beta_slow": 1.0}
+    assert draft_config.config_json(shape, "bfloat16", "Kimi-K2.6") == {
+        "architectures": ["Eagle3DeepseekV2ForCausalLM"],
+        "model_type": "kimi_k2",
+        "target_model_name": "Kimi-K2.6",
+        "torch_dtype": "bfloat16",
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 64,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 262144,
+        "rope_theta": 50000.0,
+        "rope_scaling": yarn,
+        "rope_parameters": {**yarn, "rope_theta": 50000.0},
+        "tie_word_embeddings": False,
+        "vocab_size": 163840,
+        "draft_vocab_size": 163840,
+        "target_hidden_size": 7168,
+        "num_aux_hidden_states": 3,
+        "eagle_aux_hidden_state_layer_ids": [2, 30, 58],
+        "fc_norm": True,
+        "norm_output": True,
+        "norm_before_residual": False,
+    }
