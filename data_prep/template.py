@@ -6,6 +6,7 @@ the conversation and comparing; either way it is verified by decoding the masked
 """
 
 import json
+import logging
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -78,6 +79,8 @@ class ChatTemplate:
             UserError: no such target, no template, or no end-of-turn token.
         """
         tokenizer = _from_pretrained(AutoTokenizer, target)
+        if not tokenizer.is_fast:  # Kimi's warns at each call that it is called with options
+            logging.getLogger(type(tokenizer).__module__).setLevel(logging.ERROR)
         if target.chat_template is not None:
             if not Path(target.chat_template).is_file():
                 raise UserError(f"target.chat_template={target.chat_template} is missing: give a Jinja file")
@@ -301,6 +304,11 @@ def _with_object(call: dict[str, Any]) -> dict[str, Any]:
 def _from_pretrained(kind: Any, target: TargetConfig) -> Any:
     try:
         return kind.from_pretrained(target.path, revision=target.revision, trust_remote_code=target.trust_remote_code)
+    except ImportError as error:
+        raise UserError(
+            f"the code that comes with target.path={target.path} needs something that is not here "
+            f"({str(error).strip().splitlines()[0]}): install it, tiktoken for Kimi"
+        ) from None
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         if "trust_remote_code" in str(error):
