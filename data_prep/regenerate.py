@@ -180,11 +180,6 @@ def answer_all(
     total = sum(len(job.turns) for job in jobs)
     fresh = 0
     with tqdm(total=total, desc="answers", unit="answer", dynamic_ncols=True) as bar:
-
-        def drop(count: int) -> None:
-            bar.total -= count
-            bar.refresh()
-
         for turn in range(max(len(job.turns) for job in jobs)):
             waiting: dict[str, Job] = {}
             for job in [job for job in jobs if turn < len(job.turns) and not job.refusal and not job.ended]:
@@ -192,19 +187,21 @@ def answer_all(
                     job.messages += following(job.turns[turn], job.messages[-1] if turn else None, job.row.tools)
                 except EndedError as error:
                     job.ended = str(error)
-                    drop(len(job.turns) - turn)
+                    bar.total -= len(job.turns) - turn
                     continue
                 waiting[_key(job, settings)] = job
             missing = {key: job for key, job in waiting.items() if key not in journal.answers}
             found = len(waiting) - len(missing)
             bar.initial += found  # the rate counts answers of this run alone
             bar.update(found)
+            bar.refresh()
             left = len(missing)
             for key, answer in engine.answers(missing):
                 left -= 1
                 if isinstance(answer, Refused):
                     waiting.pop(key).refusal = answer.reason
-                    drop(len(missing[key].turns) - turn)
+                    bar.total -= len(missing[key].turns) - turn
+                    bar.refresh()
                     continue
                 journal.add(key, answer)
                 fresh += answer.tokens
