@@ -22,7 +22,7 @@ def problems(draw):
     slots = sorted(draw(st.sets(st.integers(0, N - 1), min_size=1)))
     g, r = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     own, width = draw(st.integers(0, 7)), draw(st.sampled_from([4, 8]))
-    dv = draw(st.sampled_from([width, width + 2]))  # unlike widths take the plain path
+    dv = draw(st.sampled_from([width, width + 2, width - 2]))  # MLA's are unlike
     return lengths, slots, g, r, own, width, dv, draw(st.integers(0, 99))
 
 
