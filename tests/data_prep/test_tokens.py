@@ -5,16 +5,15 @@ import shutil
 from pathlib import Path
 
 import pytest
-import yaml
+from families import FAMILIES, row_of
 
-from data_prep.messages import parse
 from data_prep.template import ChatTemplate, RefusedError
 from data_prep.tokens import Tokens
 from data_prep.turns import samples
 from eagle31_train.schema import TargetConfig, UserError
 
 HERE = Path(__file__).parent
-KIMI = yaml.safe_load((HERE / "golden" / "kimi.yaml").read_text(encoding="utf-8"))
+KIMI = FAMILIES["kimi"]
 # Merges that end inside a character of three bytes, and one that reaches from a character into the next.
 MERGED = [b"\xe4\xbd", b"\xa0\xe5", b"\xe4\xb8", b"\xf0\x9f", b"th", b"the", b" t", b"er", b"in", b"ant", b"</", b"|>"]
 
@@ -60,7 +59,7 @@ def test_code_that_comes_with_a_target_is_not_run_unasked(folder):
 def test_golden_without_offsets(template, number):
     case = KIMI["cases"][number]
     template.template_args = case.get("args", {})
-    row = parse({"messages": case["messages"], "tools": case.get("tools")}, "messages", "f:1", "f-1")
+    row = row_of(case)
     found = samples(template, row.messages, 10_000, row.tools)
     for (_, sample), pieces in zip(found.samples, case["samples"], strict=True):
         ids, mask = [], []
