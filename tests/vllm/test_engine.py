@@ -1,17 +1,17 @@
 """The vLLM engine on the real target: the transformers engine's states, within what the target's own rounding does.
 
-Distances are relative, per position and layer: |a - b| / |b|. How large rounding makes them is measured here, too.
+How large rounding makes distances is measured here, too.
 """
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from datasets import DatasetDict
+from engines import ROOT, assert_within, command, distances, from_vllm, joined, shown
 from safetensors.torch import load_file
 
 from eagle31_train.fidelity import compare
@@ -22,21 +22,8 @@ from eagle31_train.targets.hf import HiddenStateTarget, load_model
 
 pytestmark = pytest.mark.vllm
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 AUX = [2, 15, 27]
 LENGTHS = [250, 250, 100, 37, 3, 2, 250, 180]  # of what is compared; equal ones could be mixed up unseen otherwise
-LEAVE_OUT = {"OMP_NUM_THREADS", "WORLD_SIZE"}
-
-
-def command(*program):
-    """Run a program, and fail with what it said."""
-    env = {key: value for key, value in os.environ.items() if key not in LEAVE_OUT}
-    env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [str(part) for part in program], cwd=ROOT, env=env, text=True, capture_output=True, check=False
-    )
-    assert done.returncode == 0, f"{program}:\n{done.stdout[-1000:]}\n{done.stderr[-4000:]}"
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -109,43 +96,10 @@ def engine_of(real_target):
     return make
 
 
-def joined(engine, conversations):
-    """Per conversation [T, A + 1, H] float64: auxiliary states and the last one."""
-    run = {index: torch.cat([aux, last[:, None]], 1) for index, aux, last in engine.run(conversations)}
-    return [run[index].double() for index in range(len(conversations))]
-
-
 @pytest.fixture(scope="module")
 def exact(engine_of, conversations):
     """The transformers engine in float32 and in float64."""
     return joined(engine_of("float32"), conversations), joined(engine_of("float64"), conversations)
-
-
-def from_vllm(states, count):
-    return [torch.cat([states[f"aux.{i}"], states[f"last.{i}"][:, None]], 1).double() for i in range(count)]
-
-
-def distances(ours, theirs):
-    """[positions, A + 1]."""
-    return torch.cat([(a - b).norm(dim=-1) / b.norm(dim=-1) for a, b in zip(ours, theirs, strict=True)])
-
-
-def quantiles(distance):
-    """Median and 90 % per layer; of more, single positions that happen to be touchy decide."""
-    return distance.quantile(torch.tensor([0.5, 0.9], dtype=distance.dtype), dim=0)
-
-
-def assert_within(ours, theirs, noise, times):
-    """ours is as near to theirs as rounding alone brings them apart, `times` over."""
-    found, allowed = quantiles(distances(ours, theirs)), times * quantiles(noise)
-    assert (found <= allowed).all(), f"{found} is more than {allowed}"
-
-
-def shown(name, distance):
-    rows = "  ".join(
-        f"{layer}: {m:.1e} {q:.1e}" for layer, (m, q) in zip([*AUX, "last"], quantiles(distance).T, strict=True)
-    )
-    print(f"  {name:<44} {rows}")
 
 
 # Each engine has a rounding of its own (thus up to twice the noise of one), and vLLM's kernels approximate exp.
@@ -159,9 +113,9 @@ def test_states_in_float32_are_those_of_transformers_within_its_rounding(vllm, e
     noise = distances(plain, wide)
     with capsys.disabled():
         print("\nrelative distance of states, median and 90 % of positions, per layer:")
-        shown("float32: transformers to float64 (its rounding)", noise)
-        shown("float32: vLLM to transformers", distances(ours, plain))
-        shown("float32: vLLM to float64", distances(ours, wide))
+        shown(AUX, "float32: transformers to float64 (its rounding)", noise)
+        shown(AUX, "float32: vLLM to transformers", distances(ours, plain))
+        shown(AUX, "float32: vLLM to float64", distances(ours, wide))
     assert_within(ours, plain, noise, TIMES)
     assert_within(ours, wide, noise, TIMES)
 
@@ -253,9 +207,9 @@ def test_a_whole_extraction_in_bfloat16_is_as_near_to_float32_as_transformers(
     plain, exact = kept(plain), kept(exact)
     with capsys.disabled():
         print(f"\n{said.splitlines()[-1]}")
-        shown("bfloat16: transformers to float32 (its rounding)", distances(plain, exact))
-        shown("bfloat16: vLLM to float32", distances(ours, exact))
-        shown("bfloat16: vLLM to transformers", distances(ours, plain))
+        shown(AUX, "bfloat16: transformers to float32 (its rounding)", distances(plain, exact))
+        shown(AUX, "bfloat16: vLLM to float32", distances(ours, exact))
+        shown(AUX, "bfloat16: vLLM to transformers", distances(ours, plain))
     # As near to the exact states as transformers, and to it no further than two such roundings apart.
     assert_within(ours, exact, distances(plain, exact), 1.5)
     assert_within(ours, plain, distances(plain, exact), 2)
