@@ -1,0 +1,69 @@
+"""vLLM's own parsers read in what is learnt the messages that it was made of."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from families import FAMILIES, load, row_of
+
+from data_prep.formats import Turn, apart, meant
+from data_prep.turns import read_turn
+
+pytestmark = pytest.mark.vllm
+
+PARSERS = {"kimi": "kimi", "qwen3": "hermes", "llama3": "llama"}
+
+
+@pytest.fixture(scope="module")
+def turns(tmp_path_factory):
+    """Every answer of the golden cases: its name, what it means, and what vLLM is asked of it."""
+    found = []
+    for family, parser in PARSERS.items():
+        folder = str(tmp_path_factory.mktemp(family))
+        load(FAMILIES[family], {}).tokenizer.save_pretrained(folder)
+        for case in FAMILIES[family]["cases"]:
+            template, row = load(FAMILIES[family], case.get("args", {})), row_of(case)
+            for i, message in enumerate(row.messages):
+                if message["role"] != "assistant" or (parser != "kimi" and not message.get("tool_calls")):
+                    continue  # the others' parsers are of calls alone
+                text = read_turn(template, row.messages[: i + 1], row.tools).answer
+                tools = row.tools or (
+                    [{"type": "function", "function": {"name": "find"}}] if parser != "kimi" else None
+                )
+                asked = {
+                    "parser": parser,
+                    "tokenizer": folder,
+                    "text": text,
+                    "args": template.template_args,
+                    "tools": tools,
+                }
+                found.append((f"{family}: {case['name']}, turn {i}", meant(apart(message)), asked))
+    return found
+
+
+@pytest.fixture(scope="module")
+def read(turns, vllm_python, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "asked.json").write_text(json.dumps([asked for _, _, asked in turns]))
+    script = Path(__file__).with_name("read_text.py")
+    done = subprocess.run(
+        [str(vllm_python), str(script), str(folder / "asked.json"), str(folder / "answer.json")],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads((folder / "answer.json").read_text())
+
+
+def test_vllm_reads_what_was_meant(turns, read):
+    assert len(turns) > 15
+    for (name, means, asked), (thought, content, calls) in zip(turns, read, strict=True):
+        seen = Turn((thought or "").strip(), (content or "").strip(), [(n, json.loads(given)) for n, given in calls])
+        if asked["parser"] == "kimi":
+            assert means.difference(seen) is None, name
+        else:
+            assert Turn(calls=means.calls).difference(Turn(calls=seen.calls)) is None, name
