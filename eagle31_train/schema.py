@@ -110,8 +110,8 @@ class DataConfig:
 class ExtractConfig:
     engine: str = opt(
         "transformers",
-        "what runs the target: transformers, or vllm (quantized or very large targets; vLLM 0.32 cannot extract from "
-        "MLA targets such as DeepSeek and Kimi: MLA verifiers are unsupported)",
+        "what runs the target: transformers, or vllm, for quantized and very large targets: any that vLLM serves with "
+        "an EAGLE 3 draft, DeepSeek and Kimi among them",
     )
     engine_args: dict[str, Any] = opt(
         {}, "vLLM's own arguments: extract.engine_args.tensor_parallel_size=4, quantization, max_model_len, …"
