@@ -44,7 +44,7 @@ class Row:
     id: str
     source: str
     where: str  # file:line
-    messages: list[Message] = field(default_factory=list)  # role, content, and perhaps finish_reason
+    messages: list[Message] = field(default_factory=list)  # role, content, perhaps finish_reason and tokens
     problem: str | None = None
     tools: list[Tool] | None = None  # what the assistant may call, as OpenAI's API defines tools
 
@@ -107,7 +107,7 @@ def _message(role: Any, content: Any, extra: dict[str, Any]) -> Message:
             raise UnusableError("content is not only text")
         content = "".join(part["text"] for part in content)
     message: Message = {"role": ROLES[role], "content": content}
-    for key in (*PASSED_ON, "finish_reason"):
+    for key in (*PASSED_ON, "finish_reason", "tokens"):
         if extra.get(key) is not None:
             message[key] = extra[key]
     if ROLES[role] == "assistant":

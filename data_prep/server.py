@@ -5,11 +5,15 @@ and are put together again when it is made into tokens (turns.py). One that hand
 tokens out by default. Where a target's own markup is made of such tokens, a thought would run into the answer and
 nobody could tell, so they are asked for then (`skip_special_tokens: false`, which vLLM and SGLang know); for other
 targets nothing is asked for that is not in OpenAI's API.
+
+Whether a server renders prompts as the target's template does here can be told by the number of their tokens.
 """
 
 import http.client
 import json
 import os
+import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -17,9 +21,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from tqdm import tqdm
+
 from data_prep.formats import apart
 from data_prep.messages import Message, Tool, UnusableError, tool_calls
-from data_prep.template import ChatTemplate
+from data_prep.template import ChatTemplate, RefusedError
 from eagle31_train.schema import UserError
 
 RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
@@ -73,6 +79,8 @@ class Server:
             self.options["chat_template_kwargs"] = template.template_args
         if template is not None and template.hides_markup:
             self.options["skip_special_tokens"] = False
+        self.other_prompts = 0  # answered, whose tokens are counted otherwise here
+        self.lock = threading.Lock()
         self.keeps_thoughts = template is not None and template.reads_thoughts
 
     def answer(
@@ -89,7 +97,7 @@ class Server:
         Raises:
             UserError: the server stays away, knows no such model, or answers something that is no
                 chat completion: no prompt will fare better.
-            NotAnsweredError: it refuses this one prompt.
+            NotAnsweredError: it refuses this one prompt, or the target's template does.
         """
         body = {
             "model": self.model,
@@ -101,12 +109,14 @@ class Server:
             **({"tools": tools} if tools else {}),
             **self.options,
         }
-        problem = ""
+        ours, problem = self._prompt_tokens(messages, tools), ""
         for attempt in range(self.attempts):
             if attempt:
                 self.wait(min(30.0, 2.0 ** (attempt - 1)))
             try:
-                return self._reply(self._post(body))
+                reply, prompt = self._reply(self._post(body))
+                self._compare(prompt, ours)
+                return reply
             except urllib.error.HTTPError as error:
                 detail = " ".join(error.read().decode(errors="replace").split())[:200]
                 problem = f"HTTP {error.code} {detail}"
@@ -127,13 +137,36 @@ class Server:
             content: bytes = response.read()
         return content
 
-    def _reply(self, content: bytes) -> Reply:
+    def _prompt_tokens(self, messages: list[Message], tools: list[Tool] | None) -> int:
+        """Tokens of the prompt as the target's template writes it here; 0 without one."""
+        try:
+            return len(self.template.prompt_ids(messages, tools)) if self.template else 0
+        except RefusedError as error:
+            raise NotAnsweredError(str(error)) from None
+
+    def _compare(self, count: int, ours: int) -> None:
+        """Say it once if prompts have other tokens at the server than here: the drafter would learn for others."""
+        if not ours or not count:
+            return
+        with self.lock:
+            self.other_prompts += ours != count
+            first = ours != count and self.other_prompts == 1
+        if first:
+            tqdm.write(
+                f"{self.url} makes {count} tokens of a prompt that has {ours} here: compare its chat template with "
+                "target.chat_template and target.template_args",
+                file=sys.stderr,
+            )
+
+    def _reply(self, content: bytes) -> tuple[Reply, int]:
+        """The answer, and the tokens of its prompt (0 if the server does not say)."""
         try:
             value = json.loads(content)
             choice = value["choices"][0]
             said, reason = choice["message"], choice["finish_reason"]
             text, thought, calls = said.get("content"), _thought(said), said.get("tool_calls")
-            tokens = int((value.get("usage") or {}).get("completion_tokens") or 0)
+            usage = value.get("usage") or {}
+            tokens, prompt = (int(usage.get(key) or 0) for key in ("completion_tokens", "prompt_tokens"))
         except (ValueError, KeyError, IndexError, TypeError, AttributeError):
             raise UserError(f"{self.url} answered no chat completion: is the server OpenAI-compatible?") from None
         if thought and not self.keeps_thoughts:
@@ -153,7 +186,9 @@ class Server:
                 message["tool_calls"] = tool_calls(calls)
             except UnusableError as error:
                 raise NotAnsweredError(f"the target's answer cannot be used: {error}") from None
-        return Reply(message, reason, tokens)
+        if tokens:
+            message["tokens"] = tokens
+        return Reply(message, reason, tokens), prompt
 
 
 def _thought(said: dict[str, Any]) -> str | None:

@@ -30,12 +30,17 @@ from eagle31_train.schema import TargetConfig, UserError
 
 @dataclass(frozen=True)
 class Sample:
-    """input_ids [T] int32, loss_mask [T] bool; `cut`: more than max_length; `open_turns`: without end-of-turn."""
+    """input_ids [T] int32, loss_mask [T] bool; `cut`: more than max_length; `open_turns`: without end-of-turn.
+
+    respelt: answers that have not as many tokens here as the target wrote, where that is known. It wrote the same
+        text in other tokens, or white space that a server took away.
+    """
 
     input_ids: NDArray[np.int32]
     loss_mask: NDArray[np.bool_]
     cut: bool
     open_turns: int
+    respelt: int = 0
 
 
 class ChatTemplate:
@@ -174,7 +179,7 @@ class ChatTemplate:
         tokens = Tokens(self, text)
         mask = np.zeros(len(tokens.ids), dtype=np.bool_)
         length = len(tokens.ids)
-        open_turns = 0
+        open_turns = respelt = 0
         for turn, (start, end) in zip(turns, spans, strict=True):
             first, last = self.learnt(tokens, start, end, messages[turn]["content"])
             if messages[turn].get("finish_reason") == "length":
@@ -184,12 +189,13 @@ class ChatTemplate:
             else:
                 last += 1
             mask[first:last] = True
+            respelt += messages[turn].get("tokens", last - first) != last - first
         cut = length > max_length
         length = min(length, max_length)
         ids, mask = np.asarray(tokens.ids, dtype=np.int32)[:length], mask[:length]
         if not mask.any():
             raise RefusedError("nothing of the answers lies within max_length" if cut else "empty answers")
-        return Sample(ids, mask, cut, open_turns)
+        return Sample(ids, mask, cut, open_turns, respelt)
 
     def _prefix_spans(self, messages: list[Message], text: str, tools: list[Tool] | None) -> list[tuple[int, int]]:
         """Character spans of the assistant turns, from what each turn adds to the rendered text."""
@@ -284,7 +290,7 @@ def _plain(messages: list[Message], verbatim: bool = False) -> list[Message]:
     """As templates expect them: without our own bookkeeping, arguments as objects, thoughts under each usual name."""
     plain = []
     for message in messages:
-        kept = {key: value for key, value in message.items() if key != "finish_reason"}
+        kept = {key: value for key, value in message.items() if key not in ("finish_reason", "tokens")}
         if thought := kept.get("reasoning_content"):
             kept["reasoning"] = kept["thinking"] = thought
         if kept.get("tool_calls") and not (verbatim and message is messages[-1]):

@@ -34,6 +34,11 @@ class Samples:
     split: bool = False  # not one sample for the whole conversation
     inserted: int = 0  # answers before which the template put an empty thought
 
+    @property
+    def respelt(self) -> int:
+        """Answers that have not as many tokens here as the target wrote."""
+        return sum(sample.respelt for _, sample in self.samples)
+
 
 @dataclass(frozen=True)
 class Turn:
@@ -45,6 +50,7 @@ class Turn:
     end: str  # the end-of-turn token
     cut: bool
     inserted: bool
+    tokens: int | None = None  # that the target wrote, where that is known
 
     @property
     def text(self) -> str:
@@ -107,18 +113,19 @@ def masked(template: ChatTemplate, turns: list[Turn], max_length: int) -> Sample
     """
     tokens = Tokens(template, turns[-1].text)
     mask = np.zeros(len(tokens.ids), dtype=np.bool_)
-    length = 0
+    length = respelt = 0
     for turn in turns:
         first, last = template.learnt(tokens, len(turn.prompt), len(turn.text), turn.answer)
         if not tokens.is_prompt(first, len(turn.prompt)):
             raise RefusedError("a boundary inside a token")  # serving tokenizes the prompt alone
         length = last if turn.cut else last + 1
         mask[first:length] = True
+        respelt += turn.tokens not in (None, length - first)
     if not mask[: min(length, max_length)].any():
         raise RefusedError("nothing of the answers lies within max_length")
     ids = np.asarray(tokens.ids[:length], dtype=np.int32)[:max_length]
     open_turns = sum(turn.cut for turn in turns)
-    return Sample(ids, mask[:length][:max_length], length > max_length, open_turns)
+    return Sample(ids, mask[:length][:max_length], length > max_length, open_turns, respelt)
 
 
 def read_turn(
@@ -146,7 +153,7 @@ def read_turn(
         answer, inserted = _own_words(words, opened, cut), False
     else:
         whole, answer, inserted = _written(template, history, message, prompt, tools)
-    return Turn(number, prompt, answer, _end_of_turn(template, whole), cut, inserted)
+    return Turn(number, prompt, answer, _end_of_turn(template, whole), cut, inserted, message.get("tokens"))
 
 
 def _check(message: Message, cut: bool) -> None:

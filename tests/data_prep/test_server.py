@@ -26,13 +26,13 @@ def template(tokenizer) -> ChatTemplate:
     return ChatTemplate(tokenizer, [tokenizer.eos_token_id], THINKING, {"thinking": True})
 
 
-def ask(monkeypatch, template, message, reason="stop", asked=(ASK,), tools=None):
+def ask(monkeypatch, template, message, reason="stop", asked=(ASK,), tools=None, usage=None):
     """One exchange with a server that answers so; the reply, and the body that it was sent."""
     sent = []
 
     def post(self, body):
         sent.append(body)
-        return json.dumps({"choices": [{"message": message, "finish_reason": reason}]}).encode()
+        return json.dumps({"choices": [{"message": message, "finish_reason": reason}], "usage": usage}).encode()
 
     monkeypatch.setattr(Server, "_post", post)
     client = Server("http://localhost/v1", "m", template=template)
@@ -105,3 +105,38 @@ def test_a_thought_that_the_template_cannot_write_ends_the_run(monkeypatch, toke
 def test_answers_that_cannot_be_used(monkeypatch, template, message, reason, told):
     with pytest.raises(NotAnsweredError, match=told):
         ask(monkeypatch, template, message, reason)
+
+
+def test_answers_in_other_tokens_than_the_target_wrote_are_counted(monkeypatch, template):
+    said = {"content": "yes", "reasoning_content": "hm"}
+    wrote = len(template.encode("hm</think>yes<|im_end|>"))
+    for tokens, respelt in ((wrote, 0), (wrote + 1, 1), (None, 0)):
+        reply, _ = ask(monkeypatch, template, said, usage={"completion_tokens": tokens})
+        found = samples(template, [ASK, reply.message], 1000)
+        assert (reply.tokens, found.respelt) == (tokens or 0, respelt)
+    plain = ChatTemplate(template.tokenizer, template.end_ids, template.tokenizer.chat_template)
+    for tokens, respelt in ((len(plain.encode("yes<|im_end|>")), 0), (1, 1)):
+        chat = [ASK, {"role": "assistant", "content": "yes", "tokens": tokens}]
+        assert samples(plain, chat, 1000).respelt == respelt
+
+
+def test_a_server_with_another_template_is_told_of_once(monkeypatch, template, capsys):
+    ours = len(template.prompt_ids([ASK]))
+    ask(monkeypatch, template, {"content": "yes"}, usage={"prompt_tokens": ours})
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(Server, "_post", lambda *_: json.dumps(
+        {"choices": [{"message": {"content": "yes"}, "finish_reason": "stop"}], "usage": {"prompt_tokens": ours + 2}}
+    ).encode())  # fmt: skip
+    client = Server("http://localhost/v1", "m", template=template)
+    for _ in range(3):
+        client.answer([ASK], 0.0, 1.0, 7, 11)
+    assert client.other_prompts == 3
+    err = capsys.readouterr().err
+    assert err.count("compare its chat template") == 1
+    assert f"{ours + 2} tokens of a prompt that has {ours} here" in err
+
+
+def test_a_prompt_that_the_template_refuses_is_not_asked(monkeypatch, tokenizer, template):
+    strict = ChatTemplate(tokenizer, template.end_ids, "{{ raise_exception('no greetings') }}")
+    with pytest.raises(NotAnsweredError, match="no greetings"):
+        ask(monkeypatch, strict, {"content": "yes"})
