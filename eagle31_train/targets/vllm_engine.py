@@ -56,6 +56,11 @@ RAM_DISK = Path("/dev/shm")
 FOLDER = "eagle31-states"
 ROOM = "free some, point TMPDIR elsewhere, or lower extract.shard_tokens"
 
+MEMORY = (
+    "leave more outside its cache by extract.engine_args.gpu_memory_utilization, or lower "
+    "extract.engine_args.max_num_batched_tokens (the fidelity gate has the logits of as many tokens in memory)"
+)
+
 
 class VllmEngine:
     """vLLM in this process.
@@ -129,7 +134,7 @@ class VllmEngine:
         engine, finished = self._llm.llm_engine, list[Any]()
         while finished or engine.has_unfinished_requests():
             running = engine.has_unfinished_requests()
-            with _written_or_refused(self._folder):
+            with _refusals(self._folder):
                 if running:
                     finished += [output for output in engine.step() if output.finished]
                 else:
@@ -150,30 +155,28 @@ class VllmEngine:
 
 
 @contextmanager
-def _written_or_refused(folder: Path) -> Iterator[None]:
+def _refusals(folder: Path) -> Iterator[None]:
+    """What users can do something about, of all that may go wrong in a step."""
     try:
         yield
     except RuntimeError as error:  # of a worker in another process no more than its text arrives
-        if CANNOT not in str(error):
-            raise
-        raise UserError(f"vLLM: {_one_line(error)} ({folder}): {ROOM}") from None
+        if CANNOT in str(error):
+            raise UserError(f"vLLM: {_one_line(error)} ({folder}): {ROOM}") from None
+        if "out of memory" in str(error):
+            raise UserError(f"vLLM: {_one_line(error)}: {MEMORY}") from None
+        raise
 
 
 def _start(config: Config, layers: list[int]) -> Any:
     """The vLLM engine, set to hand out the inputs of `layers`."""
     wanted = dict(config.extract.engine_args)
-    from transformers import AutoConfig
     from vllm import LLM
 
-    # No more than the data needs: vLLM keeps room for a conversation of the greatest length.
     trust = {"trust_remote_code": config.target.trust_remote_code}
-    model = AutoConfig.from_pretrained(config.target.path, revision=config.target.revision, **trust).get_text_config()
-    limit = getattr(model, "max_position_embeddings", None) or config.data.max_length + 1
     arguments: dict[str, Any] = {
         "model": config.target.path,
         "revision": config.target.revision,
         "dtype": config.target.dtype,
-        "max_model_len": min(config.data.max_length + 1, limit),
         **trust,
         "enable_prefix_caching": False,
         "max_logprobs": TOP,
@@ -185,12 +188,23 @@ def _start(config: Config, layers: list[int]) -> Any:
     # Here the layers are part of the key under which vLLM keeps a compiled model.
     more = {"additional_config": {**wanted.get("additional_config", {}), LAYERS: layers}}
     try:
+        # No more than the data needs: vLLM keeps room for a conversation of the greatest length.
+        arguments["max_model_len"] = min(config.data.max_length + 1, _positions(config))
         return LLM(**{**arguments, **wanted, **more})
     except (ValueError, TypeError, RuntimeError, AssertionError, NotImplementedError, OSError) as error:
         raise UserError(
             f"vLLM does not start with target.path={config.target.path} and extract.engine_args={wanted}: "
             f"{_one_line(error)}"
         ) from error
+
+
+def _positions(config: Config) -> float:
+    """How many the target has, by vLLM's own reading of its configuration, which knows more kinds than transformers."""
+    from vllm.transformers_utils.config import get_config
+
+    target = config.target
+    found = get_config(target.path, target.trust_remote_code, revision=target.revision).get_text_config()
+    return getattr(found, "max_position_embeddings", None) or float("inf")
 
 
 def bound(model_config: Any) -> tuple[int, str]:

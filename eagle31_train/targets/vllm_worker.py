@@ -13,7 +13,7 @@ possible beside the compressed cache of MLA (DeepSeek, Kimi). This way asks noth
 from pathlib import Path
 from typing import Any
 
-from vllm.model_executor.models.interfaces import supports_eagle3
+from vllm.model_executor.models.interfaces import EagleModelMixin, supports_eagle3
 from vllm.platforms import current_platform
 
 from eagle31_train.targets.vllm_states import LAYERS, Piece, StatesWriter, number
@@ -35,13 +35,17 @@ class StatesWorker(PlatformWorker):
         """Load the target with its auxiliary outputs on.
 
         Raises:
-            ValueError: vLLM's model class has none.
+            ValueError: vLLM's model class has none, or not of layer 0.
         """
         super().load_model(**options)
         model = self.model_runner.get_model()
+        layers = self.vllm_config.additional_config[LAYERS]
         if not supports_eagle3(model):
             raise ValueError(f"vLLM's {type(model).__name__} gives no auxiliary hidden states (SupportsEagle3)")
-        model.set_aux_hidden_state_layers(tuple(self.vllm_config.additional_config[LAYERS]))
+        # DeepSeek's classes add a residual, which there is none of before layer 0.
+        if 0 in layers and not any(isinstance(module, EagleModelMixin) for module in model.modules()):
+            raise ValueError(f"vLLM's {type(model).__name__} does not give the input of layer 0: leave it out")
+        model.set_aux_hidden_state_layers(tuple(layers))
         self.model_runner.use_aux_hidden_state_outputs = True
 
     def open_states(self, folder: str) -> None:

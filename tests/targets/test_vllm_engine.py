@@ -13,7 +13,8 @@ from pipeline import tiny_config
 
 from eagle31_train.schema import UserError
 from eagle31_train.targets import vllm_engine
-from eagle31_train.targets.vllm_engine import OURS, VllmEngine, bound, states_folder
+from eagle31_train.targets.vllm_engine import ONE, OURS, VllmEngine, _refusals, bound, states_folder
+from eagle31_train.targets.vllm_states import CANNOT
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -68,6 +69,28 @@ def test_arguments_that_follow_from_the_configuration_are_refused(tmp_path, name
     config = tiny_config(tmp_path, "extract.engine=vllm", f"extract.engine_args.{name}=1")
     with pytest.raises(UserError, match=rf"extract\.engine_args\.{name} cannot be set: "):
         vllm_engine.VllmEngine(config)
+
+
+@pytest.mark.parametrize("name", sorted(ONE))
+def test_no_process_may_have_only_some_of_the_states(tmp_path, name):
+    config = tiny_config(tmp_path, "extract.engine=vllm", f"extract.engine_args.{name}=2")
+    with pytest.raises(UserError, match=rf"extract\.engine_args\.{name} cannot be set: .* tensor_parallel_size"):
+        vllm_engine.VllmEngine(config)
+
+
+@pytest.mark.parametrize(
+    ("said", "advice"),
+    [
+        (f"Worker failed with error '{CANNOT}: No space left on device'", "free some, point TMPDIR elsewhere"),
+        ("CUDA out of memory.\nTried to allocate 5 GiB", "leave more outside its cache by extract.engine_args.gpu_mem"),
+    ],
+)
+def test_what_users_can_change_is_said_in_one_line(tmp_path, said, advice):
+    with pytest.raises(UserError, match=advice) as error, _refusals(tmp_path):
+        raise RuntimeError(said)
+    assert "\n" not in str(error.value)
+    with pytest.raises(RuntimeError, match="index out of range"), _refusals(tmp_path):
+        raise RuntimeError("index out of range")
 
 
 def model_config(max_model_len, own):
