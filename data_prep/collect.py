@@ -118,7 +118,8 @@ class Collected:
     refused: list[dict[str, str]] = field(default_factory=list)
     shared: Shared = field(default_factory=Shared)
     # By source. cut: samples past max_length; open: answers without end of turn; split_turns: conversations that
-    # became one sample per assistant turn; inserted: answers before which the template put an empty thought.
+    # became one sample per assistant turn; inserted: answers before which the template put an empty thought;
+    # respelt: answers that have not as many tokens as the target wrote.
     counts: dict[str, Counter[str]] = field(default_factory=dict)
 
     def count(self, source: str, **more: int) -> None:
@@ -159,6 +160,6 @@ def collect(rows: Iterator[Row], template: ChatTemplate, max_length: int, heldou
             result.count(row.source, cut=int(sample.cut), open=sample.open_turns)
         for suffix, reason in found.refused:
             result.refuse(row, reason, suffix)
-        result.count(row.source, split_turns=int(found.split), inserted=found.inserted)
+        result.count(row.source, split_turns=int(found.split), inserted=found.inserted, respelt=found.respelt)
         result.shared.see(row)
     return result

@@ -157,6 +157,7 @@ def _write(
         "no_end_of_turn": collected.total("open"),
         "split_turns": collected.total("split_turns"),
         "inserted": collected.total("inserted"),
+        "respelt": collected.total("respelt"),
         "files": artifacts.list_files(temporary, [file for file in temporary.rglob("*") if file.is_file()]),
         "seconds": round(time.monotonic() - started, 2),
     }
