@@ -53,6 +53,19 @@ MLA = {
 }
 
 
+# The same kind in small; beside `shape_of`'s own sizes.
+SMALL_MLA = {
+    "architecture": "mla",
+    "num_key_value_heads": 8,
+    "head_dim": 48,
+    "q_lora_rank": 96,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 24,
+}
+
+
 def objective_and_batch(shape, masks, unroll, dtype=torch.float32, codec="bf16"):
     """An objective with frozen pieces in `dtype`, and documents of random states with these loss masks."""
     generator = torch.Generator().manual_seed(0)

@@ -126,15 +126,17 @@ def _kept(shape: DrafterShape, w: Widths, work: Work, step: Step) -> float:
     | token | embedding, its norm: 2D | 1 of the norm |
     | token read | its normed embedding: D | |
     | position | what goes into fc: A·H, and with fc_norm into that, if it had to be decoded: A·H; g_0 and its norm:
-      2D; RoPE's sines and cosines; key, value | A + 1 |
+      2D; RoPE's sines and cosines; key, value; of MLA what both come from, and its latent normed | A + 1 |
     | slot | g_0: D | |
     | slot-step | normed state, u, normed u, h: 4D, with norm_output the state, which is z: 5D; gate, up and their
-      product: 3I; query, RoPE's, attention's output | 3, and attention's log-sum-exp per head |
-    | slot-step but the first | its own key and value, RoPE's | |
+      product: 3I; query, RoPE's, attention's output; of MLA the query's latent, and that normed | 3, and attention's
+      log-sum-exp per head |
+    | slot-step but the first | its own key and value, RoPE's, of MLA as above | |
     """
     D, H, A = shape.hidden_size, shape.target_hidden_size, len(shape.aux_layers)
     S, K = work.slots[0], work.unroll
-    key, key_numbers = w.keys + w.values + w.rope + 2 * w.key_up[0], bool(w.key_up[0])
+    latents = w.key_in + w.key_up[0] if w.key_up[0] else 0
+    key, key_numbers = w.keys + w.values + w.rope + latents, bool(w.key_up[0])
     query, query_numbers = w.queries + w.rope + 2 * w.query_up[0], bool(w.query_up[0])
     states = K if shape.norm_output else 1
     values = work.tokens * 2 * D + work.read * D

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 OUT = ROOT / "models" / "kimi-toy"
-CORPUS = ROOT / "data_prep" / "prompts" / "prompts.jsonl"  # its words are the tokenizer's
+PROMPTS = ROOT / "data_prep" / "prompts"
+CORPUS = [PROMPTS / f"{name}.jsonl" for name in ("prompts", "kimi_chinese", "kimi_agent")]  # the tokenizer's words
 TEMPLATE = Path(__file__).with_name("kimi_toy.jinja")
 MADE_BY = "eagle31_train.targets.toy"
 LAYOUT = 1  # raise it when what is written changes, so that older folders are made anew
@@ -37,8 +38,8 @@ PLAIN = [  # of their own, yet text: an answer holds them
     "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>",
     "<|tool_call_end|>", "<think>", "</think>",
 ]  # fmt: skip
-BPE = 1000  # tokens of the tokenizer before these
-VOCAB = 1024  # rows of the model: a few more than tokens, as Kimi has
+BPE = 1500  # tokens of the tokenizer before these
+VOCAB = 1536  # rows of the model: a few more than tokens, as Kimi has
 WORDS = 96  # words that a thought is made of, and as many for what is said after it
 FOLLOWERS = 3  # of each of them
 REACH = 6  # how far ahead these are: some thirty words make a thought
@@ -69,7 +70,7 @@ def make(out: Path = OUT, seed: int = 0, **changes: Any) -> Path:
     """
     out = out.resolve()
     inputs = {"made_by": MADE_BY, "layout": LAYOUT, "seed": seed, "changes": changes}
-    inputs["files"] = [artifacts.file_sha256(file) for file in (CORPUS, TEMPLATE)]
+    inputs["files"] = [artifacts.file_sha256(file) for file in (*CORPUS, TEMPLATE)]
     there = out / artifacts.MANIFEST
     if out.exists() and not there.is_file() and not (out.is_dir() and not any(out.iterdir())):
         raise UserError(f"{out} exists and was not made by this command: move it away or choose another --out")
@@ -105,7 +106,7 @@ def make_tokenizer() -> "PreTrainedTokenizerFast":
     trainer = trainers.BpeTrainer(
         vocab_size=BPE, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
-    backend.train_from_iterator(CORPUS.read_text(encoding="utf-8").splitlines(), trainer)
+    backend.train_from_iterator((line for file in CORPUS for line in file.read_text("utf-8").splitlines()), trainer)
     backend.add_tokens([AddedToken(name, special=True, normalized=False) for name in SPECIAL])
     backend.add_tokens([AddedToken(name, special=False, normalized=False) for name in PLAIN])
     return PreTrainedTokenizerFast(
@@ -133,9 +134,9 @@ def make_config(tokenizer: "PreTrainedTokenizerFast", **changes: Any) -> "Deepse
         "hidden_size": 256,
         "intermediate_size": 512,
         "moe_intermediate_size": 64,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
         "n_shared_experts": 1,
         "n_routed_experts": 8,
         "num_experts_per_tok": 2,
@@ -235,7 +236,7 @@ def _grammar(tokenizer: "PreTrainedTokenizerFast", generator: "Generator") -> di
     begins = _spelt(tokenizer, [t for t in vocabulary if re.fullmatch("[A-Z][a-z]+", t)])
     words = _spelt(tokenizer, [t for t in vocabulary if re.fullmatch("Ġ[a-z]+", t)])
     if len(words) < 2 * WORDS or len(begins) < 2 * FOLLOWERS:
-        raise UserError(f"{CORPUS} has too few words for a toy: restore the file")
+        raise UserError(f"{PROMPTS} has too few words for a toy: restore its files")
     order = torch.randperm(len(words), generator=generator).tolist()
 
     def some(of: Sequence[int]) -> list[int]:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from planning import objective_and_batch, shape_of
+from planning import MLA, SMALL_MLA, objective_and_batch, shape_of
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.shapes import turns
@@ -45,6 +45,10 @@ CASES = [
     ({"norm_output": False, "fc_norm": False}, BF16, False, "bf16", 7),
     ({"norm_output": False, "fc_norm": False}, BF16, True, "int8", 3),
     ({"draft_vocab_size": 2000, "num_key_value_heads": 8}, BF16, False, "bf16", 3),
+    (SMALL_MLA, BF16, False, "int8", 7),
+    (SMALL_MLA, BF16, True, "bf16", 3),
+    ({**SMALL_MLA, "q_lora_rank": None}, BF16, False, "bf16", 3),
+    ({**SMALL_MLA, "norm_before_residual": True}, FP32, True, "int8", 3),
 ]
 
 
@@ -96,7 +100,9 @@ def test_a_gpu_holds_as_many_logits_as_the_loss_says():
     assert LOGITS["other"] == footprint.LOGITS
 
 
-@pytest.mark.parametrize("changes", [{}, {"fc_norm": False}, {"share_embedding": False}, {"hidden_size": 128}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"fc_norm": False}, {"share_embedding": False}, {"hidden_size": 128}, SMALL_MLA, MLA]
+)
 def test_parameters_are_those_of_the_drafter(changes):
     shape = shape_of(**changes)
     with torch.device("meta"):

@@ -20,7 +20,7 @@ from eagle31_train.schema import UserError
 from eagle31_train.store.plan import Shape, sample_bytes
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-EXPERIMENTS = ("llama31_8b", "qwen3_8b", "kimi")
+EXPERIMENTS = ("llama31_8b", "qwen3_8b", "kimi", "kimi_k25", "kimi_llama")
 
 
 def planned(*overrides):
@@ -124,8 +124,8 @@ def test_the_simplest_profile_that_fits_is_named(capsys):
         return re.search(r"WHICH PROFILE +(\w+)", printed(capsys, "+experiment=kimi", *overrides))[1]
 
     assert named() == "ddp"
-    assert named("plan.devices=1") == "gpu"
-    peaks = {profile.name: planned("+experiment=kimi").memory(profile, False).peak / 2**30 for profile in PROFILES}
+    assert named("plan.devices=1", "train.batch_tokens=20480") == "gpu"
+    peaks = {profile.name: planned("+experiment=kimi").memory(profile, True).peak / 2**30 for profile in PROFILES}
     between = (peaks["ddp"] + peaks["zero1"]) / 2 / sections.SPARE
     assert named(f"plan.device_gib={between}") == "zero1"
     assert named("plan.device_gib=4") == "none"

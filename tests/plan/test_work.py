@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from planning import MLA, objective_and_batch, shape_of
+from planning import MLA, SMALL_MLA, objective_and_batch, shape_of
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import flops
@@ -44,11 +44,12 @@ def test_flops_are_what_the_benchmarks_count(changes, train_lm_head):
     assert training_flops(shape, count_work(masks, 7), train_lm_head) == theirs
 
 
-@pytest.mark.parametrize("fc_norm", [True, False])
-def test_flops_are_what_torch_counts_of_a_step(fc_norm):
+@pytest.mark.parametrize("changes", [{}, {"fc_norm": False}, SMALL_MLA, {**SMALL_MLA, "q_lora_rank": None}])
+def test_flops_are_what_torch_counts_of_a_step(changes):
     """But for attention, whose kernel torch does not count; and every slot runs all steps, needed or not."""
     masks = [turns(128, 0.5), turns(96, 1.0)]
-    shape = shape_of(hidden_size=64, target_hidden_size=64, intermediate_size=96, fc_norm=fc_norm, draft_vocab_size=200)
+    small = {"hidden_size": 64, "target_hidden_size": 64, "intermediate_size": 96, "draft_vocab_size": 200}
+    shape = shape_of(**small, **changes)
     objective, batch = objective_and_batch(shape, masks, 7)
     objective, exact = (
         objective.double(),
