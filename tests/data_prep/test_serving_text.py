@@ -1,0 +1,89 @@
+"""Whatever is said: every learnt turn stands after the prompt that serving would have, and reads as it was meant."""
+
+import json
+
+import pytest
+from families import FAMILIES, load, row_of
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from data_prep.formats import apart, meant, parse
+from data_prep.turns import samples
+
+TEXT = st.text(alphabet='ab {}"\\\n<>/|:,；你好🦊é', min_size=1, max_size=12).filter(lambda text: text.strip())
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 99) | st.floats(allow_nan=False, allow_infinity=False) | TEXT,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(TEXT, inner, max_size=2),
+    max_leaves=4,
+)
+OBJECT = st.dictionaries(TEXT, JSON, max_size=2)
+
+
+@st.composite
+def conversations(draw, most_calls):
+    messages, made = [], 0
+    for _ in range(draw(st.integers(1, 3))):
+        messages.append({"role": "user", "content": draw(TEXT)})
+        for calls in [*draw(st.lists(st.integers(1, most_calls), max_size=2)), 0]:
+            message = {"role": "assistant", "content": draw(TEXT) if not calls else ""}
+            if thought := draw(st.none() | TEXT):
+                message["reasoning_content"] = thought
+            if calls:
+                message["tool_calls"] = []
+            for _ in range(calls):
+                given_object = draw(OBJECT)
+                spelt = draw(st.sampled_from([None, (",", ":"), (", ", ": ")]))
+                arguments = json.dumps(given_object, separators=spelt) if spelt else given_object
+                function = {"name": "find", "arguments": arguments}
+                message["tool_calls"].append({"id": f"functions.find:{made}", "type": "function", "function": function})
+                made += 1
+            messages.append(message)
+            messages += [
+                {"role": "tool", "tool_call_id": call["id"], "name": "find", "content": draw(TEXT)}
+                for call in message.get("tool_calls", [])
+            ]
+    return messages
+
+
+def check(template, messages, tools=None):
+    """Each answer is learnt once: right after its prompt, to its end-of-turn token and no further."""
+    found = samples(template, messages, 100_000, tools)
+    assert found.refused == []
+    learnt = 0
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        prompt = template.prompt_ids(messages[:i], tools)
+        ((ids, mask),) = [
+            (sample.input_ids[len(prompt) :].tolist(), sample.loss_mask[len(prompt) - 1 :])
+            for _, sample in found.samples
+            if sample.input_ids[: len(prompt)].tolist() == prompt and sample.loss_mask[len(prompt)]
+        ]
+        assert not mask[0]
+        end = len(ids) if mask[1:].all() else int(mask[1:].argmin())
+        learnt += end
+        if message.get("finish_reason") == "length":
+            continue
+        assert [token in template.end_ids for token in ids[:end]] == [False] * (end - 1) + [True]
+        opened = template.decode(prompt).rstrip().endswith("<think>")
+        turn = parse(template.decode(ids[: end - 1]), opened, bool(message.get("tool_calls")))
+        said = apart(message) if turn.thought else message
+        assert turn.difference(meant(said)) is None
+    assert learnt == sum(sample.loss_mask.sum() for _, sample in found.samples)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_golden_turns_stand_after_their_prompts(family):
+    for case in FAMILIES[family]["cases"]:
+        row = row_of(case)
+        check(load(FAMILIES[family], case.get("args", {})), row.messages, row.tools)
+
+
+TEMPLATES = {family: load(FAMILIES[family], {}) for family in ("kimi", "qwen3", "gpt_oss")}
+
+
+@pytest.mark.parametrize("family", sorted(TEMPLATES))
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(data=st.data())
+def test_any_conversation_is_learnt_whole(family, data):
+    check(TEMPLATES[family], data.draw(conversations(1 if family == "gpt_oss" else 2)))
