@@ -53,17 +53,24 @@ def _sources(manifest: dict[str, Any]) -> list[str]:
     sources = manifest["sources"]
     if len(sources) < 2:
         return []
-    width = max(6, *(len(name) for name in sources))
-    head = ("read", "taken", "refused", "cut", "train", "held out", "tokens", "of assistant", "in vocabulary")
-    lines = [f"  {'source':<{width}}" + "".join(f"{word:>14}" for word in head)]
+    table = [
+        ("source", "read", "taken", "refused", "cut", "train", "held out", "tokens", "assistant's", "in vocabulary")
+    ]
     for name, counts in list(sources.items())[:LISTED]:
         train, held = (manifest["splits"][split]["by_source"].get(name, {}) for split in ("train", "heldout"))
         share = manifest["draft_vocab"]["coverage_by_source"].get(name)
         cells = [counts[what] for what in ("read", "taken", "refused", "cut")]
         cells += [train.get("conversations", 0), held.get("conversations", 0)]
         cells += [train.get(what, 0) + held.get(what, 0) for what in ("tokens", "assistant_tokens")]
-        told = [f"{cell:,}" for cell in cells] + ["-" if share is None else f"{share:.2%}"]
-        lines.append(f"  {name:<{width}}" + "".join(f"{cell:>14}" for cell in told))
+        table.append((name, *(f"{cell:,}" for cell in cells), "-" if share is None else f"{share:.2%}"))
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = [
+        "  "
+        + "  ".join(
+            f"{cell:{'>' if i else '<'}{width}}" for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in table
+    ]
     if len(sources) > LISTED:
         lines.append(f"  … and {len(sources) - LISTED} more in the manifest")
     return lines
