@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from eagle31_train import vocab
-from eagle31_train.drafter.rope import check_rope, mla_factors
+from eagle31_train.drafter.rope import check_rope, mla_factors, rope_parameters
 from eagle31_train.schema import DrafterShape, UserError, check_architecture
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -229,10 +229,12 @@ def _mla_problems(shape: DrafterShape) -> list[str]:
 
 def _yarn_problems(shape: DrafterShape) -> list[str]:
     """mscale without mscale_all_dim: transformers then leaves both alone, vLLM goes by the one that is given."""
+    if rope_parameters(shape)["rope_type"] == "default":
+        return []
     yarn = shape.rope_scaling or {}
     given = yarn.get("mscale", 1.0), yarn.get("mscale_all_dim", 0.0)
     plain = replace(shape, rope_scaling={**yarn, "mscale": 1.0, "mscale_all_dim": 0.0})
-    if yarn and not all(given) and mla_factors(shape)[0] != mla_factors(plain)[0]:
+    if not all(given) and mla_factors(shape)[0] != mla_factors(plain)[0]:
         return [
             f"drafter.rope_scaling has mscale {given[0]} and mscale_all_dim {given[1]}, which vLLM and transformers "
             "read differently: give both above 0, or leave both out"

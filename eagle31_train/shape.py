@@ -82,6 +82,8 @@ def drafter_shape(
         width = (d.qk_nope_head_dim or 0) + (d.qk_rope_head_dim or 0)
     else:
         width = d.head_dim or D // heads
+        if width % 2:
+            raise UserError(f"drafter.head_dim={width}, as hidden_size / num_attention_heads, is odd: set an even one")
     joined = {
         "hidden_size": D,
         "target_hidden_size": hidden_size,

@@ -119,6 +119,8 @@ def mla_factors(shape: DrafterShape) -> tuple[float, float]:
     for name, value in yarn.items():
         if name != "rope_type" and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise UserError(f"drafter.rope_scaling.{name}={value} is not a number")
+        if name in ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow") and value <= 0:
+            raise UserError(f"drafter.rope_scaling.{name}={value} must be above 0")
     if missing := {"factor", "original_max_position_embeddings"} - yarn.keys():
         raise UserError(f"drafter.rope_scaling={shape.rope_scaling} lacks {' and '.join(sorted(missing))}")
     reach = yarn["factor"] * yarn["original_max_position_embeddings"]
@@ -142,4 +144,6 @@ def rope_parameters(shape: DrafterShape) -> dict:
     kind = scaling.pop("type", None) or scaling.pop("rope_type", None) or "default"
     if scaling and kind == "default":
         raise UserError(f"drafter.rope_scaling={shape.rope_scaling} names no rope_type, and would change nothing")
+    if (theta := scaling.get("rope_theta", shape.rope_theta)) != shape.rope_theta:
+        raise UserError(f"drafter.rope_scaling.rope_theta={theta} would be lost: set drafter.rope_theta instead")
     return {**scaling, "rope_type": kind, "rope_theta": shape.rope_theta}

@@ -9,6 +9,7 @@ from conftest import YARN, make_mla_shape
 from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
+from eagle31_train.contract import check_shape
 from eagle31_train.drafter.mla import LatentAttention
 from eagle31_train.drafter.rope import Rope
 from eagle31_train.schema import UserError
@@ -142,6 +143,9 @@ REFUSED = {
     "no original length": {"rope_type": "yarn", "factor": 64.0},
     "no factor": {"rope_type": "yarn", "original_max_position_embeddings": 4096},
     "no name": {"factor": 64.0},
+    "a base of its own, which would be lost": {**KIMI, "rope_theta": 10000.0},
+    "no number": {**KIMI, "mscale_all_dim": None},
+    "a beta of nothing, for which transformers takes its default": {**KIMI, "beta_fast": 0},
     "an unknown kind": {"rope_type": "twisted"},
 }
 
@@ -150,6 +154,13 @@ REFUSED = {
 def test_a_scaling_that_vllm_reads_otherwise_is_refused_in_one_line(scaling):
     with pytest.raises(UserError, match=r"^drafter\.rope_scaling[^\n]+$"):
         Rope(make_mla_shape(rope_scaling=scaling))
+
+
+@pytest.mark.parametrize("plain", [None, {"rope_type": "default"}, {"type": "default"}])
+def test_plain_rope_may_be_said_in_every_way(plain):
+    shape = make_mla_shape(rope_scaling=plain)
+    torch.testing.assert_close(Rope(shape).inv_freq.double(), reference_mla.frequencies(shape), rtol=1e-6, atol=0)
+    assert check_shape(shape) == []
 
 
 def test_positions_beyond_vllms_table_are_refused():
