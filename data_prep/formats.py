@@ -85,6 +85,26 @@ def parse(text: str, opened: bool = False, calls: bool = False) -> Turn:
     return Turn(reasoning, content.strip(), made, thought)
 
 
+def take_apart(text: str, opened: bool) -> Message | None:
+    """A message of the parts of `text`; None where it has no tool calls and no channels to be taken apart at."""
+    try:
+        found = parse(text, opened, calls=True)
+    except UnreadableError:
+        return None
+    if not found.calls and CHANNEL not in text:
+        return None
+    message: Message = {"role": "assistant", "content": found.content}
+    if found.reasoning:
+        message["reasoning_content"] = found.reasoning
+    ids = re.findall(r"<\|tool_call_begin\|>\s*(.*?)\s*<\|tool_call_argument_begin\|>", text)
+    if found.calls:
+        message["tool_calls"] = [
+            {**({"id": ids[i]} if ids else {}), "type": "function", "function": {"name": name, "arguments": given}}
+            for i, (name, given) in enumerate(found.calls)
+        ]
+    return message
+
+
 def _calls(text: str) -> tuple[str, list[Call]]:
     """The text before the tool calls, and these."""
     if KIMI in text:

@@ -156,6 +156,26 @@ def read_turn(
     return Turn(number, prompt, answer, _end_of_turn(template, whole), cut, inserted, message.get("tokens"))
 
 
+def answered(
+    template: ChatTemplate, messages: list[Message], text: str, finish_reason: str, tools: list[Tool] | None = None
+) -> Message:
+    """The message of an answer that is known as text with all its markup: as a server would take it apart.
+
+    In its parts only where the template then writes the very same text; else the text is its content. Thoughts
+    in front of an answer stay there: `ChatTemplate.history` and `read_turn` know them.
+    """
+    plain: Message = {"role": "assistant", "content": text}
+    prompt = template.render(template.history(messages), add_generation_prompt=True, tools=tools)
+    found = formats.take_apart(text, prompt.rstrip().endswith(OPEN))
+    if found is None:
+        return plain
+    try:
+        turn = read_turn(template, [*messages, {**found, "finish_reason": finish_reason}], tools)
+    except RefusedError:
+        return plain
+    return found if turn.answer.strip() == text.strip() else plain
+
+
 def _check(message: Message, cut: bool) -> None:
     content, reasoning, calls = message["content"], message.get("reasoning_content") or "", message.get("tool_calls")
     if not (content.strip() or reasoning.strip() or calls):
