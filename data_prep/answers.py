@@ -88,7 +88,9 @@ class Local:
                     # Left out, they would be missing where the target wrote them.
                     yield key, Refused("special tokens inside the answer")
                     continue
-                message = {"role": "assistant", "content": text}
+                # With the end of turn, as servers count; stage 1 compares it with what the text becomes again.
+                written = len(answer.ids) + (answer.finish_reason == "stop")
+                message = {"role": "assistant", "content": text, "tokens": written}
                 yield key, Answered(message, answer.finish_reason, len(answer.ids))
 
 

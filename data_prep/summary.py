@@ -30,6 +30,8 @@ def summary(folder: Path, manifest: dict[str, Any]) -> str:
             f"  made one sample per answer, since the template rewrites history: {manifest['split_turns']} "
             f"conversations; answers that it begins with an empty thought: {manifest['inserted']}"
         )
+    if manifest["respelt"]:
+        lines.append(f"  answers that have not as many tokens as the target wrote: {manifest['respelt']}")
     if shared := manifest["shared_prompts"]["rows"]:
         first, other = manifest["shared_prompts"]["named"][0]
         lines.append(f"  rows whose prompt another source has too, on the same side of the split: {shared} "

@@ -63,10 +63,12 @@ def table(config: Config, found: dict[str, dict[str, Any]]) -> str:
 
 def by_source(report: dict[str, Any]) -> list[tuple[str, str]]:
     """Acceptance length of each source that was measured, where there are several."""
-    found = {name: one["acceptance_length"] for name, one in report["by_source"].items() if one["acceptance_length"]}
-    if len(report["by_source"]) < 2:
+    sources = report.get("by_source", {})  # which older evaluations have not
+    if len(sources) < 2:
         return []
-    return [("  by source", "   ".join(f"{name}: {length:.3f}" for name, length in found.items()))]
+    lengths = {name: found["acceptance_length"] for name, found in sources.items()}
+    told = [f"{name}: {'-' if length is None else f'{length:.3f}'}" for name, length in lengths.items()]
+    return [("  by source", "   ".join(told))]
 
 
 if __name__ == "__main__":
