@@ -38,21 +38,37 @@ def folder(tmp_path_factory):
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 512}))
-    shutil.copy(HERE / "templates" / "kimi.jinja", folder / "chat_template.jinja")
+    shutil.copy(HERE / "templates" / KIMI["template"], folder / "chat_template.jinja")
     return folder
 
 
-@pytest.fixture
-def template(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path))
-    loaded = ChatTemplate.load(TargetConfig(path=str(folder), trust_remote_code=True))
+@pytest.fixture(scope="module")
+def loaded(folder, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
+        loaded = ChatTemplate.load(TargetConfig(path=str(folder), trust_remote_code=True))
     assert not loaded.tokenizer.is_fast
     return loaded
+
+
+@pytest.fixture
+def template(loaded):
+    """One whose arguments a test may change."""
+    return ChatTemplate(loaded.tokenizer, loaded.end_ids, loaded.template)
 
 
 def test_code_that_comes_with_a_target_is_not_run_unasked(folder):
     with pytest.raises(UserError, match=r"Python code of its own: .* target\.trust_remote_code=true"):
         ChatTemplate.load(TargetConfig(path=str(folder)))
+
+
+def test_a_package_that_the_code_needs_is_named(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    shutil.copytree(folder, tmp_path / "target")
+    code = tmp_path / "target" / "tokenization_bytes.py"
+    code.write_text("import a_package_that_is_not_here\n" + code.read_text())
+    with pytest.raises(UserError, match=r"needs something that is not here \(.*\): install it"):
+        ChatTemplate.load(TargetConfig(path=str(tmp_path / "target"), trust_remote_code=True))
 
 
 @pytest.mark.parametrize("number", range(len(KIMI["cases"])))
