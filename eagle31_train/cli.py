@@ -42,7 +42,7 @@ def load_config(overrides: list[str]) -> Config:
     ConfigStore.instance().store(name="schema", node=Config)
     try:
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            composed = compose("config", overrides)
+            composed = _composed(overrides)
         # run_dir is made of the name, and OmegaConf stumbles over the one that is missing behind the other.
         missing = ["name"] if OmegaConf.is_missing(composed, "name") else sorted(OmegaConf.missing_keys(composed))
         if missing:
@@ -55,6 +55,18 @@ def load_config(overrides: list[str]) -> Config:
         raise UserError(_explain(error)) from None
     assert isinstance(config, Config)
     return config
+
+
+def _composed(overrides: list[str]) -> Any:
+    """Hydra's composition; a group that the recipe has already is replaced by the command line's."""
+    try:
+        return compose("config", overrides)
+    except HydraException as error:
+        twice = re.match(r"Multiple values for (\w+)\.", str(error))
+        given = [o for o in overrides if twice and o.startswith(f"+{twice[1]}=") and twice[1] != "experiment"]
+        if len(given) != 1:
+            raise
+        return _composed([o.removeprefix("+") if o in given else o for o in overrides])
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # what a user can mend

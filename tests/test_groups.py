@@ -1,0 +1,29 @@
+"""Groups of options on the command line: beside what a recipe has, or in its place."""
+
+import pytest
+
+from eagle31_train.cli import load_config
+from eagle31_train.schema import UserError
+
+
+def test_a_group_of_the_recipe_is_replaced():
+    kimi = load_config(["+experiment=kimi"])
+    other = load_config(["+experiment=kimi", "target=kimi_k25", "engine=transformers", "drafter=kimi_llama"])
+    assert (kimi.target.path, other.target.path) == ("moonshotai/Kimi-K2.6", "moonshotai/Kimi-K2.5")
+    assert (kimi.extract.engine, other.extract.engine) == ("vllm", "transformers")
+    assert (kimi.drafter.architecture, other.drafter.architecture) == ("mla", "llama")
+    assert (other.drafter.kv_lora_rank, other.train) == (None, kimi.train)
+
+
+def test_a_variants_own_choice_is_replaced_too():
+    assert load_config(["+experiment=kimi_toy", "engine=vllm"]).extract.engine == "vllm"
+
+
+def test_a_group_that_the_recipe_lacks_is_added():
+    assert load_config(["name=x", "target=qwen3_8b", "drafter=kimi_llama"]).target.path == "Qwen/Qwen3-8B"
+
+
+@pytest.mark.parametrize("twice", [["target=qwen3_8b", "target=kimi"], ["experiment=kimi", "experiment=smollm2"]])
+def test_the_same_group_given_twice_is_an_error(twice):
+    with pytest.raises(UserError, match=f"Multiple values for {twice[0].split('=')[0]}"):
+        load_config(["name=x", *twice])
