@@ -36,6 +36,10 @@ BF16, ALONE = ["train.precision=bf16", "train.max_steps=1"], ["train.accumulatio
 SPLIT = ["train.batch_tokens=200", "train.max_steps=1"]
 OTHERS = ["train.weight_decay=0.1", "drafter.train_lm_head=false", "drafter.share_embedding=false", "train.max_steps=4"]
 
+MLA = ["drafter.architecture=mla", "drafter.num_key_value_heads=null", "drafter.head_dim=null"]
+MLA += ["drafter.q_lora_rank=12", "drafter.kv_lora_rank=8", "drafter.qk_nope_head_dim=6", "drafter.qk_rope_head_dim=4"]
+MLA += ["drafter.v_head_dim=5", "train.max_steps=4", "train.recompute=true"]
+
 
 def first_gradient(run):
     """A run's first gradient, clipped, of which AdamW's first moment is a fixed share."""
@@ -91,6 +95,7 @@ def came(copy_of, tmp_path_factory):
     for kind in KINDS:
         add(f"bf16 {kind}", kind, *BF16)
         add(f"others {kind}", kind, *OTHERS)
+        add(f"mla {kind}", kind, *MLA)
     add("2 x 4", "ddp", *SPLIT, "train.accumulation=4")
     for profile, harm in (("zero1", []), ("zero3", ["moments"]), ("fsdp2", ["moments"])):
         add("forgetful", profile, *RECIPE, *SHARED, stop_after={"zero1": 4, "zero3": 6, "fsdp2": 8}[profile], harm=harm)
@@ -169,6 +174,18 @@ def test_weight_decay_frozen_heads_and_own_embeddings_too(came, others, kind):
     """Parameters that are not trained, and two groups of those that are."""
     assert_close(came.runs[f"others {kind}"].weights(), others.weights(), 5e-6)
     assert_same_rows(came.runs[f"others {kind}"], others, 2e-6)
+
+
+@pytest.fixture(scope="module")
+def mla(by_one):
+    return by_one(*MLA)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_mla_drafter_too(came, mla, kind):
+    """Weights to 2e-5, where each step moves them by 1e-2: AdamW makes much of a gradient that is next to nothing."""
+    assert_close(came.runs[f"mla {kind}"].weights(), mla.weights(), 2e-5)
+    assert_same_rows(came.runs[f"mla {kind}"], mla, 2e-6)
 
 
 def test_two_ranks_of_four_micro_batches_have_the_gradient_of_one(came, by_one):
