@@ -5,6 +5,7 @@ text comes from the template's own `{% generation %}` markers, or else from rend
 the conversation and comparing; either way it is verified by decoding the masked tokens back.
 """
 
+import difflib
 import json
 import logging
 import re
@@ -81,7 +82,7 @@ class ChatTemplate:
         """The tokenizer and template of a target.
 
         Raises:
-            UserError: no such target, no template, or no end-of-turn token.
+            UserError: no such target, no template, an argument that it does not read, or no end-of-turn token.
         """
         tokenizer = _from_pretrained(AutoTokenizer, target)
         if not tokenizer.is_fast:  # Kimi's warns at each call that it is called with options
@@ -97,6 +98,7 @@ class ChatTemplate:
                 raise UserError(
                     f"the tokenizer of {target.path} has no chat template: give one as target.chat_template=FILE"
                 )
+        _check_args(target, template)
         end_ids = _end_ids(tokenizer, target)
         if not end_ids:
             raise UserError(f"{target.path} names no end-of-sequence token: set eos_token_id in its config")
@@ -326,6 +328,16 @@ def _from_pretrained(kind: Any, target: TargetConfig) -> Any:
             f"target.path={target.path} cannot be loaded ({reason}): give a directory in transformers format "
             "or a hub id; the embedded target is made by `python -m eagle31_train.targets.embedded`"
         ) from None
+
+
+def _check_args(target: TargetConfig, template: str) -> None:
+    """Refuse an argument that the template does not read: it would be taken, recorded, and change nothing."""
+    words = set(re.findall(r"[A-Za-z_]\w*", template))
+    for name in target.template_args:
+        if name not in words:
+            close = difflib.get_close_matches(name, words, n=1, cutoff=0.8)
+            hint = f"did you mean {close[0]!r}?" if close else "leave it out"
+            raise UserError(f"target.template_args.{name} is nothing that the target's chat template reads: {hint}")
 
 
 def _end_ids(tokenizer: PreTrainedTokenizerBase, target: TargetConfig) -> list[int]:

@@ -6,6 +6,7 @@ from transformers import PreTrainedTokenizerFast
 
 from data_prep import template as module
 from data_prep.template import ChatTemplate, RefusedError
+from eagle31_train.schema import TargetConfig, UserError
 
 SYSTEM = {"role": "system", "content": "be kind"}
 ASK = {"role": "user", "content": "hello, how are you?"}
@@ -254,3 +255,15 @@ def test_golden_mask_of_smollm2(real_target):
     ids, mask = by_pieces(template, pieces)
     assert sample.input_ids.tolist() == ids
     assert sample.loss_mask.tolist() == mask
+
+
+def test_an_argument_that_the_template_does_not_read(fresh_tokenizer, tmp_path):
+    fresh_tokenizer.save_pretrained(tmp_path)
+    thinks = tmp_path / "thinks.jinja"
+    thinks.write_text("{% if enable_thinking %}think{% endif %}")
+    target = {"path": str(tmp_path), "chat_template": str(thinks)}
+    ChatTemplate.load(TargetConfig(**target, template_args={"enable_thinking": False}))
+    with pytest.raises(UserError, match=r"template_args\.enable_thinkng .*did you mean 'enable_thinking'"):
+        ChatTemplate.load(TargetConfig(**target, template_args={"enable_thinkng": False}))
+    with pytest.raises(UserError, match=r"template_args\.thinking is nothing .*leave it out"):
+        ChatTemplate.load(TargetConfig(**target, template_args={"thinking": False}))
