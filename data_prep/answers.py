@@ -12,6 +12,7 @@ from data_prep.journal import Answered
 from data_prep.messages import Message, Row
 from data_prep.server import NotAnsweredError, Server
 from data_prep.template import ChatTemplate, RefusedError
+from data_prep.turns import answered
 from eagle31_train.schema import Config
 
 
@@ -48,7 +49,7 @@ class Refused:
 
 
 class Local:
-    """Answers from the target in this process, as text; torch is loaded only here."""
+    """Answers from the target in this process; torch is loaded only here."""
 
     def __init__(self, config: Config, template: ChatTemplate) -> None:
         self.config = config
@@ -90,8 +91,8 @@ class Local:
                     continue
                 # With the end of turn, as servers count; stage 1 compares it with what the text becomes again.
                 written = len(answer.ids) + (answer.finish_reason == "stop")
-                message = {"role": "assistant", "content": text, "tokens": written}
-                yield key, Answered(message, answer.finish_reason, len(answer.ids))
+                message = answered(self.template, jobs[key].messages, text, answer.finish_reason, jobs[key].row.tools)
+                yield key, Answered({**message, "tokens": written}, answer.finish_reason, len(answer.ids))
 
 
 class Remote:
@@ -101,6 +102,7 @@ class Remote:
         generate = config.data.generate
         assert generate.server is not None
         self.config = config
+        self.template = template
         self.server = Server(generate.server, generate.model or config.target.path, template=template)
         self.at_once = generate.concurrency
 
@@ -128,4 +130,8 @@ class Remote:
             job.seed(self.config.seed),
             job.row.tools,
         )
-        return Answered(reply.message, reply.finish_reason, reply.tokens)
+        message = reply.message
+        if job.row.tools and not message.get("tool_calls"):  # of a server without a tool parser, perhaps
+            parts = answered(self.template, job.messages, reply.text, reply.finish_reason, job.row.tools)
+            message = {**message, **parts}
+        return Answered(message, reply.finish_reason, reply.tokens)

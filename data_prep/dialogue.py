@@ -82,7 +82,7 @@ def following(turn: Turn, answer: Message | None, tools: list[Tool] | None = Non
     answer = answer or {"content": ""}
     calls = answer.get("tool_calls") or []
     if tools and not calls and any(sign in answer["content"] for sign in CALLS):
-        raise EndedError("the answer calls a tool in its text, which a server takes apart that has a tool parser")
+        raise EndedError("the answer calls a tool in its text, in a form that cannot be taken apart")
     if calls and not turn.results:
         raise EndedError("the answer calls a tool, and the prompt has no result for it")
     if turn.results and not calls:

@@ -15,7 +15,7 @@ from data_prep.template import ChatTemplate
 from eagle31_train.schema import Config, DataConfig, GenerateConfig, TargetConfig, UserError
 
 TEMPLATE = """\
-{%- if tools %}<|im_start|>system
+{%- if brief %}brief {% endif %}{% if tools %}<|im_start|>system
 {{ tools | tojson }}<|im_end|>
 {% endif %}{% for m in messages %}<|im_start|>{{ m.role }}
 {% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}
@@ -63,11 +63,14 @@ def reply_to(messages):
     return {"content": "answer to " + last["content"]}, "stop"
 
 
+says = reply_to
+
+
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.bodies.append(body)
-        message, reason = reply_to(body["messages"])
+        message, reason = says(body["messages"])
         choice = {"message": {"role": "assistant", **message}, "finish_reason": reason}
         self.send_response(200)
         self.end_headers()
@@ -206,6 +209,29 @@ def test_a_damaged_line_of_a_journal_is_named(tmp_path, line):
         pass
 
 
+@pytest.mark.parametrize(("space", "apart"), [("", True), ("  ", False)])
+def test_a_call_in_plain_text_is_taken_apart_where_nothing_of_it_is_lost(config, tmp_path, monkeypatch, space, apart):
+    """Of a server without parsers. With white space that the template would not write, the text stays as it is."""
+    call = f'<tool_call>{{"name": "weather",{space} "arguments": {{"city": "Oslo"}}}}</tool_call>'
+
+    def plain(messages):
+        text = reply_to(messages)[0]["content"] or f"<think>look it up</think>{call}"
+        return {"content": text}, "stop"
+
+    monkeypatch.setitem(globals(), "says", plain)
+    rows = run(config)
+    ended = {entry["id"]: entry["reason"] for entry in module.answered(tmp_path / "run")["ended"]}
+    called = rows["whole"]["messages"][1]
+    if apart:
+        assert called["tool_calls"][0]["function"] == {"name": "weather", "arguments": {"city": "Oslo"}}
+        assert called["reasoning_content"] == "look it up"
+        roles = [m["role"] for m in rows["whole"]["messages"]]
+        assert roles == ["user", "assistant", "tool", "assistant", "user", "assistant"]
+    else:
+        assert called["content"] == f"<think>look it up</think>{call}"
+        assert ended["whole"] == "the answer calls a tool in its text, in a form that cannot be taken apart"
+
+
 def test_another_tool_is_another_question(config, tmp_path, server):
     """A journal's answer belongs to the tools that the target was told of."""
     keys = []
@@ -221,9 +247,9 @@ def test_another_tool_is_another_question(config, tmp_path, server):
 
 
 def test_what_the_template_is_told_goes_with_the_request(config, server):
-    config.target.template_args = {"thinking": False}
+    config.target.template_args = {"brief": True}
     run(config)
-    assert all(body["chat_template_kwargs"] == {"thinking": False} for body in server.bodies)
+    assert all(body["chat_template_kwargs"] == {"brief": True} for body in server.bodies)
 
 
 def test_thoughts_and_calls_are_learnt_and_results_are_not(config, tmp_path):
