@@ -49,10 +49,12 @@ class StatesWriter:
     Args:
         folder: gets NAME.safetensors with `hidden_states` [L, T, H] and `token_ids` [T]; a file is whole
             as soon as it is there.
+        aside: whether a thread writes; by default for states on a GPU.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, aside: bool | None = None) -> None:
         self._folder = folder
+        self._aside = aside
         self._growing: dict[str, _Growing] = {}
         self._thread = ThreadPoolExecutor(1)
         self._pending: deque[Future[None]] = deque()
@@ -72,11 +74,12 @@ class StatesWriter:
             ours.copy_(theirs[:count], non_blocking=cuda)
         ids = torch.empty(count, dtype=torch.int64, pin_memory=cuda)
         ids.copy_(tokens[:count], non_blocking=cuda)
-        if not cuda:
+        if not (cuda if self._aside is None else self._aside):
             self._sort(states, ids, pieces)
             return
-        copied = torch.cuda.Event()
-        copied.record()
+        copied = torch.cuda.Event() if cuda else None
+        if copied is not None:
+            copied.record()
         self._pending.append(self._thread.submit(self._sort, states, ids, pieces, copied))
         while len(self._pending) > BEHIND:
             self._pending.popleft().result()

@@ -1,10 +1,12 @@
 """Rows of steps are sorted into conversations: chunks, batches, padding, generated tokens, work done again."""
 
+import threading
+
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from eagle31_train.targets.vllm_states import CANNOT, Piece, StatesWriter, number
+from eagle31_train.targets.vllm_states import BEHIND, CANNOT, Piece, StatesWriter, number
 
 LAYERS, HIDDEN = 3, 4
 LENGTHS = {"0": 5, "1": 3, "2": 9}
@@ -47,9 +49,9 @@ def written(folder):
         assert torch.equal(read["token_ids"], tokens[:length].long())
 
 
-def write_all(folder, device="cpu"):
+def write_all(folder, device="cpu", aside=None):
     """All steps through a writer, each in the same memory as the one before, as outputs of CUDA graphs are."""
-    writer = StatesWriter(folder)
+    writer = StatesWriter(folder, aside)
     for pieces in STEPS:
         layers, tokens, whose = step(pieces, device)
         writer.add(layers, tokens, whose)
@@ -58,8 +60,9 @@ def write_all(folder, device="cpu"):
     writer.flush()
 
 
-def test_each_conversation_gets_its_rows(tmp_path):
-    write_all(tmp_path)
+@pytest.mark.parametrize("aside", [False, True])
+def test_each_conversation_gets_its_rows(tmp_path, aside):
+    write_all(tmp_path, aside=aside)
     written(tmp_path)
 
 
@@ -89,9 +92,24 @@ def test_positions_that_were_not_computed_are_missed(tmp_path):
         writer.add(*step([("2", 4, 5)]))
 
 
-def test_what_cannot_be_written_is_said(tmp_path):
+@pytest.mark.parametrize("aside", [False, True])
+def test_what_cannot_be_written_is_said(tmp_path, aside):
     with pytest.raises(RuntimeError, match=CANNOT):
-        write_all(tmp_path / "gone")
+        write_all(tmp_path / "gone", aside=aside)
+
+
+def test_the_thread_is_never_far_behind(tmp_path):
+    writer, hold = StatesWriter(tmp_path, aside=True), threading.Event()
+    writer._thread.submit(hold.wait)
+    try:
+        for _ in range(BEHIND):
+            writer.add(*step([("0", 0, 5)]))
+        assert not list(tmp_path.iterdir())
+        assert len(writer._pending) == BEHIND
+    finally:
+        hold.set()
+    writer.add(*step([("1", 0, 3)]))
+    assert (tmp_path / "0.safetensors").exists(), "a step more waits for the oldest"
 
 
 def test_requests_are_named_by_their_number():
