@@ -90,7 +90,8 @@ def from_files(files: list[Path], target: TargetConfig) -> list[Prompt]:
         raise UserError(f"the tokenizer of {target.path} has no chat template: give one as target.chat_template=FILE")
     prompts = []
     for file in files:
-        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        # Not splitlines, which ends a line at U+2028 too: JSON may hold it, and text from the web does.
+        for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), 1):
             if not line.strip():
                 continue
             row, messages = _read(line, f"{file}, line {number}")

@@ -1,11 +1,12 @@
 """Which prompts are decoded."""
 
+import json
 from collections import Counter
 
 import pytest
 
-from eagle31_train.prompts import Prompt, choose
-from eagle31_train.schema import UserError
+from eagle31_train.prompts import Prompt, choose, from_files
+from eagle31_train.schema import TargetConfig, UserError
 
 
 def prompts(*rows):
@@ -71,3 +72,12 @@ def test_as_many_of_each_as_can_be():
         assert sum(found.values()) == count
         open_ones = [found[name] for name in sizes if found[name] < sizes[name]]
         assert max(found.values()) <= min(open_ones, default=99) + 1
+
+
+def test_a_line_ends_where_json_lines_do(run, tmp_path):
+    """And not at every character that Unicode takes for the end of one, as text from the web has them."""
+    file = tmp_path / "web.jsonl"
+    texts = ["hello world", "world hello", "hello"]
+    spelt = [text.replace(" ", sign) for text, sign in zip(texts, "\u2028\x85 ", strict=True)]
+    file.write_text("\r\n".join(json.dumps({"prompt": text}, ensure_ascii=False) for text in spelt), encoding="utf-8")
+    assert [p.id for p in from_files([file], TargetConfig(path=str(run.target)))] == ["web-1", "web-2", "web-3"]
