@@ -2,7 +2,8 @@
 
 The mask is exact or the conversation is refused. Where the assistant's turns stand in the rendered
 text comes from the template's own `{% generation %}` markers, or else from rendering prefixes of
-the conversation and comparing; either way it is verified by decoding the masked tokens back.
+the conversation and comparing; either way it is verified by decoding the masked tokens back. Thoughts
+and tool calls, and histories that the template rewrites, are the matter of turns.py.
 """
 
 import difflib
@@ -241,7 +242,7 @@ class ChatTemplate:
         if self.decode(tokens.ids[last + 1 : stop]).strip():
             raise RefusedError("text of the turn after its end-of-turn token")
         body = tokens.text_between(first, last)
-        if not same(text_of(tokens, start, body), body):
+        if not same(tokens.text[start : start + len(body)], body):
             raise RefusedError("a boundary inside a token")
         if not same(body.strip(), content.strip()):
             raise RewrittenError("the template alters the answer")
@@ -281,11 +282,6 @@ class ChatTemplate:
             # Beside the hash and in words: the first thing to differ between two runs of one target.
             **({"template_args": self.template_args} if self.template_args else {}),
         }
-
-
-def text_of(tokens: Tokens, start: int, body: str) -> str:
-    """The rendered text as long as `body`, from character `start`."""
-    return tokens.text[start : start + len(body)]
 
 
 def _plain(messages: list[Message], verbatim: bool = False) -> list[Message]:
