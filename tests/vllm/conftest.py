@@ -1,7 +1,7 @@
-"""A finished run, and what real vLLM makes of it with and without its drafter.
+"""Finished runs, and what real vLLM makes of each with and without its drafter: a Llama draft and two of MLA.
 
-EAGLE31_RUN=runs/NAME takes a run of yours; else runs/smollm2 is taken if the demo has been run;
-else a drafter is trained for a minute with the stages' own commands.
+EAGLE31_RUN=runs/NAME takes a run of yours instead. runs/smollm2 is taken if the demo has been run; the others are
+trained for a minute each with the stages' own commands.
 """
 
 import json
@@ -13,8 +13,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from eagle31_train.targets import toy
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 CONVERSATIONS = ROOT / "data_prep" / "prompts" / "smollm2_conversations.jsonl"
+PROMPTS = ROOT / "data_prep" / "prompts" / "prompts.jsonl"
 STAGES = (
     ["-m", "data_prep"],
     ["-m", "eagle31_train.extract"],
@@ -23,30 +26,51 @@ STAGES = (
     ["-m", "eagle31_train.export"],
 )
 # Enough held-out prompts, and little else.
-SHORT = [
-    "name=served",
+SMOLLM2 = [
+    "+experiment=smollm2",
     "data.max_length=384",
     "data.heldout=0.25",
     "train.max_steps=60",
-    "train.wandb=disabled",
     "evaluate.max_new_tokens=64",
 ]
+TOY = [
+    "+experiment=kimi_toy",
+    "data.sources.chinese=null",
+    "data.sources.agent=null",
+    "data.heldout=0.4",
+    "data.generate.samples=1",
+    "data.generate.temperature=0",
+    "data.generate.max_new_tokens=64",
+    "train.epochs=20",
+    "evaluate.max_new_tokens=48",
+]
+EAGLE_3 = ["drafter.fc_norm=false", "drafter.norm_output=false", "drafter.norm_before_residual=true"]
+# Run → its options: EAGLE 3.1 on the whole vocabulary, and EAGLE 3 on some of it.
+TOYS = {"MLA": TOY, "MLA, EAGLE 3, pruned": [*TOY, *EAGLE_3, "data.draft_vocab_size=120"]}
 
 
-@pytest.fixture(scope="session")
-def finished_run(tmp_path_factory, real_target) -> Path:
+@pytest.fixture(scope="session", params=["Llama", *TOYS])
+def finished_run(request, tmp_path_factory) -> Path:
     """A run folder with train/, evaluate/ and export/."""
     if wanted := os.environ.get("EAGLE31_RUN"):
+        if request.param != "Llama":
+            pytest.skip("EAGLE31_RUN is served alone")
         return Path(wanted).resolve()
-    demo = ROOT / "runs" / "smollm2"
-    if (demo / "export.json").is_file():
-        return demo
     folder = tmp_path_factory.mktemp("served")
-    some = folder / "conversations.jsonl"
-    some.write_text("\n".join(one_answer_each(CONVERSATIONS, 110)) + "\n", encoding="utf-8")
-    options = ["+experiment=smollm2", f"run_dir={folder / 'run'}", f"data.conversations={some}", *SHORT]
+    some = folder / "some.jsonl"
+    if request.param == "Llama":
+        demo = ROOT / "runs" / "smollm2"
+        if (demo / "export.json").is_file():
+            return demo
+        request.getfixturevalue("real_target")
+        lines, options = one_answer_each(CONVERSATIONS, 110), [*SMOLLM2, f"data.conversations={some}"]
+    else:
+        lines = PROMPTS.read_text(encoding="utf-8").splitlines()[:64]
+        options = [*TOYS[request.param], f"target.path={toy.make(folder / 'target')}", f"data.sources.chat.path={some}"]
+    some.write_text("\n".join(lines) + "\n", encoding="utf-8")
     for stage in STAGES:
-        subprocess.run([sys.executable, *stage, *options], cwd=ROOT, check=True)
+        command = [sys.executable, *stage, *options, "name=served", "train.wandb=disabled"]
+        subprocess.run([*command, f"run_dir={folder / 'run'}"], cwd=ROOT, check=True)
     return folder / "run"
 
 
@@ -112,6 +136,13 @@ def request_of(prompt: dict, limit: int, end_ids: list[int], length: int, drafts
 
 
 @pytest.fixture(scope="session")
+def target(finished_run) -> str:
+    """The folder of the run's target."""
+    path: str = yaml.safe_load((finished_run / "train" / "config.yaml").read_text())["target"]["path"]
+    return path
+
+
+@pytest.fixture(scope="session")
 def vllm_python() -> Path:
     """The python of vLLM's own environment."""
     python = ROOT / os.environ.get("VLLM_VENV", ".venv-vllm") / "bin" / "python"
@@ -121,7 +152,7 @@ def vllm_python() -> Path:
 
 
 @pytest.fixture(scope="session")
-def serve(tmp_path_factory, vllm_python, finished_run, evaluated, requests):
+def serve(tmp_path_factory, vllm_python, finished_run, target, requests):
     """Run vLLM in a process of its own, with the exported drafter or without."""
     folder = tmp_path_factory.mktemp("vllm")
 
@@ -129,7 +160,7 @@ def serve(tmp_path_factory, vllm_python, finished_run, evaluated, requests):
         name = "speculative" if with_drafter else "plain"
         asked, answer, log = (folder / f"{name}.{kind}" for kind in ("request.json", "answer.json", "log"))
         request = {
-            "target": yaml.safe_load((finished_run / "train" / "config.yaml").read_text())["target"]["path"],
+            "target": target,
             "draft": str(finished_run / "export") if with_drafter else None,
             "draft_tokens": 3,
             "requests": requests,

@@ -1,6 +1,18 @@
 """Real vLLM serves the exported drafter, and counts what the evaluator counts: equalities, not tolerances."""
 
+from dataclasses import replace
+
 import pytest
+import torch
+
+from eagle31_train import published
+from eagle31_train.decoding import Limits, decode_speculative
+from eagle31_train.drafter.decode import DraftDecoder
+from eagle31_train.drafter.model import Drafter
+from eagle31_train.drafter.rope import Rope
+from eagle31_train.schema import TargetConfig
+from eagle31_train.targets.cached import CachedTarget
+from eagle31_train.targets.hf import load_model
 
 pytestmark = pytest.mark.vllm
 
@@ -52,3 +64,59 @@ def test_the_drafter_is_of_use(evaluated, requests, speculative, plain, capsys):
             f"{speeds[1]:.1f} without; acceptance length {evaluated['report']['acceptance_length']:.3f}"
         )
     assert min(speeds) > 0
+
+
+# ---------------------------------------------------------------- what MLA can get wrong
+
+
+@pytest.fixture(scope="session")
+def decoded(finished_run, target):
+    """Decodes a request with the exported MLA draft, read back, after a mistake has been made in it."""
+    draft = published.read(finished_run / "export", "the export", lambda: 8)
+    if draft.shape.architecture != "mla":
+        pytest.skip("of MLA drafts")
+    model = CachedTarget(load_model(TargetConfig(path=target, device="cpu"), "float32"), draft.shape.aux_layers)
+
+    def decode(request, mistake=None):
+        drafter = Drafter(draft.shape, model.embedding.weight.data)
+        drafter.load_state_dict(draft.tensors)
+        drafter.eval().requires_grad_(False)
+        if mistake:
+            mistake(drafter)
+        ids, room = torch.from_numpy(draft.vocab.target_ids), len(request["prompt"]) + request["max_new_tokens"] + 3
+        limits = Limits(request["max_new_tokens"], frozenset(request["end_ids"]))
+        return decode_speculative(model, DraftDecoder(drafter, ids, room), request["prompt"], 3, limits)
+
+    return decode
+
+
+def turned_by(**changes):
+    def plant(drafter):
+        drafter.midlayer.self_attn.rope = Rope(replace(drafter.shape, **changes))
+
+    return plant
+
+
+def no_sharpening(drafter):
+    drafter.midlayer.self_attn.scale = drafter.shape.head_dim**-0.5
+
+
+def half_split(drafter):
+    drafter.midlayer.self_attn.rope.interleaved = False
+
+
+MISTAKES = {
+    "mscale² left out of the softmax": no_sharpening,
+    "rope_theta lost": turned_by(rope_theta=10000.0),
+    "YaRN lost": turned_by(rope_scaling=None),
+    "RoPE half-split": half_split,
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_mla_would_change_vllms_counts(mistake, decoded, requests, speculative):
+    theirs = [counters["accepted_per_position"] for counters in speculative["counters"]]
+    ours = [decoded(one).accepted_per_position(3) for one in requests[:2]]
+    assert ours == theirs[:2]
+    asked = zip(requests, theirs, strict=True)
+    assert any(decoded(one, MISTAKES[mistake]).accepted_per_position(3) != counted for one, counted in asked)
