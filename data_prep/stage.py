@@ -148,7 +148,7 @@ def _write(
             "seen_in_train": int((counts["train"] > 0).sum()),
             "coverage": {name: coverage(count, draft) for name, count in counts.items()},
             "coverage_by_source": {
-                name: coverage(by_source["train"][name], draft) for name in sorted(by_source["train"])
+                name: coverage(by_source["train"][name], draft) for name in sorted(by_source["train"]) if name
             },
         },
         "end_ids": template.end_ids,

@@ -12,6 +12,8 @@ from eagle31_train.prompts import Prompt
 from eagle31_train.schema import EvaluateConfig, UserError
 from eagle31_train.targets.cached import CachedTarget
 
+NAMED = 5  # sources that were not measured, in the table; the manifest names all
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -119,7 +121,8 @@ def by_source(report: dict[str, Any]) -> list[str]:
             reached = shares(found["conditional_acceptance"])
             lines.append(f"  {source:<{width}}{found['prompts']:>9}{length:>9}   {reached}")
     if missing := report.get("not_measured"):
-        lines.append(f"  not measured       {', '.join(missing)}: no prompt of it was decoded")
+        more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
+        lines.append(f"  not measured       {', '.join(missing[:NAMED])}{more}: no prompt of it was decoded")
     return lines
 
 

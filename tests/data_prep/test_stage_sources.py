@@ -185,3 +185,18 @@ def test_prompts_are_mixed_before_they_are_answered(config, tmp_path, capsys):
     config.data.sources["zh"]["weight"] = 2
     with pytest.raises(UserError, match=r"prompts\.sources\.zh\.weight: 1 there, 2 here"):
         prepare(config)
+
+
+def test_rows_that_name_thousands_of_sources_are_counted_together(config, tmp_path, capsys):
+    """Each source's count takes as many numbers as the target has tokens."""
+    rows = [{"id": i, "source": f"https://{i}", "messages": chat(text)} for i, text in enumerate(questions("x", 100))]
+    config.data.sources, config.data.rows = {}, None
+    config.data.conversations = write(tmp_path / "x.jsonl", rows)
+    prepare(config)
+    manifest = manifest_of(tmp_path)
+    assert manifest["draft_vocab"]["coverage_by_source"] == {}
+    assert 0 < manifest["draft_vocab"]["coverage"]["train"] <= 1
+    assert len(manifest["sources"]) == 100
+    printed = capsys.readouterr().out
+    assert "… and 80 more in the manifest" in printed
+    assert len(printed.splitlines()) < 40
