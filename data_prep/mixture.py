@@ -220,7 +220,7 @@ def _part(name: str, value: Any, data: DataConfig) -> Part:
     form, split = value.get("format", data.format), value.get("split", data.split)
     if not isinstance(path, str) or not path:
         raise UserError(
-            f"{where}.path is missing: give a file, a glob, or a hub id such as org/name, or leave it out by {where}=null"
+            f"{where}.path is missing: give a file, a glob, or a hub id such as org/name, or set {where}=null"
         )
     # A boolean is an int to Python.
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
