@@ -1,0 +1,227 @@
+"""The whole path of Kimi's drafter at toy size, by the commands that a user types: from prompts to the export.
+
+A target of Kimi's kind thinks, is asked in several languages and with tools, and learns to draft from its own
+answers; recorded tool calls go the same way.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from datasets import load_from_disk
+from launching import ROOT
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+from data_prep.stage import prepare
+from eagle31_train import contract
+from eagle31_train.cli import load_config
+from eagle31_train.extract import extract
+from eagle31_train.schema import DrafterShape
+from eagle31_train.targets import toy
+from eagle31_train.targets.cached import CachedTarget
+from eagle31_train.targets.hf import HiddenStateTarget, load_model
+
+TRAIN = ["-m", "accelerate.commands.launch", "--config_file", "configs/accelerate/cpu.yaml", "train.py"]
+STAGES = {
+    "data": ["-m", "data_prep"],
+    "extract": ["-m", "eagle31_train.extract"],
+    "train": TRAIN,
+    "evaluate": ["-m", "eagle31_train.evaluate"],
+    "export": ["-m", "eagle31_train.export"],
+}
+SHORT = [  # of everything a little
+    "data.rows=20",
+    "data.heldout=0.4",
+    "data.generate.samples=1",
+    "data.generate.temperature=0",
+    "data.generate.max_new_tokens=80",
+    "train.max_steps=8",
+    "train.batch_tokens=1024",
+    "train.wandb=disabled",
+    "evaluate.num_prompts=4",
+    "evaluate.max_new_tokens=24",
+    "evaluate.warmup=false",
+]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return toy.make(tmp_path_factory.mktemp("kimi") / "toy")
+
+
+def command(stage, run, target, more):
+    words = [sys.executable, *STAGES[stage], "+experiment=kimi_toy", f"run_dir={run}", f"target.path={target}", *more]
+    how = {"cwd": ROOT, "capture_output": True, "text": True, "env": {**os.environ, "CUDA_VISIBLE_DEVICES": ""}}
+    done = subprocess.run(words, **how, check=False)
+    assert done.returncode == 0, f"{stage}: {done.stderr[-3000:]}"
+    return done.stdout
+
+
+def manifest(run, stage):
+    return json.loads((run / stage / "manifest.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def finished(target, tmp_path_factory):
+    """(run folder, what each stage printed)."""
+    run = tmp_path_factory.mktemp("path") / "run"
+    return run, {stage: command(stage, run, target, SHORT) for stage in STAGES}
+
+
+def test_the_target_answers_every_source_with_thoughts_that_it_closes(finished):
+    run, said = finished
+    data = manifest(run, "data")
+    sources = {**data["splits"]["train"]["by_source"], **data["splits"]["heldout"]["by_source"]}
+    assert sources.keys() == {"agent", "chat", "chinese"}
+    assert data["refused"] == []
+    rows = [json.loads(line) for line in (run / "conversations.jsonl").read_text().splitlines()]
+    answers = [m["content"] for row in rows for m in row["messages"] if m["role"] == "assistant"]
+    assert answers
+    assert all(answer.count("</think>") == 1 for answer in answers if len(answer.split()) > 50)
+    assert data["no_end_of_turn"] < len(answers) / 2  # most end by themselves, and learn to
+    assert "REFUSED" not in said["data"]
+
+
+def test_drafts_change_no_output_and_some_are_accepted(finished):
+    run, said = finished
+    report = manifest(run, "evaluate")["report"]
+    assert report["identical"]
+    assert report["drafts"] > 0
+    assert report["acceptance_length"] >= 1
+    assert manifest(run, "train")["heldout"]["tau"] > 1.05  # after eight steps
+    assert "acceptance length" in said["evaluate"].lower()
+
+
+def test_the_export_keeps_the_contract(finished, target):
+    run, said = finished
+    config = json.loads((run / "export" / "config.json").read_text())
+    assert (config["model_type"], config["architectures"]) == ("kimi_k2", ["Eagle3DeepseekV2ForCausalLM"])
+    assert (config["kv_lora_rank"], config["qk_rope_head_dim"], config["rope_theta"]) == (512, 64, 50000.0)
+    assert config["rope_scaling"]["mscale_all_dim"] == 1.0
+    assert config["rope_scaling"]["original_max_position_embeddings"] == 64
+    tensors = load_file(run / "export" / "model.safetensors")
+    shape = json.loads(next((run / "train" / "checkpoints").glob("*/drafter.json")).read_text())
+    assert contract.check(tensors, DrafterShape(**shape)) == []
+    assert str(target) in said["export"]
+
+
+# ---------------------------------------------------------------- tool calls as they were recorded
+
+
+def test_recorded_tool_calls_and_thoughts_are_learnt_and_decoded(target, tmp_path):
+    """Stages 1, 2 and 4's prompts from conversations that somebody else recorded, tools declared before them."""
+    options = ["+experiment=kimi_toy", f"run_dir={tmp_path}", f"target.path={target}", "regenerate=false"]
+    options += ["~data.sources.chat", "~data.sources.chinese", "data.max_length=2048"]
+    config = load_config(options)
+    prepare(config)
+    extract(config)
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    rows = load_from_disk(str(tmp_path / "data" / "dataset"))
+    texts = []
+    for row in [*rows["train"], *rows["heldout"]]:
+        ids, mask = torch.tensor(row["input_ids"]), torch.tensor(row["loss_mask"])
+        texts.append((tokenizer.decode(ids), tokenizer.decode(ids[mask])))
+    assert all(whole.startswith(("<|im_system|>tool_declare<|im_middle|>[{",)) for whole, _ in texts)
+    learnt = "".join(answer for _, answer in texts)
+    for mark in ("<|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>", "</think>", "<|im_end|>"):
+        assert mark in learnt
+    assert "## Return of" not in learnt
+    assert "First see what fails." in learnt  # thoughts between calls are the target's words
+    assert manifest(tmp_path, "data")["refused"] == []
+
+
+# ---------------------------------------------------------------- the target itself
+
+
+def test_the_toy_is_of_kimis_kind(target):
+    config = json.loads((target / "config.json").read_text())
+    assert config["architectures"] == ["DeepseekV3ForCausalLM"]
+    assert (config["kv_lora_rank"], config["qk_rope_head_dim"], config["first_k_dense_replace"]) == (512, 64, 1)
+    rope = config["rope_parameters"]
+    assert (rope["rope_type"], rope["mscale"], rope["mscale_all_dim"]) == ("yarn", 1.0, 1.0)
+    names = load_file(target / "model.safetensors").keys()
+    for part in ("1.mlp.experts.7.gate_proj", "1.mlp.shared_experts.up_proj", "0.mlp.gate_proj", "1.mlp.gate"):
+        assert f"model.layers.{part}.weight" in names
+    assert json.loads((target / "generation_config.json").read_text())["eos_token_id"] == ids_of(
+        target, "[EOS]", "<|im_end|>"
+    )
+
+
+def ids_of(target, *names):
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    return [tokenizer.convert_tokens_to_ids(name) for name in names]
+
+
+def test_the_toy_is_the_same_every_time_and_another_with_another_seed(target, tmp_path, capsys):
+    again = toy.make(tmp_path / "again")
+    for name in ("model.safetensors", "tokenizer.json", "config.json"):
+        assert (again / name).read_bytes() == (target / name).read_bytes(), name
+    before = (again / "model.safetensors").stat().st_mtime_ns
+    toy.make(again)
+    assert (again / "model.safetensors").stat().st_mtime_ns == before
+    assert "up to date" in capsys.readouterr().out
+    toy.make(again, seed=1)
+    assert (again / "model.safetensors").read_bytes() != (target / "model.safetensors").read_bytes()
+
+
+def test_the_toy_replaces_nothing_of_anybody_elses(tmp_path, capsys):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("words")
+    with pytest.raises(SystemExit) as stopped:
+        toy.main(["--out", str(tmp_path / "mine")])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert (tmp_path / "mine" / "thesis.tex").read_text() == "words"
+
+
+@pytest.fixture(scope="module")
+def model(target):
+    return load_model(load_config(["+experiment=kimi_toy", f"target.path={target}", "target.device=cpu"]).target)
+
+
+def test_states_of_deepseek_are_inputs_of_layers_and_the_last_before_the_norm(model):
+    layers = list(range(1, 7))
+    tapped = HiddenStateTarget(model, layers)
+    tokens = torch.randint(0, 1500, (1, 90), generator=torch.Generator().manual_seed(0))
+    states = tapped.states(tokens, None)
+    with torch.no_grad():
+        hidden = model(input_ids=tokens, output_hidden_states=True, use_cache=False).hidden_states
+    for column, layer in enumerate(layers[:-1]):
+        assert torch.equal(states.aux[:, :, column], hidden[layer])
+    assert torch.equal(states.aux[:, :, -1], states.last)
+    torch.testing.assert_close(tapped.final_norm(states.last), hidden[-1])
+
+
+def test_rejected_tokens_leave_the_latent_cache(model):
+    """Reading drafts and forgetting some gives the logits and states of reading what stayed."""
+    target = CachedTarget(model, [2, 3, 5])
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, 1500, (110,), generator=generator).tolist()
+    with torch.no_grad():
+        right = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float()
+    states = target.states(torch.tensor([tokens]), None).aux[0]
+    position = 70
+    target.read(tokens[:position], 1)
+    for kept in (1, 4, 2, 3, 4, 1):
+        wrong = torch.randint(0, 1500, (4 - kept,), generator=generator).tolist()
+        aux, logits = target.read(tokens[position : position + kept] + wrong, 4)
+        target.forget(4 - kept)
+        torch.testing.assert_close(logits[:kept], right[position : position + kept], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(aux[:kept], states[position : position + kept], rtol=1e-4, atol=1e-4)
+        position += kept
+
+
+# ---------------------------------------------------------------- the recipe as it is
+
+
+@pytest.mark.slow
+def test_the_recipe_teaches_the_drafter(target, tmp_path):
+    for stage in STAGES:
+        command(stage, tmp_path / "run", target, ["train.wandb=disabled"])
+    report = manifest(tmp_path / "run", "evaluate")["report"]
+    assert report["identical"]
+    assert report["acceptance_length"] > 2
