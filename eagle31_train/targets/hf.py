@@ -23,6 +23,8 @@ from transformers import AutoModelForCausalLM
 from eagle31_train.schema import TargetConfig, UserError
 from eagle31_train.targets.readout import Readout, find_parts, readout_of
 
+# Kinds of targets of which vLLM has no input of layer 0: it fails at the first token where a drafter asks for it.
+NO_EMBEDDINGS = {"deepseek_v2", "deepseek_v3", "kimi_k2"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -91,17 +93,19 @@ def require_path(config: TargetConfig) -> None:
         )
 
 
-def pick_layers(aux_layers: Sequence[int] | None, depth: int) -> list[int]:
-    """The auxiliary layers of a target of N layers; by default vLLM's choice.
+def pick_layers(aux_layers: Sequence[int] | None, depth: int, kind: str = "") -> list[int]:
+    """The auxiliary layers of a target of N layers and of a model_type; by default vLLM's choice.
 
     Raises:
-        UserError: layers that it does not have, or not in ascending order.
+        UserError: layers that it does not have or that vLLM could not give, or not in ascending order.
     """
     layers = list(aux_layers) if aux_layers is not None else default_aux_layers(depth)
     if layers != sorted(set(layers)) or not layers:
         raise UserError(f"target.aux_layers={layers} must ascend without repeats: set target.aux_layers=[…]")
     if layers[0] < 0 or layers[-1] > depth:
         raise UserError(f"target.aux_layers={layers}: the target has layers 0 to {depth}")
+    if layers[0] == 0 and kind in NO_EMBEDDINGS:
+        raise UserError(f"target.aux_layers={layers}: vLLM cannot give the input of layer 0 of a {kind}: take another")
     return layers
 
 
@@ -131,7 +135,7 @@ class HiddenStateTarget:
         parts = find_parts(model)
         self.decoder, self.final_norm = parts.decoder, parts.norm
         self.head, self.embedding = parts.head, parts.embedding
-        self.layers = pick_layers(aux_layers, len(parts.layers))
+        self.layers = pick_layers(aux_layers, len(parts.layers), model.config.get_text_config().model_type)
         # Input of layer N is the input of the final norm.
         self._taps = [parts.layers[i] if i < len(parts.layers) else self.final_norm for i in self.layers]
 

@@ -5,6 +5,8 @@ import torch
 from pipeline import HIDDEN, LAYERS, VOCAB, save_quietly, tiny_llama
 from torch import nn
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     GemmaConfig,
@@ -208,3 +210,13 @@ def test_two_targets_are_told_apart_by_weights_and_config(tmp_path):
     assert (other / "model.safetensors").read_bytes() == (tmp_path / "a" / "model.safetensors").read_bytes()
     assert weights_fingerprint(str(other)) != first
     assert weights_fingerprint("owner/model") != weights_fingerprint("owner/other")
+
+
+def test_the_input_of_a_deepseeks_layer_0_is_refused_for_vllm_has_none():
+    latent = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4}
+    sizes = {"num_key_value_heads": 4, "first_k_dense_replace": LAYERS, "head_dim": 4}
+    model = DeepseekV3ForCausalLM(DeepseekV3Config(**SIZES | sizes, **latent))
+    assert HiddenStateTarget(model, [1, 2]).layers == [1, 2]
+    with pytest.raises(UserError, match=r"aux_layers=\[0, 2\]: vLLM cannot give the input of layer 0 of a deepseek_v3"):
+        HiddenStateTarget(model, [0, 2])
+    assert HiddenStateTarget(tiny_llama(), [0, 2]).layers == [0, 2]  # the embeddings, which vLLM's Llama gives
