@@ -29,7 +29,7 @@ from eagle31_train.decoding import (
 from eagle31_train.drafter.decode import DraftDecoder
 from eagle31_train.drafter.model import Drafter
 from eagle31_train.prompts import Prompt
-from eagle31_train.schema import Config, DrafterShape, EvaluateConfig, UserError, require_available
+from eagle31_train.schema import Config, DrafterShape, EvaluateConfig, UserError, check_architecture
 from eagle31_train.store import read_manifest
 from eagle31_train.targets.cached import CachedTarget
 from eagle31_train.targets.hf import load_model, pick_dtype
@@ -125,7 +125,7 @@ def read_checkpoint(config: Config) -> Checkpoint:
         raise UserError(
             f"{checkpoint / 'drafter.json'} is not a drafter's shape ({error}): run `{TRAIN}` again"
         ) from None
-    require_available(shape.architecture)
+    check_architecture(shape.architecture)
     if not (weights := checkpoint / "model.safetensors").is_file():
         raise UserError(f"{weights} is missing: run `{TRAIN}` first")
     file = config.data_folder / "vocab.safetensors"

@@ -37,8 +37,9 @@ LOGIT_ROWS = 512  # rows of [rows, V] logits alive at once
 LOOK_EVERY = 30.0  # seconds between looks at what other processes have committed: a remote store lists slowly
 # Arguments of vLLM that decide where and how fast it runs, and not what it computes beyond rounding.
 RESOURCES = {
-    "tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_utilization", "max_model_len", "max_num_seqs",
-    "max_num_batched_tokens", "enforce_eager", "distributed_executor_backend", "disable_log_stats",
+    "tensor_parallel_size", "enable_expert_parallel", "gpu_memory_utilization", "kv_cache_memory_bytes",
+    "max_model_len", "max_num_seqs", "max_num_batched_tokens", "enforce_eager", "distributed_executor_backend",
+    "disable_log_stats",
 }  # fmt: skip
 
 

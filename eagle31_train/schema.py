@@ -378,9 +378,6 @@ def check_architecture(architecture: str) -> None:
         raise UserError(f"drafter.architecture={architecture} is unknown: it is llama or mla")
 
 
-require_available = check_architecture  # the old name, until nobody asks for it
-
-
 def as_plain(value: Any) -> Any:
     """A dataclass as plain dicts and lists, ready for JSON."""
     return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
