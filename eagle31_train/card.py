@@ -203,10 +203,27 @@ def _acceptance(evaluate: Mapping[str, Any] | None) -> str:
     }
     speed = report.get("tokens_per_second") or {}
     shown |= {f"tokens per second, {name}": f"{value:.1f}" for name, value in speed.items()}
-    return (
+    parts = [
         "Greedy decoding, draft and target run by eagle31's own evaluator; every output was equal to plain "
-        "decoding of the target.\n\n" + _table("measure", "value", shown)
-    )
+        "decoding of the target.",
+        _table("measure", "value", shown),
+    ]
+    sources = report.get("by_source") or {}
+    if len(sources) > 1 or report.get("not_measured"):
+        parts.append(_by_source(sources))
+    if missing := report.get("not_measured"):
+        parts.append(f"Not measured, since none of its prompts was decoded: {_text(', '.join(missing))}.")
+    return "\n\n".join(parts)
+
+
+def _by_source(sources: Mapping[str, Any]) -> str:
+    """A row for each source of prompts; a dash where nothing was drafted."""
+    rows = ["| source | prompts | drafts | acceptance length | at each depth |", "| --- | --- | --- | --- | --- |"]
+    for name, found in sources.items():
+        length, depths = found["acceptance_length"], found["acceptance_at_depth"]
+        told = "–" if length is None else f"{length:.3f}", ", ".join("–" if d is None else f"{d:.3f}" for d in depths)
+        rows.append(f"| {_text(name)} | {found['prompts']} | {found['drafts']} | {told[0]} | {told[1]} |")
+    return "\n".join(rows)
 
 
 _CONDITIONS = ("prompts", "draft_tokens", "max_new_tokens", "drafts", "generated_tokens", "dtype", "machine")

@@ -20,6 +20,7 @@ from accelerate.utils import gather_object, set_seed
 from torch import Tensor
 
 from eagle31_train import artifacts, cli, vocab
+from eagle31_train.contract import caveats
 from eagle31_train.drafter.batch import Batch
 from eagle31_train.loss import MEASURES
 from eagle31_train.schema import Config, DrafterShape, Stopped, TrainConfig, UserError, byte_count
@@ -87,6 +88,8 @@ def fit(config: Config, opened: ExitStack) -> None:
         claim(folder, fingerprint, inputs, config.overwrite)
         return artifacts.finished(folder, fingerprint, inputs, overwrite=False)
 
+    for caveat in caveats(shape):  # before hours are spent
+        accelerator.print(f"train: {caveat}")
     if launch.agreed(accelerator, up_to_date):
         accelerator.print(f"train: up to date ({folder})")
         return

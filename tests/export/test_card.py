@@ -52,6 +52,21 @@ def test_acceptance_is_told_where_it_was_measured(run):
     assert "was not measured" not in body
 
 
+def test_every_source_that_was_measured_has_a_row_and_the_others_are_named(run):
+    run.measure()
+    manifest = json.loads((run.folder / "evaluate" / "manifest.json").read_text())
+    shares = {"prompts": 2, "drafts": 4, "acceptance_length": 2.25, "acceptance_at_depth": [0.75, 0.5]}
+    nothing = {"prompts": 1, "drafts": 0, "acceptance_length": None, "acceptance_at_depth": [None, None]}
+    manifest["report"] |= {"by_source": {"chat|zh": shares, "short": nothing}, "not_measured": ["agent"]}
+    (run.folder / "evaluate" / "manifest.json").write_text(json.dumps(manifest))
+    export.export(run.config())
+    body = run.exported()[2]
+    assert "| source | prompts | drafts | acceptance length | at each depth |" in body
+    assert "| chat\\|zh | 2 | 4 | 2.250 | 0.750, 0.500 |" in body
+    assert "| short | 1 | 0 | – | –, – |" in body
+    assert "Not measured, since none of its prompts was decoded: agent." in body
+
+
 @pytest.mark.parametrize("measured", ["nothing", "another checkpoint"])
 def test_acceptance_is_not_claimed_otherwise(measured, run):
     if measured == "another checkpoint":
