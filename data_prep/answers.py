@@ -15,6 +15,8 @@ from data_prep.template import ChatTemplate, RefusedError
 from data_prep.turns import answered
 from eagle31_train.schema import Config
 
+SLOWEST = 2  # tokens a second that a server is waited for
+
 
 @dataclass
 class Job:
@@ -103,7 +105,9 @@ class Remote:
         assert generate.server is not None
         self.config = config
         self.template = template
-        self.server = Server(generate.server, generate.model or config.target.path, template=template)
+        # A server says nothing until an answer is whole, and a long thought at a busy one may take hours.
+        timeout = max(600.0, generate.max_new_tokens / SLOWEST)
+        self.server = Server(generate.server, generate.model or config.target.path, timeout, template=template)
         self.at_once = generate.concurrency
 
     def answers(self, jobs: dict[str, Job]) -> Iterator[tuple[str, Answered | Refused]]:

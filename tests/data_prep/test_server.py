@@ -4,9 +4,11 @@ import json
 
 import pytest
 
+from data_prep.answers import Remote
 from data_prep.server import NotAnsweredError, Server
 from data_prep.template import ChatTemplate
 from data_prep.turns import samples
+from eagle31_train.cli import load_config
 from eagle31_train.schema import UserError
 
 # Thoughts in their own field, tool calls as Qwen writes them.
@@ -140,3 +142,10 @@ def test_a_prompt_that_the_template_refuses_is_not_asked(monkeypatch, tokenizer,
     strict = ChatTemplate(tokenizer, template.end_ids, "{{ raise_exception('no greetings') }}")
     with pytest.raises(NotAnsweredError, match="no greetings"):
         ask(monkeypatch, strict, {"content": "yes"})
+
+
+@pytest.mark.parametrize(("tokens", "seconds"), [(512, 600), (16384, 8192)])
+def test_a_long_answer_is_waited_for(tokens, seconds):
+    """Nothing comes before an answer is whole; a wait that ends sooner would end the run, at each try again."""
+    generate = [f"data.generate.max_new_tokens={tokens}", "data.generate.server=http://localhost:1/v1"]
+    assert Remote(load_config(["+experiment=smollm2", *generate]), None).server.timeout == seconds
