@@ -174,7 +174,7 @@ def _option(name: str, value: Any) -> str:
         return f"'drafter.{name}={{{inner}}}'"
     if name == "rope_scaling":
         return "no drafter.rope_scaling"
-    return f"drafter.{name}={str(value).lower()}"
+    return f"drafter.{name}={'null' if value is None else str(value).lower()}"
 
 
 # ---------------------------------------------------------------- into the drafter

@@ -11,6 +11,7 @@ from pipeline import assert_equal, flip_bit, message_of
 from warming import begin, edit, refusal
 
 from eagle31_train import artifacts, vocab
+from eagle31_train.cli import load_config
 from eagle31_train.export import export
 from eagle31_train.schema import UserError
 from eagle31_train.store import Store
@@ -258,3 +259,10 @@ def test_what_does_not_fit_can_be_refused_before_a_folder_is_claimed(new_run, dr
     stopped(run, *options)
     monkeypatch.setattr(sources, "find", None)
     warm.check(right, shape, store)
+
+
+def test_an_option_is_spelt_as_the_command_line_takes_it():
+    options = [warm._option("q_lora_rank", None), warm._option("fc_norm", True), warm._option("rope_theta", 5e4)]
+    assert options == ["drafter.q_lora_rank=null", "drafter.fc_norm=true", "drafter.rope_theta=50000.0"]
+    config = load_config(["+experiment=smollm2", *options])
+    assert (config.drafter.q_lora_rank, config.drafter.fc_norm, config.drafter.rope_theta) == (None, True, 5e4)
