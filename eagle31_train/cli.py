@@ -58,7 +58,16 @@ def load_config(overrides: list[str]) -> Config:
 
 
 def _composed(overrides: list[str]) -> Any:
-    """Hydra's composition; a group that the recipe has already is replaced by the command line's."""
+    """Hydra's composition; a group that the recipe has already is replaced by the command line's.
+
+    And `option={}` empties a free-form option, where Hydra would merge nothing into what the recipe has.
+    """
+    for at, override in enumerate(overrides):
+        option = override.removeprefix("++").removesuffix("={}")
+        if override == f"++{option}={{}}" and option in _free():
+            groups = [o for o in overrides[at + 1 :] if (CONFIGS / o.partition("=")[0].lstrip("+")).is_dir()]
+            there = OmegaConf.select(_composed([*overrides[:at], *groups]), option)
+            return _composed([*overrides[:at], *(f"~{option}.{key}" for key in there), *overrides[at + 1 :]])
     try:
         return compose("config", overrides)
     except HydraException as error:
@@ -135,13 +144,17 @@ def _checked(override: str) -> str:
             raise UserError(f"no configs/{key}/{value}.yaml{_nearest(value, _choices(key))}")
         return f"+{key}={value}"  # Hydra takes a group that no defaults list names only with the plus
     known = {path: kind for path, kind, _ in _options(Config)}
-    free = [path for path, kind in known.items() if typing.get_origin(kind) is dict]
-    if any(key == path or key.startswith(path + ".") for path in free):
+    if any(key == path or key.startswith(path + ".") for path in _free()):
         return override if override.startswith(("+", "~")) else f"++{override}"
     if key in known:
         return override
     groups = [folder.name for folder in CONFIGS.iterdir() if folder.is_dir()]
     raise UserError(f"no option {key!r}{_nearest(key, [*known, *groups])}")
+
+
+def _free() -> list[str]:
+    """Options whose keys are the user's."""
+    return [path for path, kind, _ in _options(Config) if typing.get_origin(kind) is dict]
 
 
 def _nearest(name: str, names: list[str]) -> str:
