@@ -110,6 +110,7 @@ def _grouped(x: Tensor, g: int) -> Tensor:
 
 
 def _own_scores(q: Tensor, own: Sequence[Tensor], scale: float) -> Tensor:
-    """q [S, g, r, w] against k times [S, g, w] → [S, g, r, k], fp32 or wider."""
-    scores = torch.stack([torch.linalg.vecdot(q, row[:, :, None]) for row in own], -1)
-    return scores.to(torch.promote_types(q.dtype, torch.float32)) * scale
+    """q [S, g, r, w] against k times [S, g, w] → [S, g, r, k], fp32 or wider: a sharp score must not be rounded."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    q = q.to(wide)
+    return torch.stack([torch.linalg.vecdot(q, row.to(wide)[:, :, None]) for row in own], -1) * scale
