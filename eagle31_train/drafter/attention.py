@@ -95,8 +95,8 @@ class _MergedAttention(torch.autograd.Function):
         return down_q.flatten(1, 2).to(dq.dtype), dk0, dv0, None, None, *down_k, *down_v
 
 
-# A slot's own keys are few, and other slots' are others: sums of element-wise products. As matrix products they would
-# be S * g tiny ones, and several times as slow (with one query head to each key head, as in MLA, up to ten times).
+# A slot's own keys are few, and other slots' are others. As matrix products they would be S * g tiny ones, of stacked
+# copies, with scores rounded to 16 bits. Sums of element-wise products need none of it (their speed: docs/log.md).
 
 
 def _halves(own: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
