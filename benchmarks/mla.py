@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from benchmarks import contenders, machine
+from benchmarks import contenders, machine, plot
 from benchmarks.race import Race
 from benchmarks.shapes import Case, make_material, turns
 from eagle31_train import artifacts
@@ -82,7 +82,7 @@ def options() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Compare, measure each length, print the table, write the file."""
+    """Compare, measure each length, print the table, write the file and its picture."""
     chosen = options()
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # neither compiles anything
     cases = [Case(chosen.shape, length, chosen.share) for length in chosen.lengths]
@@ -100,7 +100,8 @@ def main() -> None:
     print(machine.summary(here))
     print(f"losses and gradients agree to {apart:.1e}")
     print(table(results))
-    print(f"written: {chosen.out}")
+    plot.lengths(results, [OURS, EAGER], here, chosen.out.with_suffix(".png"))
+    print(f"written: {chosen.out} and .png")
 
 
 if __name__ == "__main__":

@@ -64,6 +64,24 @@ def growth(results: list[dict[str, Any]], info: dict[str, Any], path: Path) -> N
     figure.savefig(path, dpi=110)
 
 
+def lengths(results: list[dict[str, Any]], names: list[str], info: dict[str, Any], path: Path) -> None:
+    """Time and memory of contenders as documents grow; one that failed ends where it did."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    figure.suptitle(f"One training step of an MLA drafter, unroll 7, fp32\n{machine.summary(info)}", fontsize=8)
+    for axis, title, value in zip(
+        figure.subplots(1, 2), ("seconds of a step", "GiB above model and data"), (_seconds, _memory), strict=True
+    ):
+        for name, colour, marker in zip(names, ("#0072b2", "#d55e00"), MARKERS, strict=False):
+            rows = [(r["length"], r["contenders"][name]) for r in results if "error" not in r["contenders"][name]]
+            axis.plot([x for x, _ in rows], [value(m) for _, m in rows], "-" + marker, color=colour, label=name)
+        _scale(axis, "length", [r["length"] for r in results])
+        axis.set(title=title)
+        axis.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
 def _seconds(measured: dict[str, Any]) -> float:
     return statistics.median(measured["seconds"])
 
