@@ -113,7 +113,7 @@ def fit(config: Config, opened: ExitStack) -> None:
         parallel.set_moments(loaded.moments, state.updates)
         accelerator.print(f"train: going on after step {state.step} ({newest})")
     processes = accelerator.num_processes
-    accelerator.print(f"train: {parallel.kind}, {processes} process{'es' * (processes > 1)} on {device.type}")
+    accelerator.print(f"train: {parallel.kind}{f', {processes} processes' * (processes > 1)} on {device.type}")
     windows.begin(store, usage, state.step, fingerprint, state.step == len(batches), main)
     state.trackers = tracking.start(accelerator, config, folder, inputs, state.step, state.trackers)
     if main:
