@@ -15,7 +15,7 @@ from typing import Any
 
 from eagle31_train import cli
 from eagle31_train.contract import caveats
-from eagle31_train.draft_config import MLA_WIDTHS
+from eagle31_train.draft_config import MLA_DEFAULTS
 from eagle31_train.schema import Config, DrafterShape, UserError, as_plain
 
 # Options that say where things go or whether to upload, not what is made.
@@ -169,9 +169,8 @@ def _public(path: str) -> str:
 
 def _drafter(shape: DrafterShape) -> dict[str, Any]:
     """The shape's fields; those of MLA only where it has them."""
-    return {
-        name: value for name, value in as_plain(shape).items() if shape.architecture == "mla" or name not in MLA_WIDTHS
-    }
+    absent = set() if shape.architecture == "mla" else MLA_DEFAULTS.keys()
+    return {name: value for name, value in as_plain(shape).items() if name not in absent}
 
 
 def _kind(shape: DrafterShape) -> str:

@@ -15,7 +15,7 @@ import torch
 
 from eagle31_train import vocab
 from eagle31_train.drafter.rope import check_rope, mla_factors, rope_parameters
-from eagle31_train.schema import DrafterShape, UserError, check_architecture
+from eagle31_train.schema import DrafterShape, UserError, check_architecture, mla_widths
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -75,12 +75,7 @@ def _mla_shapes(shape: DrafterShape) -> dict[str, tuple[int, ...]]:
     Raises:
         UserError: a width of it is not given.
     """
-    widths = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    latent, nope, rope, value = (getattr(shape, name) or 0 for name in widths)
-    if missing := [f"drafter.{name}" for name in widths if not getattr(shape, name)]:
-        raise UserError(
-            f"drafter.architecture=mla needs {', '.join(missing)}: set them, as configs/experiment/kimi does"
-        )
+    latent, nope, rope, value = mla_widths(shape)
     D, heads, rank = shape.hidden_size, shape.num_attention_heads, shape.q_lora_rank
     full = heads * (nope + rope)
     query = (
@@ -216,9 +211,9 @@ def _mla_problems(shape: DrafterShape) -> list[str]:
             f"num_key_value_heads {shape.num_key_value_heads} is not num_attention_heads {shape.num_attention_heads}: "
             "MLA gives each head its own key"
         )
-    width = (shape.qk_nope_head_dim or 0) + (shape.qk_rope_head_dim or 0)
-    if shape.head_dim != width:
-        problems.append(f"head_dim {shape.head_dim} is not the {width} of qk_nope_head_dim and qk_rope_head_dim")
+    _, nope, rope, _ = mla_widths(shape)
+    if shape.head_dim != nope + rope:
+        problems.append(f"head_dim {shape.head_dim} is not the {nope + rope} of qk_nope_head_dim and qk_rope_head_dim")
     try:
         check_rope(shape)
         problems += _yarn_problems(shape)

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from eagle31_train.contract import LAYER_IDS
-from eagle31_train.schema import DrafterShape, UserError
+from eagle31_train.schema import MLA_WIDTHS, DrafterShape, UserError
 
 Fields = Mapping[str, Any]
 # architecture → the name under which vLLM's registry finds the drafter, and the model_type of its config.json.
@@ -33,9 +33,8 @@ MODEL_TYPES = {
     "llama": {"llama": 2048},
     "mla": {"kimi_k2": 4096, "deepseek_v2": 2048, "deepseek_v3": 4096},
 }
-MLA_WIDTHS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 # What vLLM and transformers take where config.json does not say.
-MLA_DEFAULTS = dict(zip(MLA_WIDTHS, (1536, 512, 128, 64, 128), strict=True))
+MLA_DEFAULTS = dict(zip(("q_lora_rank", *MLA_WIDTHS), (1536, 512, 128, 64, 128), strict=True))
 YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
 
 
@@ -90,7 +89,7 @@ def _attention_fields(shape: DrafterShape) -> dict[str, Any]:
     """What only one kind of attention has. MLA names no head_dim, by which transformers means the rotated part."""
     if shape.architecture == "llama":
         return {"head_dim": shape.head_dim, "mlp_bias": False}
-    return {name: value for name, value in asdict(shape).items() if name in MLA_WIDTHS}
+    return {name: value for name, value in asdict(shape).items() if name in MLA_DEFAULTS}
 
 
 def rope_scaling(shape: DrafterShape) -> dict[str, Any] | None:

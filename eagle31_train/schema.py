@@ -378,6 +378,24 @@ def check_architecture(architecture: str) -> None:
         raise UserError(f"drafter.architecture={architecture} is unknown: it is llama or mla")
 
 
+# Beside q_lora_rank, which may be none.
+MLA_WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+
+
+def mla_widths(of: DrafterConfig | DrafterShape) -> tuple[int, int, int, int]:
+    """Widths of MLA: the latent, a key without position, a key with it, a value.
+
+    Raises:
+        UserError: one of them is not given.
+    """
+    if missing := [f"drafter.{name}" for name in MLA_WIDTHS if getattr(of, name) is None]:
+        raise UserError(
+            f"drafter.architecture=mla needs {', '.join(missing)}: set them, as configs/drafter/kimi_mla.yaml does"
+        )
+    latent, nope, rope, value = (getattr(of, name) for name in MLA_WIDTHS)
+    return latent, nope, rope, value
+
+
 def as_plain(value: Any) -> Any:
     """A dataclass as plain dicts and lists, ready for JSON."""
     return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value

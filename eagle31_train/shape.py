@@ -4,10 +4,9 @@ from dataclasses import fields
 
 from eagle31_train.contract import check_shape
 from eagle31_train.drafter.rope import check_rope
-from eagle31_train.schema import DrafterConfig, DrafterShape, UserError, check_architecture
+from eagle31_train.schema import MLA_WIDTHS, DrafterConfig, DrafterShape, UserError, check_architecture, mla_widths
 
 POSITIVE = ("intermediate_size", "num_attention_heads", "rms_norm_eps", "rope_theta", "max_position_embeddings")
-MLA_WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
 def check_drafter(d: DrafterConfig) -> None:
@@ -36,11 +35,7 @@ def check_drafter(d: DrafterConfig) -> None:
 
 
 def _check_mla(d: DrafterConfig) -> None:
-    if missing := [f"drafter.{name}" for name in MLA_WIDTHS if getattr(d, name) is None]:
-        raise UserError(
-            f"drafter.architecture=mla needs {', '.join(missing)}: set them, as configs/experiment/kimi.yaml does"
-        )
-    widths = {name: getattr(d, name) for name in MLA_WIDTHS}
+    widths = dict(zip(MLA_WIDTHS, mla_widths(d), strict=True))
     if d.q_lora_rank is not None:
         widths["q_lora_rank"] = d.q_lora_rank
     for name, value in widths.items():
@@ -79,7 +74,8 @@ def drafter_shape(
             "set drafter.share_embedding=false or hidden_size=null"
         )
     if d.architecture == "mla":
-        width = (d.qk_nope_head_dim or 0) + (d.qk_rope_head_dim or 0)
+        _, nope, rope, _ = mla_widths(d)
+        width = nope + rope
     else:
         width = d.head_dim or D // heads
         if width % 2:

@@ -18,7 +18,7 @@ from eagle31_train.drafter.gqa import Project
 from eagle31_train.drafter.linear import Linear
 from eagle31_train.drafter.norm import RMSNorm
 from eagle31_train.drafter.rope import Rope
-from eagle31_train.schema import DrafterShape
+from eagle31_train.schema import DrafterShape, mla_widths
 
 
 class LatentAttention(nn.Module):
@@ -75,10 +75,3 @@ class LatentAttention(nn.Module):
     def output(self, o: Tensor) -> Tensor:
         """o [n, h, dv] → [n, D]."""
         return self.o_proj(o.flatten(-2))
-
-
-def mla_widths(shape: DrafterShape) -> tuple[int, int, int, int]:
-    """Latent, key without position, key with position, value."""
-    widths = shape.kv_lora_rank, shape.qk_nope_head_dim, shape.qk_rope_head_dim, shape.v_head_dim
-    latent, nope, rope, value = (width or 0 for width in widths)  # `eagle31_train.shape` refuses a missing one
-    return latent, nope, rope, value

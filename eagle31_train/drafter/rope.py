@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from eagle31_train.schema import DrafterShape, UserError
+from eagle31_train.schema import DrafterShape, UserError, mla_widths
 
 # Of YaRN, what vLLM's DeepSeek attention reads. It takes every scaling for YaRN, and passes over the rest of it.
 MLA_SCALING = {"rope_type", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow"}
@@ -42,7 +42,7 @@ class Rope(nn.Module):
         super().__init__()
         latent = shape.architecture == "mla"
         self.interleaved = latent
-        width = (shape.qk_rope_head_dim or 0) if latent else shape.head_dim
+        width = mla_widths(shape)[2] if latent else shape.head_dim
         with torch.device("cpu"):  # numbers, even where the weights have none: a drafter on the meta device
             self.exact, self.factor = frequencies(shape, width)
         self.softmax_factor = 1.0

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eagle31_train.schema import DrafterShape
+from eagle31_train.schema import DrafterShape, mla_widths
 
 STRETCH = 32  # slots that drafter/batch.py draws together
 
@@ -117,8 +117,7 @@ def widths(shape: DrafterShape) -> Widths:
     if shape.architecture == "llama":
         q, kv = h * shape.head_dim, shape.num_key_value_heads * shape.head_dim
         return Widths(q, 2 * kv, (0, 0), (0, 0), q, kv, kv, q, shape.head_dim, h)
-    nope, rope = shape.qk_nope_head_dim or 0, shape.qk_rope_head_dim or 0
-    v, latent = shape.v_head_dim or 0, shape.kv_lora_rank or 0
+    latent, nope, rope, v = mla_widths(shape)
     q = h * (nope + rope)
     rank = shape.q_lora_rank or 0
     return Widths(

@@ -120,7 +120,7 @@ def test_full_rank_queries_are_written_because_the_default_is_another(tiny_mla):
 def test_defaults_are_those_of_the_classes_that_read():
     for kind, model_types in ((DeepseekV3Config, ("kimi_k2", "deepseek_v3")), (DeepseekV2Config, ("deepseek_v2",))):
         plain = kind()
-        assert {name: getattr(plain, name) for name in draft_config.MLA_WIDTHS} == draft_config.MLA_DEFAULTS
+        assert {name: getattr(plain, name) for name in draft_config.MLA_DEFAULTS} == draft_config.MLA_DEFAULTS
         assert plain.rms_norm_eps == 1e-6
         for model_type in model_types:
             assert draft_config.MODEL_TYPES["mla"][model_type] == plain.max_position_embeddings

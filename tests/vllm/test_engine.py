@@ -4,7 +4,6 @@ How large rounding makes distances is measured here, too.
 """
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -24,14 +23,6 @@ pytestmark = pytest.mark.vllm
 
 AUX = [2, 15, 27]
 LENGTHS = [250, 250, 100, 37, 3, 2, 250, 180]  # of what is compared; equal ones could be mixed up unseen otherwise
-
-
-@pytest.fixture(scope="module")
-def vllm_python():
-    python = ROOT / os.environ.get("VLLM_VENV", ".venv-vllm") / "bin" / "python"
-    if not python.is_file():
-        pytest.skip(f"{python} is missing: make test-vllm installs it")
-    return python
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engines import ROOT, assert_within, command, distances, from_vllm, joined, shown
+from engines import assert_within, command, distances, from_vllm, joined, shown
 from kimi_like import quantized, wrapped
 from pipeline import contents, write_data
 from safetensors.torch import load_file
@@ -36,14 +36,6 @@ TIGHT = [  # room for one of the long ones: others are thrown out and begun agai
 ]
 # vLLM's attention on a CPU approximates exp: its states are further from transformers' than these are from float64's.
 TIMES = 20
-
-
-@pytest.fixture(scope="module")
-def vllm_python():
-    python = ROOT / os.environ.get("VLLM_VENV", ".venv-vllm") / "bin" / "python"
-    if not python.is_file():
-        pytest.skip(f"{python} is missing: make test-vllm installs it")
-    return python
 
 
 @pytest.fixture(scope="module")
