@@ -1,7 +1,7 @@
 """Three gradient steps of a published drafter's full size on a CPU, in bf16: `python -m benchmarks.full_size`.
 
-Not how it is trained: without AdamW, whose fp32 state would take 29 GB for Kimi's, and on random states. It shows, where
-no GPU is, that a step of this size is computed, every gradient finite, and that the loss falls. Kimi's takes 18 GiB.
+Not how it is trained: without AdamW, whose fp32 state would take 29 GB for Kimi's, and on random states. It shows,
+where no GPU is, that a step of this size is computed, every gradient finite, and that the loss falls. It takes 18 GiB.
 """
 
 import argparse
