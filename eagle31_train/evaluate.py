@@ -16,9 +16,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tqdm import tqdm
 
-from eagle31_train import artifacts, cli, prompts, vocab
-from eagle31_train.acceptance import Outcome, describe, summarise, table
-from eagle31_train.decoding import (
+from eagle31_train import artifacts, cli, vocab
+from eagle31_train.drafter.decode import DraftDecoder
+from eagle31_train.drafter.model import Drafter
+from eagle31_train.measure import prompts
+from eagle31_train.measure.acceptance import Outcome, describe, summarise, table
+from eagle31_train.measure.decoding import (
     Decoded,
     Limits,
     decode_plain,
@@ -26,9 +29,7 @@ from eagle31_train.decoding import (
     first_difference,
     logit_gap,
 )
-from eagle31_train.drafter.decode import DraftDecoder
-from eagle31_train.drafter.model import Drafter
-from eagle31_train.prompts import Prompt
+from eagle31_train.measure.prompts import Prompt
 from eagle31_train.schema import Config, DrafterShape, EvaluateConfig, UserError, check_architecture
 from eagle31_train.store import read_manifest
 from eagle31_train.targets.cached import CachedTarget

@@ -214,11 +214,36 @@ class TrainConfig:
 @dataclass
 class EvaluateConfig:
     prompts: str | None = opt(None, "prompts to decode: JSONL file or glob; default: the held-out split")
-    num_prompts: int = opt(20, "prompts decoded")
-    draft_tokens: int = opt(3, "tokens drafted per verification")
+    suites: dict[str, Any] = opt(
+        {},
+        "further sets of prompts, each a workload of its own: evaluate.suites.NAME={path: FILE or hub id, split: test, "
+        "…}; +suite=[mt_bench,gsm8k] takes those of configs/suite/",
+    )
+    perturbations: list[str] = opt(
+        [], "every set once more under each of these: no_template, system_long, context_2, temperature_0.7, …"
+    )
+    num_prompts: int = opt(20, "prompts of each workload")
+    draft_tokens: int = opt(3, "tokens drafted per verification in real decoding, and of the headline")
+    depths: int = opt(8, "acceptance is told for every number of draft tokens from 1 to this")
     max_new_tokens: int = opt(128, "tokens generated per prompt")
+    temperature: float = opt(0.0, "0 decodes greedily; otherwise target tokens are sampled")
+    top_p: float = opt(1.0, "nucleus of sampled tokens")
+    draft_sampling: str = opt(
+        "greedy", "how drafts are made when sampling, as vLLM's draft_sample_method: greedy or probabilistic"
+    )
+    batch_size: int = opt(8, "prompts decoded together")
     dtype: str = opt("float32", "precision; the equality check is exact in float32 only")
     warmup: bool = opt(True, "decode the first prompt once before timing")
+    drift: bool = opt(True, "tell where the drafter's attention goes, and how its state changes, at every depth")
+    backend: str = opt(
+        "transformers", "transformers decodes here; vllm serves the exported checkpoint and measures latencies too"
+    )
+    vllm_python: str = opt("python", "backend=vllm: the python of vLLM's environment, e.g. .venv-vllm/bin/python")
+    vllm_args: dict[str, Any] = opt(
+        {}, "backend=vllm: further arguments of the server: evaluate.vllm_args.tensor_parallel_size=8, dtype, …"
+    )
+    serve_depths: list[int] = opt([1, 3, 5], "backend=vllm: numbers of draft tokens that are tried, beside none")
+    concurrency: list[int] = opt([1, 4, 16], "backend=vllm: requests under way at once")
 
 
 @dataclass

@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from eagle31_train.decoding import Limits, agreeing, decode_plain, decode_speculative, first_difference, logit_gap
+from eagle31_train.measure.decoding import (
+    Limits,
+    agreeing,
+    decode_plain,
+    decode_speculative,
+    first_difference,
+    logit_gap,
+)
 
 PROMPT = [7, 3, 41, 20, 11, 5]
 

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from eagle31_train.prompts import Prompt, choose, from_files
+from eagle31_train.measure.prompts import Prompt, choose, from_files
 from eagle31_train.schema import TargetConfig, UserError
 
 

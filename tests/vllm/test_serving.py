@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from eagle31_train import published
-from eagle31_train.decoding import Limits, decode_speculative
 from eagle31_train.drafter.decode import DraftDecoder
 from eagle31_train.drafter.model import Drafter
 from eagle31_train.drafter.rope import Rope
+from eagle31_train.measure.decoding import Limits, decode_speculative
 from eagle31_train.schema import TargetConfig
 from eagle31_train.targets.cached import CachedTarget
 from eagle31_train.targets.hf import load_model

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from eagle31_train.decoding import Decoded
-from eagle31_train.prompts import Prompt
+from eagle31_train.measure.decoding import Decoded
+from eagle31_train.measure.prompts import Prompt
 from eagle31_train.schema import EvaluateConfig, UserError
 from eagle31_train.targets.cached import CachedTarget
 

@@ -1,0 +1,1 @@
+"""What a drafter is worth: workloads, real decoding, acceptance with intervals, drift, serving."""
