@@ -14,6 +14,11 @@ from eagle31_train.schema import DrafterShape
 Project = Callable[[Linear], Tensor]  # a linear layer → what it makes of the attention's input, [n, its width]
 
 
+def applied_to(x: Tensor) -> Project:
+    """Projections of the attention's input x [n, 2D] itself."""
+    return lambda layer: layer(x)
+
+
 class GroupedQueryAttention(nn.Module):
     """Projections of the drafter's attention; who attends to whom is `attention.py`'s business.
 
