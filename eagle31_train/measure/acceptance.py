@@ -1,63 +1,105 @@
-"""What an evaluation measured: acceptance by depth and speed, for the manifest and for people."""
+"""All numbers of an evaluation or comparison, as plain data: what tables, pictures, pages and cards are made from.
+
+The result, as JSON. An interval is [value, low, high], with null for what cannot be told; K is a number of draft
+tokens, as text; N is a drafter's name:
+
+    definitions     what the numbers mean (DEFINITIONS)
+    draft_tokens    K of the headline
+    drafters        [N, …]; the others are compared with the first
+    workloads       [workload, …], of which each has
+        name, suite, perturbation (or null), temperature, top_p, prompts
+        tokens_per_second  {"plain" or N: of real decoding}, where it was timed
+        drafters    {N: numbers}
+        differences {N: {K: {difference: interval, ratio: interval}}}  of acceptance lengths, N - first and N / first
+        verdict     {N: {text, better: {K: the better one's name, or null}}}
+    and of a drafter on a workload, numbers has
+        prompts, generated_tokens
+        by_depth    {K: {acceptance_length: interval, drafts, accepted_per_position: [counts]}}
+        cumulative, conditional  [interval of position 1, 2, …], of drafts of the largest K
+        drift       {sink, prompt, verified, own, rms, entropy: [interval of step 1, 2, …]}, or null
+        by_source   {source: prompts … conditional, as above}
+        kept        {K: interval}, of a perturbed workload: acceptance length there / on the plain form of these prompts
+
+Rows of the same prompt, of several trainings say, count as one prompt and are drawn again together.
+"""
 
 import platform
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from eagle31_train.measure.decoding import Decoded
+from eagle31_train.measure.drift import MEASURES, drift_sums
+from eagle31_train.measure.intervals import FEW, LEVEL, RESAMPLES, Estimate, Interval, ratios
 from eagle31_train.measure.prompts import Prompt
-from eagle31_train.schema import EvaluateConfig, UserError
-from eagle31_train.targets.cached import CachedTarget
+from eagle31_train.measure.results import Measured
+from eagle31_train.schema import UserError
 
-NAMED = 5  # sources that were not measured, in the table; the manifest names all
+DEFINITIONS = (
+    "A draft is one verification: the drafter proposes n draft tokens, the target reads them in one forward pass, "
+    "accepts those before the first that it would not have written itself, and adds one token of its own, the bonus "
+    "token. Acceptance length: tokens per draft, the bonus token included, which is 1 + accepted tokens / drafts over "
+    "all drafts of all prompts; from 1 to n + 1. "
+    "Cumulative acceptance at position k: share of all drafts whose first k tokens were accepted. "
+    "Conditional acceptance at position k: the same share among the drafts whose first k - 1 tokens were accepted. "
+    "Drafted tokens that the target agrees with past the end of an answer count as accepted, as vLLM counts them. "
+    f"Intervals: {LEVEL:.0%}, by bootstrap over prompts ({RESAMPLES:,} resamples, widened for few prompts by Student's "
+    "t; the same resamples for every drafter, so differences are paired). Each holds for its number alone: of 20 "
+    "differences that are none, one is expected to look like one. They speak of other prompts of the same kind, not of "
+    "other training seeds."
+)
+
+Key = tuple[str, str]
+Counts = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """One prompt, decoded both ways, with equal outputs."""
+class Sheet:
+    """What was measured on one workload: of every drafter by name, the same prompts each.
 
-    prompt: Prompt
-    plain: Decoded
-    speculative: Decoded
+    speeds: tokens and seconds of real decodings, "plain" and by name of the drafter.
+    """
+
+    name: str
+    suite: str
+    perturbation: str | None
+    temperature: float
+    top_p: float
+    measured: dict[str, list[Measured]]
+    speeds: dict[str, tuple[int, float]] = field(default_factory=dict)
 
 
-def summarise(outcomes: list[Outcome], options: EvaluateConfig, target: CachedTarget) -> dict[str, Any]:
-    """The manifest's report; UserError where nothing was drafted."""
-    found = measure(outcomes, options.draft_tokens)
-    if not found["drafts"]:
-        raise UserError("every answer ended with its first token, so nothing was drafted: choose other prompts")
-    tokens = found["generated_tokens"]
-    by_source: dict[str, list[Outcome]] = {}
-    for outcome in outcomes:
-        by_source.setdefault(outcome.prompt.source, []).append(outcome)
+def tell(sheets: Sequence[Sheet], depths: Sequence[int], draft_tokens: int) -> dict[str, Any]:
+    """The result of some workloads.
+
+    Args:
+        depths: numbers of draft tokens, ascending.
+        draft_tokens: that of the headline.
+
+    Raises:
+        UserError: drafters of one workload were measured on different prompts, or nothing was drafted.
+    """
+    plain = {sheet.suite: sheet for sheet in sheets if sheet.perturbation is None}
     return {
-        **found,
-        "draft_tokens": options.draft_tokens,
-        "max_new_tokens": options.max_new_tokens,
-        "draft_tokens_proposed": sum(outcome.speculative.proposed for outcome in outcomes),
-        "tokens_per_second": {
-            "speculative": tokens / sum(outcome.speculative.seconds for outcome in outcomes),
-            "plain": tokens / sum(outcome.plain.seconds for outcome in outcomes),
-        },
-        "by_source": {source: measure(by_source[source], options.draft_tokens) for source in sorted(by_source)},
-        "identical": True,  # refuse_difference has seen every output
-        "dtype": options.dtype,
-        "machine": machine(target),
+        "definitions": DEFINITIONS,
+        "draft_tokens": draft_tokens,
+        "drafters": list(dict.fromkeys(name for sheet in sheets for name in sheet.measured)),
+        "workloads": [_workload(sheet, plain.get(sheet.suite), depths) for sheet in sheets],
     }
 
 
-def measure(outcomes: list[Outcome], draft_tokens: int) -> dict[str, Any]:
-    """Counts and shares of some prompts; the shares are None where nothing was drafted."""
-    runs = [outcome.speculative for outcome in outcomes]
-    drafts = sum(len(run.accepted) for run in runs)
-    per_position = [sum(column) for column in zip(*(r.accepted_per_position(draft_tokens) for r in runs), strict=True)]
+def headline(numbers: dict[str, Any], draft_tokens: int) -> dict[str, Any]:
+    """Counts and shares at one number of draft tokens, as the manifest's report has them; None where nothing was."""
+    found = numbers["by_depth"][str(draft_tokens)]
+    drafts, per_position = found["drafts"], found["accepted_per_position"]
     before = [drafts, *per_position]
     return {
-        "prompts": len(outcomes),
-        "generated_tokens": sum(len(run.tokens) for run in runs),
+        "prompts": numbers["prompts"],
+        "generated_tokens": numbers["generated_tokens"],
         "drafts": drafts,
         "accepted": sum(per_position),
         "accepted_per_position": per_position,
@@ -69,22 +111,35 @@ def measure(outcomes: list[Outcome], draft_tokens: int) -> dict[str, Any]:
     }
 
 
-def describe(outcome: Outcome, draft_tokens: int) -> dict[str, Any]:
-    """One prompt of the manifest; `accepted` has an entry for every draft, in order."""
+def report(numbers: dict[str, Any], draft_tokens: int) -> dict[str, Any]:
+    """The manifest's report of one drafter on one workload: the headline, its sources, and every depth's interval."""
     return {
-        "id": outcome.prompt.id,
-        "source": outcome.prompt.source,
-        "drafts": len(outcome.speculative.accepted),
-        "accepted_per_position": outcome.speculative.accepted_per_position(draft_tokens),
-        "accepted": outcome.speculative.accepted,
-        "prompt_ids": outcome.prompt.ids,
-        "output_ids": outcome.speculative.tokens,
+        **headline(numbers, draft_tokens),
+        "draft_tokens": draft_tokens,
+        "by_source": {name: headline(found, draft_tokens) for name, found in numbers["by_source"].items()},
+        "by_depth": numbers["by_depth"],
+        "cumulative": numbers["cumulative"],
+        "conditional": numbers["conditional"],
+        "drift": numbers["drift"],
     }
 
 
-def machine(target: CachedTarget) -> str:
-    """What the speeds were measured on."""
-    device = target.embedding.weight.device
+def describe(prompt: Prompt, output: list[int], measured: Measured, draft_tokens: int) -> dict[str, Any]:
+    """One prompt of the manifest; `accepted` has an entry for every draft, in order."""
+    accepted = rounds(measured, draft_tokens)
+    return {
+        "id": prompt.id,
+        "source": prompt.source,
+        "drafts": len(accepted),
+        "accepted_per_position": [sum(count > position for count in accepted) for position in range(draft_tokens)],
+        "accepted": accepted,
+        "prompt_ids": prompt.ids,
+        "output_ids": output,
+    }
+
+
+def machine(device: torch.device) -> str:
+    """What was measured on."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")
@@ -93,39 +148,168 @@ def machine(target: CachedTarget) -> str:
     return f"{names[0] if names else platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
 
 
-def table(report: dict[str, Any]) -> str:
-    """What the user reads at the end."""
-    speed = report["tokens_per_second"]
-    lines = [
-        f"evaluate: {report['prompts']} prompts, {report['generated_tokens']:,} tokens, equal to plain greedy decoding",
-        f"  acceptance length  {report['acceptance_length']:.3f}  (1 + {report['accepted']:,} accepted / "
-        f"{report['drafts']:,} drafts of {report['draft_tokens']} tokens)",
-        "  depth              " + "".join(f"{k:>8}" for k in range(1, report["draft_tokens"] + 1)),
-        "  accepted           " + shares(report["acceptance_at_depth"]),
-        "  if reached         " + shares(report["conditional_acceptance"]),
-        *by_source(report),
-        f"  tokens per second  {speed['speculative']:.1f} with the drafter, {speed['plain']:.1f} without "
-        f"({speed['speculative'] / speed['plain']:.2f}x; {report['dtype']}, {report['machine']})",
-    ]
-    return "\n".join(lines)
+def rounds(measured: Measured, draft_tokens: int) -> list[int]:
+    """Accepted tokens of every verification: as it follows from all places, or, where these were not run, as seen."""
+    return measured.rounds(draft_tokens) if measured.accepted else measured.seen.get(draft_tokens, [])
 
 
-def by_source(report: dict[str, Any]) -> list[str]:
-    """A line for each source, where there are several, and the sources of which nothing was decoded."""
-    sources, lines = report["by_source"], []
-    if len(sources) > 1:
-        width = max(17, *(len(source) for source in sources))
-        lines.append(f"  {'by source':<{width}}  prompts   length   if reached at each depth")
-        for source, found in sources.items():
-            length = "-" if found["acceptance_length"] is None else f"{found['acceptance_length']:.3f}"
-            reached = shares(found["conditional_acceptance"])
-            lines.append(f"  {source:<{width}}{found['prompts']:>9}{length:>9}   {reached}")
-    if missing := report.get("not_measured"):
-        more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
-        lines.append(f"  not measured       {', '.join(missing[:NAMED])}{more}: no prompt of it was decoded")
-    return lines
+# ---------------------------------------------------------------- one workload
 
 
-def shares(values: list[float | None]) -> str:
-    """Shares of a table's line."""
-    return "".join(f"{'-':>8}" if share is None else f"{share:>8.1%}" for share in values)
+def _workload(sheet: Sheet, plain: Sheet | None, depths: Sequence[int]) -> dict[str, Any]:
+    keys = {name: _keys(measured) for name, measured in sheet.measured.items()}
+    first, *others = sheet.measured
+    for name in others:
+        if set(keys[name]) != set(keys[first]):
+            raise UserError(
+                f"{name} and {first} were measured on different prompts of {sheet.name}: measure them together"
+            )
+    drafters = {name: _drafter(measured, depths) for name, measured in sheet.measured.items()}
+    if not any(entry["drafts"] for numbers in drafters.values() for entry in numbers["by_depth"].values()):
+        raise UserError(
+            f"{sheet.name}: every answer ended with its first token, so nothing was drafted: choose other prompts"
+        )
+    if plain is not None and sheet.perturbation is not None:
+        for name in sheet.measured.keys() & plain.measured.keys():
+            drafters[name]["kept"] = _kept(sheet.measured[name], plain.measured[name], depths)
+    lengths = {name: acceptance_lengths(sheet.measured[name], depths, keys[first]) for name in sheet.measured}
+    differences = {name: _difference(lengths[first], lengths[name], depths) for name in others}
+    count = len(keys[first])
+    return {
+        "name": sheet.name,
+        "suite": sheet.suite,
+        "perturbation": sheet.perturbation,
+        "temperature": sheet.temperature,
+        "top_p": sheet.top_p,
+        "prompts": count,
+        **({"tokens_per_second": {n: tokens / s for n, (tokens, s) in sheet.speeds.items()}} if sheet.speeds else {}),
+        "drafters": drafters,
+        "differences": differences,
+        "verdict": {name: verdict(first, name, found, count) for name, found in differences.items()},
+    }
+
+
+def _drafter(measured: list[Measured], depths: Sequence[int]) -> dict[str, Any]:
+    sources: dict[str, list[Measured]] = {}
+    for each in measured:
+        sources.setdefault(each.source, []).append(each)
+    return {
+        **_numbers(measured, depths),
+        "drift": _drift(measured),
+        "by_source": {source: _numbers(sources[source], depths) for source in sorted(sources)},
+    }
+
+
+def _numbers(measured: list[Measured], depths: Sequence[int]) -> dict[str, Any]:
+    keys = _keys(measured)
+    lengths = acceptance_lengths(measured, depths, keys).intervals()
+    reached = {depth: _reached(measured, depth, keys) for depth in depths}
+    deepest = reached[max(depths)]
+    return {
+        "prompts": len(keys),
+        "generated_tokens": sum(each.tokens for each in measured),
+        "by_depth": {
+            str(depth): {
+                "acceptance_length": length,
+                "drafts": int(reached[depth][:, 0].sum()),
+                "accepted_per_position": reached[depth][:, 1:].sum(0).tolist(),
+            }
+            for depth, length in zip(depths, lengths, strict=True)
+        },
+        "cumulative": ratios(deepest[:, 1:], deepest[:, 0]).intervals(),
+        "conditional": ratios(deepest[:, 1:], deepest[:, :-1]).intervals(),
+    }
+
+
+def acceptance_lengths(measured: list[Measured], depths: Sequence[int], keys: Sequence[Key]) -> Estimate:
+    """Acceptance length at each depth, over the prompts of `keys` in this order."""
+    reached = [_reached(measured, depth, keys) for depth in depths]
+    return ratios(np.stack([r.sum(1) for r in reached], 1), np.stack([r[:, 0] for r in reached], 1))
+
+
+def _reached(measured: Iterable[Measured], draft_tokens: int, keys: Sequence[Key]) -> Counts:
+    """[P, draft_tokens + 1]: drafts of each prompt whose first 0 (so all of them), 1, 2, … tokens were accepted."""
+    row = {key: index for index, key in enumerate(keys)}
+    found = np.zeros((len(keys), draft_tokens + 1), dtype=np.int64)
+    for each in measured:
+        if (index := row.get((each.source, each.id))) is not None:
+            exactly = np.bincount(rounds(each, draft_tokens), minlength=draft_tokens + 1)
+            found[index] += exactly[::-1].cumsum()[::-1]
+    return found
+
+
+def _drift(measured: list[Measured]) -> dict[str, list[Interval]] | None:
+    sums, slots = drift_sums(measured)
+    return {name: ratios(sums[name], slots).intervals() for name in MEASURES} if len(slots) else None
+
+
+def _kept(measured: list[Measured], plain: list[Measured], depths: Sequence[int]) -> dict[str, Interval]:
+    """What a perturbation leaves of the acceptance length, over the prompts that have both forms."""
+    both = set(_keys(plain))
+    keys = [key for key in _keys(measured) if key in both]
+    if not keys:
+        return {}
+    share = acceptance_lengths(measured, depths, keys) / acceptance_lengths(plain, depths, keys)
+    return _by_depth(depths, share.intervals())
+
+
+def _keys(measured: Iterable[Measured]) -> list[Key]:
+    return list(dict.fromkeys((each.source, each.id) for each in measured))
+
+
+def _by_depth(depths: Sequence[int], values: Sequence[Any]) -> dict[str, Any]:
+    return dict(zip(map(str, depths), values, strict=True))
+
+
+# ---------------------------------------------------------------- which is better
+
+
+def _difference(first: Estimate, other: Estimate, depths: Sequence[int]) -> dict[str, Any]:
+    pairs = zip((other - first).intervals(), (other / first).intervals(), strict=True)
+    return _by_depth(depths, [{"difference": difference, "ratio": ratio} for difference, ratio in pairs])
+
+
+def verdict(first: str, other: str, differences: dict[str, Any], prompts: int) -> dict[str, Any]:
+    """Which of two drafters is better at which number of draft tokens: where the interval of their difference has no 0.
+
+    Args:
+        differences: other - first and other / first, by number of draft tokens.
+    """
+    better: dict[str, str | None] = {}
+    for depth, found in differences.items():
+        _, low, high = found["difference"]
+        better[depth] = None if low is None else other if low > 0 else first if high < 0 else None
+    depths = list(differences)
+    parts = []
+    for name in (other, first):
+        won = [depth for depth in depths if better[depth] == name]
+        if won:
+            at = f" at {won[0]}" if len(won) > 1 else ""
+            parts.append(f"{name} wins {_where(won, depths)}, {_gain(differences[won[0]], name == first)}{at}")
+    if not parts:
+        last = depths[-1]
+        parts.append(f"no difference shown at any number of draft tokens, {_gain(differences[last])} at {last}")
+    if prompts < FEW:
+        parts.append(f"only {prompts} prompt{'s' * (prompts != 1)}, which is too few to rely on")
+    return {"text": "; ".join(parts), "better": better}
+
+
+def _where(won: list[str], depths: list[str]) -> str:
+    if won == depths:
+        return "at every number of draft tokens"
+    if won == depths[-len(won) :]:
+        return f"from {won[0]} draft tokens on" if len(won) > 1 else f"at {won[0]} draft tokens"
+    numbers = won[0] if len(won) == 1 else f"{', '.join(won[:-1])} and {won[-1]}"
+    return f"at {numbers} draft token{'s' * (won != ['1'])}"
+
+
+def _gain(found: dict[str, Any], inverse: bool = False) -> str:
+    """The ratio's interval in per cent, of the first over the other if `inverse`."""
+    value, low, high = found["ratio"]
+    if value is None:
+        return "nothing was drafted"
+    if low is None:
+        return f"{100 * (value - 1):+.1f} %"
+    if inverse:
+        value, low, high = 1 / value, 1 / high, 1 / low
+    return f"{100 * (value - 1):+.1f} % [{100 * (low - 1):.1f}, {100 * (high - 1):.1f}]"
