@@ -16,6 +16,7 @@ from typing import Any
 from eagle31_train import cli
 from eagle31_train.contract import caveats
 from eagle31_train.draft_config import MLA_DEFAULTS
+from eagle31_train.measure.serving.command import flags, speculation, target_arguments
 from eagle31_train.schema import Config, DrafterShape, UserError, as_plain
 
 # Options that say where things go or whether to upload, not what is made.
@@ -36,19 +37,13 @@ class Facts:
 def serve_command(config: Config, drafter: str | None, public: bool = False) -> str:
     """The shell command with which vLLM serves the target, with this drafter or without.
 
-    What the target needed of vLLM before, its own code or several devices, it needs again.
-
     Args:
         public: with paths as others may see them.
     """
-    target, engine = config.target, config.extract.engine_args if config.extract.engine == "vllm" else {}
-    command = ["vllm", "serve", _public(target.path) if public else target.path]
-    command += ["--trust-remote-code"] * target.trust_remote_code
-    for name in ("tensor_parallel_size", "quantization"):
-        if engine.get(name) is not None:
-            command += [f"--{name.replace('_', '-')}", str(engine[name])]
+    path = config.target.path
+    command = ["vllm", "serve", _public(path) if public else path, *flags(target_arguments(config))]
     if drafter:
-        options = {"method": "eagle3", "model": drafter, "num_speculative_tokens": config.evaluate.draft_tokens}
+        options = speculation(config, drafter, config.evaluate.draft_tokens)
         command += ["--speculative-config", json.dumps(options, ensure_ascii=False)]
     return shlex.join(command)
 

@@ -1,0 +1,154 @@
+"""A drafter as it is served: vLLM with and without it, under load, by the clock and by vLLM's own counters."""
+
+import json
+import time
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from math import ceil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from eagle31_train.measure.serving import counters, report
+from eagle31_train.measure.serving.command import flags, server_arguments
+from eagle31_train.measure.serving.load import Answer, Question, run_load
+from eagle31_train.measure.serving.server import MODULE, Server, check_python, pick_port
+from eagle31_train.schema import Config, UserError
+
+if TYPE_CHECKING:  # the card, which imports this room, has no need of datasets
+    from eagle31_train.measure.prompts import Prompt
+
+__all__ = ["measure_serving"]
+
+PLAIN = None  # in place of a drafter's name
+WARM_TOKENS = 16  # of an answer that is thrown away
+SETTLED_SECONDS = 60.0  # until the counters know of the last answer
+
+
+def measure_serving(
+    config: Config, drafts: Mapping[str, Path], prompts: Sequence["Prompt"], end_ids: Collection[int]
+) -> dict[str, Any]:
+    """Serve the target alone, then with every draft at every depth of evaluate.serve_depths; `report.py` has the form.
+
+    Every server is started once, and asked at every concurrency of evaluate.concurrency. What each says goes to
+    run_dir/evaluate/serving/*.log.
+
+    Args:
+        drafts: exported checkpoints by the names under which they are reported.
+        prompts: as token ids; they are sent several times over where they are too few to keep all users busy.
+        end_ids: tokens that end an answer.
+
+    Raises:
+        UserError: options that measure nothing, a python without vLLM, a server that does not start or breaks off.
+    """
+    options = config.evaluate
+    check_options(config, prompts)
+    check_python(options.vllm_python)
+    port = options.vllm_args.get("port")
+    ways = [(PLAIN, 0), *((name, depth) for name in drafts for depth in options.serve_depths)]
+    found: dict[tuple[str | None, int, int], list[Answer]] = {}
+    rows, version = [], ""
+    for name, depth in ways:
+        at = pick_port(port)
+        arguments = server_arguments(config, drafts[name] if name is not None else None, depth, at)
+        log = Path(config.run_dir) / "evaluate" / "serving" / f"{name or 'none'}-{depth}.log"
+        what = f"serve {name}, {depth} draft tokens" if name is not None else "serve without a drafter"
+        sent = {users: questions(config, prompts, end_ids, users) for users in options.concurrency}
+        with (
+            tqdm(total=sum(map(len, sent.values())), desc=what, unit="request") as bar,
+            Server([options.vllm_python, "-m", MODULE, *flags(arguments)], at, log) as server,
+        ):
+            version = json.loads(server.get("/version")[1])["version"]
+            model = json.loads(server.get("/v1/models")[1])["data"][0]["id"]
+            bar.unpause()  # the server's start is no request's time
+            for users, asked in sent.items():
+                asked = [Question(q.id, q.ids, {"model": model, **q.options}) for q in asked]
+                if options.warmup:
+                    run_load(server, [_short(question) for question in asked[:users]], users)
+                before = settled(server)
+                answers = run_load(server, asked, users, bar.update)
+                counted = counters.since(before, settled(server, before[counters.FINISHED] + len(asked)))
+                found[name, depth, users] = answers
+                plain = found[PLAIN, 0, users] if name is not None else None
+                reference = found[PLAIN, 0, options.concurrency[0]]
+                rows.append(report.row(name, depth, users, answers, counted, plain, reference))
+                bar.set_postfix_str(f"{rows[-1]['per_user'][0]:.1f} tokens/s/user of {users}")
+    chosen = report.best(rows)
+    return {
+        "definitions": report.DEFINITIONS,
+        "vllm": version,
+        "dtype": options.vllm_args.get("dtype", options.dtype),
+        "arguments": dict(options.vllm_args),
+        "prompts": len(prompts),
+        "max_new_tokens": options.max_new_tokens,
+        "temperature": options.temperature,
+        "top_p": options.top_p,
+        "rows": rows,
+        "best": chosen,
+        "verdict": report.verdict(chosen, len(prompts)),
+    }
+
+
+def check_options(config: Config, prompts: Sequence["Prompt"]) -> None:
+    """Refuse what would measure nothing, or twice the same."""
+    options = config.evaluate
+    for name in ("serve_depths", "concurrency"):
+        values: list[int] = getattr(options, name)
+        if not values or min(values) < 1 or len(set(values)) < len(values):
+            raise UserError(f"evaluate.{name}={values} measures nothing: list numbers from 1 on, each once")
+    if not prompts or options.max_new_tokens < 2:
+        raise UserError(
+            f"{len(prompts)} prompts and evaluate.max_new_tokens={options.max_new_tokens} have no time per token: "
+            "give prompts, and at least 2 tokens"
+        )
+
+
+def questions(
+    config: Config, prompts: Sequence["Prompt"], end_ids: Collection[int], concurrency: int
+) -> list[Question]:
+    """Every prompt, as often as keeps all users busy for two turns at least."""
+    options = config.evaluate
+    # All that a server would else take from the target's generation_config.json.
+    common: dict[str, Any] = {
+        "max_tokens": options.max_new_tokens,
+        "stop_token_ids": sorted(end_ids),
+        "temperature": options.temperature,
+        "top_p": options.top_p,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+    }
+    times = ceil(2 * concurrency / len(prompts))
+    sampled = [{"seed": config.seed + i} if options.temperature else {} for i in range(len(prompts))]
+    once = [Question(p.id, p.ids, {**common, **own}) for p, own in zip(prompts, sampled, strict=True)]
+    return once * times
+
+
+def _short(question: Question) -> Question:
+    limit = min(WARM_TOKENS, question.options["max_tokens"])
+    return Question(question.id, question.ids, {**question.options, "max_tokens": limit})
+
+
+def settled(server: Server, finished: float = 0) -> Counter[str]:
+    """The counters, once they have `finished` requests and no longer move: vLLM counts after it has answered.
+
+    Raises:
+        UserError: they never come to that.
+    """
+    deadline = time.monotonic() + SETTLED_SECONDS
+    before: Counter[str] | None = None
+    while True:
+        status, text = server.get("/metrics")
+        now = counters.parse(text)
+        if now == before and now[counters.FINISHED] >= finished:
+            return now
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"vLLM's /metrics (HTTP {status}) has {now[counters.FINISHED]:.0f} finished requests where there were "
+                f"{finished:.0f}: see {server.log}"
+            )
+        before = now
+        time.sleep(0.1)

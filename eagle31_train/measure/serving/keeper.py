@@ -1,0 +1,53 @@
+"""Keeps a server no longer than whoever asked for it. Run as a file of its own, with nothing but the standard library:
+
+    python keeper.py COMMAND ARGUMENT …
+
+The command runs in a process group of its own until the other end of this process's standard input is closed. The
+kernel closes it whichever way its holder ends, by SIGKILL too; then the whole group ends, first asked, then made to.
+Exit status: the command's.
+"""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+
+GRACE = 10.0  # seconds between being asked and being made to
+
+
+def keep(command: list[str]) -> int:
+    """Run a command until it ends or nobody holds our standard input; its exit status."""
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    try:
+        while child.poll() is None:
+            if select.select([sys.stdin], [], [], 0.1)[0] and not os.read(sys.stdin.fileno(), 1):
+                break
+    finally:
+        end(child)
+    return child.returncode
+
+
+def end(child: subprocess.Popen) -> None:
+    """End a process and all of its group: an engine outlives its server otherwise."""
+    for number, patience in ((signal.SIGTERM, GRACE), (signal.SIGKILL, GRACE)):
+        deadline = time.monotonic() + patience
+        with suppress(ProcessLookupError):  # nobody of the group is left
+            os.killpg(child.pid, number)
+            while time.monotonic() < deadline:
+                child.poll()  # or it stays in the group as a zombie
+                os.killpg(child.pid, 0)
+                time.sleep(0.05)
+    child.wait()
+
+
+def _stop(*_: object) -> None:
+    raise SystemExit(143)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _stop)
+    status = keep(sys.argv[1:])
+    raise SystemExit(status if status >= 0 else 128 - status)
