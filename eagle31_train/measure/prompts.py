@@ -1,26 +1,29 @@
-"""What the evaluation decodes: prompts of the held-out split, or of a file, as token ids, evenly of every source."""
+"""What the evaluation decodes: prompts of the held-out split, or of files, as token ids, evenly of every source."""
 
+import contextlib
 import glob
 import json
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from datasets import DatasetDict
-from transformers import AutoTokenizer
 
+from eagle31_train.measure.rendering import Message, Rendering, Tool, UnfitError
 from eagle31_train.schema import TargetConfig, UserError
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids up to and with the generation prompt."""
+    """Token ids up to and with the generation prompt, and, where they are known, the messages that they say."""
 
     id: str
     source: str
     ids: list[int]
+    messages: list[Message] | None = None
+    tools: list[Tool] | None = None
 
 
 def choose(prompts: list[Prompt], count: int, longest: int) -> tuple[list[Prompt], list[str]]:
@@ -55,19 +58,25 @@ def choose(prompts: list[Prompt], count: int, longest: int) -> tuple[list[Prompt
     return list(chosen.values()), too_long
 
 
-def from_heldout(dataset: Path) -> list[Prompt]:
-    """Of every held-out conversation what stands before the assistant's first word, in the split's order."""
-    rows = DatasetDict.load_from_disk(str(dataset))["heldout"]
-    return [Prompt(r["id"], r["source"], r["input_ids"][: r["loss_mask"].index(True)]) for r in rows]
+def from_heldout(dataset: Path, rendering: Rendering | None = None) -> list[Prompt]:
+    """Of every held-out conversation what stands before the assistant's first word, in the split's order.
+
+    The data have tokens alone; with `rendering` the messages are read off them, where they are the user's, perhaps
+    after a system message.
+    """
+    prompts = []
+    for row in DatasetDict.load_from_disk(str(dataset))["heldout"]:
+        ids = row["input_ids"][: row["loss_mask"].index(True)]
+        messages = rendering.messages_of(ids) if rendering else None
+        prompts.append(Prompt(row["id"], row["source"], ids, messages))
+    return prompts
 
 
-def files_of(pattern: str) -> list[Path]:
-    """The files that evaluate.prompts names."""
+def files_of(pattern: str, option: str = "evaluate.prompts") -> list[Path]:
+    """The files that an option names."""
     files = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]  # noqa: PTH207 (absolute patterns)
     if not files:
-        raise UserError(
-            f"evaluate.prompts={pattern} is no file: give JSONL with prompt, turns or messages in each line"
-        )
+        raise UserError(f"{option}={pattern} is no file: give JSONL with prompt, turns or messages in each line")
     return files
 
 
@@ -77,59 +86,69 @@ def from_files(files: list[Path], target: TargetConfig) -> list[Prompt]:
     Raises:
         UserError: a line without a prompt, named by number, or a target without a template.
     """
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(
-            target.path, revision=target.revision, trust_remote_code=target.trust_remote_code
-        )
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"the tokenizer of target.path={target.path} cannot be loaded: {str(error).splitlines()[0]}"
-        ) from None
-    template = Path(target.chat_template).read_text(encoding="utf-8") if target.chat_template else None
-    if template is None and not tokenizer.chat_template:
-        raise UserError(f"the tokenizer of {target.path} has no chat template: give one as target.chat_template=FILE")
-    prompts = []
+    rendering = Rendering.load(target)
+    return [rendered(row, conversation(row, where), name, rendering, where) for where, name, row in lines_of(files)]
+
+
+def lines_of(files: list[Path]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Where each line stands, a name for it, and the object that it holds."""
     for file in files:
         # Not splitlines, which ends a line at U+2028 too: JSON may hold it, and text from the web does.
         for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), 1):
             if not line.strip():
                 continue
-            row, messages = _read(line, f"{file}, line {number}")
+            where = f"{file}, line {number}"
             try:
-                text = tokenizer.apply_chat_template(
-                    messages,
-                    tools=row.get("tools") or None,
-                    chat_template=template,
-                    tokenize=False,
-                    add_generation_prompt=True,
-                    **target.template_args,
-                )
-            except jinja2.TemplateError as error:
-                raise UserError(f"{file}, line {number}: the chat template refuses it ({error}): change it") from None
-            ids = tokenizer.encode(text, add_special_tokens=False)
-            name = row.get("id", row.get("question_id", f"{file.stem}-{number}"))
-            prompts.append(Prompt(str(name), str(row.get("source", row.get("category", file.stem))), ids))
-    return prompts
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise UserError(f"{where} is not JSON ({error}): mend or remove it") from None
+            if not isinstance(row, dict):
+                raise UserError(f"{where} is no object: give one with prompt, turns or messages")
+            yield where, f"{file.stem}-{number}", row
 
 
-def _read(line: str, where: str) -> tuple[dict[str, Any], list[dict[str, str]]]:
-    """A JSONL line and the messages before its first answer."""
+def rendered(
+    row: dict[str, Any],
+    messages: list[Message],
+    name: str,
+    rendering: Rendering,
+    where: str,
+    source: str | None = None,
+) -> Prompt:
+    """The prompt of a row's messages; `name` and `source` stand in for what the row does not say."""
+    tools = _tools(row.get("tools"), where)
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where} is not JSON ({error}): mend or remove it") from None
-    if isinstance(row, dict) and not isinstance(row.get("tools") or [], list):
+        ids = rendering.ids(messages, tools)
+    except UnfitError as error:
+        raise UserError(f"{where}: {error}: change it") from None
+    named = row.get("id", row.get("question_id", name))
+    of = row.get("source") or row.get("category") or source or name.rpartition("-")[0]
+    return Prompt(str(named), str(of), ids, messages, tools)
+
+
+def _tools(value: Any, where: str) -> list[Tool] | None:
+    """Tools as a list, or as JSON text of one; none, and an empty list, are None."""
+    if isinstance(value, str) and value.strip():
+        with contextlib.suppress(json.JSONDecodeError):  # what is no list is told below
+            value = json.loads(value)
+    if value and not isinstance(value, list):
         raise UserError(f"{where} has tools that are no list: give OpenAI's form of tools")
+    return value or None
+
+
+def conversation(row: dict[str, Any], where: str) -> list[Message]:
+    """The messages before the first answer, of a row in one of the forms that need no explaining."""
     match row:
         case {"prompt": str(text)} | {"turns": [str(text), *_]}:
-            return row, [{"role": "user", "content": text}]
+            return [{"role": "user", "content": text}]
         case {"messages": [_, *_] as messages}:
-            return row, _before_answer(messages, where)
+            return before_answer(messages, where)
     raise UserError(f"{where} has no prompt: give prompt (a text), turns (texts) or messages (role, content)")
 
 
-def _before_answer(messages: list[Any], where: str) -> list[dict[str, str]]:
-    kept = []
+def before_answer(messages: list[Any], where: str) -> list[Message]:
+    """The messages before the assistant's first."""
+    kept: list[Message] = []
     for message in messages:
         match message:
             case {"role": "assistant"}:
