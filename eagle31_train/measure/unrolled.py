@@ -1,20 +1,23 @@
 """The drafter run freely from every place of one trajectory at once: how far each draft gets, and what drifts.
 
-The step-0 keys of the trajectory are those of every draft made along it, whatever was accepted before: a server's
-cache holds exactly them once the target has spoken. So the unroll of training (`drafter/attention.py`) serves here
-too, fed with the drafter's own tokens; what `drafter/decode.py` drafts from one row after another comes out of one
-batch per step.
+Once the target has spoken, a server's cache holds the step-0 rows of what was verified, and nothing of the drafts
+before. So the attention of training (`drafter/attention.py`) is that of serving, fed with the drafter's own tokens:
+what `drafter/decode.py` drafts from one place after another, this drafts from all of them, in one batch a step.
 
-Shares of the attention cost no second softmax: every value gets a column for each kind of key, which is 1 for its own
-kind and 0 for the others, and what attention makes of those columns is the shares.
+Shares of the attention take no second softmax. Every value gets a column for each kind of key, which is 1 for its own
+kind and 0 for the others: what attention makes of the columns is how much of it each kind has.
 
-Cost, for N positions, S slots and K steps (W parameters of the layer, D wide, Vd draft tokens, h heads of width d):
-the drafter's one reading of the trajectory, 2 N (A H D + W) FLOPs, and 2 K S (W + Vd D + 2 h d N), in S/C + 1 kernels'
-worth of rows. Memory is linear in N, beside at most `SCORES` scores. Against the target's own decoding, which reads
-all its weights S times, it is small: a few per cent of its time.
+Cost, for a trajectory of N positions and S slots and K steps: 2 N (fc + keys' and values' projections) FLOPs once, and
+2 K S (layer + lm_head, in parameters) + 2 K S N (widths of a key and a value, of all heads). For Llama 3.1 8B, its
+drafter, 32,000 draft tokens and K = 8 that is two fifths of what the target needs to read the same tokens once; and
+the drafter's weights are read K times, where the target's decoding reads its own S times. Memory is linear in N,
+beside at most `SCORES` scores.
 
-Shapes: N positions; S slots; K steps; g key/value heads; dv width of a value.
+Shapes: N positions; S slots; K steps; D draft hidden; h query heads; g key/value heads; dv width of a value.
 """
+
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -29,9 +32,25 @@ from eagle31_train.drafter.model import Drafter
 from eagle31_train.measure.results import Drift, Trajectory
 
 SINKS = 4  # positions at the start of a sequence, which attention falls back upon
-SCORES = 2**24  # scores over the draft vocabulary that are held at once, in slots * Vd
+SCORES = 2**24  # scores over the draft vocabulary that are held at once
 KINDS = 4  # of keys: sink, prompt, verified, own
-COLUMNS = 8  # that tell them: CUDA's kernel wants widths in eights
+COLUMNS = 8  # that tell them; CUDA's kernel wants widths in eights
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of every slot.
+
+    tokens: [S] int64, drafted, as target ids. read, written: [S, D], the state g_k and the output z_k.
+    shares: [S, h, KINDS], of each head's attention; entropy: [S] fp64, of the draft distribution, in nats. Both are
+        empty where drift is not asked for.
+    """
+
+    tokens: Tensor
+    read: Tensor
+    written: Tensor
+    shares: Tensor
+    entropy: Tensor
 
 
 @torch.no_grad()
@@ -41,84 +60,106 @@ def unroll(
     """Draft `depth` tokens greedily at every slot of a trajectory.
 
     Args:
-        drafter: any drafter module, in the dtype of its weights.
+        drafter: any drafter module; drafts in the dtype of its weights.
         target_ids: [Vd] int64, the target's id of each draft token.
-        trajectory: on the drafter's device; `beyond` holds at least depth - 1 tokens.
+        trajectory: with its states on the drafter's device, and at least depth - 1 tokens beyond.
         drift: whether to tell what changes from step to step.
 
     Returns:
         For each slot, how many tokens of the draft, from the first on, are what the target wrote there; and the drift,
-        means over the slots (None if it is not asked for, or there is no slot).
+        in means over the slots (None where it is not asked for, or there is no slot).
     """
     slots, told = trajectory.slots, [*trajectory.output, *trajectory.beyond]
     if slots == 0:
         return [], None
-    assert len(told) >= slots + depth, "the target's words go on for depth - 1 tokens after the output"
-    device, before = target_ids.device, len(trajectory.prompt)
-    layer, attention = drafter.midlayer, drafter.midlayer.self_attn
-
-    # Row p: the state of position p beside the token at p + 1. The first slot is the prompt's last position.
-    N = before - 1 + slots
-    tokens = torch.tensor([*trajectory.prompt, *trajectory.output], device=device)
-    positions = torch.arange(N, device=device)
-    g = drafter.fuse(plain(trajectory.aux[:N]))
-    x, residual = layer.attention_input(drafter.embed(tokens[1 : N + 1]), g)
-    k0, v0 = attention.keys_values(applied_to(x), positions)
-    width = v0.shape[-1]
-    if drift:
-        v0 = _marked(v0, kinds(positions, before))
-
-    g, x, residual, positions = g[before - 1 :], x[before - 1 :], residual[before - 1 :], positions[before - 1 :]
-    layout = each_tensor(make_layout([(0, N)], positions.cpu()), lambda tensor: tensor.to(device))
-    own_k: list[Tensor] = []
-    own_v: list[Tensor] = []
+    assert len(told) >= slots + depth, "what the target wrote goes on for depth - 1 tokens after the output"
     drafted, seen = [], []
-    for step in range(depth):
-        if step > 0:
-            key, value = attention.keys_values(applied_to(x), positions + step)
-            own_k.append(key)
-            own_v.append(_marked(value, torch.full_like(positions, KINDS - 1)) if drift else value)
-        q = attention.queries(applied_to(x), positions + step)
-        attended = unrolled_attention(q, k0, v0, own_k, own_v, layout, attention.scale)
-        h = layer.finish(residual, attended[..., :width])
-        z = drafter.norm(h)
-        choice, entropy = _read_out(drafter, z, drift)
-        drafted.append(target_ids[choice])
+    for step in steps(drafter, target_ids, trajectory, depth, drift):
+        drafted.append(step.tokens)
         if drift:
-            shares = attended[..., width : width + KINDS].double().mean((0, 1))
-            seen.append(torch.stack([*shares, rms(g).mean(), entropy.mean()]))
-        g = drafter.feedback(h, z)
-        x, residual = layer.attention_input(drafter.embed(drafted[-1]), g)
-
-    wanted = torch.tensor(told, device=device).unfold(0, depth, 1)[1 : slots + 1]  # [S, K]
+            shares = step.shares.double().mean((0, 1))
+            seen.append(torch.stack([*shares, rms(step.read).mean(), step.entropy.mean()]))
+    # The draft of slot i follows token i of the output.
+    wanted = torch.tensor(told, device=target_ids.device).unfold(0, depth, 1)[1 : slots + 1]  # [S, K]
     agreed = (torch.stack(drafted, 1) == wanted).long().cumprod(1).sum(1)
     return agreed.tolist(), Drift(*torch.stack(seen, 1).tolist()) if drift else None
 
 
-def kinds(positions: Tensor, prompt: int) -> Tensor:
-    """Positions [N] → [N] int64, the kind of their step-0 keys: 0 sink, 1 prompt, 2 verified (own keys are 3).
+@torch.no_grad()
+def narrowest(drafter: Drafter, target_ids: Tensor, trajectory: Trajectory, slot: int, depth: int) -> float:
+    """The least gap between the two best scores of any step of the draft at one slot.
 
-    A key is where its state is from. That of the prompt's last position, beside which stands the first token that the
+    So much, or so little, would have to be rounded otherwise for another draft: in fp32, under 1e-4 it may be.
+    """
+    told = [*trajectory.output, *trajectory.beyond]
+    there = Trajectory([*trajectory.prompt, *told[:slot]], told[slot : slot + 2], [], trajectory.aux)
+    gaps = []
+    for step in steps(drafter, target_ids, there, depth, drift=False):
+        best, second = drafter.lm_head(step.written[0]).double().topk(2).values.tolist()
+        gaps.append(best - second)
+    return min(gaps)
+
+
+@torch.no_grad()
+def steps(drafter: Drafter, target_ids: Tensor, trajectory: Trajectory, depth: int, drift: bool) -> Iterator[Step]:
+    """Steps 0 .. depth-1 of all slots (at least one); arguments as of `unroll`."""
+    device, prompt = target_ids.device, len(trajectory.prompt)
+    layer, attention = drafter.midlayer, drafter.midlayer.self_attn
+
+    # Row p: the state of position p beside the token at p + 1. The first slot is at the prompt's last position.
+    first, N = prompt - 1, prompt - 1 + trajectory.slots
+    positions = torch.arange(N, device=device)
+    tokens = torch.tensor([*trajectory.prompt, *trajectory.output][1 : N + 1], device=device)
+    g = drafter.fuse(plain(trajectory.aux[:N]))
+    x, residual = layer.attention_input(drafter.embed(tokens), g)
+    k0, v0 = attention.keys_values(applied_to(x), positions)
+    width = v0.shape[-1]
+    if drift:
+        v0 = _marked(v0, kinds(positions, prompt))
+    layout = each_tensor(make_layout([(0, N)], torch.arange(first, N)), lambda tensor: tensor.to(device))
+
+    g, x, residual, positions = g[first:], x[first:], residual[first:], positions[first:]
+    own_k: list[Tensor] = []
+    own_v: list[Tensor] = []
+    for k in range(depth):
+        if k > 0:  # the key of step 0 is among k0
+            key, value = attention.keys_values(applied_to(x), positions + k)
+            own_k.append(key)
+            own_v.append(_marked(value, torch.full_like(positions, KINDS - 1)) if drift else value)
+        q = attention.queries(applied_to(x), positions + k)
+        attended = unrolled_attention(q, k0, v0, own_k, own_v, layout, attention.scale)
+        h = layer.finish(residual, attended[..., :width])
+        z = drafter.norm(h)
+        choice, entropy = _read_out(drafter, z, drift)
+        yield Step(target_ids[choice], g, z, attended[..., width:][..., :KINDS], entropy)
+        g = drafter.feedback(h, z)
+        x, residual = layer.attention_input(drafter.embed(target_ids[choice]), g)
+
+
+def kinds(positions: Tensor, prompt: int) -> Tensor:
+    """Positions [N] → [N] int64, of what kind their step-0 keys are: 0 sink, 1 prompt, 2 verified (own keys are 3).
+
+    A key is where its state is. That of the prompt's last position, beside which the first token stands that the
     target wrote, is the prompt's.
     """
     return (positions >= SINKS).long() + (positions >= max(SINKS, prompt)).long()
 
 
 def rms(states: Tensor) -> Tensor:
-    """States [n, D] → the root of their mean square [n] fp64."""
+    """States [n, D] → the root of each one's mean square, [n] fp64."""
     return states.double().square().mean(-1).sqrt()
 
 
 def _marked(values: Tensor, kind: Tensor) -> Tensor:
-    """Values [n, g, dv] of n kinds → [n, g, dv + COLUMNS]."""
+    """Values [n, g, dv] of kinds [n] → [n, g, dv + COLUMNS]."""
     columns = F.one_hot(kind, COLUMNS).to(values.dtype)[:, None].expand(-1, values.shape[1], -1)
     return torch.cat([values, columns], -1)
 
 
 def _read_out(drafter: Drafter, z: Tensor, entropies: bool) -> tuple[Tensor, Tensor]:
-    """Outputs z [S, D] → the draft token [S] of each, and the entropy [S] fp64 of its distribution, in nats.
+    """Outputs z [S, D] → the best draft token [S] of each, and the entropy [S] of its distribution, if asked for.
 
-    Some rows at a time: scores of all of them, over a vocabulary, may not fit. Without `entropies` these are empty.
+    Some rows at a time: the scores of all slots over a vocabulary may not fit.
     """
     choice, entropy = [], []
     for rows in z.split(max(1, SCORES // drafter.shape.draft_vocab_size)):
