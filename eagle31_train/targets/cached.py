@@ -1,53 +1,114 @@
 """A target that decodes: transformers' key/value cache, and the taps of `hf.py` on the new tokens only.
 
-Shapes: n new tokens; A auxiliary layers; H hidden; V vocabulary. Batch 1 throughout.
+Several sequences are read together. Their keys stand flush right in the cache: a shorter sequence has padding on its
+left and nowhere else, as transformers has it when it generates, so that masks, sliding windows and RoPE are its own.
+Tokens that a sequence forgets are the last of its row: the row moves right over them.
+
+Shapes: B sequences; n new tokens; A auxiliary layers; H hidden; V vocabulary.
 """
 
+import inspect
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from eagle31_train.schema import UserError
+from eagle31_train.targets.engine import rope_by_length
 from eagle31_train.targets.hf import HiddenStateTarget
+
+TOGETHER = {"full_attention", "sliding_attention"}  # types of layers of which rows of unequal length are tested
 
 
 class CachedTarget(HiddenStateTarget):
-    """One sequence at a time: `reset`, then `read` new tokens, and `forget` those that were rejected."""
+    """Some sequences at a time: `reset`, then `read` new tokens, and `forget` those that were rejected."""
 
     def __init__(self, model: Any, aux_layers: Sequence[int] | None) -> None:
         super().__init__(model, aux_layers)
         self.reset()
 
-    def reset(self) -> None:
-        """Forget the sequence."""
+    @cached_property
+    def alone(self) -> str | None:
+        """Why this target reads one sequence at a time; None if it reads several."""
+        config = self.model.config.get_text_config()
+        if others := set(getattr(config, "layer_types", None) or ()) - TOGETHER:
+            return f"layers of type {', '.join(sorted(others))}"
+        if rope_by_length(config):
+            return "a RoPE that follows the longest sequence of a batch"
+        if "position_ids" not in inspect.signature(self.model.forward).parameters:
+            return "code that takes no position_ids"
+        return None
+
+    def reset(self, rows: int = 1) -> None:
+        """Forget everything; sequences to come: `rows`.
+
+        Raises:
+            UserError: more than one, of a target that cannot keep them apart.
+        """
+        if rows > 1 and self.alone:
+            raise UserError(f"the target has {self.alone}, and decodes alone: set evaluate.batch_size=1")
         # Without a config every layer keeps all its positions: a sliding window's layer that had
         # dropped the oldest could not go back. Which keys are seen is the mask's business either way.
         self._cache = DynamicCache()
+        self.lengths = [0] * rows
 
     @torch.no_grad()
-    def read(self, tokens: Sequence[int], logit_rows: int) -> tuple[Tensor, Tensor]:
-        """Read new tokens.
+    def read(self, rows: Sequence[Sequence[int]], logit_rows: int) -> tuple[Tensor, Tensor]:
+        """Read new tokens of every sequence: as many of each, but for the first time.
 
         Returns:
-            aux [n, A, H] of the new tokens and logits [logit_rows, V] fp32 of the last of them.
+            aux [B, n, A, H] of the new tokens and logits [B, logit_rows, V] fp32 of the last of them. A row with
+            fewer tokens than others is meaningless on its left.
         """
         with self._tapped(self._taps) as caught:
-            logits = self._forward(tokens, logit_rows)
-        return self._stacked(caught)[0], logits
+            logits = self._forward(rows, logit_rows)
+        return self._stacked(caught), logits
 
     @torch.no_grad()
-    def read_plain(self, tokens: Sequence[int]) -> Tensor:
-        """As `read`, without taps: logits [V] fp32 of the last token."""
-        return self._forward(tokens, 1)[0]
+    def read_plain(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        """As `read`, without taps: logits [B, 1, V] fp32 of the last token."""
+        return self._forward(rows, 1)
 
-    def forget(self, count: int) -> None:
-        """Forget the newest `count` tokens."""
-        if count:
-            self._cache.crop(-count)
+    def forget(self, counts: Sequence[int]) -> None:
+        """Forget the newest counts[b] tokens of every sequence."""
+        self.lengths = [length - count for length, count in zip(self.lengths, counts, strict=True)]
+        least = min(counts)
+        if least:
+            self._cache.crop(-least)
+        shifts = [(row, count - least) for row, count in enumerate(counts) if count > least]
+        for layer in self._cache.layers:
+            if layer.is_initialized:  # a layer that shares another's keys never is
+                for row, shift in shifts:
+                    for states in (layer.keys, layer.values):
+                        states[row, ..., shift:, :] = states[row, ..., :-shift, :].clone()
+        self._narrow()
 
-    def _forward(self, tokens: Sequence[int], logit_rows: int) -> Tensor:
-        ids = torch.tensor([list(tokens)], device=self.device)
-        output = self.model(input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=logit_rows)
-        return output.logits[0].float()
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these sequences alone, in this order."""
+        self.lengths = [self.lengths[row] for row in rows]
+        self._cache.batch_select_indices(torch.tensor(list(rows)))
+        self._narrow()
+
+    def _narrow(self) -> None:
+        """Drop what is padding in every row."""
+        width = max(self.lengths)
+        for layer in self._cache.layers:
+            if layer.is_initialized:
+                layer.keys, layer.values = layer.keys[..., -width:, :], layer.values[..., -width:, :]
+
+    def _forward(self, rows: Sequence[Sequence[int]], logit_rows: int) -> Tensor:
+        n = max(len(row) for row in rows)
+        assert not any(self.lengths) or all(len(row) == n for row in rows), "padding stays on the left"
+        self.lengths = [length + len(row) for length, row in zip(self.lengths, rows, strict=True)]
+        inputs = {"input_ids": torch.tensor([[0] * (n - len(row)) + list(row) for row in rows], device=self.device)}
+        if len(rows) > 1:  # one row has no padding: the model's fastest path
+            ends = torch.tensor(self.lengths, device=self.device)
+            positions = torch.arange(int(max(self.lengths)), device=self.device) - (ends.max() - ends)[:, None]
+            inputs["attention_mask"] = (positions >= 0).long()
+            inputs["position_ids"] = positions[:, -n:].clamp(min=0)
+        return self.model(
+            **inputs, past_key_values=self._cache, use_cache=True, logits_to_keep=logit_rows
+        ).logits.float()

@@ -93,14 +93,14 @@ def standing_positions(decoder, aux, tokens):
 
 def blind_to_own_steps(decoder, aux, tokens):
     attend = decoder._attend
-    decoder._attend = lambda q, rows: attend(q, min(rows, 9))
+    decoder._attend = lambda q, step: attend(q, 0)
     decoder.extend(aux[:9], tokens[1:10])
 
 
 def round_left_behind(decoder, aux, tokens):
     decoder.extend(aux[:6], tokens[1:7])
     decoder.draft(3)
-    decoder.length += 2  # rows of the round before are taken for verified ones
+    decoder.lengths[0] += 2  # rows of the round before are taken for verified ones
     decoder.extend(aux[8:9], tokens[9:10])
 
 

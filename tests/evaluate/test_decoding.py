@@ -1,18 +1,29 @@
-"""Speculative decoding: the outputs of plain decoding, and vLLM's counts."""
+"""Speculative decoding: the outputs of plain decoding, and vLLM's counts; of one prompt, and of several together."""
 
 import pytest
 import torch
 
-from eagle31_train.measure.decoding import (
-    Limits,
-    agreeing,
-    decode_plain,
-    decode_speculative,
-    first_difference,
-    logit_gap,
-)
+from eagle31_train.measure.decoding import Limits, decode_plain, first_difference, logit_gap, speculate
+from eagle31_train.measure.sampling import agreeing
 
 PROMPT = [7, 3, 41, 20, 11, 5]
+
+
+class Each:
+    """Drafters of one sequence each, drafting together."""
+
+    def __init__(self, *drafters):
+        self.drafters = list(drafters)
+
+    def extend(self, aux, next_tokens, counts):
+        for drafter, rows, tokens in zip(self.drafters, aux.split(counts), next_tokens.split(counts), strict=True):
+            drafter.extend(rows, tokens)
+
+    def propose(self, count, choose):
+        return torch.tensor([drafter.draft(count) for drafter in self.drafters])
+
+    def select(self, sequences):
+        self.drafters = [self.drafters[row] for row in sequences]
 
 
 class Scripted:
@@ -69,9 +80,18 @@ def limits(count, *end_ids):
     return Limits(count, frozenset(end_ids))
 
 
+def plain(target, limits):
+    return decode_plain(target, [PROMPT], limits)[0]
+
+
+def speculative(target, drafter, draft_tokens, limits):
+    """The one prompt, with a drafter of one sequence."""
+    return speculate(target, Each(drafter), torch.arange(50), [PROMPT], draft_tokens, limits)[0]
+
+
 @pytest.fixture
 def continuation(target):
-    tokens = decode_plain(target, PROMPT, limits(60)).tokens
+    tokens = plain(target, limits(60)).tokens
     assert len(set(tokens)) > 10  # an output that stands still would hide mistakes
     return tokens
 
@@ -84,7 +104,7 @@ def test_plain_decoding_is_transformers_own(target, continuation):
 
 @pytest.mark.parametrize("draft_tokens", [1, 2, 5])
 def test_a_random_drafter_changes_no_output(target, make_decoder, continuation, draft_tokens):
-    found = decode_speculative(target, make_decoder(), PROMPT, draft_tokens, limits(60))
+    found = speculative(target, make_decoder(), draft_tokens, limits(60))
     assert found.tokens == continuation
     assert found.proposed == draft_tokens * len(found.accepted)
     assert len(found.tokens) <= 1 + len(found.accepted) + sum(found.accepted)
@@ -93,7 +113,7 @@ def test_a_random_drafter_changes_no_output(target, make_decoder, continuation, 
 def test_the_drafter_gets_the_states_of_the_target_at_the_right_rows(target, make_decoder, continuation):
     scripted = Scripted(PROMPT, continuation + [0] * 9, wrong_at=[0, 2, 1, 3, 0, 1])
     recorder = Recorder(scripted)
-    decode_speculative(target, recorder, PROMPT, 4, limits(30))
+    speculative(target, recorder, 4, limits(30))
     sequence = torch.tensor([PROMPT + continuation])
     whole = target.states(sequence, torch.ones_like(sequence)).aux[0]
     seen = torch.cat(recorder.aux)
@@ -102,20 +122,20 @@ def test_the_drafter_gets_the_states_of_the_target_at_the_right_rows(target, mak
 
 
 def test_a_target_that_keeps_rejected_tokens_is_seen(target, continuation, monkeypatch):
-    monkeypatch.setattr(target, "forget", lambda count: None)
-    found = decode_speculative(target, Constant(0), PROMPT, 3, limits(40))
+    monkeypatch.setattr(target, "forget", lambda counts: None)
+    found = speculative(target, Constant(0), 3, limits(40))
     assert first_difference(continuation[:40], found.tokens) is not None
 
 
 def test_an_oracle_is_accepted_whole(target, continuation):
-    found = decode_speculative(target, Scripted(PROMPT, continuation), PROMPT, 3, limits(41))
+    found = speculative(target, Scripted(PROMPT, continuation), 3, limits(41))
     assert found.tokens == continuation[:41]
     assert found.accepted == [3] * 10  # 1 token of the prompt's pass, then 10 times 3 + 1
     assert found.accepted_per_position(3) == [10, 10, 10]
 
 
 def test_counts_say_how_far_each_draft_was_right(target, continuation):
-    found = decode_speculative(target, Scripted(PROMPT, continuation, [0, 2, 1, 1]), PROMPT, 3, limits(15))
+    found = speculative(target, Scripted(PROMPT, continuation, [0, 2, 1, 1]), 3, limits(15))
     assert found.accepted == [0, 2, 1, 1, 3, 3]
     assert found.proposed == 18
     assert found.accepted_per_position(3) == [5, 3, 2]
@@ -124,7 +144,7 @@ def test_counts_say_how_far_each_draft_was_right(target, continuation):
 
 @pytest.mark.parametrize("count", range(1, 11))
 def test_a_limit_inside_a_draft_cuts_the_output_and_not_the_counts(target, continuation, count):
-    found = decode_speculative(target, Scripted(PROMPT, continuation), PROMPT, 3, limits(count))
+    found = speculative(target, Scripted(PROMPT, continuation), 3, limits(count))
     assert found.tokens == continuation[:count]
     # Tokens 2..5 come with the first draft, 6..9 with the second, 10..13 with the third.
     assert found.accepted == [3] * ((count - 1 + 3) // 4)
@@ -133,15 +153,15 @@ def test_a_limit_inside_a_draft_cuts_the_output_and_not_the_counts(target, conti
 @pytest.mark.parametrize("index", range(9))
 def test_an_end_token_inside_a_draft_ends_the_output_and_is_kept(target, continuation, index):
     first = continuation.index(continuation[index])
-    found = decode_speculative(target, Scripted(PROMPT, continuation), PROMPT, 3, limits(50, continuation[index]))
+    found = speculative(target, Scripted(PROMPT, continuation), 3, limits(50, continuation[index]))
     assert found.tokens == continuation[: first + 1]
     assert found.accepted == [3] * ((first + 3) // 4)
-    assert decode_plain(target, PROMPT, limits(50, continuation[index])).tokens == found.tokens
+    assert plain(target, limits(50, continuation[index])).tokens == found.tokens
 
 
 def test_nothing_is_drafted_after_an_answer_of_one_token(target, continuation):
     for end in (limits(1), limits(9, continuation[0])):
-        found = decode_speculative(target, Scripted(PROMPT, continuation), PROMPT, 3, end)
+        found = speculative(target, Scripted(PROMPT, continuation), 3, end)
         assert (found.tokens, found.accepted, found.proposed) == (continuation[:1], [], 0)
 
 

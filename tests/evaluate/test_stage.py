@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from eagle31_train import artifacts, evaluate, export, vocab
 from eagle31_train.drafter.model import Drafter
+from eagle31_train.measure import decoding
 from eagle31_train.schema import UserError
 from eagle31_train.store.sealed import seal
 from eagle31_train.targets.cached import CachedTarget
@@ -24,8 +25,11 @@ class Oracle:
     def __init__(self, *_):
         self.tokens = []
 
-    def extend(self, aux, next_tokens):
+    def extend(self, aux, next_tokens, counts):
         self.tokens += next_tokens.tolist()
+
+    def propose(self, count, choose):
+        return torch.tensor([self.draft(count)])
 
     def draft(self, count):
         told = self.answers[tuple(self.tokens[:4])]
@@ -37,7 +41,7 @@ def tuned(run, monkeypatch, cls=Oracle):
     """Let an oracle draft: the answers are read off a run of the random drafter."""
     evaluate.evaluate(run.config("evaluate.max_new_tokens=40", "evaluate.warmup=false"))
     cls.answers = {tuple(p["prompt_ids"][1:]): p["output_ids"] for p in run.manifest["per_prompt"]}
-    monkeypatch.setattr(evaluate, "DraftDecoder", cls)
+    monkeypatch.setattr(decoding, "DraftDecoder", cls)
 
 
 def test_report(run, capsys):
@@ -91,7 +95,7 @@ def test_an_output_that_differs_is_refused_by_name(run, monkeypatch):
 
     def wrong(*arguments):
         found = right(*arguments)
-        found.tokens[6] = (found.tokens[6] + 1) % 50
+        found[0].tokens[6] = (found[0].tokens[6] + 1) % 50
         return found
 
     monkeypatch.setattr(evaluate, "decode_speculative", wrong)

@@ -205,13 +205,13 @@ def test_rejected_tokens_leave_the_latent_cache(model):
         right = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float()
     states = target.states(torch.tensor([tokens]), None).aux[0]
     position = 70
-    target.read(tokens[:position], 1)
+    target.read([tokens[:position]], 1)
     for kept in (1, 4, 2, 3, 4, 1):
         wrong = torch.randint(0, 1500, (4 - kept,), generator=generator).tolist()
-        aux, logits = target.read(tokens[position : position + kept] + wrong, 4)
-        target.forget(4 - kept)
-        torch.testing.assert_close(logits[:kept], right[position : position + kept], rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(aux[:kept], states[position : position + kept], rtol=1e-4, atol=1e-4)
+        aux, logits = target.read([tokens[position : position + kept] + wrong], 4)
+        target.forget([4 - kept])
+        torch.testing.assert_close(logits[0, :kept], right[position : position + kept], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(aux[0, :kept], states[position : position + kept], rtol=1e-4, atol=1e-4)
         position += kept
 
 

@@ -372,7 +372,7 @@ def states_of(target):
 
 
 def read_of(target):
-    return target.read(conversations()[0].tolist(), 1)[0]
+    return target.read([conversations()[0].tolist()], 1)[0][0]
 
 
 @pytest.mark.parametrize(("kind", "states"), [(HiddenStateTarget, states_of), (CachedTarget, read_of)])

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from eagle31_train import published
-from eagle31_train.drafter.decode import DraftDecoder
 from eagle31_train.drafter.model import Drafter
 from eagle31_train.drafter.rope import Rope
 from eagle31_train.measure.decoding import Limits, decode_speculative
@@ -83,9 +82,9 @@ def decoded(finished_run, target):
         drafter.eval().requires_grad_(False)
         if mistake:
             mistake(drafter)
-        ids, room = torch.from_numpy(draft.vocab.target_ids), len(request["prompt"]) + request["max_new_tokens"] + 3
+        ids = torch.from_numpy(draft.vocab.target_ids)
         limits = Limits(request["max_new_tokens"], frozenset(request["end_ids"]))
-        return decode_speculative(model, DraftDecoder(drafter, ids, room), request["prompt"], 3, limits)
+        return decode_speculative(model, drafter, ids, [request["prompt"]], 3, limits)[0]
 
     return decode
 
