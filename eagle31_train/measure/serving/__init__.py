@@ -55,13 +55,13 @@ def measure_serving(
         log = Path(config.run_dir) / "evaluate" / "serving" / f"{name or 'none'}-{depth}.log"
         what = f"serve {name}, {depth} draft tokens" if name is not None else "serve without a drafter"
         sent = {users: questions(config, prompts, end_ids, users) for users in options.concurrency}
+        print(f"{what}: vLLM starts ({log})")
         with (
-            tqdm(total=sum(map(len, sent.values())), desc=what, unit="request") as bar,
             Server([options.vllm_python, "-m", MODULE, *flags(arguments)], at, log) as server,
+            tqdm(total=sum(map(len, sent.values())), desc=what, unit="request") as bar,
         ):
             version = json.loads(server.get("/version")[1])["version"]
             model = json.loads(server.get("/v1/models")[1])["data"][0]["id"]
-            bar.unpause()  # the server's start is no request's time
             for users, asked in sent.items():
                 asked = [Question(q.id, q.ids, {"model": model, **q.options}) for q in asked]
                 if options.warmup:
@@ -71,7 +71,8 @@ def measure_serving(
                 counted = counters.since(before, settled(server, before[counters.FINISHED] + len(asked)))
                 found[name, depth, users] = answers
                 plain = found[PLAIN, 0, users] if name is not None else None
-                reference = found[PLAIN, 0, options.concurrency[0]]
+                # Sampled answers differ: with a drafter, other random numbers choose.
+                reference = None if options.temperature else found[PLAIN, 0, options.concurrency[0]]
                 rows.append(report.row(name, depth, users, answers, counted, plain, reference))
                 bar.set_postfix_str(f"{rows[-1]['per_user'][0]:.1f} tokens/s/user of {users}")
     chosen = report.best(rows)
@@ -87,6 +88,7 @@ def measure_serving(
         "rows": rows,
         "best": chosen,
         "verdict": report.verdict(chosen, len(prompts)),
+        "notes": report.notes(rows),
     }
 
 

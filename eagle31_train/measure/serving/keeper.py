@@ -1,10 +1,10 @@
 """Keeps a server no longer than whoever asked for it. Run as a file of its own, with nothing but the standard library:
 
-    python keeper.py COMMAND ARGUMENT …
+    python keeper.py GRACE COMMAND ARGUMENT …
 
 The command runs in a process group of its own until the other end of this process's standard input is closed. The
-kernel closes it whichever way its holder ends, by SIGKILL too; then the whole group ends, first asked, then made to.
-Exit status: the command's.
+kernel closes it whichever way its holder ends, by SIGKILL too; then the whole group ends, first asked, and after GRACE
+seconds made to. Exit status: the command's.
 """
 
 import os
@@ -15,10 +15,8 @@ import sys
 import time
 from contextlib import suppress
 
-GRACE = 10.0  # seconds between being asked and being made to
 
-
-def keep(command: list[str]) -> int:
+def keep(grace: float, command: list[str]) -> int:
     """Run a command until it ends or nobody holds our standard input; its exit status."""
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     try:
@@ -26,14 +24,14 @@ def keep(command: list[str]) -> int:
             if select.select([sys.stdin], [], [], 0.1)[0] and not os.read(sys.stdin.fileno(), 1):
                 break
     finally:
-        end(child)
+        end(child, grace)
     return child.returncode
 
 
-def end(child: subprocess.Popen) -> None:
+def end(child: subprocess.Popen, grace: float) -> None:
     """End a process and all of its group: an engine outlives its server otherwise."""
-    for number, patience in ((signal.SIGTERM, GRACE), (signal.SIGKILL, GRACE)):
-        deadline = time.monotonic() + patience
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        deadline = time.monotonic() + grace
         with suppress(ProcessLookupError):  # nobody of the group is left
             os.killpg(child.pid, number)
             while time.monotonic() < deadline:
@@ -49,5 +47,5 @@ def _stop(*_: object) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, _stop)
-    status = keep(sys.argv[1:])
+    status = keep(float(sys.argv[1]), sys.argv[2:])
     raise SystemExit(status if status >= 0 else 128 - status)

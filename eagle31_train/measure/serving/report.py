@@ -7,11 +7,11 @@ The report, as JSON has it (`measure_serving` gives it):
      "rows": [{"drafter": NAME or null, "draft_tokens": 0 without one, "concurrency", "requests", "output_tokens",
                "seconds", "in_flight", "ttft": {"mean", "p50", "p95"}, "tpot": likewise, "per_user": [value, low, high],
                "total": tokens/s, "speedup": [value, low, high] or null without a drafter, "total_speedup": or null,
-               "different", "acceptance": `counters.speculation` or null,
+               "different": how many, or null when sampling, "acceptance": `counters.speculation` or null,
                "counted": {"requests", "output_tokens", "ttft", "tpot", "preemptions"} of vLLM itself}],
      "best": [{"drafter", "concurrency", "draft_tokens": 0 if speculation does not pay, "speedup": [value, low, high]
                of the best number of draft tokens, "tried": that number}],
-     "verdict": [a sentence for each drafter]}
+     "verdict": [a sentence for each drafter], "notes": [what else must be known, often nothing]}
 
 Times are in seconds. A null in an interval: too few prompts for one.
 """
@@ -58,18 +58,18 @@ def row(
     answers: Sequence[Answer],
     counted: Counter[str],
     plain: Sequence[Answer] | None,
-    reference: Sequence[Answer],
+    reference: Sequence[Answer] | None,
 ) -> Row:
     """One line of the report.
 
     Args:
         counted: what vLLM counted meanwhile.
         plain: the same questions without a drafter at this concurrency; None for that itself.
-        reference: the answers that these are compared with, by prompt.
+        reference: the answers that these are compared with, by prompt; None where they need not be equal.
     """
     tokens = sum(len(answer.tokens) for answer in answers)
-    seconds = max(answer.last for answer in answers) - min(answer.sent for answer in answers)
-    expected = {answer.id: answer.tokens for answer in reference}
+    seconds = tokens / total(answers)
+    expected = {answer.id: answer.tokens for answer in reference or ()}
     return {
         "drafter": drafter,
         "draft_tokens": draft_tokens,
@@ -81,10 +81,10 @@ def row(
         "ttft": _spread([answer.ttft for answer in answers]),
         "tpot": _spread([answer.tpot for answer in answers if answer.tpot is not None]),
         "per_user": speed(answers).intervals()[0],
-        "total": tokens / seconds,
+        "total": total(answers),
         "speedup": None if plain is None else speed(answers, plain).intervals()[0],
-        "total_speedup": None if plain is None else tokens / seconds / total(plain),
-        "different": sum(answer.tokens != expected[answer.id] for answer in answers),
+        "total_speedup": None if plain is None else total(answers) / total(plain),
+        "different": None if reference is None else sum(a.tokens != expected[a.id] for a in answers),
         "acceptance": counters.speculation(counted, draft_tokens) if draft_tokens else None,
         "counted": {
             "requests": round(counted[counters.FINISHED]),
@@ -157,30 +157,45 @@ def _advice(one: Row) -> str:
     return f"speculation does not pay: num_speculative_tokens={one['tried']}, the best, has {much}"
 
 
+def notes(rows: Sequence[Row]) -> list[str]:
+    """What went otherwise than a measurement should, row by row."""
+    told = []
+    for one in rows:
+        where = f"{one['drafter'] or 'no drafter'}, {one['draft_tokens']} draft tokens, {one['concurrency']} users: "
+        counted = one["counted"]
+        if one["different"]:
+            told.append(f"{where}{one['different']} of {one['requests']} answers are different")
+        if (counted["requests"], counted["output_tokens"]) != (one["requests"], one["output_tokens"]):
+            told.append(
+                f"{where}vLLM counts {counted['requests']} requests and {counted['output_tokens']} tokens, but "
+                f"{one['requests']} and {one['output_tokens']} came"
+            )
+        if counted["preemptions"]:
+            told.append(
+                f"{where}vLLM put off {counted['preemptions']} requests for want of memory, which others waited for: "
+                "give its cache more"
+            )
+    return told
+
+
+HEADS = ["drafter", "draft tokens", "users", "TTFT ms", "p50", "p95", "TPOT ms", "p50", "p95", "tokens/s/user", "total",
+         "speed-up", "accepted", "different"]  # fmt: skip
+
+
 def table(report: Row) -> str:
     """The report for a terminal."""
-    heads = ["draft tokens", "users", "TTFT ms", "p50", "p95", "TPOT ms", "p50", "p95", "tokens/s/user", "total",
-             "speed-up", "accepted", "different"]  # fmt: skip
-    lines = [["drafter", *heads]]
+    lines = [HEADS]
     for one in report["rows"]:
         times = [_milliseconds(one[kind][key]) for kind in ("ttft", "tpot") for key in ("mean", "p50", "p95")]
         length = one["acceptance"]["acceptance_length"] if one["acceptance"] else None
-        lines.append(
-            [
-                one["drafter"] or "none",
-                str(one["draft_tokens"]),
-                str(one["concurrency"]),
-                *times,
-                _interval(one["per_user"], ".1f"),
-                f"{one['total']:.1f}",
-                _interval(one["speedup"], ".2f"),
-                "–" if length is None else f"{length:.2f}",
-                f"{one['different']} of {one['requests']}",
-            ]
-        )
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+        speeds = [_interval(one["per_user"], ".1f"), f"{one['total']:.1f}", _interval(one["speedup"], ".2f")]
+        accepted = "–" if length is None else f"{length:.2f}"
+        different = "–" if one["different"] is None else f"{one['different']} of {one['requests']}"
+        counts = [one["drafter"] or "none", str(one["draft_tokens"]), str(one["concurrency"])]
+        lines.append([*counts, *times, *speeds, accepted, different])
+    widths = [max(len(line[i]) for line in lines) for i in range(len(HEADS))]
     text = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
-    return "\n".join([*text, "", *report["verdict"], "", report["definitions"]])
+    return "\n".join([*text, "", *report["verdict"], *report["notes"], "", report["definitions"]])
 
 
 def _milliseconds(value: float | None) -> str:

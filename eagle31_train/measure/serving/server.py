@@ -16,7 +16,7 @@ from eagle31_train.schema import UserError
 
 MODULE = "vllm.entrypoints.openai.api_server"
 START_SECONDS = 3600.0  # a very large target loads and compiles for most of an hour
-ENDING_SECONDS = 30.0  # longer than the keeper takes
+GRACE_SECONDS = 10.0  # between being asked to end and being made to
 # What vLLM would rather have, where nobody says otherwise.
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "PYTHONSAFEPATH": "1"}
 # A key that the shell has would be asked of every request.
@@ -68,13 +68,22 @@ class Server:
         port: where it will listen.
         log: the file for all that it says.
         patience: seconds until it must answer.
+        grace: seconds that it has for ending.
     """
 
-    def __init__(self, command: list[str], port: int, log: Path, patience: float = START_SECONDS) -> None:
+    def __init__(
+        self,
+        command: list[str],
+        port: int,
+        log: Path,
+        patience: float = START_SECONDS,
+        grace: float = GRACE_SECONDS,
+    ) -> None:
         self.command = command
         self.port = port
         self.log = log
         self.patience = patience
+        self.grace = grace
 
     def __enter__(self) -> "Server":
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -85,7 +94,7 @@ class Server:
             log.flush()
             # Its standard input is a pipe whose other end nobody but this process has.
             self._keeper = subprocess.Popen(
-                [sys.executable, str(keeper), *self.command],
+                [sys.executable, str(keeper), str(self.grace), *self.command],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -107,7 +116,7 @@ class Server:
         assert self._keeper.stdin is not None
         self._keeper.stdin.close()
         try:
-            self._keeper.wait(ENDING_SECONDS)
+            self._keeper.wait(4 * self.grace)  # the keeper takes half of that at most
         except subprocess.TimeoutExpired:
             self._keeper.kill()
             self._keeper.wait()
