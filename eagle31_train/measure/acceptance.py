@@ -7,7 +7,7 @@ tokens, as text; N is a drafter's name:
     draft_tokens    K of the headline
     drafters        [N, …]; the others are compared with the first
     workloads       [workload, …], of which each has
-        name, suite, perturbation (or null), temperature, top_p, prompts
+        name, suite, perturbation (or null), temperature, top_p, prompts, notes
         tokens_per_second  {"plain" or N: of real decoding}, where it was timed
         drafters    {N: numbers}
         differences {N: {K: {difference: interval, ratio: interval}}}  of acceptance lengths, N - first and N / first
@@ -18,9 +18,11 @@ tokens, as text; N is a drafter's name:
         cumulative, conditional  [interval of position 1, 2, …], of drafts of the largest K
         drift       {sink, prompt, verified, own, rms, entropy: [interval of step 1, 2, …]}, or null
         by_source   {source: prompts … conditional, as above}
+        by_training [{K: acceptance length}], where a drafter has several trainings
         kept        {K: interval}, of a perturbed workload: acceptance length there / on the plain form of these prompts
 
-Rows of the same prompt, of several trainings say, count as one prompt and are drawn again together.
+Several rows of a prompt are those of as many trainings of one drafter: they count as one prompt, and are drawn again
+together.
 """
 
 import platform
@@ -46,6 +48,9 @@ DEFINITIONS = (
     "all drafts of all prompts; from 1 to n + 1. "
     "Cumulative acceptance at position k: share of all drafts whose first k tokens were accepted. "
     "Conditional acceptance at position k: the same share among the drafts whose first k - 1 tokens were accepted. "
+    "Drift, of the drafter's own drafts at every place of the target's answers: the share of its attention on the "
+    "first 4 tokens of the sequence, the rest of the prompt, what the target has verified, and its own drafts, which "
+    "sum to one; the root mean square of the state that a step reads; the entropy of the draft distribution. "
     "Drafted tokens that the target agrees with past the end of an answer count as accepted, as vLLM counts them. "
     f"Intervals: {LEVEL:.0%}, by bootstrap over prompts ({RESAMPLES:,} resamples, widened for few prompts by Student's "
     "t; the same resamples for every drafter, so differences are paired). Each holds for its number alone: of 20 "
@@ -61,7 +66,7 @@ Counts = NDArray[np.int64]
 class Sheet:
     """What was measured on one workload: of every drafter by name, the same prompts each.
 
-    speeds: tokens and seconds of real decodings, "plain" and by name of the drafter.
+    speeds: tokens and seconds of real decodings, "plain" and by name of the drafter. notes: what a reader should know.
     """
 
     name: str
@@ -71,6 +76,7 @@ class Sheet:
     top_p: float
     measured: dict[str, list[Measured]]
     speeds: dict[str, tuple[int, float]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
 
 def tell(sheets: Sequence[Sheet], depths: Sequence[int], draft_tokens: int) -> dict[str, Any]:
@@ -182,6 +188,7 @@ def _workload(sheet: Sheet, plain: Sheet | None, depths: Sequence[int]) -> dict[
         "temperature": sheet.temperature,
         "top_p": sheet.top_p,
         "prompts": count,
+        "notes": sheet.notes,
         **({"tokens_per_second": {n: tokens / s for n, (tokens, s) in sheet.speeds.items()}} if sheet.speeds else {}),
         "drafters": drafters,
         "differences": differences,
@@ -196,6 +203,7 @@ def _drafter(measured: list[Measured], depths: Sequence[int]) -> dict[str, Any]:
     return {
         **_numbers(measured, depths),
         "drift": _drift(measured),
+        **({"by_training": _trainings(measured, depths)} if len(measured) > len(_keys(measured)) else {}),
         "by_source": {source: _numbers(sources[source], depths) for source in sorted(sources)},
     }
 
@@ -241,6 +249,16 @@ def _reached(measured: Iterable[Measured], draft_tokens: int, keys: Sequence[Key
 def _drift(measured: list[Measured]) -> dict[str, list[Interval]] | None:
     sums, slots = drift_sums(measured)
     return {name: ratios(sums[name], slots).intervals() for name in MEASURES} if len(slots) else None
+
+
+def _trainings(measured: list[Measured], depths: Sequence[int]) -> list[dict[str, float]]:
+    """Acceptance lengths of each training: the first rows of all prompts are of the first, the second of the second."""
+    rows: dict[Key, list[Measured]] = {}
+    for each in measured:
+        rows.setdefault((each.source, each.id), []).append(each)
+    trainings = zip(*rows.values(), strict=True)
+    keys = list(rows)
+    return [_by_depth(depths, acceptance_lengths(list(t), depths, keys).values.tolist()) for t in trainings]
 
 
 def _kept(measured: list[Measured], plain: list[Measured], depths: Sequence[int]) -> dict[str, Interval]:

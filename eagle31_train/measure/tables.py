@@ -1,18 +1,26 @@
 """The result of an evaluation or comparison as text, for a terminal."""
 
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from eagle31_train.measure.acceptance import DEFINITIONS
 from eagle31_train.measure.intervals import Interval
 
 WIDTH = 118
+DRIFT = {  # label and form of each measure
+    "sink": ("attention: first tokens", "{:.1%}"),
+    "prompt": ("attention: prompt", "{:.1%}"),
+    "verified": ("attention: verified", "{:.1%}"),
+    "own": ("attention: own drafts", "{:.1%}"),
+    "rms": ("RMS of the state read", "{:.3f}"),
+    "entropy": ("entropy, nats", "{:.3f}"),
+}
 
 
 def table(result: dict[str, Any]) -> str:
     """All workloads, one below the other, and at the end what the numbers mean."""
     told = [line for workload in result["workloads"] for line in [*_workload(workload, result["draft_tokens"]), ""]]
-    return "\n".join([*told, *_wrapped(result.get("definitions", DEFINITIONS))])
+    return "\n".join([*told, *textwrap.wrap(result["definitions"], WIDTH)])
 
 
 def _workload(workload: dict[str, Any], draft_tokens: int) -> Iterator[str]:
@@ -20,10 +28,13 @@ def _workload(workload: dict[str, Any], draft_tokens: int) -> Iterator[str]:
     first = next(iter(drafters))
     depths = list(drafters[first]["by_depth"])
     yield f"{workload['name']}: {_count(workload['prompts'], 'prompt')}, {sampling(workload)}"
+    yield from (f"  {note}" for note in workload["notes"])
     yield _row("  draft tokens", depths)
     for name, numbers in drafters.items():
         lengths = [numbers["by_depth"][depth]["acceptance_length"] for depth in depths]
         yield from _three(f"  {name}: acceptance length", lengths, "{:.3f}")
+        for training, values in enumerate(numbers.get("by_training", [])):
+            yield _row(f"    training {training + 1}", [f"{values[depth]:.3f}" for depth in depths])
         if numbers.get("kept"):
             yield _row("    of that on the plain form", [_shown(x, "{:.1%}") for x, *_ in numbers["kept"].values()])
         yield _row("    accepted, position 1, 2, …", [_shown(x, "{:.1%}") for x, *_ in numbers["cumulative"]])
@@ -48,11 +59,9 @@ def _three(label: str, values: list[Interval], form: str) -> Iterator[str]:
 
 
 def _drift(drift: dict[str, list[Interval]] | None) -> Iterator[str]:
-    if drift:
-        for kind in ("sink", "prompt", "verified", "own"):
-            yield _row(f"    attention: {kind}", [_shown(x, "{:.1%}") for x, *_ in drift[kind]])
-        for name, label in (("rms", "RMS of the state read"), ("entropy", "entropy, nats")):
-            yield _row(f"    {label}", [_shown(x, "{:.3f}") for x, *_ in drift[name]])
+    for name, intervals in (drift or {}).items():
+        label, form = DRIFT[name]
+        yield _row(f"    {label}", [_shown(value, form) for value, _, _ in intervals])
 
 
 def _sources(workload: dict[str, Any], draft_tokens: int) -> Iterator[str]:
@@ -98,9 +107,3 @@ def _shown(value: float | None, form: str) -> str:
 
 def _count(number: int, what: str) -> str:
     return f"{number:,} {what}{'s' * (number != 1)}"
-
-
-def _wrapped(text: str) -> list[str]:
-    import textwrap
-
-    return textwrap.wrap(text, WIDTH)

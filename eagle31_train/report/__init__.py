@@ -39,7 +39,7 @@ def make(run: Path, out: Path | None = None) -> tuple[Path, list[str]]:
     drawn = {}
     for plot in tqdm(plots(history), desc="report", unit="picture", disable=None):
         drawn[plot] = plot.on("light", history).png(), plot.on("dark", history).png()
-        _write(out / f"{plot.name}.png", drawn[plot][0])
+        write(out / f"{plot.name}.png", drawn[plot][0])
     for plot in PLOTS:
         if plot not in drawn:  # of an earlier report
             (out / f"{plot.name}.png").unlink(missing_ok=True)
@@ -47,7 +47,8 @@ def make(run: Path, out: Path | None = None) -> tuple[Path, list[str]]:
     return out / PAGE, history.notes
 
 
-def _write(path: Path, data: bytes) -> None:
+def write(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         temporary.write_bytes(data)

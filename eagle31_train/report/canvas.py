@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 Style = dict[str, Any]
 Label = Callable[[float], str]  # the value at a curve's end → the text beside it
 SIZE, DPI = (5.6, 3.25), 200  # inches; legible at a phone's width
+HEAD = 0.455  # inches that title and remarks take
 TEXT, SMALL = 9.0, 7.5  # points
 FEW = 12  # restarts
 DECADE = 8.0  # curves that span more than this factor are drawn on a logarithmic axis
@@ -32,12 +33,38 @@ class Theme:
     heldout: str
     alarm: str
     depths: tuple[float, float]  # the part of the map that stands out from the paper
+    others: tuple[str, ...]  # colours of further curves, after those two
+
+    def series(self, index: int) -> str:
+        """The colour of one of several curves of a kind; they come round again after six."""
+        return [self.train, self.heldout, *self.others][index % (2 + len(self.others))]
 
 
 THEMES = {
-    "light": Theme("#ffffff", "#1f2328", "#656d76", "#e7e9ec", "#2563c9", "#d9650b", "#c9252d", (0.0, 0.84)),
-    "dark": Theme("#14181f", "#e6edf3", "#8d96a0", "#272d36", "#79b0ff", "#f5a35c", "#ff7b72", (0.4, 1.0)),
+    "light": Theme(
+        "#ffffff",
+        "#1f2328",
+        "#656d76",
+        "#e7e9ec",
+        "#2563c9",
+        "#d9650b",
+        "#c9252d",
+        (0.0, 0.84),
+        ("#0e8a6a", "#a8379b", "#8a6d00", "#5d6873"),
+    ),
+    "dark": Theme(
+        "#14181f",
+        "#e6edf3",
+        "#8d96a0",
+        "#272d36",
+        "#79b0ff",
+        "#f5a35c",
+        "#ff7b72",
+        (0.4, 1.0),
+        ("#4fd0ae", "#e58fdc", "#d8bd52", "#a9b4bf"),
+    ),
 }
+MARKERS = "os^Dvp"
 
 
 @dataclass
@@ -47,13 +74,15 @@ class Canvas:
     theme: Theme
     title: str
     remarks: list[str] = field(default_factory=list)  # the small line below the title
+    across: str = "optimizer step"  # what the horizontal axis counts
+    height: float = SIZE[1]  # inches
 
     def __post_init__(self) -> None:
         from matplotlib.figure import Figure
         from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-        below = ConstrainedLayoutEngine(rect=(0, 0, 1, 0.86), w_pad=0.06)  # title and remarks
-        self.figure: Figure = Figure(figsize=SIZE, layout=below, facecolor=self.theme.paper)
+        below = ConstrainedLayoutEngine(rect=(0, 0, 1, self._below(HEAD)), w_pad=0.06)
+        self.figure: Figure = Figure(figsize=(SIZE[0], self.height), layout=below, facecolor=self.theme.paper)
         self.axis: Axes = self.figure.subplots()
         self.ends: list[tuple[float, str, Any]] = []  # height, label, colour
         self.lowest, self.highest = np.inf, -np.inf
@@ -94,6 +123,29 @@ class Canvas:
             self._reach(line)
         if each > 1:
             self.remarks.insert(0, f"means of {each:,} steps, ranges shaded")
+
+    def banded(self, at: Floats, values: Floats, low: Floats, high: Floats, label: str, index: int) -> None:
+        """The curve number `index` of some, with the interval of every point; what is NaN is left out."""
+        if not np.isfinite(values).any():
+            return
+        colour = self.theme.series(index)
+        self.axis.fill_between(at, low, high, color=colour, alpha=0.16, linewidth=0)
+        good = np.isfinite(values)
+        style: Style = {"marker": MARKERS[index % len(MARKERS)], "markersize": 3.6, "clip_on": False}
+        at, values = at[good], values[good]
+        self._line(Band(at, values, values, values), label, colour, linewidth=1.5, **style)
+        reached = np.concatenate([values, low, high])
+        reached = reached[np.isfinite(reached)]
+        self.lowest, self.highest = min(self.lowest, reached.min()), max(self.highest, reached.max())
+
+    def stacked(self, at: Floats, parts: list[Floats], labels: list[str]) -> None:
+        """Shares of one, one on top of the other, the first at the bottom."""
+        tops = np.cumsum(parts, axis=0)
+        for index, (part, top, label) in enumerate(zip(parts, tops, labels, strict=True)):
+            colour = self.theme.series(index)
+            self.axis.fill_between(at, top - part, top, facecolor=colour, edgecolor=self.theme.paper, linewidth=0.8)
+            self.ends.append((float(top[-1] - part[-1] / 2), label, colour))
+        self.lowest, self.highest = 0.0, 1.0
 
     def _line(self, line: Band, label: str, colour: Any, **style: Any) -> None:
         if len(line) == 1:
@@ -189,6 +241,16 @@ class Canvas:
         self.axis.xaxis.set_major_locator(ticks)
         self.axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
 
+    def counts(self, numbers: list[int]) -> None:
+        """The horizontal axis: these whole numbers."""
+        from matplotlib.ticker import FixedLocator, NullLocator
+
+        margin = 0.5 if len(numbers) == 1 else 0
+        self.axis.set_xlim(numbers[0] - margin, numbers[-1] + margin)
+        self.axis.xaxis.set_major_locator(FixedLocator(numbers))
+        self.axis.xaxis.set_minor_locator(NullLocator())
+        self.axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+
     def png(self) -> bytes:
         """Put title, grid and labels in place; the picture's bytes."""
         self._frame()
@@ -206,10 +268,16 @@ class Canvas:
         axis.spines["bottom"].set_color(theme.muted)
         axis.tick_params(which="both", length=0, labelsize=SMALL + 0.5, labelcolor=theme.muted, color=theme.muted)
         axis.tick_params(axis="x", which="major", length=3)
-        axis.set_xlabel("optimizer step", fontsize=SMALL + 0.5, color=theme.muted, loc="right")
+        axis.set_xlabel(self.across, fontsize=SMALL + 0.5, color=theme.muted, loc="right")
         place: Style = {"x": 0.012, "va": "top", "in_layout": False}
-        self.figure.text(y=0.975, s=self.title, fontsize=TEXT + 2, fontweight="bold", color=theme.ink, **place)
-        self.figure.text(y=0.893, s=" · ".join(self.remarks), fontsize=SMALL, color=theme.muted, **place)
+        self.figure.text(
+            y=self._below(0.08), s=self.title, fontsize=TEXT + 2, fontweight="bold", color=theme.ink, **place
+        )
+        self.figure.text(y=self._below(0.348), s=" · ".join(self.remarks), fontsize=SMALL, color=theme.muted, **place)
+
+    def _below(self, inches: float) -> float:
+        """A height of the picture, by its distance from the upper edge."""
+        return 1 - inches / self.height
 
     def _label_ends(self) -> None:
         """Labels right of the curves' ends, moved apart where they would overlap, with a line to the end."""
@@ -217,7 +285,7 @@ class Canvas:
         to_axes = axis.transData + axis.transAxes.inverted()
         right = axis.get_xlim()[1]
         ends = [min(max(to_axes.transform((right, height))[1], 0.0), 1.0) for height, _, _ in self.ends]
-        apart = TEXT * 1.25 / (SIZE[1] * 72 * 0.72)  # of the axes' height
+        apart = TEXT * 1.25 / (self.height * 72 * 0.72)  # of the axes' height
         for end, place, (_, label, colour) in zip(ends, spread(ends, apart), self.ends, strict=True):
             axis.plot(
                 [1.0, 1.012, 1.028],

@@ -1,6 +1,5 @@
-"""One HTML page with everything in it: no other file, no network, no script."""
+"""One HTML page with all of a training run in it."""
 
-import base64
 import json
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -9,59 +8,19 @@ from typing import Any
 
 import numpy as np
 
-from eagle31_train.report.canvas import DPI, SIZE, percent, short
+from eagle31_train.report.canvas import percent, short
 from eagle31_train.report.figures import GIB, Plot
 from eagle31_train.report.history import History
+from eagle31_train.report.html import document, facts, figure, figures, folded, table
 
 Pictures = Mapping[Plot, tuple[bytes, bytes]]  # on light and on dark paper
-POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"  # nothing may ask a network for anything
 RECENT = 50  # training rows that the table's means are taken over
-
-STYLE = """
-:root { color-scheme: light dark; --paper: #ffffff; --ink: #1f2328; --muted: #656d76; --line: #e1e4e8; --box: #f6f8fa; }
-@media (prefers-color-scheme: dark) {
-  :root { --paper: #14181f; --ink: #e6edf3; --muted: #8d96a0; --line: #2d343f; --box: #1b212a; }
-}
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 74rem; padding: 1.25rem clamp(.75rem, 3vw, 2rem) 3rem; background: var(--paper);
-  color: var(--ink); font: 1rem/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
-h1 { margin: 0; font-size: 1.7rem; line-height: 1.2; overflow-wrap: anywhere; }
-h2 { margin: 2.2rem 0 .6rem; font-size: 1.15rem; border-bottom: 1px solid var(--line); padding-bottom: .3rem; }
-p { margin: .3rem 0; }
-.muted, figcaption { color: var(--muted); }
-.facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(8.5rem, 1fr)); gap: .6rem; margin: 1.2rem 0 0; }
-.facts div { background: var(--box); border-radius: .5rem; padding: .55rem .8rem; }
-.facts dt { color: var(--muted); font-size: .82rem; }
-.facts dd { margin: 0; font-size: 1.15rem; font-weight: 600; overflow-wrap: anywhere; }
-.pictures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1.4rem 2rem; }
-figure { margin: 0; max-width: 40rem; }
-img { display: block; width: 100%; height: auto; }
-figcaption { font-size: .88rem; line-height: 1.4; margin-top: .2rem; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; margin: 0 0 1.4rem; font-variant-numeric: tabular-nums; font-size: .92rem; }
-th, td { text-align: right; padding: .3rem .8rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; padding-left: 0; }
-th { color: var(--muted); font-weight: 500; white-space: normal; min-width: 5.5rem; vertical-align: bottom; }
-th:first-child { min-width: 0; }
-details { margin: .6rem 0; border: 1px solid var(--line); border-radius: .5rem; padding: .5rem .9rem; }
-summary { cursor: pointer; font-weight: 500; }
-pre { overflow-x: auto; font-size: .82rem; line-height: 1.45; margin: .6rem 0 .2rem; }
-@media print { details { display: none; } }
-"""
 
 
 def render(history: History, pictures: Pictures) -> str:
     """The page as text."""
-    title = f"{escape(history.name)}: training"
     sections = dict.fromkeys(plot.section for plot in pictures)
     parts = [
-        "<!doctype html>",
-        '<html lang="en">',
-        '<meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
-        f"<title>{title}</title>",
-        f"<style>{STYLE}</style>",
         f"<h1>{escape(history.name)}</h1>",
         *(f'<p class="muted">{escape(line)}</p>' for line in [_state(history), *history.notes]),
         _facts(history),
@@ -71,11 +30,10 @@ def render(history: History, pictures: Pictures) -> str:
         _depths(history),
         "<h2>How it was made</h2>",
         _launches(history.launches),
-        _folded("Configuration", history.config_text),
-        _folded("Manifest", json.dumps(_without_files(history.manifest), indent=2) if history.manifest else ""),
-        "</html>",
+        folded("Configuration", history.config_text),
+        folded("Manifest", json.dumps(_without_files(history.manifest), indent=2) if history.manifest else ""),
     ]
-    return "\n".join(part for part in parts if part) + "\n"
+    return document(f"{history.name}: training", parts)
 
 
 def _state(history: History) -> str:
@@ -93,49 +51,35 @@ def _facts(history: History) -> str:
     """The numbers that are looked for first."""
     train, timings = history.train, history.timings
     manifest = history.manifest or {}
-    facts: dict[str, str] = {}
-    for table, label in ((history.heldout, "held-out"), (train, "training")):
-        if "tau" in table and not facts:
-            facts[f"tau, {label}"] = f"{_last(table['tau']):.3f}"
-            facts[f"loss, {label}"] = f"{_last(table['loss']):.3f}"
+    told: dict[str, str] = {}
+    for rows, label in ((history.heldout, "held-out"), (train, "training")):
+        if "tau" in rows and not told:
+            told[f"tau, {label}"] = f"{_last(rows['tau']):.3f}"
+            told[f"loss, {label}"] = f"{_last(rows['loss']):.3f}"
     left = max((history.total or 0) - history.last_step, 0)
-    facts["steps"] = f"{history.last_step:,}" + (f" of {history.total:,}" if left else "")
+    told["steps"] = f"{history.last_step:,}" + (f" of {history.total:,}" if left else "")
     if "tokens" in train:
-        facts["tokens read"] = f"{_last(train['tokens']):,.0f}"
+        told["tokens read"] = f"{_last(train['tokens']):,.0f}"
     if seconds := float(timings["seconds"].sum()) if len(timings) else float(manifest.get("seconds") or 0):
-        facts["time"] = duration(seconds)
+        told["time"] = duration(seconds)
     if len(timings) and (busy := float(np.nansum(history.busy))):
-        facts["tokens per second"] = f"{np.nansum(timings['tokens']) / busy:,.0f}"
-        facts["waiting for data"] = percent(float(np.nansum(timings["waited"])) / busy)
+        told["tokens per second"] = f"{np.nansum(timings['tokens']) / busy:,.0f}"
+        told["waiting for data"] = percent(float(np.nansum(timings["waited"])) / busy)
         if left:
-            facts["still to go"] = f"about {duration(left * seconds / len(timings))}"
+            told["still to go"] = f"about {duration(left * seconds / len(timings))}"
     if "memory_bytes" in timings:
-        facts["most memory"] = f"{short(np.nanmax(timings['memory_bytes']) / GIB)} GiB"
+        told["most memory"] = f"{short(np.nanmax(timings['memory_bytes']) / GIB)} GiB"
     if len(history.launches) > 1:
-        facts["launches"] = f"{len(history.launches):,}"
+        told["launches"] = f"{len(history.launches):,}"
     for name, label in (("spike", "loss spikes"), ("left_out", "steps left out")):
         if len(steps := history.marked(name)):
-            facts[label] = f"{len(steps):,}"
-    cells = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in facts.items())
-    return f'<dl class="facts">{cells}</dl>'
+            told[label] = f"{len(steps):,}"
+    return facts(told)
 
 
 def _section(name: str, plots: Sequence[Plot], pictures: Pictures) -> str:
-    figures = "\n".join(_figure(plot, *pictures[plot]) for plot in plots)
-    return f'<h2>{escape(name)}</h2>\n<div class="pictures">\n{figures}\n</div>'
-
-
-def _figure(plot: Plot, light: bytes, dark: bytes) -> str:
-    size = f'width="{round(SIZE[0] * DPI)}" height="{round(SIZE[1] * DPI)}"'
-    return (
-        f'<figure><picture><source media="(prefers-color-scheme: dark)" srcset="{_data(dark)}">'
-        f'<img src="{_data(light)}" {size} alt="{escape(plot.title)}, over optimizer steps"></picture>'
-        f"<figcaption>{escape(plot.caption)}</figcaption></figure>"
-    )
-
-
-def _data(png: bytes) -> str:
-    return "data:image/png;base64," + base64.b64encode(png).decode()
+    drawn = [figure(*pictures[plot], f"{plot.title}, over optimizer steps", plot.caption) for plot in plots]
+    return f"<h2>{escape(name)}</h2>\n{figures(drawn)}"
 
 
 # ---------------------------------------------------------------- tables
@@ -167,7 +111,7 @@ def _numbers(history: History) -> str:
             at = int(best(values)) if best is not None else None
             row.append(f"{show(values[at])} (step {heldout.steps[at]:,.0f})" if at is not None else "")
         rows.append(row + [""] * (len(header) - len(row)))
-    return _table(header, rows)
+    return table(header, rows)
 
 
 def _depths(history: History) -> str:
@@ -185,12 +129,12 @@ def _depths(history: History) -> str:
     words |= {"loss_at_depth": "loss", "rms_at_depth": "RMS of the state"}
     header, columns = ["depth"], [[str(depth + 1) for depth in range(count)]]
     for name, show in shown:
-        for table, where in ((train, "training"), (heldout, "held-out")):
-            if depths := table.depths(name):
+        for rows, where in ((train, "training"), (heldout, "held-out")):
+            if depths := rows.depths(name):
                 header.append(f"{words[name]}, {where}")
-                ends = [_mean(column[-RECENT:]) if table is train else _last(column) for column in depths]
+                ends = [_mean(column[-RECENT:]) if rows is train else _last(column) for column in depths]
                 columns.append([_shown(end, show) for end in ends])
-    return _table(header, list(zip(*columns, strict=True))) if count else ""
+    return table(header, list(zip(*columns, strict=True))) if count else ""
 
 
 def _launches(launches: Sequence[Mapping[str, Any]]) -> str:
@@ -198,34 +142,24 @@ def _launches(launches: Sequence[Mapping[str, Any]]) -> str:
         return '<p class="muted">No launch was written down: the run is of an earlier version.</p>'
     rows = []
     for launch in launches:
-        facts, git = launch.get("facts") or {}, launch.get("git")
+        known, git = launch.get("facts") or {}, launch.get("git")
         commit = f"{git['commit'][:12]}{', changed' if git['changed'] else ''}" if git else "no checkout"
         host, versions = launch.get("host") or {}, launch.get("versions") or {}
         devices = host.get("devices") or [str(host.get("cpu", ""))]
         rows.append(
             [
                 str(launch.get("time", "")).replace("T", " ").replace("+00:00", " UTC"),
-                f"{facts.get('after_step', 0):,}",
-                str(facts.get("profile", "")),
-                str(facts.get("processes", "")),
+                f"{known.get('after_step', 0):,}",
+                str(known.get("profile", "")),
+                str(known.get("processes", "")),
                 f"{len(devices)} × {devices[0]}" if len(devices) > 1 else devices[0],
                 commit,
                 str(versions.get("torch", "")),
             ]
         )
-    table = _table(["launched", "after step", "profile", "processes", "device", "commit", "torch"], rows)
+    listed = table(["launched", "after step", "profile", "processes", "device", "commit", "torch"], rows)
     everything = "\n".join(json.dumps(launch, indent=2, ensure_ascii=False) for launch in launches)
-    return table + _folded(f"Launches in full ({len(launches):,})", everything)
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
-    body = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="scroll"><table>\n<tr>{head}</tr>\n{body}\n</table></div>'
-
-
-def _folded(title: str, text: str) -> str:
-    return f"<details><summary>{escape(title)}</summary><pre>{escape(text)}</pre></details>" if text else ""
+    return listed + folded(f"Launches in full ({len(launches):,})", everything)
 
 
 # ---------------------------------------------------------------- values

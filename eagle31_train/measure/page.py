@@ -1,0 +1,178 @@
+"""A result as one HTML page and as PNG files beside it, for people who decide whether to serve a drafter."""
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from eagle31_train import artifacts, report
+from eagle31_train.measure import tables
+from eagle31_train.measure.pictures import ALL, SERVING, Picture, pictures
+from eagle31_train.measure.tables import bracket, sampling
+from eagle31_train.report.html import document, facts, figure, figures, table
+
+PAGE = "index.html"
+Drawn = Mapping[Picture, tuple[bytes, bytes]]  # on light and on dark paper
+
+
+def write(folder: Path, result: dict[str, Any]) -> list[Path]:
+    """Draw a result, of acceptance, of serving, or both; the files that were written.
+
+    Args:
+        folder: gets PAGE, and a PNG of every picture; PNGs of an earlier result go.
+        result: as `acceptance.tell` makes it, with title, and what else is known: machine, dtype, max_new_tokens,
+            command, serving.
+    """
+    drawn: dict[Picture, tuple[bytes, bytes]] = {}
+    for picture in tqdm(list(pictures(result)), desc="page", unit="picture", disable=None):
+        drawn[picture] = picture.png("light"), picture.png("dark")
+    folder.mkdir(parents=True, exist_ok=True)
+    files = [folder / f"{picture.name}.png" for picture in drawn]
+    for file, (light, _) in zip(files, drawn.values(), strict=True):
+        report.write(file, light)
+    for file in set(folder.glob("*.png")) - set(files):
+        file.unlink()
+    artifacts.write_text(folder / PAGE, render(result, drawn))
+    return [*files, folder / PAGE]
+
+
+def render(result: dict[str, Any], drawn: Drawn) -> str:
+    """The page as text."""
+    workloads, title = result.get("workloads", []), result["title"]
+    conditions = [str(result[key]) for key in ("machine", "dtype") if key in result]
+    if "max_new_tokens" in result:
+        conditions.append(f"at most {result['max_new_tokens']:,} tokens per answer")
+    parts = [f"<h1>{escape(title)}</h1>", _muted(*conditions)]
+    if workloads:
+        parts += [
+            _facts(result),
+            _verdicts(workloads, result["drafters"]),
+            f"<h2>What the numbers mean</h2>\n<p>{escape(result['definitions'])}</p>",
+            f"<h2>{ALL}</h2>\n{_figures(drawn, ALL)}" if len(workloads) > 1 else "",
+            *(part for workload in workloads for part in _workload(workload, result["draft_tokens"], drawn)),
+        ]
+    if serving := result.get("serving"):
+        parts += _serving(serving, drawn)
+    if command := result.get("command") or (serving or {}).get("command"):
+        parts.append(f"<h2>Repeat</h2>\n<pre>{escape(command)}</pre>")
+    return document(title, parts)
+
+
+def _facts(result: dict[str, Any]) -> str:
+    first, depth = result["workloads"][0], str(result["draft_tokens"])
+    told = {
+        f"{name}, {first['name']}, {depth} draft tokens": bracket(
+            numbers["by_depth"][depth]["acceptance_length"], "{:.2f}"
+        )
+        for name, numbers in first["drafters"].items()
+    }
+    speeds = first.get("tokens_per_second", {})
+    if plain := speeds.get("plain"):
+        told |= {f"speed with {name}": f"{speeds[name] / plain:.2f} ×" for name in first["drafters"] if name in speeds}
+    told["prompts"] = f"{sum(workload['prompts'] for workload in result['workloads']):,}"
+    return facts(told)
+
+
+def _verdicts(workloads: Sequence[dict[str, Any]], names: list[str]) -> str:
+    rows = [
+        [workload["name"], *([name] if len(names) > 2 else []), verdict["text"]]
+        for workload in workloads
+        for name, verdict in workload["verdict"].items()
+    ]
+    header = ["workload", *(["drafter"] if len(names) > 2 else []), f"against {names[0]}"]
+    return f"<h2>Verdict</h2>\n{table(header, rows)}" if rows else ""
+
+
+def _workload(workload: dict[str, Any], draft_tokens: int, drawn: Drawn) -> list[str]:
+    found = workload["drafters"]
+    depths = list(next(iter(found.values()))["by_depth"])
+    rows = []
+    for name, numbers in found.items():
+        lengths = [numbers["by_depth"][depth]["acceptance_length"] for depth in depths]
+        rows.append([f"{name}: acceptance length", *(bracket(length, "{:.2f}") for length in lengths)])
+        for training, values in enumerate(numbers.get("by_training", [])):
+            rows.append([f"{name}: training {training + 1}", *(f"{values[depth]:.2f}" for depth in depths)])
+        if numbers.get("kept"):
+            rows.append(
+                [f"{name}: of the plain form's", *(bracket(share, "{:.0%}") for share in numbers["kept"].values())]
+            )
+    for name, differences in workload["differences"].items():
+        changes = [differences[depth]["difference"] for depth in depths]
+        rows.append([f"{name} - {next(iter(found))}", *(bracket(change, "{:+.2f}") for change in changes)])
+    positions = [
+        [f"{name}: {label}", *(bracket(share, "{:.0%}") for share in numbers[key])]
+        for name, numbers in found.items()
+        for key, label in (("cumulative", "accepted"), ("conditional", "if reached"))
+    ]
+    return [
+        f"<h2>{escape(workload['name'])}</h2>",
+        _muted(f"{workload['prompts']:,} prompts", sampling(workload), *workload["notes"]),
+        _figures(drawn, workload["name"]),
+        table(["draft tokens", *depths], rows),
+        table([f"position, of {depths[-1]} draft tokens", *depths], positions),
+        _drift(found),
+        _sources(found, str(draft_tokens)),
+    ]
+
+
+def _drift(found: dict[str, Any]) -> str:
+    rows = [
+        [f"{name}: {label}", *(bracket(interval, form) for interval in numbers["drift"][measure])]
+        for name, numbers in found.items()
+        if numbers["drift"]
+        for measure, (label, form) in tables.DRIFT.items()
+    ]
+    return table(["draft step", *map(str, range(1, len(rows[0])))], rows) if rows else ""
+
+
+def _sources(found: dict[str, Any], depth: str) -> str:
+    sources = next(iter(found.values()))["by_source"]
+    if len(sources) < 2:
+        return ""
+    rows = [
+        [
+            source,
+            f"{sources[source]['prompts']:,}",
+            *(
+                bracket(n["by_source"][source]["by_depth"][depth]["acceptance_length"], "{:.2f}")
+                for n in found.values()
+            ),
+        ]
+        for source in sources
+    ]
+    return table(["source", "prompts", *(f"{name}, {depth} draft tokens" for name in found)], rows)
+
+
+def _serving(serving: dict[str, Any], drawn: Drawn) -> list[str]:
+    header = ["drafter", "draft tokens", "concurrency", "tokens/s/user", "speed-up", "TTFT, ms", "TPOT, ms", "tokens/s"]
+    rows = [
+        [
+            row["drafter"] or "none",
+            str(row["draft_tokens"]),
+            str(row["concurrency"]),
+            bracket(row["per_user"], "{:.1f}"),
+            bracket(row["speedup"], "{:.2f}") if row["speedup"] else "–",
+            *("–" if row[time]["mean"] is None else f"{1000 * row[time]['mean']:.1f}" for time in ("ttft", "tpot")),
+            f"{row['total']:.1f}",
+        ]
+        for row in serving["rows"]
+    ]
+    return [
+        f"<h2>{SERVING}</h2>",
+        *(f"<p>{escape(sentence)}</p>" for sentence in serving["verdict"]),
+        _figures(drawn, SERVING),
+        table(header, rows),
+        _muted(serving["definitions"]),
+    ]
+
+
+def _figures(drawn: Drawn, section: str) -> str:
+    return figures(
+        [figure(*png, f"{p.title}: {p.section}", p.caption) for p, png in drawn.items() if p.section == section]
+    )
+
+
+def _muted(*texts: str) -> str:
+    return f'<p class="muted">{escape(" · ".join(texts))}</p>' if texts else ""

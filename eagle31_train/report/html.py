@@ -1,0 +1,101 @@
+"""HTML that stands alone: no other file, no network, no script."""
+
+import base64
+from collections.abc import Mapping, Sequence
+from html import escape
+from struct import unpack
+
+POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"  # nothing may ask a network for anything
+
+STYLE = """
+:root { color-scheme: light dark; --paper: #ffffff; --ink: #1f2328; --muted: #656d76; --line: #e1e4e8; --box: #f6f8fa; }
+@media (prefers-color-scheme: dark) {
+  :root { --paper: #14181f; --ink: #e6edf3; --muted: #8d96a0; --line: #2d343f; --box: #1b212a; }
+}
+* { box-sizing: border-box; }
+body { margin: 0 auto; max-width: 74rem; padding: 1.25rem clamp(.75rem, 3vw, 2rem) 3rem; background: var(--paper);
+  color: var(--ink); font: 1rem/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
+h1 { margin: 0; font-size: 1.7rem; line-height: 1.2; overflow-wrap: anywhere; }
+h2 { margin: 2.2rem 0 .6rem; font-size: 1.15rem; border-bottom: 1px solid var(--line); padding-bottom: .3rem; }
+p { margin: .3rem 0; }
+.muted, figcaption { color: var(--muted); }
+.facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(8.5rem, 1fr)); gap: .6rem; margin: 1.2rem 0 0; }
+.facts div { background: var(--box); border-radius: .5rem; padding: .55rem .8rem; }
+.facts dt { color: var(--muted); font-size: .82rem; }
+.facts dd { margin: 0; font-size: 1.15rem; font-weight: 600; overflow-wrap: anywhere; }
+.pictures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1.4rem 2rem; }
+figure { margin: 0; max-width: 40rem; }
+img { display: block; width: 100%; height: auto; }
+figcaption { font-size: .88rem; line-height: 1.4; margin-top: .2rem; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; margin: 0 0 1.4rem; font-variant-numeric: tabular-nums; font-size: .92rem; }
+th, td { text-align: right; padding: .3rem .8rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; padding-left: 0; }
+th { color: var(--muted); font-weight: 500; white-space: normal; min-width: 5.5rem; vertical-align: bottom; }
+th:first-child { min-width: 0; }
+details { margin: .6rem 0; border: 1px solid var(--line); border-radius: .5rem; padding: .5rem .9rem; }
+summary { cursor: pointer; font-weight: 500; }
+pre { overflow-x: auto; font-size: .82rem; line-height: 1.45; margin: .6rem 0 .2rem; }
+@media print { details { display: none; } }
+"""
+
+
+def document(title: str, parts: Sequence[str]) -> str:
+    """A page of some parts; empty ones are left out.
+
+    Args:
+        title: as text; everything else is HTML already.
+    """
+    lines = [
+        "<!doctype html>",
+        '<html lang="en">',
+        '<meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
+        f"<title>{escape(title)}</title>",
+        f"<style>{STYLE}</style>",
+        *parts,
+        "</html>",
+    ]
+    return "\n".join(line for line in lines if line) + "\n"
+
+
+def facts(values: Mapping[str, str]) -> str:
+    """Boxes with what is looked for first."""
+    cells = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in values.items())
+    return f'<dl class="facts">{cells}</dl>'
+
+
+def figure(light: bytes, dark: bytes, says: str, caption: str) -> str:
+    """A picture as PNG for light and for dark paper.
+
+    Args:
+        says: what it shows, for those who do not see it.
+    """
+    width, height = unpack(">II", light[16:24])  # a PNG's header
+    return (
+        f'<figure><picture><source media="(prefers-color-scheme: dark)" srcset="{_data(dark)}">'
+        f'<img src="{_data(light)}" width="{width}" height="{height}" alt="{escape(says)}"></picture>'
+        f"<figcaption>{escape(caption)}</figcaption></figure>"
+    )
+
+
+def figures(given: Sequence[str]) -> str:
+    """Figures side by side where there is room."""
+    return '<div class="pictures">\n' + "\n".join(given) + "\n</div>" if given else ""
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of text."""
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
+    body = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<div class="scroll"><table>\n<tr>{head}</tr>\n{body}\n</table></div>'
+
+
+def folded(title: str, text: str) -> str:
+    """Text that opens on a click; nothing of no text."""
+    return f"<details><summary>{escape(title)}</summary><pre>{escape(text)}</pre></details>" if text else ""
+
+
+def _data(png: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(png).decode()
