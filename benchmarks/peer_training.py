@@ -36,7 +36,7 @@ from eagle31_train.schema import DrafterShape, UserError
 from eagle31_train.store import Store
 
 NAME = "eagle31"  # of our backend among the peer's
-RESULT = "peer.json"
+RESULT, METRICS = "peer.json", "metrics.jsonl"
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,7 @@ def command(ours: Ours, chosen: argparse.Namespace, ratio: float, epochs: int) -
         "our-store": ours.store,
         "on-missing": "raise",
         "num-workers": 0,
+        "mask-token-id": 0,  # EAGLE 3 masks nothing: only looked up, and for that a tokenizer would be needed
         "draft-attn-impl": "sdpa",
         "loss-implementation": "eager",
     }
@@ -192,13 +193,16 @@ def finish(out: Path, epochs: int, steps: int) -> Path:
     """OUT/draft from the last checkpoint, once that has all its steps.
 
     Raises:
-        UserError: the training was interrupted.
+        UserError: the training was interrupted, or left out samples, which its trainer does without stopping.
     """
     last = out / "checkpoints" / str(epochs - 1)
     state = last / "training_state.json"
     done = json.loads(state.read_text())["global_step"] if state.is_file() else 0
     if done != steps:
         raise UserError(f"{out}: the peer stopped before step {steps}: run the same command again")
+    logged = [json.loads(line) for line in (out / METRICS).read_text().splitlines()]
+    if any(line.get("train", {}).get("error_records") for line in logged):
+        raise UserError(f"{out / METRICS}: the peer left samples out (error_records): remove {out}, and see its log")
     draft = out / "draft"
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir()
@@ -266,7 +270,7 @@ def main() -> None:
     counted = prepare(ours, chosen)
     words = command(ours, chosen, peer_store.ratio(counted["samples"]), counted["epochs"])
     began, worked = time.perf_counter(), time.process_time()
-    train(words, chosen.out / "metrics.jsonl")
+    train(words, chosen.out / METRICS)
     draft = finish(chosen.out, counted["epochs"], chosen.steps)
     found = {
         "command": [sys.executable, "-m", "benchmarks.peer_training", *sys.argv[1:]],
