@@ -126,7 +126,10 @@ def _language(messages: list[Message], prompt: Prompt, around: Around, wish: str
 
 
 def _long_context(messages: list[Message], prompt: Prompt, around: Around, multiple: float) -> list[int]:
-    """Texts before the question, cut so that the prompt has the length that was asked for, give or take a token."""
+    """Texts before the question, cut so that the prompt has the length that was asked for.
+
+    A character of several tokens at the cut may leave it that much shorter or longer.
+    """
     rendering, wanted = around.rendering, round(multiple * around.training_length)
 
     def built(text: str) -> list[int]:

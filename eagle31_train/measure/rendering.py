@@ -143,26 +143,29 @@ class Rendering:
         """
         asked = [message for message in messages if message["role"] != "system"]
         text = self.text(asked, tools)
-        before, _, _ = self._around_user([])
-        if before.endswith(header := self._user_header()):
-            bos = self.tokenizer.bos_token or ""
-            kept = bos if before.startswith(bos) and not header.startswith(bos) else ""
-            if text.startswith(before):
-                return kept + header + text[len(before) :]
-        raise UnfitError("the user's turn cannot be told from what the chat template puts before it")
+        mark = {"role": "user", "content": "the-user-says"}
+        before, _, _ = self.text([mark], generation=False).partition(mark["content"])
+        header = self._user_header()
+        if not text.startswith(before):
+            raise UnfitError("the user's words cannot be told from what the chat template puts before them")
+        bos = self.tokenizer.bos_token or ""
+        begin = bos if before.startswith(bos) and not header.startswith(bos) else ""
+        return begin + header + text[len(before) :]
 
     def _user_header(self) -> str:
-        """What stands right before each user's text, and nowhere else belongs: the same at the start and later."""
-        first, _, end = self._around_user([])
-        later, _, _ = self._around_user([{"role": "user", "content": "A"}, {"role": "assistant", "content": "B"}])
-        length = 0
-        while length < min(len(first), len(later)) and first[-length - 1] == later[-length - 1]:
-            length += 1
-        header = first[len(first) - length :]
-        # The turn before ends alike, be it the assistant's or the default system's.
-        return header.removeprefix(end)
-
-    def _around_user(self, earlier: list[Message]) -> tuple[str, str, str]:
-        """The text before and after what the user says, without a generation prompt."""
-        mark = "the-user-says"
-        return self.text([*earlier, {"role": "user", "content": mark}], generation=False).partition(mark)
+        """What begins a user's turn: what such a turn adds to a conversation, up to the user's words."""
+        mark = {"role": "user", "content": "the-user-says"}
+        question = {"role": "user", "content": "an-earlier-question"}
+        answer = {"role": "assistant", "content": "an-earlier-answer"}
+        system = {"role": "system", "content": "a-system-message"}
+        for earlier in ([question, answer], [system]):
+            try:
+                so_far = self.text(earlier, generation=False)
+                before, _, _ = self.text([*earlier, mark], generation=False).partition(mark["content"])
+            except UnfitError:
+                continue
+            header = before.removeprefix(so_far)
+            # Templates may rewrite what is over, or put the system message into the user's turn.
+            if header and header != before and not any(message["content"] in header for message in earlier):
+                return header
+        raise UnfitError("what begins a user's turn cannot be told from the chat template")

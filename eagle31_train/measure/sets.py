@@ -115,7 +115,7 @@ def read(name: str, suite: Suite, option: str, rendering: Rendering) -> tuple[li
         seen["several"] += turns > 1
         seen["tools unread"] += bool(prompt.tools) and prompt.ids == rendering.ids(messages)
     if not prompts:
-        why = f"; {seen['placeholders']} rows are placeholders of texts that are not public" if seen else ""
+        why = "; all that were found are placeholders of texts that are not public" if seen["placeholders"] else ""
         raise UserError(f"{option}={suite.path} has no prompts{why}: give another file, split or filter")
     told = {
         "several": f"of several turns the first is asked, in {seen['several']} of {len(prompts)} prompts",
@@ -134,20 +134,19 @@ def _rows(name: str, suite: Suite, option: str) -> Iterator[tuple[str, str, str,
         for where, line, row in lines_of(files_of(suite.path, option)):
             yield where, line, name or line.rpartition("-")[0], row
         return
-    subsets = suite.subset if isinstance(suite.subset, list) else [suite.subset]
+    subsets = suite.subset if isinstance(suite.subset, list) and not _is_saved(suite.path) else [suite.subset]
     for subset in subsets:
         source = str(subset) if len(subsets) > 1 else name
         for number, row in enumerate(_dataset(suite, subset, option), 1):
-            yield f"{suite.path} ({subset or suite.split}), row {number}", f"{source}-{number}", source, dict(row)
+            yield f"{suite.path} ({suite.split}), row {number}", f"{source}-{number}", source, dict(row)
 
 
 def _dataset(suite: Suite, subset: str | None, option: str) -> Any:
     from datasets import DatasetDict, load_dataset, load_from_disk
 
-    folder = Path(suite.path)
     try:
-        if (folder / "dataset_dict.json").is_file() or (folder / "dataset_info.json").is_file():
-            saved = load_from_disk(str(folder))
+        if _is_saved(suite.path):
+            saved = load_from_disk(suite.path)
             return saved[suite.split] if isinstance(saved, DatasetDict) else saved
         return load_dataset(suite.path, subset, split=suite.split, revision=suite.revision)
     except Exception as error:
@@ -155,6 +154,11 @@ def _dataset(suite: Suite, subset: str | None, option: str) -> Any:
         reason = " ".join(str(error).split())[:200]
         at = f"{option}={suite.path} ({', '.join(filter(None, [subset, suite.split]))})"
         raise UserError(f"{at} cannot be loaded ({reason}): give a file as {option}=FILE") from None
+
+
+def _is_saved(folder: str) -> bool:
+    """Whether `datasets` saved it; such a folder has splits and no subsets."""
+    return any((Path(folder) / name).is_file() for name in ("dataset_dict.json", "dataset_info.json"))
 
 
 def _asked(suite: Suite, row: dict[str, Any], where: str) -> tuple[list[Message], int]:

@@ -1,0 +1,209 @@
+"""What perturbations make of a prompt, and that each does what its name says."""
+
+from dataclasses import replace
+
+import pytest
+from talking import make_rendering
+
+from eagle31_train.measure import perturb
+from eagle31_train.measure.perturb import KNOWN, Around, Distractor, find
+from eagle31_train.measure.perturb_texts import ADVERSARIAL, POLICY, TEMPLATES, WISHES
+from eagle31_train.measure.prompts import Prompt
+from eagle31_train.measure.rendering import Rendering, UnfitError
+from eagle31_train.schema import UserError
+
+RENDERING = make_rendering()
+LENGTH = 300  # tokens of training
+TEXTS = [
+    "the quick brown fox jumps over the lazy dog " * 3,
+    "hello world, how are you? " * 4,
+    "你好，世界。" * 9,
+    "an answer to the question itself",
+]
+
+
+def make_prompt(words="What is the question here?", system=None, name="p1", **more):
+    messages = [{"role": "user", "content": words}]
+    if system:
+        messages.insert(0, {"role": "system", "content": system})
+    return Prompt(name, "made", RENDERING.ids(messages), messages, **more)
+
+
+PROMPT = make_prompt()
+AROUND = Around(
+    RENDERING,
+    LENGTH,
+    [*(Distractor((), text) for text in TEXTS[:-1]), Distractor(tuple(PROMPT.ids), TEXTS[-1])],
+)
+
+
+def said(name, prompt=PROMPT, around=AROUND):
+    return RENDERING.decode(find(name).apply(prompt, around).ids)
+
+
+# ---------------------------------------------------------------- names
+
+
+def test_each_is_known_by_its_name_and_says_what_it_is():
+    for name, perturbation in KNOWN.items():
+        assert find(name) is perturbation
+        assert perturbation.name == name
+        assert len(perturbation.meaning.splitlines()) == 1
+
+
+def test_contexts_and_temperatures_of_any_number():
+    assert find("context_3").context == 3
+    assert find("temperature_0.85").temperature == 0.85
+    assert find("temperature_0.70") == find("temperature_0.7")
+    assert find("context_1.0").name == "context_1"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("system_lng", "no 'system_lng': did you mean 'system_long'"),
+        ("template_chatlm", "did you mean 'template_chatml'"),
+        ("language_xx", "did you mean 'language_"),
+        ("zzz", "there are no_template, "),
+        ("temperature_0", "above 0"),
+        ("context_0.0", "above 0"),
+        ("context_two", "did you mean"),
+    ],
+)
+def test_unknown_ones(name, message):
+    with pytest.raises(UserError, match=message) as caught:
+        find(name)
+    assert "\n" not in str(caught.value)
+
+
+# ---------------------------------------------------------------- what they make
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_the_question_is_the_same_and_the_rest_is_told_apart(name):
+    """Every perturbation keeps id, source and the words; it is a pure function, and does something."""
+    perturbed = find(name).apply(PROMPT, AROUND)
+    assert (perturbed.id, perturbed.source, perturbed.messages) == (PROMPT.id, PROMPT.source, PROMPT.messages)
+    assert "What is the question here?" in RENDERING.decode(perturbed.ids)
+    assert find(name).apply(PROMPT, AROUND) == perturbed
+    assert (perturbed.ids == PROMPT.ids) == (find(name).temperature is not None)
+
+
+def test_without_a_template_there_is_only_text():
+    assert said("no_template") == "What is the question here?"
+    assert said("no_template", make_prompt(system="Be kind.")) == "Be kind.\n\nWhat is the question here?"
+
+
+@pytest.mark.parametrize(
+    ("kind", "plain", "with_system"),
+    [
+        ("chatml", "<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n", "<|im_start|>system\nS<|im_end|>\n{}"),
+        (
+            "llama3",
+            "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nQ<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\n",
+            None,
+        ),
+        ("mistral", "<s>[INST] Q [/INST]", "<s>[INST] S\n\nQ [/INST]"),
+        (
+            "alpaca",
+            "Below is an instruction. Write a response that does what it asks.\n\n### Instruction:\nQ\n\n"
+            "### Response:\n",
+            "S\n\n### Instruction:\nQ\n\n### Response:\n",
+        ),
+        ("vicuna", "USER: Q ASSISTANT:", "S USER: Q ASSISTANT:"),
+    ],
+)
+def test_templates_of_other_families(kind, plain, with_system):
+    assert said(f"template_{kind}", make_prompt("Q")) == plain
+    if with_system:
+        assert said(f"template_{kind}", make_prompt("Q", "S")) == with_system.format(plain)
+
+
+def test_every_template_is_tried():
+    assert set(TEMPLATES) == {"chatml", "llama3", "mistral", "alpaca", "vicuna"}
+
+
+def test_no_system_turn_at_all():
+    expected = "<|im_start|>user\nWhat is the question here?<|im_end|>\n<|im_start|>assistant\n"
+    assert "SmolLM" in RENDERING.decode(PROMPT.ids)  # the template's own, of which nothing is to be left
+    assert said("system_absent") == said("system_absent", make_prompt(system="Be kind.")) == expected
+
+
+def test_a_long_system_message_comes_before_the_prompts_own():
+    assert said("system_long").startswith(f"<|im_start|>system\n{POLICY}<|im_end|>\n")
+    both = said("system_long", make_prompt(system="Be kind."))
+    assert both.startswith(f"<|im_start|>system\n{POLICY}\n\nBe kind.<|im_end|>\n")
+
+
+def test_markup_in_a_system_message_is_text():
+    """The target's own special tokens are not smuggled in, which would be another conversation and no odd text."""
+    special = set(RENDERING.tokenizer.all_special_ids)
+
+    def markup(ids):
+        return [token for token in ids if token in special]
+
+    plain = markup(RENDERING.ids([{"role": "system", "content": "x"}, *PROMPT.messages]))
+    as_it_is = RENDERING.ids([{"role": "system", "content": ADVERSARIAL}, *PROMPT.messages])
+    assert markup(as_it_is) != plain  # the text does hold some
+    assert markup(find("system_adversarial").apply(PROMPT, AROUND).ids) == plain
+
+
+@pytest.mark.parametrize("code", WISHES)
+def test_the_wish_for_a_language_ends_the_question(code):
+    assert f"here?\n\n{WISHES[code][1]}<|im_end|>" in said(f"language_{code}")
+
+
+def test_temperatures_change_no_token():
+    assert find("temperature_0.7").apply(PROMPT, None) is PROMPT
+
+
+# ---------------------------------------------------------------- long contexts
+
+
+@pytest.mark.parametrize("multiple", [0.7, 1, 2.5, 7])
+def test_a_context_has_the_length_that_was_asked_for(multiple):
+    wanted = round(multiple * LENGTH)
+    for words in ("What is the question here?", "hello", "你好吗？", "a b c " * 5):
+        for name in ("p1", "p2", "p3", "p4"):
+            ids = find(f"context_{multiple}").apply(make_prompt(words, name=name), AROUND).ids
+            assert abs(len(ids) - wanted) <= 2  # a cut within a character of three tokens
+            assert RENDERING.decode(ids).endswith(f"\n\n{words}<|im_end|>\n<|im_start|>assistant\n")
+            assert "\ufffd" not in RENDERING.decode(ids)
+
+
+def test_no_context_holds_the_prompts_own_answer():
+    """And those of other prompts do, or the test would see nothing."""
+    contexts = [said("context_7", make_prompt(name=name)) for name in "abcdef"]
+    assert not any(TEXTS[-1] in context for context in contexts)
+    assert TEXTS[-1] in said("context_7", make_prompt("hello"))
+    planted = replace(AROUND, distractors=[Distractor((), text) for text in TEXTS])
+    assert TEXTS[-1] in said("context_7", around=planted)
+
+
+def test_prompts_have_different_texts_before_them():
+    assert len({said("context_2", make_prompt(name=name))[:400] for name in "abcdef"}) > 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "around", "name", "reason"),
+    [
+        (replace(PROMPT, messages=None), AROUND, "system_long", "cannot be told from its tokens"),
+        (make_prompt("long " * LENGTH), AROUND, "context_1", f"longer than {LENGTH} tokens"),
+        (PROMPT, replace(AROUND, distractors=AROUND.distractors[-1:]), "context_1", "no other text"),
+        (make_prompt(tools=[{"type": "function"}]), AROUND, "no_template", "tools would be lost"),
+        (make_prompt(tools=[{"type": "function"}]), AROUND, "template_alpaca", "tools would be lost"),
+    ],
+)
+def test_prompts_without_such_a_form(prompt, around, name, reason):
+    with pytest.raises(UnfitError, match=reason):
+        find(name).apply(prompt, around)
+
+
+def test_a_template_that_takes_no_system_message():
+    strict = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}{{ messages[0].content }}"
+    )
+    around = replace(AROUND, rendering=Rendering(RENDERING.tokenizer, strict))
+    with pytest.raises(UnfitError, match="the chat template refuses it"):
+        perturb.find("system_long").apply(PROMPT, around)
