@@ -42,20 +42,21 @@ from eagle31_train.measure.results import Measured
 from eagle31_train.schema import UserError
 
 DEFINITIONS = (
-    "A draft is one verification: the drafter proposes n draft tokens, the target reads them in one forward pass, "
-    "accepts those before the first that it would not have written itself, and adds one token of its own, the bonus "
-    "token. Acceptance length: tokens per draft, the bonus token included, which is 1 + accepted tokens / drafts over "
-    "all drafts of all prompts; from 1 to n + 1. "
-    "Cumulative acceptance at position k: share of all drafts whose first k tokens were accepted. "
-    "Conditional acceptance at position k: the same share among the drafts whose first k - 1 tokens were accepted. "
-    "Drift, of the drafter's own drafts at every place of the target's answers: the share of its attention on the "
-    "first 4 tokens of the sequence, the rest of the prompt, what the target has verified, and its own drafts, which "
-    "sum to one; the root mean square of the state that a step reads; the entropy of the draft distribution. "
-    "Drafted tokens that the target agrees with past the end of an answer count as accepted, as vLLM counts them. "
-    f"Intervals: {LEVEL:.0%}, by bootstrap over prompts ({RESAMPLES:,} resamples, widened for few prompts by Student's "
-    "t; the same resamples for every drafter, so differences are paired). Each holds for its number alone: of 20 "
-    "differences that are none, one is expected to look like one. They speak of other prompts of the same kind, not of "
-    "other training seeds."
+    "Draft: one verification. The drafter proposes n draft tokens, the target reads them in one forward pass, accepts "
+    "those before the first that it would not have written itself, and adds one token of its own, the bonus token.\n"
+    "Acceptance length: tokens per draft, the bonus token included, which is 1 + accepted tokens / drafts, over all "
+    "drafts of all prompts; from 1 to n + 1. Drafted tokens that the target agrees with past the end of an answer "
+    "count as accepted, as vLLM counts them.\n"
+    "Cumulative acceptance at position k: share of all drafts whose first k tokens were accepted.\n"
+    "Conditional acceptance at position k, if reached: the same share among the drafts whose first k - 1 tokens were "
+    "accepted.\n"
+    "Drift: of drafts from every place of the target's answers, by draft step. Shares of the attention on the first 4 "
+    "tokens of the sequence, the rest of the prompt, what the target has verified, and the drafter's own tokens, which "
+    "sum to one; the root mean square (RMS) of the state that the step reads; the entropy of the draft distribution.\n"
+    f"[low, high]: {LEVEL:.0%} interval by bootstrap over prompts ({RESAMPLES:,} resamples, widened for few prompts by "
+    "Student's t; the same resamples for every drafter, so differences are paired). Each holds for its number alone: "
+    "of 20 differences that are none, one is expected to look like one. They speak of other prompts of the same kind, "
+    "not of other training seeds."
 )
 
 Key = tuple[str, str]
@@ -224,9 +225,14 @@ def _numbers(measured: list[Measured], depths: Sequence[int]) -> dict[str, Any]:
             }
             for depth, length in zip(depths, lengths, strict=True)
         },
-        "cumulative": ratios(deepest[:, 1:], deepest[:, 0]).intervals(),
-        "conditional": ratios(deepest[:, 1:], deepest[:, :-1]).intervals(),
+        "cumulative": _shares(ratios(deepest[:, 1:], deepest[:, 0])),
+        "conditional": _shares(ratios(deepest[:, 1:], deepest[:, :-1])),
     }
+
+
+def _shares(found: Estimate) -> list[Interval]:
+    """Of none or all, no resample is different: how far from there the truth may be, they cannot tell."""
+    return [[value, None, None] if value in (0, 1) else [value, low, high] for value, low, high in found.intervals()]
 
 
 def acceptance_lengths(measured: list[Measured], depths: Sequence[int], keys: Sequence[Key]) -> Estimate:
@@ -251,14 +257,15 @@ def _drift(measured: list[Measured]) -> dict[str, list[Interval]] | None:
     return {name: ratios(sums[name], slots).intervals() for name in MEASURES} if len(slots) else None
 
 
-def _trainings(measured: list[Measured], depths: Sequence[int]) -> list[dict[str, float]]:
+def _trainings(measured: list[Measured], depths: Sequence[int]) -> list[dict[str, float | None]]:
     """Acceptance lengths of each training: the first rows of all prompts are of the first, the second of the second."""
     rows: dict[Key, list[Measured]] = {}
     for each in measured:
         rows.setdefault((each.source, each.id), []).append(each)
     trainings = zip(*rows.values(), strict=True)
     keys = list(rows)
-    return [_by_depth(depths, acceptance_lengths(list(t), depths, keys).values.tolist()) for t in trainings]
+    lengths = [acceptance_lengths(list(training), depths, keys).intervals() for training in trainings]
+    return [_by_depth(depths, [value for value, _, _ in of]) for of in lengths]
 
 
 def _kept(measured: list[Measured], plain: list[Measured], depths: Sequence[int]) -> dict[str, Interval]:

@@ -9,9 +9,10 @@ from tqdm import tqdm
 
 from eagle31_train import artifacts, report
 from eagle31_train.measure import tables
+from eagle31_train.measure.intervals import Interval
 from eagle31_train.measure.pictures import ALL, SERVING, Picture, pictures
 from eagle31_train.measure.tables import bracket, sampling
-from eagle31_train.report.html import document, facts, figure, figures, table
+from eagle31_train.report.html import details, document, facts, figure, figures, table
 
 PAGE = "index.html"
 Drawn = Mapping[Picture, tuple[bytes, bytes]]  # on light and on dark paper
@@ -49,7 +50,8 @@ def render(result: dict[str, Any], drawn: Drawn) -> str:
         parts += [
             _facts(result),
             _verdicts(workloads, result["drafters"]),
-            f"<h2>What the numbers mean</h2>\n<p>{escape(result['definitions'])}</p>",
+            "<h2>What the numbers mean</h2>",
+            *(f"<p>{escape(line)}</p>" for line in result["definitions"].split("\n")),
             f"<h2>{ALL}</h2>\n{_figures(drawn, ALL)}" if len(workloads) > 1 else "",
             *(part for workload in workloads for part in _workload(workload, result["draft_tokens"], drawn)),
         ]
@@ -82,7 +84,7 @@ def _verdicts(workloads: Sequence[dict[str, Any]], names: list[str]) -> str:
         for name, verdict in workload["verdict"].items()
     ]
     header = ["workload", *(["drafter"] if len(names) > 2 else []), f"against {names[0]}"]
-    return f"<h2>Verdict</h2>\n{table(header, rows)}" if rows else ""
+    return f"<h2>Verdict</h2>\n{table(header, rows, words=True)}" if rows else ""
 
 
 def _workload(workload: dict[str, Any], draft_tokens: int, drawn: Drawn) -> list[str]:
@@ -91,18 +93,23 @@ def _workload(workload: dict[str, Any], draft_tokens: int, drawn: Drawn) -> list
     rows = []
     for name, numbers in found.items():
         lengths = [numbers["by_depth"][depth]["acceptance_length"] for depth in depths]
-        rows.append([f"{name}: acceptance length", *(bracket(length, "{:.2f}") for length in lengths)])
+        rows.append([f"{name}: acceptance length", *(_cell(length, "{:.2f}") for length in lengths)])
         for training, values in enumerate(numbers.get("by_training", [])):
-            rows.append([f"{name}: training {training + 1}", *(f"{values[depth]:.2f}" for depth in depths)])
+            rows.append(
+                [
+                    f"{name}: training {training + 1}",
+                    *(_cell([values[depth], None, None], "{:.2f}") for depth in depths),
+                ]
+            )
         if numbers.get("kept"):
             rows.append(
-                [f"{name}: of the plain form's", *(bracket(share, "{:.0%}") for share in numbers["kept"].values())]
+                [f"{name}: of the plain form's", *(_cell(share, "{:.0%}") for share in numbers["kept"].values())]
             )
     for name, differences in workload["differences"].items():
         changes = [differences[depth]["difference"] for depth in depths]
-        rows.append([f"{name} - {next(iter(found))}", *(bracket(change, "{:+.2f}") for change in changes)])
+        rows.append([f"{name} - {next(iter(found))}", *(_cell(change, "{:+.2f}") for change in changes)])
     positions = [
-        [f"{name}: {label}", *(bracket(share, "{:.0%}") for share in numbers[key])]
+        [f"{name}: {label}", *(_cell(share, "{:.0%}") for share in numbers[key])]
         for name, numbers in found.items()
         for key, label in (("cumulative", "accepted"), ("conditional", "if reached"))
     ]
@@ -112,14 +119,14 @@ def _workload(workload: dict[str, Any], draft_tokens: int, drawn: Drawn) -> list
         _figures(drawn, workload["name"]),
         table(["draft tokens", *depths], rows),
         table([f"position, of {depths[-1]} draft tokens", *depths], positions),
-        _drift(found),
+        details("Drift", _drift(found)),
         _sources(found, str(draft_tokens)),
     ]
 
 
 def _drift(found: dict[str, Any]) -> str:
     rows = [
-        [f"{name}: {label}", *(bracket(interval, form) for interval in numbers["drift"][measure])]
+        [f"{name}: {label}", *(_cell(interval, form.replace(".1%", ".0%")) for interval in numbers["drift"][measure])]
         for name, numbers in found.items()
         if numbers["drift"]
         for measure, (label, form) in tables.DRIFT.items()
@@ -172,6 +179,11 @@ def _figures(drawn: Drawn, section: str) -> str:
     return figures(
         [figure(*png, f"{p.title}: {p.section}", p.caption) for p, png in drawn.items() if p.section == section]
     )
+
+
+def _cell(interval: Interval, form: str) -> str:
+    """An interval below its value: eight of them fit side by side."""
+    return bracket(interval, form).replace(" [", "\n[")
 
 
 def _muted(*texts: str) -> str:

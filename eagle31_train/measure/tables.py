@@ -12,15 +12,24 @@ DRIFT = {  # label and form of each measure
     "prompt": ("attention: prompt", "{:.1%}"),
     "verified": ("attention: verified", "{:.1%}"),
     "own": ("attention: own drafts", "{:.1%}"),
-    "rms": ("RMS of the state read", "{:.3f}"),
-    "entropy": ("entropy, nats", "{:.3f}"),
+    "rms": ("RMS of the state read", "{:.2f}"),
+    "entropy": ("entropy, nats", "{:.2f}"),
 }
 
 
 def table(result: dict[str, Any]) -> str:
     """All workloads, one below the other, and at the end what the numbers mean."""
     told = [line for workload in result["workloads"] for line in [*_workload(workload, result["draft_tokens"]), ""]]
-    return "\n".join([*told, *textwrap.wrap(result["definitions"], WIDTH)])
+    return "\n".join(
+        [
+            *told,
+            *(
+                line
+                for text in result["definitions"].split("\n")
+                for line in textwrap.wrap(text, WIDTH, subsequent_indent="  ")
+            ),
+        ]
+    )
 
 
 def _workload(workload: dict[str, Any], draft_tokens: int) -> Iterator[str]:
@@ -34,7 +43,7 @@ def _workload(workload: dict[str, Any], draft_tokens: int) -> Iterator[str]:
         lengths = [numbers["by_depth"][depth]["acceptance_length"] for depth in depths]
         yield from _three(f"  {name}: acceptance length", lengths, "{:.3f}")
         for training, values in enumerate(numbers.get("by_training", [])):
-            yield _row(f"    training {training + 1}", [f"{values[depth]:.3f}" for depth in depths])
+            yield _row(f"    training {training + 1}", [_shown(values[depth], "{:.3f}") for depth in depths])
         if numbers.get("kept"):
             yield _row("    of that on the plain form", [_shown(x, "{:.1%}") for x, *_ in numbers["kept"].values()])
         yield _row("    accepted, position 1, 2, …", [_shown(x, "{:.1%}") for x, *_ in numbers["cumulative"]])

@@ -23,16 +23,18 @@ p { margin: .3rem 0; }
 .facts div { background: var(--box); border-radius: .5rem; padding: .55rem .8rem; }
 .facts dt { color: var(--muted); font-size: .82rem; }
 .facts dd { margin: 0; font-size: 1.15rem; font-weight: 600; overflow-wrap: anywhere; }
-.pictures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1.4rem 2rem; }
+.pictures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1.4rem 2rem;
+  margin-bottom: 1.2rem; }
 figure { margin: 0; max-width: 40rem; }
 img { display: block; width: 100%; height: auto; }
 figcaption { font-size: .88rem; line-height: 1.4; margin-top: .2rem; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; margin: 0 0 1.4rem; font-variant-numeric: tabular-nums; font-size: .92rem; }
-th, td { text-align: right; padding: .3rem .8rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
+th, td { text-align: right; padding: .3rem .6rem; border-bottom: 1px solid var(--line); white-space: pre; }
 th:first-child, td:first-child { text-align: left; padding-left: 0; }
 th { color: var(--muted); font-weight: 500; white-space: normal; min-width: 5.5rem; vertical-align: bottom; }
 th:first-child { min-width: 0; }
+.words th:last-child, .words td:last-child { text-align: left; white-space: normal; }
 details { margin: .6rem 0; border: 1px solid var(--line); border-radius: .5rem; padding: .5rem .9rem; }
 summary { cursor: pointer; font-weight: 500; }
 pre { overflow-x: auto; font-size: .82rem; line-height: 1.45; margin: .6rem 0 .2rem; }
@@ -85,16 +87,22 @@ def figures(given: Sequence[str]) -> str:
     return '<div class="pictures">\n' + "\n".join(given) + "\n</div>" if given else ""
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of text."""
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], words: bool = False) -> str:
+    """A table of text, whose cells may have lines; with `words`, its last column has sentences."""
     head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
     body = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="scroll"><table>\n<tr>{head}</tr>\n{body}\n</table></div>'
+    kind = ' class="words"' if words else ""
+    return f'<div class="scroll"><table{kind}>\n<tr>{head}</tr>\n{body}\n</table></div>'
 
 
 def folded(title: str, text: str) -> str:
     """Text that opens on a click; nothing of no text."""
-    return f"<details><summary>{escape(title)}</summary><pre>{escape(text)}</pre></details>" if text else ""
+    return details(title, f"<pre>{escape(text)}</pre>" if text else "")
+
+
+def details(title: str, content: str) -> str:
+    """HTML that opens on a click; nothing of none."""
+    return f"<details><summary>{escape(title)}</summary>{content}</details>" if content else ""
 
 
 def _data(png: bytes) -> str:
