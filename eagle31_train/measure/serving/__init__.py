@@ -62,13 +62,15 @@ def measure_serving(
         ):
             version = json.loads(server.get("/version")[1])["version"]
             model = json.loads(server.get("/v1/models")[1])["data"][0]["id"]
+            done = 0  # requests that this server has answered
             for users, asked in sent.items():
                 asked = [Question(q.id, q.ids, {"model": model, **q.options}) for q in asked]
                 if options.warmup:
-                    run_load(server, [_short(question) for question in asked[:users]], users)
-                before = settled(server)
+                    done += len(run_load(server, [_short(question) for question in asked[:users]], users))
+                before = settled(server, done)
                 answers = run_load(server, asked, users, bar.update)
-                counted = counters.since(before, settled(server, before[counters.FINISHED] + len(asked)))
+                done += len(answers)
+                counted = counters.since(before, settled(server, done))
                 found[name, depth, users] = answers
                 plain = found[PLAIN, 0, users] if name is not None else None
                 # Sampled answers differ: with a drafter, other random numbers choose.
@@ -134,8 +136,8 @@ def _short(question: Question) -> Question:
     return Question(question.id, question.ids, {**question.options, "max_tokens": limit})
 
 
-def settled(server: Server, finished: float = 0) -> Counter[str]:
-    """The counters, once they have `finished` requests and no longer move: vLLM counts after it has answered.
+def settled(server: Server, answered: int) -> Counter[str]:
+    """The counters, once they know of all answers and no longer move: vLLM counts after it has answered.
 
     Raises:
         UserError: they never come to that.
@@ -145,12 +147,12 @@ def settled(server: Server, finished: float = 0) -> Counter[str]:
     while True:
         status, text = server.get("/metrics")
         now = counters.parse(text)
-        if now == before and now[counters.FINISHED] >= finished:
+        if now == before and now[counters.FINISHED] >= answered:
             return now
         if time.monotonic() > deadline:
             raise UserError(
-                f"vLLM's /metrics (HTTP {status}) has {now[counters.FINISHED]:.0f} finished requests where there were "
-                f"{finished:.0f}: see {server.log}"
+                f"vLLM's /metrics (HTTP {status}) know of {now[counters.FINISHED]:.0f} finished requests where there "
+                f"were {answered}: see {server.log}"
             )
         before = now
         time.sleep(0.1)

@@ -52,14 +52,13 @@ def run_load(
     questions: Sequence[Question],
     concurrency: int,
     finished: Callable[[], Any] = lambda: None,
-    silence: float = SILENCE_SECONDS,
 ) -> list[Answer]:
     """Have all questions answered, `concurrency` under way at a time; the answers in the questions' order.
 
     Raises:
         UserError: the server ended, refused, broke off or fell silent.
     """
-    users = _Users(server, silence)
+    users = _Users(server)
     waiting = iter(enumerate(questions))
     answers: dict[int, Answer] = {}
     lock = threading.Lock()
@@ -86,16 +85,15 @@ def run_load(
 
 
 class _Users:
-    def __init__(self, server: Server, silence: float) -> None:
+    def __init__(self, server: Server) -> None:
         self.server = server
-        self.silence = silence
         self.leaving = False
         self._open: set[http.client.HTTPConnection] = set()
 
     def ask(self, question: Question) -> Answer:
         """Send one question and read its answer as it comes."""
         try:
-            with closing(self.server.connect(self.silence)) as connection:
+            with closing(self.server.connect(SILENCE_SECONDS)) as connection:
                 self._open.add(connection)
                 try:
                     return _ask(connection, question)
@@ -104,13 +102,12 @@ class _Users:
         except TimeoutError:
             self.server.check()
             raise UserError(
-                f"vLLM's server was silent for {self.silence:.0f} s on prompt {question.id} "
+                f"vLLM's server was silent for {SILENCE_SECONDS:.0f} s on prompt {question.id} "
                 f"({self.server.last_words()}): see {self.server.log}"
             ) from None
         except (OSError, http.client.HTTPException) as error:
-            # Its process may take a moment to end after its connections have.
-            time.sleep(0.0 if self.leaving else 2.0)
-            self.server.check()
+            # Where it died, its connections end first, and its keeper last.
+            self.server.check(dying=not self.leaving)
             raise UserError(
                 f"vLLM's server broke off on prompt {question.id} ({error or type(error).__name__}): "
                 f"see {self.server.log}"
@@ -131,8 +128,8 @@ def _ask(connection: http.client.HTTPConnection, question: Question) -> Answer:
     connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
     response = connection.getresponse()
     if response.status != http.client.OK:
-        detail = " ".join(response.read().decode(errors="replace").split())[:300]
-        raise UserError(f"vLLM refuses prompt {question.id} (HTTP {response.status} {detail})")
+        detail = _message(response.read().decode(errors="replace"))
+        raise UserError(f"vLLM refuses prompt {question.id} (HTTP {response.status}, {detail})")
     tokens: list[int] = []
     first = last = 0.0
     reason = None
@@ -142,8 +139,8 @@ def _ask(connection: http.client.HTTPConnection, question: Question) -> Answer:
         if not data or data == b"[DONE]":
             continue
         event = json.loads(data)
-        if "choices" not in event:
-            raise UserError(f"vLLM gives up on prompt {question.id} ({' '.join(str(event).split())[:300]})")
+        if "error" in event:
+            raise UserError(f"vLLM gives up on prompt {question.id} ({_message(event)})")
         (choice,) = event["choices"]
         if new := choice.get("token_ids"):
             first, last = first or now, now
@@ -152,3 +149,10 @@ def _ask(connection: http.client.HTTPConnection, question: Question) -> Answer:
     if reason is None or not tokens:
         raise http.client.IncompleteRead(b"")
     return Answer(question.id, tokens, sent, first, last)
+
+
+def _message(answer: Any) -> str:
+    """What is said in {"error": {"message": …}}, or whatever else came, in one line."""
+    with suppress(ValueError, KeyError, TypeError):
+        answer = (json.loads(answer) if isinstance(answer, str) else answer)["error"]["message"]
+    return " ".join(str(answer).split())[:300]

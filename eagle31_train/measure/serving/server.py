@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -67,23 +67,12 @@ class Server:
         command: what starts it.
         port: where it will listen.
         log: the file for all that it says.
-        patience: seconds until it must answer.
-        grace: seconds that it has for ending.
     """
 
-    def __init__(
-        self,
-        command: list[str],
-        port: int,
-        log: Path,
-        patience: float = START_SECONDS,
-        grace: float = GRACE_SECONDS,
-    ) -> None:
+    def __init__(self, command: list[str], port: int, log: Path) -> None:
         self.command = command
         self.port = port
         self.log = log
-        self.patience = patience
-        self.grace = grace
 
     def __enter__(self) -> "Server":
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -94,7 +83,7 @@ class Server:
             log.flush()
             # Its standard input is a pipe whose other end nobody but this process has.
             self._keeper = subprocess.Popen(
-                [sys.executable, str(keeper), str(self.grace), *self.command],
+                [sys.executable, "-I", "-S", str(keeper), str(GRACE_SECONDS), *self.command],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -116,13 +105,13 @@ class Server:
         assert self._keeper.stdin is not None
         self._keeper.stdin.close()
         try:
-            self._keeper.wait(4 * self.grace)  # the keeper takes half of that at most
+            self._keeper.wait(4 * GRACE_SECONDS)  # the keeper takes half of that at most
         except subprocess.TimeoutExpired:
             self._keeper.kill()
             self._keeper.wait()
 
     def _wait(self) -> None:
-        deadline = time.monotonic() + self.patience
+        deadline = time.monotonic() + START_SECONDS
         while True:
             self.check()
             try:
@@ -132,13 +121,14 @@ class Server:
                 pass  # it does not listen yet
             if time.monotonic() > deadline:
                 raise UserError(
-                    f"vLLM's server does not answer after {self.patience:.0f} s ({self.last_words()}): see {self.log}"
+                    f"vLLM's server does not answer after {START_SECONDS:.0f} s ({self.last_words()}): see {self.log}"
                 )
             time.sleep(0.25)
 
-    def check(self) -> None:
-        """UserError if the server has ended."""
-        if (status := self._keeper.poll()) is not None:
+    def check(self, dying: bool = False) -> None:
+        """UserError if the server has ended; one that is dying is given the time for it."""
+        with suppress(subprocess.TimeoutExpired):
+            status = self._keeper.wait(2 + 2 * GRACE_SECONDS if dying else 0)
             raise UserError(f"vLLM's server ended with exit status {status} ({self.last_words()}): see {self.log}")
 
     def get(self, path: str) -> tuple[int, str]:

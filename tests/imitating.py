@@ -1,0 +1,220 @@
+"""An imitation of vLLM's OpenAI server, on loopback: what a client sees of one, with known tokens and known counts.
+
+`install` puts it where `python -m vllm.entrypoints.openai.api_server` finds it. Its own argument --imitate NAME picks
+what goes wrong. It starts an "engine" that does not end by itself, as vLLM does, and writes both processes' numbers to
+the file that IMITATION_PIDS names; requests are appended to that of IMITATION_REQUESTS.
+
+Its target says, after a prompt, sum(prompt), sum(prompt) + 1, … modulo 97. Its drafter has 0, 1, 2, … tokens accepted
+in turns, as far as it drafts. Like vLLM it counts what is cut off, and only some time after the answer.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+WORDS = 97
+
+
+def target(prompt, limit, end_ids):
+    """The tokens of an answer."""
+    tokens = []
+    while len(tokens) < limit and not (tokens and tokens[-1] in end_ids):
+        tokens.append((sum(prompt) + len(tokens)) % WORDS)
+    return tokens
+
+
+def verifications(length, depth):
+    """Accepted tokens of each verification of an answer of so many tokens; the last may reach beyond its end."""
+    accepted, at = [], 1
+    while at < length:
+        accepted.append(len(accepted) % (depth + 1))
+        at += accepted[-1] + 1
+    return accepted
+
+
+def install(folder):
+    """Make `vllm` importable from a folder."""
+    package = Path(folder) / "vllm" / "entrypoints" / "openai"
+    package.mkdir(parents=True)
+    for part in (package, package.parent, package.parent.parent):
+        (part / "__init__.py").touch()
+    (package / "api_server.py").write_text(Path(__file__).read_text(encoding="utf-8"), encoding="utf-8")
+    return str(folder)
+
+
+class Imitation(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, arguments):
+        self.imitate = arguments.get("imitate", "")
+        self.model = arguments["model"]
+        self.speculative = json.loads(arguments.get("speculative-config", "null"))
+        self.depth = self.speculative["num_speculative_tokens"] if self.speculative else 0
+        self.lock = threading.Lock()
+        self.pair = threading.Barrier(2, timeout=60)
+        self.under_way = self.most = self.answered = 0
+        self.late = 0  # readings of the counters in which the last answers are still missing
+        self.counts = {"finished": 0, "tokens": 0, "drafts": 0, "proposed": 0, "accepted": 0}
+        self.positions = [0] * self.depth
+        self.told = self.text()
+        super().__init__(("127.0.0.1", int(arguments["port"])), Handler)
+
+    def count(self, tokens):
+        with self.lock:
+            self.counts["finished"] += 1
+            self.counts["tokens"] += len(tokens)
+            for accepted in verifications(len(tokens), self.depth) if self.depth else ():
+                self.counts["drafts"] += 1
+                self.counts["proposed"] += self.depth
+                self.counts["accepted"] += accepted
+                self.positions[:accepted] = [count + 1 for count in self.positions[:accepted]]
+            self.late = 2
+
+    def text(self):
+        """/metrics as two engines have it, of which the second did nothing."""
+        c, labels = self.counts, f'engine="0",model_name="{self.model}"'
+        lines = [
+            "# HELP vllm:request_success_total Count of successfully processed requests.",
+            "# TYPE vllm:request_success_total counter",
+            f'vllm:request_success_total{{{labels},finished_reason="length"}} {c["finished"] - 1}.0',
+            f'vllm:request_success_total{{{labels},finished_reason="stop"}} 1.0',
+            f"vllm:generation_tokens_total{{{labels}}} {c['tokens']}.0",
+            f"vllm:num_preemptions_total{{{labels}}} 0.0",
+            f'vllm:time_to_first_token_seconds_bucket{{{labels},le="0.25"}} 1.0',
+            f"vllm:time_to_first_token_seconds_sum{{{labels}}} {0.25 * c['finished']}",
+            f"vllm:time_to_first_token_seconds_count{{{labels}}} {c['finished']}.0",
+            f"vllm:request_time_per_output_token_seconds_sum{{{labels}}} 0.0",
+            f"vllm:request_time_per_output_token_seconds_count{{{labels}}} 0.0",
+            "process_resident_memory_bytes 1.5e+09",
+        ]
+        name = "vllm:spec_decode_num_"
+        if self.depth and self.imitate != "uncounted":
+            for ours, theirs in (("drafts", "drafts"), ("proposed", "draft_tokens"), ("accepted", "accepted_tokens")):
+                lines += [f"{name}{theirs}_total{{{labels}}} {c[ours]}.0", f'{name}{theirs}_total{{engine="1"}} 0.0']
+            for i, count in enumerate(self.positions):
+                lines.append(f'{name}accepted_tokens_per_pos_total{{{labels},position="{i}"}} {count}.0')
+        return "\n".join(lines) + "\n"
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Imitation
+
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        if self.path == "/metrics":
+            with self.server.lock:
+                self.server.late -= 1
+                if self.server.late < 0:
+                    self.server.told = self.server.text()
+                return self.reply(self.server.told)
+        pages = {"/health": "", "/version": '{"version": "0.0"}'}
+        pages["/v1/models"] = json.dumps({"data": [{"id": self.server.model}]})
+        return self.reply(pages[self.path])
+
+    def reply(self, text, status=200):
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text.encode())))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        server = self.server
+        with server.lock:
+            server.under_way += 1
+            server.most = max(server.most, server.under_way)
+            server.answered += 1
+            number = server.answered
+            with Path(os.environ["IMITATION_REQUESTS"]).open("a") as file:
+                file.write(json.dumps({"path": self.path, "most": server.most, "depth": server.depth, **body}) + "\n")
+        if server.imitate == "together":
+            server.pair.wait()
+        if server.imitate == "full" and number > 2:
+            self.reply('{"error": {"message": "the prompt is\\ntoo long"}}', 400)
+        else:
+            self.answer(body, number)
+        with server.lock:
+            server.under_way -= 1
+
+    def answer(self, body, number):
+        server = self.server
+        tokens = target(body["prompt"], body["max_tokens"], body["stop_token_ids"])
+        if server.imitate == "other" and server.depth and number % 2:
+            tokens = [*tokens[:-1], WORDS]
+        pieces, at = [tokens[:1]], 1
+        for accepted in verifications(len(tokens), server.depth):
+            pieces.append(tokens[at : at + accepted + 1])
+            at += accepted + 1
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        for i, piece in enumerate(pieces):
+            if i == 1 and number > 2:
+                if server.imitate == "dies":
+                    print("(EngineCore pid=1) ERROR 01-01 [core.py:1] MemoryError: no room\nEngineDeadError: dead")
+                    sys.stdout.flush()
+                    os._exit(3)
+                if server.imitate == "silent":
+                    time.sleep(3600)
+                if server.imitate == "breaks off":
+                    self.close_connection = True
+                    return
+                if server.imitate == "gives up":
+                    self.event({"error": {"message": "engine\ntrouble", "code": 500}})
+            self.event({"choices": [{"index": 0, "text": "", "token_ids": piece, "finish_reason": None}]})
+        if server.imitate != "endless":
+            self.event({"choices": [{"index": 0, "text": "", "token_ids": [], "finish_reason": "length"}]})
+        self.write(b"data: [DONE]\n\n")
+        server.count(tokens)
+        self.wfile.write(b"0\r\n\r\n")
+
+    def event(self, value):
+        self.write(f"data: {json.dumps(value)}\n\n".encode())
+
+    def write(self, data):
+        half = len(data) // 2  # an event need not come in one piece
+        for piece in (data[:half], data[half:]):
+            self.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
+        self.wfile.flush()
+
+
+ENGINE = 'trap "" TERM; echo ready; exec sleep 3600'
+
+
+def read(words):
+    """A command line's --name value as {name: value}."""
+    arguments, name = {}, ""
+    for word in words:
+        if word.startswith("--"):
+            name = word[2:]
+        arguments[name] = "" if word.startswith("--") else word
+    return arguments
+
+
+def main(argv):
+    arguments = read(argv)
+    with subprocess.Popen(["sh", "-c", ENGINE], stdout=subprocess.PIPE, text=True) as engine:
+        engine.stdout.readline()
+        Path(os.environ["IMITATION_PIDS"]).write_text(f"{os.getpid()} {engine.pid}")
+        if arguments.get("imitate") == "cannot start":
+            print("INFO fine so far\nValueError: no such target")
+            print("RuntimeError: Engine core initialization failed. See root cause above", flush=True)
+            os._exit(1)
+        if arguments.get("imitate") == "never starts":
+            print("INFO loading", flush=True)
+            time.sleep(3600)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        Imitation(arguments).serve_forever()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
