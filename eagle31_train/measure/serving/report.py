@@ -112,15 +112,16 @@ def _spread(values: list[float]) -> dict[str, float | None]:
 def best(rows: Sequence[Row]) -> list[Row]:
     """The number of draft tokens with the greatest speed-up, for each drafter and concurrency; 0 where none pays.
 
-    It pays where all of its interval is above one. The best of several is somewhat flattered by the choice.
+    It pays where all of its interval is above one; without an interval (a single prompt) nothing is shown. The best of
+    several is somewhat flattered by the choice.
     """
     found: list[Row] = []
     tried = [one for one in rows if one["speedup"] is not None and one["speedup"][0] is not None]
     for drafter, concurrency in dict.fromkeys((one["drafter"], one["concurrency"]) for one in tried):
         of = [one for one in tried if (one["drafter"], one["concurrency"]) == (drafter, concurrency)]
         first = max(of, key=lambda one: one["speedup"][0])
-        value, low, _ = first["speedup"]
-        pays = (value if low is None else low) > 1
+        low = first["speedup"][1]
+        pays = low is not None and low > 1
         found.append(
             {
                 "drafter": drafter,
@@ -152,7 +153,7 @@ def _advice(one: Row) -> str:
     much = f"{value:.2f} × the tokens/s/user" + (f" [{low:.2f}, {high:.2f}]" if low is not None else "")
     if one["draft_tokens"]:
         return f"num_speculative_tokens={one['draft_tokens']} is best, with {much}"
-    if high is not None and high >= 1 and low <= 1:
+    if low is None or low <= 1 <= high:
         return f"no gain can be told: num_speculative_tokens={one['tried']}, the best, has {much}"
     return f"speculation does not pay: num_speculative_tokens={one['tried']}, the best, has {much}"
 
