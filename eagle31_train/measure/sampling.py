@@ -79,7 +79,7 @@ class Chooser:
             return logits.argmax(-1)
         q = probabilities(logits, self.sampling.temperature, 1.0)
         self._drafted.append(q)
-        return race(q, self._exponentials(DRAFT, q.shape[-1], step, q.device))
+        return race(q, self._exponentials(DRAFT, q, step))
 
     def verify(self, logits: Tensor, proposed: Tensor, target_ids: Tensor) -> list[list[int]]:
         """What each sequence goes on with: the drafts that the target accepts, and a token of its own.
@@ -104,46 +104,53 @@ class Chooser:
         chosen = []
         for offset, here in enumerate(logits.unbind(1)):
             p = probabilities(here, self.sampling.temperature, self.sampling.top_p)
-            chosen.append(race(p, self._exponentials(TARGET, p.shape[-1], offset, p.device)))
+            chosen.append(race(p, self._exponentials(TARGET, p, offset)))
         return torch.stack(chosen, 1)
 
     def _reject(self, logits: Tensor, proposed: Tensor, target_ids: Tensor) -> list[list[int]]:
         """Rejection sampling of drafts that were drawn from what `draft` has kept."""
+        kept: list[list[int]] = [[] for _ in logits]
         going = [True] * len(logits)
-        kept: list[list[int]] = [[] for _ in going]
         for offset, here in enumerate(logits.unbind(1)):
             p = probabilities(here, self.sampling.temperature, self.sampling.top_p)
-            exponentials = self._exponentials(TARGET, p.shape[-1], offset, p.device)
-            if offset == proposed.shape[1]:
-                accepted, rest = [False] * len(p), p  # all drafts were: the target's own token follows
-            else:
-                draft = proposed[:, offset, None]
-                q = torch.zeros_like(p).index_copy_(1, target_ids.to(p.device), self._drafted[offset])
-                # Drawn as -log(u), u uniform: accepted with probability p/q.
-                uniform = (-self._exponentials(ACCEPT, 1, offset, p.device)).exp()
-                accepted = (uniform * q.gather(1, draft) < p.gather(1, draft))[:, 0].tolist()
-                rest = (p - q).clamp(min=0)
-            own = race(rest, exponentials).tolist()
-            for row, token in enumerate(own):
-                if going[row]:
-                    kept[row].append(int(proposed[row, offset]) if accepted[row] else token)
-                    going[row] = accepted[row]
+            own, accepted = p, [False] * len(p)  # after the last draft, the target's own token
+            if offset < proposed.shape[1]:
+                q = torch.zeros_like(p).index_copy_(1, target_ids, self._drafted[offset])
+                chances = acceptance(p, q, proposed[:, offset])
+                uniforms = [each.random() for each in self._streams(ACCEPT, offset)]
+                accepted = [u < chance for u, chance in zip(uniforms, chances.tolist(), strict=True)]
+                own = residual(p, q)
+            instead = race(own, self._exponentials(TARGET, own, offset)).tolist()
+            for row in [row for row, goes in enumerate(going) if goes]:
+                kept[row].append(int(proposed[row, offset]) if accepted[row] else instead[row])
+                going[row] = accepted[row]
         self._drafted.clear()
         return kept
 
-    def _exponentials(self, purpose: int, count: int, offset: int, device: torch.device) -> Tensor:
-        """[B, count] fp64: each sequence's own, for its token `offset` after the next."""
-        rows = [
-            exponentials(seed, number + offset, purpose, count)
-            for seed, number in zip(self.seeds, self.numbers, strict=True)
-        ]
-        return torch.from_numpy(np.stack(rows)).to(device)
+    def _exponentials(self, purpose: int, weights: Tensor, offset: int) -> Tensor:
+        """As many as weights [B, V], fp64: each sequence's own, for its token `offset` after the next."""
+        rows = [each.standard_exponential(weights.shape[1]) for each in self._streams(purpose, offset)]
+        return torch.from_numpy(np.stack(rows)).to(weights.device)
+
+    def _streams(self, purpose: int, offset: int) -> list[np.random.Generator]:
+        return [stream(s, n + offset, purpose) for s, n in zip(self.seeds, self.numbers, strict=True)]
 
 
-def exponentials(seed: int, number: int, purpose: int, count: int) -> np.ndarray:
-    """[count] fp64 exponentials of one token of one output: a function of its arguments."""
-    stream = np.random.Philox(key=[seed % 2**64, number], counter=[0, 0, 0, purpose])
-    return np.random.Generator(stream).standard_exponential(count)
+def stream(seed: int, number: int, purpose: int) -> np.random.Generator:
+    """The random numbers of one token of one output, for one purpose: a function of its arguments."""
+    key, counter = np.array([seed % 2**64, number], np.uint64), np.array([0, 0, 0, purpose], np.uint64)
+    return np.random.Generator(np.random.Philox(key=key, counter=counter))
+
+
+def acceptance(p: Tensor, q: Tensor, drafts: Tensor) -> Tensor:
+    """[B] with what probability drafts [B], drawn from q [B, V], are accepted as draws from p [B, V]."""
+    at = drafts[:, None]
+    return (p.gather(1, at) / q.gather(1, at)).clamp(max=1)[:, 0]
+
+
+def residual(p: Tensor, q: Tensor) -> Tensor:
+    """[B, V], not renormalised: what is left of p for draws after a rejection of a draw from q."""
+    return (p - q).clamp(min=0)
 
 
 def race(weights: Tensor, exponentials: Tensor) -> Tensor:

@@ -79,11 +79,10 @@ class CachedTarget(HiddenStateTarget):
         if least:
             self._cache.crop(-least)
         shifts = [(row, count - least) for row, count in enumerate(counts) if count > least]
-        for layer in self._cache.layers:
-            if layer.is_initialized:  # a layer that shares another's keys never is
+        for layer in self._filled():
+            for states in (layer.keys, layer.values):
                 for row, shift in shifts:
-                    for states in (layer.keys, layer.values):
-                        states[row, ..., shift:, :] = states[row, ..., :-shift, :].clone()
+                    states[row, ..., shift:, :] = states[row, ..., :-shift, :].clone()
         self._narrow()
 
     def select(self, rows: Sequence[int]) -> None:
@@ -95,9 +94,13 @@ class CachedTarget(HiddenStateTarget):
     def _narrow(self) -> None:
         """Drop what is padding in every row."""
         width = max(self.lengths)
-        for layer in self._cache.layers:
-            if layer.is_initialized:
-                layer.keys, layer.values = layer.keys[..., -width:, :], layer.values[..., -width:, :]
+        for layer in self._filled():
+            layer.keys, layer.values = layer.keys[..., -width:, :], layer.values[..., -width:, :]
+
+    def _filled(self) -> list[Any]:
+        """The cache's layers; one that shares another's keys stays empty."""
+        layers: list[Any] = self._cache.layers
+        return [layer for layer in layers if layer.is_initialized]
 
     def _forward(self, rows: Sequence[Sequence[int]], logit_rows: int) -> Tensor:
         n = max(len(row) for row in rows)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import make_document, make_objective, make_shape
+from conftest import make_document, make_mla_shape, make_objective, make_shape
 
 from eagle31_train.drafter.batch import build_batch
 from eagle31_train.drafter.decode import DraftDecoder
@@ -116,3 +116,62 @@ def test_a_planted_mistake_is_seen(document, mistake):
     vars(decoder.drafter).pop("feedback", None)  # the unroll is the right one
     vars(decoder.drafter.midlayer.self_attn).pop("queries", None)
     assert (z - unrolled(objective, document, 8, tokens)).abs().max() > 1e-3
+
+
+# ---------------------------------------------------------------- several sequences
+
+ROUNDS = [[6, 1, 11], [1, 4, 1], [3, 2, 1]]  # rows that each sequence takes in
+
+
+def together(decoder, documents, leave=None, rounds=ROUNDS):
+    """Outputs [count, D] of each round of each sequence; sequence `leave` leaves before the last round."""
+    done, there, found = [0] * len(documents), list(range(len(documents))), []
+    for number, counts in enumerate(rounds):
+        if leave is not None and number == len(rounds) - 1:
+            there.remove(leave)
+            decoder.select(there)
+        counts = [counts[row] for row in there]
+        ranges = [(documents[row], done[row], done[row] + count) for row, count in zip(there, counts, strict=True)]
+        aux = torch.cat([document.aux[start:end] for document, start, end in ranges])
+        decoder.extend(aux, torch.cat([d.tokens[start + 1 : end + 1] for d, start, end in ranges]), counts)
+        for row, (_, _, end) in zip(there, ranges, strict=True):
+            done[row] = end
+        found.append(dict(zip(there, torch.stack([z for _, z in decoder.unroll(K)], 1), strict=True)))
+    return found
+
+
+@pytest.mark.parametrize("make", [make_shape, make_mla_shape])
+@pytest.mark.parametrize("leave", [None, 0, 2])
+def test_sequences_draft_together_what_each_drafts_alone(make, leave):
+    objective = make_objective(make(), torch.float64)
+    generator = torch.Generator().manual_seed(2)
+    documents = [make_document(objective.drafter.shape, 24, generator) for _ in range(3)]
+    ids = objective.teacher.target_ids
+    found = together(DraftDecoder(objective.drafter, ids, 30, 3), documents, leave)
+    for row, document in enumerate(documents):
+        alone = together(
+            DraftDecoder(objective.drafter, ids, 30), [document], rounds=[[counts[row]] for counts in ROUNDS]
+        )
+        for here, there in zip(found, alone, strict=True):
+            if row in here:
+                torch.testing.assert_close(here[row], there[0], rtol=1e-12, atol=1e-12)
+    assert (0 in found[-1]) == (leave != 0)
+
+
+def test_the_chooser_decides_what_is_drafted_and_gone_on_with():
+    objective = make_objective(make_shape(), torch.float64)
+    document = make_document(objective.drafter.shape, 12, torch.Generator().manual_seed(4))
+    least, most = (DraftDecoder(objective.drafter, objective.teacher.target_ids, 30) for _ in range(2))
+    for decoder in (least, most):
+        decoder.extend(document.aux[:9], document.tokens[1:10])
+    seen = []
+
+    def choose(step, logits):
+        seen.append((step, logits))
+        return logits.argmin(-1)
+
+    drafted = least.propose(3, choose)
+    assert [step for step, _ in seen] == [0, 1, 2]
+    assert drafted[0].tolist() == [int(objective.teacher.target_ids[logits[0].argmin()]) for _, logits in seen]
+    torch.testing.assert_close(seen[0][1][0], objective.drafter.lm_head(next(most.unroll(1))[1])[0])
+    assert drafted[0].tolist() != most.draft(3)

@@ -1,0 +1,191 @@
+"""Sequences of unequal length, read together: what each would have been alone."""
+
+from functools import wraps
+
+import pytest
+import torch
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
+
+from eagle31_train.schema import UserError
+from eagle31_train.targets.cached import CachedTarget
+
+SIZES = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+LATENT = {
+    "q_lora_rank": 12,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+FAMILIES = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
+    "qwen": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES)),
+    "sliding": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=4)),
+    "soft-capped": lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES, sliding_window=4)),
+    "every sixth full": lambda: Gemma3ForCausalLM(
+        Gemma3TextConfig(**SIZES | {"num_hidden_layers": 7}, sliding_window=4)
+    ),
+    "experts": lambda: MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4)),
+    "latent": lambda: DeepseekV3ForCausalLM(
+        DeepseekV3Config(**{k: v for k, v in SIZES.items() if k != "head_dim"} | {"num_key_value_heads": 4}, **LATENT)
+    ),
+}
+LENGTHS = [3, 11, 1, 7]
+ROUNDS = [[2, 0, 3, 3], [1, 1, 1, 1], [0, 3, 2, 0], [3, 3, 0, 1], [0, 0, 0, 0]]  # forgotten of 4 new ones
+
+
+def random(model):
+    """A target in fp64, every parameter random and wide enough that a wrong key tells."""
+    generator = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
+    model.set_experts_implementation("eager")  # the others know no fp64
+    # Eager attention in fp64 takes its softmax in fp32, where the mask's least fp64 is no number.
+    exact = model.config._attn_implementation != "eager"
+    return CachedTarget(model.to(torch.float64 if exact else torch.float32).eval(), [1, 2, 4])
+
+
+@pytest.fixture(params=FAMILIES)
+def target(request):
+    return random(FAMILIES[request.param]())
+
+
+def words(count, seed):
+    return torch.randint(0, 50, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def read_together(target, lengths, rounds, leave=()):
+    """What is read of rows that read 4 tokens a round and forget some: per row, states and logits of what it kept.
+
+    leave: (round, row) after which a row leaves.
+    """
+    kept = [words(length, row) for row, length in enumerate(lengths)]
+    found = [([], []) for _ in lengths]
+    there = list(range(len(lengths)))
+    target.reset(len(lengths))
+    aux, logits = target.read(kept, 1)
+    for row in there:
+        found[row][0].append(aux[row, aux.shape[1] - lengths[row] :])
+        found[row][1].append(logits[row])
+    for number, forgotten in enumerate(rounds):
+        new = [words(4, 100 * number + row) for row in there]
+        aux, logits = target.read(new, 4)
+        target.forget([forgotten[row] for row in there])
+        for at, row in enumerate(there):
+            stay = 4 - forgotten[row]
+            kept[row] += new[at][:stay]
+            found[row][0].append(aux[at, :stay])
+            found[row][1].append(logits[at, :stay])
+        staying = [at for at, row in enumerate(there) if (number, row) not in leave]
+        if len(staying) < len(there):
+            target.select(staying)
+            there = [there[at] for at in staying]
+    return kept, [(torch.cat(aux), torch.cat(logits)) for aux, logits in found]
+
+
+def check(target, kept, found, lengths):
+    """Against one forward pass of each row alone, without a cache."""
+    for tokens, (aux, logits), length in zip(kept, found, lengths, strict=True):
+        ids = torch.tensor([tokens])
+        # Some norms and scores are in fp32 in any model, and so are the logits that are handed on.
+        bar = 1e-5 if aux.dtype == torch.float64 else 1e-3
+        torch.testing.assert_close(aux, target.states(ids, None).aux[0], rtol=bar, atol=bar)
+        whole = target.own_logits(ids, torch.ones_like(ids))[0, length - 1 :]
+        torch.testing.assert_close(logits, whole, rtol=bar, atol=bar)
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, [5, 5, 5, 5], [1, 1, 9, 1]])
+def test_rows_are_what_they_are_alone(target, lengths):
+    check(target, *read_together(target, lengths, ROUNDS), lengths)
+
+
+def test_rows_that_leave_change_nothing_for_the_others(target):
+    leave = {(0, 1), (2, 0), (2, 3)}  # the longest first: the cache grows narrower
+    check(target, *read_together(target, LENGTHS, ROUNDS, leave), LENGTHS)
+
+
+def test_the_cache_is_as_wide_as_the_longest_row(target):
+    kept, _ = read_together(target, LENGTHS, ROUNDS)
+    assert target.lengths == [len(tokens) for tokens in kept]
+    widths = {states.shape[-2] for layer in target._filled() for states in (layer.keys, layer.values)}
+    assert widths == {max(target.lengths)}
+
+
+def no_shift(target):
+    target.forget = lambda counts: (
+        setattr(target, "lengths", [n - c for n, c in zip(target.lengths, counts, strict=True)]),
+        target._cache.crop(-min(counts)) if min(counts) else None,
+        target._narrow(),
+    )
+
+
+def without(name):
+    def plant(target):
+        right = target.model.forward
+        target.model.forward = wraps(right)(lambda **inputs: right(**{k: v for k, v in inputs.items() if k != name}))
+
+    return plant
+
+
+def others_lengths(target):
+    right = target.select
+    target.select = lambda rows: (right(rows), target.lengths.reverse())
+
+
+@pytest.mark.parametrize("mistake", [no_shift, without("attention_mask"), without("position_ids"), others_lengths])
+def test_a_planted_mistake_is_seen(mistake):
+    target = random(FAMILIES["llama"]())
+    mistake(target)
+    with pytest.raises(AssertionError):
+        check(target, *read_together(target, LENGTHS, ROUNDS, {(0, 1)}), LENGTHS)
+
+
+def test_one_row_is_read_without_mask_and_positions(monkeypatch):
+    target = random(FAMILIES["llama"]())
+    right, told = target.model.forward, []
+    monkeypatch.setattr(target.model, "forward", lambda **inputs: told.append(set(inputs)) or right(**inputs))
+    read_together(target, [6], [[1], [0], [3]])
+    assert all(inputs == {"input_ids", "past_key_values", "use_cache", "logits_to_keep"} for inputs in told)
+
+
+def test_targets_that_decode_alone_say_why():
+    long = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0}
+    for model, reason in (
+        (LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=long)), "a RoPE that follows the longest sequence"),
+        (Qwen3NextForCausalLM(Qwen3NextConfig(**SIZES)), "layers of type linear_attention"),
+    ):
+        target = CachedTarget(model.eval(), [1, 2, 4])
+        target.reset(1)
+        with pytest.raises(UserError, match=rf"the target has {reason}.*set evaluate\.batch_size=1"):
+            target.reset(2)
