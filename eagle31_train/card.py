@@ -88,12 +88,17 @@ def commands(config: Config) -> list[str]:
     """The commands of all five stages that make this drafter again."""
     options = shlex.join(overrides(config))
     return [
-        f"python -m data_prep {options}",
-        f"python -m eagle31_train.extract {options}",
+        command("data_prep", config),
+        command("eagle31_train.extract", config),
         f"accelerate launch --quiet train.py {options}",
-        f"python -m eagle31_train.evaluate {options}",
-        f"python -m eagle31_train.export {options}",
+        command("eagle31_train.evaluate", config),
+        command("eagle31_train.export", config),
     ]
+
+
+def command(stage: str, config: Config) -> str:
+    """The command that runs a stage with this configuration."""
+    return f"python -m {stage} {shlex.join(overrides(config))}"
 
 
 def overrides(config: Config) -> list[str]:

@@ -30,8 +30,11 @@ ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
 
 
-def load_config(overrides: list[str]) -> Config:
+def load_config(overrides: list[str], saved: Path | None = None) -> Config:
     """Compose `configs/config.yaml` with the overrides and check it against the schema.
+
+    Args:
+        saved: a resolved configuration, as runs keep it, to begin with instead.
 
     Raises:
         UserError: an unknown key or group (with the nearest valid name), a value of the wrong
@@ -41,8 +44,10 @@ def load_config(overrides: list[str]) -> Config:
     OmegaConf.register_new_resolver("project", lambda path: str(ROOT / path), replace=True)
     ConfigStore.instance().store(name="schema", node=Config)
     try:
+        if saved is not None:
+            ConfigStore.instance().store(name="saved", node=_read(saved))
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            composed = _composed(overrides)
+            composed = _composed(overrides, "config" if saved is None else "saved")
         # run_dir is made of the name, and OmegaConf stumbles over the one that is missing behind the other.
         missing = ["name"] if OmegaConf.is_missing(composed, "name") else sorted(OmegaConf.missing_keys(composed))
         if missing:
@@ -57,7 +62,14 @@ def load_config(overrides: list[str]) -> Config:
     return config
 
 
-def _composed(overrides: list[str]) -> Any:
+def _read(saved: Path) -> Any:
+    """A saved configuration; options that were added since have their defaults."""
+    if not saved.is_file():
+        raise UserError(f"{saved} is missing: give a run's folder, or a recipe with +experiment=NAME")
+    return OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(saved))
+
+
+def _composed(overrides: list[str], root: str = "config") -> Any:
     """Hydra's composition; a group that the recipe has already is replaced by the command line's.
 
     And `option={}` empties a free-form option, where Hydra would merge nothing into what the recipe has.
@@ -66,24 +78,32 @@ def _composed(overrides: list[str]) -> Any:
         option = override.removeprefix("++").removesuffix("={}")
         if override == f"++{option}={{}}" and option in _free():
             groups = [o for o in overrides[at + 1 :] if (CONFIGS / o.partition("=")[0].lstrip("+")).is_dir()]
-            there = OmegaConf.select(_composed([*overrides[:at], *groups]), option)
-            return _composed([*overrides[:at], *(f"~{option}.{key}" for key in there), *overrides[at + 1 :]])
+            there = OmegaConf.select(_composed([*overrides[:at], *groups], root), option)
+            return _composed([*overrides[:at], *(f"~{option}.{key}" for key in there), *overrides[at + 1 :]], root)
     try:
-        return compose("config", overrides)
+        return compose(root, overrides)
     except HydraException as error:
         twice = re.match(r"Multiple values for (\w+)\.", str(error))
         given = [o for o in overrides if twice and o.startswith(f"+{twice[1]}=") and twice[1] != "experiment"]
         if len(given) != 1:
             raise
-        return _composed([o.removeprefix("+") if o in given else o for o in overrides])
+        return _composed([o.removeprefix("+") if o in given else o for o in overrides], root)
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # what a user can mend
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later
 
 
-def run(stage: Callable[[Config], None], description: str, argv: list[str] | None = None) -> None:
+def run(
+    stage: Callable[[Config], None],
+    description: str,
+    argv: list[str] | None = None,
+    saved: Path | None = None,
+) -> None:
     """Parse the command line, compose the configuration, run the stage.
+
+    Args:
+        saved: a resolved configuration to begin with, see `load_config`.
 
     Exits with 2 on a user's mistake, with 75 if the stage was told to stop and saved, with 130 on Ctrl-C.
     """
@@ -96,7 +116,7 @@ def run(stage: Callable[[Config], None], description: str, argv: list[str] | Non
     parser.add_argument("--cfg", action="store_true", help="print the resolved configuration and stop")
     arguments = parser.parse_intermixed_args(argv)
     try:
-        config = load_config(arguments.overrides)
+        config = load_config(arguments.overrides, saved)
         if arguments.cfg:
             print(OmegaConf.to_yaml(OmegaConf.structured(config)), end="")
             return
@@ -140,8 +160,10 @@ def _checked(override: str) -> str:
     if not key or (not equals and not override.startswith("~")):
         raise UserError(f"{override!r} is not of the form key=value")
     if (CONFIGS / key).is_dir():
-        if value not in _choices(key):
-            raise UserError(f"no configs/{key}/{value}.yaml{_nearest(value, _choices(key))}")
+        several = value[1:-1].split(",") if value.startswith("[") and value.endswith("]") else [value]
+        for name in map(str.strip, several):
+            if name not in _choices(key):
+                raise UserError(f"no configs/{key}/{name}.yaml{_nearest(name, _choices(key))}")
         return f"+{key}={value}"  # Hydra takes a group that no defaults list names only with the plus
     known = {path: kind for path, kind, _ in _options(Config)}
     if any(key == path or key.startswith(path + ".") for path in _free()):

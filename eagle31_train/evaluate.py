@@ -1,53 +1,34 @@
 """STAGE 4: how many drafted tokens the target accepts, by real speculative decoding.
 
     python -m eagle31_train.evaluate +experiment=smollm2
+    python -m eagle31_train.evaluate +experiment=smollm2 '+suite=[mt_bench,gsm8k]' 'evaluate.perturbations=[context_2]'
+    python -m eagle31_train.evaluate +experiment=smollm2 evaluate.backend=vllm
 
-Reads run_dir/data and run_dir/train, writes run_dir/evaluate/manifest.json. Every prompt is decoded
-twice, with and without the drafter; the two outputs must be equal, token for token.
+Reads run_dir/data and run_dir/train; writes run_dir/evaluate: the manifest, a page with its pictures, and every
+workload's counts. Every prompt is decoded with the drafter and without; the two outputs must be equal, token for token.
+
+With backend=vllm it serves run_dir/export by vLLM, in vLLM's own environment, and writes run_dir/serving instead.
 """
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from tqdm import tqdm
-
-from eagle31_train import artifacts, cli, vocab
-from eagle31_train.drafter.decode import DraftDecoder
-from eagle31_train.drafter.model import Drafter
-from eagle31_train.measure import prompts
-from eagle31_train.measure.acceptance import Outcome, describe, summarise, table
-from eagle31_train.measure.decoding import (
-    Decoded,
-    Limits,
-    decode_plain,
-    decode_speculative,
-    first_difference,
-    logit_gap,
-)
-from eagle31_train.measure.prompts import Prompt
-from eagle31_train.schema import Config, DrafterShape, EvaluateConfig, UserError, check_architecture
+from eagle31_train import artifacts, card, cli
+from eagle31_train.measure import acceptance, drafters, page, records, suites, tables
+from eagle31_train.measure.decoding import Limits
+from eagle31_train.measure.drafters import TRAIN
+from eagle31_train.measure.measuring import Measurer, Outcome, check_options, remarks, sheet
+from eagle31_train.measure.serving import measure_serving
+from eagle31_train.measure.serving import report as serving_report
+from eagle31_train.schema import Config, EvaluateConfig, UserError
 from eagle31_train.store import read_manifest
 from eagle31_train.targets.cached import CachedTarget
-from eagle31_train.targets.hf import load_model, pick_dtype
+from eagle31_train.targets.hf import load_model, pick_device
 
-TRAIN = "accelerate launch train.py"
-DATA = "python -m data_prep"
-LAYOUT = 2  # raise it when the same inputs are counted or reported otherwise
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """What training left: its manifest, the drafter's shape, the weights' file and the draft vocabulary."""
-
-    manifest: dict[str, Any]
-    shape: DrafterShape
-    weights: Path
-    vocab: vocab.DraftVocab
+DATA, EXPORT = "python -m data_prep", "python -m eagle31_train.export"
+LAYOUT = 3  # raise it when the same inputs are counted or reported otherwise
 
 
 def evaluate(config: Config) -> None:
@@ -55,109 +36,160 @@ def evaluate(config: Config) -> None:
 
     Raises:
         UserError: missing or damaged input, output of other inputs, or an output that differs from
-            plain greedy decoding.
+            plain decoding.
     """
     began = time.perf_counter()
-    run_dir = Path(config.run_dir)
-    check_options(config.evaluate)
+    options = config.evaluate
+    check_options(options)
+    if options.backend == "vllm":
+        serve(config)
+        return
     data = artifacts.read_json(config.data_folder / artifacts.MANIFEST, DATA)
-    trained = read_checkpoint(config)
-    inputs = stage_inputs(config, data, trained.manifest)
-    folder = run_dir / "evaluate"
+    checkpoint = drafters.of_run(Path(config.run_dir), config.data_folder)
+    trained = checkpoint.manifest
+    assert trained is not None
+    inputs = stage_inputs(config, data, trained)
+    folder = Path(config.run_dir) / "evaluate"
     if artifacts.finished(folder, artifacts.fingerprint(inputs), inputs, config.overwrite):
         print(f"evaluate: up to date ({folder})")
         return
-    if data["dataset_fingerprint"] != trained.manifest["inputs"].get("data"):
+    if data["dataset_fingerprint"] != trained["inputs"].get("data"):
         raise UserError(
             f"{config.data_folder} is not the data that the drafter was trained on, so its held-out prompts may have "
             f"been trained on: run `{TRAIN}` on it, or give data_dir=… of training"
         )
-    refuse_other_target(read_manifest(config), trained.manifest, inputs["target"], config.target.path)
+    refuse_other_target(read_manifest(config), trained, inputs["target"], config.target.path)
     if damage := artifacts.first_damaged(config.data_folder, data.get("files", {})):
         raise UserError(f"{damage}: run `{DATA}` again")
 
-    target = CachedTarget(load_model(config.target, config.evaluate.dtype), trained.shape.aux_layers)
-    drafter = load_drafter(trained, target, config)
-    room = positions(target, trained.shape) - config.evaluate.max_new_tokens - config.evaluate.draft_tokens
-    given = read_prompts(config, data)
-    chosen, too_long = prompts.choose(given, config.evaluate.num_prompts, room)
-    if too_long:
-        print(f"evaluate: {len(too_long)} prompts have more than {room} tokens and are left out: {', '.join(too_long)}")
-    outcomes = decode_all(target, drafter, torch.from_numpy(trained.vocab.target_ids), chosen, data, config.evaluate)
+    target = CachedTarget(load_model(config.target, options.dtype), checkpoint.shape.aux_layers)
+    candidate = drafters.load(checkpoint, config.name, target, config)
+    workloads = suites.workloads(config, data, drafters.room(target, [candidate], options))
+    for remark in remarks(workloads):
+        print(f"evaluate: {remark}")
+    limits = Limits(options.max_new_tokens, frozenset(data["end_ids"]))
+    measurer = Measurer(target.model, limits, options, config.seed)
+    counted = records.inputs(config, data["end_ids"])
+    outcomes, files = records.measured(folder / "workloads", workloads, measurer, [candidate], counted)
 
-    report = summarise(outcomes, config.evaluate, target)
-    report["not_measured"] = sorted(sources_of(given, config, data) - report["by_source"].keys())
+    found = [outcome[config.name] for outcome in outcomes]
+    sheets = [sheet(workload, {config.name: [one]}) for workload, one in zip(workloads, found, strict=True)]
+    result = {
+        **acceptance.tell(sheets, range(1, options.depths + 1), options.draft_tokens),
+        "title": config.name,
+        "command": card.command("eagle31_train.evaluate", config),
+        "machine": acceptance.machine(target.device),
+        "dtype": options.dtype,
+        "max_new_tokens": options.max_new_tokens,
+    }
+    shown = page.write(folder, result)
     seconds = time.perf_counter() - began
+    described = [
+        {**acceptance.describe(prompt, output, measured, options.draft_tokens), "reach": measured.accepted}
+        for prompt, output, measured in zip(workloads[0].prompts, found[0].outputs, found[0].measured, strict=True)
+    ]
     manifest = {
         "fingerprint": artifacts.fingerprint(inputs),
         "inputs": inputs,
-        "report": {**report, "seconds": seconds},
-        "per_prompt": [describe(outcome, config.evaluate.draft_tokens) for outcome in outcomes],
-        "too_long": too_long,
+        "report": {**report(result, found[0], options), "not_measured": not_measured(result, data), "seconds": seconds},
+        "result": result,
+        "per_prompt": described,
+        "left_out": {workload.name: workload.left_out for workload in workloads},
         "end_ids": data["end_ids"],
-        "files": {},
+        "files": artifacts.list_files(folder, [*files, *shown]),
         "seconds": seconds,
     }
     artifacts.write_json(folder / artifacts.MANIFEST, manifest)
-    print(table(report))
+    print(tables.table(result))
+    if missing := manifest["report"]["not_measured"]:
+        print(f"not measured: {', '.join(missing)} (no prompt of these sources was decoded)")
+    print(f"evaluate: {folder / page.PAGE}")
+
+
+def serve(config: Config) -> None:
+    """Measure the exported checkpoint as vLLM serves it.
+
+    Raises:
+        UserError: nothing was exported, or vLLM cannot be run.
+    """
+    began = time.perf_counter()
+    run_dir, options = Path(config.run_dir), config.evaluate
+    exported = artifacts.read_json(run_dir / "export.json", EXPORT)
+    if damage := artifacts.first_damaged(run_dir, exported["files"]):
+        raise UserError(f"{damage}: run `{EXPORT}` again")
+    data = artifacts.read_json(config.data_folder / artifacts.MANIFEST, DATA)
+    inputs = {
+        **stage_inputs(config, data, {"fingerprint": exported["inputs"]["train"]}),
+        "export": exported["fingerprint"],
+    }
+    folder = run_dir / "serving"
+    if artifacts.finished(folder, artifacts.fingerprint(inputs), inputs, config.overwrite):
+        print(f"evaluate: up to date ({folder})")
+        return
+    workloads = suites.workloads(config, data, config.drafter.max_position_embeddings - options.max_new_tokens)
+    if len(workloads) > 1:
+        raise UserError(
+            "evaluate.backend=vllm measures one workload at a time: leave out evaluate.perturbations, and give one set "
+            "of prompts as evaluate.prompts=FILE"
+        )
+    asked, machine = workloads[0].prompts, acceptance.machine(pick_device(config.target.device))
+    serving = measure_serving(config, {config.name: run_dir / "export"}, asked, data["end_ids"])
+    serving |= {"command": card.command("eagle31_train.evaluate", config), "machine": machine}
+    manifest = {
+        "fingerprint": artifacts.fingerprint(inputs),
+        "inputs": inputs,
+        "serving": serving,
+        "files": artifacts.list_files(folder, page.write(folder, {"title": config.name, "serving": serving})),
+        "seconds": time.perf_counter() - began,
+    }
+    artifacts.write_json(folder / artifacts.MANIFEST, manifest)
+    print(serving_report.table(serving))
+    print(f"evaluate: {folder / page.PAGE}")
+
+
+def report(result: dict[str, Any], outcome: Outcome, options: EvaluateConfig) -> dict[str, Any]:
+    """The manifest's report: the first workload, at evaluate.draft_tokens."""
+    workload = result["workloads"][0]
+    (numbers,) = workload["drafters"].values()
+    found = acceptance.report(numbers, options.draft_tokens)
+    return {
+        **found,
+        "max_new_tokens": options.max_new_tokens,
+        "draft_tokens_proposed": options.draft_tokens * found["drafts"],
+        "tokens_per_second": {
+            "speculative": outcome.tokens / outcome.speculative,
+            "plain": outcome.tokens / outcome.plain,
+        },
+        "identical": options.temperature == 0 or options.draft_sampling == "greedy",  # or measuring would have refused
+        "workload": workload["name"],
+        "dtype": options.dtype,
+        "machine": result["machine"],
+    }
+
+
+def not_measured(result: dict[str, Any], data: dict[str, Any]) -> list[str]:
+    """Sources that the drafter learnt from, of which no held-out prompt was decoded."""
+    workload = result["workloads"][0]
+    (numbers,) = workload["drafters"].values()
+    learnt = data["splits"]["train"].get("by_source", {}) if workload["suite"] == suites.HELDOUT else {}
+    return sorted(learnt.keys() - numbers["by_source"].keys())
 
 
 # ---------------------------------------------------------------- input
 
 
-def check_options(options: EvaluateConfig) -> None:
-    """Refuse numbers with which nothing would be measured."""
-    pick_dtype(options.dtype)
-    for name, least in (("num_prompts", 1), ("draft_tokens", 1), ("max_new_tokens", 2)):
-        if getattr(options, name) < least:
-            raise UserError(f"evaluate.{name}={getattr(options, name)} measures nothing: set at least {least}")
-
-
-def read_checkpoint(config: Config) -> Checkpoint:
-    """The checkpoint that training left, whole and with its own vocabulary; UserError otherwise."""
-    folder = Path(config.run_dir) / "train"
-    manifest = artifacts.read_json(folder / artifacts.MANIFEST, TRAIN)
-    if damage := artifacts.first_damaged(folder, manifest.get("files", {})):
-        raise UserError(f"{damage}: run `{TRAIN}` again")
-    checkpoint = folder / manifest["checkpoint"]
-    try:
-        shape = DrafterShape(**artifacts.read_json(checkpoint / "drafter.json", TRAIN))
-    except TypeError as error:
-        raise UserError(
-            f"{checkpoint / 'drafter.json'} is not a drafter's shape ({error}): run `{TRAIN}` again"
-        ) from None
-    check_architecture(shape.architecture)
-    if not (weights := checkpoint / "model.safetensors").is_file():
-        raise UserError(f"{weights} is missing: run `{TRAIN}` first")
-    file = config.data_folder / "vocab.safetensors"
-    kept = vocab.read(file)
-    # Another vocabulary of the same size would change the meaning of lm_head's rows in silence.
-    if manifest["inputs"].get("vocab") != artifacts.file_sha256(file)[:16]:
-        raise UserError(f"{file} is not the vocabulary that the drafter was trained with: run `{TRAIN}` again")
-    return Checkpoint(manifest, shape, weights, kept)
-
-
 def stage_inputs(config: Config, data: dict[str, Any], train: dict[str, Any]) -> dict[str, Any]:
     """Everything that the counts depend on."""
     options = asdict(config.evaluate)
-    del options["warmup"]
-    if config.evaluate.prompts is not None:
-        options["prompts"] = [artifacts.file_sha256(f)[:16] for f in prompts.files_of(config.evaluate.prompts)]
-        if config.target.template_args:
-            options["template_args"] = config.target.template_args
-        if config.target.chat_template is not None:
-            options["template"] = artifacts.file_sha256(Path(config.target.chat_template))[:16]
+    for name in ("warmup", "prompts", "suites", "perturbations"):  # the last three by what they hold
+        del options[name]
     return {
         "layout": LAYOUT,
         "train": train["fingerprint"],
         "data": data["fingerprint"],
-        "target": {
-            "name": config.target.name,
-            "revision": config.target.revision,
-            "weights": artifacts.weights_fingerprint(config.target.path),
-            "dtype": config.target.dtype,
-        },
+        "target": drafters.target_identity(config.target),
         "evaluate": options,
+        "workloads": suites.inputs(config),
     }
 
 
@@ -174,117 +206,5 @@ def refuse_other_target(store: dict[str, Any] | None, train: dict[str, Any], tar
         )
 
 
-def load_drafter(trained: Checkpoint, target: CachedTarget, config: Config) -> Drafter:
-    """The drafter as it is served: weights rounded to target.dtype, run in evaluate.dtype.
-
-    The exporter writes them in target.dtype, hence the rounding, here and nowhere else.
-    """
-    embedding = target.embedding.weight.data
-    drafter = Drafter(trained.shape, embedding)
-    try:
-        drafter.load_state_dict(load_file(trained.weights))
-    except (RuntimeError, SafetensorError, OSError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{trained.weights} does not fit its drafter.json ({reason}): run `{TRAIN}` again") from None
-    drafter.to(pick_dtype(config.target.dtype)).to(embedding.device, pick_dtype(config.evaluate.dtype))
-    if trained.shape.share_embedding:
-        drafter.shared_embedding = embedding  # the target's own, which the rounding has no business with
-    return drafter.eval().requires_grad_(False)
-
-
-def positions(target: CachedTarget, shape: DrafterShape) -> int:
-    """The longest sequence on which vLLM drafts every time."""
-    limit = getattr(target.model.config.get_text_config(), "max_position_embeddings", None)
-    return min(shape.max_position_embeddings, limit or shape.max_position_embeddings)
-
-
-def read_prompts(config: Config, data: dict[str, Any]) -> list[Prompt]:
-    """The prompts of the configuration, in their order."""
-    if config.evaluate.prompts is not None:
-        return prompts.from_files(prompts.files_of(config.evaluate.prompts), config.target)
-    folder = config.data_folder
-    # Asked of the manifest: `datasets` saves an empty split and then cannot load it.
-    if not data["splits"]["heldout"]["conversations"]:
-        raise UserError(
-            f"{folder} holds out no prompts (data.heldout=0): set data.heldout and run `{DATA}` again, "
-            "or set evaluate.prompts=FILE"
-        )
-    return prompts.from_heldout(folder / "dataset")
-
-
-def sources_of(given: list[Prompt], config: Config, data: dict[str, Any]) -> set[str]:
-    """Every source that somebody might look for: of the file's prompts, or of what the drafter learnt."""
-    known = {prompt.source for prompt in given}
-    if config.evaluate.prompts is None:
-        known |= data["splits"]["train"].get("by_source", {}).keys()
-    return known
-
-
-# ---------------------------------------------------------------- decoding
-
-
-def decode_all(
-    target: CachedTarget,
-    drafter: Drafter,
-    target_ids: torch.Tensor,
-    chosen: list[Prompt],
-    data: dict[str, Any],
-    options: EvaluateConfig,
-) -> list[Outcome]:
-    """Decode every prompt both ways, in turns, so that a busy machine slows both alike.
-
-    Raises:
-        UserError: the outputs of a prompt differ.
-    """
-    limits = Limits(options.max_new_tokens, frozenset(data["end_ids"]))
-    ids = target_ids.to(target.embedding.weight.device)
-
-    def plain(prompt: Prompt) -> Decoded:
-        return decode_plain(target, prompt.ids, limits)
-
-    def speculative(prompt: Prompt) -> Decoded:
-        capacity = len(prompt.ids) + options.max_new_tokens + options.draft_tokens
-        decoder = DraftDecoder(drafter, ids, capacity)
-        return decode_speculative(target, decoder, prompt.ids, options.draft_tokens, limits)
-
-    if options.warmup:
-        plain(chosen[0])
-        speculative(chosen[0])
-    outcomes: list[Outcome] = []
-    with tqdm(chosen, desc="evaluate", unit="prompt") as bar:
-        for index, prompt in enumerate(bar):
-            if index % 2:
-                with_drafter, without = speculative(prompt), plain(prompt)
-            else:
-                without, with_drafter = plain(prompt), speculative(prompt)
-            refuse_difference(target, prompt, without, with_drafter, options)
-            outcomes.append(Outcome(prompt, without, with_drafter))
-            counts = [accepted for outcome in outcomes for accepted in outcome.speculative.accepted]
-            bar.set_postfix_str(f"acceptance length {1 + sum(counts) / max(len(counts), 1):.3f}")
-    return outcomes
-
-
-def refuse_difference(
-    target: CachedTarget, prompt: Prompt, plain: Decoded, speculative: Decoded, options: EvaluateConfig
-) -> None:
-    """UserError where speculation changed the output."""
-    at = first_difference(plain.tokens, speculative.tokens)
-    if at is None:
-        return
-    ours, theirs = (tokens[at] if at < len(tokens) else None for tokens in (speculative.tokens, plain.tokens))
-    gap = "one output is shorter"
-    if ours is not None and theirs is not None:
-        gap = f"the target's logits differ by {logit_gap(target, prompt.ids + plain.tokens[:at], theirs, ours):.3g}"
-    hint = (
-        "under 1e-4, rounding chose between equals: decode other prompts by evaluate.prompts=FILE; otherwise a mistake"
-        if options.dtype == "float32"
-        else f"evaluate.dtype={options.dtype} rounds differently for one token and for several: "
-        "use evaluate.dtype=float32"
-    )
-    raise UserError(
-        f"prompt {prompt.id}, output token {at}: speculation gives {ours}, plain decoding {theirs} ({gap}); {hint}"
-    )
-
-
 if __name__ == "__main__":
-    cli.run(evaluate, "Stage 4: real speculative decoding on held-out prompts: acceptance and speed.")
+    cli.run(evaluate, "Stage 4: real speculative decoding on held-out prompts: acceptance, drift and speed.")

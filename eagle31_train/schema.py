@@ -247,6 +247,14 @@ class EvaluateConfig:
 
 
 @dataclass
+class CompareConfig:
+    out: str | None = opt(None, "folder that the comparison is written to; default: runs/compare/A-B")
+    verified: int = opt(
+        4, "prompts of each workload that are decoded for real with every drafter, as a check of what is counted"
+    )
+
+
+@dataclass
 class PlanConfig:
     hidden_size: int | None = opt(None, "plan: the target's hidden size; default: its config.json")
     vocab_size: int | None = opt(None, "plan: the target's vocabulary; default: its config.json")
@@ -285,6 +293,7 @@ class Config:
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    compare: CompareConfig = field(default_factory=CompareConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
 
     @property

@@ -134,7 +134,7 @@ class HiddenStateTarget:
         self.model = model
         parts = find_parts(model)
         self.decoder, self.final_norm = parts.decoder, parts.norm
-        self.head, self.embedding = parts.head, parts.embedding
+        self.head, self.embedding, self.depth = parts.head, parts.embedding, len(parts.layers)
         self.layers = pick_layers(aux_layers, len(parts.layers), model.config.get_text_config().model_type)
         # Input of layer N is the input of the final norm.
         self._taps = [parts.layers[i] if i < len(parts.layers) else self.final_norm for i in self.layers]

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import make_objective, make_shape
+from conftest import make_mla_shape, make_objective, make_shape
 from datasets import Dataset, DatasetDict
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -14,7 +14,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from eagle31_train import artifacts, vocab
 from eagle31_train.cli import load_config
-from eagle31_train.drafter.decode import DraftDecoder
 from eagle31_train.targets.cached import CachedTarget
 
 WORDS = ["<unk>", "system", "user", "assistant", "brief", "hello", "world", "again"]
@@ -23,9 +22,12 @@ TEMPLATE = (
 )
 
 
+# Auxiliary layer 4 of 4 is the input of the final norm, which transformers' own output cannot give.
+TINY = {"hidden_size": 32, "target_hidden_size": 32, "aux_layers": [1, 2, 4]}
+
+
 def tiny_shape(**changes):
-    """Auxiliary layer 4 of 4 is the input of the final norm, which transformers' own output cannot give."""
-    return make_shape(**{"hidden_size": 32, "target_hidden_size": 32, "aux_layers": [1, 2, 4], **changes})
+    return make_shape(**{**TINY, **changes})
 
 
 @pytest.fixture(scope="session")
@@ -52,13 +54,14 @@ def target(model):
 
 
 @pytest.fixture
-def make_decoder(target):
-    """A drafter with random weights, at serving time."""
+def make_drafter(target):
+    """A drafter with random weights, and the target's id of each of its tokens."""
 
-    def make(capacity=200, **changes):
-        objective = make_objective(tiny_shape(**changes), torch.float32)
+    def make(kind="llama"):
+        shape = make_mla_shape(**TINY) if kind == "mla" else tiny_shape()
+        objective = make_objective(shape, torch.float32)
         objective.drafter.shared_embedding = target.embedding.weight.data
-        return DraftDecoder(objective.drafter, objective.teacher.target_ids, capacity)
+        return objective.drafter, objective.teacher.target_ids
 
     return make
 

@@ -153,17 +153,17 @@ def vllm_python() -> Path:
 
 @pytest.fixture(scope="session")
 def serve(tmp_path_factory, vllm_python, finished_run, target, requests):
-    """Run vLLM in a process of its own, with the exported drafter or without."""
+    """Run vLLM in a process of its own, with so many tokens of the exported drafter's at a time, or none."""
     folder = tmp_path_factory.mktemp("vllm")
 
-    def run(with_drafter: bool) -> dict:
-        name = "speculative" if with_drafter else "plain"
+    def run(draft_tokens: int, asked_for: list[dict] = requests) -> dict:
+        name = f"{draft_tokens}-drafted"
         asked, answer, log = (folder / f"{name}.{kind}" for kind in ("request.json", "answer.json", "log"))
         request = {
             "target": target,
-            "draft": str(finished_run / "export") if with_drafter else None,
-            "draft_tokens": 3,
-            "requests": requests,
+            "draft": str(finished_run / "export") if draft_tokens else None,
+            "draft_tokens": draft_tokens,
+            "requests": asked_for,
         }
         asked.write_text(json.dumps(request))
         with log.open("w") as output:
@@ -183,10 +183,10 @@ def serve(tmp_path_factory, vllm_python, finished_run, target, requests):
 @pytest.fixture(scope="session")
 def speculative(serve) -> dict:
     """vLLM's answers with the drafter."""
-    return serve(True)
+    return serve(3)
 
 
 @pytest.fixture(scope="session")
 def plain(serve) -> dict:
     """vLLM's answers without it."""
-    return serve(False)
+    return serve(0)

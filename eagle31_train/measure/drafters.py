@@ -1,0 +1,150 @@
+"""The drafters that are measured, as they are served: of a run of ours, or published by anybody.
+
+Served means: weights rounded to the target's dtype, as the exporter writes them, and run in evaluate.dtype.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from eagle31_train import artifacts, published, vocab
+from eagle31_train.drafter.model import Drafter
+from eagle31_train.schema import Config, DrafterShape, EvaluateConfig, TargetConfig, UserError, check_architecture
+from eagle31_train.targets.hf import HiddenStateTarget, pick_dtype
+
+TRAIN = "accelerate launch train.py"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Weights on the disk and what they mean.
+
+    where: what to call it in a message. identity: changes with the weights. manifest: what training left, None of a
+    published draft. tensors: None of a run, whose weights are read when they are needed.
+    """
+
+    where: str
+    identity: str
+    shape: DrafterShape
+    vocab: vocab.DraftVocab
+    weights: Path | None = None
+    manifest: dict[str, Any] | None = None
+    tensors: dict[str, Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A drafter in memory, beside its target.
+
+    identity: changes with the weights. target_ids: [Vd] int64, on the drafter's device.
+    """
+
+    name: str
+    identity: str
+    drafter: Drafter
+    target_ids: Tensor
+
+    @property
+    def aux_layers(self) -> list[int]:
+        """The auxiliary layers that it reads."""
+        return self.drafter.shape.aux_layers
+
+
+def target_identity(target: TargetConfig) -> dict[str, Any]:
+    """What tells two targets apart."""
+    weights = artifacts.weights_fingerprint(target.path)
+    return {"name": target.name, "revision": target.revision, "weights": weights, "dtype": target.dtype}
+
+
+def of_run(run_dir: Path, data_folder: Path) -> Checkpoint:
+    """The checkpoint that training left, whole and with its own vocabulary.
+
+    Raises:
+        UserError: there is none, or it is damaged, or of another vocabulary.
+    """
+    folder = run_dir / "train"
+    manifest = artifacts.read_json(folder / artifacts.MANIFEST, TRAIN)
+    if damage := artifacts.first_damaged(folder, manifest.get("files", {})):
+        raise UserError(f"{damage}: run `{TRAIN}` again")
+    checkpoint = folder / manifest["checkpoint"]
+    try:
+        shape = DrafterShape(**artifacts.read_json(checkpoint / "drafter.json", TRAIN))
+    except TypeError as error:
+        raise UserError(
+            f"{checkpoint / 'drafter.json'} is not a drafter's shape ({error}): run `{TRAIN}` again"
+        ) from None
+    check_architecture(shape.architecture)
+    if not (weights := checkpoint / "model.safetensors").is_file():
+        raise UserError(f"{weights} is missing: run `{TRAIN}` first")
+    file = data_folder / "vocab.safetensors"
+    kept = vocab.read(file)
+    # Another vocabulary of the same size would change the meaning of lm_head's rows in silence.
+    if manifest["inputs"].get("vocab") != artifacts.file_sha256(file)[:16]:
+        raise UserError(f"{file} is not the vocabulary that the drafter was trained with: run `{TRAIN}` again")
+    return Checkpoint(str(run_dir), manifest["fingerprint"], shape, kept, weights, manifest)
+
+
+def of_published(path: str, revision: str | None, target_layers: int) -> Checkpoint:
+    """An exported or published draft: a folder, or a repository of the hub.
+
+    Raises:
+        UserError: there is none, or vLLM would not load it, or load it and serve it badly.
+    """
+    folder = Path(path) if Path(path).is_dir() else published.fetch(path, revision)
+    draft = published.read(folder, path, lambda: target_layers)
+    identity = artifacts.weights_fingerprint(str(folder))
+    return Checkpoint(path, identity, draft.shape, draft.vocab, tensors=draft.tensors)
+
+
+def load(checkpoint: Checkpoint, name: str, target: HiddenStateTarget, config: Config) -> Candidate:
+    """The drafter as it is served, beside its target.
+
+    Raises:
+        UserError: weights that do not fit their shape, or a drafter that was made for another target.
+    """
+    embedding, head = target.embedding.weight.data, target.head.weight.data
+    refuse_misfit(checkpoint, target)
+    drafter = Drafter(checkpoint.shape, embedding)
+    try:
+        tensors = checkpoint.tensors
+        if tensors is None:
+            assert checkpoint.weights is not None
+            tensors = load_file(checkpoint.weights)
+        elif "lm_head.weight" not in tensors:  # the target's own is meant
+            tensors = {**tensors, "lm_head.weight": head}
+        drafter.load_state_dict(tensors)
+    except (RuntimeError, SafetensorError, OSError) as error:
+        reason = " ".join(str(error).split())[:200]
+        whose = checkpoint.weights or checkpoint.where
+        raise UserError(f"{whose} does not fit its drafter.json ({reason}): run `{TRAIN}` again") from None
+    # The exporter writes weights in target.dtype, hence the rounding, here and nowhere else.
+    drafter.to(pick_dtype(config.target.dtype)).to(embedding.device, pick_dtype(config.evaluate.dtype))
+    if checkpoint.shape.share_embedding:
+        drafter.shared_embedding = embedding  # the target's own, which the rounding has no business with
+    ids = torch.from_numpy(checkpoint.vocab.target_ids).to(embedding.device)
+    return Candidate(name, checkpoint.identity, drafter.eval().requires_grad_(False), ids)
+
+
+def refuse_misfit(checkpoint: Checkpoint, target: HiddenStateTarget) -> None:
+    """UserError for a drafter that was made for a target of another size."""
+    rows, width = target.embedding.weight.shape
+    shape = checkpoint.shape
+    if shape.target_hidden_size != width or shape.vocab_size > rows or max(shape.aux_layers) > target.depth:
+        raise UserError(
+            f"{checkpoint.where} was made for a target of hidden size {shape.target_hidden_size}, {shape.vocab_size} "
+            f"tokens and more than {max(shape.aux_layers)} layers; target.path has {width}, {rows} and {target.depth}: "
+            "give its own target"
+        )
+
+
+def room(target: HiddenStateTarget, candidates: list[Candidate], options: EvaluateConfig) -> int:
+    """How many tokens a prompt may have, so that vLLM drafts every time: near the last position it drafts less."""
+    limit = getattr(target.model.config.get_text_config(), "max_position_embeddings", None)
+    limits = [candidate.drafter.shape.max_position_embeddings for candidate in candidates]
+    drafted = max(options.draft_tokens, options.depths)
+    return min([*limits, limit] if limit else limits) - options.max_new_tokens - drafted
