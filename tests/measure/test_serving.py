@@ -20,7 +20,7 @@ from eagle31_train.schema import UserError
 
 END = 40
 # Of the second answer, token 5 is an end token.
-PROMPTS = [Prompt("a", "chat", [1, 2, 3]), Prompt("b", "code", [30, 5]), Prompt("c", "code", [50])]
+PROMPTS = [Prompt("a", "chat", [1, 2, 3]), Prompt("b", "code", [30, 5]), Prompt("b", "code", [50])]
 LIMIT = 9
 
 
@@ -219,20 +219,18 @@ def refused(measured, tmp_path, imitate, *options):
 
 def test_a_server_that_cannot_start_is_quoted(launch, tmp_path):
     text = refused(launch, tmp_path, "'cannot start'")
-    assert text == (
-        "vLLM's server ended with exit status 1 (ValueError: no such target): see /run/evaluate/serving/none-0.log"
-    )
+    assert text == ("vLLM's server ended with exit status 1 (ValueError: no such target): see /run/serving/none-0.log")
 
 
 def test_a_server_that_never_answers_is_given_up(monkeypatch, launch, tmp_path):
     monkeypatch.setattr(server, "START_SECONDS", 1.5)
     text = refused(launch, tmp_path, "'never starts'")
-    assert text == "vLLM's server does not answer after 2 s (INFO loading): see /run/evaluate/serving/none-0.log"
+    assert text == "vLLM's server does not answer after 2 s (INFO loading): see /run/serving/none-0.log"
 
 
 def test_a_server_that_dies_is_quoted(launch, tmp_path):
     text = refused(launch, tmp_path, "dies")
-    assert "ended with exit status 3 (MemoryError: no room): see /run/evaluate/serving/none-0.log" in text
+    assert "ended with exit status 3 (MemoryError: no room): see /run/serving/none-0.log" in text
 
 
 def test_a_server_that_falls_silent_is_given_up(monkeypatch, measure, tmp_path):
@@ -261,7 +259,7 @@ def test_counters_that_are_not_there_end_the_run(measure, tmp_path):
 
 def test_counters_that_never_settle_end_the_run(monkeypatch, measure, tmp_path):
     monkeypatch.setattr(serving, "SETTLED_SECONDS", 0.5)
-    monkeypatch.setattr(serving, "run_load", lambda *_: [load.Answer("a", [1, 2], 0.0, 1.0, 2.0)])
+    monkeypatch.setattr(serving, "run_load", lambda *_: [load.Answer(0, [1, 2], 0.0, 1.0, 2.0)])
     text = refused(measure, tmp_path, "nothing")
     assert "(HTTP 200) know of 0 finished requests where there were 1" in text
 

@@ -16,16 +16,16 @@ from eagle31_train.schema import UserError
 NONE = Counter({counters.FINISHED: 4.0, counters.TOKENS: 15.0})
 
 
-def answer(name, count, sent, first, last):
-    return Answer(name, list(range(count)), sent, first, last)
+def answer(prompt, count, sent, first, last):
+    return Answer(prompt, list(range(count)), sent, first, last)
 
 
 # Two prompts, each sent twice; of the last answer there is but one token.
 ANSWERS = [
-    answer("a", 5, 10.0, 11.0, 13.0),
-    answer("b", 5, 10.0, 12.0, 13.0),
-    answer("a", 4, 13.0, 13.5, 15.0),
-    answer("b", 1, 13.0, 13.5, 13.5),
+    answer(0, 5, 10.0, 11.0, 13.0),
+    answer(1, 5, 10.0, 12.0, 13.0),
+    answer(0, 4, 13.0, 13.5, 15.0),
+    answer(1, 1, 13.0, 13.5, 13.5),
 ]
 
 

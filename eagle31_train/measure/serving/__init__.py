@@ -4,6 +4,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ def measure_serving(
     """Serve the target alone, then with every draft at every depth of evaluate.serve_depths; `report.py` has the form.
 
     Every server is started once, and asked at every concurrency of evaluate.concurrency. What each says goes to
-    run_dir/evaluate/serving/*.log.
+    run_dir/serving/*.log.
 
     Args:
         drafts: exported checkpoints by the names under which they are reported.
@@ -52,7 +53,7 @@ def measure_serving(
     for name, depth in ways:
         at = pick_port(port)
         arguments = server_arguments(config, drafts[name] if name is not None else None, depth, at)
-        log = Path(config.run_dir) / "evaluate" / "serving" / f"{name or 'none'}-{depth}.log"
+        log = Path(config.run_dir) / "serving" / f"{name or 'none'}-{depth}.log"
         what = f"serve {name}, {depth} draft tokens" if name is not None else "serve without a drafter"
         sent = {users: questions(config, prompts, end_ids, users) for users in options.concurrency}
         print(f"{what}: vLLM starts ({log})")
@@ -64,7 +65,7 @@ def measure_serving(
             model = json.loads(server.get("/v1/models")[1])["data"][0]["id"]
             done = 0  # requests that this server has answered
             for users, asked in sent.items():
-                asked = [Question(q.id, q.ids, {"model": model, **q.options}) for q in asked]
+                asked = [replace(q, options={"model": model, **q.options}) for q in asked]
                 if options.warmup:
                     done += len(run_load(server, [_short(question) for question in asked[:users]], users))
                 before = settled(server, done)
@@ -126,14 +127,14 @@ def questions(
         "frequency_penalty": 0.0,
     }
     times = ceil(2 * concurrency / len(prompts))
-    sampled = [{"seed": config.seed + i} if options.temperature else {} for i in range(len(prompts))]
-    once = [Question(p.id, p.ids, {**common, **own}) for p, own in zip(prompts, sampled, strict=True)]
+    seeds = [{"seed": config.seed + i} if options.temperature else {} for i in range(len(prompts))]
+    once = [Question(i, prompt.id, prompt.ids, common | seeds[i]) for i, prompt in enumerate(prompts)]
     return once * times
 
 
 def _short(question: Question) -> Question:
     limit = min(WARM_TOKENS, question.options["max_tokens"])
-    return Question(question.id, question.ids, {**question.options, "max_tokens": limit})
+    return replace(question, options={**question.options, "max_tokens": limit})
 
 
 def settled(server: Server, answered: int) -> Counter[str]:

@@ -19,8 +19,9 @@ SILENCE_SECONDS = 600.0  # between two pieces of an answer
 
 @dataclass(frozen=True)
 class Question:
-    """What is sent: the prompt's id and tokens, and the rest of the request."""
+    """What is sent: the prompt's place among all, its id and tokens, and the rest of the request."""
 
+    prompt: int
     id: str
     ids: list[int]
     options: dict[str, Any]
@@ -30,7 +31,7 @@ class Question:
 class Answer:
     """What came back, and when: on the clock of `time.perf_counter`, in seconds."""
 
-    id: str
+    prompt: int
     tokens: list[int]
     sent: float
     first: float
@@ -148,7 +149,7 @@ def _ask(connection: http.client.HTTPConnection, question: Question) -> Answer:
         reason = choice.get("finish_reason") or reason
     if reason is None or not tokens:
         raise http.client.IncompleteRead(b"")
-    return Answer(question.id, tokens, sent, first, last)
+    return Answer(question.prompt, tokens, sent, first, last)
 
 
 def _message(answer: Any) -> str:

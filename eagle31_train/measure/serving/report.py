@@ -31,8 +31,10 @@ DEFINITIONS = (
     "tokens/s/user: tokens after the first over the seconds that their users waited for them, sums over requests. "
     "total: all tokens over the seconds from the first request to the last token. speed-up: tokens/s/user over that "
     "without a drafter, the same prompts at the same concurrency; [95 % interval, by bootstrap over prompts: what the "
-    "machine did between two servers is not in it]. different: answers that are not, token for token, those without a "
-    "drafter at the first concurrency; where the arithmetic is rounded, other requests in a batch can change an answer."
+    "machine did between two servers is not in it]. accepted: tokens of each verification, the target's own included; "
+    "by position: share of the drafts whose tokens up to there were accepted; both as vLLM counts. different: answers "
+    "that are not, token for token, those without a drafter at the first concurrency; where the arithmetic is rounded, "
+    "other requests in a batch can change an answer."
 )
 Row = dict[str, Any]
 
@@ -42,11 +44,9 @@ def speed(answers: Sequence[Answer], over: Sequence[Answer] | None = None) -> Es
 
     Prompts are what the interval is over: one that was sent several times counts as one.
     """
-    ids = list(dict.fromkeys(answer.id for answer in answers))
-    place = {name: i for i, name in enumerate(ids)}
-    sums = np.zeros((2, len(ids), 1))
+    sums = np.zeros((2, 1 + max(answer.prompt for answer in answers), 1))
     for answer in answers:
-        sums[:, place[answer.id], 0] += len(answer.tokens) - 1, answer.last - answer.first
+        sums[:, answer.prompt, 0] += len(answer.tokens) - 1, answer.last - answer.first
     ours = ratios(*sums)
     return ours if over is None else ours / speed(over)
 
@@ -69,7 +69,7 @@ def row(
     """
     tokens = sum(len(answer.tokens) for answer in answers)
     seconds = tokens / total(answers)
-    expected = {answer.id: answer.tokens for answer in reference or ()}
+    expected = {answer.prompt: answer.tokens for answer in reference or ()}
     return {
         "drafter": drafter,
         "draft_tokens": draft_tokens,
@@ -84,7 +84,7 @@ def row(
         "total": total(answers),
         "speedup": None if plain is None else speed(answers, plain).intervals()[0],
         "total_speedup": None if plain is None else total(answers) / total(plain),
-        "different": None if reference is None else sum(a.tokens != expected[a.id] for a in answers),
+        "different": None if reference is None else sum(a.tokens != expected[a.prompt] for a in answers),
         "acceptance": counters.speculation(counted, draft_tokens) if draft_tokens else None,
         "counted": {
             "requests": round(counted[counters.FINISHED]),
@@ -180,7 +180,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
 
 
 HEADS = ["drafter", "draft tokens", "users", "TTFT ms", "p50", "p95", "TPOT ms", "p50", "p95", "tokens/s/user", "total",
-         "speed-up", "accepted", "different"]  # fmt: skip
+         "speed-up", "accepted", "by position", "different"]  # fmt: skip
 
 
 def table(report: Row) -> str:
@@ -188,12 +188,13 @@ def table(report: Row) -> str:
     lines = [HEADS]
     for one in report["rows"]:
         times = [_milliseconds(one[kind][key]) for kind in ("ttft", "tpot") for key in ("mean", "p50", "p95")]
-        length = one["acceptance"]["acceptance_length"] if one["acceptance"] else None
+        told = one["acceptance"] or {"acceptance_length": None, "acceptance_at_depth": []}
+        length = told["acceptance_length"]
         speeds = [_interval(one["per_user"], ".1f"), f"{one['total']:.1f}", _interval(one["speedup"], ".2f")]
-        accepted = "–" if length is None else f"{length:.2f}"
+        accepted = ["–" if length is None else f"{length:.2f}", _shares(told["acceptance_at_depth"])]
         different = "–" if one["different"] is None else f"{one['different']} of {one['requests']}"
         counts = [one["drafter"] or "none", str(one["draft_tokens"]), str(one["concurrency"])]
-        lines.append([*counts, *times, *speeds, accepted, different])
+        lines.append([*counts, *times, *speeds, *accepted, different])
     widths = [max(len(line[i]) for line in lines) for i in range(len(HEADS))]
     text = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
     return "\n".join([*text, "", *report["verdict"], *report["notes"], "", report["definitions"]])
@@ -201,6 +202,10 @@ def table(report: Row) -> str:
 
 def _milliseconds(value: float | None) -> str:
     return "–" if value is None else f"{1000 * value:.1f}"
+
+
+def _shares(values: list[float | None]) -> str:
+    return " ".join("–" if value is None else f"{value:.2f}" for value in values) or "–"
 
 
 def _interval(values: list[float | None] | None, form: str) -> str:

@@ -1,0 +1,61 @@
+"""Real vLLM's server, measured with the exported drafter and without: its counts are the evaluator's."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from eagle31_train.cli import load_config
+from eagle31_train.measure.prompts import Prompt
+from eagle31_train.measure.serving import measure_serving, report
+
+pytestmark = pytest.mark.vllm
+PROMPTS, USERS = 4, 3
+
+
+@pytest.fixture(scope="module")
+def asked(requests):
+    """Prompts answered whole; the shortest answers, which an end token ends where one does, are among them."""
+    return sorted((one for one in requests if one["kind"] == "whole"), key=lambda one: len(one["output"]))[:PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def served(asked, finished_run, target, vllm_python, tmp_path_factory):
+    config = load_config([
+        "+experiment=smollm2", f"target.path={target}", f"run_dir={tmp_path_factory.mktemp('backend')}",
+        f"evaluate.vllm_python={vllm_python}", "evaluate.vllm_args={enforce_eager: true}", "evaluate.serve_depths=[3]",
+        f"evaluate.concurrency=[1,{USERS}]", f"evaluate.max_new_tokens={asked[0]['max_new_tokens']}",
+    ])  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("HF_HUB_OFFLINE", "1"), ("VLLM_CPU_KVCACHE_SPACE", "1"), ("OMP_NUM_THREADS", "2")):
+            patch.setenv(name, os.environ.get(name, value))
+        prompts = [Prompt(str(i), "", one["prompt"]) for i, one in enumerate(asked)]
+        return measure_serving(config, {"ours": Path(finished_run) / "export"}, prompts, asked[0]["end_ids"])
+
+
+def test_counts_of_the_server_are_the_evaluators(asked, served):
+    assert [(row["draft_tokens"], row["concurrency"]) for row in served["rows"]] == [
+        (0, 1), (0, USERS), (3, 1), (3, USERS)
+    ]  # fmt: skip
+    for row in served["rows"]:
+        times = row["requests"] // PROMPTS
+        if row["concurrency"] == 1:
+            assert (times, row["different"]) == (1, 0)
+        elif row["different"]:
+            continue  # others in the batch may turn a choice between equals
+        assert row["output_tokens"] == times * sum(len(one["output"]) for one in asked)
+        if row["draft_tokens"]:
+            theirs = [one["counters"]["accepted_per_position"] for one in asked]
+            assert row["acceptance"]["accepted_per_position"] == [times * sum(at) for at in zip(*theirs, strict=True)]
+            assert row["acceptance"]["drafts"] == times * sum(one["counters"]["drafts"] for one in asked)
+
+
+def test_the_clock_is_vllms(served, capsys):
+    """A client sees each first token after vLLM has it."""
+    for row in served["rows"]:
+        assert row["counted"]["requests"] == row["requests"]
+        assert row["counted"]["output_tokens"] == row["output_tokens"]
+        assert row["ttft"]["mean"] > row["counted"]["ttft"] > 0
+        assert row["counted"]["tpot"] > 0
+    with capsys.disabled():
+        print(f"\n{report.table(served)}")
