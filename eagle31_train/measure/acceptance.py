@@ -29,7 +29,7 @@ import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -37,9 +37,11 @@ from numpy.typing import NDArray
 
 from eagle31_train.measure.drift import MEASURES, drift_sums
 from eagle31_train.measure.intervals import FEW, LEVEL, RESAMPLES, Estimate, Interval, ratios
-from eagle31_train.measure.prompts import Prompt
 from eagle31_train.measure.results import Measured
 from eagle31_train.schema import UserError
+
+if TYPE_CHECKING:
+    from eagle31_train.measure.prompts import Prompt
 
 DEFINITIONS = (
     "Draft: one verification. The drafter proposes n draft tokens, the target reads them in one forward pass, accepts "
@@ -131,7 +133,7 @@ def report(numbers: dict[str, Any], draft_tokens: int) -> dict[str, Any]:
     }
 
 
-def describe(prompt: Prompt, output: list[int], measured: Measured, draft_tokens: int) -> dict[str, Any]:
+def describe(prompt: "Prompt", output: list[int], measured: Measured, draft_tokens: int) -> dict[str, Any]:
     """One prompt of the manifest; `accepted` has an entry for every draft, in order."""
     accepted = rounds(measured, draft_tokens)
     return {

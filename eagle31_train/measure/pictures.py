@@ -20,6 +20,7 @@ KINDS = {"sink": "first tokens", "prompt": "prompt", "verified": "verified", "ow
 TOKENS, STEP = "draft tokens", "draft step"
 ALL, SERVING = "All workloads", "Serving"  # sections of pictures that are not of one workload
 BAND = "95 % intervals shaded"
+LEAST = 10.0  # per cent; smaller differences are drawn pale
 
 
 @dataclass(frozen=True)
@@ -254,7 +255,8 @@ def _cells(name: str, first: str, workloads: Sequence[dict[str, Any]], theme: Th
     ratios = [[w["differences"][name][depth]["ratio"] for depth in depths] for w in workloads]
     gains = np.array([[np.nan if ratio[0] is None else 100 * (ratio[0] - 1) for ratio in row] for row in ratios])
     firm = [[w["verdict"][name]["better"][depth] is not None for depth in depths] for w in workloads]
-    canvas.cells(gains, [["" if np.isnan(gain) else f"{gain:+.1f}" for gain in row] for row in gains], firm, depths)
+    texts = [["" if np.isnan(gain) else f"{gain:+.1f}" for gain in row] for row in gains]
+    canvas.cells(gains, texts, firm, depths, least=LEAST)
     return canvas
 
 

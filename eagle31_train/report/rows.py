@@ -45,18 +45,20 @@ class Rows(Canvas):
             where: Style = {"transform": self.axis.get_yaxis_transform(), "va": "center", "fontsize": SMALL}
             self.axis.text(1.02, row, text, color=colour, **where)
 
-    def cells(self, values: Floats, texts: Sequence[Sequence[str]], firm: Any, columns: Sequence[str]) -> None:
+    def cells(
+        self, values: Floats, texts: Sequence[Sequence[str]], firm: Any, columns: Sequence[str], least: float
+    ) -> None:
         """A table: cells in the first series' colour below zero and in the second's above, as strong as they are large.
 
         Args:
             values: [rows, columns], NaN where there is nothing. texts: what stands in the cells.
-            firm: [rows, columns] bool, cells that are certain; the others are pale.
+            firm: [rows, columns] bool, cells that are certain: their text is bold.
+            least: a value that has no strong colour even if no other is larger.
         """
         from matplotlib.colors import LinearSegmentedColormap
 
         ends = [self.theme.series(0), self.theme.paper, self.theme.series(1)]
-        known = np.abs(values[np.isfinite(values)])
-        most = float(known.max()) if len(known) and known.max() > 0 else 1.0
+        most = max(least, float(np.abs(values[np.isfinite(values)]).max(initial=0)))
         colours = LinearSegmentedColormap.from_list("", ends)
         style: Style = {"cmap": colours, "vmin": -1.6 * most, "vmax": 1.6 * most, "aspect": "auto"}
         self.axis.imshow(np.ma.masked_invalid(values), **style)
