@@ -100,7 +100,7 @@ def command(ours: Ours, chosen: argparse.Namespace, ratio: float, epochs: int) -
         "draft-vocab-size": shape.draft_vocab_size,
         "data-path": out / "data",
         "train-data-ratio": repr(ratio),
-        "total-seq-len": ours.options["train"]["batch_tokens"],
+        "total-seq-len": chosen.batch_tokens,
         "ttt-steps": ours.options["train"]["unroll"],
         "seed": chosen.seed,
         "max-steps": chosen.steps,
@@ -220,7 +220,7 @@ def prepare(ours: Ours, chosen: argparse.Namespace) -> dict[str, Any]:
     lengths = store.split("train").lengths
     tokens: list[int] = []
     for epoch in count():
-        tokens += peer_store.batches(lengths, ours.options["train"]["batch_tokens"], chosen.seed, epoch)
+        tokens += peer_store.batches(lengths, chosen.batch_tokens, chosen.seed, epoch)
         if len(tokens) >= chosen.steps:
             # Its trainer takes one step too many in every epoch that is left: it is given no more than are needed.
             return {**counted, "epochs": epoch + 1, "tokens_trained": list(accumulate(tokens))[chosen.steps - 1]}
@@ -233,6 +233,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--like", type=Path, required=True, metavar="RUN", help="the run folder of ours to train like")
     parser.add_argument("--out", type=Path, required=True, help="a new folder, or one of the same training to go on")
     parser.add_argument("--steps", type=int, help="optimizer steps; default: as many as RUN took")
+    parser.add_argument(
+        "--batch-tokens", type=int, help="most tokens of a step; default: RUN's, of which it fills less"
+    )
     parser.add_argument("--lr", type=float, help="its learning rate (of Muon and AdamW); default: its own, 1e-3")
     parser.add_argument("--seed", type=int, help="default: RUN's")
     parser.add_argument("--threads", type=int, help="of torch; default: OMP_NUM_THREADS, or all cores")
@@ -248,6 +251,7 @@ def main() -> None:
     ours = Ours.read(chosen.like)
     chosen.steps = ours.steps if chosen.steps is None else chosen.steps
     chosen.seed = ours.options["seed"] if chosen.seed is None else chosen.seed
+    chosen.batch_tokens = chosen.batch_tokens or ours.options["train"]["batch_tokens"]
     if not chosen.steps or chosen.steps < 1:
         raise UserError(f"{chosen.like} has not finished, so that its steps are not known: give --steps (1 or more)")
     if chosen.threads:
@@ -255,7 +259,7 @@ def main() -> None:
     wanted = {
         "store": Store(ours.store).fingerprint,
         "like": ours.options | {"run_dir": None, "evaluate": None, "plan": None},
-        **{name: getattr(chosen, name) for name in ("steps", "lr", "seed", "theirs")},
+        **{name: getattr(chosen, name) for name in ("steps", "batch_tokens", "lr", "seed", "theirs")},
         "versions": {name: machine.version(name) for name in ("speculators", "torch", "transformers")},
     }
     result, inputs = chosen.out / RESULT, chosen.out / "inputs.json"

@@ -36,7 +36,16 @@ def run(tmp_path_factory):
 
 
 def chosen(out, **changes):
-    given = {"out": out, "steps": 5, "seed": 7, "lr": None, "validate": 2, "log_every": 1, "theirs": []}
+    given = {
+        "out": out,
+        "steps": 5,
+        "seed": 7,
+        "lr": None,
+        "validate": 2,
+        "log_every": 1,
+        "theirs": [],
+        "batch_tokens": 60,
+    }
     return Namespace(**{**given, **changes})
 
 
@@ -88,7 +97,7 @@ def test_the_data_set_is_the_training_split_and_some_of_the_held_out(run, tmp_pa
         assert torch.equal(samples.get_cached(i)["token_ids"], rows[i]["input_ids"])
 
 
-@pytest.mark.parametrize(("train", "held"), [(2643, 16), (1, 1), (3, 1000), (999_999, 1)])
+@pytest.mark.parametrize(("train", "held"), [(2643, 16), (1, 1), (3, 1000), (999_999, 1), (1, 48)])
 def test_the_cut_between_the_splits_is_exact(train, held):
     assert int((train + held) * float(repr(peer_store.ratio({"train": train, "heldout": held})))) == train
 
