@@ -134,7 +134,8 @@ def _rows(name: str, suite: Suite, option: str) -> Iterator[tuple[str, str, str,
         for where, line, row in lines_of(files_of(suite.path, option)):
             yield where, line, name or line.rpartition("-")[0], row
         return
-    subsets = suite.subset if isinstance(suite.subset, list) and not _is_saved(suite.path) else [suite.subset]
+    given = None if _is_saved(suite.path) else suite.subset
+    subsets = given if isinstance(given, list) else [given]
     for subset in subsets:
         source = str(subset) if len(subsets) > 1 else name
         for number, row in enumerate(_dataset(suite, subset, option), 1):

@@ -28,18 +28,27 @@ def test_what_is_no_single_question_is_not_read(rendering):
 
 
 @pytest.mark.parametrize(
-    ("template", "known"),
+    ("template", "text", "known"),
     [
-        ("{% for m in messages %}{{ m.content | trim }}{% endfor %}|", True),
-        ("{% for m in messages %}{{ m.content | upper }}{% endfor %}|", False),  # the mark is not found
-        ("{% for m in messages %}{{ m.content }}/{{ m.content }}{% endfor %}|", False),
-        ("{{ raise_exception('no') }}", False),
+        ("{% for m in messages %}{{ m.content | trim }}{% endfor %}|", "hello|", True),
+        ("{% for m in messages %}{{ m.content | upper }}{% endfor %}|", "HELLO|", False),  # the mark is not found
+        ("{% for m in messages %}{{ m.content }}/{{ m.content }}{% endfor %}|", "hello/hello|", False),
+        ("{{ raise_exception('no') }}", "hello|", False),
     ],
 )
-def test_what_is_read_renders_to_the_same_tokens(template, known):
+def test_what_is_read_renders_to_the_same_tokens(template, text, known):
     rendering = Rendering(make_rendering().tokenizer, template)
-    found = rendering.messages_of(rendering.encode("hello world|"))
-    assert found == ([{"role": "user", "content": "hello world"}] if known else None)
+    found = rendering.messages_of(rendering.encode(text))
+    assert found == ([{"role": "user", "content": "hello"}] if known else None)
+
+
+def test_tokens_that_nobody_would_encode_are_not_read():
+    """The same text in other tokens is another prompt."""
+    rendering = Rendering(make_rendering().tokenizer, "{% for m in messages %}{{ m.content }}{% endfor %}|")
+    assert rendering.messages_of(rendering.encode("hello|")) is not None
+    letters = [token for letter in "hello|" for token in rendering.encode(letter)]
+    assert rendering.decode(letters) == "hello|"
+    assert rendering.messages_of(letters) is None
 
 
 WITHOUT = {

@@ -24,9 +24,9 @@ class Place:
         self.tokenizer.save_pretrained(folder / "target")
         self.write_heldout([[{"role": "user", "content": text}] for text in QUESTIONS])
 
-    def write_heldout(self, prompts):
+    def write_heldout(self, prompts, answer="answer {} tells of a river, and why nobody crosses it"):
         asked = [self.tokenizer.apply_chat_template(p, add_generation_prompt=True)["input_ids"] for p in prompts]
-        answers = [self.tokenizer.encode(f"answer {i} " * 9 + "<|im_end|>") for i in range(len(prompts))]
+        answers = [self.tokenizer.encode(answer.format(i) + "<|im_end|>") for i in range(len(prompts))]
         columns = {
             "id": [f"c{i}" for i in range(len(prompts))],
             "source": ["a", "b"] * (len(prompts) // 2),
@@ -134,6 +134,12 @@ def test_contexts_are_filled_with_held_out_answers_of_others(place):
         assert text.count("<|im_end|>") == 2  # the template's: system and user
         assert abs(len(prompt.ids) - 400) <= 1
     assert ["are repeated to fill 400" in " ".join(w.notes) for w in found] == [False, True, False]
+
+
+def test_answers_that_loop_fill_no_context(place):
+    place.write_heldout([[{"role": "user", "content": text}] for text in QUESTIONS], "again " * 40 + "{}")
+    with pytest.raises(UserError, match="there is no other text to put before it"):
+        place.workloads("evaluate.perturbations=[context_2]")
 
 
 def test_without_data_other_prompts_fill_contexts(place):
