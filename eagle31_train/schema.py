@@ -286,6 +286,9 @@ class Config:
     push: bool = opt(False, "export: upload to the Hugging Face Hub")
     repo: str | None = opt(None, "export: hub repository, e.g. me/my-eagle31-draft")
     private: bool = opt(False, "export: make the hub repository private")
+    comparisons: list[str] = opt(
+        [], "export: folders that python -m eagle31_train.compare wrote; their verdicts and pictures go on the card"
+    )
     target: TargetConfig = field(default_factory=TargetConfig)
     data: DataConfig = field(default_factory=DataConfig)
     extract: ExtractConfig = field(default_factory=ExtractConfig)
