@@ -167,7 +167,7 @@ class Metrics(logging.Handler):
 def train(words: list[str], metrics: Path) -> None:
     """The peer's own command, on whatever device there is."""
     register()
-    from speculators.train import cli
+    from speculators.train import checkpointer, cli
     from speculators.train.config import TrainConfig
     from speculators.train.trainer import Trainer, metric_logger
 
@@ -185,7 +185,11 @@ def train(words: list[str], metrics: Path) -> None:
     if torch.accelerator.is_available():
         cli.main(config)
         return
-    with mock.patch.object(cli, "Trainer", Here), mock.patch.object(torch.accelerator, "synchronize"):
+    with (
+        mock.patch.object(cli, "Trainer", Here),
+        mock.patch.object(checkpointer, "get_current_device", return_value="cpu"),
+        mock.patch.object(torch.accelerator, "synchronize"),
+    ):
         cli.main(config)
 
 

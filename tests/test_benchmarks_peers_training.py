@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 import subprocess
 from argparse import Namespace
 from dataclasses import asdict, replace
@@ -202,6 +203,14 @@ def test_the_peer_trains_from_our_store_and_we_read_its_draft(run, tmp_path):
     assert any(not torch.equal(norm, torch.ones_like(norm)) for norm in norms)
 
     assert "finished" in train("--steps", "7", "--log-every", "1").stdout
+
+    (tmp_path / "peer" / "peer.json").unlink()
+    shutil.rmtree(tmp_path / "peer" / "checkpoints" / str(result["epochs"] - 1))
+    again = train("--steps", "7", "--log-every", "1", "--validate", "2")
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert json.loads((tmp_path / "peer" / "peer.json").read_text())["resumed"]
+    assert sum("train" in json.loads(line) for line in (tmp_path / "peer" / METRICS).open()) < 14
+
     refused = train("--steps", "8")
     assert refused.returncode == 1
     assert refused.stderr.strip().startswith("error: ")
