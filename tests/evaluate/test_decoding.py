@@ -3,8 +3,15 @@
 import pytest
 import torch
 
-from eagle31_train.measure.decoding import Limits, decode_plain, first_difference, logit_gap, speculate
-from eagle31_train.measure.sampling import agreeing
+from eagle31_train.measure.decoding import (
+    Limits,
+    decode_plain,
+    decode_speculative,
+    first_difference,
+    logit_gap,
+    speculate,
+)
+from eagle31_train.measure.sampling import Sampling, agreeing
 
 PROMPT = [7, 3, 41, 20, 11, 5]
 
@@ -103,14 +110,14 @@ def test_plain_decoding_is_transformers_own(target, continuation):
 
 
 @pytest.mark.parametrize("draft_tokens", [1, 2, 5])
-def test_a_random_drafter_changes_no_output(target, make_decoder, continuation, draft_tokens):
-    found = speculative(target, make_decoder(), draft_tokens, limits(60))
+def test_a_random_drafter_changes_no_output(target, make_drafter, continuation, draft_tokens):
+    (found,) = decode_speculative(target, *make_drafter(), [PROMPT], draft_tokens, limits(60))
     assert found.tokens == continuation
     assert found.proposed == draft_tokens * len(found.accepted)
     assert len(found.tokens) <= 1 + len(found.accepted) + sum(found.accepted)
 
 
-def test_the_drafter_gets_the_states_of_the_target_at_the_right_rows(target, make_decoder, continuation):
+def test_the_drafter_gets_the_states_of_the_target_at_the_right_rows(target, make_drafter, continuation):
     scripted = Scripted(PROMPT, continuation + [0] * 9, wrong_at=[0, 2, 1, 3, 0, 1])
     recorder = Recorder(scripted)
     speculative(target, recorder, 4, limits(30))
@@ -163,6 +170,110 @@ def test_nothing_is_drafted_after_an_answer_of_one_token(target, continuation):
     for end in (limits(1), limits(9, continuation[0])):
         found = speculative(target, Scripted(PROMPT, continuation), 3, end)
         assert (found.tokens, found.accepted, found.proposed) == (continuation[:1], [], 0)
+
+
+# ---------------------------------------------------------------- several prompts
+
+PROMPTS = [PROMPT, [12], [4, 4, 30, 2, 19, 8, 44, 6, 17, 25, 3], [9, 40]]
+WRONG_AT = [[], [0] * 30, [2, 0, 1] * 9, [1, 2] * 9]  # in each of their rounds
+
+
+@pytest.fixture
+def alone(target):
+    """Every prompt's own continuation."""
+    return [decode_plain(target, [prompt], limits(60))[0].tokens for prompt in PROMPTS]
+
+
+@pytest.fixture
+def ends(alone):
+    """Limits at which the outputs have four lengths, one of them 1."""
+    end_ids = {alone[0][0], alone[1][9], alone[2][20]}
+    cut = limits(35, *end_ids)
+    lengths = [len(ended(tokens, cut)) for tokens in alone]
+    assert len(set(lengths)) == 4
+    assert min(lengths) == 1
+    return cut
+
+
+def ended(tokens, limits):
+    output = []
+    limits.append(output, tokens)
+    return output
+
+
+def test_prompts_of_any_length_decode_together_as_alone(target, alone, ends):
+    found = decode_plain(target, PROMPTS, ends)
+    assert [one.tokens for one in found] == [ended(tokens, ends) for tokens in alone]
+    assert len({one.seconds for one in found}) == 1
+
+
+@pytest.mark.parametrize("draft_tokens", [1, 3, 8])
+@pytest.mark.parametrize("kind", ["llama", "mla"])
+def test_prompts_draft_together_as_alone(target, make_drafter, alone, ends, draft_tokens, kind):
+    drafter, target_ids = make_drafter(kind)
+    found = decode_speculative(target, drafter, target_ids, PROMPTS, draft_tokens, ends)
+    assert [one.tokens for one in found] == [ended(tokens, ends) for tokens in alone]
+    for one, prompt in zip(found, PROMPTS, strict=True):
+        (single,) = decode_speculative(target, drafter, target_ids, [prompt], draft_tokens, ends)
+        assert (one.accepted, one.proposed) == (single.accepted, single.proposed)
+
+
+def test_rows_that_go_on_at_different_speeds(target, alone):
+    """Drafts right in one row and wrong in another, so that rows move over what they forget, and end apart."""
+    cut = limits(28)
+
+    def drafters():
+        told = zip(PROMPTS, alone, WRONG_AT, strict=True)
+        return [Scripted(prompt, tokens, wrong) for prompt, tokens, wrong in told]
+
+    found = speculate(target, Each(*drafters()), torch.arange(50), PROMPTS, 3, cut)
+    assert [one.tokens for one in found] == [tokens[:28] for tokens in alone]
+    for one, prompt, drafter in zip(found, PROMPTS, drafters(), strict=True):
+        assert one.accepted == speculate(target, Each(drafter), torch.arange(50), [prompt], 3, cut)[0].accepted
+    assert len({len(one.accepted) for one in found}) == 4
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_states_and_what_lies_beyond_the_end(target, alone, ends, together):
+    batches = [PROMPTS] if together else [[prompt] for prompt in PROMPTS]
+    found = [one for batch in batches for one in decode_plain(target, batch, ends, beyond=5, states=True)]
+    for one, prompt, tokens in zip(found, PROMPTS, alone, strict=True):
+        assert one.tokens == ended(tokens, ends)
+        assert one.tokens + one.beyond == tokens[: len(one.tokens) + 5]
+        sequence = torch.tensor([prompt + one.tokens])[:, :-2]
+        assert one.aux.shape == (len(prompt) + len(one.tokens) - 2, 3, 32)
+        whole = target.states(sequence, None).aux[0] if sequence.numel() else one.aux
+        torch.testing.assert_close(one.aux, whole, rtol=1e-4, atol=1e-4)
+
+
+def another_rows_draft(target, patch):
+    patch.setattr(Each, "select", lambda self, sequences: None)
+
+
+def rows_forget_alike(target, patch):
+    right = target.forget
+    patch.setattr(target, "forget", lambda counts: right([min(counts)] * len(counts)))
+
+
+def rows_stay(target, patch):
+    right = target.select
+    patch.setattr(target, "select", lambda rows: right(list(range(len(rows)))))
+
+
+@pytest.mark.parametrize("mistake", [another_rows_draft, rows_forget_alike, rows_stay])
+def test_a_mistake_planted_in_a_batch_is_seen(target, alone, ends, mistake, monkeypatch):
+    mistake(target, monkeypatch)
+    drafters = Each(*(Scripted(*told) for told in zip(PROMPTS, alone, WRONG_AT, strict=True)))
+    try:
+        found = speculate(target, drafters, torch.arange(50), PROMPTS, 3, ends)
+    except (AssertionError, RuntimeError, ValueError, IndexError):
+        return
+    assert [one.tokens for one in found] != [ended(tokens, ends) for tokens in alone]
+
+
+def test_draws_need_seeds(target):
+    with pytest.raises(AssertionError, match="a seed for each prompt"):
+        decode_plain(target, PROMPTS, limits(4), Sampling(0.7))
 
 
 @pytest.mark.parametrize(
