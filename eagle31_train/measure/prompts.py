@@ -12,7 +12,7 @@ from typing import Any
 from datasets import DatasetDict
 
 from eagle31_train.measure.rendering import Message, Rendering, Tool, UnfitError
-from eagle31_train.schema import TargetConfig, UserError
+from eagle31_train.schema import UserError
 
 
 @dataclass(frozen=True)
@@ -78,16 +78,6 @@ def files_of(pattern: str, option: str = "evaluate.prompts") -> list[Path]:
     if not files:
         raise UserError(f"{option}={pattern} is no file: give JSONL with prompt, turns or messages in each line")
     return files
-
-
-def from_files(files: list[Path], target: TargetConfig) -> list[Prompt]:
-    """Prompts of JSONL files, rendered with the target's chat template, its arguments and the row's tools.
-
-    Raises:
-        UserError: a line without a prompt, named by number, or a target without a template.
-    """
-    rendering = Rendering.load(target)
-    return [rendered(row, conversation(row, where), name, rendering, where) for where, name, row in lines_of(files)]
 
 
 def lines_of(files: list[Path]) -> Iterator[tuple[str, str, dict[str, Any]]]:

@@ -166,6 +166,6 @@ class Rendering:
                 continue
             header = before.removeprefix(so_far)
             # Templates may rewrite what is over, or put the system message into the user's turn.
-            if header and header != before and not any(message["content"] in header for message in earlier):
+            if header and not any(message["content"] in header for message in earlier):
                 return header
         raise UnfitError("what begins a user's turn cannot be told from the chat template")

@@ -5,8 +5,9 @@ from collections import Counter
 
 import pytest
 
-from eagle31_train.measure.prompts import Prompt, choose, from_files
-from eagle31_train.schema import TargetConfig, UserError
+from eagle31_train.measure.prompts import Prompt, choose
+from eagle31_train.measure.suites import workloads
+from eagle31_train.schema import UserError
 
 
 def prompts(*rows):
@@ -80,4 +81,5 @@ def test_a_line_ends_where_json_lines_do(run, tmp_path):
     texts = ["hello world", "world hello", "hello"]
     spelt = [text.replace(" ", sign) for text, sign in zip(texts, "\u2028\x85 ", strict=True)]
     file.write_text("\r\n".join(json.dumps({"prompt": text}, ensure_ascii=False) for text in spelt), encoding="utf-8")
-    assert [p.id for p in from_files([file], TargetConfig(path=str(run.target)))] == ["web-1", "web-2", "web-3"]
+    (found,) = workloads(run.config(f"evaluate.prompts={file}"), None, 99)
+    assert [prompt.id for prompt in found.prompts] == ["web-1", "web-2", "web-3"]

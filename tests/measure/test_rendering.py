@@ -76,3 +76,13 @@ def test_a_template_that_hides_where_turns_begin():
     glued = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
     with pytest.raises(UnfitError, match="what begins a user's turn"):
         Rendering(make_rendering().tokenizer, glued).without_system([ASKED])
+
+
+def test_a_system_message_within_the_question_is_no_beginning_of_it():
+    """Where no answer may stand before a question, the system message is what is left to compare with."""
+    unanswered = "{% if messages[1] and messages[1].role == 'assistant' %}{{ raise_exception('no') }}{% endif %}"
+    tokenizer = make_rendering("inside").tokenizer
+    with pytest.raises(UnfitError, match="what begins a user's turn"):
+        Rendering(tokenizer, unanswered + FAMILIES["inside"]).without_system([ASKED])
+    chatml = Rendering(tokenizer, unanswered + FAMILIES["smollm2"])
+    assert chatml.without_system([ASKED]) == WITHOUT["smollm2"].format(ASKED["content"])
