@@ -29,10 +29,10 @@ figure { margin: 0; max-width: 40rem; }
 img { display: block; width: 100%; height: auto; }
 figcaption { font-size: .88rem; line-height: 1.4; margin-top: .2rem; }
 .scroll { overflow-x: auto; }
-table { border-collapse: collapse; margin: 0 0 1.4rem; font-variant-numeric: tabular-nums; font-size: .92rem; }
-th, td { text-align: right; padding: .3rem .6rem; border-bottom: 1px solid var(--line); white-space: pre; }
+table { border-collapse: collapse; margin: 0 0 1.4rem; font-variant-numeric: tabular-nums; font-size: .9rem; }
+th, td { text-align: right; padding: .3rem .5rem; border-bottom: 1px solid var(--line); white-space: pre; }
 th:first-child, td:first-child { text-align: left; padding-left: 0; }
-th { color: var(--muted); font-weight: 500; white-space: normal; min-width: 5.5rem; vertical-align: bottom; }
+th { color: var(--muted); font-weight: 500; white-space: normal; min-width: 5rem; vertical-align: bottom; }
 th:first-child { min-width: 0; }
 .words th:last-child, .words td:last-child { text-align: left; white-space: normal; }
 details { margin: .6rem 0; border: 1px solid var(--line); border-radius: .5rem; padding: .5rem .9rem; }
