@@ -58,7 +58,7 @@ def evaluate(config: Config) -> None:
             f"{config.data_folder} is not the data that the drafter was trained on, so its held-out prompts may have "
             f"been trained on: run `{TRAIN}` on it, or give data_dir=… of training"
         )
-    refuse_other_target(read_manifest(config), trained, inputs["target"], config.target.path)
+    drafters.refuse_other_target(checkpoint, read_manifest(config), config.target)
     if damage := artifacts.first_damaged(config.data_folder, data.get("files", {})):
         raise UserError(f"{damage}: run `{DATA}` again")
 
@@ -117,10 +117,12 @@ def serve(config: Config) -> None:
     exported = artifacts.read_json(run_dir / "export.json", EXPORT)
     if damage := artifacts.first_damaged(run_dir, exported["files"]):
         raise UserError(f"{damage}: run `{EXPORT}` again")
+    if "checkpoint" not in exported:
+        raise UserError(f"{run_dir / 'export.json'} is of an earlier version: run `{EXPORT}` again")
     data = artifacts.read_json(config.data_folder / artifacts.MANIFEST, DATA)
     inputs = {
         **stage_inputs(config, data, {"fingerprint": exported["inputs"]["train"]}),
-        "export": exported["fingerprint"],
+        "export": exported["checkpoint"],  # and not its card, which tells what is found here
     }
     folder = run_dir / "serving"
     if artifacts.finished(folder, artifacts.fingerprint(inputs), inputs, config.overwrite):
@@ -191,19 +193,6 @@ def stage_inputs(config: Config, data: dict[str, Any], train: dict[str, Any]) ->
         "evaluate": options,
         "workloads": suites.inputs(config),
     }
-
-
-def refuse_other_target(store: dict[str, Any] | None, train: dict[str, Any], target: dict[str, Any], path: str) -> None:
-    """The store's manifest, where there is one still, knows whose hidden states the drafter learnt from."""
-    if store is None:
-        return
-    learnt = store["inputs"]["target"]
-    same = learnt["weights"] == target["weights"] and learnt["revision"] == target["revision"]
-    if store["fingerprint"] == train["inputs"].get("store") and not same:
-        raise UserError(
-            f"the drafter was trained for {learnt['name']}, which had other weights than target.path={path}: "
-            "give the target of training, or another run_dir=…"
-        )
 
 
 if __name__ == "__main__":

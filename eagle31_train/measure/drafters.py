@@ -86,7 +86,9 @@ def of_run(run_dir: Path, data_folder: Path) -> Checkpoint:
     # Another vocabulary of the same size would change the meaning of lm_head's rows in silence.
     if manifest["inputs"].get("vocab") != artifacts.file_sha256(file)[:16]:
         raise UserError(f"{file} is not the vocabulary that the drafter was trained with: run `{TRAIN}` again")
-    return Checkpoint(str(run_dir), manifest["fingerprint"], shape, kept, weights, manifest)
+    # Training again from the same inputs need not give the same weights.
+    identity = artifacts.fingerprint([manifest["fingerprint"], manifest.get("files", {})])
+    return Checkpoint(str(run_dir), identity, shape, kept, weights, manifest)
 
 
 def of_published(path: str, revision: str | None, target_layers: int) -> Checkpoint:
@@ -120,14 +122,32 @@ def load(checkpoint: Checkpoint, name: str, target: HiddenStateTarget, config: C
         drafter.load_state_dict(tensors)
     except (RuntimeError, SafetensorError, OSError) as error:
         reason = " ".join(str(error).split())[:200]
-        whose = checkpoint.weights or checkpoint.where
-        raise UserError(f"{whose} does not fit its drafter.json ({reason}): run `{TRAIN}` again") from None
+        if checkpoint.manifest is None:
+            raise UserError(f"{checkpoint.where} does not fit its config.json ({reason}): get it again") from None
+        raise UserError(f"{checkpoint.weights} does not fit its drafter.json ({reason}): run `{TRAIN}` again") from None
     # The exporter writes weights in target.dtype, hence the rounding, here and nowhere else.
     drafter.to(pick_dtype(config.target.dtype)).to(embedding.device, pick_dtype(config.evaluate.dtype))
     if checkpoint.shape.share_embedding:
         drafter.shared_embedding = embedding  # the target's own, which the rounding has no business with
     ids = torch.from_numpy(checkpoint.vocab.target_ids).to(embedding.device)
     return Candidate(name, checkpoint.identity, drafter.eval().requires_grad_(False), ids)
+
+
+def refuse_other_target(checkpoint: Checkpoint, store: dict[str, Any] | None, target: TargetConfig) -> None:
+    """UserError for a drafter of a run that learnt from another target's states: its store's manifest, where there is
+    one still, knows whose."""
+    if (
+        store is None
+        or checkpoint.manifest is None
+        or store["fingerprint"] != checkpoint.manifest["inputs"].get("store")
+    ):
+        return
+    learnt, given = store["inputs"]["target"], target_identity(target)
+    if (learnt["weights"], learnt["revision"]) != (given["weights"], given["revision"]):
+        raise UserError(
+            f"{checkpoint.where}: the drafter was trained for {learnt['name']}, which had other weights than "
+            f"target.path={target.path}: give the target of training, or another run"
+        )
 
 
 def refuse_misfit(checkpoint: Checkpoint, target: HiddenStateTarget) -> None:
@@ -137,7 +157,7 @@ def refuse_misfit(checkpoint: Checkpoint, target: HiddenStateTarget) -> None:
     if shape.target_hidden_size != width or shape.vocab_size > rows or max(shape.aux_layers) > target.depth:
         raise UserError(
             f"{checkpoint.where} was made for a target of hidden size {shape.target_hidden_size}, {shape.vocab_size} "
-            f"tokens and more than {max(shape.aux_layers)} layers; target.path has {width}, {rows} and {target.depth}: "
+            f"tokens and at least {max(shape.aux_layers)} layers; target.path has {width}, {rows} and {target.depth}: "
             "give its own target"
         )
 

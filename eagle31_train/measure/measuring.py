@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
 from eagle31_train.measure.acceptance import Sheet
@@ -25,6 +26,7 @@ from eagle31_train.measure.decoding import (
 from eagle31_train.measure.drafters import Candidate
 from eagle31_train.measure.prompts import Prompt
 from eagle31_train.measure.results import Measured, Trajectory
+from eagle31_train.measure.sampling import TARGET, stream
 from eagle31_train.measure.suites import Workload
 from eagle31_train.measure.unrolled import narrowest, unroll
 from eagle31_train.schema import EvaluateConfig, UserError
@@ -71,7 +73,8 @@ class Measurer:
 
         Args:
             candidates: the drafters, whose names differ.
-            verified: the first so many prompts are decoded with every drafter, too; default: all of them.
+            verified: the first so many prompts are decoded with every drafter, too; default: all of them, and all
+                where drafts are drawn, since nothing else tells what is accepted then.
 
         Returns:
             The outcome of every drafter, by name.
@@ -83,6 +86,7 @@ class Measurer:
         sampling = Sampling(workload.temperature, workload.top_p, options.draft_sampling)
         shared = sampling.temperature == 0 or sampling.drafts == "greedy"  # one output serves every drafter and depth
         depths = [options.draft_tokens] if shared else range(1, options.depths + 1)
+        verified = verified if shared else None
         found: list[tuple[list[int], dict[str, Measured]]] = [([], {})] * len(prompts)
         tokens, seconds = 0, dict.fromkeys([PLAIN, *((c.name, depth) for c in candidates for depth in depths)], 0.0)
         with tqdm(total=len(prompts), desc=f"evaluate {workload.name}", unit="prompt") as bar:
@@ -95,7 +99,8 @@ class Measurer:
                 decoded = {way: self._decode(way, rows, sampling, candidates, shared) for way in turns}
                 for row, at in enumerate(batch):
                     of_row = {way: answers[row] for way, answers in decoded.items()}
-                    read = {c.name: self._read(rows[row], of_row, c, _layers(candidates), shared) for c in candidates}
+                    layers = _layers(candidates)
+                    read = {c.name: self._read(rows[row], of_row, c, layers, sampling, shared) for c in candidates}
                     found[at] = of_row[PLAIN].tokens, read
                 if real:
                     tokens += sum(len(one.tokens) for one in decoded[PLAIN])
@@ -128,7 +133,13 @@ class Measurer:
         return decode_speculative(target, drafter, candidate.target_ids, ids, way[1], self.limits, sampling, seeds)
 
     def _read(
-        self, prompt: Prompt, decoded: dict[Way, Decoded], candidate: Candidate, layers: list[int], shared: bool
+        self,
+        prompt: Prompt,
+        decoded: dict[Way, Decoded],
+        candidate: Candidate,
+        layers: list[int],
+        sampling: Sampling,
+        shared: bool,
     ) -> Measured:
         """What a drafter did with one prompt; `layers` are those whose states were kept."""
         plain = decoded[PLAIN]
@@ -137,7 +148,7 @@ class Measurer:
         if not shared:
             return Measured(prompt.id, prompt.source, len(plain.tokens), [], None, seen)
         for answer in real.values():
-            self._refuse_difference(prompt, plain, answer)
+            self._refuse_difference(prompt, plain, answer, sampling)
         assert plain.aux is not None
         aux = plain.aux[:, [layers.index(layer) for layer in candidate.aux_layers]]
         trajectory = Trajectory(prompt.ids, plain.tokens, plain.beyond, aux)
@@ -152,7 +163,7 @@ class Measurer:
         refuse_other_counts(prompt, candidate, trajectory, measured, self.options.dtype)
         return measured
 
-    def _refuse_difference(self, prompt: Prompt, plain: Decoded, speculative: Decoded) -> None:
+    def _refuse_difference(self, prompt: Prompt, plain: Decoded, speculative: Decoded, sampling: Sampling) -> None:
         """UserError where speculation changed the output."""
         at = first_difference(plain.tokens, speculative.tokens)
         if at is None:
@@ -161,8 +172,12 @@ class Measurer:
         gap = "one output is shorter"
         if ours is not None and theirs is not None:
             target = CachedTarget(self.model, [1])  # whose states nobody asks for
-            gap = f"{logit_gap(target, prompt.ids + plain.tokens[:at], theirs, ours):.3g}"
-            gap = f"the target's logits differ by {gap}"
+            scores = logit_gap(target, prompt.ids + plain.tokens[:at], theirs, ours)
+            gap = f"the target's logits differ by {scores:.3g}"
+            if not sampling.greedy:  # what decides is the race's logarithm
+                draws = stream(seed_of(self.seed, prompt), at, TARGET).standard_exponential(max(ours, theirs) + 1)
+                scores = scores / sampling.temperature - float(np.log(draws[theirs] / draws[ours]))
+                gap = f"the target's draws differ by {scores:.3g}"
         raise UserError(
             f"prompt {prompt.id}, output token {at}: speculation gives {ours}, plain decoding {theirs} ({gap}); "
             f"{rounding(self.options.dtype)}"
@@ -179,17 +194,22 @@ def sheet(workload: Workload, outcomes: dict[str, list[Outcome]]) -> Sheet:
             speeds[name] = tokens, sum(one.speculative for one in some)
     measured = {name: [each for one in some for each in one.measured] for name, some in outcomes.items()}
     how = workload.temperature, workload.top_p
-    return Sheet(workload.name, workload.suite, workload.perturbation, *how, measured, speeds)
+    return Sheet(workload.name, workload.suite, workload.perturbation, *how, measured, speeds, list(notes(workload)))
 
 
 def remarks(workloads: list[Workload]) -> Iterator[str]:
-    """What to say of workloads before they are measured: what does not belong to them, and why."""
+    """What to say of workloads before they are measured."""
     for workload in workloads:
-        yield from (f"{workload.name}: {note}" for note in workload.notes)
-        for why in dict.fromkeys(workload.left_out.values()):
-            ids = [prompt for prompt, reason in workload.left_out.items() if reason == why]
-            more = f" and {len(ids) - NAMED} more" if len(ids) > NAMED else ""
-            yield f"{workload.name}: left out {', '.join(ids[:NAMED])}{more}: {why}"
+        yield from (f"{workload.name}: {note}" for note in notes(workload))
+
+
+def notes(workload: Workload) -> Iterator[str]:
+    """What a reader of its numbers should know: also what does not belong to it, and why."""
+    yield from workload.notes
+    for why in dict.fromkeys(workload.left_out.values()):
+        ids = [prompt for prompt, reason in workload.left_out.items() if reason == why]
+        more = f" and {len(ids) - NAMED} more" if len(ids) > NAMED else ""
+        yield f"left out {', '.join(ids[:NAMED])}{more}: {why}"
 
 
 def _layers(candidates: list[Candidate]) -> list[int]:
@@ -204,6 +224,11 @@ def check_options(options: EvaluateConfig) -> None:
     for name, at_least in least.items():
         if getattr(options, name) < at_least:
             raise UserError(f"evaluate.{name}={getattr(options, name)} measures nothing: set at least {at_least}")
+    if options.depths < options.draft_tokens:
+        raise UserError(
+            f"evaluate.depths={options.depths} leaves out evaluate.draft_tokens={options.draft_tokens}, the headline: "
+            f"set depths to {options.draft_tokens} or more, or draft_tokens lower"
+        )
     for name, choices in (("backend", ("transformers", "vllm")), ("draft_sampling", ("greedy", "probabilistic"))):
         if getattr(options, name) not in choices:
             raise UserError(f"evaluate.{name}={getattr(options, name)} is unknown: it is {' or '.join(choices)}")
@@ -234,22 +259,20 @@ def refuse_other_counts(
 
     Where two draft tokens are as likely as each other, rounding picks one: the difference is told, and is none of ours.
     """
-    for depth, accepted in measured.seen.items():
-        slot = 0
-        for verification, count in enumerate(accepted, 1):
-            told = min(measured.accepted[slot], depth)
-            if told != count:
-                deciding = min(max(told, count) + 1, depth)  # steps
-                gap = narrowest(candidate.drafter, candidate.target_ids, trajectory, slot, deciding)
-                problem = (
-                    f"prompt {prompt.id}, {candidate.name}, verification {verification} of {depth} draft tokens: real "
-                    f"decoding accepts {count}, the draft from that place {told} (its narrowest choice is {gap:.3g})"
-                )
-                if gap > TIE:
-                    raise UserError(f"{problem}; {rounding(dtype)}")
-                tqdm.write(f"{problem}: rounding chose between equals")
-                break  # from here on the two walk apart
-            slot += count + 1
+    for depth, seen in measured.seen.items():
+        told = measured.rounds(depth)
+        at = first_difference(told, seen)
+        if at is None:
+            continue
+        problem = f"prompt {prompt.id}, {candidate.name}, verification {at + 1} of {depth} draft tokens: real decoding"
+        if at == min(len(told), len(seen)):
+            raise UserError(f"{problem} makes {len(seen)}, the drafts from every place {len(told)}: a mistake")
+        slot, parting = at + sum(told[:at]), min(told[at], seen[at])  # the step at which the two drafts part
+        gap = narrowest(candidate.drafter, candidate.target_ids, trajectory, slot, parting + 1)
+        problem += f" accepts {seen[at]}, the draft from that place {told[at]} (its narrowest choice is {gap:.3g})"
+        if gap > TIE:
+            raise UserError(f"{problem}; {rounding(dtype)}")
+        tqdm.write(f"{problem}: rounding chose between equals")  # from here on the two walk apart
 
 
 def rounding(dtype: str) -> str:

@@ -5,6 +5,7 @@ one alone.
 """
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from eagle31_train.measure.drafters import Candidate
 from eagle31_train.measure.measuring import Measurer, Outcome
 from eagle31_train.measure.results import Drift, Measured
 from eagle31_train.measure.suites import Workload
-from eagle31_train.schema import Config
+from eagle31_train.schema import Config, UserError
 
+LAYOUT = 1  # raise it when the same inputs are counted otherwise
 COUNTED = ("draft_tokens", "depths", "max_new_tokens", "draft_sampling", "batch_size", "dtype", "drift")
 
 
@@ -24,7 +26,7 @@ def inputs(config: Config, end_ids: list[int]) -> dict[str, Any]:
     """What an outcome depends on beside its workload and its drafter."""
     options = {name: getattr(config.evaluate, name) for name in COUNTED}
     target = drafters.target_identity(config.target)
-    return {"target": target, "seed": config.seed, "end_ids": sorted(end_ids), **options}
+    return {"layout": LAYOUT, "target": target, "seed": config.seed, "end_ids": sorted(end_ids), **options}
 
 
 def measured(
@@ -43,7 +45,7 @@ def measured(
         verified: see `Measurer.measure`.
 
     Raises:
-        UserError: as `Measurer.measure`.
+        UserError: as `Measurer.measure`; or a file that is not as it was written.
     """
     outcomes: list[dict[str, Outcome]] = []
     files: list[Path] = []
@@ -59,8 +61,9 @@ def measured(
                 warm = True
             new = measurer.measure(workload, left, verified)
             for name, outcome in new.items():
-                record = {"key": keys[name], "workload": workload.name, **dataclasses.asdict(outcome)}
-                artifacts.write_json(places[name], record)
+                kept = json.loads(json.dumps(dataclasses.asdict(outcome)))  # as it is read again
+                record = {"key": keys[name], "workload": workload.name, "sum": artifacts.fingerprint(kept)}
+                artifacts.write_json(places[name], {**record, "outcome": kept})
             found |= new
         outcomes.append({candidate.name: found[candidate.name] for candidate in candidates})
         files += places.values()
@@ -68,7 +71,7 @@ def measured(
 
 
 def _slug(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9.]+", "-", name)
+    return re.sub(r"[^A-Za-z0-9.]+", "-", name)[-80:]  # the key tells apart what this does not
 
 
 def _read(file: Path, key: str) -> Outcome | None:
@@ -76,10 +79,12 @@ def _read(file: Path, key: str) -> Outcome | None:
     if not file.is_file():
         return None
     record = artifacts.read_json(file, "this command")
-    if record.pop("key") != key:
+    if record.get("key") != key:
         return None
-    del record["workload"]
-    return Outcome(**{**record, "measured": [_measured(one) for one in record["measured"]]})
+    outcome = record.get("outcome", {})
+    if artifacts.fingerprint(outcome) != record.get("sum"):
+        raise UserError(f"{file} is not as it was written: remove it, and the same command measures that anew")
+    return Outcome(**{**outcome, "measured": [_measured(one) for one in outcome["measured"]]})
 
 
 def _measured(one: dict[str, Any]) -> Measured:
