@@ -24,8 +24,8 @@ TRAIN = "accelerate launch train.py"
 class Checkpoint:
     """Weights on the disk and what they mean.
 
-    where: what to call it in a message. identity: changes with the weights. manifest: what training left, None of a
-    published draft. tensors: None of a run, whose weights are read when they are needed.
+    where: what to call it in a message. identity: the training's fingerprint, or that of published weights.
+    manifest: what training left, None of a published draft. tensors: None of a run, whose weights are read when they are needed.
     """
 
     where: str
@@ -86,9 +86,7 @@ def of_run(run_dir: Path, data_folder: Path) -> Checkpoint:
     # Another vocabulary of the same size would change the meaning of lm_head's rows in silence.
     if manifest["inputs"].get("vocab") != artifacts.file_sha256(file)[:16]:
         raise UserError(f"{file} is not the vocabulary that the drafter was trained with: run `{TRAIN}` again")
-    # Training again from the same inputs need not give the same weights.
-    identity = artifacts.fingerprint([manifest["fingerprint"], manifest.get("files", {})])
-    return Checkpoint(str(run_dir), identity, shape, kept, weights, manifest)
+    return Checkpoint(str(run_dir), manifest["fingerprint"], shape, kept, weights, manifest)
 
 
 def of_published(path: str, revision: str | None, target_layers: int) -> Checkpoint:
@@ -130,7 +128,10 @@ def load(checkpoint: Checkpoint, name: str, target: HiddenStateTarget, config: C
     if checkpoint.shape.share_embedding:
         drafter.shared_embedding = embedding  # the target's own, which the rounding has no business with
     ids = torch.from_numpy(checkpoint.vocab.target_ids).to(embedding.device)
-    return Candidate(name, checkpoint.identity, drafter.eval().requires_grad_(False), ids)
+    # Training again from the same inputs need not give the same weights.
+    files = checkpoint.manifest.get("files", {}) if checkpoint.manifest else {}
+    identity = artifacts.fingerprint([checkpoint.identity, files])
+    return Candidate(name, identity, drafter.eval().requires_grad_(False), ids)
 
 
 def refuse_other_target(checkpoint: Checkpoint, store: dict[str, Any] | None, target: TargetConfig) -> None:
