@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 from talking import make_rendering
+from tokenizers import processors
 
 from eagle31_train.measure import perturb
 from eagle31_train.measure.perturb import KNOWN, Around, Distractor, find
@@ -92,6 +93,18 @@ def test_the_question_is_the_same_and_the_rest_is_told_apart(name):
 def test_without_a_template_there_is_only_text():
     assert said("no_template") == "What is the question here?"
     assert said("no_template", make_prompt(system="Be kind.")) == "Be kind.\n\nWhat is the question here?"
+
+
+def test_text_alone_has_what_the_tokenizer_puts_before_text():
+    """As a server that is given a text would; a template, also another family's, brings its own."""
+    rendering = make_rendering()
+    begin = rendering.tokenizer.convert_tokens_to_ids("<s>")
+    rendering.tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", begin)]
+    )
+    around = replace(AROUND, rendering=rendering)
+    assert find("no_template").apply(PROMPT, around).ids[0] == begin
+    assert begin not in find("template_chatml").apply(PROMPT, around).ids
 
 
 @pytest.mark.parametrize(
