@@ -4,9 +4,9 @@ A draw is an exponential race: of probabilities p[v] and independent exponential
 p[v] / e[v] is distributed as p. The exponentials of token i of an output depend on the prompt's seed and on i alone.
 So plain decoding and every way of drafting draw the same output, and a draft that is no draw itself is accepted
 if and only if it is that token: rejection sampling of a draft distribution with all its mass on one token. A race is
-taken rather than the inverse of the cumulative distribution, since that moves with every rounding of every
-probability before: with 49152 tokens it would differ between two ways of reading the same text, once in some thousand
-draws; a race does only where its two fastest tie.
+taken rather than the inverse of the cumulative distribution, since that moves with the rounding of every probability
+and with the order of near ties: between logits that differ by 1e-5, as two ways of reading a text do, it gave another
+token in 3 % of draws from a flat distribution of 49152 tokens, and a race in none of 1,500.
 
 Drafts that are drawn (`probabilistic`) are accepted with probability min(1, p/q), and otherwise replaced by a draw
 from max(p - q, 0), renormalised (arXiv 2211.17192). The output is then distributed as plain sampling's, but is
