@@ -184,11 +184,14 @@ class TrainConfig:
     slots_per_batch: int | None = opt(
         None, "train a random subset of so many slots (draft starts) per optimizer step, unbiased; default: all"
     )
+    optimizer: str = opt(
+        "adamw", "adamw, or muon: Muon on the matrices, AdamW on lm_head and norms (one process, DDP, FSDP2)"
+    )
     lr: float = opt(1e-4, "peak learning rate")
     warmup: float = opt(0.05, "share of the steps that warm up")
     min_lr: float = opt(0.1, "the cosine ends at this share of lr")
-    weight_decay: float = opt(0.0, "AdamW, on matrices only")
-    betas: list[float] = opt([0.9, 0.95], "AdamW")
+    weight_decay: float = opt(0.0, "on matrices only")
+    betas: list[float] = opt([0.9, 0.95], "AdamW's")
     clip: float = opt(0.5, "largest gradient norm")
     precision: str = opt("bf16", "bf16 (autocast, fp32 master weights) or no (fp32)")
     init_from: str | None = opt(

@@ -19,8 +19,10 @@ from eagle31_train.schema import (
 from eagle31_train.shape import check_drafter, drafter_shape
 from eagle31_train.store import REMAKE, TARGET, Store, StoreSplit
 from eagle31_train.vocab import DraftVocab
+from train.optimizer import OPTIMIZERS
 
 CHOICES = {
+    "optimizer": OPTIMIZERS,
     "loss": ("kl", "ce"),
     "oov": ("mask", "keep"),
     "precision": ("bf16", "no"),

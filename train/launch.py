@@ -137,6 +137,11 @@ def deepspeed_plugin(t: TrainConfig) -> DeepSpeedPlugin:
             raise UserError(
                 f"DeepSpeed's {name} to NVMe is not served: use configs/deepspeed/zero3_offload.json ({SEE})"
             )
+    if t.optimizer == "muon":
+        raise UserError(
+            "train.optimizer=muon needs whole matrices, which DeepSpeed cuts up: launch with ddp or fsdp2 "
+            f"({SEE}), or set train.optimizer=adamw"
+        )
     settings["zero_optimization"].setdefault("stage", 0)
     settings.pop("train_batch_size", None)
     settings["gradient_accumulation_steps"] = 1

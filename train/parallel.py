@@ -30,8 +30,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from eagle31_train.loss import Objective
 from eagle31_train.schema import TrainConfig
 from train.metrics import fetch
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
+from train.optimizer import ADAMW, MOMENTS, make_optimizer
 
 
 def parallelise(accelerator: Accelerator, objective: Objective, t: TrainConfig) -> "Parallel":
@@ -44,34 +43,19 @@ def parallelise(accelerator: Accelerator, objective: Objective, t: TrainConfig) 
     return Replicated(accelerator, objective, t)
 
 
-def make_optimizer(objective: Objective, t: TrainConfig) -> torch.optim.AdamW:
-    """AdamW on what is trained."""
-    groups = parameter_groups(objective, t.weight_decay)
-    return torch.optim.AdamW(groups, lr=t.lr, betas=(t.betas[0], t.betas[1]), fused=True)
-
-
-def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """AdamW's groups: matrices decay, norms do not; frozen parameters are left out."""
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    return [
-        {"params": [p for p in trained if p.dim() > 1], "weight_decay": weight_decay},
-        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
-    ]
-
-
 class Parallel:
     """What all kinds share.
 
     Args:
         accelerator: of the launch.
         objective: with its initial weights, the same on every rank; on the CPU.
-        t: AdamW's and the clipping's options.
+        t: the optimizer's and the clipping's options.
 
     Attributes:
         model: what to call, as `Objective.forward`; every rank as often as every other.
-        optimizer: AdamW, or what wraps it.
+        optimizer: as `make_optimizer` gives it, or what wraps it.
         kind: in words, for records.
-        updates: how many AdamW has done.
+        updates: how many it has done.
     """
 
     model: Any
@@ -117,20 +101,20 @@ class Parallel:
             yield name, self._whole(parameter.detach())
 
     def moments(self) -> Iterator[tuple[str, Tensor]]:
-        """AdamW's moments as `exp_avg.NAME` and `exp_avg_sq.NAME`, likewise; none before the first update."""
+        """The optimizer's moments as `exp_avg.NAME` and so on, likewise; none before the first update."""
         for name, parameter in self.objective.drafter.named_parameters():
             if state := self.optimizer.state.get(parameter):
-                yield from ((f"{moment}.{name}", self._whole(state[moment])) for moment in MOMENTS)
+                yield from ((f"{m}.{name}", self._whole(state[m])) for m in MOMENTS if m in state)
 
     def set_moments(self, moments: Mapping[str, Tensor], updates: int) -> None:
         """Go on after so many updates that left these; every rank gives all of them."""
         self.updates = updates
         for name, parameter in self.objective.drafter.named_parameters():
-            if f"{MOMENTS[0]}.{name}" in moments:
-                self.optimizer.state[parameter] = {
-                    "step": self._count(parameter.device),
-                    **{moment: self._part(moments[f"{moment}.{name}"], parameter) for moment in MOMENTS},
-                }
+            there = {m: moments[f"{m}.{name}"] for m in MOMENTS if f"{m}.{name}" in moments}
+            if there:
+                state = {moment: self._part(whole, parameter) for moment, whole in there.items()}
+                step = {"step": self._count(parameter.device)} if ADAMW[0] in there else {}
+                self.optimizer.state[parameter] = {**step, **state}
 
     def differs(self) -> str | None:
         """What of the weights is not the same on all ranks, or not sharded as it should be; None if nothing is."""
@@ -267,7 +251,7 @@ class Zero(Parallel):
         from deepspeed.utils import safe_get_full_optimizer_state
 
         for name, parameter in self._trained() if self.updates else ():
-            yield from ((f"{m}.{name}", safe_get_full_optimizer_state(parameter, m)) for m in MOMENTS)
+            yield from ((f"{m}.{name}", safe_get_full_optimizer_state(parameter, m)) for m in ADAMW)
 
     def set_moments(self, moments: Mapping[str, Tensor], updates: int) -> None:
         """See `Parallel`."""
@@ -278,7 +262,7 @@ class Zero(Parallel):
         for state in self.optimizer.optimizer.state.values():
             state["step"].fill_(updates)
         for name, parameter in self._trained():
-            for moment in MOMENTS:
+            for moment in ADAMW:
                 self._set_moment(parameter, moment, moments[f"{moment}.{name}"])
 
     def differs(self) -> str | None:
@@ -298,7 +282,7 @@ class Zero(Parallel):
         """
         zero = self.optimizer
         for part in zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups:
-            moments = {moment: torch.zeros_like(part.data) for moment in MOMENTS}
+            moments = {moment: torch.zeros_like(part.data) for moment in ADAMW}
             zero.optimizer.state[part] = {"step": self._count(part.device), **moments}
         if self.stage < 3:
             zero._lazy_init_hp_params_optimizer_state()

@@ -18,7 +18,7 @@ from eagle31_train.schema import TrainConfig
 from eagle31_train.store import Store, StoreSplit
 from train.loop import learning_rate, step_weights
 from train.metrics import summarise
-from train.parallel import parameter_groups
+from train.optimizer import parameter_groups
 
 # ---------------------------------------------------------------- it learns
 

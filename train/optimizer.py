@@ -1,0 +1,74 @@
+"""What updates the weights: AdamW, or Muon on the matrices and AdamW on the rest. Both are torch's own.
+
+Muon (Jordan et al., 2024; "Muon is Scalable for LLM Training", arXiv 2502.16982) makes the momentum of a matrix
+orthogonal before it is applied. Its steps are scaled to the size of AdamW's, so that train.lr means the same for both.
+lm_head and an embedding, whose rows are tokens, stay with AdamW, as do norms.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from eagle31_train.schema import TrainConfig
+
+OPTIMIZERS = ("adamw", "muon")
+ADAMW = ("exp_avg", "exp_avg_sq")  # its moments
+MOMENTS = (*ADAMW, "momentum_buffer")  # and Muon's
+BY_TOKEN = ("lm_head", "embed_tokens")
+MOMENTUM = 0.95
+
+
+class MuonAndAdamW:
+    """Two optimizers that look like one: the same groups, state and calls."""
+
+    def __init__(self, muon: torch.optim.Muon, adamw: torch.optim.AdamW) -> None:
+        self._both = (muon, adamw)
+        adamw.state = self.state = muon.state  # parameters are keys, and none belongs to both
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Of both."""
+        return [group for optimizer in self._both for group in optimizer.param_groups]
+
+    def step(self) -> None:
+        """Update what has a gradient."""
+        for optimizer in self._both:
+            optimizer.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients."""
+        for optimizer in self._both:
+            optimizer.zero_grad(set_to_none)
+
+
+Optimizer = torch.optim.AdamW | MuonAndAdamW
+
+
+def make_optimizer(module: nn.Module, t: TrainConfig) -> Optimizer:
+    """The optimizer that train.optimizer names, on what is trained."""
+    if t.optimizer == "adamw":
+        return adamw(parameter_groups(module, t.weight_decay), t)
+    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    matrices = {n: p for n, p in trained.items() if p.dim() == 2 and not set(BY_TOKEN) & set(n.split("."))}
+    rest = [parameter for name, parameter in trained.items() if name not in matrices]
+    muon = torch.optim.Muon(matrices.values(), t.lr, t.weight_decay, momentum=MOMENTUM, adjust_lr_fn="match_rms_adamw")
+    return MuonAndAdamW(muon, adamw(_split(rest, t.weight_decay), t))
+
+
+def adamw(groups: list[dict[str, Any]], t: TrainConfig) -> torch.optim.AdamW:
+    """torch's fused AdamW."""
+    return torch.optim.AdamW(groups, lr=t.lr, betas=(t.betas[0], t.betas[1]), fused=True)
+
+
+def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """AdamW's groups: matrices decay, norms do not; frozen parameters are left out."""
+    return _split([parameter for parameter in module.parameters() if parameter.requires_grad], weight_decay)
+
+
+def _split(trained: Sequence[Tensor], weight_decay: float) -> list[dict[str, Any]]:
+    return [
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
+    ]
