@@ -1,0 +1,187 @@
+"""Outcomes on the disk: nothing is measured twice, nothing that is stale or damaged is believed."""
+
+import dataclasses
+import json
+
+import pytest
+
+from eagle31_train import artifacts
+from eagle31_train.cli import load_config
+from eagle31_train.measure import drafters, records
+from eagle31_train.measure.decoding import Limits
+from eagle31_train.measure.measuring import Measurer, Outcome
+from eagle31_train.measure.results import Drift, Measured
+from eagle31_train.schema import UserError
+from eagle31_train.targets.cached import CachedTarget
+from tests.measure.conftest import PROMPTS, workload_of
+
+ONE, TWO = workload_of(name="one"), workload_of(PROMPTS[:2], 0.7, name="two · temperature_0.7")
+
+
+class Recorded(Measurer):
+    """Tells what was asked of it, and what came of it without decoding; is stopped at the workload `stop`."""
+
+    stop: str | None = None
+
+    def __init__(self, *options):
+        config = load_config(["+experiment=smollm2", *options])
+        super().__init__(None, Limits(8, ()), config.evaluate, config.seed)
+        object.__setattr__(self, "asked", [])
+        object.__setattr__(self, "config", config)
+
+    def warm_up(self, workload, candidates):
+        self.asked.append(f"warm-up with {', '.join(candidate.name for candidate in candidates)}")
+
+    def measure(self, workload, candidates, verified=None):
+        if workload.name == Recorded.stop:
+            raise KeyboardInterrupt
+        self.asked.append((workload.name, [candidate.name for candidate in candidates], verified))
+        drift = Drift(*([0.1 * i, 1 / 3] for i in range(6)))
+        return {
+            c.name: Outcome([[1, 2]], [Measured("p", "s", 2, [3], drift, {3: [1]})], 2, 0.1, 0.3) for c in candidates
+        }
+
+    def run(self, folder, candidates, workloads=(ONE, TWO), verified=None, end_ids=(2, 1)):
+        self.asked.clear()
+        inputs = records.inputs(self.config, list(end_ids))
+        found, files = records.measured(folder, list(workloads), self, candidates, inputs, verified)
+        assert all(file.is_file() for file in files)
+        assert [list(one) for one in found] == [[c.name for c in candidates]] * len(workloads)
+        return found
+
+
+@pytest.fixture(autouse=True)
+def never_stopped(monkeypatch):
+    monkeypatch.setattr(Recorded, "stop", None)
+
+
+def test_what_is_kept_is_what_was_measured(model, candidates, tmp_path):
+    options = load_config(["+experiment=smollm2", "evaluate.depths=4"]).evaluate
+    real = Measurer(model, Limits(8, ()), options, 0)
+    inputs = {"any": 1}
+    (first,), files = records.measured(tmp_path, [ONE], real, candidates, inputs)
+    (again,), same = records.measured(tmp_path, [ONE], None or Recorded(), candidates, inputs)
+    assert again == first
+    assert same == files
+    assert all(one.drift is not None and one.seen for outcome in first.values() for one in outcome.measured)
+
+
+def test_a_measurement_that_was_stopped_goes_on_with_what_is_left(candidates, tmp_path, monkeypatch):
+    measurer = Recorded()
+    monkeypatch.setattr(Recorded, "stop", TWO.name)
+    with pytest.raises(KeyboardInterrupt):
+        measurer.run(tmp_path, candidates[:2])
+    assert measurer.asked == ["warm-up with llama, mla", ("one", ["llama", "mla"], None)]
+    monkeypatch.setattr(Recorded, "stop", None)
+    measurer.run(tmp_path, candidates[:2])
+    assert measurer.asked == ["warm-up with llama, mla", (TWO.name, ["llama", "mla"], None)]
+    measurer.run(tmp_path, candidates[:2])
+    assert measurer.asked == []
+
+
+def test_one_more_drafter_or_workload_is_measured_alone(candidates, tmp_path):
+    measurer = Recorded("evaluate.warmup=false")
+    measurer.run(tmp_path, candidates[:2], [ONE])
+    measurer.run(tmp_path, candidates, [ONE])
+    assert measurer.asked == [("one", ["other"], None)]
+    measurer.run(tmp_path, candidates[::-1], [TWO, ONE])
+    assert measurer.asked == [(TWO.name, ["other", "mla", "llama"], None)]
+    better = dataclasses.replace(candidates[0], identity="trained on")
+    measurer.run(tmp_path, [better, *candidates[1:]])
+    assert [asked[1] for asked in measurer.asked] == [["llama"], ["llama"]]
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "seed=1",
+        "target.dtype=float16",
+        "target.revision=v2",
+        *(f"evaluate.{option}" for option in ("draft_tokens=2", "depths=7", "max_new_tokens=9")),
+        *(f"evaluate.{option}" for option in ("draft_sampling=probabilistic", "batch_size=1", "dtype=float64")),
+        "evaluate.drift=false",
+    ],
+)
+def test_other_options_measure_anew(candidates, tmp_path, option):
+    Recorded().run(tmp_path, candidates[:1], [ONE])
+    other = Recorded(option)
+    other.run(tmp_path, candidates[:1], [ONE])
+    assert other.asked[1:] == [("one", ["llama"], None)]
+    Recorded().run(tmp_path, candidates[:1], [ONE])
+    before = Recorded("evaluate.warmup=false", "evaluate.backend=vllm")
+    before.run(tmp_path, candidates[:1], [ONE])
+    assert before.asked == [], "the old outcome is kept beside the new one"
+
+
+def test_another_workload_of_the_same_name_is_measured_anew(candidates, tmp_path):
+    measurer = Recorded("evaluate.warmup=false")
+    measurer.run(tmp_path, candidates[:1], [ONE])
+    for changed in ({"prompts": ONE.prompts[1:]}, {"temperature": 0.1}, {"top_p": 0.5}):
+        measurer.run(tmp_path, candidates[:1], [dataclasses.replace(ONE, **changed)])
+        assert len(measurer.asked) == 1, changed
+    measurer.run(tmp_path, candidates[:1], [ONE], verified=2)
+    assert measurer.asked == [("one", ["llama"], 2)]
+    measurer.run(tmp_path, candidates[:1], [ONE], end_ids=(1, 2))
+    assert measurer.asked == [], "end tokens are a set"
+    measurer.run(tmp_path, candidates[:1], [ONE], end_ids=(1,))
+    assert len(measurer.asked) == 1
+
+
+def half(text):
+    return text[: len(text) // 2]
+
+
+def another_count(text):
+    record = json.loads(text)
+    record["outcome"]["measured"][0]["accepted"][0] += 1
+    return json.dumps(record)
+
+
+def without_outputs(text):
+    record = json.loads(text)
+    del record["outcome"]
+    return json.dumps(record)
+
+
+@pytest.mark.parametrize("damage", [half, another_count, without_outputs, lambda text: "[]"])
+def test_a_damaged_file_is_one_line(candidates, tmp_path, damage):
+    measurer = Recorded()
+    measurer.run(tmp_path, candidates[:1], [ONE])
+    (file,) = tmp_path.glob("*.json")
+    file.write_text(damage(file.read_text()))
+    with pytest.raises(
+        UserError, match=r"one-llama-\w+\.json is (damaged|not as it was written).*: remove it"
+    ) as error:
+        measurer.run(tmp_path, candidates[:1], [ONE])
+    assert "\n" not in str(error.value)
+    file.unlink()
+    measurer.run(tmp_path, candidates[:1], [ONE])
+    assert len(measurer.asked) == 2
+
+
+def test_names_of_any_length_and_script_are_files(candidates, tmp_path):
+    names = ["x/" * 200, "草稿", "草案"]
+    some = [dataclasses.replace(c, name=name) for c, name in zip(candidates, names, strict=True)]
+    measurer = Recorded("evaluate.warmup=false")
+    measurer.run(tmp_path, some)
+    measurer.run(tmp_path, some)
+    assert measurer.asked == []
+    assert len(list(tmp_path.glob("*.json"))) == 6
+
+
+def test_training_again_from_the_same_inputs_is_another_drafter(run, model):
+    def identity():
+        config = run.config()
+        checkpoint = drafters.of_run(run.folder, config.data_folder)
+        return drafters.load(checkpoint, "it", CachedTarget(model, [1, 2, 4]), config).identity, checkpoint.identity
+
+    before = identity()
+    assert identity() == before
+    manifest = artifacts.read_json(run.folder / "train" / "manifest.json", "the test")
+    data = bytearray(run.weights.read_bytes())
+    data[-1] ^= 1
+    run.weights.write_bytes(data)
+    run.finish_training()
+    assert artifacts.read_json(run.folder / "train" / "manifest.json", "")["inputs"] == manifest["inputs"]
+    assert identity()[0] != before[0]
+    assert identity()[1] == before[1] == "e" * 16, "by which results are found for a training"
