@@ -1,47 +1,51 @@
 """The model card that goes with an exported drafter, and the command that serves it.
 
 Everything on the card is a recorded fact: hyper-parameters and counts come from the manifests of
-the stages, acceptance from a measurement of this very checkpoint, or the card says there is none.
+the stages, results (`card_results.py`) from measurements of this very checkpoint, or the card says there are none.
 """
 
 import dataclasses
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eagle31_train import cli
+from eagle31_train import card_results, cli
 from eagle31_train.contract import caveats
 from eagle31_train.draft_config import MLA_DEFAULTS
+from eagle31_train.findings import Finding
+from eagle31_train.markdown import code, grid, plain, public
 from eagle31_train.measure.serving.command import flags, speculation, target_arguments
 from eagle31_train.schema import Config, DrafterShape, UserError, as_plain
 
 # Options that say where things go or whether to upload, not what is made.
-_NOT_THE_RECIPE = ("overwrite", "push", "repo", "private")
+_NOT_THE_RECIPE = ("overwrite", "push", "repo", "private", "comparisons")
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What the card tells; `data` and `evaluate` are None where the stage left no manifest."""
+    """What the card tells; None where a stage left no manifest, or one that is not of this checkpoint."""
 
     config: Config
     shape: DrafterShape
     train: Mapping[str, Any]
     data: Mapping[str, Any] | None
-    evaluate: Mapping[str, Any] | None
+    evaluation: Finding | None = None
+    serving: Finding | None = None
+    comparisons: Sequence[Finding] = ()
 
 
-def serve_command(config: Config, drafter: str | None, public: bool = False) -> str:
+def serve_command(config: Config, drafter: str | None, published: bool = False) -> str:
     """The shell command with which vLLM serves the target, with this drafter or without.
 
     Args:
-        public: with paths as others may see them.
+        published: with paths as others may see them.
     """
     path = config.target.path
-    command = ["vllm", "serve", _public(path) if public else path, *flags(target_arguments(config))]
+    command = ["vllm", "serve", public(path) if published else path, *flags(target_arguments(config))]
     if drafter:
         options = speculation(config, drafter, config.evaluate.draft_tokens)
         command += ["--speculative-config", json.dumps(options, ensure_ascii=False)]
@@ -56,17 +60,16 @@ def render(facts: Facts) -> str:
     kind = _kind(facts.shape)
     parts = [
         _front_matter(config, facts.shape),
-        f"# {kind} drafter{' with MLA' * (facts.shape.architecture == 'mla')} for {_text(target)}",
-        f"A one-layer drafter for speculative decoding with {_text(target)}: it proposes tokens, the target "
+        f"# {kind} drafter{' with MLA' * (facts.shape.architecture == 'mla')} for {plain(target)}",
+        f"A one-layer drafter for speculative decoding with {plain(target)}: it proposes tokens, the target "
         "verifies them, and with greedy decoding the output is the target's own, token for token. "
         "Made with eagle31; served by vLLM.",
         "## Serve",
-        _code(serve_command(config, here, public=True)),
-        *map(_text, caveats(facts.shape)),
+        code(serve_command(config, here, published=True)),
+        *map(plain, caveats(facts.shape)),
         "To go back, serve without `--speculative-config`; the target itself is unchanged:",
-        _code(serve_command(config, None, public=True)),
-        "## Measured acceptance",
-        _acceptance(facts.evaluate),
+        code(serve_command(config, None, published=True)),
+        *card_results.sections(facts.evaluation, facts.serving, facts.comparisons),
         "## Drafter",
         _table("field", "value", _drafter(facts.shape)),
         "## Data",
@@ -75,7 +78,7 @@ def render(facts: Facts) -> str:
         _training(facts.train),
         "## Repeat",
         "With the same version of eagle31, from its checkout:",
-        _code("\n".join(commands(config))),
+        code("\n".join(commands(config))),
         "Folders outside the checkout are shown as `/path/to/…`.",
         "## Licence",
         "None is stated: whoever publishes these weights chooses one that the target's licence and the data "
@@ -141,7 +144,7 @@ def _hydra(value: Any) -> str:
         return "{" + ",".join(f"{key}:{_hydra(inner)}" for key, inner in value.items()) + "}"
     if not isinstance(value, str):
         return str(value)
-    value = _public(value)
+    value = public(value)
     # Bare words only where Hydra can read nothing else (a number, a boolean) into them.
     if re.fullmatch(r"[A-Za-z_/.][\w./:@-]*", value) and value.lower() not in (
         "null",
@@ -154,14 +157,6 @@ def _hydra(value: Any) -> str:
     # Hydra takes a backslash for itself, except before a quote.
     escaped = re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), value)
     return f"'{escaped}'"
-
-
-def _public(path: str) -> str:
-    """An absolute path as others may see it: from the checkout, or its last part alone."""
-    if not Path(path).is_absolute():
-        return path
-    inside = Path(path).is_relative_to(cli.ROOT)
-    return str(Path(path).relative_to(cli.ROOT)) if inside else f"/path/to/{Path(path).name}"
 
 
 # ---------------------------------------------------------------- sections
@@ -191,43 +186,6 @@ def _front_matter(config: Config, shape: DrafterShape) -> str:
     return "\n".join(lines)
 
 
-def _acceptance(evaluate: Mapping[str, Any] | None) -> str:
-    if evaluate is None:
-        return "The acceptance of this checkpoint was not measured."
-    report = evaluate["report"]
-    shown = {
-        "acceptance length (accepted + 1 per verification)": f"{report['acceptance_length']:.3f}",
-        "acceptance at each depth": ", ".join(f"{share:.3f}" for share in report["acceptance_at_depth"]),
-        **{key.replace("_", " "): report[key] for key in _CONDITIONS if key in report},
-    }
-    speed = report.get("tokens_per_second") or {}
-    shown |= {f"tokens per second, {name}": f"{value:.1f}" for name, value in speed.items()}
-    parts = [
-        "Greedy decoding, draft and target run by eagle31's own evaluator; every output was equal to plain "
-        "decoding of the target.",
-        _table("measure", "value", shown),
-    ]
-    sources = report.get("by_source") or {}
-    if len(sources) > 1 or report.get("not_measured"):
-        parts.append(_by_source(sources))
-    if missing := report.get("not_measured"):
-        parts.append(f"Not measured, since none of its prompts was decoded: {_text(', '.join(missing))}.")
-    return "\n\n".join(parts)
-
-
-def _by_source(sources: Mapping[str, Any]) -> str:
-    """A row for each source of prompts; a dash where nothing was drafted."""
-    rows = ["| source | prompts | drafts | acceptance length | at each depth |", "| --- | --- | --- | --- | --- |"]
-    for name, found in sources.items():
-        length, depths = found["acceptance_length"], found["acceptance_at_depth"]
-        told = "–" if length is None else f"{length:.3f}", ", ".join("–" if d is None else f"{d:.3f}" for d in depths)
-        rows.append(f"| {_text(name)} | {found['prompts']} | {found['drafts']} | {told[0]} | {told[1]} |")
-    return "\n".join(rows)
-
-
-_CONDITIONS = ("prompts", "draft_tokens", "max_new_tokens", "drafts", "generated_tokens", "dtype", "machine")
-
-
 def _data(data: Mapping[str, Any] | None) -> str:
     if data is None:
         return "The data stage left no manifest beside this checkpoint."
@@ -243,8 +201,7 @@ def _training(train: Mapping[str, Any]) -> str:
 
 
 def _table(left: str, right: str, values: Mapping[str, Any]) -> str:
-    rows = [f"| {_text(key)} | {_text(value)} |" for key, value in _flat(values)]
-    return "\n".join([f"| {left} | {right} |", "| --- | --- |", *rows])
+    return grid([left, right], [[plain(key), plain(value)] for key, value in _flat(values)])
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -258,17 +215,3 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
             yield f"{prefix}{key}", str(len(value))  # records, of refused conversations say: how many
         else:
             yield f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _text(value: Any) -> str:
-    """Text that Markdown shows as it is, also inside a table; absolute paths lose all but their name."""
-    text = " ".join(str(value).split())
-    if text.startswith("/"):
-        text = Path(text).name
-    return re.sub(r"([\\`*_\[\]|<>#&~$])", r"\\\1", text)
-
-
-def _code(text: str) -> str:
-    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
-    fence = "`" * max(3, longest + 1)
-    return f"{fence}sh\n{text}\n{fence}"

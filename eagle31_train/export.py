@@ -4,11 +4,13 @@
     python -m eagle31_train.export +experiment=smollm2 push=true repo=me/my-draft private=true
 
 Reads `train/`'s newest weights and the draft vocabulary, holds them against the contract, and
-writes `export/` (config.json, model.safetensors, README.md) whole or not at all. Nothing leaves
-the machine without push=true.
+writes `export/` (config.json, model.safetensors, README.md and its pictures) whole or not at all.
+What was measured since, by `eagle31_train.evaluate` with either backend, or by `eagle31_train.compare`
+(comparisons=[FOLDER,…]), gives the same weights a new card. Nothing leaves the machine without push=true.
 """
 
 import dataclasses
+import os
 import shutil
 import time
 from dataclasses import dataclass
@@ -19,13 +21,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from eagle31_train import artifacts, card, cli, contract, draft_config, hub, vocab
+from eagle31_train import artifacts, card, cli, contract, draft_config, findings, hub, vocab
 from eagle31_train.schema import Config, DrafterShape, UserError, as_plain, check_architecture
 from eagle31_train.store import read_manifest
 
 TRAIN = "accelerate launch train.py"
 # Raised whenever the same inputs make another checkpoint.
 LAYOUT = 1
+# What of an export may stay: nothing, all but the card, or everything.
+NOTHING, CHECKPOINT, WHOLE = range(3)
+SERVED = ("config.json", "model.safetensors")  # files of the checkpoint
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,30 @@ class Trained:
     vocab: vocab.DraftVocab
     train: dict[str, Any]
     data: dict[str, Any] | None
-    evaluate: dict[str, Any] | None
+
+
+@dataclass(frozen=True)
+class Results:
+    """What was measured of it."""
+
+    evaluation: findings.Finding | None
+    serving: findings.Finding | None
+    comparisons: list[findings.Finding]
+
+    @property
+    def fingerprints(self) -> dict[str, Any]:
+        """Of each."""
+        return {
+            "evaluate": self.evaluation and self.evaluation.fingerprint,
+            "serving": self.serving and self.serving.fingerprint,
+            "comparisons": [comparison.fingerprint for comparison in self.comparisons],
+        }
+
+    @property
+    def pictures(self) -> list[findings.Illustration]:
+        """Of all."""
+        found = [self.evaluation, self.serving, *self.comparisons]
+        return [picture for finding in found if finding for picture in finding.pictures]
 
 
 def export(config: Config) -> None:
@@ -55,13 +83,23 @@ def export(config: Config) -> None:
         raise UserError(f"target.dtype={config.target.dtype} is none of {', '.join(contract.DTYPES)}")
     run = Path(config.run_dir)
     trained = read_trained(config)
-    inputs = _inputs(config, trained)
-    if finished(run, inputs, config.overwrite):
+    checkpoint = checkpoint_inputs(config, trained)
+    results = read_results(config, trained, artifacts.fingerprint(checkpoint))
+    told = {
+        "repo": config.repo,
+        "draft_tokens": config.evaluate.draft_tokens,
+        "data": trained.data and trained.data.get("fingerprint"),
+        **results.fingerprints,
+    }
+    inputs = checkpoint | {"card": told}
+    standing = finished(run, inputs, config.overwrite)
+    if standing == WHOLE:
         print("export: up to date")
     else:
-        _write(config, trained, run / "export")
-        files = artifacts.list_files(run, (run / "export").iterdir())
+        _write(config, trained, results, run / "export", keep=standing == CHECKPOINT)
+        files = artifacts.list_files(run, (file for file in (run / "export").rglob("*") if file.is_file()))
         record = {"fingerprint": artifacts.fingerprint(inputs), "inputs": inputs, "files": files}
+        record["checkpoint"] = artifacts.fingerprint(checkpoint)
         record["serve"] = card.serve_command(config, str(run / "export"))
         artifacts.write_json(run / "export.json", record | {"seconds": round(time.monotonic() - started, 1)})
         print(f"export: wrote {run / 'export'}")
@@ -100,10 +138,18 @@ def read_trained(config: Config) -> Trained:
             f"{config.data_folder} is not the data that the drafter was trained on, and the card would tell its "
             f"counts: run `{TRAIN}` on it, or give data_dir=… of training"
         )
-    evaluate = _read_if_there(run / "evaluate" / artifacts.MANIFEST)
-    # A measurement of another checkpoint says nothing about this one.
-    belongs = evaluate is not None and _mentions(evaluate.get("inputs"), train["fingerprint"])
-    return Trained(folder / "model.safetensors", shape, kept, train, data, evaluate if belongs else None)
+    return Trained(folder / "model.safetensors", shape, kept, train, data)
+
+
+def read_results(config: Config, trained: Trained, checkpoint: str) -> Results:
+    """What was measured of the checkpoint; UserError names a damaged result, or a comparison of others.
+
+    Args:
+        checkpoint: the fingerprint of `checkpoint_inputs`.
+    """
+    run, train = Path(config.run_dir), trained.train["fingerprint"]
+    compared = [findings.comparison(Path(folder), n, train) for n, folder in enumerate(config.comparisons, 1)]
+    return Results(findings.evaluation(run, train), findings.serving(run, train, checkpoint), compared)
 
 
 def _read_if_there(path: Path) -> dict[str, Any] | None:
@@ -173,7 +219,8 @@ def _mentions(value: Any, wanted: str) -> bool:
 # ---------------------------------------------------------------- whether there is anything to do
 
 
-def _inputs(config: Config, trained: Trained) -> dict[str, Any]:
+def checkpoint_inputs(config: Config, trained: Trained) -> dict[str, Any]:
+    """What the checkpoint depends on, the card apart."""
     return {
         "layout": LAYOUT,
         "train": trained.train["fingerprint"],
@@ -183,48 +230,76 @@ def _inputs(config: Config, trained: Trained) -> dict[str, Any]:
         "vocab": artifacts.fingerprint(trained.vocab.target_ids.tolist()),
         "target": config.target.name,
         "dtype": config.target.dtype,
-        "card": {
-            "repo": config.repo,
-            "draft_tokens": config.evaluate.draft_tokens,
-            "data": trained.data and trained.data.get("fingerprint"),
-            "evaluate": trained.evaluate and trained.evaluate.get("fingerprint"),
-        },
     }
 
 
-def finished(run: Path, inputs: dict[str, Any], overwrite: bool) -> bool:
-    """Whether `run/export` is there, whole, and made from these inputs.
+def finished(run: Path, inputs: dict[str, Any], overwrite: bool) -> int:
+    """How much of `run/export` is there, whole, and made from these inputs.
 
     The manifest lies beside the folder, not in it: every file of the folder is for vLLM or the hub.
     What only the card depends on, a measurement for instance, may change without `overwrite`.
     """
     path = run / "export.json"
     if not path.is_file():
-        return False
+        return NOTHING
     old = artifacts.read_json(path, "python -m eagle31_train.export")
-    if old.get("fingerprint") == artifacts.fingerprint(inputs):
-        damage = artifacts.first_damaged(run, old.get("files", {}))
-        if damage is None:
-            return True
-        print(f"{damage}; exporting again")
-    else:
-        before = old.get("inputs", {})
-        change = artifacts.describe_change(before, inputs)
-        only_card = {**before, "card": None} == {**inputs, "card": None}
-        if not only_card and not overwrite:
+    before = old.get("inputs", {})
+    change = artifacts.describe_change(before, inputs)
+    if {**before, "card": None} != {**inputs, "card": None}:
+        if not overwrite:
             raise UserError(
                 f"{run / 'export'} was made from other inputs ({change}): "
                 "choose another name=… or run_dir=…, or replace it with overwrite=true"
             )
         print(f"export: made again ({change})")
-    return False
+        return NOTHING
+    if damage := artifacts.first_damaged(run, old.get("files", {})):
+        print(f"{damage}; exporting again")
+        return NOTHING
+    if old.get("fingerprint") == artifacts.fingerprint(inputs):
+        return WHOLE
+    print(f"export: the same checkpoint, with a new card ({change})")
+    return CHECKPOINT
 
 
 # ---------------------------------------------------------------- writing
 
 
-def _write(config: Config, trained: Trained, final: Path) -> None:
-    """Write the checkpoint into a temporary folder, read it back, and only then give it its name."""
+def _write(config: Config, trained: Trained, results: Results, final: Path, keep: bool) -> None:
+    """Write the export into a temporary folder, read it back, and only then give it its name.
+
+    Args:
+        keep: the checkpoint that is there stays; the rest is new.
+    """
+    facts = card.Facts(config, trained.shape, trained.train, trained.data, **vars(results))
+    temporary = final.with_name(".export.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)  # left by a run that was killed
+    temporary.mkdir(parents=True)
+    try:
+        if keep:
+            for name in SERVED:
+                _link(final / name, temporary / name)
+        else:
+            _write_checkpoint(config, trained, temporary)
+        for picture in results.pictures:
+            (temporary / picture.name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(picture.file, temporary / picture.name)
+        artifacts.write_text(temporary / "README.md", card.render(facts))
+        final.with_name("export.json").unlink(missing_ok=True)  # it is the old folder's
+        artifacts.commit(temporary, final)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _link(old: Path, new: Path) -> None:
+    """The same file under a second name; a copy where the file system has no such thing."""
+    try:
+        os.link(old, new)
+    except OSError:
+        shutil.copy2(old, new)
+
+
+def _write_checkpoint(config: Config, trained: Trained, folder: Path) -> None:
     tensors = read_tensors(trained.weights, contract.DTYPES[config.target.dtype])
     if unexpected := tensors.keys() & {"d2t", "t2d"}:
         raise UserError(f"{trained.weights} holds {min(unexpected)}: the maps come from data/vocab.safetensors")
@@ -233,22 +308,11 @@ def _write(config: Config, trained: Trained, final: Path) -> None:
         tensors["t2d"] = torch.from_numpy(trained.vocab.t2d)
     refuse(trained.weights, contract.check(tensors, trained.shape))
     settings = draft_config.config_json(trained.shape, config.target.dtype, config.target.name)
-    facts = card.Facts(config, trained.shape, trained.train, trained.data, trained.evaluate)
-
-    temporary = final.with_name(".export.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)  # left by a run that was killed
-    temporary.mkdir(parents=True)
-    try:
-        artifacts.write_json(temporary / "config.json", settings)
-        artifacts.write_text(temporary / "README.md", card.render(facts))
-        save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
-        # safetensors gives its files to their owner alone, which a server run by another user cannot read.
-        (temporary / "model.safetensors").chmod((temporary / "config.json").stat().st_mode & 0o777)
-        verify(temporary, trained.shape, tensors)
-        final.with_name("export.json").unlink(missing_ok=True)  # it is the old checkpoint's
-        artifacts.commit(temporary, final)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    artifacts.write_json(folder / "config.json", settings)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    # safetensors gives its files to their owner alone, which a server run by another user cannot read.
+    (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode & 0o777)
+    verify(folder, trained.shape, tensors)
 
 
 def read_tensors(path: Path, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:

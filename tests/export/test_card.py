@@ -49,7 +49,10 @@ def test_acceptance_is_told_where_it_was_measured(run):
     assert "| acceptance at each depth | 0.500, 0.250, 0.062 |" in body
     assert "| tokens per second, speculative | 44.0 |" in body
     assert "| machine | a \\| machine |" in body
-    assert "was not measured" not in body
+    assert "acceptance of this checkpoint was not measured" not in body
+    assert "Intervals, other numbers of draft tokens, other prompts, and drift were not measured." in body
+    assert "How fast vLLM is with this checkpoint was not measured." in body
+    assert "This checkpoint was not compared with others." in body
 
 
 def test_every_source_that_was_measured_has_a_row_and_the_others_are_named(run):
@@ -89,7 +92,7 @@ def test_a_local_target_is_named_without_its_path_and_links_nowhere(run, tmp_pat
 
 
 def test_eagle_3_is_not_called_3_1(run, tiny):
-    facts = card.Facts(run.config(), replace(tiny, fc_norm=False, norm_output=False), {}, None, None)
+    facts = card.Facts(run.config(), replace(tiny, fc_norm=False, norm_output=False), {}, None)
     head, body = front_matter(card.render(facts))
     assert "eagle-3.1" not in head["tags"]
     assert "# EAGLE 3 drafter" in body
@@ -109,7 +112,7 @@ def test_the_serving_command_survives_a_shell():
 def test_a_target_is_served_with_what_it_needed_before():
     engine = ["extract.engine=vllm", "+extract.engine_args={tensor_parallel_size:8,max_model_len:4096}"]
     config = load_config(["+experiment=smollm2", "target.trust_remote_code=true", *engine])
-    command = card.serve_command(config, None, public=True)
+    command = card.serve_command(config, None, published=True)
     assert command.endswith("SmolLM2-135M-Instruct --trust-remote-code --tensor-parallel-size 8")
     config.extract.engine = "transformers"
     assert "tensor-parallel" not in card.serve_command(config, None)

@@ -1,0 +1,125 @@
+"""What was measured of a checkpoint, with its pictures: what the model card tells beside the facts of its making.
+
+Results are what the stages left: run_dir/evaluate, run_dir/serving, and folders that `eagle31_train.compare` wrote. One
+that belongs to another checkpoint says nothing of this one.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from eagle31_train import artifacts
+from eagle31_train.measure.pictures import ALL, SERVING, Picture, pictures
+from eagle31_train.schema import UserError
+
+EVALUATE, COMPARE = "python -m eagle31_train.evaluate", "python -m eagle31_train.compare"
+RESULT = "result.json"
+COMPARISON = ("definitions", "draft_tokens", "drafters", "workloads", "title", "trainings", "identities", "command")
+
+
+@dataclass(frozen=True)
+class Illustration:
+    """A picture. file: where it lies. name: where the card has it, as an address below the exported folder."""
+
+    file: Path
+    name: str
+    picture: Picture
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One result: its manifest, or result.json of a comparison, and the pictures of it that the card shows.
+
+    ours: what a comparison calls this checkpoint.
+    """
+
+    told: dict[str, Any]
+    pictures: list[Illustration] = field(default_factory=list)
+    ours: list[str] = field(default_factory=list)
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with every word and picture."""
+        drawn = [(shown.name, artifacts.file_sha256(shown.file)) for shown in self.pictures]
+        return artifacts.fingerprint([self.told, drawn])
+
+
+def evaluation(run: Path, train: str) -> Finding | None:
+    """The evaluation of the checkpoint of a training, given its fingerprint; None where there is none.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    told = _manifest(run / "evaluate")
+    if told is None or told.get("inputs", {}).get("train") != train:
+        return None
+    _refuse_damage(run / "evaluate", told, again := f"{EVALUATE} …")
+    shown = _shown(run / "evaluate", told.get("result", {}), "acceptance", f"{again} overwrite=true")
+    return Finding(told, list(shown))
+
+
+def serving(run: Path, train: str, checkpoint: str) -> Finding | None:
+    """How vLLM served the checkpoint; None where it was not measured, or another one was.
+
+    Args:
+        checkpoint: of the exported weights, as export.json has it.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    told = _manifest(run / "serving")
+    inputs = {} if told is None else told.get("inputs", {})
+    if told is None or (inputs.get("train"), inputs.get("export")) != (train, checkpoint):
+        return None
+    _refuse_damage(run / "serving", told, again := f"{EVALUATE} … evaluate.backend=vllm")
+    shown = _shown(run / "serving", {"serving": told["serving"]}, "serving", f"{again} overwrite=true")
+    return Finding(told, list(shown))
+
+
+def comparison(folder: Path, number: int, train: str) -> Finding:
+    """A comparison that the checkpoint is part of.
+
+    Args:
+        number: counts those of one card from 1 on.
+
+    Raises:
+        UserError: the folder holds none, or one of other checkpoints.
+    """
+    if not (folder / RESULT).is_file():
+        raise UserError(f"comparisons: {folder} has no {RESULT}: give the folder that `{COMPARE}` wrote")
+    told = artifacts.read_json(folder / RESULT, COMPARE)
+    if lacking := [key for key in COMPARISON if key not in told]:
+        raise UserError(
+            f"comparisons: {folder / RESULT} has no {lacking[0]}, so it is no comparison, or one of an earlier "
+            f"version: run `{COMPARE}` again, which measures nothing twice"
+        )
+    if not (ours := [name for name, some in told["identities"].items() if train in some]):
+        raise UserError(
+            f"comparisons: {folder} compares {', '.join(told['drafters'])}, none of which is the checkpoint in train/: "
+            f"compare this run as `{COMPARE} RUN_DIR …`, or leave the folder out"
+        )
+    return Finding(told, list(_shown(folder, told, f"comparison-{number}", f"{COMPARE} …")), ours)
+
+
+def _manifest(folder: Path) -> dict[str, Any] | None:
+    """A stage's manifest, where it has left one."""
+    path = folder / artifacts.MANIFEST
+    return artifacts.read_json(path, EVALUATE) if path.is_file() else None
+
+
+def _refuse_damage(folder: Path, told: dict[str, Any], again: str) -> None:
+    if damage := artifacts.first_damaged(folder, told.get("files", {})):
+        raise UserError(f"{damage}: run `{again}` again")
+
+
+def _shown(folder: Path, result: Mapping[str, Any], room: str, again: str) -> Iterator[Illustration]:
+    """The pictures of all workloads, of the first, and of serving; tables have the others."""
+    sections = [ALL, SERVING, *(workload["name"] for workload in result.get("workloads", [])[:1])]
+    for picture in pictures(dict(result)):
+        if picture.section not in sections:
+            continue
+        file = folder / f"{picture.name}.png"
+        if not file.is_file():
+            raise UserError(f"{file} is missing: run `{again}` again")
+        yield Illustration(file, f"images/{room}/{file.name}", picture)
