@@ -15,7 +15,7 @@ export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
 export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo install test lint test-slow test-gpu test-vllm bench bench-peers bench-mla bench-gpu bench-store bench-codecs clean
+.PHONY: demo install test lint test-slow test-gpu test-vllm bench bench-peers bench-peer-training bench-mla bench-gpu bench-store bench-codecs clean
 
 demo: install
 	$(BIN)/python -m eagle31_train.targets.embedded
@@ -71,6 +71,11 @@ bench-peers:
 # The MLA drafter's step beside the same with eager attention, as documents grow (ten minutes): runs/bench/mla.{json,png}
 bench-mla: install
 	OMP_NUM_THREADS=2 $(BIN)/python -m benchmarks.mla $(ARGS)
+
+# speculators' own trainer on the store of one of our runs (hours), e.g. ARGS='--like runs/study --out runs/peer'
+bench-peer-training:
+	PYTHON=$(PYTHON) benchmarks/install_peers.sh $(PEERS_VENV)
+	$(PEERS_VENV)/bin/python -m benchmarks.peer_training $(ARGS)
 
 # The training step on a GPU (a torch built for one must be in the environment before): runs/bench/gpu.{json,png}
 bench-gpu: install
