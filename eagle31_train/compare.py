@@ -14,23 +14,29 @@ alone. With evaluate.backend=vllm every drafter is served by vLLM, too.
 """
 
 import re
+import shlex
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from eagle31_train import artifacts, card, cli
+from eagle31_train import artifacts, card, cli, published
+from eagle31_train.markdown import public
 from eagle31_train.measure import acceptance, drafters, page, records, suites, tables
 from eagle31_train.measure.decoding import Limits
 from eagle31_train.measure.drafters import Checkpoint
 from eagle31_train.measure.measuring import Measurer, check_options, remarks, sheet
 from eagle31_train.measure.serving import measure_serving
 from eagle31_train.schema import Config, UserError
+from eagle31_train.store import read_manifest
 from eagle31_train.targets.cached import CachedTarget
 from eagle31_train.targets.hf import load_model
 
 RESULT = "result.json"
 DATA, EXPORT = "python -m data_prep", "python -m eagle31_train.export"
+FEWER = "give two drafters or more: python -m eagle31_train.compare runs/a runs/b"
 Named = dict[str, list[str]]  # what a drafter is called → its trainings
 
 
@@ -39,20 +45,30 @@ def main(argv: list[str] | None = None) -> None:
     words = sys.argv[1:] if argv is None else argv
     given = [word for word in words if "=" not in word and not word.startswith(("-", "+", "~"))]
     options = [word for word in words if word not in given]
+    if len(given) < 2 and not any(word.startswith("-") for word in words):  # --help wants none
+        print(f"error: {FEWER}", file=sys.stderr)
+        raise SystemExit(2)
     named, saved = called(given), None
     if given and not any(word.lstrip("+").startswith("experiment=") for word in options):
-        saved = next(iter(named.values()))[0]
-    cli.run(partial(compare, named), __doc__ or "", options, Path(saved, "train", "config.yaml") if saved else None)
+        first = next(iter(named.values()))[0]
+        options, saved = [in_place(first), *options], Path(first, "train", "config.yaml")
+    cli.run(partial(compare, named), __doc__ or "", options, saved)
+
+
+def in_place(run: str) -> str:
+    """The option by which a run's configuration speaks of the folder where the run lies now."""
+    quoted = re.sub(r"(['\\])", r"\\\1", run)
+    return f"run_dir='{quoted}'"
 
 
 def called(words: list[str]) -> Named:
     """Drafters by name: as NAME:… says, else the last part of the path, or all of it where that is not enough."""
     parts = [re.fullmatch(r"(?:([^:/]+):)?(.+)", word) for word in words]
     asked = [(found[1], found[2].split(",")) for found in parts if found]
-    last = [Path(trainings[0]).name for _, trainings in asked]
+    last = [Path(trainings[0]).absolute().name for _, trainings in asked]
     named: Named = {}
     for (name, trainings), short in zip(asked, last, strict=True):
-        label = name or (short if last.count(short) == 1 else trainings[0])
+        label = name or (short if short and last.count(short) == 1 else trainings[0])
         if label in named:
             named.setdefault("", []).append(label)  # told by `compare`, in one line
         named[label] = [training.rstrip("/") for training in trainings]
@@ -69,23 +85,34 @@ def compare(named: Named, config: Config) -> None:
     if twice := named.pop("", None):
         raise UserError(f"two drafters are called {twice[0]}: tell them apart as NAME:{named[twice[0]][0]}")
     if len(named) < 2:
-        raise UserError("give two drafters or more: python -m eagle31_train.compare runs/a runs/b")
-    options = config.evaluate
+        raise UserError(FEWER)
+    if "plain" in named:
+        raise UserError(f"plain is what decoding without a drafter is called: call {named['plain'][0]} otherwise")
+    options, verified = config.evaluate, config.compare.verified
     check_options(options)
+    if verified < 0:
+        raise UserError(f"compare.verified={verified} is no number of prompts: give 0 or more")
+    drafts = {name: exported(some[0]) for name, some in named.items()} if options.backend == "vllm" else {}
     data = artifacts.read_json(config.data_folder / artifacts.MANIFEST, DATA)
+    if damage := artifacts.first_damaged(config.data_folder, data.get("files", {})):
+        raise UserError(f"{damage}: run `{DATA}` again")
     model = load_model(config.target, options.dtype)
     target = CachedTarget(model, [1])  # whose states nobody asks for: every drafter has layers of its own
-    checkpoints = {f"{name}/{n}": read(one, target.depth) for name, some in named.items() for n, one in enumerate(some)}
-    for checkpoint in checkpoints.values():
-        refuse_other_data(checkpoint, config, data)
+    checkpoints = {
+        f"{name}/{n}": read(one, target.depth, config) for name, some in named.items() for n, one in enumerate(some)
+    }
+    unknown = [note for checkpoint in checkpoints.values() for note in check_heldout(checkpoint, config, data)]
     candidates = [drafters.load(one, name, target, config) for name, one in checkpoints.items()]
-    workloads = suites.workloads(config, data, drafters.room(target, candidates, options))
+    workloads = [
+        replace(workload, notes=[*workload.notes, *unknown]) if workload.suite == suites.HELDOUT else workload
+        for workload in suites.workloads(config, data, drafters.room(target, candidates, options))
+    ]
     for remark in remarks(workloads):
         print(f"compare: {remark}")
 
     out = Path(config.compare.out or Path("runs/compare") / "-".join(re.sub(r"[^\w.]+", "_", name) for name in named))
     measurer = Measurer(model, Limits(options.max_new_tokens, frozenset(data["end_ids"])), options, config.seed)
-    inputs, verified = records.inputs(config, data["end_ids"]), config.compare.verified
+    inputs = records.inputs(config, data["end_ids"])
     outcomes, _ = records.measured(out / "workloads", workloads, measurer, candidates, inputs, verified)
     sheets = [
         sheet(workload, {name: [found[f"{name}/{n}"] for n in range(len(some))] for name, some in named.items()})
@@ -95,14 +122,18 @@ def compare(named: Named, config: Config) -> None:
         **acceptance.tell(sheets, range(1, options.depths + 1), options.draft_tokens),
         "title": " against ".join(named),
         "trainings": named,
-        "command": " ".join([command(named), *card.overrides(config)]),
+        "identities": {
+            name: [checkpoints[f"{name}/{n}"].identity for n in range(len(some))] for name, some in named.items()
+        },
+        "command": command(named, config),
         "machine": acceptance.machine(target.device),
         "dtype": options.dtype,
         "max_new_tokens": options.max_new_tokens,
         "verified": verified,
     }
     if options.backend == "vllm":
-        drafts = {name: exported(some[0]) for name, some in named.items()}
+        for name in (name for name, some in named.items() if len(some) > 1):
+            print(f"compare: of {name} vLLM serves the first training, {named[name][0]}")
         result["serving"] = measure_serving(config, drafts, workloads[0].prompts, data["end_ids"])
     artifacts.write_json(out / RESULT, result)
     print(tables.table(result))
@@ -110,23 +141,26 @@ def compare(named: Named, config: Config) -> None:
     print(f"compare: {out / page.PAGE}")
 
 
-def read(where: str, target_layers: int) -> Checkpoint:
-    """A drafter by its folder: of a run, or as it is published; or by its id on the hub."""
+def read(where: str, target_layers: int, config: Config) -> Checkpoint:
+    """A drafter by its folder: of a run, which must have learnt from the same target, or as it is published; or by its
+    id on the hub."""
     run = Path(where)
     if not (run / "train" / artifacts.MANIFEST).is_file():
         if run.is_dir() and (run / "train").is_dir():
             raise UserError(f"{run / 'train'} is not finished: run `{drafters.TRAIN}` again")
         return drafters.of_published(where, None, target_layers)
-    trained_with = cli.load_config([], run / "train" / "config.yaml")
-    return drafters.of_run(run, Path(trained_with.data_dir) if trained_with.data_dir else run / "data")
+    trained_with = cli.load_config([in_place(where)], run / "train" / "config.yaml")
+    checkpoint = drafters.of_run(run, trained_with.data_folder)
+    drafters.refuse_other_target(checkpoint, read_manifest(trained_with), config.target)
+    return checkpoint
 
 
-def refuse_other_data(checkpoint: Checkpoint, config: Config, data: dict[str, Any]) -> None:
-    """Held-out prompts must be held out from everybody; of a published draft nobody can know."""
+def check_heldout(checkpoint: Checkpoint, config: Config, data: dict[str, Any]) -> Iterator[str]:
+    """Held-out prompts must be held out from everybody; of a published draft nobody can know, which is told."""
     if config.evaluate.prompts is not None:
         return
     if checkpoint.manifest is None:
-        print(f"compare: nobody knows whether {checkpoint.where} was trained on the held-out prompts")
+        yield f"nobody knows whether {checkpoint.where} was trained on these prompts"
     elif checkpoint.manifest["inputs"].get("data") != data["dataset_fingerprint"]:
         raise UserError(
             f"{checkpoint.where} was trained on other data than {config.data_folder}, perhaps on its held-out prompts: "
@@ -136,7 +170,7 @@ def refuse_other_data(checkpoint: Checkpoint, config: Config, data: dict[str, An
 
 def exported(where: str) -> Path:
     """What vLLM serves of a drafter."""
-    folder = Path(where)
+    folder = Path(where) if Path(where).is_dir() else published.fetch(where, None)
     if (folder / "train").is_dir():
         folder /= "export"
     if not (folder / "config.json").is_file():
@@ -144,9 +178,10 @@ def exported(where: str) -> Path:
     return folder
 
 
-def command(named: Named) -> str:
-    """The command line without options."""
-    return " ".join(["python -m eagle31_train.compare", *(f"{name}:{','.join(some)}" for name, some in named.items())])
+def command(named: Named, config: Config) -> str:
+    """The command line that compares these, with paths as others may see them."""
+    words = [f"{name}:{','.join(map(public, some))}" for name, some in named.items()]
+    return f"python -m eagle31_train.compare {shlex.join([*words, *card.overrides(config)])}"
 
 
 if __name__ == "__main__":
