@@ -9,7 +9,9 @@ import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -108,12 +110,8 @@ def overrides(config: Config) -> list[str]:
     """The fewest `key=value` options that give this configuration, starting from a recipe."""
     wanted = dict(_leaves(config))
     candidates = []
-    for recipe in sorted(file.stem for file in (cli.CONFIGS / "experiment").glob("*.yaml")):
-        try:
-            base = dict(_leaves(cli.load_config([f"+experiment={recipe}"])))
-        except UserError:  # a recipe that needs options of its own is no starting point
-            continue
-        base["run_dir"] = f"runs/{wanted['name']}"
+    for recipe, base in _recipes().items():
+        base = {**base, "run_dir": f"runs/{wanted['name']}"}
         changed = [key for key in wanted if wanted[key] != base[key] and key not in _NOT_THE_RECIPE]
         candidates.append((len(changed), recipe, changed))
     if not candidates:
@@ -121,6 +119,16 @@ def overrides(config: Config) -> list[str]:
     _, recipe, changed = min(candidates)
     shown = [key for key in changed if not key.endswith("_dir") or not Path(wanted[key] or "").is_absolute()]
     return [f"+experiment={recipe}", *(f"{key}={_hydra(wanted[key])}" for key in shown)]
+
+
+@cache
+def _recipes() -> dict[str, dict[str, Any]]:
+    """The options of every recipe by its name; one that needs options of its own is no starting point."""
+    found = {}
+    for recipe in sorted(file.stem for file in (cli.CONFIGS / "experiment").glob("*.yaml")):
+        with suppress(UserError):
+            found[recipe] = dict(_leaves(cli.load_config([f"+experiment={recipe}"])))
+    return found
 
 
 def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -153,8 +153,7 @@ def _workload(workload: Workload, at: str, left_out: Mapping[str, str]) -> Itera
         for depth, found in numbers["by_depth"].items()
     ]
     yield grid([*header, f"first n of {deepest} accepted (cumulative)", "nth, if reached (conditional)"], rows)
-    if numbers["drift"]:
-        yield _drift(numbers["drift"])
+    yield _drift(numbers["drift"]) if numbers["drift"] else "Drift was not measured."
     yield from _sources(numbers["by_source"], at)
 
 

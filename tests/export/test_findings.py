@@ -1,0 +1,256 @@
+"""Results on their way to the card: their own pictures, no other checkpoint's, and weights that stay as they are."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from eagle31_train import artifacts, card, evaluate, export, published
+from eagle31_train.measure.acceptance import Sheet, headline, tell
+from eagle31_train.measure.pictures import pictures
+from eagle31_train.measure.results import Measured
+from eagle31_train.schema import UserError
+
+TRAIN = "e" * 16  # of FakeRun
+HOW = {"machine": "a machine", "dtype": "float32", "max_new_tokens": 24, "command": "python -m this"}
+SPEED = {
+    "ttft": {"mean": 0.05},
+    "tpot": {"mean": 0.01},
+    "total": 9.5,
+    "acceptance": None,
+    "different": 0,
+    "requests": 4,
+}
+SERVING = {
+    **{"definitions": "TTFT: …", "vllm": "0.32.0", "dtype": "float32", "prompts": 4, "max_new_tokens": 48},
+    **{"temperature": 0.0, "top_p": 1.0, "verdict": ["ours: speculation does not pay."], "notes": []},
+    "rows": [
+        {"drafter": name, "draft_tokens": 3 if name else 0, "concurrency": 1, "per_user": [9, 8, 10], "speedup": None}
+        | SPEED
+        for name in (None, "ours")
+    ],
+}
+
+
+def result(rate, *names):
+    generator = np.random.default_rng(round(100 * rate))
+    reach = [np.minimum(generator.geometric(1 - rate, size=20) - 1, 3).tolist() for _ in range(12)]
+    measured = {name: [Measured(f"p{i}", "chat", 21, found) for i, found in enumerate(reach)] for name in names}
+    sheets = [
+        Sheet(name, "heldout", perturbation, 0.0, 1.0, measured)
+        for name, perturbation in (("heldout", None), ("heldout · no_template", "no_template"))
+    ]
+    return {**tell(sheets, range(1, 4), 3), "title": " against ".join(names), **HOW}
+
+
+def draw(folder, told):
+    """A file for every picture, which says whose it is."""
+    files = [folder / f"{picture.name}.png" for picture in pictures(told)]
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in files:
+        file.write_bytes(f"{folder.name} {file.stem} {hash(str(told))}".encode())
+    return artifacts.list_files(folder, files)
+
+
+def evaluated(run, rate=0.5, train=TRAIN):
+    folder, told = run.folder / "evaluate", result(rate, "ours")
+    report = headline(told["workloads"][0]["drafters"]["ours"], 3) | {"identical": True}
+    manifest = {"fingerprint": "a" * 16, "inputs": {"train": train}, "report": report, "result": told}
+    artifacts.write_json(folder / "manifest.json", {**manifest, "files": draw(folder, told)})
+    return told
+
+
+def served(run, checkpoint, train=TRAIN):
+    folder = run.folder / "serving"
+    files = draw(folder, {"serving": SERVING})
+    inputs = {"train": train, "export": checkpoint}
+    artifacts.write_json(folder / "manifest.json", {"inputs": inputs, "serving": SERVING, "files": files})
+
+
+def compared(folder, *, ours=TRAIN, rate=0.5):
+    told = {**result(rate, "A", "B"), "trainings": {"A": ["runs/a"], "B": ["runs/b"]}}
+    told["identities"] = {"A": ["0" * 16], "B": ["1" * 16, ours]}
+    draw(folder, told)
+    artifacts.write_json(folder / "result.json", told)
+    return folder
+
+
+def record(run):
+    return json.loads((run.folder / "export.json").read_text())
+
+
+def weights(run):
+    file = run.folder / "export" / "model.safetensors"
+    return file.stat().st_ino, file.stat().st_mtime_ns, file.read_bytes()
+
+
+def test_the_card_shows_pictures_that_are_there_and_that_the_record_lists(run, tmp_path):
+    evaluated(run)
+    export.export(run.config())
+    served(run, record(run)["checkpoint"])
+    export.export(run.config(f"comparisons=[{compared(tmp_path / 'cmp')}]"))
+    out, body = run.folder / "export", run.exported()[2]
+    shown = re.findall(r"^!\[[^\]]+\]\((images/[\w./-]+\.png)\)$", body, re.MULTILINE)
+    there = [str(file.relative_to(out)) for file in (out / "images").rglob("*") if file.is_file()]
+    assert sorted(shown) == sorted(there)
+    assert len(set(shown)) == len(shown)
+    assert {name.split("/")[1] for name in shown} == {"acceptance", "serving", "comparison-1"}
+    for name in shown:
+        room = name.split("/")[1].replace("acceptance", "evaluate").replace("comparison-1", "cmp")
+        assert (out / name).read_bytes().startswith(f"{room} {name.split('/')[2][:-4]} ".encode()), "another's picture"
+    files = {str(file.relative_to(run.folder)) for file in out.rglob("*") if file.is_file()}
+    assert record(run)["files"].keys() == files
+    assert "ours: speculation does not pay." in body
+    assert "This checkpoint is B, one of 2 trainings" in body
+    assert str(tmp_path) not in body
+    draft = published.read(out, "it", lambda: 9)
+    assert draft.shape == run.shape, "pictures do not confuse who reads the folder"
+
+
+def test_new_results_make_a_new_card_and_touch_no_weights(run, tmp_path, capsys):
+    export.export(run.config())
+    before, checkpoint = weights(run), record(run)["checkpoint"]
+    evaluated(run, 0.3)
+    export.export(run.config())
+    first = run.exported()[2]
+    assert "kept of the plain form's" in first
+    served(run, checkpoint)
+    evaluated(run, 0.7)
+    export.export(run.config())
+    assert run.exported()[2] != first
+    assert "speculation does not pay" in run.exported()[2]
+    folder = compared(tmp_path / "cmp")
+    export.export(run.config(f"comparisons=[{folder}]"))
+    export.export(run.config(f"comparisons=[{compared(folder, rate=0.7)}]"))
+    assert weights(run) == before
+    assert record(run)["checkpoint"] == checkpoint
+    capsys.readouterr()
+    export.export(run.config(f"comparisons=[{folder}]"))
+    assert "export: up to date" in capsys.readouterr().out
+    export.export(run.config())
+    assert not (run.folder / "export" / "images" / "comparison-1").exists(), "what the card no longer tells is gone"
+
+
+def test_a_new_card_does_not_make_the_serving_result_stale(run, monkeypatch, capsys):
+    """The whole way: export, serve, export for the card, serve again: nothing to do."""
+
+    class Asked:
+        prompts = ()
+
+    monkeypatch.setattr(evaluate, "stage_inputs", lambda config, data, train: {"train": train["fingerprint"]})
+    monkeypatch.setattr(evaluate.suites, "workloads", lambda *_: [Asked])
+    monkeypatch.setattr(evaluate, "measure_serving", lambda *_: json.loads(json.dumps(SERVING)))
+    monkeypatch.setattr(evaluate.serving_report, "table", lambda _: "")
+    artifacts.write_json(run.folder / "data" / "manifest.json", {**data_manifest(run), "end_ids": [2]})
+    export.export(run.config())
+    evaluate.serve(run.config())
+    export.export(run.config())
+    assert "speculation does not pay" in run.exported()[2]
+    assert (run.folder / "export" / "images" / "serving" / "serving-ours.png").is_file()
+    capsys.readouterr()
+    evaluate.serve(run.config())
+    assert "evaluate: up to date" in capsys.readouterr().out
+    run.change_tensors(norm__weight=torch.full((16,), 0.5))
+    export.export(run.config("overwrite=true"))
+    assert "speculation does not pay" not in run.exported()[2], "other weights were served"
+
+
+def data_manifest(run):
+    return json.loads((run.folder / "data" / "manifest.json").read_text())
+
+
+def test_serving_needs_an_export_that_knows_its_checkpoint(run):
+    export.export(run.config())
+    old = record(run)
+    del old["checkpoint"]
+    artifacts.write_json(run.folder / "export.json", old)
+    with pytest.raises(UserError, match=r"export.json is of an earlier version: run `python -m eagle31_train.export`"):
+        evaluate.serve(run.config())
+
+
+@pytest.mark.parametrize("whose", ["another training", "another checkpoint"])
+def test_serving_of_another_checkpoint_is_not_told(whose, run):
+    export.export(run.config())
+    checkpoint = record(run)["checkpoint"]
+    served(run, *(("0" * 16,) if whose == "another checkpoint" else (checkpoint, "0" * 16)))
+    export.export(run.config())
+    assert "How fast vLLM is with this checkpoint was not measured." in run.exported()[2]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda folder: (folder / "result.json").unlink(), "has no result.json: give the folder that"),
+        (lambda folder: (folder / "result.json").write_text("[1]"), "is damaged (not a JSON object)"),
+        (lambda folder: (folder / "result.json").write_text("{}"), "so it is no comparison"),
+        (lambda folder: compared(folder, ours="2" * 16), "none of which is the checkpoint in train/"),
+        (lambda folder: (folder / "heldout-gain.png").unlink(), "heldout-gain.png is missing: run"),
+    ],
+)
+def test_what_is_no_comparison_of_this_checkpoint_is_refused_in_one_line(spoil, said, run, tmp_path):
+    export.export(run.config())
+    folder = compared(tmp_path / "cmp")
+    spoil(folder)
+    before = run.listing()
+    with pytest.raises(UserError, match=re.escape(said)) as caught:
+        export.export(run.config(f"comparisons=[{folder}]"))
+    assert str(folder) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert run.listing() == before
+
+
+def test_a_damaged_picture_is_refused(run):
+    evaluated(run)
+    (run.folder / "evaluate" / "workloads-acceptance.png").write_bytes(b"half")
+    with pytest.raises(UserError, match=r"workloads-acceptance.png has 4 bytes.*eagle31_train.evaluate"):
+        export.export(run.config())
+    assert not (run.folder / "export").exists()
+
+
+def test_damaged_weights_do_not_stay_for_a_new_card(run):
+    export.export(run.config())
+    good = weights(run)[2]
+    (run.folder / "export" / "model.safetensors").write_bytes(b"\0" * len(good))
+    evaluated(run)
+    export.export(run.config())
+    assert weights(run)[2] == good
+
+
+def test_a_card_that_fails_leaves_the_old_export_whole(run, monkeypatch):
+    export.export(run.config())
+    before, listing = run.exported()[2], run.listing()
+    evaluated(run)
+    new = sorted({*run.listing()} - {*listing})
+    with monkeypatch.context() as patch:
+        patch.setattr(card, "render", lambda facts: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            export.export(run.config())
+    assert run.exported()[2] == before
+    assert run.listing() == sorted([*listing, *new])
+    assert artifacts.first_damaged(run.folder, record(run)["files"]) is None
+
+
+def test_a_kill_before_the_new_folder_has_its_name_is_made_good(run, monkeypatch):
+    export.export(run.config())
+    before = weights(run)[2]
+    evaluated(run)
+    with monkeypatch.context() as patch:
+        patch.setattr(artifacts, "commit", killed_at("export", artifacts.commit))
+        with pytest.raises(KeyboardInterrupt):
+            export.export(run.config())
+    assert weights(run)[2] == before, "whoever serves it goes on"
+    export.export(run.config())
+    assert "kept of the plain form's" in run.exported()[2]
+    assert weights(run)[2] == before
+    assert artifacts.first_damaged(run.folder, record(run)["files"]) is None
+
+
+def killed_at(name, commit):
+    def committed(temporary, final):
+        if final.name == name:
+            raise KeyboardInterrupt
+        commit(temporary, final)
+
+    return committed
