@@ -14,7 +14,7 @@ PROMPTS, USERS = 4, 3
 
 
 @pytest.fixture(scope="module")
-def asked(requests):
+def asked(llama_run, requests):
     """Prompts answered whole; the shortest answers, which an end token ends where one does, are among them."""
     return sorted((one for one in requests if one["kind"] == "whole"), key=lambda one: len(one["output"]))[:PROMPTS]
 

@@ -20,7 +20,7 @@ def told(prompt, draft_tokens):
 
 
 @pytest.mark.parametrize("draft_tokens", [1, 5, 8])
-def test_counts_at_other_depths_are_vllms(draft_tokens, evaluated, requests, serve, plain):
+def test_counts_at_other_depths_are_vllms(draft_tokens, llama_run, evaluated, requests, serve, plain):
     asked = requests[:PROMPTS]
     assert all(one["kind"] == "whole" for one in asked)
     found = serve(draft_tokens, asked)
@@ -29,7 +29,7 @@ def test_counts_at_other_depths_are_vllms(draft_tokens, evaluated, requests, ser
     assert dict(enumerate(found["counters"])) == dict(enumerate(expected))
 
 
-def test_depth_three_is_told_as_it_was_decoded(evaluated, requests, speculative):
+def test_depth_three_is_told_as_it_was_decoded(llama_run, evaluated, requests, speculative):
     """All three ways: from every place, by the evaluator's own speculation, and by vLLM."""
     for prompt, counted in zip(evaluated["per_prompt"], speculative["counters"], strict=False):
         assert told(prompt, 3) == counted
