@@ -1,0 +1,121 @@
+"""EAGLE 3.1 against EAGLE 3, each of its two switches alone, and unroll depths: the trainings of docs/study-eagle31.md.
+
+    python -m benchmarks.study data.conversations=FILE                       # three seeds of everything: hours
+    python -m benchmarks.study --seeds 0 --only 3.0 3.1 data.conversations=FILE
+
+Data and hidden states are made once, then every drafter is trained on them by the stages' own commands, --jobs at a time
+with one thread each. What is finished is skipped, and what was stopped goes on. At the end stand the commands that
+compare.
+"""
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPE, FIRST = "+experiment=smollm2_study", "study"
+SWITCHES = {
+    "3.0": ["drafter.fc_norm=false", "drafter.norm_output=false"],
+    "fc_norm": ["drafter.norm_output=false"],
+    "norm_output": ["drafter.fc_norm=false"],
+    "3.1": [],
+}
+UNROLL = 5  # of all four; 3.0 and 3.1 are trained at the others, too
+OTHERS = (3, 7)
+LAUNCH = ["-m", "accelerate.commands.launch", "--quiet", "--config_file", str(ROOT / "configs/accelerate/cpu.yaml")]
+
+
+@dataclass(frozen=True)
+class Training:
+    """One drafter of the study."""
+
+    switches: str
+    unroll: int
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Of its run."""
+        return f"{FIRST}-{self.switches}-u{self.unroll}-s{self.seed}"
+
+    @property
+    def options(self) -> list[str]:
+        """What it has of its own."""
+        return [f"name={self.name}", f"seed={self.seed}", f"train.unroll={self.unroll}", *SWITCHES[self.switches]]
+
+
+def trainings(seeds: list[int], switches: list[str]) -> Iterator[Training]:
+    """All of them; the first seed of everything before the second of anything."""
+    for seed in seeds:
+        yield from (Training(one, UNROLL, seed) for one in switches)
+        yield from (Training(one, unroll, seed) for unroll in OTHERS for one in switches if one in ("3.0", "3.1"))
+
+
+def run(arguments: list[str], log: Path, threads: int) -> None:
+    """A stage's command; what it prints goes to `log`. Exits with its own status if it fails."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+    with log.open("a", encoding="utf-8") as output:
+        command = [sys.executable, *arguments]
+        done = subprocess.run(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(arguments)} ended with status {done.returncode}: see {log}")
+
+
+def groups(done: list[Training], unroll: int | None = None, switches: str | None = None) -> list[str]:
+    """The drafters of a comparison: trainings that differ in their seed alone stand under one name."""
+    named: dict[str, list[str]] = {}
+    for one in done:
+        if unroll in (None, one.unroll) and switches in (None, one.switches):
+            label = one.switches if unroll is not None else f"unroll {one.unroll}"
+            named.setdefault(label, []).append(f"runs/{one.name}")
+    return [f"{name}:{','.join(runs)}" for name, runs in sorted(named.items(), key=lambda pair: pair[0] != "3.0")]
+
+
+def main() -> None:
+    """Make what is not there yet."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("options", nargs="+", metavar="key=value", help="for every stage: data.conversations=FILE, …")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--only", nargs="+", choices=list(SWITCHES), default=list(SWITCHES), metavar="SWITCHES")
+    parser.add_argument("--jobs", type=int, default=2, help="trainings at a time, of one thread each [2]")
+    chosen = parser.parse_intermixed_args()
+
+    folder, common = ROOT / "runs" / FIRST, [RECIPE, *chosen.options]
+    for stage in ("data_prep", "eagle31_train.extract"):
+        print(f"study: {stage}", flush=True)
+        run(["-m", stage, *common, f"name={FIRST}"], folder / f"{stage}.log", chosen.jobs)
+    shared = [f"data_dir=runs/{FIRST}/data", f"store_dir=runs/{FIRST}/store", "train.wandb=disabled"]
+    planned, stop = list(trainings(chosen.seeds, chosen.only)), threading.Event()
+
+    def train(one: Training) -> None:
+        if stop.is_set():
+            return
+        try:
+            run([*LAUNCH, "train.py", *common, *shared, *one.options], folder / f"{one.name}.log", 1)
+        except SystemExit:
+            stop.set()  # what is under way ends by itself
+            raise
+
+    with ThreadPoolExecutor(chosen.jobs) as pool, tqdm(total=len(planned), desc="study", unit="training") as bar:
+        for future in [pool.submit(train, one) for one in planned]:
+            future.result()
+            bar.update()
+    print("compare them:")
+    compared = {"switches": groups(planned, unroll=UNROLL)}
+    compared |= {f"unroll-{one}": groups(planned, switches=one) for one in ("3.0", "3.1") if one in chosen.only}
+    for name, named in compared.items():
+        print(f"  python -m eagle31_train.compare {shlex.join(named)} compare.out=runs/{FIRST}/{name}")
+
+
+if __name__ == "__main__":
+    main()
