@@ -7,8 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from eagle31_train import artifacts, cli
+from eagle31_train.measure import tables
+from eagle31_train.measure.intervals import LEVEL
+from eagle31_train.measure.tables import bracket
 from eagle31_train.schema import Config, UserError
 from eagle31_train.store import EXTRACT, read_manifest
+
+HELDOUT = "heldout"  # the workload that is meant where a report names none
 
 
 def summarise(config: Config) -> None:
@@ -33,7 +38,12 @@ def summarise(config: Config) -> None:
 def table(config: Config, found: dict[str, dict[str, Any]]) -> str:
     """The summary as text, from the stages' manifests."""
     report, trained = found["evaluate"]["report"], found["train"]
-    depths = report["acceptance_at_depth"]
+    depths, at = report["acceptance_at_depth"], str(report["draft_tokens"])
+    told = report.get("by_depth", {}).get(at, {"acceptance_length": [report["acceptance_length"], None, None]})
+    length = bracket(told["acceptance_length"])
+    workloads = found["evaluate"].get("result", {}).get("workloads")  # which older evaluations have not
+    sampling = tables.sampling(workloads[0]) if workloads else "greedy"
+    prompts = "held-out prompts" if report.get("workload", HELDOUT) == HELDOUT else f"prompts of {report['workload']}"
     stages = ("data", "extract", "train", "evaluate", "export")
     seconds = {stage: found[stage]["seconds"] for stage in stages}
     speed = report["tokens_per_second"]
@@ -41,11 +51,13 @@ def table(config: Config, found: dict[str, dict[str, Any]]) -> str:
     rows = [
         (
             "acceptance length",
-            f"{report['acceptance_length']:.3f} at {report['draft_tokens']} draft tokens, greedy, bonus token included",
+            f"{length} at {report['draft_tokens']} draft tokens, {sampling}, bonus token included",
         ),
+        *by_depth(report),
         (
             "  measured on",
-            f"{report['prompts']} held-out prompts, {report['generated_tokens']:,} tokens, {report['dtype']}",
+            f"{report['prompts']} {prompts}, {report['generated_tokens']:,} tokens, {report['dtype']}"
+            + (f"; [low, high]: {LEVEL:.0%} interval over prompts" if "[" in length else ""),
         ),
         ("accepted at depth", "   ".join(f"{k}: {share:.1%}" for k, share in enumerate(depths, 1))),
         *by_source(report),
@@ -59,6 +71,13 @@ def table(config: Config, found: dict[str, dict[str, Any]]) -> str:
     line = "-" * 100
     body = [f"{name:<{width}}  {value}" for name, value in rows]
     return "\n".join([f"{config.name}: an EAGLE drafter for {config.target.path}", line, *body, line])
+
+
+def by_depth(report: dict[str, Any]) -> list[tuple[str, str]]:
+    """Acceptance length with each number of draft tokens, where they were measured."""
+    lengths = {depth: found["acceptance_length"][0] for depth, found in report.get("by_depth", {}).items()}
+    told = [f"{depth}: {bracket([value, None, None])}" for depth, value in lengths.items()]
+    return [("  by draft tokens", "   ".join(told))] if len(told) > 1 else []
 
 
 def by_source(report: dict[str, Any]) -> list[tuple[str, str]]:
