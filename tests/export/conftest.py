@@ -11,6 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from eagle31_train import artifacts, vocab
 from eagle31_train.cli import load_config
+from eagle31_train.measure.acceptance import Sheet, headline, tell
+from eagle31_train.measure.pictures import pictures
+from eagle31_train.measure.results import Measured
 from eagle31_train.schema import Config, DrafterShape
 
 TINY = DrafterShape(
@@ -173,6 +176,33 @@ class FakeRun:
             self.folder / "evaluate" / "manifest.json",
             {"fingerprint": "a" * 16, "inputs": {"train": train_fingerprint}, "report": report},
         )
+
+    def evaluate(self, rate: float = 0.5) -> None:
+        """An evaluation of the checkpoint with intervals, a perturbation and pictures."""
+        folder, told = self.folder / "evaluate", self.result(rate, "ours")
+        report = headline(told["workloads"][0]["drafters"]["ours"], 3) | {"identical": True}
+        manifest = {"fingerprint": "a" * 16, "inputs": {"train": "e" * 16}, "report": report, "result": told}
+        artifacts.write_json(folder / "manifest.json", {**manifest, "files": self.draw(folder, told)})
+
+    def result(self, rate: float, *names: str) -> dict:
+        """What was measured of drafters that get each token right at this rate."""
+        generator = np.random.default_rng(round(100 * rate))
+        reach = [np.minimum(generator.geometric(1 - rate, size=20) - 1, 3).tolist() for _ in range(12)]
+        measured = {name: [Measured(f"p{i}", "chat", 21, found) for i, found in enumerate(reach)] for name in names}
+        sheets = [
+            Sheet(name, "heldout", perturbation, 0.0, 1.0, measured)
+            for name, perturbation in (("heldout", None), ("heldout · no_template", "no_template"))
+        ]
+        how = {"machine": "a machine", "dtype": "float32", "max_new_tokens": 24, "command": "python -m this"}
+        return {**tell(sheets, range(1, 4), 3), "title": " against ".join(names), **how}
+
+    def draw(self, folder: Path, result: dict) -> dict[str, dict]:
+        """A file for every picture, which says whose it is; the manifest's entry of them."""
+        files = [folder / f"{picture.name}.png" for picture in pictures(result)]
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in files:
+            file.write_bytes(f"{folder.name} {file.stem} {artifacts.fingerprint(result)}".encode())
+        return artifacts.list_files(folder, files)
 
     def overrides(self) -> list[str]:
         options = {name: getattr(self.shape, name) for name in OPTIONS}

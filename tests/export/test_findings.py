@@ -3,18 +3,13 @@
 import json
 import re
 
-import numpy as np
 import pytest
 import torch
 
 from eagle31_train import artifacts, card, evaluate, export, published
-from eagle31_train.measure.acceptance import Sheet, headline, tell
-from eagle31_train.measure.pictures import pictures
-from eagle31_train.measure.results import Measured
 from eagle31_train.schema import UserError
 
 TRAIN = "e" * 16  # of FakeRun
-HOW = {"machine": "a machine", "dtype": "float32", "max_new_tokens": 24, "command": "python -m this"}
 SPEED = {
     "ttft": {"mean": 0.05},
     "tpot": {"mean": 0.01},
@@ -34,45 +29,17 @@ SERVING = {
 }
 
 
-def result(rate, *names):
-    generator = np.random.default_rng(round(100 * rate))
-    reach = [np.minimum(generator.geometric(1 - rate, size=20) - 1, 3).tolist() for _ in range(12)]
-    measured = {name: [Measured(f"p{i}", "chat", 21, found) for i, found in enumerate(reach)] for name in names}
-    sheets = [
-        Sheet(name, "heldout", perturbation, 0.0, 1.0, measured)
-        for name, perturbation in (("heldout", None), ("heldout · no_template", "no_template"))
-    ]
-    return {**tell(sheets, range(1, 4), 3), "title": " against ".join(names), **HOW}
-
-
-def draw(folder, told):
-    """A file for every picture, which says whose it is."""
-    files = [folder / f"{picture.name}.png" for picture in pictures(told)]
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in files:
-        file.write_bytes(f"{folder.name} {file.stem} {hash(str(told))}".encode())
-    return artifacts.list_files(folder, files)
-
-
-def evaluated(run, rate=0.5, train=TRAIN):
-    folder, told = run.folder / "evaluate", result(rate, "ours")
-    report = headline(told["workloads"][0]["drafters"]["ours"], 3) | {"identical": True}
-    manifest = {"fingerprint": "a" * 16, "inputs": {"train": train}, "report": report, "result": told}
-    artifacts.write_json(folder / "manifest.json", {**manifest, "files": draw(folder, told)})
-    return told
-
-
 def served(run, checkpoint, train=TRAIN):
     folder = run.folder / "serving"
-    files = draw(folder, {"serving": SERVING})
+    files = run.draw(folder, {"serving": SERVING})
     inputs = {"train": train, "export": checkpoint}
     artifacts.write_json(folder / "manifest.json", {"inputs": inputs, "serving": SERVING, "files": files})
 
 
-def compared(folder, *, ours=TRAIN, rate=0.5):
-    told = {**result(rate, "A", "B"), "trainings": {"A": ["runs/a"], "B": ["runs/b"]}}
+def compared(run, folder, ours=TRAIN, rate=0.5):
+    told = {**run.result(rate, "A", "B"), "trainings": {"A": ["runs/a"], "B": ["runs/b"]}}
     told["identities"] = {"A": ["0" * 16], "B": ["1" * 16, ours]}
-    draw(folder, told)
+    run.draw(folder, told)
     artifacts.write_json(folder / "result.json", told)
     return folder
 
@@ -87,10 +54,10 @@ def weights(run):
 
 
 def test_the_card_shows_pictures_that_are_there_and_that_the_record_lists(run, tmp_path):
-    evaluated(run)
+    run.evaluate()
     export.export(run.config())
     served(run, record(run)["checkpoint"])
-    export.export(run.config(f"comparisons=[{compared(tmp_path / 'cmp')}]"))
+    export.export(run.config(f"comparisons=[{compared(run, tmp_path / 'cmp')}]"))
     out, body = run.folder / "export", run.exported()[2]
     shown = re.findall(r"^!\[[^\]]+\]\((images/[\w./-]+\.png)\)$", body, re.MULTILINE)
     there = [str(file.relative_to(out)) for file in (out / "images").rglob("*") if file.is_file()]
@@ -112,18 +79,18 @@ def test_the_card_shows_pictures_that_are_there_and_that_the_record_lists(run, t
 def test_new_results_make_a_new_card_and_touch_no_weights(run, tmp_path, capsys):
     export.export(run.config())
     before, checkpoint = weights(run), record(run)["checkpoint"]
-    evaluated(run, 0.3)
+    run.evaluate(0.3)
     export.export(run.config())
     first = run.exported()[2]
     assert "kept of the plain form's" in first
     served(run, checkpoint)
-    evaluated(run, 0.7)
+    run.evaluate(0.7)
     export.export(run.config())
     assert run.exported()[2] != first
     assert "speculation does not pay" in run.exported()[2]
-    folder = compared(tmp_path / "cmp")
+    folder = compared(run, tmp_path / "cmp")
     export.export(run.config(f"comparisons=[{folder}]"))
-    export.export(run.config(f"comparisons=[{compared(folder, rate=0.7)}]"))
+    export.export(run.config(f"comparisons=[{compared(run, folder, rate=0.7)}]"))
     assert weights(run) == before
     assert record(run)["checkpoint"] == checkpoint
     capsys.readouterr()
@@ -182,17 +149,17 @@ def test_serving_of_another_checkpoint_is_not_told(whose, run):
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (lambda folder: (folder / "result.json").unlink(), "has no result.json: give the folder that"),
-        (lambda folder: (folder / "result.json").write_text("[1]"), "is damaged (not a JSON object)"),
-        (lambda folder: (folder / "result.json").write_text("{}"), "so it is no comparison"),
-        (lambda folder: compared(folder, ours="2" * 16), "none of which is the checkpoint in train/"),
-        (lambda folder: (folder / "heldout-gain.png").unlink(), "heldout-gain.png is missing: run"),
+        (lambda run, folder: (folder / "result.json").unlink(), "has no result.json: give the folder that"),
+        (lambda run, folder: (folder / "result.json").write_text("[1]"), "is damaged (not a JSON object)"),
+        (lambda run, folder: (folder / "result.json").write_text("{}"), "so it is no comparison"),
+        (lambda run, folder: compared(run, folder, ours="2" * 16), "none of which is the checkpoint in train/"),
+        (lambda run, folder: (folder / "heldout-gain.png").unlink(), "heldout-gain.png is missing: run"),
     ],
 )
 def test_what_is_no_comparison_of_this_checkpoint_is_refused_in_one_line(spoil, said, run, tmp_path):
     export.export(run.config())
-    folder = compared(tmp_path / "cmp")
-    spoil(folder)
+    folder = compared(run, tmp_path / "cmp")
+    spoil(run, folder)
     before = run.listing()
     with pytest.raises(UserError, match=re.escape(said)) as caught:
         export.export(run.config(f"comparisons=[{folder}]"))
@@ -202,7 +169,7 @@ def test_what_is_no_comparison_of_this_checkpoint_is_refused_in_one_line(spoil, 
 
 
 def test_a_damaged_picture_is_refused(run):
-    evaluated(run)
+    run.evaluate()
     (run.folder / "evaluate" / "workloads-acceptance.png").write_bytes(b"half")
     with pytest.raises(UserError, match=r"workloads-acceptance.png has 4 bytes.*eagle31_train.evaluate"):
         export.export(run.config())
@@ -213,7 +180,7 @@ def test_damaged_weights_do_not_stay_for_a_new_card(run):
     export.export(run.config())
     good = weights(run)[2]
     (run.folder / "export" / "model.safetensors").write_bytes(b"\0" * len(good))
-    evaluated(run)
+    run.evaluate()
     export.export(run.config())
     assert weights(run)[2] == good
 
@@ -221,7 +188,7 @@ def test_damaged_weights_do_not_stay_for_a_new_card(run):
 def test_a_card_that_fails_leaves_the_old_export_whole(run, monkeypatch):
     export.export(run.config())
     before, listing = run.exported()[2], run.listing()
-    evaluated(run)
+    run.evaluate()
     new = sorted({*run.listing()} - {*listing})
     with monkeypatch.context() as patch:
         patch.setattr(card, "render", lambda facts: 1 / 0)
@@ -235,7 +202,7 @@ def test_a_card_that_fails_leaves_the_old_export_whole(run, monkeypatch):
 def test_a_kill_before_the_new_folder_has_its_name_is_made_good(run, monkeypatch):
     export.export(run.config())
     before = weights(run)[2]
-    evaluated(run)
+    run.evaluate()
     with monkeypatch.context() as patch:
         patch.setattr(artifacts, "commit", killed_at("export", artifacts.commit))
         with pytest.raises(KeyboardInterrupt):

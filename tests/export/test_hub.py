@@ -7,6 +7,7 @@ import base64
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -122,13 +123,17 @@ def export(run, endpoint, *options, token="hf_dummy"):
 
 
 def test_push_uploads_exactly_the_export(run, hub):
+    run.evaluate()
     done = export(run, hub.url, "push=true", "repo=me/draft", "private=true")
     assert done.returncode == 0, done.stderr
     assert (hub.created["name"], hub.created["organization"]) == ("draft", "me")
     assert hub.created.get("private") is True or hub.created.get("visibility") == "private"
     out = run.folder / "export"
-    assert hub.files == {file.name: file.read_bytes() for file in out.iterdir()}
-    assert hub.files.keys() == {"config.json", "model.safetensors", "README.md"}
+    files = {str(file.relative_to(out)): file.read_bytes() for file in out.rglob("*") if file.is_file()}
+    assert hub.files == files
+    shown = re.findall(r"^!\[.*\]\((.*)\)$", hub.files["README.md"].decode(), re.MULTILINE)
+    assert "images/acceptance/workloads-kept.png" in shown
+    assert hub.files.keys() == {"config.json", "model.safetensors", "README.md", *shown}
     assert hashlib.sha256(hub.files["model.safetensors"]).hexdigest() in hub.blobs
     assert '"model": "me/draft"' in done.stdout
 
