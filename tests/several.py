@@ -229,13 +229,23 @@ def harm_weights(patches, rank):
 
 
 def harm_moments(patches):
-    """What AdamW knew of the steps before is not restored."""
+    """What the optimizer knew of the steps before is not restored."""
     from train.parallel import Parallel, Zero
 
     for kind in (Parallel, Zero):
         right = kind.set_moments
         forgetful = lambda self, moments, updates, right=right: right(self, {}, updates)  # noqa: E731
         patches.enter_context(patch.object(kind, "set_moments", forgetful))
+
+
+def harm_orthogonality(patches):
+    """Muon makes what each of two ranks holds of a matrix orthogonal alone."""
+    import torch
+    from torch.optim import _muon
+
+    right = _muon._zeropower_via_newtonschulz
+    alone = lambda whole, *how: torch.cat([right(part, *how) for part in whole.chunk(2)])  # noqa: E731
+    patches.enter_context(patch.object(_muon, "_zeropower_via_newtonschulz", alone))
 
 
 def harm_options(patches, rank, option):
@@ -272,6 +282,7 @@ HARMS = {
     "sharding": harm_sharding,
     "weights": harm_weights,
     "moments": harm_moments,
+    "orthogonality": harm_orthogonality,
     "options": harm_options,
     "absent": absent,
 }
