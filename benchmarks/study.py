@@ -3,8 +3,8 @@
     python -m benchmarks.study data.conversations=FILE                       # three seeds of everything: hours
     python -m benchmarks.study --seeds 0 --only 3.0 3.1 data.conversations=FILE
 
-Data and hidden states are made once, then every drafter is trained on them by the stages' own commands, --jobs at a time
-with one thread each. What is finished is skipped, and what was stopped goes on. At the end stand the commands that
+Data and hidden states are made once, then every drafter is trained on them by the stages' own commands, --jobs at a
+time with one thread each. What is finished is skipped, and what was stopped goes on. At the end stand the commands that
 compare.
 """
 
