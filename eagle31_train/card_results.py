@@ -65,14 +65,17 @@ def _acceptance(finding: Finding) -> Iterator[str]:
         yield _overview(workloads, at)
     else:
         yield "Other prompts than these, and these under perturbation, were not measured."
-    yield from _pictures(finding)
     left_out = finding.told.get("left_out", {})
     for number, workload in enumerate(workloads):
         told = list(_workload(workload, at, left_out.get(workload["name"], {})))
-        title, length = workload["name"], _numbers(workload)["by_depth"][at]["acceptance_length"]
-        yield from told if not number else _folded(f"{title}: {bracket(length)} with {at} draft tokens", told[1:])
-        if not number and (missing := report.get("not_measured")):
+        if number:
+            length = _numbers(workload)["by_depth"][at]["acceptance_length"]
+            yield from _folded(f"{workload['name']}: {bracket(length)} with {at} draft tokens", told[1:])
+            continue
+        yield from told
+        if missing := report.get("not_measured"):
             yield f"Not measured, since none of its prompts was decoded: {plain(', '.join(missing))}."
+        yield from _pictures(finding)
 
 
 def _headline(report: Mapping[str, Any]) -> Iterator[str]:
