@@ -36,6 +36,7 @@ from eagle31_train.targets.hf import load_model
 
 RESULT = "result.json"
 DATA, EXPORT = "python -m data_prep", "python -m eagle31_train.export"
+COMPARISONS = Path("runs/compare")
 FEWER = "give two drafters or more: python -m eagle31_train.compare runs/a runs/b"
 Named = dict[str, list[str]]  # what a drafter is called → its trainings
 
@@ -110,10 +111,12 @@ def compare(named: Named, config: Config) -> None:
     for remark in remarks(workloads):
         print(f"compare: {remark}")
 
-    out = Path(config.compare.out or Path("runs/compare") / "-".join(re.sub(r"[^\w.]+", "_", name) for name in named))
+    # Of comparisons without a folder of their own, all find what was measured for the others.
+    kept = Path(config.compare.out or COMPARISONS) / "workloads"
+    out = Path(config.compare.out or COMPARISONS / "-".join(re.sub(r"[^\w.]+", "_", name) for name in named))
     measurer = Measurer(model, Limits(options.max_new_tokens, frozenset(data["end_ids"])), options, config.seed)
     inputs = records.inputs(config, data["end_ids"])
-    outcomes, _ = records.measured(out / "workloads", workloads, measurer, candidates, inputs, verified)
+    outcomes, _ = records.measured(kept, workloads, measurer, candidates, inputs, verified)
     sheets = [
         sheet(workload, {name: [found[f"{name}/{n}"] for n in range(len(some))] for name, some in named.items()})
         for workload, found in zip(workloads, outcomes, strict=True)
