@@ -44,30 +44,6 @@ class Trained:
     data: dict[str, Any] | None
 
 
-@dataclass(frozen=True)
-class Results:
-    """What was measured of it."""
-
-    evaluation: findings.Finding | None
-    serving: findings.Finding | None
-    comparisons: list[findings.Finding]
-
-    @property
-    def fingerprints(self) -> dict[str, Any]:
-        """Of each."""
-        return {
-            "evaluate": self.evaluation and self.evaluation.fingerprint,
-            "serving": self.serving and self.serving.fingerprint,
-            "comparisons": [comparison.fingerprint for comparison in self.comparisons],
-        }
-
-    @property
-    def pictures(self) -> list[findings.Illustration]:
-        """Of all."""
-        found = [self.evaluation, self.serving, *self.comparisons]
-        return [picture for finding in found if finding for picture in finding.pictures]
-
-
 def export(config: Config) -> None:
     """Write `run_dir/export` and `run_dir/export.json`; upload with push=true.
 
@@ -84,7 +60,8 @@ def export(config: Config) -> None:
     run = Path(config.run_dir)
     trained = read_trained(config)
     checkpoint = checkpoint_inputs(config, trained)
-    results = read_results(config, trained, artifacts.fingerprint(checkpoint))
+    trained_as, compared = trained.train["fingerprint"], [Path(folder) for folder in config.comparisons]
+    results = findings.read(run, trained_as, artifacts.fingerprint(checkpoint), compared)
     told = {
         "repo": config.repo,
         "draft_tokens": config.evaluate.draft_tokens,
@@ -139,17 +116,6 @@ def read_trained(config: Config) -> Trained:
             f"counts: run `{TRAIN}` on it, or give data_dir=… of training"
         )
     return Trained(folder / "model.safetensors", shape, kept, train, data)
-
-
-def read_results(config: Config, trained: Trained, checkpoint: str) -> Results:
-    """What was measured of the checkpoint; UserError names a damaged result, or a comparison of others.
-
-    Args:
-        checkpoint: the fingerprint of `checkpoint_inputs`.
-    """
-    run, train = Path(config.run_dir), trained.train["fingerprint"]
-    compared = [findings.comparison(Path(folder), n, train) for n, folder in enumerate(config.comparisons, 1)]
-    return Results(findings.evaluation(run, train), findings.serving(run, train, checkpoint), compared)
 
 
 def _read_if_there(path: Path) -> dict[str, Any] | None:
@@ -265,7 +231,7 @@ def finished(run: Path, inputs: dict[str, Any], overwrite: bool) -> int:
 # ---------------------------------------------------------------- writing
 
 
-def _write(config: Config, trained: Trained, results: Results, final: Path, keep: bool) -> None:
+def _write(config: Config, trained: Trained, results: findings.Results, final: Path, keep: bool) -> None:
     """Write the export into a temporary folder, read it back, and only then give it its name.
 
     Args:

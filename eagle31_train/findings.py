@@ -4,7 +4,7 @@ Results are what the stages left: run_dir/evaluate, run_dir/serving, and folders
 that belongs to another checkpoint says nothing of this one.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,44 @@ class Finding:
         """Changes with every word and picture."""
         drawn = [(shown.name, artifacts.file_sha256(shown.file)) for shown in self.pictures]
         return artifacts.fingerprint([self.told, drawn])
+
+
+@dataclass(frozen=True)
+class Results:
+    """Everything that was measured of a checkpoint."""
+
+    evaluation: Finding | None
+    serving: Finding | None
+    comparisons: list[Finding]
+
+    @property
+    def fingerprints(self) -> dict[str, Any]:
+        """Of each."""
+        return {
+            "evaluate": self.evaluation and self.evaluation.fingerprint,
+            "serving": self.serving and self.serving.fingerprint,
+            "comparisons": [comparison.fingerprint for comparison in self.comparisons],
+        }
+
+    @property
+    def pictures(self) -> list[Illustration]:
+        """Of all."""
+        found = [self.evaluation, self.serving, *self.comparisons]
+        return [picture for finding in found if finding for picture in finding.pictures]
+
+
+def read(run: Path, train: str, checkpoint: str, comparisons: Sequence[Path]) -> Results:
+    """What was measured of the checkpoint in `run`.
+
+    Args:
+        train: its training's fingerprint. checkpoint: that of the exported weights, as export.json has it.
+        comparisons: folders of those that it is part of.
+
+    Raises:
+        UserError: a result is damaged, or a comparison is of others.
+    """
+    compared = [comparison(folder, number, train) for number, folder in enumerate(comparisons, 1)]
+    return Results(evaluation(run, train), serving(run, train, checkpoint), compared)
 
 
 def evaluation(run: Path, train: str) -> Finding | None:

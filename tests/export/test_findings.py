@@ -100,6 +100,17 @@ def test_new_results_make_a_new_card_and_touch_no_weights(run, tmp_path, capsys)
     assert not (run.folder / "export" / "images" / "comparison-1").exists(), "what the card no longer tells is gone"
 
 
+def test_words_alone_renew_the_card_too(run):
+    run.evaluate()
+    export.export(run.config())
+    path = run.folder / "evaluate" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["report"]["not_measured"] = ["agent"]
+    artifacts.write_json(path, manifest)
+    export.export(run.config())
+    assert "none of its prompts was decoded: agent." in run.exported()[2]
+
+
 def test_a_new_card_does_not_make_the_serving_result_stale(run, monkeypatch, capsys):
     """The whole way: export, serve, export for the card, serve again: nothing to do."""
 
