@@ -1,5 +1,7 @@
 """Two steps under the launched profile; the main process then prints the bytes that it holds, as JSON.
 
+    holding.py FOLDER OPTION...
+
 Run by tests/plan/test_profiles.py, in as many processes as a profile has.
 """
 
@@ -38,7 +40,7 @@ def held():
 def main():
     drafter = [f"drafter.{name}=8" for name in ("intermediate_size", "num_attention_heads", "head_dim")]
     options = [*drafter, "drafter.num_key_value_heads=8", "name=x", "target.path=x", "train.wandb=disabled"]
-    config = load_config(options)
+    config = load_config([*options, *sys.argv[2:]])
     accelerator = make_accelerator(config, Path(sys.argv[1]))
     objective, batch = objective_and_batch(SHAPE, [torch.arange(24) > 11], UNROLL, torch.bfloat16)
     objective.autocast = torch.bfloat16

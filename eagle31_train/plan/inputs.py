@@ -63,6 +63,8 @@ def check_options(config: Config) -> None:
         check_codec(getattr(config.store, name), f"store.{name}")
     if t.precision not in ("bf16", "no"):
         raise UserError(f"train.precision={t.precision!r} is not one of bf16, no")
+    if t.optimizer not in ("adamw", "muon"):
+        raise UserError(f"train.optimizer={t.optimizer!r} is not one of adamw, muon")
     for name in ("share", "utilisation"):
         if not 0 < (share := getattr(p, name)) <= 1:
             raise UserError(f"plan.{name}={share} is not in (0, 1]")

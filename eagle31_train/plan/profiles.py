@@ -30,6 +30,10 @@ class Profile:
     offload: bool = False  # moments and the update in the host's memory
     several: bool = True
 
+    def takes(self, optimizer: str) -> bool:
+        """Whether train.optimizer may be this: Muon needs whole matrices, which DeepSpeed cuts up."""
+        return optimizer != "muon" or self.deepspeed is None
+
 
 PROFILES = (
     Profile("gpu", several=False),
@@ -65,10 +69,14 @@ def read_buffers(file: Path) -> Buffers:
 
 @dataclass(frozen=True)
 class State:
-    """What is trained: parameters of each tensor in the order of the optimizer's groups, and frozen parameters."""
+    """What is trained: parameters of each tensor in the order of the optimizer's groups, and frozen parameters.
+
+    orthogonal: sizes of the matrices, among those, that Muon updates; none with AdamW.
+    """
 
     groups: Sequence[Sequence[int]]
     frozen: int = 0
+    orthogonal: Sequence[tuple[int, int]] = ()
 
     @property
     def trained(self) -> int:
@@ -79,6 +87,20 @@ class State:
     def largest(self) -> int:
         """L."""
         return max(size for group in self.groups for size in group)
+
+    @property
+    def moments(self) -> int:
+        """Values that the optimizer keeps: AdamW two for each parameter, Muon one."""
+        return 2 * self.trained - sum(map(math.prod, self.orthogonal))
+
+    @property
+    def iterated(self) -> float:
+        """Bytes while Newton-Schulz iterates on the largest matrix [m, n], m <= n; see `work.newton_schulz_flops`.
+
+        The momentum in fp32; in bf16 the iterate and the next one, and two products [m, m].
+        """
+        sizes = [(min(size), max(size)) for size in self.orthogonal]
+        return max((FP32 * m * n + 2 * (2 * m * n + 2 * m * m) for m, n in sizes), default=0.0)
 
     def touched(self, parts: int) -> int:
         """Parameters of whole tensors that a device's part lies in, of the device with most.
@@ -148,6 +170,11 @@ class Setting:
         return FP32 * self.state.trained
 
     @property
+    def moments(self) -> float:
+        """Of all moments."""
+        return FP32 * self.state.moments
+
+    @property
     def part(self) -> float:
         """Of a device's share of them."""
         return self.whole / self.devices
@@ -185,11 +212,11 @@ def _replicated(profile: Profile, s: Setting) -> Memory:
     """One process, or DDP, whose buckets hold the gradients."""
     return Memory(
         weights=s.gathered,
-        moments=2 * s.whole,
+        moments=s.moments,
         copies=s.whole if profile.several else 0,
         target=s.target,
         step=s.batch + s.micro.peak + (0 if profile.several else s.accumulates * s.whole),
-        exchange=0 if profile.several else s.whole,
+        exchange=s.state.iterated + (0 if profile.several else s.whole),
     )
 
 
@@ -197,11 +224,11 @@ def _fsdp2(s: Setting) -> Memory:
     """Gathered in one buffer, which lives as long as the tensors that it is copied into; gradients likewise."""
     return Memory(
         weights=s.gathered / s.devices,
-        moments=2 * s.part,
+        moments=s.moments / s.devices,
         copies=0,
         target=s.target,
         step=s.batch + s.micro.peak + 2 * s.gathered + s.accumulates * s.part,
-        exchange=max(s.gathered + s.whole, 2 * s.whole + s.part),
+        exchange=max(s.gathered + s.whole, 2 * s.whole + s.part, s.part + s.state.iterated),
     )
 
 

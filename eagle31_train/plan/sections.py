@@ -10,7 +10,7 @@ from eagle31_train.contract import weight_shapes
 from eagle31_train.plan.footprint import FP32, Activations, Step, activations
 from eagle31_train.plan.inputs import Data, Target
 from eagle31_train.plan.profiles import PROFILES, Buffers, Memory, Profile, Setting, State, memory, read_buffers
-from eagle31_train.plan.work import extraction_flops, training_flops
+from eagle31_train.plan.work import extraction_flops, newton_schulz_flops, training_flops
 from eagle31_train.schema import Config, DrafterShape
 from eagle31_train.store.plan import TOKEN_BYTES, Shape
 
@@ -56,6 +56,10 @@ class Planned:
         work = (self.data.work * (self.tokens / self.data.work.tokens)).of_slots(self.trained_share)
         return sum(training_flops(self.shape, work, self.config.drafter.train_lm_head).values())
 
+    def newton_schulz_flops(self) -> float:
+        """Of all of Muon's updates, which every device makes."""
+        return self.steps * newton_schulz_flops(self.orthogonal())
+
     def extraction_flops(self) -> float:
         """Of the training and the held-out split."""
         work = self.data.work * (1 + self.data.heldout)
@@ -84,7 +88,19 @@ class Planned:
         frozen = [] if self.config.drafter.train_lm_head else ["lm_head.weight"]
         trained = [size for name, size in shapes.items() if name not in frozen]
         groups = ([math.prod(s) for s in trained if len(s) > 1], [math.prod(s) for s in trained if len(s) == 1])
-        return State(groups, sum(math.prod(shapes[name]) for name in frozen))
+        return State(groups, sum(math.prod(shapes[name]) for name in frozen), self.orthogonal())
+
+    def orthogonal(self) -> list[tuple[int, int]]:
+        """Sizes of the matrices that Muon updates, which are not those with a row for each token."""
+        if self.config.train.optimizer != "muon":
+            return []
+        sizes = {name: size for name, size in weight_shapes(self.shape).items() if len(size) == 2}
+        return [(s[0], s[1]) for name, s in sizes.items() if not name.startswith(("lm_head", "embed_tokens"))]
+
+    def profiles(self) -> list[Profile]:
+        """Those that can be launched, whatever they take."""
+        t, several = self.config.train, self.config.plan.devices > 1
+        return [profile for profile in PROFILES if profile.takes(t.optimizer) and (several or not profile.several)]
 
     def micro_tokens(self, devices: int) -> int:
         """Tokens of the largest micro-batch: its share of a step, or a longest conversation."""
@@ -188,6 +204,9 @@ def time(plan: Planned) -> list[str]:
         ("training", plan.training_flops(), plan.tokens),
     ):
         rows.append(_line(name, _duration(flops / rate), f"{_si(flops)}FLOP, {_si(flops / per)}FLOP a token"))
+    if again := plan.newton_schulz_flops():
+        spent = _duration(again * p.devices / rate)
+        rows.append(_line("Muon's updates", spent, f"{_si(again / plan.steps)}FLOP a step, on each device"))
     assumed = f"{_devices(p.devices)} at {p.utilisation:.0%} of {p.peak_tflops:g} TFLOP/s"
     return [f"TIME   if {assumed}, which nobody has measured", *rows]
 
@@ -213,9 +232,7 @@ def profiles(plan: Planned) -> list[str]:
     """Memory of one device under every launch profile."""
     p = plan.config.plan
     rows = {}
-    for profile in PROFILES:
-        if profile.several and p.devices == 1:
-            continue
+    for profile in plan.profiles():
         m = plan.memory(profile, plan.config.train.recompute)
         rows[profile.name] = (m.weights, m.moments, m.copies, m.target, m.step, m.exchange, m.peak, m.host)
     digits = 2 if max(map(max, rows.values())) < 10 * GIB else 1
@@ -225,12 +242,16 @@ def profiles(plan: Planned) -> list[str]:
         " " * 16 + "".join(f"{name:>8}" for name in COLUMNS),
         *(f"  {name:<14}" + "".join(f"{x / GIB:8.{digits}f}" for x in row) for name, row in rows.items()),
     ]
-    saved = FP32 * (3 * plan.state().trained + plan.state().frozen)
+    state = plan.state()
+    saved = FP32 * (state.trained + state.frozen + state.moments)
     lines += [
         "  weights to target: there all the time, exact. step: the worst moment of a",
-        "  micro-batch; update: exchanging gradients, and AdamW. Of these estimates the",
-        f"  larger counts. host: of every process; the main one takes {saved / GIB:.1f} more to save.",
+        "  micro-batch; update: exchanging gradients, and the optimizer. The larger of",
+        f"  these estimates counts. host: of every process; the main one takes {saved / GIB:.1f} more",
+        "  to save.",
     ]
+    if len(plan.profiles()) < len(PROFILES) and p.devices > 1:
+        lines.append("  zero*: not with train.optimizer=muon, which needs whole matrices.")
     if p.devices > 1:
         alone = plan.micro_tokens(1)
         lines.append(f"  gpu: one device alone, {alone:,} tokens at a time (train.accumulation).")
@@ -240,7 +261,7 @@ def profiles(plan: Planned) -> list[str]:
 def which(plan: Planned) -> list[str]:
     """The simplest profile that fits; if none does, with smaller micro-batches, and then with recomputation."""
     p = plan.config.plan
-    simplest = [profile for profile in PROFILES if profile.several == (p.devices > 1)]
+    simplest = [profile for profile in plan.profiles() if profile.several == (p.devices > 1)]
     for options, variant in _variants(plan):
         peaks = {profile: variant.memory(profile, variant.config.train.recompute).peak for profile in simplest}
         for profile, peak in peaks.items():

@@ -9,18 +9,25 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from pipeline import make_run, options, tiny_config
 
 from eagle31_train import artifacts, cli
+from eagle31_train.drafter.model import Drafter
 from eagle31_train.extract import extract
 from eagle31_train.plan import inputs, sections
 from eagle31_train.plan.__main__ import plan
 from eagle31_train.plan.profiles import PROFILES
 from eagle31_train.schema import UserError
 from eagle31_train.store.plan import Shape, sample_bytes
+from train.optimizer import make_optimizer
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 EXPERIMENTS = ("llama31_8b", "qwen3_8b", "kimi", "kimi_k25", "kimi_llama")
+
+
+MLA = ["architecture=mla", "num_key_value_heads=null", "head_dim=null", "q_lora_rank=12", "kv_lora_rank=8"]
+MLA += ["qk_nope_head_dim=6", "qk_rope_head_dim=4", "v_head_dim=5"]
 
 
 def planned(*overrides):
@@ -145,6 +152,48 @@ def test_smaller_micro_batches_are_advised_first_and_then_recomputation(capsys):
     assert advised(0.99 * least[-1] / 2**30 / sections.SPARE)[0] == "none fits"
 
 
+# ---------------------------------------------------------------- Muon
+
+
+@pytest.mark.parametrize("experiment", ["llama31_8b", "kimi"])
+def test_with_muon_only_profiles_that_take_it_are_listed_and_advised(experiment, capsys):
+    asked = [f"+experiment={experiment}", "run_dir=/nowhere/at/all", "train.optimizer=muon"]
+    text = printed(capsys, *asked)
+    assert max(map(len, text.splitlines())) <= 80
+    listed = [profile.name for profile in PROFILES if re.search(rf"^  {profile.name} ", text, re.MULTILINE)]
+    assert listed == ["gpu", "ddp", "fsdp2"]
+    assert "zero*: not with train.optimizer=muon, which needs whole matrices." in text
+    for gib in (20, 35, 45, 80):
+        found = re.search(r"WHICH PROFILE +(\w+)", printed(capsys, *asked, f"plan.device_gib={gib}"))[1]
+        assert found in ("ddp", "fsdp2", "none")
+    alone = printed(capsys, *asked, "plan.devices=1")
+    assert "zero" not in alone
+
+
+@pytest.mark.parametrize("drafter", [["train_lm_head=false"], ["share_embedding=false"], MLA])
+def test_its_matrices_are_those_of_the_trainers_optimizer(counted, drafter):
+    changes = [f"drafter.{option}" for option in drafter]
+    plan = planned(*options(counted, "train.optimizer=muon", *changes))
+    D, V = plan.shape.hidden_size, plan.shape.vocab_size
+    made = make_optimizer(Drafter(plan.shape, torch.zeros(V, D)), plan.config.train)
+    assert sorted(plan.orthogonal()) == sorted(tuple(p.shape) for p in made.param_groups[0]["params"])
+
+
+def test_muons_updates_take_their_time_on_every_device(capsys):
+    llama = ["+experiment=llama31_8b", "run_dir=/nowhere/at/all"]
+    muon, adamw = planned(*llama, "train.optimizer=muon"), planned(*llama)
+    assert muon.state().moments == adamw.state().moments - 293_601_280
+    assert adamw.newton_schulz_flops() == 0
+    assert "Muon" not in printed(capsys, *llama)
+    assert muon.training_flops() == adamw.training_flops()
+
+    def seconds(devices):
+        text = printed(capsys, *llama, "train.optimizer=muon", f"plan.devices={devices}", "plan.utilisation=1")
+        return int(re.search(r"Muon's updates +(\d+) s ", text)[1])
+
+    assert seconds(2) == seconds(8) == round(muon.newton_schulz_flops() / 989e12)
+
+
 # ---------------------------------------------------------------- what is counted
 
 
@@ -239,6 +288,7 @@ def test_codecs_halve_the_store():
         (["plan.utilisation=0"], "plan.utilisation=0.0 is not in"),
         (["store.aux_codec=int3"], "store.aux_codec='int3' is not one of bf16, fp8, int8, int4"),
         (["train.precision=fp16"], "train.precision='fp16' is not one of bf16, no"),
+        (["train.optimizer=lion"], "train.optimizer='lion' is not one of adamw, muon"),
         (["train.batch_tokens=0"], "train.batch_tokens=0 must be above 0"),
         (
             ["plan.layers=null", "plan.hidden_size=null"],

@@ -17,9 +17,11 @@ NOTHING = Activations(0, 0, 0, 0, 0)
 BY_NAME = {profile.name: profile for profile in PROFILES}
 
 
-def state_of(shape):
-    sizes = weight_shapes(shape).values()
-    return State([[math.prod(s) for s in sizes if len(s) > 1], [math.prod(s) for s in sizes if len(s) == 1]])
+def state_of(shape, optimizer="adamw"):
+    sizes = weight_shapes(shape)
+    groups = [[math.prod(s) for s in sizes.values() if (len(s) > 1) == several] for several in (True, False)]
+    muons = [tuple(s) for name, s in sizes.items() if len(s) > 1 and name != "lm_head.weight"]
+    return State(groups, orthogonal=muons if optimizer == "muon" else ())
 
 
 def setting(state, devices=2, **changes):
@@ -44,13 +46,16 @@ def test_every_profile_is_a_file_and_every_file_a_profile():
             assert ("offload_optimizer" in settings) == profile.offload
 
 
+HELD = {f"{p.name} {o}": (p, o) for o in ("adamw", "muon") for p in PROFILES if p.takes(o)}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("profile", PROFILES, ids=lambda profile: profile.name)
-def test_what_two_processes_hold_is_what_is_reckoned(profile, tmp_path):
+@pytest.mark.parametrize(("profile", "optimizer"), HELD.values(), ids=HELD.keys())
+def test_what_two_processes_hold_is_what_is_reckoned(profile, optimizer, tmp_path):
     """Weights, moments, flat copies and buckets, device and host together, after two steps: within 1 %."""
     launched = command(profile.name if profile.several else "one", 2, ROOT / "tests" / "holding.py")
     done = subprocess.run(
-        [*launched, str(tmp_path)],
+        [*launched, str(tmp_path), f"train.optimizer={optimizer}"],
         cwd=ROOT,
         env=environment(profile.name),
         capture_output=True,
@@ -64,7 +69,7 @@ def test_what_two_processes_hold_is_what_is_reckoned(profile, tmp_path):
     file = CONFIGS / "deepspeed" / f"{profile.deepspeed}.json"
     buffers = read_buffers(file) if profile.deepspeed else Buffers()
     target = 2 * SHAPE.target_hidden_size * (SHAPE.vocab_size + SHAPE.draft_vocab_size)
-    m = memory(profile, setting(state_of(SHAPE), target=target, buffers=buffers))
+    m = memory(profile, setting(state_of(SHAPE, optimizer), target=target, buffers=buffers))
     # On a CPU device and host are one.
     assert found["held"] == pytest.approx(m.held + m.host, rel=0.01), found
 
@@ -83,6 +88,18 @@ def test_sharding_divides_what_it_says():
     assert of["zero3"].held == 5 * P / 5
     assert of["zero3_offload"].host == P
     assert all(m.peak == m.held + max(m.step, m.exchange) for m in of.values())
+
+
+def test_muon_keeps_one_moment_of_a_matrix_and_iterates_on_the_whole_of_it():
+    state = State([[600, 200], [10]], orthogonal=[(30, 20)])
+    assert [profile.name for profile in PROFILES if profile.takes("muon")] == ["gpu", "ddp", "fsdp2"]
+    of = {p.name: memory(p, setting(state, 5, buffers=Buffers(0))) for p in PROFILES if p.takes("muon")}
+    one, two = 4 * 600, 4 * 2 * 210
+    assert of["gpu"].moments == of["ddp"].moments == one + two
+    assert of["fsdp2"].moments == (one + two) / 5
+    iterated = 4 * 600 + 2 * (2 * 600 + 2 * 20 * 20)
+    assert (of["gpu"].exchange, of["ddp"].exchange) == (4 * 810 + iterated, iterated)
+    assert of["fsdp2"].exchange >= 4 * 810 / 5 + iterated
 
 
 @pytest.mark.parametrize("name", ["fsdp2", "zero3", "zero3_offload"])

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 from planning import MLA, SMALL_MLA, objective_and_batch, shape_of
+from torch.optim._muon import _zeropower_via_newtonschulz
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import flops
 from benchmarks.shapes import turns
 from eagle31_train.codec import plain
-from eagle31_train.plan.work import count_work, extraction_flops, made_mask, training_flops
+from eagle31_train.plan.work import count_work, extraction_flops, made_mask, newton_schulz_flops, training_flops
 
 RANDOM = np.random.default_rng(0)
 MASKS = {
@@ -102,3 +103,11 @@ def test_mla_has_two_projections_where_llama_has_one():
     assert parts["output"] == 6 * 64 * 128 * D
     full_rank = training_flops(replace(shape_of(**MLA), q_lora_rank=None), work)
     assert full_rank["queries"] == 6 * 2 * D * wide
+
+
+def test_newton_schulz_is_counted_as_torch_does_it():
+    sizes = [(12, 30), (30, 12), (8, 8)]
+    with FlopCounterMode(display=False) as counter:
+        for size in sizes:
+            _zeropower_via_newtonschulz(torch.randn(size), (3.4445, -4.7750, 2.0315), 5, 1e-7)
+    assert newton_schulz_flops(sizes) == counter.get_total_flops()
