@@ -4,8 +4,9 @@
     python -m eagle31_train.evaluate +experiment=smollm2 '+suite=[mt_bench,gsm8k]' 'evaluate.perturbations=[context_2]'
     python -m eagle31_train.evaluate +experiment=smollm2 evaluate.backend=vllm
 
-Reads run_dir/data and run_dir/train; writes run_dir/evaluate: the manifest, a page with its pictures, and every
-workload's counts. Every prompt is decoded with the drafter and without; the two outputs must be equal, token for token.
+Reads run_dir/data and run_dir/train; writes run_dir/evaluate (the manifest, a page and its pictures) and
+run_dir/workloads (the counts of each). Every prompt is decoded with the drafter and without; the two outputs must be
+equal, token for token.
 
 With backend=vllm it serves run_dir/export by vLLM, in vLLM's own environment, and writes run_dir/serving instead.
 """
@@ -70,7 +71,9 @@ def evaluate(config: Config) -> None:
     limits = Limits(options.max_new_tokens, frozenset(data["end_ids"]))
     measurer = Measurer(target.model, limits, options, config.seed)
     counted = records.inputs(config, data["end_ids"])
-    outcomes, files = records.measured(folder / "workloads", workloads, measurer, [candidate], counted)
+    # Beside the stage's folder: what is measured stays so when a suite is added.
+    kept = Path(config.run_dir) / "workloads"
+    outcomes, _ = records.measured(kept, workloads, measurer, [candidate], counted)
 
     found = [outcome[config.name] for outcome in outcomes]
     sheets = [sheet(workload, {config.name: [one]}) for workload, one in zip(workloads, found, strict=True)]
@@ -96,7 +99,7 @@ def evaluate(config: Config) -> None:
         "per_prompt": described,
         "left_out": {workload.name: workload.left_out for workload in workloads},
         "end_ids": data["end_ids"],
-        "files": artifacts.list_files(folder, [*files, *shown]),
+        "files": artifacts.list_files(folder, shown),
         "seconds": seconds,
     }
     artifacts.write_json(folder / artifacts.MANIFEST, manifest)
@@ -184,6 +187,9 @@ def stage_inputs(config: Config, data: dict[str, Any], train: dict[str, Any]) ->
     """Everything that the counts depend on."""
     options = asdict(config.evaluate)
     for name in ("warmup", "prompts", "suites", "perturbations"):  # the last three by what they hold
+        del options[name]
+    served = ("serve_depths", "concurrency", "vllm_python", "vllm_args")
+    for name in served if config.evaluate.backend == "transformers" else ("depths", "batch_size", "drift"):
         del options[name]
     return {
         "layout": LAYOUT,

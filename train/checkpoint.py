@@ -1,7 +1,7 @@
 """Checkpoints: all that a run needs to go on, committed whole, and counted only once read back from the disk.
 
     checkpoints/step-000100/model.safetensors      the drafter's weights, fp32
-                            optimizer.safetensors  AdamW's moments: exp_avg.NAME, exp_avg_sq.NAME
+                            optimizer.safetensors  its moments: exp_avg.NAME, exp_avg_sq.NAME, or momentum_buffer.NAME
                             rng.safetensors        random states of every rank: rank0.torch, rank0.numpy, …
                             drafter.json           the drafter's shape, for the stages after training
                             manifest.json          sealed: step, fingerprint, extra, size and checksum of each file

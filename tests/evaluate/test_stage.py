@@ -304,3 +304,21 @@ def test_a_change_of_warmup_alone_changes_nothing(run, capsys):
     config = run.config()
     evaluate.evaluate(dataclasses.replace(config, evaluate=dataclasses.replace(config.evaluate, warmup=False)))
     assert "up to date" in capsys.readouterr().out
+
+
+def test_what_is_measured_is_kept_when_a_workload_is_added(run, monkeypatch):
+    evaluate.evaluate(run.config("evaluate.warmup=false"))
+    measured = []
+    right = measuring.Measurer.measure
+    monkeypatch.setattr(
+        measuring.Measurer, "measure", lambda self, w, *more: measured.append(w.name) or right(self, w, *more)
+    )
+    evaluate.evaluate(run.config("evaluate.warmup=false", "evaluate.perturbations=[temperature_1]", "overwrite=true"))
+    assert measured == ["heldout · temperature_1"]
+    assert [w["name"] for w in run.manifest["result"]["workloads"]] == ["heldout", "heldout · temperature_1"]
+
+
+def test_options_of_serving_say_nothing_about_counts(run, capsys):
+    evaluate.evaluate(run.config())
+    evaluate.evaluate(run.config("evaluate.concurrency=[2]", "evaluate.vllm_python=elsewhere"))
+    assert "up to date" in capsys.readouterr().out
