@@ -153,26 +153,64 @@ def _sources(found: dict[str, Any], depth: str) -> str:
 
 
 def _serving(serving: dict[str, Any], drawn: Drawn) -> list[str]:
-    header = ["drafter", "draft tokens", "concurrency", "tokens/s/user", "speed-up", "TTFT, ms", "TPOT, ms", "tokens/s"]
-    rows = [
+    rows = serving["rows"]
+    which = ["drafter", "draft tokens", "concurrency"]
+    keys = [[row["drafter"] or "none", str(row["draft_tokens"]), str(row["concurrency"])] for row in rows]
+    speeds = [
         [
-            row["drafter"] or "none",
-            str(row["draft_tokens"]),
-            str(row["concurrency"]),
+            *key,
             bracket(row["per_user"], "{:.1f}"),
             bracket(row["speedup"], "{:.2f}") if row["speedup"] else "–",
-            *("–" if row[time]["mean"] is None else f"{1000 * row[time]['mean']:.1f}" for time in ("ttft", "tpot")),
             f"{row['total']:.1f}",
+            "–" if row["different"] is None else f"{row['different']} of {row['requests']}",
         ]
-        for row in serving["rows"]
+        for key, row in zip(keys, rows, strict=True)
     ]
+    times = [
+        [*key, *(_milliseconds(value) for kind in ("ttft", "tpot") for value in _times(row, kind))]
+        for key, row in zip(keys, rows, strict=True)
+    ]
+    heads = [f"{kind}, ms{of}" for kind in ("TTFT", "TPOT") for of in (", mean", ", p50", ", p95", ", mean by vLLM")]
     return [
         f"<h2>{SERVING}</h2>",
+        _muted(
+            *([serving["machine"]] if "machine" in serving else []),
+            f"vLLM {serving['vllm']}, {serving['dtype']}",
+            f"{serving['prompts']:,} prompts",
+            sampling(serving),
+            f"at most {serving['max_new_tokens']:,} tokens per answer",
+        ),
         *(f"<p>{escape(sentence)}</p>" for sentence in serving["verdict"]),
+        *map(_muted, serving["notes"]),
         _figures(drawn, SERVING),
-        table(header, rows),
+        table([*which, "tokens/s/user", "speed-up", "tokens/s", "different answers"], speeds),
+        table([*which, *heads], times),
+        _accepted(which, [(key, row["acceptance"]) for key, row in zip(keys, rows, strict=True) if row["acceptance"]]),
         _muted(serving["definitions"]),
     ]
+
+
+def _times(row: dict[str, Any], kind: str) -> list[float | None]:
+    """Seconds: by the clock of those who asked, and by vLLM's."""
+    return [row[kind]["mean"], row[kind]["p50"], row[kind]["p95"], row["counted"][kind]]
+
+
+def _accepted(which: list[str], found: list[tuple[list[str], dict[str, Any]]]) -> str:
+    """Acceptance by position as vLLM counts it."""
+    if not found:
+        return ""
+    deepest = max(len(told["acceptance_at_depth"]) for _, told in found)
+    rows = []
+    for key, told in found:
+        shares = ["–" if share is None else f"{share:.1%}" for share in told["acceptance_at_depth"]]
+        length = bracket([told["acceptance_length"], None, None], "{:.2f}")
+        rows.append([*key, f"{told['drafts']:,}", length, *shares, *[""] * (deepest - len(shares))])
+    positions = [f"accepted, position {position}" for position in range(1, deepest + 1)]
+    return table([*which, "drafts", "acceptance length", *positions], rows)
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "–" if seconds is None else f"{1000 * seconds:.1f}"
 
 
 def _figures(drawn: Drawn, section: str) -> str:

@@ -37,21 +37,34 @@ def sheet(name, rates, prompts=12, drift=True, **more):
 
 
 def serving():
-    times = {"ttft": {"mean": 0.05}, "tpot": {"mean": None}, "total": 99.5}
+    times = {"ttft": {"mean": 0.05, "p50": 0.041, "p95": 0.0912}, "tpot": dict.fromkeys(("mean", "p50", "p95"))}
+    accepted = {"drafts": 1234, "acceptance_length": 1.95, "acceptance_at_depth": [0.6, 0.25, 0.1]}
     rows = [
         {
             "drafter": "B" if tokens else None,
             "draft_tokens": tokens,
             "concurrency": users,
+            "requests": 24,
             "per_user": [value, value - 1, value + 1],
             "speedup": [value / 20, None, None] if tokens else None,
+            "total": 99.5,
+            "different": 2 if tokens else 0,
+            "acceptance": accepted if tokens else None,
+            "counted": {"ttft": 0.0487, "tpot": 0.0123},
             **times,
         }
         for tokens, users, value in ((0, 1, 20.0), (0, 16, 9.0), (3, 1, 30.0), (3, 16, 8.0))
     ]
     return {
+        "vllm": "0.32",
+        "dtype": "bfloat16",
+        "prompts": 12,
+        "max_new_tokens": 64,
+        "temperature": 0.7,
+        "top_p": 1.0,
         "rows": rows,
         "verdict": ["B: at concurrency 1 num_speculative_tokens=3 is best."],
+        "notes": ["B, 3 draft tokens, 1 users: 2 of 24 answers are <different>"],
         "definitions": "TTFT: …",
     }
 
@@ -121,7 +134,13 @@ def test_the_page_says_what_was_measured(whole):
         "12 prompts · greedy · first turns & no more",
         "Acceptance length: tokens per draft, the bonus token included",
         "num_speculative_tokens=3 is best",
-        "B 3 16 8.0 [7.0, 9.0] 0.40 50.0 – 99.5",
+        "vLLM 0.32, bfloat16 · 12 prompts · sampled at temperature 0.7 · at most 64 tokens per answer",
+        "2 of 24 answers are <different>",
+        "B 3 16 8.0 [7.0, 9.0] 0.40 99.5 2 of 24",
+        "none 0 1 20.0 [19.0, 21.0] – 99.5 0 of 24",
+        "B 3 16 50.0 41.0 91.2 48.7 – – – 12.3",
+        "acceptance length accepted, position 1 accepted, position 2 accepted, position 3",
+        "B 3 16 1,234 1.95 60.0% 25.0% 10.0%",
         "Repeat python -m this a>b",
     ):
         assert words in text, words
@@ -131,9 +150,14 @@ def test_the_page_says_what_was_measured(whole):
 
 
 def test_serving_alone_and_one_drafter_alone_have_a_page(tmp_path, quick):
-    files = page.write(tmp_path / "serving", {"title": "mine", "serving": {**serving(), "command": "repeat this"}})
+    files = page.write(
+        tmp_path / "serving",
+        {"title": "mine", "serving": {**serving(), "command": "repeat this", "machine": "a processor"}},
+    )
     assert [file.name for file in files] == ["serving-b.png", page.PAGE]
-    assert "Repeat repeat this" in text_of(files[-1].read_text())
+    text = text_of(files[-1].read_text())
+    assert "Serving a processor · vLLM 0.32" in text
+    assert "Repeat repeat this" in text
     alone = result(sheet("heldout", {"A": 0.5}, prompts=1, drift=False))
     files = page.write(tmp_path / "alone", alone)
     assert [file.stem for file in files] == ["heldout-acceptance", "heldout-conditional", "index"]
