@@ -252,6 +252,11 @@ def test_an_answer_that_cannot_be_had_ends_the_run(measure, tmp_path, imitate, s
     assert said in refused(measure, tmp_path, imitate)
 
 
+def test_answers_of_one_token_alone_end_the_run(measure):
+    with pytest.raises(UserError, match="every answer ended with its first token"):
+        measure(prompts=[Prompt("a", "chat", [END])])
+
+
 def test_counters_that_are_not_there_end_the_run(measure, tmp_path):
     text = refused(measure, tmp_path, "uncounted")
     assert text == "this vLLM counts no vllm:spec_decode_num_drafts_total: eagle31 reads those of vLLM 0.32"

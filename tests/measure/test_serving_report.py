@@ -102,6 +102,11 @@ def test_the_best_depth_is_named_where_it_pays():
     ]
 
 
+def test_one_that_pays_is_better_than_one_that_may_not():
+    (one,) = report.best([tried(1, 1, 1.10, 1.05, 1.15), tried(3, 1, 1.12, 0.98, 1.26)])
+    assert (one["draft_tokens"], one["tried"], one["speedup"]) == (1, 1, [1.10, 1.05, 1.15])
+
+
 def test_speculation_that_does_not_pay_is_said_not_to():
     rows = [tried(1, 1, 0.9, 0.85, 0.95), tried(3, 1, 0.7, 0.6, 0.8), tried(1, 16, 1.02, 0.9, 1.1)]
     chosen = report.best(rows)

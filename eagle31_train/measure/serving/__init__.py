@@ -41,7 +41,8 @@ def measure_serving(
         end_ids: tokens that end an answer.
 
     Raises:
-        UserError: options that measure nothing, a python without vLLM, a server that does not start or breaks off.
+        UserError: options or prompts that measure nothing, a python without vLLM, a server that does not start or
+            breaks off.
     """
     options = config.evaluate
     check_options(config, prompts)
@@ -77,7 +78,12 @@ def measure_serving(
                 # Sampled answers differ: with a drafter, other random numbers choose.
                 reference = None if options.temperature else found[PLAIN, 0, options.concurrency[0]]
                 rows.append(report.row(name, depth, users, answers, counted, plain, reference))
-                bar.set_postfix_str(f"{rows[-1]['per_user'][0]:.1f} tokens/s/user of {users}")
+                if (speed := rows[-1]["per_user"][0]) is None:
+                    raise UserError(
+                        f"{what}: every answer ended with its first token, so there is no time per token: choose other "
+                        "prompts"
+                    )
+                bar.set_postfix_str(f"{speed:.1f} tokens/s/user of {users}")
     chosen = report.best(rows)
     return {
         "definitions": report.DEFINITIONS,

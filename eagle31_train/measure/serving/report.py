@@ -112,26 +112,29 @@ def _spread(values: list[float]) -> dict[str, float | None]:
 def best(rows: Sequence[Row]) -> list[Row]:
     """The number of draft tokens with the greatest speed-up, for each drafter and concurrency; 0 where none pays.
 
-    It pays where all of its interval is above one; without an interval (a single prompt) nothing is shown. The best of
-    several is somewhat flattered by the choice.
+    It pays where all of its interval is above one; without an interval (a single prompt) nothing is shown. One that
+    pays is better than a greater speed-up that may be none. The best of several is somewhat flattered by the choice.
     """
     found: list[Row] = []
     tried = [one for one in rows if one["speedup"] is not None and one["speedup"][0] is not None]
     for drafter, concurrency in dict.fromkeys((one["drafter"], one["concurrency"]) for one in tried):
         of = [one for one in tried if (one["drafter"], one["concurrency"]) == (drafter, concurrency)]
-        first = max(of, key=lambda one: one["speedup"][0])
-        low = first["speedup"][1]
-        pays = low is not None and low > 1
+        first = max(of, key=lambda one: (_pays(one), one["speedup"][0]))
         found.append(
             {
                 "drafter": drafter,
                 "concurrency": concurrency,
-                "draft_tokens": first["draft_tokens"] if pays else 0,
+                "draft_tokens": first["draft_tokens"] if _pays(first) else 0,
                 "speedup": first["speedup"],
                 "tried": first["draft_tokens"],
             }
         )
     return found
+
+
+def _pays(one: Row) -> bool:
+    low = one["speedup"][1]
+    return low is not None and low > 1
 
 
 def verdict(chosen: Sequence[Row], prompts: int) -> list[str]:
