@@ -63,17 +63,25 @@ def in_place(run: str) -> str:
 
 
 def called(words: list[str]) -> Named:
-    """Drafters by name: as NAME:… says, else the last part of the path, or all of it where that is not enough."""
+    """Drafters by name: as NAME:… says, else the last part of the path, or as many as tell it from the others."""
     parts = [re.fullmatch(r"(?:([^:/]+):)?(.+)", word) for word in words]
     asked = [(found[1], found[2].split(",")) for found in parts if found]
-    last = [Path(trainings[0]).absolute().name for _, trainings in asked]
+    # Never all of an absolute path: names stand in pictures and on public cards.
+    paths = [Path(trainings[0]).absolute().parts[1:] for _, trainings in asked]
     named: Named = {}
-    for (name, trainings), short in zip(asked, last, strict=True):
-        label = name or (short if short and last.count(short) == 1 else trainings[0])
+    for (name, trainings), path in zip(asked, paths, strict=True):
+        count = next((n for n in range(1, len(path)) if sum(path[-n:] == other[-n:] for other in paths) == 1), 1)
+        label = name or "/".join(path[-count:]) or trainings[0]
         if label in named:
             named.setdefault("", []).append(label)  # told by `compare`, in one line
         named[label] = [training.rstrip("/") for training in trainings]
     return named
+
+
+def title(names: list[str]) -> str:
+    """What the numbers are: of the others, against the first."""
+    first, *others = names
+    return f"{', '.join(others)} against {first}"
 
 
 def compare(named: Named, config: Config) -> None:
@@ -123,7 +131,7 @@ def compare(named: Named, config: Config) -> None:
     ]
     result: dict[str, Any] = {
         **acceptance.tell(sheets, range(1, options.depths + 1), options.draft_tokens),
-        "title": " against ".join(named),
+        "title": title(list(named)),
         "trainings": named,
         "identities": {
             name: [checkpoints[f"{name}/{n}"].identity for n in range(len(some))] for name, some in named.items()

@@ -11,8 +11,9 @@ from eagle31_train.schema import UserError
 
 TRAIN = "e" * 16  # of FakeRun
 SPEED = {
-    "ttft": {"mean": 0.05},
-    "tpot": {"mean": 0.01},
+    "ttft": {"mean": 0.05, "p50": 0.05, "p95": 0.06},
+    "tpot": {"mean": 0.01, "p50": 0.01, "p95": 0.02},
+    "counted": {"ttft": 0.05, "tpot": None},
     "total": 9.5,
     "acceptance": None,
     "different": 0,

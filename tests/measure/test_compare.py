@@ -53,6 +53,8 @@ def call(out, capsys):
     [
         (["runs/a", "runs/b/"], {"a": ["runs/a"], "b": ["runs/b"]}),
         (["x/a", "y/a", "b"], {"x/a": ["x/a"], "y/a": ["y/a"], "b": ["b"]}),
+        (["/home/me/x/a", "/home/me/y/a", "b"], {"x/a": ["/home/me/x/a"], "y/a": ["/home/me/y/a"], "b": ["b"]}),
+        (["p/x/a", "q/x/a", "p/y/a"], {"p/x/a": ["p/x/a"], "q/x/a": ["q/x/a"], "y/a": ["p/y/a"]}),
         (["old:x/a,x/b/", "new:y/a,y/b"], {"old": ["x/a", "x/b"], "new": ["y/a", "y/b"]}),
         (["org/draft", "ours:runs/a"], {"draft": ["org/draft"], "ours": ["runs/a"]}),
         (["3.0 (five steps):a", "b"], {"3.0 (five steps)": ["a"], "b": ["b"]}),
@@ -61,6 +63,12 @@ def call(out, capsys):
 def test_drafters_have_names(words, named):
     assert compare.called(words) == named
     assert list(compare.called(words)) == list(named), "the first is what others are compared with"
+
+
+def test_the_title_says_which_way_the_numbers_are():
+    """They are the others minus the first, or over it."""
+    assert compare.title(["3.0", "3.1"]) == "3.1 against 3.0"
+    assert compare.title(["3.0", "3.1", "fc"]) == "3.1, fc against 3.0"
 
 
 def test_the_folder_that_one_stands_in_has_a_name(tmp_path, monkeypatch):
