@@ -60,8 +60,9 @@ class Limits:
 class Decoded:
     """One output and what it took.
 
-    seconds: the batch's wall time, the prompts' own forward pass included, shared out evenly; accepted: for each
-    draft, in order, how many of its tokens the target agreed with; proposed: tokens drafted in all.
+    seconds: the batch's wall time until its last output ended, the prompts' own forward pass included, shared out
+    evenly; accepted: for each draft, in order, how many of its tokens the target agreed with; proposed: tokens drafted
+    in all.
     beyond: what the target would have gone on with; aux: [len(prompt) + len(tokens) - 2, A, H] its auxiliary states.
     Both where they were asked for.
     """
@@ -108,6 +109,7 @@ def decode_plain(
     seen: list[list[Tensor]] = [[] for _ in prompts]
     batch = list(range(len(prompts)))  # prompts that go on
     ended = [False] * len(prompts)
+    over: float | None = None  # when the last output ended; what lies beyond is nobody's answer
     new = [list(prompt) for prompt in prompts]
     while batch:
         if states:
@@ -122,12 +124,15 @@ def decode_plain(
                 decoded[index].beyond.append(token)
             else:
                 ended[index] = limits.append(decoded[index].tokens, [token])
+        if over is None and all(ended):
+            over = _now(target)
         going = [row for row, index in enumerate(batch) if not (ended[index] and len(decoded[index].beyond) == beyond)]
         batch, new = _leave(going, batch, target, chooser), [[tokens[row]] for row in going]
     for one, prompt, rows in zip(decoded, prompts, seen, strict=True):
         if states:
             one.aux = torch.cat(rows)[: len(prompt) + len(one.tokens) - 2].to(target.device)
-    return _timed(decoded, target, began)
+    assert over is not None
+    return _timed(decoded, over - began)
 
 
 def decode_speculative(
@@ -189,7 +194,7 @@ def speculate(
         for index, tokens in zip(batch, new, strict=True):
             decoded[index].accepted.append(len(tokens) - 1)
             decoded[index].proposed += draft_tokens
-    return _timed(decoded, target, began)
+    return _timed(decoded, _now(target) - began)
 
 
 def first_difference(plain: list[int], speculative: list[int]) -> int | None:
@@ -226,10 +231,9 @@ def _flat(told: list[Tensor], after: list[list[int]], device: torch.device) -> t
     return torch.cat(told).to(device), tokens, [len(new) for new in after]
 
 
-def _timed(decoded: list[Decoded], target: CachedTarget, began: float) -> list[Decoded]:
-    seconds = (_now(target) - began) / len(decoded)
+def _timed(decoded: list[Decoded], seconds: float) -> list[Decoded]:
     for one in decoded:
-        one.seconds = seconds
+        one.seconds = seconds / len(decoded)
     return decoded
 
 

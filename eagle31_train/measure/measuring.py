@@ -44,7 +44,7 @@ class Outcome:
     """What one drafter did on a workload, in the order of its prompts.
 
     outputs: of the target, token ids. tokens: of the prompts that were decoded both ways; plain, speculative: seconds
-    that these took, with evaluate.draft_tokens.
+    that these took, with evaluate.draft_tokens, for as many tokens: where drafts are drawn, outputs differ in length.
     """
 
     outputs: list[list[int]]
@@ -88,12 +88,13 @@ class Measurer:
         depths = [options.draft_tokens] if shared else range(1, options.depths + 1)
         verified = verified if shared else None
         found: list[tuple[list[int], dict[str, Measured]]] = [([], {})] * len(prompts)
-        tokens, seconds = 0, dict.fromkeys([PLAIN, *((c.name, depth) for c in candidates for depth in depths)], 0.0)
+        every = [PLAIN, *((c.name, depth) for c in candidates for depth in depths)]
+        tokens, seconds = dict.fromkeys(every, 0), dict.fromkeys(every, 0.0)
         with tqdm(total=len(prompts), desc=f"evaluate {workload.name}", unit="prompt") as bar:
             for number, batch in enumerate(batches(prompts, options.batch_size, verified)):
                 rows = [prompts[i] for i in batch]
                 real = verified is None or max(batch) < verified
-                ways = [PLAIN, *((c.name, depth) for c in candidates for depth in depths if real)]
+                ways = every if real else [PLAIN]
                 # In turns, so that a busy machine slows both alike.
                 turns = ways if number % 2 == 0 else ways[::-1]
                 decoded = {way: self._decode(way, rows, sampling, candidates, shared) for way in turns}
@@ -103,15 +104,18 @@ class Measurer:
                     read = {c.name: self._read(rows[row], of_row, c, layers, sampling, shared) for c in candidates}
                     found[at] = of_row[PLAIN].tokens, read
                 if real:
-                    tokens += sum(len(one.tokens) for one in decoded[PLAIN])
                     for way, answers in decoded.items():
+                        tokens[way] += sum(len(one.tokens) for one in answers)
                         seconds[way] += sum(one.seconds for one in answers)
                 bar.update(len(batch))
-        outputs, both = [output for output, _ in found], (tokens, seconds[PLAIN])
-        return {
-            c.name: Outcome(outputs, [read[c.name] for _, read in found], *both, seconds[c.name, options.draft_tokens])
-            for c in candidates
-        }
+        outputs, count = [output for output, _ in found], tokens[PLAIN]
+        outcomes = {}
+        for name in (candidate.name for candidate in candidates):
+            way = name, options.draft_tokens
+            speculative = seconds[way] * count / tokens[way] if count else 0.0
+            measured = [read[name] for _, read in found]
+            outcomes[name] = Outcome(outputs, measured, count, seconds[PLAIN], speculative)
+        return outcomes
 
     def warm_up(self, workload: Workload, candidates: list[Candidate]) -> None:
         """Decode one prompt in every way: the first also pays for what libraries set up."""

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from eagle31_train.measure import decoding
 from eagle31_train.measure.decoding import (
     Limits,
     decode_plain,
@@ -244,6 +245,16 @@ def test_states_and_what_lies_beyond_the_end(target, alone, ends, together):
         assert one.aux.shape == (len(prompt) + len(one.tokens) - 2, 3, 32)
         whole = target.states(sequence, None).aux[0] if sequence.numel() else one.aux
         torch.testing.assert_close(one.aux, whole, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS, [PROMPT]])
+def test_what_lies_beyond_the_end_takes_none_of_the_time(target, ends, prompts, monkeypatch):
+    passes, forward = [], target._forward
+    monkeypatch.setattr(target, "_forward", lambda *given: passes.append(1) or forward(*given))
+    monkeypatch.setattr(decoding, "_now", lambda target: float(len(passes)))
+    for beyond in (0, 7):
+        found = decode_plain(target, prompts, ends, beyond=beyond, states=True)
+        assert sum(one.seconds for one in found) == max(len(one.tokens) for one in found)
 
 
 def another_rows_draft(target, patch):

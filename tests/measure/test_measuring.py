@@ -161,6 +161,28 @@ def test_drawn_drafts_are_decoded_at_every_depth_for_every_prompt(model, candida
     assert any(max(counts) > 1 for one in found["llama"].measured for counts in one.seen.values())
 
 
+def test_drawn_drafts_are_timed_by_the_tokens_that_they_made(model, candidates, monkeypatch):
+    """Outputs of drawn drafts are other draws, which end elsewhere: here with a second for every token of any way."""
+
+    def timed(function):
+        def run(*arguments, **named):
+            found = function(*arguments, **named)
+            for one in found:
+                one.seconds = float(len(one.tokens))
+                lengths.append(len(one.tokens))
+            return found
+
+        return run
+
+    lengths = []
+    monkeypatch.setattr(measuring, "decode_speculative", timed(SPECULATE))
+    monkeypatch.setattr(measuring, "decode_plain", timed(decode_plain))
+    measurer = measurer_of(model, "evaluate.draft_sampling=probabilistic", ends=range(5))
+    outcome = measurer.measure(workload_of(temperature=1.0), candidates[:1])["llama"]
+    assert len(set(lengths)) > 3, "outputs of one length would show nothing"
+    assert outcome.speculative == pytest.approx(outcome.plain) == outcome.tokens
+
+
 def test_a_draw_that_differs_is_told_by_how_much_the_draws_differ(model, candidates, monkeypatch):
     temperature, at = 0.7, 4
 
