@@ -255,8 +255,13 @@ def _reached(measured: Iterable[Measured], draft_tokens: int, keys: Sequence[Key
 
 
 def _drift(measured: list[Measured]) -> dict[str, list[Interval]] | None:
-    sums, slots = drift_sums(measured)
-    return {name: ratios(sums[name], slots).intervals() for name in MEASURES} if len(slots) else None
+    told = [each for each in measured if each.drift is not None]
+    if not told:
+        return None
+    sums, slots = drift_sums(told)
+    keys = _keys(told)
+    prompt = np.array([[key == (each.source, each.id) for each in told] for key in keys], dtype=np.float64)  # [P, rows]
+    return {name: ratios(prompt @ sums[name], prompt @ slots).intervals() for name in MEASURES}
 
 
 def _trainings(measured: list[Measured], depths: Sequence[int]) -> list[dict[str, float | None]]:

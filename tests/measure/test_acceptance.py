@@ -164,11 +164,12 @@ def test_a_prompt_is_described_by_every_draft():
 
 
 def test_trainings_of_one_drafter_are_drawn_again_together():
-    rows = answers(0.6, seed=1)
+    rows = answers(0.6, seed=1, drift=True)
     once, twice = (only(tell([sheet(a=of)], DEPTHS, 3))["drafters"]["a"] for of in (rows, rows + rows))
     # As many prompts, and so as wide an interval: the same answers a second time say nothing new.
     assert twice["prompts"] == once["prompts"] == 12
     assert twice["conditional"] == once["conditional"]
+    assert twice["drift"] == once["drift"]
     for depth in map(str, DEPTHS):
         assert twice["by_depth"][depth]["acceptance_length"] == once["by_depth"][depth]["acceptance_length"]
     assert "by_training" not in once
