@@ -119,6 +119,8 @@ def test_another_workload_of_the_same_name_is_measured_anew(candidates, tmp_path
     for changed in ({"prompts": ONE.prompts[1:]}, {"temperature": 0.1}, {"top_p": 0.5}):
         measurer.run(tmp_path, candidates[:1], [dataclasses.replace(ONE, **changed)])
         assert len(measurer.asked) == 1, changed
+    measurer.run(tmp_path, candidates[:1], [dataclasses.replace(ONE, notes=["x"], left_out={"p9": "longer"})])
+    assert measurer.asked == [], "what is said of it is counted nowhere"
     measurer.run(tmp_path, candidates[:1], [ONE], verified=2)
     assert measurer.asked == [("one", ["llama"], 2)]
     measurer.run(tmp_path, candidates[:1], [ONE], end_ids=(1, 2))
