@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle31_train import artifacts, card, cli
-from eagle31_train.measure import acceptance, drafters, page, records, suites, tables
+from eagle31_train.measure import acceptance, drafters, page, perturb, records, suites, tables
 from eagle31_train.measure.decoding import Limits
 from eagle31_train.measure.drafters import TRAIN
 from eagle31_train.measure.measuring import Measurer, Outcome, check_options, remarks, sheet
@@ -191,7 +191,9 @@ def stage_inputs(config: Config, data: dict[str, Any], train: dict[str, Any]) ->
     served = ("serve_depths", "concurrency", "vllm_python", "vllm_args")
     for name in served if config.evaluate.backend == "transformers" else ("depths", "batch_size", "drift"):
         del options[name]
+    drawn = options["temperature"] or any(perturb.find(name).temperature for name in config.evaluate.perturbations)
     return {
+        **({"seed": config.seed} if drawn else {}),
         "layout": LAYOUT,
         "train": train["fingerprint"],
         "data": data["fingerprint"],

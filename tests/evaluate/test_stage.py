@@ -318,6 +318,16 @@ def test_what_is_measured_is_kept_when_a_workload_is_added(run, monkeypatch):
     assert [w["name"] for w in run.manifest["result"]["workloads"]] == ["heldout", "heldout · temperature_1"]
 
 
+@pytest.mark.parametrize("option", ["evaluate.temperature=0.8", "evaluate.perturbations=[temperature_0.8]"])
+def test_another_seed_draws_other_answers(run, option, capsys):
+    evaluate.evaluate(run.config("seed=1"))
+    evaluate.evaluate(run.config("seed=2"))
+    assert "up to date" in capsys.readouterr().out, "greedy answers have no seed"
+    evaluate.evaluate(run.config("seed=1", option, "overwrite=true"))
+    with pytest.raises(UserError, match=r"seed: 1 there, 2 here"):
+        evaluate.evaluate(run.config("seed=2", option))
+
+
 def test_options_of_serving_say_nothing_about_counts(run, capsys):
     evaluate.evaluate(run.config())
     evaluate.evaluate(run.config("evaluate.concurrency=[2]", "evaluate.vllm_python=elsewhere"))
