@@ -5,7 +5,7 @@
 
 import re
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -149,8 +149,16 @@ class _Maker:
         options = self.config.evaluate
         chosen, too_long = choose(given, options.num_prompts, self.longest)
         left_out = dict.fromkeys(too_long, self._too_long)
-        plain = Workload(suite, suite, None, chosen, options.temperature, options.top_p, left_out, notes)
-        return [plain, *(self._perturbed(plain, given, perturbation) for perturbation in perturbations)]
+        if suite != HELDOUT and (learnt := sum(tuple(prompt.ids) in self._learnt for prompt in chosen)):
+            notes = [*notes, f"{learnt} of {len(chosen)} prompts are in the training data, too"]
+        found = [Workload(suite, suite, None, chosen, options.temperature, options.top_p, left_out, notes)]
+        for perturbation in perturbations:
+            one = self._perturbed(found[0], given, perturbation)
+            same = next((other.name for other in found if _says(other) == _says(one)), None)
+            found.append(
+                one if same is None else replace(one, notes=[*one.notes, f"the same as {same}, token for token"])
+            )
+        return found
 
     def _perturbed(self, plain: Workload, given: list[Prompt], perturbation: Perturbation) -> Workload:
         name = f"{plain.suite} · {perturbation.name}"
@@ -180,10 +188,19 @@ class _Maker:
         if not prompts:
             why = "; ".join(dict.fromkeys(left_out.values()))
             raise UserError(f"{name!r} has none of {len(plain.prompts)} prompts left: {why}; leave it out")
-        if perturbation.transform is not None and same:
+        if perturbation.transform is not None and 0 < same < len(prompts):
             notes.append(f"{same} of {len(prompts)} prompts are the same as without it")
         temperature = plain.temperature if perturbation.temperature is None else perturbation.temperature
         return Workload(name, plain.suite, perturbation.name, prompts, temperature, plain.top_p, left_out, notes)
+
+    @cached_property
+    def _learnt(self) -> frozenset[tuple[int, ...]]:
+        """What stands before the first answer of every conversation that drafters learn from."""
+        if self.data is None or not self.data["splits"].get("train", {}).get("conversations"):
+            return frozenset()
+        rows = DatasetDict.load_from_disk(str(self.config.data_folder / "dataset"))["train"]
+        asked = rows.select_columns(["input_ids", "loss_mask"])
+        return frozenset(tuple(row["input_ids"][: row["loss_mask"].index(True)]) for row in asked)
 
     @property
     def _too_long(self) -> str:
@@ -205,6 +222,10 @@ class _Maker:
             if not _loops(text):
                 found.append(Distractor(tuple(ids[: mask.index(True)]), text))
         return found
+
+
+def _says(workload: Workload) -> tuple[list[list[int]], float]:
+    return [prompt.ids for prompt in workload.prompts], workload.temperature
 
 
 def _loops(text: str) -> bool:

@@ -153,7 +153,38 @@ def test_a_perturbation_that_changes_nothing_says_so(place):
     place.tokenizer.save_pretrained(place.folder / "target")
     place.write_heldout([[{"role": "user", "content": text}] for text in QUESTIONS])
     _, plain = place.workloads("evaluate.perturbations=[no_template]")
-    assert plain.notes[-1] == "4 of 4 prompts are the same as without it"
+    assert plain.notes[-1] == "the same as heldout, token for token"
+    place.tokenizer.chat_template = "{% for m in messages %}{{ m.content | replace('hello', 'oh') }}{% endfor %}"
+    place.tokenizer.save_pretrained(place.folder / "target")
+    file = place.write("q.jsonl", {"prompt": "hello"}, {"prompt": "x"})
+    _, plain = place.workloads(f"evaluate.prompts={file}", "evaluate.perturbations=[no_template]")
+    assert plain.notes[-1] == "1 of 2 prompts are the same as without it"
+
+
+def test_perturbations_that_make_the_same_of_a_target_say_so(place):
+    """Where the target's own template is chatml, that is no other family's."""
+    names = "[no_template,template_chatml,system_absent,temperature_0.7]"
+    found = place.workloads(f"evaluate.perturbations={names}", "evaluate.temperature=0.7")
+    notes = {workload.perturbation: workload.notes[1:] for workload in found[1:]}
+    assert notes == {
+        "no_template": [],
+        "template_chatml": [],
+        "system_absent": ["the same as heldout · template_chatml, token for token"],
+        "temperature_0.7": ["the same as heldout, token for token"],
+    }
+
+
+def test_prompts_that_are_in_the_training_data_are_told(place):
+    file = place.write("q.jsonl", *({"prompt": text} for text in [*QUESTIONS[:2], "nobody learnt this"]))
+    folder = place.folder / "data" / "dataset"
+    rows = DatasetDict.load_from_disk(str(folder))["heldout"]
+    split = DatasetDict({"train": rows.select([0, 1]), "heldout": rows.select([2, 3])})
+    held = {"heldout": {"conversations": 2}, "train": {"conversations": 2}}
+    split.save_to_disk(str(place.folder / "both" / "dataset"))
+    found = place.workloads(
+        f"evaluate.suites.s.path={file}", f"data_dir={place.folder / 'both'}", data={"splits": held}
+    )
+    assert [w.notes for w in found] == [[], ["2 of 3 prompts are in the training data, too"]]
 
 
 # ---------------------------------------------------------------- sets
