@@ -139,7 +139,8 @@ def test_help_lists_every_option_with_its_default(capsys):
     assert stopped.value.code == 0
     text = capsys.readouterr().out
     assert "A stage of the pipeline." in text
-    assert "recipes (+experiment=…): kimi, kimi_k25, kimi_llama, kimi_toy, llama31_8b, qwen3_8b, smollm2, smollm2_study" in text
+    recipes = "kimi, kimi_k25, kimi_llama, kimi_toy, llama31_8b, qwen3_8b, smollm2, smollm2_study"
+    assert f"recipes (+experiment=…): {recipes}" in text
     described = {
         line.split()[0]: line for line in text.splitlines() if line.startswith("  ") and line.rstrip().endswith("]")
     }

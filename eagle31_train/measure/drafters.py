@@ -25,7 +25,7 @@ class Checkpoint:
     """Weights on the disk and what they mean.
 
     where: what to call it in a message. identity: the training's fingerprint, or that of published weights.
-    manifest: what training left, None of a published draft. tensors: None of a run, whose weights are read when they are needed.
+    manifest: what training left, None of a published draft. tensors: None of a run, whose weights are read when needed.
     """
 
     where: str
