@@ -21,6 +21,7 @@ from eagle31_train.targets.engine import rope_by_length
 from eagle31_train.targets.hf import HiddenStateTarget
 
 TOGETHER = {"full_attention", "sliding_attention"}  # types of layers of which rows of unequal length are tested
+RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}  # those that keep a state, not keys of each token
 
 
 class CachedTarget(HiddenStateTarget):
@@ -30,13 +31,17 @@ class CachedTarget(HiddenStateTarget):
         super().__init__(model, aux_layers)
         self.reset()
 
+    @property
+    def _types(self) -> set[str]:
+        """The types of its layers, as transformers calls them; none where there is but one."""
+        return set(getattr(self.model.config.get_text_config(), "layer_types", None) or ())
+
     @cached_property
     def alone(self) -> str | None:
         """Why this target reads one sequence at a time; None if it reads several."""
-        config = self.model.config.get_text_config()
-        if others := set(getattr(config, "layer_types", None) or ()) - TOGETHER:
+        if others := self._types - TOGETHER:
             return f"layers of type {', '.join(sorted(others))}"
-        if rope_by_length(config):
+        if rope_by_length(self.model.config.get_text_config()):
             return "a RoPE that follows the longest sequence of a batch"
         if "position_ids" not in inspect.signature(self.model.forward).parameters:
             return "code that takes no position_ids"
@@ -46,8 +51,13 @@ class CachedTarget(HiddenStateTarget):
         """Forget everything; sequences to come: `rows`.
 
         Raises:
-            UserError: more than one, of a target that cannot keep them apart.
+            UserError: more than one, of a target that cannot keep them apart; or a target that cannot forget.
         """
+        if states := self._types & RECURRENT:
+            raise UserError(
+                f"the target has layers of type {', '.join(sorted(states))}, whose states cannot go back over tokens "
+                "that were rejected: measure it as vLLM serves it, evaluate.backend=vllm"
+            )
         if rows > 1 and self.alone:
             raise UserError(f"the target has {self.alone}, and decodes alone: set evaluate.batch_size=1")
         # Without a config every layer keeps all its positions: a sliding window's layer that had

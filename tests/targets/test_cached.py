@@ -179,11 +179,19 @@ def test_one_row_is_read_without_mask_and_positions(monkeypatch):
     assert all(inputs == {"input_ids", "past_key_values", "use_cache", "logits_to_keep"} for inputs in told)
 
 
+def test_a_target_that_cannot_forget_is_refused_at_once():
+    model = Qwen3NextForCausalLM(Qwen3NextConfig(**SIZES)).eval()
+    with pytest.raises(UserError, match=r"linear_attention, whose states cannot go back .*evaluate\.backend=vllm"):
+        CachedTarget(model, [1, 2, 4])
+
+
 def test_targets_that_decode_alone_say_why():
+    chunked = LlamaForCausalLM(LlamaConfig(**SIZES))
+    chunked.config.layer_types = ["chunked_attention", "full_attention"] * 2
     long = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0}
     for model, reason in (
         (LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=long)), "a RoPE that follows the longest sequence"),
-        (Qwen3NextForCausalLM(Qwen3NextConfig(**SIZES)), "layers of type linear_attention"),
+        (chunked, "layers of type chunked_attention"),
     ):
         target = CachedTarget(model.eval(), [1, 2, 4])
         target.reset(1)
