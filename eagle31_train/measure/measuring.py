@@ -6,6 +6,7 @@ accepted, verification by verification, must be what the run from every place sa
 """
 
 import hashlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -236,7 +237,7 @@ def check_options(options: EvaluateConfig) -> None:
     for name, choices in (("backend", ("transformers", "vllm")), ("draft_sampling", ("greedy", "probabilistic"))):
         if getattr(options, name) not in choices:
             raise UserError(f"evaluate.{name}={getattr(options, name)} is unknown: it is {' or '.join(choices)}")
-    if options.temperature < 0 or not 0 < options.top_p <= 1:
+    if not 0 <= options.temperature < math.inf or not 0 < options.top_p <= 1:
         raise UserError(
             f"evaluate.temperature={options.temperature} and evaluate.top_p={options.top_p} are no way to sample: "
             "temperature is 0 (greedy) or more, top_p above 0 and at most 1"

@@ -316,6 +316,8 @@ def test_what_a_workload_leaves_out_is_told_beside_its_numbers():
         (["backend=tgi"], "transformers or vllm"),
         (["draft_sampling=gready"], "greedy or probabilistic"),
         (["temperature=-1"], "are no way to sample"),
+        (["temperature=nan"], "are no way to sample"),
+        (["temperature=inf"], "are no way to sample"),
         (["top_p=0"], "are no way to sample"),
         (["top_p=1.01"], "are no way to sample"),
     ],
