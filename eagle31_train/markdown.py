@@ -7,12 +7,14 @@ from typing import Any
 
 from eagle31_train import cli
 
-# An absolute path in a text, which neither 3/4 nor https://… has.
-_PATH = re.compile(r"(?<![\w./~\\-])/(?!/)[^\s'\",;|<>(){}\[\]=]+")
+# An absolute path in a text, which neither 3/4 nor https://… has, but file:///… does.
+_PATH = re.compile(r"(?:(?<=\bfile://)|(?<![\w./~\\-]))/(?!/)[^\s'\",;|<>(){}\[\]=]+")
 
 
 def public(path: str) -> str:
     """An absolute path as others may see it: from the checkout, or its last part alone."""
+    if path.startswith("file://"):
+        return "file://" + public(path.removeprefix("file://"))
     if not Path(path).is_absolute():
         return path
     inside = Path(path).is_relative_to(cli.ROOT)

@@ -2,8 +2,9 @@
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,15 @@ class Picture:
 
 def pictures(result: Result) -> Iterator[Picture]:
     """Every picture that there are numbers for: first those of all workloads, then those of each."""
+    names: set[str] = set()
+    for picture in _pictures(result):
+        # Names that differ in case or in signs alone would write the same file.
+        same = (name for n in count(1) if (name := f"{picture.name}-{n}" if n > 1 else picture.name) not in names)
+        names.add(name := next(same))
+        yield replace(picture, name=name)
+
+
+def _pictures(result: Result) -> Iterator[Picture]:
     names, workloads = result.get("drafters", []), result.get("workloads", [])
     if len(workloads) > 1:
         yield from _overview(result)

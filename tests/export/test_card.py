@@ -9,6 +9,7 @@ import yaml
 
 from eagle31_train import card, export
 from eagle31_train.cli import ROOT, load_config
+from eagle31_train.markdown import scrubbed
 
 
 def front_matter(text):
@@ -143,6 +144,9 @@ def test_the_options_on_the_card_are_few_and_tell_no_folder():
     config = load_config(["+experiment=smollm2", "run_dir=/home/me/run", "data.prompts=/home/me/p.jsonl", "seed=4"])
     assert card.overrides(config) == ["+experiment=smollm2", "seed=4", "data.prompts=/path/to/p.jsonl"]
     assert card.commands(config)[0] == "python -m data_prep +experiment=smollm2 seed=4 data.prompts=/path/to/p.jsonl"
+    elsewhere = load_config(["+experiment=smollm2", "store_dir=file:///home/me/store"])
+    assert card.overrides(elsewhere) == ["+experiment=smollm2", "store_dir=file:///path/to/store"]
+    assert scrubbed("--x=file:///home/me/store, s3://b/c") == "--x=file:///path/to/store, s3://b/c"
     assert [line.split(" +")[0] for line in card.commands(config)] == [
         "python -m data_prep",
         "python -m eagle31_train.extract",

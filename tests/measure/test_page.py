@@ -181,6 +181,13 @@ def test_every_workload_has_its_pictures_and_drift_is_drawn_of_the_first(whole):
     }
 
 
+def test_names_that_differ_in_signs_alone_have_files_of_their_own():
+    rates = {"first": 0.5, "neu!": 0.6, "Neu?": 0.7}
+    names = [picture.name for picture in pictures(result(sheet("a_b", rates), sheet("a-b", rates)))]
+    assert len(set(names)) == len(names)
+    assert {"workloads-gain-neu", "workloads-gain-neu-2", "a-b-acceptance", "a-b-acceptance-2"} <= set(names)
+
+
 def test_curves_are_the_numbers_with_their_intervals(whole):
     found = whole["workloads"][0]["drafters"]
     canvas = drawn(whole, "heldout-acceptance")
