@@ -19,7 +19,6 @@ from eagle31_train.measure.suites import Workload
 from eagle31_train.schema import Config, UserError
 
 LAYOUT = 1  # raise it when the same inputs are counted otherwise
-SAID = ("left_out", "notes")
 COUNTED = ("draft_tokens", "depths", "max_new_tokens", "draft_sampling", "batch_size", "dtype", "drift")
 
 
@@ -53,8 +52,8 @@ def measured(
     warm = not measurer.options.warmup
     for workload in workloads:
         # What is said of a workload may depend on who else is measured, and no count does.
-        decoded = {name: value for name, value in dataclasses.asdict(workload).items() if name not in SAID}
-        whole = {"inputs": inputs, "workload": decoded, "verified": verified}
+        decoded = dataclasses.replace(workload, left_out={}, notes=[])
+        whole = {"inputs": inputs, "workload": dataclasses.asdict(decoded), "verified": verified}
         keys = {c.name: artifacts.fingerprint({**whole, "drafter": c.identity}) for c in candidates}
         places = {name: folder / f"{_slug(workload.name)}-{_slug(name)}-{key[:6]}.json" for name, key in keys.items()}
         found = {name: outcome for name, file in places.items() if (outcome := _read(file, keys[name]))}
