@@ -29,6 +29,7 @@ from eagle31_train.measure.decoding import Limits
 from eagle31_train.measure.drafters import Checkpoint
 from eagle31_train.measure.measuring import Measurer, check_options, remarks, sheet
 from eagle31_train.measure.serving import measure_serving
+from eagle31_train.measure.serving import report as serving_report
 from eagle31_train.schema import Config, UserError
 from eagle31_train.store import read_manifest
 from eagle31_train.targets.cached import CachedTarget
@@ -95,6 +96,9 @@ def compare(named: Named, config: Config) -> None:
         raise UserError(f"two drafters are called {twice[0]}: tell them apart as NAME:{named[twice[0]][0]}")
     if len(named) < 2:
         raise UserError(FEWER)
+    for name, some in named.items():
+        if "" in some or len(set(some)) < len(some):
+            raise UserError(f"{name} is {','.join(some)}, which names a training twice or not at all: give each once")
     if "plain" in named:
         raise UserError(f"plain is what decoding without a drafter is called: call {named['plain'][0]} otherwise")
     options, verified = config.evaluate, config.compare.verified
@@ -145,9 +149,15 @@ def compare(named: Named, config: Config) -> None:
     if options.backend == "vllm":
         for name in (name for name, some in named.items() if len(some) > 1):
             print(f"compare: of {name} vLLM serves the first training, {named[name][0]}")
-        result["serving"] = measure_serving(config, drafts, workloads[0].prompts, data["end_ids"])
+        result["serving"] = {
+            **measure_serving(config, drafts, workloads[0].prompts, data["end_ids"]),
+            "workload": workloads[0].name,
+            "machine": acceptance.machine(target.device, threads=False),  # vLLM has its own
+        }
     artifacts.write_json(out / RESULT, result)
     print(tables.table(result))
+    if "serving" in result:
+        print("\n" + serving_report.table(result["serving"]))
     page.write(out, result)
     print(f"compare: {out / page.PAGE}")
 

@@ -261,6 +261,15 @@ def test_equal_names(trained, call):
     assert "plain is what decoding without a drafter is called" in line
 
 
+def test_a_training_that_is_named_twice_or_not_at_all(trained, another, call):
+    b = another("b")
+    for some in (f"{trained.folder},{trained.folder}/", f"{trained.folder},"):
+        code, line = call(f"a:{some}", f"b:{b.folder}")
+        assert code == 2
+        assert line.startswith(f"error: a is {trained.folder},")
+        assert line.endswith("names a training twice or not at all: give each once")
+
+
 def test_other_data(trained, another, call, tmp_path):
     b = another("b")
     for folder, name in ((b.folder / "train", "inputs"), (b.folder / "data", None)):
@@ -330,6 +339,22 @@ def test_what_vllm_cannot_serve_is_told_before_anything_is_measured(trained, ano
     code, line = call(trained.folder, b.folder, "evaluate.backend=vllm")
     assert code == 2
     assert f"{trained.folder}/export holds no exported checkpoint: run `python -m eagle31_train.export`" in line
+
+
+def test_what_vllm_says_is_told_here_too(trained, another, call, monkeypatch, capsys):
+    asked = []
+
+    def measured(config, drafts, prompts, end_ids):
+        asked.append((list(drafts), len(prompts)))
+        return {"rows": [], "verdict": ["serve without it"], "notes": ["not all went well"], "definitions": "TTFT: …"}
+
+    monkeypatch.setattr(compare, "exported", lambda where: where)
+    monkeypatch.setattr(compare, "measure_serving", measured)
+    result = call(trained.folder, another("b").folder, "evaluate.backend=vllm")
+    assert asked == [(["run", "b"], result["workloads"][0]["prompts"])]
+    assert result["serving"]["workload"] == "heldout"
+    assert "threads" not in result["serving"]["machine"], "those of this process are not vLLM's"
+    assert "serve without it\nnot all went well" in capsys.readouterr().out
 
 
 def test_help_tells_the_drafters_and_the_options(capsys):
