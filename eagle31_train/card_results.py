@@ -196,9 +196,9 @@ def _serving(serving: Mapping[str, Any]) -> Iterator[str]:
     if serving["temperature"]:
         how = how.replace("greedy", f"sampled at temperature {serving['temperature']:g}, top_p {serving['top_p']:g}")
     on = f" on {plain(serving['machine'])}" if "machine" in serving else ""
-    yield (
-        f"vLLM {plain(serving['vllm'])}{on}, {plain(serving['dtype'])}; {_count(serving['prompts'], 'prompt')}, {how}."
-    )
+    of = f" of {plain(serving['workload'])}" if "workload" in serving else ""
+    asked = f"{_count(serving['prompts'], 'prompt')}{of}"
+    yield f"vLLM {plain(serving['vllm'])}{on}, {plain(serving['dtype'])}; {asked}, {how}."
     if "command" in serving:
         yield code(scrubbed(serving["command"]))
     yield grid(SERVED, [_served(row) for row in serving["rows"]])

@@ -137,9 +137,13 @@ def serve(config: Config) -> None:
             "evaluate.backend=vllm measures one workload at a time: leave out evaluate.perturbations, and give one set "
             "of prompts as evaluate.prompts=FILE"
         )
-    asked, machine = workloads[0].prompts, acceptance.machine(pick_device(config.target.device))
-    serving = measure_serving(config, {config.name: run_dir / "export"}, asked, data["end_ids"])
-    serving |= {"command": card.command("eagle31_train.evaluate", config), "machine": machine}
+    (asked,) = workloads
+    serving = measure_serving(config, {config.name: run_dir / "export"}, asked.prompts, data["end_ids"])
+    serving |= {
+        "workload": asked.name,
+        "machine": acceptance.machine(pick_device(config.target.device), threads=False),  # vLLM has its own
+        "command": card.command("eagle31_train.evaluate", config),
+    }
     manifest = {
         "fingerprint": artifacts.fingerprint(inputs),
         "inputs": inputs,

@@ -25,6 +25,7 @@ Several rows of a prompt are those of as many trainings of one drafter: they cou
 together.
 """
 
+import os
 import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -147,14 +148,15 @@ def describe(prompt: "Prompt", output: list[int], measured: Measured, draft_toke
     }
 
 
-def machine(device: torch.device) -> str:
-    """What was measured on."""
+def machine(device: torch.device, threads: bool = True) -> str:
+    """What was measured on; `threads`: with how many this process computes on a CPU, else with how many it has."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    much = f"{torch.get_num_threads()} threads" if threads else f"{os.cpu_count()} cores"
+    return f"{names[0] if names else platform.processor() or platform.machine()}, {much}"
 
 
 def rounds(measured: Measured, draft_tokens: int) -> list[int]:

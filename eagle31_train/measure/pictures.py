@@ -281,7 +281,7 @@ def _serving(serving: dict[str, Any]) -> Iterator[Picture]:
             f"serving-{slug(name)}",
             SERVING,
             f"{name} in vLLM",
-            "Output tokens per second and user, by requests under way at once; 0 draft tokens is without a drafter.",
+            "Output tokens per second and user, by requests under way at once; none: without a drafter.",
             partial(_speeds, name, of),
         )
 

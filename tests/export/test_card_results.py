@@ -84,6 +84,7 @@ SERVING = {
     "notes": ["1 of 8 answers are different"],
     "command": "python -m stage evaluate.backend=vllm",
     "machine": "a machine",
+    "workload": "mt_bench",
 }
 
 
@@ -179,7 +180,7 @@ def test_one_workload_says_that_others_were_not_measured(alone):
 def test_serving_is_told_with_its_verdict_and_conditions():
     text = told(serving=SERVING)
     assert f"**{SERVING['verdict'][0].replace('_', chr(92) + '_')}**" in text
-    assert "vLLM 0.32.0 on a machine, bfloat16; 4 prompts, greedy, at most 48 tokens per answer." in text
+    assert "vLLM 0.32.0 on a machine, bfloat16; 4 prompts of mt\\_bench, greedy, at most 48 tokens per answer." in text
     assert "```sh\npython -m stage evaluate.backend=vllm\n```" in text
     assert "| none | 0 | 1 | 52.1 | – | 20.0 [19.0, 21.0] | – | 99.5 | – | – | 0 of 8 |" in text
     ours = "| ours | 3 | 1 | 52.1 | – | 30.0 [29.0, 31.0] | 1.50 | 99.5 | 1.36 | 30.0%, 5.0%, – | 1 of 8 |"

@@ -116,7 +116,7 @@ def test_a_new_card_does_not_make_the_serving_result_stale(run, monkeypatch, cap
     """The whole way: export, serve, export for the card, serve again: nothing to do."""
 
     class Asked:
-        prompts = ()
+        name, prompts = "heldout", ()
 
     monkeypatch.setattr(evaluate, "stage_inputs", lambda config, data, train: {"train": train["fingerprint"]})
     monkeypatch.setattr(evaluate.suites, "workloads", lambda *_: [Asked])
@@ -127,6 +127,9 @@ def test_a_new_card_does_not_make_the_serving_result_stale(run, monkeypatch, cap
     evaluate.serve(run.config())
     export.export(run.config())
     assert "speculation does not pay" in run.exported()[2]
+    served = json.loads((run.folder / "serving" / "manifest.json").read_text())["serving"]
+    assert served["workload"] == "heldout"
+    assert "threads" not in served["machine"], "those of this process are not vLLM's"
     assert (run.folder / "export" / "images" / "serving" / "serving-ours.png").is_file()
     capsys.readouterr()
     evaluate.serve(run.config())

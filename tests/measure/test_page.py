@@ -58,6 +58,7 @@ def serving():
     return {
         "vllm": "0.32",
         "dtype": "bfloat16",
+        "workload": "heldout",
         "prompts": 12,
         "max_new_tokens": 64,
         "temperature": 0.7,
@@ -134,7 +135,7 @@ def test_the_page_says_what_was_measured(whole):
         "12 prompts · greedy · first turns & no more",
         "Acceptance length: tokens per draft, the bonus token included",
         "num_speculative_tokens=3 is best",
-        "vLLM 0.32, bfloat16 · 12 prompts · sampled at temperature 0.7 · at most 64 tokens per answer",
+        "vLLM 0.32, bfloat16 · 12 prompts of heldout · sampled at temperature 0.7 · at most 64 tokens per answer",
         "2 of 24 answers are <different>",
         "B 3 16 8.0 [7.0, 9.0] 0.40 99.5 2 of 24",
         "none 0 1 20.0 [19.0, 21.0] – 99.5 0 of 24",
