@@ -20,7 +20,7 @@ from eagle31_train import artifacts, card, cli
 from eagle31_train.measure import acceptance, drafters, page, perturb, records, suites, tables
 from eagle31_train.measure.decoding import Limits
 from eagle31_train.measure.drafters import TRAIN
-from eagle31_train.measure.measuring import Measurer, Outcome, check_options, remarks, sheet
+from eagle31_train.measure.measuring import Measurer, Outcome, check_options, notes, remarks, sheet
 from eagle31_train.measure.serving import measure_serving
 from eagle31_train.measure.serving import report as serving_report
 from eagle31_train.schema import Config, EvaluateConfig, UserError
@@ -54,11 +54,7 @@ def evaluate(config: Config) -> None:
     if artifacts.finished(folder, artifacts.fingerprint(inputs), inputs, config.overwrite):
         print(f"evaluate: up to date ({folder})")
         return
-    if data["dataset_fingerprint"] != trained["inputs"].get("data"):
-        raise UserError(
-            f"{config.data_folder} is not the data that the drafter was trained on, so its held-out prompts may have "
-            f"been trained on: run `{TRAIN}` on it, or give data_dir=… of training"
-        )
+    refuse_other_data(config, data, trained)
     drafters.refuse_other_target(checkpoint, read_manifest(config), config.target)
     if damage := artifacts.first_damaged(config.data_folder, data.get("files", {})):
         raise UserError(f"{damage}: run `{DATA}` again")
@@ -131,16 +127,21 @@ def serve(config: Config) -> None:
     if artifacts.finished(folder, artifacts.fingerprint(inputs), inputs, config.overwrite):
         print(f"evaluate: up to date ({folder})")
         return
+    if (train := run_dir / "train" / artifacts.MANIFEST).is_file():  # vLLM can do without
+        refuse_other_data(config, data, artifacts.read_json(train, TRAIN))
     workloads = suites.workloads(config, data, config.drafter.max_position_embeddings - options.max_new_tokens)
     if len(workloads) > 1:
         raise UserError(
             "evaluate.backend=vllm measures one workload at a time: leave out evaluate.perturbations, and give one set "
             "of prompts as evaluate.prompts=FILE"
         )
+    for remark in remarks(workloads):
+        print(f"evaluate: {remark}")
     (asked,) = workloads
     serving = measure_serving(config, {config.name: run_dir / "export"}, asked.prompts, data["end_ids"])
     serving |= {
         "workload": asked.name,
+        "notes": [*notes(asked), *serving["notes"]],
         "machine": acceptance.machine(pick_device(config.target.device), threads=False),  # vLLM has its own
         "command": card.command("eagle31_train.evaluate", config),
     }
@@ -154,6 +155,15 @@ def serve(config: Config) -> None:
     artifacts.write_json(folder / artifacts.MANIFEST, manifest)
     print(serving_report.table(serving))
     print(f"evaluate: {folder / page.PAGE}")
+
+
+def refuse_other_data(config: Config, data: dict[str, Any], trained: dict[str, Any]) -> None:
+    """Held-out prompts of other data may have been learnt."""
+    if data["dataset_fingerprint"] != trained["inputs"].get("data"):
+        raise UserError(
+            f"{config.data_folder} is not the data that the drafter was trained on, so its held-out prompts may have "
+            f"been trained on: run `{TRAIN}` on it, or give data_dir=… of training"
+        )
 
 
 def report(result: dict[str, Any], outcome: Outcome, options: EvaluateConfig) -> dict[str, Any]:

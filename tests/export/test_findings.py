@@ -2,6 +2,7 @@
 
 import json
 import re
+from typing import ClassVar
 
 import pytest
 import torch
@@ -116,19 +117,27 @@ def test_a_new_card_does_not_make_the_serving_result_stale(run, monkeypatch, cap
     """The whole way: export, serve, export for the card, serve again: nothing to do."""
 
     class Asked:
-        name, prompts = "heldout", ()
+        name, prompts, notes = "heldout", (), ["first turns alone"]
+        left_out: ClassVar = {"long": "too many tokens"}
 
     monkeypatch.setattr(evaluate, "stage_inputs", lambda config, data, train: {"train": train["fingerprint"]})
     monkeypatch.setattr(evaluate.suites, "workloads", lambda *_: [Asked])
     monkeypatch.setattr(evaluate, "measure_serving", lambda *_: json.loads(json.dumps(SERVING)))
     monkeypatch.setattr(evaluate.serving_report, "table", lambda _: "")
-    artifacts.write_json(run.folder / "data" / "manifest.json", {**data_manifest(run), "end_ids": [2]})
+    manifest = {**data_manifest(run), "end_ids": [2]}
+    artifacts.write_json(run.folder / "data" / "manifest.json", manifest)
     export.export(run.config())
+    artifacts.write_json(run.folder / "data" / "manifest.json", {**manifest, "dataset_fingerprint": "of other data"})
+    with pytest.raises(UserError, match="not the data that the drafter was trained on"):
+        evaluate.serve(run.config())
+    artifacts.write_json(run.folder / "data" / "manifest.json", manifest)
     evaluate.serve(run.config())
     export.export(run.config())
     assert "speculation does not pay" in run.exported()[2]
     served = json.loads((run.folder / "serving" / "manifest.json").read_text())["serving"]
     assert served["workload"] == "heldout"
+    assert served["notes"] == ["first turns alone", "left out long: too many tokens"]
+    assert "evaluate: heldout: left out long: too many tokens" in capsys.readouterr().out
     assert "threads" not in served["machine"], "those of this process are not vLLM's"
     assert (run.folder / "export" / "images" / "serving" / "serving-ours.png").is_file()
     capsys.readouterr()
