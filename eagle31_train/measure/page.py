@@ -73,7 +73,8 @@ def _facts(result: dict[str, Any]) -> str:
     speeds = first.get("tokens_per_second", {})
     if plain := speeds.get("plain"):
         told |= {f"speed with {name}": f"{speeds[name] / plain:.2f} ×" for name in first["drafters"] if name in speeds}
-    told["prompts"] = f"{sum(workload['prompts'] for workload in result['workloads']):,}"
+    # Perturbed forms are of the same prompts.
+    told["prompts"] = f"{sum(each['prompts'] for each in result['workloads'] if each['perturbation'] is None):,}"
     return facts(told)
 
 

@@ -129,7 +129,7 @@ def test_the_page_says_what_was_measured(whole):
         "B against <A>",
         "a processor · float32 · at most 128 tokens per answer",
         f"B, heldout, 3 draft tokens {value:.2f} [{low:.2f}, {high:.2f}]",
-        "speed with B 1.50 ×",
+        "speed with B 1.50 × prompts 16",
         whole["workloads"][0]["verdict"]["B"]["text"],
         "only 4 prompts, which is too few to rely on",
         "12 prompts · greedy · first turns & no more",
