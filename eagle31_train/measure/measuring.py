@@ -190,13 +190,18 @@ class Measurer:
 
 
 def sheet(workload: Workload, outcomes: dict[str, list[Outcome]]) -> Sheet:
-    """What tables and pictures need of a workload; several trainings of one drafter stand under one name."""
-    speeds = {}
+    """What tables and pictures need of a workload; several trainings of one drafter stand under one name.
+
+    Drafters may have been measured at different times, on a machine that was busier then. What each won or lost was
+    beside plain decoding of that time, and is told beside that of the first.
+    """
+    speeds: dict[str, tuple[int, float]] = {}
     for name, some in outcomes.items():
-        if all(one.tokens for one in some):
-            tokens = sum(one.tokens for one in some)
-            speeds["plain"] = tokens, sum(one.plain for one in some)
-            speeds[name] = tokens, sum(one.speculative for one in some)
+        if some and all(one.tokens for one in some):
+            tokens, plain = sum(one.tokens for one in some), sum(one.plain for one in some)
+            first_tokens, first_plain = speeds.setdefault("plain", (tokens, plain))
+            slower = plain / (first_plain * tokens / first_tokens)
+            speeds[name] = tokens, sum(one.speculative for one in some) / slower
     measured = {name: [each for one in some for each in one.measured] for name, some in outcomes.items()}
     how = workload.temperature, workload.top_p
     return Sheet(workload.name, workload.suite, workload.perturbation, *how, measured, speeds, list(notes(workload)))

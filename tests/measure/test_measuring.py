@@ -11,7 +11,7 @@ from eagle31_train.cli import load_config
 from eagle31_train.measure import decoding, measuring
 from eagle31_train.measure.decoding import Limits, decode_plain
 from eagle31_train.measure.drafters import Candidate
-from eagle31_train.measure.measuring import Measurer, batches, check_options, notes, remarks, seed_of, sheet
+from eagle31_train.measure.measuring import Measurer, Outcome, batches, check_options, notes, remarks, seed_of, sheet
 from eagle31_train.measure.results import Measured
 from eagle31_train.measure.sampling import TARGET, stream
 from eagle31_train.schema import UserError
@@ -297,6 +297,14 @@ def test_several_trainings_stand_under_one_name(model, candidates):
     assert [one.id for one in told.measured["one"]] == [f"p{i}" for i in range(5)] * 2
     assert told.speeds.keys() == {"plain", "one", "two"}
     assert told.speeds["one"][0] == 2 * told.speeds["two"][0] == 2 * 5 * TOKENS
+
+
+def test_speeds_are_beside_plain_decoding_of_the_same_time():
+    """The machine was four times as busy when the second was measured, and its trainings are two."""
+    idle, busy = Outcome([], [], 100, plain=10.0, speculative=5.0), Outcome([], [], 100, plain=40.0, speculative=80.0)
+    told = sheet(GREEDY, {"twice": [idle], "half": [busy, busy]}).speeds
+    paces = {name: tokens / seconds for name, (tokens, seconds) in told.items()}
+    assert paces == {"plain": 10.0, "twice": 20.0, "half": 5.0}
 
 
 def test_what_a_workload_leaves_out_is_told_beside_its_numbers():
