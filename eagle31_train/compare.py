@@ -147,10 +147,11 @@ def compare(named: Named, config: Config) -> None:
         "verified": verified,
     }
     if options.backend == "vllm":
-        for name in (name for name, some in named.items() if len(some) > 1):
-            print(f"compare: of {name} vLLM serves the first training, {named[name][0]}")
+        serving = measure_serving(config, drafts, workloads[0].prompts, data["end_ids"])
+        firsts = [f"of {name}, the first of {len(some)} trainings" for name, some in named.items() if len(some) > 1]
         result["serving"] = {
-            **measure_serving(config, drafts, workloads[0].prompts, data["end_ids"]),
+            **serving,
+            "notes": [*firsts, *serving["notes"]],
             "workload": workloads[0].name,
             "machine": acceptance.machine(target.device, threads=False),  # vLLM has its own
         }

@@ -350,11 +350,12 @@ def test_what_vllm_says_is_told_here_too(trained, another, call, monkeypatch, ca
 
     monkeypatch.setattr(compare, "exported", lambda where: where)
     monkeypatch.setattr(compare, "measure_serving", measured)
-    result = call(trained.folder, another("b").folder, "evaluate.backend=vllm")
-    assert asked == [(["run", "b"], result["workloads"][0]["prompts"])]
+    many = f"many:{another('b').folder},{another('c', seed=1).folder}"
+    result = call(trained.folder, many, "evaluate.backend=vllm")
+    assert asked == [(["run", "many"], result["workloads"][0]["prompts"])]
     assert result["serving"]["workload"] == "heldout"
     assert "threads" not in result["serving"]["machine"], "those of this process are not vLLM's"
-    assert "serve without it\nnot all went well" in capsys.readouterr().out
+    assert "serve without it\nof many, the first of 2 trainings\nnot all went well" in capsys.readouterr().out
 
 
 def test_help_tells_the_drafters_and_the_options(capsys):
