@@ -7,6 +7,7 @@ from eagle31_train.cli import ROOT, load_config
 SHAPES = {
     # target, layers read, MLP width, query and key heads, head width, RoPE base, draft vocabulary
     "smollm2": (None, [2, 15, 27], 1536, 9, 3, 64, 100000.0, 8192),
+    "smollm2_study": (None, [2, 15, 27], 1536, 9, 3, 64, 100000.0, 8192),
     "llama31_8b": ("meta-llama/Llama-3.1-8B-Instruct", [2, 16, 29], 14336, 32, 8, 128, 500000.0, 32000),
     "qwen3_8b": ("Qwen/Qwen3-8B", [2, 18, 33], 12288, 32, 8, 128, 1000000.0, 32000),
 }
