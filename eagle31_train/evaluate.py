@@ -26,7 +26,7 @@ from eagle31_train.measure.serving import report as serving_report
 from eagle31_train.schema import Config, EvaluateConfig, UserError
 from eagle31_train.store import read_manifest
 from eagle31_train.targets.cached import CachedTarget
-from eagle31_train.targets.hf import load_model, pick_device
+from eagle31_train.targets.hf import load_model, pick_device, read_config
 
 DATA, EXPORT = "python -m data_prep", "python -m eagle31_train.export"
 LAYOUT = 3  # raise it when the same inputs are counted or reported otherwise
@@ -112,7 +112,7 @@ def serve(config: Config) -> None:
         UserError: nothing was exported, or vLLM cannot be run.
     """
     began = time.perf_counter()
-    run_dir, options = Path(config.run_dir), config.evaluate
+    run_dir = Path(config.run_dir)
     exported = artifacts.read_json(run_dir / "export.json", EXPORT)
     if damage := artifacts.first_damaged(run_dir, exported["files"]):
         raise UserError(f"{damage}: run `{EXPORT}` again")
@@ -129,7 +129,7 @@ def serve(config: Config) -> None:
         return
     if (train := run_dir / "train" / artifacts.MANIFEST).is_file():  # vLLM can do without
         refuse_other_data(config, data, artifacts.read_json(train, TRAIN))
-    workloads = suites.workloads(config, data, config.drafter.max_position_embeddings - options.max_new_tokens)
+    workloads = suites.workloads(config, data, serving_room(config))
     if len(workloads) > 1:
         raise UserError(
             "evaluate.backend=vllm measures one workload at a time: leave out evaluate.perturbations, and give one set "
@@ -195,6 +195,14 @@ def not_measured(result: dict[str, Any], data: dict[str, Any]) -> list[str]:
 
 
 # ---------------------------------------------------------------- input
+
+
+def serving_room(config: Config) -> int:
+    """How many tokens a prompt may have, so that vLLM takes it and drafts every time."""
+    options = config.evaluate
+    own = read_config(config.target).max_position_embeddings
+    limits = [config.drafter.max_position_embeddings, own, options.vllm_args.get("max_model_len")]
+    return min(limit for limit in limits if limit) - options.max_new_tokens - max(options.serve_depths, default=0)
 
 
 def stage_inputs(config: Config, data: dict[str, Any], train: dict[str, Any]) -> dict[str, Any]:

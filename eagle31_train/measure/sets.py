@@ -95,19 +95,21 @@ def read(name: str, suite: Suite, option: str, rendering: Rendering) -> tuple[li
     """
     prompts: dict[str, Prompt] = {}
     seen: Counter[str] = Counter()
+    named = {column: key for key in ("tools", "id", "source") if (column := getattr(suite, key))}
+    stands_in = not Path(suite.path).is_dir() and not suite.is_hub_id  # a file, which has its own names for things
     for where, default, source, row in _rows(name, suite, option):
         _require(suite.only, row, where)
         if any(row[column] not in _listed(wanted) for column, wanted in suite.only.items()):
             continue
-        asked = suite if suite.columns <= row.keys() or not row.keys() & set(OWN) else replace(suite, prompt=None)
+        wanted = suite.columns | (named.keys() if stands_in else set())
+        asked = suite if wanted <= row.keys() or not row.keys() & set(OWN) else replace(suite, prompt=None)
         messages, turns = _asked(asked, row, where)
         if suite.placeholder and any(suite.placeholder in message["content"] for message in messages):
             seen["placeholders"] += 1
             continue
         if asked.prompt is not None:
-            named = {key: getattr(suite, key) for key in ("tools", "id", "source") if getattr(suite, key)}
-            _require(named.values(), row, where)
-            row = {key: row[column] for key, column in named.items()}
+            _require(named, row, where)
+            row = {key: row[column] for column, key in named.items()}
         prompt = rendered(row, messages, default, rendering, where, source)
         if prompt.id in prompts:
             raise UserError(f"{where}: the id {prompt.id!r} stands there twice: make ids unique")

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from eagle31_train.schema import TargetConfig, UserError
 from eagle31_train.targets.readout import Readout, find_parts, readout_of
@@ -82,6 +82,20 @@ def load_model(config: TargetConfig, dtype: str | None = None) -> Any:
     if not config.device_map:
         model.to(pick_device(config.device))  # type: ignore[arg-type]  # its decorator hides the signature
     return model.eval().requires_grad_(False)
+
+
+def read_config(config: TargetConfig) -> Any:
+    """The configuration of the target's text model, as transformers reads it.
+
+    Raises:
+        UserError: there is none at target.path.
+    """
+    require_path(config)
+    options = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    try:
+        return AutoConfig.from_pretrained(config.path, **options).get_text_config()
+    except (OSError, ValueError) as error:
+        raise UserError(f"target.path={config.path} cannot be loaded: {str(error).splitlines()[0]}") from None
 
 
 def require_path(config: TargetConfig) -> None:

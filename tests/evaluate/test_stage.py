@@ -332,3 +332,10 @@ def test_options_of_serving_say_nothing_about_counts(run, capsys):
     evaluate.evaluate(run.config())
     evaluate.evaluate(run.config("evaluate.concurrency=[2]", "evaluate.vllm_python=elsewhere"))
     assert "up to date" in capsys.readouterr().out
+
+
+def test_a_served_prompt_leaves_room_for_its_answer_and_drafts(run):
+    assert evaluate.serving_room(run.config()) == 256 - 20 - 5  # the target's positions, before the drafter's 8192
+    assert evaluate.serving_room(run.config("evaluate.vllm_args.max_model_len=100", "evaluate.serve_depths=[2]")) == 78
+    with pytest.raises(UserError, match=r"target.path=me/nobody cannot be loaded"):
+        evaluate.serving_room(run.config("target.path=me/nobody"))

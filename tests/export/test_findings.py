@@ -121,6 +121,7 @@ def test_a_new_card_does_not_make_the_serving_result_stale(run, monkeypatch, cap
         left_out: ClassVar = {"long": "too many tokens"}
 
     monkeypatch.setattr(evaluate, "stage_inputs", lambda config, data, train: {"train": train["fingerprint"]})
+    monkeypatch.setattr(evaluate, "serving_room", lambda config: 99)
     monkeypatch.setattr(evaluate.suites, "workloads", lambda *_: [Asked])
     monkeypatch.setattr(evaluate, "measure_serving", lambda *_: json.loads(json.dumps(SERVING)))
     monkeypatch.setattr(evaluate.serving_report, "table", lambda _: "")

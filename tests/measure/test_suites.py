@@ -265,6 +265,12 @@ def test_a_file_of_our_own_form_stands_in_for_any_suite(place):
     assert place.texts(found) == ["hello"]
 
 
+def test_a_file_of_prompts_alone_stands_in_for_a_suite_that_names_ids(place):
+    file = place.write("mine.jsonl", {"prompt": "hello"}, {"prompt": "world"})
+    found = place.suite(path=file, prompt="prompt", id="prompt_id", source="category")
+    assert [(p.id, p.source) for p in found.prompts] == [("mine-1", "s"), ("mine-2", "s")]
+
+
 GOOD = {"q": "hello", "n": 1}
 
 
