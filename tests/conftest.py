@@ -1,6 +1,7 @@
 """Small random drafters and documents, and the embedded real target."""
 
 import os
+import signal
 import sys
 import urllib.request
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# A shell's background jobs ignore interrupts, and what they start inherits that: tests of Ctrl-C would wait for ever.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest

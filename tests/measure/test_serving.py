@@ -307,10 +307,9 @@ def test_options_that_measure_nothing_are_refused(measure, option, said):
 # ---------------------------------------------------------------- nothing stays behind
 
 HOLDS = """
-import signal, subprocess, sys, time
+import subprocess, sys, time
 from pathlib import Path
 from eagle31_train.measure.serving import server
-signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs in the background may have it ignored
 server.GRACE_SECONDS = 0.2
 port = server.pick_port(None)
 command = [sys.executable, "-m", server.MODULE, "--model", "m", "--port", str(port)]
