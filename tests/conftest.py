@@ -10,8 +10,6 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# A shell's background jobs ignore interrupts, and what they start inherits that: tests of Ctrl-C would wait for ever.
-signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
@@ -21,6 +19,9 @@ import torch
 from eagle31_train.drafter.model import Drafter
 from eagle31_train.loss import Objective, Teacher
 from eagle31_train.schema import Document, DrafterShape
+
+# A shell's background jobs ignore interrupts, and what they start inherits that: tests of Ctrl-C would wait for ever.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def make_shape(**changes):
