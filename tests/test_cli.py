@@ -86,7 +86,7 @@ def test_a_wrong_option_is_named_with_the_nearest_right_one(override, words):
 def test_missing_values_are_named_with_where_to_get_them():
     recipes = "pick a recipe with +experiment=NAME (kimi"
     assert message_of().startswith(f"no value for name: {recipes}")
-    assert message_of().endswith("smollm2) or set name=…")
+    assert message_of().endswith("smollm2_study) or set name=…")
     message = message_of("name=mine", "target=smollm2")
     assert message.startswith(f"no value for drafter.intermediate_size, drafter.num_attention_heads: {recipes}")
 
