@@ -202,7 +202,8 @@ def serving_room(config: Config) -> int:
     options = config.evaluate
     own = read_config(config.target).max_position_embeddings
     limits = [config.drafter.max_position_embeddings, own, options.vllm_args.get("max_model_len")]
-    return min(limit for limit in limits if limit) - options.max_new_tokens - max(options.serve_depths, default=0)
+    beyond = drafters.past_the_end(max(options.serve_depths, default=0))
+    return min(limit for limit in limits if limit) - options.max_new_tokens - beyond
 
 
 def stage_inputs(config: Config, data: dict[str, Any], train: dict[str, Any]) -> dict[str, Any]:

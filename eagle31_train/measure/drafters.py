@@ -168,4 +168,10 @@ def room(target: HiddenStateTarget, candidates: list[Candidate], options: Evalua
     limit = getattr(target.model.config.get_text_config(), "max_position_embeddings", None)
     limits = [candidate.drafter.shape.max_position_embeddings for candidate in candidates]
     drafted = max(options.draft_tokens, options.depths)
-    return min([*limits, limit] if limit else limits) - options.max_new_tokens - drafted
+    return min([*limits, limit] if limit else limits) - options.max_new_tokens - past_the_end(drafted)
+
+
+def past_the_end(draft_tokens: int) -> int:
+    """Positions that vLLM needs beyond an answer, or it shortens the last drafts: those of a verification, and of the
+    next, which it prepares while that is under way as if all of it were accepted (seen in 0.32, async scheduling)."""
+    return 2 * (draft_tokens + 1)

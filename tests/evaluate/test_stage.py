@@ -176,10 +176,10 @@ def test_options_that_measure_nothing(run, option):
 
 def test_a_prompt_that_leaves_no_room_is_not_decoded(run):
     # The drafter's positions end at 128, before the target's 256.
-    evaluate.evaluate(run.config("evaluate.max_new_tokens=120", "evaluate.depths=3"))
+    evaluate.evaluate(run.config("evaluate.max_new_tokens=115", "evaluate.depths=3"))
     assert run.manifest["left_out"] == {"heldout": {}}
     with pytest.raises(UserError, match="none of 4 prompts has at most 4 tokens"):
-        evaluate.evaluate(run.config("evaluate.max_new_tokens=121", "evaluate.depths=3", "overwrite=true"))
+        evaluate.evaluate(run.config("evaluate.max_new_tokens=116", "evaluate.depths=3", "overwrite=true"))
 
 
 def test_prompts_of_a_file(run, tmp_path):
@@ -335,7 +335,7 @@ def test_options_of_serving_say_nothing_about_counts(run, capsys):
 
 
 def test_a_served_prompt_leaves_room_for_its_answer_and_drafts(run):
-    assert evaluate.serving_room(run.config()) == 256 - 20 - 5  # the target's positions, before the drafter's 8192
-    assert evaluate.serving_room(run.config("evaluate.vllm_args.max_model_len=100", "evaluate.serve_depths=[2]")) == 78
+    assert evaluate.serving_room(run.config()) == 256 - 20 - 2 * 6  # the target's positions, before the drafter's 8192
+    assert evaluate.serving_room(run.config("evaluate.vllm_args.max_model_len=100", "evaluate.serve_depths=[2]")) == 74
     with pytest.raises(UserError, match=r"target.path=me/nobody cannot be loaded"):
         evaluate.serving_room(run.config("target.path=me/nobody"))

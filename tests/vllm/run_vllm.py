@@ -63,8 +63,10 @@ def main(request_file, answer_file):
         enable_prefix_caching=False,
         disable_log_stats=False,
         max_num_seqs=1,
-        # Room for the last drafts: vLLM shortens drafts that would pass max_model_len.
-        max_model_len=max(len(one["prompt"]) + one["max_new_tokens"] for one in request["requests"]) + draft_tokens + 1,
+        # Room for the last drafts: vLLM shortens drafts that would pass max_model_len, and takes those of the step
+        # that is still under way for accepted.
+        max_model_len=max(len(one["prompt"]) + one["max_new_tokens"] for one in request["requests"])
+        + 2 * (draft_tokens + 1),
         speculative_config=speculation,
         seed=0,
     )
