@@ -200,7 +200,7 @@ def not_measured(result: dict[str, Any], data: dict[str, Any]) -> list[str]:
 def serving_room(config: Config) -> int:
     """How many tokens a prompt may have, so that vLLM takes it and drafts every time."""
     options = config.evaluate
-    own = read_config(config.target).max_position_embeddings
+    own = getattr(read_config(config.target), "max_position_embeddings", None)
     limits = [config.drafter.max_position_embeddings, own, options.vllm_args.get("max_model_len")]
     beyond = drafters.past_the_end(max(options.serve_depths, default=0))
     return min(limit for limit in limits if limit) - options.max_new_tokens - beyond

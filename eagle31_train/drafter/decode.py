@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from eagle31_train.codec import plain
-from eagle31_train.drafter.gqa import Project
+from eagle31_train.drafter.gqa import applied_to
 from eagle31_train.drafter.model import Drafter
 
 Choose = Callable[[int, Tensor], Tensor]  # step and logits [B, Vd] → which draft tokens [B] int64
@@ -97,7 +97,7 @@ class DraftDecoder:
             positions = ends - 1 + step
             if step > 0:
                 self._write(x, everyone, positions)
-            q = attention.queries(_applied_to(x), positions)
+            q = attention.queries(applied_to(x), positions)
             h = layer.finish(residual, self._attend(q, step))
             z = drafter.norm(h)
             token = self.target_ids[choose(step, drafter.lm_head(z))]
@@ -106,7 +106,7 @@ class DraftDecoder:
 
     def _write(self, x: Tensor, rows: Tensor, positions: Tensor) -> None:
         """Keys and values of attention inputs [n, 2D], at their positions [n] of their sequences `rows` [n]."""
-        keys, values = self.drafter.midlayer.self_attn.keys_values(_applied_to(x), positions)
+        keys, values = self.drafter.midlayer.self_attn.keys_values(applied_to(x), positions)
         if self._keys is None or self._values is None:
             shape = len(self.lengths), self.capacity
             # Zeros, since a masked key of garbage may be NaN, which no mask undoes.
@@ -128,8 +128,3 @@ class DraftDecoder:
         # All heads of a group share keys, and there is one query: heads can stand where queries do.
         grouped = q.unflatten(1, (keys.shape[1], -1))
         return F.scaled_dot_product_attention(grouped, keys, values, mask, scale=scale).flatten(1, 2)
-
-
-def _applied_to(x: Tensor) -> Project:
-    """Projections of the attention input x [n, 2D] itself."""
-    return lambda layer: layer(x)

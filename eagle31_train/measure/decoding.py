@@ -5,7 +5,7 @@ own forward pass onwards; all tokens that it proposed and all that the target ag
 those past the end-of-sequence token or past max_new_tokens**, which are then cut from the output.
 Nothing is drafted after the token that ends the output. Drafts are not shortened near
 max_new_tokens; near the target's last position vLLM does shorten them, so such prompts are not
-decoded here (`evaluate.py`).
+decoded here (`drafters.room`).
 
 Greedily, and drawing with greedy drafts (`sampling.py`), speculation gives plain decoding's output, token for token.
 A sequence that has ended leaves its batch.
