@@ -1,5 +1,7 @@
 """Tiny snapshots of a run, and what is asked of the checkpoints made of them."""
 
+import os
+
 import torch
 
 from eagle31_train.schema import DrafterShape
@@ -89,3 +91,14 @@ def same(loaded, meant):
 def names(folder):
     """Everything in the folder of checkpoints, hidden leftovers too."""
     return sorted(path.name for path in folder.iterdir())
+
+
+def step(folder, number):
+    return folder / f"step-{number:06d}"
+
+
+def failing(number):
+    def fail(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    return fail

@@ -4,6 +4,12 @@ import pytest
 
 from eagle31_train.schema import UserError
 
+CACHE = 4096 * 16
+
+
+def never(seconds):
+    raise AssertionError("nothing here is worth a wait")
+
 
 def build(place, name, content):
     """Build a file at the place's scratch path, as a writer of shards does."""

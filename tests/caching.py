@@ -1,0 +1,67 @@
+"""A file system whose downloads wait at gates, for tests of the bounded cache."""
+
+import fcntl
+import threading
+from pathlib import Path
+
+from fsspec.implementations.memory import MemoryFileSystem
+
+LONG = 30  # seconds after which something that was to happen did not
+
+
+class Gated(MemoryFileSystem):
+    """Notes which files are fetched; those with a gate only once it is open; some are refused."""
+
+    def __init__(self, **kwargs):
+        super().__init__(global_store=False, **kwargs)
+        self.fetched, self.finished = [], []
+        self.gates, self.refused = {}, {}
+        self.changed = threading.Condition()
+        self.watch = lambda: None  # called while a fetch is under way
+
+    def get_file(self, path, target, **kwargs):
+        name = path.removeprefix("/store/")
+        with self.changed:
+            self.fetched.append(name)
+            self.changed.notify_all()
+        if name in self.gates:
+            assert self.gates[name].wait(LONG)
+        if name in self.refused:
+            raise self.refused[name]
+        self.watch()
+        # Not MemoryFileSystem's own way: its open files share one position among all threads.
+        Path(target).write_bytes(self.store[path].getvalue())
+        self.watch()
+        with self.changed:
+            self.finished.append(name)
+            self.changed.notify_all()
+
+    def wait(self, condition):
+        with self.changed:
+            assert self.changed.wait_for(lambda: condition(self), LONG)
+
+    def gate(self, *names):
+        self.gates |= {name: threading.Event() for name in names}
+
+
+def no_sleep(seconds):
+    raise AssertionError("nobody else holds room here")
+
+
+def copies(folder):
+    """The whole files in a cache."""
+    return sorted(path.name for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
+
+
+def settle(place, names):
+    """Wait until what was fetched in the background has its name."""
+    for name in names:
+        with place._cache._lock(name):
+            pass
+
+
+def under_way(place, name):
+    """A part file that another process fills, with the lock that says so."""
+    file = (place.scratch("z").parent / f".{name}.1-1.part").open("wb")
+    fcntl.flock(file, fcntl.LOCK_EX)
+    return file
