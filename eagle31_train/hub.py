@@ -14,10 +14,14 @@ from eagle31_train.schema import UserError
 
 # The HTTP client's own base error and OSError; the client's package differs between hub versions.
 _NETWORK_ERRORS: tuple[type[BaseException], ...] = HfHubHTTPError.__bases__
+# Pictures of what was measured: those that an earlier export uploaded and this one lacks leave the repository.
+PICTURES = ["images/acceptance/*", "images/serving/*", "images/comparison-*"]
 
 
 def push(folder: Path, repo: str, private: bool) -> str:
     """Make the repository where there is none, and upload every file of `folder`; returns its address.
+
+    Pictures of an earlier export are removed; whatever else is there stays.
 
     Raises:
         UserError: the hub cannot be reached or refuses, or `private` is asked of a repository
@@ -31,7 +35,9 @@ def push(folder: Path, repo: str, private: bool) -> str:
             raise UserError(
                 f"the hub repository {repo} exists and is public: make it private there, or leave out private=true"
             )
-        api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload the drafter")
+        api.upload_folder(
+            repo_id=repo, folder_path=folder, commit_message="Upload the drafter", delete_patterns=PICTURES
+        )
     except HFValidationError as error:
         raise UserError(f"repo={repo} is no hub repository name ({_line(error)}): use repo=owner/name") from None
     except LocalTokenNotFoundError:

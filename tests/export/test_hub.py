@@ -87,7 +87,12 @@ class Hub:
                     self.files[value["path"]] = base64.b64decode(value["content"])
                 if line["key"] == "lfsFile":
                     self.files[value["path"]] = self.blobs[value["oid"]]
+                if line["key"] == "deletedFile":
+                    del self.files[value["path"]]
             return 200, {"commitUrl": f"{self.url}/me/draft/commit/1", "commitOid": "1" * 40}
+        if path.endswith("/tree/main"):
+            found = [{"type": "file", "path": name, "size": 1, "oid": "1" * 40} for name in self.files]
+            return 200, found
         if path in ("/api/models/me/draft", "/api/models/me/draft/revision/main"):
             info = {"_id": "1", "id": "me/draft", "private": not self.exists_publicly, "sha": "1" * 40, "tags": []}
             return 200, info | {"siblings": [], "downloads": 0, "likes": 0}
@@ -136,6 +141,13 @@ def test_push_uploads_exactly_the_export(run, hub):
     assert hub.files.keys() == {"config.json", "model.safetensors", "README.md", *shown}
     assert hashlib.sha256(hub.files["model.safetensors"]).hexdigest() in hub.blobs
     assert '"model": "me/draft"' in done.stdout
+
+
+def test_pictures_of_an_earlier_export_leave_and_nothing_else_does(run, hub):
+    old = ["images/acceptance/old.png", "images/comparison-2/gain.png"]
+    hub.files = dict.fromkeys([*old, "images/logo.png", "notes.md"], b"x")
+    assert export(run, hub.url, "push=true", "repo=me/draft").returncode == 0
+    assert hub.files.keys() == {"config.json", "model.safetensors", "README.md", "images/logo.png", "notes.md"}
 
 
 def test_nothing_is_sent_without_push(run, hub):
