@@ -4,8 +4,8 @@
     python -m benchmarks.study --seeds 0 --only 3.0 3.1 data.conversations=FILE
 
 Data and hidden states are made once, then every drafter is trained on them by the stages' own commands, --jobs at a
-time with one thread each. What is finished is skipped, and what was stopped goes on. At the end stand the commands that
-compare.
+time with one thread each. What is finished is skipped, and what was stopped goes on. At the end stands the command that
+compares.
 """
 
 import argparse
@@ -71,13 +71,12 @@ def run(arguments: list[str], log: Path, threads: int) -> None:
         raise SystemExit(f"{' '.join(arguments)} ended with status {done.returncode}: see {log}")
 
 
-def groups(done: list[Training], unroll: int | None = None, switches: str | None = None) -> list[str]:
-    """The drafters of a comparison: trainings that differ in their seed alone stand under one name."""
+def groups(done: list[Training]) -> list[str]:
+    """The drafters of one comparison: trainings that differ in their seed alone stand under one name, 3.0 first."""
     named: dict[str, list[str]] = {}
     for one in done:
-        if unroll in (None, one.unroll) and switches in (None, one.switches):
-            label = one.switches if unroll is not None else f"unroll {one.unroll}"
-            named.setdefault(label, []).append(f"runs/{one.name}")
+        label = one.switches if one.unroll == UNROLL else f"{one.switches}-unroll-{one.unroll}"
+        named.setdefault(label, []).append(f"runs/{one.name}")
     return [f"{name}:{','.join(runs)}" for name, runs in sorted(named.items(), key=lambda pair: pair[0] != "3.0")]
 
 
@@ -111,10 +110,7 @@ def main() -> None:
             future.result()
             bar.update()
     print("compare them:")
-    compared = {"switches": groups(planned, unroll=UNROLL)}
-    compared |= {f"unroll-{one}": groups(planned, switches=one) for one in ("3.0", "3.1") if one in chosen.only}
-    for name, named in compared.items():
-        print(f"  python -m eagle31_train.compare {shlex.join(named)} compare.out=runs/{FIRST}/{name}")
+    print(f"  python -m eagle31_train.compare {shlex.join(groups(planned))} compare.out=runs/{FIRST}/comparison")
 
 
 if __name__ == "__main__":
