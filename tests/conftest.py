@@ -1,5 +1,6 @@
 """Small random drafters and documents, and the embedded real target."""
 
+import fcntl
 import os
 import signal
 import sys
@@ -154,8 +155,11 @@ def real_target() -> Path:
     from eagle31_train.schema import UserError
     from eagle31_train.targets import embedded
 
+    embedded.OUT.parent.mkdir(exist_ok=True)
     try:
-        return embedded.unpack()
+        with (embedded.OUT.parent / ".unpacking").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # of several processes of tests, one
+            return embedded.unpack()
     except UserError as error:
         pytest.skip(str(error))
 

@@ -51,9 +51,9 @@ def assert_within(ours, theirs, noise, times):
     assert (found <= allowed).all(), f"{found} is more than {allowed}"
 
 
-def shown(layers, name, distance):
+def shown(name, distance, layers):
     """A line for people."""
     rows = "  ".join(
         f"{at}: {m:.1e} {q:.1e}" for at, (m, q) in zip([*layers, "last"], quantiles(distance).T, strict=True)
     )
-    print(f"  {name:<44} {rows}")
+    return f"  {name:<44} {rows}"

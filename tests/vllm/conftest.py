@@ -28,10 +28,13 @@ STAGES = (
 # Enough held-out prompts, and little else.
 SMOLLM2 = [
     "+experiment=smollm2",
-    "data.max_length=384",
-    "data.heldout=0.25",
+    "data.max_length=256",
+    "data.heldout=0.37",
+    "train.optimizer=adamw",  # the surer one in so few steps
+    "train.lr=1e-3",
     "train.max_steps=60",
-    "evaluate.max_new_tokens=64",
+    "train.batch_tokens=512",
+    "evaluate.max_new_tokens=36",
 ]
 TOY = [
     "+experiment=kimi_toy",
@@ -48,6 +51,33 @@ EAGLE_3 = ["drafter.fc_norm=false", "drafter.norm_output=false", "drafter.norm_b
 # Run → its options: EAGLE 3.1 on the whole vocabulary, and EAGLE 3 on some of it.
 TOYS = {"MLA": TOY, "MLA, EAGLE 3, pruned": [*TOY, *EAGLE_3, "data.draft_vocab_size=120"]}
 
+# vLLM binds its threads to cores: of several tests at a time each has a core of its own.
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+    cores = sorted(os.sched_getaffinity(0))
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = str(cores[int(worker.removeprefix("gw")) % len(cores)])
+
+
+def pytest_collection_modifyitems(items):
+    """What shares a run goes to one process, whatever its file; else what shares a file."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            run = item.callspec.params.get("finished_run") if hasattr(item, "callspec") else None
+            item.add_marker(pytest.mark.xdist_group(run or item.path.stem))
+
+
+def pytest_terminal_summary(terminalreporter):
+    """What was measured on the way, from whichever process."""
+    for report in terminalreporter.getreports("passed"):
+        for name, text in report.user_properties:
+            if name == "measured" and report.when == "call":
+                terminalreporter.write_line(f"\n{text}")
+
+
+@pytest.fixture
+def tell(record_property):
+    """Lines that the summary shows."""
+    return lambda *lines: record_property("measured", "\n".join(lines))
+
 
 @pytest.fixture(scope="session", params=["Llama", *TOYS])
 def finished_run(request, tmp_path_factory) -> Path:
@@ -63,7 +93,7 @@ def finished_run(request, tmp_path_factory) -> Path:
         if (demo / "export.json").is_file():
             return demo
         request.getfixturevalue("real_target")
-        lines, options = one_answer_each(CONVERSATIONS, 110), [*SMOLLM2, f"data.conversations={some}"]
+        lines, options = one_answer_each(CONVERSATIONS, 64), [*SMOLLM2, f"data.conversations={some}"]
     else:
         lines = PROMPTS.read_text(encoding="utf-8").splitlines()[:64]
         options = [*TOYS[request.param], f"target.path={toy.make(folder / 'target')}", f"data.sources.chat.path={some}"]

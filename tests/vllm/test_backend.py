@@ -50,12 +50,11 @@ def test_counts_of_the_server_are_the_evaluators(asked, served):
             assert row["acceptance"]["drafts"] == times * sum(one["counters"]["drafts"] for one in asked)
 
 
-def test_the_clock_is_vllms(served, capsys):
+def test_the_clock_is_vllms(served, tell):
     """A client sees each first token after vLLM has it."""
     for row in served["rows"]:
         assert row["counted"]["requests"] == row["requests"]
         assert row["counted"]["output_tokens"] == row["output_tokens"]
         assert row["ttft"]["mean"] > row["counted"]["ttft"] > 0
         assert row["counted"]["tpot"] > 0
-    with capsys.disabled():
-        print(f"\n{report.table(served)}")
+    tell(report.table(served))

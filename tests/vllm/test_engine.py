@@ -97,16 +97,17 @@ def exact(engine_of, conversations):
 TIMES = 3
 
 
-def test_states_in_float32_are_those_of_transformers_within_its_rounding(vllm, exact, conversations, capsys):
+def test_states_in_float32_are_those_of_transformers_within_its_rounding(vllm, exact, conversations, tell):
     states, answer = vllm
     assert (answer["name"], answer["layers"]) == ("vllm", AUX)
     ours, (plain, wide) = from_vllm(states, len(conversations)), exact
     noise = distances(plain, wide)
-    with capsys.disabled():
-        print("\nrelative distance of states, median and 90 % of positions, per layer:")
-        shown(AUX, "float32: transformers to float64 (its rounding)", noise)
-        shown(AUX, "float32: vLLM to transformers", distances(ours, plain))
-        shown(AUX, "float32: vLLM to float64", distances(ours, wide))
+    tell(
+        "relative distance of states, median and 90 % of positions, per layer:",
+        shown("float32: transformers to float64 (its rounding)", noise, AUX),
+        shown("float32: vLLM to transformers", distances(ours, plain), AUX),
+        shown("float32: vLLM to float64", distances(ours, wide), AUX),
+    )
     assert_within(ours, plain, noise, TIMES)
     assert_within(ours, wide, noise, TIMES)
 
@@ -171,7 +172,7 @@ def test_nothing_is_left_behind(vllm):
 
 
 def test_a_whole_extraction_in_bfloat16_is_as_near_to_float32_as_transformers(
-    arguments, run_dir, vllm_python, engine_of, capsys
+    arguments, run_dir, vllm_python, engine_of, tell
 ):
     more = ["target.dtype=bfloat16", "extract.engine=vllm", "extract.engine_args.enforce_eager=true"]
     said = command(vllm_python, "-m", "eagle31_train.extract", *arguments, *more)
@@ -196,11 +197,12 @@ def test_a_whole_extraction_in_bfloat16_is_as_near_to_float32_as_transformers(
         last = document.last.decode()[: len(at)]
         ours.append(torch.cat([document.aux.decode()[at], last[:, None]], 1).double())
     plain, exact = kept(plain), kept(exact)
-    with capsys.disabled():
-        print(f"\n{said.splitlines()[-1]}")
-        shown(AUX, "bfloat16: transformers to float32 (its rounding)", distances(plain, exact))
-        shown(AUX, "bfloat16: vLLM to float32", distances(ours, exact))
-        shown(AUX, "bfloat16: vLLM to transformers", distances(ours, plain))
+    tell(
+        said.splitlines()[-1],
+        shown("bfloat16: transformers to float32 (its rounding)", distances(plain, exact), AUX),
+        shown("bfloat16: vLLM to float32", distances(ours, exact), AUX),
+        shown("bfloat16: vLLM to transformers", distances(ours, plain), AUX),
+    )
     # As near to the exact states as transformers, and to it no further than two such roundings apart.
     assert_within(ours, exact, distances(plain, exact), 1.5)
     assert_within(ours, plain, distances(plain, exact), 2)

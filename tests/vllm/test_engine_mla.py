@@ -98,12 +98,13 @@ def exact(target, conversations):
     return states, distances(states, joined(transformers_engine(target, "float64"), conversations))
 
 
-def test_states_are_those_of_transformers_within_rounding(plain, exact, conversations, capsys):
+def test_states_are_those_of_transformers_within_rounding(plain, exact, conversations, tell):
     ours, (theirs, noise) = from_vllm(plain[0], len(conversations)), exact
-    with capsys.disabled():
-        print("\nMLA and experts, relative distance of states, median and 90 % of positions, per layer:")
-        shown(AUX, "float32: transformers to float64 (its rounding)", noise)
-        shown(AUX, "float32: vLLM to transformers", distances(ours, theirs))
+    tell(
+        "MLA and experts, relative distance of states, median and 90 % of positions, per layer:",
+        shown("float32: transformers to float64 (its rounding)", noise, AUX),
+        shown("float32: vLLM to transformers", distances(ours, theirs), AUX),
+    )
     assert_within(ours, theirs, noise, TIMES)
     for row, length in zip(ours, LENGTHS, strict=True):
         assert len(row) == length
@@ -176,17 +177,18 @@ def int4(target, tmp_path_factory):
     return quantized(target, folder / "int4", folder / "meant"), folder / "meant"
 
 
-def test_of_a_quantized_target_the_states_are_the_quantized_ones(ask, int4, target, conversations, capsys):
+def test_of_a_quantized_target_the_states_are_the_quantized_ones(ask, int4, target, conversations, tell):
     states, _ = ask(int4[0], "target.dtype=bfloat16")
     ours, count = from_vllm(states, len(conversations)), len(conversations)
     meant = joined(transformers_engine(int4[1]), conversations)
     noise = distances(joined(transformers_engine(int4[1], "bfloat16"), conversations), meant)
     unquantized = joined(transformers_engine(target), conversations)
-    with capsys.disabled():
-        print("\nINT4, bfloat16:")
-        shown(AUX, "transformers to float32 (its rounding)", noise)
-        shown(AUX, "vLLM to what INT4 means, in float32", distances(ours, meant))
-        shown(AUX, "vLLM to the weights before INT4", distances(ours, unquantized))
+    tell(
+        "INT4, bfloat16:",
+        shown("transformers to float32 (its rounding)", noise, AUX),
+        shown("vLLM to what INT4 means, in float32", distances(ours, meant), AUX),
+        shown("vLLM to the weights before INT4", distances(ours, unquantized), AUX),
+    )
     assert count == len(meant)
     assert_within(ours, meant, noise, 2)
     with pytest.raises(AssertionError):

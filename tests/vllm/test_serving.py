@@ -51,17 +51,16 @@ def test_totals_are_the_reports(evaluated, requests, speculative):
     assert per_position == report["accepted_per_position"]
 
 
-def test_the_drafter_is_of_use(evaluated, requests, speculative, plain, capsys):
+def test_the_drafter_is_of_use(evaluated, requests, speculative, plain, tell):
     assert evaluated["report"]["acceptance_length"] > 1.02  # an untrained drafter has 1.0
     speeds = []
     for answer in (speculative, plain):
         whole = [i for i, one in enumerate(requests) if one["kind"] == "whole"]
         speeds.append(sum(len(answer["outputs"][i]) for i in whole) / sum(answer["seconds"][i] for i in whole))
-    with capsys.disabled():
-        print(
-            f"\nvLLM, float32, one request at a time, {len(whole)} prompts: {speeds[0]:.1f} tokens/s with the drafter, "
-            f"{speeds[1]:.1f} without; acceptance length {evaluated['report']['acceptance_length']:.3f}"
-        )
+    tell(
+        f"vLLM, float32, one request at a time, {len(whole)} prompts: {speeds[0]:.1f} tokens/s with the drafter, "
+        f"{speeds[1]:.1f} without; acceptance length {evaluated['report']['acceptance_length']:.3f}"
+    )
     assert min(speeds) > 0
 
 
