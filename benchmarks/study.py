@@ -23,10 +23,13 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE, FIRST = "+experiment=smollm2_study", "study"
+# Without fc_norm the residual stream starts as large as the target's states, and learning begins late: fc starts at one
+# over the median RMS of SmolLM2's last auxiliary state, 21.7.
+PLAIN_FC = ["drafter.fc_norm=false", "train.fc_start=0.046"]
 SWITCHES = {
-    "3.0": ["drafter.fc_norm=false", "drafter.norm_output=false"],
+    "3.0": ["drafter.norm_output=false", *PLAIN_FC],
     "fc_norm": ["drafter.norm_output=false"],
-    "norm_output": ["drafter.fc_norm=false"],
+    "norm_output": PLAIN_FC,
     "3.1": [],
 }
 UNROLL = 5  # of all four; 3.0 and 3.1 are trained at the others, too

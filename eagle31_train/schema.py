@@ -194,6 +194,11 @@ class TrainConfig:
     betas: list[float] = opt([0.9, 0.95], "AdamW's")
     clip: float = opt(0.5, "largest gradient norm")
     precision: str = opt("bf16", "bf16 (autocast, fp32 master weights) or no (fp32)")
+    fc_start: float = opt(
+        1.0,
+        "what fc's first weights are multiplied by; without drafter.fc_norm, one over the RMS of the target's last "
+        "auxiliary state, so that the drafter's residual stream starts at one",
+    )
     init_from: str | None = opt(
         None,
         "begin with the weights of another drafter: a run's folder, or a published EAGLE-3 or 3.1 draft (folder or hub "

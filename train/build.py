@@ -28,7 +28,7 @@ CHOICES = {
     "precision": ("bf16", "no"),
     "wandb": ("online", "offline", "disabled"),
 }
-POSITIVE = "unroll gamma epochs batch_tokens accumulation lr clip eval_every checkpoint_every keep_checkpoints"
+POSITIVE = "unroll gamma epochs batch_tokens accumulation lr clip fc_start eval_every checkpoint_every keep_checkpoints"
 
 
 def check_options(t: TrainConfig, d: DrafterConfig) -> None:
@@ -144,6 +144,7 @@ def build_objective(config: Config, shape: DrafterShape, store: Store, vocab: Dr
         drafter.norm.weight.data.copy_(weights["norm"])
         # fc passes the last auxiliary state on, a little of the others mixed in.
         drafter.fc.weight.data.mul_(0.25)[:, -shape.hidden_size :] += torch.eye(shape.hidden_size)
+    drafter.fc.weight.data.mul_(config.train.fc_start)
     drafter.lm_head.weight.requires_grad_(config.drafter.train_lm_head)
     teacher = Teacher(weights["norm"], store.states["norm"]["eps"], head_rows.to(low), ids)
     drafter.recompute = config.train.recompute

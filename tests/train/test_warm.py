@@ -57,6 +57,12 @@ def test_a_run_and_its_export_come_back_bit_for_bit(learnt, new_run, where):
     assert begun.said.count("\n") == 0
 
 
+def test_fc_starts_as_large_as_is_said(new_run):
+    whole, small = (begin(new_run(), "null", f"train.fc_start={scale}").weights for scale in (1, 0.25))
+    assert torch.equal(small.pop("fc.weight"), 0.25 * whole.pop("fc.weight"))
+    assert_equal(small, whole)
+
+
 def test_training_begins_with_them(learnt, new_run):
     run, options = learnt(), ("train.max_steps=1", "train.lr=1e-9")
     warmed = new_run().fit(f"train.init_from={run.folder / 'run'}", *options)
