@@ -7,7 +7,7 @@ what is given around it. `find` knows them by name, `KNOWN` is what a user may r
 import difflib
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -27,11 +27,11 @@ class Distractor:
 
 @dataclass(frozen=True)
 class Around:
-    """What perturbations read beside the prompt: the target's rendering, and for long contexts the training length in
-    tokens and the texts that fill them."""
+    """What perturbations read beside the prompt: the target's rendering, and for long contexts data.max_length, at
+    which training samples are cut, and the texts that fill them."""
 
     rendering: Rendering
-    training_length: int
+    max_length: int
     distractors: list[Distractor]
 
 
@@ -41,13 +41,14 @@ Transform = Callable[[list[Message], Prompt, Around], list[int]]  # messages are
 @dataclass(frozen=True)
 class Perturbation:
     """`meaning` in one line; no transform: the prompt stays as it is; temperature: instead of evaluate.temperature;
-    context: the prompt's length as a multiple of the training length."""
+    context: the prompt's length in tokens, of data.max_length; system: what is put into the system message."""
 
     name: str
     meaning: str
     transform: Transform | None = None
     temperature: float | None = None
-    context: float | None = None
+    context: Callable[[int], int] | None = None
+    system: str | None = None
 
     def apply(self, prompt: Prompt, around: Around | None) -> Prompt:
         """The prompt under the perturbation, with the same id and source.
@@ -64,22 +65,37 @@ class Perturbation:
             )
         return replace(prompt, ids=self.transform(prompt.messages, prompt, around))
 
+    def remarks(self, before: list[Prompt], after: list[Prompt], rendering: Rendering) -> Iterator[str]:
+        """What it does to these prompts of this target beside what its meaning says."""
+        if self.system is None:
+            return
+        both = [(rendering.decode(old.ids), rendering.decode(new.ids)) for old, new in zip(before, after, strict=True)]
+        if replaced := sum(not _only_adds(old, new) for old, new in both):
+            yield (
+                f"in {replaced} of {len(after)} prompts it also takes the place of the system turn that the chat "
+                "template would put in by itself"
+            )
+        if whole := rendering.added_in(rendering.as_text(self.system)):
+            yield f"the system message holds added tokens of the target: {', '.join(map(repr, whole))}"
+
 
 def find(name: str) -> Perturbation:
-    """The perturbation of a name; context_ and temperature_ take any number.
+    """The perturbation of a name; context_ and temperature_ take any number, context_N_tokens any whole one.
 
     Raises:
         UserError: there is none, with the nearest.
     """
     if name in KNOWN:
         return KNOWN[name]
-    if match := re.fullmatch(r"(context|temperature)_(\d+(?:\.\d+)?)", name):
-        number = float(match[2])
-        if number > 0:
-            return _context(number) if match[1] == "context" else _temperature(number)
-        raise UserError(f"evaluate.perturbations: {name} is the prompts as they are, or none: give a number above 0")
+    for form, make in OF_NUMBERS.items():
+        if match := re.fullmatch(form, name):
+            if (number := float(match[1])) > 0:
+                return make(number)
+            raise UserError(
+                f"evaluate.perturbations: {name} is the prompts as they are, or none: give a number above 0"
+            )
     close = difflib.get_close_matches(name, KNOWN, n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(KNOWN)}"
+    hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(KNOWN)}; other numbers will do, too"
     raise UserError(f"evaluate.perturbations has no {name!r}: {hint}")
 
 
@@ -112,10 +128,14 @@ def _system(messages: list[Message], prompt: Prompt, around: Around, text: str) 
     """`text` is the system message; one that the prompt has follows in it."""
     own = [message["content"] for message in messages if message["role"] == "system"]
     rest = [message for message in messages if message["role"] != "system"]
-    for token in around.rendering.special:
-        text = text.replace(token, f"{token[0]} {token[1:]}")
-    system = {"role": "system", "content": "\n\n".join([text, *own])}
+    system = {"role": "system", "content": "\n\n".join([around.rendering.as_text(text), *own])}
     return around.rendering.ids([system, *rest], prompt.tools)
+
+
+def _only_adds(old: str, new: str) -> bool:
+    """Whether `new` is `old` with something put in at one place."""
+    same = next((at for at, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), len(old))
+    return len(new) >= len(old) and new.endswith(old[same:])
 
 
 # ---------------------------------------------------------------- the user's words
@@ -125,12 +145,12 @@ def _language(messages: list[Message], prompt: Prompt, around: Around, wish: str
     return around.rendering.ids(_said(messages, "", f"\n\n{wish}"), prompt.tools)
 
 
-def _long_context(messages: list[Message], prompt: Prompt, around: Around, multiple: float) -> list[int]:
+def _long_context(messages: list[Message], prompt: Prompt, around: Around, length: Callable[[int], int]) -> list[int]:
     """Texts before the question, cut so that the prompt has the length that was asked for.
 
     A character of several tokens at the cut may leave it that much shorter or longer.
     """
-    rendering, wanted = around.rendering, round(multiple * around.training_length)
+    rendering, wanted = around.rendering, length(around.max_length)
 
     def built(text: str) -> list[int]:
         return rendering.ids(_said(messages, CONTEXT_BEFORE + text + CONTEXT_AFTER, ""), prompt.tools)
@@ -177,14 +197,31 @@ def _said(messages: list[Message], before: str, after: str) -> list[Message]:
 
 
 def _context(multiple: float) -> Perturbation:
-    meaning = f"other texts before the prompt, {multiple:g} times data.max_length tokens in all"
-    return Perturbation(f"context_{multiple:g}", meaning, partial(_long_context, multiple=multiple), context=multiple)
+    return _filled(f"{multiple:g}", f"{multiple:g} times data.max_length", lambda limit: round(multiple * limit))
+
+
+def _tokens(count: float) -> Perturbation:
+    return _filled(f"{count:.0f}_tokens", f"{count:,.0f}", lambda _: round(count))
+
+
+def _filled(name: str, many: str, length: Callable[[int], int]) -> Perturbation:
+    meaning = f"other texts before the prompt, {many} tokens in all"
+    return Perturbation(f"context_{name}", meaning, partial(_long_context, length=length), context=length)
+
+
+def _system_message(name: str, meaning: str, text: str) -> Perturbation:
+    return Perturbation(f"system_{name}", meaning, partial(_system, text=text), system=text)
 
 
 def _temperature(temperature: float) -> Perturbation:
     return Perturbation(f"temperature_{temperature:g}", f"sampled at {temperature:g}", temperature=temperature)
 
 
+OF_NUMBERS = {
+    r"context_(\d+(?:\.\d+)?)": _context,
+    r"context_(\d+)_tokens": _tokens,
+    r"temperature_(\d+(?:\.\d+)?)": _temperature,
+}
 KNOWN = {
     perturbation.name: perturbation
     for perturbation in (
@@ -196,15 +233,14 @@ KNOWN = {
             for kind in TEMPLATES
         ),
         Perturbation("system_absent", "no system turn, not even the template's own", _system_absent),
-        Perturbation(
-            "system_long", "after a policy of some 700 tokens as system message", partial(_system, text=POLICY)
-        ),
-        Perturbation(
-            "system_adversarial",
+        _system_message("long", "after a policy of some 700 tokens as system message", POLICY),
+        _system_message(
+            "adversarial",
             "after a system message of markup, fake special tokens, role markers, JSON and base64",
-            partial(_system, text=ADVERSARIAL),
+            ADVERSARIAL,
         ),
         *(_context(multiple) for multiple in (0.5, 1, 2, 4)),
+        _tokens(512),
         *(
             Perturbation(
                 f"language_{code}",

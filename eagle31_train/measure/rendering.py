@@ -85,6 +85,19 @@ class Rendering:
         added = self.tokenizer.added_tokens_decoder.values()
         return sorted({token.content for token in added if token.special} | set(self.tokenizer.all_special_tokens))
 
+    def as_text(self, text: str) -> str:
+        """`text` with a space after the first character of all in it that would be one of the tokenizer's added tokens,
+        special or not. White space and single characters cannot be broken so."""
+        added = {*self.special, *(token.content for token in self.tokenizer.added_tokens_decoder.values())}
+        broken = [f"{re.escape(t[0])}(?={re.escape(t[1:])})" for t in sorted(added) if len(t) > 1 and not t.isspace()]
+        return re.sub("|".join(broken), r"\g<0> ", text) if broken else text
+
+    def added_in(self, text: str) -> list[str]:
+        """The added tokens that a text has as tokens, each once; not the one for what is unknown."""
+        added = self.tokenizer.added_tokens_decoder
+        found = dict.fromkeys(self.encode(text))
+        return [added[token].content for token in found if token in added and token != self.tokenizer.unk_token_id]
+
     def _render(
         self,
         messages: list[Message],

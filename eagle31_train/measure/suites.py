@@ -10,10 +10,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from datasets import DatasetDict
 
 from eagle31_train import artifacts
 from eagle31_train.measure import perturb
+from eagle31_train.measure.learnt import Learnt
 from eagle31_train.measure.perturb import Around, Distractor, Perturbation
 from eagle31_train.measure.prompts import Prompt, choose, files_of, from_heldout
 from eagle31_train.measure.rendering import Rendering, UnfitError
@@ -149,8 +151,8 @@ class _Maker:
         options = self.config.evaluate
         chosen, too_long = choose(given, options.num_prompts, self.longest)
         left_out = dict.fromkeys(too_long, self._too_long)
-        if suite != HELDOUT and (learnt := sum(tuple(prompt.ids) in self._learnt for prompt in chosen)):
-            notes = [*notes, f"{learnt} of {len(chosen)} prompts are in the training data, too"]
+        if suite != HELDOUT and self._learnt and (known := sum(prompt.ids in self._learnt for prompt in chosen)):
+            notes = [*notes, f"{known} of {len(chosen)} prompts are in the training data, too"]
         found = [Workload(suite, suite, None, chosen, options.temperature, options.top_p, left_out, notes)]
         for perturbation in perturbations:
             one = self._perturbed(found[0], given, perturbation)
@@ -158,7 +160,7 @@ class _Maker:
             found.append(
                 one if same is None else replace(one, notes=[*one.notes, f"the same as {same}, token for token"])
             )
-        return found
+        return [replace(one, notes=[*one.notes, *self._beyond_training(one)]) for one in found]
 
     def _perturbed(self, plain: Workload, given: list[Prompt], perturbation: Perturbation) -> Workload:
         name = f"{plain.suite} · {perturbation.name}"
@@ -168,7 +170,7 @@ class _Maker:
             texts = self._distractors(given) if perturbation.context else []
             around = Around(self.rendering, self.config.data.max_length, texts)
             if perturbation.context and (there := sum(len(self.rendering.encode(text.text)) for text in texts)) < (
-                wanted := round(perturbation.context * self.config.data.max_length)
+                wanted := perturbation.context(self.config.data.max_length)
             ):
                 notes.append(f"the other texts have {there} tokens, which are repeated to fill {wanted}")
         prompts: list[Prompt] = []
@@ -188,19 +190,34 @@ class _Maker:
         if not prompts:
             why = "; ".join(dict.fromkeys(left_out.values()))
             raise UserError(f"{name!r} has none of {len(plain.prompts)} prompts left: {why}; leave it out")
-        if perturbation.transform is not None and 0 < same < len(prompts):
-            notes.append(f"{same} of {len(prompts)} prompts are the same as without it")
+        if perturbation.transform is not None:
+            if 0 < same < len(prompts):
+                notes.append(f"{same} of {len(prompts)} prompts are the same as without it")
+            before = [prompt for prompt in plain.prompts if prompt.id not in left_out]
+            notes += perturbation.remarks(before, prompts, self.rendering)
         temperature = plain.temperature if perturbation.temperature is None else perturbation.temperature
         return Workload(name, plain.suite, perturbation.name, prompts, temperature, plain.top_p, left_out, notes)
 
     @cached_property
-    def _learnt(self) -> frozenset[tuple[int, ...]]:
-        """What stands before the first answer of every conversation that drafters learn from."""
+    def _learnt(self) -> Learnt | None:
+        """What drafters learn from, where there is such data."""
         if self.data is None or not self.data["splits"].get("train", {}).get("conversations"):
-            return frozenset()
-        rows = DatasetDict.load_from_disk(str(self.config.data_folder / "dataset"))["train"]
-        asked = rows.select_columns(["input_ids", "loss_mask"])
-        return frozenset(tuple(row["input_ids"][: row["loss_mask"].index(True)]) for row in asked)
+            return None
+        return Learnt(self.config.data_folder / "dataset")
+
+    def _beyond_training(self, workload: Workload) -> list[str]:
+        """A note where prompts with their answers may be longer than anything that was trained on, which
+        data.max_length does not tell: samples may all be far shorter."""
+        if self._learnt is None:
+            return []
+        found, lengths = [len(prompt.ids) for prompt in workload.prompts], self._learnt.lengths
+        longest, more = lengths.max(), self.config.evaluate.max_new_tokens
+        if max(found) + more <= longest:
+            return []
+        many = "–".join(f"{length:,}" for length in dict.fromkeys((min(found), max(found))))
+        median = int(np.median(lengths))
+        told = f"the longest sample trained on has {longest:,}, the median {median:,}"
+        return [f"prompts of {many} tokens and up to {more:,} more: {told}"]
 
     @property
     def _too_long(self) -> str:

@@ -14,7 +14,7 @@ from eagle31_train.measure.rendering import Rendering, UnfitError
 from eagle31_train.schema import UserError
 
 RENDERING = make_rendering()
-LENGTH = 300  # tokens of training
+LENGTH = 300  # data.max_length
 TEXTS = [
     "the quick brown fox jumps over the lazy dog " * 3,
     "hello world, how are you? " * 4,
@@ -53,7 +53,9 @@ def test_each_is_known_by_its_name_and_says_what_it_is():
 
 
 def test_contexts_and_temperatures_of_any_number():
-    assert find("context_3").context == 3
+    assert find("context_3").context(100) == 300
+    assert find("context_768_tokens").context(100) == 768
+    assert find("context_0768_tokens").name == "context_768_tokens"
     assert find("temperature_0.85").temperature == 0.85
     assert find("temperature_0.70") == find("temperature_0.7")
     assert find("context_1.0").name == "context_1"
@@ -65,7 +67,10 @@ def test_contexts_and_temperatures_of_any_number():
         ("system_lng", "no 'system_lng': did you mean 'system_long'"),
         ("template_chatlm", "did you mean 'template_chatml'"),
         ("language_xx", "did you mean 'language_"),
-        ("zzz", "there are no_template, "),
+        ("zzz", "there are no_template, .* context_512_tokens, .*; other numbers will do"),
+        ("context_256tokens", "did you mean 'context_512_tokens'"),
+        ("context_1.5_tokens", "did you mean 'context_512_tokens'"),
+        ("context_0_tokens", "above 0"),
         ("temperature_0", "above 0"),
         ("context_0.0", "above 0"),
         ("context_two", "did you mean"),
@@ -162,6 +167,50 @@ def test_markup_in_a_system_message_is_text():
     assert markup(find("system_adversarial").apply(PROMPT, AROUND).ids) == plain
 
 
+def test_tokens_that_were_added_and_are_not_special_are_text_too():
+    """Reasoning and tool markers often are such. What no space can break is told."""
+    rendering = make_rendering()
+    added = rendering.tokenizer.added_tokens_decoder
+    rendering.tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "##", "\t\t", "|"])
+    new = [rendering.tokenizer.added_tokens_decoder[i] for i in rendering.tokenizer.added_tokens_decoder.keys() - added]
+    assert len(new) == 6
+    assert not any(token.special for token in new)
+    asked = [Prompt("p1", "made", rendering.ids(PROMPT.messages), PROMPT.messages)]
+    whole = rendering.added_in(ADVERSARIAL)
+    assert {"<think>", "</think>", "<tool_call>", "##", "\t\t", "|", "<|im_start|>"} <= set(
+        whole
+    )  # the text holds them
+    adversarial = find("system_adversarial")
+    perturbed = adversarial.apply(asked[0], replace(AROUND, rendering=rendering))
+    system = rendering.decode(perturbed.ids).split("system\n")[1].split("<|im_end|>")[0]
+    assert "< think>< /think>" in system
+    assert "# # # # # # # #" in system
+    assert set(rendering.added_in(system)) == {"\t\t", "|"}
+    (_, told) = adversarial.remarks(asked, [perturbed], rendering)
+    assert told == r"the system message holds added tokens of the target: '|', '\t\t'"
+
+
+@pytest.mark.parametrize(
+    ("family", "replaced"), [("smollm2", 2), ("inside", 2), ("chatml", 0), ("qwen3", 0), ("llama3", 0)]
+)
+@pytest.mark.parametrize("name", ["system_long", "system_adversarial"])
+def test_a_system_message_that_drives_out_the_templates_own_is_told(family, replaced, name):
+    """Prompts with a system message of their own keep it."""
+    rendering = make_rendering(family)
+    system, user = {"role": "system", "content": "Be kind."}, {"role": "user", "content": "hello"}
+    kinds = [[user], [{**user, "content": "world"}], [system, user]]
+    before = [Prompt(f"p{i}", "made", rendering.ids(messages), messages) for i, messages in enumerate(kinds)]
+    after = [find(name).apply(prompt, replace(AROUND, rendering=rendering)) for prompt in before]
+    told = list(find(name).remarks(before, after, rendering))
+    text = "in 2 of 3 prompts it also takes the place of the system turn that the chat template would put in by itself"
+    assert told == ([text] if replaced else [])
+
+
+@pytest.mark.parametrize("name", ["language_de", "context_1", "system_absent", "template_llama3"])
+def test_of_others_their_meaning_says_all(name):
+    assert not list(find(name).remarks([PROMPT], [find(name).apply(PROMPT, AROUND)], RENDERING))
+
+
 @pytest.mark.parametrize("code", WISHES)
 def test_the_wish_for_a_language_ends_the_question(code):
     assert f"here?\n\n{WISHES[code][1]}<|im_end|>" in said(f"language_{code}")
@@ -174,12 +223,13 @@ def test_temperatures_change_no_token():
 # ---------------------------------------------------------------- long contexts
 
 
-@pytest.mark.parametrize("multiple", [0.7, 1, 2.5, 7])
-def test_a_context_has_the_length_that_was_asked_for(multiple):
-    wanted = round(multiple * LENGTH)
+@pytest.mark.parametrize(
+    ("length", "wanted"), [(0.7, 210), (1, LENGTH), (2.5, 750), (7, 2100), ("211_tokens", 211), ("999_tokens", 999)]
+)
+def test_a_context_has_the_length_that_was_asked_for(length, wanted):
     for words in ("What is the question here?", "hello", "你好吗？", "a b c " * 5):
         for name in ("p1", "p2", "p3", "p4"):
-            ids = find(f"context_{multiple}").apply(make_prompt(words, name=name), AROUND).ids
+            ids = find(f"context_{length}").apply(make_prompt(words, name=name), AROUND).ids
             assert abs(len(ids) - wanted) <= 2  # a cut within a character of three tokens
             assert RENDERING.decode(ids).endswith(f"\n\n{words}<|im_end|>\n<|im_start|>assistant\n")
             assert "\ufffd" not in RENDERING.decode(ids)

@@ -184,7 +184,44 @@ def test_prompts_that_are_in_the_training_data_are_told(place):
     found = place.workloads(
         f"evaluate.suites.s.path={file}", f"data_dir={place.folder / 'both'}", data={"splits": held}
     )
-    assert [w.notes for w in found] == [[], ["2 of 3 prompts are in the training data, too"]]
+    assert [w.notes[:-1] for w in found] == [[], ["2 of 3 prompts are in the training data, too"]]
+
+
+def test_prompts_beyond_what_was_trained_on_are_told(place):
+    """data.max_length is where samples are cut, and none need be that long."""
+    folder = place.folder / "data" / "dataset"
+    heldout = DatasetDict.load_from_disk(str(folder))["heldout"]
+    lengths = (90, 150, 100)
+    samples = {"input_ids": [[1] * n for n in lengths], "loss_mask": [[False] + [True] * (n - 1) for n in lengths]}
+    split = DatasetDict({"train": Dataset.from_dict(samples), "heldout": heldout})
+    split.save_to_disk(str(place.folder / "both" / "dataset"))
+    data = {"splits": {"heldout": {"conversations": 4}, "train": {"conversations": 3}}}
+    asked = "evaluate.perturbations=[context_0.6,context_5,context_130_tokens,temperature_0.7]"
+    given = [asked, f"data_dir={place.folder / 'both'}"]
+    found = place.workloads(*given, "evaluate.max_new_tokens=30", data=data)
+    told = {w.perturbation: [n for n in w.notes if "trained on" in n] for w in found}
+    trained = "the longest sample trained on has 150, the median 100"
+    assert told == {
+        None: [],
+        "context_0.6": [],
+        "context_5": [f"prompts of 1,000 tokens and up to 30 more: {trained}"],
+        "context_130_tokens": [f"prompts of 130 tokens and up to 30 more: {trained}"],
+        "temperature_0.7": [],
+    }
+    plain, *_ = place.workloads(*given, "evaluate.max_new_tokens=149", data=data)
+    asked = [len(p.ids) for p in plain.prompts]
+    assert plain.notes == [f"prompts of {min(asked)}–{max(asked)} tokens and up to 149 more: {trained}"]
+
+
+def test_a_system_message_in_place_of_the_templates_own_is_told(place):
+    messages = [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}]
+    file = place.write("own.jsonl", {"messages": messages})
+    options = f"evaluate.suites.own.path={file}", "evaluate.perturbations=[system_long]"
+    _, heldout, _, own = place.workloads(*options)
+    assert heldout.notes[1:] == [
+        "in 4 of 4 prompts it also takes the place of the system turn that the chat template would put in by itself"
+    ]
+    assert own.notes[1:] == []
 
 
 # ---------------------------------------------------------------- sets

@@ -1,0 +1,73 @@
+"""What drafters learnt from, as far as anybody knows: stage 1's training split, and what is in doubt beside it."""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+from numpy.typing import NDArray
+
+from eagle31_train import artifacts
+
+Inputs = dict[str, Any]  # what a training's manifest says that its weights depend on
+
+
+class Learnt:
+    """A training split. It is read from Arrow's arrays, since lists of all of its tokens may not fit in memory."""
+
+    def __init__(self, dataset: Path) -> None:
+        self._rows = Dataset.load_from_disk(str(dataset / "train"))
+
+    def __contains__(self, ids: Sequence[int]) -> bool:
+        """Whether a sample has just these tokens before its first answer."""
+        return _digest(np.asarray(ids)) in self._asked
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each sample."""
+        return np.concatenate([_lengths(ids) for (ids,) in self._columns("input_ids")])
+
+    @cached_property
+    def _asked(self) -> frozenset[bytes]:
+        """What stands before the first answer of each sample, by its hash."""
+        found: set[bytes] = set()
+        for ids, mask in self._columns("input_ids", "loss_mask"):
+            tokens, answers = ids.flatten().to_numpy(), np.flatnonzero(mask.flatten().to_numpy(zero_copy_only=False))
+            starts = np.cumsum(_lengths(ids)) - _lengths(ids)
+            firsts = answers[np.searchsorted(answers, starts)]  # stage 1 keeps no sample without an answer
+            found.update(_digest(tokens[start:first]) for start, first in zip(starts, firsts, strict=True))
+        return frozenset(found)
+
+    def _columns(self, *names: str) -> Iterator[list[Any]]:
+        """Columns as Arrow's lists, some rows at a time."""
+        for table in self._rows.select_columns(list(names)).with_format("arrow").iter(batch_size=1_000):
+            yield [table[name].combine_chunks() for name in names]
+
+
+def doubts(trainings: Mapping[str, Sequence[Inputs | None]], data: str) -> Iterator[str]:
+    """What a reader of any of their numbers should know: who may have learnt the prompts, and which trainings of one
+    drafter are no mere repetitions.
+
+    Args:
+        trainings: of each drafter; None is a published one, of which nothing is known.
+        data: the dataset_fingerprint of what the prompts are held out from, or are looked up in.
+    """
+    for name, (first, *others) in trainings.items():
+        if any(one is None or one.get("data") != data for one in (first, *others)):
+            yield f"nobody knows whether {name} was trained on these prompts"
+        for number, other in enumerate(others, 2):
+            if first is None or other is None:
+                yield f"nobody knows whether trainings 1 and {number} of {name} differ in their seed alone"
+            elif change := artifacts.describe_change({**first, "seed": None}, {**other, "seed": None}):
+                yield f"trainings 1 (there) and {number} (here) of {name} differ in more than their seed: {change}"
+
+
+def _lengths(lists: Any) -> NDArray[np.int64]:
+    return np.asarray(lists.value_lengths().to_numpy(), dtype=np.int64)
+
+
+def _digest(ids: NDArray[Any]) -> bytes:
+    return hashlib.blake2b(ids.astype("<i8").tobytes(), digest_size=16).digest()
