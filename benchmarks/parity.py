@@ -12,6 +12,7 @@ its last j lies one past the end, where it teaches a uniform distribution). We a
 pairs, SpecForge over all rows. SpecForge always feeds back the state before the norm, so norm_output is off beside it.
 """
 
+import argparse
 import sys
 from dataclasses import dataclass, replace
 from typing import Any
@@ -159,4 +160,5 @@ def run() -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     run()

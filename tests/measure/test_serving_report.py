@@ -185,6 +185,10 @@ def test_the_server_is_told_what_is_measured():
     assert "speculative_config" not in arguments(drafter=None)
 
 
+def test_the_server_runs_in_the_targets_dtype_and_not_in_the_exact_evaluations():
+    assert arguments("target.dtype=float16", "evaluate.dtype=float32")["dtype"] == "float16"
+
+
 def test_the_targets_needs_are_those_of_other_stages():
     engine = ["extract.engine=vllm", "+extract.engine_args={tensor_parallel_size:8,max_model_len:4096}"]
     told = arguments("target.trust_remote_code=true", "target.revision=v2", *engine)

@@ -88,7 +88,7 @@ def measure_serving(
     return {
         "definitions": report.DEFINITIONS,
         "vllm": version,
-        "dtype": options.vllm_args.get("dtype", options.dtype),
+        "dtype": options.vllm_args.get("dtype", config.target.dtype),
         "arguments": dict(options.vllm_args),
         "prompts": len(prompts),
         "max_new_tokens": options.max_new_tokens,

@@ -46,7 +46,7 @@ def server_arguments(config: Config, drafter: Path | None, draft_tokens: int, po
     wanted = {
         "model": config.target.path,
         **target_arguments(config),
-        "dtype": config.evaluate.dtype,
+        "dtype": config.target.dtype,  # speed is that of what will be served, not of the exact evaluation
         "seed": config.seed,
         "enable_prefix_caching": False,
         "disable_uvicorn_access_log": True,  # a line for every request is work that serving has no part in
