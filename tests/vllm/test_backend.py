@@ -23,7 +23,8 @@ def asked(llama_run, requests):
 def served(asked, finished_run, target, vllm_python, tmp_path_factory):
     config = load_config([
         "+experiment=smollm2", f"target.path={target}", f"run_dir={tmp_path_factory.mktemp('backend')}",
-        f"evaluate.vllm_python={vllm_python}", "evaluate.vllm_args={enforce_eager: true, dtype: float32}", "evaluate.serve_depths=[3]",
+        f"evaluate.vllm_python={vllm_python}", "evaluate.vllm_args={enforce_eager: true, dtype: float32}",
+        "evaluate.serve_depths=[3]",
         f"evaluate.concurrency=[1,{USERS}]", f"evaluate.max_new_tokens={asked[0]['max_new_tokens']}",
     ])  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
