@@ -3,14 +3,16 @@
 The result, as JSON. An interval is [value, low, high], with null for what cannot be told; K is a number of draft
 tokens, as text; N is a drafter's name:
 
-    definitions     what the numbers mean (DEFINITIONS)
+    definitions     what the numbers mean
     draft_tokens    K of the headline
     drafters        [N, …]; the others are compared with the first
     workloads       [workload, …], of which each has
         name, suite, perturbation (or null), temperature, top_p, prompts, notes
-        tokens_per_second  {"plain" or N: of real decoding}, where it was timed
+        verified    prompts that were decoded by real speculation with every drafter
+        tokens_per_second  {"plain" or N: of real decoding}, of a drafter that was measured alone
         drafters    {N: numbers}
-        differences {N: {K: {difference: interval, ratio: interval}}}  of acceptance lengths, N - first and N / first
+        differences {N: {K: {difference: interval, ratio: interval}}}  of acceptance lengths, N - first and N / first;
+                    of a perturbed workload kept_ratio: interval, too, which is kept of N / kept of the first
         verdict     {N: {text, better: {K: the better one's name, or null}}}
     and of a drafter on a workload, numbers has
         prompts, generated_tokens
@@ -37,30 +39,13 @@ import torch
 from numpy.typing import NDArray
 
 from eagle31_train.measure.drift import MEASURES, drift_sums
-from eagle31_train.measure.intervals import FEW, LEVEL, RESAMPLES, Estimate, Interval, ratios
+from eagle31_train.measure.intervals import LEVEL, RESAMPLES, Estimate, Interval, ratios
 from eagle31_train.measure.results import Measured
+from eagle31_train.measure.verdicts import verdict
 from eagle31_train.schema import UserError
 
 if TYPE_CHECKING:
     from eagle31_train.measure.prompts import Prompt
-
-DEFINITIONS = (
-    "Draft: one verification. The drafter proposes n draft tokens, the target reads them in one forward pass, accepts "
-    "those before the first that it would not have written itself, and adds one token of its own, the bonus token.\n"
-    "Acceptance length: tokens per draft, the bonus token included, which is 1 + accepted tokens / drafts, over all "
-    "drafts of all prompts; from 1 to n + 1. Drafted tokens that the target agrees with past the end of an answer "
-    "count as accepted, as vLLM counts them.\n"
-    "Cumulative acceptance at position k: share of all drafts whose first k tokens were accepted.\n"
-    "Conditional acceptance at position k, if reached: the same share among the drafts whose first k - 1 tokens were "
-    "accepted.\n"
-    "Drift: of drafts from every place of the target's answers, by draft step. Shares of the attention on the first 4 "
-    "tokens of the sequence, the rest of the prompt, what the target has verified, and the drafter's own tokens, which "
-    "sum to one; the root mean square (RMS) of the state that the step reads; the entropy of the draft distribution.\n"
-    f"[low, high]: {LEVEL:.0%} interval by bootstrap over prompts ({RESAMPLES:,} resamples, widened for few prompts by "
-    "Student's t; the same resamples for every drafter, so differences are paired). Each holds for its number alone: "
-    "of 20 differences that are none, one is expected to look like one. They speak of other prompts of the same kind, "
-    "not of other training seeds."
-)
 
 Key = tuple[str, str]
 Counts = NDArray[np.int64]
@@ -95,11 +80,41 @@ def tell(sheets: Sequence[Sheet], depths: Sequence[int], draft_tokens: int) -> d
     """
     plain = {sheet.suite: sheet for sheet in sheets if sheet.perturbation is None}
     return {
-        "definitions": DEFINITIONS,
+        "definitions": definitions(max(depths)),
         "draft_tokens": draft_tokens,
         "drafters": list(dict.fromkeys(name for sheet in sheets for name in sheet.measured)),
-        "workloads": [_workload(sheet, plain.get(sheet.suite), depths) for sheet in sheets],
+        "workloads": [_workload(sheet, plain.get(sheet.suite), depths, draft_tokens) for sheet in sheets],
     }
+
+
+def definitions(deepest: int) -> str:
+    """What the numbers mean, line by line; shares by position are of drafts of `deepest` tokens."""
+    return (
+        "Draft: one verification. The drafter proposes n draft tokens, the target reads them in one forward pass, "
+        "accepts those before the first that it would not have written itself, and adds one token of its own, the "
+        "bonus token.\n"
+        "Acceptance length: tokens per draft, the bonus token included, which is 1 + accepted tokens / drafts, over "
+        "all drafts of all prompts; from 1 to n + 1. Drafted tokens that the target agrees with past the end of an "
+        "answer count as accepted, as vLLM counts them.\n"
+        f"Cumulative acceptance at position k, of drafts of {deepest}: share of all drafts of {deepest} tokens whose "
+        "first k tokens were accepted.\n"
+        f"Conditional acceptance at position k, if reached, of drafts of {deepest}: the same share among the drafts "
+        "whose first k - 1 tokens were accepted.\n"
+        "Several trainings under one name: generated tokens and drafts are sums over them, and acceptance is of all "
+        "their drafts, so that a training weighs by how many drafts it made.\n"
+        "Wins: where the interval of the difference leaves out 0, and each training of the one is ahead of each of the "
+        "other.\n"
+        "Kept, of the plain form: acceptance length on a perturbed form / that on the plain form of the same prompts. "
+        "Who keeps 3 % more has a share 1.03 times that of the other.\n"
+        "Drift: of drafts from every place of the target's answers, by draft step. Shares of the attention on the "
+        "first 4 tokens of the sequence, the rest of the prompt, what the target has verified, and the drafter's own "
+        "tokens, which sum to one; the root mean square (RMS) of the state that the step reads; the entropy of the "
+        "draft distribution.\n"
+        f"[low, high]: {LEVEL:.0%} interval by bootstrap over prompts ({RESAMPLES:,} resamples, widened for few "
+        "prompts by Student's t; the same resamples for every drafter, so differences are paired). Each holds for its "
+        "number alone: of 20 differences that are none, one is expected to look like one. They speak of other prompts "
+        "of the same kind, not of other training seeds."
+    )
 
 
 def headline(numbers: dict[str, Any], draft_tokens: int) -> dict[str, Any]:
@@ -167,7 +182,7 @@ def rounds(measured: Measured, draft_tokens: int) -> list[int]:
 # ---------------------------------------------------------------- one workload
 
 
-def _workload(sheet: Sheet, plain: Sheet | None, depths: Sequence[int]) -> dict[str, Any]:
+def _workload(sheet: Sheet, plain: Sheet | None, depths: Sequence[int], draft_tokens: int) -> dict[str, Any]:
     keys = {name: _keys(measured) for name, measured in sheet.measured.items()}
     first, *others = sheet.measured
     for name in others:
@@ -180,12 +195,15 @@ def _workload(sheet: Sheet, plain: Sheet | None, depths: Sequence[int]) -> dict[
         raise UserError(
             f"{sheet.name}: every answer ended with its first token, so nothing was drafted: choose other prompts"
         )
-    if plain is not None and sheet.perturbation is not None:
-        for name in sheet.measured.keys() & plain.measured.keys():
-            drafters[name]["kept"] = _kept(sheet.measured[name], plain.measured[name], depths)
+    kept = _kept(sheet, plain, depths)
+    for name, share in kept.items():
+        drafters[name]["kept"] = _by_depth(depths, share.intervals())
+    more = {name: kept[name] / kept[first] for name in kept if first in kept}
     lengths = {name: acceptance_lengths(sheet.measured[name], depths, keys[first]) for name in sheet.measured}
-    differences = {name: _difference(lengths[first], lengths[name], depths) for name in others}
+    differences = {name: _difference(lengths[first], lengths[name], more.get(name), depths) for name in others}
+    trainings = {name: numbers.get("by_training") or [_values(numbers)] for name, numbers in drafters.items()}
     count = len(keys[first])
+    unseen = {(each.source, each.id) for rows in sheet.measured.values() for each in rows if not each.seen}
     return {
         "name": sheet.name,
         "suite": sheet.suite,
@@ -193,11 +211,14 @@ def _workload(sheet: Sheet, plain: Sheet | None, depths: Sequence[int]) -> dict[
         "temperature": sheet.temperature,
         "top_p": sheet.top_p,
         "prompts": count,
+        "verified": count - len(unseen),
         "notes": sheet.notes,
         **({"tokens_per_second": {n: tokens / s for n, (tokens, s) in sheet.speeds.items()}} if sheet.speeds else {}),
         "drafters": drafters,
         "differences": differences,
-        "verdict": {name: verdict(first, name, found, count) for name, found in differences.items()},
+        "verdict": {
+            name: verdict(first, name, found, count, trainings, draft_tokens) for name, found in differences.items()
+        },
     }
 
 
@@ -277,14 +298,21 @@ def _trainings(measured: list[Measured], depths: Sequence[int]) -> list[dict[str
     return [_by_depth(depths, [value for value, _, _ in of]) for of in lengths]
 
 
-def _kept(measured: list[Measured], plain: list[Measured], depths: Sequence[int]) -> dict[str, Interval]:
-    """What a perturbation leaves of the acceptance length, over the prompts that have both forms."""
-    both = set(_keys(plain))
-    keys = [key for key in _keys(measured) if key in both]
-    if not keys:
+def _values(numbers: dict[str, Any]) -> dict[str, float | None]:
+    return {depth: found["acceptance_length"][0] for depth, found in numbers["by_depth"].items()}
+
+
+def _kept(sheet: Sheet, plain: Sheet | None, depths: Sequence[int]) -> dict[str, Estimate]:
+    """What a perturbation leaves of each drafter's acceptance length, over the prompts that have both forms."""
+    if plain is None or sheet.perturbation is None:
         return {}
-    share = acceptance_lengths(measured, depths, keys) / acceptance_lengths(plain, depths, keys)
-    return _by_depth(depths, share.intervals())
+    both = set(_keys(next(iter(plain.measured.values()))))
+    keys = [key for key in _keys(next(iter(sheet.measured.values()))) if key in both]  # one order: the draws are paired
+    return {
+        name: acceptance_lengths(measured, depths, keys) / acceptance_lengths(plain.measured[name], depths, keys)
+        for name, measured in sheet.measured.items()
+        if keys and name in plain.measured
+    }
 
 
 def _keys(measured: Iterable[Measured]) -> list[Key]:
@@ -295,55 +323,7 @@ def _by_depth(depths: Sequence[int], values: Sequence[Any]) -> dict[str, Any]:
     return dict(zip(map(str, depths), values, strict=True))
 
 
-# ---------------------------------------------------------------- which is better
-
-
-def _difference(first: Estimate, other: Estimate, depths: Sequence[int]) -> dict[str, Any]:
-    pairs = zip((other - first).intervals(), (other / first).intervals(), strict=True)
-    return _by_depth(depths, [{"difference": difference, "ratio": ratio} for difference, ratio in pairs])
-
-
-def verdict(first: str, other: str, differences: dict[str, Any], prompts: int) -> dict[str, Any]:
-    """Which of two drafters is better at which number of draft tokens: where the interval of their difference has no 0.
-
-    Args:
-        differences: other - first and other / first, by number of draft tokens.
-    """
-    better: dict[str, str | None] = {}
-    for depth, found in differences.items():
-        _, low, high = found["difference"]
-        better[depth] = None if low is None else other if low > 0 else first if high < 0 else None
-    depths = list(differences)
-    parts = []
-    for name in (other, first):
-        won = [depth for depth in depths if better[depth] == name]
-        if won:
-            at = f" at {won[0]}" if len(won) > 1 else ""
-            parts.append(f"{name} wins {_where(won, depths)}, {_gain(differences[won[0]], name == first)}{at}")
-    if not parts:
-        last = depths[-1]
-        parts.append(f"no difference shown at any number of draft tokens, {_gain(differences[last])} at {last}")
-    if prompts < FEW:
-        parts.append(f"only {prompts} prompt{'s' * (prompts != 1)}, which is too few to rely on")
-    return {"text": "; ".join(parts), "better": better}
-
-
-def _where(won: list[str], depths: list[str]) -> str:
-    if won == depths:
-        return "at every number of draft tokens"
-    if won == depths[-len(won) :]:
-        return f"from {won[0]} draft tokens on" if len(won) > 1 else f"at {won[0]} draft tokens"
-    numbers = won[0] if len(won) == 1 else f"{', '.join(won[:-1])} and {won[-1]}"
-    return f"at {numbers} draft token{'s' * (won != ['1'])}"
-
-
-def _gain(found: dict[str, Any], inverse: bool = False) -> str:
-    """The ratio's interval in per cent, of the first over the other if `inverse`."""
-    value, low, high = found["ratio"]
-    if value is None:
-        return "nothing was drafted"
-    if low is None:
-        return f"{100 * (value - 1):+.1f} %"
-    if inverse:
-        value, low, high = 1 / value, 1 / high, 1 / low
-    return f"{100 * (value - 1):+.1f} % [{100 * (low - 1):.1f}, {100 * (high - 1):.1f}]"
+def _difference(first: Estimate, other: Estimate, kept: Estimate | None, depths: Sequence[int]) -> dict[str, Any]:
+    told = {"difference": other - first, "ratio": other / first, **({"kept_ratio": kept} if kept else {})}
+    rows = zip(*(estimate.intervals() for estimate in told.values()), strict=True)
+    return _by_depth(depths, [dict(zip(told, row, strict=True)) for row in rows])

@@ -9,12 +9,14 @@ import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
+import torch
 from tqdm import tqdm
 
-from eagle31_train.measure.acceptance import Sheet
+from eagle31_train.measure.acceptance import Sheet, machine
 from eagle31_train.measure.decoding import (
     Decoded,
     Limits,
@@ -46,6 +48,7 @@ class Outcome:
 
     outputs: of the target, token ids. tokens: of the prompts that were decoded both ways; plain, speculative: seconds
     that these took, with evaluate.draft_tokens, for as many tokens: where drafts are drawn, outputs differ in length.
+    machine: what was measured on, and with which versions, where that is another than now.
     """
 
     outputs: list[list[int]]
@@ -53,6 +56,7 @@ class Outcome:
     tokens: int = 0
     plain: float = 0.0
     speculative: float = 0.0
+    machine: str = ""
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,15 @@ class Measurer:
     limits: Limits
     options: EvaluateConfig
     seed: int
+
+    @property
+    def machine(self) -> str:
+        """What is measured on, and with which versions."""
+        return f"{machine(self.model.device)}, torch {torch.__version__}, transformers {version('transformers')}"
+
+    def shared(self, workload: Workload) -> bool:
+        """Whether one output of the target serves every drafter and every number of draft tokens."""
+        return workload.temperature == 0 or self.options.draft_sampling == "greedy"
 
     def measure(
         self, workload: Workload, candidates: list[Candidate], verified: int | None = None
@@ -85,7 +98,7 @@ class Measurer:
         """
         prompts, options = workload.prompts, self.options
         sampling = Sampling(workload.temperature, workload.top_p, options.draft_sampling)
-        shared = sampling.temperature == 0 or sampling.drafts == "greedy"  # one output serves every drafter and depth
+        shared = self.shared(workload)
         depths = [options.draft_tokens] if shared else range(1, options.depths + 1)
         verified = verified if shared else None
         found: list[tuple[list[int], dict[str, Measured]]] = [([], {})] * len(prompts)
@@ -192,19 +205,30 @@ class Measurer:
 def sheet(workload: Workload, outcomes: dict[str, list[Outcome]]) -> Sheet:
     """What tables and pictures need of a workload; several trainings of one drafter stand under one name.
 
-    Drafters may have been measured at different times, on a machine that was busier then. What each won or lost was
-    beside plain decoding of that time, and is told beside that of the first.
+    Speeds are those of a drafter that was measured alone, with every prompt. Of several, which were measured at other
+    times and with a few prompts each, they would be noise: serving tells which is faster.
     """
-    speeds: dict[str, tuple[int, float]] = {}
-    for name, some in outcomes.items():
-        if some and all(one.tokens for one in some):
-            tokens, plain = sum(one.tokens for one in some), sum(one.plain for one in some)
-            first_tokens, first_plain = speeds.setdefault("plain", (tokens, plain))
-            slower = plain / (first_plain * tokens / first_tokens)
-            speeds[name] = tokens, sum(one.speculative for one in some) / slower
     measured = {name: [each for one in some for each in one.measured] for name, some in outcomes.items()}
-    how = workload.temperature, workload.top_p
-    return Sheet(workload.name, workload.suite, workload.perturbation, *how, measured, speeds, list(notes(workload)))
+    ones = {
+        f"{name}, training {n + 1}" if len(some) > 1 else name: one
+        for name, some in outcomes.items()
+        for n, one in enumerate(some)
+    }
+    speeds: dict[str, tuple[int, float]] = {}
+    if len(ones) == 1:
+        ((name, one),) = ones.items()
+        speeds = {"plain": (one.tokens, one.plain), name: (one.tokens, one.speculative)} if one.tokens else {}
+    elsewhere = [f"{name} was measured on {one.machine}" for name, one in ones.items() if one.machine]
+    return Sheet(
+        workload.name,
+        workload.suite,
+        workload.perturbation,
+        workload.temperature,
+        workload.top_p,
+        measured,
+        speeds,
+        [*notes(workload), *elsewhere],
+    )
 
 
 def remarks(workloads: list[Workload]) -> Iterator[str]:

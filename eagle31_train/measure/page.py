@@ -11,7 +11,7 @@ from eagle31_train import artifacts, report
 from eagle31_train.measure import tables
 from eagle31_train.measure.intervals import Interval
 from eagle31_train.measure.pictures import ALL, SERVING, Picture, pictures
-from eagle31_train.measure.tables import bracket, sampling
+from eagle31_train.measure.tables import bracket, decoded, sampling
 from eagle31_train.report.html import details, document, facts, figure, figures, table
 
 PAGE = "index.html"
@@ -104,11 +104,13 @@ def _workload(workload: dict[str, Any], draft_tokens: int, drawn: Drawn) -> list
             )
         if numbers.get("kept"):
             rows.append(
-                [f"{name}: of the plain form's", *(_cell(share, "{:.0%}") for share in numbers["kept"].values())]
+                [f"{name}: kept, of the plain form", *(_cell(share, "{:.0%}") for share in numbers["kept"].values())]
             )
     for name, differences in workload["differences"].items():
         changes = [differences[depth]["difference"] for depth in depths]
         rows.append([f"{name} - {next(iter(found))}", *(_cell(change, "{:+.2f}") for change in changes)])
+        if more := [differences[depth]["kept_ratio"] for depth in depths if "kept_ratio" in differences[depth]]:
+            rows.append([f"{name} / {next(iter(found))}: kept", *(_cell(one, "{:.3f}") for one in more)])
     positions = [
         [f"{name}: {label}", *(_cell(share, "{:.0%}") for share in numbers[key])]
         for name, numbers in found.items()
@@ -116,7 +118,7 @@ def _workload(workload: dict[str, Any], draft_tokens: int, drawn: Drawn) -> list
     ]
     return [
         f"<h2>{escape(workload['name'])}</h2>",
-        _muted(f"{workload['prompts']:,} prompts", sampling(workload), *workload["notes"]),
+        _muted(f"{workload['prompts']:,} prompts", sampling(workload), decoded(workload), *workload["notes"]),
         _figures(drawn, workload["name"]),
         table(["draft tokens", *depths], rows),
         table([f"position, of {depths[-1]} draft tokens", *depths], positions),

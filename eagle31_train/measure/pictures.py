@@ -162,7 +162,7 @@ def _gain(workload: dict[str, Any], names: list[str], depths: list[int]) -> Pict
         f"{slug(workload['name'])}-gain",
         workload["name"],
         title,
-        "Change of the acceptance length on the same prompts: where a band leaves out 0, there is a difference.",
+        "Change of the acceptance length on the same prompts. Bands speak of other prompts, not of other trainings.",
         draw,
     )
 
@@ -231,7 +231,7 @@ def _overview(result: Result) -> Iterator[Picture]:
                 f"workloads-gain-{slug(name)}",
                 ALL,
                 f"{name} against {names[0]}",
-                f"Change of the acceptance length, in per cent; bold where the 95 % interval leaves out 0. "
+                "Change of the acceptance length, in per cent; bold where one of them wins. "
                 f"Positive: {name} is better.",
                 partial(_cells, name, names[0], rows),
             )
@@ -260,7 +260,7 @@ def _forest(
 
 def _cells(name: str, first: str, workloads: Sequence[dict[str, Any]], theme: Theme) -> Canvas:
     depths = list(workloads[0]["differences"][name])
-    remarks = ["per cent", "bold: the 95 % interval leaves out 0"]
+    remarks = ["per cent", "bold: one of them wins"]
     canvas = Rows(theme, f"{name} against {first}: acceptance length", [w["name"] for w in workloads], TOKENS, remarks)
     ratios = [[w["differences"][name][depth]["ratio"] for depth in depths] for w in workloads]
     gains = np.array([[np.nan if ratio[0] is None else 100 * (ratio[0] - 1) for ratio in row] for row in ratios])

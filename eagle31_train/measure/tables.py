@@ -36,7 +36,7 @@ def _workload(workload: dict[str, Any], draft_tokens: int) -> Iterator[str]:
     drafters = workload["drafters"]
     first = next(iter(drafters))
     depths = list(drafters[first]["by_depth"])
-    yield f"{workload['name']}: {_count(workload['prompts'], 'prompt')}, {sampling(workload)}"
+    yield f"{workload['name']}: {_count(workload['prompts'], 'prompt')}, {sampling(workload)}, {decoded(workload)}"
     yield from (f"  {note}" for note in workload["notes"])
     yield _row("  draft tokens", depths)
     for name, numbers in drafters.items():
@@ -45,13 +45,18 @@ def _workload(workload: dict[str, Any], draft_tokens: int) -> Iterator[str]:
         for training, values in enumerate(numbers.get("by_training", [])):
             yield _row(f"    training {training + 1}", [_shown(values[depth], "{:.3f}") for depth in depths])
         if numbers.get("kept"):
-            yield _row("    of that on the plain form", [_shown(x, "{:.1%}") for x, *_ in numbers["kept"].values()])
-        yield _row("    accepted, position 1, 2, …", [_shown(x, "{:.1%}") for x, *_ in numbers["cumulative"]])
-        yield _row("    if reached", [_shown(x, "{:.1%}") for x, *_ in numbers["conditional"]])
+            yield _row("    kept, of the plain form", [_shown(x, "{:.1%}") for x, *_ in numbers["kept"].values()])
+        yield _row(f"    position, of drafts of {depths[-1]}", [f"{k + 1}" for k in range(len(numbers["cumulative"]))])
+        yield _row("      accepted", [_shown(x, "{:.1%}") for x, *_ in numbers["cumulative"]])
+        yield _row("      if reached", [_shown(x, "{:.1%}") for x, *_ in numbers["conditional"]])
         yield from _drift(numbers["drift"])
     for name, found in workload["differences"].items():
         yield from _three(f"  {name} - {first}", [found[depth]["difference"] for depth in depths], "{:+.3f}")
-        yield f"  {workload['verdict'][name]['text']}"
+        if "kept_ratio" in found[depths[0]]:
+            more = [found[depth]["kept_ratio"] for depth in depths]
+            yield from _three(f"  {name} / {first}: kept", more, "{:.3f}")
+        verdict = workload["verdict"][name]["text"]
+        yield from textwrap.wrap(verdict, WIDTH, initial_indent="  ", subsequent_indent="    ")
     yield from _sources(workload, draft_tokens)
     if speeds := workload.get("tokens_per_second"):
         plain = speeds.get("plain")
@@ -96,6 +101,13 @@ def sampling(workload: dict[str, Any]) -> str:
         return "greedy"
     nucleus = f", top_p {workload['top_p']:g}" if workload["top_p"] < 1 else ""
     return f"sampled at temperature {workload['temperature']:g}{nucleus}"
+
+
+def decoded(workload: dict[str, Any]) -> str:
+    """Of how many prompts real speculation has shown that it changes nothing."""
+    count = workload["verified"]
+    told = "all" if count == workload["prompts"] else f"{count:,} of them" if count else "none"
+    return f"{told} decoded by real speculation"
 
 
 def bracket(interval: Interval, form: str = "{:.3f}") -> str:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from eagle31_train.measure import acceptance
-from eagle31_train.measure.acceptance import DEFINITIONS, Sheet, describe, report, tell, verdict
+from eagle31_train.measure.acceptance import Sheet, definitions, describe, report, tell
 from eagle31_train.measure.prompts import Prompt
 from eagle31_train.measure.results import Drift, Measured
 from eagle31_train.measure.tables import table
@@ -181,6 +181,29 @@ def test_trainings_of_one_drafter_are_drawn_again_together():
     ]
 
 
+def test_counts_of_trainings_are_sums_and_acceptance_is_of_all_their_drafts(pair):
+    both = only(tell([sheet(a=pair["one"] + pair["two"])], DEPTHS, 3))["drafters"]["a"]
+    alone = [only(tell([sheet(a=pair[name])], DEPTHS, 3))["drafters"]["a"] for name in ("one", "two")]
+    assert both["generated_tokens"] == sum(one["generated_tokens"] for one in alone)
+    drafts = [one["by_depth"]["3"]["drafts"] for one in alone]
+    accepted = [sum(one["by_depth"]["3"]["accepted_per_position"]) for one in alone]
+    assert both["by_depth"]["3"]["drafts"] == sum(drafts)
+    assert both["by_depth"]["3"]["acceptance_length"][0] == pytest.approx(1 + sum(accepted) / sum(drafts))
+
+
+def test_one_lucky_training_of_three_does_not_win(pair):
+    """Pooled, it is far ahead of the other drafter, on any prompts; two of its trainings are behind."""
+    usual, lucky = answers(0.6, seed=1), answers(0.95, seed=5)
+    unlucky = [answers(0.55, seed=seed) for seed in (3, 4)]
+    found = only(tell([sheet(usual=usual, lucky=[*lucky, *unlucky[0], *unlucky[1]])], DEPTHS, 3))
+    assert found["differences"]["lucky"]["8"]["difference"][1] > 0
+    assert set(found["verdict"]["lucky"]["better"].values()) == {None}
+    text = found["verdict"]["lucky"]["text"]
+    assert "(lucky ahead in 1 of 3 pairs of trainings); trainings: 3 of lucky, one of usual" in text
+    same = only(tell([sheet(usual=usual, lucky=lucky * 3)], DEPTHS, 3))["verdict"]["lucky"]
+    assert set(same["better"].values()) == {"lucky"}
+
+
 # ---------------------------------------------------------------- two drafters
 
 
@@ -229,52 +252,55 @@ def test_what_a_perturbation_leaves_is_of_the_prompts_that_have_both_forms(pair)
     assert "kept" not in result["workloads"][0]["drafters"]["one"]
 
 
-# ---------------------------------------------------------------- verdicts
+def halved(measured):
+    return [replace(each, accepted=[n // 2 for n in each.accepted]) for each in measured]
 
 
-def told(*bounds):
-    """Differences by depth with these intervals, and ratios of a tenth of them."""
-    return {
-        str(depth): {
-            "difference": [(low + high) / 2, low, high],
-            "ratio": [1 + (low + high) / 20, 1 + low / 10, 1 + high / 10],
-        }
-        for depth, (low, high) in enumerate(bounds, 1)
+def test_who_keeps_more_of_its_plain_form_is_told_on_the_same_draws(pair):
+    """The second loses nothing on six prompts, the first half; prompts that have no second form count for nobody."""
+    one, two = pair["one"], pair["two"]
+    plain, both = sheet(one=one, two=two), slice(0, 6)
+    result = tell([plain, sheet("heldout · x", "x", one=halved(one[both]), two=two[both][::-1])], DEPTHS, 3)
+    workload = result["workloads"][1]
+    for depth in map(str, DEPTHS):
+        value, low, high = workload["differences"]["two"][depth]["kept_ratio"]
+        first, second = (workload["drafters"][name]["kept"][depth][0] for name in ("one", "two"))
+        assert (value, second) == (pytest.approx(second / first), pytest.approx(1))
+        assert 1 < low < value < high
+    value, low, high = (100 * (part - 1) for part in workload["differences"]["two"]["3"]["kept_ratio"])
+    phrase = f"two keeps {value:.1f} % more of its plain form [{low:.1f}, {high:.1f}] at 3"
+    assert phrase in workload["verdict"]["two"]["text"]
+    assert phrase in " ".join(table(result).split())
+    assert "kept_ratio" not in result["workloads"][0]["differences"]["two"]["3"]
+    assert "keeps" not in result["workloads"][0]["verdict"]["two"]["text"]
+    # Both lose the same: paired draws leave no width at all.
+    same = tell([sheet(one=one, two=one), sheet("heldout · x", "x", one=halved(one), two=halved(one))], DEPTHS, 3)
+    found = same["workloads"][1]
+    assert found["differences"]["two"]["3"]["kept_ratio"] == [1.0, 1.0, 1.0]
+    assert "two keeps 0.0 % more of its plain form [0.0, 0.0] at 3" in found["verdict"]["two"]["text"]
+
+
+def test_forms_of_other_prompts_have_nothing_in_common(pair):
+    rows = [replace(each, id=f"other {each.id}") for each in pair["one"]]
+    result = tell([sheet(**pair), sheet("heldout · x", "x", one=rows, two=rows)], DEPTHS, 3)
+    assert "kept_ratio" not in result["workloads"][1]["differences"]["two"]["3"]
+
+
+def test_prompts_are_verified_that_every_drafter_decoded(pair):
+    """Of every training, too: what one of them did not decode was not shown."""
+    seen = {
+        name: [replace(m, seen={3: m.rounds(3)} if i < 5 else {}) for i, m in enumerate(pair[name])] for name in pair
     }
-
-
-UP, DOWN, NONE = (0.2, 0.6), (-0.6, -0.2), (-0.2, 0.4)
-
-
-@pytest.mark.parametrize(
-    ("bounds", "text"),
-    [
-        ([NONE, NONE, UP, UP], "B wins from 3 draft tokens on, +4.0 % [2.0, 6.0] at 3"),
-        ([UP, UP], "B wins at every number of draft tokens, +4.0 % [2.0, 6.0] at 1"),
-        ([NONE, UP], "B wins at 2 draft tokens, +4.0 % [2.0, 6.0]"),
-        ([UP, NONE, UP, NONE], "B wins at 1 and 3 draft tokens, +4.0 % [2.0, 6.0] at 1"),
-        ([UP, NONE], "B wins at 1 draft token, +4.0 % [2.0, 6.0]"),
-        ([DOWN, DOWN], "A wins at every number of draft tokens, +4.2 % [2.0, 6.4] at 1"),
-        (
-            [DOWN, NONE, UP, UP],
-            "B wins from 3 draft tokens on, +4.0 % [2.0, 6.0] at 3; A wins at 1 draft token, +4.2 % [2.0, 6.4]",
-        ),
-        ([NONE, NONE], "no difference shown at any number of draft tokens, +1.0 % [-2.0, 4.0] at 2"),
-    ],
-)
-def test_a_verdict_says_who_wins_and_where(bounds, text):
-    assert verdict("A", "B", told(*bounds), 20)["text"] == text
-
-
-def test_a_verdict_of_few_prompts_says_so():
-    assert verdict("A", "B", told(UP, UP), 9)["text"].endswith("; only 9 prompts, which is too few to rely on")
-    one = {"1": {"difference": [0.5, None, None], "ratio": [1.25, None, None]}}
-    found = verdict("A", "B", one, 1)
-    assert found == {
-        "text": "no difference shown at any number of draft tokens, +25.0 % at 1; "
-        "only 1 prompt, which is too few to rely on",
-        "better": {"1": None},
-    }
+    fewer = [replace(m, seen={3: m.rounds(3)} if i < 4 else {}) for i, m in enumerate(pair["two"])]
+    for rows, count, words in (
+        (seen, 5, "5 of them"),
+        ({**seen, "two": seen["two"] + fewer}, 4, "4 of them"),
+        ({**seen, "two": pair["two"]}, 0, "none"),
+        ({"one": seen["one"][:5]}, 5, "all"),
+    ):
+        result = tell([sheet(**rows)], DEPTHS, 3)
+        assert only(result)["verified"] == count
+        assert f"prompts, greedy, {words} decoded by real speculation" in table(result)
 
 
 def test_of_many_comparisons_without_a_difference_few_find_one():
@@ -297,12 +323,15 @@ def test_a_result_is_plain_json_and_the_same_again(pair, compared):
 
 def test_the_table_says_what_its_numbers_mean(compared):
     text = table(compared)
-    assert " ".join(" ".join(text.split()).split()).endswith(" ".join(DEFINITIONS.split()))
+    assert " ".join(" ".join(text.split()).split()).endswith(" ".join(definitions(8).split()))
     numbers = only(compared)["drafters"]["two"]["by_depth"]
     line = next(line for line in text.splitlines() if line.startswith("  two: acceptance length"))
     assert line.split()[3:] == [f"{numbers[str(depth)]['acceptance_length'][0]:.3f}" for depth in DEPTHS]
     assert only(compared)["verdict"]["two"]["text"] in text
-    assert "heldout: 12 prompts, greedy" in text
+    assert "heldout: 12 prompts, greedy, none decoded by real speculation" in text
+    assert "of drafts of 8: share" in definitions(8)
+    positions = next(line for line in text.splitlines() if line.startswith("    position, of drafts of 8 "))
+    assert positions.split()[-8:] == list("12345678")
     assert max(map(len, text.splitlines())) <= 120
 
 

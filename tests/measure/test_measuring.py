@@ -295,16 +295,20 @@ def test_several_trainings_stand_under_one_name(model, candidates):
     found = measurer_of(model).measure(GREEDY, candidates)
     told = sheet(GREEDY, {"one": [found["llama"], found["mla"]], "two": [found["other"]]})
     assert [one.id for one in told.measured["one"]] == [f"p{i}" for i in range(5)] * 2
-    assert told.speeds.keys() == {"plain", "one", "two"}
-    assert told.speeds["one"][0] == 2 * told.speeds["two"][0] == 2 * 5 * TOKENS
 
 
-def test_speeds_are_beside_plain_decoding_of_the_same_time():
-    """The machine was four times as busy when the second was measured, and its trainings are two."""
-    idle, busy = Outcome([], [], 100, plain=10.0, speculative=5.0), Outcome([], [], 100, plain=40.0, speculative=80.0)
-    told = sheet(GREEDY, {"twice": [idle], "half": [busy, busy]}).speeds
-    paces = {name: tokens / seconds for name, (tokens, seconds) in told.items()}
-    assert paces == {"plain": 10.0, "twice": 20.0, "half": 5.0}
+def test_speeds_are_told_of_a_drafter_that_was_measured_alone():
+    """Of several, each decoded a batch or two, at times of their own: that is noise, and no word is said of it."""
+    one, another = Outcome([], [], 100, plain=10.0, speculative=5.0), Outcome([], [], 100, plain=40.0, speculative=80.0)
+    assert sheet(GREEDY, {"it": [one]}).speeds == {"plain": (100, 10.0), "it": (100, 5.0)}
+    assert sheet(GREEDY, {"it": [one], "other": [another]}).speeds == {}
+    assert sheet(GREEDY, {"it": [one, another]}).speeds == {}
+
+
+def test_what_was_measured_elsewhere_is_told():
+    here, there = Outcome([], []), Outcome([], [], machine="an older machine")
+    notes = sheet(GREEDY, {"a": [here], "b": [there], "c": [here, there]}).notes
+    assert notes == ["b was measured on an older machine", "c, training 2 was measured on an older machine"]
 
 
 def test_what_a_workload_leaves_out_is_told_beside_its_numbers():

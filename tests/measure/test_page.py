@@ -125,6 +125,7 @@ def test_the_page_says_what_was_measured(whole):
     html = page.render(whole, {})
     text = text_of(html)
     value, low, high = whole["workloads"][0]["drafters"]["B"]["by_depth"]["3"]["acceptance_length"]
+    more = whole["workloads"][1]["differences"]["B"]["1"]["kept_ratio"]
     for words in (
         "B against <A>",
         "a processor · float32 · at most 128 tokens per answer",
@@ -132,7 +133,9 @@ def test_the_page_says_what_was_measured(whole):
         "speed with B 1.50 × prompts 16",
         whole["workloads"][0]["verdict"]["B"]["text"],
         "only 4 prompts, which is too few to rely on",
-        "12 prompts · greedy · first turns & no more",
+        "of its plain form [",
+        f"B / A: kept {more[0]:.3f} [{more[1]:.3f}, {more[2]:.3f}]",
+        "12 prompts · greedy · none decoded by real speculation · first turns & no more",
         "Acceptance length: tokens per draft, the bonus token included",
         "num_speculative_tokens=3 is best",
         "vLLM 0.32, bfloat16 · 12 prompts of heldout · sampled at temperature 0.7 · at most 64 tokens per answer",

@@ -2,12 +2,15 @@
 
 import dataclasses
 import json
+from contextlib import nullcontext
 
 import pytest
+import torch
 
 from eagle31_train import artifacts
 from eagle31_train.cli import load_config
 from eagle31_train.measure import drafters, records
+from eagle31_train.measure.acceptance import machine
 from eagle31_train.measure.decoding import Limits
 from eagle31_train.measure.measuring import Measurer, Outcome
 from eagle31_train.measure.results import Drift, Measured
@@ -22,6 +25,8 @@ class Recorded(Measurer):
     """Tells what was asked of it, and what came of it without decoding; is stopped at the workload `stop`."""
 
     stop: str | None = None
+    machine = "here"
+    output = (1, 2)
 
     def __init__(self, *options):
         config = load_config(["+experiment=smollm2", *options])
@@ -38,7 +43,14 @@ class Recorded(Measurer):
         self.asked.append((workload.name, [candidate.name for candidate in candidates], verified))
         drift = Drift(*([0.1 * i, 1 / 3] for i in range(6)))
         return {
-            c.name: Outcome([[1, 2]], [Measured("p", "s", 2, [3], drift, {3: [1]})], 2, 0.1, 0.3) for c in candidates
+            c.name: Outcome(
+                [list(Recorded.output)] * len(workload.prompts),
+                [Measured("p", "s", 2, [3], drift, {3: [1]})],
+                2,
+                0.1,
+                0.3,
+            )
+            for c in candidates
         }
 
     def run(self, folder, candidates, workloads=(ONE, TWO), verified=None, end_ids=(2, 1)):
@@ -53,14 +65,17 @@ class Recorded(Measurer):
 @pytest.fixture(autouse=True)
 def never_stopped(monkeypatch):
     monkeypatch.setattr(Recorded, "stop", None)
+    monkeypatch.setattr(Recorded, "machine", "here")
+    monkeypatch.setattr(Recorded, "output", (1, 2))
 
 
-def test_what_is_kept_is_what_was_measured(model, candidates, tmp_path):
+def test_what_is_kept_is_what_was_measured(model, candidates, tmp_path, monkeypatch):
     options = load_config(["+experiment=smollm2", "evaluate.depths=4"]).evaluate
     real = Measurer(model, Limits(8, ()), options, 0)
     inputs = {"any": 1}
     (first,), files = records.measured(tmp_path, [ONE], real, candidates, inputs)
-    (again,), same = records.measured(tmp_path, [ONE], None or Recorded(), candidates, inputs)
+    monkeypatch.setattr(Recorded, "machine", real.machine)
+    (again,), same = records.measured(tmp_path, [ONE], Recorded(), candidates, inputs)
     assert again == first
     assert same == files
     assert all(one.drift is not None and one.seen for outcome in first.values() for one in outcome.measured)
@@ -129,6 +144,67 @@ def test_another_workload_of_the_same_name_is_measured_anew(candidates, tmp_path
     assert len(measurer.asked) == 1
 
 
+@pytest.mark.parametrize(
+    ("owner", "name", "other"),
+    [(records.torch, "__version__", "9.9.9"), (records, "pick_device", lambda name: records.torch.device("meta"))],
+)
+def test_another_torch_or_kind_of_device_measures_anew(candidates, tmp_path, monkeypatch, owner, name, other):
+    measurer = Recorded("evaluate.warmup=false")
+    measurer.run(tmp_path, candidates[:1], [ONE])
+    monkeypatch.setattr(owner, name, other)
+    measurer.run(tmp_path, candidates[:1], [ONE])
+    assert len(measurer.asked) == 1
+
+
+# ---------------------------------------------------------------- another machine
+
+
+def test_a_record_knows_the_machine_and_the_versions_that_made_it(model, candidates, tmp_path, monkeypatch):
+    measurer = Recorded("evaluate.warmup=false")
+    measurer.run(tmp_path, candidates[:1], [ONE])
+    (file,) = tmp_path.glob("*.json")
+    assert json.loads(file.read_text())["outcome"]["machine"] == "here"
+    (again,) = measurer.run(tmp_path, candidates[:1], [ONE])
+    assert again["llama"].machine == "", "the present machine is told once, of all"
+    monkeypatch.setattr(Recorded, "machine", "elsewhere")
+    (mixed,) = measurer.run(tmp_path, candidates[:2], [ONE])
+    assert {name: outcome.machine for name, outcome in mixed.items()} == {"llama": "here", "mla": ""}
+    real = Measurer(model, Limits(8, ()), measurer.options, 0).machine
+    assert real.startswith(machine(model.device))
+    assert f", torch {torch.__version__}, transformers " in real
+
+
+def test_drafters_beside_which_the_target_wrote_otherwise_are_not_compared(candidates, tmp_path, monkeypatch):
+    measurer = Recorded("evaluate.warmup=false")
+    measurer.run(tmp_path, candidates[:2], [ONE])
+    kept = sorted(tmp_path.iterdir(), key=lambda file: "mla" in file.name)
+    monkeypatch.setattr(Recorded, "machine", "elsewhere")
+    monkeypatch.setattr(Recorded, "output", (1, 3))
+    for _ in range(2):  # just measured, and read again: what is to go is of the other machine
+        with pytest.raises(UserError) as error:
+            measurer.run(tmp_path, candidates, [ONE])
+        assert str(error.value) == (
+            "one, prompt p0: the target's output is not the same for llama, mla (measured on here) as for other (on "
+            f"elsewhere), so these cannot be compared: remove {kept[0]}, {kept[1]} and run the same command again"
+        )
+    for file in kept:
+        file.unlink()
+    measurer.run(tmp_path, candidates, [ONE])
+    assert measurer.asked == [("one", ["llama", "mla"], None)]
+
+
+@pytest.mark.parametrize(("workload", "refused"), [(ONE, True), (TWO, False)])
+def test_where_drafts_are_drawn_outputs_may_differ(candidates, tmp_path, monkeypatch, workload, refused):
+    measurer = Recorded("evaluate.warmup=false", "evaluate.draft_sampling=probabilistic")
+    measurer.run(tmp_path, candidates[:1], [workload])
+    monkeypatch.setattr(Recorded, "output", (1, 3))
+    with pytest.raises(UserError, match="one, prompt p0: ") if refused else nullcontext():
+        measurer.run(tmp_path, candidates, [workload])
+
+
+# ---------------------------------------------------------------- damage
+
+
 def half(text):
     return text[: len(text) // 2]
 
@@ -175,7 +251,9 @@ def test_training_again_from_the_same_inputs_is_another_drafter(run, model):
     def identity():
         config = run.config()
         checkpoint = drafters.of_run(run.folder, config.data_folder)
-        return drafters.load(checkpoint, "it", CachedTarget(model, [1, 2, 4]), config).identity, checkpoint.identity
+        loaded = drafters.load(checkpoint, "it", CachedTarget(model, [1, 2, 4]), config)
+        assert loaded.identity == checkpoint.identity
+        return loaded.identity
 
     before = identity()
     assert identity() == before
@@ -185,5 +263,4 @@ def test_training_again_from_the_same_inputs_is_another_drafter(run, model):
     run.weights.write_bytes(data)
     run.finish_training()
     assert artifacts.read_json(run.folder / "train" / "manifest.json", "")["inputs"] == manifest["inputs"]
-    assert identity()[0] != before[0]
-    assert identity()[1] == before[1] == "e" * 16, "by which results are found for a training"
+    assert identity() != before
