@@ -20,10 +20,8 @@ def sections(evaluation: Finding | None, serving: Finding | None, comparisons: S
     yield "## Measured acceptance"
     if evaluation is None:
         yield "The acceptance of this checkpoint was not measured."
-    elif "result" in evaluation.told:
-        yield from _acceptance(evaluation)
     else:
-        yield from _headline(evaluation.told["report"])
+        yield from _acceptance(evaluation)
     yield "## Measured in vLLM"
     if serving is None:
         yield "How fast vLLM is with this checkpoint was not measured."
@@ -53,7 +51,7 @@ def _acceptance(finding: Finding) -> Iterator[str]:
         f"**Acceptance length {bracket(length)} with {_count(int(at), 'draft token')}**, on "
         f"{_count(first['prompts'], 'prompt')} of {plain(first['name'])}, {sampling(first)}. {_meaning()}"
     )
-    yield _how(report)
+    yield _how(result, report["identical"])
     yield from _conditions(result)
     if speeds := first.get("tokens_per_second"):
         name = next(iter(first["drafters"]))
@@ -65,9 +63,8 @@ def _acceptance(finding: Finding) -> Iterator[str]:
         yield _overview(workloads, at)
     else:
         yield "Other prompts than these, and these under perturbation, were not measured."
-    left_out = finding.told.get("left_out", {})
     for number, workload in enumerate(workloads):
-        told = list(_workload(workload, at, left_out.get(workload["name"], {})))
+        told = list(_workload(workload, at))
         if number:
             length = _numbers(workload)["by_depth"][at]["acceptance_length"]
             yield from _folded(f"{workload['name']}: {bracket(length)} with {at} draft tokens", told[1:])
@@ -78,43 +75,20 @@ def _acceptance(finding: Finding) -> Iterator[str]:
         yield from _pictures(finding)
 
 
-def _headline(report: Mapping[str, Any]) -> Iterator[str]:
-    """An evaluation that an earlier version made."""
-    shown = {
-        "acceptance length (accepted + 1 per verification)": f"{report['acceptance_length']:.3f}",
-        "acceptance at each depth": ", ".join(f"{share:.3f}" for share in report["acceptance_at_depth"]),
-        **{key.replace("_", " "): str(report[key]) for key in _CONDITIONS if key in report},
-    }
-    speed = report.get("tokens_per_second") or {}
-    shown |= {f"tokens per second, {name}": f"{value:.1f}" for name, value in speed.items()}
-    yield _how(report)
-    yield grid(["measure", "value"], [[plain(key), plain(value)] for key, value in shown.items()])
-    sources = report.get("by_source") or {}
-    if len(sources) > 1 or report.get("not_measured"):
-        rows = [
-            [
-                plain(name),
-                str(found["prompts"]),
-                str(found["drafts"]),
-                bracket([found["acceptance_length"], None, None]),
-                ", ".join("–" if share is None else f"{share:.3f}" for share in found["acceptance_at_depth"]),
-            ]
-            for name, found in sources.items()
-        ]
-        yield grid(["source", "prompts", "drafts", "acceptance length", "at each depth"], rows)
-    if missing := report.get("not_measured"):
-        yield f"Not measured, since none of its prompts was decoded: {plain(', '.join(missing))}."
-    yield "Intervals, other numbers of draft tokens, other prompts, and drift were not measured."
-
-
-_CONDITIONS = ("prompts", "draft_tokens", "max_new_tokens", "drafts", "generated_tokens", "dtype", "machine")
-
-
-def _how(report: Mapping[str, Any]) -> str:
-    decoded = "Draft and target were run by eagle31's own evaluator, by real speculative decoding"
-    if report.get("identical", True):
-        return f"{decoded}; every output was equal to plain decoding of the target."
-    return f"{decoded}; drafts were sampled, so outputs are other draws from the target's own distribution."
+def _how(result: Mapping[str, Any], identical: bool) -> str:
+    """What was decoded for real, and what was not."""
+    real = (
+        f"at {_count(result['draft_tokens'], 'draft token')} by real speculative decoding, with every output equal to "
+        "plain decoding of the target; other numbers of draft tokens are told from the same outputs"
+    )
+    drawn = (
+        "with drafts that were sampled, too, by real speculative decoding at every number of draft tokens, so that "
+        "outputs are other draws from the target's own distribution"
+    )
+    if not identical:
+        greedy = any(not workload["temperature"] for workload in result["workloads"])
+        real = f"where tokens are chosen greedily, {real}; where they are sampled, {drawn}" if greedy else drawn
+    return f"Draft and target were run by eagle31's own evaluator: {real}."
 
 
 def _overview(workloads: Sequence[Workload], at: str) -> str:
@@ -136,13 +110,11 @@ def _overview(workloads: Sequence[Workload], at: str) -> str:
     return grid([*header, "attention on its own drafts at the last step"], rows)
 
 
-def _workload(workload: Workload, at: str, left_out: Mapping[str, str]) -> Iterator[str]:
+def _workload(workload: Workload, at: str) -> Iterator[str]:
     """Everything of one workload: by depth, drift, by source."""
     numbers = _numbers(workload)
     yield f"### {plain(workload['name'])}"
-    reasons = {why: list(left_out.values()).count(why) for why in left_out.values()}
-    gone = [f"{_count(count, 'prompt')} left out: {why}" for why, count in reasons.items()]
-    yield plain("; ".join([_count(workload["prompts"], "prompt"), sampling(workload), *workload["notes"], *gone])) + "."
+    yield plain("; ".join([_count(workload["prompts"], "prompt"), sampling(workload), *workload["notes"]])) + "."
     kept, deepest = numbers.get("kept"), len(numbers["by_depth"])
     header = ["n", "acceptance length with n draft tokens", *(["kept of the plain form's"] if kept else [])]
     rows = [
@@ -236,13 +208,16 @@ def _comparison(finding: Finding) -> Iterator[str]:
     for other in others:
         compared = [workload for workload in told["workloads"] if other in workload["differences"]]
         yield grid(
-            ["prompts", "number", f"{plain(other)} against {plain(first)}"],
-            [[plain(w["name"]), f"{w['prompts']:,}", plain(w["verdict"][other]["text"])] for w in compared],
+            ["prompts", "number", "decoding", f"{plain(other)} against {plain(first)}"],
+            [
+                [plain(w["name"]), f"{w['prompts']:,}", sampling(w), plain(w["verdict"][other]["text"])]
+                for w in compared
+            ],
         )
         depths = list(compared[0]["differences"][other]) if compared else []
         yield (
             f"Difference of the acceptance lengths, {plain(other)} - {plain(first)}, by number of draft tokens; bold "
-            "where its interval leaves out 0:"
+            "where one of them wins:"
         )
         rows = [[plain(workload["name"]), *_changes(workload, other, depths)] for workload in compared]
         yield grid(["prompts", *depths], rows)
@@ -254,6 +229,8 @@ def _comparison(finding: Finding) -> Iterator[str]:
         for workload in told["workloads"]
     ]
     yield grid([f"acceptance length with {at} draft tokens", *map(plain, told["drafters"])], rows)
+    if noted := [workload for workload in told["workloads"] if workload["notes"]]:
+        yield "\n".join(f"- {plain(workload['name'])}: {plain('; '.join(workload['notes']))}" for workload in noted)
     if serving := told.get("serving"):
         yield from _serving(serving)
     yield from _pictures(finding)

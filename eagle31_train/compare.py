@@ -36,7 +36,7 @@ from eagle31_train.targets.cached import CachedTarget
 from eagle31_train.targets.hf import load_model
 
 RESULT = "result.json"
-DATA, EXPORT = "python -m data_prep", "python -m eagle31_train.export"
+DATA = "python -m data_prep"
 COMPARISONS = Path("runs/compare")
 FEWER = "give two drafters or more: python -m eagle31_train.compare runs/a runs/b"
 Named = dict[str, list[str]]  # what a drafter is called → its trainings
@@ -90,7 +90,7 @@ def compare(named: Named, config: Config) -> None:
 
     Raises:
         UserError: fewer than two drafters, or one that cannot be read or belongs to another target; missing data; an
-            output that speculation changed.
+            output that speculation changed; a folder that has another comparison.
     """
     if twice := named.pop("", None):
         raise UserError(f"two drafters are called {twice[0]}: tell them apart as NAME:{named[twice[0]][0]}")
@@ -105,6 +105,11 @@ def compare(named: Named, config: Config) -> None:
     check_options(options)
     if verified < 0:
         raise UserError(f"compare.verified={verified} is no number of prompts: give 0 or more")
+    # Of comparisons without a folder of their own, all find what was measured for the others.
+    kept = Path(config.compare.out or COMPARISONS) / "workloads"
+    out = Path(config.compare.out or COMPARISONS / "-".join(re.sub(r"[^\w.]+", "_", name) for name in named))
+    if config.compare.out is None and not config.overwrite:
+        refuse_another(out, named)
     drafts = {name: exported(some[0]) for name, some in named.items()} if options.backend == "vllm" else {}
     data = artifacts.read_json(config.data_folder / artifacts.MANIFEST, DATA)
     if damage := artifacts.first_damaged(config.data_folder, data.get("files", {})):
@@ -116,16 +121,15 @@ def compare(named: Named, config: Config) -> None:
     }
     unknown = [note for checkpoint in checkpoints.values() for note in check_heldout(checkpoint, config, data)]
     candidates = [drafters.load(one, name, target, config) for name, one in checkpoints.items()]
+    positions = [one.shape.max_position_embeddings for one in checkpoints.values()]
+    room = drafters.room(config, positions, [options.draft_tokens, options.depths])
     workloads = [
         replace(workload, notes=[*workload.notes, *unknown]) if workload.suite == suites.HELDOUT else workload
-        for workload in suites.workloads(config, data, drafters.room(target, candidates, options))
+        for workload in suites.workloads(config, data, room)
     ]
     for remark in remarks(workloads):
         print(f"compare: {remark}")
 
-    # Of comparisons without a folder of their own, all find what was measured for the others.
-    kept = Path(config.compare.out or COMPARISONS) / "workloads"
-    out = Path(config.compare.out or COMPARISONS / "-".join(re.sub(r"[^\w.]+", "_", name) for name in named))
     measurer = Measurer(model, Limits(options.max_new_tokens, frozenset(data["end_ids"])), options, config.seed)
     inputs = records.inputs(config, data["end_ids"])
     outcomes, _ = records.measured(kept, workloads, measurer, candidates, inputs, verified)
@@ -190,14 +194,27 @@ def check_heldout(checkpoint: Checkpoint, config: Config, data: dict[str, Any]) 
         )
 
 
+def refuse_another(out: Path, named: Named) -> None:
+    """Drafters of other folders may have the same names, and so would this comparison."""
+    if not (out / RESULT).is_file():
+        return
+
+    def places(trainings: Named) -> list[list[Path]]:
+        return [[Path(one).resolve() for one in some] for some in trainings.values()]
+
+    told = artifacts.read_json(out / RESULT, "this command").get("trainings", {})
+    if places(told) != places(named):
+        there = " ".join(f"{name}:{','.join(some)}" for name, some in told.items())
+        raise UserError(f"{out} compares {there}: give another compare.out=…, or replace it with overwrite=true")
+
+
 def exported(where: str) -> Path:
     """What vLLM serves of a drafter."""
     folder = Path(where) if Path(where).is_dir() else published.fetch(where, None)
-    if (folder / "train").is_dir():
-        folder /= "export"
-    if not (folder / "config.json").is_file():
-        raise UserError(f"{folder} holds no exported checkpoint: run `{EXPORT}` for it first")
-    return folder
+    if not (folder / "train").is_dir():
+        return folder
+    drafters.exported(folder)
+    return folder / "export"
 
 
 def command(named: Named, config: Config) -> str:

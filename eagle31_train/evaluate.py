@@ -26,9 +26,9 @@ from eagle31_train.measure.serving import report as serving_report
 from eagle31_train.schema import Config, EvaluateConfig, UserError
 from eagle31_train.store import read_manifest
 from eagle31_train.targets.cached import CachedTarget
-from eagle31_train.targets.hf import load_model, pick_device, read_config
+from eagle31_train.targets.hf import load_model, pick_device
 
-DATA, EXPORT = "python -m data_prep", "python -m eagle31_train.export"
+DATA = "python -m data_prep"
 LAYOUT = 3  # raise it when the same inputs are counted or reported otherwise
 
 
@@ -49,7 +49,7 @@ def evaluate(config: Config) -> None:
     checkpoint = drafters.of_run(Path(config.run_dir), config.data_folder)
     trained = checkpoint.manifest
     assert trained is not None
-    inputs = stage_inputs(config, data, trained)
+    inputs = stage_inputs(config, data, {"train": trained["fingerprint"], "checkpoint": checkpoint.identity})
     folder = Path(config.run_dir) / "evaluate"
     if artifacts.finished(folder, artifacts.fingerprint(inputs), inputs, config.overwrite):
         print(f"evaluate: up to date ({folder})")
@@ -61,7 +61,8 @@ def evaluate(config: Config) -> None:
 
     target = CachedTarget(load_model(config.target, options.dtype), checkpoint.shape.aux_layers)
     candidate = drafters.load(checkpoint, config.name, target, config)
-    workloads = suites.workloads(config, data, drafters.room(target, [candidate], options))
+    room = drafters.room(config, [checkpoint.shape.max_position_embeddings], [options.draft_tokens, options.depths])
+    workloads = suites.workloads(config, data, room)
     for remark in remarks(workloads):
         print(f"evaluate: {remark}")
     limits = Limits(options.max_new_tokens, frozenset(data["end_ids"]))
@@ -109,27 +110,21 @@ def serve(config: Config) -> None:
     """Measure the exported checkpoint as vLLM serves it.
 
     Raises:
-        UserError: nothing was exported, or vLLM cannot be run.
+        UserError: what is exported is not whole, or not what was trained, or vLLM cannot be run.
     """
     began = time.perf_counter()
     run_dir = Path(config.run_dir)
-    exported = artifacts.read_json(run_dir / "export.json", EXPORT)
-    if damage := artifacts.first_damaged(run_dir, exported["files"]):
-        raise UserError(f"{damage}: run `{EXPORT}` again")
-    if "checkpoint" not in exported:
-        raise UserError(f"{run_dir / 'export.json'} is of an earlier version: run `{EXPORT}` again")
+    exported = drafters.exported(run_dir)
     data = artifacts.read_json(config.data_folder / artifacts.MANIFEST, DATA)
-    inputs = {
-        **stage_inputs(config, data, {"fingerprint": exported["inputs"]["train"]}),
-        "export": exported["checkpoint"],  # and not its card, which tells what is found here
-    }
+    # Of the checkpoint, and not of its card, which tells what is found here.
+    inputs = stage_inputs(config, data, {"train": exported["inputs"]["train"], "export": exported["checkpoint"]})
     folder = run_dir / "serving"
     if artifacts.finished(folder, artifacts.fingerprint(inputs), inputs, config.overwrite):
         print(f"evaluate: up to date ({folder})")
         return
     if (train := run_dir / "train" / artifacts.MANIFEST).is_file():  # vLLM can do without
         refuse_other_data(config, data, artifacts.read_json(train, TRAIN))
-    workloads = suites.workloads(config, data, serving_room(config))
+    workloads = suites.workloads(config, data, drafters.room(config, [config.drafter.max_position_embeddings]))
     if len(workloads) > 1:
         raise UserError(
             "evaluate.backend=vllm measures one workload at a time: leave out evaluate.perturbations, and give one set "
@@ -167,8 +162,9 @@ def refuse_other_data(config: Config, data: dict[str, Any], trained: dict[str, A
 
 
 def report(result: dict[str, Any], outcome: Outcome, options: EvaluateConfig) -> dict[str, Any]:
-    """The manifest's report: the first workload, at evaluate.draft_tokens."""
+    """The manifest's report: the first workload, at evaluate.draft_tokens; `identical` speaks of all."""
     workload = result["workloads"][0]
+    drawn = options.draft_sampling != "greedy" and any(each["temperature"] for each in result["workloads"])
     (numbers,) = workload["drafters"].values()
     found = acceptance.report(numbers, options.draft_tokens)
     return {
@@ -179,7 +175,7 @@ def report(result: dict[str, Any], outcome: Outcome, options: EvaluateConfig) ->
             "speculative": outcome.tokens / outcome.speculative,
             "plain": outcome.tokens / outcome.plain,
         },
-        "identical": options.temperature == 0 or options.draft_sampling == "greedy",  # or measuring would have refused
+        "identical": not drawn,  # or measuring would have refused
         "workload": workload["name"],
         "dtype": options.dtype,
         "machine": result["machine"],
@@ -197,17 +193,8 @@ def not_measured(result: dict[str, Any], data: dict[str, Any]) -> list[str]:
 # ---------------------------------------------------------------- input
 
 
-def serving_room(config: Config) -> int:
-    """How many tokens a prompt may have, so that vLLM takes it and drafts every time."""
-    options = config.evaluate
-    own = getattr(read_config(config.target), "max_position_embeddings", None)
-    limits = [config.drafter.max_position_embeddings, own, options.vllm_args.get("max_model_len")]
-    beyond = drafters.past_the_end(max(options.serve_depths, default=0))
-    return min(limit for limit in limits if limit) - options.max_new_tokens - beyond
-
-
-def stage_inputs(config: Config, data: dict[str, Any], train: dict[str, Any]) -> dict[str, Any]:
-    """Everything that the counts depend on."""
+def stage_inputs(config: Config, data: dict[str, Any], drafter: dict[str, str]) -> dict[str, Any]:
+    """Everything that the counts depend on; `drafter`: what tells it from others."""
     options = asdict(config.evaluate)
     for name in ("warmup", "prompts", "suites", "perturbations"):  # the last three by what they hold
         del options[name]
@@ -218,7 +205,7 @@ def stage_inputs(config: Config, data: dict[str, Any], train: dict[str, Any]) ->
     return {
         **({"seed": config.seed} if drawn else {}),
         "layout": LAYOUT,
-        "train": train["fingerprint"],
+        **drafter,
         "data": data["fingerprint"],
         "target": drafters.target_identity(config.target),
         "evaluate": options,

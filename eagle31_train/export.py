@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from eagle31_train import artifacts, card, cli, contract, draft_config, findings, hub, vocab
+from eagle31_train.measure import drafters
 from eagle31_train.schema import Config, DrafterShape, UserError, as_plain, check_architecture
 from eagle31_train.store import read_manifest
 
@@ -60,8 +61,8 @@ def export(config: Config) -> None:
     run = Path(config.run_dir)
     trained = read_trained(config)
     checkpoint = checkpoint_inputs(config, trained)
-    trained_as, compared = trained.train["fingerprint"], [Path(folder) for folder in config.comparisons]
-    results = findings.read(run, trained_as, artifacts.fingerprint(checkpoint), compared)
+    identity, compared = drafters.identity(trained.train), [Path(folder) for folder in config.comparisons]
+    results = findings.read(run, identity, artifacts.fingerprint(checkpoint), compared)
     told = {
         "repo": config.repo,
         "draft_tokens": config.evaluate.draft_tokens,

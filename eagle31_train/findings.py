@@ -69,53 +69,45 @@ class Results:
         return [picture for finding in found if finding for picture in finding.pictures]
 
 
-def read(run: Path, train: str, checkpoint: str, comparisons: Sequence[Path]) -> Results:
+def read(run: Path, identity: str, checkpoint: str, comparisons: Sequence[Path]) -> Results:
     """What was measured of the checkpoint in `run`.
 
     Args:
-        train: its training's fingerprint. checkpoint: that of the exported weights, as export.json has it.
-        comparisons: folders of those that it is part of.
+        identity: of what was trained, as `measure/drafters.py` gives it. checkpoint: fingerprint of what is exported,
+            as export.json has it. comparisons: folders of those that it is part of.
 
     Raises:
         UserError: a result is damaged, or a comparison is of others.
     """
-    compared = [comparison(folder, number, train) for number, folder in enumerate(comparisons, 1)]
-    return Results(evaluation(run, train), serving(run, train, checkpoint), compared)
+    compared = [comparison(folder, number, identity) for number, folder in enumerate(comparisons, 1)]
+    return Results(evaluation(run, identity), serving(run, checkpoint), compared)
 
 
-def evaluation(run: Path, train: str) -> Finding | None:
-    """The evaluation of the checkpoint of a training, given its fingerprint; None where there is none.
-
-    Raises:
-        UserError: it is damaged.
-    """
-    told = _manifest(run / "evaluate")
-    if told is None or told.get("inputs", {}).get("train") != train:
-        return None
-    _refuse_damage(run / "evaluate", told, again := f"{EVALUATE} …")
-    shown = _shown(run / "evaluate", told.get("result", {}), "acceptance", f"{again} overwrite=true")
-    return Finding(told, list(shown))
-
-
-def serving(run: Path, train: str, checkpoint: str) -> Finding | None:
-    """How vLLM served the checkpoint; None where it was not measured, or another one was.
-
-    Args:
-        checkpoint: of the exported weights, as export.json has it.
+def evaluation(run: Path, identity: str) -> Finding | None:
+    """The evaluation of what was trained; None where there is none.
 
     Raises:
         UserError: it is damaged.
     """
-    told = _manifest(run / "serving")
-    inputs = {} if told is None else told.get("inputs", {})
-    if told is None or (inputs.get("train"), inputs.get("export")) != (train, checkpoint):
+    folder, again = run / "evaluate", f"{EVALUATE} …"
+    if (told := _manifest(folder, "checkpoint", identity, again)) is None:
         return None
-    _refuse_damage(run / "serving", told, again := f"{EVALUATE} … evaluate.backend=vllm")
-    shown = _shown(run / "serving", {"serving": told["serving"]}, "serving", f"{again} overwrite=true")
-    return Finding(told, list(shown))
+    return Finding(told, list(_shown(folder, told["result"], "acceptance", f"{again} overwrite=true")))
 
 
-def comparison(folder: Path, number: int, train: str) -> Finding:
+def serving(run: Path, checkpoint: str) -> Finding | None:
+    """How vLLM served what is exported; None where that was not measured.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    folder, again = run / "serving", f"{EVALUATE} … evaluate.backend=vllm"
+    if (told := _manifest(folder, "export", checkpoint, again)) is None:
+        return None
+    return Finding(told, list(_shown(folder, {"serving": told["serving"]}, "serving", f"{again} overwrite=true")))
+
+
+def comparison(folder: Path, number: int, identity: str) -> Finding:
     """A comparison that the checkpoint is part of.
 
     Args:
@@ -132,23 +124,26 @@ def comparison(folder: Path, number: int, train: str) -> Finding:
             f"comparisons: {folder / RESULT} has no {lacking[0]}, so it is no comparison, or one of an earlier "
             f"version: run `{COMPARE}` again, which measures nothing twice"
         )
-    if not (ours := [name for name, some in told["identities"].items() if train in some]):
+    if not (ours := [name for name, some in told["identities"].items() if identity in some]):
         raise UserError(
-            f"comparisons: {folder} compares {', '.join(told['drafters'])}, none of which is the checkpoint in train/: "
-            f"compare this run as `{COMPARE} RUN_DIR …`, or leave the folder out"
+            f"comparisons: {folder} compares {', '.join(told['drafters'])}, none of which has the weights in train/: "
+            f"compare this run as `{COMPARE} RUN_DIR …`, again where it was, or leave the folder out"
         )
     return Finding(told, list(_shown(folder, told, f"comparison-{number}", f"{COMPARE} …")), ours)
 
 
-def _manifest(folder: Path) -> dict[str, Any] | None:
-    """A stage's manifest, where it has left one."""
+def _manifest(folder: Path, key: str, ours: str, again: str) -> dict[str, Any] | None:
+    """A stage's manifest, where it has left one of this checkpoint: of another's, the user is told."""
     path = folder / artifacts.MANIFEST
-    return artifacts.read_json(path, EVALUATE) if path.is_file() else None
-
-
-def _refuse_damage(folder: Path, told: dict[str, Any], again: str) -> None:
+    if not path.is_file():
+        return None
+    told = artifacts.read_json(path, again)
+    if told.get("inputs", {}).get(key) != ours:
+        print(f"export: {folder} is of other weights or an earlier version, and not on the card: run `{again}` again")
+        return None
     if damage := artifacts.first_damaged(folder, told.get("files", {})):
         raise UserError(f"{damage}: run `{again}` again")
+    return told
 
 
 def _shown(folder: Path, result: Mapping[str, Any], room: str, again: str) -> Iterator[Illustration]:

@@ -3,6 +3,7 @@
 Served means: weights rounded to the target's dtype, as the exporter writes them, and run in evaluate.dtype.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,18 @@ from torch import Tensor
 
 from eagle31_train import artifacts, published, vocab
 from eagle31_train.drafter.model import Drafter
-from eagle31_train.schema import Config, DrafterShape, EvaluateConfig, TargetConfig, UserError, check_architecture
-from eagle31_train.targets.hf import HiddenStateTarget, pick_dtype
+from eagle31_train.schema import Config, DrafterShape, TargetConfig, UserError, check_architecture
+from eagle31_train.targets.hf import HiddenStateTarget, pick_dtype, read_config
 
-TRAIN = "accelerate launch train.py"
+TRAIN, EXPORT = "accelerate launch train.py", "python -m eagle31_train.export"
+WEIGHTS = "model.safetensors"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
     """Weights on the disk and what they mean.
 
-    where: what to call it in a message. identity: the training's fingerprint, or that of published weights.
+    where: what to call it in a message. identity: changes with the weights; see `identity`.
     manifest: what training left, None of a published draft. tensors: None of a run, whose weights are read when needed.
     """
 
@@ -41,7 +43,7 @@ class Checkpoint:
 class Candidate:
     """A drafter in memory, beside its target.
 
-    identity: changes with the weights. target_ids: [Vd] int64, on the drafter's device.
+    identity: its checkpoint's. target_ids: [Vd] int64, on the drafter's device.
     """
 
     name: str
@@ -59,6 +61,14 @@ def target_identity(target: TargetConfig) -> dict[str, Any]:
     """What tells two targets apart."""
     weights = artifacts.weights_fingerprint(target.path)
     return {"name": target.name, "revision": target.revision, "weights": weights, "dtype": target.dtype}
+
+
+def identity(train: dict[str, Any]) -> str:
+    """What tells two checkpoints apart, given training's manifest.
+
+    Its fingerprint alone does not: training again from the same inputs need not give the same weights.
+    """
+    return artifacts.fingerprint([train["fingerprint"], train.get("files", {})])
 
 
 def of_run(run_dir: Path, data_folder: Path) -> Checkpoint:
@@ -79,14 +89,14 @@ def of_run(run_dir: Path, data_folder: Path) -> Checkpoint:
             f"{checkpoint / 'drafter.json'} is not a drafter's shape ({error}): run `{TRAIN}` again"
         ) from None
     check_architecture(shape.architecture)
-    if not (weights := checkpoint / "model.safetensors").is_file():
+    if not (weights := checkpoint / WEIGHTS).is_file():
         raise UserError(f"{weights} is missing: run `{TRAIN}` first")
     file = data_folder / "vocab.safetensors"
     kept = vocab.read(file)
     # Another vocabulary of the same size would change the meaning of lm_head's rows in silence.
     if manifest["inputs"].get("vocab") != artifacts.file_sha256(file)[:16]:
         raise UserError(f"{file} is not the vocabulary that the drafter was trained with: run `{TRAIN}` again")
-    return Checkpoint(str(run_dir), manifest["fingerprint"], shape, kept, weights, manifest)
+    return Checkpoint(str(run_dir), identity(manifest), shape, kept, weights, manifest)
 
 
 def of_published(path: str, revision: str | None, target_layers: int) -> Checkpoint:
@@ -97,8 +107,29 @@ def of_published(path: str, revision: str | None, target_layers: int) -> Checkpo
     """
     folder = Path(path) if Path(path).is_dir() else published.fetch(path, revision)
     draft = published.read(folder, path, lambda: target_layers)
-    identity = artifacts.weights_fingerprint(str(folder))
-    return Checkpoint(path, identity, draft.shape, draft.vocab, tensors=draft.tensors)
+    known_by = identity({"fingerprint": artifacts.weights_fingerprint(str(folder))})
+    return Checkpoint(path, known_by, draft.shape, draft.vocab, tensors=draft.tensors)
+
+
+def exported(run: Path) -> dict[str, Any]:
+    """The exporter's record of a run: its checkpoint is whole, and has the weights of train/, where that is there.
+
+    Raises:
+        UserError: nothing was exported, or it is damaged, or of other weights.
+    """
+    record = artifacts.read_json(run / "export.json", EXPORT)
+    if damage := artifacts.first_damaged(run, record["files"]):
+        raise UserError(f"{damage}: run `{EXPORT}` again")
+    if "checkpoint" not in record:
+        raise UserError(f"{run / 'export.json'} is of an earlier version: run `{EXPORT}` again")
+    if (run / "train" / artifacts.MANIFEST).is_file():  # vLLM can do without
+        train, made_from = artifacts.read_json(run / "train" / artifacts.MANIFEST, TRAIN), record["inputs"]
+        weights = train.get("files", {}).get(f"{train['checkpoint']}/{WEIGHTS}", {}).get("sha256")
+        if (made_from["train"], made_from["weights"]) != (train["fingerprint"], weights):
+            raise UserError(
+                f"{run / 'export'} has other weights than {run / 'train'}: run `{EXPORT}` again, with overwrite=true"
+            )
+    return record
 
 
 def load(checkpoint: Checkpoint, name: str, target: HiddenStateTarget, config: Config) -> Candidate:
@@ -128,10 +159,7 @@ def load(checkpoint: Checkpoint, name: str, target: HiddenStateTarget, config: C
     if checkpoint.shape.share_embedding:
         drafter.shared_embedding = embedding  # the target's own, which the rounding has no business with
     ids = torch.from_numpy(checkpoint.vocab.target_ids).to(embedding.device)
-    # Training again from the same inputs need not give the same weights.
-    files = checkpoint.manifest.get("files", {}) if checkpoint.manifest else {}
-    identity = artifacts.fingerprint([checkpoint.identity, files])
-    return Candidate(name, identity, drafter.eval().requires_grad_(False), ids)
+    return Candidate(name, checkpoint.identity, drafter.eval().requires_grad_(False), ids)
 
 
 def refuse_other_target(checkpoint: Checkpoint, store: dict[str, Any] | None, target: TargetConfig) -> None:
@@ -163,12 +191,20 @@ def refuse_misfit(checkpoint: Checkpoint, target: HiddenStateTarget) -> None:
         )
 
 
-def room(target: HiddenStateTarget, candidates: list[Candidate], options: EvaluateConfig) -> int:
-    """How many tokens a prompt may have, so that vLLM drafts every time: near the last position it drafts less."""
-    limit = getattr(target.model.config.get_text_config(), "max_position_embeddings", None)
-    limits = [candidate.drafter.shape.max_position_embeddings for candidate in candidates]
-    drafted = max(options.draft_tokens, options.depths)
-    return min([*limits, limit] if limit else limits) - options.max_new_tokens - past_the_end(drafted)
+def room(config: Config, positions: Iterable[int | None], drafted: Iterable[int] = ()) -> int:
+    """How many tokens a prompt may have, so that vLLM takes it and drafts every time: near the last position it drafts
+    less. With evaluate.backend=vllm, its own limit and its depths count, too.
+
+    Args:
+        positions: of every drafter, where they are limited. drafted: numbers of draft tokens that are tried here.
+    """
+    options = config.evaluate
+    limits = [*positions, getattr(read_config(config.target), "max_position_embeddings", None)]
+    if options.backend == "vllm":
+        limits += [options.vllm_args.get(name) for name in ("max_model_len", "max-model-len")]
+        drafted = [*drafted, *options.serve_depths]
+    most = max(drafted, default=0)
+    return min(limit for limit in limits if limit) - options.max_new_tokens - past_the_end(most)
 
 
 def past_the_end(draft_tokens: int) -> int:

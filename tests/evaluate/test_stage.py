@@ -334,8 +334,44 @@ def test_options_of_serving_say_nothing_about_counts(run, capsys):
     assert "up to date" in capsys.readouterr().out
 
 
-def test_a_served_prompt_leaves_room_for_its_answer_and_drafts(run):
-    assert evaluate.serving_room(run.config()) == 256 - 20 - 2 * 6  # the target's positions, before the drafter's 8192
-    assert evaluate.serving_room(run.config("evaluate.vllm_args.max_model_len=100", "evaluate.serve_depths=[2]")) == 74
+def test_a_prompt_leaves_room_for_its_answer_and_drafts(run):
+    def room(*options, positions=(8192,), drafted=()):
+        return drafters.room(run.config(*options), positions, drafted)
+
+    vllm = "evaluate.backend=vllm"
+    assert room(vllm) == 256 - 20 - 2 * 6  # the target's positions, before the drafter's 8192
+    assert room(vllm, positions=[None, 100]) == 100 - 20 - 2 * 6
+    for name in ("max_model_len", "max-model-len"):
+        assert room(vllm, f"evaluate.vllm_args.{name}=100", "evaluate.serve_depths=[2]") == 74
+    assert room(vllm, "evaluate.serve_depths=[9]", drafted=[8, 3]) == 256 - 20 - 2 * 10, "the deepest of all"
+    # Without vLLM, its options mean nothing.
+    mine = room("evaluate.vllm_args.max_model_len=100", "evaluate.serve_depths=[9]", drafted=[8, 3])
+    assert mine == 256 - 20 - 2 * 9
     with pytest.raises(UserError, match=r"target.path=me/nobody cannot be loaded"):
-        evaluate.serving_room(run.config("target.path=me/nobody"))
+        room("target.path=me/nobody")
+
+
+def test_training_again_to_other_weights_makes_an_evaluation_out_of_date(run, capsys):
+    evaluate.evaluate(run.config())
+    first = run.manifest["inputs"]
+    weights = load_file(run.weights)
+    save_file({**weights, "norm.weight": weights["norm.weight"] + 1}, run.weights)
+    run.finish_training()
+    with pytest.raises(UserError, match=r"other inputs \(checkpoint: \w+ there, \w+ here\): choose"):
+        evaluate.evaluate(run.config())
+    evaluate.evaluate(run.config("overwrite=true"))
+    assert run.manifest["inputs"]["train"] == first["train"]
+    assert run.manifest["inputs"]["checkpoint"] != first["checkpoint"]
+
+
+@pytest.mark.parametrize(
+    ("options", "identical"),
+    [
+        (["evaluate.perturbations=[temperature_0.7]"], True),
+        (["evaluate.draft_sampling=probabilistic"], True),
+        (["evaluate.draft_sampling=probabilistic", "evaluate.perturbations=[temperature_0.7]"], False),
+    ],
+)
+def test_outputs_are_equal_only_where_those_of_all_workloads_are(run, options, identical):
+    evaluate.evaluate(run.config(*options, "evaluate.num_prompts=2", "evaluate.max_new_tokens=4"))
+    assert run.manifest["report"]["identical"] is identical

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from eagle31_train import artifacts, vocab
 from eagle31_train.cli import load_config
+from eagle31_train.measure import drafters
 from eagle31_train.measure.acceptance import Sheet, headline, tell
 from eagle31_train.measure.pictures import pictures
 from eagle31_train.measure.results import Measured
@@ -161,27 +162,17 @@ class FakeRun:
             },
         )
 
-    def measure(self, train_fingerprint: str = "e" * 16) -> None:
-        """An evaluation of the checkpoint, or of another one."""
-        report = {
-            "prompts": 20,
-            "draft_tokens": 3,
-            "acceptance_length": 1.8125,
-            "acceptance_at_depth": [0.5, 0.25, 0.0625],
-            "tokens_per_second": {"speculative": 44.04, "plain": 30.06},
-            "dtype": "float32",
-            "machine": "a | machine",
-        }
-        artifacts.write_json(
-            self.folder / "evaluate" / "manifest.json",
-            {"fingerprint": "a" * 16, "inputs": {"train": train_fingerprint}, "report": report},
-        )
+    @property
+    def identity(self) -> str:
+        """Of the checkpoint."""
+        return drafters.identity(artifacts.read_json(self.folder / "train" / "manifest.json", "the test"))
 
     def evaluate(self, rate: float = 0.5) -> None:
         """An evaluation of the checkpoint with intervals, a perturbation and pictures."""
         folder, told = self.folder / "evaluate", self.result(rate, "ours")
         report = headline(told["workloads"][0]["drafters"]["ours"], 3) | {"identical": True}
-        manifest = {"fingerprint": "a" * 16, "inputs": {"train": "e" * 16}, "report": report, "result": told}
+        inputs = {"train": "e" * 16, "checkpoint": self.identity}
+        manifest = {"fingerprint": "a" * 16, "inputs": inputs, "report": report, "result": told}
         artifacts.write_json(folder / "manifest.json", {**manifest, "files": self.draw(folder, told)})
 
     def result(self, rate: float, *names: str) -> dict:

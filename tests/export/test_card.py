@@ -5,9 +5,10 @@ import shlex
 from dataclasses import replace
 
 import pytest
+import torch
 import yaml
 
-from eagle31_train import card, export
+from eagle31_train import artifacts, card, export
 from eagle31_train.cli import ROOT, load_config
 from eagle31_train.markdown import scrubbed
 
@@ -42,41 +43,23 @@ def test_the_card_tells_what_it_is(run):
     assert str(run.folder) not in body
 
 
-def test_acceptance_is_told_where_it_was_measured(run):
-    run.measure()
-    export.export(run.config())
-    body = run.exported()[2]
-    assert "| acceptance length (accepted + 1 per verification) | 1.812 |" in body
-    assert "| acceptance at each depth | 0.500, 0.250, 0.062 |" in body
-    assert "| tokens per second, speculative | 44.0 |" in body
-    assert "| machine | a \\| machine |" in body
-    assert "acceptance of this checkpoint was not measured" not in body
-    assert "Intervals, other numbers of draft tokens, other prompts, and drift were not measured." in body
-    assert "How fast vLLM is with this checkpoint was not measured." in body
-    assert "This checkpoint was not compared with others." in body
-
-
-def test_every_source_that_was_measured_has_a_row_and_the_others_are_named(run):
-    run.measure()
-    manifest = json.loads((run.folder / "evaluate" / "manifest.json").read_text())
-    shares = {"prompts": 2, "drafts": 4, "acceptance_length": 2.25, "acceptance_at_depth": [0.75, 0.5]}
-    nothing = {"prompts": 1, "drafts": 0, "acceptance_length": None, "acceptance_at_depth": [None, None]}
-    manifest["report"] |= {"by_source": {"chat|zh": shares, "short": nothing}, "not_measured": ["agent"]}
-    (run.folder / "evaluate" / "manifest.json").write_text(json.dumps(manifest))
-    export.export(run.config())
-    body = run.exported()[2]
-    assert "| source | prompts | drafts | acceptance length | at each depth |" in body
-    assert "| chat\\|zh | 2 | 4 | 2.250 | 0.750, 0.500 |" in body
-    assert "| short | 1 | 0 | – | –, – |" in body
-    assert "Not measured, since none of its prompts was decoded: agent." in body
-
-
-@pytest.mark.parametrize("measured", ["nothing", "another checkpoint"])
-def test_acceptance_is_not_claimed_otherwise(measured, run):
-    if measured == "another checkpoint":
-        run.measure(train_fingerprint="0" * 16)
-    export.export(run.config())
+@pytest.mark.parametrize("trained", ["never measured", "of other inputs", "again, to other weights"])
+def test_acceptance_is_not_claimed_otherwise(trained, run, capsys):
+    if trained != "never measured":
+        run.evaluate()
+        export.export(run.config())
+        assert "acceptance of this checkpoint was not measured" not in run.exported()[2]
+        assert capsys.readouterr().out.count("is of other weights") == 0
+    file = run.folder / "train" / "manifest.json"
+    if trained == "of other inputs":
+        artifacts.write_json(file, {**artifacts.read_json(file, ""), "fingerprint": "0" * 16})
+    if trained == "again, to other weights":
+        run.change_tensors(norm__weight=torch.full((16,), 0.5))
+        assert artifacts.read_json(file, "")["fingerprint"] == "e" * 16
+    export.export(run.config("overwrite=true"))
     assert "The acceptance of this checkpoint was not measured." in run.exported()[2]
+    told = f"{run.folder}/evaluate is of other weights or an earlier version, and not on the card: run `python -m"
+    assert capsys.readouterr().out.count(told) == (trained != "never measured")
 
 
 def test_a_local_target_is_named_without_its_path_and_links_nowhere(run, tmp_path):

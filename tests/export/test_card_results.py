@@ -2,6 +2,7 @@
 
 import copy
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from eagle31_train.measure.results import Drift, Measured
 from eagle31_train.measure.tables import bracket
 
 DEPTHS = range(1, 5)
+UNKNOWN = "nobody knows whether me/other was trained on these prompts"
 HOW = {"machine": "a | machine", "dtype": "float32", "max_new_tokens": 24}
 
 
@@ -35,20 +37,22 @@ def alone():
     """The manifest of an evaluation: held-out prompts, and those under a perturbation."""
     speeds = {"plain": (90, 9.0), "ours": (90, 6.0)}
     sheets = [
-        sheet("heldout", {"ours": 0.6}, speeds=speeds, notes=["see /home/me/notes.txt"]),
-        sheet("heldout · no_template", {"ours": 0.4}),
+        sheet("heldout", {"ours": 0.6}, speeds=speeds, notes=["see /home/me/notes.txt", "left out p98, p99: too long"]),
+        sheet("heldout · no_template", {"ours": 0.4}, notes=["no template"]),
     ]
     result = {**tell(sheets, DEPTHS, 3), **HOW, "title": "ours", "command": "python -m stage x=/home/me/p.jsonl"}
     numbers = result["workloads"][0]["drafters"]["ours"]
     report = {**headline(numbers, 3), "identical": True, "not_measured": ["agent"]}
-    left_out = {"heldout": {"p98": "too long", "p99": "too long"}}
-    return {"report": report, "result": result, "left_out": left_out}
+    return {"report": report, "result": result}
 
 
 @pytest.fixture(scope="module")
 def compared():
     """result.json of a comparison: the second drafter, of two trainings, is the better one."""
-    sheets = [sheet("heldout", {"theirs": 0.3, "ours": 0.7}), sheet("mt_bench", {"theirs": 0.5, "ours": 0.5})]
+    sheets = [
+        sheet("heldout", {"theirs": 0.3, "ours": 0.7}, notes=[UNKNOWN, "left out p98, p99: too long"]),
+        replace(sheet("mt_bench", {"theirs": 0.5, "ours": 0.5}), temperature=0.7, top_p=0.9),
+    ]
     identities = {"theirs": ["1"], "ours": ["2", "3"]}
     return {**tell(sheets, DEPTHS, 3), **HOW, "title": "theirs against ours", "command": "x", "identities": identities}
 
@@ -146,10 +150,25 @@ def test_sources_conditions_and_what_is_missing_are_told(alone):
     assert "Not measured, since none of its prompts was decoded: agent." in text
     assert "On a \\| machine, in float32, with answers of at most 24 tokens, by\n\n```sh\npython -m stage" in text
     assert "15.0 tokens per second with the drafter, 10.0 without (1.50 ×)" in text
-    assert "2 prompts left out: too long" in text
-    assert "every output was equal to plain decoding" in text
-    drawn = {**alone, "report": {**alone["report"], "identical": False}}
-    assert "every output was equal" not in told(drawn)
+    assert text.count("left out p98, p99: too long") == 1
+    assert "12 prompts, greedy, no template." in text.replace(";", ",")
+
+
+def test_what_was_decoded_for_real_is_told(alone):
+    by = "Draft and target were run by eagle31's own evaluator: "
+    real = "at 3 draft tokens by real speculative decoding, with every output equal to plain decoding of the target"
+    same = "other numbers of draft tokens are told from the same outputs"
+    assert f"{by}{real}; {same}." in told(alone)
+    drawn = copy.deepcopy(alone)
+    drawn["report"]["identical"] = False
+    drawn["result"]["workloads"][1]["temperature"] = 0.7
+    law = "by real speculative decoding at every number of draft tokens, so that outputs are other draws from"
+    both = told(drawn)
+    assert f"{by}where tokens are chosen greedily, {real}; {same}; where they are sampled, with drafts that" in both
+    assert law in both
+    drawn["result"]["workloads"][0]["temperature"] = 0.7
+    assert "equal to plain decoding" not in told(drawn)
+    assert law in told(drawn)
 
 
 def test_definitions_stand_once(alone, compared):
@@ -204,16 +223,23 @@ def test_what_was_not_measured_is_said():
 def test_a_comparison_is_told_by_verdict_and_difference(compared):
     text = told(comparisons=[Finding(compared, ours=["ours"])])
     assert "This checkpoint is ours, one of 2 trainings that stand under this name." in text
-    assert "| prompts | number | ours against theirs |" in text
+    assert "| prompts | number | decoding | ours against theirs |" in text
     won, even = compared["workloads"]
     assert won["verdict"]["ours"]["text"].startswith("ours wins at every number of draft tokens")
-    assert f"| heldout | 12 | {won['verdict']['ours']['text'].replace('[', chr(92) + '[')[:40]}" in text
+    assert f"| heldout | 12 | greedy | {won['verdict']['ours']['text'].replace('[', chr(92) + '[')[:40]}" in text
+    assert "| mt\\_bench | 12 | sampled at temperature 0.7, top_p 0.9 | " in text
     changes = [bracket(won["differences"]["ours"][str(depth)]["difference"], "{:+.2f}") for depth in DEPTHS]
     assert f"| heldout | {' | '.join(f'**{change}**' for change in changes)} |" in text
     same = [bracket(even["differences"]["ours"][str(depth)]["difference"], "{:+.2f}") for depth in DEPTHS]
     assert f"| mt\\_bench | {' | '.join(same)} |" in text, "what is no difference is not bold"
     lengths = [bracket(won["drafters"][n]["by_depth"]["3"]["acceptance_length"]) for n in ("theirs", "ours")]
     assert f"| heldout | {' | '.join(lengths)} |" in text
+
+
+def test_a_comparison_tells_what_its_readers_should_know(compared):
+    lines = told(comparisons=[Finding(compared, ours=["ours"])]).splitlines()
+    assert f"- heldout: {UNKNOWN}; left out p98, p99: too long" in lines
+    assert not any(line.startswith("- mt") for line in lines), "of which there is nothing to say"
 
 
 def test_a_comparison_that_was_served_tells_it(compared):

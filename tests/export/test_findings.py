@@ -10,7 +10,6 @@ import torch
 from eagle31_train import artifacts, card, evaluate, export, published
 from eagle31_train.schema import UserError
 
-TRAIN = "e" * 16  # of FakeRun
 SPEED = {
     "ttft": {"mean": 0.05, "p50": 0.05, "p95": 0.06},
     "tpot": {"mean": 0.01, "p50": 0.01, "p95": 0.02},
@@ -31,16 +30,16 @@ SERVING = {
 }
 
 
-def served(run, checkpoint, train=TRAIN):
+def served(run, checkpoint):
     folder = run.folder / "serving"
     files = run.draw(folder, {"serving": SERVING})
-    inputs = {"train": train, "export": checkpoint}
+    inputs = {"train": "e" * 16, "export": checkpoint}
     artifacts.write_json(folder / "manifest.json", {"inputs": inputs, "serving": SERVING, "files": files})
 
 
-def compared(run, folder, ours=TRAIN, rate=0.5):
+def compared(run, folder, ours=None, rate=0.5):
     told = {**run.result(rate, "A", "B"), "trainings": {"A": ["runs/a"], "B": ["runs/b"]}}
-    told["identities"] = {"A": ["0" * 16], "B": ["1" * 16, ours]}
+    told["identities"] = {"A": ["0" * 16], "B": ["1" * 16, ours or run.identity]}
     run.draw(folder, told)
     artifacts.write_json(folder / "result.json", told)
     return folder
@@ -120,8 +119,8 @@ def test_a_new_card_does_not_make_the_serving_result_stale(run, monkeypatch, cap
         name, prompts, notes = "heldout", (), ["first turns alone"]
         left_out: ClassVar = {"long": "too many tokens"}
 
-    monkeypatch.setattr(evaluate, "stage_inputs", lambda config, data, train: {"train": train["fingerprint"]})
-    monkeypatch.setattr(evaluate, "serving_room", lambda config: 99)
+    monkeypatch.setattr(evaluate, "stage_inputs", lambda config, data, drafter: drafter)
+    monkeypatch.setattr(evaluate.drafters, "room", lambda *_: 99)
     monkeypatch.setattr(evaluate.suites, "workloads", lambda *_: [Asked])
     monkeypatch.setattr(evaluate, "measure_serving", lambda *_: json.loads(json.dumps(SERVING)))
     monkeypatch.setattr(evaluate.serving_report, "table", lambda _: "")
@@ -145,8 +144,14 @@ def test_a_new_card_does_not_make_the_serving_result_stale(run, monkeypatch, cap
     evaluate.serve(run.config())
     assert "evaluate: up to date" in capsys.readouterr().out
     run.change_tensors(norm__weight=torch.full((16,), 0.5))
+    with pytest.raises(UserError, match=r"export has other weights than .*train: run `.*` again, with overwrite=true"):
+        evaluate.serve(run.config())
     export.export(run.config("overwrite=true"))
     assert "speculation does not pay" not in run.exported()[2], "other weights were served"
+    assert f"{run.folder}/serving is of other weights" in capsys.readouterr().out
+    (run.folder / "export" / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"config.json has 2 bytes.*: run `python -m eagle31_train.export` again"):
+        evaluate.serve(run.config())
 
 
 def data_manifest(run):
@@ -162,11 +167,8 @@ def test_serving_needs_an_export_that_knows_its_checkpoint(run):
         evaluate.serve(run.config())
 
 
-@pytest.mark.parametrize("whose", ["another training", "another checkpoint"])
-def test_serving_of_another_checkpoint_is_not_told(whose, run):
-    export.export(run.config())
-    checkpoint = record(run)["checkpoint"]
-    served(run, *(("0" * 16,) if whose == "another checkpoint" else (checkpoint, "0" * 16)))
+def test_serving_of_another_checkpoint_is_not_told(run):
+    served(run, "0" * 16)
     export.export(run.config())
     assert "How fast vLLM is with this checkpoint was not measured." in run.exported()[2]
 
@@ -177,7 +179,9 @@ def test_serving_of_another_checkpoint_is_not_told(whose, run):
         (lambda run, folder: (folder / "result.json").unlink(), "has no result.json: give the folder that"),
         (lambda run, folder: (folder / "result.json").write_text("[1]"), "is damaged (not a JSON object)"),
         (lambda run, folder: (folder / "result.json").write_text("{}"), "so it is no comparison"),
-        (lambda run, folder: compared(run, folder, ours="2" * 16), "none of which is the checkpoint in train/"),
+        (lambda run, folder: compared(run, folder, ours="2" * 16), "none of which has the weights in train/"),
+        (lambda run, folder: compared(run, folder, ours="e" * 16), "none of which has the weights in train/"),
+        (lambda run, folder: run.change_tensors(norm__weight=torch.ones(16)), "none of which has the weights in"),
         (lambda run, folder: (folder / "heldout-gain.png").unlink(), "heldout-gain.png is missing: run"),
     ],
 )

@@ -6,10 +6,11 @@ import re
 import pytest
 import torch
 from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
 
-from eagle31_train import artifacts, cli, compare, vocab
+from eagle31_train import artifacts, cli, compare, export, vocab
 from eagle31_train.cli import load_config
-from eagle31_train.measure import measuring
+from eagle31_train.measure import drafters, measuring
 from eagle31_train.schema import UserError
 from eagle31_train.store.sealed import seal
 
@@ -100,7 +101,8 @@ def test_a_drafter_that_is_better_is_called_so(trained, another, call, monkeypat
         assert value == pytest.approx(lengths["good"][at] - lengths["run"][at])
         assert 0 < low < value < high
         assert differences[depth]["ratio"][0] == pytest.approx(lengths["good"][at] / lengths["run"][at])
-    assert workload["tokens_per_second"].keys() == {"plain", "run", "good"}
+    assert workload["verified"] == 12
+    assert "tokens_per_second" not in workload
 
     back = call(good.folder, trained.folder, f"evaluate.prompts={file}", "compare.verified=12")["workloads"][0]
     assert back["verdict"]["run"]["text"].startswith("good wins at every number of draft tokens, +")
@@ -224,8 +226,6 @@ def test_a_published_draft_is_compared_and_nobody_knows_what_it_learnt(trained, 
 @pytest.fixture
 def published(another):
     """The drafter of `another` as the exporter writes it."""
-    from eagle31_train import export
-
     one = another("theirs", 5)
     export.export(one.config("target.aux_layers=[1,2,4]", *SHAPE))
     return one.folder / "export"
@@ -259,6 +259,44 @@ def test_equal_names(trained, call):
     assert "two drafters are called" in line
     code, line = call(f"plain:{trained.folder}", f"a:{trained.folder}")
     assert "plain is what decoding without a drafter is called" in line
+
+
+def test_another_comparison_of_the_same_name_is_not_written_over(trained, another, call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    b, c = another("b", 1), another("c", 2)
+    options = ("evaluate.max_new_tokens=4", "evaluate.depths=3")
+    words, others = [f"x:{trained.folder}", f"y:{b.folder}"], [f"x:{trained.folder}", f"y:{c.folder}"]
+    call(*words, *options, default=None)
+    file = tmp_path / "runs" / "compare" / "x-y" / "result.json"
+    before = file.read_bytes()
+    code, line = call(*others, *options, default=None)
+    assert code == 2
+    there = f"x:{trained.folder} y:{b.folder}"
+    assert line == (
+        f"error: runs/compare/x-y compares {there}: give another compare.out=…, or replace it with overwrite=true"
+    )
+    assert file.read_bytes() == before
+    call(*words, *options, "evaluate.depths=4", default=None)
+    call(*others, *options, "compare.out=elsewhere", default=None)
+    assert json.loads(file.read_text())["trainings"]["y"] == [str(b.folder)]
+    call(*others, *options, "overwrite=true", default=None)
+    assert json.loads(file.read_text())["trainings"]["y"] == [str(c.folder)]
+
+
+def test_training_again_makes_a_comparison_one_of_others(trained, another, call):
+    b = another("b")
+    before = call(trained.folder, b.folder)["identities"]
+    assert before == {"run": [identity_of(trained)], "b": [identity_of(b)]}
+    weights = load_file(b.weights)
+    save_file({**weights, "norm.weight": weights["norm.weight"] + 1}, b.weights)
+    b.finish_training()
+    after = call(trained.folder, b.folder)["identities"]
+    assert after["run"] == before["run"]
+    assert after["b"] == [identity_of(b)] != before["b"]
+
+
+def identity_of(run):
+    return drafters.identity(artifacts.read_json(run.folder / "train" / "manifest.json", ""))
 
 
 def test_a_training_that_is_named_twice_or_not_at_all(trained, another, call):
@@ -338,24 +376,43 @@ def test_what_vllm_cannot_serve_is_told_before_anything_is_measured(trained, ano
     b = another("b")
     code, line = call(trained.folder, b.folder, "evaluate.backend=vllm")
     assert code == 2
-    assert f"{trained.folder}/export holds no exported checkpoint: run `python -m eagle31_train.export`" in line
+    assert f"{trained.folder}/export.json is missing: run `python -m eagle31_train.export` first" in line
+    for run in (trained, b):
+        export.export(run.config("target.aux_layers=[1,2,4]", *SHAPE))
+    words = (trained.folder, b.folder, "evaluate.backend=vllm")
+    file = b.folder / "train" / "manifest.json"
+    manifest = artifacts.read_json(file, "")
+    artifacts.write_json(file, {**manifest, "fingerprint": "0" * 16})
+    assert f"{b.folder}/export has other weights than {b.folder}/train: run" in call(*words)[1]
+    weights = load_file(b.weights)
+    save_file({**weights, "norm.weight": weights["norm.weight"] + 1}, b.weights)
+    b.finish_training()  # from the same inputs
+    assert f"{b.folder}/export has other weights than {b.folder}/train: run" in call(*words)[1]
+    (trained.folder / "export" / "config.json").write_text("{}")
+    assert "config.json has 2 bytes" in call(*words)[1]
 
 
 def test_what_vllm_says_is_told_here_too(trained, another, call, monkeypatch, capsys):
     asked = []
 
     def measured(config, drafts, prompts, end_ids):
-        asked.append((list(drafts), len(prompts)))
+        asked.append((drafts, [len(prompt.ids) for prompt in prompts]))
         return {"rows": [], "verdict": ["serve without it"], "notes": ["not all went well"], "definitions": "TTFT: …"}
 
-    monkeypatch.setattr(compare, "exported", lambda where: where)
     monkeypatch.setattr(compare, "measure_serving", measured)
-    many = f"many:{another('b').folder},{another('c', seed=1).folder}"
-    result = call(trained.folder, many, "evaluate.backend=vllm")
-    assert asked == [(["run", "many"], result["workloads"][0]["prompts"])]
+    b, c = another("b"), another("c", seed=1)
+    for run in (trained, b):
+        export.export(run.config("target.aux_layers=[1,2,4]", *SHAPE))
+    words = (trained.folder, f"many:{b.folder},{c.folder}", "evaluate.backend=vllm")
+    result = call(*words)
+    assert asked == [({"run": trained.folder / "export", "many": b.folder / "export"}, [5, 5, 5])]
+    assert result["workloads"][0]["prompts"] == 3
     assert result["serving"]["workload"] == "heldout"
     assert "threads" not in result["serving"]["machine"], "those of this process are not vLLM's"
     assert "serve without it\nof many, the first of 2 trainings\nnot all went well" in capsys.readouterr().out
+    short = "evaluate.vllm_args.max_model_len=28"  # 4 of which are left beside an answer of 12 and 2 × (5 + 1)
+    assert "none of 4 prompts has at most 4 tokens" in call(*words, short, "evaluate.serve_depths=[5]")[1]
+    assert call(*words, short, "evaluate.serve_depths=[4]", "evaluate.draft_tokens=3")["workloads"][0]["prompts"] == 3
 
 
 def test_help_tells_the_drafters_and_the_options(capsys):
