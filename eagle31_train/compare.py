@@ -16,7 +16,6 @@ alone. With evaluate.backend=vllm every drafter is served by vLLM, too.
 import re
 import shlex
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,7 @@ from typing import Any
 
 from eagle31_train import artifacts, card, cli, published
 from eagle31_train.markdown import public
-from eagle31_train.measure import acceptance, drafters, page, records, suites, tables
+from eagle31_train.measure import acceptance, drafters, learnt, page, records, suites, tables
 from eagle31_train.measure.decoding import Limits
 from eagle31_train.measure.drafters import Checkpoint
 from eagle31_train.measure.measuring import Measurer, check_options, remarks, sheet
@@ -119,12 +118,15 @@ def compare(named: Named, config: Config) -> None:
     checkpoints = {
         f"{name}/{n}": read(one, target.depth, config) for name, some in named.items() for n, one in enumerate(some)
     }
-    unknown = [note for checkpoint in checkpoints.values() for note in check_heldout(checkpoint, config, data)]
+    for checkpoint in checkpoints.values():
+        check_heldout(checkpoint, config, data)
+    manifests = {name: [checkpoints[f"{name}/{n}"].manifest for n in range(len(some))] for name, some in named.items()}
+    doubts = list(learnt.doubts(manifests, data["dataset_fingerprint"]))
     candidates = [drafters.load(one, name, target, config) for name, one in checkpoints.items()]
     positions = [one.shape.max_position_embeddings for one in checkpoints.values()]
     room = drafters.room(config, positions, [options.draft_tokens, options.depths])
     workloads = [
-        replace(workload, notes=[*workload.notes, *unknown]) if workload.suite == suites.HELDOUT else workload
+        replace(workload, notes=[*workload.notes, *doubts])
         for workload in suites.workloads(config, data, room)
     ]
     for remark in remarks(workloads):
@@ -181,13 +183,11 @@ def read(where: str, target_layers: int, config: Config) -> Checkpoint:
     return checkpoint
 
 
-def check_heldout(checkpoint: Checkpoint, config: Config, data: dict[str, Any]) -> Iterator[str]:
-    """Held-out prompts must be held out from everybody; of a published draft nobody can know, which is told."""
-    if config.evaluate.prompts is not None:
+def check_heldout(checkpoint: Checkpoint, config: Config, data: dict[str, Any]) -> None:
+    """Held-out prompts must be held out from everybody whose data are known."""
+    if config.evaluate.prompts is not None or checkpoint.manifest is None:
         return
-    if checkpoint.manifest is None:
-        yield f"nobody knows whether {checkpoint.where} was trained on these prompts"
-    elif checkpoint.manifest["inputs"].get("data") != data["dataset_fingerprint"]:
+    if checkpoint.manifest["inputs"].get("data") != data["dataset_fingerprint"]:
         raise UserError(
             f"{checkpoint.where} was trained on other data than {config.data_folder}, perhaps on its held-out prompts: "
             "give prompts that nobody learnt as evaluate.prompts=FILE"

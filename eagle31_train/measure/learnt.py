@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,7 @@ from datasets import Dataset
 from numpy.typing import NDArray
 
 from eagle31_train import artifacts
-
-Inputs = dict[str, Any]  # what a training's manifest says that its weights depend on
+from eagle31_train.schema import DrafterConfig, TrainConfig
 
 
 class Learnt:
@@ -47,22 +47,30 @@ class Learnt:
             yield [table[name].combine_chunks() for name in names]
 
 
-def doubts(trainings: Mapping[str, Sequence[Inputs | None]], data: str) -> Iterator[str]:
+def doubts(trainings: Mapping[str, Sequence[dict[str, Any] | None]], data: str) -> Iterator[str]:
     """What a reader of any of their numbers should know: who may have learnt the prompts, and which trainings of one
     drafter are no mere repetitions.
 
     Args:
-        trainings: of each drafter; None is a published one, of which nothing is known.
+        trainings: what each training of each drafter left as its manifest; None of a published draft.
         data: the dataset_fingerprint of what the prompts are held out from, or are looked up in.
     """
     for name, (first, *others) in trainings.items():
-        if any(one is None or one.get("data") != data for one in (first, *others)):
+        if any(one is None or one["inputs"].get("data") != data for one in (first, *others)):
             yield f"nobody knows whether {name} was trained on these prompts"
         for number, other in enumerate(others, 2):
             if first is None or other is None:
                 yield f"nobody knows whether trainings 1 and {number} of {name} differ in their seed alone"
-            elif change := artifacts.describe_change({**first, "seed": None}, {**other, "seed": None}):
+            elif change := artifacts.describe_change(_recipe(first["inputs"]), _recipe(other["inputs"])):
                 yield f"trainings 1 (there) and {number} (here) of {name} differ in more than their seed: {change}"
+
+
+def _recipe(inputs: dict[str, Any]) -> dict[str, Any]:
+    """All that training depended on but the seed. Options that it did not know yet have their defaults, which leave
+    everything as it was before there were such."""
+    defaults = {"drafter": asdict(DrafterConfig()), "train": asdict(TrainConfig())}
+    known = {name: {**default, **inputs.get(name, {})} for name, default in defaults.items()}
+    return {**inputs, **known, "seed": None}
 
 
 def _lengths(lists: Any) -> NDArray[np.int64]:

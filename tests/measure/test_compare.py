@@ -142,6 +142,7 @@ def test_several_trainings_are_one_drafter(trained, another, call, out, monkeypa
     result = call(f"old:{trained.folder},{b.folder}", f"new:{c.folder},{d.folder}")
     (workload,) = result["workloads"]
     assert result["drafters"] == ["old", "new"]
+    assert not any("seed" in note for note in workload["notes"])
     assert result["trainings"] == {
         "old": [str(trained.folder), str(b.folder)],
         "new": [str(c.folder), str(d.folder)],
@@ -215,9 +216,10 @@ def test_suites_and_perturbations_go_on_top_of_what_a_run_keeps(trained, another
 
 
 def test_a_published_draft_is_compared_and_nobody_knows_what_it_learnt(trained, another, call, published):
-    result = call(trained.folder, f"theirs:{published}")
-    (workload,) = result["workloads"]
-    assert f"nobody knows whether {published} was trained on these prompts" in workload["notes"]
+    result = call(trained.folder, f"theirs:{published}", "evaluate.perturbations=[temperature_0.7]")
+    for workload in result["workloads"]:
+        assert "nobody knows whether theirs was trained on these prompts" in workload["notes"]
+    assert len(result["workloads"]) == 2
     code, line = call(published, trained.folder)
     assert code == 2
     assert line.endswith("config.yaml is missing: give a run's folder, or a recipe with +experiment=NAME")
@@ -320,7 +322,9 @@ def test_other_data(trained, another, call, tmp_path):
     assert re.search(r"b was trained on other data than .*run/data, .*: give prompts that nobody learnt", line)
     file = tmp_path / "some.jsonl"
     file.write_text(json.dumps(PROMPTS[0]))
-    assert call(trained.folder, b.folder, f"evaluate.prompts={file}")["workloads"][0]["prompts"] == 1
+    (workload,) = call(trained.folder, b.folder, f"evaluate.prompts={file}")["workloads"]
+    assert workload["prompts"] == 1
+    assert "nobody knows whether b was trained on these prompts" in workload["notes"]
 
 
 def test_another_target(trained, another, call):

@@ -5,9 +5,14 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from eagle31_train.measure import learnt
-from eagle31_train.measure.learnt import Learnt, doubts
+from eagle31_train.measure.learnt import Learnt
 
 OURS = {"data": "d1", "store": "s1", "seed": 0, "train": {"lr": 0.001, "epochs": 1}}
+
+
+def doubts(trainings, data):
+    manifests = {name: [one and {"inputs": one} for one in some] for name, some in trainings.items()}
+    return list(learnt.doubts(manifests, data))
 
 
 @pytest.mark.parametrize("rows", [7, 2500])  # more than are read at a time
@@ -30,21 +35,30 @@ def test_samples_are_known_by_what_is_asked_and_by_their_lengths(tmp_path, rows)
 
 def test_what_nobody_knows():
     named = {"ours": [OURS], "theirs": [None], "other": [OURS, {**OURS, "data": "d2", "seed": 1}]}
-    found = list(doubts(named, "d1"))
+    found = doubts(named, "d1")
     assert found[:2] == [f"nobody knows whether {name} was trained on these prompts" for name in ("theirs", "other")]
-    assert list(doubts({"ours": [OURS]}, "d2")) == ["nobody knows whether ours was trained on these prompts"]
-    assert list(doubts({"mixed": [OURS, None]}, "d1"))[1:] == [
+    assert doubts({"ours": [OURS]}, "d2") == ["nobody knows whether ours was trained on these prompts"]
+    assert doubts({"mixed": [OURS, None]}, "d1")[1:] == [
         "nobody knows whether trainings 1 and 2 of mixed differ in their seed alone"
     ]
 
 
 def test_trainings_under_one_name_differ_in_their_seed_alone():
     again = {**OURS, "seed": 1}
-    assert list(doubts({"ours": [OURS, again, {**OURS, "seed": 2}]}, "d1")) == []
+    assert doubts({"ours": [OURS, again, {**OURS, "seed": 2}]}, "d1") == []
     planted = {**again, "train": {"lr": 0.003, "epochs": 1}}
-    assert list(doubts({"ours": [OURS, again, planted]}, "d1")) == [
+    assert doubts({"ours": [OURS, again, planted]}, "d1") == [
         "trainings 1 (there) and 3 (here) of ours differ in more than their seed: train.lr: 0.001 there, 0.003 here"
     ]
+
+
+def test_an_option_that_an_older_training_did_not_know_is_no_difference():
+    """But one that changes what is trained is."""
+    newer = {**OURS, "seed": 1, "train": {**OURS["train"], "optimizer": "adamw"}}
+    assert doubts({"ours": [OURS, newer]}, "d1") == []
+    newer["train"]["optimizer"] = "muon"
+    (told,) = doubts({"ours": [OURS, newer]}, "d1")
+    assert told.endswith("train.optimizer: adamw there, muon here")
 
 
 def test_nothing_is_read_before_it_is_asked_for(tmp_path, monkeypatch):
