@@ -13,6 +13,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).parent))
 
+import hypothesis
 import pytest
 import reference_mla
 import torch
@@ -20,6 +21,12 @@ import torch
 from eagle31_train.drafter.model import Drafter
 from eagle31_train.loss import Objective, Teacher
 from eagle31_train.schema import Document, DrafterShape
+
+# How fast a machine is, or how busy, fails no test.
+hypothesis.settings.register_profile(
+    "any-speed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any-speed")
 
 # A shell's background jobs ignore interrupts, and what they start inherits that: tests of Ctrl-C would wait for ever.
 signal.signal(signal.SIGINT, signal.default_int_handler)

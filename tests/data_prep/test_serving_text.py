@@ -108,7 +108,7 @@ TEMPLATES = {family: load(FAMILIES[family], {}) for family in ("kimi", "qwen3", 
 
 
 @pytest.mark.parametrize("family", sorted(TEMPLATES))
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(data=st.data())
 def test_any_conversation_is_learnt_whole(family, data):
     check(TEMPLATES[family], data.draw(conversations(1 if family == "gpt_oss" else 2)))

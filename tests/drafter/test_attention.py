@@ -48,7 +48,7 @@ def run(function, tensors, layout, direction):
     return [out, *torch.autograd.grad((out * direction).sum(), leaves)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problems())
 def test_output_and_gradients_equal_one_dense_softmax(problem):
     tensors, layout, direction = make(problem, torch.float64)
@@ -152,7 +152,7 @@ def with_kernel(kernel, layout, patch):
 
 
 @pytest.mark.parametrize("kernel", ["plain", "copied keys", "spread queries"])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(problem=problems())
 def test_the_kernels_of_other_devices_equal_one_dense_softmax(kernel, problem):
     """Indices of the CUDA path, on an imitation of its kernel; the kernel itself is for tests/gpu."""

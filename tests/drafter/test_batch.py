@@ -150,7 +150,7 @@ WORKED = (
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @example(WORKED)
 @given(problems())
 def test_a_batch_is_what_plain_loops_count(problem):

@@ -118,7 +118,7 @@ def test_the_reference_knows_every_number_of_the_format():
 @given(
     seed=st.integers(0, 2**31), width=st.integers(1, 300), kind=st.sampled_from(["normal", "outlier", "zeros", "mixed"])
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_error_stays_within_what_the_format_allows(codec, seed, width, kind):
     x = states(kind, 4, width, seed)
     error = (encode(x, codec).decode().float() - x).abs()

@@ -230,7 +230,7 @@ def test_a_store_whose_seal_alone_is_damaged_is_not_taken_for_an_old_one(store, 
 def test_the_command_itself_explains_itself():
     command = [sys.executable, "-m", "eagle31_train.store", "--help"]
     done = subprocess.run(
-        command, cwd=Path(__file__).parent.parent.parent, capture_output=True, text=True, check=True, timeout=120
+        command, cwd=Path(__file__).parent.parent.parent, capture_output=True, text=True, check=True, timeout=600
     )
     assert "verify" in done.stdout
     assert "info" in done.stdout

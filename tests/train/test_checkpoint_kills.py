@@ -247,7 +247,7 @@ def test_a_process_killed_by_a_signal_in_a_save_loses_nothing(copies):
     copy, count = copies
     instants = random.Random(2).sample(range(count), 3)
     for process in [child(copy(at), "kill", at) for at in instants]:
-        process.communicate(timeout=120)
+        process.communicate(timeout=600)
         assert process.returncode == -9
         assert_whole(Path(process.args[5]), snapshot(3), snapshot(2))
 
@@ -255,7 +255,7 @@ def test_a_process_killed_by_a_signal_in_a_save_loses_nothing(copies):
 def test_ctrl_c_in_a_save_ends_the_process_after_the_save(copies):
     copy, count = copies
     process = child(copy(count // 2), "interrupt", count // 2)
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=600)
     assert process.returncode == -2
     assert "KeyboardInterrupt" in errors
     folder = Path(process.args[5])

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle31_train.schema import UserError
@@ -24,7 +24,6 @@ def split_of(lengths, per_shard):
     return SimpleNamespace(lengths=lengths, shards=shards, shard_of=lambda index: shards[index // per_shard])
 
 
-@settings(deadline=None)
 @given(LENGTHS, st.integers(1, 5), st.one_of(st.none(), st.integers(1, 300)))
 def test_windows_cut_the_split_into_whole_shards_of_enough_tokens(lengths, per_shard, tokens):
     split = split_of(lengths, per_shard)
@@ -38,7 +37,6 @@ def test_windows_cut_the_split_into_whole_shards_of_enough_tokens(lengths, per_s
             assert sum(s.tokens for s in window) >= tokens > sum(s.tokens for s in window[:-1])
 
 
-@settings(deadline=None)
 @given(LENGTHS, st.integers(1, 5), st.integers(1, 300), st.integers(0, 9), st.integers(1, 3))
 def test_every_window_is_trained_as_a_whole_before_the_next(lengths, per_shard, tokens, seed, epochs):
     split = split_of(lengths, per_shard)
@@ -70,7 +68,6 @@ def test_later_epochs_take_the_windows_in_other_orders():
     assert len(set(turns.values())) == 4
 
 
-@settings(deadline=None)
 @given(LENGTHS, st.integers(1, 5), st.integers(1, 200), st.integers(1, 2), st.one_of(st.none(), st.integers(1, 20)))
 def test_a_shard_is_used_up_when_no_later_step_reads_it_and_not_before(lengths, per_shard, tokens, epochs, most):
     split = split_of(lengths, per_shard)
