@@ -208,9 +208,15 @@ def _comparison(finding: Finding) -> Iterator[str]:
     for other in others:
         compared = [workload for workload in told["workloads"] if other in workload["differences"]]
         yield grid(
-            ["prompts", "number", "decoding", f"{plain(other)} against {plain(first)}"],
+            ["prompts", "number", "of these by real speculation", "decoding", f"{plain(other)} against {plain(first)}"],
             [
-                [plain(w["name"]), f"{w['prompts']:,}", sampling(w), plain(w["verdict"][other]["text"])]
+                [
+                    plain(w["name"]),
+                    f"{w['prompts']:,}",
+                    f"{w['verified']:,}",
+                    sampling(w),
+                    plain(w["verdict"][other]["text"]),
+                ]
                 for w in compared
             ],
         )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle31_train import artifacts, cli
-from eagle31_train.measure import tables
+from eagle31_train.measure import drafters, tables
 from eagle31_train.measure.intervals import LEVEL
 from eagle31_train.measure.tables import bracket
 from eagle31_train.schema import Config, UserError
@@ -17,21 +17,19 @@ HELDOUT = "heldout"  # the workload that is meant where a report names none
 
 
 def summarise(config: Config) -> None:
-    """Print the table; UserError if a stage has not been run."""
+    """Print the table; UserError if a stage has not been run, or not on what was trained last."""
     run_dir = Path(config.run_dir)
     manifests = {
         "data": (config.data_folder / artifacts.MANIFEST, "python -m data_prep"),
         "train": (run_dir / "train" / artifacts.MANIFEST, "accelerate launch train.py"),
         "evaluate": (run_dir / "evaluate" / artifacts.MANIFEST, "python -m eagle31_train.evaluate"),
-        "export": (run_dir / "export.json", "python -m eagle31_train.export"),
     }
     found = {stage: artifacts.read_json(file, command) for stage, (file, command) in manifests.items()}
     if (store := read_manifest(config)) is None:
         raise UserError(f"there is no complete store in {config.store_location}: run `{EXTRACT}` first")
-    found["extract"] = store
-    for stage in ("evaluate", "export"):
-        if found[stage]["inputs"]["train"] != found["train"]["fingerprint"]:
-            raise UserError(f"{stage} was last run on another training: run `{manifests[stage][1]}` again")
+    found |= {"extract": store, "export": drafters.exported(run_dir)}
+    if found["evaluate"]["inputs"].get("checkpoint") != drafters.identity(found["train"]):
+        raise UserError(f"evaluate was last run on another training: run `{manifests['evaluate'][1]}` again")
     print("\n" + table(config, found) + "\n")
 
 

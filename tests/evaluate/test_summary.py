@@ -1,6 +1,11 @@
 """The last table: acceptance with its interval, at every depth, and of every source where there are several."""
 
+import pytest
+from safetensors.torch import load_file, save_file
+
+from eagle31_train import evaluate, summary
 from eagle31_train.cli import load_config
+from eagle31_train.schema import UserError
 from eagle31_train.summary import by_depth, by_source, table
 
 
@@ -45,3 +50,19 @@ def test_an_older_evaluation_is_told_without_intervals():
     text = told()
     assert "1.812 at 3 draft tokens, greedy, bonus token included" in text
     assert "20 held-out prompts, 1,183 tokens, float32\n" in text
+
+
+def test_what_was_measured_of_other_weights_is_not_told(run, monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(summary, "read_manifest", lambda config: {})
+    monkeypatch.setattr(summary, "table", lambda config, found: f"export {found['export']}")
+    monkeypatch.setattr(summary.drafters, "exported", lambda run_dir: asked.append(run_dir) or "is whole")
+    evaluate.evaluate(run.config("evaluate.num_prompts=1", "evaluate.max_new_tokens=4"))
+    summary.summarise(run.config())
+    assert "export is whole" in capsys.readouterr().out
+    assert asked == [run.folder]
+    weights = load_file(run.weights)
+    save_file({**weights, "norm.weight": weights["norm.weight"] + 1}, run.weights)
+    run.finish_training()  # from the same inputs
+    with pytest.raises(UserError, match=r"evaluate was last run on another training: run `python -m .*` again"):
+        summary.summarise(run.config())

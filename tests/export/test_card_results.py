@@ -53,6 +53,9 @@ def compared():
         sheet("heldout", {"theirs": 0.3, "ours": 0.7}, notes=[UNKNOWN, "left out p98, p99: too long"]),
         replace(sheet("mt_bench", {"theirs": 0.5, "ours": 0.5}), temperature=0.7, top_p=0.9),
     ]
+    for rows in sheets[0].measured.values():
+        for each in rows[:7]:
+            each.seen[3] = each.rounds(3)
     identities = {"theirs": ["1"], "ours": ["2", "3"]}
     return {**tell(sheets, DEPTHS, 3), **HOW, "title": "theirs against ours", "command": "x", "identities": identities}
 
@@ -223,11 +226,11 @@ def test_what_was_not_measured_is_said():
 def test_a_comparison_is_told_by_verdict_and_difference(compared):
     text = told(comparisons=[Finding(compared, ours=["ours"])])
     assert "This checkpoint is ours, one of 2 trainings that stand under this name." in text
-    assert "| prompts | number | decoding | ours against theirs |" in text
+    assert "| prompts | number | of these by real speculation | decoding | ours against theirs |" in text
     won, even = compared["workloads"]
     assert won["verdict"]["ours"]["text"].startswith("ours wins at every number of draft tokens")
-    assert f"| heldout | 12 | greedy | {won['verdict']['ours']['text'].replace('[', chr(92) + '[')[:40]}" in text
-    assert "| mt\\_bench | 12 | sampled at temperature 0.7, top_p 0.9 | " in text
+    assert f"| heldout | 12 | 7 | greedy | {won['verdict']['ours']['text'].replace('[', chr(92) + '[')[:40]}" in text
+    assert "| mt\\_bench | 12 | 0 | sampled at temperature 0.7, top_p 0.9 | " in text
     changes = [bracket(won["differences"]["ours"][str(depth)]["difference"], "{:+.2f}") for depth in DEPTHS]
     assert f"| heldout | {' | '.join(f'**{change}**' for change in changes)} |" in text
     same = [bracket(even["differences"]["ours"][str(depth)]["difference"], "{:+.2f}") for depth in DEPTHS]
