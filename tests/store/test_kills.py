@@ -145,7 +145,7 @@ def test_a_process_killed_by_a_signal_is_continued_to_the_same_bytes(whole, tmp_
     expected, documents, machine = whole
     here = Path(__file__).resolve().parent
     instants = sorted(random.Random(1).sample(range(machine.count), 12))
-    command = [sys.executable, "-c", CHILD, str(here), str(here.parent), str(tmp_path), *map(str, instants)]
+    command = [sys.executable, "-c", CHILD, str(here.parent), str(here), str(tmp_path), *map(str, instants)]
     done = subprocess.run(command, cwd=here.parent.parent, capture_output=True, text=True, check=True, timeout=600)
     assert done.stdout.split() == ["9"] * len(instants)
     for at in instants:
