@@ -126,8 +126,7 @@ def compare(named: Named, config: Config) -> None:
     positions = [one.shape.max_position_embeddings for one in checkpoints.values()]
     room = drafters.room(config, positions, [options.draft_tokens, options.depths])
     workloads = [
-        replace(workload, notes=[*workload.notes, *doubts])
-        for workload in suites.workloads(config, data, room)
+        replace(workload, notes=[*workload.notes, *doubts]) for workload in suites.workloads(config, data, room)
     ]
     for remark in remarks(workloads):
         print(f"compare: {remark}")
