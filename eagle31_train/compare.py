@@ -7,7 +7,7 @@
 
 Every DRAFTER is a run, an exported checkpoint, or a published one (a folder, or an id of the hub); the others are
 compared with the first. NAME:… calls it so, and several trainings of one recipe, with commas between them, are measured
-as one. Target, data and evaluate.* are those of the first run, where no +experiment=… is given.
+as one. Target, data and evaluate.* are those of the first that is a run, where no +experiment=… is given.
 
 Writes compare.out: result.json, a page and its pictures. A drafter, or a workload, that is added later is measured
 alone. With evaluate.backend=vllm every drafter is served by vLLM, too.
@@ -51,7 +51,8 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit(2)
     named, saved = called(given), None
     if given and not any(word.lstrip("+").startswith("experiment=") for word in options):
-        first = next(iter(named.values()))[0]
+        firsts = [trainings[0] for trainings in named.values()]
+        first = next((one for one in firsts if Path(one, "train", "config.yaml").is_file()), firsts[0])
         options, saved = [in_place(first), *options], Path(first, "train", "config.yaml")
     cli.run(partial(compare, named), __doc__ or "", options, saved)
 

@@ -220,7 +220,10 @@ def test_a_published_draft_is_compared_and_nobody_knows_what_it_learnt(trained, 
     for workload in result["workloads"]:
         assert "nobody knows whether theirs was trained on these prompts" in workload["notes"]
     assert len(result["workloads"]) == 2
-    code, line = call(published, trained.folder)
+    first = call(f"theirs:{published}", trained.folder)
+    assert list(first["drafters"]) == ["theirs", trained.folder.name]
+    assert first["workloads"][0]["prompts"] == result["workloads"][0]["prompts"]
+    code, line = call(published, f"again:{published}")
     assert code == 2
     assert line.endswith("config.yaml is missing: give a run's folder, or a recipe with +experiment=NAME")
 
