@@ -9,8 +9,8 @@ EXPERIMENT ?= smollm2
 # Options for every stage of the demo, e.g. ARGS='drafter.norm_output=false name=smollm2-pre-norm'; or of a benchmark
 ARGS ?=
 STAGE_ARGS := +experiment=$(EXPERIMENT) $(ARGS)
-# Tests are small: a core each, several at a time.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8
+# Tests are small: a core each, several at a time; a process takes up to 2 GiB, and one with vLLM 4.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto
 
 # On a CPU: all cores, and threads that sleep while they wait, since spinning beside a busy neighbour is ten times slower.
 export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
@@ -45,7 +45,7 @@ lint: install
 	$(BIN)/mypy
 
 test: lint
-	$(PYTEST) --dist loadfile -m 'not vllm and not gpu and not slow'
+	$(PYTEST) --maxprocesses 4 --dist loadfile -m 'not vllm and not gpu and not slow'
 
 # The long ones: hundreds of kills, steps and processes, of which `make test` runs a seeded part.
 test-slow: install
@@ -58,7 +58,7 @@ test-gpu: install
 # Real vLLM, in an environment of its own; serves runs/smollm2 if the demo has been run, else a short training run.
 test-vllm: install
 	PYTHON=$(abspath $(BIN))/python tests/vllm/install.sh $(VLLM_VENV)
-	$(PYTEST) --dist loadgroup -m vllm tests/vllm
+	$(PYTEST) --maxprocesses 2 --dist loadgroup -m vllm tests/vllm
 
 # How our training step's cost grows, and how far it is from the machine's limit: runs/bench/growth.{json,png}
 bench:
