@@ -47,6 +47,11 @@ def identity(config: Config) -> str | None:
         if t.init_revision is not None:
             raise UserError(f"train.init_revision={t.init_revision} is of nothing: set train.init_from to a hub id")
         return None
+    if t.fc_start != 1:
+        raise UserError(
+            f"train.fc_start={t.fc_start} is of weights that start afresh, and train.init_from gives fc's: "
+            "leave out one of them"
+        )
     recorded = sources.recorded(config) if sources.going_on(config) else None
     if recorded is not None and not Path(t.init_from).exists():
         return recorded

@@ -1,5 +1,6 @@
 """Drafters that are right now and then, for the tiny target of tests/evaluate, and runs that hold them."""
 
+import json
 import shutil
 from dataclasses import asdict
 
@@ -9,7 +10,7 @@ import torch
 from conftest import make_mla_shape, make_objective
 from safetensors.torch import save_file
 
-from eagle31_train import artifacts, cli
+from eagle31_train import artifacts, cli, compare
 from eagle31_train.measure.decoding import Limits, decode_plain
 from eagle31_train.measure.drafters import Candidate
 from eagle31_train.measure.prompts import Prompt
@@ -102,3 +103,47 @@ def another(trained, model):  # noqa: F811
 
 def save_config(run):  # noqa: F811
     (run.folder / "train" / "config.yaml").write_text(cli.to_yaml(run.config()), encoding="utf-8")
+
+
+# ---------------------------------------------------------------- as a user compares
+
+SHAPE = [
+    f"drafter.{option}"
+    for option in (
+        "num_attention_heads=4",
+        "num_key_value_heads=2",
+        "head_dim=4",
+        "intermediate_size=24",
+        "rope_theta=100.0",
+        "max_position_embeddings=128",
+    )
+]
+
+
+@pytest.fixture
+def no_page(monkeypatch):
+    """Pages and their pictures have tests of their own."""
+    monkeypatch.setattr(compare.page, "write", lambda folder, result: [])
+
+
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "compared"
+
+
+@pytest.fixture
+def call(out, capsys):
+    """A function that compares and gives the result, or else the status and the one line of the error."""
+
+    def called(*words, default=True):
+        options = [f"compare.out={out}", "evaluate.max_new_tokens=12", "evaluate.depths=4"] if default else []
+        try:
+            compare.main([*map(str, words), *options])
+        except SystemExit as stopped:
+            error = capsys.readouterr().err
+            lines = [line for line in error.splitlines() if line.startswith("error: ")]
+            assert len(lines) == 1, error
+            return stopped.code, lines[0]
+        return json.loads((out / "result.json").read_text()) if default else {}
+
+    return called

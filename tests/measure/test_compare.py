@@ -1,49 +1,19 @@
-"""Drafters side by side, as a user calls it: what can be compared, what is refused, and who wins."""
+"""Drafters side by side, as a user calls it: what can be compared, and who wins."""
 
 import json
-import re
 
 import pytest
-import torch
 from omegaconf import OmegaConf
-from safetensors.torch import load_file, save_file
 
-from eagle31_train import artifacts, cli, compare, export, vocab
+from eagle31_train import cli, compare, export
 from eagle31_train.cli import load_config
-from eagle31_train.measure import drafters, measuring
+from eagle31_train.measure import measuring
 from eagle31_train.schema import UserError
-from eagle31_train.store.sealed import seal
+from tests.measure.conftest import SHAPE
+
+pytestmark = pytest.mark.usefixtures("no_page")
 
 PROMPTS = [{"id": f"q{i}", "source": "ab"[i % 2], "prompt": f"hello {'again ' * i}world"} for i in range(12)]
-
-
-@pytest.fixture(autouse=True)
-def no_page(monkeypatch):
-    """Pages and their pictures have tests of their own."""
-    monkeypatch.setattr(compare.page, "write", lambda folder, result: [])
-
-
-@pytest.fixture
-def out(tmp_path):
-    return tmp_path / "compared"
-
-
-@pytest.fixture
-def call(out, capsys):
-    """A function that compares and gives the result, or else the status and the one line of the error."""
-
-    def called(*words, default=True):
-        options = [f"compare.out={out}", "evaluate.max_new_tokens=12", "evaluate.depths=4"] if default else []
-        try:
-            compare.main([*map(str, words), *options])
-        except SystemExit as stopped:
-            error = capsys.readouterr().err
-            lines = [line for line in error.splitlines() if line.startswith("error: ")]
-            assert len(lines) == 1, error
-            return stopped.code, lines[0]
-        return json.loads((out / "result.json").read_text()) if default else {}
-
-    return called
 
 
 # ---------------------------------------------------------------- what the words mean
@@ -234,201 +204,6 @@ def published(another):
     one = another("theirs", 5)
     export.export(one.config("target.aux_layers=[1,2,4]", *SHAPE))
     return one.folder / "export"
-
-
-SHAPE = [
-    f"drafter.{option}"
-    for option in (
-        "num_attention_heads=4",
-        "num_key_value_heads=2",
-        "head_dim=4",
-        "intermediate_size=24",
-        "rope_theta=100.0",
-        "max_position_embeddings=128",
-    )
-]
-
-
-# ---------------------------------------------------------------- what is refused
-
-
-def test_fewer_than_two(trained, call):
-    for words in ([], [trained.folder]):
-        assert call(*words) == (2, f"error: {compare.FEWER}")
-
-
-def test_equal_names(trained, call):
-    code, line = call(f"a:{trained.folder}", f"a:{trained.folder}")
-    assert (code, line[:36]) == (2, "error: two drafters are called a: te")
-    code, line = call(trained.folder, trained.folder)
-    assert "two drafters are called" in line
-    code, line = call(f"plain:{trained.folder}", f"a:{trained.folder}")
-    assert "plain is what decoding without a drafter is called" in line
-
-
-def test_another_comparison_of_the_same_name_is_not_written_over(trained, another, call, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    b, c = another("b", 1), another("c", 2)
-    options = ("evaluate.max_new_tokens=4", "evaluate.depths=3")
-    words, others = [f"x:{trained.folder}", f"y:{b.folder}"], [f"x:{trained.folder}", f"y:{c.folder}"]
-    call(*words, *options, default=None)
-    file = tmp_path / "runs" / "compare" / "x-y" / "result.json"
-    before = file.read_bytes()
-    code, line = call(*others, *options, default=None)
-    assert code == 2
-    there = f"x:{trained.folder} y:{b.folder}"
-    assert line == (
-        f"error: runs/compare/x-y compares {there}: give another compare.out=…, or replace it with overwrite=true"
-    )
-    assert file.read_bytes() == before
-    call(*words, *options, "evaluate.depths=4", default=None)
-    call(*others, *options, "compare.out=elsewhere", default=None)
-    assert json.loads(file.read_text())["trainings"]["y"] == [str(b.folder)]
-    call(*others, *options, "overwrite=true", default=None)
-    assert json.loads(file.read_text())["trainings"]["y"] == [str(c.folder)]
-
-
-def test_training_again_makes_a_comparison_one_of_others(trained, another, call):
-    b = another("b")
-    before = call(trained.folder, b.folder)["identities"]
-    assert before == {"run": [identity_of(trained)], "b": [identity_of(b)]}
-    weights = load_file(b.weights)
-    save_file({**weights, "norm.weight": weights["norm.weight"] + 1}, b.weights)
-    b.finish_training()
-    after = call(trained.folder, b.folder)["identities"]
-    assert after["run"] == before["run"]
-    assert after["b"] == [identity_of(b)] != before["b"]
-
-
-def identity_of(run):
-    return drafters.identity(artifacts.read_json(run.folder / "train" / "manifest.json", ""))
-
-
-def test_a_training_that_is_named_twice_or_not_at_all(trained, another, call):
-    b = another("b")
-    for some in (f"{trained.folder},{trained.folder}/", f"{trained.folder},"):
-        code, line = call(f"a:{some}", f"b:{b.folder}")
-        assert code == 2
-        assert line.startswith(f"error: a is {trained.folder},")
-        assert line.endswith("names a training twice or not at all: give each once")
-
-
-def test_other_data(trained, another, call, tmp_path):
-    b = another("b")
-    for folder, name in ((b.folder / "train", "inputs"), (b.folder / "data", None)):
-        manifest = artifacts.read_json(folder / "manifest.json", "the test")
-        where = manifest[name] if name else manifest
-        where["data" if name else "dataset_fingerprint"] = "b" * 16
-        artifacts.write_json(folder / "manifest.json", manifest)
-    code, line = call(trained.folder, b.folder)
-    assert code == 2
-    assert re.search(r"b was trained on other data than .*run/data, .*: give prompts that nobody learnt", line)
-    file = tmp_path / "some.jsonl"
-    file.write_text(json.dumps(PROMPTS[0]))
-    (workload,) = call(trained.folder, b.folder, f"evaluate.prompts={file}")["workloads"]
-    assert workload["prompts"] == 1
-    assert "nobody knows whether b was trained on these prompts" in workload["notes"]
-
-
-def test_another_target(trained, another, call):
-    b = another("b")
-    (b.folder / "store").mkdir()
-    learnt = {"name": "some/target", "revision": None, "weights": "0" * 16, "dtype": "bfloat16"}
-    manifest = {"fingerprint": "f" * 16, "inputs": {"target": learnt}}
-    (b.folder / "store" / "manifest.json").write_bytes(seal(manifest))
-    code, line = call(trained.folder, b.folder)
-    assert code == 2
-    assert f"{b.folder}: the drafter was trained for some/target, which had other weights" in line
-    code, line = call(trained.folder, another("c", target_hidden_size=16).folder)
-    assert "was made for a target of hidden size 16, 50 tokens and at least 4 layers" in line
-
-
-def test_a_run_that_is_not_whole(trained, another, call):
-    b, c, d = another("b"), another("c"), another("d")
-    (b.folder / "data" / "vocab.safetensors").unlink()
-    assert call(trained.folder, b.folder)[1].startswith(f"error: {b.folder}/data/vocab.safetensors")
-    spare = vocab.DraftVocab(torch.arange(20).numpy(), 50)
-    vocab.write(b.folder / "data" / "vocab.safetensors", spare)
-    assert "is not the vocabulary that the drafter was trained with" in call(trained.folder, b.folder)[1]
-    (c.folder / "train" / "manifest.json").unlink()
-    assert f"{c.folder}/train is not finished: run" in call(trained.folder, c.folder)[1]
-    (d.folder / "data" / "dataset" / "dataset_dict.json").write_text("{}")
-    assert "dataset_dict.json has 2 bytes" in call(d.folder, trained.folder)[1]
-
-
-@pytest.mark.parametrize(
-    ("option", "words"),
-    [
-        ("evalute.depths=3", "did you mean 'evaluate.depths'?"),
-        ("+suite=[mt_bench,gsm8q]", "no configs/suite/gsm8q.yaml: did you mean 'gsm8k'?"),
-        ("evaluate.depths=2", "evaluate.depths=2 leaves out evaluate.draft_tokens=3"),
-        ("compare.verified=-1", "compare.verified=-1 is no number of prompts"),
-        ("evaluate.perturbations=[no_templat]", "did you mean 'no_template'?"),
-    ],
-)
-def test_options_that_do_not_exist_or_measure_nothing(trained, another, call, option, words):
-    code, line = call(f"a:{trained.folder}", f"b:{trained.folder}", option, default=False)
-    assert code == 2
-    assert words in line
-
-
-def test_a_name_that_is_nothing(trained, call):
-    code, line = call(trained.folder, "nowhere")
-    assert code == 2
-    assert "nowhere" in line
-
-
-def test_what_vllm_cannot_serve_is_told_before_anything_is_measured(trained, another, call, monkeypatch):
-    monkeypatch.setattr(compare, "load_model", None)
-    b = another("b")
-    code, line = call(trained.folder, b.folder, "evaluate.backend=vllm")
-    assert code == 2
-    assert f"{trained.folder}/export.json is missing: run `python -m eagle31_train.export` first" in line
-    for run in (trained, b):
-        export.export(run.config("target.aux_layers=[1,2,4]", *SHAPE))
-    words = (trained.folder, b.folder, "evaluate.backend=vllm")
-    file = b.folder / "train" / "manifest.json"
-    manifest = artifacts.read_json(file, "")
-    artifacts.write_json(file, {**manifest, "fingerprint": "0" * 16})
-    assert f"{b.folder}/export has other weights than {b.folder}/train: run" in call(*words)[1]
-    weights = load_file(b.weights)
-    save_file({**weights, "norm.weight": weights["norm.weight"] + 1}, b.weights)
-    b.finish_training()  # from the same inputs
-    assert f"{b.folder}/export has other weights than {b.folder}/train: run" in call(*words)[1]
-    (trained.folder / "export" / "config.json").write_text("{}")
-    assert "config.json has 2 bytes" in call(*words)[1]
-
-
-def test_what_vllm_says_is_told_here_too(trained, another, call, monkeypatch, capsys):
-    asked = []
-
-    def measured(config, drafts, prompts, end_ids):
-        asked.append((drafts, [len(prompt.ids) for prompt in prompts]))
-        return {"rows": [], "verdict": ["serve without it"], "notes": ["not all went well"], "definitions": "TTFT: …"}
-
-    monkeypatch.setattr(compare, "measure_serving", measured)
-    b, c = another("b"), another("c", seed=1)
-    for run in (trained, b):
-        export.export(run.config("target.aux_layers=[1,2,4]", *SHAPE))
-    words = (trained.folder, f"many:{b.folder},{c.folder}", "evaluate.backend=vllm")
-    result = call(*words)
-    assert asked == [({"run": trained.folder / "export", "many": b.folder / "export"}, [5, 5, 5])]
-    assert result["workloads"][0]["prompts"] == 3
-    assert result["serving"]["workload"] == "heldout"
-    assert "threads" not in result["serving"]["machine"], "those of this process are not vLLM's"
-    assert "serve without it\nof many, the first of 2 trainings\nnot all went well" in capsys.readouterr().out
-    short = "evaluate.vllm_args.max_model_len=28"  # 4 of which are left beside an answer of 12 and 2 × (5 + 1)
-    assert "none of 4 prompts has at most 4 tokens" in call(*words, short, "evaluate.serve_depths=[5]")[1]
-    assert call(*words, short, "evaluate.serve_depths=[4]", "evaluate.draft_tokens=3")["workloads"][0]["prompts"] == 3
-
-
-def test_help_tells_the_drafters_and_the_options(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        compare.main(["--help"])
-    assert stopped.value.code == 0
-    text = capsys.readouterr().out
-    assert "NAME:…" in text
-    assert "compare.verified" in text
 
 
 # ---------------------------------------------------------------- a saved configuration

@@ -144,6 +144,8 @@ def test_nothing_to_begin_with_is_one_line(new_run, run, tmp_path):
     message = message_of(new_run(), f"train.init_from={run.folder / 'run'}", "train.init_revision=v1")
     assert "train.init_revision=v1 is for a repository of the hub" in message
     assert "train.init_revision=v1 is of nothing" in message_of(new_run(), "train.init_revision=v1")
+    message = message_of(new_run(), f"train.init_from={run.folder / 'run'}", "train.fc_start=0.5")
+    assert "train.fc_start=0.5 is of weights that start afresh" in message
     own = new_run()
     own.fit("train.max_steps=1")
     message = message_of(own, f"train.init_from={own.folder / 'run'}")
