@@ -16,7 +16,6 @@ alone. With evaluate.backend=vllm every drafter is served by vLLM, too.
 import re
 import shlex
 import sys
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -126,9 +125,7 @@ def compare(named: Named, config: Config) -> None:
     candidates = [drafters.load(one, name, target, config) for name, one in checkpoints.items()]
     positions = [one.shape.max_position_embeddings for one in checkpoints.values()]
     room = drafters.room(config, positions, [options.draft_tokens, options.depths])
-    workloads = [
-        replace(workload, notes=[*workload.notes, *doubts]) for workload in suites.workloads(config, data, room)
-    ]
+    workloads = suites.workloads(config, data, room, doubts)
     for remark in remarks(workloads):
         print(f"compare: {remark}")
 

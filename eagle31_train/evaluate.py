@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle31_train import artifacts, card, cli
-from eagle31_train.measure import acceptance, drafters, page, perturb, records, suites, tables
+from eagle31_train.measure import acceptance, drafters, learnt, page, perturb, records, suites, tables
 from eagle31_train.measure.decoding import Limits
 from eagle31_train.measure.drafters import TRAIN
 from eagle31_train.measure.measuring import Measurer, Outcome, check_options, notes, remarks, sheet
@@ -62,7 +62,8 @@ def evaluate(config: Config) -> None:
     target = CachedTarget(load_model(config.target, options.dtype), checkpoint.shape.aux_layers)
     candidate = drafters.load(checkpoint, config.name, target, config)
     room = drafters.room(config, [checkpoint.shape.max_position_embeddings], [options.draft_tokens, options.depths])
-    workloads = suites.workloads(config, data, room)
+    doubts = learnt.doubts({config.name: [trained]}, data["dataset_fingerprint"])
+    workloads = suites.workloads(config, data, room, list(doubts))
     for remark in remarks(workloads):
         print(f"evaluate: {remark}")
     limits = Limits(options.max_new_tokens, frozenset(data["end_ids"]))
@@ -122,9 +123,12 @@ def serve(config: Config) -> None:
     if artifacts.finished(folder, artifacts.fingerprint(inputs), inputs, config.overwrite):
         print(f"evaluate: up to date ({folder})")
         return
+    doubts: list[str] = []
     if (train := run_dir / "train" / artifacts.MANIFEST).is_file():  # vLLM can do without
-        refuse_other_data(config, data, artifacts.read_json(train, TRAIN))
-    workloads = suites.workloads(config, data, drafters.room(config, [config.drafter.max_position_embeddings]))
+        refuse_other_data(config, data, trained := artifacts.read_json(train, TRAIN))
+        doubts += learnt.doubts({config.name: [trained]}, data["dataset_fingerprint"])
+    room = drafters.room(config, [config.drafter.max_position_embeddings])
+    workloads = suites.workloads(config, data, room, doubts)
     if len(workloads) > 1:
         raise UserError(
             "evaluate.backend=vllm measures one workload at a time: leave out evaluate.perturbations, and give one set "

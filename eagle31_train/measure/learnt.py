@@ -58,6 +58,8 @@ def doubts(trainings: Mapping[str, Sequence[dict[str, Any] | None]], data: str) 
     for name, (first, *others) in trainings.items():
         if any(one is None or one["inputs"].get("data") != data for one in (first, *others)):
             yield f"nobody knows whether {name} was trained on these prompts"
+        elif any(one["inputs"].get("train", {}).get("init_from") for one in (first, *others) if one):
+            yield f"nobody knows whether the weights that {name} began with were trained on these prompts"
         for number, other in enumerate(others, 2):
             if first is None or other is None:
                 yield f"nobody knows whether trainings 1 and {number} of {name} differ in their seed alone"

@@ -5,6 +5,7 @@
 
 import re
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -44,7 +45,7 @@ class Workload:
     notes: list[str] = field(default_factory=list)
 
 
-def workloads(config: Config, data: dict[str, Any] | None, longest: int) -> list[Workload]:
+def workloads(config: Config, data: dict[str, Any] | None, longest: int, doubts: Sequence[str] = ()) -> list[Workload]:
     """Everything that the configuration wants decoded, the held-out prompts (or evaluate.prompts) first.
 
     A suite's prompts are chosen as they are; its perturbed forms are of the same prompts, less those that do not fit.
@@ -53,6 +54,7 @@ def workloads(config: Config, data: dict[str, Any] | None, longest: int) -> list
         config: says which.
         data: stage 1's manifest; None where there is none, and evaluate.prompts is given.
         longest: tokens that a prompt may have.
+        doubts: what a reader of any of their numbers should know of the drafters (`learnt.doubts`).
 
     Raises:
         UserError: an unknown suite or perturbation, an unreadable or empty set, or a workload that nothing fits.
@@ -70,7 +72,7 @@ def workloads(config: Config, data: dict[str, Any] | None, longest: int) -> list
         )
     for name, suite in suites.items():
         found += maker.forms(name, *read(name, suite, _option(name), maker.rendering), perturbations)
-    return found
+    return [replace(one, notes=[*one.notes, *doubts]) for one in found]
 
 
 def inputs(config: Config) -> dict[str, Any]:

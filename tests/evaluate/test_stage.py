@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import shutil
 
 import pytest
 import torch
@@ -62,6 +63,20 @@ def test_an_oracle_has_acceptance_length_of_draft_tokens_plus_one(run, monkeypat
     assert report["acceptance_at_depth"] == [1.0] * 4
     assert report["conditional_acceptance"] == [1.0] * 4
     assert report["by_depth"]["1"]["acceptance_length"] == [2.0, 2.0, 2.0]
+
+
+def test_what_the_weights_that_it_began_with_had_learnt_nobody_knows(run, capsys):
+    evaluate.evaluate(run.config())
+    (plain,) = run.manifest["result"]["workloads"]
+    path = run.folder / "train" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    path.write_text(json.dumps({**manifest, "inputs": {**manifest["inputs"], "train": {"init_from": "0" * 16}}}))
+    shutil.rmtree(run.folder / "evaluate")
+    evaluate.evaluate(run.config())
+    (warm,) = run.manifest["result"]["workloads"]
+    told = "nobody knows whether the weights that smollm2 began with were trained on these prompts"
+    assert warm["notes"] == [*plain["notes"], told]
+    assert told in capsys.readouterr().out
 
 
 def test_shares_by_depth(run, monkeypatch):

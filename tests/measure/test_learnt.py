@@ -43,6 +43,13 @@ def test_what_nobody_knows():
     ]
 
 
+def test_what_a_warm_start_had_learnt_nobody_knows():
+    begun = {**OURS, "train": {**OURS["train"], "init_from": "0123456789abcdef"}}
+    told = "nobody knows whether the weights that warm began with were trained on these prompts"
+    assert doubts({"afresh": [OURS], "warm": [begun]}, "d1") == [told]
+    assert doubts({"warm": [{**OURS, "train": {**OURS["train"], "init_from": None}}]}, "d1") == []
+
+
 def test_trainings_under_one_name_differ_in_their_seed_alone():
     again = {**OURS, "seed": 1}
     assert doubts({"ours": [OURS, again, {**OURS, "seed": 2}]}, "d1") == []
