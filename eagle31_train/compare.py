@@ -3,7 +3,7 @@
     python -m eagle31_train.compare runs/a runs/b
     python -m eagle31_train.compare runs/a runs/b '+suite=[mt_bench]' 'evaluate.perturbations=[no_template,context_2]'
     python -m eagle31_train.compare before:runs/a1,runs/a2 after:runs/b1,runs/b2 evaluate.num_prompts=100
-    python -m eagle31_train.compare runs/a me/published-draft evaluate.backend=vllm
+    python -m eagle31_train.compare runs/a me/published-draft evaluate.backend=vllm evaluate.vllm_python=.venv-vllm/bin/python
 
 Every DRAFTER is a run, an exported checkpoint, or a published one (a folder, or an id of the hub); the others are
 compared with the first. NAME:… calls it so, and several trainings of one recipe, with commas between them, are measured

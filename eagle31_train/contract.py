@@ -186,12 +186,17 @@ def check_shape(shape: DrafterShape) -> list[str]:
 
 def caveats(shape: DrafterShape) -> list[str]:
     """What can be trained and exported but does not run everywhere, a sentence each."""
+    # vLLM's GPUModelRunner._input_fits_in_drafter looks at the longest sequence of the batch.
+    found = [
+        f"It drafts in contexts of up to {shape.max_position_embeddings:,} tokens: while one request of a batch is "
+        "longer, vLLM 0.32 drafts for none of them (drafter.max_position_embeddings)"
+    ]
     if shape.architecture == "mla" and shape.q_lora_rank is None:
-        return [
+        found.append(
             "vLLM 0.32 stops when it loads an MLA draft with full-rank queries (it looks for fused_qkv_a_proj): "
             "give drafter.q_lora_rank a number to be served there"
-        ]
-    return []
+        )
+    return found
 
 
 def _llama_problems(shape: DrafterShape) -> list[str]:

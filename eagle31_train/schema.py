@@ -152,7 +152,9 @@ class DrafterConfig:
     rms_norm_eps: float = opt(1e-5, "epsilon of every RMSNorm of the drafter")
     rope_theta: float = opt(10000.0, "the drafter's own RoPE base")
     rope_scaling: dict[str, Any] = opt({}, "the drafter's own RoPE scaling, as in transformers; {} for none")
-    max_position_embeddings: int = opt(2048, "longest position written to config.json")
+    max_position_embeddings: int = opt(
+        2048, "the longest context in which it drafts; while one request is longer, vLLM drafts for none of its batch"
+    )
     share_embedding: bool = opt(True, "embed_tokens is the target's, frozen, and left out of the checkpoint")
     train_lm_head: bool = opt(True, "fit lm_head (it starts from the target's rows)")
     # MLA only
@@ -196,13 +198,13 @@ class TrainConfig:
     precision: str = opt("bf16", "bf16 (autocast, fp32 master weights) or no (fp32)")
     fc_start: float = opt(
         1.0,
-        "what fc's first weights are multiplied by; without drafter.fc_norm, one over the RMS of the target's last "
-        "auxiliary state, so that the drafter's residual stream starts at one",
+        "what fc's first weights are multiplied by; without drafter.fc_norm give one over the RMS of the target's last "
+        "auxiliary state (nothing else does), so that the drafter's residual stream starts at one",
     )
     init_from: str | None = opt(
         None,
         "begin with the weights of another drafter: a run's folder, or a published EAGLE-3 or 3.1 draft (folder or hub "
-        "id); what it lacks of EAGLE 3.1 starts as if it had been there",
+        "id); a 3.0 draft's missing fc_norm starts so that fc reads about what it read before",
     )
     init_revision: str | None = opt(None, "hub revision of init_from")
     workers: int = opt(1, "threads that read steps ahead of the training; 0 reads them in turn")
