@@ -233,6 +233,11 @@ class EvaluateConfig:
         [], "every set once more under each of these: no_template, system_long, context_2, temperature_0.7, …"
     )
     num_prompts: int = opt(20, "prompts of each workload")
+    leave_out: list[str] = opt(
+        [],
+        "ids of prompts that every workload leaves out, as an error about equal tokens asks for; the next prompts take "
+        "their place, and an id that several sets have is left out of each",
+    )
     draft_tokens: int = opt(3, "tokens drafted per verification in real decoding, and of the headline")
     depths: int = opt(8, "acceptance is told for every number of draft tokens from 1 to this")
     max_new_tokens: int = opt(128, "tokens generated per prompt")

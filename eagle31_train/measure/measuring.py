@@ -30,7 +30,7 @@ from eagle31_train.measure.drafters import Candidate
 from eagle31_train.measure.prompts import Prompt
 from eagle31_train.measure.results import Measured, Trajectory
 from eagle31_train.measure.sampling import TARGET, stream
-from eagle31_train.measure.suites import Workload
+from eagle31_train.measure.suites import Workload, leaving_out
 from eagle31_train.measure.unrolled import narrowest, unroll
 from eagle31_train.schema import EvaluateConfig, UserError
 from eagle31_train.targets.cached import CachedTarget
@@ -101,7 +101,7 @@ class Measurer:
         shared = self.shared(workload)
         depths = [options.draft_tokens] if shared else range(1, options.depths + 1)
         verified = verified if shared else None
-        found: list[tuple[list[int], dict[str, Measured]]] = [([], {})] * len(prompts)
+        found: dict[int, tuple[list[int], dict[str, Measured]]] = {}  # by the prompt's place
         every = [PLAIN, *((c.name, depth) for c in candidates for depth in depths)]
         tokens, seconds = dict.fromkeys(every, 0), dict.fromkeys(every, 0.0)
         with tqdm(total=len(prompts), desc=f"evaluate {workload.name}", unit="prompt") as bar:
@@ -122,12 +122,13 @@ class Measurer:
                         tokens[way] += sum(len(one.tokens) for one in answers)
                         seconds[way] += sum(one.seconds for one in answers)
                 bar.update(len(batch))
-        outputs, count = [output for output, _ in found], tokens[PLAIN]
+        in_order, count = [found[at] for at in range(len(prompts))], tokens[PLAIN]
+        outputs = [output for output, _ in in_order]
         outcomes = {}
         for name in (candidate.name for candidate in candidates):
             way = name, options.draft_tokens
             speculative = seconds[way] * count / tokens[way] if count else 0.0
-            measured = [read[name] for _, read in found]
+            measured = [read[name] for _, read in in_order]
             outcomes[name] = Outcome(outputs, measured, count, seconds[PLAIN], speculative)
         return outcomes
 
@@ -178,7 +179,7 @@ class Measurer:
             *unroll(candidate.drafter, candidate.target_ids, trajectory, depth, drift),
             seen,
         )
-        refuse_other_counts(prompt, candidate, trajectory, measured, self.options.dtype)
+        refuse_other_counts(prompt, candidate, trajectory, measured, self.options)
         return measured
 
     def _refuse_difference(self, prompt: Prompt, plain: Decoded, speculative: Decoded, sampling: Sampling) -> None:
@@ -187,18 +188,19 @@ class Measurer:
         if at is None:
             return
         ours, theirs = (tokens[at] if at < len(tokens) else None for tokens in (speculative.tokens, plain.tokens))
-        gap = "one output is shorter"
+        gap, tie = "one output is shorter", False
         if ours is not None and theirs is not None:
             target = CachedTarget(self.model, [1])  # whose states nobody asks for
             scores = logit_gap(target, prompt.ids + plain.tokens[:at], theirs, ours)
-            gap = f"the target's logits differ by {scores:.3g}"
+            gap, tie = f"the target's logits differ by {scores:.3g}", abs(scores) < TIE
             if not sampling.greedy:  # what decides is the race's logarithm
                 draws = stream(seed_of(self.seed, prompt), at, TARGET).standard_exponential(max(ours, theirs) + 1)
                 scores = scores / sampling.temperature - float(np.log(draws[theirs] / draws[ours]))
-                gap = f"the target's draws differ by {scores:.3g}"
+                # Dividing by the temperature made what rounding did to the logits as much larger.
+                gap, tie = f"the target's draws differ by {scores:.3g}", abs(scores) * sampling.temperature < TIE
         raise UserError(
             f"prompt {prompt.id}, output token {at}: speculation gives {ours}, plain decoding {theirs} ({gap}); "
-            f"{rounding(self.options.dtype)}"
+            f"{rounding(prompt, self.options, tie)}"
         )
 
 
@@ -287,7 +289,7 @@ def seed_of(seed: int, prompt: Prompt) -> int:
 
 
 def refuse_other_counts(
-    prompt: Prompt, candidate: Candidate, trajectory: Trajectory, measured: Measured, dtype: str
+    prompt: Prompt, candidate: Candidate, trajectory: Trajectory, measured: Measured, options: EvaluateConfig
 ) -> None:
     """UserError where a real decoding accepted otherwise than the run from every place says.
 
@@ -305,14 +307,18 @@ def refuse_other_counts(
         gap = narrowest(candidate.drafter, candidate.target_ids, trajectory, slot, parting + 1)
         problem += f" accepts {seen[at]}, the draft from that place {told[at]} (its narrowest choice is {gap:.3g})"
         if gap > TIE:
-            raise UserError(f"{problem}; {rounding(dtype)}")
+            raise UserError(f"{problem}; {rounding(prompt, options, tie=False)}")
         tqdm.write(f"{problem}: rounding chose between equals")  # from here on the two walk apart
 
 
-def rounding(dtype: str) -> str:
-    """What a difference may come from."""
-    if dtype == "float32":
+def rounding(prompt: Prompt, options: EvaluateConfig, tie: bool) -> str:
+    """What a difference may come from, and what to do; tie: whether the two are equal but for rounding."""
+    if options.dtype != "float32":
         return (
-            f"under {TIE:g}, rounding chose between equals: take other prompts by evaluate.prompts=FILE; else a mistake"
+            f"evaluate.dtype={options.dtype} rounds differently for one token and for several: use "
+            "evaluate.dtype=float32"
         )
-    return f"evaluate.dtype={dtype} rounds differently for one token and for several: use evaluate.dtype=float32"
+    without = leaving_out([*options.leave_out, prompt.id])
+    if tie:
+        return f"rounding chose between equals: add {without} to the command, which leaves this prompt out"
+    return f"rounding rarely makes {TIE:g}, so it is likely a mistake, which {without} would hide"

@@ -3,9 +3,11 @@
 `configs/suite/` has the suites that the field reports.
 """
 
+import difflib
 import re
+import shlex
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +27,8 @@ from eagle31_train.schema import Config, UserError
 
 HELDOUT = "heldout"
 PROMPTS = "prompts"  # those of evaluate.prompts
+NAMED_OUT = "evaluate.leave_out names it"
+NO_TEXTS = ("null", "true", "false", "nan", "inf")  # words that Hydra reads otherwise
 LOOPING = 0.3  # compressed share of a text; of the demo's held-out answers 14 % are under it
 
 
@@ -48,7 +52,8 @@ class Workload:
 def workloads(config: Config, data: dict[str, Any] | None, longest: int, doubts: Sequence[str] = ()) -> list[Workload]:
     """Everything that the configuration wants decoded, the held-out prompts (or evaluate.prompts) first.
 
-    A suite's prompts are chosen as they are; its perturbed forms are of the same prompts, less those that do not fit.
+    A suite's prompts are chosen as they are, of those that evaluate.leave_out does not name; its perturbed forms are
+    of the same prompts, less those that do not fit.
 
     Args:
         config: says which.
@@ -57,27 +62,54 @@ def workloads(config: Config, data: dict[str, Any] | None, longest: int, doubts:
         doubts: what a reader of any of their numbers should know of the drafters (`learnt.doubts`).
 
     Raises:
-        UserError: an unknown suite or perturbation, an unreadable or empty set, or a workload that nothing fits.
+        UserError: an unknown suite, perturbation or id to be left out, an unreadable or empty set, or a workload that
+            nothing fits.
     """
     perturbations = _perturbations(config)
     suites = _suites(config)
     maker = _Maker(config, data, longest)
-    found: list[Workload] = []
+    sets: dict[str, tuple[list[Prompt], list[str]]] = {}
     if config.evaluate.prompts is None:
-        prompts = maker.heldout(with_messages=any(perturbation.transform for perturbation in perturbations))
-        found += maker.forms(HELDOUT, prompts, [], perturbations)
+        sets[HELDOUT] = maker.heldout(any(perturbation.transform for perturbation in perturbations)), []
     else:
-        found += maker.forms(
-            PROMPTS, *read("", Suite(config.evaluate.prompts), "evaluate.prompts", maker.rendering), perturbations
-        )
+        sets[PROMPTS] = read("", Suite(config.evaluate.prompts), "evaluate.prompts", maker.rendering)
     for name, suite in suites.items():
-        found += maker.forms(name, *read(name, suite, _option(name), maker.rendering), perturbations)
+        sets[name] = read(name, suite, _option(name), maker.rendering)
+    _refuse_unknown(config.evaluate.leave_out, [prompt.id for prompts, _ in sets.values() for prompt in prompts])
+    found = [
+        form for name, (prompts, notes) in sets.items() for form in maker.forms(name, prompts, notes, perturbations)
+    ]
     return [replace(one, notes=[*one.notes, *doubts]) for one in found]
+
+
+def leaving_out(ids: Iterable[str]) -> str:
+    """The option that leaves out these prompts, as a shell takes it."""
+    return shlex.quote(f"evaluate.leave_out=[{','.join(map(_word, ids))}]")
+
+
+def _word(text: str) -> str:
+    """A text in Hydra's grammar: bare where nothing else can be read into it, else in the quotes that shells leave."""
+    if re.fullmatch(r"[A-Za-z_][\w./-]*", text, re.ASCII) and text.lower() not in NO_TEXTS:
+        return text
+    # Hydra takes a backslash for itself, except before a quote.
+    escaped = re.sub(r'(\\*)("|$)', lambda m: m[1] * 2 + ('\\"' if m[2] else ""), text)
+    return f'"{escaped}"'
+
+
+def _refuse_unknown(wanted: list[str], known: list[str]) -> None:
+    """UserError where an id that is to be left out is no prompt's."""
+    for name in wanted:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known[:5])}, …"
+            raise UserError(f"evaluate.leave_out has {name!r}, which is the id of no prompt: {hint}")
 
 
 def inputs(config: Config) -> dict[str, Any]:
     """What the workloads depend on beside stage 1's data: options, and the contents of files by their hashes."""
     found: dict[str, Any] = {"perturbations": [perturbation.name for perturbation in _perturbations(config)]}
+    if config.evaluate.leave_out:  # without it, all is as it was before there was such an option
+        found["leave_out"] = sorted(set(config.evaluate.leave_out))
     suites = {_option(name): suite for name, suite in _suites(config).items()}
     if config.evaluate.prompts is not None:
         suites["evaluate.prompts"] = Suite(config.evaluate.prompts)
@@ -151,8 +183,13 @@ class _Maker:
     ) -> list[Workload]:
         """A suite as it is, and under each perturbation."""
         options = self.config.evaluate
-        chosen, too_long = choose(given, options.num_prompts, self.longest)
-        left_out = dict.fromkeys(too_long, self._too_long)
+        named = [prompt for prompt in given if prompt.id in options.leave_out]
+        words = {tuple(prompt.ids) for prompt in named}  # which others may have too: a question that was asked twice
+        left = [prompt for prompt in given if tuple(prompt.ids) not in words]
+        if not left:
+            raise UserError(f"evaluate.leave_out names all {len(given)} prompts of {suite}: leave out fewer")
+        chosen, too_long = choose(left, options.num_prompts, self.longest)
+        left_out = {**{prompt.id: NAMED_OUT for prompt in named}, **dict.fromkeys(too_long, self._too_long)}
         if suite != HELDOUT and self._learnt and (known := sum(prompt.ids in self._learnt for prompt in chosen)):
             notes = [*notes, f"{known} of {len(chosen)} prompts are in the training data, too"]
         found = [Workload(suite, suite, None, chosen, options.temperature, options.top_p, left_out, notes)]
@@ -197,6 +234,7 @@ class _Maker:
                 notes.append(f"{same} of {len(prompts)} prompts are the same as without it")
             before = [prompt for prompt in plain.prompts if prompt.id not in left_out]
             notes += perturbation.remarks(before, prompts, self.rendering)
+        left_out |= {prompt: why for prompt, why in plain.left_out.items() if why == NAMED_OUT}
         temperature = plain.temperature if perturbation.temperature is None else perturbation.temperature
         return Workload(name, plain.suite, perturbation.name, prompts, temperature, plain.top_p, left_out, notes)
 

@@ -127,7 +127,7 @@ def test_where_two_drafts_are_equally_good_rounding_is_told_and_not_refused(mode
     assert "rounding chose between equals" in capsys.readouterr().out
     assert found.measured[0].rounds(3) == kept[0], "the drafts from every place count"
     gap = 1e-3
-    with pytest.raises(UserError, match="rounding chose between equals: take other prompts"):
+    with pytest.raises(UserError, match=r"likely a mistake, which 'evaluate\.leave_out=\[p0\]' would hide"):
         measurer_of(model).measure(GREEDY, candidates[:1])
     with pytest.raises(UserError, match=r"evaluate\.dtype=bfloat16 rounds differently"):
         measurer_of(model, "evaluate.dtype=bfloat16").measure(GREEDY, candidates[:1])
@@ -345,4 +345,4 @@ def test_a_gate_knows_whose_counts_are_missing(model, candidates):
     measured = Measured("p0", "a", 4, [1, 0, 0], seen={2: [1]})
     prompt = GREEDY.prompts[0]
     with pytest.raises(UserError, match=r"verification 2 of 2 draft tokens: real decoding makes 1, .* 2"):
-        measuring.refuse_other_counts(prompt, candidate, None, measured, "float32")
+        measuring.refuse_other_counts(prompt, candidate, None, measured, measurer_of(None).options)

@@ -123,7 +123,7 @@ def test_other_options_measure_anew(candidates, tmp_path, option):
     other.run(tmp_path, candidates[:1], [ONE])
     assert other.asked[1:] == [("one", ["llama"], None)]
     Recorded().run(tmp_path, candidates[:1], [ONE])
-    before = Recorded("evaluate.warmup=false", "evaluate.backend=vllm")
+    before = Recorded("evaluate.warmup=false", "evaluate.backend=vllm", "evaluate.leave_out=[of-another-set]")
     before.run(tmp_path, candidates[:1], [ONE])
     assert before.asked == [], "the old outcome is kept beside the new one"
 

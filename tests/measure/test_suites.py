@@ -422,12 +422,16 @@ def test_inputs_tell_what_the_prompts_are_made_of(place):
     place.write("copy.jsonl", GOOD)
     moved = [f"evaluate.suites.s.path={place.folder / 'copy.jsonl'}", "evaluate.suites.s.prompt=q"]
     assert inputs(place.config(*moved)) == before  # wherever it lies
+    assert "leave_out" not in before, "what was evaluated before there was this option is not out of date"
+    one, same = (inputs(place.config(*given, f"evaluate.leave_out={ids}")) for ids in ("[c1,c2]", "[c2,c1,c2]"))
+    assert one == same
     changes = [
         [*given, "evaluate.suites.s.prompt=n"],
         [*given, "evaluate.perturbations=[context_1]"],
         [*given, "target.template_args.x=1"],
         [*given, f"evaluate.prompts={file}"],
         ["evaluate.suites.s.path=org/name", "evaluate.suites.s.prompt=q"],
+        [*given, "evaluate.leave_out=[c1,c2]"],
         [],
     ]
     found = [inputs(place.config(*change)) for change in changes]
