@@ -3,7 +3,7 @@
     python -m eagle31_train.compare runs/a runs/b
     python -m eagle31_train.compare runs/a runs/b '+suite=[mt_bench]' 'evaluate.perturbations=[no_template,context_2]'
     python -m eagle31_train.compare before:runs/a1,runs/a2 after:runs/b1,runs/b2 evaluate.num_prompts=100
-    python -m eagle31_train.compare runs/a me/published-draft evaluate.backend=vllm evaluate.vllm_python=.venv-vllm/bin/python
+    python -m eagle31_train.compare runs/a me/draft evaluate.backend=vllm evaluate.vllm_python=.venv-vllm/bin/python
 
 Every DRAFTER is a run, an exported checkpoint, or a published one (a folder, or an id of the hub); the others are
 compared with the first. NAME:… calls it so, and several trainings of one recipe, with commas between them, are measured
@@ -26,6 +26,7 @@ from eagle31_train.measure import acceptance, drafters, learnt, page, records, s
 from eagle31_train.measure.decoding import Limits
 from eagle31_train.measure.drafters import Checkpoint
 from eagle31_train.measure.measuring import Measurer, check_options, remarks, sheet
+from eagle31_train.measure.serving import check as check_serving
 from eagle31_train.measure.serving import measure_serving
 from eagle31_train.measure.serving import report as serving_report
 from eagle31_train.schema import Config, UserError
@@ -110,6 +111,7 @@ def compare(named: Named, config: Config) -> None:
     if config.compare.out is None and not config.overwrite:
         refuse_another(out, named)
     drafts = {name: exported(some[0]) for name, some in named.items()} if options.backend == "vllm" else {}
+    engine = check_serving(config) if options.backend == "vllm" else None
     data = artifacts.read_json(config.data_folder / artifacts.MANIFEST, DATA)
     if damage := artifacts.first_damaged(config.data_folder, data.get("files", {})):
         raise UserError(f"{damage}: run `{DATA}` again")
@@ -149,14 +151,13 @@ def compare(named: Named, config: Config) -> None:
         "max_new_tokens": options.max_new_tokens,
         "verified": verified,
     }
-    if options.backend == "vllm":
-        serving = measure_serving(config, drafts, workloads[0].prompts, data["end_ids"])
+    if engine is not None:
+        serving = measure_serving(config, drafts, workloads[0].prompts, data["end_ids"], engine)
         firsts = [f"of {name}, the first of {len(some)} trainings" for name, some in named.items() if len(some) > 1]
         result["serving"] = {
             **serving,
             "notes": [*firsts, *serving["notes"]],
             "workload": workloads[0].name,
-            "machine": acceptance.machine(target.device, threads=False),  # vLLM has its own
         }
     artifacts.write_json(out / RESULT, result)
     print(tables.table(result))

@@ -21,12 +21,13 @@ from eagle31_train.measure import acceptance, drafters, learnt, page, perturb, r
 from eagle31_train.measure.decoding import Limits
 from eagle31_train.measure.drafters import TRAIN
 from eagle31_train.measure.measuring import Measurer, Outcome, check_options, notes, remarks, sheet
+from eagle31_train.measure.serving import check as check_serving
 from eagle31_train.measure.serving import measure_serving
 from eagle31_train.measure.serving import report as serving_report
 from eagle31_train.schema import Config, EvaluateConfig, UserError
 from eagle31_train.store import read_manifest
 from eagle31_train.targets.cached import CachedTarget
-from eagle31_train.targets.hf import load_model, pick_device
+from eagle31_train.targets.hf import load_model
 
 DATA = "python -m data_prep"
 LAYOUT = 3  # raise it when the same inputs are counted or reported otherwise
@@ -116,6 +117,7 @@ def serve(config: Config) -> None:
     began = time.perf_counter()
     run_dir = Path(config.run_dir)
     exported = drafters.exported(run_dir)
+    engine = check_serving(config)
     data = artifacts.read_json(config.data_folder / artifacts.MANIFEST, DATA)
     # Of the checkpoint, and not of its card, which tells what is found here.
     inputs = stage_inputs(config, data, {"train": exported["inputs"]["train"], "export": exported["checkpoint"]})
@@ -137,11 +139,10 @@ def serve(config: Config) -> None:
     for remark in remarks(workloads):
         print(f"evaluate: {remark}")
     (asked,) = workloads
-    serving = measure_serving(config, {config.name: run_dir / "export"}, asked.prompts, data["end_ids"])
+    serving = measure_serving(config, {config.name: run_dir / "export"}, asked.prompts, data["end_ids"], engine)
     serving |= {
         "workload": asked.name,
         "notes": [*notes(asked), *serving["notes"]],
-        "machine": acceptance.machine(pick_device(config.target.device), threads=False),  # vLLM has its own
         "command": card.command("eagle31_train.evaluate", config),
     }
     manifest = {

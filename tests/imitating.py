@@ -44,6 +44,7 @@ def install(folder):
     package.mkdir(parents=True)
     for part in (package, package.parent, package.parent.parent):
         (part / "__init__.py").touch()
+    (Path(folder) / "vllm" / "version.py").write_text('__version__ = "0.0"\n', encoding="utf-8")
     (package / "api_server.py").write_text(Path(__file__).read_text(encoding="utf-8"), encoding="utf-8")
     return str(folder)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from eagle31_train import artifacts, card, evaluate, export, published
+from eagle31_train.measure.serving import Engine
 from eagle31_train.schema import UserError
 
 SPEED = {
@@ -122,7 +123,10 @@ def test_a_new_card_does_not_make_the_serving_result_stale(run, monkeypatch, cap
     monkeypatch.setattr(evaluate, "stage_inputs", lambda config, data, drafter: drafter)
     monkeypatch.setattr(evaluate.drafters, "room", lambda *_: 99)
     monkeypatch.setattr(evaluate.suites, "workloads", lambda *_: [Asked])
-    monkeypatch.setattr(evaluate, "measure_serving", lambda *_: json.loads(json.dumps(SERVING)))
+    monkeypatch.setattr(evaluate, "check_serving", lambda _: Engine("0.0", "8 × GPU"))
+    monkeypatch.setattr(
+        evaluate, "measure_serving", lambda *given: json.loads(json.dumps(SERVING)) | {"machine": given[-1].device}
+    )
     monkeypatch.setattr(evaluate.serving_report, "table", lambda _: "")
     manifest = {**data_manifest(run), "end_ids": [2]}
     artifacts.write_json(run.folder / "data" / "manifest.json", manifest)
@@ -138,7 +142,7 @@ def test_a_new_card_does_not_make_the_serving_result_stale(run, monkeypatch, cap
     assert served["workload"] == "heldout"
     assert served["notes"] == ["first turns alone", "left out long: too many tokens"]
     assert "evaluate: heldout: left out long: too many tokens" in capsys.readouterr().out
-    assert "threads" not in served["machine"], "those of this process are not vLLM's"
+    assert served["machine"] == "8 × GPU"
     assert (run.folder / "export" / "images" / "serving" / "serving-ours.png").is_file()
     capsys.readouterr()
     evaluate.serve(run.config())

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from eagle31_train import artifacts, compare, export, vocab
 from eagle31_train.measure import drafters
+from eagle31_train.measure.serving import Engine
 from eagle31_train.store.sealed import seal
 from tests.measure.conftest import SHAPE
 
@@ -165,10 +166,12 @@ def test_what_vllm_cannot_serve_is_told_before_anything_is_measured(trained, ano
 def test_what_vllm_says_is_told_here_too(trained, another, call, monkeypatch, capsys):
     asked = []
 
-    def measured(config, drafts, prompts, end_ids):
+    def measured(config, drafts, prompts, end_ids, engine):
         asked.append((drafts, [len(prompt.ids) for prompt in prompts]))
-        return {"rows": [], "verdict": ["serve without it"], "notes": ["not all went well"], "definitions": "TTFT: …"}
+        told = {"rows": [], "verdict": ["serve without it"], "notes": ["not all went well"], "definitions": "TTFT: …"}
+        return {**told, "machine": engine.device}
 
+    monkeypatch.setattr(compare, "check_serving", lambda _: Engine("0.0", "8 × GPU"))
     monkeypatch.setattr(compare, "measure_serving", measured)
     b, c = another("b"), another("c", seed=1)
     for run in (trained, b):
@@ -178,7 +181,7 @@ def test_what_vllm_says_is_told_here_too(trained, another, call, monkeypatch, ca
     assert asked == [({"run": trained.folder / "export", "many": b.folder / "export"}, [5, 5, 5])]
     assert result["workloads"][0]["prompts"] == 3
     assert result["serving"]["workload"] == "heldout"
-    assert "threads" not in result["serving"]["machine"], "those of this process are not vLLM's"
+    assert result["serving"]["machine"] == "8 × GPU"
     assert "serve without it\nof many, the first of 2 trainings\nnot all went well" in capsys.readouterr().out
     short = "evaluate.vllm_args.max_model_len=28"  # 4 of which are left beside an answer of 12 and 2 × (5 + 1)
     assert "none of 4 prompts has at most 4 tokens" in call(*words, short, "evaluate.serve_depths=[5]")[1]

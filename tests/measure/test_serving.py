@@ -11,17 +11,19 @@ from pathlib import Path
 
 import imitating
 import pytest
+import torch
 
 from eagle31_train.cli import load_config
-from eagle31_train.measure import serving
+from eagle31_train.measure import acceptance, serving
 from eagle31_train.measure.prompts import Prompt
-from eagle31_train.measure.serving import load, measure_serving, server
+from eagle31_train.measure.serving import Engine, check, engine, load, measure_serving, server
 from eagle31_train.schema import UserError
 
 END = 40
 # Of the second answer, token 5 is an end token.
 PROMPTS = [Prompt("a", "chat", [1, 2, 3]), Prompt("b", "code", [30, 5]), Prompt("b", "code", [50])]
 LIMIT = 9
+ENGINE = Engine("0.0", "some GPU")
 
 
 @pytest.fixture
@@ -35,15 +37,24 @@ def asked(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def launch(asked, tmp_path):
-    """Measure a server that is a process of its own."""
+def config(tmp_path):
+    """A configuration that serves one number of draft tokens to one user."""
 
-    def run(*options, prompts=PROMPTS, drafts=("ours",)):
-        config = load_config([
+    def load(*options):
+        return load_config([
             "+experiment=smollm2", f"run_dir={tmp_path / 'run'}", f"evaluate.vllm_python={sys.executable}",
             "evaluate.serve_depths=[3]", "evaluate.concurrency=[1]", f"evaluate.max_new_tokens={LIMIT}", *options,
         ])  # fmt: skip
-        return measure_serving(config, {name: Path(name) for name in drafts}, prompts, [END])
+
+    return load
+
+
+@pytest.fixture
+def launch(asked, config):
+    """Measure a server that is a process of its own."""
+
+    def run(*options, prompts=PROMPTS, drafts=("ours",), by=ENGINE):
+        return measure_serving(config(*options), {name: Path(name) for name in drafts}, prompts, [END], by)
 
     return run
 
@@ -72,7 +83,6 @@ class Here(server.Server):
 def measure(launch, monkeypatch):
     """The same with a server that is here at once."""
     monkeypatch.setattr(serving, "Server", Here)
-    monkeypatch.setattr(serving, "check_python", lambda _: None)
     return launch
 
 
@@ -128,7 +138,7 @@ def test_counts_are_the_servers_without_its_warming(launch, tmp_path):
             assert row["acceptance"]["acceptance_length"] == 1 + told["accepted"] / told["drafts"]
             assert row["acceptance"]["draft_tokens_proposed"] == depth * told["drafts"]
     assert report["notes"] == []
-    assert report["vllm"] == "0.0"
+    assert (report["vllm"], report["machine"]) == ("0.0", "some GPU")
     assert json.loads(json.dumps(report)) == report
     assert left(tmp_path) == []
     for row in report["rows"]:
@@ -269,21 +279,38 @@ def test_counters_that_never_settle_end_the_run(monkeypatch, measure, tmp_path):
     assert "(HTTP 200) know of 0 finished requests where there were 1" in text
 
 
-def test_a_python_without_vllm_is_refused(monkeypatch, launch, tmp_path):
+def test_a_python_without_vllm_is_refused(monkeypatch, asked, config, tmp_path):
     with pytest.raises(UserError, match=r"evaluate\.vllm_python=nobodys-python cannot be run \(No such file"):
-        launch("evaluate.vllm_python=nobodys-python")
+        check(config("evaluate.vllm_python=nobodys-python"))
     with pytest.raises(UserError, match=r"cannot be run \(Permission denied"):
-        launch(f"evaluate.vllm_python={tmp_path}")
+        check(config(f"evaluate.vllm_python={tmp_path}"))
+    (tmp_path / "site" / "vllm" / "version.py").write_text("import nothing_of_this_name")
+    with pytest.raises(UserError, match=r"cannot import vLLM \(ModuleNotFoundError: .*nothing_of_this_name'\): set"):
+        check(config())
     monkeypatch.delenv("PYTHONPATH")
     with pytest.raises(UserError, match=r"has no vLLM: set evaluate\.vllm_python"):
-        launch()
+        check(config())
 
 
-def test_a_port_that_is_taken_is_refused(launch):
+def test_a_port_that_is_taken_is_refused(launch, config):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(UserError, match=rf"evaluate\.vllm_args\.port={port} cannot be had \(Address already"):
-            launch(f"evaluate.vllm_args.port={port}")
+        for measure in (lambda option: check(config(option)), launch):
+            with pytest.raises(UserError, match=rf"evaluate\.vllm_args\.port={port} cannot be had \(Address already"):
+                measure(f"evaluate.vllm_args.port={port}")
+
+
+def test_vllms_python_says_what_it_is(monkeypatch, asked, config, tmp_path):
+    """Its own torch is asked, which may see a GPU where that of this environment sees none."""
+    assert check(config()) == Engine("0.0", acceptance.machine(torch.device("cpu"), threads=False))
+    (tmp_path / "site" / "torch.py").write_text(
+        "print('noise')\nclass cuda:\n    is_available = lambda: True\n    get_device_name = lambda: 'NVIDIA H100'"
+    )
+    assert check(config()) == Engine("0.0", "NVIDIA H100")
+    assert check(config("evaluate.vllm_args.tensor_parallel_size=4")).device == "4 × NVIDIA H100"
+    served = ["extract.engine=vllm", "+extract.engine_args={tensor_parallel_size:8}"]
+    assert check(config(*served)).device == "8 × NVIDIA H100"
+    assert check(config(*served, "evaluate.vllm_args.pipeline-parallel-size=2")).device == "16 × NVIDIA H100"
 
 
 @pytest.mark.parametrize(
@@ -292,14 +319,18 @@ def test_a_port_that_is_taken_is_refused(launch):
         ("evaluate.serve_depths=[]", r"evaluate\.serve_depths=\[\] measures nothing"),
         ("evaluate.serve_depths=[0,3]", r"evaluate\.serve_depths=\[0, 3\]"),
         ("evaluate.concurrency=[4,4]", r"evaluate\.concurrency=\[4, 4\]"),
-        ("evaluate.max_new_tokens=1", r"evaluate\.max_new_tokens=1 have no time per token"),
+        ("evaluate.max_new_tokens=1", r"evaluate\.max_new_tokens=1 has no time per token"),
         ("evaluate.vllm_args.enable-prefix-caching=true", r"vllm_args\.enable_prefix_caching cannot be set"),
         ("evaluate.vllm_args.model=other", r"vllm_args\.model cannot be set: it is target\.path"),
     ],
 )
-def test_options_that_measure_nothing_are_refused(measure, option, said):
+def test_options_that_measure_nothing_are_refused(monkeypatch, config, option, said):
+    monkeypatch.setattr(engine, "ask", None)
     with pytest.raises(UserError, match=said):
-        measure(option)
+        check(config(option))
+
+
+def test_no_prompts_are_refused(measure):
     with pytest.raises(UserError, match="0 prompts"):
         measure(prompts=[])
 

@@ -7,7 +7,7 @@ import pytest
 
 from eagle31_train.cli import load_config
 from eagle31_train.measure.prompts import Prompt
-from eagle31_train.measure.serving import measure_serving, report
+from eagle31_train.measure.serving import check, measure_serving, report
 
 pytestmark = pytest.mark.vllm
 PROMPTS, USERS = 4, 3
@@ -31,7 +31,8 @@ def served(asked, finished_run, target, vllm_python, tmp_path_factory):
         for name, value in (("HF_HUB_OFFLINE", "1"), ("VLLM_CPU_KVCACHE_SPACE", "1"), ("OMP_NUM_THREADS", "2")):
             patch.setenv(name, os.environ.get(name, value))
         prompts = [Prompt(str(i), "", one["prompt"]) for i, one in enumerate(asked)]
-        return measure_serving(config, {"ours": Path(finished_run) / "export"}, prompts, asked[0]["end_ids"])
+        drafts = {"ours": Path(finished_run) / "export"}
+        return measure_serving(config, drafts, prompts, asked[0]["end_ids"], check(config))
 
 
 def test_counts_of_the_server_are_the_evaluators(asked, served):

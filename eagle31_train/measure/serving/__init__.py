@@ -13,14 +13,15 @@ from tqdm import tqdm
 
 from eagle31_train.measure.serving import counters, report
 from eagle31_train.measure.serving.command import flags, server_arguments
+from eagle31_train.measure.serving.engine import Engine, check
 from eagle31_train.measure.serving.load import Answer, Question, run_load
-from eagle31_train.measure.serving.server import MODULE, Server, check_python, pick_port
+from eagle31_train.measure.serving.server import MODULE, Server, pick_port
 from eagle31_train.schema import Config, UserError
 
 if TYPE_CHECKING:  # the card, which imports this room, has no need of datasets
     from eagle31_train.measure.prompts import Prompt
 
-__all__ = ["measure_serving"]
+__all__ = ["Engine", "check", "measure_serving"]
 
 PLAIN = None  # in place of a drafter's name
 WARM_TOKENS = 16  # of an answer that is thrown away
@@ -28,7 +29,11 @@ SETTLED_SECONDS = 60.0  # until the counters know of the last answer
 
 
 def measure_serving(
-    config: Config, drafts: Mapping[str, Path], prompts: Sequence["Prompt"], end_ids: Collection[int]
+    config: Config,
+    drafts: Mapping[str, Path],
+    prompts: Sequence["Prompt"],
+    end_ids: Collection[int],
+    engine: Engine,
 ) -> dict[str, Any]:
     """Serve the target alone, then with every draft at every depth of evaluate.serve_depths; `report.py` has the form.
 
@@ -39,18 +44,18 @@ def measure_serving(
         drafts: exported checkpoints by the names under which they are reported.
         prompts: as token ids; they are sent several times over where they are too few to keep all users busy.
         end_ids: tokens that end an answer.
+        engine: what `check` found.
 
     Raises:
-        UserError: options or prompts that measure nothing, a python without vLLM, a server that does not start or
-            breaks off.
+        UserError: prompts that measure nothing, a server that does not start or breaks off.
     """
     options = config.evaluate
-    check_options(config, prompts)
-    check_python(options.vllm_python)
+    if not prompts:
+        raise UserError("0 prompts have no time per token: give some")
     port = options.vllm_args.get("port")
     ways = [(PLAIN, 0), *((name, depth) for name in drafts for depth in options.serve_depths)]
     found: dict[tuple[str | None, int, int], list[Answer]] = {}
-    rows, version = [], ""
+    rows = []
     for name, depth in ways:
         at = pick_port(port)
         arguments = server_arguments(config, drafts[name] if name is not None else None, depth, at)
@@ -62,7 +67,6 @@ def measure_serving(
             Server([options.vllm_python, "-m", MODULE, *flags(arguments)], at, log) as server,
             tqdm(total=sum(map(len, sent.values())), desc=what, unit="request") as bar,
         ):
-            version = json.loads(server.get("/version")[1])["version"]
             model = json.loads(server.get("/v1/models")[1])["data"][0]["id"]
             done = 0  # requests that this server has answered
             for users, asked in sent.items():
@@ -87,7 +91,8 @@ def measure_serving(
     chosen = report.best(rows)
     return {
         "definitions": report.DEFINITIONS,
-        "vllm": version,
+        "vllm": engine.version,
+        "machine": engine.device,
         "dtype": options.vllm_args.get("dtype", config.target.dtype),
         "arguments": dict(options.vllm_args),
         "prompts": len(prompts),
@@ -99,20 +104,6 @@ def measure_serving(
         "verdict": report.verdict(chosen, len(prompts)),
         "notes": report.notes(rows),
     }
-
-
-def check_options(config: Config, prompts: Sequence["Prompt"]) -> None:
-    """Refuse what would measure nothing, or twice the same."""
-    options = config.evaluate
-    for name in ("serve_depths", "concurrency"):
-        values: list[int] = getattr(options, name)
-        if not values or min(values) < 1 or len(set(values)) < len(values):
-            raise UserError(f"evaluate.{name}={values} measures nothing: list numbers from 1 on, each once")
-    if not prompts or options.max_new_tokens < 2:
-        raise UserError(
-            f"{len(prompts)} prompts and evaluate.max_new_tokens={options.max_new_tokens} have no time per token: "
-            "give prompts, and at least 2 tokens"
-        )
 
 
 def questions(

@@ -2,8 +2,8 @@
 
 The report, as JSON has it (`measure_serving` gives it):
 
-    {"definitions": DEFINITIONS, "vllm": version, "dtype", "arguments": evaluate.vllm_args, "prompts", "max_new_tokens",
-     "temperature", "top_p",
+    {"definitions": DEFINITIONS, "vllm": version, "machine": what it ran on, "dtype", "arguments": evaluate.vllm_args,
+     "prompts", "max_new_tokens", "temperature", "top_p",
      "rows": [{"drafter": NAME or null, "draft_tokens": 0 without one, "concurrency", "requests", "output_tokens",
                "seconds", "in_flight", "ttft": {"mean", "p50", "p95"}, "tpot": likewise, "per_user": [value, low, high],
                "total": tokens/s, "speedup": [value, low, high] or null without a drafter, "total_speedup": or null,

@@ -25,23 +25,6 @@ _ERROR = re.compile(r"\b[\w.]*(?:Error|Exception)\b: .*|\berror: .*")
 _USELESS = ("Engine core initialization failed", "engine dead", "EngineDeadError")
 
 
-def check_python(python: str) -> None:
-    """Refuse a python that is not there, or has no vLLM.
-
-    Raises:
-        UserError: which of the two.
-    """
-    hint = "set evaluate.vllm_python to the python of vLLM's environment, e.g. .venv-vllm/bin/python"
-    probe = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
-    try:
-        done = subprocess.run([python, "-c", probe], capture_output=True, stdin=subprocess.DEVNULL, timeout=120)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        reason = getattr(error, "strerror", None) or "it does not answer"
-        raise UserError(f"evaluate.vllm_python={python} cannot be run ({reason}): {hint}") from None
-    if done.returncode:
-        raise UserError(f"evaluate.vllm_python={python} has no vLLM: {hint}")
-
-
 def pick_port(wanted: int | None) -> int:
     """A port of loopback that nobody listens on.
 
