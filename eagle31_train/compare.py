@@ -9,36 +9,43 @@ Every DRAFTER is a run, an exported checkpoint, or a published one (a folder, or
 compared with the first. NAME:… calls it so, and several trainings of one recipe, with commas between them, are measured
 as one. Target, data and evaluate.* are those of the first that is a run, where no +experiment=… is given.
 
-Writes compare.out: result.json, a page and its pictures. A drafter, or a workload, that is added later is measured
-alone. With evaluate.backend=vllm every drafter is served by vLLM, too.
+Writes compare.out: a page and its pictures, then result.json, which lists them. A drafter, or a workload, that is
+added later is measured alone. With evaluate.backend=vllm every drafter is then served by vLLM, too, and all written
+again.
 """
 
+import gc
 import re
 import shlex
 import sys
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
 
 from eagle31_train import artifacts, card, cli, published
 from eagle31_train.markdown import public
 from eagle31_train.measure import acceptance, drafters, learnt, page, records, suites, tables
 from eagle31_train.measure.decoding import Limits
 from eagle31_train.measure.drafters import Checkpoint
-from eagle31_train.measure.measuring import Measurer, check_options, remarks, sheet
+from eagle31_train.measure.measuring import Measurer, Outcome, check_options, remarks, sheet
 from eagle31_train.measure.serving import check as check_serving
 from eagle31_train.measure.serving import measure_serving
 from eagle31_train.measure.serving import report as serving_report
+from eagle31_train.measure.suites import Workload
 from eagle31_train.schema import Config, UserError
 from eagle31_train.store import read_manifest
 from eagle31_train.targets.cached import CachedTarget
-from eagle31_train.targets.hf import load_model
+from eagle31_train.targets.hf import load_model, read_config
 
 RESULT = "result.json"
 DATA = "python -m data_prep"
 COMPARISONS = Path("runs/compare")
 FEWER = "give two drafters or more: python -m eagle31_train.compare runs/a runs/b"
 Named = dict[str, list[str]]  # what a drafter is called → its trainings
+T = TypeVar("T")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -49,12 +56,12 @@ def main(argv: list[str] | None = None) -> None:
     if len(given) < 2 and not any(word.startswith("-") for word in words):  # --help wants none
         print(f"error: {FEWER}", file=sys.stderr)
         raise SystemExit(2)
-    named, saved = called(given), None
+    saved = None
     if given and not any(word.lstrip("+").startswith("experiment=") for word in options):
-        firsts = [trainings[0] for trainings in named.values()]
+        firsts = [trainings[0] for _, trainings in map(parted, given)]
         first = next((one for one in firsts if Path(one, "train", "config.yaml").is_file()), firsts[0])
         options, saved = [in_place(first), *options], Path(first, "train", "config.yaml")
-    cli.run(partial(compare, named), __doc__ or "", options, saved)
+    cli.run(lambda config: compare(called(given), config), __doc__ or "", options, saved)
 
 
 def in_place(run: str) -> str:
@@ -63,10 +70,20 @@ def in_place(run: str) -> str:
     return f"run_dir='{quoted}'"
 
 
+def parted(word: str) -> tuple[str | None, list[str]]:
+    """A DRAFTER argument: what it is to be called, where it says so, and its trainings."""
+    name, _, rest = word.partition(":")
+    asked, trainings = (name, rest) if name and rest and "/" not in name else (None, word)
+    return asked, [training.rstrip("/") for training in trainings.split(",")]
+
+
 def called(words: list[str]) -> Named:
-    """Drafters by name: as NAME:… says, else the last part of the path, or as many as tell it from the others."""
-    parts = [re.fullmatch(r"(?:([^:/]+):)?(.+)", word) for word in words]
-    asked = [(found[1], found[2].split(",")) for found in parts if found]
+    """Drafters by name: as NAME:… says, else the last part of the path, or as many as tell it from the others.
+
+    Raises:
+        UserError: two have the same name.
+    """
+    asked = [parted(word) for word in words]
     # Never all of an absolute path: names stand in pictures and on public cards.
     paths = [Path(trainings[0]).absolute().parts[1:] for _, trainings in asked]
     named: Named = {}
@@ -74,8 +91,8 @@ def called(words: list[str]) -> Named:
         count = next((n for n in range(1, len(path)) if sum(path[-n:] == other[-n:] for other in paths) == 1), 1)
         label = name or "/".join(path[-count:]) or trainings[0]
         if label in named:
-            named.setdefault("", []).append(label)  # told by `compare`, in one line
-        named[label] = [training.rstrip("/") for training in trainings]
+            raise UserError(f"two drafters are called {label}: tell them apart as NAME:{trainings[0]}")
+        named[label] = trainings
     return named
 
 
@@ -90,10 +107,42 @@ def compare(named: Named, config: Config) -> None:
 
     Raises:
         UserError: fewer than two drafters, or one that cannot be read or belongs to another target; missing data; an
-            output that speculation changed; a folder that has another comparison.
+            output that speculation changed; a folder that has another comparison; vLLM that cannot be run.
     """
-    if twice := named.pop("", None):
-        raise UserError(f"two drafters are called {twice[0]}: tell them apart as NAME:{named[twice[0]][0]}")
+    refuse_names(named)
+    check_options(config.evaluate)
+    if config.compare.verified < 0:
+        raise UserError(f"compare.verified={config.compare.verified} is no number of prompts: give 0 or more")
+    out = folder(named, config)
+    engine = check_serving(config) if config.evaluate.backend == "vllm" else None
+    drafts = {name: exported(some[0]) for name, some in named.items()} if engine else {}
+    data = read_data(config)
+
+    result, workload = measure(named, config, data)
+    print(tables.table(result))
+    write(out, result)  # before vLLM, which may fail after hours
+    if engine:
+        free()
+        served = measure_serving(config, drafts, workload.prompts, data["end_ids"], engine)
+        result["serving"] = {**served, "notes": [*served_of(named), *served["notes"]], "workload": workload.name}
+        print("\n" + serving_report.table(result["serving"]))
+        write(out, result)
+
+
+def measure(named: Named, config: Config, data: dict[str, Any]) -> tuple[dict[str, Any], Workload]:
+    """The result of decoding, and its first workload. Nothing that was loaded for it is held any longer."""
+    asked = prepare(named, config, data)
+    for remark in remarks(asked.workloads):
+        print(f"compare: {remark}")
+    outcomes, machine = decode(asked, config, data["end_ids"])
+    return tell(named, asked, outcomes, machine, config), asked.workloads[0]
+
+
+# ---------------------------------------------------------------- before anything is loaded
+
+
+def refuse_names(named: Named) -> None:
+    """UserError for drafters that are too few, or whose trainings or names cannot be told apart."""
     if len(named) < 2:
         raise UserError(FEWER)
     for name, some in named.items():
@@ -101,70 +150,62 @@ def compare(named: Named, config: Config) -> None:
             raise UserError(f"{name} is {','.join(some)}, which names a training twice or not at all: give each once")
     if "plain" in named:
         raise UserError(f"plain is what decoding without a drafter is called: call {named['plain'][0]} otherwise")
-    options, verified = config.evaluate, config.compare.verified
-    check_options(options)
-    if verified < 0:
-        raise UserError(f"compare.verified={verified} is no number of prompts: give 0 or more")
-    # Of comparisons without a folder of their own, all find what was measured for the others.
-    kept = Path(config.compare.out or COMPARISONS) / "workloads"
-    out = Path(config.compare.out or COMPARISONS / "-".join(re.sub(r"[^\w.]+", "_", name) for name in named))
-    if config.compare.out is None and not config.overwrite:
+
+
+def folder(named: Named, config: Config) -> Path:
+    """Where the comparison is written; UserError where another one of the same name is."""
+    if config.compare.out is not None:
+        return Path(config.compare.out)
+    out = COMPARISONS / "-".join(re.sub(r"[^\w.]+", "_", name) for name in named)
+    if not config.overwrite:
         refuse_another(out, named)
-    drafts = {name: exported(some[0]) for name, some in named.items()} if options.backend == "vllm" else {}
-    engine = check_serving(config) if options.backend == "vllm" else None
+    return out
+
+
+def read_data(config: Config) -> dict[str, Any]:
+    """Stage 1's manifest; UserError where its files are not as they were written."""
     data = artifacts.read_json(config.data_folder / artifacts.MANIFEST, DATA)
     if damage := artifacts.first_damaged(config.data_folder, data.get("files", {})):
         raise UserError(f"{damage}: run `{DATA}` again")
-    model = load_model(config.target, options.dtype)
-    target = CachedTarget(model, [1])  # whose states nobody asks for: every drafter has layers of its own
-    checkpoints = {
-        f"{name}/{n}": read(one, target.depth, config) for name, some in named.items() for n, one in enumerate(some)
-    }
+    return data
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be decoded.
+
+    members: what the trainings of each drafter are called. checkpoints: by what the training is called.
+    """
+
+    members: Named
+    checkpoints: dict[str, Checkpoint]
+    workloads: list[Workload]
+
+
+def by_drafter(members: Named, found: Mapping[str, T]) -> dict[str, list[T]]:
+    """What is known of each training, as one list for each drafter."""
+    return {name: [found[training] for training in trainings] for name, trainings in members.items()}
+
+
+def prepare(named: Named, config: Config, data: dict[str, Any]) -> Asked:
+    """Read the drafters, and choose prompts: such as all of them have room for.
+
+    Raises:
+        UserError: a drafter that cannot be read, or may have learnt the held-out prompts; or no prompts.
+    """
+    options, layers = config.evaluate, read_config(config.target).num_hidden_layers
+    members: Named = {}
+    checkpoints: dict[str, Checkpoint] = {}
+    for name, some in named.items():
+        members[name] = [f"{name}/{number}" for number in range(len(some))]
+        checkpoints |= {training: read(one, layers, config) for training, one in zip(members[name], some, strict=True)}
     for checkpoint in checkpoints.values():
         check_heldout(checkpoint, config, data)
-    manifests = {name: [checkpoints[f"{name}/{n}"].manifest for n in range(len(some))] for name, some in named.items()}
+    manifests = by_drafter(members, {training: one.manifest for training, one in checkpoints.items()})
     doubts = list(learnt.doubts(manifests, data["dataset_fingerprint"]))
-    candidates = [drafters.load(one, name, target, config) for name, one in checkpoints.items()]
     positions = [one.shape.max_position_embeddings for one in checkpoints.values()]
     room = drafters.room(config, positions, [options.draft_tokens, options.depths])
-    workloads = suites.workloads(config, data, room, doubts)
-    for remark in remarks(workloads):
-        print(f"compare: {remark}")
-
-    measurer = Measurer(model, Limits(options.max_new_tokens, frozenset(data["end_ids"])), options, config.seed)
-    inputs = records.inputs(config, data["end_ids"])
-    outcomes, _ = records.measured(kept, workloads, measurer, candidates, inputs, verified)
-    sheets = [
-        sheet(workload, {name: [found[f"{name}/{n}"] for n in range(len(some))] for name, some in named.items()})
-        for workload, found in zip(workloads, outcomes, strict=True)
-    ]
-    result: dict[str, Any] = {
-        **acceptance.tell(sheets, range(1, options.depths + 1), options.draft_tokens),
-        "title": title(list(named)),
-        "trainings": named,
-        "identities": {
-            name: [checkpoints[f"{name}/{n}"].identity for n in range(len(some))] for name, some in named.items()
-        },
-        "command": command(named, config),
-        "machine": acceptance.machine(target.device),
-        "dtype": options.dtype,
-        "max_new_tokens": options.max_new_tokens,
-        "verified": verified,
-    }
-    if engine is not None:
-        serving = measure_serving(config, drafts, workloads[0].prompts, data["end_ids"], engine)
-        firsts = [f"of {name}, the first of {len(some)} trainings" for name, some in named.items() if len(some) > 1]
-        result["serving"] = {
-            **serving,
-            "notes": [*firsts, *serving["notes"]],
-            "workload": workloads[0].name,
-        }
-    artifacts.write_json(out / RESULT, result)
-    print(tables.table(result))
-    if "serving" in result:
-        print("\n" + serving_report.table(result["serving"]))
-    page.write(out, result)
-    print(f"compare: {out / page.PAGE}")
+    return Asked(members, checkpoints, suites.workloads(config, data, room, doubts))
 
 
 def read(where: str, target_layers: int, config: Config) -> Checkpoint:
@@ -213,6 +254,67 @@ def exported(where: str) -> Path:
         return folder
     drafters.exported(folder)
     return folder / "export"
+
+
+# ---------------------------------------------------------------- measuring
+
+
+def decode(asked: Asked, config: Config, end_ids: list[int]) -> tuple[list[dict[str, Outcome]], str]:
+    """Outcomes of every workload by what the trainings are called, and what they were measured on."""
+    options = config.evaluate
+    model = load_model(config.target, options.dtype)
+    target = CachedTarget(model, [1])  # whose states nobody asks for: every drafter has layers of its own
+    candidates = [drafters.load(one, training, target, config) for training, one in asked.checkpoints.items()]
+    measurer = Measurer(model, Limits(options.max_new_tokens, frozenset(end_ids)), options, config.seed)
+    # Of comparisons without a folder of their own, all find what was measured for the others.
+    kept = Path(config.compare.out or COMPARISONS) / "workloads"
+    inputs, verified = records.inputs(config, end_ids), config.compare.verified
+    outcomes, _ = records.measured(kept, asked.workloads, measurer, candidates, inputs, verified)
+    return outcomes, acceptance.machine(target.device)
+
+
+def free() -> None:
+    """Give back the memory of what nobody holds any longer: vLLM asks for nearly all that a GPU has."""
+    gc.collect()  # models have cycles
+    torch.cuda.empty_cache()
+
+
+# ---------------------------------------------------------------- telling
+
+
+def tell(
+    named: Named, asked: Asked, outcomes: list[dict[str, Outcome]], machine: str, config: Config
+) -> dict[str, Any]:
+    """The result of what was decoded."""
+    options = config.evaluate
+    sheets = [
+        sheet(workload, by_drafter(asked.members, found))
+        for workload, found in zip(asked.workloads, outcomes, strict=True)
+    ]
+    identities = {training: checkpoint.identity for training, checkpoint in asked.checkpoints.items()}
+    return {
+        **acceptance.tell(sheets, range(1, options.depths + 1), options.draft_tokens),
+        "title": title(list(named)),
+        "trainings": named,
+        "identities": by_drafter(asked.members, identities),
+        "command": command(named, config),
+        "machine": machine,
+        "dtype": options.dtype,
+        "max_new_tokens": options.max_new_tokens,
+        "verified": config.compare.verified,
+    }
+
+
+def served_of(named: Named) -> list[str]:
+    """What is served of drafters that have several trainings."""
+    return [f"of {name}, the first of {len(some)} trainings" for name, some in named.items() if len(some) > 1]
+
+
+def write(out: Path, result: dict[str, Any]) -> None:
+    """The page and its pictures, and then RESULT, by which readers know whether the pictures are its own."""
+    shown = page.write(out, result)
+    artifacts.write_json(out / RESULT, {**result, "files": artifacts.list_files(out, shown)})
+    print(f"compare: {out / page.PAGE}")
 
 
 def command(named: Named, config: Config) -> str:

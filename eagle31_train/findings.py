@@ -15,7 +15,10 @@ from eagle31_train.schema import UserError
 
 EVALUATE, COMPARE = "python -m eagle31_train.evaluate", "python -m eagle31_train.compare"
 RESULT = "result.json"
-COMPARISON = ("definitions", "draft_tokens", "drafters", "workloads", "title", "trainings", "identities", "command")
+COMPARISON = [  # what the card needs of one
+    *("definitions", "draft_tokens", "drafters", "workloads"),
+    *("title", "trainings", "identities", "command", "files"),
+]
 
 
 @dataclass(frozen=True)
@@ -114,21 +117,25 @@ def comparison(folder: Path, number: int, identity: str) -> Finding:
         number: counts those of one card from 1 on.
 
     Raises:
-        UserError: the folder holds none, or one of other checkpoints.
+        UserError: the folder holds none, or one of other checkpoints, or pictures that are not of its numbers.
     """
+    again = f"`{COMPARE} …` again, which measures nothing twice"
     if not (folder / RESULT).is_file():
         raise UserError(f"comparisons: {folder} has no {RESULT}: give the folder that `{COMPARE}` wrote")
     told = artifacts.read_json(folder / RESULT, COMPARE)
     if lacking := [key for key in COMPARISON if key not in told]:
         raise UserError(
             f"comparisons: {folder / RESULT} has no {lacking[0]}, so it is no comparison, or one of an earlier "
-            f"version: run `{COMPARE}` again, which measures nothing twice"
+            f"version: run {again}"
         )
     if not (ours := [name for name, some in told["identities"].items() if identity in some]):
         raise UserError(
             f"comparisons: {folder} compares {', '.join(told['drafters'])}, none of which has the weights in train/: "
             f"compare this run as `{COMPARE} RUN_DIR …`, again where it was, or leave the folder out"
         )
+    # Those of an earlier comparison, or a later one that was stopped, have the same names.
+    if damage := artifacts.first_damaged(folder, told["files"]):
+        raise UserError(f"comparisons: {damage}: run {again}")
     return Finding(told, list(_shown(folder, told, f"comparison-{number}", f"{COMPARE} …")), ours)
 
 

@@ -41,9 +41,14 @@ def served(run, checkpoint):
 def compared(run, folder, ours=None, rate=0.5):
     told = {**run.result(rate, "A", "B"), "trainings": {"A": ["runs/a"], "B": ["runs/b"]}}
     told["identities"] = {"A": ["0" * 16], "B": ["1" * 16, ours or run.identity]}
-    run.draw(folder, told)
-    artifacts.write_json(folder / "result.json", told)
+    artifacts.write_json(folder / "result.json", {**told, "files": run.draw(folder, told)})
     return folder
+
+
+def of_an_earlier_version(run, folder):
+    told = json.loads((folder / "result.json").read_text())
+    del told["files"]
+    artifacts.write_json(folder / "result.json", told)
 
 
 def record(run):
@@ -120,7 +125,7 @@ def test_a_new_card_does_not_make_the_serving_result_stale(run, monkeypatch, cap
         name, prompts, notes = "heldout", (), ["first turns alone"]
         left_out: ClassVar = {"long": "too many tokens"}
 
-    monkeypatch.setattr(evaluate, "stage_inputs", lambda config, data, drafter: drafter)
+    monkeypatch.setattr(evaluate, "stage_inputs", lambda config, data, drafter, engine: drafter)
     monkeypatch.setattr(evaluate.drafters, "room", lambda *_: 99)
     monkeypatch.setattr(evaluate.suites, "workloads", lambda *_: [Asked])
     monkeypatch.setattr(evaluate, "check_serving", lambda _: Engine("0.0", "8 × GPU"))
@@ -187,6 +192,12 @@ def test_serving_of_another_checkpoint_is_not_told(run):
         (lambda run, folder: compared(run, folder, ours="e" * 16), "none of which has the weights in train/"),
         (lambda run, folder: run.change_tensors(norm__weight=torch.ones(16)), "none of which has the weights in"),
         (lambda run, folder: (folder / "heldout-gain.png").unlink(), "heldout-gain.png is missing: run"),
+        # As a comparison leaves it that drew other numbers and was stopped then.
+        (
+            lambda run, folder: run.draw(folder, run.result(0.7, "A", "B")),
+            "damaged or replaced: run `python -m eagle",
+        ),
+        (of_an_earlier_version, "result.json has no files, so it is no comparison, or one of an earlier version: run"),
     ],
 )
 def test_what_is_no_comparison_of_this_checkpoint_is_refused_in_one_line(spoil, said, run, tmp_path):

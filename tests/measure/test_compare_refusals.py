@@ -2,6 +2,7 @@
 
 import json
 import re
+import weakref
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from eagle31_train import artifacts, compare, export, vocab
 from eagle31_train.measure import drafters
 from eagle31_train.measure.serving import Engine
+from eagle31_train.schema import UserError
 from eagle31_train.store.sealed import seal
 from tests.measure.conftest import SHAPE
 
@@ -144,6 +146,7 @@ def test_a_name_that_is_nothing(trained, call):
 
 def test_what_vllm_cannot_serve_is_told_before_anything_is_measured(trained, another, call, monkeypatch):
     monkeypatch.setattr(compare, "load_model", None)
+    monkeypatch.setattr(compare, "check_serving", lambda _: Engine("0.0", "8 × GPU"))
     b = another("b")
     code, line = call(trained.folder, b.folder, "evaluate.backend=vllm")
     assert code == 2
@@ -161,6 +164,73 @@ def test_what_vllm_cannot_serve_is_told_before_anything_is_measured(trained, ano
     assert f"{b.folder}/export has other weights than {b.folder}/train: run" in call(*words)[1]
     (trained.folder / "export" / "config.json").write_text("{}")
     assert "config.json has 2 bytes" in call(*words)[1]
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("evaluate.concurrency=[0]", "evaluate.concurrency=[0] measures nothing"),
+        ("evaluate.vllm_args.model=x", "evaluate.vllm_args.model cannot be set: it is target.path"),
+        ("evaluate.vllm_python=/no/python", "evaluate.vllm_python=/no/python cannot be run"),
+    ],
+)
+def test_how_vllm_is_to_be_run_is_looked_at_first(trained, call, monkeypatch, option, words):
+    for later in ("exported", "read_data", "load_model"):
+        monkeypatch.setattr(compare, later, None)
+    code, line = call(trained.folder, f"b:{trained.folder}", "evaluate.backend=vllm", option)
+    assert code == 2
+    assert words in line
+
+
+def test_what_cannot_be_measured_is_told_before_the_target_is_loaded(trained, another, call, monkeypatch):
+    monkeypatch.setattr(compare, "load_model", None)
+    short = another("short", max_position_embeddings=20)
+    assert "none of 4 prompts has at most" in call(trained.folder, short.folder)[1]
+
+
+def test_vllm_starts_with_the_result_written_and_the_memory_free(trained, another, call, out, monkeypatch):
+    """It may fail after hours, and wants a GPU to itself. And result.json, which lists the pictures, is the last."""
+    b, file, loaded, seen, broken = another("b"), out / "result.json", [], [], [True]
+
+    def load(*given):
+        model = load_model(*given)
+        loaded.append(weakref.ref(model))
+        return model
+
+    def write(folder, result):
+        seen.append(f"page, {told(file)} there")
+        picture = folder / "picture.png"
+        folder.mkdir(exist_ok=True)
+        picture.write_text("serving" if "serving" in result else "alone")
+        return [picture]
+
+    def told(file):
+        return "nothing" if not file.is_file() else "serving" if "serving" in json.loads(file.read_text()) else "alone"
+
+    def measured(*_):
+        assert loaded.pop()() is None, "the target is still in memory"
+        seen.append(f"vLLM, {told(file)} there")
+        assert artifacts.first_damaged(out, json.loads(file.read_text())["files"]) is None
+        if broken:
+            raise UserError("vLLM broke off")
+        return {"rows": [], "verdict": [], "notes": [], "definitions": ""}
+
+    load_model = compare.load_model
+    monkeypatch.setattr(compare, "load_model", load)
+    monkeypatch.setattr(compare.page, "write", write)
+    monkeypatch.setattr(compare.torch.cuda, "empty_cache", lambda: seen.append("free"))
+    monkeypatch.setattr(compare, "check_serving", lambda _: Engine("0.0", "8 × GPU"))
+    monkeypatch.setattr(compare, "measure_serving", measured)
+    for run in (trained, b):
+        export.export(run.config("target.aux_layers=[1,2,4]", *SHAPE))
+    words = (trained.folder, b.folder, "evaluate.backend=vllm")
+    assert call(*words) == (2, "error: vLLM broke off")
+    assert seen == ["page, nothing there", "free", "vLLM, alone there"]
+    broken.clear()
+    result = call(*words)
+    assert seen[3:] == ["page, alone there", "free", "vLLM, alone there", "page, alone there"]
+    assert result["files"].keys() == {"picture.png"}
+    assert artifacts.first_damaged(out, result["files"]) is None
 
 
 def test_what_vllm_says_is_told_here_too(trained, another, call, monkeypatch, capsys):
