@@ -85,10 +85,10 @@ class Split:
 
     def fingerprint(self, name: str) -> str:
         """A hash of the split's content."""
-        rows = [
+        rows = (  # one at a time: all of them as text are larger than the data
             [i, source, sample.input_ids.tobytes().hex(), np.packbits(sample.loss_mask).tobytes().hex()]
             for i, source, sample in zip(self.ids, self.sources, self.samples, strict=True)
-        ]
+        )
         return artifacts.fingerprint([name, *map(artifacts.fingerprint, rows)])
 
 

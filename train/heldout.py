@@ -18,13 +18,14 @@ from train.parallel import Parallel
 def evaluate(
     parallel: Parallel, split: StoreSplit, config: Config, kept: Tensor, everything: bool = False
 ) -> dict[str, Any]:
-    """What `summarise` says of the split: of its first `eval_samples`, or of everything.
+    """What `summarise` says of the split: of `eval_samples` that are spread over it, or of everything.
 
     Args:
         kept: [V] bool, which tokens of the target the draft vocabulary holds.
     """
     t, accelerator = config.train, parallel.accelerator
-    chosen = range(len(split) if everything else min(len(split), t.eval_samples))
+    count = len(split) if everything else min(len(split), t.eval_samples)
+    chosen = [i * len(split) // count for i in range(count)]  # sources stand one behind the other in some data
     lengths = [split.lengths[i] for i in chosen]
     ranks, rank = accelerator.num_processes, accelerator.process_index
     # As large as training's micro-batches, for whose memory there is room; or as the longest conversation, which
@@ -37,6 +38,7 @@ def evaluate(
         # Every rank runs the model equally often, since sharded weights are gathered from all: one that has
         # no batch left takes the first of the round again, and counts it for nothing.
         real = first + rank < len(batches)
-        batch = build_batch(split.read_all(batches[first + rank if real else first]), t.unroll, kept, t.oov)
+        samples = [chosen[i] for i in batches[first + rank if real else first]]
+        batch = build_batch(split.read_all(samples), t.unroll, kept, t.oov)
         sums += parallel.model(batch.to(accelerator.device), weights)[1].stacked() * float(real)
     return summarise(reduce_sums(accelerator, sums))

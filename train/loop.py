@@ -159,8 +159,11 @@ def fit(config: Config, opened: ExitStack) -> None:
         reporter.log(step, report)
         reporter.progress(tokens, report.get("loss", math.nan), report.get("tau", math.nan))
         if len(heldout) and (final or step % t.eval_every == 0):
-            found = evaluate(parallel, heldout, config, kept, everything=final)
+            # A curve is of the same conversations at every step; what training leaves behind is of all.
+            found = evaluate(parallel, heldout, config, kept)
             reporter.log(step, {f"heldout_{name}": value for name, value in found.items()})
+            if final:
+                found = evaluate(parallel, heldout, config, kept, everything=True)
             reporter.note(f"step {step}: held-out loss {found['loss']:.3f}, tau {found['tau']:.3f}")
             state.heldout = plain(found)
         lap, before = time.perf_counter(), lap

@@ -15,6 +15,7 @@ from eagle31_train.schema import Config, DrafterShape
 from eagle31_train.store.plan import TOKEN_BYTES, Shape
 
 GIB = 2**30
+BUSY = 0.9  # share of the devices' time below which the plan says that they wait
 SPARE = 0.9  # of a device's memory may be planned for: contexts, communication and fragments take the rest
 PARTS = {"fc": "fc, fc_norm", "self_attn": "attention", "mlp": "mlp", "lm_head": "lm_head", "embed_tokens": "embedding"}
 
@@ -50,6 +51,18 @@ class Planned:
         t, work = self.config.train, self.data.work
         of_a_step = work.slots[0] * min(1, t.batch_tokens / work.tokens)
         return min(1.0, t.slots_per_batch / of_a_step) if t.slots_per_batch and of_a_step else 1.0
+
+    @property
+    def conversations(self) -> float:
+        """Of one step, on average."""
+        work = self.data.work
+        return max(1.0, min(1.0, self.config.train.batch_tokens / work.tokens) * work.conversations)
+
+    @property
+    def busy(self) -> float:
+        """Share of the devices' time that a step's conversations fill if all are equally long: none is split."""
+        devices = self.config.plan.devices
+        return self.conversations / (devices * math.ceil(self.conversations / devices))
 
     def training_flops(self) -> float:
         """Of all steps."""
@@ -199,11 +212,16 @@ def time(plan: Planned) -> list[str]:
     p, tokens = plan.config.plan, plan.data.work.tokens
     rate = p.devices * p.peak_tflops * 1e12 * p.utilisation
     rows = []
-    for name, flops, per in (
-        ("extraction", plan.extraction_flops(), tokens * (1 + plan.data.heldout)),
-        ("training", plan.training_flops(), plan.tokens),
+    for name, flops, per, share in (
+        ("extraction", plan.extraction_flops(), tokens * (1 + plan.data.heldout), 1.0),
+        ("training", plan.training_flops(), plan.tokens, plan.busy),
     ):
-        rows.append(_line(name, _duration(flops / rate), f"{_si(flops)}FLOP, {_si(flops / per)}FLOP a token"))
+        rows.append(_line(name, _duration(flops / rate / share), f"{_si(flops)}FLOP, {_si(flops / per)}FLOP a token"))
+    if plan.busy < BUSY:
+        rows += [
+            f"  A step has some {plan.conversations:,.0f} conversations, and none is split: at least",
+            f"  {1 - plan.busy:.0%} of the {p.devices} devices' time is spent waiting. Raise train.batch_tokens.",
+        ]
     if again := plan.newton_schulz_flops():
         spent = _duration(again * p.devices / rate)
         rows.append(_line("Muon's updates", spent, f"{_si(again / plan.steps)}FLOP a step, on each device"))

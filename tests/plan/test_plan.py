@@ -152,6 +152,25 @@ def test_smaller_micro_batches_are_advised_first_and_then_recomputation(capsys):
     assert advised(0.99 * least[-1] / 2**30 / sections.SPARE)[0] == "none fits"
 
 
+# ---------------------------------------------------------------- devices that wait
+
+
+def test_devices_that_no_conversation_is_left_for_save_no_time(capsys):
+    """A step of 20,480 tokens has 20 conversations of 1,024."""
+    asked = ["+experiment=llama31_8b", "run_dir=/nowhere/at/all", "plan.utilisation=1", "plan.tokens=2e8"]
+    asked += ["train.batch_tokens=20480", "plan.sample_tokens=1024"]
+    seconds = {n: planned(*asked, f"plan.devices={n}") for n in (1, 10, 20, 64)}
+    assert [one.busy for one in seconds.values()] == pytest.approx([1, 1, 1, 20 / 64], rel=1e-2)
+
+    def training(devices):
+        found = re.search(r"training +([\d,]+) s ", printed(capsys, *asked, f"plan.devices={devices}"))
+        return int(found[1].replace(",", ""))
+
+    assert training(64) == pytest.approx(training(20), rel=0.1)
+    assert "at least\n  69% of the 64 devices' time is spent waiting" in printed(capsys, *asked, "plan.devices=64")
+    assert "waiting" not in printed(capsys, *asked, "plan.devices=20")
+
+
 # ---------------------------------------------------------------- Muon
 
 

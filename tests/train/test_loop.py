@@ -131,13 +131,37 @@ def test_the_manifest_names_a_checkpoint_with_exactly_the_drafters_tensors(new_r
     assert "lr: 0.01" in (run.train / "config.yaml").read_text()
 
 
-def test_the_last_evaluation_reads_the_whole_heldout_split(new_run):
-    first = new_run().fit("train.eval_samples=1", "train.eval_every=12", "train.max_steps=12")
-    every = new_run().fit("train.eval_samples=100", "train.max_steps=12")
-    assert first.rows()[-1] == every.rows()[-1]
-    early = new_run().fit("train.eval_samples=1", "train.eval_every=11").rows()
-    whole = new_run().fit("train.eval_samples=4", "train.eval_every=11").rows()
-    assert early[11]["heldout_loss"] != whole[11]["heldout_loss"]
+def test_the_curve_is_of_the_same_conversations_throughout_and_the_record_of_all(new_run):
+    first = new_run().fit("train.eval_samples=2", "train.eval_every=11", "train.max_steps=12", "train.lr=1e-9")
+    every = new_run().fit("train.eval_samples=100", "train.eval_every=11", "train.max_steps=12", "train.lr=1e-9")
+    assert first.manifest()["heldout"] == every.manifest()["heldout"]
+
+    def curve(run):
+        return [row["heldout_loss"] for row in run.rows() if "heldout_loss" in row]
+
+    # Weights hardly move: what differs by more is which conversations are read.
+    (few, few_at_the_end), (many, many_at_the_end) = curve(first), curve(every)
+    assert few_at_the_end == pytest.approx(few, rel=1e-5)
+    assert many_at_the_end == pytest.approx(many, rel=1e-5)
+    assert abs(few - many) > 1e-3
+
+
+def test_samples_are_spread_over_the_split(new_run, monkeypatch):
+    read, right = [], StoreSplit.read_all
+
+    def read_all(split, samples):
+        if split.lengths == lengths:
+            read.extend(samples)
+        return right(split, samples)
+
+    run = new_run()
+    lengths = Store(run.folder / "run/store").split("heldout").lengths
+    assert len(lengths) >= 4
+    monkeypatch.setattr(StoreSplit, "read_all", read_all)
+    run.fit("train.eval_samples=2", "train.eval_every=1", "train.max_steps=2")
+    spread = {0, len(lengths) // 2}
+    assert [set(read[:2]), set(read[2:4])] == [spread, spread]
+    assert sorted(read[4:]) == list(range(len(lengths)))  # what the record is of
 
 
 def test_no_heldout_split_means_no_heldout_numbers(new_run, extracted):
