@@ -201,7 +201,7 @@ def not_measured(result: dict[str, Any], data: dict[str, Any]) -> list[str]:
 def stage_inputs(config: Config, data: dict[str, Any], drafter: dict[str, str]) -> dict[str, Any]:
     """Everything that the counts depend on; `drafter`: what tells it from others."""
     options = asdict(config.evaluate)
-    for name in ("warmup", "prompts", "suites", "perturbations"):  # the last three by what they hold
+    for name in ("warmup", "prompts", "suites", "perturbations", "leave_out"):  # `suites.inputs` has all but the first
         del options[name]
     served = ("serve_depths", "concurrency", "vllm_python", "vllm_args")
     for name in served if config.evaluate.backend == "transformers" else ("depths", "batch_size", "drift"):

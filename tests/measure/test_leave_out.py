@@ -6,6 +6,7 @@ import shlex
 import numpy as np
 import pytest
 
+from eagle31_train.evaluate import stage_inputs
 from eagle31_train.measure import measuring
 from eagle31_train.measure.measuring import seed_of
 from eagle31_train.measure.sampling import TARGET, stream
@@ -36,6 +37,17 @@ def test_prompts_that_are_named_are_left_out_of_every_workload(place):
     assert [[p.id for p in one.prompts] for one in few[:3]] == [["c0", "c3", "c2"]] * 3, "another takes its place"
     with pytest.raises(UserError, match=r"evaluate\.leave_out names all 3 prompts of s: leave out fewer"):
         place.workloads(*given, "evaluate.leave_out=[c1,q-1,81]")
+
+
+def test_an_evaluation_is_another_one_only_where_something_is_left_out(place):
+    """One that was made before there was such an option stays what it is."""
+    data = {"fingerprint": "f"}
+    plain, some, same = (
+        stage_inputs(place.config(*more), data, {})
+        for more in ([], ["evaluate.leave_out=[a,b]"], ["evaluate.leave_out=[b,a]"])
+    )
+    assert "leave_out" not in str(plain)
+    assert plain != some == same
 
 
 def test_a_prompt_that_is_left_out_does_not_come_back_under_another_id(place):
