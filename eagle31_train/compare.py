@@ -123,7 +123,7 @@ def compare(named: Named, config: Config) -> None:
     write(out, result)  # before vLLM, which may fail after hours
     if engine:
         free()
-        served = measure_serving(config, drafts, workload.prompts, data["end_ids"], engine)
+        served = measure_serving(config, drafts, workload.prompts, data["end_ids"], engine, shared(config) / "serving")
         result["serving"] = {**served, "notes": [*served_of(named), *served["notes"]], "workload": workload.name}
         print("\n" + serving_report.table(result["serving"]))
         write(out, result)
@@ -160,6 +160,11 @@ def folder(named: Named, config: Config) -> Path:
     if not config.overwrite:
         refuse_another(out, named)
     return out
+
+
+def shared(config: Config) -> Path:
+    """Where what is measured is kept: comparisons without a folder of their own find what was measured for others."""
+    return Path(config.compare.out or COMPARISONS)
 
 
 def read_data(config: Config) -> dict[str, Any]:
@@ -266,8 +271,7 @@ def decode(asked: Asked, config: Config, end_ids: list[int]) -> tuple[list[dict[
     target = CachedTarget(model, [1])  # whose states nobody asks for: every drafter has layers of its own
     candidates = [drafters.load(one, training, target, config) for training, one in asked.checkpoints.items()]
     measurer = Measurer(model, Limits(options.max_new_tokens, frozenset(end_ids)), options, config.seed)
-    # Of comparisons without a folder of their own, all find what was measured for the others.
-    kept = Path(config.compare.out or COMPARISONS) / "workloads"
+    kept = shared(config) / "workloads"
     inputs, verified = records.inputs(config, end_ids), config.compare.verified
     outcomes, _ = records.measured(kept, asked.workloads, measurer, candidates, inputs, verified)
     return outcomes, acceptance.machine(target.device)

@@ -21,9 +21,10 @@ from eagle31_train.measure import acceptance, drafters, learnt, page, perturb, r
 from eagle31_train.measure.decoding import Limits
 from eagle31_train.measure.drafters import TRAIN
 from eagle31_train.measure.measuring import Measurer, Outcome, check_options, notes, remarks, sheet
+from eagle31_train.measure.serving import Engine, measure_serving
 from eagle31_train.measure.serving import check as check_serving
-from eagle31_train.measure.serving import measure_serving
 from eagle31_train.measure.serving import report as serving_report
+from eagle31_train.measure.serving.command import server_arguments, target_arguments
 from eagle31_train.schema import Config, EvaluateConfig, UserError
 from eagle31_train.store import read_manifest
 from eagle31_train.targets.cached import CachedTarget
@@ -60,13 +61,15 @@ def evaluate(config: Config) -> None:
     if damage := artifacts.first_damaged(config.data_folder, data.get("files", {})):
         raise UserError(f"{damage}: run `{DATA}` again")
 
-    target = CachedTarget(load_model(config.target, options.dtype), checkpoint.shape.aux_layers)
-    candidate = drafters.load(checkpoint, config.name, target, config)
+    # Prompts before the target: what is wrong with them is told in seconds.
     room = drafters.room(config, [checkpoint.shape.max_position_embeddings], [options.draft_tokens, options.depths])
     doubts = learnt.doubts({config.name: [trained]}, data["dataset_fingerprint"])
     workloads = suites.workloads(config, data, room, list(doubts))
     for remark in remarks(workloads):
         print(f"evaluate: {remark}")
+
+    target = CachedTarget(load_model(config.target, options.dtype), checkpoint.shape.aux_layers)
+    candidate = drafters.load(checkpoint, config.name, target, config)
     limits = Limits(options.max_new_tokens, frozenset(data["end_ids"]))
     measurer = Measurer(target.model, limits, options, config.seed)
     counted = records.inputs(config, data["end_ids"])
@@ -120,7 +123,9 @@ def serve(config: Config) -> None:
     engine = check_serving(config)
     data = artifacts.read_json(config.data_folder / artifacts.MANIFEST, DATA)
     # Of the checkpoint, and not of its card, which tells what is found here.
-    inputs = stage_inputs(config, data, {"train": exported["inputs"]["train"], "export": exported["checkpoint"]})
+    inputs = stage_inputs(
+        config, data, {"train": exported["inputs"]["train"], "export": exported["checkpoint"]}, engine
+    )
     folder = run_dir / "serving"
     if artifacts.finished(folder, artifacts.fingerprint(inputs), inputs, config.overwrite):
         print(f"evaluate: up to date ({folder})")
@@ -198,8 +203,10 @@ def not_measured(result: dict[str, Any], data: dict[str, Any]) -> list[str]:
 # ---------------------------------------------------------------- input
 
 
-def stage_inputs(config: Config, data: dict[str, Any], drafter: dict[str, str]) -> dict[str, Any]:
-    """Everything that the counts depend on; `drafter`: what tells it from others."""
+def stage_inputs(
+    config: Config, data: dict[str, Any], drafter: dict[str, str], engine: Engine | None = None
+) -> dict[str, Any]:
+    """Everything that the counts depend on; `drafter`: what tells it from others; `engine`: by which it is served."""
     options = asdict(config.evaluate)
     for name in ("warmup", "prompts", "suites", "perturbations", "leave_out"):  # `suites.inputs` has all but the first
         del options[name]
@@ -215,7 +222,14 @@ def stage_inputs(config: Config, data: dict[str, Any], drafter: dict[str, str]) 
         "target": drafters.target_identity(config.target),
         "evaluate": options,
         "workloads": suites.inputs(config),
+        **({"vllm": engine.version, "server": server_needs(config)} if engine else {}),
     }
+
+
+def server_needs(config: Config) -> dict[str, Any]:
+    """The server's arguments that other options than evaluate.vllm_args give: on how many devices, how quantized."""
+    given = server_arguments(config, None, 0, 0)
+    return {name: given[name] for name in target_arguments(config)}
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from eagle31_train import artifacts, published, vocab
 from eagle31_train.drafter.model import Drafter
+from eagle31_train.measure.serving.command import max_model_len
 from eagle31_train.schema import Config, DrafterShape, TargetConfig, UserError, check_architecture
 from eagle31_train.targets.hf import HiddenStateTarget, pick_dtype, read_config
 
@@ -197,11 +198,14 @@ def room(config: Config, positions: Iterable[int | None], drafted: Iterable[int]
 
     Args:
         positions: of every drafter, where they are limited. drafted: numbers of draft tokens that are tried here.
+
+    Raises:
+        UserError: a limit of vLLM's that is no number.
     """
     options = config.evaluate
     limits = [*positions, getattr(read_config(config.target), "max_position_embeddings", None)]
     if options.backend == "vllm":
-        limits += [options.vllm_args.get(name) for name in ("max_model_len", "max-model-len")]
+        limits.append(max_model_len(config))
         drafted = [*drafted, *options.serve_depths]
     most = max(drafted, default=0)
     return min(limit for limit in limits if limit) - options.max_new_tokens - past_the_end(most)

@@ -1,6 +1,5 @@
 """The stage: what it reads, what it reports, and what it refuses."""
 
-import dataclasses
 import itertools
 import json
 import shutil
@@ -314,69 +313,12 @@ def test_nothing_drafted(run):
         evaluate.evaluate(run.config())
 
 
-def test_a_change_of_warmup_alone_changes_nothing(run, capsys):
-    evaluate.evaluate(run.config())
-    config = run.config()
-    evaluate.evaluate(dataclasses.replace(config, evaluate=dataclasses.replace(config.evaluate, warmup=False)))
-    assert "up to date" in capsys.readouterr().out
-
-
-def test_what_is_measured_is_kept_when_a_workload_is_added(run, monkeypatch):
-    evaluate.evaluate(run.config("evaluate.warmup=false"))
-    measured = []
-    right = measuring.Measurer.measure
-    monkeypatch.setattr(
-        measuring.Measurer, "measure", lambda self, w, *more: measured.append(w.name) or right(self, w, *more)
-    )
-    evaluate.evaluate(run.config("evaluate.warmup=false", "evaluate.perturbations=[temperature_1]", "overwrite=true"))
-    assert measured == ["heldout · temperature_1"]
-    assert [w["name"] for w in run.manifest["result"]["workloads"]] == ["heldout", "heldout · temperature_1"]
-
-
-@pytest.mark.parametrize("option", ["evaluate.temperature=0.8", "evaluate.perturbations=[temperature_0.8]"])
-def test_another_seed_draws_other_answers(run, option, capsys):
-    evaluate.evaluate(run.config("seed=1"))
-    evaluate.evaluate(run.config("seed=2"))
-    assert "up to date" in capsys.readouterr().out, "greedy answers have no seed"
-    evaluate.evaluate(run.config("seed=1", option, "overwrite=true"))
-    with pytest.raises(UserError, match=r"seed: 1 there, 2 here"):
-        evaluate.evaluate(run.config("seed=2", option))
-
-
-def test_options_of_serving_say_nothing_about_counts(run, capsys):
-    evaluate.evaluate(run.config())
-    evaluate.evaluate(run.config("evaluate.concurrency=[2]", "evaluate.vllm_python=elsewhere"))
-    assert "up to date" in capsys.readouterr().out
-
-
-def test_a_prompt_leaves_room_for_its_answer_and_drafts(run):
-    def room(*options, positions=(8192,), drafted=()):
-        return drafters.room(run.config(*options), positions, drafted)
-
-    vllm = "evaluate.backend=vllm"
-    assert room(vllm) == 256 - 20 - 2 * 6  # the target's positions, before the drafter's 8192
-    assert room(vllm, positions=[None, 100]) == 100 - 20 - 2 * 6
-    for name in ("max_model_len", "max-model-len"):
-        assert room(vllm, f"evaluate.vllm_args.{name}=100", "evaluate.serve_depths=[2]") == 74
-    assert room(vllm, "evaluate.serve_depths=[9]", drafted=[8, 3]) == 256 - 20 - 2 * 10, "the deepest of all"
-    # Without vLLM, its options mean nothing.
-    mine = room("evaluate.vllm_args.max_model_len=100", "evaluate.serve_depths=[9]", drafted=[8, 3])
-    assert mine == 256 - 20 - 2 * 9
-    with pytest.raises(UserError, match=r"target.path=me/nobody cannot be loaded"):
-        room("target.path=me/nobody")
-
-
-def test_training_again_to_other_weights_makes_an_evaluation_out_of_date(run, capsys):
-    evaluate.evaluate(run.config())
-    first = run.manifest["inputs"]
-    weights = load_file(run.weights)
-    save_file({**weights, "norm.weight": weights["norm.weight"] + 1}, run.weights)
-    run.finish_training()
-    with pytest.raises(UserError, match=r"other inputs \(checkpoint: \w+ there, \w+ here\): choose"):
-        evaluate.evaluate(run.config())
-    evaluate.evaluate(run.config("overwrite=true"))
-    assert run.manifest["inputs"]["train"] == first["train"]
-    assert run.manifest["inputs"]["checkpoint"] != first["checkpoint"]
+def test_prompts_are_chosen_before_the_target_is_loaded(run, monkeypatch):
+    monkeypatch.setattr(evaluate, "load_model", None)
+    with pytest.raises(UserError, match=r"evaluate.prompts=nowhere.jsonl is no file"):
+        evaluate.evaluate(run.config("evaluate.prompts=nowhere.jsonl"))
+    with pytest.raises(UserError, match="none of 4 prompts has at most 4 tokens"):
+        evaluate.evaluate(run.config("evaluate.max_new_tokens=116", "evaluate.depths=3"))
 
 
 @pytest.mark.parametrize(

@@ -236,7 +236,7 @@ def test_vllm_starts_with_the_result_written_and_the_memory_free(trained, anothe
 def test_what_vllm_says_is_told_here_too(trained, another, call, monkeypatch, capsys):
     asked = []
 
-    def measured(config, drafts, prompts, end_ids, engine):
+    def measured(config, drafts, prompts, end_ids, engine, folder):
         asked.append((drafts, [len(prompt.ids) for prompt in prompts]))
         told = {"rows": [], "verdict": ["serve without it"], "notes": ["not all went well"], "definitions": "TTFT: …"}
         return {**told, "machine": engine.device}

@@ -1,11 +1,12 @@
 """Serving measured against an imitation of vLLM's server, whose tokens and counts are known."""
 
+# ruff: noqa: F811 (fixtures)
+
 import json
 import os
 import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -13,77 +14,11 @@ import imitating
 import pytest
 import torch
 
-from eagle31_train.cli import load_config
 from eagle31_train.measure import acceptance, serving
 from eagle31_train.measure.prompts import Prompt
-from eagle31_train.measure.serving import Engine, check, engine, load, measure_serving, server
+from eagle31_train.measure.serving import Engine, check, engine, load, server
 from eagle31_train.schema import UserError
-
-END = 40
-# Of the second answer, token 5 is an end token.
-PROMPTS = [Prompt("a", "chat", [1, 2, 3]), Prompt("b", "code", [30, 5]), Prompt("b", "code", [50])]
-LIMIT = 9
-ENGINE = Engine("0.0", "some GPU")
-
-
-@pytest.fixture
-def asked(monkeypatch, tmp_path):
-    """The environment of the imitation; gives the file of its requests."""
-    monkeypatch.setenv("PYTHONPATH", imitating.install(tmp_path / "site"))
-    monkeypatch.setenv("IMITATION_PIDS", str(tmp_path / "pids"))
-    monkeypatch.setenv("IMITATION_REQUESTS", str(tmp_path / "requests"))
-    monkeypatch.setattr(server, "GRACE_SECONDS", 0.2)
-    return tmp_path / "requests"
-
-
-@pytest.fixture
-def config(tmp_path):
-    """A configuration that serves one number of draft tokens to one user."""
-
-    def load(*options):
-        return load_config([
-            "+experiment=smollm2", f"run_dir={tmp_path / 'run'}", f"evaluate.vllm_python={sys.executable}",
-            "evaluate.serve_depths=[3]", "evaluate.concurrency=[1]", f"evaluate.max_new_tokens={LIMIT}", *options,
-        ])  # fmt: skip
-
-    return load
-
-
-@pytest.fixture
-def launch(asked, config):
-    """Measure a server that is a process of its own."""
-
-    def run(*options, prompts=PROMPTS, drafts=("ours",), by=ENGINE):
-        return measure_serving(config(*options), {name: Path(name) for name in drafts}, prompts, [END], by)
-
-    return run
-
-
-class Here(server.Server):
-    """The imitation in a thread."""
-
-    def __enter__(self):
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        self.log.touch()
-        self.imitation = imitating.Imitation(imitating.read(self.command[3:]))
-        self.thread = threading.Thread(target=self.imitation.serve_forever, args=(0.01,))
-        self.thread.start()
-        return self
-
-    def close(self):
-        self.imitation.shutdown()
-        self.imitation.server_close()
-        self.thread.join()
-
-    def check(self, dying=False):
-        pass
-
-
-@pytest.fixture
-def measure(launch, monkeypatch):
-    """The same with a server that is here at once."""
-    monkeypatch.setattr(serving, "Server", Here)
-    return launch
+from tests.measure.imitated import END, ENGINE, LIMIT, PROMPTS, asked, config, launch, measure  # noqa: F401 (fixtures)
 
 
 def alive(pid: int) -> bool:
@@ -320,6 +255,11 @@ def test_vllms_python_says_what_it_is(monkeypatch, asked, config, tmp_path):
         ("evaluate.serve_depths=[0,3]", r"evaluate\.serve_depths=\[0, 3\]"),
         ("evaluate.concurrency=[4,4]", r"evaluate\.concurrency=\[4, 4\]"),
         ("evaluate.max_new_tokens=1", r"evaluate\.max_new_tokens=1 has no time per token"),
+        (
+            "evaluate.vllm_args.max_model_len=32k",
+            r"vllm_args\.max_model_len=32k is no number that prompts can be chosen",
+        ),
+        ("evaluate.vllm_args.max-model-len=-1", r"vllm_args\.max-model-len=-1 is no number"),
         ("evaluate.vllm_args.enable-prefix-caching=true", r"vllm_args\.enable_prefix_caching cannot be set"),
         ("evaluate.vllm_args.model=other", r"vllm_args\.model cannot be set: it is target\.path"),
     ],

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from eagle31_train.measure.serving import counters, report
+from eagle31_train.measure.serving import counters, kept, report
 from eagle31_train.measure.serving.command import flags, server_arguments
 from eagle31_train.measure.serving.engine import Engine, check
-from eagle31_train.measure.serving.load import Answer, Question, run_load
+from eagle31_train.measure.serving.kept import Served
+from eagle31_train.measure.serving.load import Question, run_load
 from eagle31_train.measure.serving.server import MODULE, Server, pick_port
 from eagle31_train.schema import Config, UserError
 
@@ -34,17 +35,19 @@ def measure_serving(
     prompts: Sequence["Prompt"],
     end_ids: Collection[int],
     engine: Engine,
+    folder: Path | None = None,
 ) -> dict[str, Any]:
     """Serve the target alone, then with every draft at every depth of evaluate.serve_depths; `report.py` has the form.
 
-    Every server is started once, and asked at every concurrency of evaluate.concurrency. What each says goes to
-    run_dir/serving/*.log.
+    Every server is started once, and asked at every concurrency of evaluate.concurrency; what it did is kept as
+    `kept.py` has it, and none is started again whose record is there.
 
     Args:
         drafts: exported checkpoints by the names under which they are reported.
         prompts: as token ids; they are sent several times over where they are too few to keep all users busy.
         end_ids: tokens that end an answer.
         engine: what `check` found.
+        folder: for what is kept, and what each server says (*.log); run_dir/serving if None.
 
     Raises:
         UserError: prompts that measure nothing, a server that does not start or breaks off.
@@ -52,42 +55,27 @@ def measure_serving(
     options = config.evaluate
     if not prompts:
         raise UserError("0 prompts have no time per token: give some")
-    port = options.vllm_args.get("port")
+    folder = Path(config.run_dir) / "serving" if folder is None else folder
+    sent = {users: questions(config, prompts, end_ids, users) for users in options.concurrency}
     ways = [(PLAIN, 0), *((name, depth) for name in drafts for depth in options.serve_depths)]
-    found: dict[tuple[str | None, int, int], list[Answer]] = {}
+    found: dict[tuple[str | None, int], Served] = {}
     rows = []
     for name, depth in ways:
-        at = pick_port(port)
-        arguments = server_arguments(config, drafts[name] if name is not None else None, depth, at)
-        log = Path(config.run_dir) / "serving" / f"{name or 'none'}-{depth}.log"
+        draft = drafts[name] if name is not None else None
         what = f"serve {name}, {depth} draft tokens" if name is not None else "serve without a drafter"
-        sent = {users: questions(config, prompts, end_ids, users) for users in options.concurrency}
-        print(f"{what}: vLLM starts ({log})")
-        with (
-            Server([options.vllm_python, "-m", MODULE, *flags(arguments)], at, log) as server,
-            tqdm(total=sum(map(len, sent.values())), desc=what, unit="request") as bar,
-        ):
-            model = json.loads(server.get("/v1/models")[1])["data"][0]["id"]
-            done = 0  # requests that this server has answered
-            for users, asked in sent.items():
-                asked = [replace(q, options={"model": model, **q.options}) for q in asked]
-                if options.warmup:
-                    done += len(run_load(server, [_short(question) for question in asked[:users]], users))
-                before = settled(server, done)
-                answers = run_load(server, asked, users, bar.update)
-                done += len(answers)
-                counted = counters.since(before, settled(server, done))
-                found[name, depth, users] = answers
-                plain = found[PLAIN, 0, users] if name is not None else None
-                # Sampled answers differ: with a drafter, other random numbers choose.
-                reference = None if options.temperature else found[PLAIN, 0, options.concurrency[0]]
-                rows.append(report.row(name, depth, users, answers, counted, plain, reference))
-                if (speed := rows[-1]["per_user"][0]) is None:
-                    raise UserError(
-                        f"{what}: every answer ended with its first token, so there is no time per token: choose other "
-                        "prompts"
-                    )
-                bar.set_postfix_str(f"{speed:.1f} tokens/s/user of {users}")
+        file = kept.place(folder, depth, kept.fingerprint(config, draft, depth, sent, engine))
+        if (served := kept.read(file)) is not None:
+            print(f"{what}: measured before ({file})")
+        else:
+            served = serve(config, draft, depth, sent, what, folder / f"{name or 'none'}-{depth}.log")
+            kept.write(file, name, served)
+        found[name, depth] = served
+        plain = found[PLAIN, 0].answers
+        for users in options.concurrency:
+            # Sampled answers differ: with a drafter, other random numbers choose.
+            reference = None if options.temperature else plain[options.concurrency[0]]
+            of = (served.answers[users], served.counted[users])
+            rows.append(report.row(name, depth, users, *of, plain[users] if name is not None else None, reference))
     chosen = report.best(rows)
     return {
         "definitions": report.DEFINITIONS,
@@ -104,6 +92,46 @@ def measure_serving(
         "verdict": report.verdict(chosen, len(prompts)),
         "notes": report.notes(rows),
     }
+
+
+def serve(
+    config: Config, draft: Path | None, depth: int, sent: Mapping[int, Sequence[Question]], what: str, log: Path
+) -> Served:
+    """Start one server, have it answer what is sent at every concurrency, and end it; `what`: what to call it.
+
+    Raises:
+        UserError: it does not start or breaks off, counts nothing of what it drafts, or has no time per token.
+    """
+    options = config.evaluate
+    at = pick_port(options.vllm_args.get("port"))
+    command = [options.vllm_python, "-m", MODULE, *flags(server_arguments(config, draft, depth, at))]
+    served = Served({}, {})
+    print(f"{what}: vLLM starts ({log})")
+    with (
+        Server(command, at, log) as server,
+        tqdm(total=sum(map(len, sent.values())), desc=what, unit="request") as bar,
+    ):
+        model = json.loads(server.get("/v1/models")[1])["data"][0]["id"]
+        done = 0  # requests that this server has answered
+        for users, some in sent.items():
+            asked = [replace(question, options={"model": model, **question.options}) for question in some]
+            if options.warmup:
+                done += len(run_load(server, [_short(question) for question in asked[:users]], users))
+            before = settled(server, done)
+            answers = run_load(server, asked, users, bar.update)
+            done += len(answers)
+            counted = counters.since(before, settled(server, done))
+            if depth:
+                counters.speculation(counted, depth)  # or it raises, before more is asked
+            (speed, _, _) = report.speed(answers).intervals()[0]
+            if speed is None:
+                raise UserError(
+                    f"{what}: every answer ended with its first token, so there is no time per token: choose other "
+                    "prompts"
+                )
+            bar.set_postfix_str(f"{speed:.1f} tokens/s/user of {users}")
+            served.answers[users], served.counted[users] = answers, counted
+    return served
 
 
 def questions(

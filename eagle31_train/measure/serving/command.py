@@ -59,6 +59,24 @@ def server_arguments(config: Config, drafter: Path | None, draft_tokens: int, po
     return wanted
 
 
+def max_model_len(config: Config) -> int | None:
+    """The longest sequence that vLLM is told to take, by which prompts are chosen; None where it is not told.
+
+    Raises:
+        UserError: it is told by words that only vLLM knows, as 32k or auto.
+    """
+    for name in ("max_model_len", "max-model-len"):
+        limit = config.evaluate.vllm_args.get(name)
+        if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
+            raise UserError(
+                f"evaluate.vllm_args.{name}={limit} is no number that prompts can be chosen by: give a whole one from "
+                "1 on, as 32768, or leave it out"
+            )
+        if limit is not None:
+            return limit
+    return None
+
+
 def flags(arguments: Mapping[str, Any]) -> list[str]:
     """Arguments as the command line takes them; true and false are --name and --no-name, null leaves it to vLLM."""
     line: list[str] = []

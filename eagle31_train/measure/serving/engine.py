@@ -9,7 +9,7 @@ from math import prod
 import torch
 
 from eagle31_train.measure import acceptance
-from eagle31_train.measure.serving.command import server_arguments
+from eagle31_train.measure.serving.command import max_model_len, server_arguments
 from eagle31_train.measure.serving.server import ENVIRONMENT, pick_port
 from eagle31_train.schema import Config, UserError
 
@@ -52,6 +52,7 @@ def check(config: Config) -> Engine:
             f"evaluate.max_new_tokens={options.max_new_tokens} has no time per token: let answers have 2 tokens or more"
         )
     arguments = server_arguments(config, None, 0, 0)
+    max_model_len(config)
     pick_port(options.vllm_args.get("port"))
     version, gpu = ask(options.vllm_python)
     # Those of this environment's torch, which may see no GPU, are not vLLM's.
