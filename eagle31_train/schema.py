@@ -211,7 +211,7 @@ class TrainConfig:
     recompute: bool = opt(False, "keep fewer activations and work them out again: less memory, some more time")
     compile: bool = opt(False, "torch.compile norms, RoPE and the loss between its products; a minute at the start")
     eval_every: int = opt(100, "steps between evaluations on the held-out split; the last step is evaluated")
-    eval_samples: int = opt(64, "held-out conversations per evaluation")
+    eval_samples: int = opt(64, "held-out conversations per evaluation; the last step reads all of them, too")
     checkpoint_every: int = opt(100, "steps between checkpoints")
     keep_checkpoints: int = opt(2, "newest checkpoints kept")
     time_limit: str | None = opt(None, "save and leave with exit status 75 after so long: 3h50m, 90m, 30s")
