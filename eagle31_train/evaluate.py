@@ -8,7 +8,8 @@ Reads run_dir/data and run_dir/train; writes run_dir/evaluate (the manifest, a p
 run_dir/workloads (the counts of each). Every prompt is decoded with the drafter and without; the two outputs must be
 equal, token for token.
 
-With backend=vllm it serves run_dir/export by vLLM, in vLLM's own environment, and writes run_dir/serving instead.
+With backend=vllm it serves run_dir/export by vLLM, in vLLM's own environment, and writes run_dir/serving instead
+(run_dir/servers: what each server answered, and what it said).
 """
 
 import time

@@ -164,18 +164,18 @@ def refused(measured, tmp_path, imitate, *options):
 
 def test_a_server_that_cannot_start_is_quoted(launch, tmp_path):
     text = refused(launch, tmp_path, "'cannot start'")
-    assert text == ("vLLM's server ended with exit status 1 (ValueError: no such target): see /run/serving/none-0.log")
+    assert text == ("vLLM's server ended with exit status 1 (ValueError: no such target): see /run/servers/none-0.log")
 
 
 def test_a_server_that_never_answers_is_given_up(monkeypatch, launch, tmp_path):
     monkeypatch.setattr(server, "START_SECONDS", 1.5)
     text = refused(launch, tmp_path, "'never starts'")
-    assert text == "vLLM's server does not answer after 2 s (INFO loading): see /run/serving/none-0.log"
+    assert text == "vLLM's server does not answer after 2 s (INFO loading): see /run/servers/none-0.log"
 
 
 def test_a_server_that_dies_is_quoted(launch, tmp_path):
     text = refused(launch, tmp_path, "dies")
-    assert "ended with exit status 3 (MemoryError: no room): see /run/serving/none-0.log" in text
+    assert "ended with exit status 3 (MemoryError: no room): see /run/servers/none-0.log" in text
 
 
 def test_a_server_that_falls_silent_is_given_up(monkeypatch, measure, tmp_path):

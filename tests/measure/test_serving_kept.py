@@ -97,7 +97,7 @@ def test_another_server_is_measured_anew(started, options, given):
 )
 def test_a_record_that_cannot_be_read_is_measured_anew(started, tmp_path, damage, capsys):
     started()
-    (file,) = (tmp_path / "run" / "serving").glob("server-1-*.json")
+    (file,) = (tmp_path / "run" / "servers").glob("server-1-*.json")
     file.write_text(damage(file.read_text()))
     report, depths = started()
     assert depths == [1]

@@ -47,7 +47,7 @@ def measure_serving(
         prompts: as token ids; they are sent several times over where they are too few to keep all users busy.
         end_ids: tokens that end an answer.
         engine: what `check` found.
-        folder: for what is kept, and what each server says (*.log); run_dir/serving if None.
+        folder: for what is kept, and what each server says (*.log); run_dir/servers if None: beside the stage's folder, which is made anew.
 
     Raises:
         UserError: prompts that measure nothing, a server that does not start or breaks off.
@@ -55,7 +55,7 @@ def measure_serving(
     options = config.evaluate
     if not prompts:
         raise UserError("0 prompts have no time per token: give some")
-    folder = Path(config.run_dir) / "serving" if folder is None else folder
+    folder = Path(config.run_dir) / "servers" if folder is None else folder
     sent = {users: questions(config, prompts, end_ids, users) for users in options.concurrency}
     ways = [(PLAIN, 0), *((name, depth) for name in drafts for depth in options.serve_depths)]
     found: dict[tuple[str | None, int], Served] = {}
