@@ -2,7 +2,7 @@
 
     python -m eagle31_train.evaluate +experiment=smollm2
     python -m eagle31_train.evaluate +experiment=smollm2 '+suite=[mt_bench,gsm8k]' 'evaluate.perturbations=[context_2]'
-    python -m eagle31_train.evaluate +experiment=smollm2 evaluate.backend=vllm
+    python -m eagle31_train.evaluate +experiment=smollm2 evaluate.backend=vllm evaluate.vllm_python=PYTHON_WITH_VLLM
 
 Reads run_dir/data and run_dir/train; writes run_dir/evaluate (the manifest, a page and its pictures) and
 run_dir/workloads (the counts of each). Every prompt is decoded with the drafter and without; the two outputs must be

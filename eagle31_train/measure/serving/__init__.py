@@ -47,7 +47,8 @@ def measure_serving(
         prompts: as token ids; they are sent several times over where they are too few to keep all users busy.
         end_ids: tokens that end an answer.
         engine: what `check` found.
-        folder: for what is kept, and what each server says (*.log); run_dir/servers if None: beside the stage's folder, which is made anew.
+        folder: for what is kept, and what each server says (*.log); if None run_dir/servers, beside the stage's
+            folder, which is made anew.
 
     Raises:
         UserError: prompts that measure nothing, a server that does not start or breaks off.
