@@ -68,7 +68,7 @@ def render(facts: Facts) -> str:
         "Made with eagle31; served by vLLM.",
         "## Serve",
         code(serve_command(config, here, published=True)),
-        *map(plain, caveats(facts.shape)),
+        *(f"{plain(caveat)}." for caveat in caveats(facts.shape)),
         "To go back, serve without `--speculative-config`; the target itself is unchanged:",
         code(serve_command(config, None, published=True)),
         *card_results.sections(facts.evaluation, facts.serving, facts.comparisons),
