@@ -99,15 +99,18 @@ def run(
     description: str,
     argv: list[str] | None = None,
     saved: Path | None = None,
+    before: str = "",
 ) -> None:
     """Parse the command line, compose the configuration, run the stage.
 
     Args:
         saved: a resolved configuration to begin with, see `load_config`.
+        before: what the usage line has before the options; the caller reads it.
 
     Exits with 2 on a user's mistake, with 75 if the stage was told to stop and saved, with 130 on Ctrl-C.
     """
     parser = argparse.ArgumentParser(
+        usage=f"%(prog)s {before}[-h] [--cfg] [key=value ...]",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=_options_help(),

@@ -41,6 +41,7 @@ from eagle31_train.targets.cached import CachedTarget
 from eagle31_train.targets.hf import load_model, read_config
 
 RESULT = "result.json"
+DRAFTERS = "DRAFTER DRAFTER … "  # of the usage line
 DATA = "python -m data_prep"
 COMPARISONS = Path("runs/compare")
 FEWER = "give two drafters or more: python -m eagle31_train.compare runs/a runs/b"
@@ -61,7 +62,7 @@ def main(argv: list[str] | None = None) -> None:
         firsts = [trainings[0] for _, trainings in map(parted, given)]
         first = next((one for one in firsts if Path(one, "train", "config.yaml").is_file()), firsts[0])
         options, saved = [in_place(first), *options], Path(first, "train", "config.yaml")
-    cli.run(lambda config: compare(called(given), config), __doc__ or "", options, saved)
+    cli.run(lambda config: compare(called(given), config), __doc__ or "", options, saved, DRAFTERS)
 
 
 def in_place(run: str) -> str:

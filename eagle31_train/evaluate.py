@@ -234,4 +234,4 @@ def server_needs(config: Config) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    cli.run(evaluate, "Stage 4: real speculative decoding on held-out prompts: acceptance, drift and speed.")
+    cli.run(evaluate, __doc__ or "")

@@ -319,4 +319,4 @@ def verify(folder: Path, shape: DrafterShape, tensors: dict[str, torch.Tensor]) 
 
 
 if __name__ == "__main__":
-    cli.run(export, "Stage 5: write the trained drafter as a checkpoint that vLLM serves.")
+    cli.run(export, __doc__ or "")

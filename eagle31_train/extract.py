@@ -253,4 +253,4 @@ class Progress:
 
 
 if __name__ == "__main__":
-    cli.run(extract, "Stage 2: run the target over the conversations and store its hidden states.")
+    cli.run(extract, __doc__ or "")
