@@ -162,7 +162,7 @@ def fit(config: Config, opened: ExitStack) -> None:
             # A curve is of the same conversations at every step; what training leaves behind is of all.
             found = evaluate(parallel, heldout, config, kept)
             reporter.log(step, {f"heldout_{name}": value for name, value in found.items()})
-            if final:
+            if final and len(heldout) > t.eval_samples:
                 found = evaluate(parallel, heldout, config, kept, everything=True)
             reporter.note(f"step {step}: held-out loss {found['loss']:.3f}, tau {found['tau']:.3f}")
             state.heldout = plain(found)
