@@ -17,8 +17,8 @@ from torch import Tensor
 
 from eagle31_train import artifacts
 from eagle31_train.codec import Encoded, as_encoded, concatenate
+from eagle31_train.document import Document
 from eagle31_train.place import open_place
-from eagle31_train.schema import Document
 from eagle31_train.store import Store, StoreSplit, StoreWriter, make_plan, shape_of
 
 VOCAB = 64  # of the random token ids

@@ -14,10 +14,11 @@ from torch import Tensor
 from benchmarks import machine
 from eagle31_train.cli import load_config
 from eagle31_train.codec import plain
+from eagle31_train.document import Document
 from eagle31_train.drafter.batch import Batch, build_batch
 from eagle31_train.drafter.model import Drafter
 from eagle31_train.loss import Objective, Teacher
-from eagle31_train.schema import Config, Document
+from eagle31_train.schema import Config
 from eagle31_train.shape import drafter_shape
 
 LENGTH, PROMPT = 192, 128  # tokens of the one document, and of its prompt

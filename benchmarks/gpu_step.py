@@ -22,10 +22,11 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.flops import count_work, necessary
 from benchmarks.gpu_worker import free
 from benchmarks.shapes import GAMMA, Case, turns
+from eagle31_train.document import Document
 from eagle31_train.drafter.batch import Batch, build_batch
 from eagle31_train.drafter.model import Drafter
 from eagle31_train.loss import Objective, Teacher
-from eagle31_train.schema import Document, DrafterShape, TrainConfig, UserError
+from eagle31_train.schema import DrafterShape, TrainConfig, UserError
 from train import loop
 from train.parallel import parallelise
 

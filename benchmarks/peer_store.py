@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from eagle31_train.codec import as_encoded
-from eagle31_train.schema import Document, UserError
+from eagle31_train.document import Document
+from eagle31_train.schema import UserError
 from eagle31_train.store import Store
 from eagle31_train.vocab import DraftVocab
 

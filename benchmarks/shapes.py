@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from eagle31_train.contract import weight_shapes
-from eagle31_train.schema import Document, DrafterShape, UserError
+from eagle31_train.document import Document
+from eagle31_train.schema import DrafterShape, UserError
 
 GAMMA = 0.8  # weight of step k is GAMMA**k
 TURNS = 4  # prompts and answers in a document

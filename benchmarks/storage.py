@@ -30,7 +30,8 @@ from benchmarks.formats import VOCAB, Format, Ours, Safetensors, State, TorchSav
 from benchmarks.shapes import turns as answers
 from eagle31_train import artifacts
 from eagle31_train.codec import Encoded, encode
-from eagle31_train.schema import Document, UserError
+from eagle31_train.document import Document
+from eagle31_train.schema import UserError
 from eagle31_train.store import sealed, shard, writer
 
 AUX = 3

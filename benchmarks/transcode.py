@@ -9,9 +9,10 @@ from torch import Tensor
 
 from eagle31_train import artifacts
 from eagle31_train.codec import CODECS, as_encoded, check_codec, encode
+from eagle31_train.document import Document
 from eagle31_train.fidelity import compare
 from eagle31_train.place import Place
-from eagle31_train.schema import Document, UserError
+from eagle31_train.schema import UserError
 from eagle31_train.store import PlannedShard, Store, StoreWriter, finished, make_plan, shape_of
 from eagle31_train.store.plan import SPLITS, TOKEN_BYTES
 from eagle31_train.targets.engine import Reference

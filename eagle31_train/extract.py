@@ -24,8 +24,9 @@ from tqdm import tqdm
 
 from eagle31_train import artifacts, cli
 from eagle31_train.codec import Encoded, check_codec, encode
+from eagle31_train.document import Document
 from eagle31_train.fidelity import Figures, Gate, report, summary
-from eagle31_train.schema import Config, Document, UserError, byte_count
+from eagle31_train.schema import Config, UserError, byte_count
 from eagle31_train.store import Place, StoreWriter, finished, make_plan, place_of, shape_of
 from eagle31_train.store.plan import SPLITS, PlannedShard, Shape
 from eagle31_train.targets.engine import Engine, make_engine, too_long

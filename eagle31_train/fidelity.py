@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from eagle31_train.codec import as_encoded
-from eagle31_train.schema import Document, ExtractConfig, UserError
+from eagle31_train.document import Document
+from eagle31_train.schema import ExtractConfig, UserError
 from eagle31_train.targets.engine import Engine, Reference
 
 COMPARED = 4  # conversations compared per shard, from the shortest to the longest

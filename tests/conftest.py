@@ -18,9 +18,10 @@ import pytest
 import reference_mla
 import torch
 
+from eagle31_train.document import Document
 from eagle31_train.drafter.model import Drafter
 from eagle31_train.loss import Objective, Teacher
-from eagle31_train.schema import Document, DrafterShape
+from eagle31_train.schema import DrafterShape
 
 # How fast a machine is, or how busy, fails no test.
 hypothesis.settings.register_profile(

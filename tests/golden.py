@@ -18,8 +18,8 @@ import torch
 
 from eagle31_train import artifacts, vocab
 from eagle31_train.cli import load_config
+from eagle31_train.document import Document
 from eagle31_train.place import LocalPlace
-from eagle31_train.schema import Document
 from eagle31_train.store import StoreWriter, make_plan, shape_of
 
 FILE = Path(__file__).parent / "train" / "golden.json"

@@ -3,10 +3,11 @@
 import torch
 
 from eagle31_train.codec import encode
+from eagle31_train.document import Document
 from eagle31_train.drafter.batch import build_batch
 from eagle31_train.drafter.model import Drafter
 from eagle31_train.loss import Objective, Teacher
-from eagle31_train.schema import Document, DrafterShape
+from eagle31_train.schema import DrafterShape
 
 
 def shape_of(**changes):

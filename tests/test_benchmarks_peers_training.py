@@ -17,8 +17,9 @@ from safetensors.torch import load_file
 from benchmarks import peer_store
 from benchmarks.peer_training import METRICS, Ours, command, finish, prepare
 from eagle31_train import published, vocab
+from eagle31_train.document import Document
 from eagle31_train.extract import extract
-from eagle31_train.schema import Document, UserError
+from eagle31_train.schema import UserError
 from eagle31_train.store import Store
 from train import loop
 

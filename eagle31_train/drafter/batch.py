@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eagle31_train.codec import Encoded, as_encoded, concatenate
+from eagle31_train.document import Document
 from eagle31_train.drafter.layout import Layout, make_layout
-from eagle31_train.schema import Document
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

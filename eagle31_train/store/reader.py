@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from eagle31_train import artifacts
+from eagle31_train.document import Document
 from eagle31_train.place import Place, open_place
-from eagle31_train.schema import Document, UserError
+from eagle31_train.schema import UserError
 from eagle31_train.store.ledger import (
     EXTRACT,
     PLAN,

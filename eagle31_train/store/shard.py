@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from eagle31_train.codec import Encoded, as_encoded, concatenate, encode
+from eagle31_train.document import Document
 from eagle31_train.place import Place
-from eagle31_train.schema import Document
 from eagle31_train.store.ledger import Line
 from eagle31_train.store.plan import Shape
 from eagle31_train.store.sealed import digest

@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from eagle31_train import artifacts
+from eagle31_train.document import Document
 from eagle31_train.place import Place
-from eagle31_train.schema import Document, UserError
+from eagle31_train.schema import UserError
 from eagle31_train.store.ledger import (
     PLAN,
     PROVENANCE,

@@ -12,9 +12,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from eagle31_train.codec import plain
+from eagle31_train.document import Document
 from eagle31_train.drafter import batch
 from eagle31_train.drafter.batch import Subset, build_batch
-from eagle31_train.schema import Document
 
 V = 9
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from conftest import make_document, make_mla_shape, make_objective, make_shape
 
+from eagle31_train.document import Document
 from eagle31_train.drafter.batch import build_batch
 from eagle31_train.drafter.decode import DraftDecoder
-from eagle31_train.schema import Document
 
 K = 5
 

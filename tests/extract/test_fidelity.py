@@ -9,9 +9,10 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, GemmaConfig, GemmaForC
 
 from eagle31_train import extract as stage
 from eagle31_train import fidelity
+from eagle31_train.document import Document
 from eagle31_train.extract import run_shard
 from eagle31_train.fidelity import COMPARED, ROWS, Gate, choose, compare, report, summary
-from eagle31_train.schema import Document, ExtractConfig, UserError
+from eagle31_train.schema import ExtractConfig, UserError
 from eagle31_train.store.plan import Shape
 from eagle31_train.targets.engine import Reference, TransformersEngine
 from eagle31_train.targets.hf import HiddenStateTarget

@@ -9,8 +9,9 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from conftest import kept_mask, make_document, make_objective, make_shape
 
+from eagle31_train.document import Document
 from eagle31_train.drafter.batch import build_batch
-from eagle31_train.schema import Document, TrainConfig
+from eagle31_train.schema import TrainConfig
 from train import loop
 from train.metrics import fetch
 from train.parallel import parallelise

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from eagle31_train.codec import CODECS, Encoded, concatenate, encode
-from eagle31_train.schema import Document
+from eagle31_train.document import Document
 from eagle31_train.store import make_plan, shard
 from eagle31_train.store.plan import SPLITS, Shape, sample_bytes
 from eagle31_train.store.shard import ContentError, ShardFile, write_shard
