@@ -2,10 +2,12 @@
 
     python -m eagle31_train.extract +experiment=smollm2
     accelerate launch --num_processes 8 -m eagle31_train.extract +experiment=qwen3_8b
+    python -m eagle31_train.extract +experiment=kimi extract.parts=4 extract.part=0    # 1, 2, 3 on other machines
 
 Reads run_dir/data, writes the store (see `store/`). A killed run goes on at the first shard that is
 not committed. Several processes share the shards and meet through the store's files alone: nothing
-else connects them, and the store has the same bytes whatever their number.
+else connects them, and the store has the same bytes whatever their number. Where no launcher spans the
+machines, `extract.part` and `extract.parts` share the shards among commands in the same way.
 
 The target's own logits are computed only by the fidelity gate; `top1`, its arg-max over the full
 vocabulary, is computed once, from the states before they are rounded, at the positions that teach,
@@ -14,7 +16,7 @@ which spares every later training epoch that product with the whole lm_head.
 
 import os
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -45,20 +47,20 @@ RESOURCES = {
 
 
 def extract(config: Config) -> None:
-    """Run the stage, as one of `WORLD_SIZE` processes.
+    """Run the stage, as one of `WORLD_SIZE` processes of one of `extract.parts` launches.
 
     Raises:
-        UserError: missing or damaged input, output of other inputs, a failed fidelity gate, a full disk.
+        UserError: missing or damaged input, output of other inputs, a failed fidelity gate, a full disk, no such part.
     """
     began = time.perf_counter()
-    rank = int(os.environ.get("RANK", 0))
+    process = process_of(config)
     check_codec(config.store.aux_codec, "store.aux_codec")
     check_codec(config.store.last_codec, "store.last_codec")
     inputs = inputs_of(config)
     fingerprint = artifacts.fingerprint(inputs)
     place = place_of(config)
     if finished(place, fingerprint, inputs, config.overwrite):
-        if rank == 0:
+        if process.speaks:
             print(f"extract: up to date ({place.location})")
         return
     splits = load_data(config)
@@ -73,26 +75,56 @@ def extract(config: Config) -> None:
         place,
         {"fingerprint": fingerprint, "inputs": inputs, "states": states},
         plan,
-        rank=rank,
-        ranks=ranks(),
+        rank=process.rank,
+        ranks=process.ranks,
         overwrite=config.overwrite,
         max_bytes=byte_count(config.store.max_bytes, "store.max_bytes") if config.store.max_bytes else None,
         patience=config.store.patience,
     )
-    if rank == 0:
+    first = process.rank == 0
+    if first:
         writer.write_target(engine.readout.weights())
-    wanted = extract_shards(engine, splits, writer, Gate(engine, config.extract, len(plan.shards)))
-    if rank == 0:
-        lines = writer.gather() if wanted else None
-        if lines is None:
-            print(f"extract: the training that follows {place.location} wants no more of it: stopped, unfinished")
-            return
+    gate = Gate(engine, config.extract, len(plan.shards))
+    wanted = extract_shards(engine, splits, writer, gate, process.speaks)
+    lines = writer.gather() if wanted and first else None
+    if lines is not None:
         found = report([line.fidelity for line in lines if line.fidelity is not None])
         manifest = writer.finish({"fidelity": found, "seconds": time.perf_counter() - began})
         print(
             f"extract: {manifest['tokens']:,} tokens, {manifest['bytes_per_token']:,.0f} bytes each, "
             f"in {place.location}; {summary(found)}"
         )
+    elif process.speaks and wanted and not first:
+        print(f"extract: extract.part={config.extract.part} is done; part 0 finishes {place.location}")
+    elif process.speaks:
+        print(f"extract: the training that follows {place.location} wants no more of it: stopped, unfinished")
+
+
+@dataclass(frozen=True)
+class Process:
+    """Which of all processes that share the shards this is, and whether it speaks for its launch."""
+
+    rank: int
+    ranks: int
+    speaks: bool
+
+
+def process_of(config: Config) -> Process:
+    """This process, by the launcher's environment and the part.
+
+    Raises:
+        UserError: there is no such part.
+    """
+    part, parts = config.extract.part, config.extract.parts
+    if parts < 1:
+        raise UserError(f"extract.parts={parts} must be 1 or more: it is the number of commands that share the store")
+    if not 0 <= part < parts:
+        raise UserError(
+            f"extract.part={part} is no part: they are numbered from 0, and with extract.parts={parts} the last is "
+            f"{parts - 1}"
+        )
+    rank, count = int(os.environ.get("RANK", 0)), ranks()
+    return Process(part * count + rank, parts * count, speaks=rank == 0)
 
 
 def inputs_of(config: Config) -> dict[str, Any]:
@@ -144,9 +176,9 @@ def describe(engine: Engine, config: Config) -> dict[str, Any]:
     }
 
 
-def extract_shards(engine: Engine, splits: DatasetDict, writer: StoreWriter, gate: Gate) -> bool:
+def extract_shards(engine: Engine, splits: DatasetDict, writer: StoreWriter, gate: Gate, shown: bool) -> bool:
     """Commit this process's shards; false if a training that follows the store wants no more before the last."""
-    with Progress(writer, writer.place) as progress:
+    with Progress(writer, writer.place, shown) as progress:
         for shard in writer.mine():
             if writer.has(shard):
                 progress.skip(shard)
@@ -205,19 +237,23 @@ def _on_cpu(encoded: Encoded) -> Encoded:
 
 
 class Progress:
-    """One bar over all processes' tokens, shown by the first: its own as they come, the others' as they commit."""
+    """One bar over all processes' tokens, shown by the first: its own as they come, the others' as they commit.
 
-    def __init__(self, writer: StoreWriter, place: Place) -> None:
+    In another part, where the launch's first process shows it, a bar over that process's own.
+    """
+
+    def __init__(self, writer: StoreWriter, place: Place, shown: bool) -> None:
         self._place = place
-        mine = {shard.name for shard in writer.mine()}
-        self._others = [shard for shard in writer.plan.shards if shard.name not in mine]
+        mine = writer.mine()
+        names = {shard.name for shard in mine}
+        self._others = [shard for shard in writer.plan.shards if shard.name not in names] if writer.rank == 0 else []
         self._bar = tqdm(
-            total=writer.plan.tokens,
+            total=sum(shard.tokens for shard in [*mine, *self._others]),
             unit="tok",
             unit_scale=True,
             desc="extract",
             smoothing=0.05,
-            disable=writer.rank != 0,
+            disable=not shown,
         )
         self._looked = time.monotonic()
         if self._bar.disable:

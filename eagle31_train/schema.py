@@ -111,6 +111,12 @@ class ExtractConfig:
     engine_args: dict[str, Any] = opt(
         {}, "vLLM's own arguments: extract.engine_args.tensor_parallel_size=4, quantization, max_model_len, …"
     )
+    part: int = opt(0, "which of extract.parts commands this one is, from 0 on; start all, part 0 finishes the store")
+    parts: int = opt(
+        1,
+        "share the store among so many commands, one on each machine, that differ in extract.part alone and write the "
+        "same store_dir; each may be a launch of several processes, as many in every part",
+    )
     batch_tokens: int = opt(4096, "padded tokens in one forward pass of the target")
     shard_tokens: int = opt(16384, "tokens in one shard of the store")
     gate_batches: int = opt(3, "batches that the fidelity gate compares with the target's own logits")

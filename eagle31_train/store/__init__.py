@@ -20,11 +20,12 @@ from typing import Any
 from eagle31_train import artifacts
 from eagle31_train.place import Place, open_place
 from eagle31_train.schema import Config, byte_count
+from eagle31_train.store.complete import finished
 from eagle31_train.store.ledger import EXTRACT, REMAKE, TARGET
 from eagle31_train.store.plan import Plan, PlannedShard, make_plan, plan_shards, shape_of
 from eagle31_train.store.reader import Store, StoreSplit
 from eagle31_train.store.sealed import read_sealed
-from eagle31_train.store.writer import StoreWriter, finished
+from eagle31_train.store.writer import StoreWriter
 
 __all__ = [
     "EXTRACT",

@@ -1,7 +1,8 @@
 """A store that is written and read at once: waiting for the other side, the bound of bytes, and what is used up.
 
-The two sides meet in two small files. `stream.json` is the extraction's: how many bytes it may keep. `consumed.json`
-is the training's: which shards it has used up, recorded first and removed then.
+The two sides meet in two small files. `stream.json` is the extraction's: how many bytes it may keep (and how many
+processes write, which concerns these alone). `consumed.json` is the training's: which shards it has used up, recorded
+first and removed then.
 """
 
 import sys

@@ -21,12 +21,8 @@ from eagle31_train.store.ledger import (
     TARGET_LINE,
     Line,
     check_merged,
-    difference,
     parse_line,
     read_line,
-    read_merged,
-    read_target_line,
-    refuse_old,
 )
 from eagle31_train.store.plan import Plan, PlannedShard, line_name, shape_of
 from eagle31_train.store.sealed import DamagedError, checksum, digest, seal, unseal
@@ -43,7 +39,7 @@ class StoreWriter:
         provenance: what the states are of: {"fingerprint", "inputs", "states"}.
         plan: what the store will hold.
         rank, ranks: which of several writing processes this is. Rank 0 prepares and finishes the store, the
-            others wait for it; they meet through files alone.
+            others wait for it; they meet through files alone. Another number may go on with a begun store.
         overwrite: replace a store of another provenance.
         max_bytes: keep no more than this; shards wait until a training has used up earlier ones.
         patience: seconds to wait for another process, or for room.
@@ -72,7 +68,7 @@ class StoreWriter:
         if rank == 0:
             self._prepare(overwrite, max_bytes)
         else:
-            wait(self._prepared, "extract: waiting for the first process to prepare the store", patience)
+            self._await_first(overwrite)
         # Others may be at theirs already: a continued store is prepared from the start.
         place.clean([name for shard in self.mine() for name in (shard.name, shard.line)])
         self._sizes = place.sizes("shards")
@@ -145,25 +141,33 @@ class StoreWriter:
 
         None if the training that follows wants no more, so that some will not come.
         """
-        missing = [shard for shard in self.plan.shards if shard.name not in self.lines]
+        awaited = missing = [shard for shard in self.plan.shards if not self.has(shard)]
+        # Of shards that are damaged or gone, which their own process makes again, an old line may still be there.
+        old = {shard.name: self.lines[shard.name].size for shard in missing if shard.name in self.lines}
 
         def there() -> set[str]:
             return set(self.place.names("shards"))
 
         def complete() -> bool:
             nonlocal missing
+            sizes = self.place.sizes("shards") if old else {}  # before the lines: a shard's new line is after it
             found = there()
-            missing = [shard for shard in missing if shard.line not in found]
+            missing = [
+                shard
+                for shard in missing
+                if shard.line not in found
+                or (shard.name in old and sizes.get(shard.name) != old[shard.name] and not self._used_up(shard))
+            ]
             return not missing or read_consumed(self.place).finished
 
         if missing:
             wait(complete, "extract: waiting for the other processes' shards", self.patience, lambda: len(there()))
         if missing:
             return None
-        for shard in [shard for shard in self.plan.shards if shard.name not in self.lines]:
+        for shard in awaited:
             line = read_line(self.place, shard, self.id)
             assert line is not None
-            self.lines[shard.name] = line
+            self.lines[shard.name], self._sizes[shard.name] = line, line.size
         return [self.lines[shard.name] for shard in self.plan.shards]
 
     def finish(self, totals: dict[str, Any]) -> dict[str, Any]:
@@ -208,28 +212,56 @@ class StoreWriter:
                 raise UserError(f"{place.location} holds shards but {lack} {PROVENANCE}: {_REMOVE}") from None
             begun = None
         if begun is not None and begun != self.provenance:
-            if not overwrite:
-                change = artifacts.describe_change(begun, self.provenance)
-                raise UserError(
-                    f"{place.location} holds a begun store of another run ({change}): "
-                    "choose another run_dir=… or replace it with overwrite=true"
-                )
+            self._check_replaced(begun, overwrite)
             place.discard()
         place.remove(artifacts.MANIFEST)  # whoever reads it now finds it unfinished
         place.clean([TARGET])
         place.write(PLAN, seal(self.plan.as_json()))
-        place.write(STREAM, seal({"max_bytes": max_bytes}))
+        place.write(STREAM, seal({"max_bytes": max_bytes, "processes": self.ranks}))
         place.write(PROVENANCE, seal(self.provenance, indent=2))
         if place.size(SHARDS) is not None:  # a store that was complete: its lines get files of their own again
             for line in self._committed(self.plan.shards).values():
                 place.write(line_name(line.name), line.sealed())
             place.remove(SHARDS)
 
-    def _prepared(self) -> bool:
+    def _check_replaced(self, begun: dict[str, Any], overwrite: bool) -> None:
+        if not overwrite:
+            change = artifacts.describe_change(begun, self.provenance)
+            raise UserError(
+                f"{self.place.location} holds a begun store of another run ({change}): "
+                "choose another run_dir=… or replace it with overwrite=true"
+            )
+
+    def _await_first(self, overwrite: bool) -> None:
+        """Wait until rank 0 has prepared the store, and for as many processes: else shards would be nobody's, or two's.
+
+        Raises:
+            UserError: it did not come, or a store of another provenance was begun.
+        """
+        what = "extract: waiting for the first process to prepare the store"
+        if (others := self._processes()) not in (None, self.ranks):
+            what += f" for {self.ranks} processes; {others} share it so far (extract.parts is the same for every part)"
+        wait(lambda: self._prepared(overwrite), what, self.patience)
+
+    def _prepared(self, overwrite: bool) -> bool:
         try:
-            return unseal(self.place.read(PROVENANCE)) == self.provenance
+            begun = unseal(self.place.read(PROVENANCE))
         except (FileNotFoundError, DamagedError):
             return False
+        if begun != self.provenance:
+            self._check_replaced(begun, overwrite)
+            return False
+        if self.place.size(artifacts.MANIFEST) is not None:  # complete since this process asked (`finished`)
+            return True
+        return self.place.size(SHARDS) is None and self._processes() == self.ranks
+
+    def _processes(self) -> int | None:
+        """How many processes share the store, as far as rank 0 has said so."""
+        try:
+            found: int | None = unseal(self.place.read(STREAM)).get("processes")
+        except (FileNotFoundError, DamagedError):
+            return None
+        return found
 
     def _used_up(self, shard: PlannedShard) -> bool:
         if shard.name not in self._consumed:
@@ -242,12 +274,6 @@ class StoreWriter:
         A damaged one, as a kill may leave where files are not replaced whole, is none.
         """
         lines: dict[str, Line] = {}
-        with suppress(FileNotFoundError):
-            for problem, line in check_merged(self.place, self.plan, self.id):
-                if line is not None:
-                    lines[line.name] = line
-                else:
-                    print(f"extract: {problem}", file=sys.stderr)
         there = set(self.place.names("shards"))
         for shard in shards:
             if shard.line not in there:
@@ -258,6 +284,13 @@ class StoreWriter:
                 pass
             except DamagedError as error:
                 print(f"extract: {self.place.location}/{shard.line} is damaged ({error})", file=sys.stderr)
+        # Merged ones last: rank 0 may be merging them just now, and removes the others then.
+        with suppress(FileNotFoundError):
+            for problem, line in check_merged(self.place, self.plan, self.id):
+                if line is not None:
+                    lines.setdefault(line.name, line)
+                else:
+                    print(f"extract: {problem}", file=sys.stderr)
         return lines
 
     def _explained(self, error: OSError, needed: int) -> UserError | OSError:
@@ -270,55 +303,3 @@ class StoreWriter:
 
 
 _REMOVE = "remove the store, or choose another run_dir=…"
-
-
-def finished(place: Place, fingerprint: str, inputs: dict[str, Any], overwrite: bool) -> dict[str, Any] | None:
-    """The manifest of a complete store of these inputs; None if there is work to do.
-
-    Of shards only sizes are compared; `python -m eagle31_train.store verify` reads every byte.
-
-    Raises:
-        UserError: the place holds a store of an earlier version, or of other inputs and `overwrite` is off.
-    """
-    refuse_old(place)
-    try:
-        manifest = unseal(place.read(artifacts.MANIFEST))
-    except FileNotFoundError:
-        return None
-    except DamagedError as error:
-        print(f"{place.location}/{artifacts.MANIFEST} is damaged ({error}); finishing the store again")
-        return None
-    if manifest["fingerprint"] != fingerprint:
-        if not overwrite:
-            raise UserError(
-                f"{place.location} was made from other inputs "
-                f"({artifacts.describe_change(manifest['inputs'], inputs)}): "
-                "choose another name=… or run_dir=…, or replace it with overwrite=true"
-            )
-        return None
-    if damage := _first_damaged(place, manifest):
-        print(f"{damage}; making it again")
-        return None
-    return manifest
-
-
-def _first_damaged(place: Place, manifest: dict[str, Any]) -> str | None:
-    """Name the first file of a complete store that is not as it was written, as far as `finished` looks."""
-    for name, entry in manifest["files"].items():
-        if damage := difference(place, name, entry):
-            return damage
-    plan = Plan.from_json(unseal(place.read(PLAN)))
-    wanted = {line.name: line.size for line in read_merged(place, plan, manifest["fingerprint"]).values()}
-    gone = set(read_consumed(place).shards)
-    found = place.sizes("shards")
-    target = read_target_line(place, manifest["fingerprint"])
-    if place.remote:  # no download only to compare
-        wanted[TARGET], size = target.size, place.size(TARGET)
-        found |= {TARGET: size} if size is not None else {}
-    elif damage := difference(place, TARGET, target.entry):
-        return damage
-    for name, size in wanted.items():
-        if found.get(name) != size and name not in gone:
-            what = f"has {found[name]} bytes, not {size}: truncated or replaced" if name in found else "is missing"
-            return f"{place.location}/{name} {what}"
-    return None

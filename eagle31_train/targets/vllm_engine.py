@@ -75,7 +75,8 @@ class VllmEngine:
         if ranks() > 1:
             raise UserError(
                 "extract.engine=vllm spreads over devices itself: start one process, with "
-                "extract.engine_args.tensor_parallel_size=… (or data on several machines)"
+                "extract.engine_args.tensor_parallel_size=…; on several machines one on each, with "
+                "extract.part=… extract.parts=…"
             )
         for name in OURS.keys() & config.extract.engine_args.keys():
             raise UserError(f"extract.engine_args.{name} cannot be set: {OURS[name]}")

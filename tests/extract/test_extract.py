@@ -294,7 +294,7 @@ class Others:
 
 def test_the_store_is_listed_now_and_then_and_not_after_each_shard(whole, monkeypatch):
     others = Others(whole, monkeypatch, 0)
-    with Progress(others, others) as progress:
+    with Progress(others, others, shown=others.rank == 0) as progress:
         theirs = others.plan.share(1, 2)
         assert others.asked == theirs
         others.asked.clear()
@@ -307,7 +307,7 @@ def test_the_store_is_listed_now_and_then_and_not_after_each_shard(whole, monkey
 
 def test_only_the_first_process_looks_at_what_the_others_have(whole, monkeypatch):
     others = Others(whole, monkeypatch, 1)
-    with Progress(others, others) as progress:
+    with Progress(others, others, shown=others.rank == 0) as progress:
         others.now = 1000.0
         progress.look_around()
     assert others.asked == []

@@ -326,7 +326,7 @@ def test_any_number_of_processes_write_the_same_bytes(tmp_path, store, ranks):
 
 
 def test_a_process_leaves_the_others_unfinished_files_alone(tmp_path):
-    MADE.write(tmp_path, stop_after=1)
+    MADE.write(tmp_path, stop_after=1, ranks=2)
     other = MADE.writer(tmp_path, rank=1, ranks=2)
     theirs, ours = (MADE.writer(tmp_path, rank=rank, ranks=2).mine()[-1] for rank in (1, 0))
     scratch = other.place.scratch(theirs.name)
