@@ -100,5 +100,6 @@ def test_served():
         speed = bracketed(one["per_user"], "{:.1f}"), f"{one['total']:.1f}"
         times = f"{1e3 * one['ttft']['mean']:,.0f}", f"{1e3 * one['tpot']['mean']:.1f}"
         ahead = bracketed(one["speedup"], "{:.2f}") if one["speedup"] else ""
-        tail = f"| {str(one['draft_tokens'] or 'none')} | {' | '.join([*times, *speed, ahead])}".rstrip() + " |"
+        drafted = one["draft_tokens"] or "none"
+        tail = f"| {drafted} | {' | '.join([*times, *speed, ahead])}".rstrip() + " |"
         assert any(tail in line for line in PAGE.replace("**", "").split("\n")), tail
