@@ -18,6 +18,7 @@ from data_prep.summary import summary
 from data_prep.template import ChatTemplate
 from eagle31_train import artifacts, vocab
 from eagle31_train.schema import Config, DataConfig, UserError
+from eagle31_train.tokenizer import vocabulary_fingerprint
 
 LAYOUT = 2  # raise it when the meaning of what is written changes
 SHARED_NAMED = 20  # pairs of rows with one prompt that the manifest names
@@ -151,6 +152,7 @@ def _write(
                 name: coverage(by_source["train"][name], draft) for name in sorted(by_source["train"]) if name
             },
         },
+        "vocabulary": vocabulary_fingerprint(template.tokenizer),  # extraction compares it with its target's
         "end_ids": template.end_ids,
         "refused": collected.refused,
         "cut": collected.total("cut"),

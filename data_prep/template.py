@@ -28,6 +28,7 @@ from data_prep.tokens import RewrittenError as RewrittenError
 from data_prep.tokens import Tokens, same
 from eagle31_train import artifacts
 from eagle31_train.schema import TargetConfig, UserError
+from eagle31_train.tokenizer import from_pretrained
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class ChatTemplate:
         Raises:
             UserError: no such target, no template, an argument that it does not read, or no end-of-turn token.
         """
-        tokenizer = _from_pretrained(AutoTokenizer, target)
+        tokenizer = from_pretrained(AutoTokenizer, target)
         if not tokenizer.is_fast:  # Kimi's warns at each call that it is called with options
             logging.getLogger(type(tokenizer).__module__).setLevel(logging.ERROR)
         if target.chat_template is not None:
@@ -254,7 +255,7 @@ class ChatTemplate:
 
     def vocabulary(self, target: TargetConfig) -> int:
         """V, the rows of the target's embedding: its configuration's number, not the tokenizer's."""
-        size = int(_from_pretrained(AutoConfig, target).get_text_config().vocab_size)
+        size = int(from_pretrained(AutoConfig, target).get_text_config().vocab_size)
         if (largest := max(self.tokenizer.get_vocab().values())) >= size:
             raise UserError(
                 f"the tokenizer of {target.path} has token {largest}, its model only {size} rows: "
@@ -303,27 +304,6 @@ def _with_object(call: dict[str, Any]) -> dict[str, Any]:
     except UnusableError as error:
         raise RefusedError(str(error)) from None
     return {**call, "function": {**call["function"], "arguments": given}}
-
-
-def _from_pretrained(kind: Any, target: TargetConfig) -> Any:
-    try:
-        return kind.from_pretrained(target.path, revision=target.revision, trust_remote_code=target.trust_remote_code)
-    except ImportError as error:
-        raise UserError(
-            f"the code that comes with target.path={target.path} needs something that is not here "
-            f"({str(error).strip().splitlines()[0]}): install it, tiktoken for Kimi"
-        ) from None
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        if "trust_remote_code" in str(error):
-            raise UserError(
-                f"target.path={target.path} comes with Python code of its own: read it, and allow it to run with "
-                "target.trust_remote_code=true"
-            ) from None
-        raise UserError(
-            f"target.path={target.path} cannot be loaded ({reason}): give a directory in transformers format "
-            "or a hub id; the embedded target is made by `python -m eagle31_train.targets.embedded`"
-        ) from None
 
 
 def _check_args(target: TargetConfig, template: str) -> None:
