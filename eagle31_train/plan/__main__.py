@@ -8,6 +8,7 @@ Nothing is downloaded, and nothing is written.
 
 from eagle31_train import cli
 from eagle31_train.plan import inputs, sections
+from eagle31_train.plan.planned import Planned
 from eagle31_train.schema import Config
 
 
@@ -16,7 +17,7 @@ def plan(config: Config) -> None:
     inputs.check_options(config)
     target, data = inputs.read_target(config), inputs.read_data(config)
     shape = inputs.planned_shape(config, target, data.vocabulary or target.vocab_size)
-    print(sections.text(sections.Planned(config, target, shape, data)))
+    print(sections.text(Planned(config, target, shape, data)))
 
 
 if __name__ == "__main__":

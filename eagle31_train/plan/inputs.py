@@ -57,8 +57,8 @@ def check_options(config: Config) -> None:
     above |= {f"train.{n}": getattr(t, n) for n in ("unroll", "batch_tokens", "epochs", "accumulation")}
     above |= {"train.slots_per_batch": t.slots_per_batch, "train.max_steps": t.max_steps}
     for name, value in above.items():
-        if value is not None and not value > 0:
-            raise UserError(f"{name}={value} must be above 0")
+        if value is not None and not 0 < value < math.inf:
+            raise UserError(f"{name}={value} must be above 0, and finite")
     for name in ("aux_codec", "last_codec"):
         check_codec(getattr(config.store, name), f"store.{name}")
     if t.precision not in ("bf16", "no"):
@@ -98,9 +98,11 @@ def _has_experts(config: dict[str, Any]) -> bool:
 
 
 def _parameters(folder: Path) -> float | None:
-    """All parameters in a folder's safetensors files, by their headers."""
+    """All parameters in a folder's safetensors files, by their headers; less the second copy that some carry."""
     total = 0
     for file in folder.glob("*.safetensors"):
+        if file.name.startswith("consolidated"):  # all weights once more, in their maker's own layout
+            continue
         with file.open("rb") as opened:
             header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
         total += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")

@@ -17,6 +17,7 @@ from eagle31_train.drafter.model import Drafter
 from eagle31_train.extract import extract
 from eagle31_train.plan import inputs, sections
 from eagle31_train.plan.__main__ import plan
+from eagle31_train.plan.planned import Planned
 from eagle31_train.plan.profiles import PROFILES
 from eagle31_train.schema import UserError
 from eagle31_train.store.plan import Shape, sample_bytes
@@ -35,7 +36,7 @@ def planned(*overrides):
     inputs.check_options(config)
     target, data = inputs.read_target(config), inputs.read_data(config)
     shape = inputs.planned_shape(config, target, data.vocabulary or target.vocab_size)
-    return sections.Planned(config, target, shape, data)
+    return Planned(config, target, shape, data)
 
 
 def printed(capsys, *overrides):
@@ -267,6 +268,17 @@ def test_the_targets_sizes_are_read_where_it_lies(counted):
     assert target.parameters == sum(tensor.numel() for file in files for tensor in load_file(file).values())
 
 
+def test_a_second_copy_of_the_weights_is_no_second_target(counted, tmp_path):
+    """Some models carry all their weights once more, as their makers' own code reads them."""
+    folder, target = tmp_path / "twice", counted / "target"
+    folder.mkdir()
+    (folder / "config.json").symlink_to(target / "config.json")
+    for name in ("model.safetensors", "consolidated.safetensors"):
+        (folder / name).symlink_to(next(target.glob("*.safetensors")))
+    alone = planned(*options(counted)).target.parameters
+    assert planned(*options(counted, f"target.path={folder}")).target.parameters == alone
+
+
 def test_a_step_limit_bounds_the_training_but_not_the_store():
     whole, short = planned("+experiment=llama31_8b"), planned("+experiment=llama31_8b", "train.max_steps=100")
     assert short.steps == 100
@@ -303,6 +315,7 @@ def test_codecs_halve_the_store():
     [
         (["plan.devices=0"], "plan.devices=0 must be above 0"),
         (["plan.tokens=-5"], "plan.tokens=-5.0 must be above 0"),
+        (["plan.tokens=inf"], "plan.tokens=inf must be above 0, and finite"),
         (["plan.share=1.5"], r"plan.share=1.5 is not in \(0, 1\]"),
         (["plan.utilisation=0"], "plan.utilisation=0.0 is not in"),
         (["store.aux_codec=int3"], "store.aux_codec='int3' is not one of bf16, fp8, int8, int4"),
