@@ -24,8 +24,8 @@ def push(folder: Path, repo: str, private: bool) -> str:
     Pictures of an earlier export are removed; whatever else is there stays.
 
     Raises:
-        UserError: the hub cannot be reached or refuses, or `private` is asked of a repository
-            that is public already (nothing is uploaded then).
+        UserError: the hub cannot be reached or refuses, a file cannot be read, or `private` is asked of a
+            repository that is public already (nothing is uploaded then).
     """
     api = HfApi()
     try:
@@ -47,6 +47,8 @@ def push(folder: Path, repo: str, private: bool) -> str:
     except HfHubHTTPError as error:
         raise UserError(_refusal(error, repo)) from None
     except _NETWORK_ERRORS as error:
+        if isinstance(error, OSError) and error.filename:  # which a network's errors lack
+            raise UserError(f"{error.filename} cannot be uploaded ({error.strerror}): mend it and run again") from None
         raise UserError(f"the hub cannot be reached ({_line(error)}): check the network and HF_ENDPOINT") from None
     return str(address)
 
@@ -57,7 +59,10 @@ def _refusal(error: HfHubHTTPError, repo: str) -> str:
         return "the hub refused the token: run `hf auth login`, or set HF_TOKEN to a valid one"
     if status == 403:
         return f"the hub token may not write to {repo}: use one with write access, or another repo=owner/name"
-    return f"the hub answered {status} for {repo} ({_line(error)}): run the same command again later"
+    # Too many requests, and the hub's own failures, pass; what else it refuses, it refuses again.
+    passing = status is None or status in (408, 429) or status >= 500
+    what = "run the same command again later" if passing else "is the owner's name right, and may it have this?"
+    return f"the hub answered {status} for {repo} ({_line(error)}): {what}"
 
 
 def _line(error: BaseException) -> str:

@@ -4,6 +4,7 @@ huggingface_hub reads HF_ENDPOINT when it is imported, so each export runs in a 
 """
 
 import base64
+import errno
 import hashlib
 import json
 import os
@@ -14,8 +15,11 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from huggingface_hub import HfApi
 
 from eagle31_train.cli import ROOT
+from eagle31_train.hub import push
+from eagle31_train.schema import UserError
 
 
 class Hub:
@@ -173,7 +177,13 @@ def test_a_public_repository_is_not_taken_for_a_private_one(run, hub):
 
 
 @pytest.mark.parametrize(
-    ("status", "said"), [(401, "the hub refused the token: run `hf auth login`"), (403, "may not write to me/draft")]
+    ("status", "said"),
+    [
+        (401, "the hub refused the token: run `hf auth login`"),
+        (403, "may not write to me/draft"),
+        (404, "is the owner's name right"),
+        (507, "run the same command again later"),
+    ],
 )
 def test_refusals_are_one_line_with_what_to_do(status, said, run, hub):
     hub.refuse_with = status
@@ -200,6 +210,16 @@ def test_an_endpoint_that_is_not_there_is_one_line(run, hub):
     assert done.returncode == 2
     assert "error: the hub cannot be reached" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_file_that_cannot_be_read_is_no_matter_of_the_network(tmp_path, monkeypatch):
+    def unreadable(*_args, **_named):
+        raise PermissionError(errno.EACCES, "Permission denied", "draft/model.safetensors")
+
+    monkeypatch.setattr(HfApi, "create_repo", lambda *_args, **_named: "address")
+    monkeypatch.setattr(HfApi, "upload_folder", unreadable)
+    with pytest.raises(UserError, match=r"^draft/model\.safetensors cannot be uploaded \(Permission denied\)"):
+        push(tmp_path, "me/draft", private=False)
 
 
 def test_a_name_that_is_no_repository_is_one_line(run, hub):
