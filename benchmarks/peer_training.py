@@ -10,7 +10,8 @@ and has nothing to wait for; its loss is its own pure-torch one, as its fused on
 attention SDPA. Nothing else of it is changed.
 
 OUT/draft is its checkpoint, in its own format; OUT/peer.json says how it came to be. The same command goes on from the
-last whole epoch, by the peer's own resumption, which rounds weights and moments to bf16; `resumed` says that it did.
+last whole epoch, by the peer's own resumption, which rounds weights and moments to bf16; `resumed` says that it did,
+and `seconds` are the last launch's.
 Runs in the environment of `benchmarks/install_peers.sh`.
 """
 
@@ -275,6 +276,8 @@ def main() -> None:
     resumed = (chosen.out / "checkpoints" / "0").is_dir()
     chosen.out.mkdir(parents=True, exist_ok=True)
     inputs.write_text(json.dumps(wanted, indent=1))
+    if not resumed:  # what a first attempt logged before it was killed is no part of this training
+        (chosen.out / METRICS).unlink(missing_ok=True)
     counted = prepare(ours, chosen)
     words = command(ours, chosen, peer_store.ratio(counted["samples"]), counted["epochs"])
     began, worked = time.perf_counter(), time.process_time()
