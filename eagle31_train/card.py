@@ -110,15 +110,22 @@ def overrides(config: Config) -> list[str]:
     """The fewest `key=value` options that give this configuration, starting from a recipe."""
     wanted = dict(_leaves(config))
     candidates = []
-    for recipe, base in _recipes().items():
-        base = {**base, "run_dir": f"runs/{wanted['name']}"}
+    bases = {recipe: {**base, "run_dir": f"runs/{wanted['name']}"} for recipe, base in _recipes().items()}
+    for recipe, base in bases.items():
         changed = [key for key in wanted if wanted[key] != base[key] and key not in _NOT_THE_RECIPE]
         candidates.append((len(changed), recipe, changed))
     if not candidates:
         return [f"{key}={_hydra(value)}" for key, value in wanted.items() if key not in _NOT_THE_RECIPE]
     _, recipe, changed = min(candidates)
     shown = [key for key in changed if not key.endswith("_dir") or not Path(wanted[key] or "").is_absolute()]
-    return [f"+experiment={recipe}", *(f"{key}={_hydra(wanted[key])}" for key in shown)]
+    return [f"+experiment={recipe}", *(word for key in shown for word in _option(key, wanted[key], bases[recipe][key]))]
+
+
+def _option(key: str, value: Any, base: Any) -> Iterator[str]:
+    """What sets an option; Hydra would merge a mapping into the recipe's, so what that has besides goes first."""
+    if value and isinstance(value, dict) and isinstance(base, dict):
+        yield from (f"~{key}.{inner}" for inner in base if inner not in value)
+    yield f"{key}={_hydra(value)}"
 
 
 @cache

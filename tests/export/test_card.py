@@ -110,6 +110,7 @@ def test_a_target_is_served_with_what_it_needed_before():
         ["+experiment=qwen3_8b", "data.prompts='a b, c=d.jsonl'", "data.split='007'", "data.draft_vocab_size=null"],
         ["+experiment=llama31_8b", "train.betas=[0.9,0.99]", "target.aux_layers=[1,2,3]", "name='true'"],
         ["+experiment=kimi", "drafter.rope_scaling={factor:4.0}", "run_dir=elsewhere/x"],
+        ["+experiment=kimi_toy", "~drafter.rope_scaling.original_max_position_embeddings"],
         ["+experiment=smollm2", r"data.split='back\\slash \\\'quote\' end\\\\'"],
         ["+experiment=smollm2", 'data.conversations="it\'s \\\\ here"', f"data.prompts={ROOT}/README.md"],
     ],
