@@ -163,6 +163,17 @@ def weights_fingerprint(path: str) -> str:
     return fingerprint([(f.name, f.stat().st_size, _content_sha256(f)) for f in files] or path)
 
 
+def rendering_fingerprint(path: str) -> str:
+    """What a local directory makes tokens of messages with: the files of its tokenizer and chat template.
+
+    A hub id is told apart by its id and revision alone.
+    """
+    kinds = ["tokenizer*", "chat_template*", "additional_chat_templates/*", "special_tokens_map.json"]
+    kinds += ["added_tokens.json", "vocab*", "merges*", "*.model", "*.tiktoken"]
+    files = sorted({file for kind in kinds for file in Path(path).glob(kind) if file.is_file()})
+    return fingerprint([(file.name, file_sha256(file)) for file in files] or path)
+
+
 def _content_sha256(path: Path) -> str:
     size = path.stat().st_size
     if size <= LARGE:
@@ -179,7 +190,7 @@ def describe_change(old: dict[str, Any], new: dict[str, Any], prefix: str = "") 
     """Name the options in which two sets of inputs differ."""
     changes = []
     for key in sorted(old.keys() | new.keys()):
-        before, after = old.get(key), new.get(key)
+        before, after = old.get(key, "nothing"), new.get(key, "nothing")  # None is a value of its own
         if isinstance(before, dict) and isinstance(after, dict):
             if inner := describe_change(before, after, f"{prefix}{key}."):
                 changes.append(inner)

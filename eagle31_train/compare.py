@@ -40,7 +40,6 @@ from eagle31_train.store import read_manifest
 from eagle31_train.targets.cached import CachedTarget
 from eagle31_train.targets.hf import load_model, read_config
 
-RESULT = "result.json"
 DRAFTERS = "DRAFTER DRAFTER … "  # of the usage line
 DATA = "python -m data_prep"
 COMPARISONS = Path("runs/compare")
@@ -52,7 +51,7 @@ T = TypeVar("T")
 def main(argv: list[str] | None = None) -> None:
     """Entry point: DRAFTER arguments first, options behind them."""
     words = sys.argv[1:] if argv is None else argv
-    given = [word for word in words if "=" not in word and not word.startswith(("-", "+", "~"))]
+    given = [word for word in words if not word.startswith(("-", "+", "~")) and is_drafter(word)]
     options = [word for word in words if word not in given]
     if len(given) < 2 and not any(word.startswith("-") for word in words):  # --help wants none
         print(f"error: {FEWER}", file=sys.stderr)
@@ -61,7 +60,8 @@ def main(argv: list[str] | None = None) -> None:
     if given and not any(word.lstrip("+").startswith("experiment=") for word in options):
         firsts = [trainings[0] for _, trainings in map(parted, given)]
         first = next((one for one in firsts if Path(one, "train", "config.yaml").is_file()), firsts[0])
-        options, saved = [in_place(first), *options], Path(first, "train", "config.yaml")
+        # What the training may replace is not what this may.
+        options, saved = [in_place(first), "overwrite=false", *options], Path(first, "train", "config.yaml")
     cli.run(lambda config: compare(called(given), config), __doc__ or "", options, saved, DRAFTERS)
 
 
@@ -69,6 +69,11 @@ def in_place(run: str) -> str:
     """The option by which a run's configuration speaks of the folder where the run lies now."""
     quoted = re.sub(r"(['\\])", r"\\\1", run)
     return f"run_dir='{quoted}'"
+
+
+def is_drafter(word: str) -> bool:
+    """Whether a word names a drafter: it is no option, or a folder whose name looks like one (runs/lr=1)."""
+    return "=" not in word or Path(parted(word)[1][0]).is_dir()
 
 
 def parted(word: str) -> tuple[str | None, list[str]]:
@@ -241,13 +246,13 @@ def check_heldout(checkpoint: Checkpoint, config: Config, data: dict[str, Any]) 
 
 def refuse_another(out: Path, named: Named) -> None:
     """Drafters of other folders may have the same names, and so would this comparison."""
-    if not (out / RESULT).is_file():
+    if not (out / page.RESULT).is_file():
         return
 
     def places(trainings: Named) -> list[list[Path]]:
         return [[Path(one).resolve() for one in some] for some in trainings.values()]
 
-    told = artifacts.read_json(out / RESULT, "this command").get("trainings", {})
+    told = artifacts.read_json(out / page.RESULT, "this command").get("trainings", {})
     if places(told) != places(named):
         there = " ".join(f"{name}:{','.join(some)}" for name, some in told.items())
         raise UserError(f"{out} compares {there}: give another compare.out=…, or replace it with overwrite=true")
@@ -316,9 +321,9 @@ def served_of(named: Named) -> list[str]:
 
 
 def write(out: Path, result: dict[str, Any]) -> None:
-    """The page and its pictures, and then RESULT, by which readers know whether the pictures are its own."""
+    """The page and its pictures, and then page.RESULT, by which readers know whether the pictures are its own."""
     shown = page.write(out, result)
-    artifacts.write_json(out / RESULT, {**result, "files": artifacts.list_files(out, shown)})
+    artifacts.write_json(out / page.RESULT, {**result, "files": artifacts.list_files(out, shown)})
     print(f"compare: {out / page.PAGE}")
 
 

@@ -131,11 +131,11 @@ def serve(config: Config) -> None:
     if artifacts.finished(folder, artifacts.fingerprint(inputs), inputs, config.overwrite):
         print(f"evaluate: up to date ({folder})")
         return
-    doubts: list[str] = []
+    trained = None
     if (train := run_dir / "train" / artifacts.MANIFEST).is_file():  # vLLM can do without
         refuse_other_data(config, data, trained := artifacts.read_json(train, TRAIN))
-        doubts += learnt.doubts({config.name: [trained]}, data["dataset_fingerprint"])
-    room = drafters.room(config, [config.drafter.max_position_embeddings])
+    doubts = list(learnt.doubts({config.name: [trained]}, data["dataset_fingerprint"]))
+    room = drafters.room(config, [exported["inputs"]["shape"]["max_position_embeddings"]])
     workloads = suites.workloads(config, data, room, doubts)
     if len(workloads) > 1:
         raise UserError(

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from eagle31_train import artifacts
+from eagle31_train.measure.page import RESULT
 from eagle31_train.measure.pictures import ALL, SERVING, Picture, pictures
 from eagle31_train.schema import UserError
 
 EVALUATE, COMPARE = "python -m eagle31_train.evaluate", "python -m eagle31_train.compare"
-RESULT = "result.json"
 COMPARISON = [  # what the card needs of one
     *("definitions", "draft_tokens", "drafters", "workloads"),
     *("title", "trainings", "identities", "command", "files"),

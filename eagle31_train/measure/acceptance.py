@@ -192,9 +192,8 @@ def _workload(sheet: Sheet, plain: Sheet | None, depths: Sequence[int], draft_to
             )
     drafters = {name: _drafter(measured, depths) for name, measured in sheet.measured.items()}
     if not any(entry["drafts"] for numbers in drafters.values() for entry in numbers["by_depth"].values()):
-        raise UserError(
-            f"{sheet.name}: every answer ended with its first token, so nothing was drafted: choose other prompts"
-        )
+        ways = f"other prompts, or leave out {sheet.perturbation}" if sheet.perturbation else "other prompts"
+        raise UserError(f"{sheet.name}: every answer ended with its first token, so nothing was drafted: choose {ways}")
     kept = _kept(sheet, plain, depths)
     for name, share in kept.items():
         drafters[name]["kept"] = _by_depth(depths, share.intervals())

@@ -15,6 +15,7 @@ from eagle31_train.measure.tables import bracket, decoded, sampling
 from eagle31_train.report.html import details, document, facts, figure, figures, table
 
 PAGE = "index.html"
+RESULT = "result.json"  # of a comparison: what was drawn, and the files of that
 Drawn = Mapping[Picture, tuple[bytes, bytes]]  # on light and on dark paper
 
 
@@ -22,7 +23,7 @@ def write(folder: Path, result: dict[str, Any]) -> list[Path]:
     """Draw a result, of acceptance, of serving, or both; the files that were written.
 
     Args:
-        folder: gets PAGE, and a PNG of every picture; PNGs of an earlier result go.
+        folder: gets PAGE, and a PNG of every picture; those that an earlier result there lists as its own go.
         result: as `acceptance.tell` makes it, with title, and what else is known: machine, dtype, max_new_tokens,
             command, serving.
     """
@@ -33,10 +34,16 @@ def write(folder: Path, result: dict[str, Any]) -> list[Path]:
     files = [folder / f"{picture.name}.png" for picture in drawn]
     for file, (light, _) in zip(files, drawn.values(), strict=True):
         report.write(file, light)
-    for file in set(folder.glob("*.png")) - set(files):
-        file.unlink()
+    for file in _earlier(folder) - set(files):
+        file.unlink(missing_ok=True)
     artifacts.write_text(folder / PAGE, render(result, drawn))
     return [*files, folder / PAGE]
+
+
+def _earlier(folder: Path) -> set[Path]:
+    """Pictures of the comparison that stands in a folder; whatever else lies there is somebody else's."""
+    listed = artifacts.read_json(folder / RESULT, "this command") if (folder / RESULT).is_file() else {}
+    return {folder / name for name in listed.get("files", {}) if name.endswith(".png")}
 
 
 def render(result: dict[str, Any], drawn: Drawn) -> str:

@@ -83,8 +83,12 @@ def files_of(pattern: str, option: str = "evaluate.prompts") -> list[Path]:
 def lines_of(files: list[Path]) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Where each line stands, a name for it, and the object that it holds."""
     for file in files:
+        try:
+            text = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise UserError(f"{file} is not UTF-8 text ({error}): save it as that") from None
         # Not splitlines, which ends a line at U+2028 too: JSON may hold it, and text from the web does.
-        for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), 1):
+        for number, line in enumerate(text.split("\n"), 1):
             if not line.strip():
                 continue
             where = f"{file}, line {number}"

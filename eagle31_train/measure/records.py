@@ -1,4 +1,5 @@
-"""Outcomes on the disk, one file for each workload and drafter: what is measured is not measured again.
+"""Outcomes on the disk, one file for each workload and drafter: what is measured is not measured again, under whatever
+name.
 
 A measurement that was stopped goes on with what is left, and a comparison that gets one more drafter decodes for that
 one alone.
@@ -61,7 +62,8 @@ def measured(
         decoded = dataclasses.replace(workload, left_out={}, notes=[])
         whole = {"inputs": inputs, "workload": dataclasses.asdict(decoded), "verified": verified}
         keys = {c.name: artifacts.fingerprint({**whole, "drafter": c.identity}) for c in candidates}
-        places = {name: folder / f"{_slug(workload.name)}-{_slug(name)}-{key[:6]}.json" for name, key in keys.items()}
+        # By what the drafter is and not by what it is called, which another drafter beside it may change.
+        places = {name: folder / f"{_slug(workload.name)}-{key[:12]}.json" for name, key in keys.items()}
         found = {name: outcome for name, file in places.items() if (outcome := _read(file, keys[name], here))}
         new: dict[str, Outcome] = {}
         if left := [candidate for candidate in candidates if candidate.name not in found]:

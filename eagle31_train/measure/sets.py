@@ -18,6 +18,7 @@ from eagle31_train.measure.rendering import Message, Rendering
 from eagle31_train.schema import UserError
 
 OWN = ("prompt", "turns", "messages")
+KINDS: dict[str, Any] = {"only": dict, "subset": (str, list)}  # of a suite's fields that are no texts
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,8 @@ class Suite:
     prompt: a column (a text, texts of which the first is asked, or messages), or a text with {column}s in it.
     tools, id, source: columns. only: {column: value, or list of values} that rows must have.
     placeholder: what stands in rows whose text is not public; they are left out.
-    subset, split, revision: of a data set, not of a file; of several subsets each is a source of its own.
+    subset, split, revision: of a data set, and not looked at where path is a file; of several subsets each is a source
+    of its own.
     """
 
     path: str
@@ -75,6 +77,9 @@ def suite_of(name: str, given: Any) -> Suite:
             close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
             hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"
             raise UserError(f"{where} has no option {key!r}: {hint}")
+    for key, value in given.items():
+        if value is not None and not isinstance(value, KINDS.get(key, str)):
+            raise UserError(f"{where}.{key}={value} is of the wrong kind: docs/evaluation.md shows a suite of your own")
     if not given.get("path"):
         raise UserError(f"{where} has no path: give a file of JSON lines or a hub id such as org/name")
     try:
@@ -110,6 +115,9 @@ def read(name: str, suite: Suite, option: str, rendering: Rendering) -> tuple[li
         if asked.prompt is not None:
             _require(named, row, where)
             row = {key: row[column] for column, key in named.items()}
+        elif suite.prompt is None:  # rows of our own form, some of whose columns have other names
+            _require(named, row, where)
+            row = {**row, **{key: row[column] for column, key in named.items()}}
         prompt = rendered(row, messages, default, rendering, where, source)
         if prompt.id in prompts:
             raise UserError(f"{where}: the id {prompt.id!r} stands there twice: make ids unique")

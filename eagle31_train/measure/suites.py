@@ -114,6 +114,7 @@ def inputs(config: Config) -> dict[str, Any]:
     if config.evaluate.prompts is not None:
         suites["evaluate.prompts"] = Suite(config.evaluate.prompts)
     if suites or found["perturbations"]:
+        found["rendering"] = artifacts.rendering_fingerprint(config.target.path)
         found["template_args"] = config.target.template_args
         if config.target.chat_template is not None:
             found["template"] = artifacts.file_sha256(Path(config.target.chat_template))[:16]
@@ -208,9 +209,8 @@ class _Maker:
         if perturbation.transform is not None:
             texts = self._distractors(given) if perturbation.context else []
             around = Around(self.rendering, self.config.data.max_length, texts)
-            if perturbation.context and (there := sum(len(self.rendering.encode(text.text)) for text in texts)) < (
-                wanted := perturbation.context(self.config.data.max_length)
-            ):
+            wanted = perturbation.context(self.config.data.max_length) if perturbation.context else 0
+            if (there := self._tokens(texts, wanted)) < wanted:
                 notes.append(f"the other texts have {there} tokens, which are repeated to fill {wanted}")
         prompts: list[Prompt] = []
         left_out: dict[str, str] = {}
@@ -263,13 +263,25 @@ class _Maker:
     def _too_long(self) -> str:
         return f"more than {self.longest} tokens, which is what target and drafter leave beside the answer"
 
-    def _distractors(self, given: list[Prompt]) -> list[Distractor]:
-        """Answers of the held-out split, which the drafter has not learnt; without one, the suite's other prompts.
+    def _tokens(self, texts: list[Distractor], enough: int) -> int:
+        """How many tokens texts have; none is counted once there are enough."""
+        count = 0
+        for text in texts:
+            if count >= enough:
+                break
+            count += len(self.rendering.encode(text.text))
+        return count
 
-        Small targets end many an answer in a loop. In front of a prompt it would draw the target into one, too.
-        """
-        if not self.has_heldout:
-            return [Distractor(tuple(p.ids), p.messages[-1]["content"]) for p in given if p.messages]
+    def _distractors(self, given: list[Prompt]) -> list[Distractor]:
+        """Answers of the held-out split, which the drafter has not learnt; without one, the suite's other prompts."""
+        if self.has_heldout:
+            return self._answers
+        return [Distractor(tuple(p.ids), p.messages[-1]["content"]) for p in given if p.messages]
+
+    @cached_property
+    def _answers(self) -> list[Distractor]:
+        """Answers of the held-out split, less those that end in a loop, as many of small targets do: in front of a
+        prompt it would draw the target into one, too."""
         found = []
         for row in DatasetDict.load_from_disk(str(self.config.data_folder / "dataset"))["heldout"]:
             ids, mask = row["input_ids"], row["loss_mask"]

@@ -36,6 +36,13 @@ def test_drafters_have_names(words, named):
     assert list(compare.called(words)) == list(named), "the first is what others are compared with"
 
 
+def test_a_folder_that_looks_like_an_option_is_a_drafter(tmp_path, monkeypatch):
+    (tmp_path / "runs" / "lr=1").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    words = ["runs/lr=1", "a:runs/lr=1,runs/lr=2", "runs/lr=2", "seed=1", "evaluate.num_prompts=3", "b"]
+    assert [word for word in words if compare.is_drafter(word)] == ["runs/lr=1", "a:runs/lr=1,runs/lr=2", "b"]
+
+
 def test_the_title_says_which_way_the_numbers_are():
     """They are the others minus the first, or over it."""
     assert compare.title(["3.0", "3.1"]) == "3.1 against 3.0"

@@ -54,6 +54,20 @@ def test_another_comparison_of_the_same_name_is_not_written_over(trained, anothe
     assert json.loads(file.read_text())["trainings"]["y"] == [str(c.folder)]
 
 
+def test_a_training_that_replaced_something_does_not_let_its_comparisons_do_so(trained, another, call):
+    other, file = another("b", 1), trained.folder / "train" / "config.yaml"
+    saved = file.read_text()
+    assert "overwrite: false" in saved
+    file.write_text(saved.replace("overwrite: false", "overwrite: true"))
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compare, "compare", lambda _named, config: seen.append(config.overwrite))
+        for more in ([], ["overwrite=true"]):
+            compare.main([str(trained.folder), str(other.folder), *more])
+    file.write_text(saved)
+    assert seen == [False, True]
+
+
 def test_training_again_makes_a_comparison_one_of_others(trained, another, call):
     b = another("b")
     before = call(trained.folder, b.folder)["identities"]

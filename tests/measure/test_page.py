@@ -107,11 +107,14 @@ def text_of(html):
 
 def test_the_page_stands_alone_and_has_every_picture_as_a_file_beside_it(tmp_path, whole, quick):
     (tmp_path / "of-an-earlier-result.png").write_bytes(b"old")
-    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / page.RESULT).write_text('{"files": {"of-an-earlier-result.png": "its hash", "index.html": "its hash"}}')
+    stays = {page.RESULT, "holiday.png", "notes.txt"}
+    for name in stays - {page.RESULT}:
+        (tmp_path / name).write_text("mine")
     files = page.write(tmp_path, whole)
     names = {picture.name for picture in pictures(whole)}
     assert {file.stem for file in files if file.suffix == ".png"} == names
-    assert {file.name for file in tmp_path.iterdir()} == {file.name for file in files} | {"notes.txt"}
+    assert {file.name for file in tmp_path.iterdir()} == {file.name for file in files} | stays
     html = (tmp_path / page.PAGE).read_text()
     sources = re.findall(r'(?:src|srcset|href|url)\s*=\s*"([^"]*)"', html)
     assert len(sources) == 2 * len(names)

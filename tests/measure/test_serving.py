@@ -235,6 +235,12 @@ def test_a_port_that_is_taken_is_refused(launch, config):
                 measure(f"evaluate.vllm_args.port={port}")
 
 
+@pytest.mark.parametrize("port", ["http", "'8000'", "99999", "-1"])
+def test_what_is_no_port_is_refused(config, port):
+    with pytest.raises(UserError, match=rf"evaluate\.vllm_args\.port={port.strip(chr(39))} is no port: give a number"):
+        check(config(f"evaluate.vllm_args.port={port}"))
+
+
 def test_vllms_python_says_what_it_is(monkeypatch, asked, config, tmp_path):
     """Its own torch is asked, which may see a GPU where that of this environment sees none."""
     assert check(config()) == Engine("0.0", acceptance.machine(torch.device("cpu"), threads=False))

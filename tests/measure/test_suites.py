@@ -308,6 +308,20 @@ def test_a_file_of_prompts_alone_stands_in_for_a_suite_that_names_ids(place):
     assert [(p.id, p.source) for p in found.prompts] == [("mine-1", "s"), ("mine-2", "s")]
 
 
+def test_rows_of_our_own_form_may_call_their_columns_otherwise(place):
+    tools = [{"type": "function", "function": {"name": "look_up"}}]
+    file = place.write("mine.jsonl", {"prompt": "hello", "key": "k1", "kind": "math", "functions": tools})
+    found = place.suite(path=file, id="key", source="kind", tools="functions")
+    assert [(p.id, p.source, p.tools) for p in found.prompts] == [("k1", "math", tools)]
+
+
+def test_a_file_in_another_encoding_is_one_line(place):
+    file = place.folder / "latin.jsonl"
+    file.write_bytes('{"prompt": "é"}'.encode("latin-1"))
+    with pytest.raises(UserError, match=r"latin\.jsonl is not UTF-8 text \(.*\): save it as that"):
+        place.suite(path=file)
+
+
 GOOD = {"q": "hello", "n": 1}
 
 
@@ -331,6 +345,7 @@ GOOD = {"q": "hello", "n": 1}
         ({"prompt": "'{q[3]}'"}, [{"q": []}], "cannot be filled in"),
         ({"prompt": "'{q'"}, [GOOD], "is no template"),
         ({}, [GOOD], "line 1 has no prompt: give prompt"),
+        ({"source": "kind"}, [{"prompt": "hello"}], "has no column 'kind'"),
         ({}, [], "has no prompts"),
         ({"prompt": "q"}, ["text"], "line 1 is no object"),
     ],
@@ -348,6 +363,9 @@ def test_mistakes_are_named_in_one_line(place, options, rows, message):
         ("evaluate.suites.s.path=/nowhere.jsonl", "evaluate.suites.s.path=/nowhere.jsonl is no file"),
         ("evaluate.suites.s={split: test}", "evaluate.suites.s has no path"),
         ("evaluate.suites.s=7", "evaluate.suites.s=7 is no suite"),
+        ("evaluate.suites.s={path: [a, b]}", r"evaluate.suites.s.path=\['a', 'b'\] is of the wrong kind"),
+        ("evaluate.suites.s={path: a, prompt: 5}", "evaluate.suites.s.prompt=5 is of the wrong kind"),
+        ("evaluate.suites.s={path: a, only: math}", "evaluate.suites.s.only=math is of the wrong kind"),
         ("evaluate.suites.heldout.path=x", "'heldout', which is no name"),
         ("evaluate.perturbations=[no_templat]", "did you mean 'no_template'"),
         ("evaluate.perturbations=[context_1,context_1.0]", "twice"),
@@ -437,5 +455,10 @@ def test_inputs_tell_what_the_prompts_are_made_of(place):
     found = [inputs(place.config(*change)) for change in changes]
     place.write("rows.jsonl", GOOD, GOOD)
     found += [before, inputs(place.config(*given))]
+    template = place.folder / "target" / "chat_template.jinja"
+    template.write_text(template.read_text() + "{# another #}")
+    found += [inputs(place.config(*given))]
+    assert found[-1] != found[-2], "prompts are rendered with the target's own template"
+    assert inputs(place.config()) == found[6], "and tokens of held-out prompts are stage 1's"
     spelt = [json.dumps(each, sort_keys=True) for each in found]
     assert len(set(spelt)) == len(spelt)

@@ -29,8 +29,10 @@ def pick_port(wanted: int | None) -> int:
     """A port of loopback that nobody listens on.
 
     Raises:
-        UserError: somebody listens on the one that was wanted.
+        UserError: what was wanted is no port, or somebody listens on it.
     """
+    if wanted is not None and not (isinstance(wanted, int) and 0 < wanted < 65536):
+        raise UserError(f"evaluate.vllm_args.port={wanted} is no port: give a number below 65536, or leave it out")
     with closing(socket.socket()) as free:
         free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
