@@ -24,11 +24,3 @@ def drift_sums(measured: Sequence[Measured]) -> tuple[dict[str, NDArray[np.float
     slots = np.array([count for _, count in told], dtype=np.int64)
     sums = {name: np.array([getattr(drift, name) for drift, _ in told]) for name in MEASURES}
     return {name: means * slots[:, None] if len(told) else means for name, means in sums.items()}, slots
-
-
-def mean_drift(measured: Sequence[Measured]) -> Drift | None:
-    """The mean over all slots of all prompts; None where none was told."""
-    sums, slots = drift_sums(measured)
-    if not len(slots):
-        return None
-    return Drift(**{name: (sums[name].sum(0) / slots.sum()).tolist() for name in MEASURES})
