@@ -23,6 +23,7 @@ import torch
 from datasets import Dataset, DatasetDict
 from torch import Tensor
 from tqdm import tqdm
+from transformers import AutoTokenizer
 
 from eagle31_train import artifacts, cli
 from eagle31_train.codec import Encoded, check_codec, encode
@@ -32,8 +33,9 @@ from eagle31_train.schema import Config, UserError, byte_count
 from eagle31_train.store import Place, StoreWriter, finished, make_plan, place_of, shape_of
 from eagle31_train.store.plan import SPLITS, PlannedShard, Shape
 from eagle31_train.targets.engine import Engine, make_engine, too_long
-from eagle31_train.targets.hf import ranks
+from eagle31_train.targets.hf import ranks, require_path
 from eagle31_train.targets.readout import Readout
+from eagle31_train.tokenizer import from_pretrained, vocabulary_fingerprint
 
 LAYOUT = 2  # raise it when the same inputs give other files
 LOGIT_ROWS = 512  # rows of [rows, V] logits alive at once
@@ -50,7 +52,8 @@ def extract(config: Config) -> None:
     """Run the stage, as one of `WORLD_SIZE` processes of one of `extract.parts` launches.
 
     Raises:
-        UserError: missing or damaged input, output of other inputs, a failed fidelity gate, a full disk, no such part.
+        UserError: missing or damaged input, or input for another target, output of other inputs, a failed fidelity
+            gate, a full disk, no such part.
     """
     began = time.perf_counter()
     process = process_of(config)
@@ -64,8 +67,10 @@ def extract(config: Config) -> None:
             print(f"extract: up to date ({place.location})")
         return
     splits = load_data(config)
+    check_words(config)
     engine = make_engine(config)
     states = describe(engine, config)
+    check_rows(config, states["vocab_size"])
     masks = {split: splits[split]["loss_mask"] for split in SPLITS}
     plan = make_plan(masks, config.extract.shard_tokens, shape_of(states))
     longest = max((length for lengths in plan.lengths.values() for length in lengths), default=0)
@@ -129,7 +134,7 @@ def process_of(config: Config) -> Process:
 
 def inputs_of(config: Config) -> dict[str, Any]:
     """What the store depends on, option by option."""
-    data = artifacts.read_json(config.data_folder / artifacts.MANIFEST, "python -m data_prep")
+    data = _data_manifest(config)
     arguments = {name: value for name, value in config.extract.engine_args.items() if name not in RESOURCES}
     return {
         "layout": LAYOUT,
@@ -154,10 +159,44 @@ def inputs_of(config: Config) -> dict[str, Any]:
 def load_data(config: Config) -> DatasetDict:
     """Stage 1's conversations, once their files are known to be whole."""
     folder = config.data_folder
-    files = artifacts.read_json(folder / artifacts.MANIFEST, "python -m data_prep").get("files", {})
-    if damage := artifacts.first_damaged(folder, files):
+    if damage := artifacts.first_damaged(folder, _data_manifest(config).get("files", {})):
         raise UserError(f"{damage}: run `python -m data_prep` again")
     return DatasetDict.load_from_disk(str(folder / "dataset"))
+
+
+def check_words(config: Config) -> None:
+    """Refuse conversations of another tokenizer: to this target their ids are other words, and the gate cannot tell.
+
+    Raises:
+        UserError: they are, or the target has no tokenizer to compare with.
+    """
+    wanted = _data_manifest(config).get("vocabulary")
+    if wanted is None:  # of an earlier version, which did not say
+        return
+    require_path(config.target)
+    if vocabulary_fingerprint(from_pretrained(AutoTokenizer, config.target)) != wanted:
+        raise _other_target(config, "with another tokenizer than it has")
+
+
+def check_rows(config: Config, vocab_size: int) -> None:
+    """Refuse conversations for a target of other than `vocab_size` tokens.
+
+    Raises:
+        UserError: they are.
+    """
+    if (made_for := _data_manifest(config)["inputs"]["vocab_size"]) != vocab_size:
+        raise _other_target(config, f"for a target with {made_for} tokens, and it has {vocab_size}")
+
+
+def _other_target(config: Config, how: str) -> UserError:
+    return UserError(
+        f"{config.data_folder} was not made for target.path={config.target.path} but {how}: correct data_dir or "
+        "target.path, or run `python -m data_prep` for this target"
+    )
+
+
+def _data_manifest(config: Config) -> dict[str, Any]:
+    return artifacts.read_json(config.data_folder / artifacts.MANIFEST, "python -m data_prep")
 
 
 def describe(engine: Engine, config: Config) -> dict[str, Any]:

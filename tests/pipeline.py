@@ -75,7 +75,7 @@ def write_data(run_dir, lengths=LENGTHS, seed=0, kept=KEPT, target_size=VOCAB):
     # An empty split would be given no file, and then not load.
     DatasetDict(splits).save_to_disk(str(folder / "dataset"), num_shards=dict.fromkeys(splits, 1))
     vocab.write(folder / "vocab.safetensors", vocab.DraftVocab(np.array(kept, dtype=np.int64), target_size))
-    inputs = {"seed": seed, "lengths": lengths, "tokenizer": "made", "template": "made"}
+    inputs = {"seed": seed, "lengths": lengths, "tokenizer": "made", "template": "made", "vocab_size": target_size}
     artifacts.write_json(
         folder / "manifest.json",
         {

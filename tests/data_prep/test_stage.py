@@ -13,6 +13,7 @@ from data_prep.stage import prepare
 from data_prep.template import ChatTemplate
 from eagle31_train import artifacts, vocab
 from eagle31_train.schema import Config, DataConfig, GenerateConfig, TargetConfig, UserError
+from eagle31_train.tokenizer import vocabulary_fingerprint
 
 WORDS = ["hello", "the fox", "how are you", "quick", "lazy dog", "brown"]
 
@@ -92,6 +93,7 @@ def test_what_is_written(config, tmp_path):
         assert told["assistant_tokens"] == sum(map(sum, split["loss_mask"]))
         assert set(told["by_source"]) == {"a", "b"}
     assert (manifest["refused"], manifest["cut"], manifest["no_end_of_turn"]) == ([], 0, 0)
+    assert manifest["vocabulary"] == vocabulary_fingerprint(template.tokenizer)
     assert artifacts.first_damaged(tmp_path / "run" / "data", manifest["files"]) is None
     assert {"vocab.safetensors", "dataset/dataset_dict.json"} < set(manifest["files"])
     assert not (tmp_path / "run" / ".data.tmp").exists()
@@ -167,6 +169,38 @@ def test_a_kill_while_replacing_is_gone_on_from(config, tmp_path, monkeypatch, w
     manifest = manifest_of(tmp_path)
     assert manifest["inputs"]["max_length"] == (64 if why == "damaged" else 32)
     assert artifacts.first_damaged(tmp_path / "run" / "data", manifest["files"]) is None
+
+
+def test_several_processes_are_refused(config, monkeypatch):
+    """As a launcher starts them: each would answer every prompt, and write over the others."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match=r"is one process, and WORLD_SIZE=2 is set: start it without a launcher"):
+        prepare(config)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "told"),
+    [
+        ("draft_vocab_size", 449, r"draft_vocab_size=449 is not between 3 .* and 448"),
+        ("draft_vocab_size", 2, "draft_vocab_size=2 is not between 3"),
+        ("draft_vocab_coverage", 0.9, "exclude each other"),
+        ("shuffle", -1, "shuffle=-1 is no seed"),
+    ],
+)
+def test_what_cannot_be_met_is_refused_before_the_target_answers(config, monkeypatch, option, value, told):
+    monkeypatch.setattr(stage, "regenerate", lambda *_: pytest.fail("answered first"))
+    config.regenerate = True
+    setattr(config.data, option, value)
+    with pytest.raises(UserError, match=told):
+        prepare(config)
+
+
+def test_tools_that_the_template_does_not_write_are_said(config, tmp_path, capsys):
+    tool = {"type": "function", "function": {"name": "find", "parameters": {}}}
+    write(tmp_path / "chats.jsonl", [{**row, "tools": [tool][: i % 3]} for i, row in enumerate(chats(60))])
+    prepare(config)
+    assert manifest_of(tmp_path)["tools_unread"] == 40
+    assert "conversations with tools, which the target's chat template does not write: 40" in capsys.readouterr().out
 
 
 def test_folder_of_somebody_else_is_left_alone(config, tmp_path):

@@ -9,7 +9,9 @@ from datasets import DatasetDict
 from hypothesis import given
 from hypothesis import strategies as st
 from pipeline import AUX, HIDDEN, LENGTHS, VOCAB, contents, make_run, save_quietly, tiny_config, tiny_llama, write_data
+from tokenizers import Tokenizer, models
 from tqdm import tqdm
+from transformers import PreTrainedTokenizerFast
 
 from eagle31_train import extract as stage
 from eagle31_train.extract import Progress, extract, inputs_of
@@ -17,6 +19,7 @@ from eagle31_train.schema import UserError
 from eagle31_train.store import Store, StoreWriter
 from eagle31_train.targets.engine import TransformersEngine, batches_by_length
 from eagle31_train.targets.hf import HiddenStateTarget
+from eagle31_train.tokenizer import vocabulary_fingerprint
 
 
 @pytest.fixture
@@ -199,6 +202,49 @@ def test_a_store_of_another_target_is_refused_or_replaced(run, tmp_path_factory)
     assert not [name for name in replaced if name.startswith("shards/") and name not in shards], (
         "nothing of the old one"
     )
+
+
+def give_words(folder, swapped=False):
+    """A tokenizer in folder/target, two of its words swapped or not; what stage 1 records of it."""
+    words = ["<unk>", "one", "two", *(f"word{i}" for i in range(3, VOCAB))]
+    if swapped:
+        words[1:3] = reversed(words[1:3])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    )
+    tokenizer.save_pretrained(folder / "target")
+    return vocabulary_fingerprint(tokenizer)
+
+
+def record(folder, **more):
+    """More in the manifest of stage 1."""
+    file = folder / "run" / "data" / "manifest.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **more}))
+
+
+def test_data_of_another_tokenizer_is_refused_before_the_target_is_loaded(run, monkeypatch):
+    record(run, vocabulary=give_words(run))
+    extract(tiny_config(run))
+    give_words(run, swapped=True)
+    monkeypatch.setattr(stage, "make_engine", None)
+    message = message_of(run, f"store_dir={run / 'other'}")
+    assert message.startswith(f"{run / 'run' / 'data'} was not made for target.path={run / 'target'} but with another")
+    assert message.endswith("run `python -m data_prep` for this target")
+    assert not (run / "other").exists()
+
+
+def test_a_target_without_its_tokenizer_cannot_be_compared(run):
+    record(run, vocabulary="made")
+    assert message_of(run).startswith(f"target.path={run / 'target'} cannot be loaded (")
+
+
+@pytest.mark.parametrize("rows", [VOCAB - 8, VOCAB + 8])
+def test_data_for_a_target_with_another_number_of_tokens_is_refused(tmp_path, rows):
+    save_quietly(tiny_llama(), tmp_path / "target")
+    write_data(tmp_path / "run", kept=range(20), target_size=rows)
+    message = message_of(tmp_path)
+    assert f"target.path={tmp_path / 'target'} but for a target with {rows} tokens, and it has {VOCAB}: " in message
+    assert not (tmp_path / "run" / "store").exists()
 
 
 def test_a_store_of_other_data_is_refused(run):
