@@ -23,6 +23,7 @@ from eagle31_train.store.ledger import (
     check_merged,
     parse_line,
     read_line,
+    read_target_line,
 )
 from eagle31_train.store.plan import Plan, PlannedShard, line_name, shape_of
 from eagle31_train.store.sealed import DamagedError, checksum, digest, seal, unseal
@@ -129,12 +130,20 @@ class StoreWriter:
         try:
             save_file({name: tensor.cpu() for name, tensor in weights.items()}, scratch)
             line = Line(TARGET, self.id, scratch.stat().st_size, checksum(scratch))
-            self.place.remove(TARGET_LINE)
+            # The same bytes replace those of an earlier start: a training that begins meanwhile finds them all along.
+            if self._target_line() != line:  # of others: a kill must not leave it beside the new file
+                self.place.remove(TARGET_LINE)
             self.place.put(scratch, TARGET)
             self.place.write(TARGET_LINE, line.sealed())
         except OSError as error:
             scratch.unlink(missing_ok=True)
             raise self._explained(error, needed) from None
+
+    def _target_line(self) -> Line | None:
+        try:
+            return read_target_line(self.place, self.id)
+        except UserError:  # missing, or damaged
+            return None
 
     def gather(self) -> list[Line] | None:
         """The lines of all shards, in order, once every process has committed its own.

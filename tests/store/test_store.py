@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from eagle31_train import artifacts
 from eagle31_train.place import LocalPlace, open_place
 from eagle31_train.store import REMAKE, Store, finished, make_plan, plan_shards, shape_of, shard, stream
-from eagle31_train.store.ledger import Line, parse_line
+from eagle31_train.store.ledger import TARGET, TARGET_LINE, Line, parse_line
 from eagle31_train.store.plan import Plan
 from eagle31_train.store.sealed import DamagedError, seal, unseal
 
@@ -281,6 +281,24 @@ def test_a_begun_store_of_another_provenance_is_refused_or_replaced_whole(tmp_pa
     begun = other.writer(folder, overwrite=True)
     assert not any(begun.has(planned) for planned in MADE.plan.shards)
     assert sorted(contents(folder)) == ["plan.json", "provenance.json", "stream.json"]
+
+
+def test_the_targets_weights_are_there_while_a_continued_extraction_writes_them_again(tmp_path, monkeypatch):
+    MADE.write(tmp_path, stop_after=2)
+    found, put = [], LocalPlace.put
+
+    def watched(self, scratch, name):
+        if name == TARGET:
+            found.append(TARGET_LINE in self.names("") and Store(tmp_path, follow=True).target.keys())
+        put(self, scratch, name)
+
+    monkeypatch.setattr(LocalPlace, "put", watched)
+    writer = MADE.writer(tmp_path)
+    writer.write_target(MADE.weights)
+    other = {name: weights + 1 for name, weights in MADE.weights.items()}
+    writer.write_target(other)  # these are not those of the line, which goes first
+    assert found == [MADE.weights.keys(), False]
+    assert torch.equal(Store(tmp_path, follow=True).target["norm"], other["norm"])
 
 
 def test_a_finished_store_of_other_inputs_is_refused(store):
