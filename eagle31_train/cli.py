@@ -38,7 +38,7 @@ def load_config(overrides: list[str], saved: Path | None = None) -> Config:
 
     Raises:
         UserError: an unknown key or group (with the nearest valid name), a value of the wrong
-            type, or a mandatory option that is missing.
+            type, or a mandatory option that is missing or empty.
     """
     overrides = [_checked(override) for override in overrides]
     OmegaConf.register_new_resolver("project", lambda path: str(ROOT / path), replace=True)
@@ -59,6 +59,9 @@ def load_config(overrides: list[str], saved: Path | None = None) -> Config:
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise UserError(_explain(error)) from None
     assert isinstance(config, Config)
+    for option in ("name", "run_dir"):
+        if not getattr(config, option).strip():
+            raise UserError(f"{option}= is empty: give {option}=… a value (is a variable of the shell not set?)")
     return config
 
 
@@ -90,7 +93,9 @@ def _composed(overrides: list[str], root: str = "config") -> Any:
         return _composed([o.removeprefix("+") if o in given else o for o in overrides], root)
 
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # what a user can mend
+# What a user can mend: no room, and a path that leads where it cannot be used.
+FULL = (errno.ENOSPC, errno.EDQUOT)
+MISLED = (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS)
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later
 
 
@@ -130,13 +135,9 @@ def run(
             print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     except OSError as error:
-        if error.errno not in FULL:
+        if (message := _mendable(error)) is None:
             raise
-        print(
-            f"error: {error.filename or 'a file'} cannot be written ({error.strerror}): make room, then run the same "
-            "command again",
-            file=sys.stderr,
-        )
+        print(f"error: {message}", file=sys.stderr)
         raise SystemExit(2) from None
     except Stopped as stopped:
         if str(stopped):  # one of several processes speaks for all
@@ -145,6 +146,19 @@ def run(
     except KeyboardInterrupt:
         print("stopped; the same command goes on from here", file=sys.stderr)
         raise SystemExit(130) from None
+
+
+def _mendable(error: OSError) -> str | None:
+    """What a user does about it; None of what is a bug, or the machine's."""
+    if error.errno in FULL:
+        what = error.filename or "a file"
+        return f"{what} cannot be written ({error.strerror}): make room, then run the same command again"
+    if error.errno in MISLED and error.filename is not None:
+        return (
+            f"{error.filename} cannot be used ({error.strerror}): correct the option that names it (run_dir, data_dir, "
+            "store_dir, …), or its permissions"
+        )
+    return None
 
 
 def to_yaml(config: Config) -> str:

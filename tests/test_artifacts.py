@@ -98,8 +98,9 @@ def test_changes_are_named_by_their_dotted_option():
     old = {"a": 1, "b": {"c": [1], "d": {"e": "x"}, "same": 0}, "gone": 1}
     new = {"a": 1, "b": {"c": [1, 2], "d": {"e": "y"}, "same": 0}, "came": 2}
     assert artifacts.describe_change(old, new) == (
-        "b.c: [1] there, [1, 2] here; b.d.e: x there, y here; came: None there, 2 here; gone: 1 there, None here"
+        "b.c: [1] there, [1, 2] here; b.d.e: x there, y here; came: nothing there, 2 here; gone: 1 there, nothing here"
     )
+    assert artifacts.describe_change({}, {"unset": None}) == "unset: nothing there, None here"
     assert artifacts.describe_change(old, old) == ""
 
 

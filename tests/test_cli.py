@@ -1,5 +1,6 @@
 """The command line: recipes and options compose, and every mistake is one line that says what to do."""
 
+import errno
 import os
 import shutil
 import subprocess
@@ -77,6 +78,8 @@ def test_commands_work_from_any_directory(tmp_path, monkeypatch):
         ("run_dir=a=b", "'run_dir=a=b' cannot be read"),
         ("train.betas=[0.9", "'train.betas=[0.9' cannot be read"),
         ("run_dir=runs/${nme}", "run_dir: Interpolation key 'nme' not found"),
+        ("name=", "name= is empty: give name=… a value"),
+        ("run_dir=''", "run_dir= is empty: give run_dir=… a value"),
     ],
 )
 def test_a_wrong_option_is_named_with_the_nearest_right_one(override, words):
@@ -172,11 +175,55 @@ def test_a_users_mistake_inside_a_stage_ends_with_one_line_and_status_2(capsys):
     assert capsys.readouterr().err == "error: the file is missing: make it\n"
 
 
+@pytest.mark.parametrize(
+    ("deed", "words"),
+    [
+        (lambda file: (file / "data").mkdir(), "Not a directory"),
+        (lambda file: file.mkdir(exist_ok=True), "File exists"),
+        (lambda file: file.parent.read_text(), "Is a directory"),
+    ],
+)
+def test_a_path_that_cannot_be_used_ends_with_one_line(tmp_path, capsys, deed, words):
+    (tmp_path / "file").touch()
+
+    def stage(config):
+        deed(Path(config.run_dir))
+
+    with pytest.raises(SystemExit) as stopped:
+        run(stage, "A stage.", [RECIPE, f"run_dir={tmp_path / 'file'}"])
+    assert stopped.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {tmp_path}")
+    assert f" cannot be used ({words}): correct the option that names it (run_dir, " in line
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(errno.ENOSPC, "make room"), (errno.EROFS, "correct the option"), (errno.EACCES, "or its permissions")],
+)
+def test_what_to_do_about_a_failed_write_depends_on_why(capsys, number, words):
+    def stage(config):
+        raise OSError(number, os.strerror(number), "/some/file")
+
+    with pytest.raises(SystemExit):
+        run(stage, "A stage.", [RECIPE])
+    assert words in capsys.readouterr().err
+
+
 def test_a_bug_is_not_dressed_up_as_a_users_mistake():
     def stage(config):
         raise ValueError("a bug")
 
     with pytest.raises(ValueError, match="a bug"):
+        run(stage, "A stage.", [RECIPE])
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError(errno.ENOENT, "No", "/x"), PermissionError(errno.EPERM, "kill")])
+def test_an_error_of_the_system_that_no_path_mends_is_a_bug_too(error):
+    def stage(config):
+        raise error
+
+    with pytest.raises(type(error)):
         run(stage, "A stage.", [RECIPE])
 
 

@@ -243,7 +243,7 @@ def test_tools_and_arguments_of_the_template_are_part_of_a_prompt(run, tmp_path)
     more = (f"evaluate.prompts={file}", f"target.chat_template={tmp_path / 'own.jinja'}")
     evaluate.evaluate(run.config(*more))
     assert [p["prompt_ids"] for p in run.manifest["per_prompt"]] == [[2, 5, 3], [6, 2, 5, 3]]
-    with pytest.raises(UserError, match=r"workloads\.template_args\.brief: None there, True here"):
+    with pytest.raises(UserError, match=r"workloads\.template_args\.brief: nothing there, True here"):
         evaluate.evaluate(run.config(*more, "target.template_args.brief=true"))
     evaluate.evaluate(run.config(*more, "target.template_args.brief=true", "overwrite=true"))
     assert [p["prompt_ids"] for p in run.manifest["per_prompt"]] == [[4, 2, 5, 3], [6, 4, 2, 5, 3]]
