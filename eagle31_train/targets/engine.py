@@ -8,6 +8,7 @@ Shapes: T tokens of one conversation; A auxiliary layers; H hidden; V vocabulary
 """
 
 import importlib.util
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from eagle31_train.schema import Config, UserError
-from eagle31_train.targets.hf import HiddenStateTarget, load_model, pick_device, pick_dtype
+from eagle31_train.targets.hf import HiddenStateTarget, load_model, pick_device, pick_dtype, positions, serving_doubt
 from eagle31_train.targets.readout import Readout, readout_from_checkpoint
 
 ENGINES = ("transformers", "vllm")
@@ -47,8 +48,12 @@ class Engine(Protocol):
     name: str
     readout: Readout
     layers: list[int]
-    longest: int | None
-    longer: str
+
+    @property
+    def longest(self) -> int | None: ...
+
+    @property
+    def longer(self) -> str: ...
 
     def run(self, tokens: Sequence[Tensor]) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Conversations [T] int64 → (index, aux [T, A, H], last [T, H]) of each, in any order.
@@ -84,6 +89,8 @@ def make_engine(config: Config) -> Engine:
         raise UserError(
             f"extract.engine_args={config.extract.engine_args} are vLLM's: use extract.engine=vllm, or leave them out"
         )
+    if int(os.environ.get("RANK", 0)) == 0 and (doubt := serving_doubt(config.target)):
+        print(f"target: {doubt}")
     target = HiddenStateTarget(load_model(config.target), config.target.aux_layers)
     offloaded = any(module.weight.is_meta for module in (target.embedding, target.final_norm, target.head))
     readout = readout_from_checkpoint(config.target, pick_dtype(config.target.dtype)) if offloaded else target.readout
@@ -101,8 +108,6 @@ class TransformersEngine:
     """
 
     name = "transformers"
-    longest: int | None = None
-    longer = ""
 
     def __init__(self, target: HiddenStateTarget, readout: Readout | None = None, batch_tokens: int = 4096) -> None:
         self.target = target
@@ -111,6 +116,16 @@ class TransformersEngine:
         self.batch_tokens = batch_tokens
         self._causal = causal(target.model.config)
         self._alone = rope_by_length(target.model.config)
+
+    @property
+    def longest(self) -> int | None:
+        """See `Engine`. Beyond its positions a model still computes something, which no serving engine would."""
+        return positions(self.target.model.config)
+
+    @property
+    def longer(self) -> str:
+        """See `Engine`."""
+        return f"cut the data by data.max_length={self.longest} (the target itself has no more positions)"
 
     def run(self, tokens: Sequence[Tensor]) -> Iterator[tuple[int, Tensor, Tensor]]:
         """See `Engine.run`."""

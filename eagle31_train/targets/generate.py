@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from eagle31_train.schema import TargetConfig
-from eagle31_train.targets.hf import load_model
+from eagle31_train.targets.hf import load_model, positions
 
 NUCLEUS = 512  # candidates looked at before a full sort; nearly every nucleus is smaller
 
@@ -47,7 +47,7 @@ class Generator:
         """
         self.model = load_model(target)
         self.end_ids = end_ids
-        self.limit: int | None = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        self.limit = positions(self.model.config)
 
     def refusal(self, prompt_length: int, max_new_tokens: int) -> str | None:
         """Why a prompt of so many tokens cannot be answered; None if it can."""

@@ -17,30 +17,67 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from eagle31_train.schema import TargetConfig, UserError
-from eagle31_train.targets.readout import Readout, find_parts, readout_of
+from eagle31_train.targets.readout import Readout, find_parts, not_loaded, readout_of
 
 # Kinds of targets of which vLLM has no input of layer 0: it fails at the first token where a drafter asks for it.
 NO_EMBEDDINGS = {"deepseek_v2", "deepseek_v3", "kimi_k2"}
+# Kinds of targets whose classes in vLLM 0.32 lack SupportsEagle3: it starts with no EAGLE 3 draft for them.
+NO_EAGLE3 = {
+    "ernie4_5_moe", "exaone4", "exaone_moe", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n", "gemma3n_text",
+    "glm4", "glm4_moe", "glm4_moe_lite", "glm4v", "glm4v_moe", "granitemoe", "granitemoehybrid", "granitemoeshared",
+    "hy_v3", "internvl", "longcat_flash", "mixtral", "olmoe", "qwen2_moe", "qwen2_vl",
+}  # fmt: skip
+STRETCHED = {"linear", "dynamic"}  # RoPE of which max_position_embeddings is the length before its factor
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of a config: `auto` is CUDA where there is one; of several processes, each takes its own."""
+    """The device of a config: `auto` is CUDA where there is one; of several processes, each takes its own.
+
+    Raises:
+        UserError: no such device here, or the same one for several processes.
+    """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if name == "auto":
-        local = int(os.environ.get("LOCAL_RANK", 0)) if ranks() > 1 else 0
-        if local >= count > 0:
-            raise UserError(
-                f"process {local} finds only {count} CUDA devices here: start as many processes as there are devices"
-            )
-        name = ("cuda" if ranks() == 1 else f"cuda:{local}") if count else "cpu"
-    if name.startswith("cuda") and not count:
+    device = _device(name if name != "auto" else "cuda" if count else "cpu")
+    if device.type != "cuda":
+        return device
+    if not count:
         raise UserError(f"target.device={name}: this machine has no CUDA device; use target.device=cpu or auto")
-    return torch.device(name)
+    if device.index is not None:
+        if device.index >= count:
+            raise UserError(f"target.device={name}: this machine has {count} CUDA devices, numbered from 0")
+        # A launcher may show each process one device, its own: then all may name the same.
+        if ranks() > 1 and count > 1:
+            raise UserError(
+                f"target.device={name}: each of {ranks()} processes would load the target there; "
+                "with target.device=auto each takes a device of its own"
+            )
+        return device
+    if ranks() == 1:
+        return device
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    if local >= count:
+        raise UserError(
+            f"process {local} finds only {count} CUDA devices here: start as many processes as there are devices, "
+            "or set target.device=cuda:0 where each process sees one device, its own"
+        )
+    return torch.device("cuda", local)
+
+
+def _device(name: str) -> torch.device:
+    """A device of torch's by its name."""
+    try:
+        device = torch.device(name)
+        if device.type != "cuda":
+            torch.empty(0, device=device)  # of other kinds only torch knows whether they are here
+    except (RuntimeError, AssertionError, NotImplementedError):
+        raise UserError(f"target.device={name} is no device here: use cpu, cuda, cuda:N or auto") from None
+    return device
 
 
 def ranks() -> int:
@@ -59,7 +96,7 @@ def load_model(config: TargetConfig, dtype: str | None = None) -> Any:
     """The target as a transformers causal LM in eval mode, on its device or spread over several.
 
     Raises:
-        UserError: there is none at target.path, or it cannot be placed as asked.
+        UserError: there is none at target.path, some of its weights are not, or it cannot be placed as asked.
     """
     require_path(config)
     if config.device_map and ranks() > 1:
@@ -69,19 +106,50 @@ def load_model(config: TargetConfig, dtype: str | None = None) -> Any:
         )
     if config.device_map and config.device != "auto":
         raise UserError("target.device_map places the target: leave target.device=auto")
+    device = None if config.device_map else pick_device(config.device)
+    torch_dtype = pick_dtype(dtype or config.dtype)
+    kind = _model_class(_whole_config(config))
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model, loaded = kind.from_pretrained(
             config.path,
             revision=config.revision,
-            dtype=pick_dtype(dtype or config.dtype),
+            dtype=torch_dtype,
             trust_remote_code=config.trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, by name
             **({"device_map": config.device_map} if config.device_map else {}),
         )
-    except (OSError, ValueError) as error:
-        raise UserError(f"target.path={config.path} cannot be loaded: {str(error).splitlines()[0]}") from None
-    if not config.device_map:
-        model.to(pick_device(config.device))  # type: ignore[arg-type]  # its decorator hides the signature
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
+        raise not_loaded(config, error) from None
+    _refuse_random(config, loaded)
+    if device is not None:
+        model.to(device)
     return model.eval().requires_grad_(False)
+
+
+def _model_class(config: Any) -> Any:
+    """Which of transformers' classes loads a target.
+
+    Of some multimodal targets (Mistral 3, Qwen3-VL) it has no causal LM, only the whole, with the decoder in it.
+    """
+    if type(config) in AutoModelForCausalLM._model_mapping:
+        return AutoModelForCausalLM
+    whole = type(config) in AutoModelForImageTextToText._model_mapping
+    return AutoModelForImageTextToText if whole else AutoModelForCausalLM  # which may know code of the target's own
+
+
+def _refuse_random(config: TargetConfig, loaded: dict[str, Any]) -> None:
+    """Refuse a model of which transformers made up weights.
+
+    Nothing later could notice: states, fidelity gate and evaluation would all be of the same wrong target.
+    """
+    wrong = sorted({*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])})
+    if wrong:
+        raise UserError(
+            f"target.path={config.path}: {len(wrong)} of its weights are missing or of another size ({wrong[0]}"
+            f"{', …' if len(wrong) > 1 else ''}), and transformers would make up random ones: is the checkpoint whole, "
+            "and of the architecture that its config.json names?"
+        )
 
 
 def read_config(config: TargetConfig) -> Any:
@@ -90,12 +158,37 @@ def read_config(config: TargetConfig) -> Any:
     Raises:
         UserError: there is none at target.path.
     """
+    return _whole_config(config).get_text_config()
+
+
+def _whole_config(config: TargetConfig) -> Any:
     require_path(config)
     options = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     try:
-        return AutoConfig.from_pretrained(config.path, **options).get_text_config()
-    except (OSError, ValueError) as error:
-        raise UserError(f"target.path={config.path} cannot be loaded: {str(error).splitlines()[0]}") from None
+        return AutoConfig.from_pretrained(config.path, **options)
+    except (OSError, ValueError, ImportError) as error:
+        raise not_loaded(config, error) from None
+
+
+def positions(config: Any) -> int | None:
+    """How many positions a target has, by its configuration and as vLLM counts them; None where it sets no bound."""
+    config = config.get_text_config()
+    found: int | None = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if found and rope.get("rope_type", rope.get("type")) in STRETCHED and "gemma3" not in config.model_type:
+        return int(found * (rope.get("factor") or 1))
+    return found
+
+
+def serving_doubt(config: TargetConfig) -> str | None:
+    """What speaks against spending hours on a drafter for this target; None if nothing is known."""
+    kind = _whole_config(config).model_type
+    if kind not in NO_EAGLE3:
+        return None
+    return (
+        f"vLLM 0.32's own class for {kind} takes no EAGLE 3 draft, so that a drafter for {config.path} can be trained "
+        "and measured here, but not served; whether `vllm serve --model-impl transformers` serves it was not tried"
+    )
 
 
 def require_path(config: TargetConfig) -> None:

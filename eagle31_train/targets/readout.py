@@ -22,6 +22,8 @@ from eagle31_train.schema import TargetConfig, UserError
 
 QUIRKS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+EMBEDDING = "embed_tokens.weight"
+NOT_WHOLE = "a file is cut short, or only git-lfs's pointer to one (`git lfs pull` fetches them): copy it again"
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ def readout_from_checkpoint(target: TargetConfig, dtype: torch.dtype) -> Readout
     except (OSError, ValueError) as error:
         settings = _settings(folder)
         if settings is None:
-            raise UserError(f"target.path={target.path} cannot be loaded: {str(error).splitlines()[0]}") from None
+            raise not_loaded(target, error) from None
         return _unknown(folder, settings, dtype)
     parts = find_parts(model)
     tied = parts.head.weight is parts.embedding.weight
@@ -169,7 +171,18 @@ def checkpoint_folder(target: TargetConfig) -> Path:
         kinds = ["*.safetensors", "*.json", "*.py", "*.model", "*.txt", "*.jinja"]
         return Path(snapshot_download(target.path, revision=target.revision, allow_patterns=kinds))
     except (OSError, ValueError) as error:
-        raise UserError(f"target.path={target.path} cannot be loaded: {str(error).splitlines()[0]}") from None
+        raise not_loaded(target, error) from None
+
+
+def not_loaded(target: TargetConfig, error: Exception) -> UserError:
+    """That a target cannot be loaded, and why, in one line."""
+    if isinstance(error, SafetensorError):  # which tells neither the file nor what to do
+        return UserError(f"target.path={target.path} cannot be loaded: {_first_line(error)}: {NOT_WHOLE}")
+    return UserError(f"target.path={target.path} cannot be loaded: {_first_line(error)}")
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def find_parts(model: Any) -> Parts:
@@ -254,7 +267,7 @@ def _files(folder: Path) -> dict[str, str]:
 
 
 def _broken(folder: Path, error: Exception) -> UserError:
-    return UserError(f"{folder} is no whole safetensors checkpoint: {str(error).splitlines()[0]}")
+    return UserError(f"{folder} is no whole safetensors checkpoint: {_first_line(error)}: {NOT_WHOLE}")
 
 
 def _key(name: str, keys: list[str]) -> str:
@@ -263,6 +276,9 @@ def _key(name: str, keys: list[str]) -> str:
         return name
     tail = name.split(".")[-2:]
     alike = [key for key in keys if key.split(".")[-2:] == tail and ".layers." not in key]
+    if len(alike) > 1:  # a vision tower's norm ends so, too; the decoder's stands beside its embedding
+        stems = [key.removesuffix(EMBEDDING) for key in keys if key.endswith(EMBEDDING)]
+        alike = [key for key in alike if key.removesuffix(".".join(tail)) in stems] or alike
     if len(alike) != 1:
         found = f"{len(alike)} that end so" if alike else "none"
         raise UserError(f"the target's checkpoint has no tensor {name} ({found}): use extract.engine=transformers")

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from pipeline import HIDDEN, LAYERS, VOCAB, save_quietly, tiny_llama
+from pipeline import AUX, HIDDEN, LAYERS, VOCAB, save_quietly, tiny_config, tiny_llama
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
     DeepseekV3Config,
@@ -13,6 +14,9 @@ from transformers import (
     GemmaForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    MambaConfig,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
     Qwen3Config,
     Qwen3ForCausalLM,
     StableLmConfig,
@@ -22,7 +26,9 @@ from transformers import (
 from eagle31_train.artifacts import weights_fingerprint
 from eagle31_train.schema import TargetConfig, UserError
 from eagle31_train.targets import hf
-from eagle31_train.targets.hf import HiddenStateTarget, default_aux_layers, load_model
+from eagle31_train.targets.engine import TransformersEngine, make_engine
+from eagle31_train.targets.hf import HiddenStateTarget, default_aux_layers, load_model, positions
+from eagle31_train.targets.readout import readout_from_checkpoint
 
 SIZES = {
     "vocab_size": VOCAB,
@@ -194,11 +200,130 @@ def test_a_target_that_cannot_be_loaded_is_one_line(tmp_path, monkeypatch, chang
     assert "\n" not in str(error.value)
 
 
+def rewrite(change):
+    """A change of the weights, which maps and returns them, as one of the checkpoint's file."""
+
+    def write(file):
+        save_file(change(load_file(file)), file, metadata={"format": "pt"})
+
+    return write
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 16060522496\n"
+RANDOM = "and transformers would make up random ones"
+WHOLE = "a file is cut short, or only git-lfs's pointer"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (rewrite(lambda w: {k: w[k] for k in w if k != "lm_head.weight"}), ["1 of its", "lm_head.weight", RANDOM]),
+        (rewrite(lambda w: {f"text.{k}": v for k, v in w.items()}), ["missing or of another size", RANDOM]),
+        (rewrite(lambda w: {**w, "model.norm.weight": torch.ones(9)}), ["1 of its", "model.norm.weight", RANDOM]),
+        (lambda file: file.write_bytes(file.read_bytes()[:-100]), [WHOLE]),
+        (lambda file: file.write_bytes(POINTER), [WHOLE]),
+    ],
+    ids=["missing", "other names", "another size", "cut short", "git-lfs"],
+)
+def test_a_target_whose_weights_are_not_all_there_is_refused(tmp_path, change, words):
+    """Whatever transformers makes up in their place would be learnt, and passes every later check."""
+    folder = save_quietly(tiny_llama(), tmp_path / "target")
+    change(folder / "model.safetensors")
+    with pytest.raises(UserError) as error:
+        load_model(TargetConfig(path=str(folder), dtype="float32", device="cpu"))
+    assert str(error.value).startswith(f"target.path={folder}")
+    assert "\n" not in str(error.value)
+    for part in words:
+        assert part in str(error.value)
+
+
 def test_a_device_that_the_machine_lacks_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match="no CUDA device"):
         hf.pick_device("cuda:0")
     assert hf.pick_device("auto") == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert hf.pick_device("cuda:1") == torch.device("cuda:1")
+    with pytest.raises(UserError, match=r"target\.device=cuda:2: this machine has 2 CUDA devices"):
+        hf.pick_device("cuda:2")
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:one", "0", "mps"])
+def test_what_is_no_device_is_refused_before_the_target_is_loaded(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(hf, "AutoModelForCausalLM", None)
+    folder = save_quietly(tiny_llama(), tmp_path / "target")
+    with pytest.raises(UserError, match=f"target.device={name} is no device here: use cpu, cuda, cuda:N or auto"):
+        load_model(TargetConfig(path=str(folder), dtype="float32", device=name))
+
+
+def test_several_processes_never_share_a_device(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    assert hf.pick_device("cuda") == torch.device("cuda:3") == hf.pick_device("auto")
+    assert hf.pick_device("cpu") == torch.device("cpu")
+    with pytest.raises(UserError, match=r"target\.device=cuda:1: each of 8 processes would load the target there"):
+        hf.pick_device("cuda:1")
+    # Where the launcher shows each process a device of its own.
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert hf.pick_device("cuda:0") == torch.device("cuda:0")
+
+
+@pytest.mark.parametrize(
+    ("rope", "found"),
+    [
+        (None, 128),
+        ({"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}, 512),
+        ({"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, 256),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}, 128),
+    ],
+)
+def test_a_conversation_beyond_the_targets_positions_is_too_long(rope, found):
+    """As vLLM 0.32 counts them, whose server would refuse such a request."""
+    engine = TransformersEngine(HiddenStateTarget(tiny_llama(**({"rope_parameters": rope} if rope else {})), AUX))
+    assert engine.longest == found
+    assert f"data.max_length={found}" in engine.longer
+
+
+def test_a_target_without_positions_takes_conversations_of_any_length():
+    assert positions(MambaConfig()) is None
+
+
+def mistral3():
+    """A multimodal target whose vision tower has a norm and an embedding of its own."""
+    text = {**SIZES, "model_type": "mistral", "max_position_embeddings": 64}
+    vision = {"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    return randomised(Mistral3ForConditionalGeneration(Mistral3Config(text_config=text, vision_config=vision)))
+
+
+def test_a_multimodal_target_without_a_causal_lm_is_taken_whole(tmp_path):
+    """In both engines: the transformers engine's states rebuild its logits, and its files hold the same readout."""
+    right = mistral3()
+    config = TargetConfig(path=str(save_quietly(right, tmp_path / "target")), dtype="float32", device="cpu")
+    engine = TransformersEngine(HiddenStateTarget(load_model(config), AUX))
+    tokens = batch([9])[0][0]
+    [(_, aux, last)] = engine.run([tokens])
+    assert aux.shape == (9, len(AUX), HIDDEN)
+    torch.testing.assert_close(engine.readout.logits(last), right(input_ids=tokens[None]).logits[0])
+    read = readout_from_checkpoint(config, torch.float32)
+    for field in ("embedding", "norm", "head"):
+        assert torch.equal(getattr(read, field), getattr(engine.readout, field)), field
+    assert (read.norm_kind, read.eps, read.depth) == ("w", engine.readout.eps, LAYERS)
+
+
+@pytest.mark.parametrize(("make", "doubted"), [(tiny_llama, False), (MODELS["gemma2"], True)])
+def test_that_vllm_has_no_eagle_3_for_a_target_is_said_once_before_it_is_loaded(
+    tmp_path, monkeypatch, capsys, make, doubted
+):
+    save_quietly(make(), tmp_path / "target")
+    make_engine(tiny_config(tmp_path))
+    assert ("target: vLLM 0.32's own class for gemma2 takes no EAGLE 3 draft" in capsys.readouterr().out) == doubted
+    monkeypatch.setenv("RANK", "1")
+    make_engine(tiny_config(tmp_path))
+    assert capsys.readouterr().out == ""
 
 
 def test_two_targets_are_told_apart_by_weights_and_config(tmp_path):
