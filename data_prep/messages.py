@@ -65,10 +65,12 @@ def parse(value: Any, form: str, where: str, default_id: str) -> Row:
     sample = value.get("sample") or 0
     identity = str(value.get("id") or default_id) + (f"#{sample}" if sample else "")
     source = str(value.get("source") or value.get("category") or default_id.rsplit("-", 1)[0])
-    row = Row(identity, source, where)
+    # The row is named by these wherever it is refused, so they are mended, and not refused themselves.
+    row = Row(_as_text(identity), _as_text(source), where)
     try:
         row.messages = _READERS[found](value)
         row.tools = _tools(value.get("tools"))
+        check_text([row.messages, row.tools])
     except KeyError as error:
         raise UserError(f"{where}: data.format={found} needs the key {error.args[0]!r}") from None
     except UnusableError as error:
@@ -99,8 +101,23 @@ def detect(value: Any) -> str | None:
     return None
 
 
+def check_text(value: Any) -> None:
+    """Refuse half a surrogate pair: JSON can spell it (text cut by UTF-16 length has it), and no tokenizer takes it.
+
+    Raises:
+        UnusableError: somewhere in `value` there is one.
+    """
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    if text != _as_text(text):
+        raise UnusableError("text with half of a surrogate pair, which is no Unicode")
+
+
+def _as_text(text: str) -> str:
+    return text.encode(errors="replace").decode()
+
+
 def _message(role: Any, content: Any, extra: dict[str, Any]) -> Message:
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise UnusableError(f"unknown role {role!r}")
     if isinstance(content, list):
         if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
@@ -164,6 +181,7 @@ def arguments(value: Any) -> dict[str, Any]:
             value = None
     if not isinstance(value, dict):
         raise UnusableError("the arguments of a tool call are no JSON object")
+    check_text(value)  # JSON text may spell one with a backslash, so that the row about it shows none
     return value
 
 
@@ -188,21 +206,22 @@ def _tools(value: Any) -> list[Tool] | None:
 def _from_messages(value: dict[str, Any], key: str = "messages") -> list[Message]:
     if not isinstance(value[key], list) or not all(isinstance(turn, dict) for turn in value[key]):
         raise UnusableError(f"{key} is no list of turns")
-    return [
+    messages = [
         _message(turn.get("role", turn.get("from")), turn.get("content", turn.get("value")), turn)
         for turn in value[key]
     ]
+    return _with_system(messages, value)
+
+
+def _with_system(messages: list[Message], value: dict[str, Any]) -> list[Message]:
+    """The row's own `system` before its turns, unless they begin with one."""
+    if not value.get("system") or not messages or messages[0]["role"] == "system":
+        return messages
+    return [_message("system", value["system"], {}), *messages]
 
 
 def _from_sharegpt(value: dict[str, Any]) -> list[Message]:
-    messages = _from_messages(value, "conversations")
-    if isinstance(value.get("system"), str) and value["system"] and _first_role(messages) != "system":
-        messages.insert(0, {"role": "system", "content": value["system"]})
-    return messages
-
-
-def _first_role(messages: list[Message]) -> str | None:
-    return messages[0]["role"] if messages else None
+    return _from_messages(value, "conversations")
 
 
 def _from_alpaca(value: dict[str, Any]) -> list[Message]:
@@ -210,20 +229,15 @@ def _from_alpaca(value: dict[str, Any]) -> list[Message]:
     if value.get("input"):
         asked = f"{asked}\n\n{value['input']}"
     messages = [_message("user", asked, {})]
-    if value.get("system"):
-        messages.insert(0, _message("system", value["system"], {}))
     if value.get("output"):
         messages.append(_message("assistant", value["output"], {}))
-    return messages
+    return _with_system(messages, value)
 
 
 def _from_turns(value: dict[str, Any]) -> list[Message]:
     if not isinstance(value["turns"], list):
         raise UnusableError("turns is no list")
-    messages = [_message("user", turn, {}) for turn in value["turns"]]
-    if value.get("system"):
-        messages.insert(0, _message("system", value["system"], {}))
-    return messages
+    return _with_system([_message("user", turn, {}) for turn in value["turns"]], value)
 
 
 def _from_prompt(value: dict[str, Any]) -> list[Message]:

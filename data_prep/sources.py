@@ -104,7 +104,8 @@ def _json_list(path: Path) -> list[Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise UserError(f"{path}:{error.lineno} is not JSON ({error.msg}): mend this line") from None
+        mend = "it looks like JSON lines, rename it to .jsonl" if error.msg == "Extra data" else "mend this line"
+        raise UserError(f"{path}:{error.lineno} is not JSON ({error.msg}): {mend}") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 ({error}): save it as UTF-8") from None
     if not isinstance(value, list):

@@ -22,6 +22,13 @@ FORMATS = [
 ]
 
 
+HALF = "text with half of a surrogate pair, which is no Unicode"
+
+
+def called(arguments):
+    return {"type": "function", "function": {"name": "find", "arguments": arguments}}
+
+
 def write(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
@@ -46,7 +53,13 @@ def test_system_prompts_come_first():
     for value in ({"turns": ["hi"], "system": "be kind"}, {"instruction": "hi", "system": "be kind"}):
         assert [m["role"] for m in parse(value, "auto", "f:1", "f-1").messages] == ["system", "user"]
     chat = {"conversations": [{"from": "human", "value": "hi"}], "system": "be kind"}
-    assert parse(chat, "auto", "f:1", "f-1").messages[0] == {"role": "system", "content": "be kind"}
+    for value in (chat, {"messages": ASKED, "system": "be kind"}, {"prompt": ASKED, "system": "be kind"}):
+        first, *rest = parse(value, "auto", "f:1", "f-1").messages
+        assert first == {"role": "system", "content": "be kind"}
+        assert rest == ASKED
+        own = parse({**value, **{key: [first, *ASKED] for key in value if key != "system"}}, "auto", "f:1", "f-1")
+        assert own.messages == [first, *ASKED]
+    assert parse({"messages": ASKED, "system": {"x": 1}}, "auto", "f:1", "f-1").problem == "a system turn without text"
 
 
 def test_ids_sources_samples_and_finish_reasons():
@@ -69,10 +82,23 @@ def test_ids_sources_samples_and_finish_reasons():
         ([{"role": "user", "content": [{"type": "image_url"}]}], "content is not only text"),
         (["hi"], "messages is no list of turns"),
         ([], "no messages"),
+        ([{"role": ["user"], "content": "hi"}], "unknown role ['user']"),
+        ([{"role": "user", "content": "hi \ud83d"}], HALF),
+        ([{"role": "assistant", "content": "hi", "reasoning_content": "\ud83d"}], HALF),
+        ([{"role": "assistant", "content": None, "tool_calls": [called({"a": "\ud83d"})]}], HALF),
+        ([{"role": "assistant", "content": None, "tool_calls": [called(r'{"a": "\ud83d"}')]}], HALF),
     ],
 )
 def test_unusable_rows_say_why(messages, problem):
     assert parse({"messages": messages}, "auto", "f:1", "f-1").problem == problem
+
+
+def test_half_a_surrogate_pair_is_refused_under_a_name_that_can_be_written():
+    tool = {"type": "function", "function": {"name": "find", "description": "\ud83d"}}
+    row = parse({"id": "x\ud83d", "source": "\ude00y", "messages": ASKED, "tools": [tool]}, "auto", "f:1", "f-1")
+    assert (row.id, row.source, row.problem) == ("x?", "?y", HALF)
+    whole = json.loads(r'{"prompt": "hi \ud83d\ude00"}')
+    assert parse(whole, "auto", "f:1", "f-1").problem is None
 
 
 def test_corrupt_line_is_named(tmp_path):
@@ -116,6 +142,9 @@ def test_damaged_json_list_is_named(tmp_path):
     (tmp_path / "a.json").write_text('[{"prompt": "0"},\n{"prompt"]')
     with pytest.raises(UserError, match=r"a\.json:2 is not JSON"):
         rows_of(tmp_path / "a.json")
+    (tmp_path / "lines.json").write_text('{"prompt": "0"}\n{"prompt": "1"}\n')
+    with pytest.raises(UserError, match=r"lines\.json:2 is not JSON .*JSON lines, rename it to \.jsonl"):
+        rows_of(tmp_path / "lines.json")
     (tmp_path / "b.json").write_text("{}")
     with pytest.raises(UserError, match="holds no JSON list"):
         rows_of(tmp_path / "b.json")
