@@ -122,7 +122,8 @@ class Collected:
     shared: Shared = field(default_factory=Shared)
     # By source. cut: samples past max_length; open: answers without end of turn; split_turns: conversations that
     # became one sample per assistant turn; inserted: answers before which the template put an empty thought;
-    # respelt: answers that have not as many tokens as the target wrote.
+    # respelt: answers that have not as many tokens as the target wrote; tools_unread: conversations with tools, which
+    # the template does not write.
     counts: dict[str, Counter[str]] = field(default_factory=dict)
 
     def count(self, source: str, **more: int) -> None:
@@ -164,5 +165,6 @@ def collect(rows: Iterator[Row], template: ChatTemplate, max_length: int, heldou
         for suffix, reason in found.refused:
             result.refuse(row, reason, suffix)
         result.count(row.source, split_turns=int(found.split), inserted=found.inserted, respelt=found.respelt)
+        result.count(row.source, tools_unread=int(bool(row.tools) and not template.reads_tools))
         result.shared.see(row)
     return result

@@ -1,5 +1,6 @@
 """The stage: read, regenerate if asked, mask, split, count, and write `run_dir/data` whole or not at all."""
 
+import os
 import shutil
 import time
 from collections import Counter
@@ -35,8 +36,11 @@ def prepare(config: Config) -> None:
     data, folder = config.data, config.data_folder.resolve()
     _check(data)
     template = ChatTemplate.load(config.target)
-    corpus, asked = _open(config, template)
     vocab_size = template.vocabulary(config.target)
+    # What no counts could fulfil is refused here, and not after hours of answers.
+    nothing = np.zeros(vocab_size, dtype=np.int64)
+    vocab.choose(nothing, template.special_ids(), data.draft_vocab_size, data.draft_vocab_coverage)
+    corpus, asked = _open(config, template)
     inputs = _inputs(data, template, vocab_size, corpus)
     wanted = artifacts.fingerprint(inputs)
     ours = (folder / artifacts.MANIFEST).is_file()
@@ -65,10 +69,17 @@ def _open(config: Config, template: ChatTemplate) -> tuple[Corpus, dict[str, Any
 
 
 def _check(data: DataConfig) -> None:
+    if (processes := int(os.environ.get("WORLD_SIZE") or 1)) > 1:
+        raise UserError(
+            f"python -m data_prep is one process, and WORLD_SIZE={processes} is set: start it without a launcher; "
+            "several GPUs answer as a server, data.generate.server"
+        )
     if not 0 <= data.heldout < 1:
         raise UserError(f"data.heldout={data.heldout} is not in [0, 1)")
     if data.max_length < 2:
         raise UserError(f"data.max_length={data.max_length} leaves nothing to learn: set at least 2")
+    if data.shuffle is not None and data.shuffle < 0:
+        raise UserError(f"data.shuffle={data.shuffle} is no seed: set 0 or above, or null for the order as read")
 
 
 def _inputs(data: DataConfig, template: ChatTemplate, vocab_size: int, corpus: Corpus) -> dict[str, Any]:
@@ -160,6 +171,7 @@ def _write(
         "split_turns": collected.total("split_turns"),
         "inserted": collected.total("inserted"),
         "respelt": collected.total("respelt"),
+        "tools_unread": collected.total("tools_unread"),
         "files": artifacts.list_files(temporary, [file for file in temporary.rglob("*") if file.is_file()]),
         "seconds": round(time.monotonic() - started, 2),
     }

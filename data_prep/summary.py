@@ -32,6 +32,8 @@ def summary(folder: Path, manifest: dict[str, Any]) -> str:
         )
     if manifest["respelt"]:
         lines.append(f"  answers that have not as many tokens as the target wrote: {manifest['respelt']}")
+    if unread := manifest["tools_unread"]:
+        lines.append(f"  conversations with tools, which the target's chat template does not write: {unread}")
     if shared := manifest["shared_prompts"]["rows"]:
         first, other = manifest["shared_prompts"]["named"][0]
         lines.append(f"  rows whose prompt another source has too, on the same side of the split: {shared} "

@@ -55,18 +55,32 @@ class ChatTemplate:
         end_ids: list[int],
         template: str,
         template_args: dict[str, Any] | None = None,
+        tools_template: str | None = None,
     ) -> None:
-        """`end_ids` are the ids at which the target stops; `template` is Jinja text, `template_args` what it reads."""
+        """`end_ids` are the ids at which the target stops; `template` is Jinja text, `template_args` what it reads,
+        `tools_template` another one for conversations with tools."""
         self.tokenizer = tokenizer
         self.end_ids = end_ids
         self.template = template
+        self.tools_template = tools_template
         self.template_args = dict(template_args or {})
-        # The tag as Jinja reads it; the word alone may stand in a comment or in prose.
-        self.has_markers = "endgeneration" in template
         # Whether it reads thoughts from a field of their own, under one of the names in use.
-        self.reads_thoughts = bool(
-            re.search(r"\b(reasoning_content|reasoning|[\w.]+\.thinking)\b|[\"']thinking", template)
-        )
+        thoughts = r"\b(reasoning_content|reasoning|[\w.]+\.thinking)\b|[\"']thinking"
+        self.reads_thoughts = bool(re.search(thoughts, template + (tools_template or "")))
+
+    def template_for(self, tools: list[Tool] | None) -> str:
+        """The template of conversations with these tools: transformers and vLLM choose likewise."""
+        return self.tools_template if tools and self.tools_template is not None else self.template
+
+    @property
+    def reads_tools(self) -> bool:
+        """Whether tools may change what is rendered."""
+        return self.tools_template is not None or re.search(r"\btools\b", self.template) is not None
+
+    def has_markers(self, tools: list[Tool] | None) -> bool:
+        """Whether the template marks what is generated."""
+        # The tag as Jinja reads it; the word alone may stand in a comment or in prose.
+        return "endgeneration" in self.template_for(tools)
 
     @cached_property
     def added(self) -> dict[int, str]:
@@ -89,22 +103,24 @@ class ChatTemplate:
         tokenizer = from_pretrained(AutoTokenizer, target)
         if not tokenizer.is_fast:  # Kimi's warns at each call that it is called with options
             logging.getLogger(type(tokenizer).__module__).setLevel(logging.ERROR)
+        with_tools = None
         if target.chat_template is not None:
             if not Path(target.chat_template).is_file():
                 raise UserError(f"target.chat_template={target.chat_template} is missing: give a Jinja file")
             template = Path(target.chat_template).read_text(encoding="utf-8")
         else:
             own = tokenizer.chat_template
-            template = (own.get("default") if isinstance(own, dict) else own) or ""
+            named = own if isinstance(own, dict) else {"default": own}
+            template, with_tools = named.get("default") or "", named.get("tool_use")
             if not template:
                 raise UserError(
                     f"the tokenizer of {target.path} has no chat template: give one as target.chat_template=FILE"
                 )
-        _check_args(target, template)
+        _check_args(target, template + (with_tools or ""))
         end_ids = _end_ids(tokenizer, target)
         if not end_ids:
             raise UserError(f"{target.path} names no end-of-sequence token: set eos_token_id in its config")
-        return cls(tokenizer, end_ids, template, target.template_args)
+        return cls(tokenizer, end_ids, template, target.template_args, with_tools)
 
     # ------------------------------------------------------------ text
 
@@ -128,7 +144,7 @@ class ChatTemplate:
             text = self.tokenizer.apply_chat_template(
                 _plain(messages, verbatim),
                 tools=tools,  # type: ignore[arg-type]  # it asks for a list that may hold functions too
-                chat_template=self.template,
+                chat_template=self.template_for(tools),
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 **self.template_args,
@@ -176,7 +192,7 @@ class ChatTemplate:
         if any(answer.get(part) for answer in answers for part in parts):
             raise RewrittenError("answers of several parts are taken turn by turn")
         text = self.render(messages, tools=tools)
-        find = self._marked_spans if self.has_markers else self._prefix_spans
+        find = self._marked_spans if self.has_markers(tools) else self._prefix_spans
         spans = find(messages, text, tools)
         if len(spans) != len(turns):
             raise RewrittenError("the template does not mark each assistant turn once")
@@ -186,6 +202,8 @@ class ChatTemplate:
         open_turns = respelt = 0
         for turn, (start, end) in zip(turns, spans, strict=True):
             first, last = self.learnt(tokens, start, end, messages[turn]["content"])
+            if not tokens.is_prompt(first, start):
+                raise RefusedError("a boundary inside a token")  # serving tokenizes the prompt alone
             if messages[turn].get("finish_reason") == "length":
                 open_turns += 1
                 if turn == len(messages) - 1:
@@ -221,9 +239,8 @@ class ChatTemplate:
         names: dict[str, Any] = {**self.tokenizer.special_tokens_map, **self.template_args}
         spans: Any
         renderer: Any = render_jinja_template  # a pair, with the masks asked for; tools as in render
-        rendered, spans = renderer(
-            [_plain(messages)], tools=tools, chat_template=self.template, return_assistant_tokens_mask=True, **names
-        )
+        names |= {"chat_template": self.template_for(tools), "return_assistant_tokens_mask": True}
+        rendered, spans = renderer([_plain(messages)], tools=tools, **names)
         if rendered[0] != text:
             raise RefusedError("the template renders otherwise with its markers read")
         return [(int(span[0]), int(span[1])) for span in spans[0]]
@@ -280,6 +297,7 @@ class ChatTemplate:
         return {
             "tokenizer": artifacts.fingerprint([serial, special, self.end_ids]),
             "template": artifacts.fingerprint(self.template),
+            **({"tools_template": artifacts.fingerprint(self.tools_template)} if self.tools_template else {}),
             # Beside the hash and in words: the first thing to differ between two runs of one target.
             **({"template_args": self.template_args} if self.template_args else {}),
         }

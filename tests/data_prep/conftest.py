@@ -19,8 +19,8 @@ MARKED = (
 WORDS = ["the quick brown fox jumps over the lazy dog", "user assistant system hello hello world, how are you?"]
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE with a few merges: every text can be spelt, common words are one token."""
+def make_tokenizer(*more: str) -> PreTrainedTokenizerFast:
+    """A byte-level BPE with a few merges: every text can be spelt, common words (and those in `more`) are one token."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -30,7 +30,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    backend.train_from_iterator(WORDS * 5, trainer)
+    backend.train_from_iterator([*WORDS, *more] * 5, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|pad|>", chat_template=CHATML
     )
@@ -48,13 +48,19 @@ def fresh_tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture(scope="session")
+def breaks_tokenizer() -> PreTrainedTokenizerFast:
+    """As GPT-2's: two line breaks are one token at the end of a text, and two tokens before a word."""
+    return make_tokenizer("a\n\n")
+
+
+@pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
     return make_tokenizer()
 
 
 @pytest.fixture(scope="session")
 def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama with its tokenizer, as a directory."""
+    """A random Llama with its tokenizer, as a directory. It writes ASCII alone: random bytes would seldom be text."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -72,6 +78,14 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    model = LlamaForCausalLM(config)
+    written = [tokenizer.decode([token]) for token in range(len(tokenizer))]
+    text = [token for token, piece in enumerate(written) if piece.isascii() and not piece.startswith("<|")]
+    never = sorted({*range(448)} - {*text, tokenizer.eos_token_id})
+    # A state's first number is about the same wherever it stands, so that a weight on it is what a bias would be.
+    model.model.embed_tokens.weight.data[:, 0] = 0.05
+    model.lm_head.weight.data[:, 0] = 0.0
+    model.lm_head.weight.data[never, 0] = -100.0
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

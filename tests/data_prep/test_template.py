@@ -55,8 +55,8 @@ def test_several_turns_are_masked_exactly(chatml):
 
 def test_markers_and_prefixes_agree(tokenizer, chatml, marked):
     template = with_template(tokenizer, marked)
-    assert template.has_markers
-    assert not chatml.has_markers
+    assert template.has_markers(None)
+    assert not chatml.has_markers(None)
     one, other = template.sample(CHAT, 1000), chatml.sample(CHAT, 1000)
     assert one.input_ids.tolist() == other.input_ids.tolist()
     assert one.loss_mask.tolist() == other.loss_mask.tolist()
@@ -172,6 +172,18 @@ def test_boundary_inside_a_token(tokenizer):
     assert refusal(template, [ASK, reply]) == "a boundary inside a token"
 
 
+def test_a_prompt_that_has_other_tokens_by_itself(breaks_tokenizer, chatml):
+    """Serving tokenizes the generation prompt alone: there its two line breaks are one token."""
+    text = chatml.template.replace("\n{{ m['content'] }}", "\n\n{{ m['content'] }}").replace(
+        "assistant\n", "assistant\n\n"
+    )
+    template = with_template(breaks_tokenizer, text)
+    whole, prompt = template.encode(template.render([ASK, REPLY])), template.prompt_ids([ASK])
+    assert whole[: len(prompt) - 1] == prompt[:-1]
+    assert whole[len(prompt) - 1] != prompt[-1]
+    assert refusal(template, [ASK, REPLY]) == "a boundary inside a token"
+
+
 def test_template_that_raises(tokenizer):
     strict = "{{ raise_exception('roles must alternate') }}"
     assert "roles must alternate" in refusal(with_template(tokenizer, strict), [ASK, REPLY])
@@ -224,6 +236,28 @@ def test_fingerprints_know_tokenizer_and_template(tokenizer, fresh_tokenizer, ch
     assert other["tokenizer"] == same.fingerprints()["tokenizer"]
     fresh_tokenizer.add_tokens(["newword"])
     assert same.fingerprints()["tokenizer"] != other["tokenizer"]
+
+
+def test_conversations_with_tools_have_the_template_that_the_tokenizer_names_for_them(fresh_tokenizer, tmp_path):
+    """As transformers and vLLM choose it."""
+    plain = fresh_tokenizer.chat_template
+    with_tools = "{% if tools %}{{ tools | tojson }}{% endif %}{% if terse %}terse{% endif %}" + plain
+    fresh_tokenizer.chat_template = {"default": plain, "tool_use": with_tools}
+    fresh_tokenizer.save_pretrained(tmp_path)
+    template = ChatTemplate.load(TargetConfig(path=str(tmp_path), template_args={"terse": True}))
+    tools = [{"type": "function", "function": {"name": "find", "parameters": {}}}]
+    for given in (None, tools):
+        served = fresh_tokenizer.apply_chat_template([ASK], tools=given, tokenize=False, terse=True)
+        assert template.render([ASK], tools=given) == served
+        assert template.sample([ASK, REPLY], 1000, given).loss_mask.any()
+    assert "find" in served
+    assert template.reads_tools
+    assert not with_template(fresh_tokenizer, plain).reads_tools
+    marks = with_tools.replace("{{ m['content'] }}", "{% generation %}{{ m['content'] }}{% endgeneration %}")
+    other = ChatTemplate(fresh_tokenizer, template.end_ids, plain, {}, marks)
+    assert (other.has_markers(None), other.has_markers(tools)) == (False, True)
+    found = {str(one.fingerprints()) for one in (other, template, with_template(fresh_tokenizer, plain))}
+    assert len(found) == 3
 
 
 # ---------------------------------------------------------------- the real target

@@ -158,7 +158,7 @@ def test_a_template_that_marks_the_last_answer_alone(tokenizer, thinking):
     template = ChatTemplate(
         tokenizer, thinking.end_ids, THINKING.replace(said, f"{marked}{{%- else -%}}{said}{{%- endif -%}}")
     )
-    assert template.has_markers
+    assert template.has_markers(None)
     chat = [ASK, says("the fox"), MORE, says("<think>\nwell\n</think>\n\nlazy dog")]
     plain, other = samples(thinking, chat, 1000), samples(template, chat, 1000)
     assert len(plain.samples) == 2
@@ -180,6 +180,12 @@ def test_turns_that_fail_are_refused_by_name_and_the_others_kept(thinking):
         ("~turn1", True, length - 1)
     ]
     assert short.refused[-1] == ("~turn3", "nothing of the answers lies within max_length")
+
+
+def test_a_prompt_that_has_other_tokens_by_itself(breaks_tokenizer, thinking):
+    """Serving tokenizes the generation prompt alone: there its two line breaks are one token."""
+    broken = ChatTemplate(breaks_tokenizer, thinking.end_ids, THINKING.replace("assistant\n'", "assistant\n\n'"))
+    assert refusal(broken, [ASK, says("the fox", reasoning_content="hm")]) == "a boundary inside a token"
 
 
 def test_a_conversation_that_begins_with_an_answer_is_refused(thinking):
