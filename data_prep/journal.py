@@ -1,5 +1,6 @@
 """The answers of a regeneration under way, on disk as soon as they exist."""
 
+import fcntl
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,27 +20,44 @@ class Answered:
 
 
 class Journal:
-    """Answers so far, one JSON line each, on disk as soon as they exist."""
+    """Answers so far, one JSON line each, on disk as soon as they exist; of one run at a time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.answers: dict[str, Answered] = {}
 
     def __enter__(self) -> "Journal":
-        whole = 0
-        if self.path.is_file():
-            for number, line in enumerate(self.path.read_bytes().splitlines(keepends=True), start=1):
-                if not line.endswith(b"\n"):
-                    break  # the line being written when the run was killed
-                try:
-                    key, answer = _entry(json.loads(line))
-                except (ValueError, TypeError, KeyError):
-                    raise UserError(f"{self.path}:{number} is damaged: remove this line and run again") from None
-                self.answers[key] = answer
-                whole += len(line)
+        # Before it is read: another run's line half written would look like one that a kill left.
         self.file = self.path.open("ab")
-        self.file.truncate(whole)
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.file.close()
+            raise UserError(
+                f"{self.path} is being written by another run: wait for it, or choose another name=… or run_dir=…"
+            ) from None
+        except OSError:  # a file system without locks: go on as one run, which most are
+            pass
+        try:
+            self.file.truncate(self._read())
+        except BaseException:
+            self.file.close()
+            raise
         return self
+
+    def _read(self) -> int:
+        """Take up the answers that are there; how many bytes of whole lines they are."""
+        whole = 0
+        for number, line in enumerate(self.path.read_bytes().splitlines(keepends=True), start=1):
+            if not line.endswith(b"\n"):
+                break  # the line being written when the run was killed
+            try:
+                key, answer = _entry(json.loads(line))
+            except (ValueError, TypeError, KeyError):
+                raise UserError(f"{self.path}:{number} is damaged: remove this line and run again") from None
+            self.answers[key] = answer
+            whole += len(line)
+        return whole
 
     def __exit__(self, *_: object) -> None:
         self.file.close()

@@ -3,11 +3,12 @@
 Every answer goes to a journal as soon as it exists, under a key made of all that it depends on, so
 the same command goes on where it was stopped. Conversations of several turns advance in rounds,
 one turn of all of them at a time, which keeps the batches full. A prompt that cannot be answered
-is refused by name, and the others go on; one whose answer calls a tool ends there, unless it has the
-tool's result (see `dialogue`).
+is refused by name, and the others go on; a conversation that has answers already ends there with them, as it does
+where an answer calls a tool whose result its prompt does not have (see `dialogue`).
 """
 
 import json
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from data_prep.messages import UnusableError
 from data_prep.mixture import Corpus
 from data_prep.template import ChatTemplate
 from eagle31_train import artifacts
-from eagle31_train.schema import Config, UserError
+from eagle31_train.schema import Config, GenerateConfig, UserError
 
 OUTPUT = "conversations.jsonl"
 JOURNAL = "conversations.jsonl.partial"
@@ -40,13 +41,7 @@ def regenerate(config: Config, template: ChatTemplate) -> Path:
             output of other inputs.
     """
     generate, folder = config.data.generate, Path(config.run_dir)
-    if generate.samples < 1 or (generate.samples > 1 and generate.temperature <= 0):
-        raise UserError(
-            f"data.generate.samples={generate.samples} at temperature {generate.temperature} would repeat one "
-            "answer: set data.generate.temperature above 0, or samples=1"
-        )
-    if generate.concurrency < 1:
-        raise UserError(f"data.generate.concurrency={generate.concurrency} asks nothing: set at least 1")
+    _check(generate)
     corpus = Corpus.open(config, "prompts")
     settings = _settings(config, template)
     inputs = {**settings, **_prompts(corpus)}
@@ -58,34 +53,56 @@ def regenerate(config: Config, template: ChatTemplate) -> Path:
     option = "data.sources" if corpus.mixed else f"data.prompts={config.data.prompts}"
     if not jobs:
         raise UserError(f"{option}: there is no prompt that can be answered")
+    if (count := sum(bool(job.row.tools) for job in jobs)) and not template.reads_tools:
+        print(f"answers: {count} are asked for with tools, which the target's chat template does not write")
     folder.mkdir(parents=True, exist_ok=True)
     with Journal(folder / JOURNAL) as journal:
         answer_all(jobs, journal, settings, config, template)
-    refused += [refusal(job.row, job.refusal, job.suffix) for job in jobs if job.refusal]
-    jobs = [job for job in jobs if not job.refusal]
-    if not jobs:
-        reasons = Counter(entry["reason"] for entry in refused).most_common(3)
-        told = "; ".join(f"{count} × {reason}" for reason, count in reasons)
-        raise UserError(f"{option}: no prompt was answered ({told})")
-    artifacts.write_text(output, "".join(_line(job) for job in jobs))
-    manifest = {
-        "fingerprint": artifacts.fingerprint(inputs),
-        "inputs": inputs,
-        "files": artifacts.list_files(folder, [output]),
-        "answers": sum(job.answers for job in jobs),
-        "tokens": sum(job.tokens for job in jobs),
-        "sources": corpus.counts,
-        "refused": refused,
-        "ended": [
-            {**refusal(job.row, job.ended, job.suffix), "turns_left": len(job.turns) - job.answers}
-            for job in jobs
-            if job.ended
-        ],
-    }
-    artifacts.write_json(folder / MANIFEST, manifest)
-    (folder / JOURNAL).unlink()
+        refused += [refusal(job.row, job.refusal, job.suffix) for job in jobs if job.refusal]
+        jobs = [job for job in jobs if not job.refusal]
+        if not jobs:
+            reasons = Counter(entry["reason"] for entry in refused).most_common(3)
+            told = "; ".join(f"{count} × {reason}" for reason, count in reasons)
+            raise UserError(f"{option}: no prompt was answered ({told})")
+        artifacts.write_text(output, "".join(_line(job) for job in jobs))
+        manifest = {
+            "fingerprint": artifacts.fingerprint(inputs),
+            "inputs": inputs,
+            "files": artifacts.list_files(folder, [output]),
+            "answers": sum(job.answers for job in jobs),
+            "tokens": sum(job.tokens for job in jobs),
+            "sources": corpus.counts,
+            "refused": refused,
+            "ended": [
+                {**refusal(job.row, job.ended, job.suffix), "turns_left": len(job.turns) - job.answers}
+                for job in jobs
+                if job.ended
+            ],
+        }
+        artifacts.write_json(folder / MANIFEST, manifest)
+        journal.path.unlink()  # while it is still ours alone
     _tell(manifest, output)
     return output
+
+
+def _check(generate: GenerateConfig) -> None:
+    """Refuse at once what would fail, or mean nothing, once the target is asked."""
+    if generate.samples < 1 or (generate.samples > 1 and generate.temperature <= 0):
+        raise UserError(
+            f"data.generate.samples={generate.samples} at temperature {generate.temperature} would repeat one "
+            "answer: set data.generate.temperature above 0, or samples=1"
+        )
+    for name in ("concurrency", "batch_size", "max_new_tokens"):
+        if (value := getattr(generate, name)) < 1:
+            raise UserError(f"data.generate.{name}={value} asks nothing: set at least 1")
+    if not 0 <= generate.temperature < math.inf:
+        raise UserError(f"data.generate.temperature={generate.temperature} is none: set 0, which is greedy, or above")
+    if not 0 < generate.top_p <= 1:
+        raise UserError(f"data.generate.top_p={generate.top_p} is not in (0, 1]")
+    if generate.server and not generate.server.startswith(("http://", "https://")):
+        raise UserError(
+            f"data.generate.server={generate.server} is no address: write it as in http://localhost:8000/v1"
+        )
 
 
 def _tell(manifest: dict[str, Any], output: Path) -> None:
@@ -103,7 +120,13 @@ def answered(run_dir: Path) -> dict[str, Any]:
 
 def _prompts(corpus: Corpus) -> dict[str, Any]:
     inputs = corpus.inputs()
-    return {"prompts": inputs if corpus.mixed else dict(inputs["sources"])}
+    if corpus.mixed:
+        return {"prompts": inputs}
+    files = dict(inputs["sources"])
+    # By name, so that a change is told by the file that has it; as a list where two folders have a file of one name.
+    prompts = files if len(files) == len(inputs["sources"]) else {"files": inputs["sources"]}
+    # "auto" goes without saying, as it did when formats were not recorded.
+    return {"prompts": prompts, **({} if inputs["format"] == "auto" else {"format": inputs["format"]})}
 
 
 def _settings(config: Config, template: ChatTemplate) -> dict[str, Any]:
@@ -199,7 +222,7 @@ def answer_all(
             for key, answer in engine.answers(missing):
                 left -= 1
                 if isinstance(answer, Refused):
-                    waiting.pop(key).refusal = answer.reason
+                    _end(waiting.pop(key), answer.reason)
                     bar.total -= len(missing[key].turns) - turn
                     bar.refresh()
                     continue
@@ -213,6 +236,16 @@ def answer_all(
                 job.answers += 1
                 job.tokens += known.tokens
                 job.messages.append({**known.message, "finish_reason": known.finish_reason})
+
+
+def _end(job: Job, reason: str) -> None:
+    """One that gets no further answer: those that it has are the target's own, and are kept."""
+    if not job.answers:
+        job.refusal = reason
+        return
+    job.ended = reason
+    last = max(i for i, message in enumerate(job.messages) if message["role"] == "assistant")
+    del job.messages[last + 1 :]
 
 
 def _key(job: Job, settings: dict[str, Any]) -> str:

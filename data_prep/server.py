@@ -24,7 +24,7 @@ from typing import Any
 from tqdm import tqdm
 
 from data_prep.formats import apart
-from data_prep.messages import Message, Tool, UnusableError, tool_calls
+from data_prep.messages import Message, Tool, UnusableError, check_text, tool_calls
 from data_prep.template import ChatTemplate, RefusedError
 from eagle31_train.schema import UserError
 
@@ -81,6 +81,7 @@ class Server:
             self.options["skip_special_tokens"] = False
         self.other_prompts = 0  # answered, whose tokens are counted otherwise here
         self.lock = threading.Lock()
+        self.given_up = False  # set from outside: no request is repeated any more
         self.keeps_thoughts = template is not None and template.reads_thoughts
 
     def answer(
@@ -111,6 +112,8 @@ class Server:
         }
         ours, problem = self._prompt_tokens(messages, tools), ""
         for attempt in range(self.attempts):
+            if attempt and self.given_up:
+                break
             if attempt:
                 self.wait(min(30.0, 2.0 ** (attempt - 1)))
             try:
@@ -181,11 +184,12 @@ class Server:
         message: Message = {"role": "assistant", "content": text or ""}
         if thought:
             message["reasoning_content"] = thought
-        if calls:
-            try:
+        try:
+            if calls:
                 message["tool_calls"] = tool_calls(calls)
-            except UnusableError as error:
-                raise NotAnsweredError(f"the target's answer cannot be used: {error}") from None
+            check_text(message)
+        except UnusableError as error:
+            raise NotAnsweredError(f"the target's answer cannot be used: {error}") from None
         if tokens:
             message["tokens"] = tokens
         return Reply(message, reason, tokens), prompt

@@ -176,7 +176,7 @@ def test_prompts_that_cannot_be_asked_are_named(config, tmp_path, capsys):
 
 def test_one_prompt_too_long_for_the_target_is_refused_alone(config, tmp_path, capsys):
     with (tmp_path / "prompts.jsonl").open("a") as file:
-        file.write(json.dumps({"id": "long", "turns": ["hello", "fox " * 600, "never asked"]}) + "\n")
+        file.write(json.dumps({"id": "long", "turns": ["fox " * 600, "never asked"]}) + "\n")
     config.data.generate.samples, config.data.generate.temperature = 2, 0.9
     assert [row["id"] for row in run(config)] == ["one", "one", "two", "two", "three", "three"]
     reason = "the prompt and 6 tokens of answer exceed the target's 512 positions"
@@ -186,6 +186,19 @@ def test_one_prompt_too_long_for_the_target_is_refused_alone(config, tmp_path, c
     assert f"refused long (prompts.jsonl:4): {reason}" in capsys.readouterr().out
     manifest = json.loads((tmp_path / "run" / module.MANIFEST).read_text())
     assert manifest["answers"] == 10
+
+
+def test_a_conversation_that_grows_too_long_keeps_the_answers_that_it_has(config, tmp_path, capsys):
+    with (tmp_path / "prompts.jsonl").open("a") as file:
+        file.write(json.dumps({"id": "long", "turns": ["hello", "fox " * 600, "never asked"]}) + "\n")
+    *_, row = run(config)
+    assert row["id"] == "long"
+    assert [message["role"] for message in row["messages"]] == ["user", "assistant"]
+    manifest = module.answered(tmp_path / "run")
+    reason = "the prompt and 6 tokens of answer exceed the target's 512 positions"
+    ended = {"id": "long", "source": "prompts", "where": "prompts.jsonl:4", "reason": reason, "turns_left": 2}
+    assert (manifest["ended"], manifest["refused"], manifest["answers"]) == ([ended], [], 6)
+    assert f"1 conversations end before their prompts do, since {reason}" in capsys.readouterr().out
 
 
 def test_one_prompt_that_the_template_refuses_does_not_stop_the_others(config, tmp_path):
@@ -253,6 +266,74 @@ def test_a_kill_after_damage_was_seen_is_gone_on_from(config, tmp_path, monkeypa
         run(config)
     monkeypatch.undo()
     assert run(config) == rows
+
+
+def test_the_journal_is_of_one_run_at_a_time(config, tmp_path, monkeypatch):
+    """Until it is removed: a second run beside the first would answer everything again, into the same file."""
+    write, refused = module.artifacts.write_json, []
+
+    def beside(*arguments):
+        with pytest.raises(UserError, match=r"partial is being written by another run: wait for it"):
+            Journal(tmp_path / "run" / JOURNAL).__enter__()
+        refused.append(True)
+        write(*arguments)
+
+    monkeypatch.setattr(module.artifacts, "write_json", beside)
+    run(config)
+    assert refused
+    path = tmp_path / JOURNAL
+    path.write_text('["a", "yes", "stop", 1]\n')
+    with Journal(path) as journal:
+        journal.file.write(b'["b", "half a li')
+        journal.file.flush()
+        with pytest.raises(UserError, match="another run"), Journal(path):
+            pass
+        assert path.read_text().endswith("half a li"), "what the other is writing is left alone"
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "told"),
+    [
+        ("concurrency", 0, "asks nothing: set at least 1"),
+        ("batch_size", 0, "asks nothing: set at least 1"),
+        ("max_new_tokens", 0, "asks nothing: set at least 1"),
+        ("temperature", -1.0, "set 0, which is greedy, or above"),
+        ("temperature", float("nan"), "set 0, which is greedy, or above"),
+        ("top_p", 0.0, r"is not in \(0, 1\]"),
+        ("top_p", 1.5, r"is not in \(0, 1\]"),
+        ("server", "localhost:8000", "write it as in http://localhost:8000/v1"),
+    ],
+)
+def test_options_that_could_not_be_met_are_refused_before_anything_is_asked(config, option, value, told):
+    setattr(config.data.generate, option, value)
+    with pytest.raises(UserError, match=rf"data\.generate\.{option}=.* {told}"):
+        run(config)
+
+
+def test_changed_prompts_are_other_prompts_though_their_files_have_one_name(config, tmp_path):
+    for folder, row in zip("ab", PROMPTS, strict=False):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "x.jsonl").write_text(json.dumps(row) + "\n")
+    config.data.prompts = str(tmp_path / "[ab]" / "x.jsonl")
+    rows = run(config)
+    assert run(config) == rows
+    config.data.format = "turns"
+    with pytest.raises(UserError, match=r"made from other inputs \(format: \w+ there, turns here\)"):
+        run(config)
+    config.data.format = "auto"
+    (tmp_path / "a" / "x.jsonl").write_text(json.dumps({**PROMPTS[0], "turns": ["another"]}) + "\n")
+    with pytest.raises(UserError, match="made from other inputs"):
+        run(config)
+
+
+def test_tools_that_the_template_does_not_write_are_told_before_anything_is_asked(config, tmp_path, capsys):
+    tool = {"type": "function", "function": {"name": "find", "parameters": {}}}
+    with (tmp_path / "prompts.jsonl").open("a") as file:
+        file.write(json.dumps({"id": "four", "turns": ["hello"], "tools": [tool]}) + "\n")
+    run(config)
+    assert "answers: 1 are asked for with tools, which the target's chat template does not write" in (
+        capsys.readouterr().out
+    )
 
 
 # ---------------------------------------------------------------- a server
