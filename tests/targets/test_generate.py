@@ -33,6 +33,14 @@ def test_draws_follow_the_nucleus(top_p, top, monkeypatch):
     torch.testing.assert_close(shares, nucleus(logits, top_p), atol=2e-4, rtol=0)
 
 
+def test_a_nucleus_that_reaches_top_p_exactly_is_whole():
+    """The fewest tokens: no one more where their mass is top_p itself."""
+    logits = torch.zeros(4)  # a quarter each, and sums of quarters are exact
+    drawn = draw(logits.expand(3, -1).clone(), torch.tensor([0.0, 0.499, 0.999]), 0.5)
+    assert drawn.tolist() == [int(drawn[0]), int(drawn[0]), int(drawn[2])]
+    assert len(set(drawn.tolist())) == 2
+
+
 def test_rows_of_different_width_draw_alone(monkeypatch):
     monkeypatch.setattr(generate, "NUCLEUS", 2)
     peaked, flat = torch.tensor([9.0, 0, 0, 0, 0, 0]), torch.zeros(6)
