@@ -1,5 +1,6 @@
 """From a configuration and a store to the things that are trained: shape, drafter, teacher, objective."""
 
+import math
 from typing import Any
 
 import torch
@@ -28,7 +29,9 @@ CHOICES = {
     "precision": ("bf16", "no"),
     "wandb": ("online", "offline", "disabled"),
 }
-POSITIVE = "unroll gamma epochs batch_tokens accumulation lr clip fc_start eval_every checkpoint_every keep_checkpoints"
+POSITIVE = "unroll gamma epochs batch_tokens accumulation lr clip fc_start"
+POSITIVE += " eval_every eval_samples checkpoint_every keep_checkpoints"
+FINITE = ("lr", "gamma", "fc_start", "weight_decay")  # clip may be inf: nothing is cut
 
 
 def check_options(t: TrainConfig, d: DrafterConfig) -> None:
@@ -43,9 +46,12 @@ def check_options(t: TrainConfig, d: DrafterConfig) -> None:
     for name in POSITIVE.split():
         if not (value := getattr(t, name)) > 0:
             raise UserError(f"train.{name}={value} must be above 0")
-    for name in ("workers", "skip_nonfinite"):
-        if (value := getattr(t, name)) < 0:
+    for name in ("workers", "skip_nonfinite", "weight_decay"):
+        if not (value := getattr(t, name)) >= 0:
             raise UserError(f"train.{name}={value} must be 0 or more")
+    for name in FINITE:
+        if not math.isfinite(value := getattr(t, name)):
+            raise UserError(f"train.{name}={value} is not a finite number")
     if t.max_steps is not None and t.max_steps < 1:
         raise UserError(f"train.max_steps={t.max_steps} must be above 0, or null for whole epochs")
     if t.window_tokens is not None and t.window_tokens < 1:

@@ -69,7 +69,7 @@ def fit(config: Config, opened: ExitStack) -> None:
     inputs = training_inputs(config, store, vocab_sha, warm.identity(config))
     fingerprint = artifacts.fingerprint(inputs)
     shape = shape_of(config.drafter, store, draft_vocab)
-    warm.check(config, shape, store)
+    warm.check(config, shape, store, inputs)
     train_split, heldout = store.split("train"), store.split("heldout")
     check_samples(train_split, t.batch_tokens)
     cut = windows.cut(train_split, t.window_tokens)

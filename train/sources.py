@@ -39,12 +39,16 @@ class Source:
 # ---------------------------------------------------------------- what the run itself knows
 
 
+def begun_from(config: Config) -> dict[str, Any]:
+    """The inputs of the run in the configuration's folder; empty where none was begun."""
+    record = Path(config.run_dir) / "train" / RECORD
+    inputs: dict[str, Any] = artifacts.read_json(record, "train.py").get("inputs", {}) if record.is_file() else {}
+    return inputs
+
+
 def recorded(config: Config) -> str | None:
     """The identity of the weights with which the run in the configuration's folder was begun, if it was."""
-    record = Path(config.run_dir) / "train" / RECORD
-    if not record.is_file():
-        return None
-    found: str | None = artifacts.read_json(record, "train.py").get("inputs", {}).get("train", {}).get("init_from")
+    found: str | None = begun_from(config).get("train", {}).get("init_from")
     return found
 
 

@@ -63,13 +63,19 @@ def identity(config: Config) -> str | None:
         return recorded
 
 
-def check(config: Config, shape: DrafterShape, store: Store) -> None:
+def check(config: Config, shape: DrafterShape, store: Store, inputs: dict[str, Any]) -> None:
     """Refuse weights that do not fit before a folder is claimed for them; a run that goes on needs none.
+
+    With overwrite=true a run of other inputs does not go on: it is replaced, and must not be for nothing.
+
+    Args:
+        inputs: what this run is made from, as `claim` compares it.
 
     Raises:
         UserError: they cannot be had, are damaged, or would mean something else in this drafter.
     """
-    if config.train.init_from is not None and not sources.going_on(config):
+    replaced = config.overwrite and sources.begun_from(config) != inputs
+    if config.train.init_from is not None and (replaced or not sources.going_on(config)):
         refuse_other_kind(sources.find(config, None).read(), shape, store)
 
 
@@ -148,7 +154,7 @@ def _other_rope(there: DrafterShape, here: DrafterShape) -> dict[str, Any]:
     wanted = {name: getattr(there, name) for name in names if getattr(there, name) != getattr(here, name)}
     try:
         old, new = Rope(there), Rope(here)
-    except UserError:  # theirs is none that transformers knows
+    except UserError:  # theirs is one that vLLM would read otherwise
         return wanted
     kinds = [rope_parameters(shape)["rope_type"] for shape in (there, here)]  # some act on long inputs only
     factors = [(rope.factor, rope.softmax_factor) for rope in (old, new)]

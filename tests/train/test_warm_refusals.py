@@ -39,12 +39,12 @@ def draft(run, tmp_path):
 
 # ---------------------------------------------------------------- other options
 
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
 SETTINGS = {
     "rope_theta": ({"rope_theta": 5000, "rope_parameters": None}, "drafter.rope_theta=5000.0"),
     "rope_scaling": (
         {"rope_scaling": YARN, "rope_parameters": None},
-        "'drafter.rope_scaling={rope_type:yarn,factor:4.0,original_max_position_embeddings:32}'",
+        "'drafter.rope_scaling={rope_type:yarn,factor:4.0,original_max_position_embeddings:512}'",
     ),
     "rms_norm_eps": ({"rms_norm_eps": 1e-6}, "drafter.rms_norm_eps=1e-06"),
     "norm_before_residual": ({"norm_before_residual": True}, "drafter.norm_before_residual=true"),
@@ -85,13 +85,13 @@ def test_3_1_does_not_go_back_to_3(new_run, run, flag):
 
 
 def test_rope_is_compared_by_what_it_does(new_run, draft):
-    here = "drafter.rope_scaling={type:yarn,factor:4.0,original_max_position_embeddings:32}"
+    here = "drafter.rope_scaling={type:yarn,factor:4.0,original_max_position_embeddings:512}"
     begin(new_run(), draft(rope_scaling=YARN, rope_parameters=None), here)
     begin(new_run(), draft(max_position_embeddings=4096))
     # Without its original length, yarn goes by the longest position.
-    shorter = draft(rope_scaling={"rope_type": "yarn", "factor": 4.0}, rope_parameters=None, max_position_embeddings=64)
-    message = refusal(new_run(), shorter, "drafter.rope_scaling={rope_type:yarn,factor:4.0}")
-    assert message.endswith("set drafter.max_position_embeddings=64")
+    shorter = draft(rope_scaling={"rope_type": "yarn", "factor": 4.0}, rope_parameters=None, max_position_embeddings=32)
+    message = refusal(new_run(), shorter, here)
+    assert message.endswith("{rope_type:yarn,factor:4.0,original_max_position_embeddings:32}'")
 
 
 def test_another_target_and_other_layers_are_refused(new_run, draft):
@@ -253,14 +253,27 @@ def test_what_does_not_fit_can_be_refused_before_a_folder_is_claimed(new_run, dr
     store = Store(run.folder / "run/store")
     shape = shape_of(config.drafter, store, vocab.read(config.data_folder / "vocab.safetensors"))
     with pytest.raises(UserError, match=r"set drafter\.rms_norm_eps=1e-06$"):
-        warm.check(config, shape, store)
-    warm.check(run.config(), shape, store)
+        warm.check(config, shape, store, {})
+    warm.check(run.config(), shape, store, {})
     right = run.config(*options)
-    warm.check(right, replace(shape, rms_norm_eps=1e-6), store)
+    warm.check(right, replace(shape, rms_norm_eps=1e-6), store, {})
     # Of a run that goes on, nothing is asked.
     stopped(run, *options)
     monkeypatch.setattr(sources, "find", None)
-    warm.check(right, shape, store)
+    warm.check(right, shape, store, {})
+
+
+def test_a_finished_run_is_not_replaced_by_one_that_is_refused(new_run, draft):
+    source = draft()
+    init = f"train.init_from={source}"
+    begun = new_run().fit("train.max_steps=1", init)
+    whole = begun.manifest()
+    message = message_of(begun, "train.max_steps=1", init, "drafter.rms_norm_eps=1e-6", "overwrite=true")
+    assert message.endswith("set drafter.rms_norm_eps=1e-05")
+    assert begun.manifest() == whole
+    shutil.rmtree(source)
+    begun.fit("train.max_steps=1", init, "overwrite=true")  # of the same inputs, it goes on, and needs no source
+    assert begun.manifest() == whole
 
 
 def test_an_option_is_spelt_as_the_command_line_takes_it():
