@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from eagle31_train import vocab
-from eagle31_train.drafter.rope import check_rope, mla_factors, rope_parameters
+from eagle31_train.drafter.rope import check_rope, mla_factors, rope_parameters, table_end
 from eagle31_train.schema import DrafterShape, UserError, check_architecture, mla_widths
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -181,16 +181,34 @@ def check_shape(shape: DrafterShape) -> list[str]:
             f"share_embedding is on, but vLLM shares no embedding of width {shape.target_hidden_size} "
             f"with a drafter of width {shape.hidden_size}"
         )
-    return problems + (_mla_problems(shape) if shape.architecture == "mla" else _llama_problems(shape))
+    problems += _mla_problems(shape) if shape.architecture == "mla" else _llama_problems(shape)
+    try:
+        check_rope(shape)
+    except UserError as error:
+        return [*problems, str(error)]
+    return problems + (_yarn_problems(shape) if shape.architecture == "mla" else [])
 
 
 def caveats(shape: DrafterShape) -> list[str]:
     """What can be trained and exported but does not run everywhere, a sentence each."""
-    # vLLM's GPUModelRunner._input_fits_in_drafter looks at the longest sequence of the batch.
+    # V1's GPUModelRunner._input_fits_in_drafter looks at the longest sequence of the batch. V2's speculators go by the
+    # target's max_model_len, to which SpeculativeConfig raises the draft's max_position_embeddings.
     found = [
-        f"It drafts in contexts of up to {shape.max_position_embeddings:,} tokens: while one request of a batch is "
-        "longer, vLLM 0.32 drafts for none of them (drafter.max_position_embeddings)"
+        "On GPUs vLLM 0.32 drafts in all contexts that the target takes (its V2 model runner). Its V1 runner (on CPUs, "
+        f"or with VLLM_USE_V2_MODEL_RUNNER=0) drafts in contexts of up to {shape.max_position_embeddings:,} tokens: "
+        "while one request of a batch is longer, for none of them (drafter.max_position_embeddings)"
     ]
+    if (end := table_end(check_rope(shape))) is not None:
+        found.append(
+            f"vLLM's table of its YaRN ends at {end:,.0f} positions, and V2 does not stop there: serve the target with "
+            f"--max-model-len of at most {end:,.0f}"
+        )
+    if shape.share_embedding:
+        # V1 then leaves embed_tokens as its memory was, and accepts nothing; V2 stops where the embedding is elsewhere.
+        found.append(
+            "It shares the target's embedding, which vLLM 0.32 cannot do with pipeline parallelism: to be served so, "
+            "train with drafter.share_embedding=false"
+        )
     if shape.architecture == "mla" and shape.q_lora_rank is None:
         found.append(
             "vLLM 0.32 stops when it loads an MLA draft with full-rank queries (it looks for fused_qkv_a_proj): "
@@ -219,11 +237,6 @@ def _mla_problems(shape: DrafterShape) -> list[str]:
     _, nope, rope, _ = mla_widths(shape)
     if shape.head_dim != nope + rope:
         problems.append(f"head_dim {shape.head_dim} is not the {nope + rope} of qk_nope_head_dim and qk_rope_head_dim")
-    try:
-        check_rope(shape)
-        problems += _yarn_problems(shape)
-    except UserError as error:
-        problems.append(str(error))
     return problems
 
 

@@ -94,7 +94,9 @@ def _attention_fields(shape: DrafterShape) -> dict[str, Any]:
 
 def rope_scaling(shape: DrafterShape) -> dict[str, Any] | None:
     """The scaling as config.json says it: one spelling, and all of a YaRN of MLA; None for plain RoPE."""
-    return _scaling(shape.rope_scaling, shape.architecture)
+    scaling = _scaling(shape.rope_scaling, shape.architecture)
+    # vLLM's linear scaling takes a factor that is no float for a list of them.
+    return scaling and {key: float(value) if key == "factor" else value for key, value in scaling.items()}
 
 
 def _scaling(parameters: Fields | None, architecture: str) -> dict[str, Any] | None:
@@ -258,12 +260,12 @@ def _rope(layer: Fields, architecture: str, positions: int) -> tuple[float, dict
     parameters = dict(layer.get("rope_scaling") or layer.get("rope_parameters") or {})
     theta = parameters.get("rope_theta") or layer.get("rope_theta") or 10000.0
     scaling = _scaling({key: value for key, value in parameters.items() if value is not None}, architecture)
-    if scaling is not None and architecture == "mla":
-        if "attention_factor" in scaling:
-            raise UserError(
-                f"config.json has attention_factor {scaling['attention_factor']} in its RoPE scaling: for 1.0 vLLM "
-                "leaves mscale² out of the softmax, and any other it passes over; remove it if the drafter was trained "
-                "as mscale and mscale_all_dim say"
-            )
-        scaling.setdefault("original_max_position_embeddings", positions)
+    if scaling is not None and architecture == "mla" and "attention_factor" in scaling:
+        raise UserError(
+            f"config.json has attention_factor {scaling['attention_factor']} in its RoPE scaling: for 1.0 vLLM "
+            "leaves mscale² out of the softmax, and any other it passes over; remove it if the drafter was trained "
+            "as mscale and mscale_all_dim say"
+        )
+    if scaling is not None and scaling["rope_type"] in ("yarn", "llama3"):
+        scaling.setdefault("original_max_position_embeddings", positions)  # as transformers does
     return float(theta), scaling

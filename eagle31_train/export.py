@@ -106,7 +106,7 @@ def read_trained(config: Config) -> Trained:
         folder = run / "train" / train["checkpoint"]
     except KeyError:
         raise UserError(f"{run / 'train' / artifacts.MANIFEST} names no checkpoint: run `{TRAIN}` again") from None
-    shape = _read_shape(folder / "drafter.json")
+    shape = _reaching_further(_read_shape(folder / "drafter.json"), config.drafter.max_position_embeddings)
     _refuse_contradictions(config, shape, folder)
     _refuse_other_target(config, train)
     kept = _read_vocab(config.data_folder / "vocab.safetensors", train, shape)
@@ -131,6 +131,15 @@ def _read_shape(path: Path) -> DrafterShape:
         raise UserError(f"{path} is not a drafter's shape ({error}): run `{TRAIN}` again") from None
     check_architecture(shape.architecture)
     return shape
+
+
+def _reaching_further(shape: DrafterShape, positions: int) -> DrafterShape:
+    """The shape with as many positions as the options say: no weight depends on them, and vLLM may need more of them
+    than were trained with. How many a scaling may have, the contract knows."""
+    if positions <= shape.max_position_embeddings:
+        return shape
+    print(f"export: max_position_embeddings is {positions:,} now, {shape.max_position_embeddings:,} in training")
+    return dataclasses.replace(shape, max_position_embeddings=positions)
 
 
 def _refuse_contradictions(config: Config, shape: DrafterShape, folder: Path) -> None:

@@ -154,7 +154,9 @@ class DrafterConfig:
     rope_theta: float = opt(10000.0, "the drafter's own RoPE base")
     rope_scaling: dict[str, Any] = opt({}, "the drafter's own RoPE scaling, as in transformers; {} for none")
     max_position_embeddings: int = opt(
-        2048, "the longest context in which it drafts; while one request is longer, vLLM drafts for none of its batch"
+        2048,
+        "the longest context in which vLLM's V1 runner (CPUs) drafts: while one request is longer, for none of its "
+        "batch; V2 (GPUs) drafts in all that the target takes; no weight depends on it, and export may raise it",
     )
     share_embedding: bool = opt(True, "embed_tokens is the target's, frozen, and left out of the checkpoint")
     train_lm_head: bool = opt(True, "fit lm_head (it starts from the target's rows)")

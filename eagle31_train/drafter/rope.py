@@ -20,9 +20,20 @@ from torch import Tensor, nn
 
 from eagle31_train.schema import DrafterShape, UserError, mla_widths
 
-# Of YaRN, what vLLM's DeepSeek attention reads. It takes every scaling for YaRN, and passes over the rest of it.
-MLA_SCALING = {"rope_type", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow"}
-MLA_SCALING |= {"mscale", "mscale_all_dim"}
+ORIGINAL = "original_max_position_embeddings"
+_YARN = ({"factor", ORIGINAL}, {"beta_fast", "beta_slow", "mscale", "mscale_all_dim"})
+# Each scaling that vLLM and transformers read alike: what it must say, and what it may say. An MLA drafter's vLLM takes
+# every scaling for YaRN. Not here: longrope, of which vLLM takes the long factors wherever the target's contexts may be
+# long, in whatever context it was trained; and proportional, which is two things in the two.
+SCALINGS: dict[str, dict[str, tuple[set[str], set[str]]]] = {
+    "llama": {
+        "linear": ({"factor"}, set()),
+        "dynamic": ({"factor"}, set()),  # as its first tokens: never scaled
+        "llama3": ({"factor", "low_freq_factor", "high_freq_factor", ORIGINAL}, set()),
+        "yarn": (_YARN[0], _YARN[1] | {"attention_factor", "truncate"}),
+    },
+    "mla": {"yarn": _YARN},
+}
 
 
 class Rope(nn.Module):
@@ -35,11 +46,12 @@ class Rope(nn.Module):
         softmax_factor: what the scaling multiplies the softmax scale by.
 
     Raises:
-        UserError: a scaling that transformers does not know, that lacks a value, or that vLLM would read otherwise.
+        UserError: a scaling that vLLM would read otherwise, or that lacks a value.
     """
 
     def __init__(self, shape: DrafterShape) -> None:
         super().__init__()
+        check_rope(shape)
         latent = shape.architecture == "mla"
         self.interleaved = latent
         width = mla_widths(shape)[2] if latent else shape.head_dim
@@ -67,68 +79,30 @@ class Rope(nn.Module):
         return torch.stack(turned, -1).flatten(-2) if self.interleaved else torch.cat(turned, dim=-1)
 
 
-def check_rope(shape: DrafterShape) -> None:
-    """Refuse a scaling that cannot be; without transformers where that can be told."""
-    if shape.architecture == "mla":
-        mla_factors(shape)
-    elif shape.rope_scaling:
-        Rope(shape)
-
-
 def frequencies(shape: DrafterShape, width: int) -> tuple[Tensor, float]:
-    """Inverse frequencies [width / 2] fp32, and what transformers multiplies cos and sin by."""
+    """Inverse frequencies [width / 2] fp32, and what transformers multiplies cos and sin by; of a checked RoPE."""
     parameters = rope_parameters(shape)
     if parameters["rope_type"] == "default":
         return 1.0 / shape.rope_theta ** (torch.arange(0, width, 2).float() / width), 1.0
     from transformers import LlamaConfig  # seconds to import, which plain RoPE need not wait for
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    try:
-        config = LlamaConfig(
-            hidden_size=shape.num_attention_heads * width,
-            num_attention_heads=shape.num_attention_heads,
-            head_dim=width,
-            max_position_embeddings=shape.max_position_embeddings,
-            rope_parameters=parameters,
-        )
-        inverse, factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, torch.device("cpu"))
-    except KeyError as error:
-        raise UserError(f"drafter.rope_scaling={shape.rope_scaling} is no RoPE of transformers: {error}") from None
+    config = LlamaConfig(
+        hidden_size=shape.num_attention_heads * width,
+        num_attention_heads=shape.num_attention_heads,
+        head_dim=width,
+        max_position_embeddings=shape.max_position_embeddings,
+        rope_parameters=parameters,
+    )
+    inverse, factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, torch.device("cpu"))
     return inverse, float(factor)
 
 
 def mla_factors(shape: DrafterShape) -> tuple[float, float]:
-    """What YaRN multiplies an MLA drafter's cos and sin by, and its softmax scale; 1 and 1 without.
-
-    Raises:
-        UserError: a scaling of which vLLM's DeepSeek attention would make something else.
-    """
+    """What a checked YaRN multiplies an MLA drafter's cos and sin by, and its softmax scale; 1 and 1 without."""
     yarn = rope_parameters(shape)
     if yarn["rope_type"] == "default":
         return 1.0, 1.0
-    if yarn["rope_type"] != "yarn":
-        raise UserError(
-            f"drafter.rope_scaling.rope_type={yarn['rope_type']}: vLLM takes every scaling of an MLA drafter for "
-            "YaRN: use rope_type=yarn, or {} for none"
-        )
-    if other := sorted(yarn.keys() - MLA_SCALING - {"rope_theta"}):
-        raise UserError(
-            f"drafter.rope_scaling.{other[0]} means nothing, or something else, to vLLM's MLA drafter: leave it out; "
-            f"it reads {', '.join(sorted(MLA_SCALING))}"
-        )
-    for name, value in yarn.items():
-        if name != "rope_type" and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise UserError(f"drafter.rope_scaling.{name}={value} is not a number")
-        if name in ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow") and value <= 0:
-            raise UserError(f"drafter.rope_scaling.{name}={value} must be above 0")
-    if missing := {"factor", "original_max_position_embeddings"} - yarn.keys():
-        raise UserError(f"drafter.rope_scaling={shape.rope_scaling} lacks {' and '.join(sorted(missing))}")
-    reach = yarn["factor"] * yarn["original_max_position_embeddings"]
-    if shape.max_position_embeddings > reach:
-        raise UserError(
-            f"drafter.max_position_embeddings={shape.max_position_embeddings} is beyond the {reach:g} positions of "
-            "drafter.rope_scaling (factor times original_max_position_embeddings), where vLLM's table ends"
-        )
     turned = _mscale(yarn["factor"], yarn.get("mscale", 1.0))
     sharpened = _mscale(yarn["factor"], yarn.get("mscale_all_dim", 0.0))
     return turned / sharpened, sharpened**2
@@ -143,7 +117,57 @@ def rope_parameters(shape: DrafterShape) -> dict:
     scaling = dict(shape.rope_scaling or {})
     kind = scaling.pop("type", None) or scaling.pop("rope_type", None) or "default"
     if scaling and kind == "default":
-        raise UserError(f"drafter.rope_scaling={shape.rope_scaling} names no rope_type, and would change nothing")
+        raise UserError(f"drafter.rope_scaling={shape.rope_scaling} names no rope_type that scales: {{}} is for none")
     if (theta := scaling.get("rope_theta", shape.rope_theta)) != shape.rope_theta:
         raise UserError(f"drafter.rope_scaling.rope_theta={theta} would be lost: set drafter.rope_theta instead")
     return {**scaling, "rope_type": kind, "rope_theta": shape.rope_theta}
+
+
+def check_rope(shape: DrafterShape) -> dict:
+    """`rope_parameters`, once they are known to mean in vLLM what they mean in training.
+
+    Raises:
+        UserError: they do not, or no RoPE can be made of them; names the key.
+    """
+    found = rope_parameters(shape)
+    kind, kinds = found["rope_type"], SCALINGS[shape.architecture]
+    if kind == "default":
+        return found
+    if kind not in kinds:
+        raise UserError(
+            f"drafter.rope_scaling.rope_type={kind} would not be served as it was trained"
+            + (": vLLM takes every scaling of an MLA drafter for YaRN" if shape.architecture == "mla" else "")
+            + f": use rope_type={' or '.join(kinds)}, or {{}} for none"
+        )
+    needed, allowed = kinds[kind]
+    if other := sorted(found.keys() - needed - allowed - {"rope_type", "rope_theta"}):
+        raise UserError(
+            f"drafter.rope_scaling.{other[0]} means nothing, or something else, to vLLM's {shape.architecture} drafter "
+            f"with {kind}: leave it out; it reads {', '.join(sorted(needed | allowed))}"
+        )
+    if missing := sorted(needed - found.keys()):
+        raise UserError(f"drafter.rope_scaling={shape.rope_scaling} lacks {' and '.join(missing)}")
+    for name in sorted((needed | allowed) & found.keys() - {"truncate"}):
+        value = found[name]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise UserError(f"drafter.rope_scaling.{name}={value} is not a number")
+        if not name.startswith("mscale") and value <= 0:
+            raise UserError(f"drafter.rope_scaling.{name}={value} must be above 0")
+    if not isinstance(found.get("truncate", True), bool):
+        raise UserError(f"drafter.rope_scaling.truncate={found['truncate']} is neither true nor false")
+    if kind == "llama3" and found["high_freq_factor"] <= found["low_freq_factor"]:
+        raise UserError(
+            f"drafter.rope_scaling.high_freq_factor={found['high_freq_factor']} must be above "
+            f"low_freq_factor={found['low_freq_factor']}"
+        )
+    if (reach := table_end(found)) is not None and shape.max_position_embeddings > reach:
+        raise UserError(
+            f"drafter.max_position_embeddings={shape.max_position_embeddings} is beyond the {reach:g} positions of "
+            "drafter.rope_scaling (factor times original_max_position_embeddings), where vLLM's table ends"
+        )
+    return found
+
+
+def table_end(checked: dict) -> float | None:
+    """Positions in vLLM's table of a YaRN; None for other RoPE, whose table is as long as the target's contexts."""
+    return checked["factor"] * checked[ORIGINAL] if checked["rope_type"] == "yarn" else None

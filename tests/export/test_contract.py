@@ -118,6 +118,18 @@ def test_shapes_that_vllm_reads_otherwise_are_named(change, named, tiny, good):
     assert any(named in problem for problem in contract.check(good, replace(tiny, **change)))
 
 
+def test_what_does_not_run_everywhere_is_said_with_its_option(tiny, tiny_mla):
+    longest, shared = contract.caveats(tiny)
+    assert longest.startswith("On GPUs vLLM 0.32 drafts in all contexts that the target takes")
+    assert "up to 128 tokens" in longest
+    assert "drafter.max_position_embeddings" in longest
+    assert "pipeline parallelism" in shared
+    assert shared.endswith("drafter.share_embedding=false")
+    assert contract.caveats(replace(tiny, share_embedding=False)) == [longest]
+    _, yarn, _ = contract.caveats(tiny_mla)
+    assert yarn.endswith("--max-model-len of at most 128")
+
+
 def test_attention_of_no_known_kind_is_refused(tiny):
     with pytest.raises(UserError, match="llama or mla"):
         contract.weight_shapes(replace(tiny, architecture="mamba"))

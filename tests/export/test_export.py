@@ -164,6 +164,25 @@ def test_options_that_contradict_the_weights_are_refused(option, run):
         export.export(run.config(option))
 
 
+def test_positions_may_be_raised_after_training(run, capsys):
+    export.export(run.config())
+    longer = "drafter.max_position_embeddings=4096"
+    with pytest.raises(UserError, match=r"max_position_embeddings: 128 there, 4096 here.*overwrite=true"):
+        export.export(run.config(longer))
+    export.export(run.config(longer, "overwrite=true"))
+    assert run.exported()[0]["max_position_embeddings"] == 4096
+    assert "of up to 4,096 tokens" in run.exported()[2]
+    assert "max_position_embeddings is 4,096 now, 128 in training" in capsys.readouterr().out
+    with pytest.raises(UserError, match="was trained with max_position_embeddings=128"):
+        export.export(run.config("drafter.max_position_embeddings=64"))
+
+
+def test_positions_are_not_raised_beyond_a_table(mla_run):
+    with pytest.raises(UserError, match="max_position_embeddings=129 is beyond the 128 positions"):
+        export.export(mla_run.config("drafter.max_position_embeddings=129"))
+    assert not (mla_run.folder / "export").exists()
+
+
 def test_a_drafter_of_another_target_is_refused(run):
     store = {"fingerprint": "f" * 16, "inputs": {"target": {"name": "someone/another-target"}}}
     (run.folder / "store").mkdir(exist_ok=True)
