@@ -40,7 +40,9 @@ class TargetConfig:
     path: str = opt("???", "directory or hub id of the target, in transformers format")
     revision: str | None = opt(None, "hub revision")
     dtype: str = opt("bfloat16", "precision the target runs in during generation and extraction")
-    device: str = opt("auto", "cpu, cuda, cuda:N, or auto (cuda where there is one)")
+    device: str = opt(
+        "auto", "cpu, cuda, cuda:N, or auto (cuda where there is one); of several processes each takes its own of cuda"
+    )
     device_map: str | None = opt(
         None, "spread a target over several devices, as transformers' device_map: auto, balanced, …; one process only"
     )
