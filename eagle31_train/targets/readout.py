@@ -20,7 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from eagle31_train.drafter.norm import rms_norm
 from eagle31_train.schema import TargetConfig, UserError
 
-QUIRKS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+QUIRKS = ("final_logit_softcapping", "logit_scale")
+DIVISOR = "logits_scaling"  # by which a Granite divides its logits
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 EMBEDDING = "embed_tokens.weight"
 NOT_WHOLE = "a file is cut short, or only git-lfs's pointer to one (`git lfs pull` fetches them): copy it again"
@@ -45,7 +46,8 @@ class Readout:
     norm: [H] fp32, the final RMSNorm's effective weight: w, or 1 + w as in Gemma.
     norm_kind: "w" or "1+w".
     eps: epsilon of that norm.
-    head: [V, H] lm_head; the embedding itself where the target ties them.
+    head: [V, H] lm_head; the embedding itself where the target ties them. One whose logits are divided by a
+        number is divided here: Granite's are powers of two, so that this changes no bit of the logits.
     depth: N, the number of decoder layers.
     quirk: what else the target does to its logits, which an EAGLE 3 loss does not model; or None.
     """
@@ -98,8 +100,8 @@ def readout_of(model: Any) -> Readout:
     parts = find_parts(model)
     effective, kind = norm_weight(parts.norm)
     return Readout(
-        _weight(parts.embedding), effective, kind, norm_eps(parts.norm), _weight(parts.head), len(parts.layers),
-        _quirk(model.config),
+        _weight(parts.embedding), effective, kind, norm_eps(parts.norm), _divided(_weight(parts.head), model.config),
+        len(parts.layers), _quirk(model.config),
     )  # fmt: skip
 
 
@@ -131,7 +133,8 @@ def readout_from_checkpoint(target: TargetConfig, dtype: torch.dtype) -> Readout
     norm = copy.deepcopy(parts.norm).to_empty(device="cpu")
     norm.weight = nn.Parameter(read[0], requires_grad=False)
     effective, kind = norm_weight(norm)
-    return Readout(read[1], effective, kind, norm_eps(norm), read[-1], len(parts.layers), _quirk(config))
+    head = _divided(read[-1], config)
+    return Readout(read[1], effective, kind, norm_eps(norm), head, len(parts.layers), _quirk(config))
 
 
 def _settings(folder: Path) -> dict[str, Any] | None:
@@ -156,7 +159,8 @@ def _unknown(folder: Path, settings: dict[str, Any], dtype: torch.dtype) -> Read
     if any(key.endswith("lm_head.weight") for key in _files(folder)):  # else it is the embedding
         shapes["lm_head.weight"] = (V, H)
     read = [tensor.to(dtype) for tensor in _read(folder, shapes)]
-    quirks = [f"{name}={settings[name]}" for name in QUIRKS if settings.get(name) not in (None, 1, 1.0)]
+    # What such a model does with a number of this name, nobody here knows.
+    quirks = [f"{name}={settings[name]}" for name in (*QUIRKS, DIVISOR) if settings.get(name) not in (None, 1, 1.0)]
     depth, eps = settings["num_hidden_layers"], settings["rms_norm_eps"]
     return Readout(read[1], read[0].float(), "w", eps, read[-1], depth, quirks[0] if quirks else None)
 
@@ -228,6 +232,11 @@ def _weight(module: nn.Module) -> Tensor:
     weight = module.weight
     assert isinstance(weight, Tensor)
     return weight.detach() if not weight.is_meta else weight
+
+
+def _divided(head: Tensor, config: Any) -> Tensor:
+    divisor = getattr(config.get_text_config(), DIVISOR, None) or 1
+    return head if divisor == 1 else head / divisor
 
 
 def _quirk(config: Any) -> str | None:

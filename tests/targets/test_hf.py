@@ -15,8 +15,6 @@ from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
     MambaConfig,
-    Mistral3Config,
-    Mistral3ForConditionalGeneration,
     Qwen3Config,
     Qwen3ForCausalLM,
     StableLmConfig,
@@ -28,7 +26,6 @@ from eagle31_train.schema import TargetConfig, UserError
 from eagle31_train.targets import hf
 from eagle31_train.targets.engine import TransformersEngine, make_engine
 from eagle31_train.targets.hf import HiddenStateTarget, default_aux_layers, load_model, positions
-from eagle31_train.targets.readout import readout_from_checkpoint
 
 SIZES = {
     "vocab_size": VOCAB,
@@ -289,29 +286,6 @@ def test_a_conversation_beyond_the_targets_positions_is_too_long(rope, found):
 
 def test_a_target_without_positions_takes_conversations_of_any_length():
     assert positions(MambaConfig()) is None
-
-
-def mistral3():
-    """A multimodal target whose vision tower has a norm and an embedding of its own."""
-    text = {**SIZES, "model_type": "mistral", "max_position_embeddings": 64}
-    vision = {"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
-    return randomised(Mistral3ForConditionalGeneration(Mistral3Config(text_config=text, vision_config=vision)))
-
-
-def test_a_multimodal_target_without_a_causal_lm_is_taken_whole(tmp_path):
-    """In both engines: the transformers engine's states rebuild its logits, and its files hold the same readout."""
-    right = mistral3()
-    config = TargetConfig(path=str(save_quietly(right, tmp_path / "target")), dtype="float32", device="cpu")
-    engine = TransformersEngine(HiddenStateTarget(load_model(config), AUX))
-    tokens = batch([9])[0][0]
-    [(_, aux, last)] = engine.run([tokens])
-    assert aux.shape == (9, len(AUX), HIDDEN)
-    torch.testing.assert_close(engine.readout.logits(last), right(input_ids=tokens[None]).logits[0])
-    read = readout_from_checkpoint(config, torch.float32)
-    for field in ("embedding", "norm", "head"):
-        assert torch.equal(getattr(read, field), getattr(engine.readout, field)), field
-    assert (read.norm_kind, read.eps, read.depth) == ("w", engine.readout.eps, LAYERS)
 
 
 @pytest.mark.parametrize(("make", "doubted"), [(tiny_llama, False), (MODELS["gemma2"], True)])

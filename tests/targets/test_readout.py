@@ -1,19 +1,29 @@
-"""The readout of checkpoints whose model transformers has no causal LM for, such as Kimi-K2.6's: files alone say it."""
+"""The readout of checkpoints whose model transformers has no causal LM for, such as Kimi-K2.6's: files alone say it.
+
+And of loaded models that are wrapped or scale their logits.
+"""
 
 import json
 
 import pytest
 import torch
-from pipeline import HIDDEN, LAYERS, VOCAB, tiny_llama
+from pipeline import HIDDEN, LAYERS, VOCAB, save_quietly, tiny_llama
 from safetensors.torch import save_file
-from transformers import GemmaConfig, GemmaForCausalLM
+from transformers import (
+    GemmaConfig,
+    GemmaForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+)
 
 from eagle31_train.extract import run_shard
 from eagle31_train.fidelity import Gate
 from eagle31_train.schema import ExtractConfig, TargetConfig, UserError
 from eagle31_train.store.plan import Shape
 from eagle31_train.targets.engine import TransformersEngine
-from eagle31_train.targets.hf import HiddenStateTarget
+from eagle31_train.targets.hf import HiddenStateTarget, load_model
 from eagle31_train.targets.readout import readout_from_checkpoint
 
 TEXT = {
@@ -32,6 +42,24 @@ WRAPPED = {
     "text_config": TEXT,
     "quantization_config": {"quant_method": "compressed-tensors", "ignore": ["lm_head"]},
 }
+
+
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": LAYERS,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+
+
+def randomised(model):
+    generator = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
+    return model.eval()
 
 
 def write_kimi(folder, model, config=WRAPPED, prefix="language_model."):
@@ -91,6 +119,34 @@ def test_a_configuration_that_does_not_say_enough_is_refused(tmp_path, missing):
     assert "\n" not in str(error.value)
 
 
+def mistral3():
+    """A multimodal target: two names of its checkpoint end as the final norm's does."""
+    text = {**SIZES, "model_type": "mistral", "max_position_embeddings": 64}
+    vision = {"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    return randomised(Mistral3ForConditionalGeneration(Mistral3Config(text_config=text, vision_config=vision)))
+
+
+def granite(tied):
+    return lambda: randomised(GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=8.0, tie_word_embeddings=tied)))
+
+
+@pytest.mark.parametrize("make", [mistral3, granite(tied=True), granite(tied=False)])
+def test_multimodal_targets_and_scaled_logits_are_read_in_both_engines(tmp_path, make):
+    """The transformers engine's states rebuild the target's logits, and its files hold the same readout."""
+    right = make()
+    config = TargetConfig(path=str(save_quietly(right, tmp_path / "target")), dtype="float32", device="cpu")
+    engine = TransformersEngine(HiddenStateTarget(load_model(config), [1, 3, 5]))
+    tokens = torch.arange(9)
+    [(_, aux, last)] = engine.run([tokens])
+    assert aux.shape == (9, 3, HIDDEN)
+    torch.testing.assert_close(engine.readout.logits(last), right(input_ids=tokens[None]).logits[0])
+    read = readout_from_checkpoint(config, torch.float32)
+    for field in ("embedding", "norm", "head"):
+        assert torch.equal(getattr(read, field), getattr(engine.readout, field)), field
+    assert (read.norm_kind, read.eps, read.depth, read.quirk) == ("w", engine.readout.eps, LAYERS, None)
+
+
 class Silent:
     """No progress bar."""
 
@@ -100,12 +156,8 @@ class Silent:
 
 def test_a_norm_that_is_read_for_an_ordinary_one_is_stopped_by_the_gate(tmp_path):
     """What config.json cannot say: Gemma keeps its norm's weight less one, and embeds in another scale."""
-    sizes = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "intermediate_size": 48}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    model = GemmaForCausalLM(GemmaConfig(**sizes, **heads)).eval()
-    generator = torch.Generator().manual_seed(3)
-    for parameter in model.parameters():
-        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
+    model = randomised(GemmaForCausalLM(GemmaConfig(**SIZES)))
+    generator = torch.Generator().manual_seed(4)
     read = readout_from_checkpoint(write_kimi(tmp_path / "kimi", model), torch.float32)
     engine = TransformersEngine(HiddenStateTarget(model, [1]), read)
     tokens = [torch.randint(0, VOCAB, (60,), generator=generator) for _ in range(3)]
