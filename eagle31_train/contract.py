@@ -17,7 +17,6 @@ from eagle31_train import vocab
 from eagle31_train.drafter.rope import check_rope, mla_factors, rope_parameters, table_end
 from eagle31_train.schema import DrafterShape, UserError, check_architecture, mla_widths
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 # Weights that vLLM also takes joined, row after row.
 _JOINED = {

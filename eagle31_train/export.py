@@ -25,6 +25,7 @@ from eagle31_train import artifacts, card, cli, contract, draft_config, findings
 from eagle31_train.measure import drafters
 from eagle31_train.schema import Config, DrafterShape, UserError, as_plain, check_architecture
 from eagle31_train.store import read_manifest
+from eagle31_train.targets.hf import DTYPES
 
 TRAIN = "accelerate launch train.py"
 # Raised whenever the same inputs make another checkpoint.
@@ -36,7 +37,7 @@ SERVED = ("config.json", "model.safetensors")  # files of the checkpoint
 
 @dataclass(frozen=True)
 class Trained:
-    """What the stage reads: a trained drafter and what is known of it."""
+    """What the stage reads: a trained drafter, its weights on the disk, and what is known of it."""
 
     weights: Path
     shape: DrafterShape
@@ -56,8 +57,8 @@ def export(config: Config) -> None:
     check_architecture(config.drafter.architecture)
     if config.push and not config.repo:
         raise UserError("push=true needs the hub repository: add repo=owner/name")
-    if config.target.dtype not in contract.DTYPES:
-        raise UserError(f"target.dtype={config.target.dtype} is none of {', '.join(contract.DTYPES)}")
+    if config.target.dtype not in DTYPES:
+        raise UserError(f"target.dtype={config.target.dtype} is none of {', '.join(DTYPES)}")
     run = Path(config.run_dir)
     trained = read_trained(config)
     checkpoint = checkpoint_inputs(config, trained)
@@ -98,39 +99,24 @@ def export(config: Config) -> None:
 
 def read_trained(config: Config) -> Trained:
     """Read and verify what training left in `run_dir`; UserError names what is wrong."""
-    run = Path(config.run_dir)
-    train = artifacts.read_json(run / "train" / artifacts.MANIFEST, TRAIN)
-    if damage := artifacts.first_damaged(run / "train", train.get("files", {})):
-        raise UserError(f"{damage}: run `{TRAIN}` again")
-    try:
-        folder = run / "train" / train["checkpoint"]
-    except KeyError:
-        raise UserError(f"{run / 'train' / artifacts.MANIFEST} names no checkpoint: run `{TRAIN}` again") from None
-    shape = _reaching_further(_read_shape(folder / "drafter.json"), config.drafter.max_position_embeddings)
-    _refuse_contradictions(config, shape, folder)
+    found = drafters.of_run(Path(config.run_dir), config.data_folder)
+    assert found.weights is not None
+    assert found.manifest is not None
+    train = found.manifest
+    shape = _reaching_further(found.shape, config.drafter.max_position_embeddings)
+    _refuse_contradictions(config, shape, found.weights.parent)
     _refuse_other_target(config, train)
-    kept = _read_vocab(config.data_folder / "vocab.safetensors", train, shape)
     data = _read_if_there(config.data_folder / artifacts.MANIFEST)
     if data is not None and data["dataset_fingerprint"] != train["inputs"].get("data"):
         raise UserError(
             f"{config.data_folder} is not the data that the drafter was trained on, and the card would tell its "
             f"counts: run `{TRAIN}` on it, or give data_dir=… of training"
         )
-    return Trained(folder / "model.safetensors", shape, kept, train, data)
+    return Trained(found.weights, shape, found.vocab, train, data)
 
 
 def _read_if_there(path: Path) -> dict[str, Any] | None:
     return artifacts.read_json(path, "the stage") if path.is_file() else None
-
-
-def _read_shape(path: Path) -> DrafterShape:
-    values = artifacts.read_json(path, TRAIN)
-    try:
-        shape = DrafterShape(**values)
-    except TypeError as error:
-        raise UserError(f"{path} is not a drafter's shape ({error}): run `{TRAIN}` again") from None
-    check_architecture(shape.architecture)
-    return shape
 
 
 def _reaching_further(shape: DrafterShape, positions: int) -> DrafterShape:
@@ -171,20 +157,6 @@ def _refuse_other_target(config: Config, train: dict[str, Any]) -> None:
         )
 
 
-def _read_vocab(path: Path, train: dict[str, Any], shape: DrafterShape) -> vocab.DraftVocab:
-    """The vocabulary that the rows of lm_head mean; another of the same size would ruin them in silence."""
-    kept = vocab.read(path)
-    sizes = (len(kept), kept.target_size)
-    same = train.get("inputs", {}).get("vocab") == artifacts.file_sha256(path)[:16]
-    if not same or sizes != (shape.draft_vocab_size, shape.vocab_size):
-        raise UserError(
-            f"{path} ({sizes[0]} of {sizes[1]} tokens) is not the vocabulary that the drafter was trained "
-            f"with ({shape.draft_vocab_size} of {shape.vocab_size}): run `{TRAIN}` on this data, "
-            "or restore the old file"
-        )
-    return kept
-
-
 def _mentions(value: Any, wanted: str) -> bool:
     """Whether a fingerprint stands anywhere in a manifest's inputs."""
     if isinstance(value, dict):
@@ -201,7 +173,7 @@ def checkpoint_inputs(config: Config, trained: Trained) -> dict[str, Any]:
         "layout": LAYOUT,
         "train": trained.train["fingerprint"],
         "checkpoint": trained.train["checkpoint"],
-        "weights": artifacts.file_sha256(trained.weights) if trained.weights.is_file() else None,
+        "weights": artifacts.file_sha256(trained.weights),
         "shape": as_plain(trained.shape),
         "vocab": artifacts.fingerprint(trained.vocab.target_ids.tolist()),
         "target": config.target.name,
@@ -276,7 +248,7 @@ def _link(old: Path, new: Path) -> None:
 
 
 def _write_checkpoint(config: Config, trained: Trained, folder: Path) -> None:
-    tensors = read_tensors(trained.weights, contract.DTYPES[config.target.dtype])
+    tensors = read_tensors(trained.weights, DTYPES[config.target.dtype])
     if unexpected := tensors.keys() & {"d2t", "t2d"}:
         raise UserError(f"{trained.weights} holds {min(unexpected)}: the maps come from data/vocab.safetensors")
     if contract.map_tensors(trained.shape):

@@ -82,22 +82,37 @@ def of_run(run_dir: Path, data_folder: Path) -> Checkpoint:
     manifest = artifacts.read_json(folder / artifacts.MANIFEST, TRAIN)
     if damage := artifacts.first_damaged(folder, manifest.get("files", {})):
         raise UserError(f"{damage}: run `{TRAIN}` again")
+    if "checkpoint" not in manifest:
+        raise UserError(f"{folder / artifacts.MANIFEST} names no checkpoint: run `{TRAIN}` again")
     checkpoint = folder / manifest["checkpoint"]
-    try:
-        shape = DrafterShape(**artifacts.read_json(checkpoint / "drafter.json", TRAIN))
-    except TypeError as error:
-        raise UserError(
-            f"{checkpoint / 'drafter.json'} is not a drafter's shape ({error}): run `{TRAIN}` again"
-        ) from None
-    check_architecture(shape.architecture)
+    shape = read_shape(checkpoint / "drafter.json")
     if not (weights := checkpoint / WEIGHTS).is_file():
         raise UserError(f"{weights} is missing: run `{TRAIN}` first")
     file = data_folder / "vocab.safetensors"
     kept = vocab.read(file)
     # Another vocabulary of the same size would change the meaning of lm_head's rows in silence.
-    if manifest["inputs"].get("vocab") != artifacts.file_sha256(file)[:16]:
-        raise UserError(f"{file} is not the vocabulary that the drafter was trained with: run `{TRAIN}` again")
+    same = manifest.get("inputs", {}).get("vocab") == artifacts.file_sha256(file)[:16]
+    sizes = (len(kept), kept.target_size)
+    if not same or sizes != (shape.draft_vocab_size, shape.vocab_size):
+        raise UserError(
+            f"{file} ({sizes[0]} of {sizes[1]} tokens) is not the vocabulary that the drafter was trained with "
+            f"({shape.draft_vocab_size} of {shape.vocab_size}): run `{TRAIN}` on this data, or restore the old file"
+        )
     return Checkpoint(str(run_dir), identity(manifest), shape, kept, weights, manifest)
+
+
+def read_shape(path: Path) -> DrafterShape:
+    """What training wrote beside its weights.
+
+    Raises:
+        UserError: it is not there, or is no drafter's shape.
+    """
+    try:
+        shape = DrafterShape(**artifacts.read_json(path, TRAIN))
+    except TypeError as error:
+        raise UserError(f"{path} is not a drafter's shape ({error}): run `{TRAIN}` again") from None
+    check_architecture(shape.architecture)
+    return shape
 
 
 def of_published(path: str, revision: str | None, target_layers: int) -> Checkpoint:

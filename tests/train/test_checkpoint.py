@@ -14,6 +14,7 @@ from checkpointing import FILES, FINGERPRINT, SHAPE, bits, failing, names, newes
 from pipeline import flip_bit
 
 from eagle31_train import export
+from eagle31_train.measure.drafters import read_shape
 from eagle31_train.schema import UserError
 from eagle31_train.store.sealed import checksum, seal, unseal
 from train import checkpoint
@@ -55,7 +56,7 @@ def test_the_manifest_is_sealed_and_lists_every_other_file(tmp_path):
 
 def test_the_export_stage_reads_it(tmp_path):
     save(tmp_path, snapshot(100))
-    assert export._read_shape(step(tmp_path, 100) / "drafter.json") == SHAPE
+    assert read_shape(step(tmp_path, 100) / "drafter.json") == SHAPE
     found = export.read_tensors(step(tmp_path, 100) / "model.safetensors")
     assert {name: bits(tensor) for name, tensor in found.items()} == {
         name: bits(tensor) for name, tensor in snapshot(100).weights.items()
