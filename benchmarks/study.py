@@ -2,6 +2,7 @@
 
     python -m benchmarks.study data.conversations=FILE                       # three seeds of everything: hours
     python -m benchmarks.study --seeds 0 --only 3.0 3.1 data.conversations=FILE
+    python -m benchmarks.study --seeds 0 --only 3.1 --unrolls 5 --passes 2 data.conversations=FILE
 
 Data and hidden states are made once, then every drafter is trained on them by the stages' own commands, --jobs at a
 time with one thread each. What is finished is skipped, and what was stopped goes on. At the end stands the command that
@@ -32,8 +33,7 @@ SWITCHES = {
     "norm_output": PLAIN_FC,
     "3.1": [],
 }
-UNROLL = 5  # of all four; 3.0 and 3.1 are trained at the others, too
-OTHERS = (3, 7)
+UNROLLS = (5, 3, 7)  # the first of all four; 3.0 and 3.1 are trained at the others, too
 LAUNCH = ["-m", "accelerate.commands.launch", "--quiet", "--config_file", str(ROOT / "configs/accelerate/cpu.yaml")]
 
 
@@ -44,23 +44,33 @@ class Training:
     switches: str
     unroll: int
     seed: int
+    passes: int = 1
+
+    @property
+    def label(self) -> str:
+        """What trainings are called that differ in their seed alone."""
+        unroll = f"-unroll-{self.unroll}" if self.unroll != UNROLLS[0] else ""
+        return f"{self.switches}{unroll}{f'-passes-{self.passes}' if self.passes > 1 else ''}"
 
     @property
     def name(self) -> str:
         """Of its run."""
-        return f"{FIRST}-{self.switches}-u{self.unroll}-s{self.seed}"
+        passes = f"-p{self.passes}" if self.passes > 1 else ""
+        return f"{FIRST}-{self.switches}-u{self.unroll}{passes}-s{self.seed}"
 
     @property
     def options(self) -> list[str]:
         """What it has of its own."""
-        return [f"name={self.name}", f"seed={self.seed}", f"train.unroll={self.unroll}", *SWITCHES[self.switches]]
+        own = [f"name={self.name}", f"seed={self.seed}", f"train.unroll={self.unroll}", f"train.epochs={self.passes}"]
+        return [*own, *SWITCHES[self.switches]]
 
 
-def trainings(seeds: list[int], switches: list[str]) -> Iterator[Training]:
+def trainings(seeds: list[int], switches: list[str], unrolls: list[int], passes: int) -> Iterator[Training]:
     """All of them; the first seed of everything before the second of anything."""
     for seed in seeds:
-        yield from (Training(one, UNROLL, seed) for one in switches)
-        yield from (Training(one, unroll, seed) for unroll in OTHERS for one in switches if one in ("3.0", "3.1"))
+        for unroll in unrolls:
+            some = switches if unroll == UNROLLS[0] else [one for one in switches if one in ("3.0", "3.1")]
+            yield from (Training(one, unroll, seed, passes) for one in some)
 
 
 def run(arguments: list[str], log: Path, threads: int) -> None:
@@ -78,8 +88,7 @@ def groups(done: list[Training]) -> list[str]:
     """The drafters of one comparison: trainings that differ in their seed alone stand under one name, 3.0 first."""
     named: dict[str, list[str]] = {}
     for one in done:
-        label = one.switches if one.unroll == UNROLL else f"{one.switches}-unroll-{one.unroll}"
-        named.setdefault(label, []).append(f"runs/{one.name}")
+        named.setdefault(one.label, []).append(f"runs/{one.name}")
     return [f"{name}:{','.join(runs)}" for name, runs in sorted(named.items(), key=lambda pair: pair[0] != "3.0")]
 
 
@@ -89,6 +98,15 @@ def main() -> None:
     parser.add_argument("options", nargs="+", metavar="key=value", help="for every stage: data.conversations=FILE, …")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--only", nargs="+", choices=list(SWITCHES), default=list(SWITCHES), metavar="SWITCHES")
+    parser.add_argument(
+        "--unrolls",
+        type=int,
+        nargs="+",
+        choices=UNROLLS,
+        default=list(UNROLLS),
+        help="draft steps trained from each slot",
+    )
+    parser.add_argument("--passes", type=int, default=1, help="over the data [1]")
     parser.add_argument("--jobs", type=int, default=2, help="trainings at a time, of one thread each [2]")
     chosen = parser.parse_intermixed_args()
 
@@ -97,7 +115,8 @@ def main() -> None:
         print(f"study: {stage}", flush=True)
         run(["-m", stage, *common, f"name={FIRST}"], folder / f"{stage}.log", chosen.jobs)
     shared = [f"data_dir=runs/{FIRST}/data", f"store_dir=runs/{FIRST}/store", "train.wandb=disabled"]
-    planned, stop = list(trainings(chosen.seeds, chosen.only)), threading.Event()
+    planned = list(trainings(chosen.seeds, chosen.only, chosen.unrolls, chosen.passes))
+    stop = threading.Event()
 
     def train(one: Training) -> None:
         if stop.is_set():
