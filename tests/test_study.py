@@ -64,6 +64,14 @@ def test_a_second_training():
     assert told(f"| | {' | '.join(interval for _, interval in gains)} |")
 
 
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_second_pass_and_a_shorter_unroll(depth):
+    (found,) = workloads("more")
+    one, two = (bracketed(length(found, name, depth)) for name in ("one-pass", "two-passes"))
+    gains = [" ".join(gain(found, name, depth)) for name in ("two-passes", "unroll-3")]
+    assert told(row(depth, one, two, gains[0], f"{length(found, 'unroll-3', depth)[0]:.3f}", gains[1]))
+
+
 @pytest.mark.parametrize("name", ["3.0", "norm_output", "fc_norm", "3.1"])
 def test_what_drifts(name):
     (found,) = workloads("comparison")
