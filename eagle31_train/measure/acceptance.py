@@ -170,8 +170,8 @@ def machine(device: torch.device, threads: bool = True) -> str:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    much = f"{torch.get_num_threads()} threads" if threads else f"{os.cpu_count()} cores"
-    return f"{names[0] if names else platform.processor() or platform.machine()}, {much}"
+    count, of = (torch.get_num_threads(), "thread") if threads else (os.cpu_count() or 1, "core")
+    return f"{names[0] if names else platform.processor() or platform.machine()}, {count} {of}{'s' if count > 1 else ''}"
 
 
 def rounds(measured: Measured, draft_tokens: int) -> list[int]:
