@@ -171,7 +171,8 @@ def machine(device: torch.device, threads: bool = True) -> str:
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     count, of = (torch.get_num_threads(), "thread") if threads else (os.cpu_count() or 1, "core")
-    return f"{names[0] if names else platform.processor() or platform.machine()}, {count} {of}{'s' if count > 1 else ''}"
+    name = names[0] if names else platform.processor() or platform.machine()
+    return f"{name}, {count} {of}{'s' if count > 1 else ''}"
 
 
 def rounds(measured: Measured, draft_tokens: int) -> list[int]:
