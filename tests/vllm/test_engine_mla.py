@@ -19,7 +19,7 @@ from eagle31_train.schema import TargetConfig
 from eagle31_train.store import Store
 from eagle31_train.targets.engine import Reference, TransformersEngine
 from eagle31_train.targets.hf import HiddenStateTarget, load_model
-from eagle31_train.targets.toy import make
+from eagle31_train.targets.toy import VOCAB, make
 
 pytestmark = pytest.mark.vllm
 
@@ -207,7 +207,7 @@ def test_a_killed_extraction_of_a_quantized_target_is_carried_on(vllm_python, in
     stores = []
     for name, ends in (("whole", ["all"]), ("killed", ["2", "all"])):
         folder = tmp_path / name
-        write_data(folder / "run", target_size=1024)
+        write_data(folder / "run", target_size=VOCAB)
         options = [*RECIPE, f"run_dir={folder / 'run'}", f"target.path={int4[0]}", "target.aux_layers=[1,4,6]"]
         options += [
             "target.dtype=bfloat16",
