@@ -102,8 +102,9 @@ def test_contexts_of_4096_tokens():
     assert f"{1 - kept['3.0']:.0%} (3.0) and {1 - kept['3.1']:.0%} (3.1)".replace("%", " %") in PAGE
 
 
-def test_served():
-    serving = json.loads((DOCS / "results" / "study-serving-seed1.json").read_text())
+@pytest.mark.parametrize("name", ["seed1", "passes2"])
+def test_served(name):
+    serving = json.loads((DOCS / "results" / f"study-serving-{name}.json").read_text())
     for one in serving["rows"]:
         speed = bracketed(one["per_user"], "{:.1f}"), f"{one['total']:.1f}"
         times = f"{1e3 * one['ttft']['mean']:,.0f}", f"{1e3 * one['tpot']['mean']:.1f}"
