@@ -66,11 +66,11 @@ def extract(config: Config) -> None:
         if process.speaks:
             print(f"extract: up to date ({place.location})")
         return
-    splits = load_data(config)
-    check_words(config)
+    splits, made = load_data(config), _data_manifest(config)
+    check_words(config, made)
     engine = make_engine(config)
     states = describe(engine, config)
-    check_rows(config, states["vocab_size"])
+    check_rows(config, made, states["vocab_size"])
     masks = {split: splits[split]["loss_mask"] for split in SPLITS}
     plan = make_plan(masks, config.extract.shard_tokens, shape_of(states))
     longest = max((length for lengths in plan.lengths.values() for length in lengths), default=0)
@@ -164,13 +164,13 @@ def load_data(config: Config) -> DatasetDict:
     return DatasetDict.load_from_disk(str(folder / "dataset"))
 
 
-def check_words(config: Config) -> None:
+def check_words(config: Config, made: dict[str, Any]) -> None:
     """Refuse conversations of another tokenizer: to this target their ids are other words, and the gate cannot tell.
 
     Raises:
         UserError: they are, or the target has no tokenizer to compare with.
     """
-    wanted = _data_manifest(config).get("vocabulary")
+    wanted = made.get("vocabulary")
     if wanted is None:  # of an earlier version, which did not say
         return
     require_path(config.target)
@@ -178,13 +178,13 @@ def check_words(config: Config) -> None:
         raise _other_target(config, "with another tokenizer than it has")
 
 
-def check_rows(config: Config, vocab_size: int) -> None:
+def check_rows(config: Config, made: dict[str, Any], vocab_size: int) -> None:
     """Refuse conversations for a target of other than `vocab_size` tokens.
 
     Raises:
         UserError: they are.
     """
-    if (made_for := _data_manifest(config)["inputs"]["vocab_size"]) != vocab_size:
+    if (made_for := made["inputs"]["vocab_size"]) != vocab_size:
         raise _other_target(config, f"for a target with {made_for} tokens, and it has {vocab_size}")
 
 
@@ -196,6 +196,7 @@ def _other_target(config: Config, how: str) -> UserError:
 
 
 def _data_manifest(config: Config) -> dict[str, Any]:
+    """What stage 1 says of its conversations."""
     return artifacts.read_json(config.data_folder / artifacts.MANIFEST, "python -m data_prep")
 
 

@@ -9,6 +9,7 @@ import jinja2
 from transformers import AutoTokenizer
 
 from eagle31_train.schema import TargetConfig, UserError
+from eagle31_train.tokenizer import from_pretrained
 
 Message = dict[str, Any]  # role and content, as OpenAI's API has them
 Tool = dict[str, Any]
@@ -34,14 +35,7 @@ class Rendering:
         Raises:
             UserError: neither can be had.
         """
-        try:
-            tokenizer: Any = AutoTokenizer.from_pretrained(
-                target.path, revision=target.revision, trust_remote_code=target.trust_remote_code
-            )
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"the tokenizer of target.path={target.path} cannot be loaded: {str(error).splitlines()[0]}"
-            ) from None
+        tokenizer = from_pretrained(AutoTokenizer, target)
         if target.chat_template is None and not tokenizer.chat_template:
             raise UserError(
                 f"the tokenizer of {target.path} has no chat template: give one as target.chat_template=FILE"
