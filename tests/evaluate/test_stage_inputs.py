@@ -93,3 +93,27 @@ def test_training_again_to_other_weights_makes_an_evaluation_out_of_date(run, ca
     evaluate.evaluate(run.config("overwrite=true"))
     assert run.manifest["inputs"]["train"] == first["train"]
     assert run.manifest["inputs"]["checkpoint"] != first["checkpoint"]
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_prompts_are_those_of_the_exported_drafter(run, monkeypatch, trained):
+    """Its room, whatever the options of this command say; and nobody knows what it learnt, where train/ is gone."""
+
+    class EnoughError(Exception):
+        pass
+
+    def workloads(_config, _data, longest, doubts):
+        raise EnoughError(longest, doubts)
+
+    shape = {"max_position_embeddings": 100}
+    record = {"inputs": {"train": "made", "shape": shape}, "checkpoint": "its weights"}
+    monkeypatch.setattr(drafters, "exported", lambda _run: record)
+    monkeypatch.setattr(evaluate, "check_serving", lambda _config: Engine("0.32.0", "some CPU"))
+    monkeypatch.setattr(evaluate.suites, "workloads", workloads)
+    if not trained:
+        (run.folder / "train" / "manifest.json").unlink()
+    with pytest.raises(EnoughError) as told:
+        evaluate.serve(run.config("evaluate.backend=vllm", "drafter.max_position_embeddings=8192"))
+    longest, doubts = told.value.args
+    assert longest == 100 - 20 - 2 * 6
+    assert [doubt.startswith("nobody knows whether") for doubt in doubts] == ([] if trained else [True])

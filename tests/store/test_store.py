@@ -7,14 +7,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made import LENGTHS, VOCAB, Made, message_of, read_whole, right_so_far, writes
+from made import LENGTHS, VOCAB, Made, message_of, read_whole, right_so_far
 from pipeline import contents, flip_bit, reseal
 from safetensors.torch import load_file
 
 from eagle31_train import artifacts
 from eagle31_train.place import LocalPlace, open_place
 from eagle31_train.store import REMAKE, Store, finished, make_plan, plan_shards, shape_of, shard, stream
-from eagle31_train.store.ledger import TARGET, TARGET_LINE, Line, parse_line
+from eagle31_train.store.ledger import Line, parse_line
 from eagle31_train.store.plan import Plan
 from eagle31_train.store.sealed import DamagedError, seal, unseal
 
@@ -165,154 +165,6 @@ def test_every_shard_is_verified_once(store, monkeypatch):
     split.read_all(range(len(split)))
     names = [name.removeprefix("shards/") for name in NAMES[2:]]
     assert opened == [(name, True) for name in names] + [(name, False) for name in names]
-
-
-# ---------------------------------------------------------------- stopped and continued
-
-
-def leave_torn_line(folder):
-    (folder / "shards" / "train-00002.json").write_text('{"name": "shards/train-000')
-
-
-def leave_temporaries(folder):
-    (folder / "shards" / ".train-00001.safetensors.tmp").write_bytes(b"half a shard")
-    (folder / "shards" / ".train-00001.json.tmp").write_bytes(b"half a line")
-    (folder / ".target.safetensors.tmp").write_bytes(b"half a target")
-    (folder / ".manifest.json.tmp").write_text("{")
-
-
-def leave_shard_without_line(folder):
-    (folder / NAMES[-1]).write_bytes(b"half a shard that a copy tool left")
-
-
-def truncate_newest_shard(folder):
-    newest = max(folder.glob("shards/*.safetensors"), key=lambda path: NAMES.index(f"shards/{path.name}"))
-    newest.write_bytes(newest.read_bytes()[:-1])
-
-
-def swap_line_files(folder):
-    lines = sorted(folder.glob("shards/*.json"))
-    for path, data in zip(lines, [path.read_bytes() for path in reversed(lines)], strict=True):
-        path.write_bytes(data)
-
-
-def lose_provenance(folder):
-    (folder / "provenance.json").unlink()
-
-
-def leave_nothing(folder):
-    pass
-
-
-@pytest.mark.parametrize("shards", range(1, 5))
-@pytest.mark.parametrize(
-    "leave",
-    [
-        leave_nothing,
-        leave_torn_line,
-        leave_temporaries,
-        leave_shard_without_line,
-        truncate_newest_shard,
-        lose_provenance,
-        swap_line_files,
-    ],
-    ids=lambda f: f.__name__,
-)
-def test_a_store_stopped_after_any_shard_ends_with_the_same_bytes(tmp_path, store, shards, leave):
-    folder = tmp_path / "stopped"
-    MADE.write(folder, stop_after=shards)
-    assert "run `python -m eagle31_train.extract` first, or give store.follow=true" in message_of(Store, folder)
-    leave(folder)
-    MADE.write(folder)
-    assert contents(folder) == contents(store)
-
-
-def test_committed_shards_are_not_written_again(tmp_path, monkeypatch):
-    MADE.write(tmp_path / "store", stop_after=3)
-    written = writes(monkeypatch)
-    MADE.write(tmp_path / "store")
-    assert written == ["train-00001.safetensors", "train-00002.safetensors"]
-
-
-@pytest.mark.parametrize("missing", [True, False])
-@pytest.mark.parametrize(
-    "name", ["manifest.json", "plan.json", "provenance.json", "shards.jsonl", "target.safetensors", NAMES[3]]
-)
-def test_the_advice_to_extract_again_helps_and_costs_no_more_than_it_must(store, name, missing, monkeypatch):
-    """`finished` sees every damage of a small file; a damaged shard of the right size only `verify` does."""
-    whole, inputs = contents(store), MADE.provenance["inputs"]
-    place = LocalPlace("the store", store)
-    if missing or name in NAMES:
-        (store / name).unlink()
-    else:
-        flip_bit(store / name)
-    assert finished(place, MADE.fingerprint, inputs, overwrite=False) is None
-    written = writes(monkeypatch)
-    MADE.write(store)
-    assert contents(store) == whole
-    assert finished(place, MADE.fingerprint, inputs, overwrite=False) is not None
-    # shards.jsonl commits shards: without it, none is.
-    most = {NAMES[3]: 1, "shards.jsonl": len(NAMES) if missing else 1}
-    assert len(written) == most.get(name, 0)
-
-
-def test_shards_without_provenance_and_lines_are_nobodys(tmp_path):
-    """What a killed removal may leave must not be adopted by a store of another target."""
-    folder = tmp_path / "store"
-    MADE.write(folder, stop_after=2)
-    (folder / "provenance.json").unlink()
-    other = Made(fingerprint="e" * 16)
-    assert "holds shards but no provenance.json: remove the store" in message_of(other.writer, folder)
-    (folder / "provenance.json").write_text("{}")
-    assert "holds shards but a damaged (" in message_of(other.writer, folder)
-    assert not [name for name in contents(folder) if name.endswith(".tmp")]
-
-
-def test_a_begun_store_of_another_provenance_is_refused_or_replaced_whole(tmp_path):
-    folder = tmp_path / "store"
-    MADE.write(folder, stop_after=2)
-    other = Made(fingerprint="e" * 16)
-    other.provenance["inputs"]["target"]["name"] = "elsewhere"
-    before = contents(folder)
-    message = message_of(other.writer, folder)
-    assert "target.name: somewhere there, elsewhere here" in message
-    assert "overwrite=true" in message
-    assert contents(folder) == before
-    begun = other.writer(folder, overwrite=True)
-    assert not any(begun.has(planned) for planned in MADE.plan.shards)
-    assert sorted(contents(folder)) == ["plan.json", "provenance.json", "stream.json"]
-
-
-def test_the_targets_weights_are_there_while_a_continued_extraction_writes_them_again(tmp_path, monkeypatch):
-    MADE.write(tmp_path, stop_after=2)
-    found, put = [], LocalPlace.put
-
-    def watched(self, scratch, name):
-        if name == TARGET:
-            found.append(TARGET_LINE in self.names("") and Store(tmp_path, follow=True).target.keys())
-        put(self, scratch, name)
-
-    monkeypatch.setattr(LocalPlace, "put", watched)
-    writer = MADE.writer(tmp_path)
-    writer.write_target(MADE.weights)
-    other = {name: weights + 1 for name, weights in MADE.weights.items()}
-    writer.write_target(other)  # these are not those of the line, which goes first
-    assert found == [MADE.weights.keys(), False]
-    assert torch.equal(Store(tmp_path, follow=True).target["norm"], other["norm"])
-
-
-def test_a_finished_store_of_other_inputs_is_refused(store):
-    message = message_of(finished, LocalPlace("the store", store), "0" * 16, {"data": "x"}, overwrite=False)
-    assert message.startswith("the store was made from other inputs (data: dddddddddddddddd there, x here; ")
-    assert finished(LocalPlace("the store", store), "0" * 16, {"data": "x"}, overwrite=True) is None
-
-
-def test_a_state_that_is_no_number_leaves_no_shard(tmp_path):
-    made = Made(aux_codec="fp8")
-    spoilt = made.plan.shards[3]
-    made.of(spoilt)[0].aux[0, 0, 0] = float("nan")
-    assert "not finite" in message_of(made.write, tmp_path)
-    assert len(list((tmp_path / "shards").iterdir())) == 6, "three shards and their lines"
 
 
 # ---------------------------------------------------------------- several processes

@@ -6,6 +6,7 @@ import os
 import accelerate
 import pytest
 import torch
+from families import SIZES, randomised
 from pipeline import AUX, HIDDEN, LAYERS, VOCAB, save_quietly, tiny_config, tiny_llama
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -27,23 +28,7 @@ from eagle31_train.targets.engine import TransformersEngine, causal, make_engine
 from eagle31_train.targets.hf import HiddenStateTarget, load_model
 from eagle31_train.targets.readout import readout_from_checkpoint
 
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 48,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-}
 LENGTHS = [5, 13, 1, 8, 21, 13]
-
-
-def randomised(model):
-    generator = torch.Generator().manual_seed(3)
-    for parameter in model.parameters():
-        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
-    return model.eval()
 
 
 MODELS = {

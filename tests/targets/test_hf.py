@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from families import SIZES, randomised
 from pipeline import AUX, HIDDEN, LAYERS, VOCAB, save_quietly, tiny_config, tiny_llama
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -26,23 +27,6 @@ from eagle31_train.schema import TargetConfig, UserError
 from eagle31_train.targets import hf
 from eagle31_train.targets.engine import TransformersEngine, make_engine
 from eagle31_train.targets.hf import HiddenStateTarget, default_aux_layers, load_model, positions
-
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 48,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-}
-
-
-def randomised(model):
-    generator = torch.Generator().manual_seed(3)
-    for parameter in model.parameters():
-        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
-    return model.eval()
 
 
 def gemma():

@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+from families import SIZES, randomised
 from pipeline import HIDDEN, LAYERS, VOCAB, save_quietly, tiny_llama
 from safetensors.torch import save_file
 from transformers import (
@@ -42,24 +43,6 @@ WRAPPED = {
     "text_config": TEXT,
     "quantization_config": {"quant_method": "compressed-tensors", "ignore": ["lm_head"]},
 }
-
-
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "num_hidden_layers": LAYERS,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-}
-
-
-def randomised(model):
-    generator = torch.Generator().manual_seed(3)
-    for parameter in model.parameters():
-        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
-    return model.eval()
 
 
 def write_kimi(folder, model, config=WRAPPED, prefix="language_model."):
