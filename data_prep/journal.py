@@ -1,12 +1,12 @@
 """The answers of a regeneration under way, on disk as soon as they exist."""
 
-import fcntl
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from data_prep.messages import Message
+from eagle31_train.locks import hold
 from eagle31_train.schema import UserError
 
 
@@ -27,18 +27,10 @@ class Journal:
         self.answers: dict[str, Answered] = {}
 
     def __enter__(self) -> "Journal":
-        # Before it is read: another run's line half written would look like one that a kill left.
         self.file = self.path.open("ab")
         try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.file.close()
-            raise UserError(
-                f"{self.path} is being written by another run: wait for it, or choose another name=… or run_dir=…"
-            ) from None
-        except OSError:  # a file system without locks: go on as one run, which most are
-            pass
-        try:
+            # Before it is read: another run's line half written would look like one that a kill left.
+            hold(self.file, f"{self.path} is being written by another run")
             self.file.truncate(self._read())
         except BaseException:
             self.file.close()

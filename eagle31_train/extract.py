@@ -17,6 +17,7 @@ which spares every later training epoch that product with the whole lm_head.
 import os
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from eagle31_train import artifacts, cli
 from eagle31_train.codec import Encoded, check_codec, encode
 from eagle31_train.document import Document
 from eagle31_train.fidelity import Figures, Gate, report, summary
+from eagle31_train.locks import alone
 from eagle31_train.schema import Config, UserError, byte_count
 from eagle31_train.store import Place, StoreWriter, finished, make_plan, place_of, shape_of
 from eagle31_train.store.plan import SPLITS, PlannedShard, Shape
@@ -48,14 +50,22 @@ RESOURCES = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Process:
+    """Which of all processes that share the shards this is, and whether it speaks for its launch."""
+
+    rank: int
+    ranks: int
+    speaks: bool
+
+
 def extract(config: Config) -> None:
     """Run the stage, as one of `WORLD_SIZE` processes of one of `extract.parts` launches.
 
     Raises:
         UserError: missing or damaged input, or input for another target, output of other inputs, a failed fidelity
-            gate, a full disk, no such part.
+            gate, a full disk, no such part, another process at this one's shards.
     """
-    began = time.perf_counter()
     process = process_of(config)
     check_codec(config.store.aux_codec, "store.aux_codec")
     check_codec(config.store.last_codec, "store.last_codec")
@@ -66,6 +76,14 @@ def extract(config: Config) -> None:
         if process.speaks:
             print(f"extract: up to date ({place.location})")
         return
+    who = f"another process extracts the same shards of {place.location} now"
+    with alone(Path(config.run_dir) / f".extracting-{process.rank}", who):
+        _extract(config, process, place, {"fingerprint": fingerprint, "inputs": inputs})
+
+
+def _extract(config: Config, process: Process, place: Place, made_of: dict[str, Any]) -> None:
+    """What this process has to do of a store that is not finished."""
+    began = time.perf_counter()
     splits, made = load_data(config), _data_manifest(config)
     check_words(config, made)
     engine = make_engine(config)
@@ -78,7 +96,7 @@ def extract(config: Config) -> None:
         raise too_long(engine, longest)
     writer = StoreWriter(
         place,
-        {"fingerprint": fingerprint, "inputs": inputs, "states": states},
+        {**made_of, "states": states},
         plan,
         rank=process.rank,
         ranks=process.ranks,
@@ -103,15 +121,6 @@ def extract(config: Config) -> None:
         print(f"extract: extract.part={config.extract.part} is done; part 0 finishes {place.location}")
     elif process.speaks:
         print(f"extract: the training that follows {place.location} wants no more of it: stopped, unfinished")
-
-
-@dataclass(frozen=True)
-class Process:
-    """Which of all processes that share the shards this is, and whether it speaks for its launch."""
-
-    rank: int
-    ranks: int
-    speaks: bool
 
 
 def process_of(config: Config) -> Process:

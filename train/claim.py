@@ -1,16 +1,14 @@
 """Whose the folder is: what a run's weights depend on, and the record of it that its folder carries."""
 
-import fcntl
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from eagle31_train import artifacts
+from eagle31_train import artifacts, locks
 from eagle31_train.schema import Config, UserError
 from eagle31_train.store import Store
 
@@ -57,24 +55,13 @@ def training_inputs(config: Config, store: Store, vocab_sha: str, start: str | N
     }
 
 
-@contextmanager
-def alone(run: Path) -> Iterator[None]:
-    """While this lasts, no other process trains in the run's folder; the lock goes with its process.
+def alone(run: Path) -> AbstractContextManager[None]:
+    """While this lasts, no other process trains in the run's folder.
 
     Raises:
         UserError: another one does.
     """
-    run.mkdir(parents=True, exist_ok=True)
-    with (run / LOCK).open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"another process trains in {run / 'train'} now: wait for it, or choose another name=… or run_dir=…"
-            ) from None
-        except OSError:  # a file system without locks
-            pass
-        yield
+    return locks.alone(run / LOCK, f"another process trains in {run / 'train'} now")
 
 
 def claim(folder: Path, fingerprint: str, inputs: dict[str, Any], overwrite: bool) -> None:

@@ -250,3 +250,24 @@ def test_a_damaged_shard_of_a_finished_store_is_made_again_by_the_part_whose_it_
     extract(command(0, 2, AT_ONCE))
     assert theirs == [shard]
     assert timeless(store_of(tmp_path)) == timeless(store_of(whole))
+
+
+def test_the_same_part_twice_at_a_time_is_refused_and_disturbs_nothing(whole, tmp_path, command, monkeypatch):
+    """The second would remove what the first is building: both build a shard under one name."""
+    right, said = StoreWriter.write, []
+
+    def write(self, *rest):
+        if not said:
+            before = store_of(tmp_path)
+            said.append("")  # what comes back here does not ask again
+            said[0] = message_of(command(0, 1))
+            assert store_of(tmp_path) == before
+        right(self, *rest)
+
+    monkeypatch.setattr(StoreWriter, "write", write)
+    extract(command(0, 1))
+    assert said == [
+        f"another process extracts the same shards of {tmp_path / 'run' / 'store'} now: wait for it, or choose another "
+        "name=… or run_dir=…"
+    ]
+    assert timeless(store_of(tmp_path)) == timeless(store_of(whole))
