@@ -31,8 +31,9 @@ from eagle31_train import artifacts, cli, extract
 from eagle31_train.place import open_place
 from eagle31_train.schema import Config, UserError
 from eagle31_train.store import PlannedShard, StoreWriter, make_plan, shape_of, shard, writer
-from eagle31_train.targets.engine import TransformersEngine, batches_by_length, make_engine
 from eagle31_train.targets.hf import HiddenStateTarget
+from eagle31_train.targets.make import make_engine
+from eagle31_train.targets.transformers_engine import TransformersEngine, batches_by_length
 
 PAIRS = ["bf16:bf16", "fp8:fp8", "int8:int8", "int4:int8"]
 PARTS = {

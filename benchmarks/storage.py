@@ -331,7 +331,8 @@ def main() -> None:
         turns.write(chosen.out, {**head, "batch_tokens": BATCH, "cases": results})
     print(machine.summary(head["machine"]))
     print(table(results))
-    print(turns.picture(chosen.out, lambda file: store_plot.storage_rates(results, head["machine"], file)))
+    cases = [(f"H = {one['hidden']}, share {one['share']:g}", numbers(one)) for one in results]
+    print(turns.picture(chosen.out, lambda file: store_plot.storage_rates(cases, head["machine"], file)))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import machine, storage
+from benchmarks import machine
 
 OURS, THEIRS, GREY = "#0072b2", "#d55e00", "#999999"
 PARTS = {
@@ -13,21 +13,23 @@ PARTS = {
 }  # fmt: skip
 
 
-def storage_rates(results: Sequence[dict[str, Any]], info: dict[str, Any], path: Path) -> None:
+Case = tuple[str, Sequence[dict[str, Any]]]  # what it is called, and its rows
+
+
+def storage_rates(cases: Sequence[Case], info: dict[str, Any], path: Path) -> None:
     """A column per case: bytes per token, writing, and reading beside memcpy; a bar per format."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(3 + 4 * len(results), 10), layout="constrained")
-    axes = figure.subplots(3, len(results), squeeze=False)
+    figure = Figure(figsize=(3 + 4 * len(cases), 10), layout="constrained")
+    axes = figure.subplots(3, len(cases), squeeze=False)
     figure.suptitle(f"Hidden states written and read\n{machine.summary(info)}", fontsize=8)
-    for result, (top, middle, bottom) in zip(results, axes.T, strict=True):
-        rows = storage.numbers(result)
+    for (name, rows), (top, middle, bottom) in zip(cases, axes.T, strict=True):
         read = [row for row in rows if "read" in row]
         _bars(top, rows, [row["bytes_per_token"] / 1024 for row in rows])
         _bars(middle, rows, [row["write"] / 1000 for row in rows])
         _bars(bottom, read, [row["of_memcpy"]["first, fresh"] * 100 for row in read])
         bottom.axvline(80, color=GREY, linestyle="--", linewidth=1)
-        top.set(title=f"H = {result['hidden']}, share {result['share']:g}", xlabel="KiB per token")
+        top.set(title=name, xlabel="KiB per token")
         middle.set(xlabel="1,000 tokens/s written")
         bottom.set(xlabel="bytes/s read, % of memcpy (goal: 80)")
     figure.savefig(path, dpi=110)

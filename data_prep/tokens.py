@@ -2,12 +2,25 @@
 
 import unicodedata
 from bisect import bisect_right
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from data_prep.template import ChatTemplate
+
+class Spelling(Protocol):
+    """How a target spells text.
+
+    tokenizer: transformers' own. added: text of every added token, by its id.
+    """
+
+    tokenizer: Any
+
+    @property
+    def added(self) -> dict[int, str]: ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: list[int]) -> str: ...
 
 
 class RefusedError(Exception):
@@ -27,23 +40,23 @@ class Tokens:
     to it, so the work grows with the text, not with its square, as long as turns lie between markers.
     """
 
-    def __init__(self, template: "ChatTemplate", text: str) -> None:
+    def __init__(self, spelling: Spelling, text: str) -> None:
         """Raises: RefusedError, where decoding the ids gives another text."""
-        self.template = template
+        self.spelling = spelling
         self.text = text
         self.offsets: list[tuple[int, int]] | None = None
-        if template.tokenizer.is_fast:
-            encoding = template.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        if spelling.tokenizer.is_fast:
+            encoding = spelling.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
             self.ids: list[int] = list(encoding["input_ids"])
             self.offsets = [(start, end) for start, end in encoding["offset_mapping"]]
             self.starts = np.asarray([start for start, _ in self.offsets], dtype=np.int64)
         else:
-            self.ids = template.encode(text)
+            self.ids = spelling.encode(text)
             self.pieces = self._pieces()
 
     def _pieces(self) -> list[tuple[int, int]]:
         """(first character, first token) of every added token and of every stretch between them."""
-        added, pieces, char, token = self.template.added, [], 0, 0
+        added, pieces, char, token = self.spelling.added, [], 0, 0
         while token < len(self.ids):
             end = token + 1
             if self.ids[token] in added:
@@ -51,7 +64,7 @@ class Tokens:
             else:
                 while end < len(self.ids) and self.ids[end] not in added:
                     end += 1
-                spelt = self.template.decode(self.ids[token:end])
+                spelt = self.spelling.decode(self.ids[token:end])
             if not self.text.startswith(spelt, char):
                 raise RefusedError("the tokenizer does not give back the text that it was given")
             pieces.append((char, token))
@@ -75,8 +88,8 @@ class Tokens:
         start, token = self.pieces[bisect_right(self.pieces, (char, len(self.ids))) - 1]
         if start == char:
             return token
-        before = self.template.encode(self.text[start:char])
-        if self.ids[token : token + len(before)] != before or self.ids[token] in self.template.added:
+        before = self.spelling.encode(self.text[start:char])
+        if self.ids[token : token + len(before)] != before or self.ids[token] in self.spelling.added:
             raise RefusedError("a boundary inside a token")
         return token + len(before)
 
@@ -87,8 +100,8 @@ class Tokens:
         added token before them.
         """
         start = self._marker_before(first)
-        before = self.template.decode(self.ids[start:first])
-        whole = self.template.decode(self.ids[start:last])
+        before = self.spelling.decode(self.ids[start:first])
+        whole = self.spelling.decode(self.ids[start:last])
         if not whole.startswith(before):
             raise RefusedError("a boundary inside a token")
         return whole[len(before) :]
@@ -100,13 +113,13 @@ class Tokens:
             begin = self.offsets[start][0]
         else:
             begin = self.pieces[bisect_right(self.pieces, start, key=lambda piece: piece[1]) - 1][0]
-        return self.template.encode(self.text[begin:char]) == self.ids[start:first]
+        return self.spelling.encode(self.text[begin:char]) == self.ids[start:first]
 
     def _marker_before(self, token: int) -> int:
         """The last added token before `token`; 0 if there is none."""
         while token > 0:
             token -= 1
-            if self.ids[token] in self.template.added:
+            if self.ids[token] in self.spelling.added:
                 break
         return token
 

@@ -34,8 +34,9 @@ from eagle31_train.locks import alone
 from eagle31_train.schema import Config, UserError, byte_count
 from eagle31_train.store import Place, StoreWriter, finished, make_plan, place_of, shape_of
 from eagle31_train.store.plan import SPLITS, PlannedShard, Shape
-from eagle31_train.targets.engine import Engine, make_engine, too_long
+from eagle31_train.targets.engine import Engine, too_long
 from eagle31_train.targets.hf import ranks, require_path
+from eagle31_train.targets.make import make_engine
 from eagle31_train.targets.readout import Readout
 from eagle31_train.tokenizer import from_pretrained, vocabulary_fingerprint
 

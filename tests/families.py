@@ -1,21 +1,39 @@
-"""Targets of other families than the tests' usual one: their sizes, and weights that are all random."""
+"""The golden conversations of data_prep: families of chat formats, each with its markup, template and cases."""
 
-import torch
-from pipeline import HIDDEN, LAYERS, VOCAB
+from pathlib import Path
 
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "num_hidden_layers": LAYERS,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-}
+import yaml
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Backend
+from transformers import PreTrainedTokenizerFast
+
+from data_prep.messages import Row, parse
+from data_prep.template import ChatTemplate
+
+HERE = Path(__file__).parent / "data_prep"
+WORDS = ["the quick brown fox jumps over the lazy dog", "user assistant system hello world, how are you? 你好世界 再见"]
+FAMILIES = {path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in (HERE / "golden").glob("*.yaml")}
 
 
-def randomised(model):
-    generator = torch.Generator().manual_seed(3)
-    for parameter in model.parameters():
-        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
-    return model.eval()
+def load(family: dict, args: dict) -> ChatTemplate:
+    """A byte-level tokenizer with the family's markup as added tokens, and its template."""
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    backend.train_from_iterator(WORDS * 5, trainer)
+    backend.add_special_tokens(family["special"])
+    backend.add_tokens([AddedToken(token, normalized=False) for token in family.get("added", [])])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=family["end"][0])
+    ends = [tokenizer.convert_tokens_to_ids(token) for token in family["end"] if token in tokenizer.get_vocab()]
+    template = (HERE / "templates" / family["template"]).read_text(encoding="utf-8")
+    return ChatTemplate(tokenizer, ends, template, args)
+
+
+def row_of(case: dict) -> Row:
+    """A case as data_prep reads it."""
+    row = parse({"messages": case["messages"], "tools": case.get("tools")}, "messages", "f:1", "f-1")
+    assert row.problem is None
+    return row

@@ -15,7 +15,7 @@ from eagle31_train.extract import extract
 from eagle31_train.place import open_place
 from eagle31_train.schema import UserError
 from eagle31_train.store import Store
-from eagle31_train.targets.engine import make_engine
+from eagle31_train.targets.make import make_engine
 
 # ---------------------------------------------------------------- shared
 

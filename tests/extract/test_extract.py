@@ -17,8 +17,8 @@ from eagle31_train import extract as stage
 from eagle31_train.extract import Progress, extract, inputs_of
 from eagle31_train.schema import UserError
 from eagle31_train.store import Store, StoreWriter
-from eagle31_train.targets.engine import TransformersEngine, batches_by_length
 from eagle31_train.targets.hf import HiddenStateTarget
+from eagle31_train.targets.transformers_engine import TransformersEngine, batches_by_length
 from eagle31_train.tokenizer import vocabulary_fingerprint
 
 

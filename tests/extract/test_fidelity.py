@@ -14,8 +14,9 @@ from eagle31_train.extract import run_shard
 from eagle31_train.fidelity import COMPARED, ROWS, Gate, choose, compare, report, summary
 from eagle31_train.schema import ExtractConfig, UserError
 from eagle31_train.store.plan import Shape
-from eagle31_train.targets.engine import Reference, TransformersEngine
+from eagle31_train.targets.engine import Reference
 from eagle31_train.targets.hf import HiddenStateTarget
+from eagle31_train.targets.transformers_engine import TransformersEngine
 
 SIZES = {
     "vocab_size": VOCAB,

@@ -14,7 +14,7 @@ from pipeline import contents, make_run, options, tiny_config
 from eagle31_train.extract import extract
 from eagle31_train.schema import UserError
 from eagle31_train.store import tensors
-from eagle31_train.targets.engine import make_engine
+from eagle31_train.targets.make import make_engine
 
 SPAWN = multiprocessing.get_context("spawn")
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -102,7 +102,7 @@ def test_the_first_waits_for_the_others_and_says_so(whole, tmp_path, capfd):
 
 def test_vllm_is_started_once(monkeypatch, whole):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr("eagle31_train.targets.engine.importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     with pytest.raises(UserError, match=r"extract\.engine=vllm spreads over devices itself: start one process"):
         make_engine(tiny_config(whole, "extract.engine=vllm"))
 

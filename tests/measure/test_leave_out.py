@@ -13,8 +13,8 @@ from eagle31_train.measure.sampling import TARGET, stream
 from eagle31_train.measure.suites import leaving_out
 from eagle31_train.schema import UserError
 from tests.measure.conftest import PROMPTS, workload_of
+from tests.measure.prompting import Place
 from tests.measure.test_measuring import SPECULATE, measurer_of
-from tests.measure.test_suites import Place
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import os
 import accelerate
 import pytest
 import torch
-from families import SIZES, randomised
 from pipeline import AUX, HIDDEN, LAYERS, VOCAB, save_quietly, tiny_config, tiny_llama
+from random_targets import SIZES, randomised
 from safetensors.torch import load_file, save_file
 from transformers import (
     Gemma2Config,
@@ -21,12 +21,12 @@ from transformers import (
 )
 
 from eagle31_train.schema import TargetConfig, UserError
-from eagle31_train.targets import engine as engines
-from eagle31_train.targets import hf
+from eagle31_train.targets import hf, make
 from eagle31_train.targets.cached import CachedTarget
-from eagle31_train.targets.engine import TransformersEngine, causal, make_engine, rope_by_length
 from eagle31_train.targets.hf import HiddenStateTarget, load_model
+from eagle31_train.targets.make import make_engine
 from eagle31_train.targets.readout import readout_from_checkpoint
+from eagle31_train.targets.transformers_engine import PADS, TransformersEngine, causal, rope_by_length
 
 LENGTHS = [5, 13, 1, 8, 21, 13]
 
@@ -225,7 +225,7 @@ def test_the_gates_reference_computes_logits_of_the_wanted_positions_only(takes,
     tokens, positions = conversations()[4], torch.tensor([0, 7, 19])
     own = TransformersEngine(HiddenStateTarget(model, AUX)).reference(tokens, positions).own
     handle.remove()
-    assert rows == ([3] if takes else [len(tokens) + engines.PADS])
+    assert rows == ([3] if takes else [len(tokens) + PADS])
     torch.testing.assert_close(own, tiny_llama()(tokens[None]).logits[0, positions], rtol=1e-4, atol=1e-4)
 
 
@@ -312,7 +312,7 @@ def test_the_configured_engine_is_made(saved):
     ],
 )
 def test_an_engine_that_cannot_be_had_is_refused(saved, monkeypatch, options, words):
-    monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError) as error:
         make_engine(saved(tiny_llama(), *options))
     assert words in str(error.value)
@@ -328,7 +328,7 @@ def test_a_target_spread_by_a_device_map_gives_the_same_states(saved):
 def test_a_head_that_a_device_map_left_on_the_disk_is_read_from_the_checkpoint(saved, monkeypatch):
     config, model = saved(tiny_llama()), tiny_llama()
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.to("meta"), requires_grad=False)
-    monkeypatch.setattr(engines, "load_model", lambda target: model)
+    monkeypatch.setattr(make, "load_model", lambda target: model)
     engine = make_engine(config)
     assert torch.equal(engine.readout.head, tiny_llama().lm_head.weight)
     assert torch.equal(engine.readout.embedding, model.model.embed_tokens.weight)
@@ -340,7 +340,7 @@ def test_a_target_left_on_the_disk_in_part_gives_the_same_states_and_reference(s
     for part in (model.model.embed_tokens, model.model.layers[1], model.lm_head):
         accelerate.cpu_offload(part, torch.device("cpu"))
     assert model.model.embed_tokens.weight.is_meta
-    monkeypatch.setattr(engines, "load_model", lambda target: model)
+    monkeypatch.setattr(make, "load_model", lambda target: model)
     engine, tokens = make_engine(config), conversations()
     check_against_plain_calls(engine, tiny_llama(), tokens, AUX)
     positions = torch.tensor([0, 5, 11])

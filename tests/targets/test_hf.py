@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from families import SIZES, randomised
 from pipeline import AUX, HIDDEN, LAYERS, VOCAB, save_quietly, tiny_config, tiny_llama
+from random_targets import SIZES, randomised
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
@@ -25,8 +25,9 @@ from transformers import (
 from eagle31_train.artifacts import weights_fingerprint
 from eagle31_train.schema import TargetConfig, UserError
 from eagle31_train.targets import hf
-from eagle31_train.targets.engine import TransformersEngine, make_engine
 from eagle31_train.targets.hf import HiddenStateTarget, default_aux_layers, load_model, positions
+from eagle31_train.targets.make import make_engine
+from eagle31_train.targets.transformers_engine import TransformersEngine
 
 
 def gemma():

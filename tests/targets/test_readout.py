@@ -7,8 +7,8 @@ import json
 
 import pytest
 import torch
-from families import SIZES, randomised
 from pipeline import HIDDEN, LAYERS, VOCAB, save_quietly, tiny_llama
+from random_targets import SIZES, randomised
 from safetensors.torch import save_file
 from transformers import (
     GemmaConfig,
@@ -23,9 +23,9 @@ from eagle31_train.extract import run_shard
 from eagle31_train.fidelity import Gate
 from eagle31_train.schema import ExtractConfig, TargetConfig, UserError
 from eagle31_train.store.plan import Shape
-from eagle31_train.targets.engine import TransformersEngine
 from eagle31_train.targets.hf import HiddenStateTarget, load_model
 from eagle31_train.targets.readout import readout_from_checkpoint
+from eagle31_train.targets.transformers_engine import TransformersEngine
 
 TEXT = {
     "model_type": "kimi_k2",

@@ -19,7 +19,7 @@ def main(whole, shared, *options):
     from eagle31_train import extract as stage
     from eagle31_train.cli import load_config
     from eagle31_train.schema import UserError
-    from eagle31_train.targets.engine import make_engine
+    from eagle31_train.targets.make import make_engine
 
     spare_numba()
     engine = make_engine(load_config(list(options)))
