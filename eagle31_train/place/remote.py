@@ -9,7 +9,7 @@ import fsspec
 from fsspec.registry import known_implementations
 
 from eagle31_train import artifacts
-from eagle31_train.place import Place, visible
+from eagle31_train.place.base import Place, visible
 from eagle31_train.place.cache import Cache
 from eagle31_train.place.retries import Retry, describe, lacks_bucket
 from eagle31_train.schema import UserError
