@@ -1,4 +1,4 @@
-"""docs/study-eagle31.md says what docs/results holds: the tables whose numbers are kept, row by row."""
+"""docs/study-eagle31.md and the README say what docs/results holds: tables whose numbers are kept, row by row."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,9 @@ import pytest
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGE = (DOCS / "study-eagle31.md").read_text(encoding="utf-8")
+README = (DOCS.parent / "README.md").read_text(encoding="utf-8")
 DEPTHS = [str(depth) for depth in range(1, 9)]
+UNROLLED = ("unroll-3", "unroll-7")
 FORMS = {  # as the page calls what the comparison calls otherwise
     "heldout": "as trained",
     "heldout · no_template": "no template",
@@ -65,11 +67,33 @@ def test_a_second_training():
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_a_second_pass_and_a_shorter_unroll(depth):
+def test_two_passes(depth):
+    (both,), (new,), (old,) = workloads("passes2"), workloads("more"), workloads("more-3.0")
+    assert length(both, "3.0", depth) == length(old, "two-passes", depth)
+    assert length(both, "3.1", depth) == length(new, "two-passes", depth)
+    lengths = (bracketed(length(both, name, depth)) for name in ("3.0", "3.1"))
+    gains = [" ".join(gain(*one, depth)) for one in ((both, "3.1"), (old, "two-passes"), (new, "two-passes"))]
+    assert told(row(depth, *lengths, *gains))
+
+
+def test_the_readme():
+    (one,), (two,), (other,) = workloads("comparison"), workloads("passes2"), workloads("seed1")
+    for line in (
+        row("EAGLE 3.1, two passes: the recipe", "", bracketed(length(two, "3.1", "3"))),
+        row("EAGLE 3, two passes", "", bracketed(length(two, "3.0", "3"))),
+        row("EAGLE 3.1, one pass", *(bracketed(length(found, "3.1", "3")) for found in (one, other))),
+        row("EAGLE 3, one pass", *(bracketed(length(found, "3.0", "3")) for found in (one, other))),
+    ):
+        assert line.replace("|  |", "| |") in README.replace("**", "").split("\n")
+    gains = [gain(two, "3.1", depth)[0].removeprefix("+") for depth in ("3", "8")]
+    assert f"what they gain, {gains[0]} at 3 draft tokens and {gains[1]} at 8" in README.replace("\n", " ")
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_unrolls(depth):
     (found,) = workloads("more")
-    one, two = (bracketed(length(found, name, depth)) for name in ("one-pass", "two-passes"))
-    gains = [" ".join(gain(found, name, depth)) for name in ("two-passes", "unroll-3")]
-    assert told(row(depth, one, two, gains[0], f"{length(found, 'unroll-3', depth)[0]:.3f}", gains[1]))
+    others = [(f"{length(found, name, depth)[0]:.3f}", " ".join(gain(found, name, depth))) for name in UNROLLED]
+    assert told(row(depth, bracketed(length(found, "one-pass", depth)), *(cell for one in others for cell in one)))
 
 
 @pytest.mark.parametrize("name", ["3.0", "norm_output", "fc_norm", "3.1"])
