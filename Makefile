@@ -1,4 +1,4 @@
-# Two commands do everything: `make demo` trains a drafter, `make test` checks the project.
+# `make demo` trains a drafter, `make check` and `make test` check the project.
 # VENV=path uses another environment; a torch that is already in it (CUDA builds too) is left alone.
 PYTHON ?= python3
 VENV ?= .venv
@@ -17,7 +17,7 @@ export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
 export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo install test lint test-slow test-gpu test-vllm bench bench-peers bench-peer-training bench-mla bench-gpu bench-store bench-codecs clean
+.PHONY: demo install check test lint test-slow test-gpu test-vllm bench bench-peers bench-peer-training bench-mla bench-gpu bench-store clean
 
 demo: install
 	$(BIN)/python -m eagle31_train.targets.embedded
@@ -44,12 +44,18 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Before every commit: lint, types, and the tests that guard exactness.
+check: lint
+	$(PYTEST) --maxprocesses 2 -m core
+
+# Before every push.
 test: lint
 	$(PYTEST) --maxprocesses 4 --dist loadfile -m 'not vllm and not gpu and not slow'
 
-# The long ones: hundreds of kills, steps and processes, of which `make test` runs a seeded part.
+# The long ones: hundreds of kills, steps, processes and random cases, of which `make test` runs a part.
 test-slow: install
-	$(BIN)/python -m pytest -m slow
+	$(PYTEST) --maxprocesses 4 --dist loadfile -m 'slow and not vllm and not gpu'
+	HYPOTHESIS_PROFILE=thorough $(PYTEST) --maxprocesses 4 -m 'not slow' tests/model/test_exactness.py tests/model/test_mla.py
 
 # What needs a CUDA device; a torch built for one must be in the environment before `make install`.
 test-gpu: install
@@ -87,10 +93,6 @@ bench-gpu: install
 bench-store: install
 	$(BIN)/python -m benchmarks.storage $(ARGS)
 	$(BIN)/python -m benchmarks.extraction $(ARGS)
-
-# What every codec costs in bytes, fidelity, tau and acceptance length (hours): runs/bench/codecs.{json,png}
-bench-codecs: install
-	$(BIN)/python -m benchmarks.codecs $(ARGS)
 
 clean:
 	rm -rf runs models .pytest_cache .mypy_cache .ruff_cache

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -27,19 +27,20 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks import machine, store_plot, turns
-from eagle31_train import artifacts, cli, extract
-from eagle31_train.place import open_place
-from eagle31_train.schema import Config, UserError
+from eagle31_train import artifacts, cli
+from eagle31_train.config import Config
+from eagle31_train.errors import UserError
 from eagle31_train.store import PlannedShard, StoreWriter, make_plan, shape_of, shard, writer
+from eagle31_train.store.backends import open_storage
+from eagle31_train.targets import extraction
 from eagle31_train.targets.hf import HiddenStateTarget
-from eagle31_train.targets.make import make_engine
 from eagle31_train.targets.transformers_engine import TransformersEngine, batches_by_length
 
 PAIRS = ["bf16:bf16", "fp8:fp8", "int8:int8", "int4:int8"]
 PARTS = {
     "states": (HiddenStateTarget, "states"),
-    "top1": (extract, "top1_of"),
-    "encode": (extract, "encode"),
+    "top1": (extraction, "top1_of"),
+    "encode": (extraction, "encode"),
     "join": (shard, "concatenate"),
     "save": (shard, "save_file"),
     "checksum": (writer, "checksum"),
@@ -47,22 +48,15 @@ PARTS = {
 }
 
 
-class Silent:
-    """In the place of the stage's progress bar."""
-
-    def done(self, tokens: int) -> None:
-        """Says nothing."""
-
-
 class Extraction:
     """The stage, shard by shard, with one pair of codecs, into a folder of its own."""
 
     def __init__(self, config: Config, engine: TransformersEngine, masks: dict[str, Any], folder: Path) -> None:
-        states = extract.describe(engine, config)
+        states = extraction.describe(engine, config)
         self.engine, self.shape = engine, shape_of(states)
         provenance = {"fingerprint": artifacts.fingerprint(states), "inputs": {}, "states": states}
         plan = make_plan(masks, config.extract.shard_tokens, self.shape)
-        self.writer = StoreWriter(open_place(str(folder), folder, 0), provenance, plan)
+        self.writer = StoreWriter(open_storage(str(folder), folder, 0), provenance, plan)
 
     def run(self, rows: Dataset, planned: PlannedShard) -> dict[str, float]:
         """Extract and commit a shard: seconds in all and of each part."""
@@ -72,7 +66,7 @@ class Extraction:
 
     def _run(self, rows: Dataset, planned: PlannedShard) -> None:
         chosen = rows.select(range(planned.first, planned.end))
-        documents, _ = extract.run_shard(self.engine, chosen, self.shape, None, cast(extract.Progress, Silent()))
+        documents, _ = extraction.run_shard(self.engine, chosen, self.shape, None)
         self.writer.write(planned, documents)
 
 
@@ -118,9 +112,9 @@ def first_shards(shards: Sequence[PlannedShard], tokens: int) -> list[PlannedSha
 
 def measure(config: Config, pairs: Sequence[str], tokens: int, folder: Path) -> dict[str, Any]:
     """Every contender on every shard; the first shard once more before, to warm up."""
-    splits = extract.load_data(config)
+    splits = extraction.load_data(config)
     masks = {split: splits[split]["loss_mask"] for split in splits}
-    engine = make_engine(config)
+    engine = extraction.make_engine(config)
     if not isinstance(engine, TransformersEngine):
         raise UserError("this measures extract.engine=transformers")
     stages = {p: Extraction(with_codecs(config, p), engine, masks, folder / p.replace(":", "-")) for p in pairs}

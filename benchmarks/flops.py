@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eagle31_train.schema import DrafterShape
+from eagle31_train.config import DrafterShape
 
 
 @dataclass(frozen=True)

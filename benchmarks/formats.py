@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from eagle31_train import artifacts
-from eagle31_train.codec import Encoded, as_encoded, concatenate
-from eagle31_train.document import Document
-from eagle31_train.place import open_place
 from eagle31_train.store import Store, StoreSplit, StoreWriter, make_plan, shape_of
+from eagle31_train.store.backends import open_storage
+from eagle31_train.store.codec import Encoded, as_encoded, concatenate
+from eagle31_train.store.document import Document
 
 VOCAB = 64  # of the random token ids
 State = Tensor | Encoded
@@ -71,7 +71,7 @@ class Ours:
         assert self.split is not None
         documents = self.split.read_all(indices)
         aux = concatenate([as_encoded(document.aux) for document in documents])
-        return [aux, concatenate([as_encoded(document.taught_states) for document in documents])]
+        return [aux, concatenate([as_encoded(document.supervised_states) for document in documents])]
 
 
 def begin(folder: Path, documents: Sequence[Document], codecs: dict[str, str], shard_tokens: int) -> StoreWriter:
@@ -90,7 +90,7 @@ def begin(folder: Path, documents: Sequence[Document], codecs: dict[str, str], s
         "train": [document.loss_mask.tolist() for document in documents],
     }
     writer = StoreWriter(
-        open_place(str(folder), folder, 0), provenance, make_plan(masks, shard_tokens, shape_of(states))
+        open_storage(str(folder), folder, 0), provenance, make_plan(masks, shard_tokens, shape_of(states))
     )
     writer.write_target({"embed_tokens": torch.zeros(1), "norm": torch.zeros(1)})
     return writer

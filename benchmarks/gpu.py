@@ -19,7 +19,7 @@ from benchmarks.gpu_step import VARIANTS, Packed
 from benchmarks.gpu_worker import Task, Worker
 from benchmarks.shapes import Case
 from eagle31_train import artifacts
-from eagle31_train.schema import UserError
+from eagle31_train.errors import UserError
 
 CASES = [
     "llama8b:8x4096:1",

@@ -22,13 +22,15 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.flops import count_work, necessary
 from benchmarks.gpu_worker import free
 from benchmarks.shapes import GAMMA, Case, turns
-from eagle31_train.document import Document
-from eagle31_train.drafter.batch import Batch, build_batch
-from eagle31_train.drafter.model import Drafter
-from eagle31_train.loss import Objective, Teacher
-from eagle31_train.schema import DrafterShape, TrainConfig, UserError
-from train import loop
+from eagle31_train.config import DrafterShape, TrainConfig
+from eagle31_train.errors import UserError
+from eagle31_train.model.batch import Batch, build_batch
+from eagle31_train.model.drafter import Drafter
+from eagle31_train.model.loss import Objective, Teacher
+from eagle31_train.store.document import Document
+from train.loader import MicroBatch, StepTotals
 from train.parallel import parallelise
+from train.step import accumulate
 
 TARGET_VOCABULARY = {"llama8b": 128256}  # V, where the draft vocabulary is a part of it
 ROWS = 256  # states of so many positions are drawn and repeated: making 64k of them would outlast the steps
@@ -146,12 +148,12 @@ class Trainer:
 
     def step(self, batch: Batch) -> float:
         """One optimizer step, the moving of the batch included; the host waits once, for the loss."""
-        told = torch.cat([batch.population, batch.population.new_zeros(1)])  # nobody is told to stop
-        sums, counts = loop.accumulate(self.parallel, [(batch, True)], told, GAMMA)
-        norm, counts, sums = self.parallel.update(1e-5, counts, sums)
+        totals = StepTotals(torch.cat([batch.population, batch.population.new_zeros(1)]))
+        sums, totals = accumulate(self.parallel, [MicroBatch(batch, [], True)], totals, GAMMA)
+        norm, pairs, sums = self.parallel.update(1e-5, totals.pairs, sums)
         if not torch.isfinite(norm):
             raise FloatingPointError("the gradient is not finite")
-        return float(sums[0].sum() / counts.sum())
+        return float(sums[0].sum() / pairs.sum())
 
     def close(self) -> None:
         """Accelerate remembers what it prepared."""

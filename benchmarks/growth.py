@@ -23,7 +23,8 @@ from benchmarks import contenders, machine, plot
 from benchmarks.contenders.ours import Ours
 from benchmarks.flops import count_work, necessary
 from benchmarks.shapes import Case, make_material, turns
-from eagle31_train.schema import DrafterShape, UserError
+from eagle31_train.config import DrafterShape
+from eagle31_train.errors import UserError
 
 AXES: dict[str, list[float]] = {
     "length": [512, 1024, 2048, 4096],

@@ -18,7 +18,7 @@ from benchmarks import contenders, machine, plot
 from benchmarks.race import Race
 from benchmarks.shapes import Case, make_material, turns
 from eagle31_train import artifacts
-from eagle31_train.schema import UserError
+from eagle31_train.errors import UserError
 
 OURS, EAGER = "ours", "ours, eager attention"
 LENGTHS = [512, 1024, 2048, 4096, 8192]

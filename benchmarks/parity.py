@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 from benchmarks import contenders
 from benchmarks.contenders.ours import Ours
 from benchmarks.shapes import GAMMA, UNROLL, Case, Material, make_material, turns
-from eagle31_train.document import Document
+from eagle31_train.store.document import Document
 
 TOKENS = 48
 LOGITS, LOSS, GRADIENTS = 1e-5, 1e-5, 1e-4  # largest differences: absolute, relative, relative to a tensor's largest

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eagle31_train.codec import as_encoded
-from eagle31_train.document import Document
-from eagle31_train.schema import UserError
+from eagle31_train.errors import UserError
+from eagle31_train.model.vocab import DraftVocab
 from eagle31_train.store import Store
-from eagle31_train.vocab import DraftVocab
+from eagle31_train.store.codec import as_encoded
+from eagle31_train.store.document import Document
 
 SPLITS = ("train", "heldout")  # in this order: what the peer trains on, and what it validates on
 
@@ -35,10 +35,10 @@ def taught_mask(loss_mask: Tensor) -> Tensor:
 
 def sample(document: Document) -> dict[str, Tensor]:
     """A document as the peer's files hold it, in bf16; zero where no prediction that counts looks."""
-    aux, last = as_encoded(document.attended_states).decode(), as_encoded(document.taught_states).decode()
+    aux, last = as_encoded(document.attended_states).decode(), as_encoded(document.supervised_states).decode()
     states = torch.zeros(len(document), aux.shape[1] + 1, aux.shape[2], dtype=torch.bfloat16)
     states[: document.attended, :-1] = aux
-    states[document.taught, -1] = last.bfloat16()
+    states[document.supervised, -1] = last.bfloat16()
     return {"token_ids": document.tokens.clone(), "hidden_states": states}
 
 

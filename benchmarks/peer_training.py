@@ -32,8 +32,10 @@ import torch
 import yaml
 
 from benchmarks import machine, peer_store
-from eagle31_train import artifacts, vocab
-from eagle31_train.schema import DrafterShape, UserError
+from eagle31_train import artifacts
+from eagle31_train.config import DrafterShape
+from eagle31_train.errors import UserError
+from eagle31_train.model import vocab
 from eagle31_train.store import Store
 
 NAME = "eagle31"  # of our backend among the peer's

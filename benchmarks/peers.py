@@ -16,7 +16,7 @@ from tqdm import tqdm
 from benchmarks import contenders, machine, parity, plot
 from benchmarks.race import Race
 from benchmarks.shapes import Case
-from eagle31_train.schema import UserError
+from eagle31_train.errors import UserError
 
 SHARES = (1.0, 0.5, 0.35, 0.25)
 LENGTHS = {"smollm2": (512, 1024, 2048, 4096), "mid": (512, 1024, 4096), "llama8b": (512,)}

@@ -10,9 +10,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from eagle31_train.contract import weight_shapes
-from eagle31_train.document import Document
-from eagle31_train.schema import DrafterShape, UserError
+from eagle31_train.checkpoint.contract import weight_shapes
+from eagle31_train.config import DrafterShape
+from eagle31_train.errors import UserError
+from eagle31_train.store.document import Document
 
 GAMMA = 0.8  # weight of step k is GAMMA**k
 TURNS = 4  # prompts and answers in a document

@@ -29,10 +29,10 @@ from benchmarks import machine, store_plot, turns
 from benchmarks.formats import VOCAB, Format, Ours, Safetensors, State, TorchSave, usage
 from benchmarks.shapes import turns as answers
 from eagle31_train import artifacts
-from eagle31_train.codec import Encoded, encode
-from eagle31_train.document import Document
-from eagle31_train.schema import UserError
+from eagle31_train.errors import UserError
 from eagle31_train.store import sealed, shard, writer
+from eagle31_train.store.codec import Encoded, encode
+from eagle31_train.store.document import Document
 
 AUX = 3
 BATCH = 4096  # tokens
@@ -158,7 +158,7 @@ def check(kept: Format, documents: Sequence[Document], batch: Sequence[int]) -> 
     """Refuse to time what does not give the states back (a codec's after its rounding)."""
     here = [documents[i] for i in batch]
     if isinstance(kept, Ours):
-        wanted = [joined([d.attended_states for d in here]), joined([d.taught_states for d in here])]
+        wanted = [joined([d.attended_states for d in here]), joined([d.supervised_states for d in here])]
         names = [kept.codecs["aux_codec"], kept.codecs["last_codec"]]
         wanted = [encode(states, name).decode() for states, name in zip(wanted, names, strict=True)]
     else:

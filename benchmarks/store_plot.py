@@ -64,37 +64,3 @@ def extraction(rows: Sequence[dict[str, Any]], info: dict[str, Any], path: Path)
     axis.set(xlabel="time, bare forward pass = 1 (dashed: the goal, 90 % of its speed)", xlim=(0, 1.35))
     axis.legend(fontsize=7, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     figure.savefig(path, dpi=110)
-
-
-def codecs(rows: Sequence[dict[str, Any]], info: dict[str, Any], path: Path) -> None:
-    """Acceptance length and tau against bytes per token, in % of bf16: the mean, and every seed."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    axis = figure.subplots()
-    figure.suptitle(f"What a codec costs, beside bf16 of the same seed\n{machine.summary(info)}", fontsize=8)
-    kinds = {
-        "forced": ("same drafter: tau", GREY, "s"),
-        "tau": ("tau", OURS, "o"),
-        "acceptance": ("acceptance length", THEIRS, "D"),
-    }
-    wide = [row["wide"] / 1024 for row in rows]
-    places = [x - 0.8 * wide[:i].count(x) for i, x in enumerate(wide)]  # two codecs of one size, side by side
-    for shift, (label, (name, colour, marker)) in enumerate(kinds.items()):
-        for row, place in zip(rows, places, strict=True):
-            x = place + 0.15 * (shift - 1)
-            values = [100 * (1 + value) for value in row[f"{label}_differences"]]
-            axis.plot([x] * len(values), values, ".", color=colour, markersize=4, alpha=0.5)
-            axis.plot(x, sum(values) / len(values), marker, color=colour, markersize=7, label=name)
-            name = ""
-    for row, place in zip(rows, places, strict=True):
-        axis.annotate(row["name"], (place, 1.01), xycoords=("data", "axes fraction"), rotation=45, fontsize=8)
-    axis.axhspan(99, 101, color=GREY, alpha=0.15)
-    axis.axvline(16.5, color=GREY, linestyle="--", linewidth=1)
-    axis.set(
-        xlabel="KiB per token at H = 4096 (dashed: the goal, 16.5)",
-        ylabel="% of bf16 (band: within 1 %)",
-        xlim=(0, None),
-    )
-    axis.legend(fontsize=8)
-    figure.savefig(path, dpi=110)

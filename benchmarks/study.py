@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RECIPE, FIRST = "+experiment=smollm2_study", "study"
 # Without fc_norm the residual stream starts as large as the target's states, and learning begins late: fc starts at one
 # over the median RMS of SmolLM2's last auxiliary state, 21.7.
-PLAIN_FC = ["drafter.fc_norm=false", "train.fc_start=0.046"]
+PLAIN_FC = ["drafter.fc_norm=false", "train.fc_init_scale=0.046"]
 SWITCHES = {
     "3.0": ["drafter.norm_output=false", *PLAIN_FC],
     "fc_norm": ["drafter.norm_output=false"],
@@ -61,7 +61,12 @@ class Training:
     @property
     def options(self) -> list[str]:
         """What it has of its own."""
-        own = [f"name={self.name}", f"seed={self.seed}", f"train.unroll={self.unroll}", f"train.epochs={self.passes}"]
+        own = [
+            f"name={self.name}",
+            f"seed={self.seed}",
+            f"train.ttt_length={self.unroll}",
+            f"train.epochs={self.passes}",
+        ]
         return [*own, *SWITCHES[self.switches]]
 
 

@@ -1,4 +1,8 @@
-"""Who answers: the target in this process, or an OpenAI-compatible server."""
+"""Who answers: the target in this process, or an OpenAI-compatible server.
+
+`answers` gives every job its next answer, or the reason why it has none. No journal keeps the reason: asking again
+costs little, and may fare better.
+"""
 
 import hashlib
 import json
@@ -10,36 +14,40 @@ from typing import Any
 
 from tqdm import tqdm
 
-from data_prep.dialogue import Turn
-from data_prep.journal import Answered
-from data_prep.messages import Message, Row
-from data_prep.server import NotAnsweredError, Server
-from data_prep.template import ChatTemplate, RefusedError
-from data_prep.turns import answered
-from eagle31_train.schema import Config, UserError
+from data_prep.client import Server
+from data_prep.dialogue import PromptTurn
+from data_prep.formats import Message, Refused, Row
+from data_prep.journal import Answer
+from data_prep.masks import to_message
+from data_prep.template import ChatTemplate
+from eagle31_train.config import Config
+from eagle31_train.errors import UserError
 
-SLOWEST = 2  # tokens a second that a server is waited for
 NO_CHARACTER = "\ufffd"  # what bytes that are no character are decoded to
 BROKEN = "bytes inside the answer that are no text"
 
 
 @dataclass
 class Job:
-    """One conversation on its way: a prompt's turns and the answers so far."""
+    """One conversation on its way: a prompt's turns, and the messages so far.
+
+    refusal: why it has no answer, once it is known. ended: why it ends before its prompt does.
+    answers, tokens: how many it has, and of how many tokens.
+    """
 
     row: Row
     sample: int
     temperature: float
-    turns: list[Turn]
-    messages: list[Message] = field(default_factory=list)  # so far, answers included
-    refusal: str | None = None  # why it has no answer, once it is known
-    ended: str | None = None  # why it ends before its prompt does
+    turns: list[PromptTurn]
+    messages: list[Message] = field(default_factory=list)
+    refusal: str | None = None
+    ended: str | None = None
     answers: int = 0
-    tokens: int = 0  # of its answers
+    tokens: int = 0
 
     @property
     def suffix(self) -> str:
-        """What further samples of a prompt carry behind its id, as `messages.parse` would give it them."""
+        """What further samples of a prompt carry behind its id, as `formats.parse` would give it them."""
         return f"#{self.sample}" if self.sample else ""
 
     def seed(self, base: int) -> int:
@@ -47,12 +55,20 @@ class Job:
         text = json.dumps([base, self.row.id, self.sample, len(self.messages)])
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
 
+    def add(self, answer: Answer) -> None:
+        """Go on with an answer."""
+        self.answers += 1
+        self.tokens += answer.tokens
+        self.messages.append({**answer.message, "finish_reason": answer.finish_reason})
 
-@dataclass(frozen=True)
-class Refused:
-    """Why a prompt has no answer. No journal keeps it: asking again costs little, and may fare better."""
-
-    reason: str
+    def stop(self, reason: str) -> None:
+        """Give it no further answer: those that it has are the target's own, and are kept."""
+        if not self.answers:
+            self.refusal = reason
+            return
+        self.ended = reason
+        last = max(i for i, message in enumerate(self.messages) if message["role"] == "assistant")
+        del self.messages[last + 1 :]
 
 
 class Local:
@@ -65,7 +81,7 @@ class Local:
         self.at_once = config.data.generate.batch_size
         self.keeps_special = template.hides_markup  # as is asked of a server then
 
-    def answers(self, jobs: dict[str, Job]) -> Iterator[tuple[str, Answered | Refused]]:
+    def answers(self, jobs: dict[str, Job]) -> Iterator[tuple[str, Answer | Refused]]:
         """Refusals first, then batches of prompts of like length, the longest first: memory trouble shows at once."""
         if not jobs:
             return
@@ -78,39 +94,37 @@ class Local:
         for key, job in jobs.items():
             try:
                 ids = self.template.prompt_ids(job.messages, job.row.tools)
-            except RefusedError as error:
-                yield key, Refused(str(error))
-                continue
-            if problem := self.generator.refusal(len(ids), generate.max_new_tokens):
-                yield key, Refused(problem)
-                continue
-            requests[key] = Request(ids, job.temperature, job.seed(self.config.seed))
+                if problem := self.generator.refusal(len(ids), generate.max_new_tokens):
+                    raise Refused(problem)
+                requests[key] = Request(ids, job.temperature, job.seed(self.config.seed))
+            except Refused as refused:
+                yield key, refused
         order = sorted(requests, key=lambda key: (-len(requests[key].ids), key))
-        for start in range(0, len(order), generate.batch_size):
-            keys = order[start : start + generate.batch_size]
+        for start in range(0, len(order), self.at_once):
+            keys = order[start : start + self.at_once]
             batch = [requests[key] for key in keys]
             answers = self.generator.answer(batch, generate.max_new_tokens, generate.top_p)
             for key, answer in zip(keys, answers, strict=True):
-                ids = self._whole(answer.ids) if answer.finish_reason == "length" else answer.ids
-                text = self.template.decode(ids)
-                if NO_CHARACTER in text and self.template.encode(text) != ids:
-                    # What the text becomes again would be learnt, and is not what the target wrote.
-                    yield key, Refused(BROKEN)
-                    continue
-                if not self.keeps_special and text != self.template.decode(ids, skip_special_tokens=True):
-                    # Left out, they would be missing where the target wrote them.
-                    yield key, Refused("special tokens inside the answer")
-                    continue
-                # With the end of turn, as servers count; stage 1 compares it with what the text becomes again.
-                written = len(ids) + (answer.finish_reason == "stop")
-                message = answered(self.template, jobs[key].messages, text, answer.finish_reason, jobs[key].row.tools)
-                yield key, Answered({**message, "tokens": written}, answer.finish_reason, len(ids))
+                try:
+                    yield key, self._answer(jobs[key], answer.ids, answer.finish_reason)
+                except Refused as refused:
+                    yield key, refused
 
-    def _whole(self, ids: list[int]) -> list[int]:
-        """A cut answer up to its last whole character: it may have been cut inside the next."""
-        while ids and self.template.decode(ids).endswith(NO_CHARACTER):
-            ids = ids[:-1]
-        return ids
+    def _answer(self, job: Job, ids: list[int], finish_reason: str) -> Answer:
+        """These tokens of the target as a message; Refused if as text they would become other tokens again."""
+        if finish_reason == "length":  # perhaps cut inside a character: up to the last whole one
+            while ids and self.template.decode(ids).endswith(NO_CHARACTER):
+                ids = ids[:-1]
+        text = self.template.decode(ids)
+        if NO_CHARACTER in text and self.template.encode(text) != ids:
+            raise Refused(BROKEN)
+        if not self.keeps_special and text != self.template.decode(ids, skip_special_tokens=True):
+            # Left out, they would be missing where the target wrote them.
+            raise Refused("special tokens inside the answer")
+        # With the end of turn, as servers count; stage 1 compares it with what the text becomes again.
+        tokens = len(ids) + (finish_reason == "stop")
+        message = to_message(self.template, job.messages, text, finish_reason, job.row.tools)
+        return Answer({**message, "tokens": tokens}, finish_reason, len(ids))
 
 
 class Remote:
@@ -119,19 +133,17 @@ class Remote:
     def __init__(self, config: Config, template: ChatTemplate) -> None:
         generate = config.data.generate
         assert generate.server is not None
-        self.config = config
+        self.seed = config.seed
         self.template = template
-        # A server says nothing until an answer is whole, and a long thought at a busy one may take hours.
-        timeout = max(600.0, generate.max_new_tokens / SLOWEST)
-        self.server = Server(generate.server, generate.model or config.target.path, timeout, template=template)
+        model = generate.model or config.target.path
+        self.server = Server(generate.server, model, template, generate.max_new_tokens, generate.top_p)
         self.at_once = generate.concurrency
 
-    def answers(self, jobs: dict[str, Job]) -> Iterator[tuple[str, Answered | Refused]]:
+    def answers(self, jobs: dict[str, Job]) -> Iterator[tuple[str, Answer | Refused]]:
         """In the order in which the server finishes them.
 
-        Raises:
-            UserError: no prompt will fare better. None more is asked then, and what was under way comes first: the
-                process would have to wait for it in any case.
+        Raises UserError where no prompt will fare better. None more is asked then, and what was under way comes
+        first: the process would have to wait for it in any case.
         """
         failed: UserError | None = None
         pool = ThreadPoolExecutor(self.at_once)
@@ -140,8 +152,8 @@ class Remote:
             for future in as_completed(futures):
                 try:
                     yield futures[future], future.result()
-                except NotAnsweredError as error:
-                    yield futures[future], Refused(str(error))
+                except Refused as refused:
+                    yield futures[future], refused
                 except CancelledError:
                     continue
                 except UserError as error:
@@ -152,7 +164,7 @@ class Remote:
         if failed:
             raise failed
 
-    def _give_up(self, error: UserError, futures: dict[Future[Answered], str]) -> UserError:
+    def _give_up(self, error: UserError, futures: dict[Future[Answer], str]) -> UserError:
         """Ask nothing more, and say what is waited for."""
         self.server.given_up = True
         for future in futures:
@@ -161,32 +173,24 @@ class Remote:
             tqdm.write(f"{error}; waiting for the answers under way ({waiting}), to keep them", file=sys.stderr)
         return error
 
-    def _ask(self, job: Job) -> Answered:
-        generate = self.config.data.generate
-        reply = self.server.answer(
-            job.messages,
-            job.temperature,
-            generate.top_p,
-            generate.max_new_tokens,
-            job.seed(self.config.seed),
-            job.row.tools,
-        )
-        message = _whole_message(reply.message, reply.finish_reason)
-        if job.row.tools and not message.get("tool_calls"):  # of a server without a tool parser, perhaps
-            parts = answered(self.template, job.messages, message["content"], reply.finish_reason, job.row.tools)
+    def _ask(self, job: Job) -> Answer:
+        tools = job.row.tools
+        answer = self.server.answer(job.messages, job.temperature, job.seed(self.seed), tools)
+        message = _whole_message(answer.message, answer.finish_reason)
+        if tools and not message.get("tool_calls"):  # of a server without a tool parser, perhaps
+            parts = to_message(self.template, job.messages, message["content"], answer.finish_reason, tools)
             message = {**message, **parts}
-        return Answered(message, reply.finish_reason, reply.tokens)
+        return Answer(message, answer.finish_reason, answer.tokens)
 
 
 def _whole_message(message: Message, finish_reason: str) -> Message:
     """A server's answer up to its last whole character, where it was cut inside one.
 
-    Raises:
-        NotAnsweredError: bytes elsewhere that are no text. What tokens they were, the text cannot tell.
+    Refused for bytes elsewhere that are no text: what tokens they were, the text cannot tell.
     """
     last = "content" if message["content"] else "reasoning_content"
     if finish_reason == "length" and message.get(last):
         message = {**message, last: message[last].rstrip(NO_CHARACTER)}
     if NO_CHARACTER in json.dumps(message, ensure_ascii=False):
-        raise NotAnsweredError(BROKEN)
+        raise Refused(BROKEN)
     return message

@@ -7,18 +7,14 @@ as the target's own answer calls the tools that they are results of.
 from dataclasses import dataclass
 from typing import Any
 
-from data_prep.formats import HERMES, KIMI, PYTHON
-from data_prep.messages import Message, Tool, UnusableError
+from data_prep.formats import Message, Refused, Tool
+from data_prep.markup import HERMES, KIMI, PYTHON
 
 CALLS = (KIMI, HERMES, PYTHON, "to=functions.")  # tool calls in plain text: the last is harmony's
 
 
-class EndedError(Exception):
-    """Why a conversation ends before its prompt does; the text is the same for like cases."""
-
-
 @dataclass(frozen=True)
-class Turn:
+class PromptTurn:
     """Messages up to one that calls for an answer.
 
     results: the tool results with which it begins, each with the name of the function that was called, where
@@ -30,13 +26,12 @@ class Turn:
     rest: list[Message]
 
 
-def turns_of(messages: list[Message]) -> list[Turn]:
+def turns_of(messages: list[Message]) -> list[PromptTurn]:
     """What is asked, answer by answer: each user message, and the results of each answer's tool calls.
 
-    Raises:
-        UnusableError: nothing is asked, or a turn stands where no answer could follow or precede it.
+    Refused if nothing is asked, or a turn stands where no answer could follow or precede it.
     """
-    turns: list[Turn] = []
+    turns: list[PromptTurn] = []
     results: list[tuple[str | None, Message]] = []
     rest: list[Message] = []
     calls: list[dict[str, Any]] = []
@@ -47,19 +42,19 @@ def turns_of(messages: list[Message]) -> list[Turn]:
             calls = message.get("tool_calls") or []
         elif role == "tool":
             if before not in ("assistant", "tool") or (turns == [] and not results):
-                raise UnusableError("a tool result that follows no answer")
+                raise Refused("a tool result that follows no answer")
             results.append((_name(message, calls, len(results)), message))
         else:
             rest.append(message)
         # Of several results the last one calls for the answer; a system message calls for none.
         if role == "user" or (role == "tool" and after != "tool"):
-            turns.append(Turn(results, rest))
+            turns.append(PromptTurn(results, rest))
             results, rest = [], []
         before = role
     if not turns:
-        raise UnusableError("no user turn")
+        raise Refused("no user turn")
     if rest:
-        raise UnusableError("a system turn with nothing to answer after it")
+        raise Refused("a system turn with nothing to answer after it")
     return turns
 
 
@@ -73,29 +68,28 @@ def _name(result: Message, calls: list[dict[str, Any]], number: int) -> str | No
     return str(calls[number]["function"]["name"]) if number < len(calls) else None
 
 
-def following(turn: Turn, answer: Message | None, tools: list[Tool] | None = None) -> list[Message]:
+def following(turn: PromptTurn, answer: Message | None, tools: list[Tool] | None = None) -> list[Message]:
     """The turn's messages as they follow the target's answer: its results belong to the answer's calls.
 
-    Raises:
-        EndedError: the answer calls other tools than the turn has results of.
+    Refused if the answer calls other tools than the turn has results of.
     """
     answer = answer or {"content": ""}
     calls = answer.get("tool_calls") or []
     if tools and not calls and any(sign in answer["content"] for sign in CALLS):
-        raise EndedError("the answer calls a tool in its text, in a form that cannot be taken apart")
+        raise Refused("the answer calls a tool in its text, in a form that cannot be taken apart")
     if calls and not turn.results:
-        raise EndedError("the answer calls a tool, and the prompt has no result for it")
+        raise Refused("the answer calls a tool, and the prompt has no result for it")
     if turn.results and not calls:
-        raise EndedError("the prompt goes on with a tool's result, and the answer calls no tool")
+        raise Refused("the prompt goes on with a tool's result, and the answer calls no tool")
     left, matched = list(turn.results), []
     for call in calls:
         name = call["function"]["name"]
-        found = next((entry for entry in left if entry[0] in (name, None)), None)
-        if found is None:
-            raise EndedError("the answer calls other tools than the prompt has results of")
-        left.remove(found)
-        result = {key: value for key, value in found[1].items() if key != "tool_call_id"}
+        entry = next((entry for entry in left if entry[0] in (name, None)), None)
+        if entry is None:
+            break
+        left.remove(entry)
+        result = {key: value for key, value in entry[1].items() if key != "tool_call_id"}
         matched.append({**result, "tool_call_id": call["id"]} if call.get("id") else result)
-    if left:
-        raise EndedError("the answer calls other tools than the prompt has results of")
+    if left or len(matched) < len(calls):
+        raise Refused("the answer calls other tools than the prompt has results of")
     return [*matched, *turn.rest]

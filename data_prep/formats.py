@@ -1,195 +1,212 @@
-"""What a target writes after the generation prompt, read back: its thought, its text and its tool calls.
+"""One row of a file as a conversation: the formats in which people keep them, and the messages that come out.
 
-A template turns a message into text. Here the text becomes a message again, so that nothing is learnt that says
-something else than the message did. Which form it is in, the markup in the text tells, not the name of a model:
-
-    thoughts      <think>…</think>, of which the prompt may hold the beginning
-    Kimi          <|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{…}…
-    Qwen, Hermes  <tool_call>{"name": …, "arguments": {…}}</tool_call>, one or more
-    Llama 3       {"name": …, "parameters": {…}}, perhaps after <|python_tag|>, several with ; between them
-    harmony       <|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…
+A row of no known format ends the run. One that is readable but of no use for training carries its `problem`, and is
+counted and named later.
 """
 
 import json
-import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from data_prep.messages import Message, arguments
+from eagle31_train.errors import UserError
 
-OPEN, CLOSE = "<think>", "</think>"
-KIMI, HERMES, PYTHON, CHANNEL = "<|tool_calls_section_begin|>", "<tool_call>", "<|python_tag|>", "<|channel|>"
-# Markup that a server leaves out of its text where these are special tokens of the target.
-MARKUP = (OPEN, CLOSE, KIMI, HERMES, PYTHON, CHANNEL)
+FORMATS = ("messages", "sharegpt", "alpaca", "turns", "prompt")
+LIST_KEYS = {"messages": "messages", "conversations": "sharegpt", "turns": "turns"}
+TEXT_KEYS = {"instruction": "alpaca", "prompt": "prompt"}
+ROLES = {
+    "system": ("system", "developer"),
+    "user": ("user", "human"),
+    "assistant": ("assistant", "gpt", "chatgpt", "model", "bot"),
+    "tool": ("tool", "function", "observation"),
+}
+ROLE_OF = {alias: role for role, aliases in ROLES.items() for alias in aliases}
+# Beside role and content: what chat templates may read, and what is known of an answer.
+PASSED_ON = ("name", "tool_call_id", "finish_reason", "tokens")
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names in use for what was thought before an answer
 
-# A thought in front of an answer, whose beginning the prompt may have held.
-THOUGHT = re.compile(rf"\s*(?:{OPEN})?(.*?){CLOSE}\s*", re.DOTALL)
-
-Call = tuple[str, dict[str, Any]]  # name and arguments
-
-
-class UnreadableError(Exception):
-    """Why a turn cannot be read back."""
-
-
-@dataclass(frozen=True)
-class Turn:
-    """A turn in its parts, without the white space around them."""
-
-    reasoning: str = ""
-    content: str = ""
-    calls: list[Call] = field(default_factory=list)
-    thought: tuple[int, int] | None = None  # where the text's thought begins and ends, if it has one, even an empty one
-
-    def difference(self, other: "Turn") -> str | None:
-        """Which part of the two is not the same; JSON values are compared, not their spelling."""
-        if self.reasoning != other.reasoning:
-            return "thought"
-        if self.content != other.content:
-            return "answer"
-        return None if _spelt(self.calls) == _spelt(other.calls) else "tool calls"
+Message = dict[str, Any]
+Tool = dict[str, Any]
 
 
-def apart(message: Message) -> Message:
-    """A message with the thought in front of its answer in a field of its own, as servers hand it on."""
-    found = THOUGHT.match(message["content"]) if message["role"] == "assistant" else None
-    if found is None or message.get("reasoning_content"):
-        return message
-    return {**message, "content": message["content"][found.end() :], "reasoning_content": found[1].strip()}
+class Refused(Exception):  # noqa: N818 (one row, prompt or answer is left out, and the run goes on)
+    """Why a row, a prompt or an answer is of no use. The text is the same for like cases, so that they are counted."""
 
 
-def meant(message: Message) -> Turn:
-    """What a message says: the turn that its text must be read back as."""
-    calls = [(c["function"]["name"], arguments(c["function"]["arguments"])) for c in message.get("tool_calls") or []]
-    return Turn((message.get("reasoning_content") or "").strip(), message["content"].strip(), calls)
+@dataclass
+class Row:
+    """One conversation or prompt, and where it stands.
 
-
-def parse(text: str, opened: bool = False, calls: bool = False) -> Turn:
-    """A turn's text, without its end-of-turn token, in its parts.
-
-    Args:
-        text: what follows the generation prompt.
-        opened: the prompt ends inside a thought.
-        calls: tool calls are looked for; without them what looks like one is part of the answer.
-
-    Raises:
-        UnreadableError: tool calls that are in none of the forms, or damaged.
+    messages: role and content, and perhaps the keys of PASSED_ON, reasoning_content and tool_calls.
+    tools: what the assistant may call, as OpenAI's API defines tools.
+    problem: why it is of no use.
     """
-    if text.lstrip().startswith((CHANNEL, "to=")) and "<|message|>" in text:
-        return _harmony(text)
-    found = re.match(r"(.*?)</think>" if opened else r"\s*<think>(.*?)</think>", text, re.DOTALL)
-    reasoning, rest, thought = "", text, None
-    if found is not None:
-        reasoning, rest, thought = found[1].strip(), text[found.end() :], found.span(1)
-    content, made = _calls(rest) if calls else (rest, [])
-    return Turn(reasoning, content.strip(), made, thought)
+
+    id: str
+    source: str
+    where: str  # file:line
+    messages: list[Message] = field(default_factory=list)
+    problem: str | None = None
+    tools: list[Tool] | None = None
 
 
-def take_apart(text: str, opened: bool) -> Message | None:
-    """A message of the parts of `text`; None where it has no tool calls and no channels to be taken apart at."""
+def parse(value: Any, form: str, where: str, default_id: str) -> Row:
+    """One row of any known format; a UserError if it is of none, or not of the one that `form` names."""
+    form_here = detect(value) if form == "auto" else form
+    if form_here is None or not isinstance(value, dict):
+        keys = ", ".join(list(value)[:8]) if isinstance(value, dict) else type(value).__name__
+        raise UserError(
+            f"{where}: no known format (has {keys}): a row needs messages, conversations, instruction, turns or prompt"
+        )
+    # Further samples of one prompt share its id; "#1" tells them apart.
+    sample = value.get("sample") or 0
+    identity = str(value.get("id") or default_id) + (f"#{sample}" if sample else "")
+    source = str(value.get("source") or value.get("category") or default_id.rsplit("-", 1)[0])
+    # Refusals name the row by these two, so they are mended, and not refused themselves.
+    row = Row(_as_text(identity), _as_text(source), where)
     try:
-        found = parse(text, opened, calls=True)
-    except UnreadableError:
+        row.messages = _messages(value, form_here)
+        row.tools = _tools(value.get("tools"))
+        check_text([row.messages, row.tools])
+    except KeyError as error:
+        raise UserError(f"{where}: data.format={form_here} needs the key {error.args[0]!r}") from None
+    except Refused as error:
+        row.problem = str(error)
+        return row
+    if not row.messages:
+        row.problem = "no messages"
+    elif (reason := value.get("finish_reason")) and row.messages[-1]["role"] == "assistant":
+        row.messages[-1].setdefault("finish_reason", reason)
+    return row
+
+
+def detect(value: Any) -> str | None:
+    """The format of one row, by its keys; None if it has none of them."""
+    if not isinstance(value, dict):
         return None
-    if not found.calls and CHANNEL not in text:
-        return None
-    message: Message = {"role": "assistant", "content": found.content}
-    if found.reasoning:
-        message["reasoning_content"] = found.reasoning
-    ids = re.findall(r"<\|tool_call_begin\|>\s*(.*?)\s*<\|tool_call_argument_begin\|>", text)
-    if found.calls:
-        message["tool_calls"] = [
-            {**({"id": ids[i]} if ids else {}), "type": "function", "function": {"name": name, "arguments": given}}
-            for i, (name, given) in enumerate(found.calls)
-        ]
+    forms = {form for key, form in LIST_KEYS.items() if isinstance(value.get(key), list)}
+    forms |= {form for key, form in TEXT_KEYS.items() if key in value}
+    return next((form for form in FORMATS if form in forms), None)
+
+
+def check_text(value: Any) -> None:
+    """Refuse half a surrogate pair: JSON can spell it (text cut by UTF-16 length has it), and no tokenizer takes it."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    if text != _as_text(text):
+        raise Refused("text with half of a surrogate pair, which is no Unicode")
+
+
+def _as_text(text: str) -> str:
+    return text.encode(errors="replace").decode()
+
+
+# ---------------------------------------------------------------- formats
+
+
+def _messages(value: dict[str, Any], form: str) -> list[Message]:
+    """The row's messages; its own `system` goes before them, unless they begin with one."""
+    if form == "messages":
+        messages = _from_list(value["messages"], "messages")
+    elif form == "sharegpt":
+        messages = _from_list(value["conversations"], "conversations")
+    elif form == "alpaca":
+        question = value["instruction"]
+        if value.get("input"):
+            question = f"{question}\n\n{value['input']}"
+        messages = [_message("user", question, {})]
+        if value.get("output"):
+            messages.append(_message("assistant", value["output"], {}))
+    elif form == "prompt" and isinstance(value["prompt"], list):
+        messages = _from_list(value["prompt"], "prompt")
+    else:
+        turns = [value["prompt"]] if form == "prompt" else value["turns"]
+        if not isinstance(turns, list):
+            raise Refused("turns is no list")
+        messages = [_message("user", turn, {}) for turn in turns]
+    if value.get("system") and messages and messages[0]["role"] != "system":
+        messages.insert(0, _message("system", value["system"], {}))
+    return messages
+
+
+def _from_list(turns: Any, key: str) -> list[Message]:
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        raise Refused(f"{key} is no list of turns")
+    return [
+        _message(turn.get("role", turn.get("from")), turn.get("content", turn.get("value")), turn) for turn in turns
+    ]
+
+
+def _message(role: Any, content: Any, extra: dict[str, Any]) -> Message:
+    if not isinstance(role, str) or role not in ROLE_OF:
+        raise Refused(f"unknown role {role!r}")
+    if isinstance(content, list):
+        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+            raise Refused("content is not only text")
+        content = "".join(part["text"] for part in content)
+    message: Message = {"role": ROLE_OF[role], "content": content}
+    message |= {key: extra[key] for key in PASSED_ON if extra.get(key) is not None}
+    if message["role"] == "assistant":
+        thought = next((extra[key] for key in THOUGHTS if extra.get(key)), None)
+        if thought is not None and not isinstance(thought, str):
+            raise Refused("a thought that is not text")
+        parts = {"reasoning_content": thought, "tool_calls": tool_calls(extra.get("tool_calls"))}
+        message |= {key: part for key, part in parts.items() if part}
+        if content is None and any(parts.values()):  # beside them an answer need not say anything
+            message["content"] = ""
+    if not isinstance(message["content"], str):
+        raise Refused(f"a {role} turn without text")
     return message
 
 
-def _calls(text: str) -> tuple[str, list[Call]]:
-    """The text before the tool calls, and these."""
-    if KIMI in text:
-        content, _, section = text.partition(KIMI)
-        pattern = r"<\|tool_call_begin\|>(.*?)<\|tool_call_argument_begin\|>(.*?)<\|tool_call_end\|>"
-        found = _whole(pattern, section.rstrip().removesuffix("<|tool_calls_section_end|>"))
-        return content, [(_kimi_name(found_id), _json(given)) for found_id, given in found]
-    if HERMES in text:
-        content, _, _ = text.partition(HERMES)
-        found = _whole(r"<tool_call>(.*?)</tool_call>", text[len(content) :])
-        return content, [_named(_json(call), "arguments") for (call,) in found]
-    if text.strip().startswith((PYTHON, "{")):
-        return "", _llama(text.strip().removeprefix(PYTHON))
-    raise UnreadableError(
-        "tool calls in a form that cannot be read back: known are those of Kimi, Qwen and Hermes, Llama 3, and harmony"
-    )
+# ---------------------------------------------------------------- tools
 
 
-def _kimi_name(text: str) -> str:
-    found = re.fullmatch(r"functions\.(.+):\d+", text.strip())
-    if found is None:
-        raise UnreadableError(f"the id of a tool call is {text.strip()!r}, and the target writes functions.NAME:INDEX")
-    return found[1]
-
-
-def _llama(text: str) -> list[Call]:
-    decoder, calls = json.JSONDecoder(), []
-    while text := text.lstrip("; \n"):
-        try:
-            value, end = decoder.raw_decode(text)
-        except ValueError:
-            raise UnreadableError("a tool call that is no JSON") from None
-        calls.append(_named(value, "parameters" if "parameters" in value else "arguments"))
-        text = text[end:]
+def tool_calls(value: Any) -> list[dict[str, Any]]:
+    """Tool calls as OpenAI's API gives them (others are Refused); arguments stay the text, or the object, they are."""
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise Refused("tool_calls is no list")
+    calls = []
+    for call in value:
+        if not _has_function_name(call):
+            raise Refused("a tool call without function.name")
+        given = call["function"].get("arguments")
+        arguments(given)
+        calls.append({**call, "type": "function", "function": {**call["function"], "arguments": given or {}}})
     return calls
 
 
-def _harmony(text: str) -> Turn:
-    """Messages in channels: analysis is thought, a recipient makes a tool call, the others are the answer."""
-    pattern = (
-        r"(?:<\|start\|>assistant)?(?: ?to=([^\s<]+))?<\|channel\|>(\w+)(?: to=([^\s<]+))?"
-        r"(?: ?<\|constrain\|>\w+| \w+)?<\|message\|>(.*?)(?:<\|end\|>|<\|call\|>|<\|return\|>|$)"
-    )
-    reasoning, content, calls, thought, at = [], [], [], None, 0
-    for found in re.finditer(pattern, text, re.DOTALL):
-        if text[at : found.start()].strip():
-            break
-        at = found.end()
-        to, channel, body = found[1] or found[3], found[2], found[4]
-        if to:
-            calls.append((to.removeprefix("functions."), _json(body)))
-        elif channel == "analysis":
-            reasoning.append(body)
-            thought = found.span(4)
-        else:
-            content.append(body)
-    if text[at:].strip():
-        raise UnreadableError("a channel that cannot be read back")
-    return Turn("".join(reasoning).strip(), "".join(content).strip(), calls, thought)
-
-
-def _whole(pattern: str, text: str) -> list[tuple[str, ...]]:
-    """Every match; nothing but white space may stand between them."""
-    found = [match.groups() for match in re.finditer(pattern, text, re.DOTALL)]
-    if not found or re.sub(pattern, "", text, flags=re.DOTALL).strip():
-        raise UnreadableError("a damaged tool call")
-    return found
-
-
-def _json(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        raise UnreadableError("a tool call that is no JSON") from None
+def arguments(value: Any) -> dict[str, Any]:
+    """The arguments of a tool call, given as an object or as JSON text (else Refused); none are an empty object."""
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return {}
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            value = None
     if not isinstance(value, dict):
-        raise UnreadableError("a tool call without an object of arguments")
+        raise Refused("the arguments of a tool call are no JSON object")
+    check_text(value)  # JSON text may spell one with a backslash, so that the row about it shows none
     return value
 
 
-def _named(value: dict[str, Any], key: str) -> Call:
-    if set(value) != {"name", key} or not isinstance(value[key], dict):
-        raise UnreadableError(f"a tool call without name and {key}")
-    return value["name"], value[key]
+def _tools(value: Any) -> list[Tool] | None:
+    """Tool definitions, or JSON text of them; none, and an empty list, are None."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.strip() else None
+        except ValueError:
+            raise Refused("tools is no JSON") from None
+    if not value:
+        return None
+    if not isinstance(value, list):
+        raise Refused("tools is no list")
+    if not all(map(_has_function_name, value)):
+        raise Refused("a tool without function.name: OpenAI's form of tools is needed")
+    return value
 
 
-def _spelt(calls: list[Call]) -> list[tuple[str, str]]:
-    # As text, since Python holds 1, 1.0 and True for equal.
-    return [(name, json.dumps(given, sort_keys=True)) for name, given in calls]
+def _has_function_name(entry: Any) -> bool:
+    function = entry.get("function") if isinstance(entry, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)

@@ -3,16 +3,20 @@
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from data_prep.messages import Message
+from data_prep.formats import Message
+from eagle31_train.errors import UserError
 from eagle31_train.locks import hold
-from eagle31_train.schema import UserError
 
 
 @dataclass(frozen=True)
-class Answered:
-    """One answer as the journal keeps it: the message whole, thoughts and tool calls included."""
+class Answer:
+    """One answer of the target, as the journal keeps it.
+
+    message: content, and perhaps reasoning_content, tool_calls and tokens.
+    finish_reason: "stop", "tool_calls" or "length".
+    tokens: of the answer, as who gave it counts them; 0 if unknown.
+    """
 
     message: Message
     finish_reason: str
@@ -24,7 +28,7 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.answers: dict[str, Answered] = {}
+        self.answers: dict[str, Answer] = {}
 
     def __enter__(self) -> "Journal":
         self.file = self.path.open("ab")
@@ -44,28 +48,20 @@ class Journal:
             if not line.endswith(b"\n"):
                 break  # the line being written when the run was killed
             try:
-                key, answer = _entry(json.loads(line))
+                entry = json.loads(line)
+                if entry["message"]["role"] != "assistant":
+                    raise ValueError("an answer is the assistant's")
+                self.answers[entry["key"]] = Answer(entry["message"], entry["finish_reason"], entry["tokens"])
             except (ValueError, TypeError, KeyError):
                 raise UserError(f"{self.path}:{number} is damaged: remove this line and run again") from None
-            self.answers[key] = answer
             whole += len(line)
         return whole
 
     def __exit__(self, *_: object) -> None:
         self.file.close()
 
-    def add(self, key: str, answer: Answered) -> None:
+    def add(self, key: str, answer: Answer) -> None:
         """Keep an answer."""
         self.answers[key] = answer
         self.file.write(json.dumps({"key": key, **asdict(answer)}, ensure_ascii=False).encode() + b"\n")
         self.file.flush()
-
-
-def _entry(value: Any) -> tuple[str, Answered]:
-    if isinstance(value, list):  # the first layout, which knew text alone: hours of a target's work may lie in it
-        key, text, *rest = value
-        return key, Answered({"role": "assistant", "content": text}, *rest)
-    message = value["message"]
-    if message["role"] != "assistant":
-        raise ValueError("an answer is the assistant's")
-    return value["key"], Answered(message, value["finish_reason"], value["tokens"])

@@ -1,103 +1,60 @@
-"""Where conversations and prompts come from: JSON lines or lists, in files, globs or hub data sets.
+"""The rows of a run: one file, glob or hub data set in its own order, or several of `data.sources` mixed by weight.
 
-A line that is no JSON ends the run with its file and line number.
+A weight is a share of rows. Which rows of a source are taken depends on the seed, the source's name and the rows' ids
+alone: a hash of these ranks them, and the first so many are taken. So another source, or more rows, changes the number
+of the others' rows at most, and a larger number only adds. Rows keep the order of their source; the sources alternate
+so that every stretch of the mixture has its shares.
 """
 
 import glob
+import hashlib
+import heapq
 import json
+import math
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from data_prep.messages import FORMATS, Row, parse
+from tqdm import tqdm
+
+from data_prep.formats import FORMATS, Row, parse
 from eagle31_train import artifacts
-from eagle31_train.schema import UserError
+from eagle31_train.config import Config, DataConfig
+from eagle31_train.errors import UserError
+
+OPTIONS = ("path", "weight", "format", "split")
+
+# ---------------------------------------------------------------- files and hub data sets
 
 
 @dataclass(frozen=True)
-class Source:
-    """Something to read rows from, with a fingerprint of its content."""
+class File:
+    """A file, or a hub data set, with a fingerprint of its content."""
 
     name: str
     fingerprint: str
     path: Path | None = None
     dataset: Any = None
 
-
-def open_sources(spec: str, split: str, option: str) -> list[Source]:
-    """The files, or the hub data set, that `spec` names.
-
-    Args:
-        spec: a file, a glob, or a hub id such as `org/name`.
-        split: split of a hub data set.
-        option: the option that holds `spec`, for the errors.
-
-    Raises:
-        UserError: there is no such file, no file matches, or the hub data set cannot be loaded.
-    """
-    paths = [Path(spec)] if Path(spec).is_file() else []
-    if not paths and any(sign in spec for sign in "*?["):
-        names = sorted(glob.glob(spec, recursive=True))  # noqa: PTH207 (Path.glob takes no absolute pattern)
-        paths = [Path(name) for name in names if Path(name).is_file()]
-        if not paths:
-            raise UserError(f"{option}={spec} matches no file: check the pattern")
-    if paths:
-        return [Source(path.name, artifacts.file_sha256(path), path=path) for path in paths]
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", spec) and Path(spec).suffix not in (".json", ".jsonl"):
-        return [_open_hub(spec, split, option)]
-    raise UserError(f"{option}={spec} is missing: give a file, a glob, or a hub id such as org/name")
-
-
-def _open_hub(spec: str, split: str, option: str) -> Source:
-    from datasets import load_dataset
-
-    try:
-        dataset = load_dataset(spec, split=split)
-    except Exception as error:
-        # The hub's client raises a dozen unrelated types: no network, no such set, split or permission.
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{option}={spec} is no file, and no hub data set could be loaded: {reason}") from None
-    return Source(spec, f"{split}:{dataset._fingerprint}", dataset=dataset)
-
-
-def read(sources: list[Source], form: str) -> Iterator[Row]:
-    """Every row of the sources, in order.
-
-    Raises:
-        UserError: a damaged line, a row of no known format, or an id used twice.
-    """
-    if form not in ("auto", *FORMATS):
-        raise UserError(f"data.format={form} is none of auto, {', '.join(FORMATS)}")
-    seen: dict[str, str] = {}
-    for source in sources:
-        for number, value in _values(source):
-            where = f"{source.name}:{number}"
-            stem = source.path.stem if source.path else source.name
-            row = parse(value, form, where, f"{stem}-{number}")
-            if row.id in seen:
-                raise UserError(f"{where}: id {row.id!r} is also that of {seen[row.id]}: make ids unique")
-            seen[row.id] = where
-            yield row
-
-
-def _values(source: Source) -> Iterator[tuple[int, Any]]:
-    """(line number or item number, JSON value)."""
-    if source.path is None:
-        yield from enumerate(source.dataset, start=1)
-        return
-    if source.path.suffix == ".json":
-        yield from enumerate(_json_list(source.path), start=1)
-        return
-    with source.path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                yield number, json.loads(line)
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                raise UserError(f"{source.path}:{number} is not JSON ({error}): mend or remove this line") from None
+    def values(self) -> Iterator[tuple[int, Any]]:
+        """(line number or item number, JSON value); a damaged line is a UserError that names its place."""
+        if self.path is None:
+            yield from enumerate(self.dataset, start=1)
+            return
+        if self.path.suffix == ".json":
+            yield from enumerate(_json_list(self.path), start=1)
+            return
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    yield number, json.loads(line)
+                except (json.JSONDecodeError, UnicodeDecodeError) as error:
+                    raise UserError(f"{self.path}:{number} is not JSON ({error}): mend or remove this line") from None
 
 
 def _json_list(path: Path) -> list[Any]:
@@ -111,3 +68,234 @@ def _json_list(path: Path) -> list[Any]:
     if not isinstance(value, list):
         raise UserError(f"{path} holds no JSON list: give a list of conversations, or JSON lines as .jsonl")
     return value
+
+
+def open_files(spec: str, split: str, option: str) -> list[File]:
+    """The files, or the hub data set, that `spec` names: a file, a glob, or a hub id such as `org/name`.
+
+    `split` is that of a hub data set; `option`, which holds `spec`, is named in the UserError where there is none.
+    """
+    paths = [Path(spec)] if Path(spec).is_file() else []
+    if not paths and any(sign in spec for sign in "*?["):
+        names = sorted(glob.glob(spec, recursive=True))  # noqa: PTH207 (Path.glob takes no absolute pattern)
+        paths = [Path(name) for name in names if Path(name).is_file()]
+        if not paths:
+            raise UserError(f"{option}={spec} matches no file: check the pattern")
+    if paths:
+        return [File(path.name, artifacts.file_sha256(path), path=path) for path in paths]
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", spec) and Path(spec).suffix not in (".json", ".jsonl"):
+        return [_open_hub(spec, split, option)]
+    raise UserError(f"{option}={spec} is missing: give a file, a glob, or a hub id such as org/name")
+
+
+def _open_hub(spec: str, split: str, option: str) -> File:
+    from datasets import load_dataset
+
+    try:
+        dataset = load_dataset(spec, split=split)
+    except Exception as error:
+        # The hub's client raises a dozen unrelated types: no network, no such set, split or permission.
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{option}={spec} is no file, and no hub data set could be loaded: {reason}") from None
+    return File(spec, f"{split}:{dataset._fingerprint}", dataset=dataset)
+
+
+# ---------------------------------------------------------------- sources
+
+
+@dataclass(frozen=True)
+class Source:
+    """Files or a data set that are read as one; `name` and `weight` are those of `data.sources`, if it is one."""
+
+    files: list[File]
+    format: str
+    name: str = ""
+    weight: Fraction = Fraction(1)
+
+    def read(self) -> Iterator[Row]:
+        """Its rows in order; of a named source with its name as their source and before their ids.
+
+        Raises UserError for a damaged line, a row of no known format, or an id used twice.
+        """
+        seen: dict[str, str] = {}
+        for file in self.files:
+            stem = file.path.stem if file.path else file.name
+            for number, value in file.values():
+                where = f"{file.name}:{number}"
+                row = parse(value, self.format, where, f"{stem}-{number}")
+                if row.id in seen:
+                    raise UserError(f"{where}: id {row.id!r} is also that of {seen[row.id]}: make ids unique")
+                seen[row.id] = where
+                yield replace(row, id=f"{self.name}/{row.id}", source=self.name) if self.name else row
+
+    def fingerprints(self) -> list[list[str]]:
+        """Name and fingerprint of every file."""
+        return [[file.name, file.fingerprint] for file in self.files]
+
+
+@dataclass
+class Corpus:
+    """What a run reads; `counts` says of every source how many rows it has and gave, once they have been read.
+
+    A row with a `problem` counts as read and never as taken.
+    """
+
+    sources: list[Source]
+    mixed: bool = False
+    seed: int = 0
+    rows: int | None = None
+    counts: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, config: Config, option: str) -> "Corpus":
+        """What `data.sources` names or else the option `conversations` or `prompts`; a UserError where it is wrong."""
+        data = config.data
+        if named(data):
+            return cls(_open_sources(data), True, config.seed, data.rows)
+        spec: str | None = getattr(data, option)
+        if spec is None:
+            raise UserError(
+                "regenerate=true needs prompts to answer: set data.prompts or data.sources"
+                if option == "prompts"
+                else "no conversations: set data.conversations or data.sources, or data.prompts and regenerate=true"
+            )
+        if data.rows is not None:
+            raise UserError(f"data.rows={data.rows} is of data.sources, which are not given: set them, or no data.rows")
+        return cls([Source(open_files(spec, data.split, f"data.{option}"), data.format)])
+
+    def inputs(self) -> dict[str, Any]:
+        """All that the rows depend on."""
+        if not self.mixed:
+            (source,) = self.sources
+            return {"sources": source.fingerprints(), "format": source.format}
+        return {
+            "sources": {
+                source.name: {"files": source.fingerprints(), "weight": str(source.weight), "format": source.format}
+                for source in self.sources
+            },
+            "rows": self.rows,
+            "mixed_by": self.seed,
+        }
+
+    def read(self) -> Iterator[Row]:
+        """The rows; of a mixture, the rows of no use come last. Raises UserError: see `Source.read` and `quotas`."""
+        self.counts = {}
+        return self._mix() if self.mixed else self._all()
+
+    def _all(self) -> Iterator[Row]:
+        for row in self.sources[0].read():
+            count = self.counts.setdefault(row.source, {"read": 0, "taken": 0})
+            count["read"] += 1
+            count["taken"] += row.problem is None
+            yield row
+
+    def _mix(self) -> Iterator[Row]:
+        """In two passes: the first holds ids alone, the second no more than it yields."""
+        usable: dict[str, list[str]] = {}
+        unusable: list[Row] = []
+        for source in self.sources:
+            rows, name = 0, source.name
+            usable[name] = []
+            for row in tqdm(source.read(), desc=f"reading {name}", unit="row", dynamic_ncols=True, leave=False):
+                rows += 1
+                if row.problem is None:
+                    usable[name].append(row.id)
+                else:
+                    unusable.append(row)
+            if not usable[name]:
+                reason = f": none of its {rows} rows can be used ({unusable[-1].problem})" if rows else " is empty"
+                raise UserError(f"data.sources.{name}{reason}: mend it or leave it out")
+            self.counts[name] = {"weight": float(source.weight), "read": rows}
+        weights = {source.name: source.weight for source in self.sources}
+        taken = quotas(weights, {name: len(ids) for name, ids in usable.items()}, self.rows)
+        streams = []
+        for source in self.sources:
+            name, count = source.name, taken[source.name]
+            self.counts[name]["taken"] = count
+            chosen = heapq.nsmallest(count, usable[name], key=lambda identity: rank(self.seed, name, identity))
+            streams.append(placed(source, set(chosen)))
+        for *_, row in heapq.merge(*streams, key=lambda entry: entry[:2]):
+            yield row
+        yield from unusable
+
+
+def placed(source: Source, ids: set[str]) -> Iterator[tuple[float, str, Row]]:
+    """The source's rows of these ids, in order, with their places in a mixture that is as long as 1, evenly spread."""
+    for number, row in enumerate(row for row in source.read() if row.id in ids):
+        yield (2 * number + 1) / (2 * len(ids)), source.name, row
+
+
+def rank(seed: int, name: str, identity: str) -> bytes:
+    """Where a row stands among those of its source: the smallest are taken."""
+    return hashlib.sha256(json.dumps([seed, name, identity]).encode()).digest()[:16]
+
+
+def quotas(weights: Mapping[str, Fraction], have: Mapping[str, int], rows: int | None) -> dict[str, int]:
+    """How many rows of each source: its weight's share, rounded by largest remainder, ties by name.
+
+    `have`: rows of each source that can be used. `rows`: how many in all; None for the most with which no share is
+    larger than its source. Raises UserError where a source has fewer than its share, or its share is no row at all.
+    """
+    whole = sum(weights.values())
+    total = rows if rows is not None else min(have[name] * whole // weight for name, weight in weights.items())
+    shares = {name: total * weight / whole for name, weight in weights.items()}
+    taken = {name: math.floor(share) for name, share in shares.items()}
+    for name in sorted(shares, key=lambda name: (taken[name] - shares[name], name))[: total - sum(taken.values())]:
+        taken[name] += 1
+    if short := [name for name in taken if taken[name] > have[name]]:
+        lacking = ", ".join(f"data.sources.{name} is to give {taken[name]} and has {have[name]}" for name in short)
+        raise UserError(f"data.rows={rows} asks for more rows than there are: {lacking}; lower data.rows or the weight")
+    if empty := [name for name, count in taken.items() if not count]:
+        share = f"of its {have[empty[0]]} rows" if rows is None else f"of data.rows={rows}"
+        raise UserError(f"data.sources.{empty[0]} gives no row ({share}): raise its weight, its rows or data.rows")
+    return taken
+
+
+# ---------------------------------------------------------------- options
+
+
+def named(data: DataConfig) -> dict[str, Any]:
+    """The entries of `data.sources`; one that is null is a recipe's that somebody does not want."""
+    return {str(name): value for name, value in sorted(data.sources.items(), key=str) if value is not None}
+
+
+def _open_sources(data: DataConfig) -> list[Source]:
+    """The sources by name, so that their order in a file or on a command line says nothing."""
+    given = [f"data.{name}" for name in ("conversations", "prompts") if getattr(data, name) is not None]
+    if given:
+        raise UserError(
+            f"data.sources and {' and '.join(given)} exclude each other: set {' '.join(f'{o}=null' for o in given)}, "
+            "or no data.sources"
+        )
+    sources = [_open_source(name, value, data) for name, value in named(data).items()]
+    seen: dict[str, str] = {}
+    for source in sources:
+        for file in source.files:
+            if (other := seen.setdefault(file.fingerprint, source.name)) != source.name:
+                raise UserError(f"data.sources.{other} and .{source.name} hold the same: {file.name}; name it once")
+    return sources
+
+
+def _open_source(name: str, value: Any, data: DataConfig) -> Source:
+    where = f"data.sources.{name}"
+    if not re.fullmatch(r"[\w-]+", name):
+        raise UserError(f"{where}: a source's name is letters, digits, _ and -: rename it")
+    if not isinstance(value, dict):
+        raise UserError(f"{where}={value!r} is no set of options: write {where}='{{path: FILE, weight: 1}}'")
+    if unknown := [key for key in value if key not in OPTIONS]:
+        raise UserError(f"no option '{where}.{unknown[0]}' (there are {', '.join(OPTIONS)})")
+    path, weight = value.get("path"), value.get("weight", 1)
+    form, split = value.get("format", data.format), value.get("split", data.split)
+    if not isinstance(path, str) or not path:
+        raise UserError(
+            f"{where}.path is missing: give a file, a glob, or a hub id such as org/name, or set {where}=null"
+        )
+    # A boolean is an int to Python.
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+        raise UserError(f"{where}.weight={weight} is no weight: set a number above 0")
+    if form not in ("auto", *FORMATS):
+        raise UserError(f"{where}.format={form} is no format (there are auto, {', '.join(FORMATS)})")
+    if not isinstance(split, str):
+        raise UserError(f"{where}.split={split} is no name of a split")
+    # Through its decimal text: 0.7 and 0.3 are to be exactly that.
+    return Source(open_files(path, split, f"{where}.path"), form, name, Fraction(str(weight)))

@@ -1,49 +1,23 @@
-"""A conversation as the target sees it: token ids, and which of them the assistant wrote.
-
-The mask is exact or the conversation is refused. Where the assistant's turns stand in the rendered
-text comes from the template's own `{% generation %}` markers, or else from rendering prefixes of
-the conversation and comparing; either way it is verified by decoding the masked tokens back. Thoughts
-and tool calls, and histories that the template rewrites, are the matter of turns.py.
-"""
+"""A target's tokenizer and chat template: conversations as text and as token ids, and what tells two targets apart."""
 
 import difflib
 import json
 import logging
 import re
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jinja2
-import numpy as np
-from numpy.typing import NDArray
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from data_prep.formats import MARKUP, apart
-from data_prep.messages import Message, Tool, UnusableError, arguments
-from data_prep.tokens import RefusedError as RefusedError
-from data_prep.tokens import RewrittenError as RewrittenError
-from data_prep.tokens import Tokens, same
+from data_prep.formats import Message, Refused, Tool, arguments
+from data_prep.markup import MARKUP, apart
 from eagle31_train import artifacts
-from eagle31_train.schema import TargetConfig, UserError
-from eagle31_train.tokenizer import from_pretrained
-
-
-@dataclass(frozen=True)
-class Sample:
-    """input_ids [T] int32, loss_mask [T] bool; `cut`: more than max_length; `open_turns`: without end-of-turn.
-
-    respelt: answers that have not as many tokens here as the target wrote, where that is known. It wrote the same
-        text in other tokens, or white space that a server took away.
-    """
-
-    input_ids: NDArray[np.int32]
-    loss_mask: NDArray[np.bool_]
-    cut: bool
-    open_turns: int
-    respelt: int = 0
+from eagle31_train.config import TargetConfig
+from eagle31_train.errors import UserError
+from eagle31_train.targets.pretrained import from_pretrained
 
 
 class ChatTemplate:
@@ -57,8 +31,10 @@ class ChatTemplate:
         template_args: dict[str, Any] | None = None,
         tools_template: str | None = None,
     ) -> None:
-        """`end_ids` are the ids at which the target stops; `template` is Jinja text, `template_args` what it reads,
-        `tools_template` another one for conversations with tools."""
+        """`end_ids`: where the target stops. `template_args`: variables of the Jinja text `template`.
+
+        `tools_template`: another one, for conversations with tools.
+        """
         self.tokenizer = tokenizer
         self.end_ids = end_ids
         self.template = template
@@ -95,11 +71,7 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, target: TargetConfig) -> "ChatTemplate":
-        """The tokenizer and template of a target.
-
-        Raises:
-            UserError: no such target, no template, an argument that it does not read, or no end-of-turn token.
-        """
+        """The tokenizer and template of a target; a UserError where one of them is missing, or an argument unknown."""
         tokenizer = from_pretrained(AutoTokenizer, target)
         if not tokenizer.is_fast:  # Kimi's warns at each call that it is called with options
             logging.getLogger(type(tokenizer).__module__).setLevel(logging.ERROR)
@@ -133,13 +105,11 @@ class ChatTemplate:
     ) -> str:
         """The conversation as text, as servers render it: the arguments of tool calls as objects.
 
-        `verbatim`: those of the last message as they are, perhaps the target's own spelling of them.
-
-        Raises:
-            RefusedError: the template does not accept it.
+        `verbatim`: those of the last message as they are, perhaps the target's own spelling of them. Raises Refused
+        where the template does not accept it.
         """
         if not messages:  # what a conversation that begins with an answer has before it
-            raise RefusedError("no turn before the answer")
+            raise Refused("no turn before the answer")
         try:
             text = self.tokenizer.apply_chat_template(
                 _plain(messages, verbatim),
@@ -150,9 +120,20 @@ class ChatTemplate:
                 **self.template_args,
             )
         except (jinja2.TemplateError, TypeError) as error:  # TypeError: say, "+" between text and none
-            raise RefusedError(f"the template refuses it: {error}") from None
+            raise Refused(f"the template refuses it: {error}") from None
         assert isinstance(text, str)
         return text
+
+    def generated_spans(self, messages: list[Message], text: str, tools: list[Tool] | None) -> list[tuple[int, int]]:
+        """Characters [start, end) of `text`, the rendered messages, that the template marks as generated."""
+        names: dict[str, Any] = {**self.tokenizer.special_tokens_map, **self.template_args}
+        spans: Any
+        renderer: Any = render_jinja_template  # a pair, with the masks asked for; tools as in render
+        names |= {"chat_template": self.template_for(tools), "return_assistant_tokens_mask": True}
+        rendered, spans = renderer([_plain(messages)], tools=tools, **names)
+        if rendered[0] != text:
+            raise Refused("the template renders otherwise with its markers read")
+        return [(int(span[0]), int(span[1])) for span in spans[0]]
 
     def prompt_ids(self, messages: list[Message], tools: list[Tool] | None = None) -> list[int]:
         """Token ids up to and with the generation prompt."""
@@ -171,102 +152,6 @@ class ChatTemplate:
         text = self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
-
-    # ------------------------------------------------------------ masks
-
-    def sample(self, messages: list[Message], max_length: int, tools: list[Tool] | None = None) -> Sample:
-        """Token ids and loss mask of a conversation.
-
-        A turn with `finish_reason` "length" was cut off: its end-of-turn token is not the
-        target's and is not learnt; where that turn is the last, the sequence ends with its content.
-
-        Raises:
-            RefusedError: the mask would be empty, or cannot be known exactly; RewrittenError where
-                it may be known turn by turn.
-        """
-        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        if not turns:
-            raise RefusedError("no assistant turn")
-        parts = ("reasoning_content", "tool_calls")
-        answers = self.history([messages[turn] for turn in turns])
-        if any(answer.get(part) for answer in answers for part in parts):
-            raise RewrittenError("answers of several parts are taken turn by turn")
-        text = self.render(messages, tools=tools)
-        find = self._marked_spans if self.has_markers(tools) else self._prefix_spans
-        spans = find(messages, text, tools)
-        if len(spans) != len(turns):
-            raise RewrittenError("the template does not mark each assistant turn once")
-        tokens = Tokens(self, text)
-        mask = np.zeros(len(tokens.ids), dtype=np.bool_)
-        length = len(tokens.ids)
-        open_turns = respelt = 0
-        for turn, (start, end) in zip(turns, spans, strict=True):
-            first, last = self.learnt(tokens, start, end, messages[turn]["content"])
-            if not tokens.is_prompt(first, start):
-                raise RefusedError("a boundary inside a token")  # serving tokenizes the prompt alone
-            if messages[turn].get("finish_reason") == "length":
-                open_turns += 1
-                if turn == len(messages) - 1:
-                    length = last
-            else:
-                last += 1
-            mask[first:last] = True
-            respelt += messages[turn].get("tokens", last - first) != last - first
-        cut = length > max_length
-        length = min(length, max_length)
-        ids, mask = np.asarray(tokens.ids, dtype=np.int32)[:length], mask[:length]
-        if not mask.any():
-            raise RefusedError("nothing of the answers lies within max_length" if cut else "empty answers")
-        return Sample(ids, mask, cut, open_turns, respelt)
-
-    def _prefix_spans(self, messages: list[Message], text: str, tools: list[Tool] | None) -> list[tuple[int, int]]:
-        """Character spans of the assistant turns, from what each turn adds to the rendered text."""
-        spans = []
-        for i, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            before = self.render(messages[:i], add_generation_prompt=True, tools=tools)
-            after = self.render(messages[: i + 1], tools=tools)
-            if not text.startswith(after) or not text.startswith(before):
-                raise RewrittenError("the template rewrites history")
-            if len(after) < len(before):
-                raise RewrittenError("the generation prompt is longer than the turn")
-            spans.append((len(before), len(after)))
-        return spans
-
-    def _marked_spans(self, messages: list[Message], text: str, tools: list[Tool] | None) -> list[tuple[int, int]]:
-        """Character spans that the template marks as generated."""
-        names: dict[str, Any] = {**self.tokenizer.special_tokens_map, **self.template_args}
-        spans: Any
-        renderer: Any = render_jinja_template  # a pair, with the masks asked for; tools as in render
-        names |= {"chat_template": self.template_for(tools), "return_assistant_tokens_mask": True}
-        rendered, spans = renderer([_plain(messages)], tools=tools, **names)
-        if rendered[0] != text:
-            raise RefusedError("the template renders otherwise with its markers read")
-        return [(int(span[0]), int(span[1])) for span in spans[0]]
-
-    def learnt(self, tokens: Tokens, start: int, end: int, content: str) -> tuple[int, int]:
-        """Token positions [first, last) of a turn's content; `last` is its end-of-turn token."""
-        first = tokens.boundary(start)
-        stop = tokens.boundary(end)
-        ends = [i for i in range(first, stop) if tokens.ids[i] in self.end_ids]
-        if not ends and stop < len(tokens.ids) and tokens.ids[stop] in self.end_ids:
-            ends = [stop]  # markers around the content alone: the end-of-turn token follows them
-        if not ends:
-            raise RefusedError("no end-of-turn token after the answer")
-        if len(ends) > 1:
-            raise RefusedError("an end-of-turn token inside the answer")
-        last = ends[0]
-        if self.decode(tokens.ids[last + 1 : stop]).strip():
-            raise RefusedError("text of the turn after its end-of-turn token")
-        body = tokens.text_between(first, last)
-        if not same(tokens.text[start : start + len(body)], body):
-            raise RefusedError("a boundary inside a token")
-        if not same(body.strip(), content.strip()):
-            raise RewrittenError("the template alters the answer")
-        if not body:
-            raise RefusedError("an empty answer")
-        return first, last
 
     # ------------------------------------------------------------ identity
 
@@ -305,23 +190,18 @@ class ChatTemplate:
 
 def _plain(messages: list[Message], verbatim: bool = False) -> list[Message]:
     """As templates expect them: without our own bookkeeping, arguments as objects, thoughts under each usual name."""
-    plain = []
+    result = []
     for message in messages:
-        kept = {key: value for key, value in message.items() if key not in ("finish_reason", "tokens")}
-        if thought := kept.get("reasoning_content"):
-            kept["reasoning"] = kept["thinking"] = thought
-        if kept.get("tool_calls") and not (verbatim and message is messages[-1]):
-            kept["tool_calls"] = [_with_object(call) for call in kept["tool_calls"]]
-        plain.append(kept)
-    return plain
-
-
-def _with_object(call: dict[str, Any]) -> dict[str, Any]:
-    try:
-        given = arguments(call["function"]["arguments"])
-    except UnusableError as error:
-        raise RefusedError(str(error)) from None
-    return {**call, "function": {**call["function"], "arguments": given}}
+        plain = {key: value for key, value in message.items() if key not in ("finish_reason", "tokens")}
+        if thought := plain.get("reasoning_content"):
+            plain["reasoning"] = plain["thinking"] = thought
+        if plain.get("tool_calls") and not (verbatim and message is messages[-1]):
+            plain["tool_calls"] = [
+                {**call, "function": {**call["function"], "arguments": arguments(call["function"]["arguments"])}}
+                for call in plain["tool_calls"]
+            ]
+        result.append(plain)
+    return result
 
 
 def _check_args(target: TargetConfig, template: str) -> None:
@@ -336,12 +216,11 @@ def _check_args(target: TargetConfig, template: str) -> None:
 
 def _end_ids(tokenizer: PreTrainedTokenizerBase, target: TargetConfig) -> list[int]:
     """The ids at which the target stops: the tokenizer's and those of generation_config.json."""
-    found: list[int] = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    ids = {tokenizer.eos_token_id}
     try:
         generation: Any = GenerationConfig
-        listed = generation.from_pretrained(target.path, revision=target.revision).eos_token_id
+        eos = generation.from_pretrained(target.path, revision=target.revision).eos_token_id
+        ids |= set(eos) if isinstance(eos, list) else {eos}
     except OSError:  # a target without generation_config.json: the tokenizer alone says it
-        listed = None
-    if listed is not None:
-        found += listed if isinstance(listed, list) else [listed]
-    return sorted(set(found))
+        pass
+    return sorted(int(i) for i in ids if i is not None)

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from eagle31_train.schema import UserError
+from eagle31_train.errors import UserError
 
 MANIFEST = "manifest.json"
 LARGE, SAMPLES, BLOCK = 1 << 30, 256, 1 << 18  # see `weights_fingerprint`
@@ -62,16 +62,21 @@ def commit(temporary: Path, final: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a text file whole or not at all."""
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_bytes(data)
         commit(temporary, path)
     except BaseException:  # a full disk, Ctrl-C: nothing half-written stays
         temporary.unlink(missing_ok=True)
         raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file whole or not at all."""
+    write_bytes(path, text.encode())
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -111,37 +116,6 @@ def first_damaged(folder: Path, files: dict[str, dict[str, Any]], checksums: boo
         if checksums and file_sha256(file) != entry["sha256"]:
             return f"{file} does not match its checksum: damaged or replaced"
     return None
-
-
-def finished(folder: Path, wanted: str, inputs: dict[str, Any], overwrite: bool, checksums: bool = True) -> bool:
-    """Whether the stage that writes `folder` is already done for these inputs.
-
-    Args:
-        folder: the stage's output folder.
-        wanted: the fingerprint of `inputs`.
-        inputs: what the stage's output depends on, option by option.
-        overwrite: make the output anew where it belongs to other inputs.
-        checksums: also read every listed file.
-
-    Raises:
-        UserError: the folder holds finished output of other inputs and `overwrite` is off.
-    """
-    if not (folder / MANIFEST).is_file():
-        return False
-    manifest = read_json(folder / MANIFEST, "this command")
-    if manifest.get("fingerprint") == wanted:
-        damage = first_damaged(folder, manifest.get("files", {}), checksums)
-        if damage is None:
-            return True
-        print(f"{damage}; making {folder} again")
-        return False
-    if not overwrite:
-        raise UserError(
-            f"{folder} was made from other inputs ({describe_change(manifest.get('inputs', {}), inputs)}): "
-            "choose another name=… or run_dir=…, or replace it with overwrite=true"
-        )
-    discard(folder)
-    return False
 
 
 def discard(folder: Path) -> None:

@@ -10,6 +10,8 @@ import argparse
 import dataclasses
 import difflib
 import errno
+import functools
+import operator
 import re
 import sys
 import typing
@@ -20,11 +22,12 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException, OverrideParseException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from eagle31_train.schema import Config, SharedError, Stopped, UserError, check_architecture
+from eagle31_train.config import RENAMED, Config, check_value
+from eagle31_train.errors import SharedError, Stopped, UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
@@ -41,8 +44,9 @@ def load_config(overrides: list[str], saved: Path | None = None) -> Config:
             type, or a mandatory option that is missing or empty.
     """
     overrides = [_checked(override) for override in overrides]
+    _refuse_twice(overrides)
     OmegaConf.register_new_resolver("project", lambda path: str(ROOT / path), replace=True)
-    ConfigStore.instance().store(name="schema", node=Config)
+    ConfigStore.instance().store(name="schema", node=_schema())
     try:
         if saved is not None:
             ConfigStore.instance().store(name="saved", node=_read(saved))
@@ -55,21 +59,53 @@ def load_config(overrides: list[str], saved: Path | None = None) -> Config:
                 f"no value for {', '.join(missing)}: pick a recipe with +experiment=NAME "
                 f"({', '.join(_choices('experiment'))}) or set {missing[0]}=…"
             )
-        config = OmegaConf.to_object(composed)
+        config = OmegaConf.to_object(_with_new_names(composed))
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise UserError(_explain(error)) from None
     assert isinstance(config, Config)
     for option in ("name", "run_dir"):
         if not getattr(config, option).strip():
             raise UserError(f"{option}= is empty: give {option}=… a value (is a variable of the shell not set?)")
+    for name, _, field in _options(Config):
+        check_value(name, operator.attrgetter(name)(config), field.metadata)
     return config
+
+
+def _schema() -> DictConfig:
+    """The options with their types and defaults, and with the old names of renamed ones, which are empty."""
+    schema: DictConfig = OmegaConf.structured(Config)
+    with open_dict(schema):
+        for old in RENAMED:
+            OmegaConf.update(schema, old, None, force_add=True)
+    return schema
+
+
+def _with_new_names(composed: DictConfig) -> DictConfig:
+    """The configuration with values of old names given to the options that they mean, which is said."""
+    values: Any = OmegaConf.to_container(composed)
+    for old, new in RENAMED.items():
+        (*sections, key), (*new_sections, new_key) = old.split("."), new.split(".")
+        value = functools.reduce(dict.__getitem__, sections, values).pop(key)
+        if value is not None:
+            print(f"{old} is called {new} now", file=sys.stderr)
+            functools.reduce(dict.__getitem__, new_sections, values)[new_key] = value
+    renamed: Any = OmegaConf.merge(OmegaConf.structured(Config), values)
+    return renamed
+
+
+def _refuse_twice(overrides: list[str]) -> None:
+    """Refuse an option that is given under its old and its new name: which of them is meant?"""
+    keys = {override.partition("=")[0].lstrip("+") for override in overrides}
+    for old, new in RENAMED.items():
+        if {old, new} <= keys:
+            raise UserError(f"{old} is called {new} now: give it once")
 
 
 def _read(saved: Path) -> Any:
     """A saved configuration; options that were added since have their defaults."""
     if not saved.is_file():
         raise UserError(f"{saved} is missing: give a run's folder, or a recipe with +experiment=NAME")
-    return OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(saved))
+    return OmegaConf.merge(_schema(), OmegaConf.load(saved))
 
 
 def _composed(overrides: list[str], root: str = "config") -> Any:
@@ -128,7 +164,6 @@ def run(
         if arguments.cfg:
             print(OmegaConf.to_yaml(OmegaConf.structured(config)), end="")
             return
-        check_architecture(config.drafter.architecture)  # before hours go into the stages ahead of training
         stage(config)
     except UserError as error:
         if not isinstance(error, SharedError):
@@ -182,10 +217,10 @@ def _checked(override: str) -> str:
             if name not in _choices(key):
                 raise UserError(f"no configs/{key}/{name}.yaml{_nearest(name, _choices(key))}")
         return f"+{key}={value}"  # Hydra takes a group that no defaults list names only with the plus
-    known = {path: kind for path, kind, _ in _options(Config)}
+    known = {path for path, _, _ in _options(Config)}
     if any(key == path or key.startswith(path + ".") for path in _free()):
         return override if override.startswith(("+", "~")) else f"++{override}"
-    if key in known:
+    if key in known or key in RENAMED:
         return override
     groups = [folder.name for folder in CONFIGS.iterdir() if folder.is_dir()]
     raise UserError(f"no option {key!r}{_nearest(key, [*known, *groups])}")

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from eagle31_train.schema import UserError
+from eagle31_train.errors import UserError
 
 
 def hold(file: IO[Any], who: str) -> None:

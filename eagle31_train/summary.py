@@ -7,85 +7,68 @@ from pathlib import Path
 from typing import Any
 
 from eagle31_train import artifacts, cli
-from eagle31_train.measure import drafters, tables
-from eagle31_train.measure.intervals import LEVEL
-from eagle31_train.measure.tables import bracket
-from eagle31_train.schema import Config, UserError
+from eagle31_train.checkpoint import run_folder
+from eagle31_train.checkpoint.writer import read_record
+from eagle31_train.config import Config
+from eagle31_train.errors import UserError
+from eagle31_train.evaluation.intervals import LEVEL
+from eagle31_train.reporting.tables import bracket, sampling
 from eagle31_train.store import EXTRACT, read_manifest
 
-HELDOUT = "heldout"  # the workload that is meant where a report names none
+STAGES = ("data", "extract", "train", "evaluate", "export")
 
 
 def summarise(config: Config) -> None:
     """Print the table; UserError if a stage has not been run, or not on what was trained last."""
-    run_dir = Path(config.run_dir)
+    run_dir, evaluate = Path(config.run_dir), "python -m eagle31_train.evaluate"
     manifests = {
-        "data": (config.data_folder / artifacts.MANIFEST, "python -m data_prep"),
-        "train": (run_dir / "train" / artifacts.MANIFEST, "accelerate launch train.py"),
-        "evaluate": (run_dir / "evaluate" / artifacts.MANIFEST, "python -m eagle31_train.evaluate"),
+        "data": artifacts.read_json(config.data_folder / artifacts.MANIFEST, "python -m data_prep"),
+        "train": artifacts.read_json(run_dir / "train" / artifacts.MANIFEST, "accelerate launch train.py"),
+        "evaluate": artifacts.read_json(run_dir / "evaluate" / artifacts.MANIFEST, evaluate),
     }
-    found = {stage: artifacts.read_json(file, command) for stage, (file, command) in manifests.items()}
     if (store := read_manifest(config)) is None:
         raise UserError(f"there is no complete store in {config.store_location}: run `{EXTRACT}` first")
-    found |= {"extract": store, "export": drafters.exported(run_dir)}
-    if found["evaluate"]["inputs"].get("checkpoint") != drafters.identity(found["train"]):
-        raise UserError(f"evaluate was last run on another training: run `{manifests['evaluate'][1]}` again")
-    print("\n" + table(config, found) + "\n")
+    manifests |= {"extract": store, "export": read_record(run_dir)}
+    if manifests["evaluate"]["inputs"].get("checkpoint") != run_folder.identity(manifests["train"]):
+        raise UserError(f"evaluate was last run on another training: run `{evaluate}` again")
+    print("\n" + table(config, manifests) + "\n")
 
 
-def table(config: Config, found: dict[str, dict[str, Any]]) -> str:
-    """The summary as text, from the stages' manifests."""
-    report, trained = found["evaluate"]["report"], found["train"]
-    depths, at = report["acceptance_at_depth"], str(report["draft_tokens"])
-    told = report.get("by_depth", {}).get(at, {"acceptance_length": [report["acceptance_length"], None, None]})
-    length = bracket(told["acceptance_length"])
-    workloads = found["evaluate"].get("result", {}).get("workloads")  # which older evaluations have not
-    sampling = tables.sampling(workloads[0]) if workloads else "greedy"
-    prompts = "held-out prompts" if report.get("workload", HELDOUT) == HELDOUT else f"prompts of {report['workload']}"
-    stages = ("data", "extract", "train", "evaluate", "export")
-    seconds = {stage: found[stage]["seconds"] for stage in stages}
+def table(config: Config, manifests: dict[str, dict[str, Any]]) -> str:
+    """The summary as text, from the stages' manifests. Older evaluations lack some of it."""
+    report, trained = manifests["evaluate"]["report"], manifests["train"]
     speed = report["tokens_per_second"]
-    export = Path(config.run_dir) / "export"
-    rows = [
-        (
-            "acceptance length",
-            f"{length} at {report['draft_tokens']} draft tokens, {sampling}, bonus token included",
+    workloads = manifests["evaluate"].get("result", {}).get("workloads")
+    depth, by_depth, by_source = str(report["draft_tokens"]), report.get("by_depth", {}), report.get("by_source", {})
+    length = by_depth[depth]["acceptance_length"] if by_depth else [report["acceptance_length"], None, None]
+    workload = report.get("workload", "heldout")
+    prompts = "held-out prompts" if workload == "heldout" else f"prompts of {workload}"
+    brackets = f"; [low, high]: {LEVEL:.0%} interval over prompts" if length[1] is not None else ""
+    rows = {
+        "acceptance length": f"{bracket(length)} at {depth} draft tokens, "
+        f"{sampling(workloads[0]) if workloads else 'greedy'}, bonus token included",
+        "  by draft tokens": _listed({k: of["acceptance_length"][0] for k, of in by_depth.items()}),
+        "  measured on": f"{report['prompts']} {prompts}, {report['generated_tokens']:,} tokens, {report['dtype']}"
+        + brackets,
+        "accepted at depth": _listed(dict(enumerate(report["acceptance_at_depth"], 1)), "{:.1%}"),
+        "  by source": _listed({name: of["acceptance_length"] for name, of in by_source.items()}),
+        "speed": f"{speed['speculative']:.1f} tokens/s with the drafter, {speed['plain']:.1f} without",
+        "trained on": f"{trained['tokens']:,} tokens ({trained['pairs']:,} slot-steps) in {trained['steps']} steps",
+        "seconds": "   ".join(
+            f"{stage} {manifests[stage]['seconds']:,.0f}"
+            for stage in ("data", "extract", "train", "evaluate", "export")
         ),
-        *by_depth(report),
-        (
-            "  measured on",
-            f"{report['prompts']} {prompts}, {report['generated_tokens']:,} tokens, {report['dtype']}"
-            + (f"; [low, high]: {LEVEL:.0%} interval over prompts" if "[" in length else ""),
-        ),
-        ("accepted at depth", "   ".join(f"{k}: {share:.1%}" for k, share in enumerate(depths, 1))),
-        *by_source(report),
-        ("speed", f"{speed['speculative']:.1f} tokens/s with the drafter, {speed['plain']:.1f} without"),
-        ("trained on", f"{trained['tokens']:,} tokens ({trained['pairs']:,} slot-steps) in {trained['steps']} steps"),
-        ("seconds", "   ".join(f"{stage} {value:,.0f}" for stage, value in seconds.items())),
-        ("checkpoint", str(export)),
-        ("serve it", found["export"]["serve"]),
-    ]
-    width = max(len(name) for name, _ in rows)
-    line = "-" * 100
-    body = [f"{name:<{width}}  {value}" for name, value in rows]
-    return "\n".join([f"{config.name}: an EAGLE drafter for {config.target.path}", line, *body, line])
+        "checkpoint": str(Path(config.run_dir) / "export"),
+        "serve it": manifests["export"]["serve"],
+    }
+    body = [f"{name:<17}  {value}" for name, value in rows.items() if value]
+    return "\n".join([f"{config.name}: an EAGLE drafter for {config.target.path}", "-" * 100, *body, "-" * 100])
 
 
-def by_depth(report: dict[str, Any]) -> list[tuple[str, str]]:
-    """Acceptance length with each number of draft tokens, where they were measured."""
-    lengths = {depth: found["acceptance_length"][0] for depth, found in report.get("by_depth", {}).items()}
-    told = [f"{depth}: {bracket([value, None, None])}" for depth, value in lengths.items()]
-    return [("  by draft tokens", "   ".join(told))] if len(told) > 1 else []
-
-
-def by_source(report: dict[str, Any]) -> list[tuple[str, str]]:
-    """Acceptance length of each source that was measured, where there are several."""
-    sources = report.get("by_source", {})  # which older evaluations have not
-    if len(sources) < 2:
-        return []
-    lengths = {name: found["acceptance_length"] for name, found in sources.items()}
-    told = [f"{name}: {'-' if length is None else f'{length:.3f}'}" for name, length in lengths.items()]
-    return [("  by source", "   ".join(told))]
+def _listed(values: dict[Any, float | None], form: str = "{:.3f}") -> str:
+    """Several numbers on a line; nothing where there are fewer than two."""
+    shown = [f"{name}: {bracket([value, None, None], form)}" for name, value in values.items()]
+    return "   ".join(shown) if len(shown) > 1 else ""
 
 
 if __name__ == "__main__":

@@ -44,24 +44,13 @@ class Gated(MemoryFileSystem):
         self.gates |= {name: threading.Event() for name in names}
 
 
-def no_sleep(seconds):
-    raise AssertionError("nobody else holds room here")
-
-
 def copies(folder):
     """The whole files in a cache."""
     return sorted(path.name for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
 
 
-def settle(place, names):
-    """Wait until what was fetched in the background has its name."""
-    for name in names:
-        with place._cache._lock(name):
-            pass
-
-
-def under_way(place, name):
+def under_way(storage, name):
     """A part file that another process fills, with the lock that says so."""
-    file = (place.scratch("z").parent / f".{name}.1-1.part").open("wb")
+    file = (storage.scratch("z").parent / f".{name}.part").open("wb")
     fcntl.flock(file, fcntl.LOCK_EX)
     return file

@@ -18,16 +18,16 @@ import pytest
 import reference_mla
 import torch
 
-from eagle31_train.document import Document
-from eagle31_train.drafter.model import Drafter
-from eagle31_train.loss import Objective, Teacher
-from eagle31_train.schema import DrafterShape
+from eagle31_train.config import DrafterShape
+from eagle31_train.model.drafter import Drafter
+from eagle31_train.model.loss import Objective, Teacher
+from eagle31_train.store.document import Document
 
-# How fast a machine is, or how busy, fails no test.
-hypothesis.settings.register_profile(
-    "any-speed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
-)
-hypothesis.settings.load_profile("any-speed")
+# How fast a machine is, or how busy, fails no test. `make test-slow` tries five times as many random cases.
+ANY_SPEED = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("quick", max_examples=16, **ANY_SPEED)
+hypothesis.settings.register_profile("thorough", max_examples=80, **ANY_SPEED)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 # A shell's background jobs ignore interrupts, and what they start inherits that: tests of Ctrl-C would wait for ever.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -160,7 +160,7 @@ def tiny():
 @pytest.fixture(scope="session")
 def real_target() -> Path:
     """SmolLM2-135M-Instruct, unpacked where `make demo` keeps it (20 s the first time, then nothing)."""
-    from eagle31_train.schema import UserError
+    from eagle31_train.errors import UserError
     from eagle31_train.targets import embedded
 
     embedded.OUT.parent.mkdir(exist_ok=True)

@@ -7,7 +7,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from data_prep.messages import Row, parse
+from data_prep.formats import Row, parse
 from data_prep.template import ChatTemplate
 
 HERE = Path(__file__).parent / "data_prep"
@@ -37,3 +37,13 @@ def row_of(case: dict) -> Row:
     row = parse({"messages": case["messages"], "tools": case.get("tools")}, "messages", "f:1", "f-1")
     assert row.problem is None
     return row
+
+
+def by_pieces(template: ChatTemplate, pieces: list) -> tuple[list[int], list[bool]]:
+    """Token ids and loss mask of pieces of text, each (supervised, text)."""
+    ids, mask = [], []
+    for supervised, text in pieces:
+        piece = template.encode(text)
+        ids += piece
+        mask += [bool(supervised)] * len(piece)
+    return ids, mask

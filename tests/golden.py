@@ -16,11 +16,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from eagle31_train import artifacts, vocab
+from eagle31_train import artifacts
 from eagle31_train.cli import load_config
-from eagle31_train.document import Document
-from eagle31_train.place import LocalPlace
+from eagle31_train.model import vocab
 from eagle31_train.store import StoreWriter, make_plan, shape_of
+from eagle31_train.store.backends import LocalStorage
+from eagle31_train.store.document import Document
 
 FILE = Path(__file__).parent / "train" / "golden.json"
 STEPS, VOCAB, HIDDEN, LAYERS = 100, 48, 16, [1, 2, 3]
@@ -34,7 +35,7 @@ OPTIONS = [
     "drafter.num_attention_heads=4",
     "drafter.num_key_value_heads=2",
     "drafter.head_dim=4",
-    "train.unroll=4",
+    "train.ttt_length=4",
     "train.epochs=40",
     f"train.max_steps={STEPS}",
     "train.batch_tokens=160",
@@ -93,8 +94,8 @@ def make_run(folder: Path) -> Path:
     masks = {split: [d.loss_mask.tolist() for d in some] for split, some in documents.items()}
     plan = make_plan(masks, 100, shape_of(states))
     provenance = {"fingerprint": DATA, "inputs": {"data": DATA, "target": {}}, "states": states}
-    place = folder / "store"
-    writer = StoreWriter(LocalPlace(str(place), place), provenance, plan)
+    storage = folder / "store"
+    writer = StoreWriter(LocalStorage(str(storage), storage), provenance, plan)
     writer.write_target({"embed_tokens": embed.bfloat16(), "norm": norm, "lm_head": head.bfloat16()})
     for shard in writer.mine():
         some = documents[shard.split][shard.first : shard.end]

@@ -2,7 +2,7 @@
 
     holding.py FOLDER OPTION...
 
-Run by tests/plan/test_profiles.py, in as many processes as a profile has.
+Run by tests/planning/test_profiles.py, in as many processes as a profile has.
 """
 
 import gc
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import torch
-from planning import objective_and_batch, shape_of
+from plan_cases import objective_and_batch, shape_of
 
 from eagle31_train.cli import load_config
 from train.launch import make_accelerator

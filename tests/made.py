@@ -7,9 +7,9 @@ import pytest
 import torch
 from conftest import make_document, make_shape
 
-from eagle31_train.place import LocalPlace
-from eagle31_train.schema import UserError
+from eagle31_train.errors import UserError
 from eagle31_train.store import Store, StoreWriter, make_plan, shape_of, writer
+from eagle31_train.store.backends import LocalStorage
 
 LENGTHS = {"train": [9, 4, 1, 12, 6, 8], "heldout": [5, 7, 3]}
 VOCAB = 50
@@ -58,13 +58,13 @@ class Made:
         """The documents of a shard."""
         return self.documents[shard.split][shard.first : shard.end]
 
-    def writer(self, place, **options):
-        place = LocalPlace(str(place), place) if isinstance(place, Path) else place
-        return StoreWriter(place, self.provenance, self.plan, **options)
+    def writer(self, storage, **options):
+        storage = LocalStorage(str(storage), storage) if isinstance(storage, Path) else storage
+        return StoreWriter(storage, self.provenance, self.plan, **options)
 
-    def write(self, place, stop_after=None, **options):
+    def write(self, storage, stop_after=None, **options):
         """Write the store, or stop after so many new shards as a killed run does: without a word."""
-        writer = self.writer(place, **options)
+        writer = self.writer(storage, **options)
         writer.write_target(self.weights)
         written = 0
         for shard in writer.mine():
@@ -72,7 +72,7 @@ class Made:
                 continue
             if written == stop_after:
                 return writer
-            writer.wait_for_room(shard)
+            writer.wait_for_quota(shard)
             writer.write(shard, self.of(shard), [1.0, 0.0, 5] if shard.number == 0 else None)
             written += 1
         if written != stop_after:
@@ -80,7 +80,7 @@ class Made:
         return writer
 
 
-def read_whole(place, shards=None, **options):
+def read_whole(storage, shards=None, **options):
     """Read a store as training does: the samples of its first so many shards, or of all.
 
     Returns:
@@ -88,7 +88,7 @@ def read_whole(place, shards=None, **options):
     """
     found = {"heldout": [], "train": []}
     try:
-        store = Store(place, **options)
+        store = Store(storage, **options)
         assert store.target
         assert store.max_bytes is None
         for shard in store.plan.shards[:shards]:

@@ -11,10 +11,11 @@ from datasets import Dataset, DatasetDict, Features, List, Value
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
-from eagle31_train import artifacts, vocab
+from eagle31_train import artifacts
 from eagle31_train.cli import load_config
-from eagle31_train.schema import UserError
-from eagle31_train.store.ledger import SHARDS, TARGET, TARGET_LINE
+from eagle31_train.errors import UserError
+from eagle31_train.model import vocab
+from eagle31_train.store.format import SHARDS, TARGET, TARGET_LINE
 from eagle31_train.store.sealed import checksum, seal, unseal
 
 LAYERS, HIDDEN, VOCAB = 6, 32, 40
@@ -115,7 +116,7 @@ def options(folder, *more):
         "drafter.num_attention_heads=4",
         "drafter.num_key_value_heads=2",
         "drafter.head_dim=8",
-        "train.unroll=3",
+        "train.ttt_length=3",
         "train.epochs=3",
         "train.batch_tokens=60",
         "train.lr=0.01",

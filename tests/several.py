@@ -64,7 +64,7 @@ def come_to(one):
     from torch.nn import functional
 
     from eagle31_train import cli
-    from eagle31_train.schema import Stopped, UserError
+    from eagle31_train.errors import Stopped, UserError
     from train import loop
 
     AcceleratorState._reset_state(True)
@@ -120,16 +120,16 @@ def disturb(patches, stop_after=None, harm=()):
 
 def watch(patches):
     """Keep NOW."""
-    from train import loop
+    from train import trainer
 
-    load = loop.load
+    load = trainer.load
 
     def counted(*arguments):
-        for step in load(*arguments):
-            NOW[0] = step[0]
-            yield step
+        for batch in load(*arguments):
+            NOW[0] = batch.step
+            yield batch
 
-    patches.enter_context(patch.object(loop, "load", counted))
+    patches.enter_context(patch.object(trainer, "load", counted))
 
 
 def stop(patches, after):
@@ -144,8 +144,8 @@ def harm_sample(patches, index, value, split="train"):
     """The states of a sample are all this value as they are read, whichever rank reads it."""
     import torch
 
-    from eagle31_train.codec import plain
     from eagle31_train.store import StoreSplit
+    from eagle31_train.store.codec import plain
 
     read = StoreSplit.read
 
@@ -183,7 +183,7 @@ def harm_gradient(patches, steps, rank, value):
 def _harm_forward(patches, steps, rank, harm):
     from accelerate.state import PartialState
 
-    from eagle31_train.loss import Objective
+    from eagle31_train.model.loss import Objective
 
     forward = Objective._forward
 
@@ -259,9 +259,9 @@ def harm_options(patches, rank, option):
 
 def absent(patches, steps):
     """No harm: these steps are in no schedule, and the others have the learning rates that they have anyway."""
-    from train import loop, order
+    from train import order, trainer
 
-    schedule, rate = order.schedule, loop.learning_rate
+    schedule, rate = order.schedule, trainer.learning_rate
 
     def shorter(*arguments):
         return [batch for step, batch in enumerate(schedule(*arguments), 1) if step not in steps]
@@ -271,7 +271,7 @@ def absent(patches, steps):
         return rate([s for s in range(1, total + 1) if s not in steps][step - 1], total, t)
 
     patches.enter_context(patch.object(order, "schedule", shorter))
-    patches.enter_context(patch.object(loop, "learning_rate", later))
+    patches.enter_context(patch.object(trainer, "learning_rate", later))
 
 
 HARMS = {

@@ -1,4 +1,4 @@
-"""Processes of one machine that read a store through one cache folder; for `spawn`, which imports them by name."""
+"""Processes of one machine that read a store through one cache folder; for `forkserver`, which imports them by name."""
 
 import fcntl
 import random
@@ -8,15 +8,15 @@ from pathlib import Path
 
 from fsspec.implementations.local import LocalFileSystem
 
-from eagle31_train.place.remote import RemotePlace
-from eagle31_train.place.room import PART
+from eagle31_train.store.backends.quota import PART
+from eagle31_train.store.backends.remote import RemoteStorage
 
 LONG = 60  # seconds after which something that was to happen did not
 NAMES = "abcdefghijkl"
 
 
 class Watched(LocalFileSystem):
-    """Far away for the place, but seen by every process; notes each download in a file beside it."""
+    """Far away for the storage, but seen by every process; notes each download in a file beside it."""
 
     protocol = "watched"
 
@@ -48,7 +48,7 @@ def shared(folder, limit, sharers=1, during=lambda: None, sleep=time.sleep):
     """That store, through the cache that all share; `during` is called in the middle of each download."""
     fs = Watched(skip_instance_cache=True)
     fs.during = during
-    return RemotePlace("watched://far", fs, f"{folder}/far", folder / "cache", limit, sharers=sharers, sleep=sleep)
+    return RemoteStorage("watched://far", fs, f"{folder}/far", folder / "cache", limit, sharers=sharers, sleep=sleep)
 
 
 def held(folder):
@@ -81,29 +81,29 @@ def read_one(folder, barrier, answers):
 
 def read_in_step(folder, barrier, answers):
     """Read all files in the same order as all others, with a look-ahead of two files or so."""
-    place = shared(folder, 1600, sharers=4)
+    storage = shared(folder, 1600, sharers=4)
     barrier.wait(LONG)
-    place.prefetch(NAMES)
+    storage.prefetch(NAMES)
     right = []
     for name in NAMES:
-        right.append(place.opened(name, Path.read_bytes) == content_of(name))
+        right.append(storage.opened(name, Path.read_bytes) == content_of(name))
         barrier.wait(LONG)
-    place.close()
+    storage.close()
     answers.put(all(right))
 
 
 def read_at_random(folder, limit, seed, answers):
     """Read files in an order of one's own; the answer is what the cache held at most."""
     most = [0]
-    place = shared(folder, limit, sharers=3, during=lambda: most.append(held(folder)))
+    storage = shared(folder, limit, sharers=3, during=lambda: most.append(held(folder)))
     rng = random.Random(seed)
     for _ in range(6):
         order = rng.choices(NAMES, k=12)
-        place.prefetch(order)
+        storage.prefetch(order)
         for name in order[:9]:
-            assert place.opened(name, Path.read_bytes) == content_of(name)
+            assert storage.opened(name, Path.read_bytes) == content_of(name)
             most.append(held(folder))
-    place.close()
+    storage.close()
     answers.put(max(most))
 
 

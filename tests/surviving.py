@@ -19,19 +19,19 @@ from pathlib import Path
 from unittest.mock import patch
 
 from dying import Machine, Sigkill, running
-from watching import measured, watched
+from watching import measured, noted
 
 # What a run with a checkpoint every other step calls, at least so often in four steps; and what it calls at its start.
 STEPS = (
     ("train.loader.build_batch", 4),  # in another thread, ahead
-    ("train.loop.accumulate", 4),
+    ("train.trainer.accumulate", 4),
     ("train.parallel.Parallel.update", 4),
-    ("train.rows.Rows.append", 8),
-    ("train.loop.take", 2),
+    ("train.jsonl.Rows.append", 8),
+    ("train.trainer.take_snapshot", 2),
     ("train.checkpoint.Saver.save", 2),
-    ("train.windows.let_go", 3),
+    ("train.windows.Usage.let_go", 3),
 )
-START = ("train.loop.claim", "train.tracking.record_launch", "train.checkpoint.load")
+START = ("train.prepare.claim", "train.tracking.record_launch", "train.checkpoint.load")
 
 
 # ---------------------------------------------------------------- how it dies
@@ -107,7 +107,7 @@ def die():
 @contextmanager
 def tearing(number):
     """Death in the middle of a row, after so many whole ones."""
-    from train.rows import Rows
+    from train.jsonl import Rows
 
     original, calls = Rows._write, count(1)
 
@@ -151,7 +151,7 @@ def disturbances(
     """The patches, as one context each.
 
     Args:
-        ledger: see `watched`; with several ranks, each has a file of its own.
+        ledger: see `noted`; with several ranks, each has a file of its own.
         kill_in_save: SIGKILL at this operation of the file system, counted over the saves.
         kill_at: [function, "before" or "after" it, number of the call]: SIGKILL there; or in the row of this number.
         hang_at: a function whose first call never comes back.
@@ -162,7 +162,8 @@ def disturbances(
         leak_at: a function each of whose calls leaves a file open.
     """
     rank = os.environ.get("RANK")
-    yield watched(ledger if ledger is None or rank is None else f"{ledger}.{rank}")
+    if ledger is not None:
+        yield noted(ledger if rank is None else f"{ledger}.{rank}")
     if kill_in_save is not None:
         yield saves_on(InSaves(kill_in_save, Sigkill()))
     if kill_at is not None:
@@ -185,7 +186,7 @@ def disturbances(
     if leak_at is not None:
         yield calling(leak_at, leak, "after", None)
     if tell_at is not None and rank == str(tell_at[0]):
-        yield calling("train.loop.accumulate", tell, "before", tell_at[1])
+        yield calling("train.trainer.accumulate", tell, "before", tell_at[1])
 
 
 # ---------------------------------------------------------------- children

@@ -5,7 +5,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from eagle31_train.measure.rendering import Rendering
+from eagle31_train.evaluation.rendering import Rendering
 
 FOLDER = Path(__file__).parent / "data_prep" / "templates"
 FAMILIES = {name: (FOLDER / f"{name}.jinja").read_text() for name in ("smollm2", "llama3", "qwen3")}

@@ -6,89 +6,12 @@ from pathlib import Path
 import pytest
 
 from eagle31_train import artifacts
-from eagle31_train.schema import UserError
+from eagle31_train.errors import UserError
 
 INPUTS = {"data": "abc", "train": {"lr": 0.1, "betas": [0.9, 0.95]}}
 
 
-def make_stage(folder, inputs=INPUTS, **files):
-    """A finished stage whose output files hold the given texts."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        (folder / name).write_text(text)
-    listed = artifacts.list_files(folder, [folder / name for name in files])
-    manifest = {"fingerprint": artifacts.fingerprint(inputs), "inputs": inputs, "files": listed}
-    artifacts.write_json(folder / "manifest.json", manifest)
-
-
-def finished(folder, inputs=INPUTS, overwrite=False, **options):
-    return artifacts.finished(folder, artifacts.fingerprint(inputs), inputs, overwrite, **options)
-
-
 # ---------------------------------------------------------------- finished
-
-
-def test_a_stage_is_finished_when_its_manifest_and_files_are_whole(tmp_path):
-    assert finished(tmp_path / "out") is False
-    make_stage(tmp_path / "out", a="one", b="two")
-    assert finished(tmp_path / "out") is True
-
-
-def test_files_without_a_manifest_do_not_count(tmp_path):
-    (tmp_path / "a").write_text("one")
-    assert finished(tmp_path) is False
-    assert (tmp_path / "a").exists()
-
-
-@pytest.mark.parametrize(
-    ("harm", "words"),
-    [
-        (lambda file: file.unlink(), "is missing"),
-        (lambda file: file.write_text("on"), "has 2 bytes, not 3: truncated or replaced"),
-        (lambda file: file.write_text("eno"), "does not match its checksum: damaged or replaced"),
-    ],
-)
-def test_a_damaged_file_is_named_and_the_stage_is_made_again(tmp_path, capsys, harm, words):
-    make_stage(tmp_path / "out", a="one", b="two")
-    harm(tmp_path / "out" / "a")
-    assert finished(tmp_path / "out") is False
-    assert capsys.readouterr().out == f"{tmp_path / 'out' / 'a'} {words}; making {tmp_path / 'out'} again\n"
-    assert (tmp_path / "out" / "manifest.json").exists(), "the folder is still known as ours"
-    assert (tmp_path / "out" / "b").exists(), "what is whole may be used again"
-
-
-def test_checksums_can_be_left_to_the_reader(tmp_path):
-    make_stage(tmp_path, a="one")
-    (tmp_path / "a").write_text("eno")
-    assert finished(tmp_path, checksums=False) is True
-    (tmp_path / "a").write_text("on")
-    assert finished(tmp_path, checksums=False) is False
-
-
-def test_outputs_of_other_inputs_are_refused_by_name_and_kept(tmp_path):
-    make_stage(tmp_path, a="one")
-    other = {"data": "abc", "train": {"lr": 0.2, "betas": [0.9, 0.95]}}
-    with pytest.raises(UserError) as refused:
-        finished(tmp_path, other)
-    assert str(refused.value) == (
-        f"{tmp_path} was made from other inputs (train.lr: 0.1 there, 0.2 here): "
-        "choose another name=… or run_dir=…, or replace it with overwrite=true"
-    )
-    assert finished(tmp_path) is True
-
-
-def test_overwrite_removes_outputs_of_other_inputs_only(tmp_path):
-    make_stage(tmp_path / "out", a="one")
-    assert finished(tmp_path / "out", overwrite=True) is True
-    assert finished(tmp_path / "out", {"data": "other"}, overwrite=True) is False
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_damaged_manifest_is_refused_in_one_line(tmp_path):
-    (tmp_path / "manifest.json").write_bytes(b'{"fingerprint": "\xff')
-    with pytest.raises(UserError, match=r"manifest\.json is damaged") as error:
-        finished(tmp_path)
-    assert "\n" not in str(error.value)
 
 
 # ---------------------------------------------------------------- describe_change, fingerprint
@@ -121,8 +44,9 @@ def test_the_fingerprint_changes_with_any_value_and_not_with_the_order():
 # ---------------------------------------------------------------- written whole
 
 
-def tear(file, text, encoding):
-    file.write_bytes(text.encode(encoding)[:5])
+def tear(file, data):
+    with file.open("wb") as opened:
+        opened.write(data[:5])
     raise OSError("No space left on device")
 
 
@@ -130,7 +54,7 @@ def refuse(_from, _to):
     raise OSError("No space left on device")
 
 
-@pytest.mark.parametrize(("step", "failure"), [("write_text", tear), ("replace", refuse)])
+@pytest.mark.parametrize(("step", "failure"), [("write_bytes", tear), ("replace", refuse)])
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, step, failure):
     file = tmp_path / "sub" / "state.json"
     artifacts.write_json(file, {"old": 1})

@@ -11,8 +11,8 @@ from benchmarks.contenders.ours import Ours
 from benchmarks.flops import Work, count_work, necessary
 from benchmarks.race import Race
 from benchmarks.shapes import Case, make_material, turns
-from eagle31_train.drafter import model
-from eagle31_train.schema import UserError
+from eagle31_train.errors import UserError
+from eagle31_train.model import drafter
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5, 0.25])
@@ -84,7 +84,7 @@ def test_our_step_does_little_more_than_is_necessary(unroll, name):
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-mla"])
 def test_eager_attention_computes_the_same(name, monkeypatch):
-    monkeypatch.setattr(model, "unrolled_attention", model.unrolled_attention)  # it is replaced, and put back here
+    monkeypatch.setattr(drafter, "unrolled_attention", drafter.unrolled_attention)  # it is replaced, and put back here
     assert mla.difference(Case(name, 64, 0.5)) < 1e-5
 
 
@@ -97,7 +97,7 @@ def test_mla_beside_eager_attention_runs_and_names_who_fails(monkeypatch, tmp_pa
         slow = {"error": error} if error else {"seconds": [6.0], "base": [2**20], "peak": [5 * 2**20]}
         return {"length": race.case.length, "contenders": {mla.OURS: times, mla.EAGER: slow}}
 
-    monkeypatch.setattr(model, "unrolled_attention", model.unrolled_attention)
+    monkeypatch.setattr(drafter, "unrolled_attention", drafter.unrolled_attention)
     monkeypatch.setattr(Race, "run", run)
     monkeypatch.setattr("sys.argv", ["mla", "--quick", "--out", str(tmp_path / "mla.json")])
     mla.main()

@@ -7,9 +7,7 @@ import pytest
 import torch
 
 from benchmarks import gpu, gpu_report, gpu_step, gpu_worker
-from benchmarks.gpu_step import GROUPS, Packed, group, search
-from benchmarks.shapes import Case
-from eagle31_train.schema import UserError
+from benchmarks.gpu_step import GROUPS, group, search
 
 
 class Here:
@@ -75,14 +73,6 @@ def test_who_runs_out_of_memory_is_named_and_the_others_go_on(monkeypatch, tmp_p
     assert "4 more do not fit" in table
 
 
-def test_a_picture_is_drawn_with_failures_in_it(dry_run, tmp_path):
-    pytest.importorskip("matplotlib")
-    failed = {"case": "tiny:1x32:1", "variant": "plain", "error": "out of memory"}
-    results = {**dry_run[0], "steps": [*dry_run[0]["steps"], failed]}
-    gpu_report.picture(results, tmp_path / "gpu.png")
-    assert (tmp_path / "gpu.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_a_process_that_dies_is_replaced():
     worker = gpu_worker.Worker()
     try:
@@ -129,33 +119,3 @@ def test_the_search_finds_the_longest_that_fits(room, found):
 def test_kernels_are_known_by_their_names(kernel, of):
     assert group(kernel) == of
     assert of in GROUPS
-
-
-def test_cases_are_over_the_targets_whole_vocabulary():
-    packed = Packed.parse("llama8b:8x4096:0.35")
-    assert str(packed) == "llama8b:8x4096:0.35"
-    assert packed.case == Case("llama8b", 4096, 0.35)
-    assert (packed.drafter.vocab_size, packed.drafter.draft_vocab_size) == (128256, 32000)
-    assert [len(mask) for mask in packed.masks] == [4096] * 8
-
-
-def test_the_default_cases_are_good():
-    assert [str(Packed.parse(text)) for text in gpu.CASES] == gpu.CASES
-    assert [gpu.search_case(text).shape for text in gpu.LONGEST] == ["llama8b", "llama8b"]
-
-
-@pytest.mark.parametrize("text", ["tiny:64:1", "tiny:axb:1", "tiny:0x64:1", "tiny:2x64", "huge:2x64:1"])
-def test_a_case_that_cannot_be_is_named(text):
-    with pytest.raises(UserError):
-        Packed.parse(text)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_one_line_says_so():
-    with pytest.raises(UserError, match="no CUDA device"):
-        gpu.options([])
-
-
-def test_the_cpu_is_for_dry_runs_only():
-    with pytest.raises(UserError, match="add --quick"):
-        gpu.options(["--device", "cpu"])

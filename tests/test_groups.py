@@ -3,7 +3,7 @@
 import pytest
 
 from eagle31_train.cli import load_config
-from eagle31_train.schema import UserError
+from eagle31_train.errors import UserError
 
 
 def test_a_group_of_the_recipe_is_replaced():

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
+from eagle31_train.errors import UserError
 from eagle31_train.locks import alone
-from eagle31_train.schema import UserError
 
 OTHER = """
 import sys, time

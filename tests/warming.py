@@ -10,10 +10,10 @@ import torch
 from pipeline import VOCAB
 from safetensors.torch import load_file, save_file
 
-from eagle31_train import vocab
-from eagle31_train.schema import UserError
+from eagle31_train.errors import UserError
+from eagle31_train.model import vocab
 from eagle31_train.store import Store
-from train import warm
+from train import initial_weights
 from train.build import build_objective, shape_of
 
 
@@ -25,7 +25,7 @@ def begin(run, init, *options):
     shape = shape_of(config.drafter, store, kept)
     objective = build_objective(config, shape, store, kept)
     fresh = {name: tensor.clone() for name, tensor in objective.drafter.state_dict().items()}
-    warm.initial_weights(config, shape, kept, store, objective.drafter, lines.append)
+    initial_weights.copy_initial_weights(config, shape, kept, store, objective.drafter, lines.append)
     return SimpleNamespace(
         objective=objective,
         weights=objective.drafter.state_dict(),
@@ -40,7 +40,6 @@ def refusal(run, init, *options):
     with pytest.raises(UserError) as error:
         begin(run, init, *options)
     assert "\n" not in str(error.value)
-    assert str(error.value).startswith("train.init_from=")
     return str(error.value)
 
 

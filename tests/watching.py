@@ -2,45 +2,20 @@
 
 import json
 import os
-import random
 import threading
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from unittest.mock import patch
-
-
-@contextmanager
-def watched(ledger=None):
-    """Every update's learning rate draws on all random generators, and `ledger` takes what the update trained."""
-    import numpy as np
-    import torch
-
-    from train import loop
-
-    rate = loop.learning_rate
-
-    def drawn(*arguments):
-        return rate(*arguments) * (0.5 + (torch.rand(()).item() + np.random.random() + random.random()) / 3)
-
-    with ExitStack() as patches:
-        patches.enter_context(patch.object(loop, "learning_rate", drawn))
-        if ledger is not None:
-            patches.enter_context(noted(ledger))
-        yield
 
 
 @contextmanager
 def noted(ledger):
     """Note the samples of each update where their documents are read, not where their order is worked out."""
     from eagle31_train.store import StoreSplit
-    from train import loader, loop
+    from train import loader, prepare, trainer
 
-    read_all, build, accumulate, parallelise = (
-        StoreSplit.read_all,
-        loader.build_batch,
-        loop.accumulate,
-        loop.parallelise,
-    )
+    read_all, build, accumulate = StoreSplit.read_all, loader.build_batch, trainer.accumulate
+    parallelise = prepare.parallelise
     reading, under_way = threading.local(), []
 
     def read(self, indices, *more, **named):
@@ -52,18 +27,18 @@ def noted(ledger):
         object.__setattr__(batch, "samples", reading.samples)  # it is frozen
         return batch
 
-    def accumulated(parallel, share, *more):
-        under_way[:] = sorted(i for batch, real in share if real for i in batch.samples)
-        return accumulate(parallel, share, *more)
+    def accumulated(parallel, micro_batches, *more):
+        under_way[:] = sorted(i for micro in micro_batches if micro.real for i in micro.batch.samples)
+        return accumulate(parallel, micro_batches, *more)
 
     def parallelised(*arguments):
         parallel = parallelise(*arguments)
         update = parallel.update
 
         def updated(*rest):
-            found = update(*rest)
+            result = update(*rest)
             append(ledger, {"update": parallel.updates, "samples": list(under_way)})
-            return found
+            return result
 
         parallel.update = updated
         return parallel
@@ -71,8 +46,8 @@ def noted(ledger):
     with (
         patch.object(StoreSplit, "read_all", read),
         patch.object(loader, "build_batch", built),
-        patch.object(loop, "accumulate", accumulated),
-        patch.object(loop, "parallelise", parallelised),
+        patch.object(trainer, "accumulate", accumulated),
+        patch.object(prepare, "parallelise", parallelised),
     ):
         yield
 

@@ -1,69 +1,18 @@
 """From a configuration and a store to the things that are trained: shape, drafter, teacher, objective."""
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from eagle31_train import artifacts
-from eagle31_train.drafter.model import Drafter
-from eagle31_train.loss import Objective, Teacher
-from eagle31_train.schema import (
-    Config,
-    DrafterConfig,
-    DrafterShape,
-    TargetConfig,
-    TrainConfig,
-    UserError,
-)
-from eagle31_train.shape import check_drafter, drafter_shape
+from eagle31_train.checkpoint.shape import drafter_shape
+from eagle31_train.config import Config, DrafterConfig, DrafterShape, TargetConfig
+from eagle31_train.errors import UserError
+from eagle31_train.model.drafter import Drafter
+from eagle31_train.model.loss import Objective, Teacher
+from eagle31_train.model.vocab import DraftVocab
 from eagle31_train.store import REMAKE, TARGET, Store, StoreSplit
-from eagle31_train.vocab import DraftVocab
-from train.optimizer import OPTIMIZERS
-
-CHOICES = {
-    "optimizer": OPTIMIZERS,
-    "loss": ("kl", "ce"),
-    "oov": ("mask", "keep"),
-    "precision": ("bf16", "no"),
-    "wandb": ("online", "offline", "disabled"),
-}
-POSITIVE = "unroll gamma epochs batch_tokens accumulation lr clip fc_start"
-POSITIVE += " eval_every eval_samples checkpoint_every keep_checkpoints"
-FINITE = ("lr", "gamma", "fc_start", "weight_decay")  # clip may be inf: nothing is cut
-
-
-def check_options(t: TrainConfig, d: DrafterConfig) -> None:
-    """Refuse, before anything is read or written, values that no run can use.
-
-    Raises:
-        UserError: names the option.
-    """
-    for name, choices in CHOICES.items():
-        if (value := getattr(t, name)) not in choices:
-            raise UserError(f"train.{name}={value!r} is not one of {', '.join(choices)}")
-    for name in POSITIVE.split():
-        if not (value := getattr(t, name)) > 0:
-            raise UserError(f"train.{name}={value} must be above 0")
-    for name in ("workers", "skip_nonfinite", "weight_decay"):
-        if not (value := getattr(t, name)) >= 0:
-            raise UserError(f"train.{name}={value} must be 0 or more")
-    for name in FINITE:
-        if not math.isfinite(value := getattr(t, name)):
-            raise UserError(f"train.{name}={value} is not a finite number")
-    if t.max_steps is not None and t.max_steps < 1:
-        raise UserError(f"train.max_steps={t.max_steps} must be above 0, or null for whole epochs")
-    if t.window_tokens is not None and t.window_tokens < 1:
-        raise UserError(f"train.window_tokens={t.window_tokens} must be above 0, or null for one window")
-    if t.slots_per_batch is not None and t.slots_per_batch < 1:
-        raise UserError(f"train.slots_per_batch={t.slots_per_batch} must be above 0, or null for all slots")
-    if len(t.betas) != 2 or not all(0 <= beta < 1 for beta in t.betas):
-        raise UserError(f"train.betas={t.betas} are not two numbers in [0, 1)")
-    for name in ("warmup", "min_lr", "lk"):
-        if not 0 <= (value := getattr(t, name)) <= 1:
-            raise UserError(f"train.{name}={value} is not in [0, 1]")
-    check_drafter(d)
 
 
 def check_store(store: Store, data: dict[str, Any], target: TargetConfig) -> None:
@@ -150,10 +99,10 @@ def build_objective(config: Config, shape: DrafterShape, store: Store, vocab: Dr
         drafter.norm.weight.data.copy_(weights["norm"])
         # fc passes the last auxiliary state on, a little of the others mixed in.
         drafter.fc.weight.data.mul_(0.25)[:, -shape.hidden_size :] += torch.eye(shape.hidden_size)
-    drafter.fc.weight.data.mul_(config.train.fc_start)
+    drafter.fc.weight.data.mul_(config.train.fc_init_scale)
     drafter.lm_head.weight.requires_grad_(config.drafter.train_lm_head)
     teacher = Teacher(weights["norm"], store.states["norm"]["eps"], head_rows.to(low), ids)
-    drafter.recompute = config.train.recompute
+    drafter.recompute = config.train.activation_checkpointing
     objective = Objective(drafter, teacher, config.train.loss, config.train.lk)
     objective.autocast = torch.bfloat16 if config.train.precision == "bf16" else None
     if config.train.compile:

@@ -4,19 +4,14 @@ import shlex
 import shutil
 import sys
 from contextlib import AbstractContextManager
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from eagle31_train import artifacts, locks
-from eagle31_train.schema import Config, UserError
-from eagle31_train.store import Store
+from eagle31_train.checkpoint.run_folder import RECORD
+from eagle31_train.config import Config
+from eagle31_train.errors import UserError
+from eagle31_train.provenance import Provenance
 
-LAYOUT = 3  # raise it when the same inputs are trained otherwise
-# Options that steer memory, reporting, saving and stopping but not what is learnt.
-UNRELATED = {"accumulation", "recompute", "compile", "workers", "eval_every", "eval_samples", "checkpoint_every"}
-UNRELATED |= {"keep_checkpoints", "time_limit", "skip_nonfinite", "wandb", "project", "tensorboard"}
-RECORD = "inputs.json"
 LOCK = ".training"  # beside train/, which may be replaced as a whole
 
 
@@ -40,21 +35,6 @@ def check_made(config: Config) -> None:
         )
 
 
-def training_inputs(config: Config, store: Store, vocab_sha: str, start: str | None) -> dict[str, Any]:
-    """Everything that the trained weights depend on; `start` is what the initial weights are known by, if given."""
-    recipe = {name: value for name, value in asdict(config.train).items() if name not in UNRELATED}
-    recipe.pop("init_revision")
-    return {
-        "layout": LAYOUT,
-        "store": store.fingerprint,
-        "data": store.inputs["data"],
-        "vocab": vocab_sha[:16],
-        "drafter": asdict(config.drafter),
-        "train": {**recipe, "init_from": start},
-        "seed": config.seed,
-    }
-
-
 def alone(run: Path) -> AbstractContextManager[None]:
     """While this lasts, no other process trains in the run's folder.
 
@@ -64,7 +44,7 @@ def alone(run: Path) -> AbstractContextManager[None]:
     return locks.alone(run / LOCK, f"another process trains in {run / 'train'} now")
 
 
-def claim(folder: Path, fingerprint: str, inputs: dict[str, Any], overwrite: bool) -> None:
+def claim(folder: Path, made_from: Provenance, overwrite: bool) -> None:
     """Mark the folder as this run's; a folder that holds another run, finished or not, is refused.
 
     Raises:
@@ -73,12 +53,8 @@ def claim(folder: Path, fingerprint: str, inputs: dict[str, Any], overwrite: boo
     shutil.rmtree(folder.with_name(f".{folder.name}.old"), ignore_errors=True)  # of a kill while it was replaced
     record = folder / RECORD
     if record.exists():
-        begun = artifacts.read_json(record, "train.py")["inputs"]
-        if begun != inputs and not overwrite:
-            raise UserError(
-                f"{folder} holds a run of other inputs ({artifacts.describe_change(begun, inputs)}): "
-                "choose another name=… or run_dir=…, or replace it with overwrite=true"
-            )
-        if begun != inputs:
+        begun = artifacts.read_json(record, "train.py")
+        made_from.refuse_other(folder, begun, overwrite)
+        if not made_from.matches(begun):
             artifacts.discard(folder)
-    artifacts.write_json(record, {"fingerprint": fingerprint, "inputs": inputs})
+    artifacts.write_json(record, made_from.record())

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from eagle31_train.cli import STOPPED
-from eagle31_train.schema import UserError
+from eagle31_train.errors import UserError
 
 UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 ONCE = 5.0  # seconds: a scheduler tells every process to stop, and a launcher among them tells its processes again

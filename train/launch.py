@@ -26,7 +26,8 @@ from accelerate.utils import (
 )
 
 from eagle31_train import artifacts
-from eagle31_train.schema import Config, SharedError, TrainConfig, UserError
+from eagle31_train.config import Config, TrainConfig
+from eagle31_train.errors import SharedError, UserError
 from train import tracking
 
 SEE = "see docs/launch.md"
@@ -92,7 +93,9 @@ def check_environment(t: TrainConfig) -> None:
             "set train.precision, and mixed_precision: 'no' in accelerate's configuration"
         )
     if (steps := asked("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")) not in ("1", "auto"):
-        raise UserError(f"accelerate's gradient_accumulation_steps is {steps}: set train.accumulation={steps} instead")
+        raise UserError(
+            f"accelerate's gradient_accumulation_steps is {steps}: set train.gradient_accumulation_steps instead"
+        )
     if (compiler := asked("ACCELERATE_DYNAMO_BACKEND", "no")).lower() != "no":
         raise UserError(f"accelerate's dynamo_backend is {compiler}: set train.compile=true instead")
 
@@ -127,9 +130,13 @@ def deepspeed_plugin(t: TrainConfig) -> DeepSpeedPlugin:
             )
         settings.pop(half, None)
     if settings.get("gradient_accumulation_steps", 1) not in (1, "auto"):
-        raise UserError("DeepSpeed's gradient_accumulation_steps must be 1: set train.accumulation instead")
-    if (clip := settings.get("gradient_clipping", "auto")) not in ("auto", t.clip):
-        raise UserError(f"DeepSpeed's gradient_clipping is {clip}, but train.clip={t.clip}: set train.clip instead")
+        raise UserError(
+            "DeepSpeed's gradient_accumulation_steps must be 1: set train.gradient_accumulation_steps instead"
+        )
+    if (clip := settings.get("gradient_clipping", "auto")) not in ("auto", t.max_grad_norm):
+        raise UserError(
+            f"DeepSpeed's gradient_clipping is {clip}, but train.max_grad_norm={t.max_grad_norm}: set the latter alone"
+        )
     if "optimizer" in settings or "scheduler" in settings:
         raise UserError("DeepSpeed's JSON file sets an optimizer or a scheduler: those are train.*'s, remove them")
     for name in ("offload_param", "offload_optimizer"):
@@ -142,7 +149,8 @@ def deepspeed_plugin(t: TrainConfig) -> DeepSpeedPlugin:
             "train.optimizer=muon needs whole matrices, which DeepSpeed cuts up: launch with ddp or fsdp2 "
             f"({SEE}), or set train.optimizer=adamw"
         )
-    settings["zero_optimization"].setdefault("stage", 0)
+    if settings.get("zero_optimization", {}).get("stage", 0) == 0:
+        raise UserError("DeepSpeed without a ZeRO stage shards nothing: use configs/accelerate/ddp.yaml")
     settings.pop("train_batch_size", None)
     settings["gradient_accumulation_steps"] = 1
     settings["train_micro_batch_size_per_gpu"] = 1  # DeepSpeed wants a number; batches are the trainer's own

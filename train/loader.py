@@ -4,81 +4,136 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from itertools import islice
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from eagle31_train.drafter.batch import Batch, build_batch, choose_slots
-from eagle31_train.schema import Config, Stopped
+from eagle31_train.config import TrainConfig
+from eagle31_train.errors import Stopped
+from eagle31_train.model.batch import Batch, build_batch, choose_slots
 from eagle31_train.store import StoreSplit
 from train import order
 from train.deadline import Deadline
 
-Read = tuple[list[tuple[Batch, bool]], Tensor]  # micro-batches, and counts
-POLL, GRACE = 0.5, 10.0  # seconds: of who is told to stop, data that may not come is waited for so long
+POLL = 0.5  # seconds between looks at whether this process is to stop
+GRACE = 10.0  # seconds that a process which is to stop still waits for data that may not come
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What a rank runs the model on at once.
+
+    batch: the documents of `samples`, packed. real: False for a stand-in: where a global batch has fewer samples than
+    there are parts, a rank takes part in the gradient exchange with a sample that counts for nothing.
+    """
+
+    batch: Batch
+    samples: list[int]
+    real: bool
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """What ranks add up before a step's gradients; one tensor, so that they do so in one exchange.
+
+    packed: [K + 1] int64, trained pairs per TTT step, then the number of ranks that are to stop.
+    """
+
+    packed: Tensor
+
+    @property
+    def pairs(self) -> Tensor:
+        """[K]: N_k, once added up."""
+        return self.packed[:-1]
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether a rank is to stop; waits for the device that holds it."""
+        return bool(self.packed[-1])
+
+    def request_stop(self) -> None:
+        """This rank is to stop, and the others with it."""
+        self.packed[-1] = 1
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """One rank's part of what an optimizer step trains on.
+
+    step: counted from 1. samples: of all ranks. totals: of this rank. waited: seconds that training waited for it.
+    """
+
+    step: int
+    samples: list[int]
+    micro_batches: list[MicroBatch]
+    totals: StepTotals
+    waited: float
 
 
 def load(
     split: StoreSplit,
     batches: list[list[int]],
     done: int,
-    config: Config,
-    kept: Tensor,
+    t: TrainConfig,
+    seed: int,
+    keep_mask: Tensor,
     accelerator: Accelerator,
     deadline: Deadline | None = None,
-) -> Iterator[tuple[int, list[tuple[Batch, bool]], Tensor, float]]:
-    """This rank's micro-batches of every step after `done`, read `train.workers` steps ahead in the background.
+) -> Iterator[GlobalBatch]:
+    """This rank's part of every step after `done`, read `train.num_workers` steps ahead in the background.
 
-    A micro-batch is (batch, real): where a global batch has fewer samples than there are parts,
-    a rank still takes part in the gradient exchange with a sample that counts for nothing.
-    With them come [K+1] int64, their part of N_k and a zero for the loop's own use, and the seconds that training
-    waited for all that. What and in which order depends neither on the number of ranks nor on that of workers.
-    For a CUDA device all lie in page-locked memory.
+    What and in which order depends neither on the number of ranks nor on that of workers. For a CUDA device, tensors
+    lie in page-locked memory.
+
+    Args:
+        batches: the samples of every step of the run.
+        keep_mask: [V] bool, which tokens of the target the draft vocabulary holds.
 
     Raises:
         Stopped: this process is to stop, and data is still being waited for. To save takes all ranks: nothing is saved.
     """
-    t = config.train
     pin = accelerator.device.type == "cuda"
+    ranks, rank = accelerator.num_processes, accelerator.process_index
 
-    def read(step: int) -> Read:
-        samples = batches[step]
+    def read(samples: list[int], step: int) -> tuple[list[MicroBatch], StepTotals]:
         split.wait_for(samples)  # here, where every rank waits for the same, and not inside an exchange of gradients
         subset = None
         if t.slots_per_batch is not None:  # chosen alike by every rank, among the slots of all of them
-            everything = [split.read(i, states=False) for i in samples]
-            subset = choose_slots(everything, t.unroll, kept, t.oov, t.slots_per_batch, config.seed, step + 1)
-        share: list[tuple[Batch, bool]] = []
-        parts = order.share(samples, split.lengths, accelerator.num_processes * t.accumulation)
-        for part in parts[accelerator.process_index :: accelerator.num_processes]:
+            documents = [split.read(i, states=False) for i in samples]
+            subset = choose_slots(documents, t.ttt_length, keep_mask, t.oov, t.slots_per_batch, seed, step)
+        micro_batches = []
+        for part in order.share(samples, split.lengths, ranks * t.gradient_accumulation_steps)[rank::ranks]:
             mine = part or [min(samples, key=split.lengths.__getitem__)]
             chosen = None if subset is None else subset.of([samples.index(i) for i in mine])
-            batch = build_batch(split.read_all(mine), t.unroll, kept, t.oov, chosen)
-            share.append((batch.pinned() if pin else batch, bool(part)))
-        counts = torch.stack([batch.population * real for batch, real in share]).sum(0)
-        counts = torch.cat([counts, counts.new_zeros(1)])
-        return share, counts.pin_memory() if pin else counts
+            batch = build_batch(split.read_all(mine), t.ttt_length, keep_mask, t.oov, chosen)
+            micro_batches.append(MicroBatch(batch.pinned() if pin else batch, mine, bool(part)))
+        pairs = torch.stack([micro.batch.population * micro.real for micro in micro_batches]).sum(0)
+        packed = torch.cat([pairs, pairs.new_zeros(1)])
+        return micro_batches, StepTotals(packed.pin_memory() if pin else packed)
 
-    todo = iter(range(done, len(batches)))
-    ahead: deque[Future[Read]] = deque()
-    pool = ThreadPoolExecutor(max(1, t.workers))
+    todo = ((samples, step) for step, samples in enumerate(batches[done:], done + 1))
+    ahead: deque[Future[tuple[list[MicroBatch], StepTotals]]] = deque()
+    pool = ThreadPoolExecutor(max(1, t.num_workers))
     try:
-        ahead.extend(pool.submit(read, step) for step in islice(todo, t.workers))
-        for step in range(done, len(batches)):
+        ahead.extend(pool.submit(read, *one) for one in islice(todo, t.num_workers))
+        for step, samples in enumerate(batches[done:], done + 1):
             began = time.perf_counter()
-            if not t.workers:  # nothing is read ahead: what a step trains is read when it is its turn
-                ahead.append(pool.submit(read, next(todo)))
-            share, counts = _result(ahead.popleft(), step, deadline)
+            if not t.num_workers:  # nothing is read ahead: what a step trains is read when it is its turn
+                ahead.append(pool.submit(read, *next(todo)))
+            micro_batches, totals = _result(ahead.popleft(), step - 1, deadline)
             waited = time.perf_counter() - began
-            ahead.extend(pool.submit(read, step) for step in islice(todo, 1 if t.workers else 0))
-            yield step + 1, share, counts, waited
+            ahead.extend(pool.submit(read, *one) for one in islice(todo, min(1, t.num_workers)))
+            yield GlobalBatch(step, samples, micro_batches, totals, waited)
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)  # who waits for a shard is told so when the store is closed
+        pool.shutdown(wait=False, cancel_futures=True)  # closing the store ends the wait for a shard
 
 
-def _result(reading: Future[Read], step: int, deadline: Deadline | None) -> Read:
+def _result(
+    reading: Future[tuple[list[MicroBatch], StepTotals]], done: int, deadline: Deadline | None
+) -> tuple[list[MicroBatch], StepTotals]:
     since: float | None = None
     while not wait([reading], POLL).done:
         if deadline is None or (why := deadline.reason) is None:
@@ -86,7 +141,7 @@ def _result(reading: Future[Read], step: int, deadline: Deadline | None) -> Read
         since = since or time.monotonic()
         if time.monotonic() - since >= GRACE:
             raise Stopped(
-                f"train: stopped by {why} while it waited for data after step {step}; the same command goes on from "
+                f"train: stopped by {why} while it waited for data after step {done}; the same command goes on from "
                 "the last checkpoint"
             )
     return reading.result()

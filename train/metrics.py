@@ -1,4 +1,4 @@
-"""What a run reports: tau and accuracies per depth, files of JSON rows, the trackers, the progress line."""
+"""What a run reports: metrics per depth, files of JSON rows, the trackers, the progress line."""
 
 import statistics
 import sys
@@ -13,8 +13,8 @@ from accelerate import Accelerator
 from torch import Tensor
 from tqdm import tqdm
 
-from eagle31_train.schema import UserError
-from train.rows import Rows
+from eagle31_train.errors import UserError
+from train.jsonl import Rows
 
 METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
 HELDOUT = "heldout_"  # how names of what was measured on the held-out split begin
@@ -26,14 +26,14 @@ def summarise(sums: Tensor) -> dict[str, Any]:
     Returns:
         loss: mean divergence per depth, in nats, averaged over depths; accuracy: [K] share of
         eligible pairs whose arg-max is the target's over the full vocabulary; prefix: [K] J_k, share
-        of slots right at every step 0..k; tau: 1 + sum J_k; rms: [K] RMS of the state step k reads.
+        of slots right at every step 0..k; acceptance_estimate: 1 + sum J_k; rms: [K] RMS of the state step k reads.
     """
     loss, trained, correct, eligible, prefix, eligible_prefix, rms, slots = sums.double().cpu()
     per_depth = loss / trained.clamp(min=1)
     joint = prefix / eligible_prefix.clamp(min=1)
     return {
         "loss": per_depth.mean().item(),
-        "tau": 1.0 + joint.sum().item(),
+        "acceptance_estimate": 1.0 + joint.sum().item(),
         "loss_at_depth": per_depth.tolist(),
         "accuracy_at_depth": (correct / eligible.clamp(min=1)).tolist(),
         "prefix_at_depth": joint.tolist(),
@@ -154,11 +154,11 @@ class Reporter:
             values = {**values, "tokens_per_second": values["tokens"] / values["seconds"]}
         self._track(step, scalars("timing", values))
 
-    def progress(self, tokens: int, loss: float, tau: float) -> None:
+    def progress(self, tokens: int, loss: float, estimate: float) -> None:
         """Move the live line one step on; `tokens` is what this step read."""
         self.tokens += tokens
         rate = self.tokens / (time.perf_counter() - self.began)
-        self.bar.set_postfix_str(f"loss {loss:.3f} tau {tau:.3f} {rate:,.0f} tok/s", refresh=False)
+        self.bar.set_postfix_str(f"loss {loss:.3f} est. acceptance {estimate:.3f} {rate:,.0f} tok/s", refresh=False)
         self.bar.update(1)
 
     def note(self, text: str) -> None:

@@ -4,7 +4,7 @@
     with parallel.micro_batch(last):                      # gradients add up until the last, then over ranks
         loss, measured = parallel.model(batch, weights)   # every rank as often as every other
         parallel.backward(loss)
-    norm, *rest = parallel.update(lr, *rest)              # clipped; nothing where the norm is not finite
+    norm, *rest = parallel.update(lr, *rest)              # clipped; skipped where the norm is not finite
 
 Weights are fp32 in all of them and bf16 is autocast's (`Objective.autocast`), so that a recipe means the same
 under each. `moments` and `set_moments` speak of whole tensors by name, whatever the sharding: what one profile
@@ -27,10 +27,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from eagle31_train.loss import Objective
-from eagle31_train.schema import TrainConfig
+from eagle31_train.config import TrainConfig
+from eagle31_train.model.loss import Objective
 from train.metrics import fetch
-from train.optimizer import ADAMW, MOMENTS, make_optimizer
+from train.optimizer import ADAMW, MOMENTS, make_optimizer, private
 
 
 def parallelise(accelerator: Accelerator, objective: Objective, t: TrainConfig) -> "Parallel":
@@ -88,12 +88,12 @@ class Parallel:
         """
         self._set_lr(lr)
         norm = self.clip()
-        found = fetch(norm, *rest)
-        if torch.isfinite(found[0]):
+        fetched = fetch(norm, *rest)
+        if torch.isfinite(fetched[0]):
             self.optimizer.step()
             self.updates += 1
         self.optimizer.zero_grad(set_to_none=True)
-        return found
+        return fetched
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter of the drafter, whole, by name; collective. Valid until the next one is asked for."""
@@ -129,7 +129,7 @@ class Parallel:
 
     def clip(self) -> Tensor:
         """Clip the gradients; their norm before it, on the device."""
-        norm = nn.utils.clip_grad_norm_(self.objective.drafter.parameters(), self.t.clip)
+        norm = nn.utils.clip_grad_norm_(self.objective.drafter.parameters(), self.t.max_grad_norm)
         return self._whole(norm)
 
     def _whole(self, tensor: Tensor) -> Tensor:
@@ -199,10 +199,10 @@ class Sharded(Parallel):
 
 
 class Zero(Parallel):
-    """DeepSpeed: stage 1 shards the moments, 2 the gradients too, 3 also the parameters; 0 nothing.
+    """DeepSpeed: stage 1 shards the moments, 2 the gradients too, 3 also the parameters.
 
-    DeepSpeed keeps fp32 parameters in flat partitions of its own, and steps on those. From stage 1 on it clips,
-    and leaves out an update whose norm is not finite, itself.
+    DeepSpeed keeps fp32 parameters in flat partitions of its own, and steps on those. It clips, and leaves out an
+    update whose norm is not finite, itself.
     """
 
     def _spread(self) -> None:
@@ -210,7 +210,7 @@ class Zero(Parallel):
 
         settings = self.accelerator.state.deepspeed_plugin.deepspeed_config
         self.stage = settings["zero_optimization"]["stage"]
-        settings["gradient_clipping"] = self.t.clip if self.stage else 0.0
+        settings["gradient_clipping"] = self.t.max_grad_norm
         self.model, _ = self.accelerator.prepare(self.objective, make_optimizer(self.objective, self.t))
         self.optimizer = self.model.optimizer
         if self.stage == 3:
@@ -219,8 +219,7 @@ class Zero(Parallel):
             for parameter in self.objective.drafter.parameters():
                 register_external_parameter(self.objective, parameter)
         offload = settings["zero_optimization"].get("offload_optimizer", {}).get("device", "none")
-        if self.stage:
-            self._make_moments()
+        self._make_moments()
         self.kind = f"zero{self.stage}" + (f", moments on the {offload.upper()}" if offload != "none" else "")
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
@@ -234,8 +233,6 @@ class Zero(Parallel):
 
     def update(self, lr: float, *rest: Tensor) -> list[Tensor]:
         """See `Parallel`."""
-        if self.stage == 0:
-            return super().update(lr, *rest)
         self._set_lr(lr)
         self.model.step()
         if not self.optimizer.overflow:
@@ -245,9 +242,6 @@ class Zero(Parallel):
 
     def moments(self) -> Iterator[tuple[str, Tensor]]:
         """See `Parallel`."""
-        if self.stage == 0:
-            yield from super().moments()
-            return
         from deepspeed.utils import safe_get_full_optimizer_state
 
         for name, parameter in self._trained() if self.updates else ():
@@ -255,7 +249,7 @@ class Zero(Parallel):
 
     def set_moments(self, moments: Mapping[str, Tensor], updates: int) -> None:
         """See `Parallel`."""
-        if self.stage == 0 or not moments:
+        if not moments:
             super().set_moments(moments, updates)
             return
         self.updates = updates
@@ -281,17 +275,15 @@ class Zero(Parallel):
         Here, since after that step DeepSpeed 0.19 lets only the first group's parameters find theirs.
         """
         zero = self.optimizer
-        for part in zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups:
+        partitions = "fp32_partitioned_groups_flat" if self.stage == 3 else "single_partition_of_fp32_groups"
+        for part in private("deepspeed", zero, partitions):
             moments = {moment: torch.zeros_like(part.data) for moment in ADAMW}
             zero.optimizer.state[part] = {"step": self._count(part.device), **moments}
         if self.stage < 3:
-            zero._lazy_init_hp_params_optimizer_state()
+            private("deepspeed", zero, "_lazy_init_hp_params_optimizer_state")()
 
     def _trained(self) -> list[tuple[str, nn.Parameter]]:
         return [(n, p) for n, p in self.objective.drafter.named_parameters() if p.requires_grad]
-
-    def _whole(self, tensor: Tensor) -> Tensor:
-        return tensor
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """See `Parallel`."""
@@ -317,8 +309,8 @@ class Zero(Parallel):
 
 def digest(tensor: Tensor) -> Tensor:
     """[2] int64, on its device: sum and sum of squares of a tensor's bits, which round no difference away."""
-    found = torch.zeros(2, dtype=torch.int64, device=tensor.device)
-    for part in tensor.detach().reshape(-1).view(torch.int32).split(1 << 24):  # as int64 all of it takes too much room
+    sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)
+    for part in tensor.detach().reshape(-1).view(torch.int32).split(1 << 24):  # all of it as int64 would be too large
         bits = part.long()
-        found += torch.stack([bits.sum(), (bits * bits).sum()])
-    return found
+        sums += torch.stack([bits.sum(), (bits * bits).sum()])
+    return sums

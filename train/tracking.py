@@ -29,10 +29,12 @@ from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker, TensorBoardTracker
 
 from eagle31_train import artifacts, cli
-from eagle31_train.schema import Config, UserError
-from train.rows import plain
+from eagle31_train.checkpoint.run_folder import CONFIG
+from eagle31_train.config import Config
+from eagle31_train.errors import UserError
+from train.jsonl import plain
 
-LAUNCHES, TRACKERS, CONFIG = "launches.jsonl", "trackers.json", "config.yaml"
+LAUNCHES, TRACKERS = "launches.jsonl", "trackers.json"
 PACKAGES = ("eagle31", "torch", "accelerate", "deepspeed", "transformers", "datasets", "numpy", "wandb")
 GIT_SECONDS = 10.0  # a checkout on a slow network disk is not waited for
 
@@ -46,12 +48,12 @@ def loggers(config: Config) -> list[str | GeneralTracker]:
     Raises:
         UserError: TensorBoard is asked for and not installed.
     """
-    found: list[str | GeneralTracker] = [] if config.train.wandb == "disabled" else ["wandb"]
+    trackers: list[str | GeneralTracker] = [] if config.train.wandb == "disabled" else ["wandb"]
     if config.train.tensorboard:
         if importlib.util.find_spec("tensorboard") is None:  # accelerate would leave it out without a word
             raise UserError("train.tensorboard=true needs TensorBoard: run `pip install 'eagle31[tensorboard]'`")
-        found.append(TensorBoardTracker("tensorboard", Path(config.run_dir) / "train"))
-    return found
+        trackers.append(TensorBoardTracker("tensorboard", Path(config.run_dir) / "train"))
+    return trackers
 
 
 def start(
@@ -155,13 +157,13 @@ def record_launch(folder: Path, config: Config, facts: Mapping[str, Any]) -> Non
 
 def versions() -> dict[str, str | None]:
     """Of Python and of what training rests on; None for a package that is not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    result: dict[str, str | None] = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            result[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+            result[name] = None
+    return result
 
 
 def checkout(root: Path) -> dict[str, Any] | None:
@@ -200,23 +202,14 @@ def host() -> dict[str, Any]:
         "cpu": _processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "memory_bytes": _memory(),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         "devices": [torch.cuda.get_device_name(index) for index in range(cuda)],
         "cuda": torch.version.cuda,
     }
 
 
 def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or platform.machine())
-
-
-def _memory() -> int | None:
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
-        return None
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(models, platform.processor() or platform.machine())

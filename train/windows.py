@@ -6,7 +6,7 @@ of one that is trained while it is still being written.
 
 from collections.abc import Sequence
 
-from eagle31_train.schema import UserError
+from eagle31_train.errors import UserError
 from eagle31_train.store import PlannedShard, Store, StoreSplit
 from eagle31_train.store.stream import check_consumer, consume
 
@@ -40,7 +40,7 @@ def check(store: Store, windows: Sequence[Window], epochs: int, cache_bytes: int
     largest = max((sum(shard.bytes for shard in window) for window in windows), default=0)
     kept = sum(shard.bytes for shard in store.plan.of("heldout"))
     lower = "lower train.window_tokens" if len(windows) > 1 else "set train.window_tokens"
-    if store.place.remote and kept + 2 * largest > cache_bytes:  # half of the cache is for what is fetched ahead
+    if store.storage.remote and kept + 2 * largest > cache_bytes:  # half of the cache is for what is fetched ahead
         raise UserError(
             f"store.cache_bytes={cache_bytes:,} is too little for {store.location}: the held-out split takes {kept:,} "
             f"bytes and what is shuffled together {largest:,}, of which it should hold two; shards would be fetched "
@@ -71,61 +71,66 @@ def bounded(store: Store) -> bool:
 
 
 class Usage:
-    """After which step each shard is used up.
+    """Which shards later steps need: the others are unmapped, and removed from a bounded store.
 
     Args:
-        split: the training split.
-        batches: every global batch, in order; item i is trained by step i + 1.
+        store: that is trained on.
+        split: its training split.
+        schedule: every global batch, in order; item i is trained by step i + 1.
         windows: the windows that they were made of.
+        fingerprint: of the training, which alone may use up a bounded store.
     """
 
-    def __init__(self, split: StoreSplit, batches: Sequence[Sequence[int]], windows: Sequence[Window]) -> None:
-        last: dict[PlannedShard, int] = {}
-        for step, batch in enumerate(batches, 1):
+    def __init__(
+        self,
+        store: Store,
+        split: StoreSplit,
+        schedule: Sequence[Sequence[int]],
+        windows: Sequence[Window],
+        fingerprint: str,
+    ) -> None:
+        self._store, self._split, self._schedule, self._fingerprint = store, split, schedule, fingerprint
+        self._last_use: dict[PlannedShard, int] = {}  # shard → the last step that reads it
+        for step, batch in enumerate(schedule, 1):
             for index in batch:
-                last[split.shard_of(index)] = step
-        self._last = last
-        self._ends = {max(last.get(shard, 0) for shard in window) for window in windows}
-        self._batches, self._split = batches, split
+                self._last_use[split.shard_of(index)] = step
+        self._window_ends = {max(self._last_use.get(shard, 0) for shard in window) for window in windows}
 
-    def ends_window(self, step: int) -> bool:
-        """Whether a window is used up after this step: the time to save, and to make room."""
-        return step in self._ends
+    def begin(self, done: int, remove: bool) -> None:
+        """Before the step after `done`: let go of what earlier runs used up, fetch ahead what later steps need.
 
-    def names_after(self, step: int) -> list[str]:
-        """The shards that later steps need, in the order of first use."""
-        return list(dict.fromkeys(self._split.shard_of(i).name for batch in self._batches[step:] for i in batch))
+        Raises:
+            UserError: what is needed was removed, by another training or before a checkpoint that is damaged now.
+        """
+        store = self._store
+        needed = self.needed_after(done)
+        if gone := set(check_consumer(store.storage, self._fingerprint).shards) & set(needed):
+            raise UserError(
+                f"{len(gone)} shards of {store.location} that the steps after {done} need were used up and removed: a "
+                "later checkpoint of this run is missing or damaged; restore it, or begin again without store and "
+                "training"
+            )
+        if store.follow:
+            store.wait_for(store.plan.of("heldout"))  # here, and not between the exchanges of an evaluation
+        else:
+            store.storage.prefetch(needed)
+        self.let_go(done, remove)
+
+    def frees_shards(self, step: int) -> bool:
+        """Whether a window of a bounded store is used up after this step, so that extraction waits for its removal."""
+        return step in self._window_ends and bounded(self._store)
+
+    def let_go(self, step: int, remove: bool) -> None:
+        """Unmap what no step after `step` reads; of a bounded store `remove` it too. Only one process removes."""
+        shards = self.used_up(step)
+        self._store.release(shards)
+        if remove and bounded(self._store):
+            consume(self._store.storage, shards, self._fingerprint, finished=step == len(self._schedule))
+
+    def needed_after(self, step: int) -> list[str]:
+        """The shards that later steps read, in the order of first use."""
+        return list(dict.fromkeys(self._split.shard_of(i).name for batch in self._schedule[step:] for i in batch))
 
     def used_up(self, step: int) -> list[PlannedShard]:
-        """The shards that no later step needs, in order."""
-        return sorted((shard for shard, last in self._last.items() if last <= step), key=lambda shard: shard.number)
-
-
-def begin(store: Store, usage: Usage, done: int, by: str, finished: bool, main: bool) -> None:
-    """Before the step after `done`: let go of what earlier runs used up, fetch ahead what later steps need.
-
-    Args:
-        by: fingerprint of the training. finished: no step is left. main: whether this process removes shards.
-
-    Raises:
-        UserError: what is needed was removed, by another training or before a checkpoint that is damaged now.
-    """
-    needed = usage.names_after(done)
-    if gone := set(check_consumer(store.place, by).shards) & set(needed):
-        raise UserError(
-            f"{len(gone)} shards of {store.location} that the steps after {done} need were used up and removed: a "
-            "later checkpoint of this run is missing or damaged; restore it, or begin again without store and training"
-        )
-    if store.follow:
-        store.wait_for(store.plan.of("heldout"))  # here, and not between the exchanges of an evaluation
-    else:
-        store.place.prefetch(needed)
-    let_go(store, usage, done, by, finished, main)
-
-
-def let_go(store: Store, usage: Usage, step: int, by: str, finished: bool, remove: bool) -> None:
-    """Unmap what no step after `step` reads; of a bounded store also remove it, and say if no more is wanted."""
-    shards = usage.used_up(step)
-    store.release(shards)
-    if remove and bounded(store):
-        consume(store.place, shards, by, finished)
+        """The shards that no later step reads, in order."""
+        return sorted((shard for shard, last in self._last_use.items() if last <= step), key=lambda s: s.number)

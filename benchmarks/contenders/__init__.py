@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.shapes import Material
-from eagle31_train.drafter.linear import linear
+from eagle31_train.model.linear import linear
 
 
 class Contender(Protocol):

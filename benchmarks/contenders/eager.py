@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from eagle31_train.drafter.layout import Layout
+from eagle31_train.model.packing import Layout
 
 
 def eager_attention(

@@ -4,7 +4,7 @@ from typing import Any
 
 from transformers import LlamaConfig
 
-from eagle31_train.schema import DrafterShape
+from eagle31_train.config import DrafterShape
 
 
 def llama_config(shape: DrafterShape, **more: Any) -> LlamaConfig:

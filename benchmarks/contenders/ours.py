@@ -5,10 +5,11 @@ from torch import Tensor
 
 from benchmarks.contenders.eager import eager_attention
 from benchmarks.shapes import GAMMA, Material
-from eagle31_train.drafter import linear, model
-from eagle31_train.drafter.batch import build_batch
-from eagle31_train.drafter.model import Drafter
-from eagle31_train.loss import Objective, Teacher
+from eagle31_train.model import drafter as drafter_module
+from eagle31_train.model import linear
+from eagle31_train.model.batch import build_batch
+from eagle31_train.model.drafter import Drafter
+from eagle31_train.model.loss import Objective, Teacher
 
 
 class Ours:
@@ -41,7 +42,7 @@ class Ours:
         if not onednn:
             linear._asks_onednn = lambda _a, _b: False
         if eager:
-            model.unrolled_attention = eager_attention
+            drafter_module.unrolled_attention = eager_attention
         drafter = Drafter(material.shape, material.embedding.to(low))
         drafter.load_state_dict(material.weights, assign=True)
         drafter.lm_head.weight.requires_grad_(train_lm_head)

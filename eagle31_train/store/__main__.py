@@ -11,8 +11,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from eagle31_train.place import Place, open_place
-from eagle31_train.schema import UserError, byte_count
+from eagle31_train.config import byte_count
+from eagle31_train.errors import UserError
+from eagle31_train.store.backends import Storage, open_storage
 from eagle31_train.store.info import describe, human
 from eagle31_train.store.verify import Checked, check, remove
 
@@ -30,14 +31,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         most = byte_count(options.cache_bytes, "--cache-bytes")
         # A folder of its own: what is checked is the store, and not copies that were made of it earlier.
         with tempfile.TemporaryDirectory(prefix="eagle31-", dir=options.cache_dir) as folder:
-            place = open_place(options.store, Path(folder), most)
+            storage = open_storage(options.store, Path(folder), most)
             try:
                 if options.command == "info":
-                    print(describe(place))
+                    print(describe(storage))
                     return 0
-                return _verify(place, options.remove)
+                return _verify(storage, options.remove)
             finally:
-                place.close()
+                storage.close()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -46,38 +47,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _verify(place: Place, take_away: bool) -> int:
-    began, checked, found = time.perf_counter(), Checked(), []
-    for problem in check(place, checked):
+def _verify(storage: Storage, take_away: bool) -> int:
+    """Print what is wrong, a line each, and a summary; returns the exit status."""
+    began, checked, problems = time.perf_counter(), Checked(), []
+    for problem in check(storage, checked):
         print(problem.text, flush=True)
-        found.append(problem)
-    print(_summary(place, checked, len(found), time.perf_counter() - began))
-    if not found:
-        return 0
-    print(remove(place, found) if take_away else _advice(place))
-    return 1
-
-
-def _summary(place: Place, checked: Checked, wrong: int, seconds: float) -> str:
-    verdict = "complete and whole" if checked.complete else "unfinished, and whole as far as it goes"
-    if wrong:
-        verdict = "1 problem" if wrong == 1 else f"{wrong:,} problems"
-    parts = [
-        f"{place.location}: {verdict}; {checked.shards:,} shards checked, {checked.samples:,} samples, "
-        f"{checked.tokens:,} tokens, {human(checked.bytes)} at {human(checked.bytes / max(seconds, 1e-9))}/s"
-    ]
+        problems.append(problem)
+    state = "complete and whole" if checked.complete else "unfinished, and whole as far as it goes"
+    if problems:
+        state = f"{len(problems):,} problem{'s' if len(problems) > 1 else ''}"
+    rate = human(checked.bytes / max(time.perf_counter() - began, 1e-9))
+    summary = (
+        f"{storage.location}: {state}; {checked.shards:,} shards checked, {checked.samples:,} samples, "
+        f"{checked.tokens:,} tokens, {human(checked.bytes)} at {rate}/s"
+    )
     if checked.consumed:
-        parts.append(f"{checked.consumed:,} shards used up by a training")
+        summary += f"; {checked.consumed:,} shards used up by a training"
     if checked.coming:
-        parts.append(f"{checked.coming:,} shards still to come")
-    return "; ".join(parts)
-
-
-def _advice(place: Place) -> str:
-    return (
-        f"`python -m eagle31_train.store verify {place.location} --remove` takes away what is damaged, "
+        summary += f"; {checked.coming:,} shards still to come"
+    print(summary)
+    if not problems:
+        return 0
+    advice = (
+        f"`python -m eagle31_train.store verify {storage.location} --remove` takes away what is damaged, "
         "and the extraction's own command then makes it anew"
     )
+    print(remove(storage, problems) if take_away else advice)
+    return 1
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,24 +1,28 @@
-"""What a store's small files say, complete or begun, and what is wrong with them."""
+"""A store without its states: what its small files say, complete or begun, and what is wrong with them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 from eagle31_train import artifacts
-from eagle31_train.place import Place
-from eagle31_train.schema import UserError
-from eagle31_train.store.ledger import (
+from eagle31_train.errors import UserError
+from eagle31_train.provenance import Provenance
+from eagle31_train.store.backends import Storage
+from eagle31_train.store.format import (
     PLAN,
     PROVENANCE,
+    REMAKE,
     SHARDS,
     STREAM,
+    TARGET,
+    TARGET_LINE,
     Line,
-    check_merged,
-    difference,
     parse_line,
-    refuse_old,
 )
-from eagle31_train.store.plan import Plan, PlannedShard, Shape, shape_of
-from eagle31_train.store.sealed import DamagedError, unseal
+from eagle31_train.store.sealed import DamagedError, checksum, unseal
+from eagle31_train.store.shard_plan import Plan, PlannedShard
 from eagle31_train.store.stream import read_consumed
 
 
@@ -33,81 +37,191 @@ class Problem:
 
 @dataclass
 class Head:
-    """A store without its states.
+    """What the small files of a store say.
 
-    manifest: None while it is unfinished, or damaged.
-    lines: of the committed shards.
+    manifest: None while it is unfinished, or damaged. provenance, plan: None where they are missing or damaged.
+    lines: of committed shards, as far as they are read: see `read_head` and `read_lines`.
     consumed: names of shards that a training has used up.
     """
 
-    place: Place
-    provenance: dict[str, Any]
-    plan: Plan
+    storage: Storage
     manifest: dict[str, Any] | None
+    provenance: dict[str, Any] | None
+    plan: Plan | None
     lines: dict[str, Line] = field(default_factory=dict)
     consumed: set[str] = field(default_factory=set)
 
-    @property
-    def shape(self) -> Shape:
-        """Of the states."""
-        return shape_of(self.provenance["states"])
 
-
-def read_head(place: Place) -> tuple[Head | None, list[Problem]]:
-    """The head, or None where it cannot be read, and everything that is wrong with it.
-
-    Raises:
-        UserError: there is no store, or one of an earlier version.
-    """
-    refuse_old(place)
-    found: list[Problem] = []
-    manifest, provenance, plan = (_read(place, name, found) for name in (artifacts.MANIFEST, PROVENANCE, PLAN))
-    if not found and manifest is provenance is None and not place.names("shards"):  # a plan alone is no store yet
-        raise UserError(f"there is no store in {place.location}: correct the address")
-    for name, entry in (manifest or {"files": {}})["files"].items():
-        if damage := difference(place, name, entry):
-            found.append(Problem(damage))
-    if manifest is None and place.size(SHARDS) is not None and place.size(artifacts.MANIFEST) is None:
-        found.append(Problem(f"{place.location}/{artifacts.MANIFEST} is missing, though all shards were there"))
-    for name, value in ((PROVENANCE, provenance), (PLAN, plan)):
-        if value is None:
-            found.append(Problem(f"{place.location}/{name} is not there whole, and no shard can be checked without it"))
+def read_head(storage: Storage) -> tuple[Head, list[Problem]]:
+    """The small files, with the lines of a complete store, and what is wrong with them; missing files are not."""
+    problems: list[Problem] = []
+    manifest = _read(storage, artifacts.MANIFEST, problems)
+    bad = set()
+    if manifest is not None:  # a changed length or layer id would be read as wrong states, and silently
+        files = manifest["files"]
+        for name in dict.fromkeys([PROVENANCE, PLAN, SHARDS, *files]):
+            unlisted = f"{storage.location}/{artifacts.MANIFEST} does not list {name}"
+            if damage := difference(storage, name, files[name]) if name in files else unlisted:
+                problems.append(Problem(damage))
+                bad.add(name)
+    provenance, plan = (None if name in bad else _read(storage, name, problems) for name in (PROVENANCE, PLAN))
+    head = Head(storage, manifest, provenance, None if plan is None else Plan.from_json(plan))
     if manifest is None:
-        _read(place, STREAM, found)
-    if provenance is None or plan is None:
-        return None, found
-    head = Head(place, provenance, Plan.from_json(plan), manifest)
+        _read(storage, STREAM, problems)
     try:
-        head.consumed = set(read_consumed(place).shards)
+        head.consumed = set(read_consumed(storage).shards)
     except UserError as error:
-        found.append(Problem(str(error)))
-    _read_lines(head, found)
-    return head, found
+        problems.append(Problem(str(error)))
+    if head.plan is not None and provenance is not None and storage.size(SHARDS) is not None:
+        head.lines, damages = merged_lines(storage, head.plan, provenance["fingerprint"])
+        problems += map(Problem, damages)
+    return head, problems
 
 
-def _read(place: Place, name: str, found: list[Problem]) -> dict[str, Any] | None:
+def _read(storage: Storage, name: str, problems: list[Problem]) -> dict[str, Any] | None:
     try:
-        return unseal(place.read(name))
+        return unseal(storage.read(name))
     except FileNotFoundError:
         return None
     except DamagedError as error:
-        found.append(Problem(f"{place.location}/{name} is damaged ({error})"))
+        problems.append(Problem(f"{storage.location}/{name} is damaged ({error})"))
         return None
 
 
-def _read_lines(head: Head, found: list[Problem]) -> None:
-    place, store = head.place, head.provenance["fingerprint"]
-    if place.size(SHARDS) is not None:
-        for problem, line in check_merged(place, head.plan, store):
-            if line is None:
-                found.append(Problem(str(problem)))
-            else:
-                head.lines[line.name] = line
-    there = set(place.names("shards"))
-    for shard in head.plan.shards:
-        if shard.line in there and head.manifest is None:
-            try:
-                head.lines[shard.name] = parse_line(place.read(shard.line), store, shard.name)
-            except DamagedError as error:
-                text = f"{place.location}/{shard.line} (of {shard.samples()}) is damaged ({error})"
-                found.append(Problem(text, shard))
+def read_lines(storage: Storage, shards: Sequence[PlannedShard], store: str) -> tuple[dict[str, Line], list[Problem]]:
+    """The lines of an unfinished store that are there, by shard, and those that are damaged."""
+    lines: dict[str, Line] = {}
+    problems: list[Problem] = []
+    there = set(storage.names("shards")) if len(shards) > 1 else {shard.line for shard in shards}
+    for shard in shards:
+        if shard.line not in there:
+            continue
+        try:
+            lines[shard.name] = parse_line(storage.read(shard.line), store, shard.name)
+        except FileNotFoundError:  # not there, or gone since the listing
+            pass
+        except DamagedError as error:
+            text = f"{storage.location}/{shard.line} (of {shard.samples()}) is damaged ({error})"
+            problems.append(Problem(text, shard))
+    return lines, problems
+
+
+def merged_lines(storage: Storage, plan: Plan, store: str) -> tuple[dict[str, Line], list[str]]:
+    """The lines in shards.jsonl, by shard, and what is wrong with them; FileNotFoundError before it is written."""
+    where = f"{storage.location}/{SHARDS}"
+    samples = {shard.name: f"{shard.name} ({shard.samples()})" for shard in plan.shards}
+    lines: dict[str, Line] = {}
+    names, problems = [], []
+    for number, text in enumerate(storage.read(SHARDS).splitlines(keepends=True), 1):
+        try:
+            line = parse_line(text, store)
+            lines[line.name] = line
+            names.append(line.name)
+        except DamagedError as error:
+            problems.append(f"{where}:{number} is damaged ({error})")
+    for name, wanted in zip_longest(names, [name for name in samples if name in lines]):
+        if name != wanted:
+            problems.append(f"{where} names {samples.get(name, name)} in the place of {samples.get(wanted, 'nothing')}")
+            break
+    problems += [f"{where} has no line for {text}" for name, text in samples.items() if name not in lines]
+    return {name: line for name, line in lines.items() if name in samples}, problems
+
+
+def read_merged(storage: Storage, plan: Plan, store: str) -> dict[str, Line]:
+    """All lines of a finished store, by shard; empty if they are not merged yet.
+
+    Raises:
+        UserError: a line is damaged, stands twice, or is missing.
+    """
+    try:
+        lines, problems = merged_lines(storage, plan, store)
+    except FileNotFoundError:
+        return {}
+    if problems:
+        raise UserError(f"{problems[0]}: {REMAKE}")
+    return lines
+
+
+def read_target_line(storage: Storage, store: str) -> Line:
+    """The line of the target's weights.
+
+    Raises:
+        UserError: it is missing or damaged.
+    """
+    where = f"{storage.location}/{TARGET_LINE}"
+    try:
+        return parse_line(storage.read(TARGET_LINE), store, TARGET)
+    except FileNotFoundError:
+        raise UserError(f"{where} is missing: {REMAKE}") from None
+    except DamagedError as error:
+        raise UserError(f"{where} is damaged ({error}): {REMAKE}") from None
+
+
+def difference(storage: Storage, name: str, entry: dict[str, Any]) -> str | None:
+    """How a file differs from the manifest's entry for it, in words; None if it does not."""
+    where = f"{storage.location}/{name}"
+
+    def damage(path: Path) -> str | None:
+        if (size := path.stat().st_size) != entry["bytes"]:
+            return f"{where} has {size} bytes, not {entry['bytes']}: truncated or replaced"
+        if checksum(path) != entry["checksum"]:
+            return f"{where} is not as it was written (its checksum differs)"
+        return None
+
+    try:
+        text = storage.opened(name, damage)
+        if text and storage.remote:  # the copy may be damaged, or of an earlier store, where the original is not
+            storage.forget(name)
+            text = storage.opened(name, damage)
+        return text
+    except FileNotFoundError:
+        return f"{where} is missing"
+
+
+def finished(storage: Storage, provenance: Provenance, overwrite: bool) -> dict[str, Any] | None:
+    """The manifest of a complete store of these inputs; None if there is work to do.
+
+    Of shards only sizes are compared; `python -m eagle31_train.store verify` reads every byte. A store that is
+    damaged is complete no more: its manifest is removed.
+
+    Raises:
+        UserError: the storage holds a store of other inputs and `overwrite` is off.
+    """
+    try:
+        manifest = unseal(storage.read(artifacts.MANIFEST))
+    except FileNotFoundError:
+        return None
+    except DamagedError as error:
+        print(f"{storage.location}/{artifacts.MANIFEST} is damaged ({error}); finishing the store again")
+        storage.remove(artifacts.MANIFEST)
+        return None
+    provenance.refuse_other(storage.location, manifest, overwrite)
+    if not provenance.matches(manifest):
+        return None
+    if damage := _first_damaged(storage, manifest):
+        print(f"{damage}; making it again")
+        storage.remove(artifacts.MANIFEST)
+        return None
+    return manifest
+
+
+def _first_damaged(storage: Storage, manifest: dict[str, Any]) -> str | None:
+    """Name the first file of a complete store that is not as it was written, as far as `finished` looks."""
+    for name, entry in manifest["files"].items():
+        if damage := difference(storage, name, entry):
+            return damage
+    plan = Plan.from_json(unseal(storage.read(PLAN)))
+    wanted = {line.name: line.size for line in read_merged(storage, plan, manifest["fingerprint"]).values()}
+    gone = set(read_consumed(storage).shards)
+    found = storage.sizes("shards")
+    target = read_target_line(storage, manifest["fingerprint"])
+    if storage.remote:  # no download only to compare
+        wanted[TARGET], size = target.size, storage.size(TARGET)
+        found |= {TARGET: size} if size is not None else {}
+    elif damage := difference(storage, TARGET, target.entry):
+        return damage
+    for name, size in wanted.items():
+        if found.get(name) != size and name not in gone:
+            what = f"has {found[name]} bytes, not {size}: truncated or replaced" if name in found else "is missing"
+            return f"{storage.location}/{name} {what}"
+    return None

@@ -12,27 +12,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from eagle31_train import artifacts
-from eagle31_train.document import Document
-from eagle31_train.place import Place, open_place
-from eagle31_train.schema import UserError
-from eagle31_train.store.ledger import (
-    EXTRACT,
-    PLAN,
-    PROVENANCE,
-    REMAKE,
-    SHARDS,
-    TARGET,
-    TARGET_LINE,
-    Line,
-    difference,
-    read_line,
-    read_merged,
-    read_target_line,
-    refuse_old,
-)
-from eagle31_train.store.plan import Plan, PlannedShard, shape_of
-from eagle31_train.store.sealed import read_sealed
+from eagle31_train.errors import UserError
+from eagle31_train.store.backends import Storage, open_storage
+from eagle31_train.store.document import Document
+from eagle31_train.store.format import EXTRACT, PLAN, PROVENANCE, REMAKE, TARGET, TARGET_LINE
+from eagle31_train.store.head import difference, read_head, read_lines, read_merged, read_target_line
 from eagle31_train.store.shard import ContentError, ShardFile, open_shard
+from eagle31_train.store.shard_plan import PlannedShard, shape_of
 from eagle31_train.store.stream import read_bound, read_consumed, wait
 
 OPEN = {"local": 1024, "remote": 8}  # mapped shards: a cached copy that is evicted frees its bytes only once unmapped
@@ -42,7 +28,7 @@ class Store:
     """A store, opened for reading.
 
     Args:
-        place: where it lies, or its folder.
+        storage: where it lies, or its folder.
         follow: read it while it is being written, waiting for shards that are not there yet.
         patience: seconds to wait for one.
 
@@ -50,33 +36,33 @@ class Store:
         UserError: the store is missing, incomplete (without `follow`) or damaged, or, while reading, a shard is.
     """
 
-    def __init__(self, place: Place | Path, follow: bool = False, patience: float = 3600.0) -> None:
-        self.place = open_place(str(place), Path(), 0) if isinstance(place, Path) else place
-        self.location = self.place.location
+    def __init__(self, storage: Storage | Path, follow: bool = False, patience: float = 3600.0) -> None:
+        self.storage = open_storage(str(storage), Path(), 0) if isinstance(storage, Path) else storage
+        self.location = self.storage.location
         self.follow, self.patience = follow, patience
-        refuse_old(self.place)
-        self.manifest = self._read(artifacts.MANIFEST)
-        if self.manifest is None and not follow:
-            begun = self.place.size(PROVENANCE) is not None
-            hint = ", or give store.follow=true to train while it is being written" if begun else ""
-            raise UserError(f"{self.location}/{artifacts.MANIFEST} is missing: run `{EXTRACT}` first{hint}")
-        if self.manifest is None:
+        head, problems = read_head(self.storage)
+        if head.manifest is None and not problems:
+            if not follow:
+                begun = self.storage.size(PROVENANCE) is not None
+                hint = ", or give store.follow=true to train while it is being written" if begun else ""
+                raise UserError(f"{self.location}/{artifacts.MANIFEST} is missing: run `{EXTRACT}` first{hint}")
             wait(
-                lambda: self.place.size(PROVENANCE) is not None and self.place.size(TARGET_LINE) is not None,
+                lambda: self.storage.size(PROVENANCE) is not None and self.storage.size(TARGET_LINE) is not None,
                 f"train: waiting for {self.location} to be begun by `{EXTRACT}`",
                 patience,
             )
-        else:
-            # A changed length or layer id would be read as wrong states, and silently.
-            for name in (PROVENANCE, PLAN, SHARDS):
-                self._verify(name)
-        provenance = self._needed(PROVENANCE)
-        self.fingerprint: str = provenance["fingerprint"]
-        self.inputs: dict[str, Any] = provenance["inputs"]
-        self.states: dict[str, Any] = provenance["states"]  # what they mean
-        self.plan = Plan.from_json(self._needed(PLAN))
+            head, problems = read_head(self.storage)
+        if problems:
+            raise UserError(f"{problems[0].text}: {REMAKE}")
+        if head.provenance is None or head.plan is None:
+            lost = PROVENANCE if head.provenance is None else PLAN
+            raise UserError(f"{self.location}/{lost} is missing: {REMAKE}")
+        self.manifest, self.plan = head.manifest, head.plan
+        self.fingerprint: str = head.provenance["fingerprint"]
+        self.inputs: dict[str, Any] = head.provenance["inputs"]
+        self.states: dict[str, Any] = head.provenance["states"]  # what they mean
         self.shape = shape_of(self.states)
-        self._lines: dict[str, Line] = read_merged(self.place, self.plan, self.fingerprint)
+        self._lines = head.lines
         self._bound: int | None = None
         self._verified: dict[str, int] = {}
         self._lock = threading.Lock()
@@ -86,11 +72,11 @@ class Store:
     @cached_property
     def target(self) -> dict[str, Tensor]:
         """The target's weights: embed_tokens [V, H], norm [H] (effective), lm_head [V, H]."""
-        line = read_target_line(self.place, self.fingerprint)
-        if damage := difference(self.place, TARGET, line.entry):
+        line = read_target_line(self.storage, self.fingerprint)
+        if damage := difference(self.storage, TARGET, line.entry):
             raise UserError(f"{damage}: {REMAKE}")
         try:
-            weights = load_file(self.place.local(TARGET))
+            weights = load_file(self.storage.local(TARGET))
         except (SafetensorError, OSError) as error:
             raise UserError(f"{self.location}/{TARGET} cannot be read ({error}): {REMAKE}") from None
         weights.setdefault("lm_head", weights["embed_tokens"])
@@ -99,14 +85,14 @@ class Store:
     @property
     def max_bytes(self) -> int | None:
         """The bound that the extraction keeps, or kept last: then, who follows removes what it used up."""
-        if (bound := read_bound(self.place)) is not None:
+        if (bound := read_bound(self.storage)) is not None:
             self._bound = bound  # gone once the extraction is over, and what is left is to be used up all the same
         return self._bound
 
     def close(self) -> None:
         """Nothing more is read: whoever waits for a shard, or fetches one ahead, is wanted no more."""
         self._stopped.set()
-        self.place.close()
+        self.storage.close()
 
     def split(self, name: str) -> "StoreSplit":
         """The samples of one split, in the order of the data set."""
@@ -124,17 +110,15 @@ class Store:
                     partial(self._arrived, shard),
                     f"train: waiting for {shard.name}",
                     self.patience,
-                    lambda: len(self.place.names("shards")),
+                    lambda: len(self.storage.names("shards")),
                     self._stopped.wait,
                 )
 
     def _arrived(self, shard: PlannedShard) -> bool:
-        line = read_line(self.place, shard, self.fingerprint)
-        if line is None:  # merged, or not there yet
-            merged = read_merged(self.place, self.plan, self.fingerprint)
-            self._lines |= merged
-        else:
-            self._lines[shard.name] = line
+        lines, problems = read_lines(self.storage, [shard], self.fingerprint)
+        if problems:
+            raise UserError(f"{problems[0].text}: {REMAKE}")
+        self._lines |= lines or read_merged(self.storage, self.plan, self.fingerprint)
         return shard.name in self._lines
 
     def open(self, shard: PlannedShard) -> ShardFile:
@@ -144,14 +128,14 @@ class Store:
             if shard.name not in self._open:
                 self._open[shard.name] = self._map(shard)
             self._open.move_to_end(shard.name)
-            while len(self._open) > OPEN["remote" if self.place.remote else "local"]:
+            while len(self._open) > OPEN["remote" if self.storage.remote else "local"]:
                 self._open.popitem(last=False)
             return self._open[shard.name]
 
     def _map(self, shard: PlannedShard) -> ShardFile:
         line, lengths = self._lines[shard.name], self.plan.lengths_of(shard)
         try:
-            return open_shard(self.place, line, lengths, self.shape, self.states["vocab_size"], self._verified)
+            return open_shard(self.storage, line, lengths, self.shape, self.states["vocab_size"], self._verified)
         except FileNotFoundError:
             raise self._missing(shard) from None
         except ContentError as error:
@@ -164,7 +148,7 @@ class Store:
         )
 
     def _missing(self, shard: PlannedShard) -> UserError:
-        consumed = read_consumed(self.place)
+        consumed = read_consumed(self.storage)
         if shard.name in consumed.shards:
             return UserError(
                 f"{self.location}/{shard.name} ({shard.samples()}) was used up and removed by the training "
@@ -177,25 +161,6 @@ class Store:
         with self._lock:
             for shard in shards:
                 self._open.pop(shard.name, None)
-
-    def _read(self, name: str) -> dict[str, Any] | None:
-        try:
-            return read_sealed(self.place.read(name), f"{self.location}/{name}", REMAKE)
-        except FileNotFoundError:
-            return None
-
-    def _needed(self, name: str) -> dict[str, Any]:
-        if (value := self._read(name)) is None:
-            raise UserError(f"{self.location}/{name} is missing: {REMAKE}")
-        return value
-
-    def _verify(self, name: str) -> None:
-        """Compare a file with the manifest's entry for it."""
-        entry = (self.manifest or {})["files"].get(name)
-        if entry is None:
-            raise UserError(f"{self.location}/{artifacts.MANIFEST} does not list {name}: {REMAKE}")
-        if damage := difference(self.place, name, entry):
-            raise UserError(f"{damage}: {REMAKE}")
 
 
 class StoreSplit:

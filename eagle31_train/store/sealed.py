@@ -6,7 +6,7 @@ from typing import Any
 
 import xxhash
 
-from eagle31_train.schema import UserError
+from eagle31_train.errors import UserError
 
 CHECK = "check"
 CHUNK = 1 << 22

@@ -16,12 +16,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from eagle31_train.codec import Encoded, as_encoded, concatenate, encode
-from eagle31_train.document import Document
-from eagle31_train.place import Place
-from eagle31_train.store.ledger import Line
-from eagle31_train.store.plan import Shape
+from eagle31_train.store.backends import Storage
+from eagle31_train.store.codec import Encoded, as_encoded, concatenate, encode
+from eagle31_train.store.document import Document
+from eagle31_train.store.format import Line
 from eagle31_train.store.sealed import digest
+from eagle31_train.store.shard_plan import Shape
 from eagle31_train.store.tensors import FormatError, MappedFile, save_file
 
 NONE = torch.empty(0)
@@ -34,7 +34,7 @@ class ContentError(ValueError):
 def write_shard(path: Path, documents: Sequence[Document], shape: Shape) -> None:
     """Write samples (with states in any float dtype, on any device) into a file."""
     aux = [_kept(document.attended_states, shape.aux_codec) for document in documents]
-    last = [_kept(document.taught_states, shape.last_codec) for document in documents]
+    last = [_kept(document.supervised_states, shape.last_codec) for document in documents]
     tensors = {
         "tokens": torch.cat([document.tokens for document in documents]).int(),
         "loss_mask": torch.cat([document.loss_mask for document in documents]),
@@ -139,12 +139,12 @@ class ShardFile:
 
 
 def open_shard(
-    place: Place, line: Line, lengths: Sequence[int], shape: Shape, vocab_size: int, verified: dict[str, int]
+    storage: Storage, line: Line, lengths: Sequence[int], shape: Shape, vocab_size: int, verified: dict[str, int]
 ) -> ShardFile:
     """A shard's file, if it is what its line says; a cached copy that is not is fetched once more.
 
     Args:
-        place: where it lies.
+        storage: where it lies.
         line: what committed it.
         lengths, shape, vocab_size: see `ShardFile`.
         verified: by shard, the inode of the file whose checksum was compared already; added to.
@@ -159,16 +159,16 @@ def open_shard(
         if status.st_size != line.size:
             raise ContentError(f"has {status.st_size} bytes, not {line.size}: truncated or replaced")
         # A copy that was fetched anew may have the number of the one before.
-        known = not place.remote and verified.get(line.name) == status.st_ino
+        known = not storage.remote and verified.get(line.name) == status.st_ino
         opened = ShardFile(path, lengths, shape, vocab_size, None if known else line.checksum)
         verified[line.name] = status.st_ino
         return opened
 
     try:
-        return place.opened(line.name, checked)
+        return storage.opened(line.name, checked)
     except ContentError:
-        if not place.remote:
+        if not storage.remote:
             raise
         verified.pop(line.name, None)
-        place.forget(line.name)
-        return place.opened(line.name, checked)
+        storage.forget(line.name)
+        return storage.opened(line.name, checked)

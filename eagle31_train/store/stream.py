@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
-from eagle31_train.place import Place
-from eagle31_train.schema import UserError
-from eagle31_train.store.ledger import CONSUMED, REMAKE, STREAM
-from eagle31_train.store.plan import Plan, PlannedShard
+from eagle31_train.errors import UserError
+from eagle31_train.store.backends import Storage
+from eagle31_train.store.format import CONSUMED, REMAKE, STREAM
 from eagle31_train.store.sealed import read_sealed, seal
+from eagle31_train.store.shard_plan import Plan, PlannedShard
 
 POLL = 0.5  # seconds between looks at what other processes have done
 
@@ -74,53 +74,55 @@ class Consumed:
     finished: bool
 
 
-def read_consumed(place: Place) -> Consumed:
+def read_consumed(storage: Storage) -> Consumed:
     """Which shards a training has used up; none where no training follows the store."""
     try:
-        value = read_sealed(place.read(CONSUMED), f"{place.location}/{CONSUMED}", "remove the store and extract again")
+        value = read_sealed(
+            storage.read(CONSUMED), f"{storage.location}/{CONSUMED}", "remove the store and extract again"
+        )
     except FileNotFoundError:
         return Consumed("", [], False)
     return Consumed(**value)
 
 
-def check_consumer(place: Place, by: str) -> Consumed:
+def check_consumer(storage: Storage, by: str) -> Consumed:
     """What is used up already, if by this training.
 
     Raises:
         UserError: it was another.
     """
-    found = read_consumed(place)
+    found = read_consumed(storage)
     if found.by not in ("", by):
         raise UserError(
-            f"parts of {place.location} were used up and removed by another training ({found.by}, this is {by}): "
+            f"parts of {storage.location} were used up and removed by another training ({found.by}, this is {by}): "
             "go on with that one, or remove the store and extract again"
         )
     return found
 
 
-def consume(place: Place, shards: Sequence[PlannedShard], by: str, finished: bool) -> None:
+def consume(storage: Storage, shards: Sequence[PlannedShard], by: str, finished: bool) -> None:
     """Record that a training has used up shards (these, and what it had before), and remove them.
 
     Raises:
         UserError: another training has used up parts of this store.
     """
-    before = check_consumer(place, by)
-    known, there = set(before.shards), place.sizes("shards")
+    before = check_consumer(storage, by)
+    known, there = set(before.shards), storage.sizes("shards")
     after = Consumed(by, before.shards + [shard.name for shard in shards if shard.name not in known], finished)
     if after != before:
-        place.write(CONSUMED, seal(asdict(after), indent=2))
+        storage.write(CONSUMED, seal(asdict(after), indent=2))
     for shard in shards:
         if shard.name in there:
-            place.remove(shard.name)
+            storage.remove(shard.name)
 
 
 # ---------------------------------------------------------------- the bound
 
 
-def read_bound(place: Place) -> int | None:
+def read_bound(storage: Storage) -> int | None:
     """How many bytes the extraction keeps at most; None if it keeps all, or is over."""
     try:
-        bound = read_sealed(place.read(STREAM), f"{place.location}/{STREAM}", REMAKE)["max_bytes"]
+        bound = read_sealed(storage.read(STREAM), f"{storage.location}/{STREAM}", REMAKE)["max_bytes"]
     except FileNotFoundError:
         return None
     return int(bound) if bound is not None else None
@@ -131,14 +133,14 @@ class Bound:
 
     Counted by the plan and not by what lies there: a shard may be written once it and all before it that are not
     used up fit together. So several processes cannot pass the bound together, and the shards that training needs
-    first always have room.
+    first always fit.
 
     Raises:
         UserError: the bound is too small for any training.
     """
 
-    def __init__(self, place: Place, plan: Plan, max_bytes: int | None, patience: float) -> None:
-        self._place, self._plan, self._most, self._patience = place, plan, max_bytes, patience
+    def __init__(self, storage: Storage, plan: Plan, max_bytes: int | None, patience: float) -> None:
+        self._storage, self._plan, self._most, self._patience = storage, plan, max_bytes, patience
         self._gone: set[str] = set()
         if max_bytes is None:
             return
@@ -150,8 +152,8 @@ class Bound:
                 f"{largest:,} bytes: raise it, or lower extract.shard_tokens or data.heldout"
             )
 
-    def wait_for_room(self, shard: PlannedShard) -> bool:
-        """Return once there is room for a shard; False if the training is finished and wants no more.
+    def wait_for_quota(self, shard: PlannedShard) -> bool:
+        """Return once a shard fits under the bound; False if the training is finished and wants no more.
 
         Raises:
             UserError: training used up nothing for `patience` seconds.
@@ -162,23 +164,23 @@ class Bound:
         before = self._plan.shards[: shard.number + 1]
         ended = False
 
-        def room() -> bool:
+        def fits() -> bool:
             nonlocal ended
-            consumed = read_consumed(self._place)
+            consumed = read_consumed(self._storage)
             ended = consumed.finished and shard.split == "train"
             self._remove(consumed)
             return ended or sum(s.bytes for s in before if s.name not in self._gone) <= most
 
-        what = f"extract: waiting for room: {self._place.location} is at store.max_bytes until training uses up a shard"
-        wait(room, what, self._patience, lambda: len(self._gone))
+        what = f"extract: waiting: {self._storage.location} is at store.max_bytes until training uses up a shard"
+        wait(fits, what, self._patience, lambda: len(self._gone))
         return not ended
 
     def _remove(self, consumed: Consumed) -> None:
         # The training records first and removes then: what it had no time for would lie beside what comes.
         new = [name for name in consumed.shards if name not in self._gone]
         if new:
-            there = self._place.sizes("shards")
+            there = self._storage.sizes("shards")
             for name in new:
                 if name in there:
-                    self._place.remove(name)
+                    self._storage.remove(name)
             self._gone.update(new)

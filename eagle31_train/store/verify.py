@@ -1,39 +1,24 @@
 """Is a store whole? Every byte is compared with what was written, and what is wrong is named with its samples."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tqdm import tqdm
 
 from eagle31_train import artifacts
-from eagle31_train.place import Place
-from eagle31_train.schema import UserError
-from eagle31_train.store.head import Head, Problem, read_head
-from eagle31_train.store.ledger import (
-    CONSUMED,
-    EXTRACT,
-    PLAN,
-    PROVENANCE,
-    REMAKE,
-    SHARDS,
-    STREAM,
-    TARGET,
-    TARGET_LINE,
-    Line,
-    difference,
-    read_target_line,
-)
-from eagle31_train.store.plan import PlannedShard
-from eagle31_train.store.sealed import checksum
+from eagle31_train.errors import UserError
+from eagle31_train.store.backends import Storage
+from eagle31_train.store.format import EXTRACT, FILES, PLAN, PROVENANCE, REMAKE, SHARDS, STREAM, TARGET, TARGET_LINE
+from eagle31_train.store.head import Head, Problem, difference, read_head, read_lines, read_target_line
 from eagle31_train.store.shard import ContentError, open_shard
+from eagle31_train.store.shard_plan import Plan, shape_of
 from eagle31_train.store.stream import read_consumed
-
-FILES = {artifacts.MANIFEST, PROVENANCE, PLAN, SHARDS, TARGET, TARGET_LINE, STREAM, CONSUMED}
 
 
 @dataclass
 class Checked:
-    """What was found whole.
+    """What is whole.
 
     coming: shards that are not committed yet. consumed: shards that a training has used up and removed.
     """
@@ -47,60 +32,81 @@ class Checked:
     consumed: int = 0
 
 
-def problems(place: Place) -> Iterator[str]:
+def inspect(storage: Storage) -> tuple[Head, list[Problem]]:
+    """`read_head` with every committed line, and with what is missing.
+
+    Raises:
+        UserError: there is no store.
+    """
+    head, problems = read_head(storage)
+    if not problems and head.manifest is head.provenance is None and not storage.names("shards"):
+        raise UserError(f"there is no store in {storage.location}: correct the address")  # a plan alone is none yet
+    if head.manifest is None and storage.size(SHARDS) is not None and storage.size(artifacts.MANIFEST) is None:
+        problems.append(Problem(f"{storage.location}/{artifacts.MANIFEST} is missing, though all shards were there"))
+    for name, value in ((PROVENANCE, head.provenance), (PLAN, head.plan)):
+        if value is None:
+            text = f"{storage.location}/{name} is not there whole, and no shard can be checked without it"
+            problems.append(Problem(text))
+    if head.manifest is None and head.plan is not None and head.provenance is not None:
+        lines, damaged = read_lines(storage, head.plan.shards, head.provenance["fingerprint"])
+        head.lines |= lines
+        problems += damaged
+    return head, problems
+
+
+def problems(storage: Storage) -> Iterator[str]:
     """Everything that is wrong with a store, complete or begun, one line each.
 
     Raises:
         UserError: there is no store, or it cannot be read at all.
     """
-    return (problem.text for problem in check(place, Checked()))
+    return (problem.text for problem in check(storage, Checked()))
 
 
-def check(place: Place, checked: Checked) -> Iterator[Problem]:
+def check(storage: Storage, checked: Checked) -> Iterator[Problem]:
     """`problems`; on the way, `checked` counts what is whole."""
-    head, found = read_head(place)
-    yield from found
-    if head is None:
+    head, problems = inspect(storage)
+    yield from problems
+    if head.plan is None or head.provenance is None:
         return
     checked.complete = head.manifest is not None
     if not checked.complete:
         checked.coming = len(head.plan.shards) - len(head.lines)
-    yield from _target(head)
-    yield from _shards(head, checked)
-    yield from _strays(head)
+    # In an unfinished store the target's weights may be still to come.
+    if checked.complete or storage.size(TARGET_LINE) is not None:
+        try:
+            line = read_target_line(storage, head.provenance["fingerprint"])
+            if damage := difference(storage, TARGET, line.entry):
+                yield Problem(damage)
+        except UserError as error:
+            yield Problem(str(error))
+    yield from _shards(head, head.plan, head.provenance["states"], checked)
+    yield from _strays(head, head.plan)
 
 
-def _target(head: Head) -> Iterator[Problem]:
-    """The target's weights, by their line; in an unfinished store both may be still to come."""
-    place = head.place
-    if head.manifest is None and place.size(TARGET_LINE) is None:
-        return  # still to come: whoever follows waits, and a continued extraction writes both anew
-    try:
-        line = read_target_line(place, head.provenance["fingerprint"])
-    except UserError as error:
-        yield Problem(str(error))
-        return
-    if damage := difference(place, TARGET, line.entry):
-        yield Problem(damage)
-
-
-def _shards(head: Head, checked: Checked) -> Iterator[Problem]:
+def _shards(head: Head, plan: Plan, states: dict[str, Any], checked: Checked) -> Iterator[Problem]:
     """Open every committed shard, and count those that were used up."""
-    lines = {line.checksum: line for line in head.lines.values()}
-    shards = []
-    for shard in head.plan.shards:
-        if shard.name in head.consumed and head.place.size(shard.name) is None:
-            checked.consumed += 1
-        elif shard.name in head.lines:
-            shards.append(shard)
-    head.place.prefetch([shard.name for shard in shards])
+    storage, shape = head.storage, shape_of(states)
+    gone = {name for name in head.consumed if storage.size(name) is None}
+    checked.consumed = len(gone)
+    shards = [shard for shard in plan.shards if shard.name in head.lines and shard.name not in gone]
+    storage.prefetch([shard.name for shard in shards])
     total = sum(head.lines[shard.name].size for shard in shards)
-    bar = tqdm(total=total, unit="B", unit_scale=True, desc="verify", disable=None)
-    with bar:
+    with tqdm(total=total, unit="B", unit_scale=True, desc="verify", disable=None) as bar:
         for shard in shards:
             line = head.lines[shard.name]
-            if damage := _damage(head, shard, line, lines):
-                yield Problem(f"{head.place.location}/{shard.name} ({shard.samples()}) {damage}", shard)
+            damage = None
+            try:
+                open_shard(storage, line, plan.lengths_of(shard), shape, states["vocab_size"], {})
+            except FileNotFoundError:
+                if shard.name in read_consumed(storage).shards:  # by a training, since we looked
+                    checked.consumed += 1
+                    continue
+                damage = "is missing"
+            except ContentError as error:
+                damage = str(error)
+            if damage:
+                yield Problem(f"{storage.location}/{shard.name} ({shard.samples()}) {damage}", shard)
             else:
                 checked.shards += 1
                 checked.samples += shard.end - shard.first
@@ -109,42 +115,20 @@ def _shards(head: Head, checked: Checked) -> Iterator[Problem]:
             bar.update(line.size)
 
 
-def _damage(head: Head, shard: PlannedShard, line: Line, lines: dict[str, Line]) -> str | None:
-    """What is wrong with a shard's file, in words that follow its name. `lines` tell whose file it is instead."""
-    try:
-        open_shard(
-            head.place, line, head.plan.lengths_of(shard), head.shape, head.provenance["states"]["vocab_size"], {}
-        )
-    except FileNotFoundError:
-        used_up = shard.name in read_consumed(head.place).shards  # by a training, since we looked
-        return None if used_up else "is missing"
-    except ContentError as error:
-        other = lines.get(checksum(head.place.local(shard.name)))
-        return f"{error}" + (f"; it is {other.name} under another name" if other and other is not line else "")
-    return None
-
-
-def _strays(head: Head) -> Iterator[Problem]:
+def _strays(head: Head, plan: Plan) -> Iterator[Problem]:
     """Files that are none of the store's."""
-    place, planned = head.place, {shard.name for shard in head.plan.shards}
+    storage, planned = head.storage, {shard.name for shard in plan.shards}
     if head.manifest is None:  # lines have files of their own
-        planned |= {shard.line for shard in head.plan.shards}
-    sizes: dict[int, list[Line]] = {}
-    for line in head.lines.values():
-        sizes.setdefault(line.size, []).append(line)
-    for name in place.names("shards"):
+        planned |= {shard.line for shard in plan.shards}
+    for name in storage.names("shards"):
         if name not in planned:
-            same = [
-                line for line in sizes.get(place.size(name) or 0, ()) if checksum(place.local(name)) == line.checksum
-            ]
-            copy = f", but a copy of {same[0].name}" if same else ""
-            yield Problem(f"{place.location}/{name} is no file of this store{copy}: remove it", stray=name)
-    for name in place.names(""):
+            yield Problem(f"{storage.location}/{name} is no file of this store: remove it", stray=name)
+    for name in storage.names(""):
         if name not in FILES - ({STREAM} if head.manifest else set()):
-            yield Problem(f"{place.location}/{name} is no file of this store: remove it")
+            yield Problem(f"{storage.location}/{name} is no file of this store: remove it")
 
 
-def remove(place: Place, found: Iterable[Problem]) -> str:
+def remove(storage: Storage, problems: Sequence[Problem]) -> str:
     """Take away what `check` found damaged, so that the next extraction makes that anew, and only that.
 
     The store is unfinished from then on. Damaged small files stay: extraction writes them again in any case.
@@ -152,21 +136,21 @@ def remove(place: Place, found: Iterable[Problem]) -> str:
     Returns:
         What was removed, in words.
     """
-    head, _ = read_head(place)
-    if head is None:  # no line tells which shard is which
+    head, _ = inspect(storage)
+    if head.plan is None or head.provenance is None:  # no line tells which shard is which
         return f"nothing was removed: {REMAKE}; then verify it again"
-    bad = {problem.shard.name for problem in found if problem.shard}
-    strays = [problem.stray for problem in found if problem.stray]
-    place.remove(artifacts.MANIFEST)  # whoever reads it now finds it unfinished
+    bad = {problem.shard.name for problem in problems if problem.shard}
+    strays = [problem.stray for problem in problems if problem.stray]
+    storage.remove(artifacts.MANIFEST)  # whoever reads it now finds it unfinished
     for name in strays:
-        place.remove(name)
+        storage.remove(name)
     for shard in head.plan.shards:  # and as in an unfinished store, each line gets a file of its own
         if shard.name in bad:
-            place.remove(shard.line)
-            place.remove(shard.name)
+            storage.remove(shard.line)
+            storage.remove(shard.name)
         elif shard.name in head.lines:
-            place.write(shard.line, head.lines[shard.name].sealed())
-    place.remove(SHARDS)
+            storage.write(shard.line, head.lines[shard.name].sealed())
+    storage.remove(SHARDS)
     left = sum(shard.name in bad or shard.name not in head.lines for shard in head.plan.shards)
     return (
         f"removed: shards {len(bad)}, other files {len(strays)}; `{EXTRACT}` with its configuration makes "

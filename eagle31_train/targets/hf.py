@@ -1,8 +1,8 @@
-"""Hidden states from a transformers model: hooks on the wanted layers, and nothing else kept.
+"""Targets as transformers has them: loading, and hidden states from hooks on the wanted layers.
 
-Auxiliary layer i means the **input of layer i** (0 = embeddings, N = output of the last layer,
-before the final norm), which is vLLM's convention. The last hidden state is the input of the final
-norm. Both come from forward pre-hooks, since `hidden_states[N]` of transformers is after that norm.
+Auxiliary layer i means the **input of layer i** (0 = embeddings, N = output of the last layer, before the final
+norm), which is vLLM's convention. The last hidden state is the input of the final norm. Both come from forward
+pre-hooks, since `hidden_states[N]` of transformers is after that norm.
 
 Shapes: B sequences padded to T; A auxiliary layers; H hidden; V vocabulary.
 """
@@ -13,16 +13,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from eagle31_train.schema import TargetConfig, UserError
-from eagle31_train.targets.readout import Readout, find_parts, not_loaded, readout_of
+from eagle31_train.config import TargetConfig
+from eagle31_train.errors import UserError
+from eagle31_train.targets.pretrained import from_pretrained, require_path
+from eagle31_train.targets.readout import Readout, find_parts, readout_of
 
 # Kinds of targets of which vLLM has no input of layer 0: it fails at the first token where a drafter asks for it.
 NO_EMBEDDINGS = {"deepseek_v2", "deepseek_v3", "kimi_k2"}
@@ -36,6 +36,11 @@ STRETCHED = {"linear", "dynamic"}  # RoPE of which max_position_embeddings is th
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+def ranks() -> int:
+    """How many processes a launcher (accelerate, torchrun) started together; 1 without one."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
 def pick_device(name: str) -> torch.device:
     """The device of a config: `auto` is CUDA where there is one; of several processes, each takes its own.
 
@@ -43,52 +48,31 @@ def pick_device(name: str) -> torch.device:
         UserError: no such device here, or the same one for several processes.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    device = _device(name if name != "auto" else "cuda" if count else "cpu")
-    if device.type != "cuda":
-        return device
-    if not count:
-        raise UserError(f"target.device={name}: this machine has no CUDA device; use target.device=cpu or auto")
-    if device.index is not None:
-        if device.index >= count:
-            raise UserError(f"target.device={name}: this machine has {count} CUDA devices, numbered from 0")
-        # A launcher may show each process one device, its own: then all may name the same.
-        if ranks() > 1 and count > 1:
-            raise UserError(
-                f"target.device={name}: each of {ranks()} processes would load the target there; "
-                "with target.device=auto each takes a device of its own"
-            )
-        return device
-    if ranks() == 1:
-        return device
-    local = int(os.environ.get("LOCAL_RANK", 0))
-    if local >= count:
-        raise UserError(
-            f"process {local} finds only {count} CUDA devices here: start as many processes as there are devices, "
-            "or set target.device=cuda:0 where each process sees one device, its own"
-        )
-    return torch.device("cuda", local)
-
-
-def _device(name: str) -> torch.device:
-    """A device of torch's by its name."""
     try:
-        device = torch.device(name)
+        device = torch.device(name if name != "auto" else "cuda" if count else "cpu")
         if device.type != "cuda":
             torch.empty(0, device=device)  # of other kinds only torch knows whether they are here
+            return device
     except (RuntimeError, AssertionError, NotImplementedError):
         raise UserError(f"target.device={name} is no device here: use cpu, cuda, cuda:N or auto") from None
+    # A launcher may show each process one device, its own: then all may name the same.
+    if device.index is not None and ranks() > 1 and count > 1:
+        raise UserError(
+            f"target.device={name}: each of {ranks()} processes would load the target there; "
+            "with target.device=auto each takes a device of its own"
+        )
+    if device.index is None and ranks() > 1:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    if (device.index or 0) >= count:
+        raise UserError(
+            f"target.device={name}: there is no {device} here, where torch sees {count} CUDA devices: use "
+            "target.device=auto and no more processes than devices (or cuda:0, where each process sees only its own)"
+        )
     return device
 
 
-def ranks() -> int:
-    """How many processes a launcher (accelerate, torchrun) started together; 1 without one."""
-    return int(os.environ.get("WORLD_SIZE", 1))
-
-
 def pick_dtype(name: str) -> torch.dtype:
-    """A torch dtype by its name."""
-    if name not in DTYPES:
-        raise UserError(f"dtype {name!r} is not one of {', '.join(DTYPES)}")
+    """A torch dtype by its name in the configuration."""
     return DTYPES[name]
 
 
@@ -98,7 +82,6 @@ def load_model(config: TargetConfig, dtype: str | None = None) -> Any:
     Raises:
         UserError: there is none at target.path, some of its weights are not, or it cannot be placed as asked.
     """
-    require_path(config)
     if config.device_map and ranks() > 1:
         raise UserError(
             "target.device_map spreads one target over the devices, and each of several processes would: "
@@ -107,21 +90,20 @@ def load_model(config: TargetConfig, dtype: str | None = None) -> Any:
     if config.device_map and config.device != "auto":
         raise UserError("target.device_map places the target: leave target.device=auto")
     device = None if config.device_map else pick_device(config.device)
-    torch_dtype = pick_dtype(dtype or config.dtype)
-    kind = _model_class(_whole_config(config))
-    try:
-        model, loaded = kind.from_pretrained(
-            config.path,
-            revision=config.revision,
-            dtype=torch_dtype,
-            trust_remote_code=config.trust_remote_code,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # refused below, by name
-            **({"device_map": config.device_map} if config.device_map else {}),
+    options: dict[str, Any] = {"dtype": pick_dtype(dtype or config.dtype)}
+    if config.device_map:
+        options["device_map"] = config.device_map
+    # Tensors of another size than the model's are refused below, by name.
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    model, info = from_pretrained(_model_class(_whole_config(config)), config, **options)
+    # transformers makes up what is missing, and nothing later could notice: states, fidelity gate and evaluation would
+    # all be of the same wrong target.
+    if wrong := sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}):
+        raise UserError(
+            f"target.path={config.path}: {len(wrong)} of its weights are missing or of another size ({wrong[0]}"
+            f"{', …' if len(wrong) > 1 else ''}), and transformers would make up random ones: is the checkpoint whole, "
+            "and of the architecture that its config.json names?"
         )
-    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
-        raise not_loaded(config, error) from None
-    _refuse_random(config, loaded)
     if device is not None:
         model.to(device)
     return model.eval().requires_grad_(False)
@@ -132,24 +114,10 @@ def _model_class(config: Any) -> Any:
 
     Of some multimodal targets (Mistral 3, Qwen3-VL) it has no causal LM, only the whole, with the decoder in it.
     """
-    if type(config) in AutoModelForCausalLM._model_mapping:
-        return AutoModelForCausalLM
-    whole = type(config) in AutoModelForImageTextToText._model_mapping
-    return AutoModelForImageTextToText if whole else AutoModelForCausalLM  # which may know code of the target's own
-
-
-def _refuse_random(config: TargetConfig, loaded: dict[str, Any]) -> None:
-    """Refuse a model of which transformers made up weights.
-
-    Nothing later could notice: states, fidelity gate and evaluation would all be of the same wrong target.
-    """
-    wrong = sorted({*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])})
-    if wrong:
-        raise UserError(
-            f"target.path={config.path}: {len(wrong)} of its weights are missing or of another size ({wrong[0]}"
-            f"{', …' if len(wrong) > 1 else ''}), and transformers would make up random ones: is the checkpoint whole, "
-            "and of the architecture that its config.json names?"
-        )
+    kinds = (AutoModelForCausalLM, AutoModelForImageTextToText)
+    # transformers' own table of them; where a version has none, the first says itself what it does not know.
+    known = [kind for kind in kinds if type(config) in getattr(kind, "_model_mapping", ())]
+    return known[0] if known else AutoModelForCausalLM  # which may know code of the target's own
 
 
 def read_config(config: TargetConfig) -> Any:
@@ -163,21 +131,17 @@ def read_config(config: TargetConfig) -> Any:
 
 def _whole_config(config: TargetConfig) -> Any:
     require_path(config)
-    options = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
-    try:
-        return AutoConfig.from_pretrained(config.path, **options)
-    except (OSError, ValueError, ImportError) as error:
-        raise not_loaded(config, error) from None
+    return from_pretrained(AutoConfig, config)
 
 
 def positions(config: Any) -> int | None:
     """How many positions a target has, by its configuration and as vLLM counts them; None where it sets no bound."""
     config = config.get_text_config()
-    found: int | None = getattr(config, "max_position_embeddings", None)
+    count: int | None = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    if found and rope.get("rope_type", rope.get("type")) in STRETCHED and "gemma3" not in config.model_type:
-        return int(found * (rope.get("factor") or 1))
-    return found
+    if count and rope.get("rope_type", rope.get("type")) in STRETCHED and "gemma3" not in config.model_type:
+        return int(count * (rope.get("factor") or 1))
+    return count
 
 
 def serving_doubt(config: TargetConfig) -> str | None:
@@ -189,15 +153,6 @@ def serving_doubt(config: TargetConfig) -> str | None:
         f"vLLM 0.32's own class for {kind} takes no EAGLE 3 draft, so that a drafter for {config.path} can be trained "
         "and measured here, but not served; whether `vllm serve --model-impl transformers` serves it was not tried"
     )
-
-
-def require_path(config: TargetConfig) -> None:
-    """Refuse a folder that is not there, before it is looked for on the hub."""
-    if not Path(config.path).exists() and config.path.startswith(("/", ".", "models/")):
-        raise UserError(
-            f"target.path={config.path} does not exist: for the embedded target run "
-            "`python -m eagle31_train.targets.embedded` first"
-        )
 
 
 def pick_layers(aux_layers: Sequence[int] | None, depth: int, kind: str = "") -> list[int]:
@@ -254,19 +209,15 @@ class HiddenStateTarget:
 
     @cached_property
     def readout(self) -> Readout:
-        """What turns the last hidden states into logits.
-
-        Raises:
-            UserError: the final norm is not an RMSNorm.
-        """
+        """What turns the last hidden states into logits; UserError if the final norm is not an RMSNorm."""
         return readout_of(self.model)
 
     @torch.no_grad()
     def states(self, tokens: Tensor, attention_mask: Tensor | None) -> States:
         """Run the decoder, without lm_head, on tokens [B, T] int64, padded at the end by mask 0.
 
-        Without a mask, rows padded at the end are right all the same in a causal decoder
-        (see `engine.causal`), and attention takes its fast path.
+        Without a mask, rows padded at the end are right all the same in a causal decoder (see `causal`), and
+        attention takes its fast path.
         """
         with self._tapped([*self._taps, self.final_norm]) as caught:
             self.decoder(input_ids=tokens, attention_mask=attention_mask, use_cache=False)

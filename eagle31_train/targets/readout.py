@@ -1,7 +1,7 @@
-"""What turns a target's last hidden states into its logits, however those states were made.
+"""What turns a target's last hidden states into its logits: embedding, final norm and lm_head.
 
-The parts of a causal LM that the store keeps beside the states: embedding, final norm, lm_head. They
-are read off a loaded model, or off its checkpoint alone where another engine holds the model.
+The store keeps them beside the states. They are read off a loaded model, or off its checkpoint alone where another
+engine holds the model.
 
 Shapes: n rows; H hidden; V vocabulary.
 """
@@ -17,14 +17,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from eagle31_train.drafter.norm import rms_norm
-from eagle31_train.schema import TargetConfig, UserError
+from eagle31_train.config import TargetConfig
+from eagle31_train.errors import UserError
+from eagle31_train.model.norm import rms_norm
+from eagle31_train.targets.pretrained import NOT_WHOLE, first_line, not_loaded
 
 QUIRKS = ("final_logit_softcapping", "logit_scale")
 DIVISOR = "logits_scaling"  # by which a Granite divides its logits
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 EMBEDDING = "embed_tokens.weight"
-NOT_WHOLE = "a file is cut short, or only git-lfs's pointer to one (`git lfs pull` fetches them): copy it again"
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,8 @@ class Readout:
 
     def weights(self) -> dict[str, Tensor]:
         """What the store keeps: embed_tokens, norm and, unless tied, lm_head."""
-        kept = {"embed_tokens": self.embedding, "norm": self.norm}
-        return kept if self.tied else {**kept, "lm_head": self.head}
+        tensors = {"embed_tokens": self.embedding, "norm": self.norm}
+        return tensors if self.tied else {**tensors, "lm_head": self.head}
 
     def to(self, device: torch.device) -> "Readout":
         """With all that `logits` needs on a device; the embedding stays where it is, unless it is the head."""
@@ -98,11 +99,8 @@ class Readout:
 def readout_of(model: Any) -> Readout:
     """The readout of a loaded causal LM."""
     parts = find_parts(model)
-    effective, kind = norm_weight(parts.norm)
-    return Readout(
-        _weight(parts.embedding), effective, kind, norm_eps(parts.norm), _divided(_weight(parts.head), model.config),
-        len(parts.layers), _quirk(model.config),
-    )  # fmt: skip
+    embedding, head = parts.embedding.weight.detach(), parts.head.weight.detach()
+    return _readout(parts.norm, len(parts.layers), model.config, embedding, head)
 
 
 def readout_from_checkpoint(target: TargetConfig, dtype: torch.dtype) -> Readout:
@@ -125,25 +123,36 @@ def readout_from_checkpoint(target: TargetConfig, dtype: torch.dtype) -> Readout
             raise not_loaded(target, error) from None
         return _unknown(folder, settings, dtype)
     parts = find_parts(model)
-    tied = parts.head.weight is parts.embedding.weight
-    wanted = [parts.norm, parts.embedding] + ([] if tied else [parts.head])
     names = {id(p): name for name, p in model.named_parameters()}
-    shapes = {names[id(_weight(module))]: tuple(_weight(module).shape) for module in wanted}
-    read = [tensor.to(dtype) for tensor in _read(folder, shapes)]
+    modules: tuple[Any, ...] = (parts.norm, parts.embedding, parts.head)
+    weights = {id(module.weight): module.weight for module in modules}  # two of them where the head is tied
+    tensors = _read(folder, {names[key]: tuple(weight.shape) for key, weight in weights.items()}, dtype)
     norm = copy.deepcopy(parts.norm).to_empty(device="cpu")
-    norm.weight = nn.Parameter(read[0], requires_grad=False)
+    norm.weight = nn.Parameter(tensors[0], requires_grad=False)
+    return _readout(norm, len(parts.layers), config, tensors[1], tensors[-1])
+
+
+def _readout(norm: nn.Module, depth: int, config: Any, embedding: Tensor, head: Tensor) -> Readout:
+    config = config.get_text_config()
     effective, kind = norm_weight(norm)
-    head = _divided(read[-1], config)
-    return Readout(read[1], effective, kind, norm_eps(norm), head, len(parts.layers), _quirk(config))
+    divisor = getattr(config, DIVISOR, None) or 1
+    head = head if divisor == 1 else head / divisor
+    quirk = _quirk({name: getattr(config, name, None) for name in QUIRKS})
+    return Readout(embedding, effective, kind, norm_eps(norm), head, depth, quirk)
+
+
+def _quirk(settings: dict[str, Any]) -> str | None:
+    """The first of some settings that changes the logits."""
+    return next((f"{name}={value}" for name, value in settings.items() if value not in (None, 1, 1.0)), None)
 
 
 def _settings(folder: Path) -> dict[str, Any] | None:
     """What config.json says of the text model, if it says what is needed; None otherwise."""
     try:
-        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError):
         return None
-    text: dict[str, Any] = found.get("text_config", found)
+    text: dict[str, Any] = config.get("text_config", config)
     needed = {"vocab_size": int, "hidden_size": int, "num_hidden_layers": int, "rms_norm_eps": float}
     return text if all(isinstance(text.get(name), kind) for name, kind in needed.items()) else None
 
@@ -158,11 +167,11 @@ def _unknown(folder: Path, settings: dict[str, Any], dtype: torch.dtype) -> Read
     shapes: dict[str, tuple[int, ...]] = {"model.norm.weight": (H,), "model.embed_tokens.weight": (V, H)}
     if any(key.endswith("lm_head.weight") for key in _files(folder)):  # else it is the embedding
         shapes["lm_head.weight"] = (V, H)
-    read = [tensor.to(dtype) for tensor in _read(folder, shapes)]
+    tensors = _read(folder, shapes, dtype)
     # What such a model does with a number of this name, nobody here knows.
-    quirks = [f"{name}={settings[name]}" for name in (*QUIRKS, DIVISOR) if settings.get(name) not in (None, 1, 1.0)]
+    quirk = _quirk({name: settings.get(name) for name in (*QUIRKS, DIVISOR)})
     depth, eps = settings["num_hidden_layers"], settings["rms_norm_eps"]
-    return Readout(read[1], read[0].float(), "w", eps, read[-1], depth, quirks[0] if quirks else None)
+    return Readout(tensors[1], tensors[0].float(), "w", eps, tensors[-1], depth, quirk)
 
 
 def checkpoint_folder(target: TargetConfig) -> Path:
@@ -176,17 +185,6 @@ def checkpoint_folder(target: TargetConfig) -> Path:
         return Path(snapshot_download(target.path, revision=target.revision, allow_patterns=kinds))
     except (OSError, ValueError) as error:
         raise not_loaded(target, error) from None
-
-
-def not_loaded(target: TargetConfig, error: Exception) -> UserError:
-    """That a target cannot be loaded, and why, in one line."""
-    if isinstance(error, SafetensorError):  # which tells neither the file nor what to do
-        return UserError(f"target.path={target.path} cannot be loaded: {_first_line(error)}: {NOT_WHOLE}")
-    return UserError(f"target.path={target.path} cannot be loaded: {_first_line(error)}")
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def find_parts(model: Any) -> Parts:
@@ -211,7 +209,9 @@ def norm_weight(norm: nn.Module) -> tuple[Tensor, str]:
 
     The kind is read off the norm's answer to a vector of ones, not off the model's name.
     """
-    weight = _weight(norm)
+    weight = norm.weight
+    assert isinstance(weight, Tensor)
+    weight = weight.detach()
     with torch.no_grad():
         answer = norm(torch.ones_like(weight)[None])[0].float()
     for kind, effective in (("w", weight.float()), ("1+w", 1.0 + weight.float())):
@@ -228,38 +228,22 @@ def norm_eps(norm: nn.Module) -> float:
     raise UserError(f"the target's final norm ({type(norm).__name__}) names no epsilon")
 
 
-def _weight(module: nn.Module) -> Tensor:
-    weight = module.weight
-    assert isinstance(weight, Tensor)
-    return weight.detach() if not weight.is_meta else weight
-
-
-def _divided(head: Tensor, config: Any) -> Tensor:
-    divisor = getattr(config.get_text_config(), DIVISOR, None) or 1
-    return head if divisor == 1 else head / divisor
-
-
-def _quirk(config: Any) -> str | None:
-    config = config.get_text_config()
-    found = [f"{name}={value}" for name in QUIRKS if (value := getattr(config, name, None)) not in (None, 1, 1.0)]
-    return found[0] if found else None
-
-
-def _read(folder: Path, shapes: dict[str, tuple[int, ...]]) -> list[Tensor]:
+def _read(folder: Path, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> list[Tensor]:
     """Tensors of a checkpoint by their names in the model."""
-    where, tensors = _files(folder), []
+    files, tensors = _files(folder), []
     for name, shape in shapes.items():
-        key = _key(name, list(where))
+        key = _key(name, list(files))
         try:
-            with safe_open(folder / where[key], framework="pt") as file:
-                tensors.append(file.get_tensor(key))
+            with safe_open(folder / files[key], framework="pt") as file:
+                tensor = file.get_tensor(key)
         except (OSError, SafetensorError) as error:
             raise _broken(folder, error) from None
-        if tuple(tensors[-1].shape) != shape or not tensors[-1].is_floating_point():
+        if tuple(tensor.shape) != shape or not tensor.is_floating_point():
             raise UserError(
-                f"{folder / where[key]} holds {key} as {list(tensors[-1].shape)} {tensors[-1].dtype}, where the "
+                f"{folder / files[key]} holds {key} as {list(tensor.shape)} {tensor.dtype}, where the "
                 f"model has {list(shape)}: a quantized {key} cannot be read, use extract.engine=transformers"
             )
+        tensors.append(tensor.to(dtype))
     return tensors
 
 
@@ -267,8 +251,8 @@ def _files(folder: Path) -> dict[str, str]:
     """Which file of a checkpoint holds which tensor."""
     try:
         if (folder / INDEX).is_file():
-            found: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
-            return found
+            weight_map: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+            return weight_map
         with safe_open(folder / SINGLE, framework="pt") as file:
             return dict.fromkeys(file.keys(), SINGLE)
     except (OSError, SafetensorError, KeyError, json.JSONDecodeError) as error:
@@ -276,7 +260,7 @@ def _files(folder: Path) -> dict[str, str]:
 
 
 def _broken(folder: Path, error: Exception) -> UserError:
-    return UserError(f"{folder} is no whole safetensors checkpoint: {_first_line(error)}: {NOT_WHOLE}")
+    return UserError(f"{folder} is no whole safetensors checkpoint: {first_line(error)}: {NOT_WHOLE}")
 
 
 def _key(name: str, keys: list[str]) -> str:
@@ -289,6 +273,6 @@ def _key(name: str, keys: list[str]) -> str:
         stems = [key.removesuffix(EMBEDDING) for key in keys if key.endswith(EMBEDDING)]
         alike = [key for key in alike if key.removesuffix(".".join(tail)) in stems] or alike
     if len(alike) != 1:
-        found = f"{len(alike)} that end so" if alike else "none"
-        raise UserError(f"the target's checkpoint has no tensor {name} ({found}): use extract.engine=transformers")
+        count = f"{len(alike)} that end so" if alike else "none"
+        raise UserError(f"the target's checkpoint has no tensor {name} ({count}): use extract.engine=transformers")
     return alike[0]

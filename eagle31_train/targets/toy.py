@@ -7,28 +7,27 @@ says nothing, but not just anything: after every word one of three others follow
 So a drafter can learn it within a minute, and its answers think, end, and survive being written and read again.
 """
 
-import argparse
+import json
 import re
-import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle31_train import artifacts
-from eagle31_train.schema import UserError
+from eagle31_train.errors import UserError
+from eagle31_train.provenance import LAYOUTS
+from eagle31_train.targets import local
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, PreTrainedTokenizerFast
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-OUT = ROOT / "models" / "kimi-toy"
-PROMPTS = ROOT / "data_prep" / "prompts"
+OUT = local.MODELS / "kimi-toy"
+PROMPTS = local.MODELS.parent / "data_prep" / "prompts"
 CORPUS = [PROMPTS / f"{name}.jsonl" for name in ("prompts", "kimi_chinese", "kimi_agent")]  # the tokenizer's words
 TEMPLATE = Path(__file__).with_name("kimi_toy.jinja")
+SIZES = Path(__file__).with_name("kimi_toy.json")
 MADE_BY = "eagle31_train.targets.toy"
-LAYOUT = 1  # raise it when what is written changes, so that older folders are made anew
 
 SPECIAL = [
     "[BOS]", "[EOS]", "<|im_end|>", "<|im_user|>", "<|im_assistant|>", "<|start_header_id|>", "<|end_header_id|>",
@@ -46,15 +45,8 @@ REACH = 6  # how far ahead these are: some thirty words make a thought
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Command line: make the target in `--out`; exit status 2 on a user's mistake."""
-    parser = argparse.ArgumentParser(description="Make the random target of +experiment=kimi_toy.")
-    parser.add_argument("--out", type=Path, default=OUT, help=f"folder to make [{OUT}]")
-    arguments = parser.parse_args(argv)
-    try:
-        make(arguments.out)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+    """Command line: make the target in `--out`."""
+    local.command(make, OUT, "Make the random target of +experiment=kimi_toy.", argv)
 
 
 def make(out: Path = OUT, seed: int = 0, **changes: Any) -> Path:
@@ -68,31 +60,16 @@ def make(out: Path = OUT, seed: int = 0, **changes: Any) -> Path:
     Raises:
         UserError: `out` holds something else.
     """
-    out = out.resolve()
-    inputs = {"made_by": MADE_BY, "layout": LAYOUT, "seed": seed, "changes": changes}
-    inputs["files"] = [artifacts.file_sha256(file) for file in (*CORPUS, TEMPLATE)]
-    there = out / artifacts.MANIFEST
-    if out.exists() and not there.is_file() and not (out.is_dir() and not any(out.iterdir())):
-        raise UserError(f"{out} exists and was not made by this command: move it away or choose another --out")
-    if there.is_file():
-        manifest = artifacts.read_json(there, f"python -m {MADE_BY}")
-        if manifest["inputs"].get("made_by") != MADE_BY:
-            raise UserError(f"{out} holds something else: move it away or choose another --out")
-        if manifest["inputs"] == inputs and artifacts.first_damaged(out, manifest["files"]) is None:
-            print(f"target: {out} is up to date")
-            return out
-    temporary = out.with_name(f".{out.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    tokenizer = make_tokenizer()
-    make_model(tokenizer, seed, **changes).save_pretrained(temporary)
-    tokenizer.save_pretrained(temporary)
-    files = artifacts.list_files(temporary, [file for file in temporary.iterdir() if file.is_file()])
-    manifest = {"fingerprint": artifacts.fingerprint(inputs), "inputs": inputs, "files": files}
-    artifacts.write_json(temporary / artifacts.MANIFEST, manifest)
-    artifacts.commit(temporary, out)
-    print(f"target: made {out}")
-    return out
+    recipe = {"made_by": MADE_BY, "layout": LAYOUTS["toy_target"], "seed": seed, "changes": changes}
+    recipe["files"] = [artifacts.file_sha256(file) for file in (*CORPUS, TEMPLATE)]
+
+    def fill(folder: Path) -> dict[str, Any]:
+        tokenizer = make_tokenizer()
+        make_model(tokenizer, seed, **changes).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return {}
+
+    return local.make_folder(out, "made_by", recipe, fill)
 
 
 def make_tokenizer() -> "PreTrainedTokenizerFast":
@@ -121,58 +98,19 @@ def make_tokenizer() -> "PreTrainedTokenizerFast":
 
 
 def make_config(tokenizer: "PreTrainedTokenizerFast", **changes: Any) -> "DeepseekV3Config":
-    """Kimi's configuration with smaller sizes.
+    """Kimi's configuration with smaller sizes (kimi_toy.json).
 
     kv_lora_rank and qk_rope_head_dim are Kimi's own: vLLM's MLA takes no others on a CPU. The positions that YaRN
     starts from are few, so that conversations of some hundred tokens lie beyond them as Kimi's longest do.
+    scoring_func and topk_method are what transformers' class always does, and vLLM only where config.json says so.
     """
     import torch
     from transformers import DeepseekV3Config
 
-    fields: dict[str, Any] = {
-        "vocab_size": VOCAB,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "moe_intermediate_size": 64,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "n_shared_experts": 1,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.5,
-        # What transformers' class always does, and vLLM only where config.json says so.
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-        "first_k_dense_replace": 1,
-        "q_lora_rank": 64,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 32,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 32,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 50000.0,
-            "factor": 64.0,
-            "original_max_position_embeddings": 64,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-        },
-        "num_mtp_layers": 0,
-        "tie_word_embeddings": False,
-        "bos_token_id": tokenizer.convert_tokens_to_ids("[BOS]"),
-        "eos_token_id": tokenizer.convert_tokens_to_ids("[EOS]"),
-        "pad_token_id": tokenizer.convert_tokens_to_ids("[PAD]"),
-        "dtype": torch.bfloat16,
-    }
-    return DeepseekV3Config(**{**fields, **changes})
+    fields: dict[str, Any] = {"vocab_size": VOCAB, **json.loads(SIZES.read_text(encoding="utf-8"))}
+    for name in ("bos", "eos", "pad"):
+        fields[f"{name}_token_id"] = tokenizer.convert_tokens_to_ids(f"[{name.upper()}]")
+    return DeepseekV3Config(**{**fields, "dtype": torch.bfloat16, **changes})
 
 
 def make_model(tokenizer: "PreTrainedTokenizerFast", seed: int = 0, **changes: Any) -> "DeepseekV3ForCausalLM":

@@ -3,6 +3,7 @@
 Shapes: as in `engine.py`.
 """
 
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,9 +11,17 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from eagle31_train.config import TargetConfig
 from eagle31_train.targets.engine import Reference
-from eagle31_train.targets.hf import HiddenStateTarget, positions
-from eagle31_train.targets.readout import Readout
+from eagle31_train.targets.hf import (
+    HiddenStateTarget,
+    load_model,
+    pick_device,
+    pick_dtype,
+    positions,
+    serving_doubt,
+)
+from eagle31_train.targets.readout import Readout, readout_from_checkpoint
 
 LENGTH_ROPES = {"longrope", "dynamic", "su"}
 PADS = 8  # padding that makes the gate's own forward pass take the model's masked path
@@ -78,6 +87,21 @@ class TransformersEngine:
     @staticmethod
     def _mask(tokens: Sequence[Tensor], batch: list[int], device: Any) -> Tensor:
         return pad_sequence([torch.ones_like(tokens[i]) for i in batch], batch_first=True).to(device)
+
+
+def load_engine(config: TargetConfig, batch_tokens: int) -> TransformersEngine:
+    """The target, loaded; weights that a device map left on the disk are read from its checkpoint.
+
+    Raises:
+        UserError: it cannot be loaded or read.
+    """
+    if int(os.environ.get("RANK", 0)) == 0 and (doubt := serving_doubt(config)):
+        print(f"target: {doubt}")
+    target = HiddenStateTarget(load_model(config), config.aux_layers)
+    offloaded = any(module.weight.is_meta for module in (target.embedding, target.final_norm, target.head))
+    readout = readout_from_checkpoint(config, pick_dtype(config.dtype)) if offloaded else target.readout
+    device = pick_device(config.device) if offloaded else target.head.weight.device
+    return TransformersEngine(target, readout.to(device), batch_tokens)
 
 
 def causal(config: Any) -> bool:

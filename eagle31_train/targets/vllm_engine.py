@@ -1,9 +1,8 @@
 """vLLM as the engine: tensor parallelism, quantized targets, targets too large for transformers.
 
-vLLM loads a worker of ours (`vllm_worker.py`), which hands out what it would give a draft model: each
-conversation's states in a file, which is read here and removed at once. The engine runs in this
-process, where what it batches together depends on nothing but the requests: a run repeated gives the
-same bits.
+vLLM loads a worker of ours (`vllm_worker.py`), which hands out what it would give a draft model: each conversation's
+states in a file, which is read here and removed at once. The engine runs in this process, where what it batches
+together depends on the requests alone: a run repeated gives the same bits.
 
 Shapes: T tokens of one conversation; A auxiliary layers; H hidden.
 """
@@ -22,9 +21,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from eagle31_train.schema import Config, UserError
+from eagle31_train.config import Config
+from eagle31_train.errors import UserError
 from eagle31_train.targets.engine import Reference, too_long
-from eagle31_train.targets.hf import pick_device, pick_dtype, pick_layers, ranks, require_path
+from eagle31_train.targets.hf import pick_device, pick_dtype, pick_layers, ranks
+from eagle31_train.targets.pretrained import require_path
 from eagle31_train.targets.readout import readout_from_checkpoint
 from eagle31_train.targets.vllm_states import CANNOT, LAYERS, number
 
@@ -38,6 +39,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 TOP = 20  # tokens whose probabilities the gate asks for
+SPREAD = "no process would have all of a conversation's states; spread the target by tensor_parallel_size"
 OURS = {  # arguments that the engine sets itself
     "model": "it is target.path",
     "revision": "it is target.revision",
@@ -48,14 +50,13 @@ OURS = {  # arguments that the engine sets itself
     "worker_cls": "it is how the states come out",
     "enable_prefix_caching": "conversations share no states, so that each one's are whole",
     "async_scheduling": "the requests alone decide what is computed together, so that a run can be repeated",
+    "pipeline_parallel_size": SPREAD,
+    "data_parallel_size": SPREAD,
+    "prefill_context_parallel_size": SPREAD,
 }
-ONE = {  # kinds of parallelism that no rank of has all states
-    "pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size",
-}  # fmt: skip
 RAM_DISK = Path("/dev/shm")
 FOLDER = "eagle31-states"
-ROOM = "free some, point TMPDIR elsewhere, or lower extract.shard_tokens"
-
+DISK = "free some, point TMPDIR elsewhere, or lower extract.shard_tokens"
 MEMORY = (
     "leave more outside its cache by extract.engine_args.gpu_memory_utilization, or lower "
     "extract.engine_args.max_num_batched_tokens (the fidelity gate has the logits of as many tokens in memory)"
@@ -80,12 +81,6 @@ class VllmEngine:
             )
         for name in OURS.keys() & config.extract.engine_args.keys():
             raise UserError(f"extract.engine_args.{name} cannot be set: {OURS[name]}")
-        for name in ONE:
-            if config.extract.engine_args.get(name, 1) != 1:
-                raise UserError(
-                    f"extract.engine_args.{name} cannot be set: no process would have all of a conversation's states; "
-                    "spread the target by tensor_parallel_size"
-                )
         require_path(config.target)
         self.readout = readout_from_checkpoint(config.target, pick_dtype(config.target.dtype))
         self.layers = pick_layers(config.target.aux_layers, self.readout.depth)
@@ -162,7 +157,7 @@ def _refusals(folder: Path) -> Iterator[None]:
         yield
     except RuntimeError as error:  # of a worker in another process no more than its text arrives
         if CANNOT in str(error):
-            raise UserError(f"vLLM: {_one_line(error)} ({folder}): {ROOM}") from None
+            raise UserError(f"vLLM: {_one_line(error)} ({folder}): {DISK}") from None
         if "out of memory" in str(error):
             raise UserError(f"vLLM: {_one_line(error)}: {MEMORY}") from None
         raise
@@ -170,26 +165,25 @@ def _refusals(folder: Path) -> Iterator[None]:
 
 def _start(config: Config, layers: list[int]) -> Any:
     """The vLLM engine, set to hand out the inputs of `layers`."""
-    wanted = dict(config.extract.engine_args)
     from vllm import LLM
 
-    trust = {"trust_remote_code": config.target.trust_remote_code}
+    wanted = dict(config.extract.engine_args)
     arguments: dict[str, Any] = {
         "model": config.target.path,
         "revision": config.target.revision,
         "dtype": config.target.dtype,
-        **trust,
+        "trust_remote_code": config.target.trust_remote_code,
         "enable_prefix_caching": False,
         "max_logprobs": TOP,
         "seed": config.seed,
         "async_scheduling": False,
-        "language_model_only": True,  # without a multimodal target's room for images
+        "language_model_only": True,  # without a multimodal target's memory for images
         "worker_cls": "eagle31_train.targets.vllm_worker.StatesWorker",
     }
     # Here the layers are part of the key under which vLLM keeps a compiled model.
     more = {"additional_config": {**wanted.get("additional_config", {}), LAYERS: layers}}
     try:
-        # No more than the data needs: vLLM keeps room for a conversation of the greatest length.
+        # No more than the data needs: vLLM reserves memory for a conversation of the greatest length.
         arguments["max_model_len"] = min(config.data.max_length + 1, _positions(config))
         return LLM(**{**arguments, **wanted, **more})
     except (ValueError, TypeError, RuntimeError, AssertionError, NotImplementedError, OSError) as error:
@@ -204,8 +198,8 @@ def _positions(config: Config) -> float:
     from vllm.transformers_utils.config import get_config
 
     target = config.target
-    found = get_config(target.path, target.trust_remote_code, revision=target.revision).get_text_config()
-    return getattr(found, "max_position_embeddings", None) or float("inf")
+    text = get_config(target.path, target.trust_remote_code, revision=target.revision).get_text_config()
+    return getattr(text, "max_position_embeddings", None) or float("inf")
 
 
 def bound(model_config: Any) -> tuple[int, str]:
@@ -219,16 +213,16 @@ def bound(model_config: Any) -> tuple[int, str]:
     return longest, f"set extract.engine_args.max_model_len to one more than it has, or {cut}"
 
 
-def states_folder(room: int) -> Path:
-    """A temporary folder with room for so many bytes, gone when this process ends; in memory if possible."""
-    for place in (RAM_DISK, Path(tempfile.gettempdir())):
-        if place.is_dir():
-            _sweep(place)
-            if shutil.disk_usage(place).free >= room:
-                return _claim(Path(tempfile.mkdtemp(prefix=f"{FOLDER}-", dir=place)))
+def states_folder(size: int) -> Path:
+    """A temporary folder with so many bytes free, gone when this process ends; in memory if possible."""
+    for parent in (RAM_DISK, Path(tempfile.gettempdir())):
+        if parent.is_dir():
+            _sweep(parent)
+            if shutil.disk_usage(parent).free >= size:
+                return _claim(Path(tempfile.mkdtemp(prefix=f"{FOLDER}-", dir=parent)))
     raise UserError(
-        f"neither {RAM_DISK} nor {tempfile.gettempdir()} has {room / 1e9:.1f} GB of room for vLLM to hand over "
-        f"the states of a shard: {ROOM}"
+        f"neither {RAM_DISK} nor {tempfile.gettempdir()} has {size / 1e9:.1f} GB free, through which vLLM hands over "
+        f"the states of a shard: {DISK}"
     )
 
 
@@ -246,9 +240,9 @@ def _discard(folder: Path, lock: IO[str]) -> None:
     lock.close()
 
 
-def _sweep(place: Path) -> None:
+def _sweep(parent: Path) -> None:
     """Remove the folders of processes that were killed: nobody holds their locks any more."""
-    for name in place.glob(f"{FOLDER}-*.lock"):
+    for name in parent.glob(f"{FOLDER}-*.lock"):
         with suppress(OSError), name.open() as lock:  # held, somebody else's, or just swept by another process
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(name.with_suffix(""), ignore_errors=True)

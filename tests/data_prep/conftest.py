@@ -1,20 +1,19 @@
-"""A tokenizer and a target small enough to be made on the spot."""
+"""A tokenizer, a target and a server small enough to be made on the spot."""
 
+import http.server
+import json
+import threading
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from data_prep.template import ChatTemplate
+
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-# The same text, with the assistant's part marked.
-MARKED = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}"
-    "{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}{% else %}{{ m['content'] }}<|im_end|>{% endif %}"
-    "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 WORDS = ["the quick brown fox jumps over the lazy dog", "user assistant system hello hello world, how are you?"]
 
@@ -36,11 +35,6 @@ def make_tokenizer(*more: str) -> PreTrainedTokenizerFast:
     )
 
 
-@pytest.fixture(scope="session")
-def marked() -> str:
-    return MARKED
-
-
 @pytest.fixture
 def fresh_tokenizer() -> PreTrainedTokenizerFast:
     """One that a test may change."""
@@ -56,6 +50,11 @@ def breaks_tokenizer() -> PreTrainedTokenizerFast:
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
     return make_tokenizer()
+
+
+@pytest.fixture
+def chatml(tokenizer) -> ChatTemplate:
+    return ChatTemplate(tokenizer, [tokenizer.eos_token_id], tokenizer.chat_template)
 
 
 @pytest.fixture(scope="session")
@@ -89,3 +88,44 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """Answers with a status and bytes, as `server.reply` has them for the request's body."""
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.bodies.append(body)
+        status, content = self.server.reply(body)
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server():
+    """A server on loopback; `url`, the `bodies` that it was sent, and what a test makes of `reply`."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.url, server.bodies = f"http://127.0.0.1:{server.server_address[1]}/v1", []
+    server.reply = lambda body: completion(f"answer to {body['messages'][-1]['content']}", usage=3)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def completion(content, reason="stop", usage=0, prompt=0, **parts):
+    """A chat completion: status and bytes."""
+    choice = {"message": {"role": "assistant", "content": content, **parts}, "finish_reason": reason}
+    tokens = {"completion_tokens": usage, "prompt_tokens": prompt}
+    return 200, json.dumps({"choices": [choice], "usage": tokens}).encode()
+
+
+@pytest.fixture(name="completion")
+def completion_fixture():
+    return completion

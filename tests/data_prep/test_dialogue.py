@@ -2,8 +2,8 @@
 
 import pytest
 
-from data_prep.dialogue import EndedError, following, turns_of
-from data_prep.messages import UnusableError
+from data_prep.dialogue import following, turns_of
+from data_prep.formats import Refused
 
 
 def say(role, content="x", **more):
@@ -11,11 +11,8 @@ def say(role, content="x", **more):
 
 
 def call(name, identity=None, **arguments):
-    return {
-        "type": "function",
-        "function": {"name": name, "arguments": arguments},
-        **({"id": identity} if identity else {}),
-    }
+    whole = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return {**whole, "id": identity} if identity else whole
 
 
 def answer(*calls, content=""):
@@ -64,7 +61,7 @@ def test_results_of_one_answer_are_one_turn_and_know_their_functions():
     ],
 )
 def test_prompts_that_cannot_be_asked(messages, reason):
-    with pytest.raises(UnusableError, match=reason):
+    with pytest.raises(Refused, match=reason):
         turns_of(messages)
 
 
@@ -83,20 +80,17 @@ def test_results_go_to_the_answers_own_calls_in_their_order(results):
     assert without_ids == [say("tool", "W"), say("tool", "M")], "no id of somebody else's call"
 
 
-@pytest.mark.parametrize("calls", [["weather"], ["weather", "weather"], ["weather", "map", "map"], ["clock", "map"]])
-def test_other_calls_end_the_conversation(results, calls):
-    with pytest.raises(EndedError, match="the answer calls other tools than the prompt has results of"):
-        following(results, answer(*map(call, calls)))
-
-
-def test_calls_without_results_and_results_without_calls_end_it(results):
+def test_calls_and_results_that_do_not_fit_end_the_conversation(results):
     (turn,) = turns_of([say("user", "a")])
-    assert following(turn, None) == [say("user", "a")]
-    assert following(turn, answer(content="yes")) == [say("user", "a")]
-    with pytest.raises(EndedError, match="calls a tool, and the prompt has no result for it"):
-        following(turn, answer(call("weather")))
-    with pytest.raises(EndedError, match="goes on with a tool's result, and the answer calls no tool"):
-        following(results, answer(content="yes"))
+    assert following(turn, None) == following(turn, answer(content="yes")) == [say("user", "a")]
+    others = (["weather"], ["weather", "weather"], ["weather", "map", "map"], ["clock", "map"])
+    for given, calls, reason in [
+        *((results, calls, "the answer calls other tools than the prompt has results of") for calls in others),
+        (turn, ["weather"], "calls a tool, and the prompt has no result for it"),
+        (results, [], "goes on with a tool's result, and the answer calls no tool"),
+    ]:
+        with pytest.raises(Refused, match=reason):
+            following(given, answer(*map(call, calls)))
 
 
 @pytest.mark.parametrize(
@@ -111,6 +105,6 @@ def test_calls_without_results_and_results_without_calls_end_it(results):
 def test_a_call_in_plain_text_ends_it_where_there_are_tools(results, text):
     (turn,) = turns_of([say("user", "a")])
     for one in (turn, results):
-        with pytest.raises(EndedError, match="calls a tool in its text"):
+        with pytest.raises(Refused, match="calls a tool in its text"):
             following(one, answer(content=text), [{"type": "function", "function": {"name": "weather"}}])
     assert following(turn, answer(content=text)), "without tools it is a text about tools"

@@ -1,101 +1,81 @@
-"""Turns read back from their text, and what rows may say beside text."""
+"""Rows in the formats that people keep, and what they may say beside text."""
+
+import json
 
 import pytest
 
-from data_prep.formats import Turn, UnreadableError, apart, meant, parse
-from data_prep.messages import parse as parse_row
+from data_prep.formats import detect, parse
+from data_prep.markup import meant
 
-SECTION = "<|tool_calls_section_begin|>{}<|tool_calls_section_end|>"
-CALL = "<|tool_call_begin|>functions.{}:{}<|tool_call_argument_begin|>{}<|tool_call_end|>"
+ASKED = [{"role": "user", "content": "hi"}]
+ANSWERED = [*ASKED, {"role": "assistant", "content": "yes"}]
 
-
-def parts(text, opened=False, calls=True):
-    turn = parse(text, opened, calls)
-    return turn.reasoning, turn.content, turn.calls
-
-
-@pytest.mark.parametrize(
-    ("text", "opened", "expected"),
-    [
-        ("plain", False, ("", "plain", [])),
-        ("<think>hm</think>yes", False, ("hm", "yes", [])),
-        (" hm \n</think>\n\nyes ", True, ("hm", "yes", [])),
-        ("I say </think>", False, ("", "I say </think>", [])),
-        ("hm, no end", True, ("", "hm, no end", [])),
-        ("<think></think>see <tool_call>", False, ("", "see <tool_call>", [])),
-    ],
-)
-def test_thoughts(text, opened, expected):
-    assert parts(text, opened, calls=False) == expected
-
-
-@pytest.mark.parametrize(
-    ("text", "content", "calls"),
-    [
-        ("Wait." + SECTION.format(CALL.format("find", 0, '{"a": 1}') + CALL.format("a.b", 1, "{}")), "Wait.",
-         [("find", {"a": 1}), ("a.b", {})]),
-        (SECTION.format(CALL.format("find", 0, '\n{"a": "<|x|>"} ')), "", [("find", {"a": "<|x|>"})]),
-        ('Hm.\n<tool_call>\n{"name": "f", "arguments": {"a": [1]}}\n</tool_call>\n'
-         '<tool_call>{"name": "g", "arguments": {}}</tool_call>', "Hm.", [("f", {"a": [1]}), ("g", {})]),
-        ('{"name": "f", "parameters": {"a": "}"}}', "", [("f", {"a": "}"})]),
-        ('<|python_tag|>{"name": "f", "arguments": {}}; {"name": "g", "parameters": {}}', "", [("f", {}), ("g", {})]),
-        (" to=functions.f<|channel|>commentary json<|message|>{}", "", [("f", {})]),
-        ("<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}", "", [("f", {})]),
-        ("<|channel|>commentary<|message|>I look.<|end|><|start|>assistant to=functions.f<|channel|>commentary json"
-         "<|message|>{}<|call|>", "I look.", [("f", {})]),
-    ],
-)  # fmt: skip
-def test_tool_calls(text, content, calls):
-    assert parts(text) == ("", content, calls)
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("no call at all", "in a form that cannot be read back"),
-        ("find(a=1)", "in a form that cannot be read back"),
-        (SECTION.format("and so on"), "a damaged tool call"),
-        (SECTION.format(CALL.format("f", 0, "{}") + " then"), "a damaged tool call"),
-        (SECTION.format(CALL.format("f", "", "{}")), r"'functions\.f:'.* functions\.NAME:INDEX"),
-        (SECTION.format(CALL.format("f", 0, "[]")), "without an object of arguments"),
-        (SECTION.format(CALL.format("f", 0, "{'a'}")), "no JSON"),
-        ('<tool_call>{"name": "f"}</tool_call>', "without name and arguments"),
-        ('<tool_call>{"name": "f", "arguments": "{}"}</tool_call>', "without name and arguments"),
-        ('{"name": "f", "parameters": {}} and more', "no JSON"),
-        ("<|channel|>final<|message|>a<|end|>b", "a channel that cannot be read back"),
-    ],
-)
-def test_calls_that_are_not_read(text, told):
-    with pytest.raises(UnreadableError, match=told):
-        parse(text, calls=True)
-
-
-def test_values_are_compared_and_not_their_spelling():
-    said = {"content": " x ", "tool_calls": [{"function": {"name": "f", "arguments": '{"a":1, "b" : [2.0]}'}}]}
-    assert meant(said).difference(Turn("", "x", [("f", {"b": [2.0], "a": 1})])) is None
-    for other in ({"a": 1, "b": [2]}, {"a": True, "b": [2.0]}, {"a": 1}):
-        assert meant(said).difference(Turn("", "x", [("f", other)])) == "tool calls"
-    assert meant(said).difference(Turn("", "y", [])) == "answer"
-    assert meant(said).difference(Turn("hm", "x", [])) == "thought"
-
-
-def test_thoughts_in_front_of_an_answer_are_set_apart():
-    assert apart({"role": "assistant", "content": "<think>\nhm\n</think>\n\nyes"}) == {
-        "role": "assistant", "content": "yes", "reasoning_content": "hm",
-    }  # fmt: skip
-    for untouched in ({"role": "user", "content": "a</think>b"}, {"role": "assistant", "content": "yes"}):
-        assert apart(untouched) == untouched
-
-
-# ---------------------------------------------------------------- rows
-
+FORMATS = [
+    ("messages", {"messages": ANSWERED}, ANSWERED),
+    ("messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}, ANSWERED[1]]}, ANSWERED),
+    ("sharegpt", {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]}, ANSWERED),
+    ("sharegpt", {"conversations": ANSWERED}, ANSWERED),
+    ("alpaca", {"instruction": "hi", "input": "", "output": "yes"}, ANSWERED),
+    ("alpaca", {"instruction": "Sum:", "input": "1 2"}, [{"role": "user", "content": "Sum:\n\n1 2"}]),
+    ("turns", {"turns": ["hi"]}, ASKED),
+    ("prompt", {"prompt": "hi"}, ASKED),
+]
 
 TOOL = {"type": "function", "function": {"name": "find", "parameters": {}}}
 CALLS = [{"id": "c", "type": "function", "function": {"name": "find", "arguments": '{"a": 1}'}}]
+HALF = "text with half of a surrogate pair, which is no Unicode"
+
+
+def says(content, **more):
+    return {"role": "assistant", "content": content, **more}
+
+
+def called(arguments):
+    return {"type": "function", "function": {"name": "find", "arguments": arguments}}
 
 
 def row(messages, **more):
-    return parse_row({"messages": messages, **more}, "auto", "f:1", "f-1")
+    return parse({"messages": messages, **more}, "auto", "f:1", "f-1")
+
+
+@pytest.mark.parametrize(("form", "value", "messages"), FORMATS)
+@pytest.mark.parametrize("forced", [False, True])
+def test_formats(form, value, messages, forced):
+    assert detect(value) == form
+    assert parse(value, form if forced else "auto", "f:1", "f-1").messages == messages
+
+
+def test_system_prompts_come_first():
+    for value in ({"turns": ["hi"], "system": "be kind"}, {"instruction": "hi", "system": "be kind"}):
+        assert [m["role"] for m in parse(value, "auto", "f:1", "f-1").messages] == ["system", "user"]
+    chat = {"conversations": [{"from": "human", "value": "hi"}], "system": "be kind"}
+    for value in (chat, {"messages": ASKED, "system": "be kind"}, {"prompt": ASKED, "system": "be kind"}):
+        first, *rest = parse(value, "auto", "f:1", "f-1").messages
+        assert first == {"role": "system", "content": "be kind"}
+        assert rest == ASKED
+        own = parse({**value, **{key: [first, *ASKED] for key in value if key != "system"}}, "auto", "f:1", "f-1")
+        assert own.messages == [first, *ASKED]
+    assert parse({"messages": ASKED, "system": {"x": 1}}, "auto", "f:1", "f-1").problem == "a system turn without text"
+
+
+def test_ids_sources_samples_and_finish_reasons():
+    row = parse({"messages": ANSWERED}, "auto", "chats.jsonl:7", "chats-7")
+    assert (row.id, row.source, row.where) == ("chats-7", "chats", "chats.jsonl:7")
+    assert "finish_reason" not in row.messages[-1]
+    value = {"id": "a", "category": "code", "sample": 2, "finish_reason": "length", "messages": ANSWERED}
+    row = parse(value, "auto", "f:1", "f-1")
+    assert (row.id, row.source) == ("a#2", "code")
+    assert row.messages[-1]["finish_reason"] == "length"
+    own = [*ASKED, {**ANSWERED[1], "finish_reason": "stop"}]
+    assert parse({**value, "messages": own}, "auto", "f:1", "f-1").messages[-1]["finish_reason"] == "stop"
+
+
+def test_half_a_surrogate_pair_is_refused_under_a_name_that_can_be_written():
+    tool = {"type": "function", "function": {"name": "find", "description": "\ud83d"}}
+    row = parse({"id": "x\ud83d", "source": "\ude00y", "messages": ASKED, "tools": [tool]}, "auto", "f:1", "f-1")
+    assert (row.id, row.source, row.problem) == ("x?", "?y", HALF)
+    whole = json.loads(r'{"prompt": "hi \ud83d\ude00"}')
+    assert parse(whole, "auto", "f:1", "f-1").problem is None
 
 
 def test_rows_carry_tools_and_calls():
@@ -114,9 +94,8 @@ def test_rows_carry_tools_and_calls():
         {"role": "tool", "content": "red", "tool_call_id": "c", "name": "find"},
         {"role": "assistant", "content": "a"},
     ]
-    assert row(chat, tools='[{"type": "function", "function": {"name": "find", "parameters": {}}}]').tools == [TOOL]
-    assert row(chat, tools=[]).tools is None
-    assert row(chat, tools="").tools is None
+    assert row(chat, tools=json.dumps([TOOL])).tools == [TOOL]
+    assert row(chat, tools=[]).tools is row(chat, tools="").tools is None
 
 
 @pytest.mark.parametrize("given", [None, "", "{}", {}])
@@ -126,18 +105,28 @@ def test_a_call_without_arguments_has_an_empty_object_of_them(given):
 
 
 @pytest.mark.parametrize(
-    ("message", "tools", "told"),
+    ("messages", "tools", "problem"),
     [
-        ({"content": None}, None, "a assistant turn without text"),
-        ({"content": "a", "tool_calls": {}}, None, "tool_calls is no list"),
-        ({"content": "a", "tool_calls": [{"name": "f"}]}, None, "a tool call without function.name"),
-        ({"content": "a", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, None, "no JSON object"),
-        ({"content": "a", "tool_calls": [{"function": {"name": "f", "arguments": []}}]}, None, "no JSON object"),
-        ({"content": "a", "thinking": ["b"]}, None, "a thought that is not text"),
-        ({"content": "a"}, "{", "tools is no JSON"),
-        ({"content": "a"}, {"name": "f"}, "tools is no list"),
-        ({"content": "a"}, [{"name": "f"}], "OpenAI's form of tools is needed"),
+        ([{"role": "wizard", "content": "hi"}], None, "unknown role 'wizard'"),
+        ([{"role": ["user"], "content": "hi"}], None, "unknown role ['user']"),
+        ([{"role": "user", "content": None}], None, "a user turn without text"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], None, "content is not only text"),
+        (["hi"], None, "messages is no list of turns"),
+        ([], None, "no messages"),
+        ([{"role": "user", "content": "hi \ud83d"}], None, HALF),
+        ([says("hi", reasoning_content="\ud83d")], None, HALF),
+        ([says(None, tool_calls=[called({"a": "\ud83d"})])], None, HALF),
+        ([says(None, tool_calls=[called(r'{"a": "\ud83d"}')])], None, HALF),
+        ([says(None)], None, "a assistant turn without text"),
+        ([says("a", tool_calls={})], None, "tool_calls is no list"),
+        ([says("a", tool_calls=[{"name": "f"}])], None, "a tool call without function.name"),
+        ([says("a", tool_calls=[called("{")])], None, "no JSON object"),
+        ([says("a", tool_calls=[called([])])], None, "no JSON object"),
+        ([says("a", thinking=["b"])], None, "a thought that is not text"),
+        (ASKED, "{", "tools is no JSON"),
+        (ASKED, {"name": "f"}, "tools is no list"),
+        (ASKED, [{"name": "f"}], "OpenAI's form of tools is needed"),
     ],
 )
-def test_rows_that_cannot_be_learnt_from(message, tools, told):
-    assert told in row([{"role": "assistant", **message}], tools=tools).problem
+def test_rows_of_no_use_say_why(messages, tools, problem):
+    assert problem in row(messages, tools=tools).problem

@@ -1,10 +1,12 @@
 """What is learnt of conversations in the formats of five families, piece by piece, as golden/*.yaml has it."""
 
 import pytest
-from families import FAMILIES, load, row_of
+from families import FAMILIES, by_pieces, load, row_of
 
-from data_prep.template import ChatTemplate, RefusedError
-from data_prep.turns import samples
+from data_prep import masks
+from data_prep.formats import Refused
+from data_prep.masks import samples
+from data_prep.template import ChatTemplate
 
 CASES = [
     pytest.param(f, i, id=f"{f}-{i}") for f, family in sorted(FAMILIES.items()) for i in range(len(family["cases"]))
@@ -14,15 +16,6 @@ CASES = [
 def learn(template: ChatTemplate, case: dict):
     row = row_of(case)
     return samples(template, row.messages, 10_000, row.tools)
-
-
-def by_pieces(template: ChatTemplate, pieces: list) -> tuple[list[int], list[bool]]:
-    ids, mask = [], []
-    for learnt, text in pieces:
-        piece = template.encode(text)
-        ids += piece
-        mask += [bool(learnt)] * len(piece)
-    return ids, mask
 
 
 def in_pieces(template: ChatTemplate, sample) -> list:
@@ -46,6 +39,7 @@ def joined(pieces: list) -> list:
     return whole
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(("family", "number"), CASES)
 def test_golden(family, number):
     case = FAMILIES[family]["cases"][number]
@@ -54,9 +48,7 @@ def test_golden(family, number):
     assert found.refused == []
     assert [in_pieces(template, sample) for _, sample in found.samples] == [joined(p) for p in case["samples"]]
     for (_, sample), pieces in zip(found.samples, case["samples"], strict=True):
-        ids, mask = by_pieces(template, pieces)
-        assert sample.input_ids.tolist() == ids
-        assert sample.loss_mask.tolist() == mask
+        assert (sample.input_ids.tolist(), sample.loss_mask.tolist()) == by_pieces(template, pieces)
     assert found.inserted == case.get("inserted", 0)
     assert found.split == (len(case["samples"]) > 1)
 
@@ -68,36 +60,36 @@ CHAIN = ("kimi", 6)  # thoughts, two calls at once, results, an answer, and a fu
 
 
 def shifted(by_first, by_last):
-    learnt = ChatTemplate.learnt
+    right = masks.supervised
 
-    def plant(self, tokens, start, end, content):
-        first, last = learnt(self, tokens, start, end, content)
+    def plant(template, tokens, start, end, content):
+        first, last = right(template, tokens, start, end, content)
         return first + by_first, last + by_last
 
     return plant
 
 
-def from_the_first_call(self, tokens, start, end, content):
+def from_the_first_call(template, tokens, start, end, content, right=masks.supervised):
     """Everything since the first call is taken for the target's: results and earlier thoughts with it."""
-    first, last = ChatTemplate.original(self, tokens, start, end, content)
-    call = self.encode("<|tool_calls_section_begin|>")[0]
+    first, last = right(template, tokens, start, end, content)
+    call = template.encode("<|tool_calls_section_begin|>")[0]
     return min(first, tokens.ids.index(call) if call in tokens.ids else first), last
 
 
-def earlier_thoughts(self, tokens, start, end, content):
-    _, last = ChatTemplate.original(self, tokens, start, end, content)
-    return tokens.ids.index(self.encode("<think>")[0]) + 1, last
+def earlier_thoughts(template, tokens, start, end, content, right=masks.supervised):
+    _, last = right(template, tokens, start, end, content)
+    return tokens.ids.index(template.encode("<think>")[0]) + 1, last
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     "plant",
     [shifted(-1, 0), shifted(1, 0), shifted(0, -1), shifted(0, 1), from_the_first_call, earlier_thoughts],
     ids=["early", "late", "no end of turn", "past the end", "tool results", "earlier thoughts"],
 )
 def test_planted_masks_differ_from_the_golden_ones(monkeypatch, plant):
-    monkeypatch.setattr(ChatTemplate, "original", ChatTemplate.learnt, raising=False)
-    monkeypatch.setattr(ChatTemplate, "learnt", plant)
-    with pytest.raises((AssertionError, RefusedError, IndexError)):
+    monkeypatch.setattr(masks, "supervised", plant)
+    with pytest.raises((AssertionError, Refused, IndexError)):
         test_golden(*CHAIN)
 
 
@@ -109,48 +101,30 @@ def refusals(family: str, number: int, old: str, new: str) -> set[str]:
     template.template = template.template.replace(old, new)
     try:
         return {reason for _, reason in learn(template, case).refused}
-    except RefusedError as error:
+    except Refused as error:
         return {str(error)}
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "reason"),
+    ("case", "old", "new", "reason"),
     [
-        ("given if given is string else given | tojson", "'{}'", "the template alters the tool calls"),
-        ("given | tojson)", "(given | tojson | upper))", "the template alters the tool calls"),
-        ("~ call.id ~", "~ call.id | replace('weather', 'time') ~", "the template alters the tool calls"),
-        (
-            "~ call.id ~",
-            "~ 'call_1' ~",
-            "the id of a tool call is 'call_1', and the target writes functions.NAME:INDEX",
-        ),
-        ("'<|tool_call_begin|>'", "'<|tool_call_end|>'", "a damaged tool call"),
-        ("m.tool_calls -%}\n    {{- '", "m.tool_calls -%}\n    {{- 'Hm.", "the template alters the answer"),
-        ("m.reasoning_content or ''", "(m.reasoning_content or '') | upper", "the template alters the thought"),
+        (CHAIN, "given if given is string else given | tojson", "'{}'", "the template alters the tool calls"),
+        (CHAIN, "given | tojson)", "(given | tojson | upper))", "the template alters the tool calls"),
+        (CHAIN, "~ call.id ~", "~ call.id | replace('weather', 'time') ~", "the template alters the tool calls"),
+        (CHAIN, "~ call.id ~", "~ 'call_1' ~", "the id of a tool call is 'call_1'"),
+        (CHAIN, "m.tool_calls -%}\n    {{- '", "m.tool_calls -%}\n    {{- 'Hm.", "the template alters the answer"),
+        (CHAIN, "m.reasoning_content or ''", "(m.reasoning_content or '') | upper", "the template alters the thought"),
+        (("qwen3", 3), "'}\\n</tool_call>'", "'}'", "a damaged tool call"),
+        (("llama3", 1), '"name": "', '"name": "_', "the template alters the tool calls"),
+        (("gpt_oss", 1), "to=functions.", "to=functions.my_", "the template alters the tool calls"),
     ],
 )
-def test_templates_that_say_something_else_are_refused(old, new, reason):
-    assert reason in refusals(*CHAIN, old, new)
+def test_templates_that_say_something_else_are_refused(case, old, new, reason):
+    assert any(found.startswith(reason) for found in refusals(*case, old, new))
 
 
 def test_arguments_in_another_order_are_the_same_arguments():
     assert refusals(*CHAIN, "given | tojson)", "given | tojson(sort_keys=true, indent=1))") == set()
-
-
-@pytest.mark.parametrize(
-    ("family", "number", "old", "new", "reason"),
-    [
-        ("qwen3", 3, '"arguments": ', '"parameters": ', "a tool call without name and arguments"),
-        ("qwen3", 3, "'}\\n</tool_call>'", "'}'", "a damaged tool call"),
-        ("qwen3", 3, "<tool_call>", "<call>", "tool calls in a form that cannot be read back"),
-        ("llama3", 1, '"name": "', '"name": "_', "the template alters the tool calls"),
-        ("llama3", 1, "tojson ~ '}'", "tojson", "a tool call that is no JSON"),
-        ("gpt_oss", 1, "to=functions.", "to=functions.my_", "the template alters the tool calls"),
-        ("gpt_oss", 1, "json<|message|>", "json", "a channel that cannot be read back"),
-    ],
-)
-def test_calls_that_cannot_be_read_back_are_refused(family, number, old, new, reason):
-    assert any(found.startswith(reason) for found in refusals(family, number, old, new))
 
 
 def test_a_generation_prompt_that_leaves_the_thought_to_the_target():
@@ -171,7 +145,7 @@ def test_a_generation_prompt_that_leaves_the_thought_to_the_target():
 
 def reason(family: str, args: dict, *messages: dict) -> str:
     template = load(FAMILIES[family], args)
-    with pytest.raises(RefusedError) as caught:
+    with pytest.raises(Refused) as caught:
         samples(template, [{"role": "user", "content": "Hi"}, *messages], 1000)
     return str(caught.value)
 

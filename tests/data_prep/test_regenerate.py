@@ -1,45 +1,66 @@
-"""Regeneration: in rounds, resumable, through the target in process."""
+"""Regeneration: in rounds, resumable, by the target in process or by a server, with thoughts and tools."""
 
 import json
 import shutil
 
 import pytest
-from regenerating import PROMPTS, make_config, run
+from datasets import load_from_disk
 
 from data_prep import regenerate as module
-from data_prep.journal import Answered, Journal
-from data_prep.messages import parse
-from data_prep.regenerate import JOURNAL, OUTPUT
+from data_prep.answers import Job, Local
+from data_prep.formats import Row
+from data_prep.journal import Answer, Journal
+from data_prep.regenerate import JOURNAL, MANIFEST, OUTPUT, read_manifest, regenerate
+from data_prep.stage import prepare
 from data_prep.template import ChatTemplate
-from eagle31_train.schema import UserError
+from eagle31_train.config import Config, DataConfig, GenerateConfig, TargetConfig
+from eagle31_train.errors import UserError
 
-YES = {"role": "assistant", "content": "yes"}
+PROMPTS = [
+    {"id": "one", "category": "chat", "turns": ["hello"]},
+    {"id": "two", "category": "chat", "turns": ["the fox", "and?", "so?"]},
+    {"id": "three", "messages": [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"},
+                                 {"role": "assistant", "content": "someone else's words"}]},
+]  # fmt: skip
+TOO_LONG = "the prompt and 6 tokens of answer exceed the target's 512 positions"
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
 
 
 @pytest.fixture
 def config(tmp_path, tiny_target):
-    return make_config(tmp_path, tiny_target)
+    generate = GenerateConfig(max_new_tokens=6, batch_size=2)
+    data = DataConfig(prompts=write(tmp_path / "prompts.jsonl", PROMPTS), generate=generate)
+    target = TargetConfig(path=str(tiny_target), dtype="float32", device="cpu")
+    return Config(name="t", run_dir=str(tmp_path / "run"), regenerate=True, target=target, data=data)
 
 
-def test_every_turn_is_answered_by_the_target_in_order(config):
-    rows = run(config)
-    assert [row["id"] for row in rows] == ["one", "two", "three"]
-    roles = [[m["role"] for m in row["messages"]] for row in rows]
-    assert roles == [["user", "assistant"], ["user", "assistant"] * 3, ["system", "user", "assistant"]]
-    assert "someone else" not in json.dumps(rows)
-    for row in rows:
-        assert row["finish_reason"] == row["messages"][-1]["finish_reason"]
-        assert row["finish_reason"] in ("stop", "length")
-    assert set(rows[0]) == {"id", "source", "sample", "temperature", "finish_reason", "messages"}
+def run(config):
+    path = regenerate(config, ChatTemplate.load(config.target))
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+# ---------------------------------------------------------------- by the target in process
+
+
+@pytest.mark.core
 def test_greedy_answers_are_those_of_the_model_step_by_step(config, tiny_target):
     import torch
     from transformers import AutoModelForCausalLM
 
     template = ChatTemplate.load(config.target)
     model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
-    for row in run(config):
+    rows = run(config)
+    assert [row["id"] for row in rows] == ["one", "two", "three"]
+    roles = [[m["role"] for m in row["messages"]] for row in rows]
+    assert roles == [["user", "assistant"], ["user", "assistant"] * 3, ["system", "user", "assistant"]]
+    assert "someone else" not in json.dumps(rows)
+    assert set(rows[0]) == {"id", "source", "sample", "temperature", "finish_reason", "messages"}
+    for row in rows:
+        assert row["finish_reason"] == row["messages"][-1]["finish_reason"]
         for i, message in enumerate(row["messages"]):
             if message["role"] != "assistant":
                 continue
@@ -66,250 +87,301 @@ def test_samples_first_greedy_then_sampled_and_reproducible(config, tmp_path):
     other = run(config)
     assert [r["messages"] for r in other if r["sample"] == 0] == [r["messages"] for r in rows if r["sample"] == 0]
     assert [r["messages"] for r in other if r["sample"]] != [r["messages"] for r in rows if r["sample"]]
+    for generate, reason in [
+        (GenerateConfig(samples=3, temperature=0.0), r"set data\.generate\.temperature above 0"),
+        (GenerateConfig(server="localhost:8000"), "begins with http:// or https://"),
+    ]:
+        config.data.generate = generate
+        with pytest.raises(UserError, match=reason):
+            run(config)
 
 
-def test_ids_of_samples_stay_apart_when_read_back(config):
-    config.data.generate.samples, config.data.generate.temperature = 2, 0.9
-    ids = [parse(row, "messages", "f:1", "f-1").id for row in run(config)]
-    assert ids == ["one", "one#1", "two", "two#1", "three", "three#1"]
+# ---------------------------------------------------------------- kills, and what is up to date
 
 
-def test_stopped_run_goes_on_where_it_was(config, tmp_path, monkeypatch):
-    config.data.generate.samples, config.data.generate.temperature = 2, 0.9
-    whole = run(config)
-    config.run_dir = str(tmp_path / "resumed")
+def test_finished_answers_are_not_made_again_and_not_replaced_unasked(config, tmp_path, monkeypatch, capsys):
+    output, manifest, journal = (tmp_path / "run" / name for name in (OUTPUT, MANIFEST, JOURNAL))
 
-    add, added = Journal.add, []
+    def interrupt(what, name):
+        with monkeypatch.context() as patch:
+            patch.setattr(what, name, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                run(config)
 
-    def interrupted(self, key, answer):
-        if len(added) == 5:
-            raise KeyboardInterrupt
-        added.append(key)
-        add(self, key, answer)
-
-    monkeypatch.setattr(Journal, "add", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run(config)
-    journal = tmp_path / "resumed" / JOURNAL
-    assert len(journal.read_text().splitlines()) == 5
-    assert not (tmp_path / "resumed" / OUTPUT).exists()
-    with journal.open("a") as file:
-        file.write('["a line that was being writ')
-    again = []
-    monkeypatch.setattr(Journal, "add", lambda self, key, answer: (again.append(key), add(self, key, answer)))
-    assert run(config) == whole
-    assert not set(added) & set(again)
-    assert len(added) + len(again) == 10  # five turns, two samples
-    assert not journal.exists()
-
-
-def test_finished_answers_are_not_made_again_and_not_replaced_unasked(config, monkeypatch, capsys):
-    rows = run(config)
-    monkeypatch.setattr(module, "answer_all", lambda *_: pytest.fail("answered again"))
+    interrupt(module.artifacts, "write_json")  # after the answers, and before their manifest
+    left = output.read_text()
+    with monkeypatch.context() as patch:
+        patch.setattr(Local, "answers", lambda _, jobs: iter(()) if not jobs else pytest.fail("asked"))
+        rows = run(config)
+        assert output.read_text() == left
+        patch.setattr(module, "answer_all", lambda *_: pytest.fail("answered again"))
+        assert run(config) == rows
+        assert "up to date" in capsys.readouterr().out
+        config.data.generate.max_new_tokens = 5
+        with pytest.raises(UserError, match=r"max_new_tokens: 6 there, 5 here.*overwrite=true"):
+            run(config)
+    config.data.generate.max_new_tokens = 6
+    output.write_text("spoilt")
+    interrupt(Journal, "__enter__")
+    interrupt(module.artifacts, "write_json")
     assert run(config) == rows
-    assert "up to date" in capsys.readouterr().out
-    config.data.generate.max_new_tokens = 5
-    with pytest.raises(UserError, match=r"max_new_tokens: 6 there, 5 here.*overwrite=true"):
-        run(config)
-
-
-def test_answers_of_unknown_origin_are_left_alone(config, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / OUTPUT).write_text("mine\n")
+    manifest.unlink()
+    journal.unlink(missing_ok=True)
+    output.write_text("mine\n")
     with pytest.raises(UserError, match="move it away, or overwrite=true"):
         run(config)
-    assert (tmp_path / "run" / OUTPUT).read_text() == "mine\n"
+    assert output.read_text() == "mine\n"
 
 
-def test_journal_goes_on_after_a_line_that_was_being_written(tmp_path):
+def test_the_journal_is_of_one_run_at_a_time(tmp_path):
     path = tmp_path / JOURNAL
-    path.write_text('["a", "yes", "stop", 1]\n["b", "n')
     with Journal(path) as journal:
-        assert set(journal.answers) == {"a"}
-        journal.add("c", Answered({**YES, "content": "no"}, "length", 2))
-    with Journal(path) as journal:
-        assert journal.answers == {"a": Answered(YES, "stop", 1), "c": Answered({**YES, "content": "no"}, "length", 2)}
-
-
-def test_journal_damaged_in_the_middle_is_named(tmp_path):
-    path = tmp_path / JOURNAL
-    path.write_text('["k", "yes", "stop", 1]\nnonsense\n')
-    with pytest.raises(UserError, match=":2 is damaged"), Journal(path):
-        pass
-
-
-def test_samples_at_temperature_zero_are_refused(config):
-    config.data.generate.samples = 2
-    with pytest.raises(UserError, match=r"set data\.generate\.temperature above 0"):
-        run(config)
-
-
-def test_prompts_that_cannot_be_asked_are_named(config, tmp_path, capsys):
-    with (tmp_path / "prompts.jsonl").open("a") as file:
-        file.write(json.dumps({"id": "bad", "messages": [{"role": "system", "content": "x"}]}) + "\n")
-    assert len(run(config)) == 3
-    assert "refused bad (prompts.jsonl:4): no user turn" in capsys.readouterr().out
-    (entry,) = module.answered(tmp_path / "run")["refused"]
-    assert entry == {"id": "bad", "source": "prompts", "where": "prompts.jsonl:4", "reason": "no user turn"}
-
-
-def test_one_prompt_too_long_for_the_target_is_refused_alone(config, tmp_path, capsys):
-    with (tmp_path / "prompts.jsonl").open("a") as file:
-        file.write(json.dumps({"id": "long", "turns": ["fox " * 600, "never asked"]}) + "\n")
-    config.data.generate.samples, config.data.generate.temperature = 2, 0.9
-    assert [row["id"] for row in run(config)] == ["one", "one", "two", "two", "three", "three"]
-    reason = "the prompt and 6 tokens of answer exceed the target's 512 positions"
-    assert module.answered(tmp_path / "run")["refused"] == [
-        {"id": i, "source": "prompts", "where": "prompts.jsonl:4", "reason": reason} for i in ("long", "long#1")
-    ]
-    assert f"refused long (prompts.jsonl:4): {reason}" in capsys.readouterr().out
-    manifest = json.loads((tmp_path / "run" / module.MANIFEST).read_text())
-    assert manifest["answers"] == 10
-
-
-def test_a_conversation_that_grows_too_long_keeps_the_answers_that_it_has(config, tmp_path, capsys):
-    with (tmp_path / "prompts.jsonl").open("a") as file:
-        file.write(json.dumps({"id": "long", "turns": ["hello", "fox " * 600, "never asked"]}) + "\n")
-    *_, row = run(config)
-    assert row["id"] == "long"
-    assert [message["role"] for message in row["messages"]] == ["user", "assistant"]
-    manifest = module.answered(tmp_path / "run")
-    reason = "the prompt and 6 tokens of answer exceed the target's 512 positions"
-    ended = {"id": "long", "source": "prompts", "where": "prompts.jsonl:4", "reason": reason, "turns_left": 2}
-    assert (manifest["ended"], manifest["refused"], manifest["answers"]) == ([ended], [], 6)
-    assert f"1 conversations end before their prompts do, since {reason}" in capsys.readouterr().out
-
-
-def test_one_prompt_that_the_template_refuses_does_not_stop_the_others(config, tmp_path):
-    strict = "{% if messages[0].content == 'hello' %}{{ raise_exception('no greetings') }}{% endif %}"
-    (tmp_path / "strict.jinja").write_text(strict + ChatTemplate.load(config.target).template)
-    config.target.chat_template = str(tmp_path / "strict.jinja")
-    assert [row["id"] for row in run(config)] == ["two", "three"]
-    (entry,) = module.answered(tmp_path / "run")["refused"]
-    assert entry["id"] == "one"
-    assert "no greetings" in entry["reason"]
-
-
-def test_no_prompt_answered_at_all(config, tmp_path):
-    config.data.generate.max_new_tokens = 600
-    with pytest.raises(UserError, match=r"no prompt was answered \(3 × the prompt .* 512 positions\)"):
-        run(config)
-    assert not (tmp_path / "run" / OUTPUT).exists()
-
-
-def test_other_weights_under_the_same_name_are_another_target(config, tmp_path, tiny_target):
-    """Neither the finished answers nor the journal of one may pass for the other's."""
-    for copy in ("a", "b"):
-        shutil.copytree(tiny_target, tmp_path / copy / "target")
-    weights = tmp_path / "b" / "target" / "model.safetensors"
-    content = bytearray(weights.read_bytes())
-    content[-1] ^= 1
-    weights.write_bytes(content)
-    config.target.path = str(tmp_path / "a" / "target")
-    run(config)
-    (tmp_path / "moved").mkdir()
-    (tmp_path / "a" / "target").rename(tmp_path / "moved" / "target")
-    config.target.path = str(tmp_path / "moved" / "target")
-    run(config)  # elsewhere, but the same
-    config.target.path = str(tmp_path / "b" / "target")
-    with pytest.raises(UserError, match=r"made from other inputs \(weights: "):
-        run(config)
-
-
-@pytest.mark.parametrize("damaged", [False, True])
-def test_a_kill_between_answers_and_manifest_is_gone_on_from(config, tmp_path, monkeypatch, damaged):
-    if damaged:  # the second run's kill: the first one's output was spoilt meanwhile
-        run(config)
-        (tmp_path / "run" / OUTPUT).write_text("spoilt")
-
-    def killed(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(module.artifacts, "write_json", killed)
-    with pytest.raises(KeyboardInterrupt):
-        run(config)
-    monkeypatch.undo()
-    left = (tmp_path / "run" / OUTPUT).read_text()
-    if not damaged:
-        monkeypatch.setattr(module.Local, "answers", lambda _, jobs: iter(()) if not jobs else pytest.fail("asked"))
-    run(config)
-    assert (tmp_path / "run" / OUTPUT).read_text() == left
-    assert len(module.answered(tmp_path / "run")["refused"]) == 0
-
-
-def test_a_kill_after_damage_was_seen_is_gone_on_from(config, tmp_path, monkeypatch):
-    rows = run(config)
-    (tmp_path / "run" / OUTPUT).write_text("spoilt")
-    monkeypatch.setattr(Journal, "__enter__", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        run(config)
-    monkeypatch.undo()
-    assert run(config) == rows
-
-
-def test_the_journal_is_of_one_run_at_a_time(config, tmp_path, monkeypatch):
-    """Until it is removed: a second run beside the first would answer everything again, into the same file."""
-    write, refused = module.artifacts.write_json, []
-
-    def beside(*arguments):
-        with pytest.raises(UserError, match=r"partial is being written by another run: wait for it"):
-            Journal(tmp_path / "run" / JOURNAL).__enter__()
-        refused.append(True)
-        write(*arguments)
-
-    monkeypatch.setattr(module.artifacts, "write_json", beside)
-    run(config)
-    assert refused
-    path = tmp_path / JOURNAL
-    path.write_text('["a", "yes", "stop", 1]\n')
-    with Journal(path) as journal:
-        journal.file.write(b'["b", "half a li')
+        journal.file.write(b'{"key": "half a li')
         journal.file.flush()
-        with pytest.raises(UserError, match="another run"), Journal(path):
+        with pytest.raises(UserError, match="being written by another run"), Journal(path):
             pass
         assert path.read_text().endswith("half a li"), "what the other is writing is left alone"
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "told"),
-    [
-        ("concurrency", 0, "asks nothing: set at least 1"),
-        ("batch_size", 0, "asks nothing: set at least 1"),
-        ("max_new_tokens", 0, "asks nothing: set at least 1"),
-        ("temperature", -1.0, "set 0, which is greedy, or above"),
-        ("temperature", float("nan"), "set 0, which is greedy, or above"),
-        ("top_p", 0.0, r"is not in \(0, 1\]"),
-        ("top_p", 1.5, r"is not in \(0, 1\]"),
-        ("server", "localhost:8000", "write it as in http://localhost:8000/v1"),
-    ],
+    "line", ['{"key": "a"}', '{"key": "a", "message": {"role": "user"}, "finish_reason": "stop"}', "3", "nonsense"]
 )
-def test_options_that_could_not_be_met_are_refused_before_anything_is_asked(config, option, value, told):
-    setattr(config.data.generate, option, value)
-    with pytest.raises(UserError, match=rf"data\.generate\.{option}=.* {told}"):
-        run(config)
+def test_a_damaged_line_of_a_journal_is_named(tmp_path, line):
+    (tmp_path / JOURNAL).write_text(line + "\n")
+    with pytest.raises(UserError, match=":1 is damaged: remove this line"), Journal(tmp_path / JOURNAL):
+        pass
 
 
-def test_changed_prompts_are_other_prompts_though_their_files_have_one_name(config, tmp_path):
+def test_other_weights_and_other_prompts_under_the_same_name_are_told_apart(config, tmp_path, tiny_target):
+    """Neither the finished answers nor the journal of one may pass for the other's."""
     for folder, row in zip("ab", PROMPTS, strict=False):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "x.jsonl").write_text(json.dumps(row) + "\n")
+        shutil.copytree(tiny_target, tmp_path / folder / "target")
+        write(tmp_path / folder / "x.jsonl", [row])
+    weights = tmp_path / "b" / "target" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
     config.data.prompts = str(tmp_path / "[ab]" / "x.jsonl")
+    config.target.path = str(tmp_path / "a" / "target")
     rows = run(config)
-    assert run(config) == rows
-    config.data.format = "turns"
-    with pytest.raises(UserError, match=r"made from other inputs \(format: \w+ there, turns here\)"):
+    (tmp_path / "moved").mkdir()
+    (tmp_path / "a" / "target").rename(tmp_path / "moved" / "target")
+    config.target.path = str(tmp_path / "moved" / "target")
+    assert run(config) == rows  # elsewhere, but the same
+    config.target.path = str(tmp_path / "b" / "target")
+    with pytest.raises(UserError, match=r"made from other inputs \(weights: "):
         run(config)
-    config.data.format = "auto"
-    (tmp_path / "a" / "x.jsonl").write_text(json.dumps({**PROMPTS[0], "turns": ["another"]}) + "\n")
+    config.target.path = str(tmp_path / "moved" / "target")
+    write(tmp_path / "a" / "x.jsonl", [{**PROMPTS[0], "turns": ["another"]}])
     with pytest.raises(UserError, match="made from other inputs"):
         run(config)
 
 
-def test_tools_that_the_template_does_not_write_are_told_before_anything_is_asked(config, tmp_path, capsys):
-    tool = {"type": "function", "function": {"name": "find", "parameters": {}}}
-    with (tmp_path / "prompts.jsonl").open("a") as file:
-        file.write(json.dumps({"id": "four", "turns": ["hello"], "tools": [tool]}) + "\n")
-    run(config)
-    assert "answers: 1 are asked for with tools, which the target's chat template does not write" in (
-        capsys.readouterr().out
-    )
+# ---------------------------------------------------------------- prompts without an answer
+
+
+def test_prompts_that_cannot_be_answered_are_named_and_the_others_go_on(config, tmp_path, capsys):
+    strict = "{% if messages[0].content == 'hello' %}{{ raise_exception('no greetings') }}{% endif %}"
+    (tmp_path / "strict.jinja").write_text(strict + ChatTemplate.load(config.target).template)
+    config.target.chat_template = str(tmp_path / "strict.jinja")
+    more = [
+        {"id": "bad", "messages": [{"role": "system", "content": "x"}]},
+        {"id": "long", "turns": ["fox " * 600, "never asked"]},
+        {"id": "grows", "turns": ["hi", "fox " * 600, "never asked"]},
+    ]
+    write(tmp_path / "prompts.jsonl", [*PROMPTS, *more])
+    rows = run(config)
+    assert [row["id"] for row in rows] == ["two", "three", "grows"]
+    assert [message["role"] for message in rows[-1]["messages"]] == ["user", "assistant"]
+    manifest = read_manifest(tmp_path / "run")
+    assert {entry["id"]: entry["reason"] for entry in manifest["refused"]} == {
+        "bad": "no user turn", "one": "the template refuses it: no greetings", "long": TOO_LONG,
+    }  # fmt: skip
+    place = {"source": "prompts", "where": "prompts.jsonl:6", "reason": TOO_LONG}
+    assert (manifest["ended"], manifest["answers"]) == ([{"id": "grows", **place, "turns_left": 2}], 5)
+    assert "refused bad (prompts.jsonl:4): no user turn" in capsys.readouterr().out
+    config.run_dir, config.data.generate.max_new_tokens = str(tmp_path / "none"), 600
+    with pytest.raises(UserError, match=r"no prompt was answered \(\d × .* 512 positions"):
+        run(config)
+    assert not (tmp_path / "none" / OUTPUT).exists()
+
+
+# ---------------------------------------------------------------- by a server, with thoughts and tools
+
+TEMPLATE = """\
+{%- if brief %}brief {% endif %}{% if tools %}<|im_start|>system
+{{ tools | tojson }}<|im_end|>
+{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}
+{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}
+{%- for c in m.tool_calls or [] %}<tool_call>{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments if
+ c.function.arguments is string else c.function.arguments | tojson }}}</tool_call>{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def recorded(name):
+    """Somebody else's call, and the result that it had."""
+    call = {"id": "theirs", "type": "function", "function": {"name": name, "arguments": '{"city": "Rome"}'}}
+    return [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "rain", "tool_call_id": "theirs"},
+        {"role": "assistant", "content": "someone else's words"},
+    ]
+
+
+TOOL_PROMPTS = [
+    {"id": "whole", "tools": TOOLS, "messages": [user("weather?"), *recorded("weather"), user("thanks")]},
+    {"id": "no-result", "tools": TOOLS, "messages": [user("weather?"), user("thanks")]},
+    {"id": "last", "tools": TOOLS, "messages": [user("weather?")]},
+    {"id": "other-tool", "tools": TOOLS, "messages": [user("weather?"), *recorded("map"), user("thanks")]},
+    {"id": "no-call", "tools": TOOLS, "messages": [user("hello"), *recorded("weather")]},
+    {"id": "plain", "messages": [user("hello")]},
+    {"id": "orphan", "messages": [{"role": "tool", "content": "rain"}, user("hello")]},
+]
+
+
+@pytest.fixture
+def served(config, tmp_path, server, completion):
+    """A target with tools, as a server with both parsers hands its answers on."""
+
+    def reply(body):
+        last = body["messages"][-1]
+        if last["role"] == "tool":
+            return completion(f"It is {last['content']}.", usage=5, reasoning_content="the tool says so")
+        if "weather" in last["content"]:
+            call = {"id": "functions.weather:0", "type": "function",
+                    "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}  # fmt: skip
+            return completion(None, "tool_calls", usage=5, reasoning_content="look it up", tool_calls=[call])
+        return completion("answer to " + last["content"], usage=5)
+
+    server.reply = reply
+    (tmp_path / "own.jinja").write_text(TEMPLATE)
+    write(tmp_path / "prompts.jsonl", TOOL_PROMPTS)
+    config.data.heldout, config.data.max_length = 0.0, 1000
+    config.target.chat_template, config.target.template_args = str(tmp_path / "own.jinja"), {"brief": True}
+    config.data.generate = GenerateConfig(max_new_tokens=50, server=server.url, model="m", concurrency=3)
+    return config
+
+
+def by_id(rows):
+    return {row["id"]: row for row in rows}
+
+
+@pytest.mark.core
+def test_thoughts_calls_and_results_make_one_conversation(served, server, tmp_path):
+    prepare(served)
+    lines = (tmp_path / "run" / OUTPUT).read_text(encoding="utf-8").splitlines()
+    rows = by_id(json.loads(line) for line in lines)
+    first, called, result, answer, second, thanks = rows["whole"]["messages"]
+    assert (first["content"], second["content"]) == ("weather?", "thanks")
+    assert called["reasoning_content"] == "look it up"
+    assert called["finish_reason"] == "tool_calls"
+    assert called["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"city": "Oslo"}'}
+    assert result == {"role": "tool", "content": "rain", "tool_call_id": "functions.weather:0"}, "not their call's id"
+    assert (answer["content"], answer["reasoning_content"]) == ("It is rain.", "the tool says so")
+    assert thanks["content"] == "answer to thanks"
+    assert rows["whole"]["tools"] == TOOLS
+    assert "tools" not in rows["plain"]
+    assert not any(words in json.dumps(rows) for words in ("someone else", "Rome", "theirs"))
+    with_tools = [body for body in server.bodies if "tools" in body]
+    assert len(with_tools) == len(server.bodies) - 1
+    assert all(body["tools"] == TOOLS for body in with_tools)
+    assert all(body["chat_template_kwargs"] == {"brief": True} for body in server.bodies)
+    assert len({body["seed"] for body in server.bodies}) == 8
+    # In the data set thoughts and calls are supervised, and results are not.
+    template = ChatTemplate.load(served.target)
+    supervised = {
+        row["id"]: template.decode([i for i, on in zip(row["input_ids"], row["loss_mask"], strict=True) if on])
+        for row in load_from_disk(str(tmp_path / "run" / "data" / "dataset"))["train"].to_list()
+    }
+    call = f"<think>look it up</think>{CALL}<|im_end|>"
+    rest = "<think>the tool says so</think>It is rain.<|im_end|>answer to thanks<|im_end|>"
+    assert set(supervised) == set(rows) == {"whole", "no-result", "last", "other-tool", "no-call", "plain"}
+    assert supervised["whole"] == call + rest
+    assert supervised["last"] == supervised["no-result"] == call
+    manifest = json.loads((tmp_path / "run" / "data" / "manifest.json").read_text())
+    assert manifest["sources"]["prompts"] == {"read": 7, "taken": 7, "refused": 1, "cut": 0, "no_end_of_turn": 0}
+
+
+def check_where_conversations_end(served, tmp_path):
+    rows = by_id(run(served))
+    roles = {name: [m["role"] for m in row["messages"]] for name, row in rows.items()}
+    assert roles["no-result"] == roles["last"] == roles["other-tool"] == roles["no-call"] == ["user", "assistant"]
+    manifest = read_manifest(tmp_path / "run")
+    assert {entry["id"]: (entry["turns_left"], entry["reason"]) for entry in manifest["ended"]} == {
+        "no-result": (1, "the answer calls a tool, and the prompt has no result for it"),
+        "other-tool": (2, "the answer calls other tools than the prompt has results of"),
+        "no-call": (1, "the prompt goes on with a tool's result, and the answer calls no tool"),
+    }
+    (refused,) = manifest["refused"]
+    assert (refused["id"], refused["reason"]) == ("orphan", "a tool result that follows no answer")
+    assert (manifest["answers"], manifest["tokens"]) == (8, 40)
+    assert manifest["sources"] == {"prompts": {"read": 7, "taken": 7}}
+
+
+def test_a_conversation_ends_where_its_prompt_no_longer_fits(served, tmp_path):
+    check_where_conversations_end(served, tmp_path)
+
+
+def test_a_journal_that_forgets_thoughts_or_calls_is_caught(served, tmp_path, monkeypatch):
+    forgotten = Answer({"role": "assistant", "content": "yes"}, "stop", 5)
+    monkeypatch.setattr(Journal, "add", lambda self, key, answer: self.answers.update({key: forgotten}))
+    with pytest.raises(AssertionError):
+        check_where_conversations_end(served, tmp_path)
+
+
+def test_a_run_that_a_failing_server_ends_goes_on_with_whole_messages(served, tmp_path, server):
+    whole = run(served)
+    served.run_dir = str(tmp_path / "resumed")
+    reply, asked = server.reply, []
+    # It answers the six prompts of the first round.
+    server.reply = lambda body: (404, b"gone") if asked.append(body) or len(asked) > 6 else reply(body)
+    with pytest.raises(UserError, match="HTTP 404"):
+        run(served)
+    server.reply = reply
+    journal = tmp_path / "resumed" / JOURNAL
+    assert len(journal.read_text().splitlines()) == 6
+    assert not (tmp_path / "resumed" / OUTPUT).exists()
+    assert not (tmp_path / "resumed" / MANIFEST).exists()
+    with journal.open("a") as file:
+        file.write('{"key": "a line that was being writ')
+    server.bodies.clear()
+    assert run(served) == whole
+    assert len(server.bodies) == 2, "the second and third answer of one conversation"
+    assert not journal.exists()
+
+
+@pytest.mark.parametrize(("space", "apart"), [("", True), ("  ", False)])
+def test_a_call_in_plain_text_is_taken_apart_where_nothing_of_it_is_lost(
+    served, tmp_path, server, completion, space, apart
+):
+    """Of a server without parsers. With white space that the template would not write, the text stays as it is."""
+    text = f"<think>look it up</think>{CALL.replace(', ', f',{space} ')}"
+    parsed = server.reply
+
+    def reply(body):
+        content = json.loads(parsed(body)[1])["choices"][0]["message"]["content"]
+        return completion(content or text)
+
+    server.reply = reply
+    called = by_id(run(served))["whole"]["messages"]
+    ended = {entry["id"]: entry["reason"] for entry in read_manifest(tmp_path / "run")["ended"]}
+    if apart:
+        assert called[1]["tool_calls"][0]["function"] == {"name": "weather", "arguments": {"city": "Oslo"}}
+        assert called[1]["reasoning_content"] == "look it up"
+        assert [m["role"] for m in called] == ["user", "assistant", "tool", "assistant", "user", "assistant"]
+    else:
+        assert called[1]["content"] == text
+        assert ended["whole"] == "the answer calls a tool in its text, in a form that cannot be taken apart"
+
+
+def test_another_tool_is_another_question():
+    """A journal's answer belongs to the tools that the target was shown."""
+    rows = [Row("a", "s", "f:1", tools=[{"type": "function", "function": {"name": name}}]) for name in ("one", "other")]
+    assert len({module._key(Job(row, 0, 0.0, []), {}) for row in [*rows, Row("a", "s", "f:1")]}) == 3

@@ -1,182 +1,318 @@
-"""Formats, files, and the errors that name what is wrong and where."""
+"""Files and hub data sets, and sources mixed by weight: shares to one row, and choices that nothing else moves."""
 
 import json
+import random
+import re
+from fractions import Fraction
 
+import datasets
 import pytest
 
-from data_prep.messages import detect, parse
-from data_prep.sources import open_sources, read
-from eagle31_train.schema import UserError
-
-ASKED = [{"role": "user", "content": "hi"}]
-ANSWERED = [*ASKED, {"role": "assistant", "content": "yes"}]
-
-FORMATS = [
-    ("messages", {"messages": ANSWERED}, ANSWERED),
-    ("messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}, ANSWERED[1]]}, ANSWERED),
-    ("sharegpt", {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]}, ANSWERED),
-    ("sharegpt", {"conversations": ANSWERED}, ANSWERED),
-    ("alpaca", {"instruction": "hi", "input": "", "output": "yes"}, ANSWERED),
-    ("turns", {"turns": ["hi"]}, ASKED),
-    ("prompt", {"prompt": "hi"}, ASKED),
-]
+from data_prep import sources as module
+from data_prep.sources import Corpus, Source, open_files, quotas
+from eagle31_train.cli import load_config
+from eagle31_train.config import Config, DataConfig
+from eagle31_train.errors import UserError
 
 
-HALF = "text with half of a surrogate pair, which is no Unicode"
+def chat(question):
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": "yes"}]
 
 
-def called(arguments):
-    return {"type": "function", "function": {"name": "find", "arguments": arguments}}
-
-
-def write(path, rows):
+def write(path, count, **more):
+    rows = [{"id": f"r{i}", "messages": chat(f"{path.stem} {i}"), **more} for i in range(count)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
 
 def rows_of(spec, form="auto"):
-    return list(read(open_sources(str(spec), "train", "data.conversations"), form))
+    return list(Source(open_files(str(spec), "train", "data.conversations"), form).read())
 
 
-@pytest.mark.parametrize(("form", "value", "messages"), FORMATS)
-@pytest.mark.parametrize("forced", [False, True])
-def test_formats(form, value, messages, forced):
-    assert detect(value) == form
-    assert parse(value, form if forced else "auto", "f:1", "f-1").messages == messages
-
-
-def test_alpaca_joins_instruction_and_input():
-    assert parse({"instruction": "Sum:", "input": "1 2"}, "auto", "f:1", "f-1").messages[0]["content"] == "Sum:\n\n1 2"
-
-
-def test_system_prompts_come_first():
-    for value in ({"turns": ["hi"], "system": "be kind"}, {"instruction": "hi", "system": "be kind"}):
-        assert [m["role"] for m in parse(value, "auto", "f:1", "f-1").messages] == ["system", "user"]
-    chat = {"conversations": [{"from": "human", "value": "hi"}], "system": "be kind"}
-    for value in (chat, {"messages": ASKED, "system": "be kind"}, {"prompt": ASKED, "system": "be kind"}):
-        first, *rest = parse(value, "auto", "f:1", "f-1").messages
-        assert first == {"role": "system", "content": "be kind"}
-        assert rest == ASKED
-        own = parse({**value, **{key: [first, *ASKED] for key in value if key != "system"}}, "auto", "f:1", "f-1")
-        assert own.messages == [first, *ASKED]
-    assert parse({"messages": ASKED, "system": {"x": 1}}, "auto", "f:1", "f-1").problem == "a system turn without text"
-
-
-def test_ids_sources_samples_and_finish_reasons():
-    row = parse({"messages": ANSWERED}, "auto", "chats.jsonl:7", "chats-7")
-    assert (row.id, row.source, row.where) == ("chats-7", "chats", "chats.jsonl:7")
-    assert "finish_reason" not in row.messages[-1]
-    value = {"id": "a", "category": "code", "sample": 2, "finish_reason": "length", "messages": ANSWERED}
-    row = parse(value, "auto", "f:1", "f-1")
-    assert (row.id, row.source) == ("a#2", "code")
-    assert row.messages[-1]["finish_reason"] == "length"
-    own = [*ASKED, {**ANSWERED[1], "finish_reason": "stop"}]
-    assert parse({**value, "messages": own}, "auto", "f:1", "f-1").messages[-1]["finish_reason"] == "stop"
+# ---------------------------------------------------------------- files
 
 
 @pytest.mark.parametrize(
-    ("messages", "problem"),
+    ("name", "content", "problem"),
     [
-        ([{"role": "wizard", "content": "hi"}], "unknown role 'wizard'"),
-        ([{"role": "user", "content": None}], "a user turn without text"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "content is not only text"),
-        (["hi"], "messages is no list of turns"),
-        ([], "no messages"),
-        ([{"role": ["user"], "content": "hi"}], "unknown role ['user']"),
-        ([{"role": "user", "content": "hi \ud83d"}], HALF),
-        ([{"role": "assistant", "content": "hi", "reasoning_content": "\ud83d"}], HALF),
-        ([{"role": "assistant", "content": None, "tool_calls": [called({"a": "\ud83d"})]}], HALF),
-        ([{"role": "assistant", "content": None, "tool_calls": [called(r'{"a": "\ud83d"}')]}], HALF),
+        ("a.jsonl", b'{"prompt": "a"}\n{"prompt": "b"}\n\n{"prompt": "c"\n', r"a\.jsonl:4 is not JSON"),
+        ("a.jsonl", b'{"prompt": "a"}\n{"prompt": "\xff"}\n', r"a\.jsonl:2 is not JSON"),
+        ("a.jsonl", b'{"prompt": "a"}\n{"text": "b"}\n', r"a\.jsonl:2: no known format \(has text\)"),
+        ("a.jsonl", b'{"id": "x", "prompt": "a"}\n{"id": "x", "prompt": "b"}', r":2: id 'x' is also that of a.jsonl:1"),
+        ("a.json", b'[{"prompt": "0"},\n{"prompt"]', r"a\.json:2 is not JSON"),
+        ("a.json", b'{"prompt": "0"}\n{"prompt": "1"}\n', r"a\.json:2 is not JSON .*rename it to \.jsonl"),
+        ("a.json", b"{}", "holds no JSON list"),
+        ("a.json", b'["\xff"]', "is not UTF-8"),
+        ("a.jsonl", b'{"messages": []}', r"a\.jsonl:1: data\.format=alpaca needs the key 'instruction'"),
     ],
 )
-def test_unusable_rows_say_why(messages, problem):
-    assert parse({"messages": messages}, "auto", "f:1", "f-1").problem == problem
-
-
-def test_half_a_surrogate_pair_is_refused_under_a_name_that_can_be_written():
-    tool = {"type": "function", "function": {"name": "find", "description": "\ud83d"}}
-    row = parse({"id": "x\ud83d", "source": "\ude00y", "messages": ASKED, "tools": [tool]}, "auto", "f:1", "f-1")
-    assert (row.id, row.source, row.problem) == ("x?", "?y", HALF)
-    whole = json.loads(r'{"prompt": "hi \ud83d\ude00"}')
-    assert parse(whole, "auto", "f:1", "f-1").problem is None
-
-
-def test_corrupt_line_is_named(tmp_path):
-    path = write(tmp_path / "chats.jsonl", [{"prompt": "a"}, {"prompt": "b"}])
-    path.write_text(path.read_text() + '\n{"prompt": "c"\n')
-    with pytest.raises(UserError, match=r"chats\.jsonl:4 is not JSON"):
-        rows_of(path)
-
-
-def test_line_that_is_not_utf8_is_named(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff"}\n')
-    with pytest.raises(UserError, match=r"a\.jsonl:2 is not JSON"):
-        rows_of(tmp_path / "a.jsonl")
-
-
-def test_unknown_format_is_named(tmp_path):
-    path = write(tmp_path / "a.jsonl", [{"prompt": "a"}, {"text": "b"}])
-    with pytest.raises(UserError, match=r"a\.jsonl:2: no known format \(has text\)"):
-        rows_of(path)
-    with pytest.raises(UserError, match=r"a\.jsonl:1: data\.format=messages needs the key 'messages'"):
-        rows_of(path, "messages")
-    with pytest.raises(UserError, match=r"data\.format=csv is none of auto"):
-        rows_of(path, "csv")
-
-
-def test_duplicate_ids_are_named(tmp_path):
-    path = write(tmp_path / "a.jsonl", [{"id": "x", "prompt": "a"}, {"id": "x", "prompt": "b"}])
-    with pytest.raises(UserError, match=r"a\.jsonl:2: id 'x' is also that of a\.jsonl:1"):
-        rows_of(path)
+def test_damage_is_named_by_its_place(tmp_path, name, content, problem):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=problem):
+        rows_of(tmp_path / name, "alpaca" if "alpaca" in problem else "auto")
 
 
 def test_globs_are_read_in_order_and_json_lists_too(tmp_path):
-    write(tmp_path / "b.jsonl", [{"prompt": "2"}])
+    (tmp_path / "b.jsonl").write_text('{"prompt": "2"}\n')
     (tmp_path / "a.json").write_text(json.dumps([{"prompt": "0"}, {"prompt": "1"}]))
     rows = rows_of(tmp_path / "*.json*")
     assert [row.messages[0]["content"] for row in rows] == ["0", "1", "2"]
     assert [row.id for row in rows] == ["a-1", "a-2", "b-1"]
 
 
-def test_damaged_json_list_is_named(tmp_path):
-    (tmp_path / "a.json").write_text('[{"prompt": "0"},\n{"prompt"]')
-    with pytest.raises(UserError, match=r"a\.json:2 is not JSON"):
-        rows_of(tmp_path / "a.json")
-    (tmp_path / "lines.json").write_text('{"prompt": "0"}\n{"prompt": "1"}\n')
-    with pytest.raises(UserError, match=r"lines\.json:2 is not JSON .*JSON lines, rename it to \.jsonl"):
-        rows_of(tmp_path / "lines.json")
-    (tmp_path / "b.json").write_text("{}")
-    with pytest.raises(UserError, match="holds no JSON list"):
-        rows_of(tmp_path / "b.json")
-
-
-@pytest.mark.parametrize("spec", ["nowhere.jsonl", "data/nowhere.jsonl", "/no/such/place.jsonl"])
-def test_missing_file(spec):
-    with pytest.raises(UserError, match=r"data\.conversations=.* is missing: give a file, a glob, or a hub id"):
-        open_sources(spec, "train", "data.conversations")
-
-
-def test_glob_without_match(tmp_path):
-    with pytest.raises(UserError, match="matches no file"):
-        open_sources(str(tmp_path / "*.jsonl"), "train", "data.conversations")
-
-
-def test_hub_ids_go_through_datasets(monkeypatch):
-    import datasets
-
-    asked = []
-
+def test_what_is_not_there(monkeypatch):
     def load(spec, split):
-        asked.append((spec, split))
-        if spec == "org/none":
-            raise FileNotFoundError("no such\nset")
-        return datasets.Dataset.from_list([{"messages": ANSWERED}])
+        raise FileNotFoundError("no such\nset")
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    (source,) = open_sources("org/chats", "test", "data.conversations")
-    assert asked == [("org/chats", "test")]
-    (row,) = read([source], "auto")
-    assert row.messages == ANSWERED
-    assert source.fingerprint.startswith("test:")
-    with pytest.raises(UserError, match=r"org/none .*no such set"):
-        open_sources("org/none", "test", "data.conversations")
+    missing = {"nowhere.jsonl": "is missing", "data/nowhere.jsonl": "is missing", "/no/*.jsonl": "matches no file"}
+    for spec, problem in {**missing, "org/none": "no such set"}.items():
+        with pytest.raises(UserError, match=rf"data\.conversations={re.escape(spec)} .*{problem}"):
+            open_files(spec, "train", "data.conversations")
+
+
+# ---------------------------------------------------------------- shares
+
+
+def corpus(sources, rows=None, seed=0, **more):
+    data = DataConfig(sources=sources, rows=rows, **more)
+    return Corpus.open(Config(name="t", seed=seed, data=data), "conversations")
+
+
+def ids(sources, rows=None, seed=0):
+    return [row.id for row in corpus(sources, rows, seed).read()]
+
+
+def of(name, identities):
+    return [identity for identity in identities if identity.startswith(name + "/")]
+
+
+@pytest.fixture
+def sources(tmp_path):
+    """Three sources of 60, 40 and 30 rows, weighed 3 : 1 : 1."""
+    sizes = {"en": (60, 3), "zh": (40, 1), "agent": (30, 1)}
+    return {
+        name: {"path": str(write(tmp_path / f"{name}.jsonl", count)), "weight": weight}
+        for name, (count, weight) in sizes.items()
+    }
+
+
+def check_shares():
+    rng = random.Random(0)
+    for _ in range(300):
+        names = [f"s{i}" for i in range(rng.randint(1, 5))]
+        weights = {name: Fraction(str(rng.choice([0.3, 0.7, 1, 2, 5]))) for name in names}
+        have = {name: rng.randint(200, 400) for name in names}
+        whole = sum(weights.values())
+        taken = quotas(weights, have, None)
+        total = sum(taken.values())
+        for name in names:
+            assert abs(taken[name] - total * weights[name] / whole) < 1
+            assert taken[name] <= have[name]
+        assert any((total + 1) * weights[name] / whole > have[name] for name in names), "one row more fits"
+        rows = rng.randint(total * 3 // 4, total)
+        assert sum(quotas(weights, have, rows).values()) == rows
+
+
+@pytest.mark.core
+def test_shares_are_the_weights_to_one_row_and_nothing_is_left_that_fits(tmp_path):
+    check_shares()
+    for order in (["a", "b", "c"], ["c", "a", "b"]):  # largest remainders are rounded up, and ties go by name
+        weights = {name: Fraction(2 if name == "c" else 1) for name in order}
+        assert quotas(weights, dict.fromkeys("abc", 99), 5) == {"a": 1, "b": 1, "c": 3}
+        assert quotas(dict.fromkeys(order, Fraction(1)), dict.fromkeys("abc", 99), 4) == {"a": 2, "b": 1, "c": 1}
+    decimal = {
+        name: {"path": str(write(tmp_path / f"{name}.jsonl", count)), "weight": weight}
+        for name, count, weight in (("a", 1, 0.1), ("b", 2, 0.2), ("c", 7, 0.7))
+    }
+    assert len(ids(decimal)) == 10, "in floating point 0.1 + 0.2 + 0.7 loses a row"
+
+
+def test_rows_of_every_source_are_counted(sources):
+    mixed = corpus(sources)
+    identities = [row.id for row in mixed.read()]
+    assert {name: (c["read"], c["taken"]) for name, c in mixed.counts.items()} == {
+        "en": (60, 60), "zh": (40, 20), "agent": (30, 20),
+    }  # fmt: skip
+    assert len(identities) == len(set(identities)) == 100
+    assert [len(of(name, ids(sources, rows=10))) for name in ("en", "zh", "agent")] == [6, 2, 2]
+    with pytest.raises(UserError, match=r"data\.rows=200 .*: .*, data\.sources\.en is to give 120 and has 60"):
+        ids(sources, rows=200)
+    sources["zh"]["weight"] = 0.001
+    with pytest.raises(UserError, match=r"data\.sources\.zh gives no row \(of data\.rows=10\)"):
+        ids(sources, rows=10)
+
+
+# ---------------------------------------------------------------- choice and order
+
+
+def test_the_choice_depends_on_seed_name_and_ids_alone(sources, tmp_path):
+    few = ids(sources, rows=40)
+    assert ids(dict(reversed(sources.items())), rows=40) == few
+    assert sorted(ids(sources, rows=40, seed=1)) != sorted(few)
+    more = ids(sources, rows=60)
+    assert set(few) < set(more)
+    for name in sources:
+        assert [i for i in of(name, more) if i in set(few)] == of(name, few), "in another order"
+    before = set(of("zh", ids(sources)))
+    write(tmp_path / "zh.jsonl", 44)
+    after = set(of("zh", ids(sources)))
+    assert len(before) == len(after) == 20
+    assert len(before - after) <= 4, "rows added to a file displace no more than they take"
+    assert all(int(i.removeprefix("zh/r")) >= 40 for i in after - before)
+
+
+def check_other_sources(sources):
+    """Weights of 3 : 1 and 3 : 1 : 1 with totals that leave the first two their numbers."""
+    two = {name: sources[name] for name in ("en", "zh")}
+    before, after = ids(two, rows=40), ids(sources, rows=50)
+    for name in two:
+        assert of(name, after) == of(name, before)
+    assert len(of("agent", after)) == 10
+
+
+def check_places(sources):
+    """The first rows of a file are often of one kind."""
+    places = [int(i.removeprefix("zh/r")) for i in of("zh", ids(sources))]
+    assert places == sorted(places), "rows keep the order of their source"
+    assert min(places) < 10
+    assert max(places) > 30
+
+
+def check_stretches(sources):
+    """Not source after source: training in the order of the data would forget the first."""
+    identities = ids(sources)
+    for end in range(1, 101):
+        for name, share in (("en", 0.6), ("zh", 0.2), ("agent", 0.2)):
+            assert abs(len(of(name, identities[:end])) - share * end) <= 1
+
+
+def test_another_source_moves_no_row_and_every_stretch_has_its_shares(sources):
+    check_other_sources(sources)
+    check_places(sources)
+    check_stretches(sources)
+
+
+@pytest.mark.parametrize("mistake", ["by place", "by order of sources", "one after the other", "no remainder"])
+def test_planted_mistakes_are_caught(sources, monkeypatch, mistake):
+    calls = iter(range(10**6))  # a generator that all sources share
+
+    def by_source(source, ids):
+        return ((0.0, source.name, row) for row in source.read() if row.id in ids)
+
+    name, wrong, check = {
+        "by place": ("rank", lambda seed, name, identity: identity.encode(), check_places),
+        "by order of sources": ("rank", lambda *_: next(calls) * 7919 % 10007, check_other_sources),
+        "one after the other": ("placed", by_source, check_stretches),
+        "no remainder": ("math.floor", lambda share: int(share) - 1, lambda _: check_shares()),
+    }[mistake]
+    monkeypatch.setattr(f"{module.__name__}.{name}", wrong)
+    with pytest.raises(AssertionError):
+        check(sources)
+
+
+def test_rows_that_cannot_be_used_take_no_share_and_come_with_their_reason(sources, tmp_path):
+    bad = json.dumps({"id": "bad", "messages": [{"role": "wizard", "content": "x"}]}) + "\n"
+    (tmp_path / "zh.jsonl").open("a").write(bad)
+    mixed = corpus(sources)
+    *rows, last = mixed.read()
+    assert (last.id, last.source, last.problem) == ("zh/bad", "zh", "unknown role 'wizard'")
+    assert len(rows) == 100
+    assert mixed.counts["zh"] == {"weight": 1.0, "read": 41, "taken": 20}
+    for content, reason in ((bad, r": none of its 1 rows can be used \(unknown role 'wizard'\)"), ("\n", " is empty")):
+        (tmp_path / "zh.jsonl").write_text(content)
+        with pytest.raises(UserError, match=r"data\.sources\.zh" + reason):
+            ids(sources)
+
+
+def test_globs_formats_and_splits_belong_to_a_source(tmp_path, monkeypatch):
+    write(tmp_path / "a1.jsonl", 2, source="x")
+    (tmp_path / "a2.jsonl").write_text(json.dumps({"instruction": "hi", "output": "yes"}) + "\n")
+    loaded = []
+
+    def load(spec, split):
+        loaded.append((spec, split))
+        return datasets.Dataset.from_list([{"prompt": "hi", "messages": chat("hello")}] * 2)
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    some = {
+        "files": {"path": str(tmp_path / "a*.jsonl"), "weight": 3},
+        "hub": {"path": "org/chats", "weight": 2, "format": "prompt", "split": "test"},
+    }
+    mixed = corpus(some)
+    rows = {row.id: row for row in mixed.read()}
+    assert loaded == [("org/chats", "test")]
+    assert {row.source for row in rows.values()} == {"files", "hub"}, "not what rows say of themselves"
+    assert [rows[f"files/{i}"].where for i in ("r0", "r1", "a2-1")] == ["a1.jsonl:1", "a1.jsonl:2", "a2.jsonl:1"]
+    assert set(rows) == {"files/r0", "files/r1", "files/a2-1", "hub/org/chats-1", "hub/org/chats-2"}
+    assert rows["hub/org/chats-1"].messages == [{"role": "user", "content": "hi"}], "in its own format"
+    assert mixed.inputs()["sources"]["hub"]["files"][0][1].startswith("test:")
+    corpus({"hub": {"path": "org/chats"}}, split="valid")
+    assert loaded[-1] == ("org/chats", "valid"), "else data.split"
+
+
+# ---------------------------------------------------------------- mistakes, and the command line
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ({"path": "F", "wieght": 1}, "no option 'data.sources.zh.wieght' (there are path, weight, format, split)"),
+        ({"weight": 1}, "data.sources.zh.path is missing: give a file, a glob, or a hub id"),
+        *[({"path": "F", "weight": w}, f"data.sources.zh.weight={w} is no weight: set a number above 0")
+          for w in (0, -1, "two", True, float("nan"), float("inf"))],
+        ({"path": "F", "format": "mesages"}, "data.sources.zh.format=mesages is no format (there are auto, messages, "),
+        ({"path": "nowhere.jsonl"}, "data.sources.zh.path=nowhere.jsonl is missing: give a file"),
+        ("F", "is no set of options: write data.sources.zh='{path: FILE, weight: 1}'"),
+    ],
+)  # fmt: skip
+def test_a_wrong_source_is_named(tmp_path, value, words):
+    file = str(write(tmp_path / "zh.jsonl", 3))
+    if isinstance(value, dict) and value.get("path") == "F":
+        value = {**value, "path": file}
+    with pytest.raises(UserError, match=re.escape(words)):
+        ids({"zh": value})
+
+
+def test_other_contradictions(sources, tmp_path):
+    (tmp_path / "copy").mkdir()
+    copy = {"path": str(write(tmp_path / "copy" / "zh.jsonl", 40))}
+    for given, more, reason in [
+        (sources, {"conversations": "a", "prompts": "b"}, r"set data\.conversations=null data\.prompts=null"),
+        ({}, {"rows": 3, "conversations": "a"}, r"data\.rows=3 is of data\.sources, which are not given"),
+        ({"a/b": sources["zh"]}, {}, "a source's name is letters"),
+        ({**sources, "copy": copy}, {}, r"data\.sources\.copy and \.zh hold the same: zh\.jsonl; name it once"),
+        ({}, {}, r"no conversations: set data\.conversations or data\.sources"),
+    ]:
+        with pytest.raises(UserError, match=reason):
+            corpus(given, **more)
+
+
+def test_sources_on_the_command_line(sources):
+    """As a shell hands them on: data.sources.zh='{path: zh.jsonl, weight: 1}'."""
+    words = [f"data.sources.{name}={{path: {s['path']}, weight: {s['weight']}}}" for name, s in sources.items()]
+    by_key = [f"data.sources.{n}.{key}={value}" for n, options in sources.items() for key, value in options.items()]
+    recipe = ["+experiment=smollm2", "data.conversations=null", "data.prompts=null", "data.rows=40"]
+    config = load_config([*recipe, *words])
+    assert config.data.sources == load_config([*recipe, *by_key]).data.sources == sources
+    assert [row.id for row in Corpus.open(config, "conversations").read()] == ids(sources, rows=40)
+    without = load_config([*recipe, *words, "data.sources.agent=null"])
+    assert {row.source for row in Corpus.open(without, "conversations").read()} == {"en", "zh"}
+    # Quoted once more than the shell takes off, it is one text.
+    config = load_config([*recipe, "data.sources.zh='{path: zh.jsonl, weight: 1}'"])
+    with pytest.raises(UserError, match="is no set of options"):
+        Corpus.open(config, "conversations")
+
+
+def test_what_the_rows_depend_on_is_known(sources):
+    """The stage's fingerprint: everything that moves a row, and no more."""
+    one = corpus(sources).inputs()
+    assert corpus(dict(reversed(sources.items()))).inputs() == one
+    heavier = {**sources, "zh": {**sources["zh"], "weight": 2}}
+    for other in (corpus(sources, rows=5), corpus(sources, seed=1), corpus(heavier)):
+        assert other.inputs() != one
+    (file,) = open_files(sources["en"]["path"], "train", "x")
+    data = DataConfig(conversations=sources["en"]["path"])
+    for seed in (0, 1):  # nothing is chosen, so the seed says nothing
+        whole = Corpus.open(Config(name="t", seed=seed, data=data), "conversations").inputs()
+        assert whole == {"sources": [[file.name, file.fingerprint]], "format": "auto"}

@@ -2,44 +2,47 @@
 
 import json
 import shutil
+from collections import Counter
 
 import numpy as np
 import pytest
 from datasets import load_from_disk
 
-from data_prep import stage
-from data_prep.split import is_heldout
+from data_prep import dataset, stage
+from data_prep.dataset import is_heldout, prompt_digest
 from data_prep.stage import prepare
 from data_prep.template import ChatTemplate
-from eagle31_train import artifacts, vocab
-from eagle31_train.schema import Config, DataConfig, GenerateConfig, TargetConfig, UserError
-from eagle31_train.tokenizer import vocabulary_fingerprint
+from eagle31_train import artifacts
+from eagle31_train.config import Config, DataConfig, GenerateConfig, TargetConfig
+from eagle31_train.errors import UserError
+from eagle31_train.model import vocab
+from eagle31_train.targets.pretrained import vocabulary_fingerprint
 
 WORDS = ["hello", "the fox", "how are you", "quick", "lazy dog", "brown"]
+SHARE = 0.2
+
+
+def chat(question, answer="the fox", system=None):
+    head = [{"role": "system", "content": system}] if system else []
+    return [*head, {"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 def chats(count):
     return [
-        {
-            "id": f"c{i}",
-            "source": ("a", "b")[i % 2],
-            "messages": [
-                {"role": "user", "content": f"question {i}"},
-                {"role": "assistant", "content": f"{WORDS[i % len(WORDS)]} {i}"},
-            ],
-        }
+        {"id": f"c{i}", "source": "ab"[i % 2], "messages": chat(f"question {i}", f"{WORDS[i % len(WORDS)]} {i}")}
         for i in range(count)
     ]
 
 
 def write(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
 
 
 @pytest.fixture
 def config(tmp_path, tiny_target):
-    write(tmp_path / "chats.jsonl", chats(60))
-    data = DataConfig(conversations=str(tmp_path / "chats.jsonl"), heldout=0.2, max_length=64, draft_vocab_size=300)
+    chats_file = write(tmp_path / "chats.jsonl", chats(60))
+    data = DataConfig(conversations=chats_file, heldout=SHARE, max_length=64, draft_vocab_size=300)
     target = TargetConfig(path=str(tiny_target), dtype="float32", device="cpu")
     return Config(name="t", run_dir=str(tmp_path / "run"), target=target, data=data)
 
@@ -48,8 +51,50 @@ def manifest_of(tmp_path, run="run"):
     return json.loads((tmp_path / run / "data" / "manifest.json").read_text())
 
 
-def rows_of(tmp_path, split):
-    return load_from_disk(str(tmp_path / "run" / "data" / "dataset"))[split].to_list()
+def rows_of(tmp_path):
+    splits = load_from_disk(str(tmp_path / "run" / "data" / "dataset"))
+    return {name: split.to_list() for name, split in splits.items()}
+
+
+# ---------------------------------------------------------------- what is written
+
+
+@pytest.mark.core
+def test_what_is_written(config, tmp_path):
+    config.data.draft_vocab_size = 12  # few enough that some of 26 tokens that occur are missing
+    prepare(config)
+    manifest, rows = manifest_of(tmp_path), rows_of(tmp_path)
+    folder = tmp_path / "run" / "data"
+    draft, template = vocab.read(folder / "vocab.safetensors"), ChatTemplate.load(config.target)
+    assert (len(draft), draft.target_size) == (12, 448)  # the model's rows, not the tokenizer's tokens
+    held = {row["id"] for row in chats(60) if is_heldout(row["messages"], SHARE)}
+    assert [{row["id"] for row in rows[name]} for name in ("train", "heldout")] == [
+        {f"c{i}" for i in range(60)} - held, held,
+    ]  # fmt: skip
+    assert set(rows["train"][0]) == {"id", "source", "input_ids", "loss_mask"}
+    answers = {row["id"]: row["messages"][-1]["content"] for row in chats(60)}
+    for name, split in rows.items():
+        supervised = {row["id"]: np.array(row["input_ids"])[np.array(row["loss_mask"])] for row in split}
+        for i, ids in supervised.items():
+            assert template.decode(ids.tolist()) == answers[i] + "<|im_end|>"
+        counts = manifest["splits"][name]
+        assert counts["conversations"] == len(split) == sum(s["conversations"] for s in counts["by_source"].values())
+        assert counts["tokens"] == sum(len(row["input_ids"]) for row in split)
+        assert counts["assistant_tokens"] == sum(sum(row["loss_mask"]) for row in split)
+        assert set(counts["by_source"]) == {"a", "b"}
+        ids = np.concatenate(list(supervised.values()))
+        assert manifest["draft_vocab"]["coverage"][name] == pytest.approx(draft.t2d[ids].mean())
+        if name == "train":  # the draft vocabulary holds special tokens, and the most frequent of training answers
+            assert template.special_ids() == [0, 1, 2]
+            assert {0, 1, 2} <= set(draft.target_ids.tolist())  # though two of these never occur
+            occurrences = np.bincount(ids, minlength=448)
+            frequent = [i for i in draft.target_ids if i not in template.special_ids()]
+            assert occurrences[frequent].min() >= np.delete(occurrences, draft.target_ids).max()
+    assert (manifest["refused"], manifest["cut"], manifest["no_end_of_turn"]) == ([], 0, 0)
+    assert manifest["vocabulary"] == vocabulary_fingerprint(template.tokenizer)
+    assert artifacts.first_damaged(folder, manifest["files"]) is None
+    assert {"vocab.safetensors", "dataset/dataset_dict.json"} < set(manifest["files"])
+    assert not (tmp_path / "run" / ".data.tmp").exists()
 
 
 def test_a_shuffled_training_split_is_the_same_conversations_in_the_seeds_order(config, tmp_path):
@@ -57,12 +102,11 @@ def test_a_shuffled_training_split_is_the_same_conversations_in_the_seeds_order(
     for seed in (None, 1, 2, 1):
         config.data.shuffle, config.overwrite = seed, True
         prepare(config)
-        orders.append(rows_of(tmp_path, "train"))
+        rows = rows_of(tmp_path)
+        orders.append(rows["train"])
         fingerprints.append(manifest_of(tmp_path)["dataset_fingerprint"])
-        held = rows_of(tmp_path, "heldout")
-        assert held == sorted(held, key=lambda row: int(row["id"][1:])), "only training is shuffled"
+        assert rows["heldout"] == sorted(rows["heldout"], key=lambda row: int(row["id"][1:])), "only training"
     as_read, one, other, again = orders
-    assert [row["id"] for row in as_read] == sorted((row["id"] for row in as_read), key=lambda name: int(name[1:]))
     assert one == again != other
     assert len(set(fingerprints)) == 3
     for order in (one, other):
@@ -70,57 +114,73 @@ def test_a_shuffled_training_split_is_the_same_conversations_in_the_seeds_order(
         assert sorted(order, key=lambda row: int(row["id"][1:])) == as_read
 
 
-def test_what_is_written(config, tmp_path):
+def test_conversations_that_the_template_rewrites_are_taken_turn_by_turn(config, tmp_path):
+    (tmp_path / "own.jinja").write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    config.target.chat_template = str(tmp_path / "own.jinja")
+    rows = [{**row, "messages": row["messages"] + chat("more?", f"quick {i}")} for i, row in enumerate(chats(40))]
+    rows[7]["messages"][-1]["content"] = " "
+    write(tmp_path / "chats.jsonl", rows)
     prepare(config)
-    manifest = manifest_of(tmp_path)
-    splits = load_from_disk(str(tmp_path / "run" / "data" / "dataset"))
-    assert set(splits) == {"train", "heldout"}
-    assert splits["train"].column_names == ["id", "source", "input_ids", "loss_mask"]
-    held = {row["id"] for row in chats(60) if is_heldout(row["messages"], 0.2)}
-    assert set(splits["heldout"]["id"]) == held
-    assert set(splits["train"]["id"]) == {f"c{i}" for i in range(60)} - held
-    template = ChatTemplate.load(config.target)
-    by_id = {row["id"]: row["messages"][-1]["content"] for row in chats(60)}
-    for split in splits.values():
-        for row in split:
-            ids = np.array(row["input_ids"])[np.array(row["loss_mask"])]
-            assert template.decode(ids.tolist()) == by_id[row["id"]] + "<|im_end|>"
-    # The counts say what the data set holds.
-    for name, split in splits.items():
-        told = manifest["splits"][name]
-        assert told["conversations"] == len(split) == sum(s["conversations"] for s in told["by_source"].values())
-        assert told["tokens"] == sum(map(len, split["input_ids"]))
-        assert told["assistant_tokens"] == sum(map(sum, split["loss_mask"]))
-        assert set(told["by_source"]) == {"a", "b"}
-    assert (manifest["refused"], manifest["cut"], manifest["no_end_of_turn"]) == ([], 0, 0)
-    assert manifest["vocabulary"] == vocabulary_fingerprint(template.tokenizer)
-    assert artifacts.first_damaged(tmp_path / "run" / "data", manifest["files"]) is None
-    assert {"vocab.safetensors", "dataset/dataset_dict.json"} < set(manifest["files"])
-    assert not (tmp_path / "run" / ".data.tmp").exists()
+    manifest, written = manifest_of(tmp_path), rows_of(tmp_path)
+    assert manifest["refused"] == [
+        {"id": "c7~turn2", "source": "b", "where": "chats.jsonl:8", "reason": "an empty answer"}
+    ]
+    assert (manifest["split_turns"], manifest["inserted"]) == (40, 79)
+    held = {row["id"] for row in rows if is_heldout(row["messages"], SHARE)}
+    assert 0 < len(held) < 40
+    both = {f"{i}~turn{n}" for i in held for n in (1, 2)} - {"c7~turn2"}
+    assert {row["id"] for row in written["heldout"]} == both  # all turns of a conversation on one side
+    assert len(written["train"]) + len(written["heldout"]) == 79
 
 
-def test_draft_vocabulary_counts_training_answers_only(config, tmp_path):
+# ---------------------------------------------------------------- the split
+
+
+def test_the_split_depends_on_the_prompt_alone():
+    def number(messages):
+        return int.from_bytes(prompt_digest(messages)[:4], "big")
+
+    # Written down once: a change here would move prompts between the splits of existing runs.
+    assert number(chat("why do cats knead blankets?")) == 2_631_719_248
+    same = [
+        chat("why?", "no"),
+        [*chat("why?"), {"role": "user", "content": "and?"}],
+        chat("  why?\n"),
+        chat("why?")[:1],
+    ]
+    assert {number(messages) for messages in same} == {number(chat("why?"))}
+    assert len({number(chat("why?")), number(chat("who?")), number(chat("why?", system="be brief"))}) == 3
+    prompts = [chat(f"question {i}") for i in range(4000)]
+    none, small, large = ({i for i, p in enumerate(prompts) if is_heldout(p, share)} for share in (0.0, 0.05, 0.2))
+    assert 150 < len(small) < 250
+    assert 720 < len(large) < 880
+    assert none < small < large
+
+
+def test_nothing_left_and_empty_splits(config, tmp_path):
+    for heldout, reason in ((1e-9, "holds out none of 60 conversations"), (1 - 1e-9, "holds out every prompt")):
+        config.data.heldout = heldout
+        with pytest.raises(UserError, match=reason):
+            prepare(config)
+    write(tmp_path / "chats.jsonl", [{"prompt": "a"}, {"prompt": "b"}])
+    with pytest.raises(UserError, match=r"no conversation is left to learn from \(2 × no assistant turn\)"):
+        prepare(config)
+    assert not (tmp_path / "run").exists()
+    write(tmp_path / "chats.jsonl", chats(60))
+    config.data.heldout = 0.0
     prepare(config)
-    folder, manifest = tmp_path / "run" / "data", manifest_of(tmp_path)
-    draft = vocab.read(folder / "vocab.safetensors")
-    assert (len(draft), draft.target_size) == (300, 448)  # the model's rows, not the tokenizer's tokens
-    template = ChatTemplate.load(config.target)
-    splits = load_from_disk(str(folder / "dataset"))
-    for name, split in splits.items():
-        answers = np.concatenate([np.array(r["input_ids"])[np.array(r["loss_mask"])] for r in split])
-        assert manifest["draft_vocab"]["coverage"][name] == pytest.approx(draft.t2d[answers].mean())
-    # Few enough that some are missing: the most frequent of the training answers are in.
-    config.run_dir, config.data.draft_vocab_size = str(tmp_path / "small"), 12
-    prepare(config)
-    small = vocab.read(tmp_path / "small" / "data" / "vocab.safetensors")
-    assert template.special_ids() == [0, 1, 2]
-    assert {0, 1, 2} <= set(small.target_ids.tolist())  # among 26 tokens that occur, though two of these never do
-    train = np.concatenate([np.array(r["input_ids"])[np.array(r["loss_mask"])] for r in splits["train"]])
-    counts = np.bincount(train, minlength=448)
-    kept = [i for i in small.target_ids if i not in template.special_ids()]
-    assert counts[kept].min() >= np.delete(counts, small.target_ids).max()
+    assert {name: len(rows) for name, rows in rows_of(tmp_path).items()} == {"train": 60, "heldout": 0}
+    assert manifest_of(tmp_path)["draft_vocab"]["coverage"]["heldout"] is None
 
 
+# ---------------------------------------------------------------- again, and after a kill
+
+
+@pytest.mark.core
 def test_same_input_same_bytes_and_nothing_done_twice(config, tmp_path, capsys):
     prepare(config)
     before = (tmp_path / "run" / "data" / "manifest.json").stat().st_mtime_ns  # reading it may change other times
@@ -134,201 +194,206 @@ def test_same_input_same_bytes_and_nothing_done_twice(config, tmp_path, capsys):
     assert one == other  # checksums of the Arrow files included
 
 
-def test_other_options_do_not_replace_finished_data_unasked(config, tmp_path):
+def test_a_kill_leaves_nothing_that_counts_and_is_gone_on_from(config, tmp_path, monkeypatch):
+    """The same command again: after a kill of the first run, and of runs that replace damaged or other data."""
+
+    def interrupt(module, name):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                prepare(config)
+
+    interrupt(artifacts, "write_json")
+    folder = tmp_path / "run" / "data"
+    assert not folder.exists()
     prepare(config)
-    config.data.max_length = 32
-    with pytest.raises(UserError, match=r"max_length: 64 there, 32 here.*overwrite=true"):
+    (folder / "vocab.safetensors").write_bytes(b"spoilt")
+    for length in (64, 32):
+        if length == 32:
+            config.data.max_length = length
+            with pytest.raises(UserError, match=r"max_length: 64 there, 32 here.*overwrite=true"):
+                prepare(config)
+            config.overwrite = True
+        interrupt(stage, "collect")
         prepare(config)
-    config.overwrite = True
-    prepare(config)
-    assert manifest_of(tmp_path)["inputs"]["max_length"] == 32
+        manifest = manifest_of(tmp_path)
+        assert manifest["inputs"]["max_length"] == length
+        assert artifacts.first_damaged(folder, manifest["files"]) is None
 
 
-def test_damaged_data_is_made_again(config, tmp_path):
-    prepare(config)
-    whole = (tmp_path / "run" / "data" / "vocab.safetensors").read_bytes()
-    (tmp_path / "run" / "data" / "vocab.safetensors").write_bytes(whole[:-1])
-    prepare(config)
-    assert (tmp_path / "run" / "data" / "vocab.safetensors").read_bytes() == whole
+# ---------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize("why", ["damaged", "overwritten"])
-def test_a_kill_while_replacing_is_gone_on_from(config, tmp_path, monkeypatch, why):
-    """The same command again, after the old data were given up and before the new ones were there."""
-    prepare(config)
-    file = tmp_path / "run" / "data" / "vocab.safetensors"
-    if why == "damaged":
-        file.write_bytes(b"spoilt")
-    else:
-        config.data.max_length, config.overwrite = 32, True
-    monkeypatch.setattr(stage, "collect", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        prepare(config)
-    monkeypatch.undo()
-    prepare(config)
-    manifest = manifest_of(tmp_path)
-    assert manifest["inputs"]["max_length"] == (64 if why == "damaged" else 32)
-    assert artifacts.first_damaged(tmp_path / "run" / "data", manifest["files"]) is None
-
-
-def test_several_processes_are_refused(config, monkeypatch):
-    """As a launcher starts them: each would answer every prompt, and write over the others."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match=r"is one process, and WORLD_SIZE=2 is set: start it without a launcher"):
-        prepare(config)
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "told"),
-    [
-        ("draft_vocab_size", 449, r"draft_vocab_size=449 is not between 3 .* and 448"),
-        ("draft_vocab_size", 2, "draft_vocab_size=2 is not between 3"),
-        ("draft_vocab_coverage", 0.9, "exclude each other"),
-        ("shuffle", -1, "shuffle=-1 is no seed"),
-    ],
-)
-def test_what_cannot_be_met_is_refused_before_the_target_answers(config, monkeypatch, option, value, told):
+def test_what_cannot_be_met_is_refused_before_the_work_starts(config, tmp_path, monkeypatch):
     monkeypatch.setattr(stage, "regenerate", lambda *_: pytest.fail("answered first"))
     config.regenerate = True
-    setattr(config.data, option, value)
-    with pytest.raises(UserError, match=told):
+    for size, coverage, reason in ((449, None, "is not between 3 .* and 448"), (300, 0.9, "exclude each other")):
+        config.data.draft_vocab_size, config.data.draft_vocab_coverage = size, coverage
+        with pytest.raises(UserError, match=reason):
+            prepare(config)
+    monkeypatch.setenv("WORLD_SIZE", "2")  # each process would answer every prompt, and write over the others
+    with pytest.raises(UserError, match="WORLD_SIZE=2 is set: start it without a launcher"):
         prepare(config)
-
-
-def test_tools_that_the_template_does_not_write_are_said(config, tmp_path, capsys):
-    tool = {"type": "function", "function": {"name": "find", "parameters": {}}}
-    write(tmp_path / "chats.jsonl", [{**row, "tools": [tool][: i % 3]} for i, row in enumerate(chats(60))])
-    prepare(config)
-    assert manifest_of(tmp_path)["tools_unread"] == 40
-    assert "conversations with tools, which the target's chat template does not write: 40" in capsys.readouterr().out
-
-
-def test_folder_of_somebody_else_is_left_alone(config, tmp_path):
+    monkeypatch.undo()
+    config.regenerate, config.data.draft_vocab_coverage = False, None
     theirs = tmp_path / "run" / "data" / "thesis.txt"
     theirs.parent.mkdir(parents=True)
     theirs.write_text("ten years of work")
-    with pytest.raises(UserError, match=r"is no output of this stage: move it away"):
+    with pytest.raises(UserError, match="is no output of this stage: move it away"):
         prepare(config)
     assert theirs.read_text() == "ten years of work"
 
 
-def test_a_killed_run_leaves_nothing_that_counts(config, tmp_path, monkeypatch):
-    monkeypatch.setattr(artifacts, "write_json", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        prepare(config)
-    assert not (tmp_path / "run" / "data").exists()
-    monkeypatch.undo()
-    prepare(config)
-    assert manifest_of(tmp_path)["splits"]["train"]["conversations"] > 30
-
-
-def test_refused_cut_and_open_conversations_are_counted_and_named(config, tmp_path, capsys):
-    rows = chats(40)
-    rows[0]["messages"].pop()
-    rows[1]["messages"][0]["role"] = "wizard"
-    rows[2]["messages"][1]["content"] += " fox" * 80
-    rows[3]["finish_reason"] = "length"
-    write(tmp_path / "chats.jsonl", rows)
-    prepare(config)
-    manifest = manifest_of(tmp_path)
-    assert manifest["refused"] == [
-        {"id": "c0", "source": "a", "where": "chats.jsonl:1", "reason": "no assistant turn"},
-        {"id": "c1", "source": "b", "where": "chats.jsonl:2", "reason": "unknown role 'wizard'"},
-    ]
-    assert (manifest["cut"], manifest["no_end_of_turn"]) == (1, 1)
-    assert sum(split["conversations"] for split in manifest["splits"].values()) == 38
-    out = capsys.readouterr().out
-    assert "REFUSED: 2" in out
-    assert "c1 (chats.jsonl:2): unknown role 'wizard'" in out
-
-
-def test_conversations_that_the_template_rewrites_are_learnt_turn_by_turn(config, tmp_path, capsys):
-    own = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-        "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n"
-        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    (tmp_path / "own.jinja").write_text(own)
-    config.target.chat_template = str(tmp_path / "own.jinja")
-    rows = [{**row, "messages": row["messages"] + chats(99)[90 + i % 9]["messages"]} for i, row in enumerate(chats(40))]
-    rows[7]["messages"][-1]["content"] = " "
-    write(tmp_path / "chats.jsonl", rows)
-    prepare(config)
-    manifest = manifest_of(tmp_path)
-    (entry,) = manifest["refused"]
-    assert entry == {"id": "c7~turn2", "source": "b", "where": "chats.jsonl:8", "reason": "an empty answer"}
-    assert (manifest["split_turns"], manifest["inserted"]) == (40, 79)
-    splits = load_from_disk(str(tmp_path / "run" / "data" / "dataset"))
-    held = {row["id"] for row in rows if is_heldout(row["messages"], 0.2)}
-    assert 0 < len(held) < 40
-    both = {f"{i}~turn{n}" for i in held for n in (1, 2)} - {"c7~turn2"}
-    assert set(splits["heldout"]["id"]) == both  # all turns of a conversation on one side
-    assert len(splits["train"]) + len(splits["heldout"]) == 79
-    assert "one sample per answer, since the template rewrites history: 40 conversations" in capsys.readouterr().out
-
-
-def test_nothing_left_and_empty_splits(config, tmp_path):
-    write(tmp_path / "chats.jsonl", [{"prompt": "a"}, {"prompt": "b"}])
-    with pytest.raises(UserError, match=r"no conversation is left to learn from \(2 × no assistant turn\)"):
-        prepare(config)
-    write(tmp_path / "chats.jsonl", chats(60))
-    config.data.heldout = 1e-9
-    with pytest.raises(UserError, match="holds out none of 60 conversations"):
-        prepare(config)
-    config.data.heldout = 1 - 1e-9
-    with pytest.raises(UserError, match="holds out every prompt"):
-        prepare(config)
-    config.data.heldout = 1.0
-    with pytest.raises(UserError, match=r"is not in \[0, 1\)"):
-        prepare(config)
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_vocabulary_that_cannot_be_made_leaves_nothing_behind(config, tmp_path):
-    config.data.draft_vocab_coverage = 0.9
-    with pytest.raises(UserError, match="exclude each other"):
-        prepare(config)
-    assert not (tmp_path / "run").exists()
-
-
-def test_heldout_zero_gives_an_empty_split(config, tmp_path):
-    config.data.heldout = 0.0
-    prepare(config)
-    splits = load_from_disk(str(tmp_path / "run" / "data" / "dataset"))
-    assert (len(splits["train"]), len(splits["heldout"])) == (60, 0)
-    assert manifest_of(tmp_path)["draft_vocab"]["coverage"]["heldout"] is None
-
-
-def test_regenerated_answers_flow_into_the_data_set(config, tmp_path):
-    write(tmp_path / "prompts.jsonl", [{"id": f"p{i}", "turns": [f"question {i}"] * (1 + i % 2)} for i in range(24)])
-    config.regenerate, config.data.prompts = True, str(tmp_path / "prompts.jsonl")
-    config.data.generate = GenerateConfig(max_new_tokens=4, batch_size=8, samples=2, temperature=0.9)
-    prepare(config)
-    manifest = manifest_of(tmp_path)
-    assert sum(split["conversations"] for split in manifest["splits"].values()) + len(manifest["refused"]) == 48
-    assert manifest["no_end_of_turn"] > 0  # a random model does not stop by itself in four tokens
-    splits = load_from_disk(str(tmp_path / "run" / "data" / "dataset"))
-    sides = [{i.split("#")[0] for i in splits[name]["id"]} for name in ("train", "heldout")]
-    assert sides[0].isdisjoint(sides[1])  # samples of one prompt stay together
-
-
 def test_targets_that_cannot_be_used(config, tmp_path, tiny_target):
-    config.target.path = str(tmp_path / "nowhere")
-    with pytest.raises(UserError, match=r"target\.path=.*nowhere cannot be loaded"):
-        prepare(config)
-    copy = tmp_path / "copy"
+    copy, own = tmp_path / "copy", tmp_path / "own.jinja"
     shutil.copytree(tiny_target, copy)
-    (copy / "chat_template.jinja").unlink()
-    config.target.path = str(copy)
-    with pytest.raises(UserError, match=r"has no chat template: give one as target\.chat_template=FILE"):
-        prepare(config)
-    config.target.chat_template = str(tmp_path / "none.jinja")
-    with pytest.raises(UserError, match=r"none\.jinja is missing"):
-        prepare(config)
-    (tmp_path / "own.jinja").write_text((tiny_target / "chat_template.jinja").read_text())
-    config.target.chat_template = str(tmp_path / "own.jinja")
-    prepare(config)
+    (copy / "chat_template.jinja").rename(own)
     settings = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**settings, "vocab_size": 100}))
-    with pytest.raises(UserError, match="its model only 100 rows"):
-        prepare(config)
+    for path, template, reason in [
+        (tmp_path / "nowhere", None, r"target\.path=.*nowhere cannot be loaded"),
+        (copy, None, r"has no chat template: give one as target\.chat_template=FILE"),
+        (copy, tmp_path / "none.jinja", r"none\.jinja is missing"),
+        (copy, own, "its model only 100 rows"),
+    ]:
+        config.target.path, config.target.chat_template = str(path), template and str(template)
+        with pytest.raises(UserError, match=reason):
+            prepare(config)
+
+
+# ---------------------------------------------------------------- several sources
+
+
+def questions(name, count, held=None):
+    """Questions of a source; with `held` only such as are held out, or none of them."""
+    texts = (f"{name} question {i}" for i in range(10_000))
+    matching = (text for text in texts if held is None or is_heldout(chat(text), SHARE) == held)
+    return [next(matching) for _ in range(count)]
+
+
+@pytest.fixture
+def mixed(config, tmp_path):
+    en = [{"id": i, "messages": chat(text)} for i, text in enumerate(questions("en", 60), 1)]
+    zh = [{"id": i, "messages": chat(text, "hello")} for i, text in enumerate(questions("zh", 50), 1)]
+    zh[4]["messages"][1]["content"] = "fox " * 300  # cut
+    zh[5]["messages"].pop()  # no answer
+    zh[6]["messages"][0]["role"] = "wizard"
+    zh[7]["finish_reason"] = "length"
+    zh[8]["tools"] = [{"type": "function", "function": {"name": "find", "parameters": {}}}]
+    sources = {
+        "en": {"path": write(tmp_path / "en.jsonl", en), "weight": 1},
+        "zh": {"path": write(tmp_path / "zh.jsonl", zh), "weight": 1},
+    }
+    config.data = DataConfig(sources=sources, rows=98, heldout=SHARE, max_length=200, draft_vocab_size=40)
+    return config
+
+
+def check_counts(config, tmp_path, capsys):
+    prepare(config)
+    manifest, rows = manifest_of(tmp_path), rows_of(tmp_path)
+    assert manifest["sources"] == {
+        "en": {"weight": 1.0, "read": 60, "taken": 49, "refused": 0, "cut": 0, "no_end_of_turn": 0},
+        # All but the wizard's row are taken; the one without an answer is found out later.
+        "zh": {"weight": 1.0, "read": 50, "taken": 49, "refused": 2, "cut": 1, "no_end_of_turn": 1},
+    }
+    assert manifest["refused"] == [
+        {"id": "zh/6", "source": "zh", "where": "zh.jsonl:6", "reason": "no assistant turn"},
+        {"id": "zh/7", "source": "zh", "where": "zh.jsonl:7", "reason": "unknown role 'wizard'"},
+    ]
+    assert (manifest["cut"], manifest["no_end_of_turn"], manifest["tools_unread"]) == (1, 1, 1)
+    texts = {f"{name}/{i}": text for name in ("en", "zh") for i, text in enumerate(questions(name, 60), 1)}
+    for split, held in (("train", False), ("heldout", True)):
+        counts = {name: Counter() for name in ("en", "zh")}
+        for row in rows[split]:
+            tokens = {"tokens": len(row["input_ids"]), "assistant_tokens": sum(row["loss_mask"])}
+            counts[row["source"]].update(conversations=1, **tokens)
+        assert manifest["splits"][split]["by_source"] == counts
+        assert all(is_heldout(chat(texts[row["id"]]), SHARE) == held for row in rows[split])
+    assert sum(map(len, rows.values())) == 97
+    coverage = manifest["draft_vocab"]["coverage_by_source"]
+    assert set(coverage) == {"en", "zh"}
+    assert min(coverage.values()) <= manifest["draft_vocab"]["coverage"]["train"] <= max(coverage.values())
+    out = capsys.readouterr().out
+    assert "REFUSED: 2" in out
+    assert "zh/7 (zh.jsonl:7): unknown role 'wizard'" in out
+    (line,) = [line for line in out.splitlines() if line.split()[:1] == ["zh"]]
+    assert line.split()[1:5] == ["50", "49", "2", "1"]
+    order = "".join("e" if row["source"] == "en" else "z" for row in rows["train"])
+    assert max(len(run) for run in order.split("z")) <= 5, "the sources alternate"
+
+
+def test_every_source_is_counted_and_held_out_by_itself(mixed, tmp_path, capsys):
+    check_counts(mixed, tmp_path, capsys)
+    mixed.seed = 1
+    with pytest.raises(UserError, match="mixed_by: 0 there, 1 here"):
+        prepare(mixed)
+    mixed.seed, mixed.data.sources["zh"]["weight"] = 0, 0.5
+    with pytest.raises(UserError, match=r"sources\.zh\.weight: 1 there, 1/2 here"):
+        prepare(mixed)
+
+
+def test_counts_by_source_that_are_mixed_up_are_caught(mixed, tmp_path, monkeypatch, capsys):
+    right = dataset.refusal
+    monkeypatch.setattr(dataset, "refusal", lambda row, *rest: {**right(row, *rest), "source": "en"})
+    with pytest.raises(AssertionError):
+        check_counts(mixed, tmp_path, capsys)
+
+
+def test_a_source_without_a_held_out_prompt_or_without_any_row_is_named(mixed, tmp_path, capsys):
+    rows = [{"messages": chat(text)} for text in questions("few", 20, held=False)]
+    mixed.data.sources["few"] = {"path": write(tmp_path / "few.jsonl", rows), "weight": 0.4}
+    mixed.data.rows = 96
+    prepare(mixed)
+    assert manifest_of(tmp_path)["not_held_out"] == ["few"]
+    assert "NOT HELD OUT: no prompt of few, which evaluation will not measure" in capsys.readouterr().out
+    mixed.overwrite, mixed.data.rows = True, None
+    write(tmp_path / "few.jsonl", [{"prompt": f"question {i}"} for i in range(20)])
+    with pytest.raises(UserError, match=r"data\.sources\.few: no conversation of it .* × no assistant turn\)"):
+        prepare(mixed)
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_prompt_of_two_sources_falls_on_one_side_and_is_named(mixed, tmp_path, capsys, held):
+    (text,) = questions("shared", 1, held)
+    rows = {
+        "a": [{"id": "x", "messages": chat(text, "hello")}, {"id": "y", "messages": chat(text + " too", "hello!")}],
+        "b": [{"id": "x", "messages": chat(text, "quick")}, {"id": "z", "messages": chat(f" {text}\n", "brown")}],
+    }
+    for name in "ab":
+        mixed.data.sources[name] = {"path": write(tmp_path / f"{name}.jsonl", rows[name]), "weight": 2 / 49}
+    mixed.data.rows = 102
+    prepare(mixed)
+    side = {row["id"] for row in rows_of(tmp_path)["heldout" if held else "train"]}
+    assert {"a/x", "b/x", "b/z"} <= side
+    assert manifest_of(tmp_path)["shared_prompts"] == {"rows": 2, "named": [["a/x", "b/x"], ["a/x", "b/z"]]}
+    assert "on the same side of the split: 2 (b/x asks what a/x does)" in capsys.readouterr().out
+
+
+def test_prompts_are_mixed_before_they_are_answered(mixed, tmp_path):
+    """With two samples of each; ids and sources go on into the data set."""
+    mixed.regenerate, mixed.data.rows = True, 24
+    mixed.data.generate = GenerateConfig(max_new_tokens=4, batch_size=12, samples=2, temperature=0.9)
+    prepare(mixed)
+    answers = [json.loads(line) for line in (tmp_path / "run" / "conversations.jsonl").read_text().splitlines()]
+    assert Counter(row["source"] for row in answers) == {"en": 24, "zh": 24}
+    manifest, rows = manifest_of(tmp_path), rows_of(tmp_path)
+    counts = {name: (count["read"], count["taken"]) for name, count in manifest["sources"].items()}
+    assert counts == {"en": (60, 12), "zh": (50, 12)}, "of prompts, not of answers"
+    assert manifest["no_end_of_turn"] > 0  # a random model does not stop by itself in four tokens
+    prompts = {name: {row["id"].split("#")[0] for row in split} for name, split in rows.items()}
+    assert prompts["train"].isdisjoint(prompts["heldout"])  # samples of one prompt stay together
+    assert prompts["train"] | prompts["heldout"] <= {row["id"] for row in answers}
+    mixed.data.sources["zh"]["weight"] = 2
+    with pytest.raises(UserError, match=r"prompts\.sources\.zh\.weight: 1 there, 2 here"):
+        prepare(mixed)
+
+
+def test_rows_that_name_thousands_of_sources_are_counted_together(config, tmp_path):
+    """Each source's count takes as many numbers as the target has tokens."""
+    rows = [{"id": i, "source": f"https://{i}", "messages": chat(text)} for i, text in enumerate(questions("x", 100))]
+    write(tmp_path / "chats.jsonl", rows)
+    prepare(config)
+    manifest = manifest_of(tmp_path)
+    assert manifest["draft_vocab"]["coverage_by_source"] == {}
+    assert 0 < manifest["draft_vocab"]["coverage"]["train"] <= 1
+    assert len(manifest["sources"]) == 100

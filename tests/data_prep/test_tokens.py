@@ -5,12 +5,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from families import FAMILIES, row_of
+from families import FAMILIES, by_pieces, row_of
 
-from data_prep.template import ChatTemplate, RefusedError
-from data_prep.tokens import Tokens
-from data_prep.turns import samples
-from eagle31_train.schema import TargetConfig, UserError
+from data_prep.formats import Refused
+from data_prep.masks import Tokens, samples
+from data_prep.template import ChatTemplate
+from eagle31_train.config import TargetConfig
+from eagle31_train.errors import UserError
 
 HERE = Path(__file__).parent
 KIMI = FAMILIES["kimi"]
@@ -57,17 +58,14 @@ def template(loaded):
     return ChatTemplate(loaded.tokenizer, loaded.end_ids, loaded.template)
 
 
-def test_code_that_comes_with_a_target_is_not_run_unasked(folder):
+def test_code_that_comes_with_a_target_is_run_if_asked_and_what_it_lacks_is_named(folder, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"Python code of its own: .* target\.trust_remote_code=true"):
         ChatTemplate.load(TargetConfig(path=str(folder)))
-
-
-def test_a_package_that_the_code_needs_is_named(folder, tmp_path, monkeypatch):
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     shutil.copytree(folder, tmp_path / "target")
     code = tmp_path / "target" / "tokenization_bytes.py"
     code.write_text("import a_package_that_is_not_here\n" + code.read_text())
-    with pytest.raises(UserError, match=r"needs something that is not here \(.*\): install it"):
+    with pytest.raises(UserError, match=r"a_package_that_is_not_here.*: install it"):
         ChatTemplate.load(TargetConfig(path=str(tmp_path / "target"), trust_remote_code=True))
 
 
@@ -78,38 +76,24 @@ def test_golden_without_offsets(template, number):
     row = row_of(case)
     found = samples(template, row.messages, 10_000, row.tools)
     for (_, sample), pieces in zip(found.samples, case["samples"], strict=True):
-        ids, mask = [], []
-        for learnt, text in pieces:
-            piece = template.encode(text)
-            ids += piece
-            mask += [bool(learnt)] * len(piece)
-        assert sample.input_ids.tolist() == ids
-        assert sample.loss_mask.tolist() == mask
+        assert (sample.input_ids.tolist(), sample.loss_mask.tolist()) == by_pieces(template, pieces)
 
 
-def test_characters_are_spread_over_tokens(template):
-    """What the golden cases would not show if every character were whole tokens."""
+def test_a_place_between_markers_is_found_or_refused(template, monkeypatch):
     ids = template.encode("你好")
-    assert any("\ufffd" in template.decode([i]) for i in ids)
-    assert "\ufffd" in template.decode(ids[:2])
+    assert "\ufffd" in template.decode(ids[:2]), "characters are spread over tokens"
     assert template.decode(ids) == "你好"
-
-
-def test_a_place_between_markers_is_found_or_refused(template):
     tokens = Tokens(template, "<|im_end|>the ant<|im_middle|>你好")
     assert tokens.boundary(0) == 0
     assert tokens.boundary(len("<|im_end|>")) == 1
     assert template.decode(tokens.ids[: tokens.boundary(len("<|im_end|>the "))]) == "<|im_end|>the "
     assert tokens.boundary(len(tokens.text)) == len(tokens.ids)
     for inside in (3, len("<|im_end|>th"), len("<|im_end|>the ant<|im_middle|>你")):
-        with pytest.raises(RefusedError, match="a boundary inside a token"):
+        with pytest.raises(Refused, match="a boundary inside a token"):
             tokens.boundary(inside)
-
-
-def test_text_that_does_not_come_back_is_refused(template, monkeypatch):
     encode = ChatTemplate.encode
     monkeypatch.setattr(ChatTemplate, "encode", lambda self, text: encode(self, text.replace("好", "")))
-    with pytest.raises(RefusedError, match="does not give back the text"):
+    with pytest.raises(Refused, match="does not give back the text"):
         Tokens(template, "<|im_end|>你好")
 
 
@@ -117,7 +101,7 @@ def test_a_mask_that_begins_one_token_late_is_caught(template, monkeypatch):
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "你好 the fox"}]
     boundary, prompt = Tokens.boundary, template.render(chat[:1], add_generation_prompt=True)
     monkeypatch.setattr(Tokens, "boundary", lambda self, char: boundary(self, char) + (char == len(prompt)))
-    with pytest.raises(RefusedError):
+    with pytest.raises(Refused):
         samples(template, chat, 1000)
 
 

@@ -7,15 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from measured import measured
 from safetensors.torch import load_file, save_file
 
-from eagle31_train import artifacts, vocab
+from eagle31_train import artifacts, export
+from eagle31_train.checkpoint import run_folder
 from eagle31_train.cli import load_config
-from eagle31_train.measure import drafters
-from eagle31_train.measure.acceptance import Sheet, headline, tell
-from eagle31_train.measure.pictures import pictures
-from eagle31_train.measure.results import Measured
-from eagle31_train.schema import Config, DrafterShape
+from eagle31_train.config import Config, DrafterShape
+from eagle31_train.evaluation.measurement import Counts
+from eagle31_train.evaluation.results import headline, summarise
+from eagle31_train.model import vocab
+from eagle31_train.reporting.evaluation_figures import pictures
 
 TINY = DrafterShape(
     architecture="llama",
@@ -165,7 +167,7 @@ class FakeRun:
     @property
     def identity(self) -> str:
         """Of the checkpoint."""
-        return drafters.identity(artifacts.read_json(self.folder / "train" / "manifest.json", "the test"))
+        return run_folder.identity(artifacts.read_json(self.folder / "train" / "manifest.json", "the test"))
 
     def evaluate(self, rate: float = 0.5) -> None:
         """An evaluation of the checkpoint with intervals, a perturbation and pictures."""
@@ -179,13 +181,10 @@ class FakeRun:
         """What was measured of drafters that get each token right at this rate."""
         generator = np.random.default_rng(round(100 * rate))
         reach = [np.minimum(generator.geometric(1 - rate, size=20) - 1, 3).tolist() for _ in range(12)]
-        measured = {name: [Measured(f"p{i}", "chat", 21, found) for i, found in enumerate(reach)] for name in names}
-        sheets = [
-            Sheet(name, "heldout", perturbation, 0.0, 1.0, measured)
-            for name, perturbation in (("heldout", None), ("heldout · no_template", "no_template"))
-        ]
+        counts = {name: [Counts(f"p{i}", "chat", 21, found) for i, found in enumerate(reach)] for name in names}
+        workloads = [measured(name, counts) for name in ("heldout", "heldout · no_template")]
         how = {"machine": "a machine", "dtype": "float32", "max_new_tokens": 24, "command": "python -m this"}
-        return {**tell(sheets, range(1, 4), 3), "title": " against ".join(names), **how}
+        return {**summarise(workloads, range(1, 4), 3), "title": " against ".join(names), **how}
 
     def draw(self, folder: Path, result: dict) -> dict[str, dict]:
         """A file for every picture, which says whose it is; the manifest's entry of them."""
@@ -227,6 +226,17 @@ class FakeRun:
 @pytest.fixture
 def run(tmp_path: Path) -> FakeRun:
     return FakeRun(tmp_path / "run")
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, FakeRun]:
+    """By architecture: a run, exported in float32; not to be changed."""
+    runs = {name: FakeRun(tmp_path_factory.mktemp(name) / "run") for name in ("llama", "mla")}
+    runs["mla"].set_shape(TINY_MLA)
+    runs["mla"].set_tensors(random_tensors(TINY_MLA_TENSORS))
+    for run in runs.values():
+        export.export(run.config("target.dtype=float32"))
+    return runs
 
 
 @pytest.fixture

@@ -1,251 +1,298 @@
-"""What the card tells of results: every number as it was measured, and what was not measured said so."""
+"""Results on their way to the card: their own pictures, no other checkpoint's, and weights that stay as they are."""
 
-import copy
+import json
 import re
-from dataclasses import replace
+from typing import ClassVar
 
-import numpy as np
 import pytest
+import torch
 
-from eagle31_train.card_results import sections
-from eagle31_train.findings import Finding
-from eagle31_train.measure.acceptance import Sheet, headline, tell
-from eagle31_train.measure.results import Drift, Measured
-from eagle31_train.measure.tables import bracket
+from eagle31_train import artifacts, evaluate, export
+from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
+from eagle31_train.errors import UserError
+from eagle31_train.evaluation.serving import Engine
+from eagle31_train.provenance import Provenance
+from eagle31_train.reporting import card
 
-DEPTHS = range(1, 5)
-UNKNOWN = "nobody knows whether me/other was trained on these prompts"
-HOW = {"machine": "a | machine", "dtype": "float32", "max_new_tokens": 24}
-
-
-def answers(rate, prompts=12):
-    generator = np.random.default_rng(round(1000 * rate))
-    own = [0.0, 0.1, 0.2, 0.25]
-    rest = [(1 - share) / 3 for share in own]
-    drift = Drift(rest, rest, rest, own, [1.0, 2.0, 3.0, 4.5], [2.0] * 4)
-    reach = [np.minimum(generator.geometric(1 - rate, size=30) - 1, 4).tolist() for _ in range(prompts)]
-    return [Measured(f"p{i}", ["chat", "a|b<c>"][i % 2], 31, found, drift) for i, found in enumerate(reach)]
-
-
-def sheet(name, rates, **more):
-    suite, _, perturbation = name.partition(" · ")
-    return Sheet(name, suite, perturbation or None, 0.0, 1.0, {n: answers(rate) for n, rate in rates.items()}, **more)
-
-
-@pytest.fixture(scope="module")
-def alone():
-    """The manifest of an evaluation: held-out prompts, and those under a perturbation."""
-    speeds = {"plain": (90, 9.0), "ours": (90, 6.0)}
-    sheets = [
-        sheet("heldout", {"ours": 0.6}, speeds=speeds, notes=["see /home/me/notes.txt", "left out p98, p99: too long"]),
-        sheet("heldout · no_template", {"ours": 0.4}, notes=["no template"]),
-    ]
-    result = {**tell(sheets, DEPTHS, 3), **HOW, "title": "ours", "command": "python -m stage x=/home/me/p.jsonl"}
-    numbers = result["workloads"][0]["drafters"]["ours"]
-    report = {**headline(numbers, 3), "identical": True, "not_measured": ["agent"]}
-    return {"report": report, "result": result}
-
-
-@pytest.fixture(scope="module")
-def compared():
-    """result.json of a comparison: the second drafter, of two trainings, is the better one."""
-    sheets = [
-        sheet("heldout", {"theirs": 0.3, "ours": 0.7}, notes=[UNKNOWN, "left out p98, p99: too long"]),
-        replace(sheet("mt_bench", {"theirs": 0.5, "ours": 0.5}), temperature=0.7, top_p=0.9),
-    ]
-    for rows in sheets[0].measured.values():
-        for each in rows[:7]:
-            each.seen[3] = each.rounds(3)
-    identities = {"theirs": ["1"], "ours": ["2", "3"]}
-    return {**tell(sheets, DEPTHS, 3), **HOW, "title": "theirs against ours", "command": "x", "identities": identities}
-
-
-def row(tokens, users, value, **more):
-    accepted = {"acceptance_length": 1.357, "acceptance_at_depth": [0.3, 0.05, None]}
-    return {
-        "drafter": "ours" if tokens else None,
-        "draft_tokens": tokens,
-        "concurrency": users,
-        "requests": 8,
-        "ttft": {"mean": 0.0521},
-        "tpot": {"mean": None},
-        "per_user": [value, value - 1, value + 1],
-        "speedup": [value / 20, None, None] if tokens else None,
-        "total": 99.54,
-        "acceptance": accepted if tokens else None,
-        "different": 1 if tokens else 0,
-        **more,
-    }
-
-
+SPEED = {
+    "ttft": {"mean": 0.05, "p50": 0.05, "p95": 0.06},
+    "tpot": {"mean": 0.01, "p50": 0.01, "p95": 0.02},
+    "counted": {"ttft": 0.05, "tpot": None},
+    "total": 9.5,
+    "acceptance": None,
+    "different": 0,
+    "requests": 4,
+}
 SERVING = {
-    "definitions": "TTFT: seconds to the first token.",
-    "vllm": "0.32.0",
-    "dtype": "bfloat16",
-    "prompts": 4,
-    "max_new_tokens": 48,
-    "temperature": 0.0,
-    "top_p": 1.0,
-    "rows": [row(0, 1, 20.0), row(3, 1, 30.0)],
-    "verdict": ["ours: at concurrency 1 num_speculative_tokens=3 is best, with 1.50 × the tokens/s/user."],
-    "notes": ["1 of 8 answers are different"],
-    "command": "python -m stage evaluate.backend=vllm",
-    "machine": "a machine",
-    "workload": "mt_bench",
+    **{"definitions": "TTFT: …", "vllm": "0.32.0", "dtype": "float32", "prompts": 4, "max_new_tokens": 48},
+    **{"temperature": 0.0, "top_p": 1.0, "verdict": ["ours: speculation does not pay."], "notes": []},
+    "rows": [
+        {"drafter": name, "draft_tokens": 3 if name else 0, "concurrency": 1, "per_user": [9, 8, 10], "speedup": None}
+        | SPEED
+        for name in (None, "ours")
+    ],
 }
 
 
-def told(evaluation=None, serving=None, comparisons=()):
-    wrapped = {"evaluation": evaluation, "serving": serving and {"serving": serving}}
-    found = {name: value and Finding(value) for name, value in wrapped.items()}
-    return "\n\n".join(sections(found["evaluation"], found["serving"], comparisons))
+def served(run, checkpoint):
+    folder = run.folder / "serving"
+    files = run.draw(folder, {"serving": SERVING})
+    inputs = {"train": "e" * 16, "export": checkpoint}
+    artifacts.write_json(folder / "manifest.json", {"inputs": inputs, "serving": SERVING, "files": files})
 
 
-def cells(text, first):
-    """The cells of the row that begins with this one."""
-    (line,) = re.findall(rf"^\| {re.escape(first)} \|.*$", text, re.MULTILINE)
-    return [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+def compared(run, folder, ours=None, rate=0.5):
+    told = {**run.result(rate, "A", "B"), "trainings": {"A": ["runs/a"], "B": ["runs/b"]}}
+    told["identities"] = {"A": ["0" * 16], "B": ["1" * 16, ours or run.identity]}
+    artifacts.write_json(folder / "result.json", {**told, "files": run.draw(folder, told)})
+    return folder
 
 
-def test_every_depth_has_its_interval_its_shares_and_what_a_perturbation_keeps(alone):
-    text = told(alone)
-    plain, perturbed = (w["drafters"]["ours"] for w in alone["result"]["workloads"])
-    whole, folded = text.split("<details>")
-    for depth in map(str, DEPTHS):
-        at = int(depth) - 1
-        length = bracket(plain["by_depth"][depth]["acceptance_length"])
-        shares = [bracket(plain[kind][at], "{:.1%}") for kind in ("cumulative", "conditional")]
-        assert re.search(rf"^\| {depth} \| {re.escape(' | '.join([length, *shares]))} \|$", whole, re.MULTILINE)
-        length = bracket(perturbed["by_depth"][depth]["acceptance_length"])
-        kept = bracket(perturbed["kept"][depth], "{:.1%}")
-        assert f"| {depth} | {length} | {kept} | " in folded
-        assert re.search(r"\d\.\d{3} \[\d\.\d{3}, \d\.\d{3}\]", length)
-    overview = cells(text, "heldout · no\\_template")
-    assert overview == [
-        "heldout · no\\_template",
-        "12",
-        "greedy",
-        bracket(perturbed["by_depth"]["3"]["acceptance_length"]),
-        bracket(perturbed["kept"]["3"], "{:.1%}"),
-        "25.0% [25.0%, 25.0%]",
-    ]
-    assert f"**Acceptance length {bracket(plain['by_depth']['3']['acceptance_length'])} with 3 draft tokens**" in text
+def of_an_earlier_version(run, folder):
+    told = json.loads((folder / "result.json").read_text())
+    del told["files"]
+    artifacts.write_json(folder / "result.json", told)
 
 
-def test_drift_is_told_in_short(alone):
-    text = told(alone)
-    assert "| draft step | attention: first tokens | attention: prompt |" in text
-    assert "| 4 | 25.0% | 25.0% | 25.0% | 25.0% | 4.50 | 2.00 |" in text
-    without = copy.deepcopy(alone)
-    for workload in without["result"]["workloads"]:
-        workload["drafters"]["ours"]["drift"] = None
-    assert "| draft step |" not in told(without)
-    assert "Drift was not measured." in told(without)
-    assert "Drift was not measured." not in text
+def record(run):
+    return json.loads((run.folder / "export.json").read_text())
 
 
-def test_sources_conditions_and_what_is_missing_are_told(alone):
-    text = told(alone)
-    for name in ("chat", "a\\|b\\<c\\>"):
-        found = alone["result"]["workloads"][0]["drafters"]["ours"]["by_source"][name.replace("\\", "")]
-        line = f"| {name} | 6 | {found['by_depth']['3']['drafts']} | "
-        assert line + bracket(found["by_depth"]["3"]["acceptance_length"]) in text
-    assert "Not measured, since none of its prompts was decoded: agent." in text
-    assert "On a \\| machine, in float32, with answers of at most 24 tokens, by\n\n```sh\npython -m stage" in text
-    assert "15.0 tokens per second with the drafter, 10.0 without (1.50 ×)" in text
-    assert text.count("left out p98, p99: too long") == 1
-    assert "12 prompts, greedy, no template." in text.replace(";", ",")
+def weights(run):
+    file = run.folder / "export" / "model.safetensors"
+    return file.stat().st_ino, file.stat().st_mtime_ns, file.read_bytes()
 
 
-def test_what_was_decoded_for_real_is_told(alone):
-    by = "Draft and target were run by eagle31's own evaluator: "
-    real = "at 3 draft tokens by real speculative decoding, with every output equal to plain decoding of the target"
-    same = "other numbers of draft tokens are told from the same outputs"
-    assert f"{by}{real}; {same}." in told(alone)
-    drawn = copy.deepcopy(alone)
-    drawn["report"]["identical"] = False
-    drawn["result"]["workloads"][1]["temperature"] = 0.7
-    law = "by real speculative decoding at every number of draft tokens, so that outputs are other draws from"
-    both = told(drawn)
-    assert f"{by}where tokens are chosen greedily, {real}; {same}; where they are sampled, with drafts that" in both
-    assert law in both
-    drawn["result"]["workloads"][0]["temperature"] = 0.7
-    assert "equal to plain decoding" not in told(drawn)
-    assert law in told(drawn)
+def test_the_card_shows_pictures_that_are_there_and_that_the_record_lists(run, tmp_path):
+    run.evaluate()
+    export.export(run.config())
+    served(run, record(run)["checkpoint"])
+    export.export(run.config(f"comparisons=[{compared(run, tmp_path / 'cmp')}]"))
+    out, body = run.folder / "export", run.exported()[2]
+    shown = re.findall(r"^!\[[^\]]+\]\((images/[\w./-]+\.png)\)$", body, re.MULTILINE)
+    there = [str(file.relative_to(out)) for file in (out / "images").rglob("*") if file.is_file()]
+    assert sorted(shown) == sorted(there)
+    assert len(set(shown)) == len(shown)
+    assert {name.split("/")[1] for name in shown} == {"acceptance", "serving", "comparison-1"}
+    for name in shown:
+        room = name.split("/")[1].replace("acceptance", "evaluate").replace("comparison-1", "cmp")
+        assert (out / name).read_bytes().startswith(f"{room} {name.split('/')[2][:-4]} ".encode()), "another's picture"
+    files = {str(file.relative_to(run.folder)) for file in out.rglob("*") if file.is_file()}
+    assert record(run)["files"].keys() == files
+    assert "ours: speculation does not pay." in body
+    assert "This checkpoint is B." in body
+    assert str(tmp_path) not in body
+    draft = DrafterCheckpoint.open(out, target_layers=lambda: 9)
+    assert draft.shape == run.shape, "pictures do not confuse who reads the folder"
 
 
-def test_definitions_stand_once(alone, compared):
-    text = told(alone, None, [Finding(compared, ours=["ours"])])
-    assert text.count("Acceptance length: tokens per draft") == 1
-    assert text.count("## What the numbers mean") == 1
-    assert "Acceptance length: tokens per draft" in told(None, None, [Finding(compared, ours=["ours"])])
-    assert "What the numbers mean" not in told()
+def test_new_results_make_a_new_card_and_touch_no_weights(run, tmp_path, capsys):
+    export.export(run.config())
+    before, checkpoint = weights(run), record(run)["checkpoint"]
+    run.evaluate(0.3)
+    export.export(run.config())
+    first = run.exported()[2]
+    assert "Kept of the plain form" in first
+    served(run, checkpoint)
+    run.evaluate(0.7)
+    export.export(run.config())
+    assert run.exported()[2] != first
+    assert "speculation does not pay" in run.exported()[2]
+    folder = compared(run, tmp_path / "cmp")
+    export.export(run.config(f"comparisons=[{folder}]"))
+    export.export(run.config(f"comparisons=[{compared(run, folder, rate=0.7)}]"))
+    assert weights(run) == before
+    assert record(run)["checkpoint"] == checkpoint
+    capsys.readouterr()
+    export.export(run.config(f"comparisons=[{folder}]"))
+    assert "export: up to date" in capsys.readouterr().out
+    export.export(run.config())
+    assert not (run.folder / "export" / "images" / "comparison-1").exists(), "what the card no longer tells is gone"
 
 
-def test_no_folder_of_the_machine_is_told(alone):
-    text = told(alone)
-    assert "/home/me" not in text
-    assert "see /path/to/notes.txt" in text
-    assert "x=/path/to/p.jsonl" in text
+@pytest.mark.parametrize("trained", ["of other inputs", "again, to other weights"])
+def test_acceptance_of_other_weights_is_not_claimed(trained, run, capsys):
+    run.evaluate()
+    export.export(run.config())
+    assert "acceptance of this checkpoint was not measured" not in run.exported()[2]
+    assert capsys.readouterr().out.count("is of other weights") == 0
+    file = run.folder / "train" / "manifest.json"
+    if trained == "of other inputs":
+        artifacts.write_json(file, {**artifacts.read_json(file, ""), "fingerprint": "0" * 16})
+    else:
+        run.change_tensors(norm__weight=torch.full((16,), 0.5))
+        assert artifacts.read_json(file, "")["fingerprint"] == "e" * 16
+    export.export(run.config("overwrite=true"))
+    assert "The acceptance of this checkpoint was not measured." in run.exported()[2]
+    warning = f"{run.folder}/evaluate is of other weights or an earlier version, and not on the card: run `python -m"
+    assert capsys.readouterr().out.count(warning) == 1
 
 
-def test_one_workload_says_that_others_were_not_measured(alone):
-    one = copy.deepcopy(alone)
-    del one["result"]["workloads"][1]
-    assert "Other prompts than these, and these under perturbation, were not measured." in told(one)
-    assert "were not measured" not in told(alone)
+def test_a_local_target_is_named_without_its_path_and_links_nowhere(run, tmp_path):
+    local = tmp_path / "secret-place" / "my | target"
+    local.mkdir(parents=True)
+    export.export(run.config(f"target.path='{local}'"))
+    config, _, text = run.exported()
+    assert "base_model" not in text
+    assert "drafter for my \\| target" in text
+    assert config["target_model_name"] == "my | target"
+    assert "vllm serve '/path/to/my | target' --spec" in text
+    assert "secret-place" not in text + json.dumps(config)
 
 
-# ---------------------------------------------------------------- serving
+def test_words_alone_renew_the_card_too(run):
+    run.evaluate()
+    export.export(run.config())
+    path = run.folder / "evaluate" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["report"]["not_measured"] = ["agent"]
+    artifacts.write_json(path, manifest)
+    export.export(run.config())
+    assert "none of its prompts was decoded: agent." in run.exported()[2]
 
 
-def test_serving_is_told_with_its_verdict_and_conditions():
-    text = told(serving=SERVING)
-    assert f"**{SERVING['verdict'][0].replace('_', chr(92) + '_')}**" in text
-    assert "vLLM 0.32.0 on a machine, bfloat16; 4 prompts of mt\\_bench, greedy, at most 48 tokens per answer." in text
-    assert "```sh\npython -m stage evaluate.backend=vllm\n```" in text
-    assert "| none | 0 | 1 | 52.1 | – | 20.0 [19.0, 21.0] | – | 99.5 | – | – | 0 of 8 |" in text
-    ours = "| ours | 3 | 1 | 52.1 | – | 30.0 [29.0, 31.0] | 1.50 | 99.5 | 1.36 | 30.0%, 5.0%, – | 1 of 8 |"
-    assert ours in text
-    assert "- 1 of 8 answers are different" in text
-    assert "TTFT: seconds to the first token." in text
-    sampled = told(serving={**SERVING, "temperature": 0.7, "top_p": 0.9})
-    assert "sampled at temperature 0.7, top_p 0.9" in sampled
+def test_a_new_card_does_not_make_the_serving_result_stale(run, monkeypatch, capsys):
+    """The whole way: export, serve, export for the card, serve again: nothing to do."""
+
+    class Asked:
+        name, prompts = "heldout", ()
+        remarks: ClassVar = ["first turns alone", "left out long: too many tokens"]
+
+    monkeypatch.setattr(evaluate, "made_from", lambda config, data, drafter, engine: Provenance(drafter))
+    monkeypatch.setattr(evaluate.evaluating, "choose_workloads", lambda *_: [Asked])
+    monkeypatch.setattr(evaluate, "check_serving", lambda _: Engine("0.0", "8 × GPU"))
+    monkeypatch.setattr(
+        evaluate, "measure_serving", lambda *given: json.loads(json.dumps(SERVING)) | {"machine": given[-1].device}
+    )
+    monkeypatch.setattr(evaluate.serving_report, "table", lambda _: "")
+    manifest = {**data_manifest(run), "end_ids": [2]}
+    artifacts.write_json(run.folder / "data" / "manifest.json", manifest)
+    export.export(run.config())
+    artifacts.write_json(run.folder / "data" / "manifest.json", {**manifest, "dataset_fingerprint": "of other data"})
+    with pytest.raises(UserError, match="not the data that the drafter was trained on"):
+        evaluate.serve(run.config())
+    artifacts.write_json(run.folder / "data" / "manifest.json", manifest)
+    evaluate.serve(run.config())
+    export.export(run.config())
+    assert "speculation does not pay" in run.exported()[2]
+    served = json.loads((run.folder / "serving" / "manifest.json").read_text())["serving"]
+    assert served["workload"] == "heldout"
+    assert served["notes"] == ["first turns alone", "left out long: too many tokens"]
+    assert served["machine"] == "8 × GPU"
+    assert (run.folder / "export" / "images" / "serving" / "serving-ours.png").is_file()
+    capsys.readouterr()
+    evaluate.serve(run.config())
+    assert "evaluate: up to date" in capsys.readouterr().out
+    run.change_tensors(norm__weight=torch.full((16,), 0.5))
+    with pytest.raises(UserError, match=r"export has other weights than .*train: run `.*` again, with overwrite=true"):
+        evaluate.serve(run.config())
+    export.export(run.config("overwrite=true"))
+    assert "speculation does not pay" not in run.exported()[2], "other weights were served"
+    assert f"{run.folder}/serving is of other weights" in capsys.readouterr().out
+    (run.folder / "export" / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"config.json has 2 bytes.*: run `python -m eagle31_train.export` again"):
+        evaluate.serve(run.config())
 
 
-def test_what_was_not_measured_is_said():
-    text = told()
-    assert "The acceptance of this checkpoint was not measured." in text
-    assert "How fast vLLM is with this checkpoint was not measured." in text
-    assert "This checkpoint was not compared with others." in text
+def data_manifest(run):
+    return json.loads((run.folder / "data" / "manifest.json").read_text())
 
 
-# ---------------------------------------------------------------- comparisons
+def test_serving_needs_an_export_that_knows_its_checkpoint(run):
+    export.export(run.config())
+    old = record(run)
+    del old["checkpoint"]
+    artifacts.write_json(run.folder / "export.json", old)
+    with pytest.raises(UserError, match=r"export.json is of an earlier version: run `python -m eagle31_train.export`"):
+        evaluate.serve(run.config())
 
 
-def test_a_comparison_is_told_by_verdict_and_difference(compared):
-    text = told(comparisons=[Finding(compared, ours=["ours"])])
-    assert "This checkpoint is ours, one of 2 trainings that stand under this name." in text
-    assert "| prompts | number | of these by real speculation | decoding | ours against theirs |" in text
-    won, even = compared["workloads"]
-    assert won["verdict"]["ours"]["text"].startswith("ours wins at every number of draft tokens")
-    assert f"| heldout | 12 | 7 | greedy | {won['verdict']['ours']['text'].replace('[', chr(92) + '[')[:40]}" in text
-    assert "| mt\\_bench | 12 | 0 | sampled at temperature 0.7, top_p 0.9 | " in text
-    changes = [bracket(won["differences"]["ours"][str(depth)]["difference"], "{:+.2f}") for depth in DEPTHS]
-    assert f"| heldout | {' | '.join(f'**{change}**' for change in changes)} |" in text
-    same = [bracket(even["differences"]["ours"][str(depth)]["difference"], "{:+.2f}") for depth in DEPTHS]
-    assert f"| mt\\_bench | {' | '.join(same)} |" in text, "what is no difference is not bold"
-    lengths = [bracket(won["drafters"][n]["by_depth"]["3"]["acceptance_length"]) for n in ("theirs", "ours")]
-    assert f"| heldout | {' | '.join(lengths)} |" in text
+def test_serving_of_another_checkpoint_is_not_told(run):
+    served(run, "0" * 16)
+    export.export(run.config())
+    assert "How fast vLLM is with this checkpoint was not measured." in run.exported()[2]
 
 
-def test_a_comparison_tells_what_its_readers_should_know(compared):
-    lines = told(comparisons=[Finding(compared, ours=["ours"])]).splitlines()
-    assert f"- heldout: {UNKNOWN}; left out p98, p99: too long" in lines
-    assert not any(line.startswith("- mt") for line in lines), "of which there is nothing to say"
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda run, folder: (folder / "result.json").unlink(), "has no result.json: give the folder that"),
+        (lambda run, folder: (folder / "result.json").write_text("[1]"), "is damaged (not a JSON object)"),
+        (lambda run, folder: (folder / "result.json").write_text("{}"), "so it is no comparison"),
+        (lambda run, folder: compared(run, folder, ours="2" * 16), "none of which has the weights in train/"),
+        (lambda run, folder: compared(run, folder, ours="e" * 16), "none of which has the weights in train/"),
+        (lambda run, folder: run.change_tensors(norm__weight=torch.ones(16)), "none of which has the weights in"),
+        (lambda run, folder: (folder / "heldout-gain.png").unlink(), "heldout-gain.png is missing: run"),
+        # As a comparison leaves it that drew other numbers and was stopped then.
+        (
+            lambda run, folder: run.draw(folder, run.result(0.7, "A", "B")),
+            "damaged or replaced: run `python -m eagle",
+        ),
+        (of_an_earlier_version, "result.json has no files, so it is no comparison, or one of an earlier version: run"),
+    ],
+)
+def test_what_is_no_comparison_of_this_checkpoint_is_refused_in_one_line(spoil, said, run, tmp_path):
+    export.export(run.config())
+    folder = compared(run, tmp_path / "cmp")
+    spoil(run, folder)
+    before = run.listing()
+    with pytest.raises(UserError, match=re.escape(said)) as caught:
+        export.export(run.config(f"comparisons=[{folder}]"))
+    assert str(folder) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert run.listing() == before
 
 
-def test_a_comparison_that_was_served_tells_it(compared):
-    serving = {key: value for key, value in SERVING.items() if key not in ("command", "machine")}
-    text = told(comparisons=[Finding({**compared, "serving": serving}, ours=["ours"])])
-    assert "vLLM 0.32.0, bfloat16; 4 prompts" in text
+def test_a_damaged_picture_is_refused(run):
+    run.evaluate()
+    (run.folder / "evaluate" / "workloads-acceptance.png").write_bytes(b"half")
+    with pytest.raises(UserError, match=r"workloads-acceptance.png has 4 bytes.*eagle31_train.evaluate"):
+        export.export(run.config())
+    assert not (run.folder / "export").exists()
+
+
+def test_damaged_weights_do_not_stay_for_a_new_card(run):
+    export.export(run.config())
+    good = weights(run)[2]
+    (run.folder / "export" / "model.safetensors").write_bytes(b"\0" * len(good))
+    run.evaluate()
+    export.export(run.config())
+    assert weights(run)[2] == good
+
+
+def test_a_card_that_fails_leaves_the_old_export_whole(run, monkeypatch):
+    export.export(run.config())
+    before, listing = run.exported()[2], run.listing()
+    run.evaluate()
+    new = sorted({*run.listing()} - {*listing})
+    with monkeypatch.context() as patch:
+        patch.setattr(card, "render", lambda facts: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            export.export(run.config())
+    assert run.exported()[2] == before
+    assert run.listing() == sorted([*listing, *new])
+    assert artifacts.first_damaged(run.folder, record(run)["files"]) is None
+
+
+def test_a_kill_before_the_new_folder_has_its_name_is_made_good(run, monkeypatch):
+    export.export(run.config())
+    before = weights(run)[2]
+    run.evaluate()
+    with monkeypatch.context() as patch:
+        patch.setattr(artifacts, "commit", killed_at("export", artifacts.commit))
+        with pytest.raises(KeyboardInterrupt):
+            export.export(run.config())
+    assert weights(run)[2] == before, "whoever serves it goes on"
+    export.export(run.config())
+    assert "Kept of the plain form" in run.exported()[2]
+    assert weights(run)[2] == before
+    assert artifacts.first_damaged(run.folder, record(run)["files"]) is None
+
+
+def killed_at(name, commit):
+    def committed(temporary, final):
+        if final.name == name:
+            raise KeyboardInterrupt
+        commit(temporary, final)
+
+    return committed

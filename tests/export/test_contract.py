@@ -5,34 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from eagle31_train import contract
-from eagle31_train.schema import UserError
+from eagle31_train.checkpoint import contract
+from eagle31_train.errors import UserError
+
+pytestmark = pytest.mark.core
 
 
 def test_the_table_for_a_tiny_drafter(tiny, tiny_tensors):
     assert contract.weight_shapes(tiny) == tiny_tensors
     assert contract.map_tensors(tiny) == {"d2t": (12,), "t2d": (40,)}
-
-
-def test_the_table_for_smollm2(smollm2):
-    assert contract.weight_shapes(smollm2) == {
-        "fc.weight": (576, 1728),
-        "fc_norm.0.weight": (576,),
-        "fc_norm.1.weight": (576,),
-        "fc_norm.2.weight": (576,),
-        "midlayer.input_layernorm.weight": (576,),
-        "midlayer.hidden_norm.weight": (576,),
-        "midlayer.post_attention_layernorm.weight": (576,),
-        "midlayer.self_attn.q_proj.weight": (576, 1152),
-        "midlayer.self_attn.k_proj.weight": (192, 1152),
-        "midlayer.self_attn.v_proj.weight": (192, 1152),
-        "midlayer.self_attn.o_proj.weight": (576, 576),
-        "midlayer.mlp.gate_proj.weight": (1536, 576),
-        "midlayer.mlp.up_proj.weight": (1536, 576),
-        "midlayer.mlp.down_proj.weight": (576, 1536),
-        "norm.weight": (576,),
-        "lm_head.weight": (8192, 576),
-    }
 
 
 def test_the_table_follows_the_flags(tiny, tiny_tensors):
@@ -44,8 +25,8 @@ def test_the_table_follows_the_flags(tiny, tiny_tensors):
     assert contract.map_tensors(replace(tiny, draft_vocab_size=40)) == {}
 
 
-def test_a_whole_checkpoint_passes(tiny, good):
-    assert contract.check(good, tiny) == []
+def test_a_whole_checkpoint_passes(tiny, good, tiny_mla, good_mla):
+    assert contract.check(good, tiny) == contract.check(good_mla, tiny_mla) == []
     assert contract.check({name: tuple(t.shape) for name, t in good.items()}, tiny) == []
 
 
@@ -153,3 +134,47 @@ def test_joined_projections_are_taken_apart(tiny, good):
     assert all(torch.equal(apart[name], good[name]) for name in good)
     joined["midlayer.mlp.gate_up_proj.weight"] = torch.zeros(7, 16)
     assert any("gate_up_proj.weight is superfluous" in p for p in contract.check(contract.separate(joined, tiny), tiny))
+
+
+# ---------------------------------------------------------------- MLA
+
+
+def full_rank(tensors):
+    """The table without q_lora_rank."""
+    kept = {name: size for name, size in tensors.items() if "q_a_" not in name and "q_b_" not in name}
+    return {**kept, "midlayer.self_attn.q_proj.weight": (30, 32)}
+
+
+def test_the_table_of_mla(tiny_mla, tiny_mla_tensors):
+    assert contract.weight_shapes(tiny_mla) == tiny_mla_tensors
+    assert contract.weight_shapes(replace(tiny_mla, q_lora_rank=None)) == full_rank(tiny_mla_tensors)
+
+
+AT_ONE = ("midlayer.self_attn.q_a_layernorm.weight", "midlayer.self_attn.kv_a_layernorm.weight", "norm.weight")
+
+
+def test_everything_that_vllm_would_leave_as_it_is_made_is_missed(tiny_mla, good_mla):
+    for name in good_mla:
+        problems = contract.check({n: t for n, t in good_mla.items() if n != name}, tiny_mla)
+        assert len(problems) == 1
+        assert problems[0].startswith(f"{name} is missing")
+        assert problems[0].endswith("vLLM would silently leave it at one") == ("norm" in name)
+    assert set(AT_ONE) < good_mla.keys()
+
+
+def test_queries_of_the_other_kind_are_superfluous(tiny_mla, good_mla):
+    good_mla["midlayer.self_attn.q_proj.weight"] = torch.zeros(30, 32)
+    assert any("q_proj.weight is superfluous" in p for p in contract.check(good_mla, tiny_mla))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_key_value_heads": 1}, "num_key_value_heads 1 is not num_attention_heads 3"),
+        ({"head_dim": 16}, "head_dim 16 is not the 10"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "every scaling of an MLA drafter for YaRN"),
+        ({"max_position_embeddings": 129}, "beyond the 128 positions"),
+    ],
+)
+def test_shapes_of_mla_that_vllm_reads_otherwise_are_named(change, words, tiny_mla):
+    assert any(words in problem for problem in contract.check_shape(replace(tiny_mla, **change)))

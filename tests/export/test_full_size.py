@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from eagle31_train import contract, draft_config
+from eagle31_train.checkpoint import config_json, contract
+from eagle31_train.checkpoint.shape import drafter_shape
 from eagle31_train.cli import load_config
-from eagle31_train.drafter.model import Drafter
-from eagle31_train.shape import drafter_shape
+from eagle31_train.model.drafter import Drafter
 
 H, V = 7168, 163840
 # Of lightseekorg/kimi-k2.6-eagle3.1-mla, written out from its table.
@@ -68,7 +68,7 @@ def test_the_softmax_scale_is_sharpened(drafter):
 def test_the_config_json_is_the_published_one(shape):
     yarn = {"factor": 64.0, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0}
     yarn |= {"rope_type": "yarn", "type": "yarn", "beta_fast": 1.0, "beta_slow": 1.0}
-    assert draft_config.config_json(shape, "bfloat16", "Kimi-K2.6") == {
+    assert config_json.config_json(shape, "bfloat16", "Kimi-K2.6") == {
         "architectures": ["Eagle3DeepseekV2ForCausalLM"],
         "model_type": "kimi_k2",
         "target_model_name": "Kimi-K2.6",

@@ -1,25 +1,20 @@
-"""Upload to a loopback endpoint that speaks the hub's protocol and keeps what it was sent.
-
-huggingface_hub reads HF_ENDPOINT when it is imported, so each export runs in a process of its own.
-"""
+"""Upload to a loopback endpoint that speaks the hub's protocol and keeps what it was sent."""
 
 import base64
 import errno
 import hashlib
 import json
-import os
 import re
-import subprocess
-import sys
 import threading
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, constants
 
-from eagle31_train.cli import ROOT
-from eagle31_train.hub import push
-from eagle31_train.schema import UserError
+from eagle31_train.checkpoint import hub as checkpoint_hub
+from eagle31_train.errors import UserError
+from eagle31_train.export import export
 
 
 class Hub:
@@ -104,112 +99,74 @@ class Hub:
 
 
 @pytest.fixture
-def hub():
+def hub(monkeypatch):
     hub = Hub()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(checkpoint_hub, "HfApi", partial(HfApi, endpoint=hub.url, token="hf_dummy"))
     yield hub
     hub.server.shutdown()
     hub.server.server_close()
 
 
-def export(run, endpoint, *options, token="hf_dummy"):
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
-    environment |= {
-        "HF_ENDPOINT": endpoint,
-        "HF_HUB_DISABLE_XET": "1",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        "HF_HOME": str(run.folder.parent / "hf-home"),
-        "OMP_NUM_THREADS": "1",
-    }
-    if token:
-        environment["HF_TOKEN"] = token
-    return subprocess.run(
-        [sys.executable, "-m", "eagle31_train.export", *run.overrides(), *options],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-
-
-def test_push_uploads_exactly_the_export(run, hub):
+def test_push_uploads_exactly_the_export(run, hub, capsys):
     run.evaluate()
-    done = export(run, hub.url, "push=true", "repo=me/draft", "private=true")
-    assert done.returncode == 0, done.stderr
+    export(run.config("push=true", "repo=me/draft", "private=true"))
     assert (hub.created["name"], hub.created["organization"]) == ("draft", "me")
     assert hub.created.get("private") is True or hub.created.get("visibility") == "private"
     out = run.folder / "export"
-    files = {str(file.relative_to(out)): file.read_bytes() for file in out.rglob("*") if file.is_file()}
-    assert hub.files == files
+    assert hub.files == {str(file.relative_to(out)): file.read_bytes() for file in out.rglob("*") if file.is_file()}
     shown = re.findall(r"^!\[.*\]\((.*)\)$", hub.files["README.md"].decode(), re.MULTILINE)
     assert "images/acceptance/workloads-kept.png" in shown
     assert hub.files.keys() == {"config.json", "model.safetensors", "README.md", *shown}
     assert hashlib.sha256(hub.files["model.safetensors"]).hexdigest() in hub.blobs
-    assert '"model": "me/draft"' in done.stdout
+    assert '"model": "me/draft"' in capsys.readouterr().out
 
 
-def test_pictures_of_an_earlier_export_leave_and_nothing_else_does(run, hub):
+def test_only_push_sends_and_only_pictures_of_an_earlier_export_leave(run, hub, capsys):
+    export(run.config("repo=me/draft"))
+    assert hub.calls == []
     old = ["images/acceptance/old.png", "images/comparison-2/gain.png"]
     hub.files = dict.fromkeys([*old, "images/logo.png", "notes.md"], b"x")
-    assert export(run, hub.url, "push=true", "repo=me/draft").returncode == 0
+    export(run.config("push=true", "repo=me/draft"))
+    assert "export: up to date" in capsys.readouterr().out
     assert hub.files.keys() == {"config.json", "model.safetensors", "README.md", "images/logo.png", "notes.md"}
-
-
-def test_nothing_is_sent_without_push(run, hub):
-    done = export(run, hub.url, "repo=me/draft")
-    assert done.returncode == 0, done.stderr
-    assert hub.calls == []
-
-
-def test_a_finished_export_can_be_pushed_later(run, hub):
-    assert export(run, hub.url, "repo=me/draft").returncode == 0
-    done = export(run, hub.url, "repo=me/draft", "push=true")
-    assert "export: up to date" in done.stdout
-    assert "model.safetensors" in hub.files
 
 
 def test_a_public_repository_is_not_taken_for_a_private_one(run, hub):
     hub.exists_publicly = True
-    done = export(run, hub.url, "push=true", "repo=me/draft", "private=true")
-    assert done.returncode == 2
-    assert "me/draft exists and is public" in done.stderr
-    assert hub.files == {}
-    assert hub.blobs == {}
+    with pytest.raises(UserError, match="me/draft exists and is public"):
+        export(run.config("push=true", "repo=me/draft", "private=true"))
+    assert hub.files == hub.blobs == {}
 
 
 @pytest.mark.parametrize(
-    ("status", "said"),
+    ("status", "words"),
     [
         (401, "the hub refused the token: run `hf auth login`"),
         (403, "may not write to me/draft"),
         (404, "is the owner's name right"),
         (507, "run the same command again later"),
+        ("closed", "the hub cannot be reached"),
+        ("name", "is no hub repository name"),
     ],
 )
-def test_refusals_are_one_line_with_what_to_do(status, said, run, hub):
-    hub.refuse_with = status
-    done = export(run, hub.url, "push=true", "repo=me/draft")
-    assert done.returncode == 2
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stderr.count("\n") == 1
-    assert (run.folder / "export.json").is_file(), "the export itself is done, only the upload failed"
+def test_refusals_are_one_line_with_what_to_do(status, words, tmp_path, hub):
+    hub.refuse_with = status if isinstance(status, int) else None
+    if status == "closed":
+        hub.server.shutdown()
+        hub.server.server_close()
+    with pytest.raises(UserError, match=words) as error:
+        checkpoint_hub.push(tmp_path, "me/my/draft" if status == "name" else "me/draft", private=False)
+    assert "\n" not in str(error.value)
+    assert hub.files == {}
 
 
-def test_no_token_is_one_line_with_what_to_do(run, hub):
+def test_no_token_is_one_line_with_what_to_do(tmp_path, monkeypatch, hub):
     hub.refuse_with = 401  # what the hub answers to a call without a token
-    done = export(run, hub.url, "push=true", "repo=me/draft", token=None)
-    assert done.returncode == 2
-    assert "`hf auth login`" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_an_endpoint_that_is_not_there_is_one_line(run, hub):
-    hub.server.shutdown()
-    hub.server.server_close()
-    done = export(run, hub.url, "push=true", "repo=me/draft")
-    assert done.returncode == 2
-    assert "error: the hub cannot be reached" in done.stderr
-    assert "Traceback" not in done.stderr
+    monkeypatch.setattr(checkpoint_hub, "HfApi", partial(HfApi, endpoint=hub.url, token=False))
+    with pytest.raises(UserError, match="`hf auth login`"):
+        checkpoint_hub.push(tmp_path, "me/draft", private=False)
 
 
 def test_a_file_that_cannot_be_read_is_no_matter_of_the_network(tmp_path, monkeypatch):
@@ -219,11 +176,4 @@ def test_a_file_that_cannot_be_read_is_no_matter_of_the_network(tmp_path, monkey
     monkeypatch.setattr(HfApi, "create_repo", lambda *_args, **_named: "address")
     monkeypatch.setattr(HfApi, "upload_folder", unreadable)
     with pytest.raises(UserError, match=r"^draft/model\.safetensors cannot be uploaded \(Permission denied\)"):
-        push(tmp_path, "me/draft", private=False)
-
-
-def test_a_name_that_is_no_repository_is_one_line(run, hub):
-    done = export(run, hub.url, "push=true", "repo='me/my/draft'")
-    assert done.returncode == 2
-    assert "is no hub repository name" in done.stderr
-    assert hub.files == {}
+        checkpoint_hub.push(tmp_path, "me/draft", private=False)

@@ -2,34 +2,20 @@
 
 import hashlib
 import json
-import os
-import subprocess
-import sys
 import threading
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
+from huggingface_hub import constants, snapshot_download
 from safetensors.torch import save
 
-from eagle31_train.cli import ROOT
-from eagle31_train.export import export
+from eagle31_train.checkpoint import hub as checkpoint_hub
+from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
+from eagle31_train.errors import UserError
 
 COMMITS = {"main": "1" * 40, "v1": "2" * 40}
-# What it prints for each repository and revision: the folder and one number of its weights, or what refused it.
-SCRIPT = """
-import sys
-from eagle31_train import published
-from eagle31_train.cli import ROOT
-from eagle31_train.schema import UserError
-for asked in sys.argv[1:]:
-    repo, _, revision = asked.partition("@")
-    try:
-        folder = published.fetch(repo, revision or None)
-        print(folder.name, published.read(folder, "x", int).tensors["norm.weight"][0].item())
-    except UserError as error:
-        print(error)
-"""
 
 
 class Hub:
@@ -90,9 +76,8 @@ class Hub:
 
 
 @pytest.fixture
-def hub(run):
-    export(run.config("target.dtype=float32"))
-    config, tensors, _ = run.exported()
+def hub(exports):
+    config, tensors, _ = exports["llama"].exported()
     files = {}
     for commit, mark in zip(COMMITS.values(), (0.5, 0.25), strict=True):
         weights = save({**tensors, "norm.weight": torch.full((16,), mark)})
@@ -103,32 +88,35 @@ def hub(run):
     hub.close()
 
 
-def fetch(hub, home, *asked, **environment):
-    """One line for each that is asked for, of a process of its own: huggingface_hub reads HF_ENDPOINT once."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
-    ours = {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", SCRIPT, *asked]
-    done = subprocess.run(command, cwd=ROOT, env=kept | ours | environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+def test_a_repository_is_fetched_once_and_without_what_is_not_needed(hub, tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    download = partial(snapshot_download, endpoint=hub.url, cache_dir=tmp_path / "cache")
+    monkeypatch.setattr(checkpoint_hub, "snapshot_download", download)
 
+    def norm(repo, revision, commit):
+        """A number of the weights."""
+        draft = DrafterCheckpoint.open(repo, revision)
+        assert draft.commit == COMMITS[commit]
+        assert draft.initial_identity == f"{repo}@{draft.commit}"
+        return draft.tensors["norm.weight"][0].item()
 
-def test_a_repository_is_fetched_once_and_without_what_is_not_needed(hub, tmp_path):
-    home = tmp_path / "home"
-    main, v1, commit, revision, missing, gated = fetch(
-        hub, home, "me/draft", "me/draft@v1", f"me/draft@{COMMITS['main']}", "me/draft@v9", "me/none", "me/gated"
-    )
-    assert main == commit == f"{COMMITS['main']} 0.5"
-    assert v1 == f"{COMMITS['v1']} 0.25"
-    assert revision == "the hub repository me/draft has no revision v9"
-    assert missing.startswith("me/none is no folder here, and no repository of the hub either")
-    assert gated.startswith("the hub repository me/gated is gated: accept its terms there")
+    assert norm("me/draft", None, "main") == norm("me/draft", COMMITS["main"], "main") == 0.5
+    assert norm("me/draft", "v1", "v1") == 0.25
+    for repo, revision, words in (
+        ("me/draft", "v9", "the hub repository me/draft has no revision v9"),
+        ("me/none", None, "me/none is no folder here, and no repository of the hub either"),
+        ("me/gated", None, "the hub repository me/gated is gated: accept its terms there"),
+    ):
+        with pytest.raises(UserError, match=words):
+            DrafterCheckpoint.open(repo, revision)
     # The two revisions have one config.json, which the cache knows by its content.
     assert sorted(hub.fetched) == ["config.json", "model.safetensors", "model.safetensors"]
 
     # Without a network, what was fetched is found again, and the rest is refused in one line each.
     hub.close()
-    for offline in ({"HF_HUB_OFFLINE": "1"}, {}):
-        again, other = fetch(hub, home, "me/draft@v1", "me/other", **offline)
-        assert again == v1
-        assert other.startswith("me/other is no folder here, and cannot be had from the hub (")
+    for offline in (True, False):
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+        assert norm("me/draft", "v1", "v1") == 0.25
+        with pytest.raises(UserError, match=r"^me/other is no folder here, and cannot be had from the hub"):
+            DrafterCheckpoint.open("me/other")

@@ -7,14 +7,15 @@ import torch
 from pipeline import HIDDEN, LAYERS, VOCAB, tiny_llama
 from transformers import Gemma2Config, Gemma2ForCausalLM, GemmaConfig, GemmaForCausalLM
 
-from eagle31_train import extract as stage
-from eagle31_train import fidelity
-from eagle31_train.document import Document
-from eagle31_train.extract import run_shard
-from eagle31_train.fidelity import COMPARED, ROWS, Gate, choose, compare, report, summary
-from eagle31_train.schema import ExtractConfig, UserError
-from eagle31_train.store.plan import Shape
+from eagle31_train.config import ExtractConfig
+from eagle31_train.errors import UserError
+from eagle31_train.store.document import Document
+from eagle31_train.store.shard_plan import Shape
+from eagle31_train.targets import extraction as stage
+from eagle31_train.targets import fidelity
 from eagle31_train.targets.engine import Reference
+from eagle31_train.targets.extraction import run_shard
+from eagle31_train.targets.fidelity import COMPARED, ROWS, Gate, choose, compare, report, summary
 from eagle31_train.targets.hf import HiddenStateTarget
 from eagle31_train.targets.transformers_engine import TransformersEngine
 
@@ -42,13 +43,6 @@ def conversations():
     return [torch.randint(0, VOCAB, (length,), generator=generator) for length in (90, 17, 33, 1, 90, 25)]
 
 
-class Silent:
-    """No progress bar."""
-
-    def done(self, tokens):
-        pass
-
-
 def check(model, config=None, plant=None, codec="bf16"):
     """Make a shard of some conversations of a model as extraction does, gate included; returns its figures."""
     engine = TransformersEngine(HiddenStateTarget(model, [1]))
@@ -60,7 +54,7 @@ def check(model, config=None, plant=None, codec="bf16"):
         "input_ids": [row.tolist() for row in tokens],
         "loss_mask": [[i > 2 and i % 9 != 0 for i in range(len(row))] for row in tokens],
     }
-    documents, figures = run_shard(engine, rows, Shape(HIDDEN, 1, "bf16", codec), gate, Silent())
+    documents, figures = run_shard(engine, rows, Shape(HIDDEN, 1, "bf16", codec), gate)
     assert [len(document) for document in documents] == [len(row) for row in tokens]
     assert gate.passed
     return figures
@@ -172,14 +166,14 @@ def keep_rows(by):
     """The states of other positions than those that teach go into the document; top1 is right."""
 
     def plant(patch):
-        right = Document.taught_states.fget
+        right = Document.supervised_states.fget
 
         def wrong(document):
             if len(document.last) != len(document):  # as they are kept
                 return right(document)
-            return document.last[document.taught + by]
+            return document.last[document.supervised + by]
 
-        patch.setattr(Document, "taught_states", property(wrong))
+        patch.setattr(Document, "supervised_states", property(wrong))
 
     return plant
 
@@ -188,16 +182,16 @@ def teach_elsewhere(by):
     """Positions are taken for those that teach, all along, which are not."""
 
     def plant(patch):
-        right = Document.taught.fget
+        right = Document.supervised.fget
         patch.setattr(
-            Document, "taught", property(lambda document: (right(document) + by).clamp_max(len(document) - 2))
+            Document, "supervised", property(lambda document: (right(document) + by).clamp_max(len(document) - 2))
         )
 
     return plant
 
 
 def swap_neighbours(patch):
-    right = Document.taught_states.fget
+    right = Document.supervised_states.fget
 
     def wrong(document):
         rows = right(document)
@@ -205,7 +199,7 @@ def swap_neighbours(patch):
             return rows
         return rows[torch.arange(len(rows)).view(-1, 2).flip(1).flatten()] if len(rows) % 2 == 0 else rows.flip(0)
 
-    patch.setattr(Document, "taught_states", property(wrong))
+    patch.setattr(Document, "supervised_states", property(wrong))
 
 
 def take_top1_of_the_neighbour(patch):
@@ -231,13 +225,13 @@ def swap_samples(patch):
 
 def store_the_state_after_the_norm(patch):
     """After top1 was taken of the right one."""
-    norm, right = wide_norm().model.norm, Document.taught_states.fget
+    norm, right = wide_norm().model.norm, Document.supervised_states.fget
 
     def wrong(document):
         rows = right(document)
         return norm(rows) if isinstance(rows, torch.Tensor) else rows
 
-    patch.setattr(Document, "taught_states", property(wrong))
+    patch.setattr(Document, "supervised_states", property(wrong))
 
 
 SELECTIONS = {
@@ -352,13 +346,3 @@ def test_of_the_likeliest_tokens_alone_agreement_is_the_same_and_the_kl_a_lower_
     wrong = compare(Reference(logs, ids), rebuilt.roll(1, 0))
     assert wrong[0] < 0.5
     assert wrong[1] > part[1]
-
-
-def test_rebuilt_logits_are_the_models_own():
-    model = gemma()
-    engine = TransformersEngine(HiddenStateTarget(model, [1]))
-    tokens = torch.arange(10)
-    [(_, _, last)] = engine.run([tokens])
-    own = model(tokens[None]).logits[0]
-    torch.testing.assert_close(engine.readout.logits(last), own, rtol=1e-4, atol=1e-4)
-    assert torch.equal(engine.readout.best(last), engine.readout.logits(last).argmax(-1))

@@ -1,29 +1,31 @@
-"""A store shared among commands that nothing connects: `extract.part` of `extract.parts`, as on as many machines."""
+"""A store shared among commands (`extract.part` of `extract.parts`) and processes: the bytes of one, also resumed."""
 
 import json
+import multiprocessing
+import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
+import extracting
 import fsspec
 import pytest
+from extracting import timeless
 from pipeline import contents, make_run, options, tiny_config
 
-from eagle31_train import extract as stage
 from eagle31_train.cli import load_config
-from eagle31_train.extract import extract, inputs_of, process_of
-from eagle31_train.schema import UserError
-from eagle31_train.store import Store, StoreWriter, stream
+from eagle31_train.errors import UserError
+from eagle31_train.provenance import of_store
+from eagle31_train.store import Store, StoreWriter, stream, tensors
+from eagle31_train.targets import extraction as stage
+from eagle31_train.targets.extraction import extract, process_of
 from eagle31_train.targets.hf import HiddenStateTarget
 
-AT_ONCE = "store.patience=0"  # who would wait gives up
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """A run extracted by one command."""
-    folder = tmp_path_factory.mktemp("whole")
-    make_run(folder)
-    extract(tiny_config(folder))
-    return folder
+SPAWN = multiprocessing.get_context("spawn")
+ROOT = Path(__file__).resolve().parent.parent.parent
+LAUNCH = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu"]  # on a CPU, two indeed
+AT_ONCE = "store.patience=0.01"  # who would wait gives up
 
 
 @pytest.fixture(autouse=True)
@@ -49,13 +51,6 @@ def command(whole, tmp_path):
         return load_config(options(tmp_path, *shared, *more))
 
     return config
-
-
-def timeless(files):
-    """Every file of a store, its manifest without the time it took."""
-    manifest = json.loads(files["manifest.json"])
-    del manifest["seconds"], manifest["check"]
-    return {**files, "manifest.json": json.dumps(manifest)}
 
 
 def store_of(folder):
@@ -138,12 +133,7 @@ def test_parts_of_a_remote_store_make_the_store_of_one(whole, tmp_path, command)
     assert timeless(files) == timeless(store_of(whole))
 
 
-def test_more_parts_than_shards_make_the_store_of_one(whole, tmp_path, command):
-    assert at_once(*[command(part, 11) for part in reversed(range(11))]) == [None] * 11
-    assert timeless(store_of(tmp_path)) == timeless(store_of(whole))
-
-
-@pytest.mark.parametrize("parts", [1, 2, 3])
+@pytest.mark.parametrize("parts", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3))])
 def test_stopped_parts_are_carried_on_by_any_number(whole, tmp_path, command, parts):
     for part in range(2):
         with pytest.MonkeyPatch.context() as patch:
@@ -159,37 +149,31 @@ def test_stopped_parts_are_carried_on_by_any_number(whole, tmp_path, command, pa
 
 
 def test_neither_part_nor_parts_is_an_input(command):
-    assert inputs_of(command(0, 1)) == inputs_of(command(0, 7)) == inputs_of(command(6, 7))
+    configs = [command(0, 1), command(0, 7), command(6, 7)]
+    data = json.loads((configs[0].data_folder / "manifest.json").read_text())
+    assert len({of_store(config, data).fingerprint for config in configs}) == 1
 
 
 def test_a_part_may_be_a_launch_of_several_processes(command, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
-    found = []
-    for part in range(3):
+    config, processes = command(0, 3), []
+    for config.extract.part in range(3):
         for rank in range(4):
             monkeypatch.setenv("RANK", str(rank))
-            found.append(process_of(command(part, 3)))
-    assert [process.rank for process in found] == list(range(12))
-    assert {process.ranks for process in found} == {12}
-    assert [process.rank for process in found if process.speaks] == [0, 4, 8]
+            processes.append(process_of(config))
+    assert [process.rank for process in processes] == list(range(12))
+    assert {process.ranks for process in processes} == {12}
+    assert [process.rank for process in processes if process.is_main] == [0, 4, 8]
 
 
 # ---------------------------------------------------------------- mistakes
 
 
-@pytest.mark.parametrize(
-    ("part", "parts", "words"),
-    [
-        (2, 2, "extract.part=2 is no part: they are numbered from 0, and with extract.parts=2 the last is 1"),
-        (-1, 2, "extract.part=-1 is no part: they are numbered from 0, and with extract.parts=2 the last is 1"),
-        (1, 1, "extract.part=1 is no part: they are numbered from 0, and with extract.parts=1 the last is 0"),
-        (0, 0, "extract.parts=0 must be 1 or more: it is the number of commands that share the store"),
-    ],
-)
-def test_a_part_that_there_is_not_is_refused(whole, tmp_path, command, part, parts, words):
-    assert message_of(command(part, parts)) == words
+@pytest.mark.parametrize(("part", "parts"), [(2, 2), (-1, 2), (1, 1), (0, 0)])
+def test_a_part_that_there_is_not_is_refused(tmp_path, command, part, parts):
+    with pytest.raises(UserError, match=r"extract\.part"):
+        extract(command(part, parts))
     assert not (tmp_path / "run" / "store").exists()
-    assert message_of(command(part, parts, f"store_dir={whole / 'run' / 'store'}")) == words, "of a finished one, too"
 
 
 def test_a_part_of_another_number_writes_nothing_until_part_0_is_of_that_number(whole, tmp_path, command):
@@ -229,7 +213,7 @@ def test_the_gate_looks_at_every_part(command, monkeypatch):
     assert theirs == []
 
 
-@pytest.mark.parametrize("removed", [True, False])
+@pytest.mark.parametrize("removed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_damaged_shard_of_a_finished_store_is_made_again_by_the_part_whose_it_is(
     whole, tmp_path, command, monkeypatch, removed
 ):
@@ -270,4 +254,85 @@ def test_the_same_part_twice_at_a_time_is_refused_and_disturbs_nothing(whole, tm
         f"another process extracts the same shards of {tmp_path / 'run' / 'store'} now: wait for it, or choose another "
         "name=… or run_dir=…"
     ]
+    assert timeless(store_of(tmp_path)) == timeless(store_of(whole))
+
+
+# ---------------------------------------------------------------- processes of a launcher
+
+
+def same_target(folder, whole):
+    """folder with the data of `whole`, and the options of a run there."""
+    make_run(folder)
+    return options(folder, f"target.path={whole / 'target'}")
+
+
+def start(rank, ranks, arguments, stops_after=None):
+    """One of several processes; not forked: a fork hangs if OpenMP threads have run in the process it was made of."""
+    return SPAWN.Process(target=extracting.one, args=(rank, ranks, arguments, stops_after), daemon=True)
+
+
+def run_all(*processes):
+    """Their exit statuses, in order."""
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    return [process.exitcode for process in processes]
+
+
+@pytest.mark.slow
+def test_two_processes_of_a_launcher_make_the_bytes_of_one(whole, tmp_path):
+    done = subprocess.run(
+        [*LAUNCH, "--num_processes", "2", "-m", "eagle31_train.extract", *same_target(tmp_path, whole)],
+        cwd=ROOT,
+        env={**os.environ, "ACCELERATE_USE_CPU": "true"},
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("bytes each") == 1, "the first process speaks for all"
+    assert done.stderr.count("extract:   0%") == 1, "and shows the bar"
+    assert timeless(store_of(tmp_path)) == timeless(store_of(whole))
+
+
+@pytest.mark.slow
+def test_killed_processes_are_carried_on_by_any_number(whole, tmp_path):
+    arguments = same_target(tmp_path, whole)
+    assert run_all(*[start(rank, 3, arguments, stops_after=1) for rank in range(3)]) == [9, 9, 9]
+    store = tmp_path / "run" / "store"
+    committed = {file.name: file.stat().st_mtime_ns for file in (store / "shards").glob("*.safetensors")}
+    assert len(committed) == 3
+    assert not (store / "manifest.json").exists()
+    assert run_all(*[start(rank, 2, arguments) for rank in range(2)]) == [0, 0]
+    assert timeless(store_of(tmp_path)) == timeless(store_of(whole))
+    assert all((store / "shards" / name).stat().st_mtime_ns == at for name, at in committed.items()), "made again"
+
+
+# ---------------------------------------------------------------- a full disk
+
+
+@pytest.mark.parametrize("failing", [9, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 30))])
+def test_a_full_disk_leaves_nothing_half_written_and_the_same_command_goes_on(whole, tmp_path, monkeypatch, failing):
+    make_run(tmp_path)
+    config = tiny_config(tmp_path, f"target.path={whole / 'target'}")
+    store = tmp_path / "run" / "store"
+    right, calls = tensors._write_all, []
+
+    def write_all(file, data):
+        calls.append(file.name)
+        if len(calls) == failing:
+            raise OSError(28, "No space left on device")
+        right(file, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tensors, "_write_all", write_all)
+        with pytest.raises(UserError, match=r"is full: .* needs [\d,]+ bytes; free some and run the same") as error:
+            extract(config)
+    assert "\n" not in str(error.value)
+    assert not list(store.rglob(".*"))
+    committed = {file.stem for file in (store / "shards").glob("*.json")}
+    assert {file.stem for file in (store / "shards").glob("*.safetensors")} == committed
+    assert len(committed) < 8
+    extract(config)
     assert timeless(store_of(tmp_path)) == timeless(store_of(whole))

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from drafter.test_attention import make, run
+from model.test_attention import make, run
 from reference import dense_attention
 
-from eagle31_train.drafter import history
-from eagle31_train.drafter.attention import unrolled_attention
-from eagle31_train.drafter.batch import each_tensor
-from eagle31_train.drafter.layout import make_layout
+from eagle31_train.model import context_attention
+from eagle31_train.model.attention import unrolled_attention
+from eagle31_train.model.batch import each_tensor
+from eagle31_train.model.packing import make_layout
 
 pytestmark = [
     pytest.mark.gpu,
@@ -39,7 +39,7 @@ def test_output_and_gradients_stay_within_the_rounding_of_16_bits(slots, d, dv, 
     layout, direction = each_tensor(layout, lambda x: x.to("cuda")), direction.to("cuda")
     assert (layout.segments.key_rows is None) == (slots == "scattered")
     low, exact = moved(tensors, dtype), moved(tensors, torch.float64)
-    assert history._flash_cuda(low[0], low[2])
+    assert context_attention._flash_cuda(low[0], low[2])
     ours = run(unrolled_attention, low, layout, direction.to(dtype))
     truth = run(dense_attention, exact, layout, direction.double())
     for index, (mine, theirs) in enumerate(zip(ours, truth, strict=True)):

@@ -5,11 +5,11 @@
 
 import pytest
 import torch
-from planning import objective_and_batch, shape_of
+from plan_cases import objective_and_batch, shape_of
 
 from benchmarks.shapes import turns
-from eagle31_train.plan.footprint import Step, activations
-from eagle31_train.plan.work import count_work
+from eagle31_train.planning.footprint import Step, activations
+from eagle31_train.planning.work import count_work
 
 pytestmark = [
     pytest.mark.gpu,

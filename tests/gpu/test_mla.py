@@ -8,17 +8,17 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from conftest import kept_mask, make_document, make_mla_shape, make_objective
-from drafter.test_exactness import weights_of
 from gpu.test_step import documents_of, gradients
+from model.test_exactness import weights_of
 
 from benchmarks.gpu_step import VARIANTS, Trainer
 from benchmarks.shapes import turns
+from eagle31_train.checkpoint.contract import weight_shapes
+from eagle31_train.checkpoint.shape import drafter_shape
 from eagle31_train.cli import load_config
-from eagle31_train.contract import weight_shapes
-from eagle31_train.drafter import history
-from eagle31_train.drafter.batch import build_batch
-from eagle31_train.drafter.decode import DraftDecoder
-from eagle31_train.shape import drafter_shape
+from eagle31_train.model import context_attention
+from eagle31_train.model.batch import build_batch
+from eagle31_train.model.decode import DraftDecoder
 
 pytestmark = [
     pytest.mark.gpu,
@@ -75,8 +75,10 @@ def test_bf16_is_no_further_from_fp32_than_the_cpus(recompute, monkeypatch):
     objective.drafter.recompute = recompute
     truth = trained(objective, documents, "cpu", low=False)
     cpus = trained(objective, documents, "cpu", low=True)
-    right, asked = history._cuda_forward, []
-    monkeypatch.setattr(history, "_cuda_forward", lambda q, *rest: asked.append(q.shape[-1]) or right(q, *rest))
+    right, asked = context_attention._cuda_forward, []
+    monkeypatch.setattr(
+        context_attention, "_cuda_forward", lambda q, *rest: asked.append(q.shape[-1]) or right(q, *rest)
+    )
     ours = trained(objective, documents, "cuda", low=True)
     assert asked == [192] * 7
     for name, wanted in truth.items():
@@ -114,7 +116,7 @@ def test_one_full_size_step_of_kimis_drafter(capsys):
     AcceleratorState._reset_state(True)
     trainer = Trainer(shape, VARIANTS["recompute"], "cuda")
     try:
-        batch = trainer.batch([turns(20480, 0.35)], config.train.unroll, pin=False)
+        batch = trainer.batch([turns(20480, 0.35)], config.train.ttt_length, pin=False)
         losses = [trainer.step(batch)]  # makes AdamW's moments
         torch.cuda.reset_peak_memory_stats()
         torch.cuda.synchronize()

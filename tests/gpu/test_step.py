@@ -9,10 +9,11 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from conftest import kept_mask, make_document, make_objective, make_shape
 
-from eagle31_train.document import Document
-from eagle31_train.drafter.batch import build_batch
-from eagle31_train.schema import TrainConfig
-from train import loop
+from eagle31_train.config import TrainConfig
+from eagle31_train.model.batch import build_batch
+from eagle31_train.store.document import Document
+from train import step as arithmetic
+from train.loader import MicroBatch, StepTotals
 from train.metrics import fetch
 from train.parallel import parallelise
 
@@ -77,16 +78,17 @@ def one_step(precision):
     documents, kept = documents_of(shape), kept_mask(objective)
     objective.autocast = torch.bfloat16 if precision == "bf16" else None
     spread = parallelise(Accelerator(), objective, TrainConfig(weight_decay=0.1))
-    share = [(build_batch(part, K, kept, "mask").pinned(), True) for part in (documents[:2], documents[2:])]
-    counts = torch.cat([sum(batch.population for batch, _ in share), torch.zeros(1, dtype=torch.int64)]).pin_memory()
-    assert all(batch.aux.values.is_pinned() and batch.layout.slots.is_pinned() for batch, _ in share)
+    batches = [build_batch(part, K, kept, "mask").pinned() for part in (documents[:2], documents[2:])]
+    assert all(batch.aux.values.is_pinned() and batch.layout.slots.is_pinned() for batch in batches)
+    packed = torch.cat([sum(batch.population for batch in batches), torch.zeros(1, dtype=torch.int64)]).pin_memory()
+    micro_batches = [MicroBatch(batch, [], True) for batch in batches]
 
     def step():
-        sums, total = loop.accumulate(spread, share, counts, 0.8)
+        sums, totals = arithmetic.accumulate(spread, micro_batches, StepTotals(packed), 0.8)
         norm = spread.clip()
         spread.optimizer.step()
         spread.optimizer.zero_grad(set_to_none=True)
-        return norm, total, sums
+        return norm, totals.packed, sums
 
     return step
 
@@ -105,9 +107,9 @@ def test_a_step_never_waits_for_the_device(precision, waits_are_errors):
 
 
 def test_a_planted_wait_is_found(waits_are_errors, monkeypatch):
-    step, right = one_step("no"), loop.step_weights
+    step, right = one_step("no"), arithmetic.step_weights
     step()
-    monkeypatch.setattr(loop, "step_weights", lambda counts, gamma: right(counts, gamma) * counts.sum().item())
+    monkeypatch.setattr(arithmetic, "step_weights", lambda counts, gamma: right(counts, gamma) * counts.sum().item())
     waits_are_errors()
     with pytest.raises(RuntimeError, match="synchroniz"):
         step()

@@ -1,10 +1,10 @@
-"""What several tests of places share: a cache over a file system with gates, and a place over one with faults."""
+"""What several tests of storages share: a cache over a file system with gates, and a storage over one with faults."""
 
 import pytest
-from caching import Gated, no_sleep
+from caching import Gated
 from flaky import Flaky
 
-from eagle31_train.place.remote import RemotePlace
+from eagle31_train.store.backends.remote import RemoteStorage
 
 
 @pytest.fixture
@@ -18,18 +18,17 @@ def fs():
 @pytest.fixture
 def open_cache(fs, tmp_path):
     """`open_cache(bytes)`: another place with the same cache folder."""
-    places = []
+    storages = []
 
     def open_cache(limit, location="gated://store", **options):
-        options = {"sleep": no_sleep} | options
-        places.append(RemotePlace(location, fs, "/store", tmp_path / "cache", limit, **options))
-        return places[-1]
+        storages.append(RemoteStorage(location, fs, "/store", tmp_path / "cache", limit, **options))
+        return storages[-1]
 
     yield open_cache
     for gate in fs.gates.values():
         gate.set()
-    for place in places:
-        place.close()
+    for storage in storages:
+        storage.close()
 
 
 @pytest.fixture
@@ -43,7 +42,7 @@ def naps():
 
 
 @pytest.fixture
-def place(flaky, naps, tmp_path):
-    place = RemotePlace("flaky://bucket/store", flaky, "/bucket/store", tmp_path / "cache", 1000, sleep=naps.append)
-    yield place
-    place.close()
+def storage(flaky, naps, tmp_path):
+    storage = RemoteStorage("flaky://bucket/store", flaky, "/bucket/store", tmp_path / "cache", 1000, sleep=naps.append)
+    yield storage
+    storage.close()

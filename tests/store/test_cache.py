@@ -1,46 +1,37 @@
-"""The bounded cache of a remote place: never over its bound, never a wrong file."""
+"""The bounded cache of a remote storage: never over its quota, never a wrong file, ahead of its reader."""
 
 import errno
 import fcntl
 import os
 import random
 import threading
+import time
 from pathlib import Path
 
 import pytest
-from caching import LONG, Gated, copies, no_sleep, settle, under_way
+from caching import LONG, Gated, copies, under_way
 from sharers import held
 
-from eagle31_train.place.remote import RemotePlace
-from eagle31_train.place.room import ABANDONED
-from eagle31_train.schema import UserError
+from eagle31_train.errors import UserError
+from eagle31_train.store.backends.quota import ABANDONED
+from eagle31_train.store.backends.remote import RemoteStorage
 
-# ---------------------------------------------------------------- the bound
-
-
-def test_the_longest_unused_leaves_first(fs, open_cache, tmp_path):
-    place = open_cache(300)
-    for name in "abc":
-        place.local(name)
-    place.local("a")
-    place.local("d")
-    assert copies(tmp_path) == ["a", "c", "d"]
-    place.local("c")
-    place.local("e")
-    assert copies(tmp_path) == ["c", "d", "e"]
-    assert fs.fetched == ["a", "b", "c", "d", "e"]
+# ---------------------------------------------------------------- the quota
 
 
-def test_two_places_share_folder_and_bound(fs, open_cache, tmp_path):
+@pytest.mark.core
+def test_the_longest_unused_leaves_first_whoever_fetched_it(fs, open_cache, tmp_path):
     one, two = open_cache(300), open_cache(300)
     one.local("a")
-    two.local("a")
     two.local("b")
-    two.local("c")
-    one.local("a")
-    two.local("d")
+    one.local("c")
+    two.local("a")
+    one.local("d")
     assert copies(tmp_path) == ["a", "c", "d"]
-    assert fs.fetched == ["a", "b", "c", "d"]
+    two.local("c")
+    two.local("e")
+    assert copies(tmp_path) == ["c", "d", "e"]
+    assert fs.fetched == ["a", "b", "c", "d", "e"]
 
 
 def test_other_stores_count_too_and_other_files_are_left_alone(fs, open_cache, tmp_path):
@@ -48,7 +39,7 @@ def test_other_stores_count_too_and_other_files_are_left_alone(fs, open_cache, t
     (tmp_path / "cache" / "store-of-mine" / "mine").write_bytes(bytes(1000))
     first = open_cache(300)
     fs.pipe_file("/elsewhere/z", b"z" * 100)
-    second = RemotePlace("gated://elsewhere", fs, "/elsewhere", tmp_path / "cache", 300, sleep=no_sleep)
+    second = RemoteStorage("gated://elsewhere", fs, "/elsewhere", tmp_path / "cache", 300)
     for name in "ab":
         first.local(name)
     assert second.local("z").read_bytes() == b"z" * 100
@@ -56,34 +47,27 @@ def test_other_stores_count_too_and_other_files_are_left_alone(fs, open_cache, t
     assert copies(tmp_path) == ["b", "c", "mine", "z"]
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_the_bound_holds_at_every_moment(fs, open_cache, tmp_path, seed):
+@pytest.mark.parametrize("seed", range(2))
+def test_the_quota_holds_at_every_moment(fs, open_cache, tmp_path, seed):
     sizes = random.Random(seed)
     contents = {name: name.encode() * sizes.randint(0, 180) for name in "abcdefghijkl"}
     for name, content in contents.items():
         fs.pipe_file(f"/store/{name}", content)
-    over = []
+    over, failures = [], []
     fs.watch = lambda: over.append(now) if (now := held(tmp_path)) > 400 else None
-    failures = []
 
-    def read(place, order):
+    def read(storage, order):
         try:
             for start in range(0, len(order), 10):
-                place.prefetch(order[start:])
+                storage.prefetch(order[start:])
                 for name in order[start : start + 10]:
-                    assert place.opened(name, Path.read_bytes) == contents[name]
+                    assert storage.opened(name, Path.read_bytes) == contents[name]
                     fs.watch()
         except BaseException as error:
             failures.append(error)
 
-    pause = threading.Event()
-    readers = [
-        threading.Thread(
-            target=read,
-            args=(open_cache(400, sharers=2, sleep=pause.wait), random.Random(seed + i).choices("abcdefghijkl", k=40)),
-        )
-        for i in range(2)
-    ]
+    orders = [random.Random(seed + i).choices("abcdefghijkl", k=40) for i in range(2)]
+    readers = [threading.Thread(target=read, args=(open_cache(400, sharers=2), order)) for order in orders]
     for reader in readers:
         reader.start()
     for reader in readers:
@@ -94,26 +78,19 @@ def test_the_bound_holds_at_every_moment(fs, open_cache, tmp_path, seed):
 
 def test_a_file_larger_than_the_cache_is_refused(fs, open_cache, tmp_path):
     fs.pipe_file("/store/big", bytes(1234))
-    place = open_cache(300)
-    place.local("a")
-    with pytest.raises(
-        UserError, match=r"^gated://store/big holds 1,234 bytes, more than store\.cache_bytes=300: raise"
-    ):
-        place.local("big")
-    assert copies(tmp_path) == ["a"]
-    assert fs.fetched == ["a"]
+    storage = open_cache(300)
+    storage.local("a")
+    with pytest.raises(UserError, match=r"^gated://store/big has 1,234 bytes, more than store\.cache_bytes=300: raise"):
+        storage.local("big")
+    assert copies(tmp_path) == fs.fetched == ["a"]
 
 
-def test_an_open_mapping_outlives_its_file(open_cache, tmp_path):
-    place = open_cache(100)
-    with place.local("a").open("rb") as file:
-        place.local("b")
+def test_a_mapping_outlives_its_file_and_what_was_evicted_too_early_is_fetched_again(open_cache, tmp_path):
+    storage, other = open_cache(100), open_cache(100)
+    with storage.local("a").open("rb") as file:
+        storage.local("b")
         assert copies(tmp_path) == ["b"]
         assert file.read() == b"a" * 100
-
-
-def test_a_copy_evicted_before_it_is_open_is_fetched_again(open_cache):
-    place, other = open_cache(100), open_cache(100)
     evicted = []
 
     def opener(path):
@@ -121,23 +98,23 @@ def test_a_copy_evicted_before_it_is_open_is_fetched_again(open_cache):
             evicted.append(other.local("b"))
         return path.read_bytes()
 
-    assert place.opened("a", opener) == b"a" * 100
+    assert storage.opened("a", opener) == b"a" * 100
     assert evicted
 
 
 def test_files_being_built_count_and_are_never_evicted(open_cache, tmp_path):
-    place = open_cache(300)
-    scratch = place.scratch("shards/new")
+    storage = open_cache(300)
+    scratch = storage.scratch("shards/new")
     scratch.write_bytes(bytes(150))
-    place.local("a")
-    place.local("b")
+    storage.local("a")
+    storage.local("b")
     assert copies(tmp_path) == ["b"]
     assert scratch.exists()
     scratch.write_bytes(bytes(250))
     with pytest.raises(UserError, match=r"250 bytes being built.*raise store\.cache_bytes"):
-        place.local("c")
+        storage.local("c")
     os.utime(scratch, (0, scratch.stat().st_mtime - ABANDONED - 1))  # a killed run's
-    place.local("c")
+    storage.local("c")
     assert not scratch.exists()
 
 
@@ -159,173 +136,249 @@ def test_a_file_gets_its_name_while_nobody_counts(open_cache, tmp_path, monkeypa
 # ---------------------------------------------------------------- no wrong files
 
 
-def test_a_copy_of_another_size_is_not_trusted(fs, open_cache):
-    path = open_cache(300).local("a")
-    path.write_bytes(b"half")
-    assert open_cache(300).local("a").read_bytes() == b"a" * 100
-    assert fs.fetched == ["a", "a"]
-
-
-def test_a_forgotten_copy_is_fetched_again(fs, open_cache):
-    place = open_cache(300)
-    place.local("a").write_bytes(b"x" * 100)
-    assert place.local("a").read_bytes() == b"x" * 100  # only a checksum could tell
-    place.forget("a")
-    assert place.local("a").read_bytes() == b"a" * 100
-
-
-def test_a_file_replaced_by_another_size_is_refused_then_known(fs, open_cache):
-    place = open_cache(100, sleep=lambda seconds: None)
-    place.local("a")
-    place.local("b")
-    fs.pipe_file("/store/a", b"longer" * 10)
-    with pytest.raises(UserError, match="60 bytes came, not 100"):
-        place.local("a")
-    assert place.local("a").read_bytes() == b"longer" * 10
-
-
-def test_the_size_is_asked_for_once(fs, open_cache, monkeypatch):
+def test_a_copy_that_is_not_the_file_is_fetched_again(fs, open_cache, monkeypatch):
     asked = []
     info = Gated.info
     monkeypatch.setattr(Gated, "info", lambda self, path, **kwargs: asked.append(path) or info(self, path, **kwargs))
-    place = open_cache(300)
+    storage = open_cache(300)
     for _ in range(3):
-        place.local("a")
-    assert asked.count("/store/a") == 1
+        path = storage.local("a")
+    assert asked == ["/store/a"], "one question per file and process"
+    path.write_bytes(b"half")
+    assert open_cache(300).local("a").read_bytes() == b"a" * 100
+    path.write_bytes(b"x" * 100)
+    assert storage.local("a").read_bytes() == b"x" * 100  # only a checksum could tell
+    storage.forget("a")
+    assert storage.local("a").read_bytes() == b"a" * 100
+    assert fs.fetched == ["a"] * 3
 
 
-def test_one_fetch_at_a_time_per_name(fs, open_cache):
-    place = open_cache(300)
+def test_a_file_replaced_by_another_size_is_refused_then_known(fs, open_cache):
+    storage = open_cache(100, sleep=lambda seconds: None)
+    storage.local("a")
+    storage.local("b")
+    fs.pipe_file("/store/a", b"longer" * 10)
+    with pytest.raises(UserError, match="60 bytes came, not 100"):
+        storage.local("a")
+    assert storage.local("a").read_bytes() == b"longer" * 10
+
+
+@pytest.mark.parametrize("way", ["threads", "storages", "prefetch"])
+def test_whoever_wants_a_file_that_is_being_fetched_waits_for_it(fs, open_cache, tmp_path, way):
     fs.gate("a")
-    found = []
-    readers = [threading.Thread(target=lambda: found.append(place.local("a").read_bytes())) for _ in range(4)]
+    storages = [open_cache(300)] * 4 if way == "threads" else [open_cache(300) for _ in range(4)]
+    if way == "prefetch":
+        storages[0].prefetch("a")
+        fs.wait(lambda fs: fs.fetched)
+    results = []
+    readers = [
+        threading.Thread(target=lambda storage=storage: results.append(storage.local("a").read_bytes()))
+        for storage in storages
+    ]
     for reader in readers:
         reader.start()
     fs.wait(lambda fs: fs.fetched)
+    assert held(tmp_path) == 100
     fs.gates["a"].set()
     for reader in readers:
         reader.join(LONG)
-    assert found == [b"a" * 100] * 4
+    assert results == [b"a" * 100] * 4
     assert fs.fetched == ["a"]
-
-
-@pytest.mark.parametrize("way", ["local", "prefetch"])
-def test_what_another_process_fetches_is_waited_for_and_taken(fs, open_cache, tmp_path, way):
-    fs.gate("a")
-    first = open_cache(300)
-    found, naps = [], []
-
-    def read():
-        found.append(first.local("a").read_bytes())
-
-    other = threading.Thread(target=read)
-
-    def sleep(seconds):
-        naps.append(held(tmp_path))
-        fs.gates["a"].set()
-        other.join(LONG)
-
-    if way == "prefetch":
-        first.prefetch("a")
-        fs.wait(lambda fs: fs.fetched)
-    other.start()
-    fs.wait(lambda fs: fs.fetched)
-    assert open_cache(300, sleep=sleep).local("a").read_bytes() == b"a" * 100
-    assert found == [b"a" * 100]
-    assert (fs.fetched, naps) == (["a"], [100])  # one of them fetches, and has room
     assert (copies(tmp_path), held(tmp_path)) == (["a"], 100)
 
 
-def test_what_another_process_failed_to_fetch_is_fetched_here(fs, open_cache, tmp_path):
+@pytest.mark.parametrize("part", ["a.100", "y.250"])
+def test_what_another_process_fetches_or_holds_is_waited_for_until_it_ends(fs, open_cache, tmp_path, part):
     def sleep(seconds):
         assert not other.closed, "nobody fetches it any more"
         other.close()  # the other process failed, or died
 
-    place = open_cache(300, sleep=sleep)
-    other = under_way(place, "a.100")
-    assert place.local("a").read_bytes() == b"a" * 100
+    storage = open_cache(300, sleep=sleep)
+    other = under_way(storage, part)
+    assert storage.local("a").read_bytes() == b"a" * 100
     assert other.closed
     assert held(tmp_path) == 100
 
 
-@pytest.mark.parametrize("part", ["a.99", "a.5.100", "aa.100", "b.100"])
-def test_other_files_under_way_are_not_waited_for(fs, open_cache, part):
-    place = open_cache(300)
-    with under_way(place, part):
-        assert place.local("a").read_bytes() == b"a" * 100
+@pytest.mark.parametrize("part", ["a.5.100", "aa.100", "b.100"])
+def test_other_files_under_way_are_not_waited_for_and_a_kills_are_removed(open_cache, part):
+    storage = open_cache(300)
+    dead = storage.scratch("z").parent / ".x.250.part"
+    dead.write_bytes(b"half")
+    with under_way(storage, part) as alive:
+        assert storage.local("a").read_bytes() == b"a" * 100
+        assert not dead.exists()
+        assert Path(alive.name).exists()
+    storage.local("c")
+    assert not Path(alive.name).exists()
 
 
 def test_a_file_that_came_while_the_lock_was_waited_for_is_taken(fs, open_cache, monkeypatch):
-    place, other = open_cache(300), open_cache(300)
-    take = place._cache._room.take
+    storage, other = open_cache(300), open_cache(300)
+    quota = storage._cache._quota
+    reserve = quota.reserve
 
     def late(*args, **kwargs):
         other.local("a")
-        return take(*args, **kwargs)
+        return reserve(*args, **kwargs)
 
-    monkeypatch.setattr(place._cache._room, "take", late)
-    place._cache._sleep = lambda seconds: None
-    assert place.local("a").read_bytes() == b"a" * 100
+    monkeypatch.setattr(quota, "reserve", late)
+    assert storage.local("a").read_bytes() == b"a" * 100
     assert fs.fetched == ["a"]
 
 
-def test_prefetch_leaves_to_others_what_they_fetch(fs, open_cache):
-    place = open_cache(400)  # two files ahead
-    with under_way(place, "a.100"), under_way(place, "c.100"):
-        place.prefetch("abcde")
-        fs.wait(lambda fs: len(fs.finished) == 2)
-        settle(place, "bd")
-        assert place._cache._ready.keys() == {"b", "d"}  # what others fetch takes none of the look-ahead
-    assert sorted(fs.fetched) == ["b", "d"]
-    assert place.local("a").read_bytes() == b"a" * 100  # they died
-
-
-def test_what_a_kill_left_is_removed_and_what_others_fetch_is_not(open_cache, tmp_path):
-    place = open_cache(300)
-    folder = place.local("a").parent
-    dead, alive = folder / ".x.150.1-0.part", folder / ".y.150.1-1.part"
-    dead.write_bytes(b"half")
-    with alive.open("wb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        place.local("b")
-        assert not dead.exists()
-        assert alive.exists()
-        assert copies(tmp_path) == ["b"]  # "a" made room: the other fetch counts in full
-    place.local("c")
-    assert not alive.exists()
-
-
-def test_waits_for_room_that_another_fetch_holds(open_cache, tmp_path):
-    naps = []
-
-    def sleep(seconds):
-        naps.append(seconds)
-        other.close()  # the other process is done, or dead
-
-    place = open_cache(300, sleep=sleep)
-    other = (place.scratch("z").parent / ".y.250.1-1.part").open("wb")
-    fcntl.flock(other, fcntl.LOCK_EX)
-    assert place.local("a").read_bytes() == b"a" * 100
-    assert len(naps) == 1
-
-
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_is_one_line_and_leaves_nothing(fs, open_cache, tmp_path, number):
-    place = open_cache(300)
-    fs.refused["a"] = OSError(number, os.strerror(number))
-    with pytest.raises(UserError) as error:
-        place.local("a")
-    assert str(error.value).startswith(f"no space left in {tmp_path / 'cache'} for copies of gated://store: free some")
-    assert [path for path in (tmp_path / "cache").rglob("*") if path.is_file()] == [tmp_path / "cache" / ".lock"]
-    del fs.refused["a"]
-    assert place.local("a").read_bytes() == b"a" * 100
-
-
-def test_a_stop_in_the_middle_leaves_nothing(fs, open_cache, tmp_path):
-    place = open_cache(300)
-    fs.refused["a"] = KeyboardInterrupt()
-    with pytest.raises(KeyboardInterrupt):
-        place.local("a")
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (OSError(errno.ENOSPC, "full"), UserError),
+        (OSError(errno.EDQUOT, "full"), UserError),
+        (KeyboardInterrupt(), KeyboardInterrupt),
+    ],
+    ids=repr,
+)
+def test_a_full_disk_or_a_stop_in_the_middle_leaves_nothing(fs, open_cache, tmp_path, error, raised):
+    storage = open_cache(300)
+    fs.refused["a"] = error
+    with pytest.raises(raised) as caught:
+        storage.local("a")
+    if raised is UserError:
+        assert str(caught.value).startswith(f"no space left in {tmp_path / 'cache'} for copies of gated://store: free")
     assert held(tmp_path) == 0
     del fs.refused["a"]
-    assert place.local("a").read_bytes() == b"a" * 100
+    assert storage.local("a").read_bytes() == b"a" * 100
+
+
+# ---------------------------------------------------------------- ahead of its reader
+
+
+@pytest.mark.core
+def test_prefetch_keeps_order_and_bound(fs, open_cache):
+    storage = open_cache(600)
+    names = list("abcdefghij")
+    used = 0
+    ahead = []
+    fs.watch = lambda: ahead.append(len(fs.fetched) - used)
+    storage.prefetch(names)
+    for i, name in enumerate(names):
+        fs.wait(lambda fs, i=i: len(fs.finished) >= min(i + 3, 10))
+        assert sorted(fs.finished) == names[: i + 3]  # in their order, but for the two that are fetched at a time
+        assert max(ahead) <= 3  # half of the cache
+        used += 1  # before the storage may know of it
+        assert storage.local(name).read_bytes() == name.encode() * 100
+    assert sorted(fs.fetched) == names  # each of them once
+    assert open_cache(600, sharers=3)._cache.ahead == 100
+
+
+def test_the_bound_of_prefetch_is_what_keeps_it(fs, open_cache):
+    storage = open_cache(600)
+    storage._cache.ahead = 600  # a planted mistake
+    storage.prefetch("abcdef")
+    fs.wait(lambda fs: len(fs.finished) == 6)
+
+
+def settle(storage, *names):
+    """Wait until nothing is fetched ahead but these, which have their names."""
+    cache = storage._cache
+    deadline = time.monotonic() + LONG
+    while cache._queue or set(cache._ready) != set(names) or not all((cache.folder / name).exists() for name in names):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_prefetched_files_are_not_evicted_before_use(fs, open_cache, tmp_path):
+    storage, other = open_cache(400), open_cache(400)
+    storage.prefetch("ab")
+    settle(storage, "a", "b")
+    for reader, names in ((storage, "cdefg"), (other, "hij")):  # another process knows them by their use, ahead
+        for name in names:
+            reader.local(name)
+            assert {"a", "b"} <= set(copies(tmp_path))
+    storage.local("a")
+    storage.local("b")
+    assert sorted(fs.fetched) == list("abcdefghij")
+    for name in "cdef":
+        storage.local(name)
+    assert copies(tmp_path) == list("cdef")  # used, they leave like others
+
+
+def test_one_prefetched_file_is_not_evicted_for_the_next(fs, open_cache):
+    storage = open_cache(400)
+    storage.local("a")
+    storage.scratch("new").write_bytes(bytes(250))
+    storage.prefetch("ab")
+    settle(storage, "a")
+    storage.local("a")
+    assert fs.fetched == ["a"]
+    storage.local("b")
+    assert fs.fetched == ["a", "b"]
+
+
+def test_prefetch_leaves_to_others_what_they_fetch(fs, open_cache):
+    storage = open_cache(400)  # two files ahead
+    with under_way(storage, "a.100"), under_way(storage, "c.100"):
+        storage.prefetch("abcde")
+        fs.wait(lambda fs: len(fs.finished) == 2)
+    assert sorted(fs.fetched) == ["b", "d"]
+    assert storage.local("a").read_bytes() == b"a" * 100  # they died
+
+
+def test_prefetch_replaces_the_list(fs, open_cache):
+    storage = open_cache(600)
+    fs.gate("a", "b")
+    storage.prefetch("abcd")
+    fs.wait(lambda fs: len(fs.fetched) == 2)
+    storage.prefetch("efg")
+    for name in "ab":
+        fs.gates[name].set()
+    fs.wait(lambda fs: {"e", "f", "g"} <= set(fs.finished))
+    assert not {"c", "d"} & set(fs.fetched)
+
+
+def test_what_is_read_out_of_turn_or_too_large_is_left_to_its_reader(fs, open_cache):
+    fs.pipe_file("/store/big", bytes(250))
+    storage = open_cache(400)
+    storage._cache.ahead = 100  # one file
+    storage.prefetch(["a", "b", "big", "c"])
+    fs.wait(lambda fs: fs.finished == ["a"])
+    for name in ("b", "a"):
+        storage.local(name)
+    assert len(storage.local("big").read_bytes()) == 250
+    fs.wait(lambda fs: "c" in fs.finished)
+    assert fs.fetched[:2] == ["a", "b"]
+    assert sorted(fs.fetched[2:]) == ["big", "c"]
+
+
+@pytest.mark.parametrize("way", ["get_file", "info"])
+def test_what_fails_in_the_background_is_raised_to_its_reader(fs, open_cache, monkeypatch, way):
+    storage = open_cache(600)
+
+    def refuse(*_, **__):
+        raise PermissionError("Access Denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fs, way, refuse)
+        storage.prefetch("abc")
+        settle(storage)
+        with pytest.raises(UserError, match=r"gated://store/a: .* is not permitted"):
+            storage.local("a")
+    assert storage.local("a").read_bytes() == b"a" * 100
+    storage.prefetch(["later", *"ghi"])  # what is absent holds nobody up
+    fs.wait(lambda fs: {"g", "h", "i"} <= set(fs.finished))
+    with pytest.raises(FileNotFoundError):
+        storage.local("later")
+    fs.pipe_file("/store/later", b"now")
+    assert storage.local("later").read_bytes() == b"now"
+
+
+def test_closed_is_closed_and_without_prefetch_no_thread_starts(fs, open_cache):
+    storage = open_cache(600)
+    storage.local("l")
+    workers = storage._cache._workers
+    assert all(worker.daemon and worker.ident is None for worker in workers)
+    storage.prefetch("abc")
+    storage.close()
+    assert not any(worker.is_alive() for worker in workers)
+    count = len(fs.fetched)
+    storage.prefetch("def")
+    assert storage.local("k").read_bytes() == b"k" * 100
+    assert len(fs.fetched) == count + 1

@@ -8,8 +8,8 @@ import pytest
 from made import Made, read_whole, right_so_far
 
 from eagle31_train.artifacts import MANIFEST
-from eagle31_train.place import LocalPlace
-from eagle31_train.store.ledger import PLAN, PROVENANCE, SHARDS, STREAM, TARGET, TARGET_LINE
+from eagle31_train.store.backends import LocalStorage
+from eagle31_train.store.format import PLAN, PROVENANCE, SHARDS, STREAM, TARGET, TARGET_LINE
 from eagle31_train.store.verify import problems
 
 MADE = Made({"train": [9, 4, 1, 12, 6, 8, 11], "heldout": [5, 7, 3]}, 64, "fp8", "int8")
@@ -62,8 +62,8 @@ class Fault:
         name = self.any_file()
         data = bytearray(self.content(name))
         # Headers and JSON are small beside states, and as precious.
-        place = self.rng.randrange(min(len(data), self.rng.choice([8, 200, len(data)])))
-        data[place] ^= 1 << self.rng.randrange(8)
+        at = self.rng.randrange(min(len(data), self.rng.choice([8, 200, len(data)])))
+        data[at] ^= 1 << self.rng.randrange(8)
         self.change(name, bytes(data))
 
     def truncate(self):
@@ -166,8 +166,8 @@ def stores(tmp_path_factory):
     whole, error = read_whole(folder / "complete")
     assert error is None
     assert {split: len(documents) for split, documents in whole.items()} == {"train": 7, "heldout": 3}
-    assert not list(problems(LocalPlace("", folder / "complete")))
-    assert not list(problems(LocalPlace("", folder / "begun")))
+    assert not list(problems(LocalStorage("", folder / "complete")))
+    assert not list(problems(LocalStorage("", folder / "begun")))
     return folder, whole
 
 
@@ -191,7 +191,7 @@ def one(kinds, Kind, source, folder, whole, seed, **reading):
     kind = rng.choice(kinds)
     kind(fault)
     where = f"{kind.__name__}, seed {seed}"
-    found = list(problems(LocalPlace("the store", folder)))
+    found = list(problems(LocalStorage("the store", folder)))
     assert found, where
     assert not any("\n" in text for text in found), (where, found)
     samples = {shard.name: shard.samples() for shard in MADE.plan.shards}
@@ -208,15 +208,15 @@ def one(kinds, Kind, source, folder, whole, seed, **reading):
     return kind.__name__
 
 
-@pytest.mark.parametrize("part", range(10))
-def test_faults_of_a_complete_store_are_found(stores, tmp_path, part):
+@pytest.mark.parametrize("seeds", [range(60), pytest.param(range(60, 1000), marks=pytest.mark.slow)], ids=len)
+def test_faults_of_a_complete_store_are_found(stores, tmp_path, seeds):
     folder, whole = stores
-    for seed in range(part * 100, part * 100 + 100):
+    for seed in seeds:
         one(COMPLETE, Fault, folder / "complete", tmp_path / "copy", whole, seed)
 
 
-@pytest.mark.parametrize("part", range(4))
-def test_faults_of_a_begun_store_are_found(stores, tmp_path, part):
+@pytest.mark.parametrize("seeds", [range(40), pytest.param(range(40, 400), marks=pytest.mark.slow)], ids=len)
+def test_faults_of_a_begun_store_are_found(stores, tmp_path, seeds):
     folder, whole = stores
-    for seed in range(5000 + part * 100, 5100 + part * 100):
+    for seed in seeds:
         one(BEGUN, Begun, folder / "begun", tmp_path / "copy", whole, seed, **FOLLOWING)

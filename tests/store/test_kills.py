@@ -11,9 +11,10 @@ from dying import Full, Kill, Killed, Machine, running
 from made import Made, read_whole, right_so_far
 from pipeline import contents
 
-from eagle31_train.place import LocalPlace
-from eagle31_train.schema import UserError
+from eagle31_train.errors import UserError
+from eagle31_train.provenance import Provenance
 from eagle31_train.store import finished
+from eagle31_train.store.backends import LocalStorage
 from eagle31_train.store.verify import problems
 
 MADE = Made({"train": [9, 4, 6], "heldout": [5, 3]}, 16, "fp8", "int8", 13)
@@ -51,18 +52,27 @@ def assert_refused_or_right(folder, documents):
     assert right_so_far(followed, documents)
     assert message is None or "waiting for" in message
     try:
-        damage = list(problems(LocalPlace("store", folder / "store")))
+        damage = list(problems(LocalStorage("store", folder / "store")))
     except UserError as error:
         damage = [str(error)]
     allowed = ("store/manifest.json is missing, though all shards were there", "there is no store in store")
     assert all(text.startswith(allowed) for text in damage), damage
 
 
-def test_a_writer_that_dies_at_any_operation_is_continued_to_the_same_bytes(whole, tmp_path):
+def instants(machine, every):
+    """All operations of a machine, or some of each kind, the last one among them."""
+    return range(machine.count) if every else sorted({*range(0, machine.count, 7), machine.count - 1})
+
+
+EVERY = pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
+
+
+@EVERY
+def test_a_writer_that_dies_at_any_operation_is_continued_to_the_same_bytes(whole, tmp_path, every):
     expected, documents, machine = whole
     assert machine.count > 60
     assert {"open", "write", "fsync", "os.rename", "os.mkdir"} <= set(machine.names)
-    for at in range(machine.count):
+    for at in instants(machine, every):
         folder = tmp_path / str(at)
         assert not write(folder, Machine(at, Kill()))
         assert_refused_or_right(folder, documents)
@@ -70,6 +80,7 @@ def test_a_writer_that_dies_at_any_operation_is_continued_to_the_same_bytes(whol
         assert contents(folder) == expected, (at, machine.names[at])
 
 
+@pytest.mark.slow
 def test_a_writer_that_dies_again_and_again_gets_there(whole, tmp_path):
     expected, documents, machine = whole
     rng = random.Random(0)
@@ -82,6 +93,7 @@ def test_a_writer_that_dies_again_and_again_gets_there(whole, tmp_path):
         assert deaths or turn
 
 
+@pytest.mark.slow
 def test_a_store_that_is_repaired_by_a_writer_that_dies_is_repaired_by_the_next(whole, tmp_path):
     expected, documents, _ = whole
     write(tmp_path / "whole")
@@ -107,9 +119,10 @@ def test_a_store_that_is_repaired_by_a_writer_that_dies_is_repaired_by_the_next(
         assert contents(folder) == expected, name
 
 
+@pytest.mark.slow
 def test_a_store_that_is_replaced_by_a_writer_that_dies_is_never_a_mixture(whole, tmp_path):
     expected, documents, _ = whole
-    others, _ = read_whole(OTHER.write(tmp_path / "other").place)
+    others, _ = read_whole(OTHER.write(tmp_path / "other").storage)
     for at in range(200):
         folder = tmp_path / str(at)
         shutil.copytree(tmp_path / "other", folder / "store")
@@ -141,14 +154,15 @@ for at in map(int, sys.argv[4:]):
 """
 
 
+@pytest.mark.slow
 def test_a_process_killed_by_a_signal_is_continued_to_the_same_bytes(whole, tmp_path):
     expected, documents, machine = whole
     here = Path(__file__).resolve().parent
-    instants = sorted(random.Random(1).sample(range(machine.count), 12))
-    command = [sys.executable, "-c", CHILD, str(here.parent), str(here), str(tmp_path), *map(str, instants)]
+    sampled = sorted(random.Random(1).sample(range(machine.count), 12))
+    command = [sys.executable, "-c", CHILD, str(here.parent), str(here), str(tmp_path), *map(str, sampled)]
     done = subprocess.run(command, cwd=here.parent.parent, capture_output=True, text=True, check=True, timeout=600)
-    assert done.stdout.split() == ["9"] * len(instants)
-    for at in instants:
+    assert done.stdout.split() == ["9"] * len(sampled)
+    for at in sampled:
         assert_refused_or_right(tmp_path / str(at), documents)
         assert write(tmp_path / str(at))
         assert contents(tmp_path / str(at)) == expected, at
@@ -157,9 +171,11 @@ def test_a_process_killed_by_a_signal_is_continued_to_the_same_bytes(whole, tmp_
 # ---------------------------------------------------------------- a full disk
 
 
-def test_a_disk_that_is_full_at_any_operation_is_said_in_one_line_and_leaves_nothing(whole, tmp_path):
+@EVERY
+def test_a_disk_that_is_full_at_any_operation_is_said_in_one_line_and_leaves_nothing(whole, tmp_path, every):
     expected, documents, machine = whole
-    for at, name in enumerate(machine.names):
+    for at in instants(machine, every):
+        name = machine.names[at]
         if name == "os.remove":  # which needs no room
             continue
         folder = tmp_path / str(at)
@@ -180,5 +196,5 @@ def test_nothing_is_written_where_nothing_is_to_do(whole, tmp_path):
     write(tmp_path)
 
     with running(Machine(0, Kill())):
-        place = LocalPlace("store", tmp_path / "store")
-        assert finished(place, MADE.fingerprint, MADE.provenance["inputs"], overwrite=False)
+        storage = LocalStorage("store", tmp_path / "store")
+        assert finished(storage, Provenance(MADE.provenance["inputs"]), overwrite=False)

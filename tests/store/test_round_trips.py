@@ -1,4 +1,4 @@
-"""Ten thousand random samples through shards on the disk: what is read is what `Document` says is kept."""
+"""Random samples through shards on the disk: what is read is what `Document` says is kept."""
 
 import random
 from dataclasses import replace
@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from eagle31_train.codec import CODECS, Encoded, concatenate, encode
-from eagle31_train.document import Document
 from eagle31_train.store import make_plan, shard
-from eagle31_train.store.plan import SPLITS, Shape, sample_bytes
+from eagle31_train.store.codec import CODECS, Encoded, concatenate, encode
+from eagle31_train.store.document import Document
 from eagle31_train.store.shard import ContentError, ShardFile, write_shard
+from eagle31_train.store.shard_plan import SPLITS, Shape, sample_bytes
 
 VOCAB = 1000
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -59,7 +59,7 @@ def as_extraction_hands_it_over(document, shape):
     """Only the states that are kept, encoded already."""
     aux, last = encode(document.aux, shape.aux_codec), encode(document.last, shape.last_codec)
     whole = replace(document, aux=aux, last=last)
-    return replace(document, aux=whole.attended_states, last=whole.taught_states)
+    return replace(document, aux=whole.attended_states, last=whole.supervised_states)
 
 
 def check_document(read, document, shape):
@@ -103,9 +103,9 @@ def round_trips(folder, seed, samples):
     return shards
 
 
-@pytest.mark.parametrize("part", range(10))
-def test_a_thousand_samples_are_read_as_they_were_written(tmp_path, part):
-    assert round_trips(tmp_path, part, 1000) > 20
+@pytest.mark.parametrize("samples", [500, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_random_samples_are_read_as_they_were_written(tmp_path, samples):
+    assert round_trips(tmp_path, 0, samples) > samples / 50
 
 
 # ---------------------------------------------------------------- planted mistakes
@@ -127,14 +127,14 @@ def aux_one_row_short(patch):
 
 
 def last_one_position_early(patch):
-    right = Document.taught_states.fget
+    right = Document.supervised_states.fget
 
     def wrong(self):
         if isinstance(self.last, Encoded):
             return right(self)
-        return self.last[self.taught - 1]
+        return self.last[self.supervised - 1]
 
-    patch.setattr(Document, "taught_states", property(wrong))
+    patch.setattr(Document, "supervised_states", property(wrong))
 
 
 def scale_of_the_neighbouring_block(patch):

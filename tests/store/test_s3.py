@@ -5,109 +5,80 @@ import os
 import pytest
 import s3fs
 from botocore.exceptions import ClientError
-from place_contract import PlaceContract
 from s3fs.errors import translate_boto_error
+from storage_contract import RemoteContract, never
 
-from eagle31_train.place import open_place
-from eagle31_train.schema import UserError
+from eagle31_train.errors import UserError
+from eagle31_train.store.backends import open_storage
 
 CACHE = 1 << 16
 
 
-def never(seconds):
-    raise AssertionError("nothing here is worth a wait")
-
-
-class TestS3(PlaceContract):
+class TestS3(RemoteContract):
     @pytest.fixture
     def again(self, s3, tmp_path):
-        return lambda: open_place("s3://bucket/runs/store", tmp_path / "cache", CACHE, sleep=never)
+        return lambda: open_storage("s3://bucket/runs/store", tmp_path / "cache", CACHE, sleep=never)
 
-    @pytest.fixture
-    def place(self, again):
-        place = again()
-        yield place
-        place.close()
-
-    @pytest.fixture
-    def refuse(self, monkeypatch):
-        def refused(*_, **__):
-            raise PermissionError("Access Denied")
-
-        return lambda place: monkeypatch.setattr(place.fs, "put_file", refused)
-
-    def test_what_lies_there_is_what_was_written(self, place, s3):
-        place.write("shards/a.json", b"{}")
+    def test_what_lies_there_is_what_was_written_and_other_stores_are_left_alone(self, storage, s3):
+        storage.write("shards/a.json", b"{}")
         assert s3.find("bucket") == ["bucket/runs/store/shards/a.json"]
         assert s3.cat_file("bucket/runs/store/shards/a.json") == b"{}"
-
-    def test_other_stores_of_the_bucket_are_left_alone(self, place, s3):
         s3.pipe_file("bucket/runs/store-2/a", b"x")
         s3.pipe_file("bucket/a", b"x")
-        place.write("a", b"x")
-        place.discard()
+        storage.discard()
         assert s3.find("bucket") == ["bucket/a", "bucket/runs/store-2/a"]
 
-    def test_the_cache_stays_within_its_bound(self, place, s3, tmp_path):
+    def test_the_cache_stays_within_its_bound(self, storage, s3, tmp_path):
         names = [f"shards/{i}" for i in range(12)]
         for name in names:
             s3.pipe_file(f"bucket/runs/store/{name}", name.encode() * (CACHE // 5 // len(name)))
-        place.prefetch(names)
+        storage.prefetch(names)
         for name in names:
-            assert place.local(name).read_bytes().startswith(name.encode())
+            assert storage.local(name).read_bytes().startswith(name.encode())
             held = [path.stat().st_size for path in (tmp_path / "cache").rglob("*") if path.is_file()]
             assert sum(held) <= CACHE
 
-    def test_a_shard_of_another_size_there_is_fetched_again(self, again, s3):
-        s3.pipe_file("bucket/runs/store/a", b"one")
-        assert again().local("a").read_bytes() == b"one"
-        s3.pipe_file("bucket/runs/store/a", b"another")
-        assert again().local("a").read_bytes() == b"another"
-
 
 def test_a_big_file_goes_up_in_parts(s3, tmp_path, monkeypatch):
-    place = open_place("s3://bucket/store", tmp_path / "cache", 1 << 24, sleep=never)
+    storage = open_storage("s3://bucket/store", tmp_path / "cache", 1 << 24, sleep=never)
     content = os.urandom(11 << 20)
-    put_file = place.fs.put_file
-    monkeypatch.setattr(place.fs, "put_file", lambda *paths: put_file(*paths, chunksize=5 << 20))
-    scratch = place.scratch("big")
+    put_file = storage.fs.put_file
+    monkeypatch.setattr(storage.fs, "put_file", lambda *paths: put_file(*paths, chunksize=5 << 20))
+    scratch = storage.scratch("big")
     scratch.write_bytes(content)
-    place.put(scratch, "big")
+    storage.put(scratch, "big")
     assert s3.info("bucket/store/big")["ETag"].strip('"').endswith("-3")  # three parts
-    assert place.local("big").read_bytes() == content
+    assert storage.local("big").read_bytes() == content
 
 
 def opened(location, folder, sleep=never):
     with pytest.raises(UserError) as error:
-        open_place(location, folder, CACHE, sleep=sleep)
+        open_storage(location, folder, CACHE, sleep=sleep)
     assert "\n" not in str(error.value)
     return str(error.value)
 
 
-def test_a_missing_bucket_is_named(s3, tmp_path):
+def test_a_missing_or_impossible_bucket_is_named(s3, tmp_path):
     words = opened("s3://no-such-bucket/store", tmp_path)
     assert words.startswith("s3://no-such-bucket/store/: listing failed, its bucket does not exist: create it")
     assert [bucket.strip("/") for bucket in s3.ls("")] == ["bucket"]
+    assert "Invalid bucket name" in opened("s3://Bad Bucket!/store", tmp_path)
 
 
 def test_a_bucket_that_goes_is_named(s3, tmp_path):
-    place = open_place("s3://bucket/store", tmp_path, CACHE, sleep=never)
+    storage = open_storage("s3://bucket/store", tmp_path, CACHE, sleep=never)
     s3.rmdir("bucket")
     for call in (
-        lambda: place.write("a", b"x"),
-        lambda: place.read("a"),
-        lambda: place.size("a"),
-        lambda: place.names("shards"),
-        lambda: place.local("a"),
-        lambda: place.put(place.scratch("a"), "a") if place.scratch("a").write_bytes(b"x") else None,
+        lambda: storage.write("a", b"x"),
+        lambda: storage.read("a"),
+        lambda: storage.size("a"),
+        lambda: storage.names("shards"),
+        lambda: storage.local("a"),
+        lambda: storage.put(storage.scratch("a"), "a") if storage.scratch("a").write_bytes(b"x") else None,
     ):
         with pytest.raises(UserError, match="its bucket does not exist"):
             call()
     assert s3.ls("") == []
-
-
-def test_an_impossible_bucket_name_is_named(s3, tmp_path):
-    assert "Invalid bucket name" in opened("s3://Bad Bucket!/store", tmp_path)
 
 
 def test_missing_credentials_are_named(s3_environment, monkeypatch, tmp_path):
@@ -131,9 +102,9 @@ def test_a_server_that_is_not_there_is_tried_again_and_named(s3_environment, mon
 def test_a_server_in_trouble_is_tried_again(s3, tmp_path, monkeypatch):
     """What s3fs makes of the server's own words, not of ours."""
     naps, calls = [], []
-    place = open_place("s3://bucket/store", tmp_path, CACHE, sleep=naps.append)
-    place.write("a", b"content")
-    whole = place.fs._call_s3.__func__
+    storage = open_storage("s3://bucket/store", tmp_path, CACHE, sleep=naps.append)
+    storage.write("a", b"content")
+    whole = storage.fs._call_s3.__func__
 
     async def call(self, method, *args, **kwargs):
         calls.append(method)
@@ -143,5 +114,5 @@ def test_a_server_in_trouble_is_tried_again(s3, tmp_path, monkeypatch):
         return await whole(self, method, *args, **kwargs)
 
     monkeypatch.setattr(s3fs.S3FileSystem, "_call_s3", call)
-    assert place.read("a") == b"content"
+    assert storage.read("a") == b"content"
     assert len(naps) == 3

@@ -6,7 +6,8 @@ import pytest
 import sharers
 from sharers import LONG, NAMES, content_of, downloads, held, lay, shared
 
-SPAWN = multiprocessing.get_context("spawn")
+FORK = multiprocessing.get_context("forkserver")  # a child of a process that has imported, and done nothing else
+FORK.set_forkserver_preload(["eagle31_train.store"])
 
 
 @pytest.fixture
@@ -16,8 +17,8 @@ def answers(tmp_path):
     started = []
 
     def answers(function, arguments):
-        queue = SPAWN.Queue()
-        processes = [SPAWN.Process(target=function, args=(tmp_path, *given, queue)) for given in arguments]
+        queue = FORK.Queue()
+        processes = [FORK.Process(target=function, args=(tmp_path, *given, queue)) for given in arguments]
         for process in processes:
             process.start()
             started.append(process)
@@ -33,14 +34,14 @@ def answers(tmp_path):
 
 
 def test_one_of_many_that_want_a_file_now_fetches_it(answers, tmp_path):
-    barrier = SPAWN.Barrier(4)
+    barrier = FORK.Barrier(4)
     assert answers(sharers.read_one, [(barrier,)] * 4) == [True] * 4
     assert downloads(tmp_path) == ["a"]
     assert held(tmp_path) == len(content_of("a"))
 
 
 def test_many_that_read_ahead_in_step_fetch_each_file_once(answers, tmp_path):
-    barrier = SPAWN.Barrier(4)
+    barrier = FORK.Barrier(4)
     assert answers(sharers.read_in_step, [(barrier,)] * 4) == [True] * 4
     assert sorted(downloads(tmp_path)) == list(NAMES)
 
@@ -53,8 +54,8 @@ def test_many_that_read_at_random_keep_the_bound_and_get_on(answers, tmp_path):
 
 def test_what_a_killed_process_was_fetching_is_fetched_by_who_waits(tmp_path):
     lay(tmp_path)
-    half = SPAWN.Event()
-    other = SPAWN.Process(target=sharers.stall, args=(tmp_path, half))
+    half = FORK.Event()
+    other = FORK.Process(target=sharers.stall, args=(tmp_path, half))
     other.start()
     assert half.wait(LONG)
     naps = []

@@ -8,9 +8,10 @@ import torch
 from made import Made, message_of, read_whole, writes
 from pipeline import contents, flip_bit
 
-from eagle31_train.place import LocalPlace
-from eagle31_train.schema import UserError
+from eagle31_train.errors import UserError
+from eagle31_train.provenance import Provenance
 from eagle31_train.store import Store, finished, stream
+from eagle31_train.store.backends import LocalStorage
 from eagle31_train.store.sealed import seal
 from eagle31_train.store.stream import StoppedError, consume, wait
 
@@ -23,6 +24,7 @@ def impatient(monkeypatch):
     monkeypatch.setattr(stream, "POLL", 0.001)
 
 
+@pytest.mark.core
 def test_extraction_waits_for_room_and_training_makes_it(tmp_path):
     train = MADE.plan.of("train")
     bound = sum(planned.bytes for planned in MADE.plan.of("heldout")) + max(planned.bytes for planned in train)
@@ -45,7 +47,7 @@ def test_extraction_waits_for_room_and_training_makes_it(tmp_path):
             assert torch.equal(got.aux.decode(), wanted.aux[: wanted.attended].bfloat16())
         largest.append(sum(path.stat().st_size for path in (tmp_path / "shards").glob("*.safetensors")))
         reader.release([planned])
-        consume(reader.place, [planned], "t" * 16, planned is train[-1])
+        consume(reader.storage, [planned], "t" * 16, planned is train[-1])
     thread.join()
     assert not failures
     assert max(largest) <= bound
@@ -54,8 +56,8 @@ def test_extraction_waits_for_room_and_training_makes_it(tmp_path):
         "heldout-00001.safetensors",
     ]
     # Complete, though used up: extraction is done with it, and a training is told by whom.
-    place = LocalPlace("the store", tmp_path)
-    assert finished(place, MADE.fingerprint, MADE.provenance["inputs"], overwrite=False) is not None
+    storage = LocalStorage("the store", tmp_path)
+    assert finished(storage, Provenance(MADE.provenance["inputs"]), overwrite=False) is not None
     found, message = read_whole(tmp_path)
     assert len(found["heldout"]) == 3
     assert f"{train[0].name} ({train[0].samples()}) was used up and removed by the training {'t' * 16}" in message
@@ -69,37 +71,37 @@ def test_a_bound_that_no_training_could_live_with_is_refused(tmp_path):
 
 def test_a_training_that_is_finished_wants_no_more(tmp_path):
     MADE.write(tmp_path, stop_after=2, max_bytes=30_000)
-    consume(LocalPlace("the store", tmp_path), [], "t" * 16, finished=True)
+    consume(LocalStorage("the store", tmp_path), [], "t" * 16, finished=True)
     writer = MADE.writer(tmp_path, max_bytes=30_000)
     held, wanted = MADE.plan.of("heldout")[0], MADE.plan.of("train")[-1]
-    assert writer.wait_for_room(held)
-    assert not writer.wait_for_room(wanted)
+    assert writer.wait_for_quota(held)
+    assert not writer.wait_for_quota(wanted)
 
 
 def test_the_first_of_several_processes_does_not_wait_for_what_nobody_wants(tmp_path):
-    place = LocalPlace("the store", tmp_path)
+    storage = LocalStorage("the store", tmp_path)
     first = MADE.writer(tmp_path, rank=0, ranks=2, patience=0.0)
     for planned in first.mine():
         first.write(planned, MADE.of(planned))
     assert "waiting for the other processes' shards: nothing came" in message_of(first.gather)
-    consume(place, [], "t" * 16, finished=True)
+    consume(storage, [], "t" * 16, finished=True)
     assert first.gather() is None
 
 
 def test_another_training_does_not_use_up_the_same_store(tmp_path):
     MADE.write(tmp_path, stop_after=3)
-    place = LocalPlace("the store", tmp_path)
-    consume(place, MADE.plan.shards[:1], "one", False)
-    consume(place, MADE.plan.shards[:1], "one", False)
+    storage = LocalStorage("the store", tmp_path)
+    consume(storage, MADE.plan.shards[:1], "one", False)
+    consume(storage, MADE.plan.shards[:1], "one", False)
     assert "used up and removed by another training (one, this is two)" in message_of(
-        consume, place, MADE.plan.shards[1:2], "two", False
+        consume, storage, MADE.plan.shards[1:2], "two", False
     )
     assert (tmp_path / NAMES[1]).exists()
 
 
 def test_a_used_up_shard_is_not_extracted_again(tmp_path, monkeypatch):
     MADE.write(tmp_path, stop_after=4)
-    consume(LocalPlace("the store", tmp_path), MADE.plan.shards[2:4], "one", False)
+    consume(LocalStorage("the store", tmp_path), MADE.plan.shards[2:4], "one", False)
     written = writes(monkeypatch)
     MADE.write(tmp_path)
     assert written == ["train-00002.safetensors"]
@@ -111,18 +113,18 @@ def shard_bytes(folder):
 
 def test_a_store_that_was_lost_but_for_what_was_used_up_keeps_to_its_bound(tmp_path):
     """A RAM disk after a restart: training has recorded anew what it had used up, all lines are gone."""
-    train, place = MADE.plan.of("train"), LocalPlace("the store", tmp_path)
+    train, storage = MADE.plan.of("train"), LocalStorage("the store", tmp_path)
     bound = sum(planned.bytes for planned in MADE.plan.of("heldout")) + max(planned.bytes for planned in train)
-    consume(place, train[:-1], "one", False)
+    consume(storage, train[:-1], "one", False)
     writer = MADE.writer(tmp_path, max_bytes=bound, patience=0.0)
     most = 0
     for planned in writer.mine():
         assert not writer.has(planned)
-        assert writer.wait_for_room(planned)
+        assert writer.wait_for_quota(planned)
         writer.write(planned, MADE.of(planned))
         most = max(most, shard_bytes(tmp_path))
     assert most <= bound
-    assert {name for name in place.names("shards") if name.endswith(".safetensors")} == {
+    assert {name for name in storage.names("shards") if name.endswith(".safetensors")} == {
         *(planned.name for planned in MADE.plan.of("heldout")),
         train[-1].name,
     }
@@ -135,7 +137,7 @@ def test_what_a_killed_training_recorded_but_did_not_remove_makes_room_only_once
     assert (tmp_path / train[0].name).exists()
     (tmp_path / "consumed.json").write_bytes(seal({"by": "t", "shards": [train[0].name], "finished": False}, indent=2))
     writer = MADE.writer(tmp_path, max_bytes=bound, patience=0.0)
-    assert writer.wait_for_room(train[1])
+    assert writer.wait_for_quota(train[1])
     assert not (tmp_path / train[0].name).exists()
 
 
@@ -182,6 +184,7 @@ def test_weights_of_the_target_that_are_not_as_written_are_refused(tmp_path, fol
         _ = Store(tmp_path, follow=follow).target
 
 
+@pytest.mark.core
 def test_a_kill_between_a_new_file_and_its_line_does_not_leave_the_old_line(tmp_path):
     """A shard made again need not have the same bytes: a GPU rounds otherwise the second time."""
     MADE.write(tmp_path)
@@ -191,14 +194,14 @@ def test_a_kill_between_a_new_file_and_its_line_does_not_leave_the_old_line(tmp_
     assert not writer.has(planned)
     other = MADE.of(planned)
     other[0].tokens[0] = (other[0].tokens[0] + 1) % 40
-    right = writer.place.write
+    right = writer.storage.write
 
     def killed(name, data):
         if name == planned.line:
             raise KeyboardInterrupt
         right(name, data)
 
-    with patch.object(writer.place, "write", killed), pytest.raises(KeyboardInterrupt):
+    with patch.object(writer.storage, "write", killed), pytest.raises(KeyboardInterrupt):
         writer.write(planned, other)
     MADE.write(tmp_path)
     assert read_whole(tmp_path)[1] is None

@@ -23,7 +23,7 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
-from eagle31_train.schema import UserError
+from eagle31_train.errors import UserError
 from eagle31_train.targets.cached import CachedTarget
 
 SIZES = {

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from eagle31_train.schema import UserError
+from eagle31_train.errors import UserError
 from eagle31_train.targets import embedded
 
 
@@ -40,7 +40,7 @@ def test_a_folder_of_the_users_is_left_alone(tmp_path, route, with_manifest):
     (theirs / "thesis.txt").write_text("ten years of work")
     if with_manifest:  # another stage's output
         (theirs / "manifest.json").write_text(json.dumps({"inputs": {"layout": 1}, "files": {}}))
-    with pytest.raises(UserError, match="was not unpacked by this command"):
+    with pytest.raises(UserError, match="was not made by this command"):
         embedded.unpack(type(tmp_path)(route.format(theirs)))
     assert (theirs / "thesis.txt").read_text() == "ten years of work"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["theirs"]

@@ -1,7 +1,6 @@
 """The transformers engine against plain calls of the model, and the readout with and without a loaded model."""
 
 import json
-import os
 
 import accelerate
 import pytest
@@ -20,11 +19,11 @@ from transformers import (
     MixtralForCausalLM,
 )
 
-from eagle31_train.schema import TargetConfig, UserError
-from eagle31_train.targets import hf, make
-from eagle31_train.targets.cached import CachedTarget
+from eagle31_train.config import TargetConfig
+from eagle31_train.errors import UserError
+from eagle31_train.targets import hf, transformers_engine
+from eagle31_train.targets.extraction import make_engine
 from eagle31_train.targets.hf import HiddenStateTarget, load_model
-from eagle31_train.targets.make import make_engine
 from eagle31_train.targets.readout import readout_from_checkpoint
 from eagle31_train.targets.transformers_engine import PADS, TransformersEngine, causal, rope_by_length
 
@@ -133,24 +132,6 @@ def test_states_are_those_of_running_each_conversation_alone(name, batch_tokens)
     check_against_plain_calls(engine, model, conversations(), AUX)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_mask_is_needed_where_no_token_sees_a_later_one(name, dtype):
-    target = HiddenStateTarget(MODELS[name]().to(dtype), AUX)
-    assert causal(target.model.config)
-    tokens = torch.nn.utils.rnn.pad_sequence(conversations(), batch_first=True)
-    mask = (torch.arange(tokens.shape[1]) < torch.tensor(LENGTHS)[:, None]).long()
-    plain, masked = target.states(tokens, None), target.states(tokens, mask)
-    other = target.states(torch.where(mask.bool(), tokens, 7), None)  # whatever stands in the padding
-    # The masked path and the causal one add in another order: a few steps of the dtype over LAYERS layers.
-    few = 4 * torch.finfo(dtype).eps * masked.last[mask.bool()].float().abs().max().item()
-    for ours, theirs in ((plain, masked), (other, masked)):
-        real = mask.bool()
-        torch.testing.assert_close(ours.last[real], theirs.last[real], rtol=0, atol=few)
-        torch.testing.assert_close(ours.aux[real], theirs.aux[real], rtol=0, atol=few)
-    assert not torch.allclose(plain.last[~mask.bool()], masked.last[~mask.bool()], rtol=0, atol=few)
-
-
 def test_the_mask_stays_where_later_tokens_are_seen(monkeypatch):
     model = tiny_llama()
     assert causal(model.config)
@@ -196,37 +177,27 @@ def test_planted_mistakes_are_seen(plant, what):
         check_against_plain_calls(engine, model, conversations(), AUX)
 
 
-def test_the_gates_reference_is_the_models_ordinary_call_with_a_mask():
-    model = tiny_llama()
-    engine = TransformersEngine(HiddenStateTarget(model, AUX))
-    tokens, positions = conversations()[4], torch.tensor([0, 7, 19])
-    masks = []
-    handle = model.register_forward_pre_hook(
-        lambda _module, _args, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True
-    )
-    reference = engine.reference(tokens, positions)
-    handle.remove()
-    assert masks[0].min() == 0, "a mask of ones is dropped, and the unmasked path would be compared with itself"
-    assert reference.ids is None
-    torch.testing.assert_close(reference.own, model(tokens[None]).logits[0, positions], rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("takes", [True, False])
-def test_the_gates_reference_computes_logits_of_the_wanted_positions_only(takes, monkeypatch):
-    model, rows = tiny_llama(), []
-    if not takes:  # as code that came with an older target
-        right = model.forward
+def test_the_gates_reference_is_the_models_ordinary_call_with_a_mask_at_the_wanted_positions(takes, monkeypatch):
+    model, rows, masks = tiny_llama(), [], []
+    right = model.forward
 
-        def forward(input_ids, attention_mask=None, use_cache=None):
-            return right(input_ids=input_ids, attention_mask=attention_mask, use_cache=use_cache)
+    def forward(input_ids, attention_mask=None, use_cache=None):  # as code that came with an older target
+        masks.append(attention_mask)
+        return right(input_ids=input_ids, attention_mask=attention_mask, use_cache=use_cache)
 
-        monkeypatch.setattr(model, "forward", forward)
-    handle = model.lm_head.register_forward_hook(lambda _module, _args, logits: rows.append(logits.shape[1]))
+    def newer(logits_to_keep=0, **inputs):
+        masks.append(inputs["attention_mask"])
+        return right(**inputs, logits_to_keep=logits_to_keep)
+
+    monkeypatch.setattr(model, "forward", newer if takes else forward)
+    model.lm_head.register_forward_hook(lambda _module, _args, logits: rows.append(logits.shape[1]))
     tokens, positions = conversations()[4], torch.tensor([0, 7, 19])
-    own = TransformersEngine(HiddenStateTarget(model, AUX)).reference(tokens, positions).own
-    handle.remove()
+    reference = TransformersEngine(HiddenStateTarget(model, AUX)).reference(tokens, positions)
+    assert reference.ids is None
     assert rows == ([3] if takes else [len(tokens) + PADS])
-    torch.testing.assert_close(own, tiny_llama()(tokens[None]).logits[0, positions], rtol=1e-4, atol=1e-4)
+    assert masks[0].min() == 0, "a mask of ones is dropped, and the unmasked path would be compared with itself"
+    torch.testing.assert_close(reference.own, tiny_llama()(tokens[None]).logits[0, positions], rtol=1e-4, atol=1e-4)
 
 
 # ---------------------------------------------------------------- readout
@@ -296,16 +267,9 @@ def test_a_checkpoint_whose_readout_cannot_be_read_is_refused(tmp_path, change, 
 # ---------------------------------------------------------------- configuration
 
 
-def test_the_configured_engine_is_made(saved):
-    engine = make_engine(saved(tiny_llama()))
-    assert (engine.name, engine.layers) == ("transformers", AUX)
-    check_against_plain_calls(engine, tiny_llama(), conversations(), AUX)
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["extract.engine=sglang"], "extract.engine='sglang' is not one of transformers, vllm"),
         (["extract.engine=vllm"], "extract.engine=vllm needs vLLM in this environment: pip install vllm"),
         (["extract.engine_args.quantization=fp8"], "are vLLM's: use extract.engine=vllm"),
         (["target.device_map=auto"], "target.device_map places the target: leave target.device=auto"),
@@ -319,99 +283,24 @@ def test_an_engine_that_cannot_be_had_is_refused(saved, monkeypatch, options, wo
     assert "\n" not in str(error.value)
 
 
-def test_a_target_spread_by_a_device_map_gives_the_same_states(saved):
-    config = saved(tiny_llama(), "target.device=auto", "target.device_map=cpu")
-    engine = make_engine(config)
-    check_against_plain_calls(engine, tiny_llama(), conversations(), AUX)
+def test_one_target_over_all_devices_and_several_processes_exclude_each_other(saved, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match=r"target\.device_map spreads one target over the devices"):
+        make_engine(saved(tiny_llama(), "target.device=auto", "target.device_map=auto"))
 
 
-def test_a_head_that_a_device_map_left_on_the_disk_is_read_from_the_checkpoint(saved, monkeypatch):
-    config, model = saved(tiny_llama()), tiny_llama()
-    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.to("meta"), requires_grad=False)
-    monkeypatch.setattr(make, "load_model", lambda target: model)
-    engine = make_engine(config)
-    assert torch.equal(engine.readout.head, tiny_llama().lm_head.weight)
-    assert torch.equal(engine.readout.embedding, model.model.embed_tokens.weight)
-
-
-def test_a_target_left_on_the_disk_in_part_gives_the_same_states_and_reference(saved, monkeypatch):
+def test_a_target_spread_by_a_device_map_and_left_on_the_disk_in_part_gives_the_same_states(saved, monkeypatch):
     """Its parameters are on no device but while they are used, the embedding's too."""
+    engine = make_engine(saved(tiny_llama(), "target.device=auto", "target.device_map=cpu"))
+    check_against_plain_calls(engine, tiny_llama(), conversations(), AUX)
     config, model = saved(tiny_llama()), tiny_llama()
     for part in (model.model.embed_tokens, model.model.layers[1], model.lm_head):
         accelerate.cpu_offload(part, torch.device("cpu"))
     assert model.model.embed_tokens.weight.is_meta
-    monkeypatch.setattr(make, "load_model", lambda target: model)
+    monkeypatch.setattr(transformers_engine, "load_model", lambda target: model)
     engine, tokens = make_engine(config), conversations()
     check_against_plain_calls(engine, tiny_llama(), tokens, AUX)
     positions = torch.tensor([0, 5, 11])
     plain = TransformersEngine(HiddenStateTarget(tiny_llama(), AUX)).reference(tokens[1], positions)
     assert torch.equal(engine.reference(tokens[1], positions).own, plain.own)
-
-
-def test_a_target_that_is_on_no_device_at_all_is_given_tokens_on_the_cpu():
-    assert HiddenStateTarget(tiny_llama().to("meta"), AUX).device == torch.device("cpu")
-
-
-def states_of(target):
-    return target.states(conversations()[0][None], None).aux[0]
-
-
-def read_of(target):
-    return target.read([conversations()[0].tolist()], 1)[0][0]
-
-
-@pytest.mark.parametrize(("kind", "states"), [(HiddenStateTarget, states_of), (CachedTarget, read_of)])
-def test_states_caught_on_several_devices_are_brought_together(kind, states):
-    target = kind(tiny_llama(), AUX)
-    moved, right = [], torch.Tensor.to
-
-    # What the first tap catches claims to lie elsewhere: it records where it is asked to go.
-    class Elsewhere(torch.Tensor):
-        def to(self, device):
-            moved.append(device)
-            return right(self, device).as_subclass(torch.Tensor)
-
-    original = hf._catch
-
-    def catch(caught, index):
-        hook = original(caught, index)
-
-        def elsewhere(*arguments):
-            hook(*arguments)
-            caught[index] = caught[index].as_subclass(Elsewhere) if index == 0 else caught[index]
-
-        return elsewhere
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hf, "_catch", catch)
-        aux = states(target)
-    assert moved == [torch.device("cpu")]
-    assert type(aux) is torch.Tensor
-
-
-@pytest.fixture
-def several(monkeypatch):
-    """As process 1 of 2, started by a launcher."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    return monkeypatch
-
-
-def test_each_process_takes_its_own_device(several):
-    several.setattr(torch.cuda, "is_available", lambda: True)
-    several.setattr(torch.cuda, "device_count", lambda: 2)
-    assert hf.pick_device("auto") == torch.device("cuda:1")
-    several.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(UserError, match="process 1 finds only 1 CUDA devices here"):
-        hf.pick_device("auto")
-    several.setattr(torch.cuda, "is_available", lambda: False)
-    assert hf.pick_device("auto") == torch.device("cpu")
-    several.setenv("WORLD_SIZE", "1")
-    several.setattr(torch.cuda, "is_available", lambda: True)
-    assert hf.pick_device("auto") == torch.device("cuda")
-
-
-def test_one_target_over_all_devices_and_several_processes_exclude_each_other(several, saved):
-    assert os.environ["WORLD_SIZE"] == "2"
-    with pytest.raises(UserError, match=r"target\.device_map spreads one target over the devices"):
-        make_engine(saved(tiny_llama(), "target.device=auto", "target.device_map=auto"))
+    assert torch.equal(engine.readout.head, tiny_llama().lm_head.weight)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from eagle31_train.schema import TargetConfig, UserError
+from eagle31_train.config import TargetConfig
 from eagle31_train.targets import generate
 from eagle31_train.targets.generate import Generator, Request, SeededSampling, draw
 
@@ -107,20 +107,6 @@ def test_answers_end_before_the_end_token_and_say_why(tmp_path):
     stopped = Generator(target, [end]).answer([Request(prompts[0], 0.0, 0)], 8, 1.0)[0]
     assert stopped.ids == expected[0][: expected[0].index(end)]
     assert stopped.finish_reason == "stop"
-
-
-def test_user_mistakes(tmp_path):
-    with pytest.raises(UserError, match="'int8' is not one of"):
-        Generator(TargetConfig(path=str(tmp_path), dtype="int8"), [0])
-    with pytest.raises(UserError, match="none does not exist"):
-        Generator(TargetConfig(path=str(tmp_path / "none")), [0])
-
-
-def test_a_device_that_is_not_there_is_said_in_one_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    save_tiny(tmp_path)
-    with pytest.raises(UserError, match=r"target\.device=cuda: this machine has no CUDA"):
-        Generator(TargetConfig(path=str(tmp_path), dtype="float32", device="cuda"), [0])
 
 
 def test_prompts_without_room_for_an_answer_are_told_before_they_end_a_batch(tmp_path):

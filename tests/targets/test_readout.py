@@ -19,10 +19,11 @@ from transformers import (
     Mistral3ForConditionalGeneration,
 )
 
-from eagle31_train.extract import run_shard
-from eagle31_train.fidelity import Gate
-from eagle31_train.schema import ExtractConfig, TargetConfig, UserError
-from eagle31_train.store.plan import Shape
+from eagle31_train.config import ExtractConfig, TargetConfig
+from eagle31_train.errors import UserError
+from eagle31_train.store.shard_plan import Shape
+from eagle31_train.targets.extraction import run_shard
+from eagle31_train.targets.fidelity import Gate
 from eagle31_train.targets.hf import HiddenStateTarget, load_model
 from eagle31_train.targets.readout import readout_from_checkpoint
 from eagle31_train.targets.transformers_engine import TransformersEngine
@@ -78,21 +79,6 @@ def test_kimis_three_tensors_are_read_without_its_code(tmp_path, config, prefix)
     assert (read.norm_kind, read.eps, read.depth, read.quirk, read.tied) == ("w", 1e-6, LAYERS, None, False)
 
 
-def test_a_checkpoint_without_lm_head_ties_it(tmp_path):
-    target = write_kimi(tmp_path / "kimi", tiny_llama(tie_word_embeddings=True))
-    index = tmp_path / "kimi" / "model.safetensors.index.json"
-    where = json.loads(index.read_text())["weight_map"]
-    del where["language_model.lm_head.weight"]
-    index.write_text(json.dumps({"weight_map": where}))
-    assert readout_from_checkpoint(target, torch.float32).tied
-
-
-def test_what_an_unknown_model_does_to_its_logits_is_told(tmp_path):
-    config = {**WRAPPED, "text_config": {**TEXT, "logits_scaling": 8.0}}
-    read = readout_from_checkpoint(write_kimi(tmp_path / "kimi", tiny_llama(), config), torch.float32)
-    assert read.quirk == "logits_scaling=8.0"
-
-
 @pytest.mark.parametrize("missing", ["rms_norm_eps", "vocab_size", "hidden_size", "num_hidden_layers"])
 def test_a_configuration_that_does_not_say_enough_is_refused(tmp_path, missing):
     text = {name: value for name, value in TEXT.items() if name != missing}
@@ -130,13 +116,6 @@ def test_multimodal_targets_and_scaled_logits_are_read_in_both_engines(tmp_path,
     assert (read.norm_kind, read.eps, read.depth, read.quirk) == ("w", engine.readout.eps, LAYERS, None)
 
 
-class Silent:
-    """No progress bar."""
-
-    def done(self, tokens):
-        pass
-
-
 def test_a_norm_that_is_read_for_an_ordinary_one_is_stopped_by_the_gate(tmp_path):
     """What config.json cannot say: Gemma keeps its norm's weight less one, and embeds in another scale."""
     model = randomised(GemmaForCausalLM(GemmaConfig(**SIZES)))
@@ -146,4 +125,4 @@ def test_a_norm_that_is_read_for_an_ordinary_one_is_stopped_by_the_gate(tmp_path
     tokens = [torch.randint(0, VOCAB, (60,), generator=generator) for _ in range(3)]
     rows = {"input_ids": [row.tolist() for row in tokens], "loss_mask": [[i > 2 for i in range(60)] for _ in tokens]}
     with pytest.raises(UserError, match=r"likely cause: the final norm is of the form \(1 \+ w\) but was read as w"):
-        run_shard(engine, rows, Shape(HIDDEN, 1, "bf16", "bf16"), Gate(engine, ExtractConfig(), shards=1), Silent())
+        run_shard(engine, rows, Shape(HIDDEN, 1, "bf16", "bf16"), Gate(engine, ExtractConfig(), shards=1))

@@ -1,12 +1,18 @@
-"""A run's folder is one process's at a time."""
+"""A run's folder is one process's at a time and holds one run, which the same command finishes and never repeats."""
 
+import shutil
 from pathlib import Path
 
 import pytest
-from pipeline import message_of
+from pipeline import assert_equal, contents, flip_bit, message_of
 
-from eagle31_train.schema import Config, UserError
+from eagle31_train.config import Config
+from eagle31_train.errors import UserError
+from train import trainer
 from train.claim import alone, check_made
+
+SHORT = ["train.max_steps=3", "train.checkpoint_every=2"]
+TIMED = ("seconds", "waited", "files")  # a checkpoint's own manifest, which is listed, says seconds too
 
 
 def test_a_second_training_in_the_same_folder_is_refused_and_a_later_one_is_not(new_run):
@@ -16,13 +22,6 @@ def test_a_second_training_in_the_same_folder_is_refused_and_a_later_one_is_not(
         assert not run.train.exists()
     run.fit("train.max_steps=1")
     assert run.manifest()["steps"] == 1
-
-
-def test_the_folder_is_given_back_after_an_error(tmp_path):
-    with pytest.raises(KeyboardInterrupt), alone(tmp_path):
-        raise KeyboardInterrupt
-    with alone(tmp_path):
-        pass
 
 
 def test_a_run_without_data_or_store_names_both_and_the_commands_that_make_them(tmp_path, monkeypatch):
@@ -40,3 +39,59 @@ def test_a_run_without_data_or_store_names_both_and_the_commands_that_make_them(
         check_made(config)
     config.store.follow = True  # training waits for it
     check_made(config)
+
+
+def timeless(manifest):
+    return {name: value for name, value in manifest.items() if name not in TIMED}
+
+
+def leave(_run):
+    """Nothing happens to it."""
+
+
+def damage_checkpoint(run):
+    flip_bit(run.newest() / "model.safetensors")
+
+
+def remove_manifest(run):
+    """As if it had been killed after its last checkpoint."""
+    (run.train / "manifest.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("happens", "steps", "printed"),
+    [
+        (leave, 0, "train: up to date"),
+        (damage_checkpoint, 1, "model.safetensors does not match its checksum"),
+        (remove_manifest, 0, "train: going on after step 3 "),
+    ],
+)
+def test_the_same_command_trains_only_what_a_finished_run_lacks(new_run, monkeypatch, capsys, happens, steps, printed):
+    run = new_run().fit(*SHORT)
+    weights, rows, manifest, before = run.weights(), run.rows(), run.manifest(), contents(run.train)
+    weights = {name: tensor.clone() for name, tensor in weights.items()}
+    happens(run)
+    trained, accumulate = [], trainer.accumulate
+    monkeypatch.setattr(trainer, "accumulate", lambda *rest: trained.append(rest) or accumulate(*rest))
+    run.fit(*SHORT)
+    assert len(trained) == steps
+    assert printed in capsys.readouterr().out
+    assert_equal(run.weights(), weights)
+    assert run.rows() == rows
+    assert timeless(run.manifest()) == timeless(manifest)
+    assert happens is not leave or contents(run.train) == before
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_folder_of_other_options_is_refused_or_replaced_with_overwrite(new_run, finished):
+    run = new_run().fit(*SHORT)
+    if not finished:
+        shutil.rmtree(run.newest())
+        remove_manifest(run)
+    before = contents(run.train)
+    message = message_of(run, *SHORT, "train.gamma=0.5")
+    assert "train.gamma: 0.8 there, 0.5 here" in message
+    assert "overwrite=true" in message
+    assert contents(run.train) == before
+    run.fit(*SHORT, "train.gamma=0.5", "overwrite=true")
+    assert_equal(run.weights(), new_run().fit(*SHORT, "train.gamma=0.5").weights())

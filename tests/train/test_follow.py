@@ -12,8 +12,8 @@ import pytest
 from pipeline import contents, options, save_quietly, tiny_config, tiny_llama, write_data
 from safetensors.torch import load_file
 
+from eagle31_train.errors import UserError
 from eagle31_train.extract import extract
-from eagle31_train.schema import UserError
 from eagle31_train.store import Store
 from eagle31_train.store.stream import consume
 from train import windows
@@ -156,6 +156,7 @@ def test_a_corpus_larger_than_the_bound_is_trained_through_with_the_same_losses(
     assert sorted(consumed(folder)) == [shard.name for shard in Store(corpus / "run" / "store").plan.of("train")]
 
 
+@pytest.mark.slow
 def test_either_side_is_killed_and_goes_on_and_no_sample_is_lost_or_seen_twice(corpus, tmp_path):
     bound, _ = bound_of(corpus)
     folder = prepare(tmp_path)
@@ -178,13 +179,13 @@ def test_a_store_that_was_used_up_is_refused_by_name(corpus, tmp_path):
     extract(tiny_config(folder, *MORE))
     opened = Store(store)
     first = opened.plan.of("train")[0]
-    consume(opened.place, [first], "somebody", finished=False)
+    consume(opened.storage, [first], "somebody", finished=False)
     with pytest.raises(
         UserError, match=r"samples 0 to \d+ of train\) was used up and removed by the training somebody"
     ):
         Store(store).split("train").read(0)
     with pytest.raises(UserError, match="used up and removed by another training"):
-        consume(opened.place, [first], "somebody else", finished=False)
+        consume(opened.storage, [first], "somebody else", finished=False)
     before = contents(store)
     extract(tiny_config(folder, *MORE))  # what was used up is not made again
     assert contents(store) == before

@@ -32,13 +32,7 @@ def test_the_losses_of_a_hundred_steps_are_the_golden_ones(tmp_path, monkeypatch
     assert losses[-1] < 0.5 * losses[0], "and something was learnt"
 
 
-def test_two_threads_give_the_bits_of_one(tmp_path, monkeypatch):
-    one, two = (tmp_path / "one"), (tmp_path / "two")
-    one.mkdir(), two.mkdir()
-    short = ["train.max_steps=20"]
-    assert train(one, 1, *short, monkeypatch=monkeypatch) == train(two, 2, *short, monkeypatch=monkeypatch)
-
-
+@pytest.mark.slow
 def test_a_ten_thousandth_of_the_learning_rate_is_noticed(tmp_path, monkeypatch):
     losses = train(tmp_path, 1, "train.lr=0.0020002", monkeypatch=monkeypatch)
     assert losses != pytest.approx(KEPT, rel=TOLERANCE)

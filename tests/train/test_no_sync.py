@@ -6,9 +6,10 @@ from accelerate import Accelerator
 from conftest import kept_mask
 from waits import Waits
 
-from eagle31_train.drafter.batch import build_batch, choose_slots
-from eagle31_train.schema import TrainConfig
-from train import loop
+from eagle31_train.config import TrainConfig
+from eagle31_train.model.batch import build_batch, choose_slots
+from train import step as arithmetic
+from train.loader import MicroBatch, StepTotals
 from train.parallel import parallelise
 
 K = 3
@@ -21,14 +22,16 @@ def one_step(objective, documents, subset=None):
     spread = parallelise(Accelerator(), objective.float(), SETTINGS)
     parts = [documents[:1], documents[1:]]
     places = [[0], range(1, len(documents))]
-    share = [
-        (build_batch(part, K, kept_mask(objective), "mask", None if subset is None else subset.of(place)), True)
+    batches = [
+        build_batch(part, K, kept_mask(objective), "mask", None if subset is None else subset.of(place))
         for part, place in zip(parts, places, strict=True)
     ]
-    counts = torch.cat([sum(batch.population for batch, _ in share), torch.zeros(1, dtype=torch.int64)])
-    share.append((share[0][0], False))  # a rank without a sample
+    totals = StepTotals(torch.cat([sum(batch.population for batch in batches), torch.zeros(1, dtype=torch.int64)]))
+    micro_batches = [MicroBatch(batch, [], True) for batch in batches]
+    micro_batches.append(MicroBatch(batches[0], [], False))  # a rank without a sample
     with Waits() as queued:
-        sums, counts = loop.accumulate(spread, share, counts, 0.8)
+        sums, totals = arithmetic.accumulate(spread, micro_batches, totals, 0.8)
+    counts = totals.packed
     with Waits() as asked:
         norm, *values = spread.update(1e-3, counts, sums)
     assert norm.shape == ()
@@ -46,6 +49,8 @@ def test_a_step_asks_the_device_nothing_and_its_results_are_one_question(tiny, s
 
 
 def test_a_planted_question_is_found(tiny, monkeypatch):
-    right = loop.step_weights
-    monkeypatch.setattr(loop, "step_weights", lambda counts, gamma: right(counts, gamma) * (counts.sum().item() > 0))
+    right = arithmetic.step_weights
+    monkeypatch.setattr(
+        arithmetic, "step_weights", lambda counts, gamma: right(counts, gamma) * (counts.sum().item() > 0)
+    )
     assert one_step(*tiny) == (["_local_scalar_dense"], ASKED)

@@ -2,22 +2,23 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
 from conftest import make_mla_shape, make_objective, make_shape
-from pipeline import message_of
 from safetensors.torch import load_file
 
-from eagle31_train.schema import DrafterShape, TrainConfig
+from eagle31_train.config import DrafterShape, TrainConfig
+from eagle31_train.errors import UserError
 from train.metrics import Reporter
-from train.optimizer import ADAMW, MuonAndAdamW, make_optimizer
-from train.parallel import Parallel, Replicated
+from train.optimizer import ADAMW, MuonAndAdamW, make_optimizer, private
+from train.parallel import Parallel, Replicated, Zero
 
 MUON = "train.optimizer=muon"
 T = TrainConfig(optimizer="muon", lr=0.01, weight_decay=0.1)
-TENSORS = ("model.safetensors", "optimizer.safetensors", "rng.safetensors")
+TENSORS = ("model.safetensors", "optimizer.safetensors")
 # Five steps with Jordan's coefficients take singular values from 0.02 of the Frobenius norm on to 0.68 … 1.13, worked
 # out exactly; bf16 adds a few hundredths.
 BAND, LEAST = (0.65, 1.18), 0.02
@@ -54,12 +55,6 @@ def test_matrices_are_muons_and_the_rest_is_adamws(make, attention, train_lm_hea
     assert decayed == {n for n, trained in by_token.items() if trained}
     assert kept == {name for name, parameter in drafter.named_parameters() if parameter.dim() == 1}
     assert [group["weight_decay"] for group in make_optimizer(drafter, T).param_groups] == [0.1, 0.1, 0.0]
-
-
-def test_an_optimizer_that_nobody_knows_is_refused_by_one_line(new_run):
-    run = new_run()
-    assert message_of(run, "train.optimizer=lion") == "train.optimizer='lion' is not one of adamw, muon"
-    assert not run.train.exists()
 
 
 # ---------------------------------------------------------------- one update
@@ -127,14 +122,6 @@ def test_decay_that_is_left_out_is_seen():
         test_an_update_is_the_orthogonal_factor_of_the_nesterov_momentum((20, 8))
 
 
-def test_muons_updates_are_as_large_as_adamws_are_said_to_be():
-    """A root mean square of 0.2 lr: the singular values' own spread apart, whatever the shape."""
-    generator = torch.Generator().manual_seed(0)
-    for size in ((12, 12), (8, 20), (20, 8)):
-        change, _ = update_of(torch.zeros(size), [matrix(*size, generator)], replace(T, weight_decay=0.0))
-        assert 0.2 * 0.01 * BAND[0] < change.square().mean().sqrt() < 0.2 * 0.01 * BAND[1]
-
-
 # ---------------------------------------------------------------- in a training
 
 
@@ -147,7 +134,7 @@ class OneProcess:
 
 def test_the_learning_rate_reaches_both():
     objective = make_objective(make_shape(), torch.float32)
-    parallel = Replicated(OneProcess(), objective, replace(T, clip=1e9))
+    parallel = Replicated(OneProcess(), objective, replace(T, max_grad_norm=1e9))
     drafter, generator = objective.drafter, torch.Generator().manual_seed(0)
 
     def moved(lr):
@@ -212,6 +199,7 @@ def test_a_run_that_was_killed_ends_bit_for_bit_the_same(new_run, whole):
 FORGET = {"Muon's momentum": "momentum_buffer", "AdamW's moments": "exp_avg"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", FORGET.values(), ids=FORGET.keys())
 def test_what_is_forgotten_of_either_is_found(new_run, whole, moment):
     run, right = killed(new_run()), Parallel.set_moments
@@ -221,12 +209,7 @@ def test_what_is_forgotten_of_either_is_found(new_run, whole, moment):
 
     with patch.object(Parallel, "set_moments", forgetful):
         run.fit(MUON, *STEPS)
-    assert same_bits(run, whole) == [False, False, True]
-
-
-def test_a_run_does_not_go_on_with_another_optimizer(new_run):
-    run = new_run().fit(MUON, "train.max_steps=1")
-    assert "train.optimizer" in message_of(run, "train.max_steps=1")
+    assert same_bits(run, whole) == [False, False]
 
 
 def test_matrices_without_a_gradient_are_left_as_they_are():
@@ -236,3 +219,32 @@ def test_matrices_without_a_gradient_are_left_as_they_are():
     optimizer.step()
     assert not optimizer.state
     assert torch.equal(drafter.fc.weight, before)
+
+
+# ---------------------------------------------------------------- private functions of libraries
+
+
+@pytest.mark.parametrize("name", ["_zeropower_via_newtonschulz", "_adjust_lr"])
+def test_a_torch_without_a_function_that_muon_uses_names_the_versions_to_install(monkeypatch, name):
+    assert callable(private("torch", torch.optim, f"_muon.{name}"))
+    monkeypatch.delattr(torch.optim._muon, name)
+    with pytest.raises(UserError, match=rf"^torch 2\.\S+ has no _muon\.{name}, which .* install 'torch>=2\.9,<2\.16'$"):
+        private("torch", torch.optim, f"_muon.{name}")
+
+
+PARTITIONS = "single_partition_of_fp32_groups"
+
+
+@pytest.mark.parametrize(
+    ("stage", "attributes", "lacking"),
+    [
+        (2, {}, PARTITIONS),
+        (2, {PARTITIONS: []}, "_lazy_init_hp_params_optimizer_state"),
+        (3, {PARTITIONS: []}, "fp32_partitioned_groups_flat"),
+    ],
+)
+def test_a_deepspeed_that_keeps_its_partitions_elsewhere_names_the_versions_to_install(stage, attributes, lacking):
+    zero = Zero.__new__(Zero)
+    zero.stage, zero.optimizer = stage, SimpleNamespace(**attributes)
+    with pytest.raises(UserError, match=rf"^deepspeed \S+ has no {lacking}, .* 'deepspeed>=0\.19,<0\.20'$"):
+        zero._make_moments()

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made import VOCAB, Made
 
-from eagle31_train.schema import Config, TrainConfig
+from eagle31_train.config import TrainConfig
 from eagle31_train.store import Store, make_plan, shape_of
 from train import loader, order
 from train.order import PACKED, global_batches, schedule, share
@@ -31,11 +31,6 @@ def test_an_epoch_holds_every_sample_once_within_the_bound(lengths, room, seed, 
     if sum(lengths) < PACKED * bound:  # one window
         loads = sorted(sum(lengths[i] for i in batch) for batch in batches)
         assert len(loads) == 1 or loads[0] + loads[1] > bound, "no two batches could have been one"
-
-
-def test_a_sample_longer_than_the_bound_is_never_packed():
-    with pytest.raises(AssertionError, match="longer than the budget"):
-        global_batches([3, 7, 3], 6, seed=0, epoch=0)
 
 
 def test_packing_wastes_less_than_three_percent_of_the_budget():
@@ -80,10 +75,6 @@ def test_shares_hold_every_sample_once_and_are_balanced(lengths, parts):
     assert shares == share(list(reversed(batch)), lengths, parts), "the order within a batch does not matter"
 
 
-def test_a_batch_with_fewer_samples_than_parts_leaves_parts_empty():
-    assert share([4, 2], [1, 1, 8, 1, 9], 3) == [[4], [2], []]
-
-
 # ---------------------------------------------------------------- as it is loaded
 
 SAMPLES = [int(length) for length in np.random.default_rng(1).integers(3, 30, 40)]
@@ -117,18 +108,18 @@ def load_on(split, batches, ranks, workers=1, accumulation=1, done=0, until=None
 
     Ranks are told apart by their accelerator alone, as in a real launch.
     """
-    config = Config()
-    config.train = TrainConfig(workers=workers, accumulation=accumulation, unroll=3, **more)
+    t = TrainConfig(num_workers=workers, gradient_accumulation_steps=accumulation, ttt_length=3, **more)
     kept = torch.arange(VOCAB) % 7 > 0
     steps = []
     for rank in range(ranks):
         accelerator = SimpleNamespace(process_index=rank, num_processes=ranks, device=torch.device("cpu"))
-        loads = loader.load(split, batches, done, config, kept, accelerator)
-        for place, (step, mine, counts, _) in enumerate(islice(loads, None if until is None else until - done)):
+        loads = loader.load(split, batches, done, t, 0, kept, accelerator)
+        for place, batch in enumerate(islice(loads, None if until is None else until - done)):
             if not rank:
-                steps.append((step, [], torch.zeros_like(counts)))
-            steps[place][1].extend(batch.ids.unique_consecutive().tolist() if real else [] for batch, real in mine)
-            steps[place][2].add_(counts)
+                steps.append((batch.step, [], torch.zeros_like(batch.totals.packed)))
+            documents = ((micro.batch.ids.unique_consecutive().tolist(), micro) for micro in batch.micro_batches)
+            steps[place][1].extend(ids if micro.real else [] for ids, micro in documents)
+            steps[place][2].add_(batch.totals.packed)
         loads.close()
     return steps
 

@@ -7,9 +7,9 @@ import pytest
 from pipeline import AUX, make_run, tiny_config
 from safetensors.torch import load_file
 
+from eagle31_train.errors import UserError
 from eagle31_train.extract import extract
-from eagle31_train.schema import UserError
-from eagle31_train.store import Store, place_of
+from eagle31_train.store import Store, storage_of
 from eagle31_train.store.sealed import seal
 from train import loop, windows
 
@@ -61,10 +61,10 @@ def test_a_followed_bucket_is_emptied_of_what_was_trained(made):
     config = tiny_config(made, *MORE, f"store_dir={URL}", "train.epochs=1", "store.max_bytes=1MB", "store.follow=true")
     # Extracted but for the last line, so that it still counts as being written.
     extract(config)
-    place = place_of(config)
-    store = Store(place)
-    place.remove("manifest.json")
-    place.write("stream.json", seal({"max_bytes": 10**6}))
+    storage = storage_of(config)
+    store = Store(storage)
+    storage.remove("manifest.json")
+    storage.write("stream.json", seal({"max_bytes": 10**6}))
     loop.train(config)
-    left = set(place.names("shards"))
+    left = set(storage.names("shards"))
     assert left == {shard.name for shard in store.plan.of("heldout")}

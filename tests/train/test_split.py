@@ -16,8 +16,9 @@ import pytest
 import torch
 from conftest import kept_mask, make_document, make_objective, make_shape
 
-from eagle31_train.schema import Config, TrainConfig
-from train import loader, loop
+from eagle31_train.config import TrainConfig
+from train import loader
+from train import step as arithmetic
 
 K = 3
 # Length → what the assistant wrote of it (None: random): unequal, fewer than the most parts, one with nothing to train.
@@ -62,25 +63,25 @@ def step(objective, split, ranks, accumulation, plant=None, **more):
     """The gradient of one step on all samples, its norm's counts and what it measured, the same for any split.
 
     Args:
-        plant: what a rank makes of its share, its counts and the weights that its model is called with.
+        plant: what a rank makes of its micro-batches, its totals and the weights that its model is called with.
     """
-    config = Config()
-    config.train = TrainConfig(unroll=K, accumulation=accumulation, workers=0, **more)
+    t = TrainConfig(ttt_length=K, gradient_accumulation_steps=accumulation, num_workers=0, **more)
     meeting = SimpleNamespace(barrier=threading.Barrier(ranks, timeout=60), brought=[None] * ranks)
 
     def run(index):
-        mine, accelerator = copy.deepcopy(objective), Rank(index, meeting)
+        replica, accelerator = copy.deepcopy(objective), Rank(index, meeting)
         batches = [list(range(len(split.lengths)))]
-        [(_, share, counts, _)] = loader.load(split, batches, 0, config, kept_mask(objective), accelerator)
-        share, reweighted = (share, lambda batch, weights: weights) if plant is None else plant(share, counts, ranks)
+        [batch] = loader.load(split, batches, 0, t, 0, kept_mask(objective), accelerator)
+        mine, totals = batch.micro_batches, batch.totals
+        mine, reweighted = (mine, lambda _, weights: weights) if plant is None else plant(mine, totals, ranks)
         parallel = SimpleNamespace(
             accelerator=accelerator,
-            model=lambda batch, weights: mine(batch, reweighted(batch, weights)),
+            model=lambda batch, weights: replica(batch, reweighted(batch, weights)),
             micro_batch=lambda last: nullcontext(),
             backward=torch.Tensor.backward,
         )
-        sums, counts = loop.accumulate(parallel, share, counts, config.train.gamma)
-        return {name: p.grad for name, p in mine.drafter.named_parameters()}, sums, counts
+        sums, totals = arithmetic.accumulate(parallel, mine, totals, t.gamma)
+        return {name: p.grad for name, p in replica.drafter.named_parameters()}, sums, totals.packed
 
     with ThreadPoolExecutor(ranks) as pool:
         results = list(pool.map(run, range(ranks)))
@@ -131,24 +132,24 @@ def test_any_split_gives_the_gradient_of_the_whole(problem, ranks, accumulation,
     assert error(parts, whole) < tolerance(dtype, slots)
 
 
-def per_rank(share, counts, ranks):
+def per_rank(mine, totals, ranks):
     """Mean over ranks of each one's mean."""
-    return share, lambda batch, weights: loop.step_weights(counts[:-1], 0.8)
+    return mine, lambda batch, weights: arithmetic.step_weights(totals.pairs, 0.8)
 
 
-def per_micro_batch(share, counts, ranks):
+def per_micro_batch(mine, totals, ranks):
     """Mean over micro-batches of each one's mean."""
-    return share, lambda batch, weights: loop.step_weights(batch.population, 0.8) / len(share)
+    return mine, lambda batch, weights: arithmetic.step_weights(batch.population, 0.8) / len(mine)
 
 
-def without_the_number_of_ranks(share, counts, ranks):
+def without_the_number_of_ranks(mine, totals, ranks):
     """The mean over ranks of sums that were to be added up."""
-    return share, lambda batch, weights: weights / ranks
+    return mine, lambda batch, weights: weights / ranks
 
 
-def samples_of_empty_parts_counted(share, counts, ranks):
+def samples_of_empty_parts_counted(mine, totals, ranks):
     """A rank that has no sample, and takes part with another's, lets it count."""
-    return [(batch, True) for batch, _ in share], lambda batch, weights: torch.where(weights == 0, 0.1, weights)
+    return [replace(micro, real=True) for micro in mine], lambda batch, weights: torch.where(weights == 0, 0.1, weights)
 
 
 @pytest.mark.parametrize(

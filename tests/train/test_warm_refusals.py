@@ -10,14 +10,16 @@ import torch
 from pipeline import assert_equal, flip_bit, message_of
 from warming import begin, edit, refusal
 
-from eagle31_train import artifacts, vocab
+from eagle31_train import artifacts
+from eagle31_train.checkpoint import hub
+from eagle31_train.checkpoint.run_folder import RECORD
 from eagle31_train.cli import load_config
+from eagle31_train.errors import UserError
 from eagle31_train.export import export
-from eagle31_train.schema import UserError
+from eagle31_train.model import vocab
 from eagle31_train.store import Store
-from train import sources, warm
+from train import initial_weights
 from train.build import shape_of
-from train.claim import RECORD
 
 
 @pytest.fixture(scope="module")
@@ -64,24 +66,21 @@ def test_what_no_tensor_shows_is_refused_with_the_options_that_mend_it(new_run, 
 
 
 @pytest.mark.parametrize(
-    "option", ["intermediate_size=48", "head_dim=16", "num_key_value_heads=4", "num_attention_heads=2"]
+    ("option", "there", "here"),
+    [
+        ("intermediate_size=48", 32, 48),
+        ("head_dim=16", 8, 16),
+        ("num_key_value_heads=4", 2, 4),
+        ("num_attention_heads=2", 4, 2),
+        ("hidden_size=24 drafter.share_embedding=false", 32, 24),
+        ("fc_norm=false", True, False),  # 3.1 does not go back to 3
+        ("norm_output=false", True, False),
+    ],
 )
-def test_other_widths_are_refused_with_the_option_that_mends_them(new_run, run, option):
-    name, value = option.split("=")
-    message = refusal(new_run(), run.folder / "run", f"drafter.{option}")
-    right = {"intermediate_size": 32, "head_dim": 8, "num_key_value_heads": 2, "num_attention_heads": 4}[name]
-    assert message.endswith(f"({name}: {right} there, {value} here): set drafter.{name}={right}")
-
-
-def test_another_width_of_the_drafter_is_refused(new_run, run):
-    message = refusal(new_run(), run.folder / "run", "drafter.hidden_size=24", "drafter.share_embedding=false")
-    assert message.endswith("(hidden_size: 32 there, 24 here): set drafter.hidden_size=32")
-
-
-@pytest.mark.parametrize("flag", ["fc_norm", "norm_output"])
-def test_3_1_does_not_go_back_to_3(new_run, run, flag):
-    message = refusal(new_run(), run.folder / "run", f"drafter.{flag}=false")
-    assert message.endswith(f"({flag}: True there, False here): set drafter.{flag}=true")
+def test_other_options_are_refused_with_the_one_that_mends_them(new_run, run, option, there, here):
+    name = option.split("=")[0]
+    message = refusal(new_run(), run.folder / "run", *f"drafter.{option}".split())
+    assert message.endswith(f"({name}: {there} there, {here} here): set drafter.{name}={str(there).lower()}")
 
 
 def test_rope_is_compared_by_what_it_does(new_run, draft):
@@ -106,12 +105,12 @@ def test_another_target_and_other_layers_are_refused(new_run, draft):
 
 def test_layers_that_a_config_leaves_to_vllm_are_those_of_the_target(new_run, run, draft, tmp_path):
     config = new_run().config()
-    assert sources._target_layers(config) == 6
+    assert initial_weights.target_layers(config) == 6
     message = refusal(new_run(), draft(eagle_aux_hidden_state_layer_ids=None))  # 2, 6 // 2 and 6 - 3: two layers
     assert "num_aux_hidden_states 3, but the layer ids [2, 3]" in message
     config.target.path = str(tmp_path / "none")
     with pytest.raises(UserError, match="whose layers vLLM would count, cannot be read"):
-        sources._target_layers(config)
+        initial_weights.target_layers(config)
 
 
 # ---------------------------------------------------------------- the embedding
@@ -142,20 +141,30 @@ def test_nothing_to_begin_with_is_one_line(new_run, run, tmp_path):
     message = message_of(new_run(), "train.init_from=nobody/nothing")  # tests run with HF_HUB_OFFLINE
     assert message.startswith("nobody/nothing is no folder here, and cannot be had from the hub (")
     message = message_of(new_run(), f"train.init_from={run.folder / 'run'}", "train.init_revision=v1")
-    assert "train.init_revision=v1 is for a repository of the hub" in message
+    assert "revision v1 is for a repository of the hub" in message
     assert "train.init_revision=v1 is of nothing" in message_of(new_run(), "train.init_revision=v1")
-    message = message_of(new_run(), f"train.init_from={run.folder / 'run'}", "train.fc_start=0.5")
-    assert "train.fc_start=0.5 is of weights that start afresh" in message
+    message = message_of(new_run(), f"train.init_from={run.folder / 'run'}", "train.fc_init_scale=0.5")
+    assert "train.fc_init_scale=0.5 is of weights that start afresh" in message
     own = new_run()
     own.fit("train.max_steps=1")
     message = message_of(own, f"train.init_from={own.folder / 'run'}")
     assert "is this run's own folder: choose another name" in message
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "drafter.json", "manifest.json"])
-@pytest.mark.parametrize("harm", [flip_bit, lambda path: path.unlink(), lambda path: path.write_bytes(b"")])
-def test_a_damaged_checkpoint_is_refused(new_run, run, tmp_path, file, harm):
+@pytest.mark.parametrize(
+    ("file", "harm"),
+    [
+        ("model.safetensors", flip_bit),
+        ("drafter.json", lambda path: path.unlink()),
+        ("manifest.json", lambda path: path.write_bytes(b"")),
+        ("manifest.json", flip_bit),
+    ],
+)
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_damaged_checkpoint_is_refused(new_run, run, tmp_path, file, harm, finished):
     shutil.copytree(run.folder / "run", tmp_path / "run")
+    if not finished:
+        (tmp_path / "run/train/manifest.json").unlink()
     harm(next((tmp_path / "run/train/checkpoints").iterdir()) / file)
     assert "checkpoints/step-000001" in refusal(new_run(), tmp_path / "run")
 
@@ -185,6 +194,7 @@ def stopped(run, *options):
     return run
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_needs_its_source_no_more(new_run, draft):
     source = draft()
     init = f"train.init_from={source}"
@@ -196,6 +206,7 @@ def test_a_run_that_goes_on_needs_its_source_no_more(new_run, draft):
     assert "is no folder" in message_of(new_run(), *SHORT, init)
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_asks_the_hub_nothing(new_run, draft, monkeypatch):
     source, asked = draft().rename(draft().parent / ("c" * 40)), []
 
@@ -203,7 +214,7 @@ def test_a_run_that_goes_on_asks_the_hub_nothing(new_run, draft, monkeypatch):
         asked.append((repo, revision))
         return source
 
-    monkeypatch.setattr(sources.published, "fetch", fetch)
+    monkeypatch.setattr(hub, "fetch", fetch)
     options = ("train.init_from=me/draft", "train.init_revision=v1")
     begun = stopped(new_run(), *options)
     # By name once; then the commit that was found, whatever the name means by now.
@@ -217,7 +228,7 @@ def test_a_run_that_goes_on_asks_the_hub_nothing(new_run, draft, monkeypatch):
     assert set(asked) == {("me/draft", "v2")}
 
 
-@pytest.mark.parametrize("left", [True, False])
+@pytest.mark.parametrize("left", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_other_weights_in_the_same_place_are_refused(new_run, draft, left):
     source, other = draft(), draft({"norm.weight": torch.full((32,), 0.5)})
     begun = stopped(new_run(), f"train.init_from={source}")
@@ -226,7 +237,7 @@ def test_other_weights_in_the_same_place_are_refused(new_run, draft, left):
     shutil.rmtree(source)
     other.rename(source)
     message = message_of(begun, *SHORT, f"train.init_from={source}")
-    assert "holds a run of other inputs (train.init_from: " in message
+    assert "was made from other inputs (train.init_from: " in message
     begun.fit(*SHORT, f"train.init_from={source}", "overwrite=true")
 
 
@@ -238,13 +249,13 @@ def test_weights_that_change_between_the_record_and_the_start_are_refused(new_ru
 
 def test_identity_tells_contents_apart_and_not_places(new_run, run, draft):
     def known_by(source):
-        return warm.identity(new_run().config(f"train.init_from={source}"))
+        return initial_weights.identity(new_run().config(f"train.init_from={source}"))
 
     other = draft({"norm.weight": torch.full((32,), 0.5)})
     assert known_by(draft()) == known_by(draft()) != known_by(other)
     assert known_by(draft()) != known_by(draft(rms_norm_eps=1e-6))
     assert known_by(run.folder / "run") == known_by(run.newest())
-    assert warm.identity(new_run().config()) is None
+    assert initial_weights.identity(new_run().config()) is None
 
 
 def test_what_does_not_fit_can_be_refused_before_a_folder_is_claimed(new_run, draft, monkeypatch):
@@ -253,16 +264,17 @@ def test_what_does_not_fit_can_be_refused_before_a_folder_is_claimed(new_run, dr
     store = Store(run.folder / "run/store")
     shape = shape_of(config.drafter, store, vocab.read(config.data_folder / "vocab.safetensors"))
     with pytest.raises(UserError, match=r"set drafter\.rms_norm_eps=1e-06$"):
-        warm.check(config, shape, store, {})
-    warm.check(run.config(), shape, store, {})
+        initial_weights.check(config, shape, store, {})
+    initial_weights.check(run.config(), shape, store, {})
     right = run.config(*options)
-    warm.check(right, replace(shape, rms_norm_eps=1e-6), store, {})
+    initial_weights.check(right, replace(shape, rms_norm_eps=1e-6), store, {})
     # Of a run that goes on, nothing is asked.
     stopped(run, *options)
-    monkeypatch.setattr(sources, "find", None)
-    warm.check(right, shape, store, {})
+    monkeypatch.setattr(initial_weights, "open_source", None)
+    initial_weights.check(right, shape, store, {})
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_not_replaced_by_one_that_is_refused(new_run, draft):
     source = draft()
     init = f"train.init_from={source}"
@@ -277,7 +289,12 @@ def test_a_finished_run_is_not_replaced_by_one_that_is_refused(new_run, draft):
 
 
 def test_an_option_is_spelt_as_the_command_line_takes_it():
-    options = [warm._option("q_lora_rank", None), warm._option("fc_norm", True), warm._option("rope_theta", 5e4)]
+    option = initial_weights._option
+    options = [
+        option("q_lora_rank", None),
+        option("fc_norm", True),
+        option("rope_theta", 5e4),
+    ]
     assert options == ["drafter.q_lora_rank=null", "drafter.fc_norm=true", "drafter.rope_theta=50000.0"]
     config = load_config(["+experiment=smollm2", *options])
     assert (config.drafter.q_lora_rank, config.drafter.fc_norm, config.drafter.rope_theta) == (None, True, 5e4)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle31_train.schema import UserError
-from eagle31_train.store.plan import PlannedShard
+from eagle31_train.errors import UserError
+from eagle31_train.store.shard_plan import PlannedShard
 from train import windows
 from train.order import global_batches, schedule
 
@@ -53,12 +53,6 @@ def test_every_window_is_trained_as_a_whole_before_the_next(lengths, per_shard, 
             assert turns == sorted(turns), "the first epoch may follow a store that is being written"
 
 
-def test_one_window_is_the_order_without_windows():
-    lengths = [5, 9, 3, 7, 8, 2, 6] * 9
-    for epoch in range(3):
-        assert global_batches(lengths, 30, 4, epoch) == global_batches(lengths, 30, 4, epoch, [range(len(lengths))])
-
-
 def test_later_epochs_take_the_windows_in_other_orders():
     lengths, ranges = [5] * 60, [range(i, i + 5) for i in range(0, 60, 5)]
     turns = {
@@ -73,26 +67,26 @@ def test_a_shard_is_used_up_when_no_later_step_reads_it_and_not_before(lengths, 
     split = split_of(lengths, per_shard)
     cut = windows.cut(split, tokens)
     batches = schedule(lengths, 60, 1, epochs, most, windows.samples(cut))
-    usage = windows.Usage(split, batches, cut)
+    usage = windows.Usage(SimpleNamespace(follow=True, max_bytes=1), split, batches, cut, "")
     for step in range(len(batches) + 1):
         later = {split.shard_of(i) for batch in batches[step:] for i in batch}
         sooner = {split.shard_of(i) for batch in batches[:step] for i in batch}
         assert set(usage.used_up(step)) == sooner - later
-        assert set(usage.names_after(step)) == {shard.name for shard in later}
-        if epochs == 1 and usage.ends_window(step):
+        assert set(usage.needed_after(step)) == {shard.name for shard in later}
+        if epochs == 1 and usage.frees_shards(step):
             assert {split.shard_of(i) for i in (batches[step - 1] if step else [])} <= set(usage.used_up(step))
-    ends = [step for step in range(len(batches) + 1) if usage.ends_window(step)]
+    ends = [step for step in range(len(batches) + 1) if usage.frees_shards(step)]
     if most is None:
         assert ends[-1] == len(batches)
 
 
 def store_of(split, **changes):
-    place = SimpleNamespace(remote=changes.get("remote", False))
+    storage = SimpleNamespace(remote=changes.get("remote", False))
     plan = SimpleNamespace(of=lambda name: [SimpleNamespace(bytes=100)])
     follow, most = changes.get("follow", True), changes.get("max_bytes", 1000)
     manifest = changes.get("manifest")
     return SimpleNamespace(
-        place=place, plan=plan, follow=follow, max_bytes=most, location="somewhere", manifest=manifest
+        storage=storage, plan=plan, follow=follow, max_bytes=most, location="somewhere", manifest=manifest
     )
 
 

@@ -54,8 +54,8 @@ def main(request_file, states_file, answer_file):
     from safetensors.torch import save_file
 
     from eagle31_train.cli import load_config
-    from eagle31_train.schema import UserError
-    from eagle31_train.targets.make import make_engine
+    from eagle31_train.errors import UserError
+    from eagle31_train.targets.extraction import make_engine
 
     spare_numba()
     request = json.loads(Path(request_file).read_text())

@@ -16,16 +16,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 def main(whole, shared, *options):
     from run_engine import spare_numba
 
-    from eagle31_train import extract as stage
     from eagle31_train.cli import load_config
-    from eagle31_train.schema import UserError
-    from eagle31_train.targets.make import make_engine
+    from eagle31_train.errors import UserError
+    from eagle31_train.targets import extraction as stage
 
     spare_numba()
-    engine = make_engine(load_config(list(options)))
+    engine = stage.make_engine(load_config(list(options)))
     with patch.object(stage, "make_engine", lambda config: engine):
         for part in (0, 1, 0):
-            parts = [f"store_dir={shared}", "extract.parts=2", f"extract.part={part}", "store.patience=0"]
+            parts = [f"store_dir={shared}", "extract.parts=2", f"extract.part={part}", "store.patience=0.01"]
             with suppress(UserError):  # part 0 finishes the store the second time
                 stage.extract(load_config([*options, *parts]))
         stage.extract(load_config([*options, f"store_dir={whole}"]))

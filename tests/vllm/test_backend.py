@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from eagle31_train.cli import load_config
-from eagle31_train.measure.prompts import Prompt
-from eagle31_train.measure.serving import check, measure_serving, report
+from eagle31_train.evaluation.prompts import Prompt
+from eagle31_train.evaluation.serving import check, measure_serving, report
 
 pytestmark = pytest.mark.vllm
 PROMPTS, USERS = 4, 3
@@ -24,7 +24,7 @@ def served(asked, finished_run, target, vllm_python, tmp_path_factory):
     config = load_config([
         "+experiment=smollm2", f"target.path={target}", f"run_dir={tmp_path_factory.mktemp('backend')}",
         f"evaluate.vllm_python={vllm_python}", "evaluate.vllm_args={enforce_eager: true, dtype: float32}",
-        "evaluate.serve_depths=[3]",
+        "evaluate.serve_speculative_tokens=[3]",
         f"evaluate.concurrency=[1,{USERS}]", f"evaluate.max_new_tokens={asked[0]['max_new_tokens']}",
     ])  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:

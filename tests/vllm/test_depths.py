@@ -2,7 +2,7 @@
 
 import pytest
 
-from eagle31_train.measure.results import Measured
+from eagle31_train.evaluation.measurement import Counts
 
 pytestmark = pytest.mark.vllm
 PROMPTS = 8
@@ -10,7 +10,7 @@ PROMPTS = 8
 
 def told(prompt, draft_tokens):
     """What vLLM should count for one prompt."""
-    accepted = Measured("", "", len(prompt["output_ids"]), prompt["reach"]).rounds(draft_tokens)
+    accepted = Counts("", "", len(prompt["output_ids"]), prompt["reach"]).rounds(draft_tokens)
     return {
         "drafts": len(accepted),
         "proposed": draft_tokens * len(accepted),

@@ -13,10 +13,10 @@ from datasets import DatasetDict
 from engines import ROOT, assert_within, command, distances, from_vllm, joined, shown
 from safetensors.torch import load_file
 
-from eagle31_train.fidelity import compare
-from eagle31_train.schema import TargetConfig
+from eagle31_train.config import TargetConfig
 from eagle31_train.store import Store
 from eagle31_train.targets.engine import Reference
+from eagle31_train.targets.fidelity import compare
 from eagle31_train.targets.hf import HiddenStateTarget, load_model
 from eagle31_train.targets.transformers_engine import TransformersEngine
 
@@ -189,12 +189,12 @@ def test_a_whole_extraction_in_bfloat16_is_as_near_to_float32_as_transformers(
 
     def kept(rows):
         """As the store keeps them: both kinds of states, where it does."""
-        where = [document.taught[document.taught < document.attended] for document in documents]
+        where = [document.supervised[document.supervised < document.attended] for document in documents]
         return [row[at] for row, at in zip(rows, where, strict=True)]
 
     ours = []
     for document in documents:
-        at = document.taught[document.taught < document.attended]
+        at = document.supervised[document.supervised < document.attended]
         last = document.last.decode()[: len(at)]
         ours.append(torch.cat([document.aux.decode()[at], last[:, None]], 1).double())
     plain, exact = kept(plain), kept(exact)

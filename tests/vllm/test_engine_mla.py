@@ -14,10 +14,10 @@ from kimi_like import quantized, wrapped
 from pipeline import contents, write_data
 from safetensors.torch import load_file
 
-from eagle31_train.fidelity import compare
-from eagle31_train.schema import TargetConfig
+from eagle31_train.config import TargetConfig
 from eagle31_train.store import Store
 from eagle31_train.targets.engine import Reference
+from eagle31_train.targets.fidelity import compare
 from eagle31_train.targets.hf import HiddenStateTarget, load_model
 from eagle31_train.targets.toy import VOCAB, make
 from eagle31_train.targets.transformers_engine import TransformersEngine

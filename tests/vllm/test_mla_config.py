@@ -11,9 +11,11 @@ import torch
 from safetensors.torch import save_file
 from transformers import DeepseekV3Config
 
-from eagle31_train import contract, draft_config, published
-from eagle31_train.drafter.mla import LatentAttention
-from eagle31_train.schema import DrafterShape, UserError
+from eagle31_train.checkpoint import config_json, contract
+from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
+from eagle31_train.config import DrafterShape
+from eagle31_train.errors import UserError
+from eagle31_train.model.mla import LatentAttention
 
 pytestmark = pytest.mark.vllm
 
@@ -122,8 +124,8 @@ def write(folder, config, tensors):
 def folders(tmp_path_factory):
     """name → draft."""
     root = tmp_path_factory.mktemp("drafts")
-    drafts = {name: (draft_config.config_json(shape, "float32", "x"), shape) for name, shape in SHAPES.items()}
-    drafts["full rank"] = draft_config.config_json(FULL_RANK, "float32", "x"), FULL_RANK
+    drafts = {name: (config_json.config_json(shape, "float32", "x"), shape) for name, shape in SHAPES.items()}
+    drafts["full rank"] = config_json.config_json(FULL_RANK, "float32", "x"), FULL_RANK
     published_kind = drafts["the published kind"][0]
     written = {name: write(root / name, config, tensors_of(shape)) for name, (config, shape) in drafts.items()}
     for name, (of_config, of_tensors) in WRITTEN.items():
@@ -154,10 +156,10 @@ def seen(tmp_path_factory, vllm_python, folders):
 @pytest.mark.parametrize("name", SHAPES)
 def test_vllm_reads_the_fields_that_were_meant(name, seen):
     shape, fields = SHAPES[name], seen[name]["fields"]
-    meant = draft_config.config_json(shape, "float32", "x")
+    meant = config_json.config_json(shape, "float32", "x")
     assert fields == {field: meant[field] for field in fields}
-    read = draft_config.shape_from_config({**fields, "model_type": "kimi_k2"})
-    assert read == replace(shape, rope_scaling=draft_config.rope_scaling(shape))
+    read = config_json.shape_from_config({**fields, "model_type": "kimi_k2"})
+    assert read == replace(shape, rope_scaling=config_json.rope_scaling(shape))
     assert seen[name]["eps"] == [2e-5]
 
 
@@ -188,21 +190,21 @@ def test_vllm_makes_the_same_drafter_of_every_spelling(name, seen, folders):
         assert other[fact] == kind[fact]
     here = {parameter: value for parameter, value in kind["sums"].items() if parameter not in kind["left"]}
     assert {parameter: other["sums"][parameter] for parameter in here} == here
-    draft = published.read(Path(folders[name]), "it", lambda: 6)
-    assert draft.shape == replace(SHAPE, rope_scaling=draft_config.rope_scaling(SHAPE))
+    draft = DrafterCheckpoint.open(Path(folders[name]), target_layers=lambda: 6)
+    assert draft.shape == replace(SHAPE, rope_scaling=config_json.rope_scaling(SHAPE))
 
 
 def test_vllm_takes_deepseek_v3_for_another_kind_of_drafter(seen, folders):
     read = seen["deepseek_v3"]
     assert "error" in read or read["fields"]["architectures"] != ["Eagle3DeepseekV2ForCausalLM"]
-    assert published.read(Path(folders["deepseek_v3"]), "it", lambda: 6).shape.architecture == "mla"
+    assert DrafterCheckpoint.open(Path(folders["deepseek_v3"]), target_layers=lambda: 6).shape.architecture == "mla"
 
 
 def test_an_attention_factor_of_one_takes_mscale_out_of_vllms_softmax(seen, folders):
     assert seen["attention_factor"]["scale"] == pytest.approx(84**-0.5, rel=1e-9)
     assert seen["the published kind"]["scale"] > 1.9 * 84**-0.5
     with pytest.raises(UserError, match=r"attention_factor 1\.0"):
-        published.read(Path(folders["attention_factor"]), "it", lambda: 6)
+        DrafterCheckpoint.open(Path(folders["attention_factor"]), target_layers=lambda: 6)
 
 
 def test_full_rank_queries_are_read_but_vllm_finds_no_place_for_the_latent(seen, folders):
@@ -210,7 +212,7 @@ def test_full_rank_queries_are_read_but_vllm_finds_no_place_for_the_latent(seen,
     *usual, caveat = contract.caveats(FULL_RANK)
     assert "drafter.q_lora_rank" in caveat
     assert all(contract.caveats(shape) == usual for shape in SHAPES.values() if shape.rope_scaling)
-    assert published.read(Path(folders["full rank"]), "it", lambda: 6).shape.q_lora_rank is None
+    assert DrafterCheckpoint.open(Path(folders["full rank"]), target_layers=lambda: 6).shape.q_lora_rank is None
 
 
 def test_a_lost_theta_would_turn_otherwise(seen):
@@ -224,4 +226,4 @@ def test_vllm_leaves_what_is_missing_without_a_word(seen, folders):
     assert {f"layers.0.self_attn.{part}_layernorm.weight" for part in ("q_a", "kv_a")} < at_one
     assert {name for name, one in left.items() if not one} > {"model.layers.0.self_attn.kv_b_proj.weight"}
     with pytest.raises(UserError, match=r"fc_norm\.0\.weight is missing"):
-        published.read(Path(folders["nothing of the attention"]), "it", lambda: 6)
+        DrafterCheckpoint.open(Path(folders["nothing of the attention"]), target_layers=lambda: 6)

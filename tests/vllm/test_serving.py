@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from eagle31_train import published
-from eagle31_train.drafter.model import Drafter
-from eagle31_train.drafter.rope import Rope
-from eagle31_train.measure.decoding import Limits, decode_speculative
-from eagle31_train.schema import TargetConfig
+from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
+from eagle31_train.config import TargetConfig
+from eagle31_train.evaluation.decoding import Limits, decode_speculative
+from eagle31_train.model.drafter import Drafter
+from eagle31_train.model.rope import Rope
 from eagle31_train.targets.cached import CachedTarget
 from eagle31_train.targets.hf import load_model
 
@@ -70,7 +70,7 @@ def test_the_drafter_is_of_use(evaluated, requests, speculative, plain, tell):
 @pytest.fixture(scope="session")
 def decoded(finished_run, target):
     """Decodes a request with the exported MLA draft, read back, after a mistake has been made in it."""
-    draft = published.read(finished_run / "export", "the export", lambda: 8)
+    draft = DrafterCheckpoint.open(finished_run / "export", target_layers=lambda: 8)
     if draft.shape.architecture != "mla":
         pytest.skip("of MLA drafts")
     model = CachedTarget(load_model(TargetConfig(path=target, device="cpu"), "float32"), draft.shape.aux_layers)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from families import FAMILIES, load, row_of
 
-from data_prep.formats import Turn, apart, meant
-from data_prep.turns import read_turn
+from data_prep.markup import Parts, apart, meant
+from data_prep.masks import read_turn
 
 pytestmark = pytest.mark.vllm
 
@@ -62,8 +62,8 @@ def read(turns, vllm_python, tmp_path_factory):
 def test_vllm_reads_what_was_meant(turns, read):
     assert len(turns) > 15
     for (name, means, asked), (thought, content, calls) in zip(turns, read, strict=True):
-        seen = Turn((thought or "").strip(), (content or "").strip(), [(n, json.loads(given)) for n, given in calls])
+        seen = Parts((thought or "").strip(), (content or "").strip(), [(n, json.loads(given)) for n, given in calls])
         if asked["parser"] == "kimi":
             assert means.difference(seen) is None, name
         else:
-            assert Turn(calls=means.calls).difference(Turn(calls=seen.calls)) is None, name
+            assert Parts(calls=means.calls).difference(Parts(calls=seen.calls)) is None, name

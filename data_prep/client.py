@@ -1,0 +1,172 @@
+"""Answers from an OpenAI-compatible server, over plain HTTP.
+
+A server may take an answer apart (vLLM with a reasoning parser and a tool parser): its parts go into the message,
+and are put together again when it is made into tokens (masks.py). One that hands on plain text leaves special
+tokens out by default. Where a target's own markup is made of such tokens, a thought would run into the answer and
+nobody could tell, so they are asked for then (`skip_special_tokens: false`, which vLLM and SGLang know); for other
+targets nothing is asked for that is not in OpenAI's API.
+
+The number of a prompt's tokens tells whether a server renders it as the target's template does here.
+"""
+
+import http.client
+import json
+import os
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tqdm import tqdm
+
+from data_prep.formats import Message, Refused, Tool, check_text, tool_calls
+from data_prep.journal import Answer
+from data_prep.markup import apart
+from data_prep.template import ChatTemplate
+from eagle31_train.errors import UserError
+
+SLOWEST = 2  # tokens a second that a server is waited for
+BUSY = (408, 409, 425, 429, 500, 502, 503, 504)  # asked again
+REFUSED = (400, 413, 422)  # this request's fault: a prompt past the context, or a filter's objection
+
+
+@dataclass
+class Server:
+    """A chat-completions endpoint, for answers of a target with this template.
+
+    url: ends with /v1; a key, where one is needed, is taken from OPENAI_API_KEY.
+    given_up: set from outside: no request is repeated any more.
+    """
+
+    url: str
+    model: str
+    template: ChatTemplate
+    max_tokens: int
+    top_p: float = 1.0
+    attempts: int = 5
+    wait: Callable[[float], None] = time.sleep
+    given_up: bool = False
+    warned: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.url = self.url.rstrip("/") + "/chat/completions"
+        # A server says nothing until an answer is whole, and a long thought at a busy one may take hours.
+        self.timeout = max(600.0, self.max_tokens / SLOWEST)
+        self.options: dict[str, Any] = {}
+        if self.template.template_args:
+            self.options["chat_template_kwargs"] = self.template.template_args
+        if self.template.hides_markup:
+            self.options["skip_special_tokens"] = False
+
+    def answer(self, messages: list[Message], temperature: float, seed: int, tools: list[Tool] | None = None) -> Answer:
+        """Ask for one answer, with retries and back-off where the server is busy or away.
+
+        Raises UserError where no prompt will fare better (the server stays away, knows no such model, or answers no
+        chat completion), Refused where it, or the target's template, refuses this one prompt.
+        """
+        body = {
+            "model": self.model,
+            "messages": [_sent(apart(m) if self.template.reads_thoughts else m) for m in messages],
+            "temperature": temperature,
+            "top_p": self.top_p if temperature > 0 else 1.0,
+            "max_tokens": self.max_tokens,
+            "seed": seed,
+            **({"tools": tools} if tools else {}),
+            **self.options,
+        }
+        prompt_tokens, problem = len(self.template.prompt_ids(messages, tools)), ""
+        for attempt in range(self.attempts):
+            if attempt:
+                if self.given_up:
+                    break
+                self.wait(min(30.0, 2.0 ** (attempt - 1)))
+            try:
+                answer, prompt_tokens_there = self._read(self._post(body))
+            except urllib.error.HTTPError as error:
+                detail = " ".join(error.read().decode(errors="replace").split())[:200]
+                problem = f"HTTP {error.code} {detail}"
+                if error.code in REFUSED:
+                    raise Refused(f"the server refuses it: {problem}") from None
+                if error.code not in BUSY:
+                    break
+            except (OSError, http.client.HTTPException) as error:
+                problem = str(getattr(error, "reason", error))
+            else:
+                self._compare(prompt_tokens_there, prompt_tokens)
+                return answer
+        raise UserError(f"{self.url} gives no answer ({problem}): check data.generate.server and .model")
+
+    def _post(self, body: dict[str, Any]) -> bytes:
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get("OPENAI_API_KEY"):
+            headers["Authorization"] = f"Bearer {key}"
+        request = urllib.request.Request(self.url, json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request, timeout=self.timeout) as response:
+            content: bytes = response.read()
+        return content
+
+    def _compare(self, there: int, here: int) -> None:
+        """Say it once if prompts have other tokens at the server than here: the drafter would learn for others."""
+        with self.lock:
+            warn = not self.warned and there not in (0, here)
+            self.warned |= warn
+        if warn:
+            tqdm.write(
+                f"{self.url} makes {there} tokens of a prompt that has {here} here: compare its chat template with "
+                "target.chat_template and target.template_args",
+                file=sys.stderr,
+            )
+
+    def _read(self, content: bytes) -> tuple[Answer, int]:
+        """The answer, and the tokens of its prompt (0 if the server does not say)."""
+        try:
+            value = json.loads(content)
+            choice = value["choices"][0]
+            said, reason = choice["message"], choice["finish_reason"]
+            text, calls = said.get("content"), said.get("tool_calls")
+            thought = said.get("reasoning_content") or said.get("reasoning")
+            usage = value.get("usage") or {}
+            tokens, prompt_tokens = (int(usage.get(key) or 0) for key in ("completion_tokens", "prompt_tokens"))
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+            raise UserError(f"{self.url} answered no chat completion: is the server OpenAI-compatible?") from None
+        if thought and not self.template.reads_thoughts:
+            # Half of what the target wrote, in a field that its prompt format does not keep in its place.
+            raise UserError(f"{self.url} takes the thinking out of its answers: start it without a reasoning parser")
+        if reason not in ("stop", "length", "tool_calls"):
+            raise Refused(f"the server ended the answer with {reason!r}, not with stop or length")
+        if reason == "tool_calls" and not calls:
+            raise Refused("the server ended the answer with 'tool_calls', and gives none")
+        if not isinstance(text, str) and not thought and not calls:
+            raise Refused("the server gave an answer without text")
+        message: Message = {"role": "assistant", "content": text or ""}
+        if thought:
+            message["reasoning_content"] = thought
+        try:
+            if calls:
+                message["tool_calls"] = tool_calls(calls)
+            check_text(message)
+        except Refused as error:
+            raise Refused(f"the target's answer cannot be used: {error}") from None
+        if tokens:
+            message["tokens"] = tokens
+        return Answer(message, reason, tokens), prompt_tokens
+
+
+def _sent(message: Message) -> Message:
+    """A message as the API takes it: arguments as JSON text, a thought under both names in use."""
+    sent = {"role": message["role"], "content": message["content"]}
+    sent |= {key: message[key] for key in ("name", "tool_call_id") if message.get(key)}
+    if message.get("reasoning_content"):
+        sent["reasoning_content"] = sent["reasoning"] = message["reasoning_content"]
+    if message.get("tool_calls"):
+        sent["tool_calls"] = []
+        for call in message["tool_calls"]:
+            given = call["function"]["arguments"]
+            text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+            sent["tool_calls"].append({**call, "function": {**call["function"], "arguments": text}})
+    return sent

@@ -1,0 +1,176 @@
+"""Rows become samples: masked, split and counted, with every refusal on record.
+
+Which prompts are held out is a property of the prompt's text, so that it never moves: other rows, their order, the
+answers and the seed have no say, and all samples of a prompt fall on the same side.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, Features, List, Value
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from data_prep.formats import Message, Refused, Row
+from data_prep.masks import Sample, samples
+from data_prep.template import ChatTemplate
+from eagle31_train import artifacts
+
+SPLITS = ("train", "heldout")
+COUNTED_APART = 64  # sources whose tokens are counted apart: rows may name thousands, and each takes V numbers
+FEATURES = Features(
+    {
+        "id": Value("string"),
+        "source": Value("string"),
+        "input_ids": List(Value("int32")),
+        "loss_mask": List(Value("bool")),
+    }
+)
+
+
+def prompt_digest(messages: list[Message]) -> bytes:
+    """SHA-256 of all that stands before the first answer, white space stripped."""
+    prompt = []
+    for message in messages:
+        if message["role"] == "assistant":
+            break
+        prompt.append([message["role"], message["content"].strip()])
+    text = json.dumps(prompt, ensure_ascii=False, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).digest()
+
+
+def is_heldout(messages: list[Message], share: float) -> bool:
+    """Whether the conversation belongs to the held-out split; raising `share` only adds prompts to it."""
+    return int.from_bytes(prompt_digest(messages)[:4], "big") / 2**32 < share
+
+
+@dataclass
+class Split:
+    """The samples of one split in input order, each with its id and its source."""
+
+    rows: list[tuple[str, str, Sample]] = field(default_factory=list)
+
+    def shuffle(self, seed: int) -> None:
+        """Put the samples in random order."""
+        order = np.random.Generator(np.random.PCG64(seed)).permutation(len(self.rows)).tolist()
+        self.rows = [self.rows[i] for i in order]
+
+    def sources(self) -> set[str]:
+        """Where the samples come from."""
+        return {source for _, source, _ in self.rows}
+
+    def token_counts(self, vocab_size: int) -> dict[str, NDArray[np.int64]]:
+        """[V] int64 by source: how often the assistant wrote each token; all as "" where there are too many sources."""
+        counts: dict[str, NDArray[np.int64]] = {}
+        few = len(self.sources()) <= COUNTED_APART
+        for _, name, sample in self.rows:
+            count = counts.setdefault(name if few else "", np.zeros(vocab_size, dtype=np.int64))
+            # Not bincount with minlength=V: that would add up V numbers for every sample.
+            np.add.at(count, sample.input_ids[sample.loss_mask], 1)
+        return counts
+
+    def summary(self) -> dict[str, Any]:
+        """Conversations (a turn by itself counts as one), tokens and assistant tokens, in all and by source."""
+        by_source: dict[str, Counter[str]] = {}
+        for _, source, sample in self.rows:
+            assistant_tokens = int(sample.loss_mask.sum())
+            by_source.setdefault(source, Counter()).update(
+                conversations=1, tokens=len(sample.input_ids), assistant_tokens=assistant_tokens
+            )
+        total = sum(by_source.values(), Counter(conversations=0, tokens=0, assistant_tokens=0))
+        return {
+            **{key: total[key] for key in ("conversations", "tokens", "assistant_tokens")},
+            "by_source": {source: dict(by_source[source]) for source in sorted(by_source)},
+        }
+
+    def dataset(self, name: str) -> Dataset:
+        """The split for `datasets`; the same samples give the same fingerprint and the same bytes."""
+        columns = {
+            "id": [identity for identity, _, _ in self.rows],
+            "source": [source for _, source, _ in self.rows],
+            "input_ids": [sample.input_ids for _, _, sample in self.rows],
+            "loss_mask": [sample.loss_mask for _, _, sample in self.rows],
+        }
+        dataset = Dataset.from_dict(columns, features=FEATURES)
+        dataset._fingerprint = self.fingerprint(name)
+        return dataset
+
+    def fingerprint(self, name: str) -> str:
+        """A hash of the split's content."""
+        rows = (  # one at a time: all of them as text are larger than the data
+            [i, source, sample.input_ids.tobytes().hex(), np.packbits(sample.loss_mask).tobytes().hex()]
+            for i, source, sample in self.rows
+        )
+        return artifacts.fingerprint([name, *map(artifacts.fingerprint, rows)])
+
+
+@dataclass
+class Collected:
+    """Everything that the rows gave.
+
+    refused: see `refusal`.
+    counts: by source. cut: samples past max_length; open: answers without end of turn; split_turns: conversations
+        that became one sample per assistant turn; inserted: answers before which the template put an empty thought;
+        respelt: answers that have not as many tokens as the target wrote; tools_unread: conversations with tools,
+        which the template does not write.
+    shared_prompts: ids of the first row with a prompt, and of a row of another source with the same prompt. All are on
+        one side of the split.
+    """
+
+    splits: dict[str, Split] = field(default_factory=lambda: {name: Split() for name in SPLITS})
+    refused: list[dict[str, str]] = field(default_factory=list)
+    counts: dict[str, Counter[str]] = field(default_factory=dict)
+    shared_prompts: list[list[str]] = field(default_factory=list)
+    first_rows: dict[bytes, tuple[str, str]] = field(default_factory=dict)  # digest of a prompt → source and id
+
+    def add(self, row: Row, template: ChatTemplate, max_length: int, heldout: float) -> None:
+        """Mask, split and count a row; Refused if nothing of it can be used."""
+        if row.problem:
+            raise Refused(row.problem)
+        result = samples(template, row.messages, max_length, row.tools)
+        # By the conversation's prompt, so that all its turns fall on the same side.
+        split = self.splits["heldout" if is_heldout(row.messages, heldout) else "train"]
+        split.rows += [(row.id + suffix, row.source, sample) for suffix, sample in result.samples]
+        self.refused += [refusal(row, reason, suffix) for suffix, reason in result.refused]
+        self.counts.setdefault(row.source, Counter()).update(
+            cut=sum(sample.cut for _, sample in result.samples),
+            open=sum(sample.open_turns for _, sample in result.samples),
+            split_turns=int(result.split),
+            inserted=result.inserted,
+            respelt=sum(sample.respelt for _, sample in result.samples),
+            tools_unread=int(bool(row.tools) and not template.reads_tools),
+        )
+        source, identity = self.first_rows.setdefault(prompt_digest(row.messages)[:16], (row.source, row.id))
+        if source != row.source:
+            self.shared_prompts.append([identity, row.id])
+
+    def total(self, what: str) -> int:
+        """A count over all sources."""
+        return sum(counts[what] for counts in self.counts.values())
+
+
+def collect(rows: Iterator[Row], template: ChatTemplate, max_length: int, heldout: float) -> Collected:
+    """Every row masked, split and counted; what is of no use is refused by name and reason."""
+    result = Collected()
+    for row in tqdm(rows, desc="conversations", unit="row", dynamic_ncols=True):
+        try:
+            result.add(row, template, max_length, heldout)
+        except Refused as error:
+            result.refused.append(refusal(row, str(error)))
+    return result
+
+
+def refusal(row: Row, reason: str, suffix: str = "") -> dict[str, str]:
+    """What the manifests say of a row, or a turn of it, that is not used."""
+    return {"id": row.id + suffix, "source": row.source, "where": row.where, "reason": reason}
+
+
+def most_common(refused: list[dict[str, Any]]) -> str:
+    """The three most common reasons, each with how often it occurs."""
+    reasons = Counter(entry["reason"] for entry in refused)
+    return "; ".join(f"{count} × {reason}" for reason, count in reasons.most_common(3)) or "no rows"

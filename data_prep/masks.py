@@ -1,0 +1,488 @@
+"""Exact loss masks: the tokens of a conversation that the target itself would generate.
+
+The mask is exact or the conversation is refused. Where the answers stand in the rendered conversation comes from the
+template's `{% generation %}` markers, or else from rendering prefixes of the conversation and comparing them. Either
+way the masked tokens are decoded and compared with the answer.
+
+Templates of thinking models drop the thoughts of earlier turns, and give a plain answer an empty one, so no single
+sequence holds what the target saw and wrote at every turn. Each turn by itself does: the prompt as it is rendered in
+serving, and the answer as the target writes it. Turns whose prompt goes on exactly where the turn before ended (a
+chain of tool calls, say) share one sample.
+
+Supervised is what the target generates after the generation prompt: thought, answer, tool calls with all their
+markup, the end-of-turn token. Headers, tool results and earlier turns are not. An empty thought in the generation
+prompt (thinking switched off) is prompt; one that the template writes into a plain answer, after a prompt that asks
+for thinking, is what the target would have to write there: it is supervised, and counted as `inserted`.
+
+The text of a turn must be read back as the message it was made from (markup.py), or the turn is refused by name.
+"""
+
+import re
+import unicodedata
+from bisect import bisect_right
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_prep import markup
+from data_prep.formats import Message, Refused, Tool
+from data_prep.markup import CLOSE, OPEN, apart
+from data_prep.template import ChatTemplate
+
+INSIDE = "a boundary inside a token"
+UNCLOSED = "the generation prompt opens a thought that the answer does not close"
+
+
+class RewrittenError(Refused):
+    """The template writes a turn otherwise than the target did; turn by turn there may still be an exact mask."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Token ids and loss mask, of one length T.
+
+    input_ids: [T] int32. loss_mask: [T] bool.
+    cut: it was longer than max_length.
+    open_turns: answers without an end-of-turn token.
+    respelt: answers that have not as many tokens here as the target wrote, where that is known. It wrote the same
+        text in other tokens, or white space that a server took away.
+    """
+
+    input_ids: NDArray[np.int32]
+    loss_mask: NDArray[np.bool_]
+    cut: bool
+    open_turns: int
+    respelt: int = 0
+
+
+@dataclass
+class Samples:
+    """What a conversation gives: samples and refused turns, each with what its id gets as a suffix.
+
+    split: not one sample for the whole conversation. inserted: answers before which the template put an empty thought.
+    """
+
+    samples: list[tuple[str, Sample]] = field(default_factory=list)
+    refused: list[tuple[str, str]] = field(default_factory=list)
+    split: bool = False
+    inserted: int = 0
+
+
+def samples(
+    template: ChatTemplate, messages: list[Message], max_length: int, tools: list[Tool] | None = None
+) -> Samples:
+    """The conversation as one sample or, where the template rewrites it, as several; Refused if no turn has a mask."""
+    try:
+        return Samples([("", one_sample(template, messages, max_length, tools))])
+    except RewrittenError:
+        return _by_turn(template, messages, max_length, tools)
+
+
+# ---------------------------------------------------------------- from spans of text to a mask
+
+
+@dataclass(frozen=True)
+class Span:
+    """An answer in rendered text: characters [start, end).
+
+    cut: the end-of-turn token after it is not the target's. tokens: how many the target wrote, where that is known.
+    """
+
+    start: int
+    end: int
+    content: str
+    cut: bool
+    tokens: int | None
+
+
+def masked(template: ChatTemplate, text: str, spans: list[Span], max_length: int, keep_rest: bool) -> Sample:
+    """Token ids and loss mask of a text with answers in it; with `keep_rest` it goes on after the last answer.
+
+    Refused if the mask cannot be known exactly, or would be empty; RewrittenError if an answer is not as it was.
+    """
+    tokens = Tokens(template, text)
+    mask = np.zeros(len(tokens.ids), dtype=np.bool_)
+    end = respelt = 0
+    for span in spans:
+        first, end_of_turn = supervised(template, tokens, span.start, span.end, span.content)
+        if not tokens.is_prompt(first, span.start):
+            raise Refused(INSIDE)  # serving tokenizes the prompt alone
+        end = end_of_turn if span.cut else end_of_turn + 1
+        mask[first:end] = True
+        respelt += span.tokens not in (None, end - first)
+    length = len(tokens.ids) if keep_rest else end
+    kept = min(length, max_length)
+    if not mask[:kept].any():
+        raise Refused("nothing of the answers lies within max_length")
+    ids = np.asarray(tokens.ids[:kept], dtype=np.int32)
+    return Sample(ids, mask[:kept], length > max_length, sum(span.cut for span in spans), respelt)
+
+
+def supervised(template: ChatTemplate, tokens: "Tokens", start: int, end: int, content: str) -> tuple[int, int]:
+    """Tokens [first, last) of an answer at characters [start, end); `last` is its end-of-turn token."""
+    first = tokens.boundary(start)
+    stop = tokens.boundary(end)
+    ends = [i for i in range(first, stop) if tokens.ids[i] in template.end_ids]
+    if not ends and stop < len(tokens.ids) and tokens.ids[stop] in template.end_ids:
+        ends = [stop]  # markers around the content alone: the end-of-turn token follows them
+    if not ends:
+        raise Refused("no end-of-turn token after the answer")
+    if len(ends) > 1:
+        raise Refused("an end-of-turn token inside the answer")
+    last = ends[0]
+    if template.decode(tokens.ids[last + 1 : stop]).strip():
+        raise Refused("text of the turn after its end-of-turn token")
+    body = tokens.text_between(first, last)
+    if not _same(tokens.text[start : start + len(body)], body):
+        raise Refused(INSIDE)
+    if not _same(body.strip(), content.strip()):
+        raise RewrittenError("the template alters the answer")
+    if not body:
+        raise Refused("an empty answer")
+    return first, last
+
+
+def _same(left: str, right: str) -> bool:
+    # Tokenizers may normalise to NFC; nothing else is forgiven.
+    return unicodedata.normalize("NFC", left) == unicodedata.normalize("NFC", right)
+
+
+class Tokens:
+    """Rendered text, its tokens, and the way from characters to tokens.
+
+    Fast tokenizers report where each token stands. For the others it is recovered from the ids: added tokens
+    (turn markers and the like) stand in the text as they are spelt, what lies between two of them is decoded as
+    one piece, and the pieces must add up to the text. A place inside a piece is found by encoding that piece up
+    to it, so the work grows with the text, not with its square, as long as turns lie between markers.
+    """
+
+    def __init__(self, template: ChatTemplate, text: str) -> None:
+        """Raises: Refused, where decoding the ids gives another text."""
+        self.template = template
+        self.text = text
+        self.offsets: list[tuple[int, int]] | None = None
+        if template.tokenizer.is_fast:
+            encoding = template.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+            self.ids: list[int] = list(encoding["input_ids"])
+            self.offsets = [(start, end) for start, end in encoding["offset_mapping"]]
+            self.starts = np.asarray([start for start, _ in self.offsets], dtype=np.int64)
+        else:
+            self.ids = template.encode(text)
+            self.pieces = self._pieces()
+
+    def _pieces(self) -> list[tuple[int, int]]:
+        """(first character, first token) of every added token and of every stretch between them."""
+        added, pieces, char, token = self.template.added, [], 0, 0
+        while token < len(self.ids):
+            end = token + 1
+            if self.ids[token] in added:
+                spelling = added[self.ids[token]]
+            else:
+                while end < len(self.ids) and self.ids[end] not in added:
+                    end += 1
+                spelling = self.template.decode(self.ids[token:end])
+            if not self.text.startswith(spelling, char):
+                break
+            pieces.append((char, token))
+            char, token = char + len(spelling), end
+        if char != len(self.text) or token != len(self.ids):
+            raise Refused("the tokenizer does not give back the text that it was given")
+        return pieces
+
+    def boundary(self, char: int) -> int:
+        """How many tokens lie before character `char`; Refused where one lies across it."""
+        if char >= len(self.text):
+            return len(self.ids)
+        if self.offsets is None:
+            return self._boundary_in_piece(char)
+        count = int(np.searchsorted(self.starts, char))
+        if count and self.offsets[count - 1][1] > char:
+            raise Refused(INSIDE)
+        return count
+
+    def _boundary_in_piece(self, char: int) -> int:
+        start, token = self.pieces[bisect_right(self.pieces, (char, len(self.ids))) - 1]
+        if start == char:
+            return token
+        before = self.template.encode(self.text[start:char])
+        if self.ids[token : token + len(before)] != before or self.ids[token] in self.template.added:
+            raise Refused(INSIDE)
+        return token + len(before)
+
+    def text_between(self, first: int, last: int) -> str:
+        """What tokens [first, last) add to the text before them."""
+        # Some tokenizers spell a token differently at the start of a text: from the added token before them.
+        start = self._marker_before(first)
+        before = self.template.decode(self.ids[start:first])
+        whole = self.template.decode(self.ids[start:last])
+        if not whole.startswith(before):
+            raise Refused(INSIDE)
+        return whole[len(before) :]
+
+    def is_prompt(self, first: int, char: int) -> bool:
+        """Whether tokens [0, first) are those of the first `char` characters by themselves, as serving has them."""
+        start = self._marker_before(first)
+        if self.offsets is not None:
+            begin = self.offsets[start][0]
+        else:
+            begin = self.pieces[bisect_right(self.pieces, start, key=lambda piece: piece[1]) - 1][0]
+        return self.template.encode(self.text[begin:char]) == self.ids[start:first]
+
+    def _marker_before(self, token: int) -> int:
+        """The last added token before `token`; 0 if there is none."""
+        return next((i for i in range(token - 1, 0, -1) if self.ids[i] in self.template.added), 0)
+
+
+# ---------------------------------------------------------------- the whole conversation
+
+
+def one_sample(
+    template: ChatTemplate, messages: list[Message], max_length: int, tools: list[Tool] | None = None
+) -> Sample:
+    """The whole conversation as it is rendered.
+
+    Of an answer with `finish_reason` "length" the end-of-turn token is not supervised; the sample ends with such an
+    answer if it is the last message. Refused: see `masked`. RewrittenError: an exact mask may be known turn by turn.
+    """
+    answers = [message for message in messages if message["role"] == "assistant"]
+    if not answers:
+        raise Refused("no assistant turn")
+    if any(m.get("reasoning_content") or m.get("tool_calls") for m in template.history(answers)):
+        raise RewrittenError("answers of several parts are taken turn by turn")
+    text = template.render(messages, tools=tools)
+    if template.has_markers(tools):
+        places = template.generated_spans(messages, text, tools)
+    else:
+        places = prefix_spans(template, messages, text, tools)
+    if len(places) != len(answers):
+        raise RewrittenError("the template does not mark each assistant turn once")
+    spans = [
+        Span(start, end, message["content"], message.get("finish_reason") == "length", message.get("tokens"))
+        for (start, end), message in zip(places, answers, strict=True)
+    ]
+    ends_open = messages[-1] is answers[-1] and spans[-1].cut
+    return masked(template, text, spans, max_length, keep_rest=not ends_open)
+
+
+def prefix_spans(
+    template: ChatTemplate, messages: list[Message], text: str, tools: list[Tool] | None
+) -> list[tuple[int, int]]:
+    """Characters [start, end) of the answers in `text`, from what each adds to the rendered conversation."""
+    spans = []
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = template.render(messages[:i], add_generation_prompt=True, tools=tools)
+        after = template.render(messages[: i + 1], tools=tools)
+        if not text.startswith(after) or not text.startswith(before):
+            raise RewrittenError("the template rewrites history")
+        if len(after) < len(before):
+            raise RewrittenError("the generation prompt is longer than the turn")
+        spans.append((len(before), len(after)))
+    return spans
+
+
+# ---------------------------------------------------------------- turn by turn
+
+
+@dataclass(frozen=True)
+class RenderedTurn:
+    """An answer after its prompt, as text.
+
+    number: of the conversation's answers, from 1. end: the end-of-turn token. cut, tokens: see `Span`.
+    inserted: the template put an empty thought before it.
+    """
+
+    number: int
+    prompt: str
+    answer: str
+    end: str
+    cut: bool
+    inserted: bool
+    tokens: int | None = None
+
+    @property
+    def text(self) -> str:
+        return self.prompt + self.answer + self.end
+
+    @property
+    def span(self) -> Span:
+        return Span(len(self.prompt), len(self.text), self.answer, self.cut, self.tokens)
+
+
+def _by_turn(template: ChatTemplate, messages: list[Message], max_length: int, tools: list[Tool] | None) -> Samples:
+    result = Samples()
+    indices = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    groups: list[list[RenderedTurn]] = []
+    for number, i in enumerate(indices, start=1):
+        try:
+            turn = read_turn(template, messages[: i + 1], tools, number)
+        except Refused as error:
+            result.refused.append((f"~turn{number}", str(error)))
+            continue
+        if groups and turn.prompt.startswith(groups[-1][-1].text):
+            groups[-1].append(turn)
+        else:
+            groups.append([turn])
+    result.split = len(groups) != 1 or len(groups[0]) != len(indices)
+    while groups:
+        group = groups.pop(0)
+        try:
+            spans = [turn.span for turn in group]
+            sample = masked(template, group[-1].text, spans, max_length, keep_rest=False)
+        except Refused as error:
+            if len(group) > 1:  # each by itself tells which of them it is
+                groups[:0] = [[turn] for turn in group]
+                result.split = True
+            else:
+                result.refused.append((f"~turn{group[0].number}", str(error)))
+            continue
+        first, last = group[0].number, group[-1].number
+        suffix = f"~turn{first}" if first == last else f"~turn{first}-{last}"
+        result.samples.append((suffix if result.split else "", sample))
+        result.inserted += sum(turn.inserted for turn in group)
+    if not result.samples:
+        raise Refused(result.refused[0][1])
+    return result
+
+
+def read_turn(
+    template: ChatTemplate, messages: list[Message], tools: list[Tool] | None = None, number: int = 1
+) -> RenderedTurn:
+    """The last message as the target writes it in serving; Refused if its text cannot be known exactly."""
+    history, message = template.history(messages[:-1]), messages[-1]
+    prompt = template.render(history, add_generation_prompt=True, tools=tools)
+    cut = message.get("finish_reason") == "length"
+    _check(message, prompt, cut)
+    opened = prompt.rstrip().endswith(OPEN)
+    # Thoughts among the words of the answer: the target's own text, of which the template would only move parts.
+    words = message["content"]
+    thinks = OPEN in words or CLOSE in words or (opened and cut and not message.get("reasoning_content"))
+    if thinks and message.get("tool_calls"):
+        message, thinks = apart(message), False
+    writing = _Writing(template, history, message, prompt, tools)
+    if not thinks:
+        whole, answer, inserted = writing.written()
+    else:
+        if opened and CLOSE not in words and not cut:
+            raise Refused(UNCLOSED)
+        whole, inserted = writing.render(), False
+        answer = re.sub(rf"^\s*{OPEN}\n?", "", words) if opened else words  # the prompt holds it already
+    return RenderedTurn(number, prompt, answer, _end_of_turn(template, whole), cut, inserted, message.get("tokens"))
+
+
+def to_message(
+    template: ChatTemplate, messages: list[Message], text: str, finish_reason: str, tools: list[Tool] | None = None
+) -> Message:
+    """The message of an answer that is known as text with all its markup: as a server would take it apart.
+
+    In its parts only where the template then writes the very same text; else the text is its content. Thoughts
+    in front of an answer stay there: `ChatTemplate.history` and `read_turn` know them.
+    """
+    plain: Message = {"role": "assistant", "content": text}
+    prompt = template.render(template.history(messages), add_generation_prompt=True, tools=tools)
+    message = markup.take_apart(text, prompt.rstrip().endswith(OPEN))
+    if message is None:
+        return plain
+    try:
+        turn = read_turn(template, [*messages, {**message, "finish_reason": finish_reason}], tools)
+    except Refused:
+        return plain
+    return message if turn.answer.strip() == text.strip() else plain
+
+
+def _check(message: Message, prompt: str, cut: bool) -> None:
+    content, reasoning, calls = message["content"], message.get("reasoning_content") or "", message.get("tool_calls")
+    if not (content.strip() or reasoning.strip() or calls):
+        raise Refused("an empty answer")
+    if cut and calls:
+        raise Refused("an answer that was cut off among its tool calls")
+    if reasoning and (OPEN in content or CLOSE in content):
+        raise Refused("a thought within the answer, and another beside it")
+    if prompt.rstrip().endswith(CLOSE) and apart(message).get("reasoning_content"):
+        raise Refused("the prompt switches thinking off, and the answer has a thought")
+
+
+@dataclass(frozen=True)
+class _Writing:
+    """An answer that the template is to write: `message`, after `history`, whose prompt in serving is `prompt`."""
+
+    template: ChatTemplate
+    history: list[Message]
+    message: Message
+    prompt: str
+    tools: list[Tool] | None
+
+    def render(self, verbatim: bool = False) -> str:
+        return self.template.render([*self.history, self.message], tools=self.tools, verbatim=verbatim)
+
+    def written(self) -> tuple[str, str, bool]:
+        """The rendered conversation, the answer in it, and whether that begins with an empty thought.
+
+        Arguments of tool calls are in the target's own spelling where the template keeps it.
+        """
+        problem: Refused | None = None
+        for verbatim in (True, False) if self.message.get("tool_calls") else (False,):
+            whole = self.render(verbatim)
+            try:
+                return whole, *self._read_back(whole)
+            except Refused as error:
+                problem = error
+        assert problem is not None
+        raise problem
+
+    def _read_back(self, whole: str) -> tuple[str, bool]:
+        message, opened = self.message, self.prompt.rstrip().endswith(OPEN)
+        reasoning, calls = message.get("reasoning_content") or "", bool(message.get("tool_calls"))
+        body = self._body(whole)
+        if body is None:
+            if reasoning.strip() or calls:
+                raise Refused("the template rewrites more of the turn than its text")
+            if opened:
+                raise Refused(UNCLOSED)
+            return message["content"], False
+        body = body.rstrip().removesuffix(_end_of_turn(self.template, whole))
+        parts = markup.parse(body, opened, calls)
+        if reasoning.strip() and not parts.reasoning and parts.thought:
+            # Even a last answer has lost its thought to the template (Kimi's): it goes where the template left
+            # an empty one, half of the white space there before it unless the prompt has that.
+            start, end = parts.thought
+            middle = start if opened else (start + end) // 2
+            body = body[:middle] + reasoning + body[middle:]
+            parts = markup.parse(body, opened, calls)
+        if difference := parts.difference(markup.meant(message)):
+            raise Refused(f"the template alters the {difference}")
+        if message.get("finish_reason") == "length" and parts.thought and not parts.content:
+            start, end = parts.thought
+            return body[: start + len(body[start:end].rstrip())], False  # cut inside its thought
+        return body, parts.thought is not None and not parts.reasoning
+
+    def _body(self, whole: str) -> str | None:
+        """What `whole` has after the generation prompt; None if it does not go on as the prompt does.
+
+        A last answer may change how the turns before it are written: Kimi's and harmony's templates keep the
+        thoughts of a chain of tool calls until then. So only the last turn is taken from `whole`. Where it begins
+        is found with another, plain answer in its place, which is all header up to its words.
+        """
+        if whole.startswith(self.prompt):
+            return whole[len(self.prompt) :]
+        base = self.template.render(self.history, tools=self.tools)
+        if not self.prompt.startswith(base):
+            return None
+        opening = self.prompt[len(base) :]
+        header = opening.split(OPEN)[0]
+        plain = {"role": "assistant", "content": "x"}
+        probe = self.template.render([*self.history, plain], tools=self.tools)
+        start = probe.rfind(header) if header.strip() else -1
+        if start < 0 or not whole.startswith(probe[:start] + opening):
+            return None
+        return whole[start + len(opening) :]
+
+
+def _end_of_turn(template: ChatTemplate, whole: str) -> str:
+    """The end-of-turn token with which the template ends the last turn."""
+    for token in template.end_ids:
+        if (text := template.decode([token])) and whole.rstrip().endswith(text):
+            return text
+    raise Refused("no end-of-turn token after the answer")

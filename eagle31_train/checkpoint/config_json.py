@@ -1,0 +1,279 @@
+"""The config.json of a draft: written so that vLLM and transformers read what was trained, and read as vLLM does.
+
+vLLM 0.32 reads an MLA draft under `model_type: kimi_k2` through transformers' DeepseekV3Config. Whatever that class
+has a default for must be written, `q_lora_rank: null` too: what is left out is 1536 there. It has one more trap:
+`attention_factor: 1.0` in the RoPE scaling takes mscale² out of vLLM's softmax scale.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from eagle31_train.checkpoint.contract import LAYER_IDS
+from eagle31_train.config import MLA_WIDTHS, DrafterShape
+from eagle31_train.errors import UserError
+
+Fields = Mapping[str, Any]
+# architecture → the name under which vLLM's registry finds the drafter, and the model_type of its config.json.
+WRITTEN = {"llama": ("LlamaForCausalLMEagle3", "llama"), "mla": ("Eagle3DeepseekV2ForCausalLM", "kimi_k2")}
+# Other names of the same drafters there. Before the name of any other kind of model vLLM puts Eagle3 first:
+# LlamaForCausalLM, which drafters of EAGLE 1 and 2 carry too, is one of them.
+NAMES = {
+    "llama": (
+        "LlamaForCausalLMEagle3",
+        "Eagle3LlamaForCausalLM",
+        "Eagle3MiniMaxM2ForCausalLM",
+        "Eagle3Qwen2_5vlForCausalLM",
+        "Eagle3Qwen3vlForCausalLM",
+    ),
+    "mla": ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM"),
+}
+# model_type → longest position where config.json does not say. vLLM takes a deepseek_v3 for a layer of DeepSeek's own
+# MTP and refuses it, but trainers write it, and it means the same.
+MODEL_TYPES = {
+    "llama": {"llama": 2048},
+    "mla": {"kimi_k2": 4096, "deepseek_v2": 2048, "deepseek_v3": 4096},
+}
+# What vLLM and transformers take where config.json does not say.
+MLA_DEFAULTS = dict(zip(("q_lora_rank", *MLA_WIDTHS), (1536, 512, 128, 64, 128), strict=True))
+YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
+
+
+# ---------------------------------------------------------------- writing
+
+
+def config_json(shape: DrafterShape, dtype: str, target_name: str) -> dict[str, Any]:
+    """The checkpoint's config.json.
+
+    Args:
+        shape: the drafter.
+        dtype: precision of the weights in the file; vLLM itself takes the target's.
+        target_name: for people and other tools; vLLM does not read it.
+    """
+    name, model_type = WRITTEN[shape.architecture]
+    scaling = rope_scaling(shape)
+    if scaling and shape.architecture == "mla":
+        scaling["type"] = scaling["rope_type"]  # where DeepSeek's own code looks
+    return {
+        "architectures": [name],
+        "model_type": model_type,
+        "target_model_name": target_name,
+        "torch_dtype": dtype,  # transformers 4 and 5 both read this spelling
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_key_value_heads": shape.num_key_value_heads,
+        **_attention_fields(shape),
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "rms_norm_eps": shape.rms_norm_eps,
+        "max_position_embeddings": shape.max_position_embeddings,
+        # transformers 5 reads rope_parameters; readers older than that, rope_theta and rope_scaling.
+        "rope_theta": shape.rope_theta,
+        "rope_scaling": scaling,
+        "rope_parameters": {**(scaling or {"rope_type": "default"}), "rope_theta": shape.rope_theta},
+        "tie_word_embeddings": False,
+        "vocab_size": shape.vocab_size,
+        "draft_vocab_size": shape.draft_vocab_size,
+        "target_hidden_size": shape.target_hidden_size,
+        "num_aux_hidden_states": len(shape.aux_layers),
+        # At the top level: the one place that both of vLLM's model runners read.
+        LAYER_IDS: sorted(shape.aux_layers),
+        "fc_norm": shape.fc_norm,
+        "norm_output": shape.norm_output,
+        "norm_before_residual": shape.norm_before_residual,
+    }
+
+
+def _attention_fields(shape: DrafterShape) -> dict[str, Any]:
+    """What only one kind of attention has. MLA names no head_dim, by which transformers means the rotated part."""
+    if shape.architecture == "llama":
+        return {"head_dim": shape.head_dim, "mlp_bias": False}
+    return {name: value for name, value in asdict(shape).items() if name in MLA_DEFAULTS}
+
+
+def rope_scaling(shape: DrafterShape) -> dict[str, Any] | None:
+    """The scaling as config.json says it: one spelling, and all of a YaRN of MLA; None for plain RoPE."""
+    scaling = _scaling(shape.rope_scaling, shape.architecture)
+    # vLLM's linear scaling takes a factor that is no float for a list of them.
+    return scaling and {key: float(value) if key == "factor" else value for key, value in scaling.items()}
+
+
+def _scaling(parameters: Fields | None, architecture: str) -> dict[str, Any] | None:
+    """A RoPE scaling in one spelling: `rope_type`, no `type`, no base; None for plain RoPE."""
+    scaling = {key: value for key, value in (parameters or {}).items() if key not in ("rope_theta", "type")}
+    scaling.setdefault("rope_type", (parameters or {}).get("type", "default"))
+    if scaling["rope_type"] == "default":
+        return None
+    return YARN_DEFAULTS | scaling if (architecture, scaling["rope_type"]) == ("mla", "yarn") else scaling
+
+
+# ---------------------------------------------------------------- reading
+
+
+def shape_from_config(
+    config: Fields, tensor_names: Collection[str] = (), target_layers: int | None = None
+) -> DrafterShape:
+    """Read a checkpoint's config.json as vLLM does: its spellings, and its defaults for what is missing.
+
+    Of an MLA draft the fields of DeepSeek's experts are passed over, as vLLM does: the draft is dense.
+
+    Args:
+        config: of this project, of other EAGLE 3 trainers, or in the format of `speculators`.
+        tensor_names: the checkpoint's tensors, canonical; they alone say whether it has an embedding.
+        target_layers: layers of the target, for a config that leaves the auxiliary layers to vLLM.
+
+    Raises:
+        UserError: a config that is no single-layer EAGLE 3 drafter of a known kind, or says too little.
+    """
+    layer, flags, residual_default = _flatten(config)
+    architecture = _architecture(layer)
+    _refuse_unsupported(layer, flags, architecture)
+    try:
+        D, heads = int(layer["hidden_size"]), int(layer["num_attention_heads"])
+        V, I = int(layer["vocab_size"]), int(layer["intermediate_size"])  # noqa: E741
+    except KeyError as error:
+        raise UserError(f"config.json does not say {error}: it is not the config of a drafter") from None
+    except (TypeError, ValueError) as error:
+        raise UserError(f"config.json gives a size that is no number ({error})") from None
+    aux_layers = _aux_layers(flags, target_layers)
+    count = flags.get("num_aux_hidden_states")
+    if count is not None and count != len(aux_layers):
+        raise UserError(f"config.json has num_aux_hidden_states {count}, but the layer ids {aux_layers}")
+    longest = MODEL_TYPES[architecture][layer.get("model_type", "llama")]
+    positions = layer.get("max_position_embeddings", longest)
+    theta, scaling = _rope(layer, architecture, positions)
+    return DrafterShape(
+        architecture=architecture,
+        hidden_size=D,
+        target_hidden_size=flags.get("target_hidden_size") or D,
+        aux_layers=aux_layers,
+        vocab_size=V,
+        draft_vocab_size=flags.get("draft_vocab_size") or V,
+        intermediate_size=I,
+        num_attention_heads=heads,
+        rms_norm_eps=layer.get("rms_norm_eps", 1e-6),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        max_position_embeddings=positions,
+        fc_norm=bool(flags.get("fc_norm", False)),
+        norm_output=bool(flags.get("norm_output", False)),
+        norm_before_residual=bool(flags.get("norm_before_residual", residual_default)),
+        share_embedding="embed_tokens.weight" not in tensor_names,
+        **_head_fields(layer, architecture, D, heads),
+    )
+
+
+def _head_fields(layer: Fields, architecture: str, D: int, heads: int) -> dict[str, Any]:
+    """The drafter's heads. MLA has as many key heads as query heads, whatever config.json says of their number."""
+    if architecture == "llama":
+        return {
+            "num_key_value_heads": layer.get("num_key_value_heads") or heads,
+            "head_dim": layer.get("head_dim") or D // heads,
+        }
+    widths = {name: layer.get(name, default) for name, default in MLA_DEFAULTS.items()}
+    for name, value in widths.items():
+        if not (isinstance(value, int) and value > 0) and (name, value) != ("q_lora_rank", None):
+            raise UserError(f"config.json gives a width that is no number ({name}: {value})")
+    return {
+        "num_key_value_heads": heads,
+        "head_dim": widths["qk_nope_head_dim"] + widths["qk_rope_head_dim"],
+        **widths,
+    }
+
+
+def leaves_layers_open(config: Fields) -> bool:
+    """Whether a config.json names no auxiliary layers, so that vLLM takes its default of the target's layers."""
+    return not _layer_ids(_flatten(config)[1])
+
+
+def target_name(config: Fields) -> str | None:
+    """Path or hub id of the target that the drafter was made for, where a config.json says it."""
+    verifier = (config.get("speculators_config") or {}).get("verifier") or {}
+    name = config.get("target_model_name") or verifier.get("name_or_path")
+    return None if name is None else str(name)
+
+
+def _flatten(config: Fields) -> tuple[Fields, Fields, bool]:
+    """Where the layer's fields are, where the EAGLE fields are, and the default of norm_before_residual."""
+    if "speculators_model_type" not in config:
+        return config, config, False
+    if config["speculators_model_type"] != "eagle3":
+        raise UserError(f"a speculators checkpoint of kind {config['speculators_model_type']!r} is no EAGLE 3 drafter")
+    layer = config.get("transformer_layer_config") or {}
+    return {"num_hidden_layers": 1, **layer, "architectures": [WRITTEN["llama"][0]]}, config, True
+
+
+def _architecture(layer: Fields) -> str:
+    """Which of the two attentions; UserError for other models."""
+    name = (layer.get("architectures") or [""])[0]
+    registered = name if name.startswith("Eagle3") or name.endswith("Eagle3") else f"Eagle3{name}"
+    for architecture, names in NAMES.items():
+        if registered in names:
+            return architecture
+    raise UserError(
+        f"config.json is of {name or 'no architecture'}: {' or '.join(name for name, _ in WRITTEN.values())} is needed"
+    )
+
+
+def _refuse_unsupported(layer: Fields, flags: Fields, architecture: str) -> None:
+    eagle = flags.get("eagle_config") or {}
+    rope = layer.get("rope_scaling") or layer.get("rope_parameters") or {}
+    known = layer.get("model_type", "llama") in MODEL_TYPES[architecture]
+    unsupported = {
+        f"model_type {layer.get('model_type')}": not known,
+        "num_hidden_layers": layer.get("num_hidden_layers", 1) != 1,
+        "hidden_act": layer.get("hidden_act", "silu") != "silu",
+        "attention_bias": bool(layer.get("attention_bias")),
+        "mlp_bias": bool(layer.get("mlp_bias")),
+        "norm_before_fc": bool(eagle.get("norm_before_fc", flags.get("norm_before_fc"))),
+        "use_aux_hidden_state": not eagle.get("use_aux_hidden_state", True),
+        "logit_scale": layer.get("logit_scale", 1.0) != 1.0,
+        "partial_rotary_factor": rope.get("partial_rotary_factor", layer.get("partial_rotary_factor")) not in (None, 1),
+        "layer_types": "sliding_attention" in (layer.get("layer_types") or []),
+        "quantization_config": bool(layer.get("quantization_config") or flags.get("quantization_config")),
+    }
+    if architecture == "mla":
+        # Half-split RoPE, which vLLM would interleave; DeepSeek's sparse attention; attention to later tokens.
+        unsupported["rope_interleave"] = layer.get("rope_interleave", True) is False
+        unsupported["index_topk"] = "index_topk" in layer
+        unsupported["is_causal"] = layer.get("is_causal", True) is False
+    if wrong := [name for name, refused in unsupported.items() if refused]:
+        raise UserError(
+            f"config.json sets {', '.join(wrong)}: only one dense Llama or MLA layer of full attention on auxiliary "
+            "states, unquantized, without biases or norm_before_fc, is supported"
+        )
+
+
+def _aux_layers(flags: Fields, target_layers: int | None) -> list[int]:
+    """The layer ids in vLLM's places, in its order of preference, or its default."""
+    ids = _layer_ids(flags)
+    if not ids and target_layers is None:
+        raise UserError(f"config.json has no {LAYER_IDS}: say how many layers the target has")
+    if not ids:
+        assert target_layers is not None
+        ids = [2, target_layers // 2, target_layers - 3]
+    return sorted({int(i) for i in ids})
+
+
+def _layer_ids(flags: Fields) -> list[Any]:
+    """The ids that a config.json names, if any."""
+    eagle = flags.get("eagle_config") or {}
+    return flags.get(LAYER_IDS) or eagle.get(LAYER_IDS) or eagle.get("layer_ids") or []
+
+
+def _rope(layer: Fields, architecture: str, positions: int) -> tuple[float, dict[str, Any] | None]:
+    """rope_theta and the scaling; as in transformers, rope_scaling wins over rope_parameters."""
+    parameters = dict(layer.get("rope_scaling") or layer.get("rope_parameters") or {})
+    theta = parameters.get("rope_theta") or layer.get("rope_theta") or 10000.0
+    scaling = _scaling({key: value for key, value in parameters.items() if value is not None}, architecture)
+    if scaling is not None and architecture == "mla" and "attention_factor" in scaling:
+        raise UserError(
+            f"config.json has attention_factor {scaling['attention_factor']} in its RoPE scaling: for 1.0 vLLM "
+            "leaves mscale² out of the softmax, and any other it passes over; remove it if the drafter was trained "
+            "as mscale and mscale_all_dim say"
+        )
+    if scaling is not None and scaling["rope_type"] in ("yarn", "llama3"):
+        scaling.setdefault("original_max_position_embeddings", positions)  # as transformers does
+    return float(theta), scaling

@@ -1,0 +1,293 @@
+"""What the tensors of a checkpoint must be so that vLLM serves it: names and shapes, once. config.json: `config_json`.
+
+vLLM checks no completeness. A checkpoint without `lm_head.weight`, `d2t` or any norm loads in
+silence and is never accepted, so everything that vLLM 0.32 reads is written down here and
+`check` compares a checkpoint with all of it.
+
+Letters: A auxiliary layers, D and H hidden sizes of drafter and target, I MLP width, V and Vd
+target and draft vocabulary.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from eagle31_train.config import DrafterShape, check_architecture, mla_widths
+from eagle31_train.errors import UserError
+from eagle31_train.model import vocab
+from eagle31_train.model.rope import check_rope, mla_factors, rope_parameters, table_end
+
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+# Weights that vLLM also takes joined, row after row.
+_JOINED = {
+    "midlayer.self_attn.qkv_proj.weight": [f"midlayer.self_attn.{part}_proj.weight" for part in "qkv"],
+    "midlayer.self_attn.fused_qkv_a_proj.weight": [
+        f"midlayer.self_attn.{part}.weight" for part in ("q_a_proj", "kv_a_proj_with_mqa")
+    ],
+    "midlayer.mlp.gate_up_proj.weight": [f"midlayer.mlp.{part}_proj.weight" for part in ("gate", "up")],
+}
+# Tables of RoPE that old trainers saved, and vLLM passes over.
+_TABLES = ("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+# A tensor, or its shape alone where only names and shapes are to be checked.
+TensorOrShape = torch.Tensor | tuple[int, ...]
+
+
+def weight_shapes(shape: DrafterShape) -> dict[str, tuple[int, ...]]:
+    """Every weight of a checkpoint, by its name in the file, with its shape.
+
+    Raises:
+        UserError: attention of an unknown kind, or one that lacks a width.
+    """
+    check_architecture(shape.architecture)
+    D, H, A = shape.hidden_size, shape.target_hidden_size, len(shape.aux_layers)
+    I = shape.intermediate_size  # noqa: E741
+    attention = _mla_shapes(shape) if shape.architecture == "mla" else _llama_shapes(shape)
+    tensors: dict[str, tuple[int, ...]] = {
+        "fc.weight": (D, A * H),
+        "midlayer.input_layernorm.weight": (D,),
+        "midlayer.hidden_norm.weight": (D,),
+        **{f"midlayer.self_attn.{name}.weight": size for name, size in attention.items()},
+        "midlayer.post_attention_layernorm.weight": (D,),
+        "midlayer.mlp.gate_proj.weight": (I, D),
+        "midlayer.mlp.up_proj.weight": (I, D),
+        "midlayer.mlp.down_proj.weight": (D, I),
+        "norm.weight": (D,),
+        "lm_head.weight": (shape.draft_vocab_size, D),
+    }
+    if shape.fc_norm:
+        tensors |= {f"fc_norm.{i}.weight": (H,) for i in range(A)}
+    if not shape.share_embedding:
+        tensors["embed_tokens.weight"] = (shape.vocab_size, D)
+    return tensors
+
+
+def _llama_shapes(shape: DrafterShape) -> dict[str, tuple[int, ...]]:
+    """Grouped-query attention; it reads cat(embedding, state), hence 2 D."""
+    D = shape.hidden_size
+    queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+    return {"q_proj": (queries, 2 * D), "k_proj": (keys, 2 * D), "v_proj": (keys, 2 * D), "o_proj": (D, queries)}
+
+
+def _mla_shapes(shape: DrafterShape) -> dict[str, tuple[int, ...]]:
+    """DeepSeek's latent attention on the same input; without q_lora_rank queries are of full rank.
+
+    Raises:
+        UserError: a width of it is not given.
+    """
+    latent, nope, rope, value = mla_widths(shape)
+    D, heads, rank = shape.hidden_size, shape.num_attention_heads, shape.q_lora_rank
+    full = heads * (nope + rope)
+    query = (
+        {"q_a_proj": (rank, 2 * D), "q_a_layernorm": (rank,), "q_b_proj": (full, rank)}
+        if rank
+        else {"q_proj": (full, 2 * D)}
+    )
+    return {
+        **query,
+        "kv_a_proj_with_mqa": (latent + rope, 2 * D),
+        "kv_a_layernorm": (latent,),
+        "kv_b_proj": (heads * (nope + value), latent),
+        "o_proj": (D, heads * value),
+    }
+
+
+def map_tensors(shape: DrafterShape) -> dict[str, tuple[int, ...]]:
+    """The vocabulary maps of a checkpoint: `d2t` int64 offsets, `t2d` bool.
+
+    None with the whole vocabulary: vLLM then has no parameter to put d2t into, and refuses it.
+    """
+    if shape.draft_vocab_size == shape.vocab_size:
+        return {}
+    return {"d2t": (shape.draft_vocab_size,), "t2d": (shape.vocab_size,)}
+
+
+def canonical_name(name: str) -> str:
+    """The name this project writes for a name that vLLM accepts: `layers.0.` means `midlayer.`.
+
+    Trainers that write for SGLang put `model.` before it, which vLLM refuses, but which means nothing else.
+    """
+    name = name.removeprefix("model.")
+    return "midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name
+
+
+def is_table(name: str) -> bool:
+    """Whether a tensor is no weight but a table that every reader makes for itself."""
+    return any(table in name for table in _TABLES)
+
+
+def separate(tensors: Mapping[str, torch.Tensor], shape: DrafterShape) -> dict[str, torch.Tensor]:
+    """A draft's tensors, canonical names, with what vLLM also takes joined taken apart into views of its parts."""
+    rows = {name: size[0] for name, size in weight_shapes(shape).items()}
+    apart: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        parts = _JOINED.get(name, [])
+        sizes = [rows.get(part, 0) for part in parts]
+        if sizes and all(sizes) and sum(sizes) == len(tensor):
+            apart |= dict(zip(parts, tensor.split(sizes), strict=True))
+        else:  # one of another size stays what it is, and `check` names it
+            apart[name] = tensor
+    return apart
+
+
+def check(tensors: Mapping[str, TensorOrShape], shape: DrafterShape) -> list[str]:
+    """Every way in which a checkpoint breaks the contract, one line each; empty if it keeps it.
+
+    Args:
+        tensors: name in the file → tensor, or only its shape (then values and types are not checked).
+        shape: what the checkpoint is to be.
+    """
+    expected = weight_shapes(shape) | map_tensors(shape)
+    problems = check_shape(shape)
+    if prefixed := sorted(name for name in tensors if name.startswith("model.")):
+        problems.append(f"{prefixed[0]} has the prefix 'model.', which vLLM adds itself and then does not find")
+    for name in sorted(expected.keys() - tensors.keys()):
+        problems.append(f"{name} is missing{_why_missing(name)}")
+    for name in sorted(tensors.keys() - expected.keys() - set(prefixed)):
+        problems.append(f"{name} is superfluous{_why_superfluous(name)}")
+    for name in sorted(expected.keys() & tensors.keys()):
+        problems += _check_tensor(name, tensors[name], expected[name])
+    return problems + _check_maps(tensors, expected)
+
+
+def require(tensors: Mapping[str, TensorOrShape], shape: DrafterShape, where: str) -> None:
+    """Raise the first few problems of a checkpoint as one UserError that names it; see `check`."""
+    if problems := check(tensors, shape):
+        more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise UserError(f"{where} is no whole drafter for vLLM: {'; '.join(problems[:3])}{more}")
+
+
+def _why_missing(name: str) -> str:
+    if name == "lm_head.weight":
+        return ": vLLM would silently use the target's, and accept nothing"
+    if name == "d2t":
+        return " though the vocabulary is pruned: vLLM would silently propose the wrong tokens"
+    if "norm" in name:
+        on = " though fc_norm is on" if name.startswith("fc_norm.") else ""
+        return f"{on}: vLLM would silently leave it at one"
+    return "" if name in ("t2d", "embed_tokens.weight") else ": vLLM would silently leave it as its memory was"
+
+
+def _why_superfluous(name: str) -> str:
+    if name.startswith("fc_norm."):
+        return ": fc_norm is off, or there are fewer auxiliary layers"
+    if name in ("d2t", "t2d"):
+        return ": the draft vocabulary is the target's, and vLLM has no place for a map"
+    if name == "embed_tokens.weight":
+        return ": share_embedding is on"
+    return ""
+
+
+def check_shape(shape: DrafterShape) -> list[str]:
+    """What no tensor can mend: shapes that vLLM or transformers reads otherwise than it was trained."""
+    problems = []
+    if shape.aux_layers != sorted(set(shape.aux_layers)):
+        problems.append(f"aux_layers {shape.aux_layers} do not ascend: vLLM gives states in ascending order, each once")
+    if shape.share_embedding and shape.hidden_size != shape.target_hidden_size:
+        problems.append(
+            f"share_embedding is on, but vLLM shares no embedding of width {shape.target_hidden_size} "
+            f"with a drafter of width {shape.hidden_size}"
+        )
+    problems += _mla_problems(shape) if shape.architecture == "mla" else _llama_problems(shape)
+    try:
+        check_rope(shape)
+    except UserError as error:
+        return [*problems, str(error)]
+    return problems + (_yarn_problems(shape) if shape.architecture == "mla" else [])
+
+
+def caveats(shape: DrafterShape) -> list[str]:
+    """What can be trained and exported but does not run everywhere, a sentence each."""
+    # V1's GPUModelRunner._input_fits_in_drafter looks at the longest sequence of the batch. V2's speculators go by the
+    # target's max_model_len, to which SpeculativeConfig raises the draft's max_position_embeddings.
+    found = [
+        "On GPUs vLLM 0.32 drafts in all contexts that the target takes (its V2 model runner). Its V1 runner (on CPUs, "
+        f"or with VLLM_USE_V2_MODEL_RUNNER=0) drafts in contexts of up to {shape.max_position_embeddings:,} tokens: "
+        "while one request of a batch is longer, for none of them (drafter.max_position_embeddings)"
+    ]
+    if (end := table_end(check_rope(shape))) is not None:
+        found.append(
+            f"vLLM's table of its YaRN ends at {end:,.0f} positions, and V2 does not stop there: serve the target with "
+            f"--max-model-len of at most {end:,.0f}"
+        )
+    if shape.share_embedding:
+        # V1 then leaves embed_tokens as its memory was, and accepts nothing; V2 stops where the embedding is elsewhere.
+        found.append(
+            "It shares the target's embedding, which vLLM 0.32 cannot do with pipeline parallelism: to be served so, "
+            "train with drafter.share_embedding=false"
+        )
+    if shape.architecture == "mla" and shape.q_lora_rank is None:
+        found.append(
+            "vLLM 0.32 stops when it loads an MLA draft with full-rank queries (it looks for fused_qkv_a_proj): "
+            "give drafter.q_lora_rank a number to be served there"
+        )
+    return found
+
+
+def _llama_problems(shape: DrafterShape) -> list[str]:
+    if shape.hidden_size % shape.num_attention_heads:
+        return [
+            f"hidden_size {shape.hidden_size} is no multiple of {shape.num_attention_heads} heads: "
+            "transformers refuses the config.json"
+        ]
+    return []
+
+
+def _mla_problems(shape: DrafterShape) -> list[str]:
+    """MLA's heads need not divide hidden_size; what config.json cannot say of them, they must have."""
+    problems = []
+    if shape.num_key_value_heads != shape.num_attention_heads:
+        problems.append(
+            f"num_key_value_heads {shape.num_key_value_heads} is not num_attention_heads {shape.num_attention_heads}: "
+            "MLA gives each head its own key"
+        )
+    _, nope, rope, _ = mla_widths(shape)
+    if shape.head_dim != nope + rope:
+        problems.append(f"head_dim {shape.head_dim} is not the {nope + rope} of qk_nope_head_dim and qk_rope_head_dim")
+    return problems
+
+
+def _yarn_problems(shape: DrafterShape) -> list[str]:
+    """mscale without mscale_all_dim: transformers then leaves both alone, vLLM goes by the one that is given."""
+    if rope_parameters(shape)["rope_type"] == "default":
+        return []
+    yarn = shape.rope_scaling or {}
+    given = yarn.get("mscale", 1.0), yarn.get("mscale_all_dim", 0.0)
+    plain = replace(shape, rope_scaling={**yarn, "mscale": 1.0, "mscale_all_dim": 0.0})
+    if not all(given) and mla_factors(shape)[0] != mla_factors(plain)[0]:
+        return [
+            f"drafter.rope_scaling has mscale {given[0]} and mscale_all_dim {given[1]}, which vLLM and transformers "
+            "read differently: give both above 0, or leave both out"
+        ]
+    return []
+
+
+def _check_tensor(name: str, value: TensorOrShape, expected: tuple[int, ...]) -> list[str]:
+    """Shape, type and finiteness of one tensor."""
+    found = tuple(value.shape) if isinstance(value, torch.Tensor) else tuple(value)
+    if found != expected:
+        return [f"{name} has shape {list(found)}, not {list(expected)}"]
+    if not isinstance(value, torch.Tensor):
+        return []
+    if name in ("d2t", "t2d"):
+        wanted = torch.int64 if name == "d2t" else torch.bool
+        return [] if value.dtype == wanted else [f"{name} is {value.dtype}, not {wanted}"]
+    if not value.is_floating_point():
+        return [f"{name} is {value.dtype}, not a floating-point type"]
+    if bad := int((~torch.isfinite(value)).sum()):
+        return [f"{name} holds {bad} NaN or infinite values"]
+    return []
+
+
+def _check_maps(tensors: Mapping[str, TensorOrShape], expected: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """d2t must be offsets, and say the same as t2d."""
+    d2t, t2d = tensors.get("d2t"), tensors.get("t2d")
+    if not isinstance(d2t, torch.Tensor) or not isinstance(t2d, torch.Tensor) or "d2t" not in expected:
+        return []
+    if d2t.dtype != torch.int64 or t2d.dtype != torch.bool or tuple(t2d.shape) != expected["t2d"]:
+        return []  # reported with the tensor itself
+    try:
+        vocab.from_maps(d2t.numpy(), t2d.numpy())
+    except UserError as error:
+        return [str(error)]
+    return []

@@ -1,0 +1,286 @@
+"""A drafter on disk, whoever wrote it: a run of this project, an exported folder, or a published EAGLE 3 or 3.1 draft.
+
+checkpoint = DrafterCheckpoint.open("runs/smollm2")              # the finished run's checkpoint
+checkpoint = DrafterCheckpoint.open("runs/smollm2/export")
+checkpoint = DrafterCheckpoint.open("owner/name", revision="main")
+drafter = checkpoint.load(target, torch.bfloat16, torch.float32)
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from eagle31_train import artifacts
+from eagle31_train.checkpoint import contract, hub, published, run_folder
+from eagle31_train.checkpoint.run_folder import CHECKPOINTS, MODEL, RECORD, SHAPE, TRAIN
+from eagle31_train.config import DrafterShape, TargetConfig
+from eagle31_train.errors import UserError
+from eagle31_train.model.drafter import Drafter
+from eagle31_train.model.vocab import DraftVocab
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+class LoadedTarget(Protocol):
+    """What a drafter needs of its target in memory: embedding [V, H] and lm_head, as modules, and how many layers."""
+
+    embedding: Any
+    head: Any
+    depth: int
+
+
+@dataclass(frozen=True)
+class DrafterCheckpoint:
+    """A drafter's weights on disk and what they mean: made by `open`. Weights are read when they are asked for.
+
+    Attributes:
+        where: the run, folder or hub id that was given; for messages.
+        folder: holds the weights.
+        shape: the architecture.
+        vocab: the target's id of each row of lm_head.
+        commit: of a hub repository; None of a folder.
+        target_name: path or hub id of its target, where the checkpoint says it.
+        train: the run's folder train/; None of a published draft, as all below.
+        inputs: what the run was trained from: fingerprints and options.
+        manifest: what a finished training left.
+    """
+
+    where: str
+    folder: Path
+    shape: DrafterShape
+    vocab: DraftVocab
+    commit: str | None = None
+    target_name: str | None = None
+    train: Path | None = None
+    inputs: dict[str, Any] | None = None
+    manifest: dict[str, Any] | None = None
+    _mapped: dict[str, Tensor] | None = field(default=None, repr=False)  # of a published draft
+
+    # ---------------------------------------------------------------- opening
+
+    @classmethod
+    def open(
+        cls,
+        where: str | Path,
+        revision: str | None = None,
+        *,
+        data_folder: Path | None = None,
+        allow_unfinished: bool = False,
+        target_layers: Callable[[], int] | None = None,
+    ) -> "DrafterCheckpoint":
+        """Find a drafter and read all of it but its weights.
+
+        Args:
+            where: a run, its train/ or one of its checkpoints (train/checkpoints/step-…); a folder with config.json
+                and safetensors, exported or published; or a repository of the hub, owner/name.
+            revision: of the repository: a branch, tag or commit.
+            data_folder: where a run's draft vocabulary is looked for first.
+            allow_unfinished: of a run that is not finished, take the newest checkpoint.
+            target_layers: gives the number of the target's layers. Asked only where config.json names no auxiliary
+                layers, so that vLLM would take its default for that number.
+
+        Raises:
+            UserError: there is none; it is damaged, of another kind than EAGLE 3 or 3.1 drafters, or says one thing in
+                two ways that differ.
+        """
+        where, folder = str(where), Path(where)
+        if not folder.exists() and HUB_ID.fullmatch(where):
+            folder = hub.fetch(where, revision)
+            return cls._published(where, folder, folder.name, target_layers)
+        if revision is not None:
+            raise UserError(f"revision {revision} is for a repository of the hub, but {where} is none")
+        if (folder / published.CONFIG).is_file():
+            return cls._published(where, folder, None, target_layers)
+        if not folder.is_dir():
+            raise UserError(f"{where} is no folder, and no hub id of the form owner/name either")
+        if (folder / SHAPE).is_file():
+            return cls._unfinished(where, folder, data_folder)
+        train = folder if (folder / CHECKPOINTS).is_dir() else folder / "train"
+        if (train / artifacts.MANIFEST).is_file():
+            return cls._finished(where, train, data_folder)
+        if not train.is_dir():
+            raise UserError(f"{where} holds neither a run with a checkpoint nor a config.json of a published draft")
+        if not allow_unfinished:
+            raise UserError(f"{train} is not finished: run `{TRAIN}` again")
+        if not (folders := [path for path in run_folder.in_order(train / CHECKPOINTS) if path.is_dir()]):
+            raise UserError(f"{where} holds no checkpoint yet: run `{TRAIN}` again")
+        return cls._unfinished(where, folders[-1], data_folder)
+
+    @classmethod
+    def of_run(cls, run: Path, data_folder: Path) -> "DrafterCheckpoint":
+        """The checkpoint that a finished training left in `run`, its weights read and found whole.
+
+        Raises:
+            UserError: there is none; or it is damaged, or its draft vocabulary is lost.
+        """
+        if not (file := run / "train" / artifacts.MANIFEST).is_file():
+            raise UserError(f"{file} is missing: run `{TRAIN}` first")
+        checkpoint = cls._finished(str(run), run / "train", data_folder)
+        checkpoint.tensors  # noqa: B018
+        return checkpoint
+
+    @classmethod
+    def _finished(cls, where: str, train: Path, data_folder: Path | None) -> "DrafterCheckpoint":
+        """The checkpoint that train/manifest.json names."""
+        manifest = artifacts.read_json(train / artifacts.MANIFEST, TRAIN)
+        if "checkpoint" not in manifest:
+            raise UserError(f"{train / artifacts.MANIFEST} names no checkpoint: run `{TRAIN}` again")
+        files = {name: entry for name, entry in manifest.get("files", {}).items() if name.endswith(SHAPE)}
+        if damage := artifacts.first_damaged(train, files):
+            raise UserError(f"{damage}: run `{TRAIN}` again")
+        return cls._of_run(where, train, train / manifest["checkpoint"], manifest["inputs"], manifest, data_folder)
+
+    @classmethod
+    def _unfinished(cls, where: str, checkpoint: Path, data_folder: Path | None) -> "DrafterCheckpoint":
+        """One checkpoint of a run, finished or not."""
+        train = checkpoint.parent.parent
+        record = artifacts.read_json(train / RECORD, TRAIN)
+        if record.get("fingerprint") != run_folder.sealed_manifest(checkpoint)["fingerprint"]:
+            raise UserError(f"{where}: {train / RECORD} is of another run than the checkpoint: give the run's folder")
+        return cls._of_run(where, train, checkpoint, record["inputs"], None, data_folder)
+
+    @classmethod
+    def _of_run(
+        cls,
+        where: str,
+        train: Path,
+        checkpoint: Path,
+        inputs: dict[str, Any],
+        manifest: dict[str, Any] | None,
+        data_folder: Path | None,
+    ) -> "DrafterCheckpoint":
+        shape = run_folder.read_shape(checkpoint)
+        vocab = run_folder.find_vocab(train, inputs, shape, data_folder)
+        target = run_folder.option(train, "target.path")
+        return cls(where, checkpoint, shape, vocab, None, target, train, inputs, manifest)
+
+    @classmethod
+    def _published(
+        cls, where: str, folder: Path, commit: str | None, target_layers: Callable[[], int] | None
+    ) -> "DrafterCheckpoint":
+        try:
+            draft = published.read(folder, target_layers)
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from None
+        checkpoint = cls(where, folder, draft.shape, draft.vocab, commit, draft.target_name, _mapped=draft.tensors)
+        checkpoint._require({name: tuple(tensor.shape) for name, tensor in draft.tensors.items()})
+        return checkpoint
+
+    # ---------------------------------------------------------------- what it is
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """Weights by the names of `contract`, of the file's dtypes and mapped from it; complete, finite, without maps.
+
+        A published draft lacks lm_head.weight where the target's own is meant.
+
+        Raises:
+            UserError: the weights are not as they were written, or break the contract.
+        """
+        tensors = self._mapped if self._mapped is not None else run_folder.load_weights(self.folder, self.manifest)
+        self._require(tensors)
+        return tensors
+
+    def _require(self, tensors: dict[str, Any]) -> None:
+        """Refuse tensors, or shapes of tensors, that are not all of a drafter, and nothing else."""
+        whole = dict(tensors)
+        if self.vocab.pruned:
+            whole |= {"d2t": torch.from_numpy(self.vocab.d2t), "t2d": torch.from_numpy(self.vocab.t2d)}
+        elif self.train is None:  # whoever has the target's whole vocabulary may share its head, too
+            whole.setdefault("lm_head.weight", (self.shape.draft_vocab_size, self.shape.hidden_size))
+        contract.require(whole, self.shape, str(self.folder / MODEL) if self.train else self.where)
+
+    @cached_property
+    def identity(self) -> str:
+        """Changes with the weights: by this, evaluations, comparisons and exports know a drafter."""
+        return run_folder.identity(self.manifest or {"fingerprint": self._content})
+
+    @cached_property
+    def initial_identity(self) -> str:
+        """What a training that begins with these weights records of them; for the hub, repository and commit."""
+        return f"{self.where}@{self.commit}" if self.commit else self._content
+
+    @cached_property
+    def _content(self) -> str:
+        """Changes with weights and vocabulary, and not with the place where they lie."""
+        if self.train is None:
+            return artifacts.weights_fingerprint(str(self.folder))
+        files = run_folder.sealed_manifest(self.folder)["files"]
+        return artifacts.fingerprint([{name: files[name] for name in (MODEL, SHAPE)}, self.vocab.target_ids.tolist()])
+
+    # ---------------------------------------------------------------- what it belongs to
+
+    def check_data(self, data: dict[str, Any], folder: Path) -> None:
+        """Refuse other data than the drafter was trained on: its held-out prompts may be among the training's.
+
+        Args:
+            data: manifest of the data stage. folder: where it lies.
+        """
+        if self.inputs is not None and data["dataset_fingerprint"] != self.inputs.get("data"):
+            raise UserError(
+                f"{folder} is not the data that the drafter was trained on: run `{TRAIN}` on it, or give data_dir=… of "
+                "training"
+            )
+
+    def check_store(self, store: dict[str, Any] | None, target: TargetConfig, by_name: bool = False) -> None:
+        """Refuse a target whose states the drafter was not trained on.
+
+        Args:
+            store: manifest of the store; where there is none any more, or another one, nobody knows.
+            by_name: a target of the same name will do, whatever its weights.
+
+        Raises:
+            UserError: names both targets.
+        """
+        if store is None or self.inputs is None or store["fingerprint"] != self.inputs.get("store"):
+            return
+        trained_for = store["inputs"]["target"]
+        same = trained_for["name"] == target.name
+        if not by_name:
+            weights = artifacts.weights_fingerprint(target.path)
+            same = (trained_for["weights"], trained_for["revision"]) == (weights, target.revision)
+        if not same:
+            raise UserError(
+                f"{self.where}: the drafter was trained for {trained_for['name']}, which had "
+                f"{'another name' if by_name else 'other weights'} than target.path={target.path}: give the target of "
+                "training, or another run"
+            )
+
+    def check_fits(self, target: LoadedTarget) -> None:
+        """UserError for a target of another size than the drafter's."""
+        rows, width = target.embedding.weight.shape
+        shape = self.shape
+        if shape.target_hidden_size != width or shape.vocab_size > rows or max(shape.aux_layers) > target.depth:
+            raise UserError(
+                f"{self.where} was made for a target of hidden size {shape.target_hidden_size}, {shape.vocab_size} "
+                f"tokens and at least {max(shape.aux_layers)} layers; target.path has {width}, {rows} and "
+                f"{target.depth}: give its own target"
+            )
+
+    # ---------------------------------------------------------------- in memory
+
+    def load(self, target: LoadedTarget, served_in: torch.dtype, dtype: torch.dtype) -> Drafter:
+        """The drafter as it is served, on its target's device.
+
+        Args:
+            served_in: the target's dtype: weights are rounded to it, as the exporter writes them.
+            dtype: what it computes in.
+
+        Raises:
+            UserError: it was made for another target, or the weights are damaged.
+        """
+        self.check_fits(target)
+        embedding = target.embedding.weight.data
+        drafter = Drafter(self.shape, embedding)
+        drafter.load_state_dict({"lm_head.weight": target.head.weight.data, **self.tensors})
+        drafter.to(served_in).to(embedding.device, dtype)
+        if self.shape.share_embedding:
+            drafter.shared_embedding = embedding  # the target's own, which the rounding has no business with
+        drafter.eval().requires_grad_(False)
+        return drafter

@@ -1,0 +1,143 @@
+"""The folder of a training run: what its files are called, and which of them is wanted.
+
+RUN/train/inputs.json           what the weights depend on; written first
+          config.yaml           all options
+          checkpoints/step-…/   drafter.json, model.safetensors, …: see train/checkpoint.py
+          manifest.json         written last: the run is finished
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from omegaconf import OmegaConf
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from eagle31_train import artifacts
+from eagle31_train.config import DrafterShape, check_architecture
+from eagle31_train.errors import UserError
+from eagle31_train.model import vocab
+from eagle31_train.model.vocab import DraftVocab
+from eagle31_train.store.sealed import DamagedError, checksum, unseal
+
+TRAIN = "accelerate launch train.py"
+RECORD, CONFIG, CHECKPOINTS = "inputs.json", "config.yaml", "checkpoints"
+MODEL, OPTIMIZER, SHAPE = "model.safetensors", "optimizer.safetensors", "drafter.json"
+RNG = "rng.safetensors"  # in checkpoints of earlier versions
+NAME = re.compile(r"step-\d+")
+
+
+def in_order(folder: Path) -> list[Path]:
+    """The checkpoints of a run, whole or not; oldest first."""
+    return sorted((path for path in folder.glob("step-*") if NAME.fullmatch(path.name)), key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step that a checkpoint's folder is named after."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def name_of(step: int) -> str:
+    """What the checkpoint of a step is called."""
+    return f"step-{step:06d}"
+
+
+def identity(manifest: dict[str, Any]) -> str:
+    """What tells two trainings apart, given training's manifest.
+
+    Its fingerprint alone does not: training again from the same inputs need not give the same weights.
+    """
+    return artifacts.fingerprint([manifest["fingerprint"], manifest.get("files", {})])
+
+
+def read_shape(checkpoint: Path) -> DrafterShape:
+    """What training wrote beside its weights.
+
+    Raises:
+        UserError: it is not there, or is no drafter's shape.
+    """
+    path = checkpoint / SHAPE
+    try:
+        shape = DrafterShape(**artifacts.read_json(path, TRAIN))
+    except TypeError as error:
+        raise UserError(f"{path} is not a drafter's shape ({error}): run `{TRAIN}` again") from None
+    check_architecture(shape.architecture)
+    return shape
+
+
+def sealed_manifest(checkpoint: Path) -> dict[str, Any]:
+    """A checkpoint's own manifest: step, fingerprint of the run, size and checksum of each file.
+
+    Raises:
+        UserError: it is missing or damaged.
+    """
+    try:
+        return unseal((checkpoint / artifacts.MANIFEST).read_bytes())
+    except (OSError, DamagedError) as error:
+        raise UserError(f"{checkpoint} is no whole checkpoint ({error}): give another one") from None
+
+
+def load_weights(checkpoint: Path, manifest: dict[str, Any] | None) -> dict[str, Tensor]:
+    """A checkpoint's weights, mapped from the file, once its bytes are known to be those that were written.
+
+    Moments and random states are not looked at.
+
+    Args:
+        manifest: of the finished run; None of one that goes on, whose checkpoints know their own checksums.
+
+    Raises:
+        UserError: a file is missing or damaged.
+    """
+    if manifest is not None:
+        files = {name: entry for name, entry in manifest["files"].items() if not name.endswith((OPTIMIZER, RNG))}
+        damage = artifacts.first_damaged(checkpoint.parent.parent, files)
+    else:
+        files = sealed_manifest(checkpoint)["files"]
+        changed = [name for name in (MODEL, SHAPE) if not _as_written(checkpoint / name, files[name])]
+        damage = f"{checkpoint / changed[0]} is not as it was written" if changed else None
+    if damage:
+        raise UserError(f"{damage}: give another checkpoint, or run `{TRAIN}` again")
+    try:
+        tensors = load_file(checkpoint / MODEL)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{checkpoint / MODEL} is missing or damaged ({error}): run `{TRAIN}` again") from None
+    if maps := tensors.keys() & {"d2t", "t2d"}:
+        raise UserError(f"{checkpoint / MODEL} holds {min(maps)}: the maps come from data/vocab.safetensors")
+    return tensors
+
+
+def _as_written(file: Path, entry: dict[str, Any]) -> bool:
+    return file.is_file() and file.stat().st_size == entry["bytes"] and checksum(file) == entry["checksum"]
+
+
+def option(train: Path, name: str) -> Any:
+    """An option of the run; None where it is not set, or the run left no options."""
+    return OmegaConf.select(OmegaConf.load(train / CONFIG), name) if (train / CONFIG).is_file() else None
+
+
+def find_vocab(train: Path, inputs: dict[str, Any], shape: DrafterShape, data_folder: Path | None) -> DraftVocab:
+    """What the rows of lm_head mean: the file is known by its hash, and may lie in any of three folders.
+
+    Another vocabulary of the same size would change the meaning of the rows in silence.
+
+    Args:
+        inputs: what the run was trained from.
+        data_folder: where to look first; then beside train/, and where the run's options say.
+
+    Raises:
+        UserError: the vocabulary is in none of them.
+    """
+    V = shape.vocab_size
+    if shape.draft_vocab_size == V:
+        return DraftVocab(np.arange(V, dtype=np.int64), V)
+    folders = [data_folder, train.parent / "data", option(train, "data_dir")]
+    files = list(dict.fromkeys(Path(folder) / "vocab.safetensors" for folder in folders if folder))
+    for file in files:
+        if file.is_file() and artifacts.file_sha256(file)[:16] == inputs.get("vocab"):
+            return vocab.read(file)
+    problem = "is not the vocabulary that the drafter was trained with" if files[0].is_file() else "is missing"
+    others = f", nor is that in {' or '.join(map(str, files[1:]))}" if files[1:] else ""
+    raise UserError(f"{files[0]} {problem}{others}: put the vocabulary back, or use the run's export")

@@ -1,0 +1,85 @@
+"""An exported drafter, as vLLM loads it: RUN/export/ with config.json and model.safetensors, and RUN/export.json.
+
+The record lies beside the folder, not in it: every file of the folder is for vLLM or the hub.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from eagle31_train import artifacts
+from eagle31_train.checkpoint import config_json, contract
+from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
+from eagle31_train.checkpoint.run_folder import MODEL, TRAIN
+from eagle31_train.config import DrafterShape
+from eagle31_train.errors import UserError
+
+EXPORT = "python -m eagle31_train.export"
+RECORD = "export.json"
+SERVED = ("config.json", MODEL)  # files of the checkpoint
+
+
+def write_checkpoint(
+    checkpoint: DrafterCheckpoint, shape: DrafterShape, dtype: torch.dtype, target_name: str, folder: Path
+) -> None:
+    """Write what vLLM serves, and read it back.
+
+    Args:
+        shape: the checkpoint's; max_position_embeddings may be another one.
+        dtype: the target's, to which the weights are rounded.
+        target_name: for config.json.
+
+    Raises:
+        UserError: the weights break the contract in this dtype, or the disk did not keep what was written.
+    """
+    tensors = {name: tensor.to(dtype) for name, tensor in checkpoint.tensors.items()}
+    if contract.map_tensors(shape):
+        tensors["d2t"] = torch.from_numpy(checkpoint.vocab.d2t)
+        tensors["t2d"] = torch.from_numpy(checkpoint.vocab.t2d)
+    contract.require(tensors, shape, str(checkpoint.folder / MODEL))
+    config = config_json.config_json(shape, str(dtype).removeprefix("torch."), target_name)
+    artifacts.write_json(folder / "config.json", config)
+    save_file(tensors, folder / MODEL, metadata={"format": "pt"})
+    # safetensors gives its files to their owner alone, which a server run by another user cannot read.
+    (folder / MODEL).chmod((folder / "config.json").stat().st_mode & 0o777)
+    _verify(folder, shape, tensors)
+
+
+def _verify(folder: Path, shape: DrafterShape, tensors: dict[str, torch.Tensor]) -> None:
+    """Read a written checkpoint back: every value as it was meant, and config.json as the drafter's shape."""
+    try:
+        written = load_file(folder / MODEL)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{folder / MODEL} did not read back ({error}): check the disk and export again") from None
+    for name, tensor in tensors.items():
+        if name not in written or written[name].dtype != tensor.dtype or not torch.equal(written[name], tensor):
+            raise UserError(f"{folder}: {name} did not read back as it was written: check the disk and export again")
+    config = artifacts.read_json(folder / "config.json", EXPORT)
+    meant = dataclasses.replace(shape, rope_scaling=config_json.rope_scaling(shape))  # in config.json's words
+    if config_json.shape_from_config(config, written) != meant:
+        raise UserError(f"{folder / 'config.json'} does not read back as the drafter's shape: check drafter.*")
+
+
+def read_record(run: Path) -> dict[str, Any]:
+    """The exporter's record of a run: its checkpoint is whole, and has the weights of train/, where that is there.
+
+    Raises:
+        UserError: nothing was exported, or it is damaged, or of other weights.
+    """
+    record = artifacts.read_json(run / RECORD, EXPORT)
+    if damage := artifacts.first_damaged(run, record["files"]):
+        raise UserError(f"{damage}: run `{EXPORT}` again")
+    if "checkpoint" not in record:
+        raise UserError(f"{run / RECORD} is of an earlier version: run `{EXPORT}` again")
+    if (run / "train" / artifacts.MANIFEST).is_file():  # vLLM can do without
+        train, made_from = artifacts.read_json(run / "train" / artifacts.MANIFEST, TRAIN), record["inputs"]
+        weights = train.get("files", {}).get(f"{train['checkpoint']}/{MODEL}", {}).get("sha256")
+        if (made_from["train"], made_from["weights"]) != (train["fingerprint"], weights):
+            raise UserError(
+                f"{run / 'export'} has other weights than {run / 'train'}: run `{EXPORT}` again, with overwrite=true"
+            )
+    return record

@@ -1,0 +1,228 @@
+"""Decoding of a batch of prompts: plain, and by chain speculation, with the counts that vLLM makes.
+
+As in vLLM 0.32, every verification is one draft, and counts are of all tokens that it proposed and all that the target
+agreed with, **also those past the end-of-sequence token or past max_new_tokens**, which are then cut from the output.
+Nothing is drafted after the token that ends the output. Drafts are not shortened near max_new_tokens; near the target's
+last position vLLM does shorten them, so such prompts are not decoded here (`drafters.longest_prompt`).
+
+Greedily, and drawing with greedy drafts (`sampling.py`), speculation gives plain decoding's output, token for token.
+A sequence that has ended leaves its batch.
+"""
+
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from eagle31_train.evaluation.sampling import Chooser, Sampling
+from eagle31_train.model.decode import DraftDecoder
+from eagle31_train.model.drafter import Drafter
+from eagle31_train.targets.cached import CachedTarget
+
+GREEDY = Sampling()
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Where an output ends: with a token of `end_ids`, or after `max_new_tokens`."""
+
+    max_new_tokens: int
+    end_ids: Collection[int]
+
+    def append(self, output: list[int], new: list[int]) -> bool:
+        """Add new tokens to an output up to its end, an end token included; whether it has ended."""
+        for token in new:
+            output.append(token)
+            if token in self.end_ids or len(output) == self.max_new_tokens:
+                return True
+        return False
+
+
+@dataclass
+class Decoded:
+    """One output and what it took.
+
+    seconds: the batch's wall time until its last output ended, the prompts' own forward pass included, shared out
+    evenly; accepted: for each draft, in order, how many of its tokens the target agreed with; proposed: tokens drafted
+    in all.
+    beyond: what the target would have gone on with; aux: [len(prompt) + len(tokens) - 2, A, H] its auxiliary states.
+    Both where they were asked for.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+    accepted: list[int] = field(default_factory=list)
+    proposed: int = 0
+    beyond: list[int] = field(default_factory=list)
+    aux: Tensor | None = None
+
+    def accepted_per_position(self, draft_tokens: int) -> list[int]:
+        """At index i: drafts whose first i+1 tokens the target agreed with."""
+        return [sum(count > position for count in self.accepted) for position in range(draft_tokens)]
+
+
+def decode_plain(
+    target: CachedTarget,
+    prompts: Sequence[list[int]],
+    limits: Limits,
+    sampling: Sampling = GREEDY,
+    seeds: Sequence[int] | None = None,
+    beyond: int = 0,
+    states: bool = False,
+) -> list[Decoded]:
+    """Decode one token of every prompt per forward pass.
+
+    Args:
+        target: read together, so that one of several prompts must be able to (`CachedTarget.alone`).
+        prompts: token ids, at least one prompt.
+        limits: where outputs end.
+        sampling: how tokens are chosen.
+        seeds: of each prompt's draws.
+        beyond: how many tokens past its end each output is followed.
+        states: whether to keep the target's auxiliary states, in its own dtype.
+
+    Raises:
+        UserError: several prompts, and a target that decodes alone.
+    """
+    began = _now(target)
+    target.reset(len(prompts))
+    chooser = Chooser(sampling, _seeds(sampling, seeds, len(prompts)))
+    decoded = [Decoded() for _ in prompts]
+    seen: list[list[Tensor]] = [[] for _ in prompts]
+    batch = list(range(len(prompts)))  # prompts that go on
+    ended = [False] * len(prompts)
+    over: float | None = None  # when the last output ended; what lies beyond is nobody's answer
+    new = [list(prompt) for prompt in prompts]
+    while batch:
+        if states:
+            aux, logits = target.read(new, 1)
+            for row, index in enumerate(batch):
+                seen[index].append(aux[row, aux.shape[1] - len(new[row]) :])
+        else:
+            logits = target.read_plain(new)
+        tokens = chooser.next(logits)
+        for index, token in zip(batch, tokens, strict=True):
+            if ended[index]:
+                decoded[index].beyond.append(token)
+            else:
+                ended[index] = limits.append(decoded[index].tokens, [token])
+        if over is None and all(ended):
+            over = _now(target)
+        going = [row for row, index in enumerate(batch) if not (ended[index] and len(decoded[index].beyond) == beyond)]
+        batch, new = _leave(going, batch, target, chooser), [[tokens[row]] for row in going]
+    for one, prompt, rows in zip(decoded, prompts, seen, strict=True):
+        if states:
+            one.aux = torch.cat(rows)[: len(prompt) + len(one.tokens) - 2].to(target.device)
+    assert over is not None
+    return _timed(decoded, over - began)
+
+
+def decode_speculative(
+    target: CachedTarget,
+    drafter: Drafter,
+    target_ids: Tensor,
+    prompts: Sequence[list[int]],
+    draft_tokens: int,
+    limits: Limits,
+    sampling: Sampling = GREEDY,
+    seeds: Sequence[int] | None = None,
+) -> list[Decoded]:
+    """Decode with a drafter whose draft token k is the target's target_ids[k]; see `speculate`."""
+    capacity = max(len(prompt) for prompt in prompts) + limits.max_new_tokens + draft_tokens
+    drafts = DraftDecoder(drafter, target_ids, capacity, len(prompts))
+    return speculate(target, drafts, target_ids, prompts, draft_tokens, limits, sampling, seeds)
+
+
+def speculate(
+    target: CachedTarget,
+    drafts: DraftDecoder,
+    target_ids: Tensor,
+    prompts: Sequence[list[int]],
+    draft_tokens: int,
+    limits: Limits,
+    sampling: Sampling = GREEDY,
+    seeds: Sequence[int] | None = None,
+) -> list[Decoded]:
+    """Decode by verifying `draft_tokens` proposals of every prompt per forward pass; arguments as `decode_plain`'s."""
+    began = _now(target)
+    target.reset(len(prompts))
+    chooser = Chooser(sampling, _seeds(sampling, seeds, len(prompts)))
+    decoded = [Decoded() for _ in prompts]
+    batch = list(range(len(prompts)))
+
+    aux, logits = target.read(prompts, 1)
+    new = [[token] for token in chooser.next(logits)]  # what every sequence goes on with
+    # What the drafter has not been told: states of positions, and the token that follows each.
+    told = [aux[row, aux.shape[1] - len(prompt) :] for row, prompt in enumerate(prompts)]
+    after = [[*prompt[1:], *tokens] for prompt, tokens in zip(prompts, new, strict=True)]
+    while True:
+        ended = [limits.append(decoded[index].tokens, tokens) for index, tokens in zip(batch, new, strict=True)]
+        going = [row for row, over in enumerate(ended) if not over]
+        if not going:
+            break
+        if len(going) < len(batch):
+            drafts.select(going)
+            told, after = [told[row] for row in going], [after[row] for row in going]
+        batch = _leave(going, batch, target, chooser)
+
+        drafts.extend(*_flat(told, after, target.device))
+        proposed = drafts.propose(draft_tokens, chooser.draft)
+        newest = torch.tensor([tokens[-1:] for tokens in after], device=proposed.device)
+        aux, logits = target.read(torch.cat([newest, proposed], 1).tolist(), draft_tokens + 1)
+        new = after = chooser.verify(logits, proposed, target_ids)
+        # The target's own token follows the last that it agreed with; the rest never happened.
+        target.forget([draft_tokens + 1 - len(tokens) for tokens in new])
+        told = [aux[row, : len(tokens)] for row, tokens in enumerate(new)]
+        for index, tokens in zip(batch, new, strict=True):
+            decoded[index].accepted.append(len(tokens) - 1)
+            decoded[index].proposed += draft_tokens
+    return _timed(decoded, _now(target) - began)
+
+
+def first_difference(plain: list[int], speculative: list[int]) -> int | None:
+    """The first position at which two outputs differ, or at which only one goes on; None if they are equal."""
+    if plain == speculative:
+        return None
+    pairs = zip(plain, speculative, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(plain), len(speculative)))
+
+
+def logit_gap(target: CachedTarget, prefix: list[int], plain: int, speculative: int) -> float:
+    """By how much the target prefers one token to another after `prefix`, read in one forward pass."""
+    target.reset()
+    logits = target.read_plain([prefix])[0, 0]
+    return float(logits[plain] - logits[speculative])
+
+
+def _seeds(sampling: Sampling, seeds: Sequence[int] | None, count: int) -> Sequence[int]:
+    assert sampling.greedy or seeds is not None, "draws need a seed for each prompt"
+    return [0] * count if seeds is None else seeds
+
+
+def _leave(going: list[int], batch: list[int], target: CachedTarget, chooser: Chooser) -> list[int]:
+    """The prompts of the rows that go on; the others leave target and chooser."""
+    if 0 < len(going) < len(batch):
+        target.select(going)
+        chooser.select(going)
+    return [batch[row] for row in going]
+
+
+def _flat(told: list[Tensor], after: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor, list[int]]:
+    """What a drafter is told of some sequences, one after the other: states, the token after each, how many of each."""
+    tokens = torch.tensor([token for new in after for token in new], device=device)
+    return torch.cat(told).to(device), tokens, [len(new) for new in after]
+
+
+def _timed(decoded: list[Decoded], seconds: float) -> list[Decoded]:
+    for one in decoded:
+        one.seconds = seconds / len(decoded)
+    return decoded
+
+
+def _now(target: CachedTarget) -> float:
+    device = target.embedding.weight.device
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

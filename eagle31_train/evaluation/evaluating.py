@@ -1,0 +1,209 @@
+"""Evaluate drafters of one target, alone or side by side: what the commands evaluate and compare share.
+
+Every drafter's measurement of every workload is kept in a file of its own, so that nothing is measured twice, under
+whatever name: a run that was stopped goes on with what is left, and one more drafter is decoded alone.
+"""
+
+import dataclasses
+import gc
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eagle31_train import artifacts, provenance
+from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
+from eagle31_train.config import Config
+from eagle31_train.errors import UserError
+from eagle31_train.evaluation import drafters, training_data
+from eagle31_train.evaluation.decoding import Limits
+from eagle31_train.evaluation.drafters import Candidate
+from eagle31_train.evaluation.measurement import Measurement, machine, read_checked, write_checked
+from eagle31_train.evaluation.measuring import Measurer
+from eagle31_train.evaluation.results import summarise
+from eagle31_train.evaluation.workloads import Workload, workloads
+from eagle31_train.targets.cached import CachedTarget
+from eagle31_train.targets.hf import load_model, pick_device
+
+DATA = "python -m data_prep"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """result: see `results.py`. workloads: what was decoded. measurements: of each, by drafter, of every training."""
+
+    result: dict[str, Any]
+    workloads: list[Workload]
+    measurements: list[dict[str, list[Measurement]]]
+
+
+def read_data(config: Config) -> dict[str, Any]:
+    """Stage 1's manifest.
+
+    Raises:
+        UserError: its files are missing or damaged.
+    """
+    data = artifacts.read_json(config.data_folder / artifacts.MANIFEST, DATA)
+    if damage := artifacts.first_damaged(config.data_folder, data.get("files", {})):
+        raise UserError(f"{damage}: run `{DATA}` again")
+    return data
+
+
+def choose_workloads(
+    config: Config,
+    trainings: Mapping[str, Sequence[dict[str, Any] | None]],
+    positions: Sequence[int | None],
+    data: dict[str, Any],
+    drafted: Sequence[int] = (),
+) -> list[Workload]:
+    """The workloads that the configuration asks for, with prompts that every drafter has positions for.
+
+    Args:
+        trainings: of each drafter, what each training was made from; None of a published draft.
+        positions: of every training, where they are limited. drafted: numbers of draft tokens that are tried here.
+
+    Raises:
+        UserError: as `workloads`.
+    """
+    caveats = list(training_data.caveats(trainings, data["dataset_fingerprint"]))
+    chosen = workloads(config, data, drafters.longest_prompt(config, positions, drafted), caveats)
+    for workload in chosen:
+        for remark in workload.remarks:
+            print(f"{workload.name}: {remark}")
+    return chosen
+
+
+def evaluate(
+    config: Config,
+    checkpoints: Mapping[str, Sequence[DrafterCheckpoint]],
+    data: dict[str, Any],
+    folder: Path,
+    verified: int | None = None,
+) -> Evaluation:
+    """Decode all workloads with all drafters. What was loaded for it is free again afterwards.
+
+    Args:
+        checkpoints: of each drafter by name, its trainings; the others are compared with the first.
+        data: stage 1's manifest.
+        folder: keeps the measurements.
+        verified: see `Measurer.measure`.
+
+    Raises:
+        UserError: missing or damaged input, no prompts, or an output that differs from plain decoding.
+    """
+    options = config.evaluate
+    trainings = {
+        name if len(some) == 1 else f"{name}/{number}": one
+        for name, some in checkpoints.items()
+        for number, one in enumerate(some, 1)
+    }
+    positions = [one.shape.max_position_embeddings for one in trainings.values()]
+    inputs = {name: [one.inputs for one in some] for name, some in checkpoints.items()}
+    chosen = choose_workloads(
+        config, inputs, positions, data, [options.num_speculative_tokens, options.max_speculative_tokens]
+    )
+
+    # Prompts before the target: what is wrong with them is reported within seconds.
+    model = load_model(config.target, options.dtype)
+    target = CachedTarget(model, [1])  # every drafter taps layers of its own
+    candidates = [drafters.load(one, name, target, config) for name, one in trainings.items()]
+    measurer = Measurer(model, Limits(options.max_new_tokens, frozenset(data["end_ids"])), options, config.seed)
+    by_training = measure(folder, chosen, measurer, candidates, record_inputs(config, data["end_ids"]), verified)
+    measurements = []
+    for measured in by_training:
+        rest = iter(measured.values())
+        measurements.append({name: [next(rest) for _ in some] for name, some in checkpoints.items()})
+    depths = range(1, options.max_speculative_tokens + 1)
+    result = {
+        **summarise(list(zip(chosen, measurements, strict=True)), depths, options.num_speculative_tokens),
+        "machine": machine(target.device),
+        "dtype": options.dtype,
+        "max_new_tokens": options.max_new_tokens,
+    }
+    return Evaluation(result, chosen, measurements)
+
+
+def free_memory() -> None:
+    """Give back the memory of models that nothing holds any longer: vLLM asks for nearly all that a GPU has."""
+    gc.collect()  # models have cycles
+    torch.cuda.empty_cache()
+
+
+# ---------------------------------------------------------------- measured once
+
+
+def record_inputs(config: Config, end_ids: list[int]) -> dict[str, Any]:
+    """What a measurement depends on beside its workload and its drafter."""
+    return provenance.of_workload(config, end_ids, pick_device(config.target.device).type, str(torch.__version__))
+
+
+def measure(
+    folder: Path,
+    chosen: Sequence[Workload],
+    measurer: Measurer,
+    candidates: list[Candidate],
+    inputs: dict[str, Any],
+    verified: int | None = None,
+) -> list[dict[str, Measurement]]:
+    """Every workload's measurements by drafter; what `folder` has of them is read.
+
+    Args:
+        inputs: see `record_inputs`.
+        verified: see `Measurer.measure`.
+
+    Raises:
+        UserError: as `Measurer.measure`; a damaged file; or drafters beside which the target wrote different outputs.
+    """
+    measurements: list[dict[str, Measurement]] = []
+    here, warm = measurer.machine, not measurer.options.warmup
+    for workload in chosen:
+        # What is said of a workload may depend on who else is measured, and no count does.
+        decoded = dataclasses.replace(workload, left_out={}, notes=[])
+        whole = {"inputs": inputs, "workload": dataclasses.asdict(decoded), "verified": verified}
+        # By what the drafter is and not by its name, which another drafter beside it may change.
+        keys = {one.name: artifacts.fingerprint({**whole, "drafter": one.identity}) for one in candidates}
+        slug = re.sub(r"[^A-Za-z0-9.]+", "-", workload.name)[-80:]
+        files = {name: folder / f"{slug}-{key[:12]}.json" for name, key in keys.items()}
+        known: dict[str, Measurement] = {}
+        for name, file in files.items():
+            if (record := read_checked(file, "outcome")) is not None:
+                known[name] = Measurement.from_json(record)
+                if known[name].machine == here:
+                    known[name] = dataclasses.replace(known[name], machine="")
+        new: dict[str, Measurement] = {}
+        if missing := [one for one in candidates if one.name not in known]:
+            if not warm:
+                measurer.warm_up(workload, missing)
+                warm = True
+            new = measurer.measure(workload, missing, verified)
+            for name, measurement in new.items():
+                value = dataclasses.replace(measurement, machine=here).to_json()
+                write_checked(files[name], "outcome", value, key=keys[name], workload=workload.name)
+        if measurer.one_output(workload):
+            _refuse_other_outputs(workload, new | known, files, here)
+        measurements.append({one.name: (new | known)[one.name] for one in candidates})
+    return measurements
+
+
+def _refuse_other_outputs(
+    workload: Workload, measurements: dict[str, Measurement], files: dict[str, Path], here: str
+) -> None:
+    """UserError where the target wrote otherwise beside one drafter than beside another: they cannot be compared.
+
+    To be removed is what differs from the first that was measured here; just now, if any was.
+    """
+    first, *others = sorted(measurements, key=lambda name: measurements[name].machine != "")
+    stale = [name for name in others if measurements[name].outputs != measurements[first].outputs]
+    if not stale:
+        return
+    one, other = measurements[first], measurements[stale[0]]
+    pairs = zip(workload.prompts, one.outputs, other.outputs, strict=True)
+    prompt = next(prompt.id for prompt, ours, theirs in pairs if ours != theirs)
+    raise UserError(
+        f"{workload.name}, prompt {prompt}: the target's output is not the same for {', '.join(stale)} (measured on "
+        f"{other.machine or here}) as for {first} (on {one.machine or here}), so these cannot be compared: remove "
+        f"{', '.join(str(files[name]) for name in stale)} and run the same command again"
+    )

@@ -1,0 +1,134 @@
+"""What was measured: how many drafted tokens of one drafter the target accepts on the prompts of one workload.
+
+The target's output does not depend on the drafter, so one output serves every drafter and every number of draft tokens:
+the draft that a server makes while token i of the output is the newest does not depend on how it came there, and its
+first K tokens are those of a server that drafts K.
+"""
+
+import json
+import os
+import platform
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eagle31_train import artifacts
+from eagle31_train.errors import UserError
+
+
+@dataclass(frozen=True)
+class Drift:
+    """What changes inside the drafter from draft step to draft step: one mean over the slots for each step.
+
+    sink, prompt, verified, own: shares of the attention, which sum to one: the first tokens of the sequence, the rest
+        of the prompt, what the target has written, and what the drafter itself has drafted (its newest token's key
+        is made of a verified state at step 0, of its own at later steps).
+    rms: of the state that the step reads. entropy: of the draft distribution, in nats.
+    """
+
+    sink: list[float]
+    prompt: list[float]
+    verified: list[float]
+    own: list[float]
+    rms: list[float]
+    entropy: list[float]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """One drafter on one prompt.
+
+    tokens: of the output.
+    accepted: for each slot (each position of the output that a draft can start at) how many tokens of the draft made
+        there the target agrees with; empty where drafts are sampled.
+    seen: by number of draft tokens, the accepted tokens of each verification of a real decoding, where one was made.
+    """
+
+    id: str
+    source: str
+    tokens: int
+    accepted: list[int]
+    drift: Drift | None = None
+    seen: dict[int, list[int]] = field(default_factory=dict)
+
+    def rounds(self, draft_tokens: int) -> list[int]:
+        """What a server that drafts so many tokens accepts, verification by verification, as `accepted` says."""
+        rounds, at = [], 0
+        while at < len(self.accepted):
+            rounds.append(min(self.accepted[at], draft_tokens))
+            at += rounds[-1] + 1
+        return rounds
+
+    def verifications(self, draft_tokens: int) -> list[int]:
+        """`rounds`; where drafts are sampled, what the real decoding accepted."""
+        return self.rounds(draft_tokens) if self.accepted else self.seen.get(draft_tokens, [])
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One drafter on one workload.
+
+    outputs: the target's token ids of every prompt. counts: of every prompt, in the same order.
+    tokens: of the prompts that were decoded both ways. plain, speculative: seconds that this took without the drafter
+        and with it at evaluate.num_speculative_tokens, for as many tokens (outputs of sampled drafts differ in length).
+    machine: what was measured on; empty for the present machine.
+    """
+
+    outputs: list[list[int]]
+    counts: list[Counts]
+    tokens: int = 0
+    plain: float = 0.0
+    speculative: float = 0.0
+    machine: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON holds it."""
+        value = asdict(self)
+        value["measured"] = value.pop("counts")
+        plain: dict[str, Any] = json.loads(json.dumps(value))  # the keys of `seen` become text
+        return plain
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> "Measurement":
+        """The inverse of `to_json`."""
+        counts = [_counts(row) for row in value["measured"]]
+        return cls(counts=counts, **{name: part for name, part in value.items() if name != "measured"})
+
+
+def _counts(row: dict[str, Any]) -> Counts:
+    drift = Drift(**row["drift"]) if row["drift"] else None
+    return Counts(**{**row, "drift": drift, "seen": {int(depth): seen for depth, seen in row["seen"].items()}})
+
+
+def write_checked(file: Path, name: str, value: dict[str, Any], **more: Any) -> None:
+    """Write a value under a name beside its checksum."""
+    artifacts.write_json(file, {**more, "sum": artifacts.fingerprint(value), name: value})
+
+
+def read_checked(file: Path, name: str) -> dict[str, Any] | None:
+    """What `write_checked` wrote; None where there is no file.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    if not file.is_file():
+        return None
+    record = artifacts.read_json(file, "this command")
+    value = record.get(name)
+    if not isinstance(value, dict) or artifacts.fingerprint(value) != record.get("sum"):
+        raise UserError(f"{file} is damaged: remove it, and the same command measures that anew")
+    return value
+
+
+def machine(device: torch.device, threads: bool = True) -> str:
+    """The name of a device; of a CPU with how many threads this process uses, or else how many cores it has."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    count, unit = (torch.get_num_threads(), "thread") if threads else (os.cpu_count() or 1, "core")
+    name = names[0] if names else platform.processor() or platform.machine()
+    return f"{name}, {count} {unit}{'s' if count > 1 else ''}"

@@ -1,0 +1,234 @@
+"""Perturbations: named transforms of prompts, under which a drafter's acceptance is measured once more.
+
+Each makes other token ids of the same prompt, or has it sampled otherwise; each is a pure function of the prompt and of
+what is given around it. `find` knows them by name, `KNOWN` is what a user may read.
+"""
+
+import difflib
+import hashlib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+from eagle31_train.errors import UserError
+from eagle31_train.evaluation.perturb_texts import ADVERSARIAL, CONTEXT_AFTER, CONTEXT_BEFORE, POLICY, TEMPLATES, WISHES
+from eagle31_train.evaluation.prompts import Prompt
+from eagle31_train.evaluation.rendering import Message, Rendering, UnfitError
+
+
+@dataclass(frozen=True)
+class Filler:
+    """A text that may stand before prompts, but not before the one that it answers: `of` are that one's token ids."""
+
+    of: tuple[int, ...]
+    text: str
+
+
+@dataclass(frozen=True)
+class Context:
+    """What perturbations read beside the prompt: the target's rendering, and for long contexts data.max_length, at
+    which training samples are cut, and the texts that fill them."""
+
+    rendering: Rendering
+    max_length: int
+    fillers: list[Filler]
+
+
+Transform = Callable[[list[Message], Prompt, Context], list[int]]  # messages are the prompt's
+
+
+@dataclass(frozen=True)
+class Perturbation:
+    """`meaning` in one line; no transform: the prompt stays as it is; temperature: instead of evaluate.temperature;
+    length: of a filled prompt in tokens, of data.max_length."""
+
+    name: str
+    meaning: str
+    transform: Transform | None = None
+    temperature: float | None = None
+    length: Callable[[int], int] | None = None
+
+    def apply(self, prompt: Prompt, context: Context | None) -> Prompt:
+        """The prompt under the perturbation, with the same id and source.
+
+        Raises:
+            UnfitError: it has no such form.
+        """
+        if self.transform is None:
+            return prompt
+        assert context is not None
+        if prompt.messages is None:
+            raise UnfitError(
+                "its messages cannot be told from its tokens (give them as evaluate.prompts=FILE or as a suite)"
+            )
+        return replace(prompt, ids=self.transform(prompt.messages, prompt, context))
+
+
+def find(name: str) -> Perturbation:
+    """The perturbation of a name; context_ and temperature_ take any number, context_N_tokens any whole one.
+
+    Raises:
+        UserError: there is none, with the nearest.
+    """
+    if name in KNOWN:
+        return KNOWN[name]
+    for form, make in OF_NUMBERS.items():
+        if match := re.fullmatch(form, name):
+            if (number := float(match[1])) > 0:
+                return make(number)
+            raise UserError(
+                f"evaluate.perturbations: {name} is the prompts as they are, or none: give a number above 0"
+            )
+    close = difflib.get_close_matches(name, KNOWN, n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(KNOWN)}; other numbers will do, too"
+    raise UserError(f"evaluate.perturbations has no {name!r}: {hint}")
+
+
+# ---------------------------------------------------------------- template
+
+
+def _no_template(messages: list[Message], prompt: Prompt, context: Context) -> list[int]:
+    _refuse_tools(prompt)
+    return context.rendering.encode("\n\n".join(message["content"] for message in messages), begin=True)
+
+
+def _template(messages: list[Message], prompt: Prompt, context: Context, kind: str) -> list[int]:
+    _refuse_tools(prompt)
+    return context.rendering.encode(context.rendering.foreign(messages, TEMPLATES[kind]))
+
+
+def _refuse_tools(prompt: Prompt) -> None:
+    if prompt.tools:
+        raise UnfitError("its tools would be lost")
+
+
+# ---------------------------------------------------------------- system prompt
+
+
+def _system_absent(messages: list[Message], prompt: Prompt, context: Context) -> list[int]:
+    return context.rendering.encode(context.rendering.without_system(messages, prompt.tools))
+
+
+def _system(messages: list[Message], prompt: Prompt, context: Context, text: str) -> list[int]:
+    """`text` is the system message; one that the prompt has follows in it."""
+    own = [message["content"] for message in messages if message["role"] == "system"]
+    rest = [message for message in messages if message["role"] != "system"]
+    system = {"role": "system", "content": "\n\n".join([context.rendering.as_text(text), *own])}
+    return context.rendering.ids([system, *rest], prompt.tools)
+
+
+# ---------------------------------------------------------------- the user's words
+
+
+def _language(messages: list[Message], prompt: Prompt, context: Context, wish: str) -> list[int]:
+    return context.rendering.ids(_said(messages, "", f"\n\n{wish}"), prompt.tools)
+
+
+def _long_context(messages: list[Message], prompt: Prompt, context: Context, length: Callable[[int], int]) -> list[int]:
+    """Texts before the question, cut so that the prompt has the length that was asked for.
+
+    A character of several tokens at the cut may leave it that much shorter or longer.
+    """
+    rendering, wanted = context.rendering, length(context.max_length)
+
+    def built(text: str) -> list[int]:
+        return rendering.ids(_said(messages, CONTEXT_BEFORE + text + CONTEXT_AFTER, ""), prompt.tools)
+
+    missing = wanted - len(built(""))
+    if missing < 0:
+        raise UnfitError(f"it is longer than {wanted} tokens without anything before it")
+    filling = _filling(prompt, context, wanted)
+    best: list[int] = []
+    for _ in range(8):  # cutting between tokens may cost or save some at the seam
+        # A character of several tokens may be cut in two; what is left of it decodes to U+FFFD.
+        ids = built(rendering.decode(filling[:missing]).rstrip("\ufffd"))
+        if not best or abs(len(ids) - wanted) < abs(len(best) - wanted):
+            best = ids
+        if len(ids) == wanted:
+            break
+        missing = max(missing + wanted - len(ids), 0)
+    return best
+
+
+def _filling(prompt: Prompt, context: Context, length: int) -> list[int]:
+    """At least `length` tokens of texts that do not answer the prompt, from another one on for every prompt; where
+    they do not suffice they begin again."""
+    texts = [filler.text for filler in context.fillers if filler.of != tuple(prompt.ids)]
+    if not any(text.strip() for text in texts):
+        raise UnfitError("there is no other text to put before it")
+    first = int.from_bytes(hashlib.sha256(prompt.id.encode()).digest()[:4], "big") % len(texts)
+    ids: list[int] = []
+    number = 0
+    while len(ids) < length:
+        text = texts[(first + number) % len(texts)].strip()
+        number += 1
+        ids += context.rendering.encode(f"Text {number}\n{text}\n\n")
+    return ids
+
+
+def _said(messages: list[Message], before: str, after: str) -> list[Message]:
+    """The messages with something before and after the last that the user says."""
+    *earlier, last = messages
+    return [*earlier, {**last, "content": before + last["content"] + after}]
+
+
+# ---------------------------------------------------------------- by name
+
+
+def _context(multiple: float) -> Perturbation:
+    return _filled(f"{multiple:g}", f"{multiple:g} times data.max_length", lambda limit: round(multiple * limit))
+
+
+def _tokens(count: float) -> Perturbation:
+    return _filled(f"{count:.0f}_tokens", f"{count:,.0f}", lambda _: round(count))
+
+
+def _filled(name: str, many: str, length: Callable[[int], int]) -> Perturbation:
+    meaning = f"other texts before the prompt, {many} tokens in all"
+    return Perturbation(f"context_{name}", meaning, partial(_long_context, length=length), length=length)
+
+
+def _system_message(name: str, meaning: str, text: str) -> Perturbation:
+    return Perturbation(f"system_{name}", meaning, partial(_system, text=text))
+
+
+def _temperature(temperature: float) -> Perturbation:
+    return Perturbation(f"temperature_{temperature:g}", f"sampled at {temperature:g}", temperature=temperature)
+
+
+OF_NUMBERS = {
+    r"context_(\d+(?:\.\d+)?)": _context,
+    r"context_(\d+)_tokens": _tokens,
+    r"temperature_(\d+(?:\.\d+)?)": _temperature,
+}
+KNOWN = {
+    perturbation.name: perturbation
+    for perturbation in (
+        Perturbation("no_template", "the text alone, without a chat template", _no_template),
+        *(
+            Perturbation(
+                f"template_{kind}", f"in the chat template of another family, {kind}", partial(_template, kind=kind)
+            )
+            for kind in TEMPLATES
+        ),
+        Perturbation("system_absent", "no system turn, not even the template's own", _system_absent),
+        _system_message("long", "after a policy of some 700 tokens as system message", POLICY),
+        _system_message(
+            "adversarial",
+            "after a system message of markup, fake special tokens, role markers, JSON and base64",
+            ADVERSARIAL,
+        ),
+        *(_context(multiple) for multiple in (0.5, 1, 2, 4)),
+        _tokens(512),
+        *(
+            Perturbation(
+                f"language_{code}",
+                f"the same prompts with the wish to be answered in {name}",
+                partial(_language, wish=wish),
+            )
+            for code, (name, wish) in WISHES.items()
+        ),
+        *(_temperature(temperature) for temperature in (0.3, 0.7, 1)),
+    )
+}

@@ -1,0 +1,320 @@
+"""Prompts as token ids: of the held-out split, of JSON lines, of the Hugging Face hub, or as `datasets` saved them.
+
+A `Suite` says how a row becomes a question. Rows of our own forms, with prompt, turns or messages, need no such words:
+a file of them can stand in for any suite.
+"""
+
+import contextlib
+import glob
+import json
+import re
+import string
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from datasets import DatasetDict, load_dataset, load_from_disk
+
+from eagle31_train.errors import UserError
+from eagle31_train.evaluation.rendering import Message, Rendering, Tool, UnfitError
+
+OWN_FORMS = ("prompt", "turns", "messages")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids up to and with the generation prompt, and, where they are known, the messages that they say."""
+
+    id: str
+    source: str
+    ids: list[int]
+    messages: list[Message] | None = None
+    tools: list[Tool] | None = None
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Where a set of prompts lies and how a row becomes a question.
+
+    path: a file or glob of JSON lines, a folder that `datasets` saved or can load, or a hub id.
+    prompt: a column (a text, texts of which the first is asked, or messages), or a text with {column}s in it.
+    tools, id, source: columns. only: {column: value, or list of values} that rows must have.
+    placeholder: what stands in rows whose text is not public; they are left out.
+    subset, split, revision: of a data set, and not looked at where path is a file; each of several subsets is a source.
+    """
+
+    path: str
+    prompt: str | None = None
+    tools: str | None = None
+    id: str | None = None
+    source: str | None = None
+    only: dict[str, Any] = field(default_factory=dict)
+    placeholder: str | None = None
+    subset: str | list[str] | None = None
+    split: str = "test"
+    revision: str | None = None
+
+    @property
+    def columns(self) -> set[str]:
+        """The columns that the question is made of."""
+        if self.prompt is None or "{" not in self.prompt:
+            return {self.prompt} if self.prompt else set()
+        names = [name for _, name, _, _ in string.Formatter().parse(self.prompt) if name is not None]
+        return {re.split(r"[.\[]", name)[0] for name in names}
+
+    @property
+    def is_hub_id(self) -> bool:
+        """Whether it lies on the hub, or in its cache, and not here."""
+        path = Path(self.path)
+        named = re.fullmatch(r"[\w.-]+/[\w.-]+", self.path) is not None
+        return named and path.suffix not in (".json", ".jsonl") and not path.exists()
+
+
+def suite_of(name: str, given: Any) -> Suite:
+    """The suite that an option describes: a path, or a mapping of `Suite`'s fields.
+
+    Raises:
+        UserError: another kind of thing, a key that is unknown, or no path.
+    """
+    where = f"evaluate.suites.{name}"
+    given = {"path": given} if isinstance(given, str) else given
+    if not isinstance(given, dict) or not given.get("path"):
+        raise UserError(f"{where}={given} is no suite: give {{path: FILE or hub id, …}}")
+    known = [each.name for each in fields(Suite)]
+    if unknown := [key for key in given if key not in known]:
+        raise UserError(f"{where} has no option {unknown[0]!r}: there are {', '.join(known)}")
+    for key, value in given.items():
+        kinds: Any = {"only": dict, "subset": (str, list)}.get(key, str)
+        if value is not None and not isinstance(value, kinds):
+            raise UserError(f"{where}.{key}={value} is of the wrong kind: docs/evaluation.md shows a suite of your own")
+    suite = Suite(**{key: value for key, value in given.items() if value is not None})
+    try:
+        _ = suite.columns
+    except ValueError as error:
+        raise UserError(f"{where}.prompt={suite.prompt!r} is no template ({error}): write {{column}}") from None
+    return suite
+
+
+# ---------------------------------------------------------------- which prompts
+
+
+def choose(prompts: list[Prompt], count: int, longest: int) -> tuple[list[Prompt], list[str]]:
+    """`count` distinct prompts of at most `longest` tokens, in turns of every source, in its order; also the ids of
+    those passed over as longer.
+
+    A source that runs out leaves its turns to the others.
+
+    Raises:
+        UserError: none is left.
+    """
+    by_source: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        by_source.setdefault(prompt.source, []).append(prompt)
+    waiting = deque(iter(by_source[source]) for source in sorted(by_source))
+    chosen: dict[tuple[int, ...], Prompt] = {}
+    too_long: list[str] = []
+    while waiting and len(chosen) < count:
+        source = waiting.popleft()
+        for prompt in source:
+            if len(prompt.ids) > longest:
+                too_long.append(prompt.id)
+            elif tuple(prompt.ids) not in chosen:
+                chosen[tuple(prompt.ids)] = prompt
+                waiting.append(source)
+                break
+    if not chosen:
+        raise UserError(
+            f"none of {len(prompts)} prompts has at most {longest} tokens, which is what target and drafter leave "
+            "beside evaluate.max_new_tokens: lower that"
+        )
+    return list(chosen.values()), too_long
+
+
+def from_heldout(dataset: Path, rendering: Rendering | None = None) -> list[Prompt]:
+    """Of every held-out conversation what stands before the assistant's first word, in the split's order.
+
+    The data have tokens alone; with `rendering` the messages are read off them, where they are the user's, perhaps
+    after a system message.
+    """
+    prompts = []
+    for row in DatasetDict.load_from_disk(str(dataset))["heldout"]:
+        ids = row["input_ids"][: row["loss_mask"].index(True)]
+        messages = rendering.messages_of(ids) if rendering else None
+        prompts.append(Prompt(row["id"], row["source"], ids, messages))
+    return prompts
+
+
+def from_suite(name: str, suite: Suite, option: str, rendering: Rendering) -> tuple[list[Prompt], list[str]]:
+    """The prompts of a suite, and notes for readers of their numbers.
+
+    `name` is the source of those that have none; without one, each file is a source.
+
+    Raises:
+        UserError: it cannot be read, a row lacks its columns, an id stands there twice, or no row is left.
+    """
+    prompts: dict[str, Prompt] = {}
+    seen: Counter[str] = Counter()
+    named = {key: column for key in ("tools", "id", "source") if (column := getattr(suite, key))}
+    is_file = not Path(suite.path).is_dir() and not suite.is_hub_id  # which may have names of its own for things
+    for where, default, source, row in _rows(name, suite, option):
+        _require(suite.only, row, where)
+        allowed = {column: value if isinstance(value, list) else [value] for column, value in suite.only.items()}
+        if any(row[column] not in values for column, values in allowed.items()):
+            continue
+        wanted = suite.columns | (set(named.values()) if is_file else set())
+        stands_in = suite.prompt is not None and not wanted <= row.keys() and bool(row.keys() & set(OWN_FORMS))
+        messages, turns = _messages(replace(suite, prompt=None) if stands_in else suite, row, where)
+        if suite.placeholder and any(suite.placeholder in message["content"] for message in messages):
+            seen["placeholders"] += 1
+            continue
+        if not stands_in:
+            _require(named.values(), row, where)
+            own = row if suite.prompt is None else {}
+            row = {**own, **{key: row[column] for key, column in named.items()}}
+        prompt = _rendered(row, messages, default, source, rendering, where)
+        if prompt.id in prompts:
+            raise UserError(f"{where}: the id {prompt.id!r} stands there twice: make ids unique")
+        prompts[prompt.id] = prompt
+        seen["several"] += turns > 1
+        seen["tools unread"] += bool(prompt.tools) and prompt.ids == rendering.ids(messages)
+    if not prompts:
+        why = "; all that were found are placeholders of texts that are not public" if seen["placeholders"] else ""
+        raise UserError(f"{option}={suite.path} has no prompts{why}: give another file, split or filter")
+    notes = {
+        "several": f"of several turns the first is asked, in {seen['several']} of {len(prompts)} prompts",
+        "placeholders": f"{seen['placeholders']} rows are placeholders of texts that are not public, and left out",
+        "tools unread": f"the target's chat template reads no tools: those of {seen['tools unread']} prompts are lost",
+    }
+    return list(prompts.values()), [text for key, text in notes.items() if seen[key]]
+
+
+# ---------------------------------------------------------------- rows
+
+
+def files_of(pattern: str, option: str) -> list[Path]:
+    """The files that an option names."""
+    files = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]  # noqa: PTH207 (absolute patterns)
+    if not files:
+        raise UserError(f"{option}={pattern} is no file: give JSONL with prompt, turns or messages in each line")
+    return files
+
+
+def _rows(name: str, suite: Suite, option: str) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
+    """Of each row: where it stands, an id and a source in case that it has none, and its columns."""
+    if not Path(suite.path).is_dir() and not (name and suite.is_hub_id):
+        for file in files_of(suite.path, option):
+            for number, row in _lines(file):
+                yield f"{file}, line {number}", f"{file.stem}-{number}", name or file.stem, row
+        return
+    given = None if _is_saved(suite.path) else suite.subset
+    subsets = given if isinstance(given, list) else [given]
+    for subset in subsets:
+        source = str(subset) if len(subsets) > 1 else name
+        for number, row in enumerate(_dataset(suite, subset, option), 1):
+            yield f"{suite.path} ({suite.split}), row {number}", f"{source}-{number}", source, dict(row)
+
+
+def _lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The objects of a file of JSON lines, by line number."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file} is not UTF-8 text ({error}): save it as that") from None
+    # Not splitlines, which ends a line at U+2028 too: JSON may hold it, and text from the web does.
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{file}, line {number} is not JSON ({error}): mend or remove it") from None
+        if not isinstance(row, dict):
+            raise UserError(f"{file}, line {number} is no object: give one with prompt, turns or messages")
+        yield number, row
+
+
+def _dataset(suite: Suite, subset: str | None, option: str) -> Any:
+    try:
+        if _is_saved(suite.path):
+            saved = load_from_disk(suite.path)
+            return saved[suite.split] if isinstance(saved, DatasetDict) else saved
+        return load_dataset(suite.path, subset, split=suite.split, revision=suite.revision)
+    except Exception as error:
+        # The hub's client raises a dozen unrelated types: no network, no such set, split or permission.
+        reason = " ".join(str(error).split())[:200]
+        at = f"{option}={suite.path} ({', '.join(filter(None, [subset, suite.split]))})"
+        raise UserError(f"{at} cannot be loaded ({reason}): give a file as {option}=FILE") from None
+
+
+def _is_saved(folder: str) -> bool:
+    """Whether `datasets` saved it; such a folder has splits and no subsets."""
+    return any((Path(folder) / name).is_file() for name in ("dataset_dict.json", "dataset_info.json"))
+
+
+def _messages(suite: Suite, row: dict[str, Any], where: str) -> tuple[list[Message], int]:
+    """The messages of a row before the first answer, and how many turns it has."""
+    value: Any
+    if suite.prompt is None:
+        form = next((form for form in OWN_FORMS if row.get(form)), "prompt")
+        value = row.get(form)
+        kind = {"prompt": str, "turns": list, "messages": list}[form]
+        if not isinstance(value, kind):
+            raise UserError(f"{where} has no prompt: give prompt (a text), turns (texts) or messages (role, content)")
+    else:
+        _require(suite.columns, row, where)
+        try:
+            value = suite.prompt.format_map(row) if "{" in suite.prompt else row[suite.prompt]
+        except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+            raise UserError(f"{where}: prompt={suite.prompt!r} cannot be filled in ({error!r}): mend it") from None
+    match value:
+        case str(text) if text.strip():
+            return [{"role": "user", "content": text}], 1
+        case [str(text), *_] if text.strip():
+            return [{"role": "user", "content": text}], len(value)
+        case [dict(), *_]:
+            return _before_answer(value, where), 1
+    raise UserError(f"{where}: {suite.prompt or form} is no text, no texts and no messages: name another column")
+
+
+def _before_answer(messages: list[Any], where: str) -> list[Message]:
+    """The messages before the assistant's first."""
+    before: list[Message] = []
+    for message in messages:
+        match message:
+            case {"role": "assistant"}:
+                break
+            case {"role": str(role), "content": str(content)}:
+                before.append({"role": role, "content": content})
+            case _:
+                raise UserError(f"{where} has a message without role or content text: mend or remove it")
+    if not before:
+        raise UserError(f"{where} begins with the assistant: there is nothing to answer")
+    return before
+
+
+def _rendered(
+    row: Mapping[str, Any], messages: list[Message], name: str, source: str, rendering: Rendering, where: str
+) -> Prompt:
+    """The prompt of a row's messages; `name` and `source` stand in for what the row does not say."""
+    tools = row.get("tools")
+    if isinstance(tools, str) and tools.strip():
+        with contextlib.suppress(json.JSONDecodeError):  # what is no list is refused below
+            tools = json.loads(tools)
+    if tools and not isinstance(tools, list):
+        raise UserError(f"{where} has tools that are no list: give OpenAI's form of tools")
+    try:
+        ids = rendering.ids(messages, tools or None)
+    except UnfitError as error:
+        raise UserError(f"{where}: {error}: change it") from None
+    named = row.get("id", row.get("question_id", name))
+    return Prompt(str(named), str(row.get("source") or row.get("category") or source), ids, messages, tools or None)
+
+
+def _require(columns: Iterable[str], row: dict[str, Any], where: str) -> None:
+    if missing := sorted(set(columns) - row.keys()):
+        raise UserError(
+            f"{where} has no column {', '.join(map(repr, missing))} (it has {', '.join(row)}): name others in the "
+            f"suite, or give rows with {', '.join(OWN_FORMS[:-1])} or {OWN_FORMS[-1]}"
+        )

@@ -1,0 +1,173 @@
+"""A target's tokenizer and chat template: messages become token ids as a server would make them, and messages again."""
+
+import re
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from transformers import AutoTokenizer
+
+from eagle31_train.config import TargetConfig
+from eagle31_train.errors import UserError
+from eagle31_train.targets.pretrained import from_pretrained
+
+Message = dict[str, Any]  # role and content, as OpenAI's API has them
+Tool = dict[str, Any]
+
+
+class UnfitError(Exception):
+    """Why a conversation cannot be rendered, or a prompt cannot be perturbed; the text is the same for like cases."""
+
+
+class Rendering:
+    """How a target sees conversations."""
+
+    def __init__(self, tokenizer: Any, template: str | None = None, arguments: dict[str, Any] | None = None) -> None:
+        """`template` is Jinja text in place of the tokenizer's own; `arguments` are what it reads."""
+        self.tokenizer = tokenizer
+        self.template = template
+        self.arguments = arguments or {}
+
+    @classmethod
+    def load(cls, target: TargetConfig) -> "Rendering":
+        """The tokenizer and template of a target.
+
+        Raises:
+            UserError: neither can be had.
+        """
+        tokenizer = from_pretrained(AutoTokenizer, target)
+        if target.chat_template is None and not tokenizer.chat_template:
+            raise UserError(
+                f"the tokenizer of {target.path} has no chat template: give one as target.chat_template=FILE"
+            )
+        template = None
+        if target.chat_template is not None:
+            if not (file := Path(target.chat_template)).is_file():
+                raise UserError(f"target.chat_template={file} is missing: give a Jinja file")
+            template = file.read_text(encoding="utf-8")
+        return cls(tokenizer, template, target.template_args)
+
+    # ------------------------------------------------------------ messages to tokens
+
+    def text(self, messages: list[Message], tools: list[Tool] | None = None, generation: bool = True) -> str:
+        """The conversation as text, with the generation prompt unless told otherwise.
+
+        Raises:
+            UnfitError: the template does not take it.
+        """
+        return self._render(messages, tools, self.template, generation, self.arguments)
+
+    def foreign(self, messages: list[Message], template: str) -> str:
+        """The conversation in another family's chat template (Jinja text), which reads no tools."""
+        return self._render(messages, None, template, True, {})
+
+    def ids(self, messages: list[Message], tools: list[Tool] | None = None) -> list[int]:
+        """Token ids up to and with the generation prompt."""
+        return self.encode(self.text(messages, tools))
+
+    def encode(self, text: str, begin: bool = False) -> list[int]:
+        """Token ids; `begin`: with what the tokenizer puts around plain text, where it puts anything."""
+        return list(self.tokenizer.encode(text, add_special_tokens=begin))
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of token ids, special tokens spelt out."""
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    @cached_property
+    def special(self) -> list[str]:
+        """How special tokens are spelt."""
+        added = self.tokenizer.added_tokens_decoder.values()
+        return sorted({token.content for token in added if token.special} | set(self.tokenizer.all_special_tokens))
+
+    def as_text(self, text: str) -> str:
+        """`text` with a space after the first character of all in it that would be one of the tokenizer's added tokens,
+        special or not. White space and single characters cannot be broken so."""
+        added = {*self.special, *(token.content for token in self.tokenizer.added_tokens_decoder.values())}
+        broken = [f"{re.escape(t[0])}(?={re.escape(t[1:])})" for t in sorted(added) if len(t) > 1 and not t.isspace()]
+        return re.sub("|".join(broken), r"\g<0> ", text) if broken else text
+
+    def _render(
+        self,
+        messages: list[Message],
+        tools: list[Tool] | None,
+        template: str | None,
+        generation: bool,
+        arguments: dict[str, Any],
+    ) -> str:
+        try:
+            text = self.tokenizer.apply_chat_template(
+                messages,
+                tools=tools or None,
+                chat_template=template,
+                tokenize=False,
+                add_generation_prompt=generation,
+                **arguments,
+            )
+        except (jinja2.TemplateError, TypeError) as error:  # TypeError: say, "+" between text and none
+            raise UnfitError(f"the chat template refuses it ({error})") from None
+        return str(text)
+
+    # ------------------------------------------------------------ and back
+
+    def messages_of(self, ids: list[int]) -> list[Message] | None:
+        """The messages that a prompt was rendered from: the user's, perhaps after a system message.
+
+        None if it is no such prompt. What is returned renders to the very same ids.
+        """
+        text = self.decode(ids)
+        for roles in (("user",), ("system", "user")):
+            contents = self._contents(text, roles)
+            if contents is None or any(token in content for content in contents for token in self.special):
+                continue
+            messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
+            if self.ids(messages) == ids:
+                return messages
+        return None
+
+    def _contents(self, text: str, roles: tuple[str, ...]) -> tuple[str, ...] | None:
+        marks = [f"the-{role}-says" for role in roles]
+        try:
+            form = self.text([{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)])
+        except UnfitError:
+            return None
+        around = re.split("|".join(marks), form)
+        if re.findall("|".join(marks), form) != marks:
+            return None
+        found = re.fullmatch("(.*?)".join(re.escape(piece) for piece in around), text, re.DOTALL)
+        return found.groups() if found else None
+
+    def without_system(self, messages: list[Message], tools: list[Tool] | None = None) -> str:
+        """The conversation without any system turn, be it its own or one that the template puts in by itself.
+
+        Raises:
+            UnfitError: a user's turn cannot be told from what stands before it.
+        """
+        asked = [message for message in messages if message["role"] != "system"]
+        text = self.text(asked, tools)
+        mark = {"role": "user", "content": "the-user-says"}
+        before, _, _ = self.text([mark], generation=False).partition(mark["content"])
+        header = self._user_header()
+        if not text.startswith(before):
+            raise UnfitError("the user's words cannot be told from what the chat template puts before them")
+        bos = self.tokenizer.bos_token or ""
+        begin = bos if before.startswith(bos) and not header.startswith(bos) else ""
+        return begin + header + text[len(before) :]
+
+    def _user_header(self) -> str:
+        """What begins a user's turn: what such a turn adds to a conversation, up to the user's words."""
+        mark = {"role": "user", "content": "the-user-says"}
+        question = {"role": "user", "content": "an-earlier-question"}
+        answer = {"role": "assistant", "content": "an-earlier-answer"}
+        system = {"role": "system", "content": "a-system-message"}
+        for earlier in ([question, answer], [system]):
+            try:
+                so_far = self.text(earlier, generation=False)
+                before, _, _ = self.text([*earlier, mark], generation=False).partition(mark["content"])
+            except UnfitError:
+                continue
+            header = before.removeprefix(so_far)
+            # Templates may rewrite what is over, or put the system message into the user's turn.
+            if header and not any(message["content"] in header for message in earlier):
+                return header
+        raise UnfitError("what begins a user's turn cannot be told from the chat template")

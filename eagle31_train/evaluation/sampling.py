@@ -1,0 +1,178 @@
+"""How tokens are chosen, the target's and the drafter's: greedily, or drawn.
+
+A draw is an exponential race: of probabilities p[v] and independent exponentials e[v], the token of the greatest
+p[v] / e[v] is distributed as p. The exponentials of token i of an output depend on the prompt's seed and on i alone.
+So plain decoding and every way of drafting draw the same output, and a greedy draft is accepted if and only if it is
+that token. Rounding hardly moves a race; the inverse of the cumulative distribution it would.
+
+Drafts that are drawn (`probabilistic`) are accepted with probability min(1, p/q), and otherwise replaced by a draw
+from max(p - q, 0), renormalised (arXiv 2211.17192). The output is then distributed as plain sampling's, but is
+another draw.
+
+As in vLLM 0.32: logits are divided by the temperature, the target's then cut to the nucleus of top_p, the drafter's
+not; both are renormalised. See its v1/sample/rejection_sampler.py and v1/spec_decode/llm_base_proposer.py.
+
+Shapes: B sequences; n positions; K drafted tokens; V and Vd target and draft vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+NUCLEUS = 512  # candidates looked at before a full sort; nearly every nucleus is smaller
+TARGET, DRAFT, ACCEPT = range(3)  # what a stream of random numbers is for
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """temperature 0 is greedy; drafts: "greedy" or "probabilistic", as vLLM's draft_sample_method."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    drafts: str = "greedy"
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the target's tokens are its most likely ones; drafts are then, too."""
+        return self.temperature == 0
+
+    @property
+    def drawn_drafts(self) -> bool:
+        """Whether drafts are drawn from the drafter's distribution."""
+        return self.drafts == "probabilistic" and not self.greedy
+
+
+class Chooser:
+    """Chooses the tokens of some sequences, each by its own seed and by how many it has.
+
+    Args:
+        sampling: how.
+        seeds: one for each sequence.
+    """
+
+    def __init__(self, sampling: Sampling, seeds: Sequence[int]) -> None:
+        self.sampling = sampling
+        self.seeds = list(seeds)
+        self.numbers = [0] * len(self.seeds)  # of each sequence's next token
+        self._drafted: list[Tensor] = []  # [B, Vd] each: what the drafts under way were drawn from
+
+    def select(self, sequences: Sequence[int]) -> None:
+        """Keep these sequences alone, in this order."""
+        self.seeds = [self.seeds[row] for row in sequences]
+        self.numbers = [self.numbers[row] for row in sequences]
+
+    def next(self, logits: Tensor) -> list[int]:
+        """The target's next token of every sequence, from logits [B, 1, V]."""
+        tokens = self._targets(logits)[:, 0].tolist()
+        self.numbers = [number + 1 for number in self.numbers]
+        return tokens
+
+    def draft(self, step: int, logits: Tensor) -> Tensor:
+        """A drafted token for every sequence: [B] int64 of the draft vocabulary, from the drafter's logits [B, Vd]."""
+        if not self.sampling.drawn_drafts:
+            return logits.argmax(-1)
+        q = probabilities(logits, self.sampling.temperature, 1.0)
+        self._drafted.append(q)
+        return race(q, self._exponentials(DRAFT, q, step))
+
+    def verify(self, logits: Tensor, proposed: Tensor, target_ids: Tensor) -> list[list[int]]:
+        """What each sequence goes on with: the drafts that the target accepts, and a token of its own.
+
+        Args:
+            logits: [B, K+1, V] the target's, before each proposed token and after the last.
+            proposed: [B, K] int64, target ids.
+            target_ids: [Vd] int64, the target's id of each draft token.
+        """
+        if self.sampling.drawn_drafts:
+            kept = self._reject(logits, proposed, target_ids)
+        else:
+            pairs = zip(proposed.tolist(), self._targets(logits).tolist(), strict=True)
+            kept = [chosen[: agreeing(ours, chosen) + 1] for ours, chosen in pairs]
+        self.numbers = [number + len(new) for number, new in zip(self.numbers, kept, strict=True)]
+        return kept
+
+    def _targets(self, logits: Tensor) -> Tensor:
+        """[B, n] int64: the target's choice at positions of which the first is each sequence's next token."""
+        if self.sampling.greedy:
+            return logits.argmax(-1)
+        chosen = []
+        for offset, here in enumerate(logits.unbind(1)):
+            p = probabilities(here, self.sampling.temperature, self.sampling.top_p)
+            chosen.append(race(p, self._exponentials(TARGET, p, offset)))
+        return torch.stack(chosen, 1)
+
+    def _reject(self, logits: Tensor, proposed: Tensor, target_ids: Tensor) -> list[list[int]]:
+        """Rejection sampling of drafts that were drawn from what `draft` has kept."""
+        kept: list[list[int]] = [[] for _ in logits]
+        going = [True] * len(logits)
+        for offset, here in enumerate(logits.unbind(1)):
+            p = probabilities(here, self.sampling.temperature, self.sampling.top_p)
+            own, accepted = p, [False] * len(p)  # after the last draft, the target's own token
+            if offset < proposed.shape[1]:
+                q = torch.zeros_like(p).index_copy_(1, target_ids, self._drafted[offset])
+                chances = acceptance(p, q, proposed[:, offset])
+                uniforms = [each.random() for each in self._streams(ACCEPT, offset)]
+                accepted = [u < chance for u, chance in zip(uniforms, chances.tolist(), strict=True)]
+                own = residual(p, q)
+            instead = race(own, self._exponentials(TARGET, own, offset)).tolist()
+            for row in [row for row, goes in enumerate(going) if goes]:
+                kept[row].append(int(proposed[row, offset]) if accepted[row] else instead[row])
+                going[row] = accepted[row]
+        self._drafted.clear()
+        return kept
+
+    def _exponentials(self, purpose: int, weights: Tensor, offset: int) -> Tensor:
+        """As many as weights [B, V], fp64: each sequence's own, for its token `offset` after the next."""
+        rows = [each.standard_exponential(weights.shape[1]) for each in self._streams(purpose, offset)]
+        return torch.from_numpy(np.stack(rows)).to(weights.device)
+
+    def _streams(self, purpose: int, offset: int) -> list[np.random.Generator]:
+        return [stream(s, n + offset, purpose) for s, n in zip(self.seeds, self.numbers, strict=True)]
+
+
+def stream(seed: int, number: int, purpose: int) -> np.random.Generator:
+    """The random numbers of one token of one output, for one purpose: a function of its arguments."""
+    key, counter = np.array([seed % 2**64, number], np.uint64), np.array([0, 0, 0, purpose], np.uint64)
+    return np.random.Generator(np.random.Philox(key=key, counter=counter))
+
+
+def acceptance(p: Tensor, q: Tensor, drafts: Tensor) -> Tensor:
+    """[B] with what probability drafts [B], drawn from q [B, V], are accepted as draws from p [B, V]."""
+    at = drafts[:, None]
+    return (p.gather(1, at) / q.gather(1, at)).clamp(max=1)[:, 0]
+
+
+def residual(p: Tensor, q: Tensor) -> Tensor:
+    """[B, V], not renormalised: what is left of p for draws after a rejection of a draw from q."""
+    return (p - q).clamp(min=0)
+
+
+def race(weights: Tensor, exponentials: Tensor) -> Tensor:
+    """[B] int64: draws of weights [B, V], which need not sum to one, by exponentials [B, V]."""
+    return (weights / exponentials).argmax(-1)
+
+
+def probabilities(logits: Tensor, temperature: float, top_p: float) -> Tensor:
+    """[B, V] fp64, from logits [B, V]: at a temperature, and of the fewest tokens whose mass reaches top_p."""
+    p = (logits.double() / temperature).softmax(-1)
+    if top_p >= 1:
+        return p
+    size = min(NUCLEUS, p.shape[-1])
+    top = p.topk(size, -1).values
+    if bool((top.sum(-1) < top_p).any()):
+        top = p.sort(-1, descending=True).values
+    # The nucleus ends with the first token at which the mass reaches top_p.
+    last = (top.cumsum(-1) < top_p).sum(-1, keepdim=True).clamp(max=top.shape[-1] - 1)
+    p = p.where(p >= top.gather(-1, last), 0.0)
+    return p / p.sum(-1, keepdim=True)
+
+
+def agreeing(proposed: list[int], chosen: list[int]) -> int:
+    """How many proposals, from the first on, are the target's own choice."""
+    for index, (ours, theirs) in enumerate(zip(proposed, chosen, strict=False)):
+        if ours != theirs:
+            return index
+    return len(proposed)

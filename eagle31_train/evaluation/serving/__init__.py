@@ -1,0 +1,224 @@
+"""A drafter as it is served: vLLM with and without it, under load, by the clock and by vLLM's own counters."""
+
+import json
+import time
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from math import ceil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from eagle31_train import artifacts, provenance
+from eagle31_train.config import Config
+from eagle31_train.errors import UserError
+from eagle31_train.evaluation.measurement import read_checked, write_checked
+from eagle31_train.evaluation.serving import counters, report
+from eagle31_train.evaluation.serving.command import flags, server_arguments
+from eagle31_train.evaluation.serving.engine import Engine, check
+from eagle31_train.evaluation.serving.load import Answer, Question, run_load
+from eagle31_train.evaluation.serving.server import MODULE, Server, pick_port
+
+if TYPE_CHECKING:  # the card, which imports this package, has no need of datasets
+    from eagle31_train.evaluation.prompts import Prompt
+
+__all__ = ["Engine", "check", "measure_serving"]
+
+WARM_TOKENS = 16  # of an answer that is thrown away
+SETTLED_SECONDS = 60.0  # until the counters know of the last answer
+
+
+@dataclass(frozen=True)
+class Served:
+    """What one server did: answers, and what vLLM counted meanwhile, by concurrency."""
+
+    answers: dict[int, list[Answer]]
+    counted: dict[int, Counter[str]]
+
+
+def measure_serving(
+    config: Config,
+    drafts: Mapping[str, Path],
+    prompts: Sequence["Prompt"],
+    end_ids: Collection[int],
+    engine: Engine,
+    folder: Path | None = None,
+) -> dict[str, Any]:
+    """Serve the target alone, then with every draft of evaluate.serve_speculative_tokens; `report.py` has the form.
+
+    Every server is started once, and asked at every concurrency of evaluate.concurrency. What it did is recorded in
+    `folder`, and none is started again whose record is there: a very large target takes an hour to start.
+
+    Args:
+        drafts: exported checkpoints by the names under which they are reported.
+        prompts: as token ids; they are sent several times over where they are too few to keep all users busy.
+        end_ids: tokens that end an answer.
+        engine: as `check` gives it.
+        folder: of the records and of each server's log; default: run_dir/servers.
+
+    Raises:
+        UserError: prompts that measure nothing, a server that does not start or breaks off, a damaged record.
+    """
+    options = config.evaluate
+    if not prompts:
+        raise UserError("0 prompts have no time per token: give some")
+    folder = Path(config.run_dir) / "servers" if folder is None else folder
+    sent = {users: questions(config, prompts, end_ids, users) for users in options.concurrency}
+    servers = [(None, 0), *((name, depth) for name in drafts for depth in options.serve_speculative_tokens)]
+    rows = []
+    plain: dict[int, list[Answer]] = {}
+    for name, depth in servers:
+        draft = drafts[name] if name is not None else None
+        what = f"serve {name}, {depth} draft tokens" if name is not None else "serve without a drafter"
+        # A drafter may be called otherwise beside others, so its name is no part of the file's.
+        file = folder / f"server-{depth}-{fingerprint(config, draft, depth, sent, engine)}.json"
+        if (record := read_checked(file, "served")) is not None:
+            print(f"{what}: measured before ({file})")
+            served = from_json(record)
+        else:
+            served = serve(config, draft, depth, sent, what, folder / f"{name or 'none'}-{depth}.log")
+            write_checked(file, "served", to_json(served), drafter=name)
+        plain = plain or served.answers
+        for users in options.concurrency:
+            # Sampled answers differ: with a drafter, other random numbers choose.
+            reference = None if options.temperature else plain[options.concurrency[0]]
+            answers, counted = served.answers[users], served.counted[users]
+            rows.append(report.row(name, depth, users, answers, counted, plain[users] if name else None, reference))
+    best = report.best(rows)
+    return {
+        "definitions": report.DEFINITIONS,
+        "vllm": engine.version,
+        "machine": engine.device,
+        "dtype": options.vllm_args.get("dtype", config.target.dtype),
+        "arguments": dict(options.vllm_args),
+        "prompts": len(prompts),
+        "max_new_tokens": options.max_new_tokens,
+        "temperature": options.temperature,
+        "top_p": options.top_p,
+        "rows": rows,
+        "best": best,
+        "verdict": report.verdict(best, len(prompts)),
+        "notes": report.notes(rows),
+    }
+
+
+def serve(
+    config: Config, draft: Path | None, depth: int, sent: Mapping[int, Sequence[Question]], what: str, log: Path
+) -> Served:
+    """Start one server, have it answer what is sent at every concurrency, and end it; `what`: what to call it.
+
+    Raises:
+        UserError: it does not start or breaks off, counts nothing of what it drafts, or has no time per token.
+    """
+    options = config.evaluate
+    at = pick_port(options.vllm_args.get("port"))
+    command = [options.vllm_python, "-m", MODULE, *flags(server_arguments(config, draft, depth, at))]
+    served = Served({}, {})
+    print(f"{what}: vLLM starts ({log})")
+    with (
+        Server(command, at, log) as server,
+        tqdm(total=sum(map(len, sent.values())), desc=what, unit="request") as bar,
+    ):
+        model = json.loads(server.get("/v1/models")[1])["data"][0]["id"]
+        done = 0  # requests that this server has answered
+        for users, some in sent.items():
+            asked = [replace(question, options={"model": model, **question.options}) for question in some]
+            if options.warmup:
+                done += len(run_load(server, [_short(question) for question in asked[:users]], users))
+            before = settled(server, done)
+            answers = run_load(server, asked, users, bar.update)
+            done += len(answers)
+            counted = counters.since(before, settled(server, done))
+            if depth:
+                counters.speculation(counted, depth)  # or it raises, before more is asked
+            (speed, _, _) = report.speed(answers).intervals()[0]
+            if speed is None:
+                raise UserError(
+                    f"{what}: every answer ended with its first token, so there is no time per token: choose other "
+                    "prompts"
+                )
+            bar.set_postfix_str(f"{speed:.1f} tokens/s/user of {users}")
+            served.answers[users], served.counted[users] = answers, counted
+    return served
+
+
+def questions(
+    config: Config, prompts: Sequence["Prompt"], end_ids: Collection[int], concurrency: int
+) -> list[Question]:
+    """Every prompt, as often as keeps all users busy for two turns at least."""
+    options = config.evaluate
+    # All that a server would else take from the target's generation_config.json.
+    common: dict[str, Any] = {
+        "max_tokens": options.max_new_tokens,
+        "stop_token_ids": sorted(end_ids),
+        "temperature": options.temperature,
+        "top_p": options.top_p,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+    }
+    times = ceil(2 * concurrency / len(prompts))
+    seeds = [{"seed": config.seed + i} if options.temperature else {} for i in range(len(prompts))]
+    once = [Question(i, prompt.id, prompt.ids, common | seeds[i]) for i, prompt in enumerate(prompts)]
+    return once * times
+
+
+def _short(question: Question) -> Question:
+    limit = min(WARM_TOKENS, question.options["max_tokens"])
+    return replace(question, options={**question.options, "max_tokens": limit})
+
+
+def settled(server: Server, answered: int) -> Counter[str]:
+    """The counters, once they know of all answers and no longer move: vLLM counts after it has answered.
+
+    Raises:
+        UserError: they never come to that.
+    """
+    deadline = time.monotonic() + SETTLED_SECONDS
+    before: Counter[str] | None = None
+    while True:
+        status, text = server.get("/metrics")
+        now = counters.parse(text)
+        if now == before and now[counters.FINISHED] >= answered:
+            return now
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"vLLM's /metrics (HTTP {status}) know of {now[counters.FINISHED]:.0f} finished requests where there "
+                f"were {answered}: see {server.log}"
+            )
+        before = now
+        time.sleep(0.1)
+
+
+# ---------------------------------------------------------------- measured once
+
+
+def fingerprint(
+    config: Config, drafter: Path | None, draft_tokens: int, sent: Mapping[int, Sequence[Question]], engine: Engine
+) -> str:
+    """What tells a server and its questions from others: weights by what they hold, and not by where they lie."""
+    arguments = server_arguments(config, drafter, draft_tokens, 0)
+    if drafter is not None:
+        arguments["speculative_config"]["model"] = artifacts.weights_fingerprint(str(drafter))
+    requests = {str(users): [asdict(question) for question in asked] for users, asked in sent.items()}
+    return artifacts.fingerprint(provenance.of_server(config, arguments, requests, asdict(engine)))  # its port is none
+
+
+def to_json(served: Served) -> dict[str, Any]:
+    """As a record holds it."""
+    return {
+        "answers": {str(users): [asdict(answer) for answer in answers] for users, answers in served.answers.items()},
+        "counted": {str(users): dict(counted) for users, counted in served.counted.items()},
+    }
+
+
+def from_json(record: dict[str, Any]) -> Served:
+    """The inverse of `to_json`."""
+    return Served(
+        {int(users): [Answer(**answer) for answer in answers] for users, answers in record["answers"].items()},
+        {int(users): Counter(counted) for users, counted in record["counted"].items()},
+    )

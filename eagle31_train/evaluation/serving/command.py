@@ -1,0 +1,94 @@
+"""What vLLM's server is told: the target as it needs to be served, the drafter, and what a measurement sets itself."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from eagle31_train.config import Config
+from eagle31_train.errors import UserError
+
+OURS = {  # arguments that the measurement sets itself
+    "model": "it is target.path",
+    "revision": "it is target.revision",
+    "trust_remote_code": "it is target.trust_remote_code",
+    "speculative_config": "the drafter and its depths are what is measured: evaluate.serve_speculative_tokens",
+    "enable_prefix_caching": "the same prompts are sent again and again, and would be answered from the cache",
+    "disable_log_stats": "the counters are what is read",
+    "host": "the server is reached from this machine alone",
+    "api_key": "the server is reached from this machine alone",
+}
+
+
+def target_arguments(config: Config) -> dict[str, Any]:
+    """What the target needs of vLLM wherever it is served: what it needed before, its own code or several devices."""
+    target, engine = config.target, config.extract.engine_args if config.extract.engine == "vllm" else {}
+    wanted: dict[str, Any] = {"revision": target.revision, "trust_remote_code": target.trust_remote_code or None}
+    return wanted | {name: engine.get(name) for name in ("tensor_parallel_size", "quantization")}
+
+
+def speculation(config: Config, drafter: str, draft_tokens: int) -> dict[str, Any]:
+    """vLLM's --speculative-config."""
+    options = {"method": "eagle3", "model": drafter, "num_speculative_tokens": draft_tokens}
+    if config.evaluate.draft_sampling != "greedy":
+        options["draft_sample_method"] = config.evaluate.draft_sampling
+    return options
+
+
+def server_arguments(config: Config, drafter: Path | None, draft_tokens: int, port: int) -> dict[str, Any]:
+    """All arguments of one server, by name.
+
+    Raises:
+        UserError: evaluate.vllm_args has one that the measurement sets itself.
+    """
+    given = {name.replace("-", "_"): value for name, value in config.evaluate.vllm_args.items()}
+    for name in OURS.keys() & given.keys():
+        raise UserError(f"evaluate.vllm_args.{name} cannot be set: {OURS[name]}")
+    wanted = {
+        "model": config.target.path,
+        **target_arguments(config),
+        "dtype": config.target.dtype,  # speed is that of what will be served, not of the exact evaluation
+        "seed": config.seed,
+        "enable_prefix_caching": False,
+        "disable_uvicorn_access_log": True,  # a line for every request is work that serving has no part in
+        "host": "127.0.0.1",
+        **given,
+        "port": port,
+    }
+    if drafter is not None:
+        wanted["speculative_config"] = speculation(config, str(drafter), draft_tokens)
+    return wanted
+
+
+def max_model_len(config: Config) -> int | None:
+    """The longest sequence that vLLM is told to take, by which prompts are chosen; None where it is not told.
+
+    Raises:
+        UserError: it is told by words that only vLLM knows, as 32k or auto.
+    """
+    for name in ("max_model_len", "max-model-len"):
+        limit = config.evaluate.vllm_args.get(name)
+        if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
+            raise UserError(
+                f"evaluate.vllm_args.{name}={limit} is no number that prompts can be chosen by: give a whole one from "
+                "1 on, as 32768, or leave it out"
+            )
+        if limit is not None:
+            return limit
+    return None
+
+
+def flags(arguments: Mapping[str, Any]) -> list[str]:
+    """Arguments as the command line takes them; true and false are --name and --no-name, null leaves it to vLLM."""
+    line: list[str] = []
+    for name, value in arguments.items():
+        dashed = name.replace("_", "-")
+        if value is None:
+            continue
+        if isinstance(value, bool):
+            line.append(f"--{dashed}" if value else f"--no-{dashed}")
+        elif isinstance(value, dict):
+            line += [f"--{dashed}", json.dumps(value, ensure_ascii=False)]
+        else:
+            line += [f"--{dashed}", *map(str, value if isinstance(value, list) else [value])]
+    return line

@@ -1,0 +1,132 @@
+"""The users of a measured server: so many at once, each with the next prompt as soon as its last is answered."""
+
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from eagle31_train.errors import UserError
+from eagle31_train.evaluation.serving.server import Server
+
+SILENCE_SECONDS = 600.0  # between two pieces of an answer
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is sent: the prompt's place among all, its id and tokens, and the rest of the request."""
+
+    prompt: int
+    id: str
+    ids: list[int]
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back, and when: on the clock of `time.perf_counter`, in seconds."""
+
+    prompt: int
+    tokens: list[int]
+    sent: float
+    first: float
+    last: float
+
+    @property
+    def ttft(self) -> float:
+        """Time to the first token."""
+        return self.first - self.sent
+
+    @property
+    def tpot(self) -> float | None:
+        """Time per token after the first; None where there is no other."""
+        return (self.last - self.first) / (len(self.tokens) - 1) if len(self.tokens) > 1 else None
+
+
+def run_load(
+    server: Server,
+    questions: Sequence[Question],
+    concurrency: int,
+    finished: Callable[[], Any] = lambda: None,
+) -> list[Answer]:
+    """Have all questions answered, `concurrency` under way at a time; the answers in the questions' order.
+
+    Raises:
+        UserError: the server ended, refused, broke off or fell silent.
+    """
+    connections: set[http.client.HTTPConnection] = set()
+    stopped = threading.Event()
+
+    def answer(question: Question) -> Answer | None:
+        if stopped.is_set():
+            return None
+        with closing(server.connect(SILENCE_SECONDS)) as connection:
+            connections.add(connection)
+            try:
+                answered = _ask(connection, question)
+            except (OSError, http.client.HTTPException) as error:
+                # Where the server died, its connections end first, and its keeper last.
+                server.check(dying=not isinstance(error, TimeoutError) and not stopped.is_set())
+                silent = isinstance(error, TimeoutError)
+                what = f"was silent for {SILENCE_SECONDS:.0f} s" if silent else "broke off"
+                detail = server.last_words() if silent else error or type(error).__name__
+                raise UserError(f"vLLM's server {what} on prompt {question.id} ({detail}): see {server.log}") from None
+            finally:
+                connections.discard(connection)
+        finished()
+        return answered
+
+    with ThreadPoolExecutor(concurrency) as pool:
+        try:
+            under_way = [pool.submit(answer, question) for question in questions]
+            wait(under_way, return_when=FIRST_EXCEPTION)
+            answers = [one.result() for one in under_way if one.done()]
+        except BaseException:  # Ctrl-C too: the others would be waited for
+            stopped.set()
+            for connection in list(connections):
+                with suppress(OSError, AttributeError):
+                    connection.sock.shutdown(socket.SHUT_RDWR)
+            raise
+    return [one for one in answers if one is not None]
+
+
+def _ask(connection: http.client.HTTPConnection, question: Question) -> Answer:
+    body = json.dumps({**question.options, "prompt": question.ids, "stream": True, "return_token_ids": True})
+    connection.connect()
+    sent = time.perf_counter()
+    connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    if response.status != http.client.OK:
+        detail = _message(response.read().decode(errors="replace"))
+        raise UserError(f"vLLM refuses prompt {question.id} (HTTP {response.status}, {detail})")
+    tokens: list[int] = []
+    first = last = 0.0
+    reason = None
+    for line in response:
+        now = time.perf_counter()
+        data = line.strip().removeprefix(b"data: ")
+        if not data or data == b"[DONE]":
+            continue
+        event = json.loads(data)
+        if "error" in event:
+            raise UserError(f"vLLM gives up on prompt {question.id} ({_message(event)})")
+        (choice,) = event["choices"]
+        if new := choice.get("token_ids"):
+            first, last = first or now, now
+            tokens += new
+        reason = choice.get("finish_reason") or reason
+    if reason is None or not tokens:
+        raise http.client.IncompleteRead(b"")
+    return Answer(question.prompt, tokens, sent, first, last)
+
+
+def _message(answer: Any) -> str:
+    """What is said in {"error": {"message": …}}, or whatever else came, in one line."""
+    with suppress(ValueError, KeyError, TypeError):
+        answer = (json.loads(answer) if isinstance(answer, str) else answer)["error"]["message"]
+    return " ".join(str(answer).split())[:300]

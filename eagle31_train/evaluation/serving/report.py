@@ -1,0 +1,208 @@
+"""The report of a serving measurement: latencies, speeds, and how many tokens to draft at each concurrency, if any.
+
+As JSON (`measure_serving` makes it):
+
+    {"definitions": DEFINITIONS, "vllm": version, "machine": what it ran on, "dtype", "arguments": evaluate.vllm_args,
+     "prompts", "max_new_tokens", "temperature", "top_p",
+     "rows": [{"drafter": NAME or null, "draft_tokens": 0 without one, "concurrency", "requests", "output_tokens",
+               "seconds", "in_flight", "ttft": {"mean", "p50", "p95"}, "tpot": likewise, "per_user": [value, low, high],
+               "total": tokens/s, "speedup": [value, low, high] or null without a drafter, "total_speedup": or null,
+               "different": how many, or null when sampling, "acceptance": `counters.speculation` or null,
+               "counted": {"requests", "output_tokens", "ttft", "tpot", "preemptions"} of vLLM itself}],
+     "best": [{"drafter", "concurrency", "draft_tokens": 0 if speculation does not pay, "speedup": [value, low, high]
+               of the best number of draft tokens, "tried": that number}],
+     "verdict": [a line for each of these], "notes": [what else must be known, often nothing]}
+
+Times are in seconds. A null in an interval: too few prompts for one.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from eagle31_train.evaluation.intervals import FEW, Estimate, Interval, ratios
+from eagle31_train.evaluation.serving import counters
+from eagle31_train.evaluation.serving.load import Answer
+
+DEFINITIONS = (
+    "TTFT: seconds from sending a request to its first token. TPOT: seconds per token after the first, of one request. "
+    "tokens/s/user: tokens after the first over the seconds that their users waited for them, sums over requests. "
+    "total: all tokens over the seconds from the first request to the last token. speed-up: tokens/s/user over that "
+    "without a drafter, the same prompts at the same concurrency; [95 % interval, by bootstrap over prompts: what the "
+    "machine did between two servers is not in it]. accepted: tokens of each verification, the target's own included; "
+    "by position: share of the drafts whose tokens up to there were accepted; both as vLLM counts. different: answers "
+    "that are not, token for token, those without a drafter at the first concurrency; where the arithmetic is rounded, "
+    "other requests in a batch can change an answer."
+)
+HEADS = ("drafter", "draft tokens", "users", "TTFT ms", "TPOT ms", "tokens/s/user", "total", "speed-up", "accepted",
+         "by position", "different")  # fmt: skip
+Row = dict[str, Any]
+
+
+def speed(answers: Sequence[Answer], over: Sequence[Answer] | None = None) -> Estimate:
+    """Tokens/s/user; with `over`, answers to the same questions, the paired ratio of the two.
+
+    Prompts are what the interval is over: one that was sent several times counts as one.
+    """
+    sums = np.zeros((2, 1 + max(answer.prompt for answer in answers), 1))
+    for answer in answers:
+        sums[:, answer.prompt, 0] += len(answer.tokens) - 1, answer.last - answer.first
+    ours = ratios(*sums)
+    return ours if over is None else ours / speed(over)
+
+
+def row(
+    drafter: str | None,
+    draft_tokens: int,
+    concurrency: int,
+    answers: Sequence[Answer],
+    counted: Counter[str],
+    plain: Sequence[Answer] | None,
+    reference: Sequence[Answer] | None,
+) -> Row:
+    """One line of the report.
+
+    Args:
+        counted: what vLLM counted meanwhile.
+        plain: the same questions without a drafter at this concurrency; None for that itself.
+        reference: the answers that these are compared with, by prompt; None where they need not be equal.
+    """
+    tokens = sum(len(answer.tokens) for answer in answers)
+    seconds = tokens / total(answers)
+    expected = {answer.prompt: answer.tokens for answer in reference or ()}
+    return {
+        "drafter": drafter,
+        "draft_tokens": draft_tokens,
+        "concurrency": concurrency,
+        "requests": len(answers),
+        "output_tokens": tokens,
+        "seconds": seconds,
+        "in_flight": sum(answer.last - answer.sent for answer in answers) / seconds,
+        "ttft": _spread([answer.ttft for answer in answers]),
+        "tpot": _spread([answer.tpot for answer in answers if answer.tpot is not None]),
+        "per_user": speed(answers).intervals()[0],
+        "total": total(answers),
+        "speedup": None if plain is None else speed(answers, plain).intervals()[0],
+        "total_speedup": None if plain is None else total(answers) / total(plain),
+        "different": None if reference is None else sum(a.tokens != expected[a.prompt] for a in answers),
+        "acceptance": counters.speculation(counted, draft_tokens) if draft_tokens else None,
+        "counted": {
+            "requests": round(counted[counters.FINISHED]),
+            "output_tokens": round(counted[counters.TOKENS]),
+            "ttft": counters.mean(counted, counters.TTFT),
+            "tpot": counters.mean(counted, counters.TPOT),
+            "preemptions": round(counted[counters.PREEMPTIONS]),
+        },
+    }
+
+
+def total(answers: Sequence[Answer]) -> float:
+    """Tokens per second of all users together."""
+    seconds = max(answer.last for answer in answers) - min(answer.sent for answer in answers)
+    return sum(len(answer.tokens) for answer in answers) / seconds
+
+
+def _spread(values: list[float]) -> dict[str, float | None]:
+    if not values:
+        return {"mean": None, "p50": None, "p95": None}
+    p50, p95 = np.quantile(values, [0.5, 0.95])
+    return {"mean": float(np.mean(values)), "p50": float(p50), "p95": float(p95)}
+
+
+def best(rows: Sequence[Row]) -> list[Row]:
+    """The number of draft tokens with the greatest speed-up, for each drafter and concurrency; 0 where none pays.
+
+    It pays where all of its interval is above one; without an interval (a single prompt) nothing is shown. One that
+    pays is better than a greater speed-up that may be none. The best of several is somewhat flattered by the choice.
+    """
+    chosen: list[Row] = []
+    tried = [one for one in rows if one["speedup"] is not None and one["speedup"][0] is not None]
+    for drafter, concurrency in dict.fromkeys((one["drafter"], one["concurrency"]) for one in tried):
+        of = [one for one in tried if (one["drafter"], one["concurrency"]) == (drafter, concurrency)]
+        first = max(of, key=lambda one: (_pays(one["speedup"]), one["speedup"][0]))
+        chosen.append(
+            {
+                "drafter": drafter,
+                "concurrency": concurrency,
+                "draft_tokens": first["draft_tokens"] if _pays(first["speedup"]) else 0,
+                "speedup": first["speedup"],
+                "tried": first["draft_tokens"],
+            }
+        )
+    return chosen
+
+
+def _pays(speedup: Interval) -> bool:
+    low = speedup[1]
+    return low is not None and low > 1
+
+
+def verdict(chosen: Sequence[Row], prompts: int) -> list[str]:
+    """How many tokens to draft, a line for each drafter and concurrency."""
+    lines = []
+    for one in chosen:
+        high = one["speedup"][2]
+        said = "" if one["draft_tokens"] else "no gain shown, "
+        if high is not None and high < 1:
+            said = "speculation does not pay, "
+        few = f"; only {prompts} prompts" if prompts < FEW else ""
+        lines.append(
+            f"{one['drafter']} at concurrency {one['concurrency']}: {said}best with "
+            f"num_speculative_tokens={one['tried']}, {_interval(one['speedup'], '.2f')} × the tokens/s/user{few}"
+        )
+    return lines
+
+
+def notes(rows: Sequence[Row]) -> list[str]:
+    """What went otherwise than a measurement should, row by row."""
+    lines = []
+    for one in rows:
+        where = f"{one['drafter'] or 'no drafter'}, {one['draft_tokens']} draft tokens, {one['concurrency']} users: "
+        counted = one["counted"]
+        if one["different"]:
+            lines.append(f"{where}{one['different']} of {one['requests']} answers are different")
+        if (counted["requests"], counted["output_tokens"]) != (one["requests"], one["output_tokens"]):
+            lines.append(
+                f"{where}vLLM counts {counted['requests']} requests and {counted['output_tokens']} tokens, but "
+                f"{one['requests']} and {one['output_tokens']} came"
+            )
+        if counted["preemptions"]:
+            lines.append(f"{where}{counted['preemptions']} preemptions: give vLLM's cache more memory")
+    return lines
+
+
+def table(report: Row) -> str:
+    """The report for a terminal."""
+    lines: list[tuple[str, ...]] = [HEADS]
+    for one in report["rows"]:
+        acceptance = one["acceptance"] or {"acceptance_length": None, "acceptance_at_depth": []}
+        shares = " ".join(_shown(share, ".2f") for share in acceptance["acceptance_at_depth"])
+        lines.append(
+            (
+                one["drafter"] or "none",
+                str(one["draft_tokens"]),
+                str(one["concurrency"]),
+                *(_shown(one[time]["mean"], ".1f", 1000) for time in ("ttft", "tpot")),
+                _interval(one["per_user"], ".1f"),
+                f"{one['total']:.1f}",
+                _interval(one["speedup"], ".2f"),
+                _shown(acceptance["acceptance_length"], ".2f"),
+                shares or "–",
+                "–" if one["different"] is None else f"{one['different']} of {one['requests']}",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    text = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+    return "\n".join([*text, "", *report["verdict"], *report["notes"], "", report["definitions"]])
+
+
+def _shown(value: float | None, form: str, factor: float = 1) -> str:
+    return "–" if value is None else f"{factor * value:{form}}"
+
+
+def _interval(values: Interval | None, form: str) -> str:
+    if values is None or values[1] is None:
+        return _shown(values[0] if values else None, form)
+    return f"{values[0]:{form}} [{values[1]:{form}}, {values[2]:{form}}]"

@@ -1,0 +1,191 @@
+"""Draft freely from every position of a target's output at once: how far each draft gets, and how the drafter drifts.
+
+Once the target has answered, a server's cache holds the step-0 rows of the verified positions and nothing of earlier
+drafts. So the attention of training (`model/attention.py`) is that of serving, fed with the drafter's own tokens: what
+`model/decode.py` drafts from one position after another, this drafts from all of them, in one batch for each step.
+
+Shares of the attention take no second softmax: every value gets a column for each kind of key, 1 for its own kind and 0
+for the others. What attention makes of the columns is the share of each kind.
+
+Cost, for N positions, S slots and K steps: 2 N (fc + projections of keys and values) FLOPs once, and
+2 K S (layer + lm_head, in parameters) + 2 K S N (widths of a key and a value, of all heads). For Llama 3.1 8B, its
+drafter, 32,000 draft tokens and K = 8 that is two fifths of one forward pass of the target over the same tokens. Memory
+is linear in N, beside at most `SCORES` scores.
+
+Shapes: N positions; S slots; K steps; D draft hidden; h query heads; g key/value heads; dv width of a value.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from eagle31_train.evaluation.measurement import Drift
+from eagle31_train.model.attention import unrolled_attention
+from eagle31_train.model.batch import each_tensor
+from eagle31_train.model.drafter import Drafter
+from eagle31_train.model.gqa import applied_to
+from eagle31_train.model.packing import make_layout
+from eagle31_train.store.codec import plain
+
+SINKS = 4  # positions at the start of a sequence, which attention falls back upon
+SCORES = 2**24  # scores over the draft vocabulary that are held at once
+KINDS = 4  # of keys: sink, prompt, verified, own
+COLUMNS = 8  # that tell them; CUDA's kernel wants widths in eights
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """What the target wrote after one prompt, and its auxiliary states on the way.
+
+    prompt, output: token ids; the output ends with an end token or at the limit.
+    beyond: what the target would have written after that. vLLM counts drafted tokens that agree with it, too.
+    aux: [>= len(prompt) + len(output) - 2, A, H] auxiliary states from position 0 on: drafts are made at positions
+        len(prompt) - 1 + i, for i = 0 .. len(output) - 2.
+    """
+
+    prompt: list[int]
+    output: list[int]
+    beyond: list[int]
+    aux: Tensor
+
+    @property
+    def slots(self) -> int:
+        """How many positions of the output a draft can be made at: all before the token that ends it."""
+        return len(self.output) - 1
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of every slot.
+
+    tokens: [S] int64, drafted, as target ids. read, written: [S, D], the state g_k and the output z_k.
+    shares: [S, h, KINDS], of each head's attention; entropy: [S] fp64, of the draft distribution, in nats. Both are
+        empty without drift.
+    """
+
+    tokens: Tensor
+    read: Tensor
+    written: Tensor
+    shares: Tensor
+    entropy: Tensor
+
+
+@torch.no_grad()
+def unroll(
+    drafter: Drafter, target_ids: Tensor, trajectory: Trajectory, depth: int, drift: bool
+) -> tuple[list[int], Drift | None]:
+    """Draft `depth` tokens greedily at every slot of a trajectory.
+
+    Args:
+        drafter: any drafter module; drafts in the dtype of its weights.
+        target_ids: [Vd] int64, the target's id of each draft token.
+        trajectory: with its states on the drafter's device, and at least depth - 1 tokens beyond.
+        drift: whether to measure what changes from step to step.
+
+    Returns:
+        For each slot, how many tokens of the draft, from the first on, are what the target wrote there; and the drift
+        (None without `drift`, or without slots).
+    """
+    slots, text = trajectory.slots, [*trajectory.output, *trajectory.beyond]
+    if slots == 0:
+        return [], None
+    assert len(text) >= slots + depth, "what the target wrote goes on for depth - 1 tokens after the output"
+    drafted, seen = [], []
+    for step in steps(drafter, target_ids, trajectory, depth, drift):
+        drafted.append(step.tokens)
+        if drift:
+            shares = step.shares.double().mean((0, 1))
+            seen.append(torch.stack([*shares, rms(step.read).mean(), step.entropy.mean()]))
+    # The draft of slot i follows token i of the output.
+    wanted = torch.tensor(text, device=target_ids.device).unfold(0, depth, 1)[1 : slots + 1]  # [S, K]
+    agreed = (torch.stack(drafted, 1) == wanted).long().cumprod(1).sum(1)
+    return agreed.tolist(), Drift(*torch.stack(seen, 1).tolist()) if drift else None
+
+
+@torch.no_grad()
+def narrowest(drafter: Drafter, target_ids: Tensor, trajectory: Trajectory, slot: int, depth: int) -> float:
+    """The least gap between the two best scores of any step of the draft at one slot.
+
+    So much, or so little, would have to be rounded otherwise for another draft: in fp32, under 1e-4 it may be.
+    """
+    text = [*trajectory.output, *trajectory.beyond]
+    there = Trajectory([*trajectory.prompt, *text[:slot]], text[slot : slot + 2], [], trajectory.aux)
+    gaps = []
+    for step in steps(drafter, target_ids, there, depth, drift=False):
+        best, second = drafter.lm_head(step.written[0]).double().topk(2).values.tolist()
+        gaps.append(best - second)
+    return min(gaps)
+
+
+@torch.no_grad()
+def steps(drafter: Drafter, target_ids: Tensor, trajectory: Trajectory, depth: int, drift: bool) -> Iterator[Step]:
+    """Steps 0 .. depth-1 of all slots (at least one); arguments as of `unroll`."""
+    device, prompt = target_ids.device, len(trajectory.prompt)
+    layer, attention = drafter.midlayer, drafter.midlayer.self_attn
+
+    # Row p: the state of position p beside the token at p + 1. The first slot is at the prompt's last position.
+    first, N = prompt - 1, prompt - 1 + trajectory.slots
+    positions = torch.arange(N, device=device)
+    tokens = torch.tensor([*trajectory.prompt, *trajectory.output][1 : N + 1], device=device)
+    g = drafter.fuse(plain(trajectory.aux[:N]))
+    x, residual = layer.attention_input(drafter.embed(tokens), g)
+    k0, v0 = attention.keys_values(applied_to(x), positions)
+    width = v0.shape[-1]
+    if drift:
+        v0 = _marked(v0, kinds(positions, prompt))
+    layout = each_tensor(make_layout([(0, N)], torch.arange(first, N)), lambda tensor: tensor.to(device))
+
+    g, x, residual, positions = g[first:], x[first:], residual[first:], positions[first:]
+    own_k: list[Tensor] = []
+    own_v: list[Tensor] = []
+    for k in range(depth):
+        if k > 0:  # the key of step 0 is among k0
+            key, value = attention.keys_values(applied_to(x), positions + k)
+            own_k.append(key)
+            own_v.append(_marked(value, torch.full_like(positions, KINDS - 1)) if drift else value)
+        q = attention.queries(applied_to(x), positions + k)
+        attended = unrolled_attention(q, k0, v0, own_k, own_v, layout, attention.scale)
+        h = layer.finish(residual, attended[..., :width])
+        z = drafter.norm(h)
+        choice, entropy = _read_out(drafter, z, drift)
+        yield Step(target_ids[choice], g, z, attended[..., width:][..., :KINDS], entropy)
+        g = drafter.feedback(h, z)
+        x, residual = layer.attention_input(drafter.embed(target_ids[choice]), g)
+
+
+def kinds(positions: Tensor, prompt: int) -> Tensor:
+    """Positions [N] → [N] int64, of what kind their step-0 keys are: 0 sink, 1 prompt, 2 verified (own keys are 3).
+
+    A key is where its state is. That of the prompt's last position, beside which the first token stands that the
+    target wrote, is the prompt's.
+    """
+    return (positions >= SINKS).long() + (positions >= max(SINKS, prompt)).long()
+
+
+def rms(states: Tensor) -> Tensor:
+    """States [n, D] → the root of each one's mean square, [n] fp64."""
+    return states.double().square().mean(-1).sqrt()
+
+
+def _marked(values: Tensor, kind: Tensor) -> Tensor:
+    """Values [n, g, dv] of kinds [n] → [n, g, dv + COLUMNS]."""
+    columns = F.one_hot(kind, COLUMNS).to(values.dtype)[:, None].expand(-1, values.shape[1], -1)
+    return torch.cat([values, columns], -1)
+
+
+def _read_out(drafter: Drafter, z: Tensor, entropies: bool) -> tuple[Tensor, Tensor]:
+    """Outputs z [S, D] → the best draft token [S] of each, and the entropy [S] of its distribution, if asked for.
+
+    Some rows at a time: the scores of all slots over a vocabulary may not fit.
+    """
+    choice, entropy = [], []
+    for rows in z.split(max(1, SCORES // drafter.shape.draft_vocab_size)):
+        scores = drafter.lm_head(rows)
+        choice.append(scores.argmax(-1))
+        if entropies:
+            wide = torch.promote_types(scores.dtype, torch.float32)
+            entropy.append(torch.special.entr(scores.softmax(-1, wide)).sum(-1).double())
+    return torch.cat(choice), torch.cat(entropy) if entropies else z.new_empty(0)

@@ -1,0 +1,116 @@
+"""Who sees whom in the unrolled drafter.
+
+Slot t at step k attends to the step-0 keys of every position s <= t of its own document, and to
+its own keys of steps 1..k (its query's own step included). Nothing else.
+
+The two parts are softmaxed apart and merged by their log-sum-exp: the first by the kernels of
+`context_attention.py`, the second, k keys per slot, by small products. Memory is linear in the number of slots.
+
+Shapes: N packed positions; S slots; h query heads; g key/value heads; r = h / g; d key width;
+dv value width; k own keys.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle31_train.model.context_attention import context_backward, context_forward
+from eagle31_train.model.packing import Layout
+
+
+def unrolled_attention(
+    q: Tensor,
+    k0: Tensor,
+    v0: Tensor,
+    own_k: Sequence[Tensor],
+    own_v: Sequence[Tensor],
+    layout: Layout,
+    scale: float,
+) -> Tensor:
+    """Attention of every slot at one step; exact, forward and backward.
+
+    Args:
+        q: [S, h, d] queries of the slots at this step.
+        k0, v0: [N, g, d] and [N, g, dv], step-0 keys and values of every position.
+        own_k, own_v: for each step 1..k, [S, g, d] and [S, g, dv]: the slots' own keys and values.
+        layout: documents and slots.
+        scale: softmax scale.
+
+    Returns:
+        [S, h, dv].
+    """
+    out: Tensor = _MergedAttention.apply(q, k0, v0, layout, scale, *own_k, *own_v)
+    return out
+
+
+class _MergedAttention(torch.autograd.Function):
+    """The merge's gradient is that of one softmax over all keys, and so is computed as one.
+
+    With the merged output o and merged log-sum-exp L, every share is exp(score - L) and every score's
+    gradient is share * (do·v - do·o), whichever part the key is in. Handing o and L of the *merge* to
+    the flash backward gives exactly that. (Its own o and L would drop the gradient through L.)
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k0: Tensor, v0: Tensor, layout: Layout, scale: float, *own: Tensor) -> Tensor:
+        """own: k keys [S, g, d], then k values [S, g, dv] → [S, h, dv]."""
+        result, lse = context_forward(q, k0, v0, layout, scale)
+        if own:
+            own_k, own_v = _halves(own)
+            g = k0.shape[1]
+            scores = _own_scores(_grouped(q, g), own_k, scale)
+            merged = torch.logaddexp(lse, scores.logsumexp(-1).flatten(1))
+            shares = (scores - _grouped(merged, g)[..., None]).exp()
+            result = _grouped(result * (lse - merged).exp()[..., None], g)
+            for share, value in zip(shares.unbind(-1), own_v, strict=True):
+                result.addcmul_(share[..., None], value[:, :, None])
+            result, lse = result.flatten(1, 2), merged
+        result = result.to(q.dtype)
+        ctx.save_for_backward(q, k0, v0, result, lse, *own)
+        ctx.layout, ctx.scale = layout, scale
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of q, k0, v0, and of the own keys and values."""
+        q, k0, v0, out, lse, *own = ctx.saved_tensors
+        scale, g = ctx.scale, k0.shape[1]
+        dout = grads[0].to(q.dtype).contiguous()
+        dq, dk0, dv0 = context_backward(dout, q, k0, v0, out, lse, ctx.layout, scale)
+        if not own:
+            return dq, dk0, dv0, None, None
+
+        own_k, own_v = _halves(own)
+        mean = torch.linalg.vecdot(dout.to(lse.dtype), out.to(lse.dtype))
+        q, do = _grouped(q, g), _grouped(dout, g)
+        shares = (_own_scores(q, own_k, scale) - _grouped(lse, g)[..., None]).exp()
+        slopes = shares * (_own_scores(do, own_v, 1.0) - _grouped(mean, g)[..., None]) * scale
+        down_q, down_k, down_v = _grouped(dq.to(lse.dtype), g), [], []
+        for slope, share, key in zip(slopes.unbind(-1), shares.unbind(-1), own_k, strict=True):
+            down_q.addcmul_(slope[..., None], key[:, :, None])
+            down_k.append((slope[..., None].to(q.dtype) * q).sum(2))
+            down_v.append((share[..., None].to(do.dtype) * do).sum(2))
+        return down_q.flatten(1, 2).to(dq.dtype), dk0, dv0, None, None, *down_k, *down_v
+
+
+# A slot's own keys are few, and other slots' are others. As matrix products they would be S * g tiny ones, of stacked
+# copies, with scores rounded to 16 bits. Sums of element-wise products need none of it (their speed: docs/log.md).
+
+
+def _halves(own: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """k keys, then k values, of the slots."""
+    return own[: len(own) // 2], own[len(own) // 2 :]
+
+
+def _grouped(x: Tensor, g: int) -> Tensor:
+    """[S, h, ...] → [S, g, r, ...]: query heads beside those that share their keys."""
+    return x.unflatten(1, (g, -1))
+
+
+def _own_scores(q: Tensor, own: Sequence[Tensor], scale: float) -> Tensor:
+    """q [S, g, r, w] against k times [S, g, w] → [S, g, r, k], fp32 or wider: a sharp score must not be rounded."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    q = q.to(wide)
+    return torch.stack([torch.linalg.vecdot(q, row.to(wide)[:, :, None]) for row in own], -1) * scale

@@ -1,0 +1,238 @@
+"""From documents to a packed batch: which slots are trained, and what each of their steps predicts.
+
+All index arithmetic of the recurrence stands here, once:
+
+    slot t, step k:  input token x[t+1+k], RoPE position t+k,
+                     predicts x[t+2+k], supervised by the target's distribution at t+1+k.
+
+A pair (t, k) is *eligible* if x[t+2+k] is in the same document and was written by the assistant.
+It is *trained* if, besides, the draft vocabulary holds the target's arg-max at t+1+k (or with
+`oov: keep`, in any case). A slot exists if any of its pairs is trained.
+
+A step may train a random subset of its slots (`choose_slots`), unbiased: what it adds up, times `scale`,
+is on average what all slots add up to.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from eagle31_train.model.packing import Layout, make_layout
+from eagle31_train.store.codec import Encoded, as_encoded, concatenate
+from eagle31_train.store.document import Document
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+CHUNK = 32  # supervised positions per chunk: the loss takes whole chunks into a product, up to K * 32 rows each
+STRETCH = 32  # a subset of the slots is made of stretches of so many: neighbours are cheap to attend together
+
+Moved = TypeVar("Moved", bound="DataclassInstance")
+
+
+@dataclass(frozen=True)
+class Subset:
+    """The part of some documents that one step trains; every slot had the same chance of being in it.
+
+    taken: for each document, [T] bool: positions whose slots are trained and counted.
+    scale: one over that chance.
+    """
+
+    taken: list[Tensor]
+    scale: float
+
+    def of(self, documents: Sequence[int]) -> "Subset":
+        """The same choice, for some of the documents."""
+        return Subset([self.taken[i] for i in documents], self.scale)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Packed documents and the pairs to train. N tokens, S slots, J supervised positions, P pairs.
+
+    Of each document only the positions up to its last slot are its *context*: C positions in all, which slots
+    attend to. Nothing is computed for the others.
+
+    The pairs are sorted by the position that supervises them, so that a chunk of positions is a
+    contiguous run of pairs.
+    """
+
+    aux: Encoded  # [C, A, H]
+    ids: Tensor  # [N] int64, token ids
+    following: Tensor  # [C] int64 into [N]: where x[t+1] stands, for every position: the step-0 input
+    read: Tensor  # [R] int64, ascending: where the tokens stand that slots read
+    reads: Tensor  # [K, S] int64 into [R]: which of them slot t reads at step k (x[t+1+k])
+    positions: Tensor  # [C] int64: position within the document
+    layout: Layout  # of the C positions
+    teacher: Encoded  # [J, H] last hidden state of the target at the supervised positions
+    top1: Tensor  # [J] int64, full vocabulary
+    pair_row: Tensor  # [P] int64 into the flattened [K, S]
+    pair_teacher: Tensor  # [P] int64 into [J], ascending
+    pair_step: Tensor  # [P] int64
+    chunks: list[tuple[int, int, int, int]]  # runs of CHUNK supervised positions: first, end of [J]; of [P]
+    trained: Tensor  # [K] int64: trained pairs per step, P together
+    eligible: Tensor  # [K] int64: eligible pairs per step
+    eligible_prefix: Tensor  # [K] int64: slots eligible at every step 0..k
+    population: Tensor  # [K] int64: trained pairs of all slots, of the subset or not: this batch's part of N_k
+    scale: float  # what the weight of every pair is multiplied by: 1 without a subset
+    tokens: int  # N, and
+    assistant_tokens: int  # how many of them the assistant wrote
+
+    @property
+    def ttt_length(self) -> int:
+        """K."""
+        return len(self.reads)
+
+    def to(self, device: torch.device | str) -> "Batch":
+        """The batch on another device; the host does not wait for a batch that is `pinned`."""
+        return each_tensor(self, lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pinned(self) -> "Batch":
+        """The batch in page-locked memory, which a CUDA device fetches by itself."""
+        return each_tensor(self, Tensor.pin_memory)
+
+
+def each_tensor(value: Moved, move: Callable[[Tensor], Tensor]) -> Moved:
+    """A dataclass with its tensors, and those of dataclasses in it, replaced."""
+    changed: dict[str, Any] = {}
+    for field in fields(value):
+        part = getattr(value, field.name)
+        if isinstance(part, Tensor):
+            changed[field.name] = move(part)
+        elif is_dataclass(part) and not isinstance(part, type):
+            changed[field.name] = each_tensor(part, move)
+    return replace(value, **changed)
+
+
+def build_batch(
+    documents: Sequence[Document], ttt_length: int, keep_mask: Tensor, oov: str, subset: Subset | None = None
+) -> Batch:
+    """Pack documents and work out every slot and pair.
+
+    Args:
+        documents: at least one; none reads another's tokens, whatever the order.
+        ttt_length: K, steps per slot.
+        keep_mask: [V] bool, `t2d`: which target tokens the draft vocabulary holds.
+        oov: "mask" or "keep".
+        subset: what of these documents is trained and counted; all without.
+    """
+    K = ttt_length
+    eligible, trained = zip(*(_pairs(document, K, keep_mask, oov) for document in documents), strict=True)
+    starts = torch.tensor([0, *(len(d) for d in documents)]).cumsum(0).tolist()
+
+    all_eligible, all_trained = torch.cat(eligible), torch.cat(trained)
+    population = all_trained.sum(0)
+    if subset is not None:
+        taken = torch.cat(subset.taken)[:, None]
+        all_eligible, all_trained = all_eligible & taken, all_trained & taken
+    slot = all_trained.any(1).nonzero()[:, 0]
+
+    steps = torch.arange(K)
+    tokens = torch.cat([d.tokens for d in documents])
+    edges = torch.tensor(starts)
+    owner = torch.searchsorted(edges, slot, right=True) - 1  # the document of each slot
+    end = edges[owner + 1] - 1
+    # Steps past the end of a document are no pairs; they read its last token so that indices stay inside.
+    read, reads = torch.minimum(slot + 1 + steps[:, None], end).unique(return_inverse=True)
+
+    rows, ks = all_trained[slot].nonzero(as_tuple=True)  # sorted by slot; wanted: by supervised position
+    supervised = slot[rows] + 1 + ks
+    order = torch.argsort(supervised, stable=True)
+    rows, ks, supervised = rows[order], ks[order], supervised[order]
+    teachers, pair_teacher = torch.unique_consecutive(supervised, return_inverse=True)
+    # Among the last states that the documents carry.
+    with_state = torch.cat([d.supervised + start for d, start in zip(documents, starts, strict=False)])
+    teacher_rows = torch.searchsorted(with_state, teachers)
+
+    contexts = torch.zeros(len(documents), dtype=torch.int64)
+    contexts.scatter_reduce_(0, owner, slot - edges[owner] + 1, "amax")  # up to the last slot of each document
+    context_edges = [0, *contexts.cumsum(0).tolist()]
+    position = torch.cat([torch.arange(count) for count in contexts.tolist()])
+    begins = edges[:-1].repeat_interleave(contexts)
+
+    return Batch(
+        aux=concatenate([as_encoded(d.aux)[:count] for d, count in zip(documents, contexts.tolist(), strict=True)]),
+        ids=tokens,
+        following=begins + position + 1,
+        read=read,
+        reads=reads,
+        positions=position,
+        layout=make_layout(
+            [span for span in pairwise(context_edges) if span[0] < span[1]],
+            slot - edges[owner] + torch.tensor(context_edges)[owner],
+        ),
+        teacher=concatenate([as_encoded(d.supervised_states) for d in documents])[teacher_rows],
+        top1=torch.cat([d.top1 for d in documents])[teachers],
+        pair_row=ks * len(slot) + rows,
+        pair_teacher=pair_teacher,
+        pair_step=ks,
+        chunks=_chunks(pair_teacher, len(teachers)),
+        trained=all_trained.sum(0),
+        eligible=all_eligible.sum(0),
+        eligible_prefix=all_eligible.cumprod(1).sum(0),
+        population=population,
+        scale=1.0 if subset is None else subset.scale,
+        tokens=len(tokens),
+        assistant_tokens=int(sum(d.loss_mask.sum() for d in documents)),
+    )
+
+
+def choose_slots(
+    documents: Sequence[Document], ttt_length: int, keep_mask: Tensor, oov: str, slots: int, seed: int, step: int
+) -> Subset | None:
+    """Exactly `slots` of a step's slots at random, or None where there are no more than that.
+
+    The choice is made among all slots of the step's documents, in their order, before any rank takes its
+    share: it is a function of seed, step and documents, and not of how the documents are split. States are not read.
+
+    A position that is eligible but no slot (all its targets are out of the vocabulary: all misses) is counted
+    if the slot before it is taken, the first ones with the last slot. So each position has the same chance,
+    and shares like the accuracy are as right as those of all positions.
+    """
+    exists = torch.cat([_pairs(document, ttt_length, keep_mask, oov)[1].any(1) for document in documents])
+    total = int(exists.sum())
+    if total <= slots:
+        return None
+    # The third number sets this stream apart from the data order's.
+    random = np.random.Generator(np.random.PCG64([seed, step, 1]))
+    taken = torch.from_numpy(draw_stretches(total, slots, random))[exists.cumsum(0) - 1]
+    return Subset(list(taken.split([len(document) for document in documents])), total / slots)
+
+
+def draw_stretches(total: int, count: int, random: np.random.Generator) -> NDArray[np.bool_]:
+    """Mark exactly `count` of `total` slots, in stretches: [total] bool.
+
+    The slots left out are dealt into the gaps between the stretches, and the whole ring is turned at random.
+    The turn alone gives every slot the chance count / total, whatever the gaps; the gaps spread the stretches.
+    """
+    stretches = -(-count // STRETCH)
+    sizes = [STRETCH] * (stretches - 1) + [count - STRETCH * (stretches - 1)]
+    gaps = random.multinomial(total - count, [1 / stretches] * stretches)
+    ring = np.repeat([True, False] * stretches, np.stack([sizes, gaps], axis=1).ravel())
+    return np.roll(ring, random.integers(total))
+
+
+def _chunks(pair_teacher: Tensor, supervised: int) -> list[tuple[int, int, int, int]]:
+    """Cut the supervised positions into runs of CHUNK; worked out here, so that a step never waits for a device."""
+    edges = [*range(0, supervised, CHUNK), supervised]
+    pairs = torch.searchsorted(pair_teacher, torch.tensor(edges)).tolist()
+    return [(*position_run, *pair_run) for position_run, pair_run in zip(pairwise(edges), pairwise(pairs), strict=True)]
+
+
+def _pairs(document: Document, ttt_length: int, keep_mask: Tensor, oov: str) -> tuple[Tensor, Tensor]:
+    """[T, K] bool twice: eligible pairs and trained pairs of one document."""
+    T = len(document)
+    predicted = torch.arange(T)[:, None] + 2 + torch.arange(ttt_length)  # x[t+2+k]
+    inside = predicted < T
+    predicted = predicted.clamp(max=T - 1)
+    eligible = inside & document.loss_mask[predicted]
+    if oov == "keep":
+        return eligible, eligible
+    in_vocabulary = keep_mask[document.top1[predicted - 1]]  # arg-max at t+1+k
+    return eligible, eligible & in_vocabulary

@@ -1,0 +1,233 @@
+"""Attention of slots to the step-0 keys of their documents, and its gradient: the kernels.
+
+Each kernel gives the output and its log-sum-exp, and takes both back for the gradient: after a merge with
+other keys, the *merged* ones. Exact then, since every share is exp(score - log-sum-exp) and every score's
+gradient is share * (do·v - do·o), whichever part of the softmax a key is in.
+
+    CPU            flash, run by run: linear memory
+    CUDA, 16 bits  flash over all runs in one call: linear memory. No GPU has been at hand to run it; its
+                   indices are tested against an imitation of the kernel.
+    otherwise      plain products, in blocks of queries: the truth in the tests
+
+Shapes: N packed positions; S slots; h query heads; g key/value heads; r = h / g; d key width; dv value
+width; n queries and m keys of a piece.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from eagle31_train.model.packing import Layout, Run, Segments
+
+BLOCK = 256  # queries whose scores the plain kernel holds at once
+
+
+def context_forward(q: Tensor, k0: Tensor, v0: Tensor, layout: Layout, scale: float) -> tuple[Tensor, Tensor]:
+    """q [S, h, d] over k0 [N, g, d], v0 [N, g, dv] → output [S, h, dv] and log-sum-exp [S, h].
+
+    The log-sum-exp is fp32 or wider; so is the output, but for CUDA's kernel, which gives it in 16 bits.
+    """
+    if _flash_cuda(q, v0) and layout.segments is not None:
+        return _cuda_forward(q, k0, v0, layout.segments, scale)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    S, h, dv = len(q), q.shape[1], v0.shape[2]
+    out, lse = q.new_empty(S, h, dv, dtype=wide), q.new_empty(S, h, dtype=wide)
+    for run in layout.runs:
+        for rows, keys, causal in _pieces(run, q):
+            piece_out, piece_lse = _piece_forward(q[rows], k0[keys], v0[keys], causal, scale)
+            if keys.start == run.document:  # the first keys that these rows see
+                out[rows], lse[rows] = piece_out, piece_lse
+            else:
+                out[rows], lse[rows] = merge(out[rows], lse[rows], piece_out.to(wide), piece_lse)
+    return out, lse
+
+
+def context_backward(
+    dout: Tensor, q: Tensor, k0: Tensor, v0: Tensor, out: Tensor, lse: Tensor, layout: Layout, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k0 and v0, given dout and out [S, h, dv] and lse [S, h] of the merged softmax."""
+    if _flash_cuda(q, v0) and layout.segments is not None:
+        return _cuda_backward(dout, q, k0, v0, out, lse, layout.segments, scale)
+    dq, dk0, dv0 = torch.zeros_like(q), torch.zeros_like(k0), torch.zeros_like(v0)
+    for run in layout.runs:
+        for rows, keys, causal in _pieces(run, q):
+            piece = (dout[rows], q[rows], k0[keys], v0[keys], out[rows], lse[rows])
+            dq_piece, dk, dv = _piece_backward(*piece, causal, scale)
+            dq[rows] += dq_piece
+            dk0[keys] += dk
+            dv0[keys] += dv
+    return dq, dk0, dv0
+
+
+def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Two softmaxes over different keys, [n, h, dv] and [n, h] each, as the one over all of them."""
+    merged = torch.logaddexp(lse, other_lse)
+    mine, theirs = (lse - merged).exp()[..., None], (other_lse - merged).exp()[..., None]
+    return out * mine + other * theirs, merged
+
+
+def _pieces(run: Run, q: Tensor) -> Iterator[tuple[slice, slice, bool]]:
+    """(slots, keys, causal): blocks that need no mask tensor but the causal one, aligned at its start.
+
+    What precedes a block of slots is seen in full; the block itself causally.
+    """
+    step = run.end - run.first if _flash_cpu(q) else BLOCK
+    for first in range(run.first, run.end, step):
+        end = min(first + step, run.end)
+        begin = run.begin + first - run.first
+        if begin > run.document:
+            yield slice(first, end), slice(run.document, begin), False
+        yield slice(first, end), slice(begin, begin + end - first), True
+
+
+# ---------------------------------------------------------------- one piece: CPU flash, or plain products
+
+
+def _piece_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """q [n, h, d] over k [m, g, d], v [m, g, dv] → [n, h, dv] and [n, h]."""
+    queries, keys, values = _by_group(q, k.shape[1]), _per_head(k, q), _per_head(v, q)
+    if _flash_cpu(q):
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        queries, keys, values = _same_width(queries, keys, values)
+        out, lse = flash(queries, keys, values, 0.0, causal, attn_mask=None, scale=scale)
+        out = out[..., : v.shape[-1]]
+    else:
+        scores = _plain_scores(queries, keys, causal, scale)
+        lse = scores.logsumexp(-1)
+        out = (scores - lse[..., None]).exp().to(v.dtype) @ values
+    return _by_slot(out), _by_slot(lse[..., None])[..., 0]
+
+
+def _piece_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q [n, h, d], k [m, g, d] and v [m, g, dv]."""
+    g, d, dv = k.shape[1], k.shape[-1], v.shape[-1]
+    queries, dout, out = _by_group(q, g), _by_group(dout, g), _by_group(out, g)
+    lse = _by_group(lse[..., None], g)[..., 0]
+    keys, values = _per_head(k, q), _per_head(v, q)
+    if _flash_cpu(q):
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        queries, keys, values, dout, out = _same_width(queries, keys, values, dout, out)
+        down = flash(dout, queries, keys, values, out, lse, 0.0, causal, attn_mask=None, scale=scale)
+        down_q, down_k, down_v = down[0][..., :d], down[1][..., :d], down[2][..., :dv]
+    else:
+        shares = (_plain_scores(queries, keys, causal, scale) - lse[..., None]).exp()
+        mean = (dout.to(shares.dtype) * out.to(shares.dtype)).sum(-1, keepdim=True)
+        dscores = (shares * ((dout @ values.mT).to(shares.dtype) - mean) * scale).to(q.dtype)
+        down_q, down_k, down_v = dscores @ keys, dscores.mT @ queries, shares.to(q.dtype).mT @ dout
+    return _by_slot(down_q), down_k.sum(0).transpose(0, 1), down_v.sum(0).transpose(0, 1)
+
+
+def _flash_cpu(q: Tensor) -> bool:
+    return q.device.type == "cpu" and _has("_scaled_dot_product_flash_attention_for_cpu")
+
+
+def _has(operator: str) -> bool:
+    """Whether this torch has an operator of its own, and its gradient: plain products do without, more slowly."""
+    backward = operator.replace("_forward", "") + "_backward"
+    return hasattr(torch.ops.aten, operator) and hasattr(torch.ops.aten, backward)
+
+
+def _by_group(x: Tensor, g: int) -> Tensor:
+    """[n, h, w] → [r, g, n, w]: heads that share keys stand along the batch, so that keys need no copy."""
+    return x.view(len(x), g, -1, x.shape[-1]).permute(2, 1, 0, 3)
+
+
+def _by_slot(x: Tensor) -> Tensor:
+    """[r, g, n, w] → [n, h, w]."""
+    return x.permute(2, 1, 0, 3).flatten(1, 2)
+
+
+def _per_head(x: Tensor, q: Tensor) -> Tensor:
+    """x [m, g, w] for q [n, h, d] → [r, g, m, w] without a copy."""
+    return x.transpose(0, 1)[None].expand(q.shape[1] // x.shape[1], -1, -1, -1)
+
+
+def _same_width(*tensors: Tensor) -> list[Tensor]:
+    """Flash kernels want one width: the narrower tensors get zeros behind, which change no product."""
+    width = max(x.shape[-1] for x in tensors)
+    return [F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in tensors]
+
+
+def _plain_scores(q: Tensor, keys: Tensor, causal: bool, scale: float) -> Tensor:
+    scores = (q @ keys.mT).to(torch.promote_types(q.dtype, torch.float32)) * scale
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+    return scores
+
+
+# ---------------------------------------------------------------- all runs at once: CUDA flash
+
+
+def _flash_cuda(q: Tensor, v: Tensor) -> bool:
+    """Whether CUDA's flash kernel takes these: 16 bits, widths up to 256 in eights."""
+    width = max(q.shape[-1], v.shape[-1])
+    fits = q.dtype in (torch.bfloat16, torch.float16) and width <= 256 and width % 8 == 0
+    return q.device.type == "cuda" and fits and _has("_flash_attention_forward")
+
+
+def _cuda_forward(q: Tensor, k0: Tensor, v0: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
+    queries, keys, values = _same_width(_spread(q, segments), *_copies(k0, v0, segments))
+    edges = (segments.query_edges, segments.key_edges, segments.queries, segments.keys)
+    # Causal here means aligned at the end: the last query of a stretch sees all keys of its stretch.
+    flash = torch.ops.aten._flash_attention_forward
+    out, lse, *_ = flash(queries, keys, values, *edges, 0.0, True, False, scale=scale)
+    assert lse.shape == (q.shape[1], segments.query_total), "this torch lays the log-sum-exp out otherwise"
+    return _gather(out, segments)[..., : v0.shape[-1]], _gather(lse.t(), segments)
+
+
+def _cuda_backward(
+    dout: Tensor, q: Tensor, k0: Tensor, v0: Tensor, out: Tensor, lse: Tensor, segments: Segments, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    keys, values = _copies(k0, v0, segments)
+    spread = [_spread(x, segments) for x in (q, dout, out)]
+    queries, keys, values, dout, out = _same_width(spread[0], keys, values, spread[1], spread[2])
+    edges = (segments.query_edges, segments.key_edges, segments.queries, segments.keys)
+    none = torch.empty(0, dtype=torch.uint64, device=q.device)  # the state of a dropout that there is not
+    # Idle rows have dout = 0 and out = 0, and so no gradient, whatever their log-sum-exp.
+    flash = torch.ops.aten._flash_attention_backward
+    down = flash(
+        dout,
+        queries,
+        keys,
+        values,
+        out,
+        _spread(lse, segments).t().contiguous(),
+        *edges,
+        0.0,
+        True,
+        none,
+        none,
+        scale=scale,
+    )
+    dq = _gather(down[0], segments)[..., : q.shape[-1]]
+    if segments.key_rows is None:
+        return dq, down[1][..., : k0.shape[-1]], down[2][..., : v0.shape[-1]]
+    # Copies of one key add up in fp32: a key of a long document may be in many runs.
+    dk0, dv0 = (torch.zeros_like(x, dtype=torch.float32) for x in (k0, v0))
+    dk0.index_add_(0, segments.key_rows, down[1][..., : k0.shape[-1]].float())
+    dv0.index_add_(0, segments.key_rows, down[2][..., : v0.shape[-1]].float())
+    return dq, dk0.to(k0.dtype), dv0.to(v0.dtype)
+
+
+def _copies(k0: Tensor, v0: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+    """The keys and values of every run, end to end."""
+    if segments.key_rows is None:
+        return k0, v0
+    return k0.index_select(0, segments.key_rows), v0.index_select(0, segments.key_rows)
+
+
+def _spread(x: Tensor, segments: Segments) -> Tensor:
+    """[S, ...] → [query_total, ...], zeros in idle rows."""
+    if segments.query_rows is None:
+        return x
+    return x.new_zeros(segments.query_total, *x.shape[1:]).index_copy_(0, segments.query_rows, x)
+
+
+def _gather(x: Tensor, segments: Segments) -> Tensor:
+    """[query_total, ...] → [S, ...]."""
+    return x if segments.query_rows is None else x.index_select(0, segments.query_rows)

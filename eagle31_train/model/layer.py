@@ -1,0 +1,80 @@
+"""The drafter's one layer: attention's projections, MLP, norms and residuals.
+
+Parameter names are those of the checkpoint (`contract.py`): saving a drafter renames nothing.
+
+Shapes: n rows; D draft hidden; h query heads; d and dv widths of a key and a value.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from eagle31_train.config import DrafterShape
+from eagle31_train.model.gqa import GroupedQueryAttention
+from eagle31_train.model.linear import Linear
+from eagle31_train.model.mla import LatentAttention
+from eagle31_train.model.norm import RMSNorm
+
+Attention = GroupedQueryAttention | LatentAttention
+ATTENTIONS: dict[str, type[Attention]] = {"llama": GroupedQueryAttention, "mla": LatentAttention}
+
+
+class Mlp(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, shape: DrafterShape) -> None:
+        super().__init__()
+        D, inner = shape.hidden_size, shape.intermediate_size
+        self.gate_proj = Linear(D, inner)
+        self.up_proj = Linear(D, inner)
+        self.down_proj = Linear(inner, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [n, D] → [n, D]."""
+        gated: Tensor = _SiluTimes.apply(self.gate_proj(x), self.up_proj(x))
+        return self.down_proj(gated)
+
+
+class _SiluTimes(torch.autograd.Function):
+    """silu(gate) * up; keeps the two for the gradient, where autograd would keep silu(gate) too."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(grads[0] * up, gate), grads[0] * F.silu(gate)
+
+
+class MidLayer(nn.Module):
+    """The drafter's one layer, split where training and decoding differ: around the attention."""
+
+    def __init__(self, shape: DrafterShape) -> None:
+        super().__init__()
+        D, eps = shape.hidden_size, shape.rms_norm_eps
+        self.input_layernorm = RMSNorm(D, eps)
+        self.hidden_norm = RMSNorm(D, eps)
+        self.self_attn: Attention = ATTENTIONS[shape.architecture](shape)
+        self.post_attention_layernorm = RMSNorm(D, eps)
+        self.mlp = Mlp(shape)
+        self.norm_before_residual = shape.norm_before_residual
+
+    def state_input(self, g: Tensor) -> tuple[Tensor, Tensor]:
+        """State g [n, D] → its half of the attention's input, and the residual, [n, D] each."""
+        normed = self.hidden_norm(g)
+        return normed, normed if self.norm_before_residual else g
+
+    def attention_input(self, e: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """Embedding e [n, D] and state g [n, D] → the attention's input [n, 2D] and the residual [n, D]."""
+        normed, residual = self.state_input(g)
+        return torch.cat([self.input_layernorm(e), normed], dim=-1), residual
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """Residual [n, D] and attention output [n, h, d] → h_k [n, D], before the final norm."""
+        u = residual + self.self_attn.output(attended)
+        return u + self.mlp(self.post_attention_layernorm(u))

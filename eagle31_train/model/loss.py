@@ -1,0 +1,262 @@
+"""The unrolled loss, without logits that outlive a block.
+
+    L = sum_k gamma^k / N_k * sum_{trained (t,k)} KL(p[t+1+k] || q_k[t])
+
+p is the target's softmax over the draft rows of its lm_head, computed from its stored last hidden
+state once per block of positions and used by every step that it supervises. Loss, accuracy and all
+gradients of a block are worked out while its [pairs, Vd] logits are alive; no tensor of size
+[tokens, Vd] ever is.
+
+Shapes: K steps, S slots, P pairs, J supervised positions, D draft hidden, H target hidden, Vd draft vocabulary.
+"""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from eagle31_train.model.batch import Batch
+from eagle31_train.model.drafter import Drafter
+from eagle31_train.model.linear import compute_dtype, linear, product
+from eagle31_train.model.norm import RMSNorm, rms_norm
+from eagle31_train.model.rope import Rope
+
+
+class Teacher(nn.Module):
+    """The target's distribution over the draft vocabulary, from its last hidden state before the final norm.
+
+    Args:
+        norm_weight: [H] effective weight of the target's final RMSNorm (1 + w where the target says so).
+        eps: its epsilon.
+        head_rows: [Vd, H] rows of the target's lm_head that the draft vocabulary keeps.
+        target_ids: [Vd] int64, the target's id of each draft token.
+    """
+
+    def __init__(self, norm_weight: Tensor, eps: float, head_rows: Tensor, target_ids: Tensor) -> None:
+        super().__init__()
+        self.eps = eps
+        self.norm_weight: Tensor
+        self.head_rows: Tensor
+        self.target_ids: Tensor
+        self.register_buffer("norm_weight", norm_weight, persistent=False)
+        self.register_buffer("head_rows", head_rows, persistent=False)
+        self.register_buffer("target_ids", target_ids, persistent=False)
+
+    def logits(self, last: Tensor) -> Tensor:
+        """last [n, H] → [n, Vd], in the dtype of head_rows."""
+        wide = last if last.dtype == torch.float64 else last.float()
+        normed = rms_norm(wide, self.norm_weight.to(wide.dtype), self.eps)
+        return linear(normed.to(self.head_rows.dtype), self.head_rows)
+
+
+@dataclass(frozen=True)
+class BatchMetrics:
+    """What a batch shows, as sums over its pairs, so that batches and ranks add up. All [K], fp32.
+
+    loss: summed divergence; trained: pairs that it counts; correct: arg-max hits against the
+    target's arg-max over the full vocabulary; eligible: pairs that could hit; prefix: slots right
+    at every step 0..k; eligible_prefix: slots that could be; rms: summed RMS of the states that step k
+    reads; slots: how many.
+    """
+
+    loss: Tensor
+    trained: Tensor
+    correct: Tensor
+    eligible: Tensor
+    prefix: Tensor
+    eligible_prefix: Tensor
+    rms: Tensor
+    slots: Tensor
+
+    def stacked(self) -> Tensor:
+        """[MEASURES, K], for adding up and reducing over ranks."""
+        return torch.stack([getattr(self, field.name) for field in fields(self)])
+
+
+MEASURES = len(fields(BatchMetrics))
+
+# Logits alive at once, by device: in one matrix product, and while probabilities of them are worked out, of which
+# several copies live. A product wants many rows; a CPU wants little enough for memory to be used again.
+LOGITS = {"cpu": (2**23, 2**22), "other": (2**28, 2**26)}
+
+
+class Objective(nn.Module):
+    """Drafter and teacher as one module whose forward is the loss, for wrapping by DDP and the like.
+
+    Args:
+        drafter, teacher: what learns, and what it learns from.
+        loss: "kl" or "ce".
+        lk: share of the LK loss, see `divergence`.
+
+    Attributes:
+        autocast: dtype in which products are worked out; None: the caller's autocast, or that of the weights. It
+            stands here and not with those who train, so that a recipe means the same however devices share the work.
+    """
+
+    autocast: torch.dtype | None = None
+
+    def __init__(self, drafter: Drafter, teacher: Teacher, loss: str, lk: float = 0.0) -> None:
+        super().__init__()
+        self.drafter = drafter
+        self.teacher = teacher
+        self.kind = loss
+        self.lk = lk
+        self.divergence = divergence
+
+    def compile_kernels(self) -> None:
+        """Let torch.compile fuse norms, RoPE and the divergence, each of which is many small kernels otherwise."""
+        torch._dynamo.config.optimize_ddp = False  # it would cut the compiled parts where gradients are exchanged
+        self.divergence = torch.compile(divergence, dynamic=True)
+        for module in self.drafter.modules():
+            if isinstance(module, RMSNorm | Rope):
+                module.compile(dynamic=True)
+
+    def forward(self, batch: Batch, weights: Tensor) -> tuple[Tensor, BatchMetrics]:
+        """The weighted loss of a batch.
+
+        Args:
+            batch: packed documents.
+            weights: [K] fp32, gamma^k / N_k with N_k counted over the whole global batch.
+        """
+        with torch.autocast(weights.device.type, self.autocast) if self.autocast else nullcontext():
+            return self._forward(batch, weights)
+
+    def _forward(self, batch: Batch, weights: Tensor) -> tuple[Tensor, BatchMetrics]:
+        unrolled = self.drafter(batch)
+        total, sums, hits = _ChunkedDivergence.apply(
+            unrolled.z.flatten(0, 1),
+            self.drafter.lm_head.weight,
+            batch,
+            weights,
+            self,
+            torch.is_grad_enabled(),
+        )
+        K, S = unrolled.z.shape[:2]
+        correct = hits.view(K, S)
+        device = total.device
+        return total, BatchMetrics(
+            loss=sums,
+            trained=batch.trained.float(),
+            correct=correct.sum(1).float(),
+            eligible=batch.eligible.float(),
+            prefix=correct.cumprod(0).sum(1).float(),
+            eligible_prefix=batch.eligible_prefix.float(),
+            rms=unrolled.rms.float() * S,
+            slots=torch.full((K,), S, device=device, dtype=torch.float32),
+        )
+
+
+def divergence(
+    logits: Tensor, p: Tensor, negentropy: Tensor, supervised: Tensor, kind: str, lk: float
+) -> tuple[Tensor, Tensor]:
+    """What each pair's prediction costs, and the slope of that in its logits.
+
+    Args:
+        logits: [P, Vd] of the drafter, fp32 or wider.
+        p: [J, Vd] the target's probabilities, likewise.
+        negentropy: [J] sum(p log p) of each row.
+        supervised: [P] which row of p supervises each pair.
+        kind: "kl", or "ce", which adds the target's entropy and has the same slope.
+        lk: share of the LK loss, -log(alpha) with alpha = sum(min(p, q)), the probability that the
+            target accepts a token drawn from q (Leviathan et al. 2023); the rest is `kind`.
+
+    Returns:
+        value [P] in nats, slope [P, Vd].
+    """
+    log_q = logits.log_softmax(-1)
+    p_pairs = p.index_select(0, supervised)
+    value = -torch.linalg.vecdot(p_pairs, log_q)
+    if kind == "kl":
+        value = value + negentropy[supervised]
+    q = log_q.exp_()
+    if not lk:
+        return value, q.sub_(p_pairs)
+    # Where the two share nothing that fp32 can hold, the loss stays finite and the slope is its limit of zero.
+    alpha = torch.minimum(p_pairs, q).sum(-1, keepdim=True).clamp_min(torch.finfo(q.dtype).tiny)
+    # d alpha / d q is 1 where the drafter gives too little, 0 elsewhere; then through the softmax.
+    short = q * (q < p_pairs)
+    through_alpha = (q * short.sum(-1, keepdim=True) - short) / alpha
+    return (1 - lk) * value - lk * alpha[:, 0].log(), (1 - lk) * (q - p_pairs) + lk * through_alpha
+
+
+class _ChunkedDivergence(torch.autograd.Function):
+    """Loss and gradients together: the slope is at hand with the logits, so nothing need be kept for later."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, z: Tensor, head: Tensor, batch: Batch, weights: Tensor, objective: "Objective", learn: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """z [K*S, D], head [Vd, D] → loss (), summed divergence per step [K], hits [K*S] bool."""
+        compute = compute_dtype(z)
+        wide = torch.float64 if z.dtype == torch.float64 else torch.float32
+        z_low, head_low = z.to(compute), head.to(compute)
+        want_z, want_head = (wanted and learn for wanted in ctx.needs_input_grad[:2])
+        dz = torch.zeros_like(z) if want_z else None
+        dhead = torch.zeros_like(head, dtype=wide) if want_head else None
+        sums = torch.zeros(batch.ttt_length, dtype=wide, device=z.device)
+        hits = torch.zeros(len(z), dtype=torch.bool, device=z.device)
+        block, part = LOGITS["cpu" if z.device.type == "cpu" else "other"]
+
+        with torch.autocast(z.device.type, enabled=False):
+            for first, last, begin, end in blocks(batch.chunks, block // len(head)):
+                log_p = objective.teacher.logits(batch.teacher[first:last].decode()).to(wide).log_softmax(-1)
+                p = log_p.exp()
+                negentropy = torch.linalg.vecdot(p, log_p)
+                del log_p
+                top1 = batch.top1[first:last]
+                rows = batch.pair_row[begin:end]
+                steps = batch.pair_step[begin:end]
+                supervised = batch.pair_teacher[begin:end] - first
+                states = z_low.index_select(0, rows)
+                logits = product(states, head_low)  # and then, part by part, their slope
+                for some in parts(end - begin, part // len(head)):
+                    exact = logits[some].to(wide)
+                    guess = objective.teacher.target_ids[exact.argmax(-1)]
+                    hits[rows[some]] = guess == top1[supervised[some]]
+                    value, slope = objective.divergence(
+                        exact, p, negentropy, supervised[some], objective.kind, objective.lk
+                    )
+                    sums.index_add_(0, steps[some], value)
+                    logits[some] = slope
+                weight = weights[steps, None].to(wide)
+                if dz is not None:
+                    dz.index_copy_(0, rows, (product(logits, head_low.T) * weight).to(dz.dtype))
+                if dhead is not None:
+                    states = (states * weight).to(compute).T
+                    for some in parts(len(head), part // head.shape[1]):
+                        dhead[some] += product(logits[:, some].T, states)
+        total = (sums * weights.to(wide)).sum()
+        ctx.save_for_backward(*(g for g in (dz, dhead) if g is not None))
+        ctx.wanted = (want_z, want_head)
+        ctx.head_dtype = head.dtype
+        ctx.mark_non_differentiable(sums, hits)
+        return total, sums.float(), hits
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        saved = list(ctx.saved_tensors)
+        want_z, want_head = ctx.wanted
+        # In place: nobody else holds them, and torch refuses to go through the same graph again.
+        dz = saved.pop(0).mul_(grads[0]) if want_z else None
+        dhead = saved.pop(0).mul_(grads[0]).to(ctx.head_dtype) if want_head else None
+        return dz, dhead, None, None, None, None
+
+
+def blocks(chunks: list[tuple[int, int, int, int]], rows: int) -> list[tuple[int, int, int, int]]:
+    """Join neighbouring chunks (first, last position; begin, end pair) while they have at most `rows` pairs."""
+    joined: list[tuple[int, int, int, int]] = []
+    for first, last, begin, end in chunks:
+        if joined and end - joined[-1][2] <= rows:
+            joined[-1] = (joined[-1][0], last, joined[-1][2], end)
+        else:
+            joined.append((first, last, begin, end))
+    return joined
+
+
+def parts(count: int, size: int) -> Iterator[slice]:
+    """Slices of at most `size`, at least one, that cover `count` rows."""
+    size = max(1, size)
+    return (slice(first, min(first + size, count)) for first in range(0, count, size))

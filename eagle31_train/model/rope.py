@@ -1,0 +1,174 @@
+"""Rotary position embedding with the drafter's own base and scaling.
+
+Two layouts of the same rotation: Llama turns the pairs (i, i + d/2) of a head, DeepSeek the pairs (2i, 2i + 1).
+
+With YaRN an MLA drafter also sharpens its softmax: by mscale² in the scale, of which `Rope.softmax_factor`
+is the one home. As vLLM computes both (its DeepseekScalingRotaryEmbedding and DeepseekV2MLAAttention):
+
+    m(a) = 0.1 a ln(factor) + 1
+    cos, sin   times m(mscale) / m(mscale_all_dim)
+    softmax    times m(mscale_all_dim)²              mscale is 1 and mscale_all_dim 0 unless given
+
+Shapes: n rows; d rotated width.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from eagle31_train.config import DrafterShape, mla_widths
+from eagle31_train.errors import UserError
+
+ORIGINAL = "original_max_position_embeddings"
+_YARN = ({"factor", ORIGINAL}, {"beta_fast", "beta_slow", "mscale", "mscale_all_dim"})
+# Each scaling that vLLM and transformers read alike: what it must say, and what it may say. An MLA drafter's vLLM takes
+# every scaling for YaRN. Not here: longrope, of which vLLM takes the long factors wherever the target's contexts may be
+# long, in whatever context it was trained; and proportional, which is two things in the two.
+SCALINGS: dict[str, dict[str, tuple[set[str], set[str]]]] = {
+    "llama": {
+        "linear": ({"factor"}, set()),
+        "dynamic": ({"factor"}, set()),  # as its first tokens: never scaled
+        "llama3": ({"factor", "low_freq_factor", "high_freq_factor", ORIGINAL}, set()),
+        "yarn": (_YARN[0], _YARN[1] | {"attention_factor", "truncate"}),
+    },
+    "mla": {"yarn": _YARN},
+}
+
+
+class Rope(nn.Module):
+    """The rotation of queries and keys.
+
+    The frequencies come from transformers, so every scaling it knows (llama3, yarn, linear, …) is
+    the one that the target uses too; angles are computed in fp32.
+
+    Attributes:
+        softmax_factor: what the scaling multiplies the softmax scale by.
+
+    Raises:
+        UserError: a scaling that vLLM would read otherwise, or that lacks a value.
+    """
+
+    def __init__(self, shape: DrafterShape) -> None:
+        super().__init__()
+        check_rope(shape)
+        latent = shape.architecture == "mla"
+        self.interleaved = latent
+        width = mla_widths(shape)[2] if latent else shape.head_dim
+        with torch.device("cpu"):  # numbers, even where the weights have none: a drafter on the meta device
+            self.exact, self.factor = frequencies(shape, width)
+        self.softmax_factor = 1.0
+        if latent:
+            self.factor, self.softmax_factor = mla_factors(shape)
+        self.inv_freq: Tensor
+        self.register_buffer("inv_freq", self.exact, persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Rope":
+        """Move with the module, but never to a narrower dtype: bf16 frequencies turn long contexts wrongly."""
+        super()._apply(fn, recurse)
+        self.inv_freq = self.exact.to(self.inv_freq.device)
+        return self
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x [n, heads, d], positions [n] int64 → x rotated, same dtype."""
+        angles = positions[:, None].to(self.inv_freq.dtype) * self.inv_freq
+        cos, sin = angles.cos() * self.factor, angles.sin() * self.factor
+        cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
+        first, second = x.unflatten(-1, (-1, 2)).unbind(-1) if self.interleaved else x.chunk(2, dim=-1)
+        turned = first * cos - second * sin, second * cos + first * sin
+        return torch.stack(turned, -1).flatten(-2) if self.interleaved else torch.cat(turned, dim=-1)
+
+
+def frequencies(shape: DrafterShape, width: int) -> tuple[Tensor, float]:
+    """Inverse frequencies [width / 2] fp32, and what transformers multiplies cos and sin by; of a checked RoPE."""
+    parameters = rope_parameters(shape)
+    if parameters["rope_type"] == "default":
+        return 1.0 / shape.rope_theta ** (torch.arange(0, width, 2).float() / width), 1.0
+    from transformers import LlamaConfig  # seconds to import, which plain RoPE need not wait for
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = LlamaConfig(
+        hidden_size=shape.num_attention_heads * width,
+        num_attention_heads=shape.num_attention_heads,
+        head_dim=width,
+        max_position_embeddings=shape.max_position_embeddings,
+        rope_parameters=parameters,
+    )
+    inverse, factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, torch.device("cpu"))
+    return inverse, float(factor)
+
+
+def mla_factors(shape: DrafterShape) -> tuple[float, float]:
+    """What a checked YaRN multiplies an MLA drafter's cos and sin by, and its softmax scale; 1 and 1 without."""
+    yarn = rope_parameters(shape)
+    if yarn["rope_type"] == "default":
+        return 1.0, 1.0
+    turned = _mscale(yarn["factor"], yarn.get("mscale", 1.0))
+    sharpened = _mscale(yarn["factor"], yarn.get("mscale_all_dim", 0.0))
+    return turned / sharpened, sharpened**2
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def rope_parameters(shape: DrafterShape) -> dict:
+    """The RoPE of a drafter as transformers 5 writes it: type, theta and scaling in one place."""
+    scaling = dict(shape.rope_scaling or {})
+    kind = scaling.pop("type", None) or scaling.pop("rope_type", None) or "default"
+    if scaling and kind == "default":
+        raise UserError(f"drafter.rope_scaling={shape.rope_scaling} names no rope_type that scales: {{}} is for none")
+    if (theta := scaling.get("rope_theta", shape.rope_theta)) != shape.rope_theta:
+        raise UserError(f"drafter.rope_scaling.rope_theta={theta} would be lost: set drafter.rope_theta instead")
+    return {**scaling, "rope_type": kind, "rope_theta": shape.rope_theta}
+
+
+def check_rope(shape: DrafterShape) -> dict:
+    """`rope_parameters`, once they are known to mean in vLLM what they mean in training.
+
+    Raises:
+        UserError: they do not, or no RoPE can be made of them; names the key.
+    """
+    parameters = rope_parameters(shape)
+    kind, kinds = parameters["rope_type"], SCALINGS[shape.architecture]
+    if kind == "default":
+        return parameters
+    if kind not in kinds:
+        raise UserError(
+            f"drafter.rope_scaling.rope_type={kind} would not be served as it was trained"
+            + (": vLLM takes every scaling of an MLA drafter for YaRN" if shape.architecture == "mla" else "")
+            + f": use rope_type={' or '.join(kinds)}, or {{}} for none"
+        )
+    needed, allowed = kinds[kind]
+    if other := sorted(parameters.keys() - needed - allowed - {"rope_type", "rope_theta"}):
+        raise UserError(
+            f"drafter.rope_scaling.{other[0]} means nothing, or something else, to vLLM's {shape.architecture} drafter "
+            f"with {kind}: leave it out; it reads {', '.join(sorted(needed | allowed))}"
+        )
+    if missing := sorted(needed - parameters.keys()):
+        raise UserError(f"drafter.rope_scaling={shape.rope_scaling} lacks {' and '.join(missing)}")
+    for name in sorted((needed | allowed) & parameters.keys() - {"truncate"}):
+        value = parameters[name]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise UserError(f"drafter.rope_scaling.{name}={value} is not a number")
+        if not name.startswith("mscale") and value <= 0:
+            raise UserError(f"drafter.rope_scaling.{name}={value} must be above 0")
+    if not isinstance(parameters.get("truncate", True), bool):
+        raise UserError(f"drafter.rope_scaling.truncate={parameters['truncate']} is neither true nor false")
+    if kind == "llama3" and parameters["high_freq_factor"] <= parameters["low_freq_factor"]:
+        raise UserError(
+            f"drafter.rope_scaling.high_freq_factor={parameters['high_freq_factor']} must be above "
+            f"low_freq_factor={parameters['low_freq_factor']}"
+        )
+    if (reach := table_end(parameters)) is not None and shape.max_position_embeddings > reach:
+        raise UserError(
+            f"drafter.max_position_embeddings={shape.max_position_embeddings} is beyond the {reach:g} positions of "
+            "drafter.rope_scaling (factor times original_max_position_embeddings), where vLLM's table ends"
+        )
+    return parameters
+
+
+def table_end(checked: dict) -> float | None:
+    """Positions in vLLM's table of a YaRN; None for other RoPE, whose table is as long as the target's contexts."""
+    return checked["factor"] * checked[ORIGINAL] if checked["rope_type"] == "yarn" else None

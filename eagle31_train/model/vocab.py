@@ -1,0 +1,122 @@
+"""The draft vocabulary: which of the target's tokens the drafter can propose, and the maps between them.
+
+`d2t` is what vLLM reads: an **offset**, target id = k + d2t[k]. `t2d` says per target id whether
+the draft vocabulary holds it. Draft ids are in ascending order of target ids, so d2t never
+decreases and both maps follow from either one.
+
+NumPy only: the data stage imports it, and no torch.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save
+
+from eagle31_train.artifacts import commit
+from eagle31_train.errors import UserError
+
+
+@dataclass(frozen=True)
+class DraftVocab:
+    """The kept target ids, ascending: `target_ids` [Vd] int64, out of `target_size` = V."""
+
+    target_ids: NDArray[np.int64]
+    target_size: int
+
+    def __post_init__(self) -> None:
+        ids = self.target_ids
+        if not len(ids) or ids[0] < 0 or ids[-1] >= self.target_size or (np.diff(ids) <= 0).any():
+            raise UserError(
+                f"a draft vocabulary holds ascending ids in [0, {self.target_size}), each once: d2t or t2d is damaged"
+            )
+
+    def __len__(self) -> int:
+        return len(self.target_ids)
+
+    @property
+    def pruned(self) -> bool:
+        """Whether any target token is missing."""
+        return len(self) < self.target_size
+
+    @property
+    def d2t(self) -> NDArray[np.int64]:
+        """[Vd] int64 offsets: target id = k + d2t[k]."""
+        return self.target_ids - np.arange(len(self), dtype=np.int64)
+
+    @property
+    def t2d(self) -> NDArray[np.bool_]:
+        """[V] bool: whether the draft vocabulary holds the target id."""
+        mask = np.zeros(self.target_size, dtype=np.bool_)
+        mask[self.target_ids] = True
+        return mask
+
+
+def choose(
+    counts: NDArray[np.int64], always: list[int], size: int | None = None, coverage: float | None = None
+) -> DraftVocab:
+    """Keep the most frequent tokens.
+
+    Args:
+        counts: [V] how often the assistant wrote each token.
+        always: ids that are kept whatever their count (special and end-of-turn tokens).
+        size: how many tokens to keep; None with no coverage keeps all V.
+        coverage: instead, keep the fewest tokens that make up this share of `counts`.
+
+    Raises:
+        UserError: both are given, or a value that cannot be met.
+    """
+    V = len(counts)
+    forced = np.unique(np.asarray(always, dtype=np.int64))
+    if size is not None and coverage is not None:
+        raise UserError("data.draft_vocab_size and data.draft_vocab_coverage exclude each other: set one to null")
+    if size is None and coverage is None:
+        return DraftVocab(np.arange(V, dtype=np.int64), V)
+    # Frequent first, ties by id; forced tokens before all others.
+    rank = counts.astype(np.float64)
+    rank[forced] = np.inf
+    order = np.argsort(-rank, kind="stable")
+    if coverage is not None:
+        if not 0 < coverage <= 1:
+            raise UserError(f"data.draft_vocab_coverage={coverage} is not in (0, 1]")
+        covered = np.cumsum(counts[order])
+        size = max(len(forced), int(np.searchsorted(covered, coverage * counts.sum())) + 1)
+    assert size is not None
+    if not len(forced) <= size <= V:
+        raise UserError(
+            f"data.draft_vocab_size={size} is not between {len(forced)} (the special tokens) and {V} (the target's)"
+        )
+    return DraftVocab(np.sort(order[:size]), V)
+
+
+def from_maps(d2t: NDArray[np.int64], t2d: NDArray[np.bool_]) -> DraftVocab:
+    """The vocabulary of a checkpoint's maps; UserError where they contradict each other."""
+    if d2t.ndim != 1 or d2t.dtype.kind != "i" or t2d.ndim != 1 or t2d.dtype.kind != "b":
+        raise UserError(
+            f"d2t {list(d2t.shape)} {d2t.dtype} and t2d {list(t2d.shape)} {t2d.dtype} are no vocabulary maps: "
+            "d2t is a list of integers, t2d one of booleans"
+        )
+    vocab = DraftVocab(d2t + np.arange(len(d2t), dtype=np.int64), len(t2d))
+    if not np.array_equal(vocab.t2d, t2d):
+        raise UserError("d2t and t2d contradict each other: d2t must be the offset target id - draft id")
+    return vocab
+
+
+def write(path: Path, vocab: DraftVocab) -> None:
+    """Write `d2t` and `t2d` as safetensors, whole or not at all."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_bytes(save({"d2t": vocab.d2t, "t2d": vocab.t2d}))
+    commit(temporary, path)
+
+
+def read(path: Path) -> DraftVocab:
+    """Read a vocabulary written by `write`."""
+    try:
+        maps = load_file(path)
+        return from_maps(maps["d2t"], maps["t2d"])
+    except UserError as error:
+        raise UserError(f"{path} does not fit: {error}: run `python -m data_prep` again") from None
+    except (OSError, SafetensorError, KeyError) as error:
+        raise UserError(f"{path} is missing or damaged ({error}): run `python -m data_prep` again") from None

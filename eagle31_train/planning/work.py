@@ -1,0 +1,190 @@
+"""How much arithmetic there is in data: counted from loss masks and a drafter's shape, without a tensor.
+
+FLOPs are those of the matrix products that the recurrence cannot do without; norms, RoPE, softmax and element-wise
+work are not counted. `benchmarks/flops.py` counts the same in another way, and a test compares the two.
+
+Letters: A auxiliary layers, D and H hidden sizes of drafter and target, I MLP width, Vd draft vocabulary; K steps.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eagle31_train.config import DrafterShape, mla_widths
+
+STRETCH = 32  # slots that drafter/batch.py draws together
+
+
+# ---------------------------------------------------------------- how much there is to do
+
+
+@dataclass(frozen=True)
+class Work:
+    """How often a batch has to do what; averages where it stands for a part of the data.
+
+    conversations, tokens, assistant: what it holds. squares: of each conversation's tokens, added up. positions: C,
+    up to each conversation's last slot. taught: J, positions whose target distribution is needed. read: R, tokens
+    that slots read, at any step. Over k = 0..K-1: slots: those with a prediction at step k or later; keys: step-0
+    keys that these see, together; pairs: predictions that count, if the draft vocabulary holds every arg-max.
+    """
+
+    conversations: float
+    tokens: float
+    squares: float
+    assistant: float
+    positions: float
+    taught: float
+    read: float
+    slots: Sequence[float]
+    keys: Sequence[float]
+    pairs: Sequence[float]
+
+    @property
+    def ttt_length(self) -> int:
+        """K."""
+        return len(self.slots)
+
+    def __mul__(self, factor: float) -> "Work":
+        """So many times the data."""
+        names = [field.name for field in fields(self)]
+        times = {name: np.multiply(getattr(self, name), factor).tolist() for name in names}
+        return Work(**times)
+
+    def of_slots(self, share: float) -> "Work":
+        """With a random share of the slots trained, as train.slots_per_batch draws them: in stretches."""
+        touched = min(1.0, share * (1 + self.ttt_length / STRETCH))  # neighbours read and are taught by the same tokens
+        slots, keys, pairs = ([value * share for value in steps] for steps in (self.slots, self.keys, self.pairs))
+        return replace(
+            self, taught=self.taught * touched, read=self.read * touched, slots=slots, keys=keys, pairs=pairs
+        )
+
+
+def count_work(masks: Iterable[NDArray[np.bool_]], ttt_length: int) -> Work:
+    """From the loss masks [T] of conversations; each is looked at once."""
+    single = np.zeros(7)
+    slots, keys, pairs = np.zeros(ttt_length), np.zeros(ttt_length), np.zeros(ttt_length)
+    for mask in masks:
+        T = len(mask)
+        t, k = np.arange(T)[:, None], np.arange(ttt_length)
+        predicted = t + 2 + k
+        pair = (predicted < T) & np.append(mask, False)[np.minimum(predicted, T)]  # [T, K]
+        needed = np.logical_or.accumulate(pair[:, ::-1], axis=1)[:, ::-1]  # at step k or later
+        used = pair.any(1).nonzero()[0]
+        reach = int(used[-1]) + 1 if len(used) else 0
+        single += [1, T, T * T, int(mask.sum()), reach, *(len(np.unique((t + 1 + k)[some])) for some in (pair, needed))]
+        slots += needed.sum(0)
+        keys += (needed * (t + 1)).sum(0)
+        pairs += pair.sum(0)
+    counts: list[Any] = [*single.tolist(), slots.tolist(), keys.tolist(), pairs.tolist()]
+    return Work(*counts)
+
+
+def made_mask(tokens: int, share: float) -> NDArray[np.bool_]:
+    """[tokens] bool: a conversation that nobody has counted, one prompt and then one answer, `share` of it."""
+    return np.arange(tokens) >= tokens - round(share * tokens)
+
+
+# ---------------------------------------------------------------- the drafter's attention in numbers
+
+
+@dataclass(frozen=True)
+class Widths:
+    """How wide the attention's parts are, all heads together.
+
+    query_in, key_in: what the projections of its input (2D wide) give. query_up, key_up: (from, to) of the second
+    projections that MLA has. queries, keys, values, out: as attention itself reads and writes them. rope: of one head,
+    what is turned by position. heads: of queries.
+    """
+
+    query_in: int
+    key_in: int
+    query_up: tuple[int, int]
+    key_up: tuple[int, int]
+    queries: int
+    keys: int
+    values: int
+    out: int
+    rope: int
+    heads: int
+
+
+def widths(shape: DrafterShape) -> Widths:
+    """Of a Llama drafter, or of an MLA drafter that works out the keys and values of every head."""
+    h = shape.num_attention_heads
+    if shape.architecture == "llama":
+        q, kv = h * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+        return Widths(q, 2 * kv, (0, 0), (0, 0), q, kv, kv, q, shape.head_dim, h)
+    latent, nope, rope, v = mla_widths(shape)
+    q = h * (nope + rope)
+    rank = shape.q_lora_rank or 0
+    return Widths(
+        query_in=rank or q,
+        key_in=latent + rope,
+        query_up=(rank, q if rank else 0),
+        key_up=(latent, h * (nope + v)),
+        queries=q,
+        keys=q,
+        values=h * v,
+        out=h * v,
+        rope=rope,
+        heads=h,
+    )
+
+
+# ---------------------------------------------------------------- FLOPs
+
+
+def training_flops(shape: DrafterShape, work: Work, train_lm_head: bool = True) -> dict[str, float]:
+    """FLOPs of forward and backward by part; a product of [n, a] with [a, b] is 2·n·a·b.
+
+    | part | forward | backward |
+    | --- | --- | --- |
+    | fc | every position, A·H → D | twice that, once without fc_norm: its inputs need no gradient |
+    | keys, values | D → their first projection: states of every position at step 0, of the step's slots at every
+      later step, and the embedding of every token once; second projection: without the embeddings | twice |
+    | queries | likewise: states of the step's slots at every step; each token read, once | twice |
+    | output, mlp | the step's slots, at every step | twice |
+    | attention | scores and weighted values: each slot's own step-0 keys and k later ones | twice |
+    | lm_head | each pair, D → Vd | once for the states, once more for the weights if they are trained |
+    | teacher | each taught position once, H → Vd | none |
+    """
+    D, H, A, Vd = shape.hidden_size, shape.target_hidden_size, len(shape.aux_layers), shape.draft_vocab_size
+    w = widths(shape)
+    steps = sum(work.slots)
+    later = steps - work.slots[0]
+    seen = sum(keys + k * slots for k, (keys, slots) in enumerate(zip(work.keys, work.slots, strict=True)))
+    fc = 2 * work.positions * A * H * D
+    keyed, asked = work.positions + later, steps
+    key_up, query_up = (a * b for a, b in (w.key_up, w.query_up))
+    return {
+        "fc": fc * (3 if shape.fc_norm else 2),
+        "keys, values": 3 * 2 * ((keyed + work.positions) * D * w.key_in + keyed * key_up),
+        "queries": 3 * 2 * ((asked + work.read) * D * w.query_in + asked * query_up),
+        "attention": 3 * 2 * seen * (w.queries + w.out),
+        "output": 3 * 2 * steps * w.out * D,
+        "mlp": 3 * 2 * steps * 3 * D * shape.intermediate_size,
+        "lm_head": (3 if train_lm_head else 2) * 2 * sum(work.pairs) * D * Vd,
+        "teacher": 2 * work.taught * H * Vd,
+    }
+
+
+def newton_schulz_flops(sizes: Iterable[tuple[int, int]]) -> float:
+    """FLOPs of one update by Muon of matrices [m, n], m <= n (or transposed): 5 · (4·m²·n + 2·m³) each.
+
+    Each of five steps works out X·Xᵀ, the square of that, and its product with X. Every device does all of it, however
+    many there are and however few tokens a step has.
+    """
+    shorter_first = ((min(size), max(size)) for size in sizes)
+    return float(sum(5 * (4 * m * m * n + 2 * m**3) for m, n in shorter_first))
+
+
+def extraction_flops(target_parameters: float, layers: int, hidden: int, work: Work) -> float:
+    """FLOPs of running the target over the data once.
+
+    2 per parameter that a token runs through, and in attention 2·2·H per token, layer and key that it sees: half of
+    its conversation, on average. (The queries of a layer are taken to be H wide together.)
+    """
+    return 2 * target_parameters * work.tokens + 4 * layers * hidden * work.squares / 2

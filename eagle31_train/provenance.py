@@ -1,0 +1,282 @@
+"""When is an output up to date? When it was made from the inputs that are wanted now, and its files are as written.
+
+Every output carries a record, written last: `inputs`, all that the output depends on; `fingerprint`, their hash; and
+`files`, with sizes and checksums. An output of the wanted inputs is kept, one of other inputs is refused or, with
+overwrite=true, made again, and one whose files are damaged is made again. What each stage depends on stands below,
+stage by stage.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+from eagle31_train import artifacts
+from eagle31_train.artifacts import MANIFEST, describe_change, discard, fingerprint, first_damaged, read_json
+from eagle31_train.config import RENAMED, Config, TargetConfig
+from eagle31_train.errors import UserError
+
+# Raise a number when the same inputs make another output. Outputs of a lower one are then no longer up to date.
+LAYOUTS = {
+    "embedded_target": 1,
+    "toy_target": 1,
+    "data": 2,
+    "store": 2,
+    "train": 3,
+    "evaluate": 3,
+    "workload": 2,
+    "server": 1,
+    "export": 1,
+}
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """What an output is made from.
+
+    inputs: of JSON's types. card: inputs of the words and pictures around an output, which may change without it.
+    """
+
+    inputs: dict[str, Any]
+    card: dict[str, Any] | None = None
+
+    @property
+    def all_inputs(self) -> dict[str, Any]:
+        """As a record keeps them."""
+        return self.inputs if self.card is None else {**self.inputs, "card": self.card}
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits that change with any input."""
+        return fingerprint(self.all_inputs)
+
+    def record(self, **facts: Any) -> dict[str, Any]:
+        """The record of an output: its inputs, their fingerprint, and what else is known of it."""
+        return {"fingerprint": self.fingerprint, "inputs": self.all_inputs, **facts}
+
+    def matches(self, record: Mapping[str, Any]) -> bool:
+        """Whether an output, whose record this is, was made from these inputs; the card may be another."""
+        inputs = record.get("inputs", {})
+        return fingerprint({**inputs, "card": None}) == fingerprint({**self.inputs, "card": None})
+
+    def refuse_other(self, where: object, record: Mapping[str, Any], overwrite: bool) -> None:
+        """Refuse an output of other inputs, unless it may be overwritten.
+
+        Raises:
+            UserError: names the output and the inputs that differ.
+        """
+        if not overwrite and not self.matches(record):
+            change = describe_change(record.get("inputs", {}), self.all_inputs)
+            for old, new in RENAMED.items():
+                change = change.replace(f"{old}: ", f"{new}: ")
+            raise UserError(
+                f"{where} was made from other inputs ({change}): "
+                "choose another name=… or run_dir=…, or replace it with overwrite=true"
+            )
+
+
+class State(IntEnum):
+    """How much of an output is there: nothing of use, all but its card, or everything."""
+
+    ABSENT = 0
+    WITHOUT_CARD = 1
+    UP_TO_DATE = 2
+
+
+def state(
+    folder: Path, record_path: Path, provenance: Provenance, overwrite: bool, made_by: str, checksums: bool = True
+) -> State:
+    """How much of an output is there, whole, and made from these inputs.
+
+    Args:
+        folder: below which the record's files lie.
+        checksums: read every listed file, not only its size.
+
+    Raises:
+        UserError: the output was made from other inputs, and `overwrite` is off.
+    """
+    if not record_path.is_file():
+        return State.ABSENT
+    record = read_json(record_path, made_by)
+    output = folder if record_path.name == MANIFEST else record_path.with_suffix("")
+    provenance.refuse_other(output, record, overwrite)
+    if not provenance.matches(record):
+        return State.ABSENT
+    if damage := first_damaged(folder, record.get("files", {}), checksums):
+        print(f"{damage}; making {output} again")
+        return State.ABSENT
+    return State.UP_TO_DATE if record.get("fingerprint") == provenance.fingerprint else State.WITHOUT_CARD
+
+
+def up_to_date(folder: Path, provenance: Provenance, overwrite: bool, checksums: bool = True) -> bool:
+    """Whether the stage that writes `folder` is done for these inputs; a folder of other inputs is removed.
+
+    Raises:
+        UserError: it was made from other inputs, and `overwrite` is off.
+    """
+    found = state(folder, folder / MANIFEST, provenance, overwrite, "this command", checksums)
+    if (folder / MANIFEST).is_file() and not provenance.matches(read_json(folder / MANIFEST, "this command")):
+        discard(folder)
+    return found is State.UP_TO_DATE
+
+
+def recorded(section: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options under the names that records keep: those that they had before they were renamed."""
+    old_names = {new: old for old, new in RENAMED.items()}
+    return {old_names.get(f"{section}.{name}", f"{section}.{name}").split(".")[-1]: v for name, v in options.items()}
+
+
+# ---------------------------------------------------------------- what each stage's output depends on
+
+# Arguments of vLLM that decide where and how fast it runs, and not what it computes beyond rounding.
+ENGINE_RESOURCES = {"tensor_parallel_size", "enable_expert_parallel", "distributed_executor_backend", "enforce_eager"}
+ENGINE_RESOURCES |= {"gpu_memory_utilization", "kv_cache_memory_bytes", "max_model_len", "max_num_seqs"}
+ENGINE_RESOURCES |= {"max_num_batched_tokens", "disable_log_stats"}
+# Options of training that steer memory, reporting, saving and stopping, but not what is learnt.
+WITHOUT_EFFECT = {"accumulation", "recompute", "compile", "workers", "eval_every", "eval_samples", "checkpoint_every"}
+WITHOUT_EFFECT |= {"keep_checkpoints", "time_limit", "skip_nonfinite", "wandb", "project", "tensorboard"}
+# Options of evaluation that choose prompts, and are recorded with the workloads.
+CHOOSE_PROMPTS = {"warmup", "prompts", "suites", "perturbations", "leave_out"}
+SERVING_ONLY = {"serve_depths", "concurrency", "vllm_python", "vllm_args"}
+DECODING_ONLY = {"depths", "batch_size", "drift"}
+
+
+def target_identity(target: TargetConfig) -> dict[str, Any]:
+    """What tells two targets apart."""
+    weights = artifacts.weights_fingerprint(target.path)
+    return {"name": target.name, "revision": target.revision, "weights": weights, "dtype": target.dtype}
+
+
+def of_data(config: Config, corpus: Mapping[str, Any], template: Mapping[str, Any], vocab_size: int) -> Provenance:
+    """Stage 1's data set. corpus: the rows, by the hashes of their files. template: tokenizer and chat template."""
+    data = config.data
+    return Provenance(
+        {
+            "layout": LAYOUTS["data"],
+            **corpus,
+            **template,
+            "vocab_size": vocab_size,
+            "max_length": data.max_length,
+            "heldout": data.heldout,
+            "shuffle": data.shuffle,
+            "draft_vocab_size": data.draft_vocab_size,
+            "draft_vocab_coverage": data.draft_vocab_coverage,
+        }
+    )
+
+
+def of_store(config: Config, data: Mapping[str, Any]) -> Provenance:
+    """Stage 2's store. data: stage 1's manifest; not its draft vocabulary, on which the states do not depend."""
+    arguments = {n: value for n, value in config.extract.engine_args.items() if n not in ENGINE_RESOURCES}
+    return Provenance(
+        {
+            "layout": LAYOUTS["store"],
+            "data": data["dataset_fingerprint"],
+            "tokenizer": data["inputs"]["tokenizer"],
+            "template": data["inputs"]["template"],
+            "target": {**target_identity(config.target), "aux_layers": config.target.aux_layers},
+            # Engines differ by their rounding, and quantization by more: one store holds the states of one.
+            "engine": {"name": config.extract.engine, "args": arguments},
+            "codecs": {"aux": config.store.aux_codec, "last": config.store.last_codec},
+            "shard_tokens": config.extract.shard_tokens,
+        }
+    )
+
+
+def of_training(config: Config, store: str, dataset: str, vocab_sha256: str, initial_weights: str | None) -> Provenance:
+    """Stage 3's weights. store, dataset: fingerprints. initial_weights: the identity of `train.init_from`'s, if set."""
+    options = recorded("train", asdict(config.train))
+    recipe = {name: value for name, value in options.items() if name not in WITHOUT_EFFECT | {"init_revision"}}
+    return Provenance(
+        {
+            "layout": LAYOUTS["train"],
+            "store": store,
+            "data": dataset,
+            "vocab": vocab_sha256[:16],
+            "drafter": recorded("drafter", asdict(config.drafter)),
+            "train": {**recipe, "init_from": initial_weights},
+            "seed": config.seed,
+        }
+    )
+
+
+def of_evaluation(
+    config: Config,
+    data: Mapping[str, Any],
+    drafter: Mapping[str, str],
+    workloads: Mapping[str, Any],
+    sampled: bool,
+    server: Mapping[str, Any] | None = None,
+) -> Provenance:
+    """Stage 4's result.
+
+    Args:
+        data: stage 1's manifest. drafter: what tells it from others. workloads: what the prompts depend on.
+        sampled: some tokens are drawn, by the seed.
+        server: backend=vllm: its version under "vllm", and the arguments of the target under "server".
+    """
+    options = recorded("evaluate", asdict(config.evaluate))
+    left_out = CHOOSE_PROMPTS | (DECODING_ONLY if server else SERVING_ONLY)
+    return Provenance(
+        {
+            **({"seed": config.seed} if sampled else {}),
+            "layout": LAYOUTS["evaluate"],
+            **drafter,
+            "data": data["fingerprint"],
+            "target": target_identity(config.target),
+            "evaluate": {name: value for name, value in options.items() if name not in left_out},
+            "workloads": workloads,
+            **(server or {}),
+        }
+    )
+
+
+def of_workload(config: Config, end_ids: list[int], device: str, torch: str) -> dict[str, Any]:
+    """What a measurement depends on beside its workload and its drafter; other devices and versions round otherwise."""
+    options = recorded("evaluate", asdict(config.evaluate))
+    counted = ("draft_tokens", "depths", "max_new_tokens", "draft_sampling", "batch_size", "dtype", "drift")
+    return {
+        "layout": LAYOUTS["workload"],
+        "target": target_identity(config.target),
+        "seed": config.seed,
+        "end_ids": sorted(end_ids),
+        **{name: options[name] for name in counted},
+        "device": device,
+        "torch": torch,
+    }
+
+
+def of_server(
+    config: Config, arguments: Mapping[str, Any], requests: Mapping[str, Any], installation: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What a server's answers depend on: weights by what they hold, and not by where they lie."""
+    return {
+        "layout": LAYOUTS["server"],
+        "arguments": arguments,
+        "target": artifacts.weights_fingerprint(config.target.path),
+        "sent": requests,
+        "warmup": config.evaluate.warmup,
+        "engine": installation,
+    }
+
+
+def of_export(
+    config: Config,
+    train: Mapping[str, Any],
+    weights_sha256: str,
+    shape: Mapping[str, Any],
+    target_ids: list[int],
+) -> Provenance:
+    """Stage 5's checkpoint, without its card. train: training's manifest. target_ids: of the draft vocabulary."""
+    checkpoint = {
+        "layout": LAYOUTS["export"],
+        "train": train["fingerprint"],
+        "checkpoint": train["checkpoint"],
+        "weights": weights_sha256,
+        "shape": shape,
+        "vocab": fingerprint(target_ids),
+        "target": config.target.name,
+        "dtype": config.target.dtype,
+    }
+    return Provenance(checkpoint)

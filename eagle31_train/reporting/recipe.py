@@ -1,0 +1,109 @@
+"""Commands that repeat what was done, with the fewest options, and the command that serves a drafter."""
+
+import dataclasses
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from eagle31_train import cli
+from eagle31_train.config import Config
+from eagle31_train.errors import UserError
+from eagle31_train.evaluation.serving.command import flags, speculation, target_arguments
+from eagle31_train.reporting.markdown import public
+
+# Options that say where things go or whether to upload, not what is made.
+_NOT_THE_RECIPE = ("overwrite", "push", "repo", "private", "comparisons")
+
+
+def serve_command(config: Config, drafter: str | None, published: bool = False) -> str:
+    """The shell command with which vLLM serves the target, with this drafter or without.
+
+    Args:
+        published: with paths as others may see them.
+    """
+    path = config.target.path
+    command = ["vllm", "serve", public(path) if published else path, *flags(target_arguments(config))]
+    if drafter:
+        options = speculation(config, drafter, config.evaluate.num_speculative_tokens)
+        command += ["--speculative-config", json.dumps(options, ensure_ascii=False)]
+    return shlex.join(command)
+
+
+def commands(config: Config) -> list[str]:
+    """The commands of all five stages that make this drafter again."""
+    stages = ("data_prep", "eagle31_train.extract", "", "eagle31_train.evaluate", "eagle31_train.export")
+    training = f"accelerate launch --quiet train.py {shlex.join(overrides(config))}"
+    return [command(stage, config) if stage else training for stage in stages]
+
+
+def command(stage: str, config: Config) -> str:
+    """The command that runs a stage with this configuration."""
+    return f"python -m {stage} {shlex.join(overrides(config))}"
+
+
+def overrides(config: Config) -> list[str]:
+    """The fewest `key=value` options that give this configuration, starting from a recipe."""
+    wanted = dict(_leaves(config))
+    candidates = []
+    bases = {recipe: {**base, "run_dir": f"runs/{wanted['name']}"} for recipe, base in _recipes().items()}
+    for recipe, base in bases.items():
+        changed = [key for key in wanted if wanted[key] != base[key] and key not in _NOT_THE_RECIPE]
+        candidates.append((len(changed), recipe, changed))
+    if not candidates:
+        return [f"{key}={_hydra(value)}" for key, value in wanted.items() if key not in _NOT_THE_RECIPE]
+    _, recipe, changed = min(candidates)
+    shown = [key for key in changed if not key.endswith("_dir") or not Path(wanted[key] or "").is_absolute()]
+    return [f"+experiment={recipe}", *(word for key in shown for word in _option(key, wanted[key], bases[recipe][key]))]
+
+
+def _option(key: str, value: Any, base: Any) -> Iterator[str]:
+    """What sets an option; Hydra would merge a mapping into the recipe's, so what that has besides goes first."""
+    if value and isinstance(value, dict) and isinstance(base, dict):
+        yield from (f"~{key}.{inner}" for inner in base if inner not in value)
+    yield f"{key}={_hydra(value)}"
+
+
+@cache
+def _recipes() -> dict[str, dict[str, Any]]:
+    """The options of every recipe by its name; one that needs options of its own is no starting point."""
+    recipes = {}
+    for recipe in sorted(file.stem for file in (cli.CONFIGS / "experiment").glob("*.yaml")):
+        with suppress(UserError):
+            recipes[recipe] = dict(_leaves(cli.load_config([f"+experiment={recipe}"])))
+    return recipes
+
+
+def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for field in dataclasses.fields(value):
+        inner = getattr(value, field.name)
+        if dataclasses.is_dataclass(inner):
+            yield from _leaves(inner, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}", inner
+
+
+def _hydra(value: Any) -> str:
+    """A value in Hydra's grammar; absolute paths lose what a public card should not tell."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return f"[{','.join(map(_hydra, value))}]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{_hydra(inner)}" for key, inner in value.items()) + "}"
+    if not isinstance(value, str):
+        return str(value)
+    value = public(value)
+    # Bare words only where Hydra can read nothing else (a number, a boolean) into them.
+    others = ("null", "true", "false", "nan", "inf")
+    if re.fullmatch(r"[A-Za-z_/.][\w./:@-]*", value) and value.lower() not in others:
+        return value
+    # Hydra takes a backslash for itself, except before a quote.
+    escaped = re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), value)
+    return f"'{escaped}'"

@@ -1,0 +1,255 @@
+"""A result as sections of remarks and tables, which terminal, page and model card show alike.
+
+`evaluation/acceptance.py` describes the result, `evaluation/serving/report.py` its `serving`.
+"""
+
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from eagle31_train.evaluation.intervals import Interval
+
+WIDTH, SENTENCE = 118, 40  # columns of a terminal, and the fewest that a sentence is wrapped to
+ALL, SERVING = "All workloads", "Serving"  # sections that are not of one workload
+DRIFT = {  # label and form of each measure: shares of the attention, and two numbers
+    "sink": ("first tokens", "{:.1%}"),
+    "prompt": ("prompt", "{:.1%}"),
+    "verified": ("verified", "{:.1%}"),
+    "own": ("own drafts", "{:.1%}"),
+    "rms": ("RMS of the state", "{:.2f}"),
+    "entropy": ("entropy, nats", "{:.2f}"),
+}
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells of text."""
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Section:
+    """What is said of one workload, of all, or of serving."""
+
+    title: str
+    remarks: list[str]
+    tables: list[Table]
+
+
+def sections(result: Result) -> Iterator[Section]:
+    """All of a result, but its definitions and what was not measured."""
+    workloads, depth = result.get("workloads", []), str(result.get("draft_tokens"))
+    if workloads:
+        yield from _section("Verdict", [], [_verdicts(workloads)])
+    if len(workloads) > 1:
+        yield from _section(ALL, [], _overview(workloads, depth))
+    for workload in workloads:
+        yield from _section(workload["name"], _remarks(workload, depth), _workload(workload, depth))
+    if serving := result.get("serving"):
+        yield from _section(SERVING, _serving_remarks(serving), _serving(serving))
+
+
+def _section(title: str, remarks: Iterable[str], tables: Iterable[Table]) -> Iterator[Section]:
+    """With the tables that have a number; none if there is nothing to say."""
+    shown = [table for table in tables if any(cell != "–" for row in table.rows for cell in row[1:])]
+    if shown or remarks:
+        yield Section(title, list(remarks), shown)
+
+
+def as_text(result: Result) -> str:
+    """The result for a terminal: every section, and at the end what the numbers mean."""
+    lines: list[str] = []
+    for section in sections(result):
+        lines += [f"{section.title}: {', '.join(section.remarks[:1])}".rstrip(": ")]
+        lines += [f"  {remark}" for remark in section.remarks[1:]]
+        for table in section.tables:
+            lines += [f"  {table.title}"] * bool(table.title) + [f"  {line}" for line in _aligned(table)]
+        lines += [""]
+    for text in result.get("definitions", "").split("\n"):
+        lines += textwrap.wrap(text, WIDTH, subsequent_indent="  ")
+    return "\n".join(lines)
+
+
+def _aligned(table: Table) -> Iterator[str]:
+    """Columns to the right, but for the first; sentences in the last one are wrapped."""
+    lines = [table.header, *table.rows]
+    *widths, last = (max(map(len, column)) for column in zip(*lines, strict=True))
+    indent = sum(widths) + 2 * len(widths)
+    for line in lines:
+        cells = [f"{line[0]:<{widths[0]}}", *map("{:>{}}".format, line[1:-1], widths[1:]), ""]
+        begin = "  ".join(cells)
+        if indent + last > WIDTH - 2 > indent + SENTENCE:
+            yield from textwrap.wrap(line[-1], WIDTH - 2, initial_indent=begin, subsequent_indent=" " * indent)
+        else:
+            yield begin + f"{line[-1]:>{last}}"
+
+
+# ---------------------------------------------------------------- workloads
+
+
+def _verdicts(workloads: Sequence[Result]) -> Table:
+    rows = [[w["name"], name, verdict["text"]] for w in workloads for name, verdict in w["verdict"].items()]
+    return Table("", ["workload", "drafter", f"against {next(iter(workloads[0]['drafters']))}"], rows)
+
+
+def _overview(workloads: Sequence[Result], depth: str) -> Iterator[Table]:
+    """The headline of every workload."""
+    rows = [workload["name"] for workload in workloads]
+    nothing: Interval = [None, None, None]
+    lengths, kept, own = dict[str, list[str]](), dict[str, list[str]](), dict[str, list[str]]()
+    for name in workloads[0]["drafters"]:
+        of = [workload["drafters"][name] for workload in workloads]
+        lengths[name] = [bracket(numbers["by_depth"][depth]["acceptance_length"]) for numbers in of]
+        kept[name] = [bracket(numbers.get("kept", {}).get(depth, nothing), "{:.1%}") for numbers in of]
+        own[name] = [bracket(numbers["drift"]["own"][-1] if numbers["drift"] else nothing, "{:.1%}") for numbers in of]
+    prompts = {"prompts": [f"{workload['prompts']:,}" for workload in workloads]}
+    prompts |= {"decoding": [sampling(workload) for workload in workloads]}
+    yield _columns(f"acceptance length with {depth} draft tokens", "workload", rows, prompts | lengths)
+    yield _columns("kept of the plain form's acceptance length", "workload", rows, kept)
+    yield _columns("attention on its own drafts, at the last step", "workload", rows, own)
+
+
+def _remarks(workload: Result, draft_tokens: str) -> Iterator[str]:
+    yield f"{count(workload['prompts'], 'prompt')}, {sampling(workload)}, {decoded(workload)}"
+    yield from workload["notes"]
+    if speeds := workload.get("tokens_per_second"):
+        plain = speeds["plain"]
+        with_it = [
+            f"{speed:.1f} with {name} ({speed / plain:.2f}x)" for name, speed in speeds.items() if name != "plain"
+        ]
+        yield f"tokens per second, at {draft_tokens}: {plain:.1f} without a drafter, {', '.join(with_it)}"
+
+
+def _workload(workload: Result, draft_tokens: str) -> Iterator[Table]:
+    """Everything of one workload; a table of what was not measured has no rows."""
+    drafters, differences = workload["drafters"], workload["differences"]
+    first = next(iter(drafters))
+    depths = list(drafters[first]["by_depth"])
+
+    lengths = {
+        name: [bracket(numbers["by_depth"][depth]["acceptance_length"]) for depth in depths]
+        for name, numbers in drafters.items()
+    }
+    for name, by_depth in differences.items():
+        better = workload["verdict"][name]["better"]
+        lengths[f"{name} - {first}"] = [bracket(by_depth[depth]["difference"], "{:+.3f}") for depth in depths]
+        lengths["wins" if len(differences) == 1 else f"wins, {name} or {first}"] = [better[k] or "–" for k in depths]
+    yield _columns("acceptance length", "draft tokens", depths, lengths)
+
+    kept = {
+        name: [bracket(numbers["kept"][depth], "{:.1%}") for depth in depths]
+        for name, numbers in drafters.items()
+        if numbers.get("kept")
+    }
+    for name, by_depth in differences.items():
+        if "kept_ratio" in by_depth[depths[0]]:
+            kept[f"{name} / {first}"] = [bracket(by_depth[depth]["kept_ratio"]) for depth in depths]
+    yield _columns("acceptance length kept, of the plain form", "draft tokens", depths, kept)
+
+    trainings = {
+        f"{name}, training {number}": [_number(values[depth], "{:.3f}") for depth in depths]
+        for name, numbers in drafters.items()
+        for number, values in enumerate(numbers.get("by_training", []), 1)
+    }
+    yield _columns("acceptance length of each training", "draft tokens", depths, trainings)
+
+    shares = {
+        f"{name}: {label}": [bracket(share, "{:.1%}") for share in numbers[key]]
+        for name, numbers in drafters.items()
+        for key, label in (("cumulative", "accepted"), ("conditional", "if reached"))
+    }
+    yield _columns(f"acceptance by position, of drafts of {depths[-1]}", "position", depths, shares)
+
+    for name, numbers in drafters.items():
+        drift = {
+            label: [_number(value, form) for value, *_ in (numbers["drift"] or {}).get(measure, [])]
+            for measure, (label, form) in DRIFT.items()
+        }
+        yield _columns(f"drift of {name}: attention on …, and its state", "draft step", depths, drift)
+
+    sources = {
+        name: [bracket(of["by_depth"][draft_tokens]["acceptance_length"]) for of in numbers["by_source"].values()]
+        for name, numbers in drafters.items()
+    }
+    of_first = drafters[first]["by_source"]
+    prompts = {"prompts": [f"{of['prompts']:,}" for of in of_first.values()]}
+    title = f"acceptance length with {draft_tokens} draft tokens, by source"
+    yield _columns(title, "source", list(of_first), prompts | sources if len(of_first) > 1 else {})
+
+
+def _columns(title: str, what: str, names: Sequence[str], columns: dict[str, list[str]]) -> Table:
+    """A table of columns of text, whose first one has the names of the rows."""
+    return Table(title, [what, *columns], list(zip(names, *columns.values(), strict=False)) if columns else [])
+
+
+def sampling(workload: Result) -> str:
+    """How its tokens were chosen."""
+    if not workload["temperature"]:
+        return "greedy"
+    nucleus = f", top_p {workload['top_p']:g}" if workload["top_p"] < 1 else ""
+    return f"sampled at temperature {workload['temperature']:g}{nucleus}"
+
+
+def decoded(workload: Result) -> str:
+    """Of how many prompts real speculation has shown that it changes nothing."""
+    verified = workload["verified"]
+    share = "all" if verified == workload["prompts"] else f"{verified:,} of them" if verified else "none"
+    return f"{share} decoded by real speculation"
+
+
+# ---------------------------------------------------------------- serving
+
+
+def _serving_remarks(serving: Result) -> Iterator[str]:
+    of = f" of {serving['workload']}" if "workload" in serving else ""
+    on = f" on {serving['machine']}" if "machine" in serving else ""
+    yield (
+        f"vLLM {serving['vllm']}{on}, {serving['dtype']}; {count(serving['prompts'], 'prompt')}{of}, "
+        f"{sampling(serving)}, at most {serving['max_new_tokens']:,} tokens per answer"
+    )
+    yield from serving["verdict"]
+    yield from serving["notes"]
+    yield serving["definitions"]
+
+
+def _serving(serving: Result) -> Iterator[Table]:
+    """Speeds, times and acceptance by position, of every drafter, number of draft tokens and concurrency."""
+    which, speeds, times, accepted = ["drafter", "draft tokens", "users"], [], [], []
+    for row in serving["rows"]:
+        key = [row["drafter"] or "none", str(row["draft_tokens"]), str(row["concurrency"])]
+        ahead = bracket(row["speedup"] or [None] * 3, "{:.2f}")
+        different = "–" if row["different"] is None else f"{row['different']} of {row['requests']}"
+        speeds.append([*key, bracket(row["per_user"], "{:.1f}"), ahead, f"{row['total']:.1f}", different])
+        seconds = [row[kind].get(of) for kind in ("ttft", "tpot") for of in ("mean", "p50", "p95")]
+        seconds += [row.get("counted", {}).get(kind) for kind in ("ttft", "tpot")]
+        times.append([*key, *(_number(value and 1000 * value, "{:.1f}") for value in seconds)])
+        if found := row["acceptance"]:
+            shares = ", ".join(_number(share, "{:.1%}") for share in found["acceptance_at_depth"])
+            accepted.append([*key, _number(found["acceptance_length"], "{:.2f}"), shares])
+    yield Table("speed", [*which, "tokens/s/user", "speed-up", "total tokens/s", "different answers"], speeds)
+    heads = ["TTFT, ms", "p50", "p95", "TPOT, ms", "p50", "p95", "TTFT by vLLM", "TPOT by vLLM"]
+    yield Table("times", [*which, *heads], times)
+    yield Table("acceptance, as vLLM counts it", [*which, "acceptance length", "accepted up to position"], accepted)
+
+
+# ---------------------------------------------------------------- numbers
+
+
+def bracket(interval: Interval, form: str = "{:.3f}") -> str:
+    """An interval on one line: 2.013 [1.902, 2.124]."""
+    value, low, high = interval
+    return _number(value, form) + (f" [{form.format(low)}, {form.format(high)}]" if low is not None else "")
+
+
+def count(number: int, what: str) -> str:
+    """A number of things."""
+    return f"{number:,} {what}{'s' * (number != 1)}"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else form.format(value)

@@ -1,0 +1,74 @@
+"""Where a store lies: a local folder, or anywhere that fsspec reaches (`s3://bucket/x`).
+
+What is atomic. A local file is built as a hidden `.NAME.tmp` beside its final name, forced to the disk and renamed,
+and its folder is forced to the disk too: after a kill or a power cut it is there whole, or not at all, and an older
+one of its name is kept until then. An object store's PUT is atomic in itself, a multipart upload at its completion (a
+killed one stays invisible, but may cost money until the bucket's rules remove it). Other remote file systems (SFTP,
+HDFS, …) may show a half-written file. The store makes that harmless: a shard counts only once its line is there, which
+is written after the shard is whole and carries its size and checksum; lines and manifests carry checksums of their own.
+
+What is not: `discard` on a remote storage goes file by file, the manifest first, so that what a kill leaves is never
+taken for a complete store.
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.registry import known_implementations
+
+from eagle31_train.errors import UserError
+from eagle31_train.store.backends.base import Storage
+from eagle31_train.store.backends.local import LocalStorage
+from eagle31_train.store.backends.remote import RemoteStorage
+from eagle31_train.store.backends.retries import describe
+
+__all__ = ["LocalStorage", "RemoteStorage", "Storage", "open_storage"]
+
+
+def open_storage(
+    location: str,
+    cache_dir: Path,
+    cache_bytes: int,
+    sharers: int = 1,
+    sleep: Callable[[float], object] = time.sleep,
+) -> Storage:
+    """The storage at a local path, a `file://` URL, or any other URL that fsspec has a driver for.
+
+    Args:
+        location: as the user wrote it.
+        cache_dir, cache_bytes, sharers, sleep: see `RemoteStorage`; a local folder needs none of them.
+
+    Raises:
+        UserError: no such driver, or one that is not installed; an address that cannot be reached or listed.
+    """
+    protocol, separator, rest = location.partition("://")
+    if not separator:
+        return LocalStorage(location, Path(location))
+    if protocol in ("file", "local"):
+        return LocalStorage(location, Path(LocalFileSystem._strip_protocol(location)))
+    if not rest.strip("/"):
+        raise UserError(f"{location} names no folder: write {protocol}://bucket/folder")
+    try:
+        fsspec.get_filesystem_class(protocol)
+    except ValueError:
+        raise UserError(
+            f"{location}: fsspec knows no {protocol}://, but s3://, gs://, abfs://, sftp://, hf:// and others: "
+            "correct the address, or `pip install` the package that brings the driver"
+        ) from None
+    except ImportError as error:
+        package = known_implementations[protocol]["class"].split(".")[0]
+        package = f"fsspec[{protocol}]" if package == "fsspec" else package
+        raise UserError(
+            f"{location} needs a driver that is not installed ({describe(error)}): pip install '{package}'"
+        ) from None
+    try:
+        # An instance of our own: others of the process may use one with other settings.
+        fs, root = fsspec.core.url_to_fs(location, skip_instance_cache=True)
+    except (ImportError, OSError, ValueError, TypeError) as error:
+        raise UserError(f"{location} cannot be opened ({describe(error)}): correct the address") from error
+    storage = RemoteStorage(location, fs, str(root), Path(cache_dir).expanduser(), cache_bytes, sharers, sleep)
+    storage.names("")  # what is wrong with credentials or bucket is said now, not after an hour's work
+    return storage

@@ -1,0 +1,100 @@
+"""What every storage back end offers."""
+
+import errno
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})  # this machine's disk, or a quota on it
+
+
+class Storage(ABC):
+    """Named files under one address. Names are relative and use `/`: "shards/train-00000.json".
+
+    Every method raises UserError, in one line, for what the user can mend: no permission, no
+    credentials, no bucket, a full disk, a host that cannot be reached.
+    """
+
+    location: str  # as the user wrote it, for messages
+    remote: bool
+
+    @abstractmethod
+    def read(self, name: str) -> bytes:
+        """A file's content; FileNotFoundError if it is absent."""
+
+    @abstractmethod
+    def write(self, name: str, data: bytes) -> None:
+        """Write a small file, whole or not at all."""
+
+    @abstractmethod
+    def scratch(self, name: str) -> Path:
+        """Where, on this machine, to build a big file that `put` then commits."""
+
+    @abstractmethod
+    def put(self, scratch: Path, name: str) -> None:
+        """Commit the finished file `scratch` under its name; `scratch` is gone afterwards, also after a failure."""
+
+    @abstractmethod
+    def size(self, name: str) -> int | None:
+        """A file's bytes; None if it is absent."""
+
+    @abstractmethod
+    def sizes(self, folder: str) -> dict[str, int]:
+        """Every file directly in a folder ("" is the storage itself) with its bytes, from one fresh listing.
+
+        Names are relative to the storage; hidden files and folders are left out. A folder that is absent, or is a
+        file, has none.
+        """
+
+    def names(self, folder: str) -> list[str]:
+        """The names in `sizes(folder)`, sorted."""
+        return sorted(self.sizes(folder))
+
+    @abstractmethod
+    def remove(self, name: str) -> None:
+        """Remove a file; an absent one is fine."""
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Remove all files."""
+
+    @abstractmethod
+    def local(self, name: str) -> Path:
+        """A file of this machine with the content of `name`: itself, or a copy in the bounded cache.
+
+        Open it at once, or use `opened`: copies leave the cache while others are fetched.
+        FileNotFoundError if it is absent.
+        """
+
+    def opened(self, name: str, opener: Callable[[Path], T]) -> T:
+        """`opener(local(name))`, again where another fetch evicted the copy before it was open."""
+        for _ in range(3):
+            path = self.local(name)
+            try:
+                return opener(path)
+            except FileNotFoundError:
+                if path.exists():
+                    raise
+        return opener(self.local(name))
+
+    def forget(self, name: str) -> None:  # noqa: B027
+        """Drop the cached copy, so that `local` fetches it again."""
+
+    def prefetch(self, names: Sequence[str]) -> None:  # noqa: B027
+        """Fetch these in this order in the background, and no others any more; only as many as the cache holds."""
+
+    def close(self) -> None:  # noqa: B027
+        """Stop fetching in the background."""
+
+    def clean(self, names: Sequence[str]) -> None:
+        """Remove what killed writes of these names have left."""
+        for name in names:
+            self.scratch(name).unlink(missing_ok=True)
+
+
+def visible(folder: str, sizes: Mapping[str, int]) -> dict[str, int]:
+    """The entries of a folder as `Storage.sizes` gives them."""
+    prefix = f"{folder.strip('/')}/" if folder.strip("/") else ""
+    return {prefix + name: size for name, size in sizes.items() if name and not name.startswith(".")}

@@ -1,0 +1,112 @@
+"""A store in a folder of this machine."""
+
+import os
+import shutil
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from eagle31_train import artifacts
+from eagle31_train.errors import UserError
+from eagle31_train.store.backends.base import FULL, Storage, visible
+
+
+class LocalStorage(Storage):
+    """A folder of this machine, or of a file system that it has mounted."""
+
+    remote = False
+
+    def __init__(self, location: str, folder: Path) -> None:
+        self.location = location
+        self.folder = folder
+
+    def read(self, name: str) -> bytes:
+        with self._explained("read", name):
+            return (self.folder / name).read_bytes()
+
+    def write(self, name: str, data: bytes) -> None:
+        scratch = self.scratch(name)
+        try:
+            with self._explained("write", name):
+                scratch.write_bytes(data)
+        except BaseException:
+            scratch.unlink(missing_ok=True)
+            raise
+        self.put(scratch, name)
+
+    def scratch(self, name: str) -> Path:
+        path = self.folder / name
+        with self._explained("write", name):
+            self._make(path.parent)
+        return path.with_name(f".{path.name}.tmp")
+
+    def put(self, scratch: Path, name: str) -> None:
+        try:
+            with self._explained("write", name):
+                artifacts.commit(scratch, self.folder / name)
+        except BaseException:  # a full disk, Ctrl-C: nothing half-written stays
+            scratch.unlink(missing_ok=True)
+            raise
+
+    def size(self, name: str) -> int | None:
+        with self._explained("read", name):
+            try:  # one question: another process may remove the file between two
+                status = (self.folder / name).stat()
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        found = {}
+        with self._explained("list", folder):
+            try:
+                entries = os.scandir(self.folder / folder)
+            except (FileNotFoundError, NotADirectoryError):
+                return {}
+            with entries:
+                for entry in entries:
+                    with suppress(FileNotFoundError):  # listed, then removed by another process
+                        if entry.is_file():
+                            found[entry.name] = entry.stat().st_size
+        return visible(folder, found)
+
+    def remove(self, name: str) -> None:
+        with self._explained("remove", name):
+            (self.folder / name).unlink(missing_ok=True)
+
+    def local(self, name: str) -> Path:
+        if self.size(name) is None:
+            raise FileNotFoundError(f"{self.folder / name} is missing")
+        return self.folder / name
+
+    def discard(self) -> None:
+        with self._explained("remove", ""):
+            if self.folder.is_dir():
+                artifacts.discard(self.folder)
+
+    def clean(self, names: Sequence[str]) -> None:
+        super().clean(names)
+        shutil.rmtree(self.folder.with_name(f".{self.folder.name}.old"), ignore_errors=True)  # of a killed `discard`
+
+    def _make(self, folder: Path) -> None:
+        """A folder whose own name survives a power cut, like the files in it."""
+        if not folder.is_dir():
+            self._make(folder.parent)
+            folder.mkdir(exist_ok=True)
+            artifacts.fsync_path(folder.parent)
+
+    @contextmanager
+    def _explained(self, what: str, name: str) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            if error.errno in FULL:
+                raise UserError(
+                    f"no space left to {what} {self.folder / name}: free some, then run the same command again"
+                ) from None
+            raise UserError(
+                f"cannot {what} {self.folder / name} ({error.strerror}): mend that, or choose another store_dir"
+            ) from None

@@ -1,0 +1,153 @@
+"""Codecs: how hidden states are kept in fewer bytes, and made tensors again on the device that trains.
+
+    bf16  2 bytes a value, bit for bit
+    fp8   1 byte, float8 e4m3, one scale per token and block of 128 values
+    int8  1 byte, -127 to 127, likewise: finer than fp8 where the values of a block are of one size
+    int4  half a byte, -8 to 7, one scale per block of 32: an experiment
+
+A value is `values * scale`: one product of two numbers that bf16 holds exactly, rounded once to bf16. So every
+device decodes the same bits. What a codec costs in fidelity and acceptance: docs/log.md.
+
+Shapes: N rows, [...] further axes, W the width of a state, B the width of a block.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from eagle31_train.errors import UserError
+
+
+@dataclass(frozen=True)
+class Codec:
+    """One way to keep states. `largest` is what the largest value of a block becomes; blocks are `block` wide."""
+
+    dtype: torch.dtype
+    block: int
+    largest: float
+    packed: int = 1  # values in one element
+
+    def row_bytes(self, width: int) -> int:
+        """Bytes of one state of `width` values."""
+        scales = 2 * -(-width // self.block) if self.block else 0
+        return -(-width // self.packed) * self.dtype.itemsize + scales
+
+
+CODECS = {
+    "bf16": Codec(torch.bfloat16, 0, 0.0),
+    "fp8": Codec(torch.float8_e4m3fn, 128, 448.0),
+    "int8": Codec(torch.int8, 128, 127.0),
+    "int4": Codec(torch.uint8, 32, -8.0, packed=2),
+}
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """States of N rows, [N, ..., W] once decoded, as a codec keeps them.
+
+    values: [N, ..., w] in the codec's dtype; with bf16 (and in tests with any float dtype) the states themselves.
+    scale: [N, ..., blocks] bf16; no blocks with bf16.
+    width: W.
+    """
+
+    codec: str
+    width: int
+    values: Tensor
+    scale: Tensor
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the rows are."""
+        return self.values.device
+
+    def __getitem__(self, rows: "slice | Tensor") -> "Encoded":
+        """Some of the rows, by slice or index."""
+        return Encoded(self.codec, self.width, self.values[rows], self.scale[rows])
+
+    def unbind(self) -> list["Encoded"]:
+        """[N, A, W] → A times [N, W]: layer by layer, so that they need not be decoded all at once."""
+        pairs = zip(self.values.unbind(1), self.scale.unbind(1), strict=True)
+        return [replace(self, values=values, scale=scale) for values, scale in pairs]
+
+    def decode(self) -> Tensor:
+        """[N, ..., W]: bf16, or what went in where the codec keeps it whole."""
+        codec = CODECS[self.codec]
+        if not codec.block:
+            return self.values
+        values = self.values
+        if codec.packed == 2:
+            values = torch.stack([values & 15, values >> 4], -1).flatten(-2)[..., : self.width].to(torch.int8) - 8
+        return _from_blocks(_blocks(values.bfloat16(), codec.block) * self.scale[..., None], self.width)
+
+
+def encode(states: Tensor, codec: str) -> Encoded:
+    """States [N, ..., W] of any float dtype, kept by a codec, on their device.
+
+    Raises:
+        UserError: a state is not finite, or too large for bf16.
+    """
+    how = CODECS[codec]
+    width = states.shape[-1]
+    if not how.block:
+        return plain(_finite(states.bfloat16()))
+    blocks = _blocks(states.float(), how.block)
+    if codec == "int4":  # the extreme value itself becomes -8, which uses all sixteen
+        extreme = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
+    else:
+        extreme = blocks.abs().amax(-1, keepdim=True)
+    scale = (extreme / how.largest).bfloat16()
+    _finite((scale * how.largest).bfloat16())  # what the extreme value would be decoded to
+    scale = torch.where(scale.abs() < torch.finfo(scale.dtype).tiny, 1.0, scale)  # a block of nothing, or next to it
+    scaled = _from_blocks(blocks / scale.float(), width)
+    if codec == "fp8":
+        values = scaled.clamp(-448, 448).to(how.dtype)
+    elif codec == "int8":
+        values = scaled.round().clamp(-127, 127).to(how.dtype)
+    else:
+        nibbles = (scaled.round().clamp(-8, 7) + 8).to(how.dtype)
+        pairs = torch.nn.functional.pad(nibbles, (0, width % 2)).unflatten(-1, (-1, 2))
+        values = pairs[..., 0] | pairs[..., 1] << 4
+    return Encoded(codec, width, values.contiguous(), scale[..., 0].contiguous())
+
+
+def _finite(values: Tensor) -> Tensor:
+    if values.numel() and not torch.stack(values.aminmax()).isfinite().all():  # forty times as fast as all of them
+        raise UserError("the target's hidden states are not finite (NaN, infinite or next to it): check target.dtype")
+    return values
+
+
+def plain(states: Tensor) -> Encoded:
+    """States [N, ..., W] as they are."""
+    return Encoded("bf16", states.shape[-1], states, states[..., :0])
+
+
+def as_encoded(states: "Tensor | Encoded") -> Encoded:
+    """What is encoded stays so; a tensor is kept as it is."""
+    return states if isinstance(states, Encoded) else plain(states)
+
+
+def concatenate(parts: Sequence[Encoded]) -> Encoded:
+    """Rows of several, one after another; all of one codec and width."""
+    values = [part.values for part in parts]
+    dtype = values[0].dtype
+    if dtype == torch.float8_e4m3fn:  # autocast asks which of the joined floats is the widest, and knows none so narrow
+        joined = torch.cat([value.view(torch.uint8) for value in values]).view(dtype)
+    else:
+        joined = torch.cat(values)
+    return replace(parts[0], values=joined, scale=torch.cat([part.scale for part in parts]))
+
+
+def _blocks(values: Tensor, block: int) -> Tensor:
+    """[..., W] → [..., blocks, B], the last block filled up with zeros."""
+    filled = torch.nn.functional.pad(values, (0, -values.shape[-1] % block))
+    return filled.unflatten(-1, (-1, block))
+
+
+def _from_blocks(blocks: Tensor, width: int) -> Tensor:
+    """[..., blocks, B] → [..., W]."""
+    return blocks.flatten(-2)[..., :width]

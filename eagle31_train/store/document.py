@@ -1,0 +1,56 @@
+"""What extraction stores of a conversation, and training reads."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from eagle31_train.store.codec import Encoded
+
+
+@dataclass(frozen=True)
+class Document:
+    """One tokenized conversation with the target's states: T tokens, A auxiliary layers, H hidden.
+
+    tokens: [T] int64.
+    loss_mask: [T] bool, true where the assistant wrote the token.
+    top1: [T] int64, the target's arg-max over the full vocabulary at this position, that is its
+        prediction of the next token; -1 where the next token is not the assistant's.
+    aux: [T, A, H] auxiliary hidden states, or only the first `attended` rows: no slot sees the others.
+    last: [T, H] last hidden state, before the final norm, or only the rows of `taught`: no other teaches.
+
+    Positions count from 0. States are tensors of any float dtype, or as a codec keeps them.
+    """
+
+    tokens: Tensor
+    loss_mask: Tensor
+    top1: Tensor
+    aux: Tensor | Encoded
+    last: Tensor | Encoded
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def supervised(self) -> Tensor:
+        """[M] int64, ascending: positions whose distribution teaches some slot.
+
+        The next token is the assistant's, and at least one position comes before, where a slot can be.
+        """
+        return self.loss_mask[2:].nonzero()[:, 0] + 1
+
+    @property
+    def attended(self) -> int:
+        """How many positions slots attend to: the last slot is one before the last position that teaches."""
+        taught = self.supervised
+        return int(taught[-1]) if len(taught) else 0
+
+    @property
+    def attended_states(self) -> Tensor | Encoded:
+        """The auxiliary states that are needed, [attended, A, H]."""
+        return self.aux[: self.attended]
+
+    @property
+    def supervised_states(self) -> Tensor | Encoded:
+        """The last hidden states that are needed, [M, H]: in order of `taught`."""
+        # There are always fewer that teach than tokens, so the number of rows tells the two forms apart.
+        return self.last[self.supervised.to(self.last.device)] if len(self.last) == len(self) else self.last

@@ -1,0 +1,143 @@
+"""What a store will hold, worked out from the data alone: which samples each shard has, and how many bytes.
+
+A pure function of the data set, the shard size and the codecs. So a killed extraction goes on at the first
+shard that is not committed, any number of processes can share the work without speaking to each other, and
+training knows every step before the first shard is there.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from eagle31_train.store.codec import CODECS
+from eagle31_train.store.format import line_name
+
+SPLITS = ("heldout", "train")  # in the order of extraction: training evaluates from its first steps on
+HEADER = 4096  # more than the names, shapes and offsets at the head of a shard's file take
+TOKEN_BYTES = 4 + 1 + 4  # tokens, loss_mask, top1
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What decides the size of a state: H, A, and the codecs of auxiliary and last states."""
+
+    hidden_size: int
+    aux_layers: int
+    aux_codec: str
+    last_codec: str
+
+    @property
+    def row_bytes(self) -> tuple[int, int]:
+        """What one position's auxiliary states take, all layers together, and its last hidden state."""
+        aux, last = (CODECS[codec].row_bytes(self.hidden_size) for codec in (self.aux_codec, self.last_codec))
+        return aux * self.aux_layers, last
+
+
+def shape_of(states: dict[str, Any]) -> Shape:
+    """What decides the size of a state, from a provenance's `states`."""
+    return Shape(states["hidden_size"], len(states["aux_layers"]), states["aux_codec"], states["last_codec"])
+
+
+@dataclass(frozen=True)
+class PlannedShard:
+    """Samples first to end - 1 of a split, in one file; `bytes` is what that takes at most."""
+
+    name: str
+    split: str
+    number: int  # in the order of extraction, over all splits
+    first: int
+    end: int
+    tokens: int
+    bytes: int
+
+    def samples(self) -> str:
+        """Its samples, for messages."""
+        several = f"samples {self.first} to {self.end - 1}" if self.end - self.first > 1 else f"sample {self.first}"
+        return f"{several} of {self.split}"
+
+    @property
+    def line(self) -> str:
+        """Name of the file that commits the shard."""
+        return line_name(self.name)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A store's samples and shards.
+
+    lengths: tokens of every sample, per split.
+    shards: in the order of extraction.
+    """
+
+    lengths: dict[str, list[int]]
+    shards: list[PlannedShard]
+
+    @property
+    def tokens(self) -> int:
+        """Of all samples."""
+        return sum(shard.tokens for shard in self.shards)
+
+    def of(self, split: str) -> list[PlannedShard]:
+        """The shards of one split, in order."""
+        return [shard for shard in self.shards if shard.split == split]
+
+    def lengths_of(self, shard: PlannedShard) -> list[int]:
+        """Tokens of each of a shard's samples."""
+        return self.lengths[shard.split][shard.first : shard.end]
+
+    def share(self, rank: int, ranks: int) -> list[PlannedShard]:
+        """What one of several processes extracts: in order, each shard by the one that has fewest tokens so far."""
+        loads, mine = [0] * ranks, []
+        for shard in self.shards:
+            lightest = loads.index(min(loads))
+            loads[lightest] += shard.tokens
+            if lightest == rank:
+                mine.append(shard)
+        return mine
+
+    def as_json(self) -> dict[str, Any]:
+        """For plan.json."""
+        return {"lengths": self.lengths, "shards": [asdict(shard) for shard in self.shards]}
+
+    @staticmethod
+    def from_json(value: dict[str, Any]) -> "Plan":
+        """Raises KeyError or TypeError where the JSON is not a plan."""
+        return Plan(value["lengths"], [PlannedShard(**shard) for shard in value["shards"]])
+
+
+def make_plan(loss_masks: Mapping[str, Iterable[Sequence[bool]]], shard_tokens: int, shape: Shape) -> Plan:
+    """Plan a store for samples given by their loss masks, per split; each is looked at once."""
+    shards: list[PlannedShard] = []
+    lengths: dict[str, list[int]] = {}
+    for split in SPLITS:
+        counted = [(len(mask), sample_bytes(mask, shape)) for mask in loss_masks[split]]
+        lengths[split] = [length for length, _ in counted]
+        sizes = [0, *accumulate(size for _, size in counted)]
+        for count, (first, end) in enumerate(plan_shards(lengths[split], shard_tokens)):
+            name = f"shards/{split}-{count:05d}.safetensors"
+            tokens = sum(lengths[split][first:end])
+            size = HEADER + sizes[end] - sizes[first]
+            shards.append(PlannedShard(name, split, len(shards), first, end, tokens, size))
+    return Plan(lengths, shards)
+
+
+def plan_shards(lengths: Sequence[int], shard_tokens: int) -> list[tuple[int, int]]:
+    """Cut samples, in order, into shards of at most `shard_tokens` (a longer sample has its own): (first, end)."""
+    shards, first, held = [], 0, 0
+    for index, length in enumerate(lengths):
+        if held and held + length > shard_tokens:
+            shards.append((first, index))
+            first, held = index, 0
+        held += length
+    return [*shards, (first, len(lengths))] if lengths else []
+
+
+def sample_bytes(loss_mask: Sequence[bool], shape: Shape) -> int:
+    """What a sample takes in its shard, see `Document` for which states are kept."""
+    taught = np.flatnonzero(np.asarray(loss_mask, dtype=bool)[2:]) + 1
+    attended = int(taught[-1]) if len(taught) else 0
+    aux, last = shape.row_bytes
+    return len(loss_mask) * TOKEN_BYTES + attended * aux + len(taught) * last

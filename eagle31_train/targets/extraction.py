@@ -1,0 +1,266 @@
+"""Stage 2, extraction: conversations → the target's hidden states in a store (`eagle31_train/extract.py`).
+
+The target's own logits are computed by the fidelity gate alone. `top1`, the target's arg-max over the full
+vocabulary, is computed once, from the states before the codec rounds them, at the supervised positions: training
+then needs no product with the whole lm_head.
+
+Shapes: T tokens of one conversation; A auxiliary layers; H hidden.
+"""
+
+import importlib.util
+import os
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset, DatasetDict
+from torch import Tensor
+from tqdm import tqdm
+from transformers import AutoTokenizer
+
+from eagle31_train import artifacts, provenance
+from eagle31_train.config import Config, byte_count
+from eagle31_train.errors import UserError
+from eagle31_train.locks import alone
+from eagle31_train.store import Storage, StoreWriter, finished, make_plan, shape_of, storage_of
+from eagle31_train.store.codec import Encoded, encode
+from eagle31_train.store.document import Document
+from eagle31_train.store.shard_plan import SPLITS, Shape
+from eagle31_train.targets.engine import Engine, too_long
+from eagle31_train.targets.fidelity import Figures, Gate, report, summary
+from eagle31_train.targets.hf import ranks
+from eagle31_train.targets.pretrained import from_pretrained, require_path, vocabulary_fingerprint
+from eagle31_train.targets.readout import Readout
+from eagle31_train.targets.transformers_engine import load_engine
+from eagle31_train.targets.vllm_engine import VllmEngine
+
+LOGIT_ROWS = 512  # rows of [rows, V] logits alive at once
+
+
+@dataclass(frozen=True)
+class Process:
+    """Which of all processes that share the shards this is, and whether it is the first of its launch."""
+
+    rank: int
+    ranks: int
+    is_main: bool
+
+
+def extract(config: Config) -> None:
+    """Run the stage, as one of `WORLD_SIZE` processes of one of `extract.parts` launches.
+
+    Raises:
+        UserError: missing or damaged input, or input for another target; output of other inputs; a failed fidelity
+            gate; a full disk; no such part; another process at this one's shards.
+    """
+    process = process_of(config)
+    made_from = provenance.of_store(config, _data_manifest(config))
+    storage = storage_of(config)
+    if finished(storage, made_from, config.overwrite):
+        if process.is_main:
+            print(f"extract: up to date ({storage.location})")
+        return
+    who = f"another process extracts the same shards of {storage.location} now"
+    with alone(Path(config.run_dir) / f".extracting-{process.rank}", who):
+        _extract(config, process, storage, made_from.record())
+
+
+def _extract(config: Config, process: Process, storage: Storage, provenance: dict[str, Any]) -> None:
+    """This process's part of a store that is not finished."""
+    began = time.perf_counter()
+    splits, data = load_data(config), _data_manifest(config)
+    check_tokenizer(config, data)
+    engine = make_engine(config)
+    states = describe(engine, config)
+    check_vocab_size(config, data, states["vocab_size"])
+    masks = {split: splits[split]["loss_mask"] for split in SPLITS}
+    plan = make_plan(masks, config.extract.shard_tokens, shape_of(states))
+    longest = max((length for lengths in plan.lengths.values() for length in lengths), default=0)
+    if engine.longest is not None and longest > engine.longest:
+        raise too_long(engine, longest)
+    writer = StoreWriter(
+        storage,
+        {**provenance, "states": states},
+        plan,
+        rank=process.rank,
+        ranks=process.ranks,
+        overwrite=config.overwrite,
+        max_bytes=byte_count(config.store.max_bytes, "store.max_bytes") if config.store.max_bytes else None,
+        patience=config.store.patience,
+    )
+    first = process.rank == 0
+    if first:
+        writer.write_target(engine.readout.weights())
+    gate = Gate(engine, config.extract, len(plan.shards))
+    wanted = extract_shards(engine, splits, writer, gate, process.is_main)
+    lines = writer.gather() if wanted and first else None
+    if lines is not None:
+        fidelity = report([line.fidelity for line in lines if line.fidelity is not None])
+        manifest = writer.finish({"fidelity": fidelity, "seconds": time.perf_counter() - began})
+        print(
+            f"extract: {manifest['tokens']:,} tokens, {manifest['bytes_per_token']:,.0f} bytes each, "
+            f"in {storage.location}; {summary(fidelity)}"
+        )
+    elif process.is_main and wanted and not first:
+        print(f"extract: extract.part={config.extract.part} is done; part 0 finishes {storage.location}")
+    elif process.is_main:
+        print(f"extract: the training that follows {storage.location} wants no more of it: stopped, unfinished")
+
+
+def process_of(config: Config) -> Process:
+    """This process, by the launcher's environment and the part.
+
+    Raises:
+        UserError: there is no such part.
+    """
+    part, parts = config.extract.part, config.extract.parts
+    if part >= parts:
+        raise UserError(
+            f"extract.part={part} is no part: they are numbered from 0, and with extract.parts={parts} the last is "
+            f"{parts - 1}"
+        )
+    rank, count = int(os.environ.get("RANK", 0)), ranks()
+    return Process(part * count + rank, parts * count, is_main=rank == 0)
+
+
+def load_data(config: Config) -> DatasetDict:
+    """Stage 1's conversations, once their files are known to be whole."""
+    folder = config.data_folder
+    if damage := artifacts.first_damaged(folder, _data_manifest(config).get("files", {})):
+        raise UserError(f"{damage}: run `python -m data_prep` again")
+    return DatasetDict.load_from_disk(str(folder / "dataset"))
+
+
+def check_tokenizer(config: Config, data: dict[str, Any]) -> None:
+    """Refuse conversations of another tokenizer: to this target their ids are other words, and the gate cannot tell.
+
+    Raises:
+        UserError: they are, or the target has no tokenizer to compare with.
+    """
+    fingerprint = data.get("vocabulary")
+    if fingerprint is None:  # of an earlier version, which did not record it
+        return
+    require_path(config.target)
+    if vocabulary_fingerprint(from_pretrained(AutoTokenizer, config.target)) != fingerprint:
+        raise _other_target(config, "with another tokenizer than it has")
+
+
+def check_vocab_size(config: Config, data: dict[str, Any], vocab_size: int) -> None:
+    """Refuse conversations for a target of other than `vocab_size` tokens."""
+    if (size := data["inputs"]["vocab_size"]) != vocab_size:
+        raise _other_target(config, f"for a target with {size} tokens, and it has {vocab_size}")
+
+
+def _other_target(config: Config, how: str) -> UserError:
+    return UserError(
+        f"{config.data_folder} was not made for target.path={config.target.path} but {how}: correct data_dir or "
+        "target.path, or run `python -m data_prep` for this target"
+    )
+
+
+def _data_manifest(config: Config) -> dict[str, Any]:
+    """What stage 1 says of its conversations."""
+    return artifacts.read_json(config.data_folder / artifacts.MANIFEST, "python -m data_prep")
+
+
+def make_engine(config: Config) -> Engine:
+    """The engine that `extract.engine` names, with the target loaded.
+
+    Raises:
+        UserError: it is not installed, or cannot load the target.
+    """
+    arguments = config.extract.engine_args
+    if config.extract.engine == "transformers":
+        if arguments:
+            raise UserError(f"extract.engine_args={arguments} are vLLM's: use extract.engine=vllm, or leave them out")
+        return load_engine(config.target, config.extract.batch_tokens)
+    if importlib.util.find_spec("vllm") is None:
+        raise UserError(
+            "extract.engine=vllm needs vLLM in this environment: pip install vllm (on a CPU: "
+            "tests/vllm/install.sh DIR makes an environment, DIR/bin/python -m eagle31_train.extract runs in it)"
+        )
+    return VllmEngine(config)
+
+
+def describe(engine: Engine, config: Config) -> dict[str, Any]:
+    """What the stored states mean."""
+    readout = engine.readout
+    return {
+        "aux_layers": engine.layers,
+        "aux_convention": "input of layer i; 0 = embeddings, N = output of the last layer before the final norm",
+        "last_hidden_state": "before the final norm",
+        "norm": {"kind": readout.norm_kind, "eps": readout.eps, "stored": "effective weight"},
+        "tied_lm_head": readout.tied,
+        "hidden_size": readout.embedding.shape[1],
+        "vocab_size": readout.head.shape[0],
+        "aux_codec": config.store.aux_codec,
+        "last_codec": config.store.last_codec,
+    }
+
+
+def extract_shards(engine: Engine, splits: DatasetDict, writer: StoreWriter, gate: Gate, shown: bool) -> bool:
+    """Commit this process's shards; false if a training that follows the store wants no more before the last.
+
+    Args:
+        shown: whether to show a progress bar over this process's tokens.
+    """
+    shards = writer.mine()
+    total = sum(shard.tokens for shard in shards)
+    shards = [shard for shard in shards if not writer.has(shard)]
+    committed = total - sum(shard.tokens for shard in shards)  # in an earlier run: part of the total, not of the rate
+    options: dict[str, Any] = {"unit": "tok", "unit_scale": True, "smoothing": 0.05}
+    with tqdm(desc="extract", total=total, initial=committed, disable=not shown, **options) as progress:
+        for shard in shards:
+            if not writer.wait_for_quota(shard):
+                return False
+            rows = splits[shard.split].select(range(shard.first, shard.end))
+            recorded = gate.samples(shard.number)
+            active_gate = gate if recorded or not gate.passed else None
+            documents, figures = run_shard(engine, rows, writer.shape, active_gate, progress)
+            writer.write(shard, documents, figures if recorded else None)
+    return True
+
+
+def run_shard(
+    engine: Engine, rows: Dataset, shape: Shape, gate: Gate | None, progress: tqdm | None = None
+) -> tuple[list[Document], Figures | None]:
+    """The documents of a shard's samples, in their order, and the gate's figures."""
+    tokens = [torch.tensor(row) for row in rows["input_ids"]]
+    masks = [torch.tensor(row, dtype=torch.bool) for row in rows["loss_mask"]]
+    by_index: dict[int, Document] = {}
+    for index, aux, last in engine.run(tokens):
+        by_index[index] = document_of(tokens[index], masks[index], aux, last, engine.readout, shape)
+        if progress is not None:
+            progress.update(len(tokens[index]))
+    documents = [by_index[index] for index in range(len(tokens))]
+    return documents, gate.check(documents) if gate else None
+
+
+def document_of(
+    tokens: Tensor, loss_mask: Tensor, aux: Tensor, last: Tensor, readout: Readout, shape: Shape
+) -> Document:
+    """One sample with the stored rows of aux [T, A, H] and last [T, H], encoded on their device, then on the CPU."""
+    whole = Document(tokens, loss_mask, top1_of(readout, last, loss_mask), aux, last)
+    assert isinstance(whole.attended_states, Tensor)
+    assert isinstance(whole.supervised_states, Tensor)
+    return replace(
+        whole,
+        aux=_on_cpu(encode(whole.attended_states, shape.aux_codec)),
+        last=_on_cpu(encode(whole.supervised_states, shape.last_codec)),
+    )
+
+
+def top1_of(readout: Readout, last: Tensor, loss_mask: Tensor) -> Tensor:
+    """[T] int64: arg-max of the target's distribution where the next token is the assistant's, else -1."""
+    where = loss_mask[1:].nonzero()[:, 0]
+    top1 = torch.full((len(last),), -1, dtype=torch.int64)
+    for rows in where.split(LOGIT_ROWS):
+        top1[rows] = readout.best(last[rows.to(last.device)]).cpu()
+    return top1
+
+
+def _on_cpu(encoded: Encoded) -> Encoded:
+    # A GPU holds the states of one batch at a time, not those of a shard.
+    return replace(encoded, values=encoded.values.cpu(), scale=encoded.scale.cpu())

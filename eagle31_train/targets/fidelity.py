@@ -1,0 +1,174 @@
+"""The fidelity gate: does what the store keeps rebuild the target's own distribution?
+
+Every silent error of an extraction (a state taken after the final norm, a norm of the form 1+w read as w, soft-capped
+logits, a wrong mask, mixed-up conversations, rows of other positions) shows here, before hours are spent on it:
+finished documents are compared, as they go into a shard. `top1` is taken before the codec rounds, and must be the
+target's choice; the distribution of the stored states must stay what it was, though a rounding may swap two near-equal
+tokens.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle31_train.config import ExtractConfig
+from eagle31_train.errors import UserError
+from eagle31_train.store.codec import as_encoded
+from eagle31_train.store.document import Document
+from eagle31_train.targets.engine import Engine, Reference
+
+COMPARED = 4  # conversations compared per shard, from the shortest to the longest
+ROWS = 256  # positions compared per shard
+MOSTLY = 0.5  # a codec blurs states: they still choose most tokens rightly, which those of other positions do not
+
+Figures = Sequence[float]  # of one shard: top-1 agreement, mean KL in nats, positions compared
+
+
+class Gate:
+    """Compares what is stored with the target's own logits: in a sample of shards, and where a run begins.
+
+    Args:
+        engine: what made the states.
+        config: how many comparisons there are, and their bounds.
+        shards: how many the store has.
+    """
+
+    def __init__(self, engine: Engine, config: ExtractConfig, shards: int) -> None:
+        self.engine = engine
+        self.config = config
+        self.passed = config.gate_batches == 0  # whether this run has compared anything yet
+        self._sampled = {k * shards // config.gate_batches for k in range(config.gate_batches)}
+
+    def samples(self, number: int) -> bool:
+        """Whether the store records a comparison for its shard of this number: they spread over all of it.
+
+        A function of the plan alone: a continued extraction records what an uninterrupted one does.
+        """
+        return number in self._sampled
+
+    def check(self, documents: Sequence[Document]) -> Figures:
+        """Compare some supervised positions, in some of a shard's documents, as they are stored.
+
+        Raises:
+            UserError: they are not what the target says there; the message names the likely cause.
+        """
+        own, states, top1 = [], [], []
+        for document in choose(documents):
+            supervised, stored = document.supervised, as_encoded(document.supervised_states)
+            rows = torch.linspace(0, len(supervised) - 1, min(ROWS // COMPARED, len(supervised))).round().long()
+            own.append(self.engine.reference(document.tokens, supervised[rows]))
+            states.append(stored[rows.to(stored.device)].decode())
+            top1.append(document.top1[supervised[rows]])
+        if not own:  # nothing in this shard is supervised
+            return 1.0, 0.0, 0
+        agreement, kl = self._compare(own, states, top1)
+        if agreement < self.config.gate_top1 or not kl <= self.config.gate_kl:
+            raise self._failure(own, states, agreement, kl, as_encoded(documents[0].last).codec)
+        self.passed = True
+        return agreement, kl, sum(len(rows) for rows in states)
+
+    def _compare(
+        self, own: Sequence[Reference], states: Sequence[Tensor], top1: Sequence[Tensor] | None = None, **wrong: Any
+    ) -> tuple[float, float]:
+        """Agreement and KL over all positions, one conversation's logits in memory at a time."""
+        total = sum(len(rows) for rows in states)
+        agreement = kl = 0.0
+        for index, (reference, rows) in enumerate(zip(own, states, strict=True)):
+            one = compare(reference, self.engine.readout.logits(rows, **wrong), top1[index] if top1 else None)
+            agreement += one[0] * len(rows) / total
+            kl += one[1] * len(rows) / total
+        return agreement, kl
+
+    def _failure(
+        self, own: Sequence[Reference], states: Sequence[Tensor], agreement: float, kl: float, codec: str
+    ) -> UserError:
+        """What to say of states that do not pass."""
+        right = agreement >= self.config.gate_top1
+        if right and codec != "bf16" and self._compare(own, states)[0] >= MOSTLY:
+            return UserError(
+                f"fidelity gate: store.last_codec={codec} keeps too little of the last hidden states (KL {kl:.3g} "
+                f"to the target's distribution): use int8 or bf16 (extract.gate_kl={self.config.gate_kl} is the bound)"
+            )
+        return UserError(
+            f"fidelity gate: top-1 tokens agree with the target's in {agreement:.1%} of positions, and the stored "
+            f"hidden states' distribution is KL {kl:.3g} from its own; {self._cause(own, states)}"
+        )
+
+    def _cause(self, own: Sequence[Reference], states: Sequence[Tensor]) -> str:
+        """Try the known mistakes and name the one that explains the failure."""
+        if quirk := self.engine.readout.quirk:
+            return f"the target's config has {quirk}, which EAGLE 3's loss does not model"
+        mistakes: dict[str, dict[str, Any]] = {
+            "the last hidden state was taken after the final norm": {"after_norm": True},
+            "the final norm is of the form (1 + w) but was read as w": {"shift": 1.0},
+            "the final norm was read as (1 + w) but is w": {"shift": -1.0},
+        }
+        for cause, mistake in mistakes.items():
+            agreement, kl = self._compare(own, states, **mistake)
+            if agreement >= MOSTLY and kl <= self.config.gate_kl:
+                return f"likely cause: {cause}"
+        return "no known mistake explains it: check target.dtype and whether the model changes its logits"
+
+
+def report(figures: Sequence[Figures]) -> dict[str, Any]:
+    """All comparisons of a store, for its manifest: the worst agreement and the worst KL."""
+    return {
+        "batches": len(figures),
+        "positions": sum(n for _, _, n in figures),
+        "top1_agreement": min((a for a, _, _ in figures), default=None),
+        "kl": max((k for _, k, _ in figures), default=None),
+    }
+
+
+def summary(report: dict[str, Any]) -> str:
+    """A report as one line for people."""
+    if not report["batches"]:
+        return "fidelity: not compared (extract.gate_batches=0)"
+    top1, kl, positions = report["top1_agreement"], report["kl"], report["positions"]
+    return f"fidelity: top-1 {top1:.2%}, KL {kl:.2g} over {positions} positions"
+
+
+def compare(reference: Reference, rebuilt: Tensor, top1: Tensor | None = None) -> tuple[float, float]:
+    """Agreement of choices top1 [n] and mean KL(own || rebuilt) with rebuilt logits [n, V] fp32.
+
+    Without top1 the choices are those of the rebuilt logits; -1 is none, and agrees with nothing.
+    Targets work in bf16 mostly, and its rounding ties or swaps logits at the maximum; a choice
+    agrees if the target's own logits put it within one rounding step of bf16 of their maximum.
+
+    Where only the likeliest tokens' probabilities are known, the KL is that of the partition into
+    each of these and all the others together: a lower bound of the whole, and nearly equal to it.
+    """
+    own = reference.own.to(rebuilt.device)
+    chose = (rebuilt.argmax(-1) if top1 is None else top1.to(rebuilt.device))[:, None]
+    choice = chose.clamp_min(0)
+    log_rebuilt = rebuilt.log_softmax(-1)
+    if reference.ids is None:
+        best, chosen = own.max(-1).values, own.gather(1, choice)[:, 0]
+        size = best.abs()
+        log_own = own.log_softmax(-1)
+    else:
+        ids = reference.ids.to(rebuilt.device)
+        best = own.max(-1).values
+        chosen = own.masked_fill(ids != choice, float("-inf")).max(-1).values
+        size = rebuilt.gather(1, choice)[:, 0].abs()  # a log-probability does not tell its logit's size
+        log_own, log_rebuilt = _with_rest(own), _with_rest(log_rebuilt.gather(1, ids))
+    agrees = (chosen >= best - torch.finfo(torch.bfloat16).eps * size) & (chose[:, 0] >= 0)
+    agreement = agrees.float().mean().item()
+    kl = (log_own.exp() * (log_own - log_rebuilt)).sum(-1).mean().item()
+    return agreement, kl
+
+
+def _with_rest(logs: Tensor) -> Tensor:
+    """[n, k] log-probabilities → [n, k + 1], the last one of all tokens that are not among them."""
+    rest = (1 - logs.exp().sum(-1, keepdim=True)).clamp_min(1e-6)  # below that it is rounding
+    return torch.cat([logs, rest.log()], -1)
+
+
+def choose(documents: Sequence[Document]) -> list[Document]:
+    """COMPARED documents of a shard, evenly from the shortest to the longest; of those with a supervised position."""
+    order = sorted((document for document in documents if len(document.supervised)), key=len)
+    if len(order) <= COMPARED:
+        return order
+    return [order[k * (len(order) - 1) // (COMPARED - 1)] for k in range(COMPARED)]

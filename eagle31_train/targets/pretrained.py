@@ -1,0 +1,60 @@
+"""What transformers loads by `target.path`: how, and what is said where it cannot. Imports no torch."""
+
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from transformers import PreTrainedTokenizerBase
+
+from eagle31_train import artifacts
+from eagle31_train.config import TargetConfig
+from eagle31_train.errors import UserError
+
+EMBEDDED = "the embedded target is made by `python -m eagle31_train.targets.embedded`"
+NOT_WHOLE = "a file is cut short, or only git-lfs's pointer to one (`git lfs pull` fetches them): copy it again"
+
+
+def from_pretrained(kind: Any, target: TargetConfig, **options: Any) -> Any:
+    """`kind`, one of transformers' classes that load by a name, as the target has it.
+
+    Raises:
+        UserError: there is none at target.path, or its code lacks a package or the permission to run.
+    """
+    where = {"revision": target.revision, "trust_remote_code": target.trust_remote_code}
+    try:
+        return kind.from_pretrained(target.path, **where, **options)
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
+        raise not_loaded(target, error) from None
+
+
+def require_path(target: TargetConfig) -> None:
+    """Refuse a folder that is not there, before it is looked for on the hub."""
+    if not Path(target.path).exists() and target.path.startswith(("/", ".", "models/")):
+        raise UserError(f"target.path={target.path} does not exist; {EMBEDDED}")
+
+
+def not_loaded(target: TargetConfig, error: Exception) -> UserError:
+    """That a target cannot be loaded, why, and what to do, in one line."""
+    if isinstance(error, ImportError):
+        advice = "its code needs a package that is not here: install it, tiktoken for Kimi"
+    elif "trust_remote_code" in str(error):
+        advice = "it comes with Python code of its own: read it, and allow it to run with target.trust_remote_code=true"
+    elif isinstance(error, SafetensorError):  # which tells neither the file nor what to do
+        advice = NOT_WHOLE
+    else:
+        advice = f"give a directory in transformers format or a hub id; {EMBEDDED}"
+    return UserError(f"target.path={target.path} cannot be loaded ({first_line(error)}): {advice}")
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message that says something."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def vocabulary_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """What tells two vocabularies apart: every token's spelling and id.
+
+    Unlike the text in which a tokenizer is saved, no version of transformers alters it, and stages may run in
+    different environments.
+    """
+    return artifacts.fingerprint(tokenizer.get_vocab())

@@ -1,0 +1,232 @@
+"""Loss masks of whole conversations: exact on golden cases, and refused wherever they cannot be exact."""
+
+import numpy as np
+import pytest
+from families import by_pieces
+from transformers import PreTrainedTokenizerFast
+
+from data_prep import masks
+from data_prep.formats import Refused
+from data_prep.masks import one_sample
+from data_prep.template import ChatTemplate
+from eagle31_train.config import TargetConfig
+from eagle31_train.errors import UserError
+
+ASK = {"role": "user", "content": "hello, how are you?"}
+REPLY = {"role": "assistant", "content": "the quick brown fox"}
+CHAT = [{"role": "system", "content": "be kind"}, ASK, REPLY, {"role": "user", "content": "and?"},
+        {"role": "assistant", "content": "héllo 🦊\n"}]  # fmt: skip
+PIECES = [
+    (0, "<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\nhello, how are you?<|im_end|>\n"),
+    (0, "<|im_start|>assistant\n"),
+    (1, "the quick brown fox<|im_end|>"),
+    (0, "\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n"),
+    (1, "héllo 🦊\n<|im_end|>"),
+    (0, "\n"),
+]
+
+
+# ChatML, with the assistant's part marked.
+MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}"
+    "{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}{% else %}{{ m['content'] }}<|im_end|>{% endif %}"
+    "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def with_template(tokenizer: PreTrainedTokenizerFast, text: str) -> ChatTemplate:
+    return ChatTemplate(tokenizer, [tokenizer.eos_token_id], text)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("how", ["prefixes", "markers", "markers around the content alone", "no offsets"])
+def test_several_turns_are_masked_exactly(tokenizer, chatml, monkeypatch, how):
+    template = chatml
+    if how == "no offsets":
+        monkeypatch.setattr(PreTrainedTokenizerFast, "is_fast", property(lambda _: False))
+        assert masks.Tokens(chatml, "hello").offsets is None
+    elif how != "prefixes":
+        inner = MARKED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>")
+        template = with_template(tokenizer, MARKED if how == "markers" else inner)
+        assert inner != MARKED
+    assert template.has_markers(None) == how.startswith("markers")
+    sample = one_sample(template, CHAT, 1000)
+    ids, mask = by_pieces(chatml, PIECES)
+    assert sample.input_ids.tolist() == ids
+    assert sample.loss_mask.tolist() == mask
+    assert sample.input_ids.dtype == np.int32
+    assert (sample.cut, sample.open_turns) == (False, 0)
+
+
+# ---------------------------------------------------------------- planted mistakes
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("mistake", [-2, -1, 1, 2, "characters off by one", "another end-of-turn token"])
+def test_planted_mistakes_are_caught(chatml, monkeypatch, mistake):
+    """The verification must see a mask that is off by one, whoever made it."""
+    if mistake == "another end-of-turn token":
+        # Stopping at the token of " brown" would leave " fox" and the real end of turn without supervision.
+        (brown,) = [i for i in chatml.encode("the quick brown fox") if chatml.decode([i]) == " brown"]
+        chatml.end_ids = [brown]
+    elif mistake == "characters off by one":
+        spans = masks.prefix_spans
+        monkeypatch.setattr(masks, "prefix_spans", lambda *given: [(start + 1, end) for start, end in spans(*given)])
+    else:
+        place, boundary = chatml.render(CHAT).index("the quick"), masks.Tokens.boundary
+        shifted = lambda self, char: boundary(self, char) + (mistake if char == place else 0)  # noqa: E731
+        monkeypatch.setattr(masks.Tokens, "boundary", shifted)
+    with pytest.raises(Refused):
+        one_sample(chatml, CHAT, 1000)
+
+
+# ---------------------------------------------------------------- refusals
+
+# Keeps only what follows </think> of earlier answers, as reasoning models' templates do.
+REWRITING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('</think>')[-1] }}"
+    "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+NO_END = (
+    "{% for m in messages %}{{ m.role }}:\n{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:\n{% endif %}"
+)
+# "assistant: " ends with a space that the tokenizer joins to the first word of the answer.
+SPACED = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def says(content, **more):
+    return {"role": "assistant", "content": content, **more}
+
+
+@pytest.mark.parametrize(
+    ("change", "messages", "reason"),
+    [
+        (None, [ASK], "no assistant turn"),
+        (None, [ASK, says("")], "an empty answer"),
+        (None, [ASK, says("a<|im_end|>\n<|im_start|>assistant\nb")], "an end-of-turn token inside the answer"),
+        (REWRITING, [ASK, says("hm</think>yes"), ASK, REPLY], "the template rewrites history"),
+        (NO_END, [ASK, REPLY], "no end-of-turn token after the answer"),
+        (SPACED, [ASK, says("hello")], "a boundary inside a token"),
+        ("{{ raise_exception('roles must alternate') }}", [ASK, REPLY], "roles must alternate"),
+        (("m['content'] }}", "(m['content'] | upper) }}"), [ASK, REPLY], "the template alters the answer"),
+    ],
+)
+def test_what_cannot_be_exact_is_refused(tokenizer, chatml, change, messages, reason):
+    text = chatml.template.replace(*change) if isinstance(change, tuple) else change or chatml.template
+    with pytest.raises(Refused, match=reason):
+        one_sample(with_template(tokenizer, text), messages, 1000)
+
+
+def test_a_prompt_that_has_other_tokens_by_itself_is_refused(breaks_tokenizer, chatml):
+    """Serving tokenizes the generation prompt alone: there its two line breaks are one token."""
+    text = chatml.template.replace("\n{{ m['content'] }}", "\n\n{{ m['content'] }}").replace(
+        "assistant\n", "assistant\n\n"
+    )
+    template = with_template(breaks_tokenizer, text)
+    whole, prompt = template.encode(template.render([ASK, REPLY])), template.prompt_ids([ASK])
+    assert whole[: len(prompt) - 1] == prompt[:-1]
+    assert whole[len(prompt) - 1] != prompt[-1]
+    with pytest.raises(Refused, match="a boundary inside a token"):
+        one_sample(template, [ASK, REPLY], 1000)
+
+
+# ---------------------------------------------------------------- cut answers, long conversations
+
+
+def test_the_end_of_turn_after_a_cut_answer_is_not_supervised(chatml):
+    last = one_sample(chatml, [ASK, {**REPLY, "finish_reason": "length"}], 1000)
+    assert chatml.decode(last.input_ids.tolist()).endswith("the quick brown fox")
+    assert chatml.decode(last.input_ids[last.loss_mask].tolist()) == "the quick brown fox"
+    assert last.open_turns == 1
+    one, other = (
+        one_sample(chatml, [ASK, {**REPLY, "finish_reason": reason}, ASK, REPLY], 1000) for reason in ("length", "stop")
+    )
+    assert one.input_ids.tolist() == other.input_ids.tolist()
+    (missing,) = np.flatnonzero(one.loss_mask != other.loss_mask)
+    assert one.input_ids[missing] == chatml.end_ids[0]
+    assert other.loss_mask[missing]
+
+
+def test_long_conversations_are_cut_and_answers_may_be_stripped(tokenizer, chatml):
+    trim = with_template(tokenizer, chatml.template.replace("m['content'] }}", "(m['content'] | trim) }}"))
+    sample = one_sample(trim, [ASK, says("  hello \n")], 1000)
+    assert trim.decode(sample.input_ids[sample.loss_mask].tolist()) == "hello<|im_end|>"
+    whole = one_sample(chatml, [ASK, REPLY], 1000)
+    first = int(np.flatnonzero(whole.loss_mask)[0])
+    cut = one_sample(chatml, [ASK, REPLY], first + 1)
+    assert cut.cut
+    assert cut.input_ids.tolist() == whole.input_ids.tolist()[: first + 1]
+    assert cut.loss_mask.tolist() == [False] * first + [True]
+    with pytest.raises(Refused, match="nothing of the answers lies within max_length"):
+        one_sample(chatml, [ASK, REPLY], first)
+
+
+# ---------------------------------------------------------------- the template itself
+
+
+def test_fingerprints_know_tokenizer_and_template(tokenizer, fresh_tokenizer, chatml):
+    same = ChatTemplate(fresh_tokenizer, chatml.end_ids, chatml.template)
+    chatml.tokenizer("hello", padding="max_length", truncation=True, max_length=4)  # leaves state in the backend
+    assert same.fingerprints() == chatml.fingerprints()
+    other = with_template(tokenizer, MARKED).fingerprints()
+    assert other["template"] != same.fingerprints()["template"]
+    assert other["tokenizer"] == same.fingerprints()["tokenizer"]
+    fresh_tokenizer.add_tokens(["newword"])
+    assert same.fingerprints()["tokenizer"] != other["tokenizer"]
+
+
+def test_conversations_with_tools_have_the_template_that_the_tokenizer_names_for_them(fresh_tokenizer, tmp_path):
+    """As transformers and vLLM choose it."""
+    plain = fresh_tokenizer.chat_template
+    with_tools = "{% if tools %}{{ tools | tojson }}{% endif %}{% if terse %}terse{% endif %}" + plain
+    fresh_tokenizer.chat_template = {"default": plain, "tool_use": with_tools}
+    fresh_tokenizer.save_pretrained(tmp_path)
+    template = ChatTemplate.load(TargetConfig(path=str(tmp_path), template_args={"terse": True}))
+    tools = [{"type": "function", "function": {"name": "find", "parameters": {}}}]
+    for given in (None, tools):
+        served = fresh_tokenizer.apply_chat_template([ASK], tools=given, tokenize=False, terse=True)
+        assert template.render([ASK], tools=given) == served
+        assert one_sample(template, [ASK, REPLY], 1000, given).loss_mask.any()
+    assert "find" in served
+    assert template.reads_tools
+    assert not with_template(fresh_tokenizer, plain).reads_tools
+    marks = with_tools.replace("{{ m['content'] }}", "{% generation %}{{ m['content'] }}{% endgeneration %}")
+    other = ChatTemplate(fresh_tokenizer, template.end_ids, plain, {}, marks)
+    assert (other.has_markers(None), other.has_markers(tools)) == (False, True)
+    fingerprints = {str(one.fingerprints()) for one in (other, template, with_template(fresh_tokenizer, plain))}
+    assert len(fingerprints) == 3
+
+
+def test_an_argument_that_the_template_does_not_read(fresh_tokenizer, tmp_path):
+    fresh_tokenizer.save_pretrained(tmp_path)
+    thinks = tmp_path / "thinks.jinja"
+    thinks.write_text("{% if enable_thinking %}think{% endif %}")
+    target = {"path": str(tmp_path), "chat_template": str(thinks)}
+    ChatTemplate.load(TargetConfig(**target, template_args={"enable_thinking": False}))
+    with pytest.raises(UserError, match=r"template_args\.enable_thinkng .*did you mean 'enable_thinking'"):
+        ChatTemplate.load(TargetConfig(**target, template_args={"enable_thinkng": False}))
+
+
+@pytest.mark.real_target
+def test_golden_mask_of_smollm2(real_target):
+    target = TargetConfig(path=str(real_target))
+    template = ChatTemplate.load(target)
+    assert template.end_ids == [2]
+    assert template.vocabulary(target) == 49152
+    assert template.special_ids() == list(range(17))
+    chat = [{"role": "user", "content": "Count to 3."}, says("1, 2, 3"), {"role": "user", "content": "Thanks"},
+            says("You're welcome!")]  # fmt: skip
+    system = (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+        "<|im_start|>user\nCount to 3.<|im_end|>\n<|im_start|>assistant\n"
+    )
+    between = "\n<|im_start|>user\nThanks<|im_end|>\n<|im_start|>assistant\n"
+    pieces = [(0, system), (1, "1, 2, 3<|im_end|>"), (0, between), (1, "You're welcome!<|im_end|>"), (0, "\n")]
+    sample = one_sample(template, chat, 1000)
+    assert (sample.input_ids.tolist(), sample.loss_mask.tolist()) == by_pieces(template, pieces)

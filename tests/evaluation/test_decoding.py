@@ -1,0 +1,257 @@
+"""Speculative decoding: the outputs of plain decoding, and vLLM's counts; of one prompt, and of several together."""
+
+import pytest
+import torch
+
+from eagle31_train.evaluation.decoding import (
+    Limits,
+    decode_plain,
+    decode_speculative,
+    first_difference,
+    logit_gap,
+    speculate,
+)
+
+PROMPT = [7, 3, 41, 20, 11, 5]
+
+
+class Each:
+    """Drafters of one sequence each, drafting together."""
+
+    def __init__(self, *drafters):
+        self.drafters = list(drafters)
+
+    def extend(self, aux, next_tokens, counts):
+        for drafter, rows, tokens in zip(self.drafters, aux.split(counts), next_tokens.split(counts), strict=True):
+            drafter.extend(rows, tokens)
+
+    def propose(self, count, choose):
+        return torch.tensor([drafter.draft(count) for drafter in self.drafters])
+
+    def select(self, sequences):
+        self.drafters = [self.drafters[row] for row in sequences]
+
+
+class Scripted:
+    """A drafter that knows the target's continuation and errs where it is told to."""
+
+    def __init__(self, prompt, continuation, wrong_at=()):
+        self.sequence = prompt + continuation
+        self.read = 0
+        self.wrong_at = wrong_at  # for each round, the first wrong proposal; all right where it is not told
+
+    def extend(self, aux, next_tokens):
+        assert len(aux) == len(next_tokens)
+        assert next_tokens.tolist() == self.sequence[self.read + 1 : self.read + 1 + len(next_tokens)]
+        self.read += len(next_tokens)
+        self.rounds = getattr(self, "rounds", 0) + 1
+
+    def draft(self, count):
+        proposed = self.sequence[self.read + 1 : self.read + 1 + count]
+        if self.rounds <= len(self.wrong_at):
+            wrong = self.wrong_at[self.rounds - 1]
+            proposed[wrong] = (proposed[wrong] + 1) % 50
+        return proposed
+
+
+class Recorder:
+    """A drafter whose inputs are kept."""
+
+    def __init__(self, inner):
+        self.inner, self.aux, self.tokens = inner, [], []
+
+    def extend(self, aux, next_tokens):
+        self.aux.append(aux)
+        self.tokens += next_tokens.tolist()
+        self.inner.extend(aux, next_tokens)
+
+    def draft(self, count):
+        return self.inner.draft(count)
+
+
+class Constant:
+    """A drafter that always proposes the same token."""
+
+    def __init__(self, token):
+        self.token = token
+
+    def extend(self, aux, next_tokens):
+        pass
+
+    def draft(self, count):
+        return [self.token] * count
+
+
+def limits(count, *end_ids):
+    return Limits(count, frozenset(end_ids))
+
+
+def plain(target, limits):
+    return decode_plain(target, [PROMPT], limits)[0]
+
+
+def speculative(target, drafter, draft_tokens, limits):
+    """The one prompt, with a drafter of one sequence."""
+    return speculate(target, Each(drafter), torch.arange(50), [PROMPT], draft_tokens, limits)[0]
+
+
+@pytest.fixture
+def continuation(target):
+    tokens = plain(target, limits(60)).tokens
+    assert len(set(tokens)) > 10  # an output that stands still would hide mistakes
+    return tokens
+
+
+def test_plain_decoding_is_transformers_own(target, continuation):
+    ids = torch.tensor([PROMPT])
+    theirs = target.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=60, do_sample=False)
+    assert continuation == theirs[0, len(PROMPT) :].tolist()
+
+
+def test_the_drafter_gets_the_states_of_the_target_at_the_right_rows(target, make_drafter, continuation):
+    scripted = Scripted(PROMPT, continuation + [0] * 9, wrong_at=[0, 2, 1, 3, 0, 1])
+    recorder = Recorder(scripted)
+    speculative(target, recorder, 4, limits(30))
+    sequence = torch.tensor([PROMPT + continuation])
+    whole = target.states(sequence, torch.ones_like(sequence)).aux[0]
+    seen = torch.cat(recorder.aux)
+    assert recorder.tokens == (PROMPT + continuation)[1 : len(seen) + 1]
+    torch.testing.assert_close(seen, whole[: len(seen)], rtol=1e-4, atol=1e-4)
+
+
+def test_a_target_that_keeps_rejected_tokens_is_seen(target, continuation, monkeypatch):
+    monkeypatch.setattr(target, "forget", lambda counts: None)
+    found = speculative(target, Constant(0), 3, limits(40))
+    assert first_difference(continuation[:40], found.tokens) is not None
+
+
+def test_counts_say_how_far_each_draft_was_right(target, continuation):
+    found = speculative(target, Scripted(PROMPT, continuation, [0, 2, 1, 1]), 3, limits(15))
+    assert found.accepted == [0, 2, 1, 1, 3, 3]
+    assert found.proposed == 18
+    assert found.accepted_per_position(3) == [5, 3, 2]
+    assert found.tokens == continuation[:15]
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 6, 8, 10])
+def test_a_limit_inside_a_draft_cuts_the_output_and_not_the_counts(target, continuation, count):
+    found = speculative(target, Scripted(PROMPT, continuation), 3, limits(count))
+    assert found.tokens == continuation[:count]
+    # Tokens 2..5 come with the first draft, 6..9 with the second, 10..13 with the third.
+    assert found.accepted == [3] * ((count - 1 + 3) // 4)
+
+
+@pytest.mark.parametrize("index", [0, 1, 4, 5, 8])
+def test_an_end_token_inside_a_draft_ends_the_output_and_is_kept(target, continuation, index):
+    first = continuation.index(continuation[index])
+    found = speculative(target, Scripted(PROMPT, continuation), 3, limits(50, continuation[index]))
+    assert found.tokens == continuation[: first + 1]
+    assert found.accepted == [3] * ((first + 3) // 4)
+    assert plain(target, limits(50, continuation[index])).tokens == found.tokens
+
+
+def test_nothing_is_drafted_after_an_answer_of_one_token(target, continuation):
+    for end in (limits(1), limits(9, continuation[0])):
+        found = speculative(target, Scripted(PROMPT, continuation), 3, end)
+        assert (found.tokens, found.accepted, found.proposed) == (continuation[:1], [], 0)
+
+
+# ---------------------------------------------------------------- several prompts
+
+PROMPTS = [PROMPT, [12], [4, 4, 30, 2, 19, 8, 44, 6, 17, 25, 3], [9, 40]]
+WRONG_AT = [[], [0] * 30, [2, 0, 1] * 9, [1, 2] * 9]  # in each of their rounds
+
+
+@pytest.fixture
+def alone(target):
+    """Every prompt's own continuation."""
+    return [decode_plain(target, [prompt], limits(60))[0].tokens for prompt in PROMPTS]
+
+
+@pytest.fixture
+def ends(alone):
+    """Limits at which the outputs have four lengths, one of them 1."""
+    end_ids = {alone[0][0], alone[1][9], alone[2][20]}
+    cut = limits(35, *end_ids)
+    lengths = [len(ended(tokens, cut)) for tokens in alone]
+    assert len(set(lengths)) == 4
+    assert min(lengths) == 1
+    return cut
+
+
+def ended(tokens, limits):
+    output = []
+    limits.append(output, tokens)
+    return output
+
+
+@pytest.mark.parametrize("draft_tokens", [1, 3, 8])
+@pytest.mark.parametrize("kind", ["llama", "mla"])
+def test_prompts_draft_together_as_alone(target, make_drafter, alone, ends, draft_tokens, kind):
+    drafter, target_ids = make_drafter(kind)
+    found = decode_speculative(target, drafter, target_ids, PROMPTS, draft_tokens, ends)
+    assert [one.tokens for one in found] == [ended(tokens, ends) for tokens in alone]
+    for one, prompt in zip(found, PROMPTS, strict=True):
+        (single,) = decode_speculative(target, drafter, target_ids, [prompt], draft_tokens, ends)
+        assert (one.accepted, one.proposed) == (single.accepted, single.proposed)
+
+
+def test_rows_that_go_on_at_different_speeds(target, alone):
+    """Drafts right in one row and wrong in another, so that rows move over what they forget, and end apart."""
+    cut = limits(28)
+
+    def drafters():
+        told = zip(PROMPTS, alone, WRONG_AT, strict=True)
+        return [Scripted(prompt, tokens, wrong) for prompt, tokens, wrong in told]
+
+    found = speculate(target, Each(*drafters()), torch.arange(50), PROMPTS, 3, cut)
+    assert [one.tokens for one in found] == [tokens[:28] for tokens in alone]
+    for one, prompt, drafter in zip(found, PROMPTS, drafters(), strict=True):
+        assert one.accepted == speculate(target, Each(drafter), torch.arange(50), [prompt], 3, cut)[0].accepted
+    assert len({len(one.accepted) for one in found}) == 4
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_states_and_what_lies_beyond_the_end(target, alone, ends, together):
+    batches = [PROMPTS] if together else [[prompt] for prompt in PROMPTS]
+    found = [one for batch in batches for one in decode_plain(target, batch, ends, beyond=5, states=True)]
+    for one, prompt, tokens in zip(found, PROMPTS, alone, strict=True):
+        assert one.tokens == ended(tokens, ends)
+        assert one.tokens + one.beyond == tokens[: len(one.tokens) + 5]
+        sequence = torch.tensor([prompt + one.tokens])[:, :-2]
+        assert one.aux.shape == (len(prompt) + len(one.tokens) - 2, 3, 32)
+        whole = target.states(sequence, None).aux[0] if sequence.numel() else one.aux
+        torch.testing.assert_close(one.aux, whole, rtol=1e-4, atol=1e-4)
+
+
+def another_rows_draft(target, patch):
+    patch.setattr(Each, "select", lambda self, sequences: None)
+
+
+def rows_forget_alike(target, patch):
+    right = target.forget
+    patch.setattr(target, "forget", lambda counts: right([min(counts)] * len(counts)))
+
+
+def rows_stay(target, patch):
+    right = target.select
+    patch.setattr(target, "select", lambda rows: right(list(range(len(rows)))))
+
+
+@pytest.mark.parametrize("mistake", [another_rows_draft, rows_forget_alike, rows_stay])
+def test_a_mistake_planted_in_a_batch_is_seen(target, alone, ends, mistake, monkeypatch):
+    mistake(target, monkeypatch)
+    drafters = Each(*(Scripted(*told) for told in zip(PROMPTS, alone, WRONG_AT, strict=True)))
+    try:
+        found = speculate(target, drafters, torch.arange(50), PROMPTS, 3, ends)
+    except (AssertionError, RuntimeError, ValueError, IndexError):
+        return
+    assert [one.tokens for one in found] != [ended(tokens, ends) for tokens in alone]
+
+
+def test_the_gap_is_by_how_much_the_target_prefers_its_own_token(target, continuation):
+    logits = target.own_logits(torch.tensor([PROMPT]), torch.ones(1, len(PROMPT), dtype=torch.long))[0, -1]
+    other = (continuation[0] + 1) % 50
+    gap = logit_gap(target, PROMPT, continuation[0], other)
+    assert gap > 0
+    assert gap == pytest.approx(float(logits[continuation[0]] - logits[other]), abs=1e-4)

@@ -1,0 +1,168 @@
+"""The drafter at serving time against the unroll that trains it: the same hidden states, to 1e-5 in fp32."""
+
+import pytest
+import torch
+from conftest import make_document, make_mla_shape, make_objective, make_shape
+
+from eagle31_train.model.batch import build_batch
+from eagle31_train.model.decode import DraftDecoder
+from eagle31_train.store.document import Document
+
+K = 5
+
+
+@pytest.fixture
+def document():
+    return make_document(make_shape(), 24, torch.Generator().manual_seed(7))
+
+
+def decoder_of(objective):
+    return DraftDecoder(objective.drafter, objective.teacher.target_ids, capacity=40)
+
+
+def drafted(decoder, count=K):
+    """Tokens [count] and outputs [count, D] of a round."""
+    steps = list(decoder.unroll(count))
+    return torch.cat([token for token, _ in steps]), torch.cat([z for _, z in steps])
+
+
+def unrolled(objective, document, slot, tokens):
+    """[K, D] what training computes at `slot` of a document that goes on with the drafted tokens."""
+    K = len(tokens)
+    end = slot + 2
+    told = torch.cat([document.tokens[:end], tokens])
+    # Training never reads the target's states of the drafted tokens at this slot.
+    own = Document(
+        tokens=told,
+        loss_mask=torch.arange(len(told)) >= end,
+        top1=torch.zeros(len(told), dtype=torch.int64),
+        aux=document.aux[: len(told)].float(),
+        last=document.last[: len(told)].float(),
+    )
+    packed = build_batch([own], K, torch.ones(objective.drafter.shape.vocab_size, dtype=torch.bool), "keep")
+    with torch.no_grad():
+        z = objective.drafter(packed).z
+    return z[:, packed.layout.slots.tolist().index(slot)]
+
+
+@pytest.mark.parametrize("fc_norm", [True, False])
+@pytest.mark.parametrize("norm_output", [True, False])
+@pytest.mark.parametrize("norm_before_residual", [True, False])
+def test_every_round_equals_the_training_unroll(document, fc_norm, norm_output, norm_before_residual):
+    shape = make_shape(fc_norm=fc_norm, norm_output=norm_output, norm_before_residual=norm_before_residual)
+    objective = make_objective(shape, torch.float32)
+    decoder = decoder_of(objective)
+    aux, done = document.aux.float(), 0
+    # As in serving: the prompt at once, then as many rows as were accepted, over what a round left behind.
+    for rows in (6, 1, 3, 4):
+        decoder.extend(aux[done : done + rows], document.tokens[done + 1 : done + rows + 1])
+        done += rows
+        tokens, z = drafted(decoder)
+        assert set(tokens.tolist()) <= set(objective.teacher.target_ids.tolist())
+        torch.testing.assert_close(z, unrolled(objective, document, done - 1, tokens), rtol=1e-5, atol=1e-5)
+        assert decoder.draft(K) == tokens.tolist()  # drafting twice changes nothing
+
+
+def shifted_states(decoder, aux, tokens):
+    decoder.extend(aux[1:10], tokens[1:10])
+
+
+def shifted_tokens(decoder, aux, tokens):
+    decoder.extend(aux[:9], tokens[:9])
+
+
+def pre_norm_feedback(decoder, aux, tokens):
+    decoder.drafter.feedback = lambda h, z: h
+    decoder.extend(aux[:9], tokens[1:10])
+
+
+def standing_positions(decoder, aux, tokens):
+    queries = decoder.drafter.midlayer.self_attn.queries
+    decoder.drafter.midlayer.self_attn.queries = lambda x, positions: queries(x, positions.clamp(max=8))
+    decoder.extend(aux[:9], tokens[1:10])
+
+
+def blind_to_own_steps(decoder, aux, tokens):
+    attend = decoder._attend
+    decoder._attend = lambda q, step: attend(q, 0)
+    decoder.extend(aux[:9], tokens[1:10])
+
+
+def round_left_behind(decoder, aux, tokens):
+    decoder.extend(aux[:6], tokens[1:7])
+    decoder.draft(3)
+    decoder.lengths[0] += 2  # rows of the round before are taken for verified ones
+    decoder.extend(aux[8:9], tokens[9:10])
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [shifted_states, shifted_tokens, pre_norm_feedback, standing_positions, blind_to_own_steps, round_left_behind],
+)
+def test_a_planted_mistake_is_seen(document, mistake):
+    objective = make_objective(make_shape(), torch.float32)
+    decoder = decoder_of(objective)
+    mistake(decoder, document.aux.float(), document.tokens)
+    tokens, z = drafted(decoder)
+    vars(decoder.drafter).pop("feedback", None)  # the unroll is the right one
+    vars(decoder.drafter.midlayer.self_attn).pop("queries", None)
+    assert (z - unrolled(objective, document, 8, tokens)).abs().max() > 1e-3
+
+
+# ---------------------------------------------------------------- several sequences
+
+ROUNDS = [[6, 1, 11], [1, 4, 1], [3, 2, 1]]  # rows that each sequence takes in
+
+
+def together(decoder, documents, leave=None, rounds=ROUNDS):
+    """Outputs [count, D] of each round of each sequence; sequence `leave` leaves before the last round."""
+    done, there, found = [0] * len(documents), list(range(len(documents))), []
+    for number, counts in enumerate(rounds):
+        if leave is not None and number == len(rounds) - 1:
+            there.remove(leave)
+            decoder.select(there)
+        counts = [counts[row] for row in there]
+        ranges = [(documents[row], done[row], done[row] + count) for row, count in zip(there, counts, strict=True)]
+        aux = torch.cat([document.aux[start:end] for document, start, end in ranges])
+        decoder.extend(aux, torch.cat([d.tokens[start + 1 : end + 1] for d, start, end in ranges]), counts)
+        for row, (_, _, end) in zip(there, ranges, strict=True):
+            done[row] = end
+        found.append(dict(zip(there, torch.stack([z for _, z in decoder.unroll(K)], 1), strict=True)))
+    return found
+
+
+@pytest.mark.parametrize("make", [make_shape, make_mla_shape])
+@pytest.mark.parametrize("leave", [None, 0, 2])
+def test_sequences_draft_together_what_each_drafts_alone(make, leave):
+    objective = make_objective(make(), torch.float64)
+    generator = torch.Generator().manual_seed(2)
+    documents = [make_document(objective.drafter.shape, 24, generator) for _ in range(3)]
+    ids = objective.teacher.target_ids
+    found = together(DraftDecoder(objective.drafter, ids, 30, 3), documents, leave)
+    for row, document in enumerate(documents):
+        alone = together(
+            DraftDecoder(objective.drafter, ids, 30), [document], rounds=[[counts[row]] for counts in ROUNDS]
+        )
+        for here, there in zip(found, alone, strict=True):
+            if row in here:
+                torch.testing.assert_close(here[row], there[0], rtol=1e-12, atol=1e-12)
+    assert (0 in found[-1]) == (leave != 0)
+
+
+def test_the_chooser_decides_what_is_drafted_and_gone_on_with():
+    objective = make_objective(make_shape(), torch.float64)
+    document = make_document(objective.drafter.shape, 12, torch.Generator().manual_seed(4))
+    least, most = (DraftDecoder(objective.drafter, objective.teacher.target_ids, 30) for _ in range(2))
+    for decoder in (least, most):
+        decoder.extend(document.aux[:9], document.tokens[1:10])
+    seen = []
+
+    def choose(step, logits):
+        seen.append((step, logits))
+        return logits.argmin(-1)
+
+    drafted = least.propose(3, choose)
+    assert [step for step, _ in seen] == [0, 1, 2]
+    assert drafted[0].tolist() == [int(objective.teacher.target_ids[logits[0].argmin()]) for _, logits in seen]
+    torch.testing.assert_close(seen[0][1][0], objective.drafter.lm_head(next(most.unroll(1))[1])[0])
+    assert drafted[0].tolist() != most.draft(3)

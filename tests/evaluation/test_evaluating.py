@@ -1,0 +1,204 @@
+"""Measurements are kept: nothing is measured twice, nothing that is stale or damaged is believed."""
+
+import dataclasses
+import json
+from contextlib import nullcontext
+
+import pytest
+import torch
+from configured import configured
+
+from eagle31_train import artifacts
+from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
+from eagle31_train.errors import UserError
+from eagle31_train.evaluation import drafters, evaluating
+from eagle31_train.evaluation.decoding import Limits
+from eagle31_train.evaluation.measurement import Counts, Drift, Measurement, machine
+from eagle31_train.evaluation.measuring import Measurer
+from eagle31_train.targets.cached import CachedTarget
+from tests.evaluation.conftest import PROMPTS, workload_of
+
+ONE, TWO = workload_of(name="one"), workload_of(PROMPTS[:2], 0.7, name="two · temperature_0.7")
+QUIET = "evaluate.warmup=false"
+
+
+class Recorded(Measurer):
+    """Tells what was asked of it, and what came of it without decoding; is stopped at the workload `stop`."""
+
+    stop: str | None = None
+    machine = "here"
+    output = (1, 2)
+
+    def __init__(self, *options):
+        config = configured(*options)
+        super().__init__(None, Limits(8, ()), config.evaluate, config.seed)
+        object.__setattr__(self, "asked", [])
+        object.__setattr__(self, "config", config)
+
+    def warm_up(self, workload, candidates):
+        self.asked.append(f"warm-up with {', '.join(candidate.name for candidate in candidates)}")
+
+    def measure(self, workload, candidates, verified=None):
+        if workload.name == Recorded.stop:
+            raise KeyboardInterrupt
+        self.asked.append((workload.name, [candidate.name for candidate in candidates], verified))
+        drift = Drift(*([0.1 * i, 1 / 3] for i in range(6)))
+        outputs, counts = [list(Recorded.output)] * len(workload.prompts), [Counts("p", "s", 2, [3], drift, {3: [1]})]
+        return {candidate.name: Measurement(outputs, counts, 2, 0.1, 0.3) for candidate in candidates}
+
+    def run(self, folder, candidates, workloads=(ONE, TWO), verified=None, end_ids=(2, 1)):
+        self.asked.clear()
+        inputs = evaluating.record_inputs(self.config, list(end_ids))
+        return evaluating.measure(folder, workloads, self, candidates, inputs, verified)
+
+
+@pytest.fixture(autouse=True)
+def never_stopped(monkeypatch):
+    for name in ("stop", "machine", "output"):
+        monkeypatch.setattr(Recorded, name, getattr(Recorded, name))
+
+
+@pytest.mark.core
+def test_what_is_read_is_what_was_measured(model, candidates, tmp_path, monkeypatch):
+    options = configured("evaluate.max_speculative_tokens=4").evaluate
+    real = Measurer(model, Limits(8, ()), options, 0)
+    (first,) = evaluating.measure(tmp_path, [ONE], real, candidates, {"any": 1})
+    monkeypatch.setattr(Recorded, "machine", real.machine)
+    (again,) = evaluating.measure(tmp_path, [ONE], Recorded(), candidates, {"any": 1})
+    assert again == first
+    assert all(one.drift is not None and one.seen for measurement in first.values() for one in measurement.counts)
+    assert real.machine.startswith(machine(model.device))
+    assert f", torch {torch.__version__}, transformers " in real.machine
+
+
+def test_a_measurement_that_was_stopped_goes_on_with_what_is_left(candidates, tmp_path, monkeypatch):
+    measurer = Recorded()
+    monkeypatch.setattr(Recorded, "stop", TWO.name)
+    with pytest.raises(KeyboardInterrupt):
+        measurer.run(tmp_path, candidates[:2])
+    assert measurer.asked == ["warm-up with llama, mla", ("one", ["llama", "mla"], None)]
+    monkeypatch.setattr(Recorded, "stop", None)
+    measurer.run(tmp_path, candidates[:2])
+    assert measurer.asked == ["warm-up with llama, mla", (TWO.name, ["llama", "mla"], None)]
+    measurer.run(tmp_path, candidates[:2])
+    assert measurer.asked == []
+
+
+def test_one_more_drafter_or_workload_is_measured_alone(candidates, tmp_path):
+    """By what it is: names may be of any length and script, and change with what stands beside a drafter."""
+    measurer = Recorded(QUIET)
+    measurer.run(tmp_path, candidates[:1], [ONE])
+    renamed = [dataclasses.replace(candidates[0], name="草/" * 200), *candidates[1:]]
+    measurer.run(tmp_path, renamed, [ONE])
+    assert measurer.asked == [("one", ["mla", "other"], None)]
+    measurer.run(tmp_path, candidates[::-1], [TWO, ONE])
+    assert measurer.asked == [(TWO.name, ["other", "mla", "llama"], None)]
+    better = dataclasses.replace(candidates[0], identity="trained on")
+    measurer.run(tmp_path, [better, *candidates[1:]])
+    assert [asked[1] for asked in measurer.asked] == [["llama"], ["llama"]]
+
+
+OTHERS = ["seed=1", "target.dtype=float16", "target.revision=v2", "evaluate.num_speculative_tokens=2",
+        "evaluate.max_speculative_tokens=7",
+          "evaluate.max_new_tokens=9", "evaluate.draft_sampling=probabilistic", "evaluate.batch_size=1",
+          "evaluate.dtype=float64", "evaluate.drift=false"]  # fmt: skip
+
+
+def test_what_other_options_or_machines_count_is_measured_anew(candidates, tmp_path, monkeypatch):
+    Recorded(QUIET).run(tmp_path, candidates[:1], [ONE])
+    for option in OTHERS:
+        other = Recorded(QUIET, option)
+        other.run(tmp_path, candidates[:1], [ONE])
+        assert other.asked == [("one", ["llama"], None)], option
+    same = Recorded(QUIET, "evaluate.backend=vllm", "evaluate.leave_out=[of-another-set]")
+    same.run(tmp_path, candidates[:1], [ONE], end_ids=(1, 2))
+    assert same.asked == [], "the first measurement is kept beside the others; end tokens are a set"
+    for changed in ({"prompts": ONE.prompts[1:]}, {"temperature": 0.1}, {"top_p": 0.5}):
+        same.run(tmp_path, candidates[:1], [dataclasses.replace(ONE, **changed)])
+        assert len(same.asked) == 1, changed
+    same.run(tmp_path, candidates[:1], [dataclasses.replace(ONE, notes=["x"], left_out={"p9": "longer"})])
+    assert same.asked == [], "what is said of it is counted nowhere"
+    for more in ({"verified": 2}, {"end_ids": (1,)}):
+        same.run(tmp_path, candidates[:1], [ONE], **more)
+        assert len(same.asked) == 1, more
+    for owner, name, other in (
+        (evaluating.torch, "__version__", "9.9.9"),
+        (evaluating, "pick_device", lambda name: torch.device("meta")),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, other)
+            same.run(tmp_path, candidates[:1], [ONE])
+        assert len(same.asked) == 1, name
+
+
+def test_drafters_beside_which_the_target_wrote_otherwise_are_not_compared(candidates, tmp_path, monkeypatch):
+    measurer = Recorded(QUIET)
+    files = []  # in the order of the drafters, which the files' names do not tell
+    for candidate in candidates[:2]:
+        measurer.run(tmp_path, [candidate], [ONE])
+        files += set(tmp_path.iterdir()) - set(files)
+    assert json.loads(files[0].read_text())["outcome"]["machine"] == "here"
+    monkeypatch.setattr(Recorded, "machine", "elsewhere")
+    (mixed,) = measurer.run(tmp_path, candidates, [ONE])
+    assert {name: one.machine for name, one in mixed.items()} == {"llama": "here", "mla": "here", "other": ""}
+    next(iter(set(tmp_path.iterdir()) - set(files))).unlink()
+    monkeypatch.setattr(Recorded, "output", (1, 3))
+    for _ in range(2):  # just measured, and read again: what is to go is of the other machine
+        with pytest.raises(UserError) as error:
+            measurer.run(tmp_path, candidates, [ONE])
+        assert str(error.value) == (
+            "one, prompt p0: the target's output is not the same for llama, mla (measured on here) as for other (on "
+            f"elsewhere), so these cannot be compared: remove {files[0]}, {files[1]} and run the same command again"
+        )
+    for file in files:
+        file.unlink()
+    measurer.run(tmp_path, candidates, [ONE])
+    assert measurer.asked == [("one", ["llama", "mla"], None)]
+
+
+@pytest.mark.parametrize(("workload", "refused"), [(ONE, True), (TWO, False)])
+def test_where_drafts_are_sampled_outputs_may_differ(candidates, tmp_path, monkeypatch, workload, refused):
+    measurer = Recorded(QUIET, "evaluate.draft_sampling=probabilistic")
+    measurer.run(tmp_path, candidates[:1], [workload])
+    monkeypatch.setattr(Recorded, "output", (1, 3))
+    with pytest.raises(UserError, match="one, prompt p0: ") if refused else nullcontext():
+        measurer.run(tmp_path, candidates, [workload])
+
+
+def another_count(text):
+    record = json.loads(text)
+    record["outcome"]["measured"][0]["accepted"][0] += 1
+    return json.dumps(record)
+
+
+@pytest.mark.parametrize("damage", [lambda text: text[: len(text) // 2], another_count, lambda _: "{}", lambda _: "[]"])
+def test_a_damaged_file_is_refused(candidates, tmp_path, damage):
+    measurer = Recorded(QUIET)
+    measurer.run(tmp_path, candidates[:1], [ONE])
+    (file,) = tmp_path.glob("*.json")
+    file.write_text(damage(file.read_text()))
+    with pytest.raises(UserError, match=r"one-\w+\.json is damaged.*: remove it") as error:
+        measurer.run(tmp_path, candidates[:1], [ONE])
+    assert "\n" not in str(error.value)
+    file.unlink()
+    measurer.run(tmp_path, candidates[:1], [ONE])
+    assert len(measurer.asked) == 1
+
+
+def test_training_again_from_the_same_inputs_is_another_drafter(run, model):
+    def identity():
+        config = run.config()
+        checkpoint = DrafterCheckpoint.of_run(run.folder, config.data_folder)
+        loaded = drafters.load(checkpoint, "it", CachedTarget(model, [1, 2, 4]), config)
+        assert loaded.identity == checkpoint.identity
+        return loaded.identity
+
+    before = identity()
+    assert identity() == before
+    inputs = artifacts.read_json(run.folder / "train" / "manifest.json", "the test")["inputs"]
+    data = bytearray(run.weights.read_bytes())
+    data[-1] ^= 1
+    run.weights.write_bytes(data)
+    run.finish_training()
+    assert artifacts.read_json(run.folder / "train" / "manifest.json", "")["inputs"] == inputs
+    assert identity() != before

@@ -1,0 +1,304 @@
+"""Measuring: real decoding and the drafts from every place agree, mistakes in either are refused, and nothing of a
+prompt depends on what is decoded beside it."""
+
+import dataclasses
+import re
+
+import numpy as np
+import pytest
+import torch
+from configured import configured
+
+from eagle31_train.errors import UserError
+from eagle31_train.evaluation import decoding, measuring
+from eagle31_train.evaluation.decoding import Limits, decode_plain
+from eagle31_train.evaluation.measuring import Measurer, seed_of
+from eagle31_train.evaluation.sampling import TARGET, stream
+from eagle31_train.targets.cached import CachedTarget
+from tests.evaluation.conftest import PROMPTS, workload_of
+
+TOKENS = 20
+GREEDY = workload_of()
+
+
+def measurer_of(model, *options, ends=(), tokens=TOKENS, seed=0):
+    config = configured("evaluate.max_speculative_tokens=5", "evaluate.batch_size=3", "evaluate.drift=false", *options)
+    return Measurer(model, Limits(tokens, frozenset(ends)), config.evaluate, seed)
+
+
+def said(model, prompt, count=TOKENS):
+    """What the target says after a prompt."""
+    return decode_plain(CachedTarget(model, [1]), [prompt], Limits(count, ()))[0].tokens
+
+
+# ---------------------------------------------------------------- the gates
+
+
+@pytest.mark.parametrize("draft_tokens", [1, 3, 5])
+def test_drafters_of_every_kind_are_counted_alike_in_both_ways(model, candidates, draft_tokens):
+    measurer = measurer_of(model, f"evaluate.num_speculative_tokens={draft_tokens}")
+    found = measurer.measure(GREEDY, candidates)
+    for measurement in found.values():
+        for one in measurement.counts:
+            assert one.seen == {draft_tokens: one.rounds(draft_tokens)}
+            assert len(one.accepted) == one.tokens - 1
+        assert measurement.outputs == [said(model, prompt) for prompt in PROMPTS]
+        assert max(max(one.accepted) for one in measurement.counts) >= 3, "drafts that never agree would show nothing"
+    reached = [[one.accepted for one in measurement.counts] for measurement in found.values()]
+    assert reached[0] != reached[1] != reached[2]
+
+
+def shifted_unroll(*arguments):
+    accepted, drift = UNROLL(*arguments)
+    return [*accepted[1:], 0], drift
+
+
+def one_more(found):
+    found[0].accepted[0] += 1
+
+
+def one_verification_less(found):
+    found[0].accepted.pop()
+
+
+def two_as_one(found):
+    found[0].accepted.insert(0, 0)
+
+
+UNROLL, SPECULATE = measuring.unroll, measuring.decode_speculative
+
+
+def test_a_mistake_in_the_drafts_from_every_place_is_refused(model, candidates, monkeypatch):
+    monkeypatch.setattr(measuring, "unroll", shifted_unroll)
+    with pytest.raises(
+        UserError, match=r"prompt p\d, llama, verification \d+ of 3 draft tokens: real decoding accepts"
+    ):
+        measurer_of(model).measure(GREEDY, candidates[:1])
+
+
+@pytest.mark.parametrize("mistake", [one_more, one_verification_less, two_as_one])
+def test_a_mistake_in_the_counts_of_real_decoding_is_refused(model, candidates, monkeypatch, mistake):
+    def wrong(*arguments):
+        found = SPECULATE(*arguments)
+        mistake(found)
+        return found
+
+    monkeypatch.setattr(measuring, "decode_speculative", wrong)
+    with pytest.raises(UserError, match=r"prompt p\d, other, verification \d+ of 3 draft tokens: real decoding"):
+        measurer_of(model).measure(GREEDY, candidates[2:])
+
+
+def test_a_drafter_that_drafts_otherwise_when_served_is_refused(model, candidates, monkeypatch):
+    class Rigged(decoding.DraftDecoder):
+        def propose(self, count, choose):
+            tokens = super().propose(count, choose)
+            return tokens.roll(1, 1)
+
+    monkeypatch.setattr(decoding, "DraftDecoder", Rigged)
+    with pytest.raises(UserError, match="narrowest choice"):
+        measurer_of(model).measure(GREEDY, candidates[:1])
+
+
+def test_where_two_drafts_are_equally_good_rounding_is_told_and_not_refused(model, candidates, monkeypatch, capsys):
+    asked = []
+
+    def narrowest(drafter, ids, trajectory, slot, depth):
+        asked.append((trajectory.prompt, slot, depth))
+        return gap
+
+    def unlucky(*arguments):
+        """As if the second draft of the first prompt had gone wrong at once."""
+        found = SPECULATE(*arguments)
+        for one, prompt in zip(found, arguments[3], strict=True):
+            if prompt == PROMPTS[0]:
+                kept.append(list(one.accepted))
+                at = next(i for i, count in enumerate(one.accepted) if count)
+                one.accepted[at:] = [0] * (len(one.accepted) - at)
+                parts.append(at + sum(one.accepted[:at]))
+        return found
+
+    kept, parts = [], []
+    monkeypatch.setattr(measuring, "decode_speculative", unlucky)
+    monkeypatch.setattr(measuring, "narrowest", narrowest)
+    gap = 1e-6
+    found = measurer_of(model).measure(GREEDY, candidates[:1])["llama"]
+    assert asked == [(PROMPTS[0], parts[0], 1)], "the first step decides, whatever ties later ones have"
+    assert "rounding chose between equals" in capsys.readouterr().out
+    assert found.counts[0].rounds(3) == kept[0], "the drafts from every place count"
+    gap = 1e-3
+    with pytest.raises(UserError, match=r"likely a mistake, which 'evaluate.leave_out=.*p0.*' would hide"):
+        measurer_of(model).measure(GREEDY, candidates[:1])
+    with pytest.raises(UserError, match=r"evaluate\.dtype=bfloat16 rounds differently"):
+        measurer_of(model, "evaluate.dtype=bfloat16").measure(GREEDY, candidates[:1])
+
+
+# ---------------------------------------------------------------- drawn
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(0.3, 1.0), (0.6, 0.8)])
+def test_draws_are_the_same_with_every_drafter_at_every_depth(model, candidates, temperature, top_p):
+    workload, outputs = workload_of(temperature=temperature, top_p=top_p), []
+    for depth in (1, 4):
+        found = measurer_of(model, f"evaluate.num_speculative_tokens={depth}").measure(workload, candidates)
+        outputs += [measurement.outputs for measurement in found.values()]
+        assert all(one.seen == {depth: one.rounds(depth)} for m in found.values() for one in m.counts)
+    assert all(each == outputs[0] for each in outputs)
+    assert outputs[0] != [said(model, prompt) for prompt in PROMPTS], "nothing was drawn"
+    assert measurer_of(model, seed=1).measure(workload, candidates[:1])["llama"].outputs != outputs[0]
+
+
+def test_drawn_drafts_are_decoded_at_every_depth_for_every_prompt(model, candidates):
+    measurer = measurer_of(model, "evaluate.draft_sampling=probabilistic", "evaluate.max_speculative_tokens=4")
+    found = measurer.measure(workload_of(temperature=0.5), candidates[:2], verified=1)
+    for measurement in found.values():
+        for one in measurement.counts:
+            assert sorted(one.seen) == [1, 2, 3, 4], "what is not decoded is not known"
+            assert one.accepted == []
+            assert all(0 <= count <= depth for depth, counts in one.seen.items() for count in counts)
+            assert all(counts for counts in one.seen.values())
+        assert measurement.tokens == sum(map(len, measurement.outputs))
+    assert any(max(counts) > 1 for one in found["llama"].counts for counts in one.seen.values())
+
+
+def test_drawn_drafts_are_timed_by_the_tokens_that_they_made(model, candidates, monkeypatch):
+    """Outputs of drawn drafts are other draws, which end elsewhere: here with a second for every token of any way."""
+
+    def timed(function):
+        def run(*arguments, **named):
+            found = function(*arguments, **named)
+            for one in found:
+                one.seconds = float(len(one.tokens))
+                lengths.append(len(one.tokens))
+            return found
+
+        return run
+
+    lengths = []
+    monkeypatch.setattr(measuring, "decode_speculative", timed(SPECULATE))
+    monkeypatch.setattr(measuring, "decode_plain", timed(decode_plain))
+    measurer = measurer_of(model, "evaluate.draft_sampling=probabilistic", ends=range(5))
+    measurement = measurer.measure(workload_of(temperature=1.0), candidates[:1])["llama"]
+    assert len(set(lengths)) > 3, "outputs of one length would show nothing"
+    assert measurement.speculative == pytest.approx(measurement.plain) == measurement.tokens
+
+
+def test_a_draw_that_differs_is_told_by_how_much_the_draws_differ(model, candidates, monkeypatch):
+    temperature, at = 0.7, 4
+
+    def wrong(*arguments):
+        found = SPECULATE(*arguments)
+        found[0].tokens[at] = (found[0].tokens[at] + 1) % 50
+        return found
+
+    monkeypatch.setattr(measuring, "decode_speculative", wrong)
+    workload = workload_of(PROMPTS[:1], temperature)
+    with pytest.raises(UserError, match=rf"prompt p0, output token {at}: .*draws differ by") as error:
+        measurer_of(model).measure(workload, candidates[:1])
+    ours, theirs = map(int, re.search(r"speculation gives (\d+), plain decoding (\d+)", str(error.value)).groups())
+    draws = stream(seed_of(0, workload.prompts[0]), at, TARGET).standard_exponential(50)
+    monkeypatch.undo()
+    told = measurer_of(model).measure(workload, candidates[:1])["llama"].outputs[0]
+    logits = model(torch.tensor([PROMPTS[0] + told[:at]])).logits[0, -1].double().numpy()
+    race = logits / temperature - torch.tensor(draws).log().numpy()
+    assert race.argmax() == theirs
+    assert f"differ by {race[theirs] - race[ours]:.3g})" in str(error.value)
+
+
+# ---------------------------------------------------------------- ends
+
+
+def test_counts_go_on_past_the_end_of_an_answer(model, candidates):
+    """As vLLM's do: the last draft's tokens are compared with what the target would have said next."""
+    for count in (2, 3, 4, 6, 9):
+        found = measurer_of(model, tokens=count).measure(GREEDY, candidates[:1])["llama"]
+        longer = measurer_of(model, tokens=count + 5).measure(GREEDY, candidates[:1])["llama"]
+        for short, long in zip(found.counts, longer.counts, strict=True):
+            assert short.accepted == long.accepted[: count - 1]
+            assert short.tokens == count
+    assert any(one.tokens < 1 + sum(accepted + 1 for accepted in one.seen[3]) for one in found.counts), (
+        "no draft went past an end"
+    )
+
+
+def test_an_answer_that_ends_with_its_first_token_has_no_draft(model, candidates):
+    first = said(model, PROMPTS[0], 1)
+    found = measurer_of(model, ends=first).measure(GREEDY, candidates)
+    for measurement in found.values():
+        assert measurement.outputs[0] == first
+        assert (measurement.counts[0].accepted, measurement.counts[0].seen) == ([], {3: []})
+        assert measurement.counts[0].rounds(3) == []
+
+
+def test_answers_end_anywhere_and_prompts_have_any_length(model, candidates):
+    ends = {said(model, prompt)[at] for prompt, at in zip(PROMPTS, (0, 5, 9, 2, 13), strict=True)}
+    prompts = [prompt[:length] for prompt in PROMPTS for length in (1, 2, len(prompt))]
+    prompts = [list(prompt) for prompt in dict.fromkeys(map(tuple, prompts))]
+    found = measurer_of(model, ends=ends).measure(workload_of(prompts), candidates)
+    lengths = {one.tokens for measurement in found.values() for one in measurement.counts}
+    assert 1 in lengths
+    assert len(lengths) > 2
+
+
+# ---------------------------------------------------------------- batches
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.6])
+def test_nothing_depends_on_what_is_decoded_beside_a_prompt(model, candidates, temperature):
+    workload = workload_of(temperature=temperature)
+    backwards = dataclasses.replace(workload, prompts=workload.prompts[::-1])
+    drift = "evaluate.drift=true"
+    alone = measurer_of(model, "evaluate.batch_size=1", drift).measure(workload, candidates[:2])
+    for size, given in ((2, workload), (8, backwards)):
+        together = measurer_of(model, f"evaluate.batch_size={size}", drift).measure(given, candidates[1::-1])
+        for name, measurement in together.items():
+            order = 1 if given is workload else -1
+            assert measurement.outputs[::order] == alone[name].outputs
+            for one, other in zip(measurement.counts[::order], alone[name].counts, strict=True):
+                assert (one.id, one.source, one.accepted, one.seen) == (
+                    other.id, other.source, other.accepted, other.seen,
+                )  # fmt: skip
+                assert one.drift.sink == pytest.approx(other.drift.sink, rel=1e-4)
+
+
+def test_only_so_many_prompts_are_decoded_with_every_drafter_as_are_to_be_verified(model, candidates):
+    whole = measurer_of(model).measure(GREEDY, candidates[:1])["llama"]
+    part = measurer_of(model).measure(GREEDY, candidates[:1], verified=2)["llama"]
+    assert [one.accepted for one in part.counts] == [one.accepted for one in whole.counts]
+    assert [sorted(one.seen) for one in part.counts] == [[3], [3], [], [], []]
+    assert part.tokens == sum(map(len, whole.outputs[:2]))
+    assert min(part.plain, part.speculative) > 0
+    none = measurer_of(model).measure(GREEDY, candidates[:1], verified=0)["llama"]
+    assert (none.tokens, none.plain, none.speculative) == (0, 0.0, 0.0)
+
+
+# ---------------------------------------------------------------- near ties and refusals
+
+
+@pytest.mark.parametrize(("temperature", "gap", "tie"), [(0, -9e-5, True), (0, 2e-4, False), (0.5, 9e-5, True)])
+def test_a_near_tie_of_the_target_names_the_option_that_goes_on_without_it(
+    model, candidates, monkeypatch, temperature, gap, tie
+):
+    def other(*arguments):
+        found = SPECULATE(*arguments)
+        for one, prompt in zip(found, arguments[3], strict=True):
+            if prompt == PROMPTS[1]:
+                one.tokens[4] = (one.tokens[4] + 1) % 50
+        return found
+
+    def logit_gap(target, prefix, theirs, ours):
+        """Such that what decides, of logits or of draws at a temperature, is apart by that much of logits."""
+        if not temperature:
+            return gap
+        draws = stream(seed_of(0, workload.prompts[1]), 4, TARGET).standard_exponential(max(ours, theirs) + 1)
+        return gap + temperature * float(np.log(draws[theirs] / draws[ours]))
+
+    workload = workload_of(temperature=temperature)
+    monkeypatch.setattr(measuring, "decode_speculative", other)
+    monkeypatch.setattr(measuring, "logit_gap", logit_gap)
+    with pytest.raises(UserError, match=r"prompt p1, output token 4: speculation gives \d+, plain") as error:
+        measurer_of(model, "evaluate.leave_out=['7 b']").measure(workload, candidates[:1])
+    assert '\'evaluate.leave_out=["7 b","p1"]\'' in str(error.value)
+    assert ("chose between equals: add" in str(error.value)) == tie
+    assert "\n" not in str(error.value)
+    with pytest.raises(UserError, match=r"differ by .*; evaluate\.dtype=bfloat16 rounds differently"):
+        measurer_of(model, "evaluate.dtype=bfloat16").measure(workload, candidates[:1])

@@ -1,0 +1,266 @@
+"""Draws: the target's distribution, whoever drafts; the same output as plain sampling where drafts are greedy.
+
+Shapes: V tokens of the target's vocabulary, Vd of the drafter's.
+"""
+
+import itertools
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_objective, make_shape
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from eagle31_train.evaluation import sampling
+from eagle31_train.evaluation.decoding import Limits, decode_plain, decode_speculative
+from eagle31_train.evaluation.sampling import ACCEPT, DRAFT, TARGET, Chooser, Sampling, probabilities, race, stream
+from eagle31_train.model.decode import DraftDecoder
+from eagle31_train.targets.cached import CachedTarget
+
+V, PROMPT, DRAWS, TOKENS = 5, [3, 0, 4, 1], 10_000, 3
+
+
+# ---------------------------------------------------------------- one draw
+
+
+def test_random_numbers_depend_on_seed_token_and_purpose_alone():
+    first = stream(7, 3, TARGET).standard_exponential(6)
+    assert np.array_equal(first, stream(7, 3, TARGET).standard_exponential(6))
+    for other in (
+        (8, 3, TARGET),
+        (7 + 2**63, 3, TARGET),
+        (7, 4, TARGET),
+        (7, 3, DRAFT),
+        (7, 3, ACCEPT),
+        (-7, 3, TARGET),
+    ):
+        assert not np.isclose(first, stream(*other).standard_exponential(6)).any()
+
+
+def test_a_race_draws_its_weights():
+    weights = torch.tensor([0.2, 3.0, 0.0, 1.0], dtype=torch.float64)
+    drawn = [int(race(weights[None], draws(seed, 4))) for seed in range(DRAWS)]
+    shares = torch.bincount(torch.tensor(drawn), minlength=4) / DRAWS
+    torch.testing.assert_close(shares.double(), weights / weights.sum(), atol=4 * math.sqrt(0.25 / DRAWS), rtol=0)
+
+
+def draws(seed, count):
+    return torch.from_numpy(stream(seed, 0, TARGET).standard_exponential(count))[None]
+
+
+@pytest.mark.parametrize("top", [2, 512])
+@pytest.mark.parametrize("top_p", [0.3, 0.7, 0.95, 1.0])
+def test_the_nucleus_is_cut_after_the_temperature_and_renormalised(top_p, top, monkeypatch):
+    """Written the slow way, whatever the first look holds."""
+    monkeypatch.setattr(sampling, "NUCLEUS", top)
+    logits = torch.randn(3, 12, generator=torch.Generator().manual_seed(3)) * 2
+    for row, found in zip(logits, probabilities(logits, 0.7, top_p), strict=True):
+        p = (row.double() / 0.7).softmax(-1).tolist()
+        kept, mass = {}, 0.0
+        for token in sorted(range(12), key=lambda i: -p[i]):
+            if mass < top_p:
+                kept[token], mass = p[token], mass + p[token]
+        wanted = [kept.get(token, 0.0) / mass for token in range(12)]
+        torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float64), rtol=1e-12, atol=0)
+
+
+def test_a_tie_of_the_vocabulary_does_not_move_the_draw_of_another_token():
+    """A draw by the cumulative distribution would move with the order of two tokens that are none of its business."""
+    p = torch.full((1, 49152), 1e-6, dtype=torch.float64)
+    p[0, 77] = 1.0
+    nudged = p.clone()
+    nudged[0, ::2] *= 1 + 1e-6
+    drawn = [(int(race(p, draws(seed, 49152))), int(race(nudged, draws(seed, 49152)))) for seed in range(100)]
+    assert len({a for a, _ in drawn}) > 2
+    assert all(a == b for a, b in drawn)
+
+
+# ---------------------------------------------------------------- outputs
+
+
+@pytest.fixture(scope="module")
+def target():
+    config = LlamaConfig(
+        vocab_size=V,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.4,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(5)
+    return CachedTarget(LlamaForCausalLM(config).eval().requires_grad_(False), [1, 2, 4])
+
+
+@pytest.fixture(scope="module")
+def drafter(target):
+    """A random drafter of three of the five tokens, and their ids."""
+    objective = make_objective(make_shape(vocab_size=V, draft_vocab_size=3, aux_layers=[1, 2, 4]), torch.float32)
+    objective.drafter.shared_embedding = target.embedding.weight.data
+    return objective.drafter, objective.teacher.target_ids
+
+
+@pytest.mark.parametrize(
+    ("draft_tokens", "temperature", "top_p", "batch"),
+    [(1, 1.0, 1.0, 4), (3, 0.6, 1.0, 1), (3, 1.0, 0.8, 4), (8, 1.7, 0.95, 4)],
+)
+def test_greedy_drafts_change_no_token_of_a_sampled_output(target, drafter, draft_tokens, temperature, top_p, batch):
+    prompts = [[1, 2, 0], [4], [2, 2, 1, 3, 0, 1], [0, 3]]
+    limits, how, seeds = Limits(24, {4}), Sampling(temperature, top_p), [11, 12, 13, 2**63 + 5]
+    outputs = []
+    for start in range(0, len(prompts), batch):
+        some = slice(start, start + batch)
+        plain = decode_plain(target, prompts[some], limits, how, seeds[some])
+        found = decode_speculative(target, *drafter, prompts[some], draft_tokens, limits, how, seeds[some])
+        assert [one.tokens for one in found] == [one.tokens for one in plain]
+        outputs += [one.tokens for one in plain]
+    greedy = [one.tokens for one in decode_plain(target, prompts, limits)]
+    assert outputs != greedy
+    again = decode_plain(target, prompts, limits, how, [s + 1 for s in seeds])
+    assert outputs != [one.tokens for one in again]
+
+
+def law(target, how):
+    """{output of TOKENS tokens: its probability}, worked out from the model's own forward pass."""
+    found = {}
+    for output in itertools.product(range(V), repeat=TOKENS):
+        ids = torch.tensor([[*PROMPT, *output]])
+        logits = target.own_logits(ids, torch.ones_like(ids))[0, len(PROMPT) - 1 : -1]
+        p = probabilities(logits, how.temperature, how.top_p)
+        found[output] = float(p.gather(1, torch.tensor(output)[:, None]).prod())
+    assert sum(found.values()) == pytest.approx(1, abs=1e-5)
+    return found
+
+
+def sample(target, drafter, how, draft_tokens=2, count=DRAWS):
+    """Outputs, and how often the first drafted token was accepted."""
+    outputs, first, limits = [], 0, Limits(TOKENS, set())
+    for start in range(0, count, 1000):
+        prompts, seeds = [PROMPT] * 1000, range(start, start + 1000)
+        if draft_tokens:
+            found = decode_speculative(target, *drafter, prompts, draft_tokens, limits, how, seeds)
+            first += sum(one.accepted[0] > 0 for one in found)
+        else:
+            found = decode_plain(target, prompts, limits, how, seeds)
+        outputs += [tuple(one.tokens) for one in found]
+    return outputs, first / count
+
+
+def distance(outputs, law):
+    """Total variation between what was drawn and its law."""
+    counts = Counter(outputs)
+    return sum(abs(counts[output] / len(outputs) - p) for output, p in law.items()) / 2
+
+
+def bar(law, count=DRAWS):
+    """Above this, one set of draws in a million: the mean distance of true draws, and McDiarmid's margin over it."""
+    mean = sum(math.sqrt(2 * p * (1 - p) / (math.pi * count)) for p in law.values()) / 2
+    return mean + math.sqrt(math.log(1e6) / (2 * count))
+
+
+HOWS = [Sampling(1.3, 1.0, "probabilistic"), Sampling(0.8, 0.9, "probabilistic"), Sampling(0.8, 0.9, "greedy")]
+
+
+@pytest.mark.parametrize(
+    ("how", "draft_tokens"),
+    [
+        (HOWS[0], 2),
+        (HOWS[2], 2),
+        pytest.param(HOWS[1], 2, marks=pytest.mark.slow),
+        pytest.param(HOWS[0], 1, marks=pytest.mark.slow),
+        pytest.param(HOWS[2], 0, marks=pytest.mark.slow),  # plain decoding
+    ],
+)
+def test_outputs_are_distributed_as_the_targets_own(target, drafter, how, draft_tokens):
+    wanted = law(target, how)
+    outputs, first = sample(target, drafter, how, draft_tokens)
+    assert distance(outputs, wanted) < bar(wanted) < 0.08
+    if draft_tokens:
+        assert first == pytest.approx(first_accepted(target, drafter, how), abs=4 * math.sqrt(0.25 / DRAWS))
+
+
+def first_accepted(target, drafter, how):
+    """With what probability the first drafted token is accepted: the mass that both distributions share."""
+    total, (module, ids) = 0.0, drafter
+    for token in range(V):
+        tokens = torch.tensor([[*PROMPT, token]])
+        p = probabilities(target.own_logits(tokens, torch.ones_like(tokens))[0, -2:], how.temperature, how.top_p)
+        decoder = DraftDecoder(module, ids, 20)
+        decoder.extend(target.states(tokens, None).aux[0, :-1], tokens[0, 1:])
+        logits = module.lm_head(next(decoder.unroll(1))[1]).detach()
+        q = torch.zeros(V, dtype=torch.float64)
+        q[ids] = (logits.double() / how.temperature).softmax(-1)[0]
+        shared = torch.minimum(p[1], q).sum() if how.drafts == "probabilistic" else p[1, q.argmax()]
+        total += float(p[0, token] * shared)
+    return total
+
+
+# ---------------------------------------------------------------- planted mistakes
+
+
+def always(monkeypatch):
+    monkeypatch.setattr(sampling, "acceptance", lambda p, q, drafts: torch.ones(len(p)))
+
+
+def nothing_subtracted(monkeypatch):
+    monkeypatch.setattr(sampling, "residual", lambda p, q: p)
+
+
+def wrong_way(monkeypatch):
+    monkeypatch.setattr(sampling, "residual", lambda p, q: (q - p).clamp(min=0))
+
+
+def q_of_another_step(monkeypatch):
+    right = Chooser.verify
+
+    def verify(self, logits, proposed, target_ids):
+        self._drafted.reverse()
+        return right(self, logits, proposed, target_ids)
+
+    monkeypatch.setattr(Chooser, "verify", verify)
+
+
+def no_temperature_for_q(monkeypatch):
+    right = Chooser.draft
+
+    def draft(self, step, logits):
+        token = right(self, step, logits)
+        self._drafted[-1] = logits.double().softmax(-1)
+        return token
+
+    monkeypatch.setattr(Chooser, "draft", draft)
+
+
+def one_number_for_both(monkeypatch):
+    """The draft's own race decides the replacement, too."""
+    monkeypatch.setattr(sampling, "DRAFT", TARGET)
+
+
+def nucleus_left_out(monkeypatch):
+    right = sampling.probabilities
+    monkeypatch.setattr(sampling, "probabilities", lambda logits, temperature, top_p: right(logits, temperature, 1.0))
+
+
+MISTAKES = {
+    always: 1.3,
+    nothing_subtracted: 1.3,
+    wrong_way: 1.3,
+    q_of_another_step: 1.3,
+    no_temperature_for_q: 4.0,
+    one_number_for_both: 3.0,
+    nucleus_left_out: 0.8,
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_planted_mistake_is_seen(target, drafter, monkeypatch, mistake):
+    """In fewer draws, with a bar that much higher."""
+    how = Sampling(MISTAKES[mistake], 0.9 if mistake is nucleus_left_out else 1.0, "probabilistic")
+    wanted = law(target, how)
+    mistake(monkeypatch)
+    outputs, _ = sample(target, drafter, how, count=3000)
+    assert distance(outputs, wanted) > bar(wanted, 3000)

@@ -1,0 +1,182 @@
+"""What the answers of a server say, from times and counts made by hand; and what vLLM is told."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from configured import configured
+
+from eagle31_train.errors import UserError
+from eagle31_train.evaluation.serving import counters, report
+from eagle31_train.evaluation.serving.command import OURS, flags, server_arguments
+from eagle31_train.evaluation.serving.load import Answer
+
+NONE = Counter({counters.FINISHED: 4.0, counters.TOKENS: 15.0})
+
+
+def answer(prompt, count, sent, first, last):
+    return Answer(prompt, list(range(count)), sent, first, last)
+
+
+# Two prompts, each sent twice; of the last answer there is but one token.
+ANSWERS = [
+    answer(0, 5, 10.0, 11.0, 13.0),
+    answer(1, 5, 10.0, 12.0, 13.0),
+    answer(0, 4, 13.0, 13.5, 15.0),
+    answer(1, 1, 13.0, 13.5, 13.5),
+]
+
+
+def faster(factor, answers=ANSWERS):
+    return [replace(one, last=one.first + (one.last - one.first) / factor) for one in answers]
+
+
+def test_times_and_speeds_are_what_they_are_called():
+    row = report.row(None, 0, 2, ANSWERS, NONE, None, None)
+    assert [one.ttft for one in ANSWERS] == [1.0, 2.0, 0.5, 0.5]
+    assert [one.tpot for one in ANSWERS] == [0.5, 0.25, 0.5, None]
+    assert row["ttft"] == {"mean": 1.0, "p50": 0.75, "p95": pytest.approx(1.85)}
+    assert row["tpot"] == {"mean": pytest.approx(1.25 / 3), "p50": 0.5, "p95": 0.5}
+    assert row["seconds"] == pytest.approx(5.0)
+    assert row["total"] == pytest.approx(15 / 5)
+    assert row["per_user"][0] == pytest.approx((4 + 4 + 3 + 0) / (2.0 + 1.0 + 1.5 + 0.0))
+    assert row["in_flight"] == pytest.approx((3 + 3 + 2 + 0.5) / 5)
+    assert row["speedup"] is None
+    assert report.notes([row]) == []
+
+
+def test_a_speedup_is_paired_by_prompt():
+    """Everything twice as fast: no prompt drawn again changes that, though the prompts themselves differ much."""
+    row = report.row("ours", 3, 2, faster(2), Counter({f"{counters.PER_POSITION}[0]": 0.0} | dict.fromkeys(
+        (counters.DRAFTS, counters.PROPOSED, counters.ACCEPTED), 0.0)), ANSWERS, ANSWERS)  # fmt: skip
+    assert row["speedup"] == pytest.approx([2.0, 2.0, 2.0])
+    assert row["per_user"][1] < row["per_user"][0] < row["per_user"][2]
+    assert row["acceptance"]["acceptance_length"] is None
+    other = report.speed([*faster(3, ANSWERS[:1]), *ANSWERS[1:2], *faster(3, ANSWERS[2:3]), *ANSWERS[3:]], ANSWERS)
+    value, low, high = other.intervals()[0]
+    assert value == pytest.approx((2 + 1 + 1.5) / (2 / 3 + 1 + 0.5))
+    assert low < value < high
+
+
+def test_answers_of_one_token_have_no_speed():
+    short = [replace(one, tokens=[1], last=one.first) for one in ANSWERS]
+    row = report.row(None, 0, 1, short, NONE, None, short)
+    assert row["tpot"] == {"mean": None, "p50": None, "p95": None}
+    assert row["per_user"] == [None, None, None]
+    assert report.best([report.row("ours", 0, 1, short, NONE, short, short)]) == []
+
+
+def test_different_answers_and_lost_counts_are_told():
+    changed = [replace(ANSWERS[0], tokens=[0, 1, 2, 3, 9]), ANSWERS[1], *ANSWERS[:2]]
+    row = report.row("ours", 0, 8, changed, Counter({counters.FINISHED: 4, counters.TOKENS: 20}), None, ANSWERS[:2])
+    assert row["different"] == 1
+    assert report.notes([row]) == ["ours, 0 draft tokens, 8 users: 1 of 4 answers are different"]
+    counted = Counter({counters.FINISHED: 4.0, counters.TOKENS: 14.0, counters.PREEMPTIONS: 2.0})
+    row = report.row(None, 0, 1, ANSWERS, counted, None, None)
+    assert row["different"] is None
+    assert report.notes([row]) == [
+        "no drafter, 0 draft tokens, 1 users: vLLM counts 4 requests and 14 tokens, but 4 and 15 came",
+        "no drafter, 0 draft tokens, 1 users: 2 preemptions: give vLLM's cache more memory",
+    ]
+
+
+# ---------------------------------------------------------------- how many tokens to draft
+
+
+def tried(draft_tokens, *speedup):
+    return {"drafter": "ours", "draft_tokens": draft_tokens, "concurrency": 1, "speedup": list(speedup)}
+
+
+@pytest.mark.parametrize(
+    ("rows", "draft_tokens", "line"),
+    [
+        (
+            [tried(1, 1.2, 1.1, 1.3), tried(3, 1.5, 1.4, 1.6), tried(5, 1.4, 1.3, 1.5)],
+            3,
+            "best with num_speculative_tokens=3, 1.50 [1.40, 1.60] × the tokens/s/user",
+        ),
+        # One that pays is better than one that may not.
+        ([tried(1, 1.10, 1.05, 1.15), tried(3, 1.12, 0.98, 1.26)], 1, "best with num_speculative_tokens=1, 1.10 ["),
+        ([tried(1, 1.02, 0.9, 1.1), tried(3, 0.7, 0.6, 0.8)], 0, "no gain shown, best with num_speculative_tokens=1"),
+        ([tried(1, 0.9, 0.85, 0.95)], 0, "speculation does not pay, best with num_speculative_tokens=1, 0.90 ["),
+        ([tried(3, 1.3, None, None)], 0, "no gain shown, best with num_speculative_tokens=3, 1.30 ×"),
+    ],
+)
+def test_the_best_number_of_draft_tokens_is_named_where_it_pays(rows, draft_tokens, line):
+    plain = {"drafter": None, "draft_tokens": 0, "concurrency": 1, "speedup": None}
+    (one,) = report.best([plain, *rows])
+    assert one["draft_tokens"] == draft_tokens
+    assert report.verdict([one], 20)[0].startswith(f"ours at concurrency 1: {line}")
+    assert report.verdict([one], 9)[0].endswith("; only 9 prompts")
+
+
+# ---------------------------------------------------------------- counters
+
+TEXT = """# TYPE vllm:spec_decode_num_drafts_total counter
+vllm:spec_decode_num_drafts_total{engine="0",model_name="m, \\"x\\""} 10.0
+vllm:spec_decode_num_drafts_total{engine="1",model_name="m"} 2e+00
+vllm:spec_decode_num_draft_tokens_total{engine="0"} 36.0
+vllm:spec_decode_num_accepted_tokens_total{engine="0"} 9.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="0"} 5.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="1",position="0"} 1.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="1"} 3.0
+vllm:spec_decode_num_accepted_tokens_per_pos_created{engine="0",position="1"} 1.7e+09
+vllm:time_to_first_token_seconds_bucket{engine="0",le="+Inf"} 4.0
+vllm:time_to_first_token_seconds_sum{engine="0"} 2.0
+vllm:time_to_first_token_seconds_count{engine="0"} 4.0
+vllm:num_requests_running 0.0
+python_gc_objects_collected_total{generation="0"} 5.0
+"""
+
+
+def test_counters_are_sums_over_engines_between_two_readings():
+    counted = counters.since(Counter({counters.DRAFTS: 2.0}), counters.parse(TEXT))
+    assert counters.speculation(counted, 3) == {
+        "drafts": 10,
+        "draft_tokens_proposed": 36,
+        "accepted": 9,
+        "accepted_per_position": [6, 3, 0],
+        "acceptance_length": 1.9,
+        "acceptance_at_depth": [0.6, 0.3, 0.0],
+        "conditional_acceptance": [0.6, 0.5, 0.0],
+    }
+    assert counters.mean(counted, counters.TTFT) == 0.5
+    assert counters.mean(counted, counters.TPOT) is None
+    assert not any("bucket" in name or name.startswith("python") for name in counted)
+
+
+# ---------------------------------------------------------------- the command line
+
+
+def arguments(*options, drafter=Path("d"), draft_tokens=4):
+    return server_arguments(configured(*options), drafter, draft_tokens, 81)
+
+
+def test_the_server_is_told_what_is_measured():
+    line = flags(arguments("evaluate.vllm_args={max-model-len: 99, enforce_eager: true, dtype: bfloat16}", "seed=3"))
+    assert line[0] == "--model"
+    wanted = ["--dtype bfloat16", "--seed 3", "--no-enable-prefix-caching", "--host 127.0.0.1", "--max-model-len 99"]
+    assert all(f" {part} " in f" {' '.join(line)} " for part in [*wanted, "--enforce-eager", "--port 81"])
+    assert "--trust-remote-code" not in line
+    assert json.loads(line[line.index("--speculative-config") + 1]) == {
+        "method": "eagle3", "model": "d", "num_speculative_tokens": 4
+    }  # fmt: skip
+    assert "speculative_config" not in arguments(drafter=None)
+
+
+def test_the_targets_needs_are_those_of_other_stages():
+    engine = ["extract.engine=vllm", "+extract.engine_args={tensor_parallel_size:8,max_model_len:4096}"]
+    told = arguments("target.trust_remote_code=true", "target.revision=v2", *engine)
+    assert (told["trust_remote_code"], told["revision"], told["tensor_parallel_size"]) == (True, "v2", 8)
+    assert "max_model_len" not in told
+    assert arguments(*engine, "evaluate.vllm_args.tensor_parallel_size=2")["tensor_parallel_size"] == 2
+    sampled = arguments("evaluate.draft_sampling=probabilistic", "evaluate.temperature=1")
+    assert sampled["speculative_config"]["draft_sample_method"] == "probabilistic"
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_what_the_measurement_sets_is_refused(name):
+    with pytest.raises(UserError, match=f"evaluate.vllm_args.{name} cannot be set"):
+        arguments(f"evaluate.vllm_args.{name.replace('_', '-')}=x")

@@ -1,0 +1,332 @@
+"""Every slot of a trajectory at once: against a server's rounds, and against the drafter written apart in fp64."""
+
+import math
+from dataclasses import fields
+
+import pytest
+import reference
+import reference_mla
+import torch
+from conftest import make_document, make_mla_shape, make_objective, make_shape
+
+from eagle31_train.evaluation import unrolled
+from eagle31_train.evaluation.measurement import Counts, Drift
+from eagle31_train.evaluation.unrolled import SINKS, Trajectory, narrowest, unroll
+from eagle31_train.model.decode import DraftDecoder
+
+DEPTH = 5
+PROMPT = 7
+SHAPES = {
+    "EAGLE 3.1": make_shape(),
+    "EAGLE 3": make_shape(norm_output=False, fc_norm=False),
+    "norm_output alone": make_shape(fc_norm=False),
+    "normed residual": make_shape(norm_before_residual=True),
+    "MLA": make_mla_shape(),
+    "MLA, EAGLE 3": make_mla_shape(norm_output=False, fc_norm=False, q_lora_rank=None),
+}
+
+
+@pytest.fixture(params=SHAPES)
+def drafted(request):
+    """A drafter in fp64, and a trajectory along which its drafts are right for a while, again and again."""
+    objective = make_objective(SHAPES[request.param])
+    return objective, agreeable(objective)
+
+
+def agreeable(objective, prompt=PROMPT, output=14, seed=3):
+    """A target that says what the drafter expects for some tokens, then something else."""
+    generator = torch.Generator().manual_seed(seed)
+    document = make_document(objective.drafter.shape, prompt + output + DEPTH - 1, generator)
+    told = document.tokens[: prompt + 1].tolist()
+    while len(told) < len(document):
+        decoder = decoder_of(objective)
+        decoder.extend(document.aux[: len(told) - 1], torch.tensor(told[1:]))
+        right = int(torch.randint(0, DEPTH + 1, (), generator=generator))
+        told += [*decoder.draft(right), int(torch.randint(0, 50, (), generator=generator))]
+    told = told[: len(document)]
+    end = prompt + output
+    return Trajectory(told[:prompt], told[prompt:end], told[end:], document.aux)
+
+
+def decoder_of(objective):
+    return DraftDecoder(objective.drafter, objective.teacher.target_ids, 60)
+
+
+def unroll_all(objective, trajectory, depth=DEPTH, drift=True):
+    return unroll(objective.drafter, objective.teacher.target_ids, trajectory, depth, drift)
+
+
+# ---------------------------------------------------------------- how far each draft gets
+
+
+def served(objective, trajectory, draft_tokens):
+    """What a server accepts, verification by verification: its cache, its drafts, and the target's word."""
+    told = [*trajectory.prompt, *trajectory.output, *trajectory.beyond]
+    decoder, read, counts = decoder_of(objective), 0, []
+    newest = len(trajectory.prompt)  # the position of the newest token
+    while newest < len(trajectory.prompt) + trajectory.slots:
+        decoder.extend(trajectory.aux[read:newest], torch.tensor(told[read + 1 : newest + 1]))
+        read, accepted = newest, 0
+        for token in decoder.draft(draft_tokens):
+            if token != told[newest + 1 + accepted]:
+                break
+            accepted += 1
+        counts.append(accepted)
+        newest += accepted + 1
+    return counts
+
+
+def test_one_trajectory_tells_every_servers_counts(drafted):
+    objective, trajectory = drafted
+    accepted, _ = unroll_all(objective, trajectory)
+    assert len(accepted) == trajectory.slots
+    measured = Counts("p", "made", len(trajectory.output), accepted)
+    for draft_tokens in range(1, DEPTH + 1):
+        assert measured.rounds(draft_tokens) == served(objective, trajectory, draft_tokens)
+    assert len(set(accepted)) > 2  # some drafts were right for a while, some at once wrong
+
+
+def test_scores_are_held_for_some_slots_at_a_time(monkeypatch):
+    objective = make_objective(make_shape())
+    trajectory, held = agreeable(objective), []
+    whole = unroll_all(objective, trajectory)
+    monkeypatch.setattr(unrolled, "SCORES", 3 * 20)
+    objective.drafter.lm_head.register_forward_hook(lambda module, inputs, scores: held.append(len(scores)))
+    again = unroll_all(objective, trajectory)
+    assert again[0] == whole[0]
+    assert set(held) == {3, trajectory.slots % 3}
+    for name, values in vars(whole[1]).items():
+        assert getattr(again[1], name) == pytest.approx(values, rel=1e-12), name
+
+
+def test_the_narrowest_gap_is_that_of_the_draft_at_its_slot(drafted):
+    objective, trajectory = drafted
+    drafter, ids = objective.drafter, objective.teacher.target_ids
+    told, spelled_out = [*trajectory.prompt, *trajectory.output, *trajectory.beyond], written_apart(drafter)
+    for slot in (0, trajectory.slots - 1):
+        gaps, draft, t = [], [], PROMPT - 1 + slot
+        for _ in range(DEPTH):
+            outputs, _ = spelled_out.slot([*told[: t + 2], *draft], trajectory.aux, t, len(draft) + 1)
+            scores = drafter.lm_head(outputs[-1])
+            best, second = scores.topk(2).values.tolist()
+            gaps.append(best - second)
+            draft.append(int(ids[scores.argmax()]))
+        found = narrowest(drafter, ids, trajectory, slot, DEPTH)
+        assert found == pytest.approx(min(gaps), rel=1e-9)
+
+
+# ---------------------------------------------------------------- drift
+
+
+def from_scratch(objective, trajectory):
+    """Counts and drift by the drafter that is written apart: one slot, one step, one head, one softmax at a time."""
+    ids, heads = objective.teacher.target_ids.tolist(), objective.drafter.shape.num_attention_heads
+    spelled_out = written_apart(objective.drafter)
+    lm_head = spelled_out.w["lm_head.weight"]
+    told = [*trajectory.prompt, *trajectory.output, *trajectory.beyond]
+    first = len(trajectory.prompt) - 1
+    accepted, rows = [], [[] for _ in range(DEPTH)]
+    for t in range(first, first + trajectory.slots):
+        draft = []
+        for _ in range(DEPTH):
+            with watched_softmax() as shares:
+                outputs, states = spelled_out.slot([*told[: t + 2], *draft], trajectory.aux, t, len(draft) + 1)
+            draft.append(ids[int((lm_head @ outputs[-1]).argmax())])
+        wrong = [a != b for a, b in zip(draft, told[t + 2 :], strict=False)]
+        accepted.append(wrong.index(True) if True in wrong else DEPTH)
+        for k in range(DEPTH):
+            q = torch.softmax(lm_head @ outputs[k], -1)
+            rows[k].append(
+                {
+                    **shares_by_kind(shares[k * heads : (k + 1) * heads], len(trajectory.prompt), t),
+                    "rms": math.sqrt(sum(float(x) ** 2 for x in states[k]) / len(states[k])),
+                    "entropy": -sum(float(x) * math.log(float(x)) for x in q),
+                }
+            )
+    mean = {f.name: [sum(row[f.name] for row in step) / len(step) for step in rows] for f in fields(Drift)}
+    return accepted, Drift(**mean)
+
+
+def written_apart(drafter):
+    weights = {name: tensor.detach() for name, tensor in drafter.state_dict().items()}
+    return reference_mla.reference_for(drafter.shape)(drafter.shape, weights, drafter.shared_embedding)
+
+
+def shares_by_kind(heads, prompt, t):
+    """Attention of each head over the keys of positions 0..t, then over own keys: means over heads."""
+    found = {"sink": 0.0, "prompt": 0.0, "verified": 0.0, "own": 0.0}
+    for shares in heads:
+        for row, share in enumerate(shares.tolist()):
+            if row > t:
+                kind = "own"
+            elif row < SINKS:
+                kind = "sink"
+            else:
+                kind = "prompt" if row < prompt else "verified"
+            found[kind] += share / len(heads)
+    return found
+
+
+class watched_softmax:
+    """The shares of every softmax that the reference works out within."""
+
+    def __enter__(self):
+        self.right, shares = reference.weighted, []
+
+        def watching(scores, values):
+            shares.append(torch.softmax(scores, 0))
+            return self.right(scores, values)
+
+        reference.weighted = reference_mla.weighted = watching
+        return shares
+
+    def __exit__(self, *error):
+        reference.weighted = reference_mla.weighted = self.right
+
+
+def unlike(ours, truth):
+    """The measures that differ at any depth."""
+    return {
+        field.name
+        for field in fields(Drift)
+        if getattr(ours, field.name) != pytest.approx(getattr(truth, field.name), rel=1e-9, abs=1e-12)
+    }
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, 2])  # the second is shorter than the sinks
+def test_counts_and_drift_equal_a_computation_from_scratch(drafted, prompt):
+    objective, _ = drafted
+    trajectory = agreeable(objective, prompt, output=8)
+    accepted, ours = unroll_all(objective, trajectory)
+    counts, truth = from_scratch(objective, trajectory)
+    assert accepted == counts
+    assert unlike(ours, truth) == set()
+    for shares in zip(ours.sink, ours.prompt, ours.verified, ours.own, strict=True):
+        assert sum(shares) == pytest.approx(1, abs=1e-12)
+    assert ours.own[0] == 0
+    assert min(ours.own[1:]) > 0
+
+
+def the_boundary_is_off_by(rows):
+    def plant(monkeypatch, drafter):
+        kinds = unrolled.kinds
+        monkeypatch.setattr(unrolled, "kinds", lambda positions, prompt: kinds(positions, prompt + rows))
+
+    return plant
+
+
+def one_sink_too_few(monkeypatch, drafter):
+    monkeypatch.setattr(unrolled, "SINKS", SINKS - 1)
+
+
+def own_keys_pass_for_verified(monkeypatch, drafter):
+    monkeypatch.setattr(unrolled, "KINDS", unrolled.KINDS - 1)
+    monkeypatch.setattr(unrolled, "Drift", lambda *rows: Drift(*rows[:3], [0.0] * DEPTH, *rows[3:]))
+
+
+def attention_of(change):
+    def plant(monkeypatch, drafter):
+        right = unrolled.unrolled_attention
+        monkeypatch.setattr(unrolled, "unrolled_attention", lambda *args: right(*change(*args)))
+
+    return plant
+
+
+def without_the_newest_own_key(q, k0, v0, own_k, own_v, layout, scale):
+    return q, k0, v0, own_k[:-1], own_v[:-1], layout, scale
+
+
+def with_the_newest_own_key_twice(q, k0, v0, own_k, own_v, layout, scale):
+    return q, k0, v0, own_k + own_k[-1:], own_v + own_v[-1:], layout, scale
+
+
+def rms_of_what_attention_reads(monkeypatch, drafter):
+    monkeypatch.setattr(unrolled, "rms", lambda g: rms(drafter.midlayer.hidden_norm(g)))
+
+
+def rms_of_the_state_before_the_norm(monkeypatch, drafter):
+    """h_k instead of z_k: what the norm was given last is what the state of this step was made of."""
+    given = []
+    drafter.norm.register_forward_hook(lambda module, inputs, output: given.append(inputs[0]))
+    # Of step k the norm has seen h_k by now, and what the step reads is made of h_{k-1}.
+    monkeypatch.setattr(unrolled, "rms", lambda g: rms(given[-2] if len(given) > 1 else g))
+
+
+def entropy_in_bits(monkeypatch, drafter):
+    entr = torch.special.entr
+    monkeypatch.setattr(torch.special, "entr", lambda p: entr(p) / math.log(2))
+
+
+def rms(states):
+    return states.square().mean(-1).sqrt()
+
+
+EVERYTHING = {"sink", "prompt", "verified", "own", "rms", "entropy"}
+
+
+@pytest.mark.parametrize(
+    ("mistake", "seen_in"),
+    [
+        (the_boundary_is_off_by(1), {"prompt", "verified"}),
+        (the_boundary_is_off_by(-1), {"prompt", "verified"}),
+        (one_sink_too_few, {"sink", "prompt"}),
+        (own_keys_pass_for_verified, {"verified", "own"}),
+        (attention_of(without_the_newest_own_key), EVERYTHING),
+        (attention_of(with_the_newest_own_key_twice), EVERYTHING),
+        (rms_of_what_attention_reads, {"rms"}),
+        (rms_of_the_state_before_the_norm, {"rms"}),
+        (entropy_in_bits, {"entropy"}),
+    ],
+)
+def test_a_planted_mistake_is_seen(monkeypatch, mistake, seen_in):
+    objective = make_objective(make_shape())
+    trajectory = agreeable(objective, output=8)
+    truth = from_scratch(objective, trajectory)[1]
+    assert unlike(unroll_all(objective, trajectory)[1], truth) == set()
+    mistake(monkeypatch, objective.drafter)
+    assert unlike(unroll_all(objective, trajectory)[1], truth) == seen_in
+
+
+def rigged(looks_at):
+    """A drafter whose attention goes to keys of one kind alone, and a trajectory to see it on.
+
+    Embeddings say of what kind a token's row is; keys repeat it, and every query asks for one kind. The pair of
+    RoPE that carries it hardly turns.
+    """
+    objective = make_objective(make_shape(rope_theta=1e12, share_embedding=True))
+    kept = objective.teacher.target_ids.tolist()
+    other = [token for token in range(50) if token not in kept]
+    # A row holds the token after its position; only drafted rows hold tokens of the draft vocabulary.
+    output = 12
+    rows = {"sink": SINKS, "prompt": PROMPT - SINKS, "verified": output}
+    tokens = dict(zip(rows, other, strict=False))
+    told = [other[5], *(tokens[kind] for kind, count in rows.items() for _ in range(count))]
+    wanted = kept if looks_at == "own" else [tokens[looks_at]]
+
+    attention, D = objective.drafter.midlayer.self_attn, 16
+    embedding = torch.zeros(50, D, dtype=torch.float64)
+    embedding[:, 0], embedding[:, 1] = 1.0, -1.0
+    embedding[wanted, 1] = 1.0
+    objective.drafter.shared_embedding = embedding
+    with torch.no_grad():
+        objective.drafter.midlayer.input_layernorm.weight.fill_(1.0)
+        for projection, read in ((attention.q_proj, 0), (attention.k_proj, 1)):
+            projection.weight.zero_()
+            projection.weight[1::4, read] = 2.0  # entry 1 of every head's 4: of the pair that turns slowest
+    aux = torch.randn(len(told), 3, D, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return objective, Trajectory(told[:PROMPT], told[PROMPT : PROMPT + output], [other[5]] * DEPTH, aux)
+
+
+@pytest.mark.parametrize("kind", ["sink", "prompt", "verified", "own"])
+def test_a_drafter_rigged_to_look_at_one_kind_of_key_reads_so(kind):
+    objective, trajectory = rigged(kind)
+    _, drift = unroll_all(objective, trajectory)
+    shares = getattr(drift, kind)
+    if kind == "own":  # drifted: from the first step on that has own keys
+        assert shares[0] == 0
+        assert min(shares[1:]) > 0.99
+    elif kind == "verified":  # of which the first slot has none
+        at_least = (trajectory.slots - 1) / trajectory.slots * 0.99
+        assert at_least < min(shares) < 1
+    else:
+        assert min(shares) > 0.99

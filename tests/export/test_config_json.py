@@ -1,0 +1,344 @@
+"""config.json: every field, read back by transformers and by us; what others write; what vLLM would misread.
+
+All fields of an MLA draft: test_full_size.py.
+"""
+
+import math
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from transformers import AutoConfig, DeepseekV2Config, DeepseekV3Config
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
+
+from eagle31_train.artifacts import write_json
+from eagle31_train.checkpoint import config_json, contract
+from eagle31_train.errors import UserError
+from eagle31_train.model.rope import Rope
+
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+def test_config_json_has_every_field(smollm2):
+    config = config_json.config_json(smollm2, "bfloat16", "SmolLM2-135M-Instruct")
+    assert config == {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "target_model_name": "SmolLM2-135M-Instruct",
+        "torch_dtype": "bfloat16",
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 8192,
+        "rope_theta": 100000.0,
+        "rope_scaling": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+        "tie_word_embeddings": False,
+        "vocab_size": 49152,
+        "draft_vocab_size": 8192,
+        "target_hidden_size": 576,
+        "num_aux_hidden_states": 3,
+        "eagle_aux_hidden_state_layer_ids": [2, 15, 27],
+        "fc_norm": True,
+        "norm_output": True,
+        "norm_before_residual": False,
+    }
+
+
+@pytest.mark.parametrize("scaling", [None, YARN, {"rope_type": "llama3", "factor": 8.0}])
+def test_transformers_reads_the_rope_that_was_meant(scaling, tiny, tmp_path):
+    if scaling and scaling.get("rope_type") == "llama3":
+        scaling = {
+            **scaling,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        }
+    shape = replace(tiny, rope_scaling=scaling)
+    write_json(tmp_path / "config.json", config_json.config_json(shape, "float32", "x"))
+    rope = AutoConfig.from_pretrained(tmp_path).rope_parameters
+    assert rope["rope_theta"] == 5000.0
+    assert rope["rope_type"] == ("default" if scaling is None else scaling.get("type", "llama3"))
+    if scaling:
+        assert (rope["factor"], rope["original_max_position_embeddings"]) == (scaling["factor"], 32)
+
+
+@pytest.mark.parametrize("change", [{}, {"fc_norm": False, "norm_output": False}, {"norm_before_residual": True}])
+def test_config_json_reads_back(change, tiny):
+    shape = replace(tiny, **change)
+    assert config_json.shape_from_config(config_json.config_json(shape, "float32", "x")) == shape
+
+
+def test_config_json_with_scaling_and_an_embedding_reads_back(tiny):
+    shape = replace(tiny, rope_scaling=YARN, share_embedding=False)
+    read = config_json.shape_from_config(config_json.config_json(shape, "float32", "x"), ["embed_tokens.weight"])
+    assert read == replace(shape, rope_scaling={**{k: YARN[k] for k in YARN if k != "type"}, "rope_type": "yarn"})
+
+
+# The config of a public EAGLE 3 drafter for an 8 B Llama, as far as it bears on the shape.
+PUBLIC = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "draft_vocab_size": 32000,
+}
+
+
+def test_what_a_config_leaves_out_is_read_as_vllm_does(smollm2):
+    shape = config_json.shape_from_config(PUBLIC, target_layers=32)
+    assert asdict(shape) == {
+        **asdict(smollm2),
+        "hidden_size": 4096,
+        "target_hidden_size": 4096,
+        "aux_layers": [2, 16, 29],
+        "vocab_size": 128256,
+        "draft_vocab_size": 32000,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 2048,
+        "fc_norm": False,
+        "norm_output": False,
+        "norm_before_residual": False,
+    }
+    with pytest.raises(UserError, match="how many layers"):
+        config_json.shape_from_config(PUBLIC)
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        {"eagle_aux_hidden_state_layer_ids": [29, 2, 16]},
+        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 16, 29]}},
+        {"eagle_config": {"layer_ids": [2, 16, 29]}},
+    ],
+)
+def test_layer_ids_are_found_where_vllm_finds_them(where):
+    assert config_json.shape_from_config({**PUBLIC, **where}).aux_layers == [2, 16, 29]
+
+
+def test_speculators_format_is_read():
+    layer = {key: value for key, value in PUBLIC.items() if key not in ("architectures", "draft_vocab_size")}
+    config = {
+        "speculators_model_type": "eagle3",
+        "transformer_layer_config": {**layer, "model_type": "llama"},
+        "draft_vocab_size": 32000,
+        "eagle_aux_hidden_state_layer_ids": [2, 16, 29],
+        "norm_output": True,
+    }
+    shape = config_json.shape_from_config(config)
+    assert (shape.draft_vocab_size, shape.vocab_size, shape.intermediate_size) == (32000, 128256, 14336)
+    assert (shape.norm_before_residual, shape.norm_output, shape.fc_norm) == (True, True, False)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"architectures": ["MistralForCausalLM"]}, "of MistralForCausalLM: LlamaForCausalLMEagle3 or Eagle3Deepseek"),
+        ({"model_type": "qwen3"}, "model_type qwen3"),
+        ({"architectures": None}, "of no architecture"),
+        ({"hidden_size": "wide"}, "no number"),
+        ({"logit_scale": 0.5}, "logit_scale"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"layer_types": ["sliding_attention"], "sliding_window": 64}, "layer_types"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"norm_before_fc": True}, "norm_before_fc"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers"),
+        ({"num_aux_hidden_states": 4}, "num_aux_hidden_states 4"),
+        ({"hidden_size": None, "speculators_model_type": "dflash"}, "no EAGLE 3 drafter"),
+    ],
+)
+def test_other_drafters_are_refused(change, named):
+    with pytest.raises(UserError, match=named):
+        config_json.shape_from_config({**PUBLIC, "eagle_aux_hidden_state_layer_ids": [2, 16, 29], **change})
+
+
+# vLLM's registry has the first five; the others are what it makes of other names before it looks there.
+NAMES = "LlamaForCausalLMEagle3 Eagle3LlamaForCausalLM Eagle3MiniMaxM2ForCausalLM Eagle3Qwen2_5vlForCausalLM"
+NAMES += " Eagle3Qwen3vlForCausalLM LlamaForCausalLM MiniMaxM2ForCausalLM"
+
+
+@pytest.mark.parametrize("name", NAMES.split())
+def test_every_name_of_the_llama_style_drafter_is_read(name):
+    shape = config_json.shape_from_config({**PUBLIC, "architectures": [name]}, target_layers=32)
+    assert shape == config_json.shape_from_config(PUBLIC, target_layers=32)
+
+
+# ---------------------------------------------------------------- MLA
+
+
+def test_full_rank_queries_are_written_because_the_default_is_another(tiny_mla):
+    config = config_json.config_json(replace(tiny_mla, q_lora_rank=None), "float32", "x")
+    assert config["q_lora_rank"] is None
+    assert DeepseekV3Config(**config).q_lora_rank is None
+    del config["q_lora_rank"]
+    assert DeepseekV3Config(**config).q_lora_rank == config_json.shape_from_config(config).q_lora_rank == 1536
+
+
+def test_defaults_are_those_of_the_classes_that_read():
+    for kind, model_types in ((DeepseekV3Config, ("kimi_k2", "deepseek_v3")), (DeepseekV2Config, ("deepseek_v2",))):
+        plain = kind()
+        assert {name: getattr(plain, name) for name in config_json.MLA_DEFAULTS} == config_json.MLA_DEFAULTS
+        assert plain.rms_norm_eps == 1e-6
+        for model_type in model_types:
+            assert config_json.MODEL_TYPES["mla"][model_type] == plain.max_position_embeddings
+
+
+MLA_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+SCALINGS = {
+    "none": None,
+    "what must be given": MLA_YARN,
+    "mscale_all_dim alone": {**MLA_YARN, "mscale_all_dim": 0.8},
+    "both": {**MLA_YARN, "mscale": 0.7, "mscale_all_dim": 0.9},
+    "betas": {**MLA_YARN, "beta_fast": 24.0, "beta_slow": 2.0},
+    "by its old name": {"type": "yarn", **{name: value for name, value in MLA_YARN.items() if name != "rope_type"}},
+}
+
+
+def by_each_spelling(config):
+    """config.json for readers of one spelling of RoPE each, and of both."""
+    new = {key: value for key, value in config.items() if key not in ("rope_theta", "rope_scaling")}
+    old = {key: value for key, value in config.items() if key != "rope_parameters"}
+    return {"both": config, "new": new, "old": old}
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+@pytest.mark.parametrize("spelling", ["both", "new", "old"])
+def test_transformers_turns_as_the_drafter_does(name, spelling, tiny_mla):
+    shape = replace(tiny_mla, rope_scaling=SCALINGS[name])
+    assert contract.check_shape(shape) == []
+    read = DeepseekV3Config(**by_each_spelling(config_json.config_json(shape, "float32", "x"))[spelling])
+    assert (read.head_dim, read.rope_parameters["rope_theta"]) == (4, 50000.0)
+    theirs, ours = DeepseekV3RotaryEmbedding(read), Rope(shape)
+    torch.testing.assert_close(theirs.inv_freq, ours.exact, rtol=1e-6, atol=0)
+    assert theirs.attention_scaling == pytest.approx(ours.factor, rel=1e-12)
+    # Its attention, written out: the softmax's own factor.
+    mscale = read.rope_parameters.get("mscale_all_dim", 0)
+    softmax = (0.1 * mscale * math.log(4.0) + 1) ** 2 if mscale else 1.0
+    assert ours.softmax_factor == pytest.approx(softmax, rel=1e-12)
+
+
+@pytest.mark.parametrize("mscale", [{"mscale": 0.7}, {"mscale": 0.0, "mscale_all_dim": 1.0}])
+def test_mscales_that_transformers_reads_otherwise_are_refused(mscale, tiny_mla):
+    shape = replace(tiny_mla, rope_scaling={**MLA_YARN, **mscale})
+    read = DeepseekV3Config(**config_json.config_json(shape, "float32", "x"))
+    assert DeepseekV3RotaryEmbedding(read).attention_scaling != pytest.approx(Rope(shape).factor, rel=1e-3)
+    assert any("read differently" in problem for problem in contract.check_shape(shape))
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+@pytest.mark.parametrize("spelling", ["both", "new", "old"])
+def test_mla_reads_back(name, spelling, tiny_mla, tiny_mla_tensors):
+    shape = replace(tiny_mla, rope_scaling=SCALINGS[name])
+    config = by_each_spelling(config_json.config_json(shape, "float32", "x"))[spelling]
+    whole = replace(shape, rope_scaling=config_json.rope_scaling(shape))
+    assert config_json.shape_from_config(config, tiny_mla_tensors) == whole
+    assert Rope(whole).factor == Rope(shape).factor
+
+
+# As a trainer writes it that copies the target's config.json: experts and all.
+COPIED = {
+    "architectures": ["Eagle3DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "vocab_size": 163840,
+    "draft_vocab_size": 163840,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 262144,
+    "rope_theta": 50000.0,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 64.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "attention_factor": None,
+    },
+    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 30, 58], "use_aux_hidden_state": True},
+    "fc_norm": True,
+    "norm_output": True,
+    "n_routed_experts": 384,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "num_nextn_predict_layers": 0,
+    "head_dim": 64,
+    "rope_interleave": True,
+}
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "kimi_k2", "deepseek_v2"])
+@pytest.mark.parametrize(
+    "name", ["Eagle3DeepseekV3ForCausalLM", "Eagle3DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"]
+)
+def test_a_copied_config_is_read(model_type, name):
+    shape = config_json.shape_from_config({**COPIED, "model_type": model_type, "architectures": [name]})
+    assert (shape.architecture, shape.num_key_value_heads, shape.head_dim) == ("mla", 64, 192)
+    assert shape.aux_layers == [2, 30, 58]
+    assert (shape.rope_theta, shape.max_position_embeddings) == (50000.0, 262144)
+    dropped = ("type", "attention_factor")
+    given = {key: value for key, value in COPIED["rope_scaling"].items() if key not in dropped}
+    assert shape.rope_scaling == {**given, "rope_type": "yarn"}
+    assert contract.check_shape(shape) == []
+    assert config_json.config_json(shape, "bfloat16", "x")["model_type"] == "kimi_k2"
+
+
+def test_the_original_length_is_the_longest_position_where_it_is_not_given():
+    scaling = {"type": "yarn", "factor": 1.0, "mscale_all_dim": 1.0}
+    config = {**COPIED, "rope_scaling": scaling}
+    read = DeepseekV3Config(**{**config, "rope_scaling": dict(scaling)}).rope_parameters
+    ours = config_json.shape_from_config(config).rope_scaling
+    assert ours["original_max_position_embeddings"] == read["original_max_position_embeddings"] == 262144
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "llama"}, "model_type llama"),
+        ({"model_type": "deepseek_v32", "index_topk": 2048}, "model_type deepseek_v32, index_topk"),
+        ({"rope_interleave": False}, "rope_interleave"),
+        ({"is_causal": False}, "is_causal"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers"),
+        ({"kv_lora_rank": None}, "kv_lora_rank: None"),
+        ({"qk_rope_head_dim": "64"}, "qk_rope_head_dim: 64"),
+        ({"rope_scaling": {**COPIED["rope_scaling"], "attention_factor": 1.0}}, "attention_factor 1.0"),
+        ({"rope_scaling": {**COPIED["rope_scaling"], "attention_factor": 1.2}}, "attention_factor 1.2"),
+        ({"speculators_model_type": "eagle3", "transformer_layer_config": COPIED}, "model_type deepseek_v3"),
+    ],
+)
+def test_what_vllm_would_serve_otherwise_is_refused(change, words):
+    with pytest.raises(UserError) as error:
+        config_json.shape_from_config({**COPIED, **change})
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,189 @@
+"""The merged attention against one dense softmax, differentiated by autograd."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import dense_attention
+
+from eagle31_train.model import attention, context_attention
+from eagle31_train.model.attention import unrolled_attention
+from eagle31_train.model.packing import make_layout, make_segments
+
+pytestmark = pytest.mark.core
+
+
+@st.composite
+def problems(draw):
+    """Documents, slots anywhere in them, 0 to 7 own keys, and head shapes."""
+    lengths = draw(st.lists(st.integers(1, 12), min_size=1, max_size=4))
+    N = sum(lengths)
+    slots = sorted(draw(st.sets(st.integers(0, N - 1), min_size=1)))
+    g, r = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    own, width = draw(st.integers(0, 7)), draw(st.sampled_from([4, 8]))
+    dv = draw(st.sampled_from([width, width + 2, width - 2]))  # MLA's are unlike
+    return lengths, slots, g, r, own, width, dv, draw(st.integers(0, 99))
+
+
+def make(problem, dtype):
+    lengths, slots, g, r, own, d, dv, seed = problem
+    generator = torch.Generator().manual_seed(seed)
+    S, N = len(slots), sum(lengths)
+
+    def random(*size):
+        return (torch.randn(*size, generator=generator, dtype=torch.float64) * 2).to(dtype).requires_grad_()
+
+    edges = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    layout = make_layout(list(itertools.pairwise(edges)), torch.tensor(slots))
+    q, k0, v0 = random(S, g * r, d), random(N, g, d), random(N, g, dv)
+    own_k, own_v = [random(S, g, d) for _ in range(own)], [random(S, g, dv) for _ in range(own)]
+    return (q, k0, v0, own_k, own_v), layout, random(S, g * r, dv).detach()
+
+
+def run(function, tensors, layout, direction):
+    q, k0, v0, own_k, own_v = tensors
+    leaves = [q, k0, v0, *own_k, *own_v]
+    out = function(q, k0, v0, own_k, own_v, layout, 0.4)
+    return [out, *torch.autograd.grad((out * direction).sum(), leaves)]
+
+
+@settings(max_examples=60)
+@given(problems())
+def test_output_and_gradients_equal_one_dense_softmax(problem):
+    tensors, layout, direction = make(problem, torch.float64)
+    for ours, truth in zip(
+        run(unrolled_attention, tensors, layout, direction),
+        run(dense_attention, tensors, layout, direction),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, truth, rtol=1e-9, atol=1e-9)
+
+
+PROBLEM = ([9, 1, 14], [0, 1, 2, 5, 6, 9, 12, 13, 20, 21, 22, 23], 2, 2, 3, 8, 8, 0)
+
+
+@pytest.mark.parametrize("kernel", ["flash", "plain", "copied keys", "spread queries"])
+def test_bf16_stays_within_its_own_rounding(kernel, monkeypatch):
+    """Outputs to 1 %, gradients to 3 % of their norm: 8 bits of mantissa, products of a few dozen terms."""
+    tensors, layout, direction = make(PROBLEM, torch.bfloat16)
+    if kernel != "flash":
+        layout = with_kernel(kernel, layout, monkeypatch)
+    low = run(unrolled_attention, tensors, layout, direction)
+    exact = [[x.detach().double().requires_grad_() for x in group] for group in (tensors[:3], *tensors[3:])]
+    high = run(dense_attention, (*exact[0], exact[1], exact[2]), layout, direction.double())
+    for index, (ours, truth) in enumerate(zip(low, high, strict=True)):
+        error = (ours.double() - truth).norm() / truth.norm()
+        assert error < (0.01 if index == 0 else 0.03), index
+
+
+@pytest.mark.parametrize("wrong", ["own log-sum-exp", "own output"])
+def test_a_backward_with_the_parts_own_statistics_is_caught(wrong, monkeypatch):
+    """The mistake of one public trainer: the flash backward gets its part's own log-sum-exp or output."""
+    right = attention.context_backward
+
+    def planted(dout, q, k0, v0, out, lse, layout, scale):
+        own_out, own_lse = attention.context_forward(q, k0, v0, layout, scale)
+        if wrong == "own log-sum-exp":
+            return right(dout, q, k0, v0, out, own_lse, layout, scale)
+        return right(dout, q, k0, v0, own_out, lse, layout, scale)
+
+    tensors, layout, direction = make(PROBLEM, torch.float64)
+    truth = run(dense_attention, tensors, layout, direction)
+    monkeypatch.setattr(attention, "context_backward", planted)
+    ours = run(unrolled_attention, tensors, layout, direction)
+    torch.testing.assert_close(ours[0], truth[0])
+    assert (ours[1] - truth[1]).norm() / truth[1].norm() > 0.01
+
+
+def varlen(q, k, v, query_edges, key_edges):
+    """Heads and stretches of CUDA's flash kernel for packed sequences, and what is hidden: aligned at the end."""
+    for head in range(q.shape[1]):
+        edges = zip(itertools.pairwise(query_edges.tolist()), itertools.pairwise(key_edges.tolist()), strict=True)
+        for rows, keys in edges:
+            n, m = rows[1] - rows[0], keys[1] - keys[0]
+            hidden = torch.arange(m) > torch.arange(n)[:, None] + m - n
+            yield head, head // (q.shape[1] // k.shape[1]), slice(*rows), slice(*keys), hidden
+
+
+def imitated_forward(q, k, v, query_edges, key_edges, queries, keys, dropout, causal, debug, *, scale):
+    assert (queries, keys) == (query_edges.diff().max(), key_edges.diff().max())
+    assert causal
+    assert query_edges.dtype == key_edges.dtype == torch.int32
+    assert (int(query_edges[-1]), int(key_edges[-1])) == (len(q), len(k))
+    # As the kernel does: the log-sum-exp is not in 16 bits, whatever the rest is.
+    out, lse = torch.zeros_like(q), q.new_zeros(q.shape[1], len(q), dtype=torch.promote_types(q.dtype, torch.float32))
+    for head, group, rows, columns, hidden in varlen(q, k, v, query_edges, key_edges):
+        scores = (q[rows, head] @ k[columns, group].T * scale).to(lse.dtype).masked_fill(hidden, float("-inf"))
+        lse[head, rows] = scores.logsumexp(-1)
+        out[rows, head] = scores.softmax(-1).to(v.dtype) @ v[columns, group]
+    return out, lse, None, None, None
+
+
+def imitated_backward(
+    dout, q, k, v, out, lse, query_edges, key_edges, queries, keys, dropout, causal, state, unused, *, scale
+):
+    assert lse.is_contiguous()
+    assert lse.dtype == torch.promote_types(q.dtype, torch.float32)
+    assert dout.dtype == q.dtype == k.dtype == v.dtype == out.dtype
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for head, group, rows, columns, hidden in varlen(q, k, v, query_edges, key_edges):
+        scores = (q[rows, head] @ k[columns, group].T * scale).to(lse.dtype).masked_fill(hidden, float("-inf"))
+        shares = (scores - lse[head, rows, None]).exp().to(q.dtype)
+        do = dout[rows, head]
+        slope = shares * (do @ v[columns, group].T - (do * out[rows, head]).sum(-1, keepdim=True)) * scale
+        dq[rows, head] += slope @ k[columns, group]
+        dk[columns, group] += slope.T @ q[rows, head]
+        dv[columns, group] += shares.T @ do
+    return dq, dk, dv
+
+
+def with_kernel(kernel, layout, patch):
+    """Let the CPU take another kernel's way; returns the layout that it needs."""
+    if kernel == "plain":
+        patch.setattr(context_attention, "_flash_cpu", lambda q: False)
+        patch.setattr(context_attention, "BLOCK", 3)
+        return layout
+    patch.setattr(context_attention, "_flash_cuda", lambda q, v: True)
+    patch.setattr(torch.ops.aten, "_flash_attention_forward", imitated_forward)
+    patch.setattr(torch.ops.aten, "_flash_attention_backward", imitated_backward)
+    most_copies = 100.0 if kernel == "copied keys" else 0.0
+    return replace(layout, segments=make_segments(layout.documents, layout.slots, layout.runs, most_copies))
+
+
+@pytest.mark.parametrize("kernel", ["plain", "copied keys", "spread queries"])
+@settings(max_examples=40)
+@given(problem=problems())
+def test_the_kernels_of_other_devices_equal_one_dense_softmax(kernel, problem):
+    """Indices of the CUDA path, on an imitation of its kernel; the kernel itself is for tests/gpu."""
+    tensors, layout, direction = make(problem, torch.float64)
+    truth = run(dense_attention, tensors, layout, direction)
+    with pytest.MonkeyPatch.context() as patch:
+        ours = run(unrolled_attention, tensors, with_kernel(kernel, layout, patch), direction)
+    for mine, theirs in zip(ours, truth, strict=True):
+        torch.testing.assert_close(mine.double(), theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_scattered_slots_spread_their_queries_rather_than_copy_every_key_for_each():
+    together = make_layout([(0, 40)], torch.arange(10, 30)).segments
+    assert together.query_rows is None
+    assert len(together.key_rows) == 30
+    scattered = make_layout([(0, 40)], torch.arange(1, 40, 2)).segments
+    assert scattered.key_rows is None
+    assert scattered.query_rows.tolist() == list(range(1, 40, 2))
+
+
+def test_runs_are_broken_at_gaps_and_at_documents():
+    layout = make_layout([(0, 5), (5, 9)], torch.tensor([1, 2, 4, 5, 6, 8]))
+    found = [(run.first, run.end, run.document, run.begin) for run in layout.runs]
+    assert found == [(0, 2, 0, 1), (2, 3, 0, 4), (3, 5, 5, 5), (5, 6, 5, 8)]
+
+
+def test_no_slots_at_all():
+    tensors, layout, _ = make(([3], [0], 1, 1, 2, 4, 4, 0), torch.float64)
+    q, k0, v0, own_k, own_v = tensors
+    layout = make_layout(layout.documents, torch.tensor([], dtype=torch.int64))
+    out = unrolled_attention(q[:0], k0, v0, [k[:0] for k in own_k], [v[:0] for v in own_v], layout, 1.0)
+    assert out.shape == (0, 1, 4)

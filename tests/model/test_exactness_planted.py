@@ -1,0 +1,163 @@
+"""Planted mistakes that the properties of test_exactness.py must find, among them some that one fixed shape hides."""
+
+from dataclasses import replace
+
+import pytest
+from conftest import make_shape
+from hypothesis import Phase, given, settings
+from model import test_exactness
+from model.test_exactness import PROPERTY, Case, cases, check_fp64
+
+from eagle31_train.model import drafter, layer
+from eagle31_train.model import loss as loss_module
+from eagle31_train.model.batch import build_batch
+from eagle31_train.store.codec import plain
+
+
+def scale_by_the_number_of_heads(patch):
+    right = drafter.unrolled_attention
+
+    def wrong(q, *rest):
+        return right(q, *rest[:-1], q.shape[1] ** -0.5)
+
+    patch.setattr(drafter, "unrolled_attention", wrong)
+
+
+def embedding_never_trained(patch):
+    right = drafter.Drafter.embed
+    patch.setattr(drafter.Drafter, "embed", lambda self, tokens: right(self, tokens).detach())
+
+
+def teacher_with_the_norm_of_the_drafter(patch):
+    right = loss_module.Objective.forward
+
+    def wrong(self, *args):
+        self.teacher.eps = self.drafter.norm.eps
+        return right(self, *args)
+
+    patch.setattr(loss_module.Objective, "forward", wrong)
+
+
+def slope_without_its_lk_share(patch):
+    right = loss_module.divergence
+
+    def wrong(logits, *rest):
+        _, slope = right(logits.clone(), *rest[:-1], 0.0)
+        return right(logits, *rest)[0], slope
+
+    patch.setattr(loss_module, "divergence", wrong)
+
+
+def blocks_after_the_first_forgotten(patch):
+    right = loss_module.blocks
+    patch.setattr(loss_module, "blocks", lambda *args: right(*args)[:1])
+
+
+def wrong_batch(**changes):
+    def plant(patch):
+        right = build_batch
+
+        def wrong(*args):
+            packed = right(*args)
+            return replace(packed, **{name: change(packed) for name, change in changes.items()})
+
+        patch.setattr(test_exactness, "build_batch", wrong)
+
+    return plant
+
+
+def groups_interleaved(patch):
+    """Query head i reads group i modulo g, where it should read i divided by h / g."""
+    right = layer.GroupedQueryAttention.queries
+
+    def wrong(self, project, positions):
+        q = right(self, project, positions)
+        return q.unflatten(1, (-1, self.groups)).transpose(1, 2).flatten(1, 2)
+
+    patch.setattr(layer.GroupedQueryAttention, "queries", wrong)
+
+
+def queries_at_packed_positions(patch):
+    """Keys are rotated by their place in the document, queries by their place in the batch."""
+    right = drafter.Drafter.forward
+
+    def wrong(self, packed):
+        offset = packed.layout.slots - packed.positions[packed.layout.slots]
+        queries = layer.GroupedQueryAttention.queries
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(
+                layer.GroupedQueryAttention,
+                "queries",
+                lambda attention, project, positions: queries(attention, project, positions + offset),
+            )
+            return right(self, packed)
+
+    patch.setattr(drafter.Drafter, "forward", wrong)
+
+
+def own_keys_of_the_last_steps_only(patch):
+    right = drafter.unrolled_attention
+
+    def wrong(q, k0, v0, own_k, own_v, *rest):
+        return right(q, k0, v0, own_k[-3:], own_v[-3:], *rest)
+
+    patch.setattr(drafter, "unrolled_attention", wrong)
+
+
+SEEN_BY_ANY_SHAPE = {
+    "query heads in another order than their groups": groups_interleaved,
+    "queries at packed positions": queries_at_packed_positions,
+    "own keys of the last three steps only": own_keys_of_the_last_steps_only,
+    "the weight of the next step": wrong_batch(pair_step=lambda p: (p.pair_step + 1) % p.ttt_length),
+    "the arg-max of the neighbour": wrong_batch(top1=lambda p: p.top1.roll(1)),
+    "the teacher of the neighbour": wrong_batch(teacher=lambda p: plain(p.teacher.decode().roll(1, 0))),
+    "the token of the neighbour": wrong_batch(reads=lambda p: p.reads.roll(1, 1)),
+}
+# The small fixed shape of conftest.py has four heads of width four, one epsilon, the target's embedding, KL, one chunk.
+UNSEEN_BY_THE_FIXED_SHAPE = {
+    "softmax scaled by the number of heads": scale_by_the_number_of_heads,
+    "an embedding of its own that gets no gradient": embedding_never_trained,
+    "the teacher normed with the drafter's epsilon": teacher_with_the_norm_of_the_drafter,
+    "LK in the loss but not in its slope": slope_without_its_lk_share,
+    "chunks after the first forgotten": blocks_after_the_first_forgotten,
+}
+MISTAKES = {**SEEN_BY_ANY_SHAPE, **UNSEEN_BY_THE_FIXED_SHAPE}
+FIXED = Case(
+    shape=make_shape(),
+    masks=[[bool(t * t % 3) for t in range(length)] for length in (9, 5, 14)],
+    order=[0, 1, 2],
+    unroll=7,
+    gamma=0.8,
+    oov="mask",
+    loss="kl",
+    lk=0.0,
+    teacher_eps=1e-5,
+    train_lm_head=True,
+    recompute=False,
+    kernel="flash",
+    chunk=32,
+    rows=(10**6, 10**6),
+    seed=0,
+)
+
+
+# The first example that fails is enough: no smaller one is looked for.
+@settings(PROPERTY, max_examples=80, phases=[Phase.generate], report_multiple_bugs=False)
+@given(cases())
+def all_agree(case):
+    check_fp64(case)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES.keys())
+def test_a_planted_mistake_is_found(mistake, monkeypatch):
+    mistake(monkeypatch)
+    with pytest.raises(AssertionError):
+        all_agree()
+
+
+@pytest.mark.parametrize("mistake", [None, *UNSEEN_BY_THE_FIXED_SHAPE.values()])
+def test_one_fixed_shape_does_not_see_every_mistake(mistake, monkeypatch):
+    """Which is why the shapes are random."""
+    if mistake is not None:
+        mistake(monkeypatch)
+    check_fp64(FIXED)

@@ -1,0 +1,51 @@
+"""Products by oneDNN against fp64, with every layout of their operands that training hands them."""
+
+import pytest
+import torch
+
+from eagle31_train.model import linear as module
+from eagle31_train.model.linear import linear, product
+
+
+def random(*size, dtype=torch.float32):
+    return torch.randn(*size, generator=torch.Generator().manual_seed(sum(size)), dtype=dtype)
+
+
+LAYOUTS = {
+    "dense": lambda rows, columns: random(rows, columns),
+    "turned": lambda rows, columns: random(columns, rows).T,
+    "half of the columns": lambda rows, columns: random(rows, 2 * columns)[:, columns:],
+    "every second row": lambda rows, columns: random(2 * rows, columns)[::2],
+    "one row again and again": lambda rows, columns: random(1, columns).expand(rows, -1),
+}
+
+
+@pytest.mark.parametrize("a", LAYOUTS)
+@pytest.mark.parametrize("b", LAYOUTS)
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (5, 7, 3), (64, 96, 33)])
+def test_a_product_is_that_of_its_operands_whatever_their_layout(a, b, sizes):
+    n, k, m = sizes
+    left, right = LAYOUTS[a](n, k), LAYOUTS[b](m, k)
+    torch.testing.assert_close(product(left, right).double(), left.double() @ right.double().T, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 7), (2, 3, 7), (0, 7)])
+def test_the_gradient_is_that_of_a_linear_layer(shape):
+    x, weight = random(*shape).requires_grad_(), random(5, 7).requires_grad_()
+    out = linear(x, weight)
+    direction = random(*out.shape)
+    ours = torch.autograd.grad((out * direction).sum(), (x, weight))
+    twin = torch.nn.functional.linear(x, weight)
+    theirs = torch.autograd.grad((twin * direction).sum(), (x, weight))
+    for mine, other in zip((out, *ours), (twin, *theirs), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
+
+
+def test_fp32_on_a_cpu_goes_to_onednn_and_nothing_else_does(monkeypatch):
+    asked = []
+    monkeypatch.setattr(module, "product", lambda a, b: asked.append(a.dtype) or a @ b.T)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        linear(random(3, 7).to(dtype), random(5, 7).to(dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert linear(random(3, 7), random(5, 7)).dtype == torch.bfloat16
+    assert asked == [torch.float32]

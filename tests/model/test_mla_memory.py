@@ -1,0 +1,59 @@
+"""A step's memory grows with the length of a document, not with its square: seven steps, every kind of attention."""
+
+import pytest
+import torch
+from conftest import kept_mask, make_document, make_mla_shape, make_objective, make_shape
+from torch.profiler import ProfilerActivity, profile
+
+from eagle31_train.model import context_attention
+from eagle31_train.model.batch import build_batch
+
+K, LENGTH = 7, 1024
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Each thread of the flash kernel has 2 MiB to itself, whatever the length."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def allocations(shape, length):
+    """Bytes at the worst moment of forward and backward, and of the largest piece: one document of answers."""
+    objective = make_objective(shape, torch.float32)
+    d = make_document(shape, length, torch.Generator().manual_seed(0), answer=slice(1, None))
+    packed = build_batch([d], K, kept_mask(objective), "keep")
+    assert len(packed.layout.slots) == length - 2
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        objective(packed, torch.full((K,), 1e-3))[0].backward()
+    events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak, max(event.nbytes() for event in events)
+
+
+def check(shape, length=LENGTH):
+    short, _ = allocations(shape, length)
+    long, largest = allocations(shape, 2 * length)
+    assert 1.8 < long / short < 2.1
+    assert largest < (2 * length) ** 2, "a byte for each pair of positions, such as a mask"
+
+
+CASES = {"llama": (make_shape, False), "mla": (make_mla_shape, False), "mla, recomputed": (make_mla_shape, True)}
+
+
+@pytest.mark.parametrize(("make", "recompute"), CASES.values(), ids=CASES.keys())
+def test_twice_the_length_is_twice_the_memory(make, recompute, monkeypatch):
+    monkeypatch.setattr("eagle31_train.model.drafter.Drafter.recompute", recompute)
+    check(make())
+
+
+def test_scores_of_all_pairs_are_seen(monkeypatch):
+    monkeypatch.setattr(context_attention, "_flash_cpu", lambda q: False)
+    monkeypatch.setattr(context_attention, "BLOCK", 10**6)
+    with pytest.raises(AssertionError, match=r"< 2\.1"):
+        check(make_mla_shape(), 256)

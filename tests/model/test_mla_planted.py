@@ -1,0 +1,223 @@
+"""Mistakes of MLA, seen in trainers or easy to make: each is planted, and the reference finds it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import make_document, make_mla_shape, make_objective
+from model.test_recurrence import assert_same, gradients, loss_and_gradients
+
+from eagle31_train.model import drafter, rope
+from eagle31_train.model.mla import LatentAttention
+from eagle31_train.model.rope import Rope
+
+# ---------------------------------------------------------------- ways to plant
+
+
+def read_otherwise(**changes):
+    """Frequencies made of other options than the drafter's."""
+
+    def plant(patch):
+        right = rope.frequencies
+
+        def wrong(shape, width):
+            scaling = {**shape.rope_scaling, **{name: x for name, x in changes.items() if name in shape.rope_scaling}}
+            theta = changes.get("rope_theta", shape.rope_theta)
+            return right(replace(shape, rope_scaling=changes.get("rope_scaling", scaling), rope_theta=theta), width)
+
+        patch.setattr(rope, "frequencies", wrong)
+
+    return plant
+
+
+def factors(change):
+    """Other factors of (sines and cosines, softmax) than YaRN's."""
+
+    def plant(patch):
+        right = rope.mla_factors
+        patch.setattr(rope, "mla_factors", lambda shape: change(shape, *right(shape)))
+
+    return plant
+
+
+def made(change):
+    """An attention that is changed once it is made."""
+
+    def plant(patch):
+        right = LatentAttention.__init__
+
+        def wrong(self, shape):
+            right(self, shape)
+            change(self)
+
+        patch.setattr(LatentAttention, "__init__", wrong)
+
+    return plant
+
+
+def of_the_input(change):
+    """What kv_a_proj gives, latent and shared key [n, ·] each, is changed before it is used."""
+
+    def plant(patch):
+        right = LatentAttention.keys_values
+
+        def wrong(self, project, positions):
+            def changed(layer):
+                return torch.cat(change(*project(layer).split(self.latent_parts, -1)), -1)
+
+            return right(self, changed, positions)
+
+        patch.setattr(LatentAttention, "keys_values", wrong)
+
+    return plant
+
+
+def at(method, change):
+    """Queries, or keys and values, of other positions."""
+
+    def plant(patch):
+        right = getattr(LatentAttention, method)
+        patch.setattr(LatentAttention, method, lambda self, project, positions: right(self, project, change(positions)))
+
+    return plant
+
+
+# ---------------------------------------------------------------- mistakes
+
+
+def half_split(attention):
+    attention.rope.interleaved = False
+
+
+def scaled_by_the_part_without_position(attention):
+    attention.scale *= (attention.query_parts[0] / sum(attention.query_parts)) ** -0.5
+
+
+def scaled_by_the_value(attention):
+    attention.scale *= (attention.head_parts[1] / sum(attention.query_parts)) ** -0.5
+
+
+def exchanged(parts):
+    """[a | b] of each head read as [b | a], with b's and a's widths."""
+
+    def hook(_layer, _inputs, rows):
+        heads, b = rows.unflatten(-1, (-1, sum(parts))), parts[1]
+        return torch.cat([heads[..., b:], heads[..., :b]], -1).flatten(-2)
+
+    return hook
+
+
+def rope_before_nope(attention):
+    attention.q_b_proj.register_forward_hook(exchanged(attention.query_parts))
+
+
+def values_before_keys(attention):
+    attention.kv_b_proj.register_forward_hook(exchanged(attention.head_parts))
+
+
+def all_keys_before_all_values(attention):
+    """kv_b as [all heads' keys | all heads' values], where it is [key | value] of each head."""
+    heads, (nope, value) = attention.heads, attention.head_parts
+
+    def hook(_layer, _inputs, rows):
+        keys, values = rows.split([heads * nope, heads * value], -1)
+        return torch.cat([keys.unflatten(-1, (heads, nope)), values.unflatten(-1, (heads, value))], -1).flatten(-2)
+
+    attention.kv_b_proj.register_forward_hook(hook)
+
+
+def unnormed(name):
+    def change(attention):
+        norm = getattr(attention, name)
+        norm.forward = lambda x: x * norm.weight
+
+    return change
+
+
+def rms(x):
+    return (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+
+
+def shared_key_not_turned(patch):
+    right = Rope.forward
+    patch.setattr(Rope, "forward", lambda self, x, positions: right(self, x, positions) if x.shape[1] > 1 else x)
+
+
+def own_keys_at(change):
+    """The keys of steps 1, 2, … stand elsewhere; those of step 0 where they should."""
+
+    def plant(patch):
+        right = drafter.Drafter._ask
+
+        def wrong(self, g, tokens, reads, positions, own):
+            q, residual, *key_value = right(self, g, tokens, reads, positions, own)
+            if own:
+                normed, _ = self.midlayer.state_input(g)
+                key_value = self.midlayer.self_attn.keys_values(tokens.step(normed, reads), change(positions))
+            return q, residual, *key_value
+
+        patch.setattr(drafter.Drafter, "_ask", wrong)
+
+    return plant
+
+
+def mscale(factor, share):
+    return 0.1 * share * torch.tensor(float(factor)).log().item() + 1
+
+
+MISTAKES = {
+    "rope_theta lost in YaRN": read_otherwise(rope_theta=10000.0),
+    "YaRN left out": read_otherwise(rope_scaling=None),
+    "beta_fast ignored": read_otherwise(beta_fast=32.0),
+    "beta_slow ignored": read_otherwise(beta_slow=1.0),
+    "the original length taken for the new one": read_otherwise(original_max_position_embeddings=64 * 4096),
+    "another factor": read_otherwise(factor=32.0),
+    "mscale² left out of the softmax scale": factors(lambda shape, turn, soft: (turn, 1.0)),
+    "mscale once instead of twice": factors(lambda shape, turn, soft: (turn, soft**0.5)),
+    "mscale where mscale_all_dim belongs": factors(lambda shape, turn, soft: (turn, mscale(64, 1.0) ** 2)),
+    "sines and cosines not magnified": factors(lambda shape, turn, soft: (1.0, soft)),
+    "sines and cosines magnified by m(factor)": factors(lambda shape, turn, soft: (mscale(64, 1.0), soft)),
+    "magnified the other way round": factors(lambda shape, turn, soft: (1 / turn, soft)),
+    "half-split instead of interleaved RoPE": made(half_split),
+    "rope and nope exchanged in the query": made(rope_before_nope),
+    "kv_b split [value | key]": made(values_before_keys),
+    "kv_b split over all heads at once": made(all_keys_before_all_values),
+    "softmax scaled by the part without position": made(scaled_by_the_part_without_position),
+    "softmax scaled by the value's width": made(scaled_by_the_value),
+    "queries not normed": made(unnormed("q_a_layernorm")),
+    "latent not normed": made(unnormed("kv_a_layernorm")),
+    "kv_a split [rope | latent]": of_the_input(lambda latent, shared: (shared, latent)),
+    "the latent's norm over the shared key too": of_the_input(
+        lambda latent, shared: (latent, shared / rms(torch.cat([latent, shared], -1)))
+    ),
+    "the shared key normed": of_the_input(lambda latent, shared: (latent, shared / rms(shared))),
+    "the shared key not turned": shared_key_not_turned,
+    "queries one position late": at("queries", lambda positions: positions + 1),
+    "keys one position late": at("keys_values", lambda positions: positions + 1),
+    "own keys of a step one position early": own_keys_at(lambda positions: positions - 1),
+    "own keys of a step one position late": own_keys_at(lambda positions: positions + 1),
+}
+
+
+@pytest.fixture(scope="module")
+def truth():
+    """Two documents, and the reference's loss and gradients on them."""
+    generator = torch.Generator().manual_seed(1)
+    documents = [make_document(make_mla_shape(), length, generator) for length in (9, 14)]
+    return documents, gradients(make_objective(make_mla_shape()), documents)[1]
+
+
+def compare(documents, truth):
+    """With the frequencies as the drafter makes them, in fp32: angles to 1e-7 of themselves."""
+    assert_same(loss_and_gradients(make_objective(make_mla_shape(), exact=False), documents), truth, 1e-5)
+
+
+def test_without_a_mistake_they_agree(truth):
+    compare(*truth)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES.keys())
+def test_a_planted_mistake_is_caught(truth, mistake, monkeypatch):
+    mistake(monkeypatch)
+    with pytest.raises(AssertionError, match="not close"):
+        compare(*truth)

@@ -1,0 +1,170 @@
+"""RoPE of the MLA drafter: frequencies, magnitude and softmax scale, against transformers, vLLM's formulas and fp64."""
+
+from dataclasses import replace
+
+import pytest
+import reference_mla
+import torch
+from conftest import YARN, make_mla_shape
+from transformers import DeepseekV3Config
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
+
+from eagle31_train.checkpoint.contract import check_shape
+from eagle31_train.errors import UserError
+from eagle31_train.model.mla import LatentAttention
+from eagle31_train.model.rope import Rope
+
+# Kimi's and DeepSeek-V3's; the widths are theirs too.
+KIMI = {
+    "rope_type": "yarn",
+    "factor": 64.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+SCALINGS = {
+    "kimi, betas 32 and 1": KIMI,
+    "kimi, betas 1 and 1": {**KIMI, "beta_fast": 1.0},
+    "deepseek v3": {**KIMI, "factor": 40.0},
+    "unlike shares": {**KIMI, "mscale": 0.707},
+    "other betas": {**KIMI, "beta_fast": 16.0, "beta_slow": 4.0, "original_max_position_embeddings": 8192},
+}
+WIDTHS = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+
+
+def attention_of(scaling, theta=50000.0):
+    """A drafter's attention with few heads, and its shape."""
+    shape = make_mla_shape(**WIDTHS, num_attention_heads=2, rope_theta=theta, rope_scaling=scaling)
+    return LatentAttention(shape), shape
+
+
+@pytest.mark.parametrize("theta", [50000.0, 10000.0])
+@pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS.keys())
+def test_frequencies_magnitude_and_scale_are_those_of_transformers_deepseek_v3(scaling, theta):
+    ours, _ = attention_of(scaling, theta)
+    config = DeepseekV3Config(
+        **WIDTHS,
+        hidden_size=32,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        kv_lora_rank=8,
+        q_lora_rank=None,
+        max_position_embeddings=int(scaling["factor"] * scaling["original_max_position_embeddings"]),
+        rope_parameters={**scaling, "rope_theta": theta},
+    )
+    theirs = DeepseekV3RotaryEmbedding(config)
+    assert torch.equal(ours.rope.inv_freq, theirs.inv_freq)
+    assert ours.rope.factor == pytest.approx(theirs.attention_scaling, rel=1e-12)
+    assert ours.scale == pytest.approx(DeepseekV3Attention(config, 0).scaling, rel=1e-12)
+    positions = torch.arange(0, 3000, 7)
+    cos, sin = theirs(torch.zeros(1), positions[None])
+    turned = ours.rope(torch.tensor([1.0, 0.0]).repeat(32).expand(len(positions), 1, -1), positions)[:, 0]
+    torch.testing.assert_close(turned[:, 0::2], cos[0, :, :32], rtol=0, atol=1e-6)
+    torch.testing.assert_close(turned[:, 1::2], sin[0, :, :32], rtol=0, atol=1e-6)
+
+
+BARE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+VLLM = {**SCALINGS, "nothing given": BARE, "one share given": {**BARE, "mscale_all_dim": 1.0}, "none": None}
+
+
+@pytest.mark.parametrize("scaling", VLLM.values(), ids=VLLM.keys())
+def test_frequencies_magnitude_and_scale_are_vllms(scaling):
+    """With vLLM's own defaults, which are not transformers': mscale 1 and mscale_all_dim 0."""
+    ours, shape = attention_of(scaling)
+    torch.testing.assert_close(ours.rope.inv_freq.double(), reference_mla.frequencies(shape), rtol=1e-6, atol=0)
+    assert ours.rope.factor == pytest.approx(reference_mla.rotation_factor(shape), rel=1e-12)
+    assert ours.scale == pytest.approx(reference_mla.softmax_scale(shape), rel=1e-12)
+
+
+def test_kimis_numbers_by_hand():
+    """m = 0.1 ln 64 + 1 = 1.4159; m² = 2.0047. Of 32 pairs, those after the 20th turn 64 times slower, those up to the
+    8th as ever: 64 ln(4096 / 32·2π) / (2 ln 50000) = 8.91, and with one turn instead of 32, 19.16."""
+    attention, _ = attention_of(KIMI)
+    assert attention.scale == pytest.approx(2.0047 / 192**0.5, rel=1e-4)
+    assert attention.rope.factor == 1.0
+    slowed = 50000.0 ** (-torch.arange(32, dtype=torch.float64) / 32) / attention.rope.inv_freq.double()
+    assert [round(float(x), 3) for x in slowed[[0, 8, 20, 31]]] == [1.0, 1.0, 64.0, 64.0]
+    assert 1.0 < slowed[9] < slowed[19] < 64.0
+
+
+@pytest.mark.parametrize("position", [20_000, 200_000])
+def test_long_positions_are_as_exact_as_fp32_angles_can_be(position):
+    """An angle of p radians is known to p / 2^22 in fp32, frequency included: 0.008 were seen at 200 k."""
+    attention, shape = attention_of(KIMI)
+    x = torch.randn(64, generator=torch.Generator().manual_seed(0))
+    angle = position * reference_mla.frequencies(shape)
+    ours = attention.rope(x[None, None], torch.tensor([position]))[0, 0].double()
+    error = (ours - reference_mla.rotate_pairs(x.double(), position, shape)).view(32, 2).norm(dim=1)
+    size = x.double().view(32, 2).norm(dim=1)
+    assert (error <= size * (angle * 2**-22 + 1e-6)).all()
+    # The same bits as vLLM's table, which holds fp32 products of the same fp32 frequencies.
+    turn = torch.tensor(float(position)) * attention.rope.inv_freq
+    cos, sin = turn.cos(), turn.sin()
+    first, second = x[0::2], x[1::2]
+    table = torch.stack([first * cos - second * sin, second * cos + first * sin], 1).flatten()
+    torch.testing.assert_close(ours.float(), table, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_moving_a_drafter_to_another_precision_leaves_the_frequencies(dtype):
+    attention, _ = attention_of(KIMI)
+    wanted = attention.rope.inv_freq.clone()
+    assert torch.equal(attention.to(dtype).rope.inv_freq, wanted)
+
+
+def test_an_attention_depends_on_the_distance_alone_in_its_rotated_part():
+    """And the part without position on none: the same inputs give the same keys there, wherever they stand."""
+    attention, shape = attention_of(KIMI)
+    attention.double()
+    attention.rope.exact = attention.rope.inv_freq = reference_mla.frequencies(shape)
+    x = torch.randn(4, 2 * shape.hidden_size, dtype=torch.float64)
+    here, there = torch.tensor([3, 5, 9, 11]), torch.tensor([3, 5, 9, 11]) + 1000
+    (q, far_q), (k, far_k) = (
+        [read(lambda layer: layer(x), at) for at in (here, there)]
+        for read in (attention.queries, lambda project, at: attention.keys_values(project, at)[0])
+    )
+    nope = shape.qk_nope_head_dim
+    torch.testing.assert_close(q[..., :nope], far_q[..., :nope], rtol=0, atol=0)
+    torch.testing.assert_close(k[..., :nope], far_k[..., :nope], rtol=0, atol=0)
+    assert (k[..., nope:] - far_k[..., nope:]).abs().max() > 0.1
+    assert torch.equal(k[:, 0, nope:], k[:, 1, nope:])  # all heads share it
+    near, far = (torch.einsum("nhd,mhd->hnm", a, b) for a, b in ((q, k), (far_q, far_k)))
+    torch.testing.assert_close(near, far, rtol=1e-9, atol=1e-9)
+
+
+REFUSED = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "llama3": {**BARE, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "an attention_factor, which vLLM takes for no mscale² if it is one": {**KIMI, "attention_factor": 1.0},
+    "an attention_factor, which vLLM passes over": {**KIMI, "attention_factor": 1.4},
+    "a correction range that is not rounded, which vLLM passes over": {**KIMI, "truncate": False},
+    "no original length": {"rope_type": "yarn", "factor": 64.0},
+    "no factor": {"rope_type": "yarn", "original_max_position_embeddings": 4096},
+    "no name": {"factor": 64.0},
+    "a base of its own, which would be lost": {**KIMI, "rope_theta": 10000.0},
+    "no number": {**KIMI, "mscale_all_dim": None},
+    "a beta of nothing, for which transformers takes its default": {**KIMI, "beta_fast": 0},
+    "an unknown kind": {"rope_type": "twisted"},
+}
+
+
+@pytest.mark.parametrize("scaling", REFUSED.values(), ids=REFUSED.keys())
+def test_a_scaling_that_vllm_reads_otherwise_is_refused_in_one_line(scaling):
+    with pytest.raises(UserError, match=r"^drafter\.rope_scaling[^\n]+$"):
+        Rope(make_mla_shape(rope_scaling=scaling))
+
+
+@pytest.mark.parametrize("plain", [None, {"rope_type": "default"}, {"type": "default"}])
+def test_plain_rope_may_be_said_in_every_way(plain):
+    shape = make_mla_shape(rope_scaling=plain)
+    torch.testing.assert_close(Rope(shape).inv_freq.double(), reference_mla.frequencies(shape), rtol=1e-6, atol=0)
+    assert check_shape(shape) == []
+
+
+def test_positions_beyond_vllms_table_are_refused():
+    shape = make_mla_shape(rope_scaling=YARN)
+    Rope(replace(shape, max_position_embeddings=64 * 4096))
+    with pytest.raises(UserError, match=r"^drafter\.max_position_embeddings=262145 [^\n]+$"):
+        Rope(replace(shape, max_position_embeddings=64 * 4096 + 1))

@@ -1,0 +1,359 @@
+"""The unrolled training pass against a reference written apart from it, and every known mistake planted."""
+
+import pytest
+import torch
+from conftest import kept_mask, make_document, make_objective, make_shape
+from reference import dense_scores
+from reference_mla import reference_for
+
+from eagle31_train.model import batch, drafter
+from eagle31_train.model import loss as loss_module
+from eagle31_train.model.batch import build_batch
+from eagle31_train.model.loss import Objective
+from eagle31_train.model.packing import make_layout
+
+pytestmark = pytest.mark.core
+
+K = 7
+GAMMA = 0.8
+
+
+def trained_loss(objective, documents, unroll=K, oov="mask"):
+    packed = build_batch(documents, unroll, kept_mask(objective), oov)
+    weights = torch.tensor(
+        [GAMMA**k / n if n else 0.0 for k, n in enumerate(packed.trained.tolist())], dtype=torch.float64
+    )
+    return objective(packed, weights)
+
+
+def reference_of(objective):
+    weights = {name: p.detach().clone().requires_grad_() for name, p in objective.drafter.named_parameters()}
+    shape = objective.drafter.shape
+    return reference_for(shape)(shape, weights, objective.drafter.shared_embedding)
+
+
+def gradients(objective, documents, **options):
+    """Loss and gradients of the project and of the reference: (loss, {name: grad}) twice."""
+    objective.zero_grad()
+    loss, measured = trained_loss(objective, documents, **options)
+    loss.backward()
+    ours = {name: p.grad for name, p in objective.drafter.named_parameters()}
+
+    reference = reference_of(objective)
+    steps, oov = options.get("unroll", K), options.get("oov", "mask")
+    ids = objective.teacher.target_ids.tolist()
+    wanted, counts, hits, eligible = reference.loss(documents, steps, GAMMA, ids, objective.teacher.logits, oov)
+    wanted.backward()
+    assert counts == measured.trained.tolist()
+    assert eligible == measured.eligible.tolist()
+    assert hits == measured.correct.tolist()
+    return (loss, ours), (wanted, {name: p.grad for name, p in reference.w.items()})
+
+
+def assert_same(ours, theirs, tolerance):
+    torch.testing.assert_close(ours[0], theirs[0], rtol=tolerance, atol=tolerance)
+    for name, grad in theirs[1].items():
+        torch.testing.assert_close(
+            ours[1][name], grad, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@pytest.mark.parametrize("fc_norm", [True, False])
+@pytest.mark.parametrize("norm_output", [True, False])
+@pytest.mark.parametrize("norm_before_residual", [True, False])
+def test_loss_and_gradients_equal_the_reference_in_every_variant(fc_norm, norm_output, norm_before_residual):
+    shape = make_shape(fc_norm=fc_norm, norm_output=norm_output, norm_before_residual=norm_before_residual)
+    generator = torch.Generator().manual_seed(2)
+    documents = [make_document(shape, length, generator) for length in (8, 12)]
+    ours, theirs = gradients(make_objective(shape), documents)
+    assert_same(ours, theirs, 1e-9)
+
+
+def test_hidden_states_of_seven_steps_equal_the_reference_in_fp32(tiny):
+    objective, documents = tiny
+    packed = build_batch(documents, K, kept_mask(objective), "mask")
+    with_slots = [d for d in documents if build_batch([d], K, kept_mask(objective), "mask").layout.documents]
+    unrolled = objective.float().drafter(packed)
+    reference = reference_of(objective)
+    row = 0
+    for document, (start, end) in zip(with_slots, packed.layout.documents, strict=True):
+        mine = [t - start for t in packed.layout.slots.tolist() if start <= t < end]
+        for t in mine:
+            steps = min(K, len(document) - t - 1)
+            expected, _ = reference.slot(document.tokens, document.aux.float(), t, steps)
+            torch.testing.assert_close(unrolled.z[:steps, row], torch.stack(expected), rtol=1e-5, atol=1e-5)
+            row += 1
+    assert row == len(packed.layout.slots) > 0
+
+
+def test_gradients_equal_the_reference_in_fp32(tiny):
+    objective, documents = tiny
+    objective.float()
+    documents = [type(d)(d.tokens, d.loss_mask, d.top1, d.aux.float(), d.last.float()) for d in documents]
+    ours, theirs = gradients(objective, documents)
+    assert_same(ours, theirs, 1e-5)
+
+
+def test_keeping_out_of_vocabulary_targets_trains_on_the_renormalised_rest(tiny):
+    objective, documents = tiny
+    ours, theirs = gradients(objective, documents, oov="keep")
+    assert_same(ours, theirs, 1e-9)
+    masked = trained_loss(objective, documents)[1].trained.sum()
+    kept = trained_loss(objective, documents, oov="keep")[1].trained.sum()
+    assert kept > masked > 0
+
+
+def test_a_packed_batch_equals_its_documents_alone(tiny):
+    objective, documents = tiny
+    _, packed = trained_loss(objective, documents)
+    alone = [trained_loss(objective, [document])[1] for document in documents]
+    torch.testing.assert_close(packed.loss, sum(m.loss for m in alone))
+    for name in ("trained", "correct", "eligible", "prefix", "eligible_prefix"):
+        assert torch.equal(getattr(packed, name), sum(getattr(m, name) for m in alone)), name
+
+
+def test_joint_prefix_counts_slots_right_at_every_step(tiny):
+    objective, documents = tiny
+    _, measured = trained_loss(objective, documents, unroll=3)
+    reference = reference_of(objective)
+    ids = objective.teacher.target_ids
+    prefix, eligible = [0, 0, 0], [0, 0, 0]
+    for d in documents:
+        for t in range(len(d) - 2):
+            steps = [k for k in range(3) if t + 2 + k < len(d) and d.loss_mask[t + 2 + k]]
+            zs, _ = reference.slot(d.tokens, d.aux, t, min(3, len(d) - t - 1))
+            for k in range(3):
+                if not all(j in steps for j in range(k + 1)):
+                    break
+                eligible[k] += 1
+                guesses = [ids[(reference.w["lm_head.weight"] @ zs[j]).argmax()] for j in range(k + 1)]
+                prefix[k] += all(guess == d.top1[t + 1 + j] for j, guess in enumerate(guesses))
+    assert measured.eligible_prefix.tolist() == eligible
+    assert measured.prefix.tolist() == prefix
+
+
+# ---------------------------------------------------------------- mistakes seen in public trainers
+
+
+def feed_back_pre_norm(monkeypatch):
+    monkeypatch.setattr(drafter.Drafter, "feedback", lambda self, h, z: h)
+
+
+def norm_twice(monkeypatch):
+    forward = drafter.Drafter.forward
+
+    def twice(self, packed):
+        unrolled = forward(self, packed)
+        return drafter.Unrolled(self.norm(unrolled.z), unrolled.rms)
+
+    monkeypatch.setattr(drafter.Drafter, "forward", twice)
+
+
+def shift_loss_mask(by):
+    def plant(monkeypatch):
+        pairs = batch._pairs
+
+        def shifted(document, *rest):
+            mask = document.loss_mask.roll(by)
+            return pairs(type(document)(document.tokens, mask, document.top1, document.aux, document.last), *rest)
+
+        monkeypatch.setattr(batch, "_pairs", shifted)
+
+    return plant
+
+
+def read_the_next_document(monkeypatch):
+    real = batch.build_batch
+
+    def leaking(documents, unroll, kept, oov):
+        packed = real(documents, unroll, kept, oov)
+        N, C = len(packed.ids), len(packed.aux)
+        reads = (packed.following[packed.layout.slots] + torch.arange(unroll)[:, None]).clamp(max=N - 1)
+        fields = {
+            **vars(packed),
+            "read": torch.arange(N),
+            "reads": reads,
+            "layout": make_layout([(0, C)], packed.layout.slots),
+        }
+        return batch.Batch(**fields)
+
+    monkeypatch.setitem(globals(), "build_batch", leaking)
+
+
+def own_keys_under_an_additive_one_zero_mask(monkeypatch):
+    """Every slot's own keys are in the softmax of every other slot, told apart by +1 and +0 only."""
+
+    def wrong(q, k0, v0, own_k, own_v, layout, scale):
+        scores, values, seen = dense_scores(q, k0, v0, own_k, own_v, layout, scale)
+        context = scores[..., : len(k0)].masked_fill(~seen[:, None, : len(k0)], float("-inf"))
+        own = scores[..., len(k0) :] + seen[:, None, len(k0) :].to(scores.dtype)
+        return torch.einsum("sht,thd->shd", torch.cat([context, own], -1).softmax(-1), values)
+
+    monkeypatch.setattr(drafter, "unrolled_attention", wrong)
+
+
+def merge_that_ignores_the_gradient_of_the_log_sum_exp(monkeypatch):
+    """Causal part and own keys merged by log-sum-exp, with the causal log-sum-exp treated as a constant."""
+
+    def wrong(q, k0, v0, own_k, own_v, layout, scale):
+        scores, values, seen = dense_scores(q, k0, v0, own_k, own_v, layout, scale)
+        scores = scores.masked_fill(~seen[:, None], float("-inf"))
+        context, own = scores[..., : len(k0)], scores[..., len(k0) :]
+        out = torch.einsum("sht,thd->shd", context.softmax(-1), values[: len(k0)])
+        shares = torch.cat([context.logsumexp(-1, keepdim=True).detach(), own], -1).softmax(-1)
+        return shares[..., :1] * out + torch.einsum("sht,thd->shd", shares[..., 1:], values[len(k0) :])
+
+    monkeypatch.setattr(drafter, "unrolled_attention", wrong)
+
+
+def detach_the_fed_back_state(monkeypatch):
+    right = drafter.Drafter.feedback
+    monkeypatch.setattr(drafter.Drafter, "feedback", lambda self, h, z: right(self, h, z).detach())
+
+
+def positions_that_stand_still(monkeypatch):
+    """Every step of a slot is rotated as at position t."""
+    forward = drafter.Drafter.forward
+
+    def frozen(self, packed):
+        rope, origin = self.midlayer.self_attn.rope, packed.positions[packed.layout.slots]
+        right = rope.forward
+        monkeypatch.setattr(rope, "forward", lambda x, p: right(x, origin if len(p) == len(origin) else p))
+        return forward(self, packed)
+
+    monkeypatch.setattr(drafter.Drafter, "forward", frozen)
+
+
+MISTAKES = {
+    "pre-norm state fed back although norm_output is on": feed_back_pre_norm,
+    "logits normed twice with norm_output": norm_twice,
+    "loss mask of the token before the predicted one": shift_loss_mask(1),
+    "loss mask of the token two before": shift_loss_mask(2),
+    "loss mask of the token after": shift_loss_mask(-1),
+    "packed documents read the next document": read_the_next_document,
+    "additive 1/0 mask on the own keys": own_keys_under_an_additive_one_zero_mask,
+    "flash merge without the gradient of the log-sum-exp": merge_that_ignores_the_gradient_of_the_log_sum_exp,
+    "the fed-back state is detached": detach_the_fed_back_state,
+    "RoPE positions do not advance with the step": positions_that_stand_still,
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES.keys())
+def test_a_planted_mistake_is_caught(tiny, mistake, monkeypatch):
+    objective, documents = tiny
+    ours, theirs = gradients(objective, documents)
+    assert_same(ours, theirs, 1e-9)
+    mistake(monkeypatch)
+
+    def compare():
+        assert_same(*gradients(objective, documents), 1e-5)
+
+    with pytest.raises(AssertionError):
+        compare()
+
+
+def test_the_objective_reports_the_divergence_not_its_gradient_only(tiny):
+    """A drafter that equals its teacher has KL 0, and CE equal to the teacher's entropy."""
+    objective, documents = tiny
+    teacher = objective.teacher
+    packed = build_batch(documents, 1, kept_mask(objective), "keep")
+
+    class Perfect(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lm_head = torch.nn.Linear(1, 1)
+            self.lm_head.weight = torch.nn.Parameter(teacher.head_rows.clone())
+
+        def forward(self, packed):
+            z = torch.zeros(1, len(packed.layout.slots), 16, dtype=torch.float64)
+            states = packed.teacher.decode()
+            last = states.square().mean(-1, keepdim=True).add(teacher.eps).rsqrt() * states
+            z.view(-1, 16)[packed.pair_row] = (last * teacher.norm_weight)[packed.pair_teacher]
+            return drafter.Unrolled(z, torch.ones(1))
+
+    weights = torch.ones(1, dtype=torch.float64)
+    kl, _ = Objective(Perfect(), teacher, "kl")(packed, weights)
+    ce, _ = Objective(Perfect(), teacher, "ce")(packed, weights)
+    log_p = teacher.logits(packed.teacher.decode()).log_softmax(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)[packed.pair_teacher].sum()
+    assert abs(kl.item()) < 1e-9
+    torch.testing.assert_close(ce, entropy)
+
+
+# ---------------------------------------------------------------- the same step, with other resources
+
+
+def loss_and_gradients(objective, documents):
+    objective.zero_grad()
+    loss, _ = trained_loss(objective, documents)
+    loss.backward()
+    return loss, {name: p.grad for name, p in objective.drafter.named_parameters()}
+
+
+def kept_bytes(objective, documents):
+    """Bytes of distinct memory that autograd keeps for the gradient."""
+    kept = {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes(), tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        trained_loss(objective, documents)
+    return sum(size for size, _ in kept.values())
+
+
+def test_recomputed_activations_change_no_bit_and_keep_less():
+    shape = make_shape(intermediate_size=64)
+    generator = torch.Generator().manual_seed(4)
+    documents = [make_document(shape, 40, generator) for _ in range(2)]
+    objective = make_objective(shape)
+    loss, grads = loss_and_gradients(objective, documents)
+    kept = kept_bytes(objective, documents)
+    objective.drafter.recompute = True
+    again, regrads = loss_and_gradients(objective, documents)
+    assert torch.equal(loss, again)
+    assert all(torch.equal(regrads[name], grad) for name, grad in grads.items())
+    assert kept_bytes(objective, documents) < 0.6 * kept
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [pytest.param(torch.float64, 1e-9, marks=pytest.mark.slow), (torch.float32, 1e-5)]
+)
+def test_compiled_kernels_equal_the_eager_ones(tiny, dtype, tolerance):
+    objective, documents = tiny
+    objective.to(dtype)
+    documents = [type(d)(d.tokens, d.loss_mask, d.top1, d.aux.to(dtype), d.last.to(dtype)) for d in documents]
+    loss, grads = loss_and_gradients(objective, documents)
+    torch._dynamo.reset()  # what another test compiled counts towards the limit of recompilations
+    torch._dynamo.utils.counters.clear()
+    objective.compile_kernels()
+    again, regrads = loss_and_gradients(objective, documents)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 3, "norms, RoPE and divergence"
+    assert_same((again, regrads), (loss, grads), tolerance)
+
+
+@pytest.mark.parametrize("rows", [(1, 1), (9, 2), (40, 7)])
+def test_the_loss_is_the_same_in_blocks_and_parts_of_any_size(tiny, rows, monkeypatch):
+    objective, documents = tiny
+    monkeypatch.setattr(batch, "CHUNK", 2)
+    monkeypatch.setattr(
+        loss_module, "LOGITS", {"cpu": tuple(n * objective.drafter.shape.draft_vocab_size for n in rows)}
+    )
+    ours, theirs = gradients(objective, documents)
+    assert_same(ours, theirs, 1e-9)
+
+
+def test_a_second_backward_through_one_graph_is_refused_rather_than_wrong(tiny):
+    objective, documents = tiny
+    loss, _ = trained_loss(objective, documents)
+    (2 * loss).backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="inplace"):
+        loss.backward()
+
+
+def test_the_loss_joins_chunks_up_to_its_bound_and_cuts_none():
+    chunks = [(0, 2, 0, 5), (2, 4, 5, 9), (4, 6, 9, 20), (6, 7, 20, 21)]
+    assert loss_module.blocks(chunks, 9) == [(0, 4, 0, 9), (4, 6, 9, 20), (6, 7, 20, 21)]
+    assert loss_module.blocks(chunks, 100) == [(0, 7, 0, 21)]
+    assert [(part.start, part.stop) for part in loss_module.parts(7, 3)] == [(0, 3), (3, 6), (6, 7)]

@@ -1,0 +1,101 @@
+"""RoPE of the Llama drafter: what vLLM would read otherwise than it was trained is refused, in one line each."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import make_shape
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from eagle31_train.checkpoint.config_json import config_json, shape_from_config
+from eagle31_train.checkpoint.contract import check_shape
+from eagle31_train.errors import UserError
+from eagle31_train.model.rope import Rope
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LONG = {**YARN, "rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+SCALINGS = {
+    "linear": {"rope_type": "linear", "factor": 2},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "llama3": LLAMA3,
+    "yarn": YARN,
+    "yarn by its old name": {**{key: YARN[key] for key in YARN if key != "rope_type"}, "type": "yarn"},
+    "yarn, its shares": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.0},
+    "yarn, its bounds": {**YARN, "beta_fast": 16, "beta_slow": 2, "truncate": False},
+    "yarn, a magnitude of its own": {**YARN, "attention_factor": 1.2},
+}
+REFUSED = {
+    "a misspelt key, which transformers passes over": {**YARN, "beta_fasst": 3},
+    "a misspelt length, for which it takes the longest position": {
+        **{key: LLAMA3[key] for key in LLAMA3 if not key.startswith("original")},
+        "original_max_position_embedings": 64,
+    },
+    "no original length": {"rope_type": "yarn", "factor": 4.0},
+    "a factor that follows from the longest position, in one of the two": {**YARN, "factor": None},
+    "a factor in words": {**YARN, "factor": "two"},
+    "a factor of nothing": {"rope_type": "linear", "factor": 0},
+    "no number": {**YARN, "factor": float("nan")},
+    "a switch that is a number": {**YARN, "truncate": 1},
+    "bounds in the wrong order, of which the two make different frequencies": {
+        **LLAMA3,
+        "low_freq_factor": 4.0,
+        "high_freq_factor": 1.0,
+    },
+    "part of a head": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5},
+    "part of a head, unscaled": {"rope_type": "default", "partial_rotary_factor": 0.5},
+    "two tables, of which vLLM may take the other": LONG,
+    "two things in the two": {"rope_type": "proportional", "partial_rotary_factor": 0.25},
+    "a base that grows by alpha, in one of the two": {
+        "rope_type": "dynamic",
+        "factor": 1.0,
+        "alpha": 1e3,
+    },
+    "an unknown kind": {"rope_type": "twisted"},
+}
+
+
+@pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS.keys())
+def test_a_scaling_is_the_targets_and_survives_config_json(scaling):
+    shape = make_shape(rope_scaling=scaling)
+    assert check_shape(shape) == []
+    ours, config = Rope(shape), config_json(shape, "float32", "x")
+    theirs = LlamaRotaryEmbedding(LlamaConfig(**config))
+    assert torch.equal(ours.inv_freq, theirs.inv_freq)
+    assert ours.factor == theirs.attention_scaling
+    assert isinstance(config["rope_parameters"]["factor"], float)  # vLLM iterates over any other factor of linear
+    again = shape_from_config(config)
+    assert torch.equal(Rope(again).inv_freq, ours.inv_freq)
+
+
+@pytest.mark.parametrize("scaling", REFUSED.values(), ids=REFUSED.keys())
+def test_a_scaling_that_vllm_reads_otherwise_is_refused_in_one_line(scaling):
+    shape = make_shape(rope_scaling=scaling)
+    with pytest.raises(UserError, match=r"^drafter\.rope_scaling[^\n]+$") as refused:
+        Rope(shape)
+    assert check_shape(shape) == [str(refused.value)]
+
+
+def test_positions_beyond_vllms_yarn_table_are_refused():
+    shape = make_shape(rope_scaling=YARN, max_position_embeddings=256)
+    assert check_shape(shape) == []
+    with pytest.raises(UserError, match=r"^drafter\.max_position_embeddings=257 is beyond the 256 positions [^\n]+$"):
+        Rope(replace(shape, max_position_embeddings=257))
+    Rope(replace(shape, rope_scaling=LLAMA3, max_position_embeddings=100_000))  # this table grows
+
+
+@pytest.mark.parametrize("kind", [YARN, LLAMA3], ids=["yarn", "llama3"])
+def test_a_published_draft_without_its_original_length_is_read_as_transformers_does(kind):
+    shape = make_shape(rope_scaling={**kind, "original_max_position_embeddings": 128}, max_position_embeddings=128)
+    config = config_json(shape, "float32", "x")
+    for written in (config["rope_scaling"], config["rope_parameters"]):
+        written.pop("original_max_position_embeddings", None)
+    assert torch.equal(Rope(shape_from_config(config)).inv_freq, Rope(shape).inv_freq)
+    assert torch.equal(LlamaRotaryEmbedding(LlamaConfig(**config)).inv_freq, Rope(shape).inv_freq)

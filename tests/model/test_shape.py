@@ -1,0 +1,50 @@
+"""Options of the drafter, joined with a target: what follows from what, and what is refused in one line."""
+
+import pytest
+
+from eagle31_train.checkpoint.shape import drafter_shape
+from eagle31_train.config import DrafterConfig
+from eagle31_train.errors import UserError
+
+LLAMA = {"intermediate_size": 8, "num_attention_heads": 6}
+MLA = {**LLAMA, "architecture": "mla", "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 5}
+TARGET = {"hidden_size": 24, "vocab_size": 50, "draft_vocab_size": 20, "aux_layers": [1, 2, 3]}
+
+
+def test_llamas_heads_follow_from_the_hidden_size():
+    shape = drafter_shape(DrafterConfig(**LLAMA), **TARGET)
+    assert (shape.num_key_value_heads, shape.head_dim, shape.hidden_size) == (6, 4, 24)
+    assert (shape.kv_lora_rank, shape.rope_scaling) == (None, None)
+
+
+@pytest.mark.parametrize("rank", [None, 7])
+def test_mlas_heads_follow_from_its_widths(rank):
+    shape = drafter_shape(DrafterConfig(**MLA, q_lora_rank=rank), **TARGET)
+    assert (shape.num_key_value_heads, shape.head_dim, shape.v_head_dim, shape.q_lora_rank) == (6, 6, 5, rank)
+    assert drafter_shape(DrafterConfig(**MLA, q_lora_rank=rank, num_key_value_heads=6, head_dim=6), **TARGET) == shape
+
+
+REFUSED = {
+    "drafter.architecture": {**LLAMA, "architecture": "mqa"},
+    "drafter.num_attention_heads": {**LLAMA, "num_attention_heads": 0},
+    "drafter.num_attention_heads=6 is not a multiple": {**LLAMA, "num_key_value_heads": 4},
+    "drafter.head_dim=5 ": {**LLAMA, "head_dim": 5},
+    "drafter.head_dim=3, as hidden_size": {**LLAMA, "num_attention_heads": 8},
+    "drafter.kv_lora_rank": {**LLAMA, "kv_lora_rank": 8},
+    "drafter.hidden_size=12": {**LLAMA, "hidden_size": 12},
+    "drafter.architecture=mla needs drafter.v_head_dim": {**MLA, "v_head_dim": None},
+    "drafter.v_head_dim=0": {**MLA, "v_head_dim": 0},
+    "drafter.q_lora_rank=0": {**MLA, "q_lora_rank": 0},
+    "drafter.qk_rope_head_dim=3": {**MLA, "qk_rope_head_dim": 3},
+    "drafter.num_key_value_heads=2": {**MLA, "num_key_value_heads": 2},
+    "drafter.head_dim=4": {**MLA, "head_dim": 4},
+    "drafter.rope_scaling.rope_type=linear": {**MLA, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+}
+
+
+@pytest.mark.parametrize(("named", "options"), REFUSED.items(), ids=REFUSED.keys())
+def test_options_that_make_no_drafter_are_named_in_one_line(named, options):
+    with pytest.raises(UserError) as refused:
+        drafter_shape(DrafterConfig(**options), **TARGET)
+    assert str(refused.value).startswith(named)
+    assert "\n" not in str(refused.value)

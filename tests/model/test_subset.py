@@ -1,0 +1,215 @@
+"""A random subset of the slots: exactly as many as asked for, and on average what all of them give."""
+
+from dataclasses import fields
+
+import numpy as np
+import pytest
+import torch
+from conftest import kept_mask
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eagle31_train.model import batch
+from eagle31_train.model.batch import Subset, build_batch, choose_slots, draw_stretches
+from eagle31_train.model.loss import BatchMetrics
+from eagle31_train.store.codec import Encoded
+
+K, SLOTS = 3, 5
+GAMMA = 0.8
+
+
+class Planned:
+    """A random generator that gives what it was told."""
+
+    def __init__(self, gaps, turn):
+        self.gaps, self.turn = gaps, turn
+
+    def multinomial(self, total, shares):
+        assert (sum(self.gaps), len(self.gaps)) == (total, len(shares))
+        return np.array(self.gaps)
+
+    def integers(self, end):
+        return self.turn % end
+
+
+@pytest.fixture
+def plan(monkeypatch):
+    """plan(gaps, turn): the next choices of slots are these."""
+    monkeypatch.setattr(batch, "STRETCH", 2)
+    real = batch.draw_stretches
+
+    def planned(gaps, turn):
+        monkeypatch.setattr(batch, "draw_stretches", lambda total, count, _: real(total, count, Planned(gaps, turn)))
+
+    return planned
+
+
+def choose(objective, documents, slots=SLOTS, seed=0, step=1):
+    return choose_slots(documents, K, kept_mask(objective), "mask", slots, seed, step)
+
+
+def slots_in(objective, documents):
+    return len(build_batch(documents, K, kept_mask(objective), "mask").layout.slots)
+
+
+# ---------------------------------------------------------------- the choice
+
+
+@given(st.integers(1, 300), st.integers(1, 300), st.integers(0, 2**32))
+def test_exactly_as_many_as_asked_for_in_few_stretches(total, count, seed):
+    count = min(total, count)
+    taken = draw_stretches(total, count, np.random.default_rng(seed))
+    assert taken.shape == (total,)
+    assert taken.sum() == count
+    begun = int((taken & ~np.roll(taken, 1)).sum())  # on the ring
+    assert begun <= -(-count // batch.STRETCH)
+
+
+@given(st.integers(1, 90), st.data())
+def test_every_slot_has_the_same_chance_whatever_the_gaps(count, data):
+    stretches = -(-count // batch.STRETCH)
+    gaps = data.draw(st.lists(st.integers(0, 40), min_size=stretches, max_size=stretches))
+    total = count + sum(gaps)
+    times = sum(draw_stretches(total, count, Planned(gaps, turn)).astype(int) for turn in range(total))
+    assert times.tolist() == [count] * total  # of `total` turns: the chance is count / total, exactly
+
+
+def test_the_choice_is_a_function_of_seed_step_and_documents(tiny):
+    objective, documents = tiny
+    first = choose(objective, documents)
+    again = choose(objective, documents)
+    assert all(map(torch.equal, first.taken, again.taken))
+    others = [choose(objective, documents, seed=1), choose(objective, documents, step=2)]
+    flags = [torch.cat(subset.taken).tolist() for subset in (first, *others)]
+    assert flags[0] != flags[1] != flags[2] != flags[0]
+
+
+def test_the_choice_does_not_move_between_releases():
+    """A continued run must train what the stopped one would have: this choice is part of the format."""
+    random = np.random.Generator(np.random.PCG64([0, 1, 1]))
+    assert np.flatnonzero(draw_stretches(200, 70, random)).tolist() == [
+        *range(18, 50),
+        *range(96, 102),
+        *range(156, 188),
+    ]
+
+
+def test_a_subset_is_of_the_size_asked_for_and_none_where_there_are_no_more(tiny):
+    objective, documents = tiny
+    total = slots_in(objective, documents)
+    assert total > SLOTS
+    for step in range(20):
+        subset = choose(objective, documents, step=step)
+        packed = build_batch(documents, K, kept_mask(objective), "mask", subset)
+        assert len(packed.layout.slots) == SLOTS
+        assert packed.scale == subset.scale == total / SLOTS
+    assert choose(objective, documents, slots=total) is None
+    assert choose(objective, documents, slots=total + 1) is None
+    assert choose(objective, documents, slots=total - 1) is not None
+
+
+def test_all_positions_are_the_same_batch_to_the_bit_as_no_subset(tiny):
+    objective, documents = tiny
+    plain = build_batch(documents, K, kept_mask(objective), "mask")
+    everything = Subset([torch.ones(len(document), dtype=torch.bool) for document in documents], 1.0)
+    assert_same_batch(build_batch(documents, K, kept_mask(objective), "mask", everything), plain)
+
+
+def assert_same_batch(ours, theirs):
+    for field in fields(theirs):
+        mine, other = getattr(ours, field.name), getattr(theirs, field.name)
+        if field.name == "layout":
+            assert mine.documents == other.documents
+            mine, other = mine.slots, other.slots
+        if isinstance(other, Encoded):
+            mine, other = mine.decode(), other.decode()
+        if isinstance(other, torch.Tensor):
+            assert torch.equal(mine, other), field.name
+            assert mine.dtype == other.dtype, field.name
+        else:
+            assert mine == other, field.name
+
+
+def test_however_the_documents_are_split_the_same_slots_are_trained(tiny):
+    objective, documents = tiny
+    kept, subset = kept_mask(objective), choose(objective, documents)
+    whole = measure(objective, documents, subset)
+    counts = build_batch(documents, K, kept, "mask", subset).population
+    for parts in ([[0], [1], [2]], [[2, 0], [1]]):
+        sums = [measure(objective, [documents[i] for i in part], subset.of(part), counts=counts) for part in parts]
+        assert_same({name: sum(part[name] for part in sums) for name in whole}, whole, 1e-9)
+
+
+# ---------------------------------------------------------------- on average
+
+
+def measure(objective, documents, subset=None, counts=None, counted="population", scaled=True):
+    """Loss, gradients and scaled sums of measures of one choice."""
+    objective.zero_grad()
+    packed = build_batch(documents, K, kept_mask(objective), "mask", subset)
+    counts = getattr(packed, counted) if counts is None else counts
+    weights = GAMMA ** torch.arange(K, dtype=torch.float64) / counts.clamp(min=1)
+    scale = packed.scale if scaled else 1.0
+    loss, measured = objective(packed, weights * scale)
+    loss.backward()
+    found = {name: parameter.grad.clone() for name, parameter in objective.drafter.named_parameters()}
+    sums = {field.name: getattr(measured, field.name).double() * scale for field in fields(BatchMetrics)}
+    return {"total": loss.detach(), **found, **sums}
+
+
+def assert_same(ours, theirs, tolerance):
+    for name in theirs:
+        wanted = 1e-6 if name in ("loss", "rms") else tolerance  # reported in fp32
+        torch.testing.assert_close(
+            ours[name], theirs[name], rtol=wanted, atol=wanted, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def mean_over_turns(objective, documents, plan, gaps, change=lambda subset: subset, turns=None, **options):
+    total = slots_in(objective, documents)
+    found = []
+    for turn in turns or range(total):
+        plan(gaps, turn)
+        found.append(measure(objective, documents, change(choose(objective, documents)), **options))
+    return {name: sum(each[name] for each in found) / len(found) for name in found[0]}
+
+
+@pytest.mark.parametrize("spread", ["one gap", "even gaps"])
+def test_the_mean_over_all_choices_is_loss_gradient_and_measures_of_all_slots(tiny, plan, spread):
+    objective, documents = tiny
+    left = slots_in(objective, documents) - SLOTS
+    gaps = [0, left, 0] if spread == "one gap" else [left // 3, left // 3, left - 2 * (left // 3)]
+    assert_same(mean_over_turns(objective, documents, plan, gaps), measure(objective, documents), 1e-9)
+
+
+def count_every_position_without_a_slot(objective, documents):
+    kept = kept_mask(objective)
+    alone = [build_batch([document], K, kept, "mask").layout.slots for document in documents]
+
+    def change(subset):
+        taken = [flags.clone() for flags in subset.taken]
+        for flags, slots in zip(taken, alone, strict=True):
+            absent = torch.ones_like(flags)
+            absent[slots] = False
+            flags |= absent
+        return Subset(taken, subset.scale)
+
+    return {"change": change}
+
+
+MISTAKES = {
+    "N_k counted over the chosen slots": lambda *_: {"counted": "trained"},
+    "no scale": lambda *_: {"scaled": False},
+    "a ring that is never turned": lambda *_: {"turns": [0]},
+    "a ring turned to some places only": lambda *_: {"turns": [0, 2, 4]},
+    "misses of positions without a slot always counted": count_every_position_without_a_slot,
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES.keys())
+def test_a_biased_choice_is_caught(tiny, plan, mistake):
+    objective, documents = tiny
+    left = slots_in(objective, documents) - SLOTS
+    ours = mean_over_turns(objective, documents, plan, [1, left - 2, 1], **mistake(objective, documents))
+    with pytest.raises(AssertionError):
+        assert_same(ours, measure(objective, documents), 1e-3)

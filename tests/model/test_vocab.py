@@ -1,0 +1,125 @@
+"""The draft vocabulary and its maps."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+
+from eagle31_train.errors import UserError
+from eagle31_train.model import vocab
+from eagle31_train.model.vocab import DraftVocab, choose, from_maps
+
+
+@given(st.sets(st.integers(0, 199), min_size=1), st.integers(200, 260))
+def test_offsets_and_flags_say_the_same(ids, size):
+    draft = DraftVocab(np.array(sorted(ids), dtype=np.int64), size)
+    # What vLLM does with d2t: target id = draft id + offset.
+    assert [k + int(offset) for k, offset in enumerate(draft.d2t)] == sorted(ids)
+    assert np.flatnonzero(draft.t2d).tolist() == sorted(ids)
+    assert draft.t2d.shape == (size,)
+    again = from_maps(draft.d2t, draft.t2d)
+    assert again.target_ids.tolist() == sorted(ids)
+    assert again.pruned == (len(ids) < size)
+
+
+def test_offsets_by_hand():
+    draft = DraftVocab(np.array([0, 2, 3, 7], dtype=np.int64), 8)
+    assert draft.d2t.tolist() == [0, 1, 1, 4]
+    assert draft.d2t.dtype == np.int64
+    assert draft.t2d.tolist() == [True, False, True, True, False, False, False, True]
+
+
+COUNTS = np.array([0, 50, 0, 30, 10, 10, 0, 0], dtype=np.int64)
+
+
+def test_most_frequent_first_ties_by_id_forced_always():
+    assert choose(COUNTS, [7], size=4).target_ids.tolist() == [1, 3, 4, 7]
+    assert choose(COUNTS, [7], size=1).target_ids.tolist() == [7]
+    assert choose(COUNTS, [7, 7, 0], size=8).pruned is False
+    assert len(choose(COUNTS, [])) == 8
+
+
+@pytest.mark.parametrize(
+    ("coverage", "ids"), [(0.5, [1]), (0.51, [1, 3]), (0.8, [1, 3]), (0.9, [1, 3, 4]), (1.0, [1, 3, 4, 5])]
+)
+def test_coverage_keeps_the_fewest(coverage, ids):
+    draft = choose(COUNTS, [], coverage=coverage)
+    assert draft.target_ids.tolist() == ids
+    assert COUNTS[draft.target_ids].sum() >= coverage * COUNTS.sum()
+
+
+def test_coverage_keeps_forced_tokens():
+    assert choose(COUNTS, [0, 7], coverage=0.5).target_ids.tolist() == [0, 1, 7]
+
+
+@given(
+    st.lists(st.integers(0, 20), min_size=4, max_size=30).filter(any),
+    st.floats(0.01, 1.0),
+    st.sets(st.integers(0, 3)),
+)
+def test_coverage_is_reached_and_no_token_too_many(counts, coverage, forced):
+    counts = np.array(counts, dtype=np.int64)
+    draft = choose(counts, sorted(forced), coverage=coverage)
+    wanted = coverage * counts.sum()
+    assert counts[draft.target_ids].sum() >= wanted
+    assert forced <= set(draft.target_ids.tolist())
+    free = [i for i in draft.target_ids.tolist() if i not in forced]
+    if free:  # without its rarest free token it would not cover enough
+        assert counts[draft.target_ids].sum() - min(counts[free]) < wanted
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"size": 4, "coverage": 0.9}, "exclude each other"),
+        ({"size": 0}, "is not between 1"),
+        ({"size": 9}, "and 8"),
+        ({"coverage": 0.0}, r"not in \(0, 1\]"),
+        ({"coverage": 1.5}, r"not in \(0, 1\]"),
+    ],
+)
+def test_what_cannot_be_met_is_refused(options, message):
+    with pytest.raises(UserError, match=message):
+        choose(COUNTS, [7], **options)
+
+
+def test_file_round_trip_and_dtypes(tmp_path):
+    draft = choose(COUNTS, [7], size=4)
+    vocab.write(tmp_path / "vocab.safetensors", draft)
+    maps = load_file(tmp_path / "vocab.safetensors")
+    assert (maps["d2t"].dtype, maps["t2d"].dtype) == (np.int64, np.bool_)
+    again = vocab.read(tmp_path / "vocab.safetensors")
+    assert again.target_ids.tolist() == draft.target_ids.tolist()
+    assert [file.name for file in tmp_path.iterdir()] == ["vocab.safetensors"]
+
+
+def test_maps_that_contradict_each_other(tmp_path):
+    draft = choose(COUNTS, [7], size=4)
+    flags = draft.t2d
+    flags[[0, 1]] = flags[[1, 0]]
+    with pytest.raises(UserError, match="contradict"):
+        from_maps(draft.d2t, flags)
+    # The commonest mistake: absolute ids where offsets belong.
+    with pytest.raises(UserError, match=r"damaged|contradict"):
+        from_maps(draft.target_ids, draft.t2d)
+    save_file({"d2t": draft.d2t, "t2d": flags}, tmp_path / "vocab.safetensors")
+    with pytest.raises(UserError, match="contradict"):
+        vocab.read(tmp_path / "vocab.safetensors")
+
+
+@pytest.mark.parametrize("ids", [[], [1, 1], [2, 1], [-1, 0], [0, 8]])
+def test_ids_that_are_no_vocabulary(ids):
+    with pytest.raises(UserError, match="ascending ids"):
+        DraftVocab(np.array(ids, dtype=np.int64), 8)
+
+
+def test_missing_and_damaged_files(tmp_path):
+    with pytest.raises(UserError, match="missing or damaged"):
+        vocab.read(tmp_path / "none.safetensors")
+    (tmp_path / "cut.safetensors").write_bytes(b"\x00\x01")
+    with pytest.raises(UserError, match="missing or damaged"):
+        vocab.read(tmp_path / "cut.safetensors")
+    save_file({"d2t": np.zeros(2, dtype=np.int64)}, tmp_path / "half.safetensors")
+    with pytest.raises(UserError, match="missing or damaged"):
+        vocab.read(tmp_path / "half.safetensors")

@@ -1,0 +1,91 @@
+"""Drafters large enough that a step's memory is that of its tensors."""
+
+import torch
+
+from eagle31_train.config import DrafterShape
+from eagle31_train.model.batch import build_batch
+from eagle31_train.model.drafter import Drafter
+from eagle31_train.model.loss import Objective, Teacher
+from eagle31_train.store.codec import encode
+from eagle31_train.store.document import Document
+
+
+def shape_of(**changes):
+    fields = {
+        "architecture": "llama",
+        "hidden_size": 256,
+        "target_hidden_size": 256,
+        "aux_layers": [1, 2, 3],
+        "vocab_size": 2000,
+        "draft_vocab_size": 1000,
+        "intermediate_size": 704,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e4,
+        "rope_scaling": None,
+        "max_position_embeddings": 2048,
+        "fc_norm": True,
+        "norm_output": True,
+        "norm_before_residual": False,
+        "share_embedding": True,
+    }
+    return DrafterShape(**{**fields, **changes})
+
+
+# Kimi's published drafter.
+MLA = {
+    "architecture": "mla",
+    "hidden_size": 7168,
+    "target_hidden_size": 7168,
+    "aux_layers": [2, 30, 58],
+    "vocab_size": 163840,
+    "draft_vocab_size": 163840,
+    "intermediate_size": 18432,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "head_dim": 192,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+
+
+# The same kind in small; beside `shape_of`'s own sizes.
+SMALL_MLA = {
+    "architecture": "mla",
+    "num_key_value_heads": 8,
+    "head_dim": 48,
+    "q_lora_rank": 96,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 24,
+}
+
+
+def objective_and_batch(shape, masks, unroll, dtype=torch.float32, codec="bf16"):
+    """An objective with frozen pieces in `dtype`, and documents of random states with these loss masks."""
+    generator = torch.Generator().manual_seed(0)
+    V, Vd, H, A = shape.vocab_size, shape.draft_vocab_size, shape.target_hidden_size, len(shape.aux_layers)
+
+    def states(*size):
+        return encode(torch.randn(*size, generator=generator), codec)
+
+    drafter = Drafter(shape, torch.randn(V, shape.hidden_size, generator=generator).to(dtype))
+    teacher = Teacher(torch.ones(H), 1e-5, torch.randn(Vd, H, generator=generator).to(dtype), torch.arange(Vd))
+    documents = [
+        Document(
+            tokens=torch.randint(0, V, (len(mask),), generator=generator),
+            loss_mask=torch.as_tensor(mask),
+            top1=torch.randint(0, Vd, (len(mask),), generator=generator),
+            aux=states(len(mask), A, H),
+            last=states(len(mask), H),
+        )
+        for mask in masks
+    ]
+    kept = torch.arange(V) < Vd
+    return Objective(drafter, teacher, "kl"), build_batch(documents, unroll, kept, "mask")

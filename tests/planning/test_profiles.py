@@ -1,0 +1,168 @@
+"""Memory of the launch profiles: what each holds is what real processes hold."""
+
+import json
+import math
+import subprocess
+
+import pytest
+from holding import SHAPE
+from launching import ROOT, command, environment
+
+from eagle31_train.checkpoint.contract import weight_shapes
+from eagle31_train.cli import CONFIGS
+from eagle31_train.planning.footprint import Activations
+from eagle31_train.planning.profiles import PROFILES, Buffers, Profile, Setting, State, memory, read_buffers
+
+NOTHING = Activations(0, 0, 0, 0, 0)
+BY_NAME = {profile.name: profile for profile in PROFILES}
+
+
+def state_of(shape, optimizer="adamw"):
+    sizes = weight_shapes(shape)
+    groups = [[math.prod(s) for s in sizes.values() if (len(s) > 1) == several] for several in (True, False)]
+    muons = [tuple(s) for name, s in sizes.items() if len(s) > 1 and name != "lm_head.weight"]
+    return State(groups, orthogonal=muons if optimizer == "muon" else ())
+
+
+def setting(state, devices=2, **changes):
+    return Setting(state, devices, **{"target": 0.0, "micro": NOTHING, "batch": 0.0, **changes})
+
+
+def test_every_profile_is_a_file_and_every_file_a_profile():
+    """But for the CPU's and those of several machines, which hold as much."""
+    files = {file.stem for file in (CONFIGS / "accelerate").glob("*.yaml")}
+    assert {profile.name for profile in PROFILES} == {n for n in files if not n.startswith("multinode")} - {"cpu"}
+    for profile in PROFILES:
+        text = (CONFIGS / "accelerate" / f"{profile.name}.yaml").read_text()
+        assert (f"configs/deepspeed/{profile.deepspeed}.json" in text) == bool(profile.deepspeed), profile.name
+        if profile.deepspeed:
+            settings = json.loads((CONFIGS / "deepspeed" / f"{profile.deepspeed}.json").read_text())[
+                "zero_optimization"
+            ]
+            assert settings["stage"] == profile.stage
+            assert ("offload_optimizer" in settings) == profile.offload
+
+
+HELD = {f"{p.name} {o}": (p, o) for o in ("adamw", "muon") for p in PROFILES if p.takes(o)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("profile", "optimizer"), HELD.values(), ids=HELD.keys())
+def test_what_two_processes_hold_is_what_is_reckoned(profile, optimizer, tmp_path):
+    """Weights, moments, flat copies and buckets, device and host together, after two steps: within 1 %."""
+    launched = command(profile.name if profile.several else "one", 2, ROOT / "tests" / "holding.py")
+    done = subprocess.run(
+        [*launched, str(tmp_path), f"train.optimizer={optimizer}"],
+        cwd=ROOT,
+        env=environment(profile.name),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"held')))
+
+    file = CONFIGS / "deepspeed" / f"{profile.deepspeed}.json"
+    buffers = read_buffers(file) if profile.deepspeed else Buffers()
+    target = 2 * SHAPE.target_hidden_size * (SHAPE.vocab_size + SHAPE.draft_vocab_size)
+    m = memory(profile, setting(state_of(SHAPE, optimizer), target=target, buffers=buffers))
+    # On a CPU device and host are one.
+    assert found["held"] == pytest.approx(m.held + m.host, rel=0.01), found
+
+
+def test_sharding_divides_what_it_says():
+    state = State([[600, 200], [10]])
+    P = 4 * 810
+    of = {profile.name: memory(profile, setting(state, 5, buffers=Buffers(0))) for profile in PROFILES}
+    assert (of["gpu"].weights, of["gpu"].moments, of["gpu"].copies) == (P, 2 * P, 0)
+    assert of["ddp"].held == of["gpu"].held + P
+    assert (of["zero1"].weights, of["zero1"].moments, of["zero1"].copies) == (P, 2 * P / 5, P / 5)
+    assert of["zero1"].held == of["zero2"].held
+    assert of["zero2_offload"].moments == 0
+    assert of["zero2_offload"].host == P + 4 * 600
+    assert of["fsdp2"].held == 3 * P / 5
+    assert of["zero3"].held == 5 * P / 5
+    assert of["zero3_offload"].host == P
+    assert all(m.peak == m.held + max(m.step, m.exchange) for m in of.values())
+
+
+def test_muon_keeps_one_moment_of_a_matrix_and_iterates_on_the_whole_of_it():
+    state = State([[600, 200], [10]], orthogonal=[(30, 20)])
+    assert [profile.name for profile in PROFILES if profile.takes("muon")] == ["gpu", "ddp", "fsdp2"]
+    of = {p.name: memory(p, setting(state, 5, buffers=Buffers(0))) for p in PROFILES if p.takes("muon")}
+    one, two = 4 * 600, 4 * 2 * 210
+    assert of["gpu"].moments == of["ddp"].moments == one + two
+    assert of["fsdp2"].moments == (one + two) / 5
+    iterated = 4 * 600 + 2 * (2 * 600 + 2 * 20 * 20)
+    assert (of["gpu"].exchange, of["ddp"].exchange) == (4 * 810 + iterated, iterated)
+    assert of["fsdp2"].exchange >= 4 * 810 / 5 + iterated
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "zero3", "zero3_offload"])
+def test_the_whole_drafter_is_gathered_at_once(name):
+    """It is one layer: what is sharded between the steps is there twice while it is gathered."""
+    state, micro = State([[1000]]), Activations(10, 20, 0, 7, 3)
+    m = memory(BY_NAME[name], setting(state, 4, micro=micro, batch=5.0))
+    assert m.step >= 2 * 4000 + micro.after_forward + 5
+    assert m.exchange >= 2 * 4000
+
+
+def test_frozen_parameters_are_held_but_have_no_moments():
+    free, frozen = State([[1000]]), State([[1000]], frozen=500)
+    for profile in PROFILES:
+        with_them, without = (memory(profile, setting(state, 4)) for state in (frozen, free))
+        assert with_them.weights - without.weights == 4 * 500 / (4 if profile.stage == 3 else 1), profile.name
+        assert with_them.moments == without.moments
+
+
+def test_gradients_wait_between_micro_batches_where_they_are_not_sharded():
+    state = State([[1000, 24]])
+    more = {
+        profile.name: memory(profile, setting(state, 4, accumulates=True)).step
+        - memory(profile, setting(state, 4)).step
+        for profile in PROFILES
+    }
+    whole = 4 * 1024
+    assert more["gpu"] == more["zero1"] == whole
+    assert more["ddp"] == 0  # they wait in its buckets, which are there all the time
+    assert more["zero2"] == whole  # the last part lies in both tensors
+    assert more["fsdp2"] == whole / 4
+    assert more["zero3"] == more["zero2_offload"] == more["zero3_offload"] == 0
+
+
+@pytest.mark.parametrize(
+    ("groups", "parts", "expected"),
+    [
+        ([[4, 4]], 1, 8),
+        ([[4, 4]], 2, 4),
+        ([[2, 6]], 2, 8),  # the first part lies in both
+        ([[100, 2, 2]], 4, 104),  # the last part too: 78 … 104
+        ([[100, 4], [2, 2]], 2, 104 + 2),
+    ],
+)
+def test_parts_lie_in_whole_tensors(groups, parts, expected):
+    assert State(groups).touched(parts) == expected
+
+
+def test_buffers_are_deepspeeds_own_where_the_file_leaves_them_open(tmp_path):
+    file = tmp_path / "zero.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}}))
+    assert read_buffers(file) == Buffers(500_000_000, True, 1_000_000_000)
+    file.write_text(json.dumps({"zero_optimization": {"stage": 2, "reduce_bucket_size": 5e7}}))
+    assert read_buffers(file) == Buffers(50_000_000, False)
+
+
+def test_defaults_are_deepspeeds():
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    own = DeepSpeedZeroConfig(stage=3)
+    assert (own.reduce_bucket_size, own.overlap_comm, own.sub_group_size) == (Buffers().bucket, True, Buffers().group)
+    assert DeepSpeedZeroConfig(stage=2).overlap_comm is False
+
+
+def test_a_larger_tensor_than_the_bucket_is_flattened_alone():
+    state = State([[1000, 10]])
+    small, large = (setting(state, buffers=Buffers(bucket)) for bucket in (100, 5000))
+    assert (small.flat, large.flat) == (4 * 1000, 4 * 1010)
+    assert memory(Profile("zero2", 2, "zero2"), small).exchange < memory(Profile("zero2", 2, "zero2"), large).exchange

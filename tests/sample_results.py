@@ -1,0 +1,84 @@
+"""Results of made-up drafters, for tests of what is shown of them."""
+
+import numpy as np
+from measured import measured
+
+from eagle31_train.evaluation.measurement import Counts, Drift
+from eagle31_train.evaluation.results import summarise
+
+DEPTHS = range(1, 5)
+CONDITIONS = {"machine": "a | processor", "dtype": "float32", "max_new_tokens": 128, "command": "python -m this a>b"}
+
+
+def answers(rate, prompts=12, drift=True):
+    """What was measured of a drafter that gets each token right at this rate."""
+    generator = np.random.default_rng(round(1000 * rate))
+    rows = []
+    for number in range(prompts):
+        reach = np.minimum(generator.geometric(1 - rate, size=30) - 1, 4).tolist()
+        own = [0.0, 0.1, 0.2, rate / 2]
+        rest = [(1 - share) / 4 for share in own]
+        states = Drift(rest, [2 * r for r in rest], rest, own, [1, 2, 3, 4 + number], [2.0] * 4) if drift else None
+        rows.append(Counts(f"p{number}", ["chat", "a|b<c>"][number % 2], 31, reach, states))
+    return rows
+
+
+def sheet(name, rates, prompts=12, drift=True, **more):
+    return measured(name, {drafter: answers(rate, prompts, drift) for drafter, rate in rates.items()}, **more)
+
+
+def serving():
+    accepted = {"drafts": 1234, "acceptance_length": 1.95, "acceptance_at_depth": [0.6, 0.25, None]}
+    rows = [
+        {
+            "drafter": "B" if tokens else None,
+            "draft_tokens": tokens,
+            "concurrency": users,
+            "requests": 24,
+            "per_user": [value, value - 1, value + 1],
+            "speedup": [value / 20, None, None] if tokens else None,
+            "total": 99.5,
+            "different": 2 if tokens else 0,
+            "acceptance": accepted if tokens else None,
+            "counted": {"ttft": 0.0487, "tpot": 0.0123},
+            "ttft": {"mean": 0.05, "p50": 0.041, "p95": 0.0912},
+            "tpot": dict.fromkeys(("mean", "p50", "p95")),
+        }
+        for tokens, users, value in ((0, 1, 20.0), (0, 16, 9.0), (3, 1, 30.0), (3, 16, 8.0))
+    ]
+    return {
+        "vllm": "0.32",
+        "dtype": "bfloat16",
+        "workload": "heldout",
+        "prompts": 12,
+        "max_new_tokens": 64,
+        "temperature": 0.7,
+        "top_p": 1.0,
+        "rows": rows,
+        "verdict": ["B: at concurrency 1 num_speculative_tokens=3 is best."],
+        "notes": ["B, 3 draft tokens, 1 users: 2 of 24 answers are <different>"],
+        "definitions": "TTFT: seconds to the first token.",
+    }
+
+
+def result(*sheets, **more):
+    return {**summarise(sheets, DEPTHS, 3), "title": "B against <A>", **more}
+
+
+def comparison():
+    """Two drafters, the second the better one, on three workloads, and served."""
+    rates = {"A": 0.5, "B": 0.7}
+    sheets = [
+        sheet("heldout", rates, notes=["first turns & no more"]),
+        sheet("heldout · system_long", {"A": 0.3, "B": 0.6}),
+        sheet("mt_bench", rates, prompts=4),
+    ]
+    compared = result(*sheets, serving=serving(), **CONDITIONS)
+    compared["workloads"][0]["tokens_per_second"] = {"plain": 10.0, "B": 15.0}
+    return compared
+
+
+def alone():
+    """One drafter on held-out prompts, and on those under a perturbation."""
+    sheets = [sheet("heldout", {"B": 0.6}, notes=["see /home/me/notes"]), sheet("heldout · x", {"B": 0.4})]
+    return result(*sheets, **CONDITIONS | {"command": "python -m stage x=/home/me/p.jsonl"})

@@ -1,0 +1,177 @@
+"""SIGTERM and time limits: a run saves, leaves with a status of its own, and goes on as if it had never left."""
+
+import json
+import os
+import re
+import signal
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+from launching import ROOT, arguments, command, environment, launch
+from pipeline import assert_close
+from surviving import calling, launched, tell, training, wait_until
+from watching import updates_of
+
+from eagle31_train.cli import STOPPED
+from eagle31_train.errors import Stopped, UserError
+from eagle31_train.extract import extract
+from eagle31_train.store.writer import StoreWriter
+from train import checkpoint, deadline
+
+STEPS = 24
+RECIPE = ["train.epochs=10000", "train.eval_every=1000000", "train.checkpoint_every=1000000"]
+SHORT, ENDLESS = [f"train.max_steps={STEPS}", *RECIPE], ["train.max_steps=20000", *RECIPE]
+
+
+def saved(run):
+    return [checkpoint.step_of(path) for path in checkpoint.in_order(run.checkpoints)]
+
+
+def rows(run):
+    file = run.train / "metrics.jsonl"
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+@pytest.fixture(scope="module")
+def whole(copy_of, tmp_path_factory):
+    with patch.dict(os.environ, ACCELERATE_USE_CPU="true"):
+        return copy_of(tmp_path_factory.mktemp("whole")).fit(*SHORT)
+
+
+def stopped_after(run, text, why):
+    """The step after which it saved, said so in one line, and did nothing more."""
+    (line,) = (line for line in text.splitlines() if "train: stopped" in line)
+    match = re.search(r"train: stopped by (.+): saved after step (\d+) of \d+; the same command goes on$", line)
+    assert match[1] == why
+    step = int(match[2])
+    assert saved(run) == [step]
+    assert rows(run) == step
+    assert not (run.train / "manifest.json").exists()
+    return step
+
+
+# ---------------------------------------------------------------- one process
+
+
+def test_sigterm_saves_and_leaves_with_status_75(new_run, tmp_path):
+    run, output = new_run(), tmp_path / "output"
+    with training(arguments(run, *ENDLESS), output) as process:
+        wait_until(lambda: rows(run) > 3, process.is_alive)
+        process.terminate()
+        process.join()
+    assert process.exitcode == STOPPED == 75
+    assert stopped_after(run, output.read_text(), "SIGTERM") > 3
+
+
+def test_a_run_that_its_time_limit_stops_again_and_again_ends_the_same(new_run, whole, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    run = new_run()
+
+    def half_an_hour():
+        clock[0] += 1800
+
+    for step in (9, 18):
+        half, whole_hour = (calling("train.trainer.accumulate", half_an_hour, "after", number) for number in (4, 8))
+        text = f"stopped by train.time_limit: saved after step {step} of {STEPS};"
+        with half, whole_hour, pytest.raises(Stopped, match=text):
+            run.fit(*SHORT, "train.time_limit=1h")
+    assert_close(run.fit(*SHORT, "train.time_limit=1h").weights(), whole.weights(), 0)
+    assert run.rows() == whole.rows()
+
+
+def test_two_sigterms_at_once_are_one_and_after_the_run_it_means_what_it_meant_before(new_run, whole):
+    """A scheduler tells every process, and the launcher among them tells its own again."""
+    before = signal.signal(signal.SIGTERM, handler := lambda *_: None)
+    run = new_run()
+    try:
+        twice = calling("train.trainer.accumulate", lambda: (tell(), tell()), "after", 5)
+        with twice, pytest.raises(Stopped, match="stopped by SIGTERM: saved after step 6 of 24"):
+            run.fit(*SHORT)
+        assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    with calling("train.trainer.accumulate", tell, "before", STEPS - 6):  # in the last step: too late
+        assert run.fit(*SHORT).rows() == whole.rows()
+
+
+# A disk that is stuck, and data that does not come.
+HANGING = {"train.checkpoint._write": lambda run: rows(run) > 3, "train.loader.build_batch": lambda run: True}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hanging", HANGING)
+def test_a_second_sigterm_ends_at_once_a_run_that_hangs(new_run, tmp_path, hanging):
+    run, output = new_run(), tmp_path / "output"
+    with training(arguments(run, *ENDLESS), output, hang_at=hanging, once=0.0) as process:
+        wait_until(lambda: HANGING[hanging](run), process.is_alive)
+        if hanging == "train.checkpoint._write":  # the first SIGTERM makes it save
+            process.terminate()
+        wait_until(lambda: "hanging" in output.read_text(), process.is_alive)
+        while process.is_alive():  # two that come too close to one another arrive as one
+            process.terminate()
+            process.join(0.2)
+    assert process.exitcode == STOPPED
+    assert output.read_text().splitlines()[-1] == deadline.AT_ONCE
+    assert saved(run) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, STOPPED)])
+def test_a_run_that_waits_for_a_shard_is_ended_by_one_signal(new_run, tmp_path, monkeypatch, number, status):
+    run, output = new_run(), tmp_path / "output"
+    (run.folder / "run" / "store").rename(tmp_path / "store")
+    monkeypatch.setattr(StoreWriter, "wait_for_quota", lambda self, shard: shard.number < 4)
+    extract(run.config())
+    follow = ["store.follow=true", "store.patience=100000", "train.window_tokens=40", "train.max_steps=20"]
+    with training(arguments(run, *follow), output, grace=0.0) as process:
+        wait_until(lambda: "waiting for shards/train-" in output.read_text(), process.is_alive)
+        os.kill(process.pid, number)
+        process.join()
+    assert process.exitcode == status
+    if number == signal.SIGTERM:
+        assert "train: stopped by SIGTERM while it waited for data after step " in output.read_text().splitlines()[-1]
+
+
+# ---------------------------------------------------------------- two processes
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_told_to_stop_stops_the_other_after_the_same_step(new_run, whole):
+    run = new_run()
+    disturbance = {"ledger": str(run.folder / "ledger"), "tell_at": [1, 5]}
+    done = launch("ddp", run, *SHORT, script=ROOT / "tests" / "surviving.py", DISTURB=json.dumps(disturbance))
+    assert done.returncode != 0
+    assert stopped_after(run, done.stderr, "another rank") == 6
+    assert {len(updates_of(run.folder / f"ledger.{rank}")) for rank in (0, 1)} == {6}
+    # When the first is gone, the launcher sends a SIGTERM to the other, which is leaving as well.
+    assert {"75"} <= set(re.findall(r"exitcode *: (-?\d+)", done.stderr)) <= {"75", "-15"}
+    assert_close(run.fit(*SHORT).weights(), whole.weights(), 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("everybody", [False, True], ids=["the launcher", "everybody"])
+@pytest.mark.parametrize("profile", ["one", "ddp", "zero2"])
+def test_a_launch_that_is_told_to_stop_saves(new_run, profile, everybody):
+    """The launcher alone, as Kubernetes does it, or every process, as Slurm does it."""
+    run = new_run()
+    with launched([*command(profile, 2), *arguments(run, *ENDLESS)], environment(profile)) as process:
+        wait_until(lambda: rows(run) > 3, lambda: process.poll() is None)
+        (os.killpg if everybody else os.kill)(process.pid, signal.SIGTERM)
+        _, errors = process.communicate()
+        assert process.returncode != 0
+        assert stopped_after(run, errors, "SIGTERM") > 3
+        with pytest.raises(ProcessLookupError):
+            os.killpg(process.pid, 0)
+
+
+# ---------------------------------------------------------------- time limits as they are written
+
+
+def test_time_limits_are_read():
+    for text, seconds in {"3h50m": 13800, "30s": 30, "2d": 172800, "1d 2h 3m 4s": 93784, None: None}.items():
+        assert deadline.parse_limit(text) == seconds
+    for text in ("", "0s", "5", "-5m", "m", "3m2h", "1.5h", "h30"):
+        with pytest.raises(UserError, match="is no time: write it like 3h50m, 90m or 30s"):
+            deadline.parse_limit(text)

@@ -1,0 +1,192 @@
+"""Everything before the first step, in order: inputs are read and checked, processes agree, the run's state is made.
+
+Each part needs what the part before it returns, so that none can come too early: nothing of an earlier run is replaced
+before inputs and launch are known to be good.
+"""
+
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+
+from eagle31_train import artifacts, provenance
+from eagle31_train.checkpoint.contract import caveats
+from eagle31_train.checkpoint.shape import check_drafter
+from eagle31_train.config import Config, DrafterShape, byte_count
+from eagle31_train.model import vocab
+from eagle31_train.model.vocab import DraftVocab
+from eagle31_train.provenance import Provenance
+from eagle31_train.store import Store, StoreSplit, storage_of
+from eagle31_train.store.stream import check_consumer
+from train import checkpoint, initial_weights, launch, order, tracking, windows
+from train.build import build_objective, check_samples, check_store, shape_of
+from train.checkpoint import Saver
+from train.claim import alone, check_made, claim
+from train.deadline import Deadline, parse_limit
+from train.metrics import Reporter
+from train.parallel import Parallel, parallelise
+from train.trainer import State, Trainer
+from train.windows import Usage, Window
+
+
+def prepare(config: Config, resources: ExitStack) -> Trainer | None:
+    """Check all that a run needs and make it ready to train.
+
+    Args:
+        resources: is given what must be closed, however training ends.
+
+    Returns:
+        The run, after its newest checkpoint if it has one; None where it is finished already.
+
+    Raises:
+        UserError: an option, an input or the launch is not as it must be; says which.
+    """
+    t = config.train
+    deadline = resources.enter_context(Deadline(parse_limit(t.time_limit)))
+    data = read_inputs(config, resources)
+    accelerator = launch_processes(config, data)
+    folder = claim_folder(config, data, accelerator, resources)
+    if folder is None:
+        return None
+    schedule = order.schedule(
+        data.train_split.lengths, t.batch_tokens, config.seed, t.epochs, t.max_steps, windows.samples(data.windows)
+    )
+    newest, state, parallel = restore(config, data, accelerator, folder)
+    main, steps = accelerator.is_main_process, len(schedule)
+    usage = Usage(data.store, data.train_split, schedule, data.windows, data.made_from.fingerprint)
+    usage.begin(state.step, remove=main)
+    state.trackers = tracking.start(accelerator, config, folder, data.made_from.inputs, state.step, state.trackers)
+    if main:
+        tracking.record_launch(
+            folder,
+            config,
+            {
+                "profile": parallel.kind,
+                "processes": accelerator.num_processes,
+                "device": str(accelerator.device),
+                "after_step": state.step,
+                "steps": steps,
+                "store": data.store.fingerprint,
+            },
+        )
+    reporter = resources.enter_context(Reporter(accelerator, folder, state.step, steps))
+    saver = Saver(folder / "checkpoints", data.made_from.fingerprint, t.keep_checkpoints, reporter.note, newest)
+    resources.callback(saver.close)  # never in the middle of a save
+    return Trainer(
+        folder=folder,
+        made_from=data.made_from,
+        t=t,
+        seed=config.seed,
+        shape=data.shape,
+        train_split=data.train_split,
+        heldout=data.heldout,
+        schedule=schedule,
+        keep_mask=torch.from_numpy(data.draft_vocab.t2d),
+        parallel=parallel,
+        usage=usage,
+        state=state,
+        reporter=reporter,
+        saver=saver,
+        deadline=deadline,
+    )
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run trains on, found to fit together.
+
+    made_from: what the trained weights depend on. shuffled: whether the data was, before windows were cut.
+    """
+
+    store: Store
+    draft_vocab: DraftVocab
+    shape: DrafterShape
+    made_from: Provenance
+    train_split: StoreSplit
+    heldout: StoreSplit
+    windows: list[Window]
+    shuffled: bool
+
+
+def read_inputs(config: Config, resources: ExitStack) -> Inputs:
+    """Read options, data and store, and refuse what no run can be made of. Every process does it for itself."""
+    t, data_dir = config.train, config.data_folder
+    check_drafter(config.drafter)
+    check_made(config)
+    store = resources.enter_context(closing(Store(storage_of(config), config.store.follow, config.store.patience)))
+    data = artifacts.read_json(data_dir / artifacts.MANIFEST, "python -m data_prep")
+    check_store(store, data, config.target)
+    vocab_file = data_dir / "vocab.safetensors"
+    draft_vocab = vocab.read(vocab_file)
+    vocab_sha, start = artifacts.file_sha256(vocab_file), initial_weights.identity(config)
+    made_from = provenance.of_training(config, store.fingerprint, store.inputs["data"], vocab_sha, start)
+    shape = shape_of(config.drafter, store, draft_vocab)
+    initial_weights.check(config, shape, store, made_from.inputs)
+    train_split = store.split("train")
+    check_samples(train_split, t.batch_tokens)
+    cut = windows.cut(train_split, t.window_tokens)
+    windows.check(store, cut, t.epochs, byte_count(config.store.cache_bytes, "store.cache_bytes"))
+    return Inputs(
+        store=store,
+        draft_vocab=draft_vocab,
+        shape=shape,
+        made_from=made_from,
+        train_split=train_split,
+        heldout=store.split("heldout"),
+        windows=cut,
+        shuffled=data["inputs"].get("shuffle") is not None,
+    )
+
+
+def launch_processes(config: Config, data: Inputs) -> Accelerator:
+    """The processes of the launch: they are what was asked for, and every one trains the same."""
+    accelerator = launch.make_accelerator(config, Path(config.run_dir) / "train")
+    launch.check_alike(accelerator, data.made_from.inputs, config)
+    for caveat in caveats(data.shape):  # before hours are spent
+        accelerator.print(f"train: {caveat}")
+    if len(data.windows) > 1 and not data.shuffled:
+        accelerator.print("train: the windows follow the order of the data, which is not shuffled (data.shuffle=SEED)")
+    return accelerator
+
+
+def claim_folder(config: Config, data: Inputs, accelerator: Accelerator, resources: ExitStack) -> Path | None:
+    """run_dir/train, this run's and no other process's while `resources` is open; None if the run is finished."""
+    folder = Path(config.run_dir) / "train"
+
+    def up_to_date() -> bool:
+        check_consumer(data.store.storage, data.made_from.fingerprint)  # before anything of an earlier run is replaced
+        resources.enter_context(alone(folder.parent))
+        claim(folder, data.made_from, config.overwrite)
+        return provenance.up_to_date(folder, data.made_from, overwrite=False)
+
+    if launch.agreed(accelerator, up_to_date):
+        accelerator.print(f"train: up to date ({folder})")
+        return None
+    return folder
+
+
+def restore(
+    config: Config, data: Inputs, accelerator: Accelerator, folder: Path
+) -> tuple[Path | None, State, Parallel]:
+    """The newest whole checkpoint of the run and its state, or none and the initial state, on the launch's devices."""
+    objective = build_objective(config, data.shape, data.store, data.draft_vocab)
+    newest = launch.agreed(
+        accelerator, lambda: checkpoint.newest(folder / "checkpoints", data.made_from.fingerprint, print)
+    )
+    if newest is None:
+        drafter = objective.drafter
+        initial_weights.copy_initial_weights(
+            config, data.shape, data.draft_vocab, data.store, drafter, accelerator.print
+        )
+        state, parallel = State(), parallelise(accelerator, objective, config.train)
+    else:
+        loaded = checkpoint.load(newest, data.shape)
+        objective.drafter.load_state_dict(loaded.weights)
+        state, parallel = State(**loaded.extra["state"]), parallelise(accelerator, objective, config.train)
+        parallel.set_moments(loaded.moments, state.updates)
+        accelerator.print(f"train: going on after step {state.step} ({newest})")
+    processes = f", {accelerator.num_processes} processes" if accelerator.num_processes > 1 else ""
+    accelerator.print(f"train: {parallel.kind}{processes} on {accelerator.device.type}")
+    return newest, state, parallel

@@ -1,0 +1,248 @@
+"""A prepared run and what its loop does with it: a step, its report, an evaluation, a checkpoint."""
+
+import math
+import resource
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from eagle31_train import artifacts
+from eagle31_train.config import DrafterShape, TrainConfig
+from eagle31_train.errors import Stopped
+from eagle31_train.provenance import Provenance
+from eagle31_train.store import StoreSplit
+from train import launch
+from train.checkpoint import Saver, Snapshot
+from train.deadline import Deadline
+from train.heldout import evaluate
+from train.jsonl import plain
+from train.loader import GlobalBatch, StepTotals, load
+from train.metrics import HELDOUT, Reporter, summarise
+from train.parallel import Parallel
+from train.step import accumulate, learning_rate, samples_to_blame
+from train.windows import Usage
+
+
+@dataclass
+class State:
+    """How far a run is: what a checkpoint holds beside tensors."""
+
+    step: int = 0  # of the data order
+    updates: int = 0  # of the weights: fewer, where steps were left out
+    tokens: int = 0
+    pairs: int = 0
+    seconds: float = 0.0
+    waited: float = 0.0  # seconds of these, for data
+    left_out: list[int] = field(default_factory=list)  # steps whose gradient was not finite
+    heldout: dict[str, Any] | None = None  # the newest evaluation
+    trackers: dict[str, str] = field(default_factory=dict)  # tracker → id of the run there
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step gave, the same on every rank.
+
+    metrics: the row of metrics.jsonl. tokens: of all ranks. waited: seconds that this rank waited for data.
+    """
+
+    step: int
+    metrics: dict[str, Any]
+    tokens: int
+    waited: float
+    stop_requested: bool
+
+
+@dataclass
+class Trainer:
+    """A run that is ready to train; `train.prepare.prepare` makes it.
+
+    folder: run_dir/train. made_from: what the trained weights depend on. schedule: the samples of every
+    step. keep_mask: [V] bool, which tokens of the target the draft vocabulary holds.
+    """
+
+    folder: Path
+    made_from: Provenance
+    t: TrainConfig
+    seed: int
+    shape: DrafterShape
+    train_split: StoreSplit
+    heldout: StoreSplit
+    schedule: list[list[int]]
+    keep_mask: Tensor
+    parallel: Parallel
+    usage: Usage
+    state: State
+    reporter: Reporter
+    saver: Saver
+    deadline: Deadline
+
+    def __post_init__(self) -> None:
+        self.accelerator = self.parallel.accelerator
+        self.first_step, self.last_step = self.state.step + 1, len(self.schedule)
+        self.lap = time.perf_counter()  # when the step before was logged; its evaluation and checkpoint come later
+        self.aside = 0.0  # seconds that these took
+        self.lengths = self.train_split.lengths
+
+    def batches(self) -> Iterator[GlobalBatch]:
+        """This rank's part of every step that is left."""
+        self.lap = time.perf_counter()
+        done, t = self.state.step, self.t
+        return load(
+            self.train_split, self.schedule, done, t, self.seed, self.keep_mask, self.accelerator, self.deadline
+        )
+
+    def train_step(self, batch: GlobalBatch) -> StepResult:
+        """Update the weights, or leave the step out where its loss or gradient is not finite.
+
+        Raises:
+            SharedError: the step has nothing to train, or too many were left out.
+        """
+        self.aside = time.perf_counter() - self.lap - batch.waited
+        if self.deadline.reason is not None:
+            batch.totals.request_stop()
+        step, state = batch.step, self.state
+        lr = learning_rate(step, self.last_step, self.t)
+        sums, totals = accumulate(self.parallel, batch.micro_batches, batch.totals, self.t.gamma)
+        norm, packed, sums = self.parallel.update(lr, totals.packed, sums)
+        totals = StepTotals(packed)  # on the host, as the others
+        if not totals.pairs.any():
+            self._abort(
+                f"step {step}: no sample of its batch has a pair to train (samples {batch.samples}), nothing was saved "
+                "since: raise train.batch_tokens, or prepare the data without conversations that have nothing to train"
+            )
+        tokens = sum(self.lengths[i] for i in batch.samples)
+        state.step, state.updates, state.tokens = step, self.parallel.updates, state.tokens + tokens
+        if torch.isfinite(norm):
+            metrics = {**summarise(sums), "lr": lr, "grad_norm": norm.item(), "tokens": state.tokens}
+            state.pairs += int(sums[1].sum())
+        else:
+            metrics = {"left_out": True, "lr": lr, "tokens": state.tokens}
+            self._leave_out(batch)
+        stop_requested = totals.stop_requested and step < self.last_step
+        return StepResult(step, metrics, tokens, batch.waited, stop_requested)
+
+    def log(self, result: StepResult) -> None:
+        """Report a step: its row, the progress line, and where its seconds went."""
+        metrics, now = result.metrics, time.perf_counter()
+        self.reporter.log(result.step, metrics)
+        self.reporter.progress(
+            result.tokens, metrics.get("loss", math.nan), metrics.get("acceptance_estimate", math.nan)
+        )
+        seconds, self.lap = now - self.lap, now
+        self.state.seconds += seconds
+        self.state.waited += result.waited
+        timing = {"seconds": seconds, "waited": result.waited, "aside": self.aside, "tokens": result.tokens}
+        self.reporter.timing(result.step, {**timing, "memory_bytes": memory_bytes(self.accelerator.device)})
+
+    def maybe_evaluate(self, step: int) -> None:
+        """Evaluate the held-out split every `train.eval_every` steps and after the last one.
+
+        A curve is of the same conversations at every step; what training leaves behind is of all.
+        """
+        final = step == self.last_step
+        if not len(self.heldout) or not (final or step % self.t.eval_every == 0):
+            return
+        metrics = evaluate(self.parallel, self.heldout, self.t, self.keep_mask)
+        self.reporter.log(step, {f"{HELDOUT}{name}": value for name, value in metrics.items()})
+        if final and len(self.heldout) > self.t.eval_samples:
+            metrics = evaluate(self.parallel, self.heldout, self.t, self.keep_mask, everything=True)
+        loss, estimate = metrics["loss"], metrics["acceptance_estimate"]
+        self.reporter.note(f"step {step}: held-out loss {loss:.3f}, acceptance estimate {estimate:.3f}")
+        self.state.heldout = plain(metrics)
+
+    def maybe_save(self, step: int, stop_requested: bool) -> None:
+        """Save every `train.checkpoint_every` steps, and where the run ends, stops, or shards are to be removed.
+
+        Raises:
+            SharedError: ranks do not hold the same weights.
+            UserError: the run cannot go on without this checkpoint, and it cannot be written.
+        """
+        final = step == self.last_step
+        required = final or stop_requested or self.usage.frees_shards(step)
+        saving = required or step % self.t.checkpoint_every == 0
+        if (saving or step == self.first_step) and (problem := self.parallel.differs()):
+            self._abort(f"step {step}: {problem}: the ranks do not train together as they should, nothing was saved")
+        if not saving:
+            return
+        main = self.accelerator.is_main_process
+        if main:
+            self.saver.wait()  # for the checkpoint before, so that there are never two in memory
+        snapshot = take_snapshot(self.parallel, self.state, self.shape)
+        if main:
+            self.saver.save(snapshot, required)
+        # No step after a checkpoint reads these; before it is saved, a kill would need them again.
+        self.usage.let_go(step, remove=main and required)
+
+    def finish(self) -> None:
+        """Close the run's files; of one that is at its end, write what later stages read.
+
+        Raises:
+            Stopped: it is not at its end.
+        """
+        self.saver.close()
+        self.reporter.close()
+        # Together, so that no rank closes its connections while another still saves or speaks to it.
+        self.accelerator.wait_for_everyone()
+        self.accelerator.end_training()
+        main, state, steps = self.accelerator.is_main_process, self.state, self.last_step
+        state.seconds += time.perf_counter() - self.lap
+        if state.step < steps:
+            why = f"{self.deadline.reason or 'another rank'}: saved after step {state.step} of {steps}"
+            raise Stopped(f"train: stopped by {why}; the same command goes on" if main else "")
+        if not main:
+            return
+        checkpoint = self.saver.committed
+        assert checkpoint is not None
+        manifest = self.made_from.record(
+            checkpoint=str(checkpoint.relative_to(self.folder)),
+            steps=steps,
+            **{name: value for name, value in asdict(state).items() if name != "step"},
+            files=artifacts.list_files(self.folder, checkpoint.iterdir()),
+        )
+        artifacts.write_json(self.folder / artifacts.MANIFEST, manifest)
+        idle = state.waited / max(state.seconds, 1e-9)
+        print(
+            f"train: {steps} steps, {state.tokens:,} tokens, {idle:.1%} of the time waiting for data; "
+            f"drafter in {checkpoint}"
+        )
+
+    def _leave_out(self, batch: GlobalBatch) -> None:
+        """Count a step whose loss or gradient is not finite; end the run where there are too many."""
+        left_out = self.state.left_out
+        left_out.append(batch.step)
+        if len(left_out) <= self.t.skip_nonfinite:
+            return
+        samples = samples_to_blame(self.parallel, batch)
+        before = f", after {len(left_out) - 1} steps that were left out" if len(left_out) > 1 else ""
+        self._abort(
+            f"step {batch.step}: loss or gradient is not finite (samples {samples} of the train split){before}; "
+            "nothing was updated or saved: look at them, lower train.lr, or leave out such steps by "
+            "train.skip_nonfinite=n"
+        )
+
+    def _abort(self, problem: str) -> NoReturn:
+        """End the run on every rank; all come here. What was being saved is saved."""
+        self.saver.close()
+        launch.stop_all(self.accelerator, problem)
+
+
+def take_snapshot(parallel: Parallel, state: State, shape: DrafterShape) -> Snapshot:
+    """The run as it is now; on the main process with all tensors, in memory of their own. Every rank calls it."""
+    main = parallel.accelerator.is_main_process
+    weights, moments = (
+        {name: tensor.to("cpu", copy=True) for name, tensor in tensors if main}
+        for tensors in (parallel.weights(), parallel.moments())
+    )
+    return Snapshot(state.step, weights, moments, shape, {"state": asdict(state)})
+
+
+def memory_bytes(device: torch.device) -> int:
+    """The most that this process held on its GPU; on a CPU, the most that it held at all."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts kilobytes
