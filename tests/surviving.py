@@ -1,4 +1,4 @@
-"""Trainings in processes of their own, which die, hang or are told to stop where a test wants it.
+"""Trainings in processes of their own, which die or are told to stop where a test wants it.
 
 `training` is done by a child of a server process that has imported torch and done nothing else: a child begins in a
 second, and may use threads, which the child of a process in which torch has worked may not. As a script, this module
@@ -19,7 +19,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from dying import Machine, Sigkill, running
-from watching import measured, noted
+from watching import noted
 
 # What a run with a checkpoint every other step calls, at least so often in four steps; and what it calls at its start.
 STEPS = (
@@ -122,18 +122,8 @@ def tearing(number):
         yield
 
 
-def hang():
-    """Never come back."""
-    print("hanging", flush=True)
-    threading.Event().wait()
-
-
 def tell():
     os.kill(os.getpid(), signal.SIGTERM)
-
-
-def leak(kept=[]):  # noqa: B006 (that is the leak)
-    kept.append(Path("/dev/zero").open("rb"))  # noqa: SIM115
 
 
 def disturbances(
@@ -141,12 +131,8 @@ def disturbances(
     kill_in_save=None,
     kill_at=None,
     kill_in_row=None,
-    hang_at=None,
-    once=None,
     grace=None,
     tell_at=None,
-    measure=None,
-    leak_at=None,
 ):
     """The patches, as one context each.
 
@@ -154,12 +140,8 @@ def disturbances(
         ledger: see `noted`; with several ranks, each has a file of its own.
         kill_in_save: SIGKILL at this operation of the file system, counted over the saves.
         kill_at: [function, "before" or "after" it, number of the call]: SIGKILL there; or in the row of this number.
-        hang_at: a function whose first call never comes back.
-        once: seconds in which a second SIGTERM is taken for the first.
         grace: seconds that data is waited for after a SIGTERM.
         tell_at: [rank, step]: this rank alone is sent a SIGTERM while it trains this step of the launch.
-        measure: [file, every so many steps]: see `measured`.
-        leak_at: a function each of whose calls leaves a file open.
     """
     rank = os.environ.get("RANK")
     if ledger is not None:
@@ -171,20 +153,10 @@ def disturbances(
         yield calling(path, die, when, number)
     if kill_in_row is not None:
         yield tearing(kill_in_row)
-    if hang_at is not None:
-        yield calling(hang_at, hang, "before", 1)
-    if once is not None:
-        from train import deadline
-
-        yield patch.object(deadline, "ONCE", once)
     if grace is not None:
         from train import loader
 
         yield patch.object(loader, "GRACE", grace)
-    if measure is not None:
-        yield measured(*measure)
-    if leak_at is not None:
-        yield calling(leak_at, leak, "after", None)
     if tell_at is not None and rank == str(tell_at[0]):
         yield calling("train.trainer.accumulate", tell, "before", tell_at[1])
 

@@ -3,8 +3,7 @@
 import json
 import os
 import threading
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 from unittest.mock import patch
 
 
@@ -67,27 +66,3 @@ def updates_of(ledger):
         assert 1 <= row["update"] <= len(done) + 1, f"update {row['update']} after only {len(done)}"
         done[row["update"] - 1 :] = [row["samples"]]
     return done
-
-
-@contextmanager
-def measured(file, every):
-    """Every so many steps, note what the process holds: bytes of memory, open files, threads."""
-    from train.metrics import Reporter
-
-    timing = Reporter.timing
-
-    def measure(self, step, values):
-        timing(self, step, values)
-        if step % every == 0:
-            resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-            threads = len(list(Path("/proc/self/task").iterdir()))
-            append(file, {"step": step, "bytes": resident, "files": sorted(open_files()), "threads": threads})
-
-    with patch.object(Reporter, "timing", measure):
-        yield
-
-
-def open_files():
-    for entry in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):  # the listing's own
-            yield str(entry.readlink())

@@ -44,14 +44,10 @@ def check_samples(split: StoreSplit, batch_tokens: int) -> None:
     """
     if not len(split):
         raise UserError(f"{split.store.location} holds no sample to train on: run `python -m data_prep` with more data")
-    longer = [length for length in split.lengths if length > batch_tokens]
-    if longer:
-        longest = max(longer)
+    if (longest := max(split.lengths)) > batch_tokens:
         raise UserError(
-            f"{len(longer)} of {len(split)} training samples in {split.store.location} are longer than "
-            f"train.batch_tokens={batch_tokens}; the longest, row {split.lengths.index(longest)} of the train split, "
-            f"has {longest} tokens: set train.batch_tokens={longest} or more, or make data and store again with "
-            f"data.max_length={batch_tokens}"
+            f"row {split.lengths.index(longest)} of the train split in {split.store.location} has {longest} tokens: "
+            f"set train.batch_tokens={longest} or more, or make data and store with data.max_length={batch_tokens}"
         )
 
 

@@ -1,18 +1,16 @@
-"""Checkpoints: all that a run needs to go on, committed whole, and counted only once read back from the disk.
+"""Checkpoints: all that a run needs to go on, committed whole.
 
     checkpoints/step-000100/model.safetensors      the drafter's weights, fp32
                             optimizer.safetensors  its moments: exp_avg.NAME, exp_avg_sq.NAME, or momentum_buffer.NAME
                             drafter.json           the drafter's shape, for the stages after training
                             manifest.json          sealed: step, fingerprint, extra, size and checksum of each file
 
-A checkpoint is built in `.step-000100.tmp`, forced to the disk, read back and only then renamed; older ones are removed
-after that. So at any instant the newest whole checkpoint is the one before a save, or the one after. Those of earlier
+A checkpoint is built in `.step-000100.tmp`, forced to the disk and only then renamed; older ones are removed after
+that. So at any instant the newest whole checkpoint is the one before a save, or the one after. Those of earlier
 versions also hold rng.safetensors, which nothing needs: no step draws from a global random generator.
 """
 
-import errno
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,8 +18,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -29,13 +25,16 @@ from eagle31_train import artifacts
 from eagle31_train.checkpoint.run_folder import MODEL, OPTIMIZER, SHAPE, in_order, name_of, step_of
 from eagle31_train.config import DrafterShape
 from eagle31_train.errors import UserError
-from eagle31_train.store.sealed import DamagedError, checksum, digest, read_sealed, seal, unseal
+from eagle31_train.store.sealed import DamagedError, checksum, seal, unseal
 from eagle31_train.store.tensors import save_file
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A run after `step` optimizer steps, however it is sharded; CPU tensors that nobody else writes to."""
+    """A run after `step` optimizer steps, however it is sharded.
+
+    Its tensors are on the CPU. Nobody writes to those to be saved; those that were loaded are mapped from files.
+    """
 
     step: int
     weights: dict[str, Tensor]
@@ -44,24 +43,9 @@ class Snapshot:
     extra: Mapping[str, Any]  # JSON
 
     @property
-    def files(self) -> dict[str, dict[str, Tensor]]:
-        """File → its tensors."""
-        return {MODEL: self.weights, OPTIMIZER: self.moments}
-
-    @property
     def bytes(self) -> int:
         """Of its files on the disk, but for some kilobytes."""
-        return sum(t.numel() * t.element_size() for tensors in self.files.values() for t in tensors.values())
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """What a checkpoint holds; see `Snapshot`. The tensors are mapped from its files: copy those that you keep."""
-
-    step: int
-    weights: dict[str, Tensor]
-    moments: dict[str, Tensor]
-    extra: dict[str, Any]
+        return sum(t.numel() * t.element_size() for t in [*self.weights.values(), *self.moments.values()])
 
 
 # ---------------------------------------------------------------- reading
@@ -76,7 +60,7 @@ def newest(folder: Path, fingerprint: str, say: Callable[[str], None]) -> Path |
     return None
 
 
-def load(path: Path, shape: DrafterShape) -> Loaded:
+def load(path: Path, shape: DrafterShape) -> Snapshot:
     """Read a checkpoint that `newest` returned; any number of processes may.
 
     Raises:
@@ -86,9 +70,8 @@ def load(path: Path, shape: DrafterShape) -> Loaded:
     there = {name: there.get(name) for name in {**here, **there}}  # fields that came later were null
     if there != here:
         raise UserError(f"{path} is a drafter of another shape: {artifacts.describe_change(there, here)}")
-    file = path / artifacts.MANIFEST
-    manifest = read_sealed(file.read_bytes(), str(file), "run the same command again, which goes on from another")
-    return Loaded(manifest["step"], load_file(path / MODEL), load_file(path / OPTIMIZER), manifest["extra"])
+    manifest = unseal((path / artifacts.MANIFEST).read_bytes())
+    return Snapshot(manifest["step"], load_file(path / MODEL), load_file(path / OPTIMIZER), shape, manifest["extra"])
 
 
 def damage(path: Path, fingerprint: str) -> str | None:
@@ -98,23 +81,12 @@ def damage(path: Path, fingerprint: str) -> str | None:
         manifest = unseal(file.read_bytes())
         if manifest.get("fingerprint") != fingerprint:
             return "it is of a run of other inputs"
-        if name_of(manifest["step"]) != path.name:
-            return f"{file} is of step {manifest['step']}"
-        listed: dict[str, dict[str, Any]] = manifest["files"]
-        if unknown := {entry.name for entry in path.iterdir()} - {*listed, artifacts.MANIFEST}:
-            return f"{path / min(unknown)} does not belong to it"
-        for name, entry in listed.items():
+        for name, entry in manifest["files"].items():
             file = path / name
-            if (size := file.stat().st_size) != entry["bytes"]:
-                return f"{file} has {size} bytes, not {entry['bytes']}: truncated or replaced"
-            if checksum(file) != entry["checksum"]:
+            if (file.stat().st_size, checksum(file)) != (entry["bytes"], entry["checksum"]):
                 return f"{file} does not match its checksum: damaged or replaced"
-    except DamagedError as error:
-        return f"{file} is damaged ({error})"
-    except (FileNotFoundError, NotADirectoryError):
-        return f"{file} is missing"
-    except OSError as error:
-        return f"{file} cannot be read ({error.strerror})"
+    except (OSError, DamagedError) as error:
+        return f"{file} is missing or damaged ({error})"
     return None
 
 
@@ -135,7 +107,7 @@ class Saver:
         committed: the checkpoint that the run goes on from, as `newest` has just returned it.
 
     Attributes:
-        committed: the newest checkpoint that was written and read back whole.
+        committed: the newest checkpoint that was written whole.
     """
 
     def __init__(
@@ -225,54 +197,26 @@ class Saver:
 
 
 def _write(snapshot: Snapshot, path: Path, fingerprint: str) -> None:
-    """Write a checkpoint, whole and read back, or not at all.
+    """Write a checkpoint, whole or not at all.
 
     Raises:
-        OSError: the disk is full, or fails, or did not keep what was written.
+        OSError: the disk is full, or fails.
     """
     folder = path.parent
     if not folder.is_dir():
         folder.mkdir(parents=True)
         artifacts.fsync_path(folder.parent)
-    disk = shutil.disk_usage(folder)
-    if disk.free < snapshot.bytes and disk.total:  # a network's file system may say 0 of 0
-        # Not even tried: a disk full to the brim would stop the run's other files.
-        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {disk.free:,} bytes are free")
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.mkdir()
     try:
-        files = {name: _write_tensors(tensors, temporary / name) for name, tensors in snapshot.files.items()}
-        shape = json.dumps(asdict(snapshot.shape), indent=2).encode() + b"\n"
-        (temporary / SHAPE).write_bytes(shape)
-        files[SHAPE] = {"bytes": len(shape), "checksum": digest(shape)}
+        save_file(snapshot.weights, temporary / MODEL)
+        save_file(snapshot.moments, temporary / OPTIMIZER)
+        (temporary / SHAPE).write_text(json.dumps(asdict(snapshot.shape), indent=2) + "\n")
+        written = [temporary / name for name in (MODEL, OPTIMIZER, SHAPE)]
+        files = {file.name: {"bytes": file.stat().st_size, "checksum": checksum(file)} for file in written}
         manifest = {"step": snapshot.step, "fingerprint": fingerprint, "extra": dict(snapshot.extra), "files": files}
         # Sealed as JSON has it: a key that is no string, for one, would be read back as another.
         (temporary / artifacts.MANIFEST).write_bytes(seal(json.loads(json.dumps(manifest)), indent=2))
         artifacts.commit(temporary, path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _write_tensors(tensors: dict[str, Tensor], path: Path) -> dict[str, Any]:
-    """Write tensors of the CPU as safetensors, and read them back from the disk; returns the file's size and checksum.
-
-    Raises:
-        OSError: the disk is full, fails, or gives back anything else.
-    """
-    save_file(tensors, path)
-    artifacts.fsync_path(path)
-    if hasattr(os, "posix_fadvise"):  # or what is read would come from the machine's memory
-        with path.open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    try:
-        written = load_file(path)
-    except SafetensorError:
-        written = {}
-    if written.keys() != tensors.keys() or any(not _same_bits(written[name], tensors[name]) for name in tensors):
-        raise OSError(errno.EIO, f"{path.name} did not read back as it was written: check the disk")
-    return {"bytes": path.stat().st_size, "checksum": checksum(path)}
-
-
-def _same_bits(ours: Tensor, theirs: Tensor) -> bool:
-    same_kind = (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
-    return same_kind and torch.equal(ours.flatten().view(torch.uint8), theirs.flatten().view(torch.uint8))

@@ -1,8 +1,6 @@
 """Whose the folder is: what a run's weights depend on, and the record of it that its folder carries."""
 
-import shlex
 import shutil
-import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -16,23 +14,19 @@ LOCK = ".training"  # beside train/, which may be replaced as a whole
 
 
 def check_made(config: Config) -> None:
-    """Refuse a run without data or without a store, with the commands that make them: the run's own options.
+    """Refuse a run without data or without a store, with the command that makes them.
 
     A store that is elsewhere, or that training is to follow, speaks for itself.
 
     Raises:
-        UserError: one of them, or both, are not there.
+        UserError: one of them is not there.
     """
-    options = "".join(f" {shlex.quote(word)}" for word in sys.argv[1:] if "=" in word)
     made = {config.data_folder: "python -m data_prep"}
     if "://" not in config.store_location and not config.store.follow:
         made[Path(config.store_location)] = "python -m eagle31_train.extract"
-    absent = {str(folder): command for folder, command in made.items() if not folder.is_dir()}
-    if absent:
-        raise UserError(
-            f"there is nothing to train on: {' and '.join(absent)} {'are' if len(absent) > 1 else 'is'} missing; run "
-            + ", then ".join(f"`{command}{options}`" for command in absent.values())
-        )
+    for folder, command in made.items():
+        if not folder.is_dir():
+            raise UserError(f"{folder} is missing: run `{command}` first, with the same options")
 
 
 def alone(run: Path) -> AbstractContextManager[None]:

@@ -1,18 +1,15 @@
 """When a run is told to stop: by SIGTERM, as a cluster does, or by its own time limit."""
 
-import os
+import math
 import re
 import signal
 import threading
 import time
 from typing import Any
 
-from eagle31_train.cli import STOPPED
 from eagle31_train.errors import UserError
 
 UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
-ONCE = 5.0  # seconds: a scheduler tells every process to stop, and a launcher among them tells its processes again
-AT_ONCE = "train: stopped at once by a second SIGTERM; the same command goes on from the last checkpoint"
 
 
 def parse_limit(text: str | None) -> float | None:
@@ -33,15 +30,15 @@ def parse_limit(text: str | None) -> float | None:
 
 
 class Deadline:
-    """`with Deadline(limit) as deadline:` notes a SIGTERM instead of dying of it; a later one ends the run at once.
+    """`with Deadline(limit) as deadline:` notes a SIGTERM instead of dying of it.
 
     Args:
         limit: seconds from now after which `reason` says so; None for none.
     """
 
     def __init__(self, limit: float | None) -> None:
-        self._end = None if limit is None else time.monotonic() + limit
-        self._signalled: float | None = None
+        self._end = math.inf if limit is None else time.monotonic() + limit
+        self._signalled = False
         self._before: Any = None
 
     def __enter__(self) -> "Deadline":
@@ -56,14 +53,9 @@ class Deadline:
     @property
     def reason(self) -> str | None:
         """Why this process is to stop; None if it is not."""
-        if self._signalled is not None:
+        if self._signalled:
             return "SIGTERM"
-        return "train.time_limit" if self._end is not None and time.monotonic() >= self._end else None
+        return "train.time_limit" if time.monotonic() >= self._end else None
 
     def _note(self, *_: object) -> None:
-        if self._signalled is None:
-            self._signalled = time.monotonic()
-        elif time.monotonic() - self._signalled > ONCE:
-            # No exception: whatever the run waits for, a slow disk or data that does not come, would be waited for.
-            os.write(2, f"\n{AT_ONCE}\n".encode())
-            os._exit(STOPPED)
+        self._signalled = True

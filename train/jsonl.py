@@ -31,7 +31,7 @@ class Rows:
         """Take away rows past `step` and a torn last line, which a kill after the checkpoint left.
 
         Rows lie in the order of their steps, so the file is only shortened: that needs no room, and a
-        kill meanwhile does no harm. A damaged line before is named and left to the user.
+        kill meanwhile does no harm.
 
         Args:
             seen: is given every row that stays.
@@ -39,25 +39,19 @@ class Rows:
         Returns:
             The step of the last row that stays; 0 without any.
         """
-        size, last, line = 0, 0, b"\n"
+        size = last = 0
         if not self.path.exists():
             return last
         with self.path.open("r+b") as file:
-            for number, line in enumerate(file, 1):
+            for line in file:
                 row = parse(line)
-                if row is not None and row["step"] <= step:
+                if not line.endswith(b"\n") or (row is not None and row["step"] > step):
+                    break
+                size += len(line)
+                if row is not None:
                     last = row["step"]
                     if seen is not None:
                         seen(row)
-                elif row is not None or not line.endswith(b"\n"):
-                    break
-                else:
-                    self.say(f"{self.path}:{number} is damaged: reports lack its row, remove the line")
-                size += len(line)
-            else:
-                if not line.endswith(b"\n"):  # whole but for its end
-                    file.write(b"\n")
-                return last
             file.truncate(size)
         return last
 

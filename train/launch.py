@@ -81,23 +81,19 @@ def check_environment(t: TrainConfig) -> None:
     on_gpus = torch.cuda.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU")
     if on_gpus and (here := int(asked("LOCAL_WORLD_SIZE", "1"))) > (gpus := torch.cuda.device_count()):
         raise UserError(f"{here} processes were launched on a machine with {gpus} GPUs: launch --num_processes {gpus}")
-    if parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM"):
-        raise UserError(f"accelerate launched Megatron-LM, which this trainer does not serve: {SEE}")
-    if parse_flag_from_env("ACCELERATE_USE_FSDP") and asked("FSDP_VERSION", "1") != "2":
-        raise UserError("accelerate launched FSDP1: set fsdp_version: 2, as in configs/accelerate/fsdp2.yaml")
-    if parse_flag_from_env("ACCELERATE_USE_FSDP") and parse_flag_from_env("FSDP_OFFLOAD_PARAMS"):
-        raise UserError("this trainer does not offload under FSDP2: use configs/accelerate/zero3_offload.yaml")
-    if (mixed := asked("ACCELERATE_MIXED_PRECISION", "no")) not in ("no", t.precision):
-        raise UserError(
-            f"accelerate's mixed_precision is {mixed}, but train.precision={t.precision}: "
-            "set train.precision, and mixed_precision: 'no' in accelerate's configuration"
-        )
-    if (steps := asked("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")) not in ("1", "auto"):
-        raise UserError(
-            f"accelerate's gradient_accumulation_steps is {steps}: set train.gradient_accumulation_steps instead"
-        )
-    if (compiler := asked("ACCELERATE_DYNAMO_BACKEND", "no")).lower() != "no":
-        raise UserError(f"accelerate's dynamo_backend is {compiler}: set train.compile=true instead")
+    if parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        if asked("FSDP_VERSION", "1") != "2":
+            raise UserError("accelerate launched FSDP1: set fsdp_version: 2, as in configs/accelerate/fsdp2.yaml")
+        if parse_flag_from_env("FSDP_OFFLOAD_PARAMS"):
+            raise UserError("this trainer does not offload under FSDP2: use configs/accelerate/zero3_offload.yaml")
+    ours = {
+        "mixed_precision": (("no", t.precision), "train.precision"),
+        "gradient_accumulation_steps": (("1", "auto"), "train.gradient_accumulation_steps"),
+        "dynamo_backend": (("no", "NO"), "train.compile"),
+    }
+    for name, (harmless, option) in ours.items():
+        if (value := asked(f"ACCELERATE_{name.upper()}", harmless[0])) not in harmless:
+            raise UserError(f"accelerate's {name} is {value}: leave it out of its configuration, and set {option}")
 
 
 def leave_out_extension() -> None:
@@ -122,35 +118,29 @@ def deepspeed_plugin(t: TrainConfig) -> DeepSpeedPlugin:
     except ValueError as error:
         raise UserError(f"accelerate refuses DeepSpeed's settings ({' '.join(str(error).split())}): {SEE}") from None
     settings = plugin.deepspeed_config
-    for half in ("fp16", "bf16"):
-        if settings.get(half, {}).get("enabled") not in (None, False, "auto"):
-            raise UserError(
-                f"DeepSpeed's {half} is enabled, which would round the weights: remove it from its JSON file; "
-                "train.precision=bf16 computes in bf16 and keeps fp32 weights"
-            )
-        settings.pop(half, None)
-    if settings.get("gradient_accumulation_steps", 1) not in (1, "auto"):
-        raise UserError(
-            "DeepSpeed's gradient_accumulation_steps must be 1: set train.gradient_accumulation_steps instead"
-        )
-    if (clip := settings.get("gradient_clipping", "auto")) not in ("auto", t.max_grad_norm):
-        raise UserError(
-            f"DeepSpeed's gradient_clipping is {clip}, but train.max_grad_norm={t.max_grad_norm}: set the latter alone"
-        )
-    if "optimizer" in settings or "scheduler" in settings:
-        raise UserError("DeepSpeed's JSON file sets an optimizer or a scheduler: those are train.*'s, remove them")
-    for name in ("offload_param", "offload_optimizer"):
-        if settings.get("zero_optimization", {}).get(name, {}).get("device", "none") == "nvme":
-            raise UserError(
-                f"DeepSpeed's {name} to NVMe is not served: use configs/deepspeed/zero3_offload.json ({SEE})"
-            )
+    halves = [half for half in ("fp16", "bf16") if settings.pop(half, {}).get("enabled") not in (None, False, "auto")]
+    stage = settings.get("zero_optimization", {}).get("stage", 0)
+    refusals = (
+        (bool(halves), "remove fp16 and bf16, which would round the weights: set train.precision=bf16"),
+        ("optimizer" in settings or "scheduler" in settings, "remove optimizer and scheduler, which are train.*'s"),
+        (
+            settings.get("gradient_accumulation_steps", 1) not in (1, "auto"),
+            "remove gradient_accumulation_steps: set train.gradient_accumulation_steps",
+        ),
+        (
+            settings.get("gradient_clipping", "auto") not in ("auto", t.max_grad_norm),
+            "remove gradient_clipping: set train.max_grad_norm",
+        ),
+        (stage == 0, "without a ZeRO stage it shards nothing: use configs/accelerate/ddp.yaml"),
+    )
+    for is_so, problem in refusals:
+        if is_so:
+            raise UserError(f"DeepSpeed's settings are no good here: {problem} ({SEE})")
     if t.optimizer == "muon":
         raise UserError(
             "train.optimizer=muon needs whole matrices, which DeepSpeed cuts up: launch with ddp or fsdp2 "
             f"({SEE}), or set train.optimizer=adamw"
         )
-    if settings.get("zero_optimization", {}).get("stage", 0) == 0:
-        raise UserError("DeepSpeed without a ZeRO stage shards nothing: use configs/accelerate/ddp.yaml")
     settings.pop("train_batch_size", None)
     settings["gradient_accumulation_steps"] = 1
     settings["train_micro_batch_size_per_gpu"] = 1  # DeepSpeed wants a number; batches are the trainer's own
@@ -174,26 +164,19 @@ def check_accelerator(accelerator: Accelerator) -> None:
         )
     if parse_flag_from_env("ACCELERATE_USE_FSDP") and count == 1:
         raise UserError("FSDP2 shards over several processes, and one was launched: use configs/accelerate/gpu.yaml")
-    on_cpu = accelerator.device.type == "cpu"
+    on_cpu, fsdp = accelerator.device.type == "cpu", parse_flag_from_env("ACCELERATE_USE_FSDP")
+    wanted = DistributedType.FSDP if fsdp else DistributedType.MULTI_GPU
     if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         wanted = DistributedType.DEEPSPEED
-    elif count == 1:
-        wanted = DistributedType.NO
-    elif on_cpu:
+    elif on_cpu:  # where accelerate knows no FSDP
         wanted = DistributedType.MULTI_CPU
-    else:
-        fsdp = parse_flag_from_env("ACCELERATE_USE_FSDP")
-        wanted = DistributedType.FSDP if fsdp else DistributedType.MULTI_GPU
-    # One process under torchrun is a group of one.
-    alone = wanted == DistributedType.NO and came in (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+    # One process may be a group of one, under torchrun.
+    alone = count == 1 and wanted != DistributedType.DEEPSPEED and came == DistributedType.NO
     if came != wanted and not alone:
-        unset = parse_flag_from_env("ACCELERATE_USE_CPU") and wanted == DistributedType.DEEPSPEED
-        hint = "leave ACCELERATE_USE_CPU away, DeepSpeed finds the CPU by itself" if unset else SEE
-        raise UserError(f"the launch asked for {wanted.value}, and accelerate made {came.value} of it: {hint}")
-    if torch.distributed.is_initialized():
-        backend, fits = torch.distributed.get_backend(), "gloo" if on_cpu else "nccl"
-        if fits not in backend:
-            raise UserError(f"the processes speak through {backend}, which does not serve {accelerator.device.type}")
+        raise UserError(
+            f"the launch asked for {wanted.value}, and accelerate made {came.value} of it: with DeepSpeed leave "
+            f"ACCELERATE_USE_CPU away, otherwise {SEE}"
+        )
 
 
 def check_alike(accelerator: Accelerator, inputs: dict[str, Any], config: Config) -> None:

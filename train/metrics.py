@@ -1,7 +1,6 @@
 """What a run reports: metrics per depth, files of JSON rows, the trackers, the progress line."""
 
 import statistics
-import sys
 import time
 from collections import deque
 from math import isfinite
@@ -13,7 +12,6 @@ from accelerate import Accelerator
 from torch import Tensor
 from tqdm import tqdm
 
-from eagle31_train.errors import UserError
 from train.jsonl import Rows
 
 METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
@@ -120,7 +118,6 @@ class Reporter:
         self.tokens = 0
         self.metrics, self.timings = (Rows(folder / name, self.note) for name in (METRICS, TIMINGS))
         self.spikes = Spikes()
-        self.tracking = True
         if accelerator.is_main_process:
             last = self.metrics.cut(step, self.spikes.recall)
             if last < step:  # a full disk or a power cut took them, or somebody removed the file
@@ -138,7 +135,7 @@ class Reporter:
         if _is_number(loss := values.get("loss")):
             values = self._watched(step, loss, values)
         self.metrics.append({"step": step, **values})
-        self._track(step, scalars("train", values))
+        self.accelerator.log(scalars("train", values), step=step)
 
     def timing(self, step: int, values: dict[str, Any]) -> None:
         """Append one row to timings.jsonl; the trackers show its numbers as `timing/…`.
@@ -152,7 +149,7 @@ class Reporter:
         self.timings.append({"step": step, **values})
         if values.get("seconds") and values.get("tokens"):
             values = {**values, "tokens_per_second": values["tokens"] / values["seconds"]}
-        self._track(step, scalars("timing", values))
+        self.accelerator.log(scalars("timing", values), step=step)
 
     def progress(self, tokens: int, loss: float, estimate: float) -> None:
         """Move the live line one step on; `tokens` is what this step read."""
@@ -180,23 +177,8 @@ class Reporter:
     def __enter__(self) -> "Reporter":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            self.close()
-        except UserError as error:
-            if kind is None:
-                raise
-            print(error, file=sys.stderr)  # what ends the run is said after it, and not instead of it
-
-    def _track(self, step: int, values: dict[str, float]) -> None:
-        """Send numbers to the trackers, until one's disk is full: the rows here go on."""
-        if not self.tracking:
-            return
-        try:
-            self.accelerator.log(values, step=step)
-        except OSError as error:
-            self.tracking = False
-            self.note(f"the trackers are told nothing more ({error.strerror or error}); metrics.jsonl goes on")
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _watched(self, step: int, loss: float, values: dict[str, Any]) -> dict[str, Any]:
         spike = self.spikes.is_spike(loss)

@@ -6,38 +6,20 @@ lm_head and an embedding, whose rows are tokens, stay with AdamW, as do norms.
 """
 
 from collections.abc import Sequence
-from importlib.metadata import version
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import _muon
 
 from eagle31_train.config import TrainConfig
-from eagle31_train.errors import UserError
 
 OPTIMIZERS = ("adamw", "muon")
 ADAMW = ("exp_avg", "exp_avg_sq")  # its moments
 MOMENTS = (*ADAMW, "momentum_buffer")  # and Muon's
 BY_TOKEN = ("lm_head", "embed_tokens")
 MOMENTUM = 0.95
-# Versions whose private functions are known to be what this trainer uses.
-VERSIONS = {"torch": "torch>=2.9,<2.16", "deepspeed": "deepspeed>=0.19,<0.20"}
-
-
-def private(package: str, owner: Any, name: str) -> Any:
-    """owner.name, which is private to a package and which another version of it may lack; `name` may have dots.
-
-    Raises:
-        UserError: the installed version lacks it; names those to install.
-    """
-    try:
-        return attrgetter(name)(owner)
-    except AttributeError:
-        raise UserError(
-            f"{package} {version(package)} has no {name}, which this trainer uses: install '{VERSIONS[package]}'"
-        ) from None
 
 
 class Muon(torch.optim.Muon):
@@ -66,13 +48,11 @@ class Muon(torch.optim.Muon):
             state["momentum_buffer"] = torch.zeros_like(parameter)
         mean = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
         whole = gradient.lerp(mean, momentum).bfloat16().full_tensor()
-        orthogonal = private("torch", torch.optim, "_muon._zeropower_via_newtonschulz")
-        whole = orthogonal(whole, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        whole = _muon._zeropower_via_newtonschulz(whole, group["ns_coefficients"], group["ns_steps"], group["eps"])
         # Everybody has the whole, so nobody need send: src_data_rank=None.
         part = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
         parameter.mul_(1 - lr * group["weight_decay"])
-        adjusted_lr = private("torch", torch.optim, "_muon._adjust_lr")
-        parameter.add_(part, alpha=-adjusted_lr(lr, group["adjust_lr_fn"], parameter.shape))
+        parameter.add_(part, alpha=-_muon._adjust_lr(lr, group["adjust_lr_fn"], parameter.shape))
 
 
 class MuonAndAdamW:

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from eagle31_train.config import TrainConfig
 from eagle31_train.model.loss import Objective
 from train.metrics import fetch
-from train.optimizer import ADAMW, MOMENTS, make_optimizer, private
+from train.optimizer import ADAMW, MOMENTS, make_optimizer
 
 
 def parallelise(accelerator: Accelerator, objective: Objective, t: TrainConfig) -> "Parallel":
@@ -276,11 +276,11 @@ class Zero(Parallel):
         """
         zero = self.optimizer
         partitions = "fp32_partitioned_groups_flat" if self.stage == 3 else "single_partition_of_fp32_groups"
-        for part in private("deepspeed", zero, partitions):
+        for part in getattr(zero, partitions):
             moments = {moment: torch.zeros_like(part.data) for moment in ADAMW}
             zero.optimizer.state[part] = {"step": self._count(part.device), **moments}
         if self.stage < 3:
-            private("deepspeed", zero, "_lazy_init_hp_params_optimizer_state")()
+            zero._lazy_init_hp_params_optimizer_state()
 
     def _trained(self) -> list[tuple[str, nn.Parameter]]:
         return [(n, p) for n, p in self.objective.drafter.named_parameters() if p.requires_grad]

@@ -123,7 +123,7 @@ def read_inputs(config: Config, resources: ExitStack) -> Inputs:
     vocab_sha, start = artifacts.file_sha256(vocab_file), initial_weights.identity(config)
     made_from = provenance.of_training(config, store.fingerprint, store.inputs["data"], vocab_sha, start)
     shape = shape_of(config.drafter, store, draft_vocab)
-    initial_weights.check(config, shape, store, made_from.inputs)
+    initial_weights.check(config, shape, store)
     train_split = store.split("train")
     check_samples(train_split, t.batch_tokens)
     cut = windows.cut(train_split, t.window_tokens)

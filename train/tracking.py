@@ -81,16 +81,27 @@ def start(
     """
     if not accelerator.is_main_process:
         return {}
-    known = dict(ids or _remembered(folder))
-    settings = {}
-    if config.train.wandb != "disabled":
-        known.setdefault("wandb", _new_id(config.name))
-        settings["wandb"] = _wandb_settings(config, folder, inputs, known["wandb"])
+    file, mode, settings = folder / TRACKERS, config.train.wandb, {}
+    known = dict(ids or (artifacts.read_json(file, "train.py") if file.exists() else {}))
+    if mode != "disabled":
+        # No other run has this id, also not one of the same inputs: its steps would be taken for known ones.
+        name = re.sub(r"[^A-Za-z0-9_.-]+", "-", config.name)[:40]
+        known.setdefault("wandb", f"{name}-{uuid.uuid4().hex[:8]}")
+        settings["wandb"] = {
+            "dir": str(folder),
+            "mode": mode,
+            "name": config.name,
+            "id": known["wandb"],
+            "config": inputs,
+            "allow_val_change": True,  # the configuration is shown again at every launch
+            # Offline there is nobody to resume from: parts of the same id are joined when they are synchronised.
+            "resume": None if mode == "offline" else "allow",
+        }
     for tracker in accelerator.log_with:
         if isinstance(tracker, TensorBoardTracker):
             tracker.init_kwargs["purge_step"] = step + 1 if step else 0
     if known:
-        artifacts.write_json(folder / TRACKERS, known)
+        artifacts.write_json(file, known)
     try:
         accelerator.init_trackers(config.train.project, init_kwargs=settings)
     except Exception as error:
@@ -102,32 +113,6 @@ def start(
         text = "```\n" + cli.to_yaml(config) + "```"
         accelerator.get_tracker("tensorboard", unwrap=True).add_text("config", text, 0)
     return known
-
-
-def _wandb_settings(config: Config, folder: Path, inputs: dict[str, Any], run_id: str) -> dict[str, Any]:
-    settings = {
-        "dir": str(folder),
-        "mode": config.train.wandb,
-        "name": config.name,
-        "id": run_id,
-        "config": inputs,
-        "allow_val_change": True,  # the configuration is shown again at every launch
-    }
-    # Offline there is nobody to resume from: parts of the same id are joined when they are synchronised.
-    return settings if config.train.wandb == "offline" else {**settings, "resume": "allow"}
-
-
-def _new_id(name: str) -> str:
-    """An id that no other run has, also not one of the same inputs: its steps would be taken for known ones.
-
-    Not drawn with `random`, whose state belongs to the training.
-    """
-    return f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)[:40]}-{uuid.uuid4().hex[:8]}"
-
-
-def _remembered(folder: Path) -> dict[str, str]:
-    path = folder / TRACKERS
-    return artifacts.read_json(path, "train.py") if path.exists() else {}
 
 
 # ---------------------------------------------------------------- launches
@@ -151,7 +136,7 @@ def record_launch(folder: Path, config: Config, facts: Mapping[str, Any]) -> Non
         "facts": dict(facts),
     }
     path = folder / LAUNCHES
-    before = path.read_text(encoding="utf-8") if path.exists() else ""
+    before = path.read_text() if path.exists() else ""
     artifacts.write_text(path, before + json.dumps(plain(launch), ensure_ascii=False, allow_nan=False) + "\n")
 
 
@@ -183,14 +168,8 @@ def checkout(root: Path) -> dict[str, Any] | None:
 
 
 def _git(root: Path, *words: str) -> str:
-    # Somebody else's GIT_DIR is not our checkout; and looking must not lock out who commits meanwhile.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    environment["GIT_OPTIONAL_LOCKS"] = "0"
-    command = ["git", "-C", str(root), *words]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=True, timeout=GIT_SECONDS, env=environment, errors="replace"
-    )
-    return done.stdout.strip()
+    command = ["git", "--no-optional-locks", "-C", str(root), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=GIT_SECONDS).stdout.strip()
 
 
 def host() -> dict[str, Any]:

@@ -40,29 +40,15 @@ def check(store: Store, windows: Sequence[Window], epochs: int, cache_bytes: int
     largest = max((sum(shard.bytes for shard in window) for window in windows), default=0)
     kept = sum(shard.bytes for shard in store.plan.of("heldout"))
     lower = "lower train.window_tokens" if len(windows) > 1 else "set train.window_tokens"
+    needs = f"the held-out split takes {kept:,} bytes and a window {largest:,}: raise it, or {lower}"
     if store.storage.remote and kept + 2 * largest > cache_bytes:  # half of the cache is for what is fetched ahead
-        raise UserError(
-            f"store.cache_bytes={cache_bytes:,} is too little for {store.location}: the held-out split takes {kept:,} "
-            f"bytes and what is shuffled together {largest:,}, of which it should hold two; shards would be fetched "
-            f"again and again: raise it, or {lower}"
-        )
+        raise UserError(f"store.cache_bytes={cache_bytes:,} cannot hold two windows of {store.location}: {needs}")
     if store.follow and store.manifest is None and len(windows) == 1:
-        raise UserError(
-            f"{store.location} is still being written, and without windows the first step needs all of it: "
-            "set train.window_tokens, or train once it is complete"
-        )
-    if not bounded(store):
-        return
-    if kept + largest > (most := store.max_bytes or 0):
-        raise UserError(
-            f"store.max_bytes={most:,} cannot hold the held-out split and one window, which take {kept:,} "
-            f"and {largest:,} bytes: raise it, or {lower}"
-        )
-    if epochs != 1:
-        raise UserError(
-            f"train.epochs={epochs}, but what is used up of {store.location} is removed (store.max_bytes): "
-            "set train.epochs=1, or extract without store.max_bytes"
-        )
+        raise UserError(f"{store.location} is still being written: set train.window_tokens, or train once it is whole")
+    if bounded(store) and kept + largest > (most := store.max_bytes or 0):
+        raise UserError(f"store.max_bytes={most:,} cannot hold a window: {needs}")
+    if bounded(store) and epochs != 1:
+        raise UserError(f"train.epochs={epochs}: what is used up is removed (store.max_bytes), set train.epochs=1")
 
 
 def bounded(store: Store) -> bool:

@@ -122,13 +122,7 @@ def _piece_backward(
 
 
 def _flash_cpu(q: Tensor) -> bool:
-    return q.device.type == "cpu" and _has("_scaled_dot_product_flash_attention_for_cpu")
-
-
-def _has(operator: str) -> bool:
-    """Whether this torch has an operator of its own, and its gradient: plain products do without, more slowly."""
-    backward = operator.replace("_forward", "") + "_backward"
-    return hasattr(torch.ops.aten, operator) and hasattr(torch.ops.aten, backward)
+    return q.device.type == "cpu"
 
 
 def _by_group(x: Tensor, g: int) -> Tensor:
@@ -167,7 +161,7 @@ def _flash_cuda(q: Tensor, v: Tensor) -> bool:
     """Whether CUDA's flash kernel takes these: 16 bits, widths up to 256 in eights."""
     width = max(q.shape[-1], v.shape[-1])
     fits = q.dtype in (torch.bfloat16, torch.float16) and width <= 256 and width % 8 == 0
-    return q.device.type == "cuda" and fits and _has("_flash_attention_forward")
+    return q.device.type == "cuda" and fits
 
 
 def _cuda_forward(q: Tensor, k0: Tensor, v0: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:

@@ -141,26 +141,22 @@ def check_rope(shape: DrafterShape) -> dict:
             + f": use rope_type={' or '.join(kinds)}, or {{}} for none"
         )
     needed, allowed = kinds[kind]
+    numbers = {name: value for name, value in parameters.items() if name not in ("rope_type", "truncate")}
+    problem = None
     if other := sorted(parameters.keys() - needed - allowed - {"rope_type", "rope_theta"}):
-        raise UserError(
-            f"drafter.rope_scaling.{other[0]} means nothing, or something else, to vLLM's {shape.architecture} drafter "
-            f"with {kind}: leave it out; it reads {', '.join(sorted(needed | allowed))}"
-        )
-    if missing := sorted(needed - parameters.keys()):
-        raise UserError(f"drafter.rope_scaling={shape.rope_scaling} lacks {' and '.join(missing)}")
-    for name in sorted((needed | allowed) & parameters.keys() - {"truncate"}):
-        value = parameters[name]
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise UserError(f"drafter.rope_scaling.{name}={value} is not a number")
-        if not name.startswith("mscale") and value <= 0:
-            raise UserError(f"drafter.rope_scaling.{name}={value} must be above 0")
-    if not isinstance(parameters.get("truncate", True), bool):
-        raise UserError(f"drafter.rope_scaling.truncate={parameters['truncate']} is neither true nor false")
-    if kind == "llama3" and parameters["high_freq_factor"] <= parameters["low_freq_factor"]:
-        raise UserError(
-            f"drafter.rope_scaling.high_freq_factor={parameters['high_freq_factor']} must be above "
-            f"low_freq_factor={parameters['low_freq_factor']}"
-        )
+        problem = f"{other[0]} means nothing, or something else, to vLLM: it reads {sorted(needed | allowed)}"
+    elif missing := sorted(needed - parameters.keys()):
+        problem = f"it lacks {missing[0]}"
+    elif not all(type(value) in (int, float) and math.isfinite(value) for value in numbers.values()):
+        problem = "a value is not a number"
+    elif any(value <= 0 for name, value in numbers.items() if not name.startswith("mscale")):
+        problem = "a value must be above 0"
+    elif not isinstance(parameters.get("truncate", True), bool):
+        problem = "truncate is neither true nor false"
+    elif kind == "llama3" and parameters["high_freq_factor"] <= parameters["low_freq_factor"]:
+        problem = "high_freq_factor must be above low_freq_factor"
+    if problem:
+        raise UserError(f"drafter.rope_scaling={shape.rope_scaling}: {problem}")
     if (reach := table_end(parameters)) is not None and shape.max_position_embeddings > reach:
         raise UserError(
             f"drafter.max_position_embeddings={shape.max_position_embeddings} is beyond the {reach:g} positions of "

@@ -1,6 +1,6 @@
 """build_batch against a re-count in plain loops over positions and steps; and batches with nothing to train."""
 
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, replace
 from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -267,34 +267,6 @@ def test_a_planted_off_by_one_is_caught(mistake, monkeypatch):
 
 
 # ---------------------------------------------------------------- moving
-
-
-def tensors_of(value):
-    for field in fields(value):
-        part = getattr(value, field.name)
-        if isinstance(part, torch.Tensor):
-            yield field.name, part
-        elif is_dataclass(part):
-            yield from tensors_of(part)
-
-
-def test_every_tensor_of_a_batch_moves_with_it():
-    documents, kept, _, options = WORKED
-    packed = build_batch(documents, keep_mask=kept, **options)
-    moved = dict(tensors_of(packed.to("meta")))
-    assert moved.keys() == dict(tensors_of(packed)).keys() >= {"slots", "reads", "trained", "population", "key_edges"}
-    assert {tensor.device.type for tensor in moved.values()} == {"meta"}
-    assert {tensor.device.type for _, tensor in tensors_of(packed)} == {"cpu"}
-
-
-def test_every_tensor_of_a_batch_is_pinned(monkeypatch):
-    """On a machine without a GPU: each is asked to be, once."""
-    documents, kept, _, options = WORKED
-    packed, asked = build_batch(documents, keep_mask=kept, **options), []
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: asked.append(tensor) or tensor)
-    again = packed.pinned()
-    assert [id(tensor) for tensor in asked] == [id(tensor) for _, tensor in tensors_of(packed)]
-    assert again.chunks == packed.chunks
 
 
 # ---------------------------------------------------------------- nothing to train

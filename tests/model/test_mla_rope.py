@@ -1,11 +1,9 @@
 """RoPE of the MLA drafter: frequencies, magnitude and softmax scale, against transformers, vLLM's formulas and fp64."""
 
-from dataclasses import replace
-
 import pytest
 import reference_mla
 import torch
-from conftest import YARN, make_mla_shape
+from conftest import make_mla_shape
 from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
@@ -161,10 +159,3 @@ def test_plain_rope_may_be_said_in_every_way(plain):
     shape = make_mla_shape(rope_scaling=plain)
     torch.testing.assert_close(Rope(shape).inv_freq.double(), reference_mla.frequencies(shape), rtol=1e-6, atol=0)
     assert check_shape(shape) == []
-
-
-def test_positions_beyond_vllms_table_are_refused():
-    shape = make_mla_shape(rope_scaling=YARN)
-    Rope(replace(shape, max_position_embeddings=64 * 4096))
-    with pytest.raises(UserError, match=r"^drafter\.max_position_embeddings=262145 [^\n]+$"):
-        Rope(replace(shape, max_position_embeddings=64 * 4096 + 1))

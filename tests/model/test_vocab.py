@@ -40,19 +40,6 @@ def test_most_frequent_first_ties_by_id_forced_always():
     assert len(choose(COUNTS, [])) == 8
 
 
-@pytest.mark.parametrize(
-    ("coverage", "ids"), [(0.5, [1]), (0.51, [1, 3]), (0.8, [1, 3]), (0.9, [1, 3, 4]), (1.0, [1, 3, 4, 5])]
-)
-def test_coverage_keeps_the_fewest(coverage, ids):
-    draft = choose(COUNTS, [], coverage=coverage)
-    assert draft.target_ids.tolist() == ids
-    assert COUNTS[draft.target_ids].sum() >= coverage * COUNTS.sum()
-
-
-def test_coverage_keeps_forced_tokens():
-    assert choose(COUNTS, [0, 7], coverage=0.5).target_ids.tolist() == [0, 1, 7]
-
-
 @given(
     st.lists(st.integers(0, 20), min_size=4, max_size=30).filter(any),
     st.floats(0.01, 1.0),
@@ -112,14 +99,3 @@ def test_maps_that_contradict_each_other(tmp_path):
 def test_ids_that_are_no_vocabulary(ids):
     with pytest.raises(UserError, match="ascending ids"):
         DraftVocab(np.array(ids, dtype=np.int64), 8)
-
-
-def test_missing_and_damaged_files(tmp_path):
-    with pytest.raises(UserError, match="missing or damaged"):
-        vocab.read(tmp_path / "none.safetensors")
-    (tmp_path / "cut.safetensors").write_bytes(b"\x00\x01")
-    with pytest.raises(UserError, match="missing or damaged"):
-        vocab.read(tmp_path / "cut.safetensors")
-    save_file({"d2t": np.zeros(2, dtype=np.int64)}, tmp_path / "half.safetensors")
-    with pytest.raises(UserError, match="missing or damaged"):
-        vocab.read(tmp_path / "half.safetensors")

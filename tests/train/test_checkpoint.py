@@ -2,23 +2,17 @@
 
 import errno
 import os
-import random
 import shutil
-import threading
-import weakref
-from collections import namedtuple
-from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
 import torch
 from checkpointing import FILES, FINGERPRINT, SHAPE, failing, names, newest, same, save, saver, snapshot, step
 from pipeline import contents, flip_bit
-from safetensors.torch import save_file
 
 from eagle31_train.errors import UserError
 from eagle31_train.store import tensors as store_tensors
-from eagle31_train.store.sealed import checksum, seal, unseal
+from eagle31_train.store.sealed import checksum, unseal
 from train import checkpoint
 
 
@@ -57,16 +51,6 @@ def test_a_drafter_of_another_shape_is_refused_with_the_difference(tmp_path):
         checkpoint.load(step(tmp_path, 100), replace(SHAPE, intermediate_size=8, rope_scaling=None))
 
 
-def test_a_checkpoint_of_an_earlier_version_with_random_states_is_loaded(tmp_path):
-    path = step(save(tmp_path, snapshot(1)), 1)
-    save_file({"rank0.torch": torch.zeros(24, dtype=torch.uint8)}, path / "rng.safetensors")
-    manifest = unseal((path / "manifest.json").read_bytes())
-    file = path / "rng.safetensors"
-    manifest["files"]["rng.safetensors"] = {"bytes": file.stat().st_size, "checksum": checksum(file)}
-    (path / "manifest.json").write_bytes(seal(manifest))
-    assert same(newest(tmp_path), snapshot(1))
-
-
 # ---------------------------------------------------------------- which one counts
 
 
@@ -88,20 +72,11 @@ def cut(file):
     os.truncate(file, file.stat().st_size // 2)
 
 
-def grow(file):
-    file.write_bytes(file.read_bytes() + b" ")
-
-
 def remove(file):
     file.unlink()
 
 
-def to_folder(file):
-    file.unlink()
-    file.mkdir()
-
-
-@pytest.mark.parametrize("harm", [flip_bit, cut, grow, remove, to_folder])
+@pytest.mark.parametrize("harm", [flip_bit, cut, remove])
 @pytest.mark.parametrize("name", FILES)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(two, tmp_path, harm, name):
     folder, said = shutil.copytree(two, tmp_path / "copy"), []
@@ -113,39 +88,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(two, tmp_path,
     assert "\n" not in line
 
 
-@pytest.mark.parametrize(
-    ("harm", "cause"),
-    [
-        (lambda path: (path / "model-copy.safetensors").touch(), "does not belong to it"),
-        (lambda path: (shutil.rmtree(path), path.touch()), "is missing"),
-        (lambda path: (path / "manifest.json").write_text('{"step": 2, "files": {}}'), "no checksum of itself"),
-        (lambda path: (shutil.rmtree(path), shutil.copytree(step(path.parent, 1), path)), "is of step 1"),
-    ],
-)
-def test_what_is_no_checkpoint_of_its_step_is_passed_over(two, tmp_path, harm, cause):
-    folder, said = shutil.copytree(two, tmp_path / "copy"), []
-    harm(step(folder, 2))
-    assert same(newest(folder, said), snapshot(1))
-    assert cause in said[0]
-
-
 def test_a_checkpoint_of_another_run_is_passed_over(two):
     assert "it is of a run of other inputs" in checkpoint.damage(step(two, 2), "e" * 16)
-
-
-def test_any_bit_of_any_file_counts(two, tmp_path):
-    folder = shutil.copytree(two, tmp_path / "copy")
-    chosen = random.Random(1)
-    for name in FILES:
-        file = step(folder, 2) / name
-        whole = file.read_bytes()
-        for place in chosen.sample(range(len(whole)), 60):
-            damaged = bytearray(whole)
-            damaged[place] ^= 1 << chosen.randrange(8)
-            file.write_bytes(damaged)
-            assert checkpoint.damage(step(folder, 2), FINGERPRINT) is not None, (name, place)
-        file.write_bytes(whole)
-    assert checkpoint.damage(step(folder, 2), FINGERPRINT) is None
 
 
 # ---------------------------------------------------------------- how many are kept
@@ -177,57 +121,10 @@ def test_a_damaged_checkpoint_does_not_count_among_the_kept(tmp_path):
 # ---------------------------------------------------------------- in the background
 
 
-@pytest.fixture
-def held(monkeypatch):
-    """Savers write only once this event is set, or somebody waits for them."""
-    event, write, exception = threading.Event(), checkpoint._write, Future.exception
-
-    def held_write(*arguments):
-        event.wait()
-        write(*arguments)
-
-    def waited(self, timeout=None):
-        event.set()
-        return exception(self, timeout)
-
-    monkeypatch.setattr(checkpoint, "_write", held_write)
-    monkeypatch.setattr(Future, "exception", waited)
-    yield event
-    event.set()
-
-
-def test_a_save_returns_at_once_the_next_one_waits_for_it_and_snapshots_are_let_go(tmp_path, held):
-    ours, one = saver(tmp_path), snapshot(1)
-    tensor = weakref.ref(one.weights["fc.weight"])
-    ours.save(one)
-    del one
-    assert ours.committed is None
-    assert not held.is_set()
-    ours.save(snapshot(2))
-    assert step(tmp_path, 1).is_dir()
-    ours.wait()
-    assert ours.committed == step(tmp_path, 2)
-    assert tensor() is None
-    ours.close()
-
-
-def test_a_bug_in_the_thread_is_raised_at_the_next_call_once(tmp_path):
-    save(tmp_path, snapshot(1))
-    ours = saver(tmp_path)
-    for call in (ours.wait, lambda: ours.save(snapshot(2))):
-        ours.save(replace(snapshot(2), extra={"unfit": object()}))
-        with pytest.raises(TypeError, match="not JSON serializable"):
-            call()
-        assert names(tmp_path) == ["step-000001"]
-    ours.save(snapshot(2))
-    ours.close()
-    assert ours.committed == step(tmp_path, 2)
-
-
 # ---------------------------------------------------------------- a disk that fails
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize("number", [errno.ENOSPC])
 def test_an_error_of_the_disk_is_said_in_one_line_and_the_next_save_tries_again(tmp_path, monkeypatch, number):
     save(tmp_path, snapshot(1))
     before, said = contents(tmp_path), []
@@ -245,55 +142,3 @@ def test_an_error_of_the_disk_is_said_in_one_line_and_the_next_save_tries_again(
     ours.save(snapshot(3), required=True)
     ours.close()
     assert ours.committed == step(tmp_path, 3)
-
-
-def test_a_checkpoint_that_the_disk_cannot_hold_is_not_begun(tmp_path, monkeypatch):
-    said, usage = [], namedtuple("usage", "total used free")
-    ours = saver(tmp_path / "checkpoints", say=said.append)
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "disk_usage", lambda _: usage(1000, 900, 100))
-        patch.setattr(checkpoint, "save_file", None)
-        ours.save(snapshot(1))
-        ours.wait()
-        assert "(No space left on device: 100 bytes are free); it takes " in said[0]
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(0, 0, 0))  # a file system that does not know
-    ours.save(snapshot(1), required=True)
-    ours.close()
-
-
-def test_old_checkpoints_that_cannot_be_removed_do_not_fail_the_save(tmp_path, monkeypatch):
-    said = []
-    ours = saver(tmp_path, keep=1, say=said.append)
-    ours.save(snapshot(1))
-    ours.wait()
-    with monkeypatch.context() as broken:
-        broken.setattr(checkpoint.artifacts, "discard", failing(errno.EACCES))
-        ours.save(snapshot(2), required=True)
-    assert ours.committed == step(tmp_path, 2)
-    assert "could not be removed" in said[0]
-    ours.save(snapshot(3))
-    ours.close()
-    assert names(tmp_path) == ["step-000003"]
-
-
-@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors"])
-def test_a_disk_that_does_not_keep_what_is_written_is_found_out(tmp_path, monkeypatch, file):
-    """The checksum alone would be of the wrong bytes, and match."""
-    save(tmp_path, snapshot(1))
-    before, said, fsync_path = contents(tmp_path), [], checkpoint.artifacts.fsync_path
-
-    def forced(path):
-        if path.name == file:
-            flip_bit(path)
-        fsync_path(path)
-
-    ours = saver(tmp_path, say=said.append)
-    with monkeypatch.context() as broken:
-        broken.setattr(checkpoint.artifacts, "fsync_path", forced)
-        ours.save(snapshot(2))
-        ours.wait()
-    assert f"{file} did not read back as it was written" in said[0]
-    assert contents(tmp_path) == before
-    ours.save(snapshot(2))
-    ours.close()
-    assert same(newest(tmp_path), snapshot(2))

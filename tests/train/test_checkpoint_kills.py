@@ -1,29 +1,16 @@
 """A save that dies, or whose disk fails, at any operation: the checkpoint before it or the new one is there, whole."""
 
-import errno
 import os
-import random
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from checkpointing import FINGERPRINT, names, newest, same, save, saver, snapshot
-from dying import Full, Kill, Killed, Machine, running
+from dying import Kill, Killed, Machine, running
 from pipeline import flip_bit
 
 from train import checkpoint
 
 LATER = snapshot(2, seed=22)  # another one of the same step
-
-
-class Broken:
-    """The disk fails from some operation on, for good."""
-
-    def __call__(self, machine):
-        machine.at = range(machine.count, sys.maxsize)
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 def first(folder):
@@ -120,99 +107,4 @@ def test_a_save_that_dies_at_any_operation_loses_nothing(state):
     assert outcomes == {True, False}
 
 
-@pytest.mark.parametrize(
-    ("state", "what"),
-    [(state, Full) for state in STATES] + [(among_leftovers, Broken)],
-    indirect=["state"],
-    ids=lambda value: value.__name__,
-)
-def test_a_disk_that_fails_at_any_operation_does_not_stop_the_run(state, what):
-    copies, meant, before = state
-    for at, name in enumerate(operations(state)):
-        folder, said = copies(), []
-        ours = go_on(folder, meant, Machine(at, what()), said)
-        assert len(said) <= 1
-        assert "\n" not in "".join(said)
-        if not said or "could not be removed" in said[0]:
-            assert same(newest(folder), meant)
-        else:
-            assert said[0].startswith(f"checkpoint {folder / checkpoint.name_of(meant.step)} could not be written (")
-            assert "training goes on" in said[0]
-        if what is Full and name not in ("os.remove", "os.rmdir"):
-            assert f".{checkpoint.name_of(meant.step)}.tmp" not in hidden(folder)
-            assert ours.committed is None or ours.committed.is_dir()
-        if what is Broken:
-            assert_whole(folder, meant, before)
-            continue
-        ours.save(snapshot(9))  # the same run, later
-        ours.close()
-        assert ours.committed == folder / "step-000009"
-        assert same(newest(folder), snapshot(9))
-        assert not hidden(folder)
-
-
 # ---------------------------------------------------------------- in earnest
-
-CHILD = """
-import os, signal, sys, threading
-sys.path[:0] = sys.argv[1:3]
-from pathlib import Path
-from checkpointing import saver, snapshot
-from dying import Machine, Sigkill, running
-
-class Interrupt:
-    '''Ctrl-C while the thread is in the middle of a save; the main thread knows of it before the thread goes on.'''
-
-    def __call__(self, machine):
-        os.kill(os.getpid(), signal.SIGINT)
-        interrupted.wait()
-
-interrupted = threading.Event()
-folder, kind, at = Path(sys.argv[3]), sys.argv[4], int(sys.argv[5])
-machine = running(Machine(at, {"kill": Sigkill, "interrupt": Interrupt}[kind]()))
-machine.__enter__()
-ours = saver(folder, say=print, committed=folder / "step-000002")
-try:
-    ours.save(snapshot(3))
-    ours.wait()
-except KeyboardInterrupt:
-    interrupted.set()
-    raise
-"""
-
-
-def child(folder, kind, at):
-    here = Path(__file__).resolve().parent.parent
-    command = [sys.executable, "-c", CHILD, str(here), str(here.parent), str(folder), kind, str(at)]
-    return subprocess.Popen(command, cwd=here.parent, stderr=subprocess.PIPE, text=True)
-
-
-@pytest.fixture
-def copies(tmp_path):
-    """(a function that makes another folder of two checkpoints, the number of operations of a third save)."""
-    save(tmp_path / "before", snapshot(1), snapshot(2))
-    folder = shutil.copytree(tmp_path / "before", tmp_path / "dry")
-    with running(Machine()) as machine:
-        save(folder, snapshot(3))
-    return lambda at: shutil.copytree(tmp_path / "before", tmp_path / str(at)), machine.count
-
-
-def test_a_process_killed_by_a_signal_in_a_save_loses_nothing(copies):
-    copy, count = copies
-    instants = random.Random(2).sample(range(count), 1)
-    for process in [child(copy(at), "kill", at) for at in instants]:
-        process.communicate(timeout=600)
-        assert process.returncode == -9
-        assert_whole(Path(process.args[5]), snapshot(3), snapshot(2))
-
-
-@pytest.mark.slow
-def test_ctrl_c_in_a_save_ends_the_process_after_the_save(copies):
-    copy, count = copies
-    process = child(copy(count // 2), "interrupt", count // 2)
-    _, errors = process.communicate(timeout=600)
-    assert process.returncode == -2
-    assert "KeyboardInterrupt" in errors
-    folder = Path(process.args[5])
-    assert names(folder) == ["step-000002", "step-000003"]
-    assert same(newest(folder), snapshot(3))

@@ -6,10 +6,8 @@ from pathlib import Path
 import pytest
 from pipeline import assert_equal, contents, flip_bit, message_of
 
-from eagle31_train.config import Config
-from eagle31_train.errors import UserError
 from train import trainer
-from train.claim import alone, check_made
+from train.claim import alone
 
 SHORT = ["train.max_steps=3", "train.checkpoint_every=2"]
 TIMED = ("seconds", "waited", "files")  # a checkpoint's own manifest, which is listed, says seconds too
@@ -22,23 +20,6 @@ def test_a_second_training_in_the_same_folder_is_refused_and_a_later_one_is_not(
         assert not run.train.exists()
     run.fit("train.max_steps=1")
     assert run.manifest()["steps"] == 1
-
-
-def test_a_run_without_data_or_store_names_both_and_the_commands_that_make_them(tmp_path, monkeypatch):
-    config = Config(name="kimi", run_dir=str(tmp_path))
-    monkeypatch.setattr("sys.argv", ["train.py", "+experiment=kimi", "data.prompts=a b.jsonl"])
-    options = "+experiment=kimi 'data.prompts=a b.jsonl'"
-    with pytest.raises(UserError) as error:
-        check_made(config)
-    assert str(error.value) == (
-        f"there is nothing to train on: {tmp_path}/data and {tmp_path}/store are missing; run "
-        f"`python -m data_prep {options}`, then `python -m eagle31_train.extract {options}`"
-    )
-    (tmp_path / "data").mkdir()
-    with pytest.raises(UserError, match=f"{tmp_path}/store is missing; run `python -m eagle31_train.extract"):
-        check_made(config)
-    config.store.follow = True  # training waits for it
-    check_made(config)
 
 
 def timeless(manifest):

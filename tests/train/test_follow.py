@@ -9,13 +9,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from pipeline import contents, options, save_quietly, tiny_config, tiny_llama, write_data
+from pipeline import options, save_quietly, tiny_llama, write_data
 from safetensors.torch import load_file
 
-from eagle31_train.errors import UserError
-from eagle31_train.extract import extract
 from eagle31_train.store import Store
-from eagle31_train.store.stream import consume
 from train import windows
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -171,21 +168,3 @@ def test_either_side_is_killed_and_goes_on_and_no_sample_is_lost_or_seen_twice(c
     run(folder, "train", "store.follow=true").wait_well()
     writer.wait_well()
     assert_same_training(folder, corpus)
-
-
-def test_a_store_that_was_used_up_is_refused_by_name(corpus, tmp_path):
-    folder = prepare(tmp_path)
-    store = folder / "run" / "store"
-    extract(tiny_config(folder, *MORE))
-    opened = Store(store)
-    first = opened.plan.of("train")[0]
-    consume(opened.storage, [first], "somebody", finished=False)
-    with pytest.raises(
-        UserError, match=r"samples 0 to \d+ of train\) was used up and removed by the training somebody"
-    ):
-        Store(store).split("train").read(0)
-    with pytest.raises(UserError, match="used up and removed by another training"):
-        consume(opened.storage, [first], "somebody else", finished=False)
-    before = contents(store)
-    extract(tiny_config(folder, *MORE))  # what was used up is not made again
-    assert contents(store) == before

@@ -70,12 +70,6 @@ def at(run, step):
 # ---------------------------------------------------------------- one process
 
 
-@pytest.mark.parametrize("harm", HARMS.values(), ids=HARMS)
-def test_one_process_stops_before_the_update(new_run, harm):
-    run, harm = new_run(), [0 if part == 1 else part for part in harm]  # on rank 0
-    assert_stopped(run, fit(run, *RECIPE, harm=harm), harm, 1, 1)
-
-
 def test_a_step_that_is_left_out_is_as_if_it_were_in_no_schedule(new_run):
     run, absent = new_run(), new_run()
     assert fit(run, *RECIPE, "train.skip_nonfinite=2", harm=["gradient", [3, 6], 0, NAN]) is None
@@ -92,27 +86,6 @@ def test_a_step_that_is_left_out_is_as_if_it_were_in_no_schedule(new_run):
     assert run.manifest()["left_out"] == [3, 6]
     assert run.manifest()["updates"] == absent.manifest()["updates"] == 10
     assert run.manifest()["pairs"] == absent.manifest()["pairs"]
-
-
-def test_one_more_than_may_be_left_out_stops_the_run_also_when_they_are_of_different_launches(new_run):
-    run, options = new_run(), [*RECIPE, "train.skip_nonfinite=1"]
-    first = fit(run, *options, harm=["gradient", [2, 4], 0, NAN])
-    again = fit(run, *options, harm=["gradient", [4], 0, NAN])
-    for message in (first, again):
-        assert message.startswith("step 4: loss or gradient is not finite (samples [")
-        assert "after 1 steps that were left out" in message
-    assert sorted(path.name for path in run.checkpoints.iterdir())[-1] == "step-000003"
-    assert fit(run, *RECIPE, "train.skip_nonfinite=2", harm=["gradient", [4], 0, NAN]) is None
-    assert run.manifest()["left_out"] == [2, 4]
-
-
-def test_a_damaged_sample_of_the_held_out_split_leaves_json_and_the_training_alone(new_run):
-    run = new_run()
-    assert fit(run, *RECIPE, harm=["sample", 1, NAN, "heldout"]) is None
-    assert_equal(run.weights(), new_run().fit().weights())
-    assert run.rows()[-1]["heldout_loss"] is None
-    for file in run.train.rglob("*.json"):
-        assert "NaN" not in file.read_text(), file
 
 
 # ---------------------------------------------------------------- two processes

@@ -2,19 +2,16 @@
 
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
 from conftest import make_mla_shape, make_objective, make_shape
-from safetensors.torch import load_file
 
 from eagle31_train.config import DrafterShape, TrainConfig
-from eagle31_train.errors import UserError
 from train.metrics import Reporter
-from train.optimizer import ADAMW, MuonAndAdamW, make_optimizer, private
-from train.parallel import Parallel, Replicated, Zero
+from train.optimizer import make_optimizer
+from train.parallel import Parallel, Replicated
 
 MUON = "train.optimizer=muon"
 T = TrainConfig(optimizer="muon", lr=0.01, weight_decay=0.1)
@@ -150,17 +147,6 @@ def test_the_learning_rate_reaches_both():
         assert 30 < large[name] / way < 300, name
 
 
-def test_the_optimizer_state_of_a_checkpoint_is_complete(new_run):
-    run = new_run().fit(MUON, "train.max_steps=1", "drafter.share_embedding=false")
-    weights, saved = run.weights(), load_file(run.newest() / "optimizer.safetensors")
-    matrices = {n for n, w in weights.items() if w.dim() == 2} - {"lm_head.weight", "embed_tokens.weight"}
-    wanted = {f"momentum_buffer.{name}" for name in matrices}
-    assert saved.keys() == wanted | {f"{moment}.{name}" for moment in ADAMW for name in weights.keys() - matrices}
-    for name, moment in saved.items():
-        assert moment.dtype == torch.float32
-        assert moment.shape == weights[name.split(".", 1)[1]].shape
-
-
 STEPS = ["train.max_steps=9", "train.checkpoint_every=3", "drafter.share_embedding=false", "train.weight_decay=0.1"]
 
 
@@ -212,39 +198,4 @@ def test_what_is_forgotten_of_either_is_found(new_run, whole, moment):
     assert same_bits(run, whole) == [False, False]
 
 
-def test_matrices_without_a_gradient_are_left_as_they_are():
-    drafter = drafter_of(make_shape())
-    optimizer, before = make_optimizer(drafter, T), drafter.fc.weight.detach().clone()
-    assert isinstance(optimizer, MuonAndAdamW)
-    optimizer.step()
-    assert not optimizer.state
-    assert torch.equal(drafter.fc.weight, before)
-
-
 # ---------------------------------------------------------------- private functions of libraries
-
-
-@pytest.mark.parametrize("name", ["_zeropower_via_newtonschulz", "_adjust_lr"])
-def test_a_torch_without_a_function_that_muon_uses_names_the_versions_to_install(monkeypatch, name):
-    assert callable(private("torch", torch.optim, f"_muon.{name}"))
-    monkeypatch.delattr(torch.optim._muon, name)
-    with pytest.raises(UserError, match=rf"^torch 2\.\S+ has no _muon\.{name}, which .* install 'torch>=2\.9,<2\.16'$"):
-        private("torch", torch.optim, f"_muon.{name}")
-
-
-PARTITIONS = "single_partition_of_fp32_groups"
-
-
-@pytest.mark.parametrize(
-    ("stage", "attributes", "lacking"),
-    [
-        (2, {}, PARTITIONS),
-        (2, {PARTITIONS: []}, "_lazy_init_hp_params_optimizer_state"),
-        (3, {PARTITIONS: []}, "fp32_partitioned_groups_flat"),
-    ],
-)
-def test_a_deepspeed_that_keeps_its_partitions_elsewhere_names_the_versions_to_install(stage, attributes, lacking):
-    zero = Zero.__new__(Zero)
-    zero.stage, zero.optimizer = stage, SimpleNamespace(**attributes)
-    with pytest.raises(UserError, match=rf"^deepspeed \S+ has no {lacking}, .* 'deepspeed>=0\.19,<0\.20'$"):
-        zero._make_moments()

@@ -230,13 +230,6 @@ def test_the_mla_drafter_too(more, mla, kind):
     assert_same_rows(more.runs[f"mla {kind}"], mla, 2e-6)
 
 
-@pytest.mark.slow
-def test_two_ranks_of_four_micro_batches_have_the_gradient_of_one(more, by_one):
-    whole, split = by_one(*SPLIT), more.runs["2 x 4"]
-    assert error(first_gradient(split), first_gradient(whole)) < 1e-6
-    assert_same_rows(split, whole, 1e-6)
-
-
 # ---------------------------------------------------------------- Muon
 
 
@@ -251,15 +244,6 @@ def test_muon_is_relayed_from_one_process_to_ddp_to_fsdp2_to_one_process(came, m
     relay, (one, start) = came.runs["muon relay"], muon
     assert astray(relay, one, start) < NEAR
     assert_same_rows(relay, one, 1e-2, first=2e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("profile", MUON_RELAY)
-def test_two_processes_train_the_mla_drafter_with_muon_as_one_does(more, by_one, profile):
-    one, start = by_one(*MLA, *MUON), by_one(*MLA, *MUON, "train.max_steps=1", "train.lr=1e-12").weights()
-    ours = more.runs[f"muon mla {profile}"]
-    assert astray(ours, one, start) < NEAR
-    assert_same_rows(ours, one, 1e-2, first=2e-6)
 
 
 @pytest.mark.slow

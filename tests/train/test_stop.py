@@ -10,11 +10,11 @@ from unittest.mock import patch
 import pytest
 from launching import ROOT, arguments, command, environment, launch
 from pipeline import assert_close
-from surviving import calling, launched, tell, training, wait_until
+from surviving import calling, launched, training, wait_until
 from watching import updates_of
 
 from eagle31_train.cli import STOPPED
-from eagle31_train.errors import Stopped, UserError
+from eagle31_train.errors import Stopped
 from eagle31_train.extract import extract
 from eagle31_train.store.writer import StoreWriter
 from train import checkpoint, deadline
@@ -81,42 +81,6 @@ def test_a_run_that_its_time_limit_stops_again_and_again_ends_the_same(new_run, 
     assert run.rows() == whole.rows()
 
 
-def test_two_sigterms_at_once_are_one_and_after_the_run_it_means_what_it_meant_before(new_run, whole):
-    """A scheduler tells every process, and the launcher among them tells its own again."""
-    before = signal.signal(signal.SIGTERM, handler := lambda *_: None)
-    run = new_run()
-    try:
-        twice = calling("train.trainer.accumulate", lambda: (tell(), tell()), "after", 5)
-        with twice, pytest.raises(Stopped, match="stopped by SIGTERM: saved after step 6 of 24"):
-            run.fit(*SHORT)
-        assert signal.getsignal(signal.SIGTERM) is handler
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    with calling("train.trainer.accumulate", tell, "before", STEPS - 6):  # in the last step: too late
-        assert run.fit(*SHORT).rows() == whole.rows()
-
-
-# A disk that is stuck, and data that does not come.
-HANGING = {"train.checkpoint._write": lambda run: rows(run) > 3, "train.loader.build_batch": lambda run: True}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("hanging", HANGING)
-def test_a_second_sigterm_ends_at_once_a_run_that_hangs(new_run, tmp_path, hanging):
-    run, output = new_run(), tmp_path / "output"
-    with training(arguments(run, *ENDLESS), output, hang_at=hanging, once=0.0) as process:
-        wait_until(lambda: HANGING[hanging](run), process.is_alive)
-        if hanging == "train.checkpoint._write":  # the first SIGTERM makes it save
-            process.terminate()
-        wait_until(lambda: "hanging" in output.read_text(), process.is_alive)
-        while process.is_alive():  # two that come too close to one another arrive as one
-            process.terminate()
-            process.join(0.2)
-    assert process.exitcode == STOPPED
-    assert output.read_text().splitlines()[-1] == deadline.AT_ONCE
-    assert saved(run) == []
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, STOPPED)])
 def test_a_run_that_waits_for_a_shard_is_ended_by_one_signal(new_run, tmp_path, monkeypatch, number, status):
@@ -152,7 +116,7 @@ def test_a_rank_that_is_told_to_stop_stops_the_other_after_the_same_step(new_run
 
 @pytest.mark.slow
 @pytest.mark.parametrize("everybody", [False, True], ids=["the launcher", "everybody"])
-@pytest.mark.parametrize("profile", ["one", "ddp", "zero2"])
+@pytest.mark.parametrize("profile", ["ddp", "zero2"])
 def test_a_launch_that_is_told_to_stop_saves(new_run, profile, everybody):
     """The launcher alone, as Kubernetes does it, or every process, as Slurm does it."""
     run = new_run()
@@ -167,11 +131,3 @@ def test_a_launch_that_is_told_to_stop_saves(new_run, profile, everybody):
 
 
 # ---------------------------------------------------------------- time limits as they are written
-
-
-def test_time_limits_are_read():
-    for text, seconds in {"3h50m": 13800, "30s": 30, "2d": 172800, "1d 2h 3m 4s": 93784, None: None}.items():
-        assert deadline.parse_limit(text) == seconds
-    for text in ("", "0s", "5", "-5m", "m", "3m2h", "1.5h", "h30"):
-        with pytest.raises(UserError, match="is no time: write it like 3h50m, 90m or 30s"):
-            deadline.parse_limit(text)

@@ -1,6 +1,5 @@
 """train.slots_per_batch in the loop: right on average, and the same however a batch is split or a run stopped."""
 
-import pytest
 import torch
 from accelerate import Accelerator
 from conftest import kept_mask
@@ -11,7 +10,6 @@ from eagle31_train.model import batch
 from eagle31_train.model.batch import build_batch, choose_slots
 from eagle31_train.store import Store
 from train import loader, order
-from train.metrics import Reporter
 from train.parallel import parallelise
 from train.step import accumulate
 
@@ -23,33 +21,6 @@ def test_other_slots_are_trained_than_without(new_run):
     assert not torch.equal(some.weights()["fc.weight"], all_of_them.weights()["fc.weight"])
     # More than there are: the same run to the bit.
     assert_equal(new_run().fit("train.max_steps=1", "train.slots_per_batch=60").weights(), all_of_them.weights())
-
-
-@pytest.mark.slow
-def test_the_slots_do_not_depend_on_how_a_batch_is_split(new_run):
-    whole, parts = new_run().fit(*OPTIONS), new_run().fit(*OPTIONS, "train.gradient_accumulation_steps=4")
-    assert_close(parts.weights(), whole.weights(), 1e-5)
-    for ours, theirs in zip(parts.rows(), whole.rows(), strict=True):
-        for name in theirs:
-            assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-5), name
-
-
-@pytest.mark.slow
-def test_a_stopped_run_goes_on_with_the_slots_it_would_have_chosen(new_run, monkeypatch):
-    whole, stopped, log = new_run().fit(*OPTIONS), new_run(), Reporter.log
-
-    def stop(self, step, values):
-        log(self, step, values)
-        if step == 6:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Reporter, "log", stop)
-        with pytest.raises(KeyboardInterrupt):
-            stopped.fit(*OPTIONS, "train.checkpoint_every=2")
-    stopped.fit(*OPTIONS, "train.checkpoint_every=2")
-    assert_equal(stopped.weights(), whole.weights())
-    assert stopped.rows() == whole.rows()
 
 
 def test_every_rank_chooses_among_all_slots_and_takes_its_own(new_run, monkeypatch):

@@ -1,6 +1,5 @@
 """Trackers over several launches of one run, and what a launch leaves written down."""
 
-import importlib.util
 import json
 import random
 import shutil
@@ -15,8 +14,6 @@ from accelerate.tracking import TensorBoardTracker
 
 from eagle31_train import cli
 from eagle31_train.config import Config
-from eagle31_train.errors import UserError
-from eagle31_train.reporting import training_figures, training_page
 from train import tracking
 from train.metrics import Reporter
 
@@ -51,14 +48,6 @@ def launch(config, folder, done=0, ids=None, steps=(), inputs=None):
 
 
 # ---------------------------------------------------------------- which trackers
-
-
-def test_tensorboard_that_is_not_installed_is_said_in_one_line(config, monkeypatch):
-    config.train.tensorboard = True
-    original = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tensorboard" else original(name))
-    with pytest.raises(UserError, match=r"run `pip install 'eagle31\[tensorboard\]'`$"):
-        tracking.loggers(config)
 
 
 # ---------------------------------------------------------------- TensorBoard
@@ -109,41 +98,6 @@ def test_without_a_purge_it_would_show_them_twice(config, folder, monkeypatch):
     assert len(steps) > len(set(steps))
 
 
-def test_a_training_that_was_stopped_is_followed_written_down_and_reported(new_run, monkeypatch):
-    run, log = new_run(), Reporter.log
-    options = ["train.tensorboard=true", "train.eval_every=4", "train.checkpoint_every=2"]
-
-    def stop(self, step, values):
-        log(self, step, values)
-        if step == 7:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Reporter, "log", stop)
-        with pytest.raises(KeyboardInterrupt):
-            run.fit(*options)
-    run.fit(*options)
-    trained = [row["step"] for row in run.rows() if "loss" in row]
-    timed = [json.loads(line) for line in (run.train / "timings.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in timed] == trained == list(range(1, 13))
-    assert all(row["seconds"] > row["waited"] >= 0 and row["tokens"] > 0 for row in timed)
-    shown, _ = curves(run.train)
-    for tag in (
-        "train/loss",
-        "train/acceptance_estimate",
-        "train/prefix_at_depth/0",
-        "train/rms_at_depth/2",
-        "timing/seconds",
-    ):
-        assert [step for step, _ in shown[tag]] == trained, tag
-    assert [step for step, _ in shown["heldout/acceptance_estimate"]] == [4, 8, 12]
-    launches = [json.loads(line) for line in (run.train / "launches.jsonl").read_text().splitlines()]
-    assert [launch["facts"]["after_step"] for launch in launches] == [0, 6]
-    page, notes = training_page.write(run.train.parent)
-    assert {path.stem for path in page.parent.glob("*.png")} == {plot.name for plot in training_figures.PLOTS}
-    assert notes == []
-
-
 # ---------------------------------------------------------------- Weights & Biases
 
 
@@ -168,30 +122,6 @@ def test_a_run_keeps_its_id_over_its_launches(config, folder, monkeypatch):
     assert json.loads((folder / tracking.TRACKERS).read_text()) == first
 
 
-def test_the_checkpoint_knows_the_id_better_than_the_folder(config, folder):
-    (folder / tracking.TRACKERS).write_text('{"wandb": "other"}')
-    assert launch(config, folder, 5, ids={"wandb": "mine"}) == {"wandb": "mine"}
-
-
-def test_what_keeps_weights_and_biases_from_starting_is_one_line(config, folder, monkeypatch):
-    from wandb.errors import CommError
-
-    config.train.wandb = "online"
-    errors = iter([CommError("the server\n does not answer"), KeyError("a mistake of ours")])
-
-    def refuse(*arguments, **options):
-        raise next(errors)
-
-    monkeypatch.setattr(Accelerator, "init_trackers", refuse)
-    with pytest.raises(UserError) as refused:
-        launch(config, folder)
-    assert str(refused.value) == (
-        "Weights & Biases does not start: the server does not answer (train.wandb=offline needs no network)"
-    )
-    with pytest.raises(KeyError):
-        launch(config, folder)
-
-
 # ---------------------------------------------------------------- launches
 
 
@@ -212,7 +142,7 @@ def test_every_launch_adds_a_line_and_the_newest_configuration_stays(config, fol
 
 
 @pytest.fixture
-def repository(tmp_path, monkeypatch):
+def repository(tmp_path):
     if shutil.which("git") is None:
         pytest.skip("git is not installed")
     root = tmp_path / "checkout"
@@ -227,7 +157,6 @@ def repository(tmp_path, monkeypatch):
     git("add", "file")
     git("commit", "-q", "-m", "first")
     commit = git("rev-parse", "HEAD").strip()
-    monkeypatch.setenv("GIT_DIR", str(tmp_path / "nowhere"))  # of somebody else
     return SimpleNamespace(root=root, commit=commit)
 
 
@@ -237,14 +166,3 @@ def test_a_checkout_is_known_by_its_commit_and_whether_it_was_changed(repository
     assert tracking.checkout(repository.root)["changed"] is False
     (repository.root / "file").write_text("two")
     assert tracking.checkout(repository.root) == {"commit": repository.commit, "changed": True}
-
-
-def test_what_is_no_checkout_has_no_commit(repository, tmp_path, monkeypatch):
-    assert tracking.checkout(repository.root / "inside") is None, "another project's commit is not ours"
-    assert tracking.checkout(tmp_path) is None
-    assert tracking.checkout(tmp_path / "missing") is None
-    with monkeypatch.context() as patch:
-        patch.setattr(subprocess, "run", lambda *a, **k: (_ for _ in ()).throw(subprocess.TimeoutExpired("git", 10)))
-        assert tracking.checkout(repository.root) is None
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert tracking.checkout(repository.root) is None, "git is not installed"
