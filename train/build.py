@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from eagle31_train import artifacts
 from eagle31_train.checkpoint.shape import drafter_shape
@@ -12,7 +11,7 @@ from eagle31_train.errors import UserError
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.model.loss import Objective, Teacher
 from eagle31_train.model.vocab import DraftVocab
-from eagle31_train.store import REMAKE, TARGET, Store, StoreSplit
+from eagle31_train.store import Store, StoreSplit
 
 
 def check_store(store: Store, data: dict[str, Any], target: TargetConfig) -> None:
@@ -62,20 +61,6 @@ def shape_of(config: DrafterConfig, store: Store, vocab: DraftVocab) -> DrafterS
     return drafter_shape(config, H, V, len(vocab), list(store.states["aux_layers"]))
 
 
-def check_target(weights: dict[str, Tensor], shape: DrafterShape, where: str) -> None:
-    """Refuse weights of the target that do not fit what the store says of it.
-
-    Raises:
-        UserError: names the tensor of the file `where`.
-    """
-    V, H = shape.vocab_size, shape.target_hidden_size
-    # An embedding may be padded with rows that no token names.
-    rows = max(V, len(weights["embed_tokens"]))
-    for name, wanted in {"embed_tokens": [rows, H], "lm_head": [V, H], "norm": [H]}.items():
-        if (found := list(weights[name].shape)) != wanted:
-            raise UserError(f"{where} holds {name} {found}, but its store says {wanted} of the target: {REMAKE}")
-
-
 def build_objective(config: Config, shape: DrafterShape, store: Store, vocab: DraftVocab) -> Objective:
     """Drafter and teacher with their initial weights, on the CPU; the same for the same seed.
 
@@ -85,7 +70,6 @@ def build_objective(config: Config, shape: DrafterShape, store: Store, vocab: Dr
     """
     torch.manual_seed(config.seed)
     weights = store.target
-    check_target(weights, shape, f"{store.location}/{TARGET}")
     ids = torch.from_numpy(vocab.target_ids)
     low = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
     drafter = Drafter(shape, weights["embed_tokens"][: shape.vocab_size].to(low))

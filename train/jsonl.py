@@ -13,19 +13,10 @@ Row = dict[str, Any]
 
 
 class Rows:
-    """One such file.
+    """One such file; made with the first row."""
 
-    A disk that is full does not stop the run: rows that could not be written are kept, which is said
-    once, and go with a later one.
-
-    Args:
-        path: the file; made with the first row.
-        say: takes one line for the user.
-    """
-
-    def __init__(self, path: Path, say: Callable[[str], None]) -> None:
-        self.path, self.say = path, say
-        self.pending: list[bytes] = []
+    def __init__(self, path: Path) -> None:
+        self.path = path
 
     def cut(self, step: int, seen: Callable[[Row], None] | None = None) -> int:
         """Take away rows past `step` and a torn last line, which a kill after the checkpoint left.
@@ -56,40 +47,24 @@ class Rows:
         return last
 
     def append(self, row: Row) -> None:
-        """Write one row; numbers that are not finite become null, which JSON has."""
-        self.pending.append(json.dumps(plain(row), allow_nan=False).encode() + b"\n")
-        try:
-            self._write()
-        except OSError as error:
-            if len(self.pending) == 1:
-                self.say(f"{self.path} cannot be written ({error.strerror or error}): rows wait for room")
-
-    def close(self) -> None:
-        """Write what is left and force the file to the disk.
+        """Write one row; numbers that are not finite become null, which JSON has.
 
         Raises:
-            UserError: there is still no room.
+            UserError: the disk is full; half a row that it took is cut off when the run goes on.
         """
         try:
-            if self.pending:
-                self._write()
-            if self.path.exists():
-                artifacts.fsync_path(self.path)
+            with self.path.open("a") as file:
+                file.write(json.dumps(plain(row), allow_nan=False) + "\n")
         except OSError as error:
-            reason = error.strerror or error
-            raise UserError(f"{self.path} cannot be written ({reason}), its last rows are lost: make room") from None
+            raise UserError(
+                f"{self.path} cannot be written ({error.strerror or error}): make room and run the same command, which "
+                "goes on from the last checkpoint"
+            ) from None
 
-    def _write(self) -> None:
-        with self.path.open("ab", buffering=0) as file:
-            before = file.tell()
-            data = b"".join(self.pending)
-            try:
-                while data:  # a disk that fills up takes part of it
-                    data = data[file.write(data) :]
-            except OSError:
-                file.truncate(before)
-                raise
-        self.pending.clear()
+    def close(self) -> None:
+        """Force the file to the disk."""
+        if self.path.exists():
+            artifacts.fsync_path(self.path)
 
 
 def parse(line: bytes) -> Row | None:

@@ -116,7 +116,7 @@ class Reporter:
         )
         self.began = time.perf_counter()
         self.tokens = 0
-        self.metrics, self.timings = (Rows(folder / name, self.note) for name in (METRICS, TIMINGS))
+        self.metrics, self.timings = (Rows(folder / name) for name in (METRICS, TIMINGS))
         self.spikes = Spikes()
         if accelerator.is_main_process:
             last = self.metrics.cut(step, self.spikes.recall)
@@ -164,11 +164,7 @@ class Reporter:
             self.bar.write(text)
 
     def close(self) -> None:
-        """End the progress line and see that every row is on the disk; once more does nothing.
-
-        Raises:
-            UserError: there is still no room for rows that could not be written.
-        """
+        """End the progress line and see that every row is on the disk; once more does nothing."""
         self.bar.close()
         if self.accelerator.is_main_process:
             self.metrics.close()

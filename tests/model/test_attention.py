@@ -166,21 +166,6 @@ def test_the_kernels_of_other_devices_equal_one_dense_softmax(kernel, problem):
         torch.testing.assert_close(mine.double(), theirs, rtol=1e-6, atol=1e-6)
 
 
-def test_scattered_slots_spread_their_queries_rather_than_copy_every_key_for_each():
-    together = make_layout([(0, 40)], torch.arange(10, 30)).segments
-    assert together.query_rows is None
-    assert len(together.key_rows) == 30
-    scattered = make_layout([(0, 40)], torch.arange(1, 40, 2)).segments
-    assert scattered.key_rows is None
-    assert scattered.query_rows.tolist() == list(range(1, 40, 2))
-
-
-def test_runs_are_broken_at_gaps_and_at_documents():
-    layout = make_layout([(0, 5), (5, 9)], torch.tensor([1, 2, 4, 5, 6, 8]))
-    found = [(run.first, run.end, run.document, run.begin) for run in layout.runs]
-    assert found == [(0, 2, 0, 1), (2, 3, 0, 4), (3, 5, 5, 5), (5, 6, 5, 8)]
-
-
 def test_no_slots_at_all():
     tensors, layout, _ = make(([3], [0], 1, 1, 2, 4, 4, 0), torch.float64)
     q, k0, v0, own_k, own_v = tensors

@@ -134,16 +134,9 @@ def test_an_attention_depends_on_the_distance_alone_in_its_rotated_part():
 
 REFUSED = {
     "linear": {"rope_type": "linear", "factor": 4.0},
-    "llama3": {**BARE, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-    "an attention_factor, which vLLM takes for no mscale² if it is one": {**KIMI, "attention_factor": 1.0},
     "an attention_factor, which vLLM passes over": {**KIMI, "attention_factor": 1.4},
     "a correction range that is not rounded, which vLLM passes over": {**KIMI, "truncate": False},
-    "no original length": {"rope_type": "yarn", "factor": 64.0},
-    "no factor": {"rope_type": "yarn", "original_max_position_embeddings": 4096},
-    "no name": {"factor": 64.0},
     "a base of its own, which would be lost": {**KIMI, "rope_theta": 10000.0},
-    "no number": {**KIMI, "mscale_all_dim": None},
-    "a beta of nothing, for which transformers takes its default": {**KIMI, "beta_fast": 0},
     "an unknown kind": {"rope_type": "twisted"},
 }
 

@@ -116,20 +116,6 @@ def test_a_planted_question_in_a_custom_backward_is_found(tiny, monkeypatch):
     assert waits_of(objective, documents) == ["tolist"] * (K - 1)  # nothing reads the last step's state
 
 
-def test_filling_by_a_mask_asks_nothing(tiny, monkeypatch):
-    """A device fills by a mask without telling how much: the test is to find waits, not masks."""
-    objective, documents = tiny
-    right = drafter.Drafter.feedback
-
-    def filling(self, h, z):
-        other = h.detach().clone()
-        other[other > 0] = 0.0
-        return right(self, h, z)
-
-    monkeypatch.setattr(drafter.Drafter, "feedback", filling)
-    assert waits_of(objective, documents) == []
-
-
 @pytest.mark.parametrize("most_copies", [100.0, 0.0], ids=["copied keys", "spread queries"])
 def test_the_way_to_cudas_kernel_asks_nothing(most_copies, monkeypatch):
     """What surrounds the kernel, with another in its place that only has its shapes."""

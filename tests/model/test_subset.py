@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from eagle31_train.model import batch
 from eagle31_train.model.batch import Subset, build_batch, choose_slots, draw_stretches
 from eagle31_train.model.loss import BatchMetrics
-from eagle31_train.store.codec import Encoded
 
 K, SLOTS = 3, 5
 GAMMA = 0.8
@@ -92,42 +91,6 @@ def test_the_choice_does_not_move_between_releases():
         *range(96, 102),
         *range(156, 188),
     ]
-
-
-def test_a_subset_is_of_the_size_asked_for_and_none_where_there_are_no_more(tiny):
-    objective, documents = tiny
-    total = slots_in(objective, documents)
-    assert total > SLOTS
-    for step in range(20):
-        subset = choose(objective, documents, step=step)
-        packed = build_batch(documents, K, kept_mask(objective), "mask", subset)
-        assert len(packed.layout.slots) == SLOTS
-        assert packed.scale == subset.scale == total / SLOTS
-    assert choose(objective, documents, slots=total) is None
-    assert choose(objective, documents, slots=total + 1) is None
-    assert choose(objective, documents, slots=total - 1) is not None
-
-
-def test_all_positions_are_the_same_batch_to_the_bit_as_no_subset(tiny):
-    objective, documents = tiny
-    plain = build_batch(documents, K, kept_mask(objective), "mask")
-    everything = Subset([torch.ones(len(document), dtype=torch.bool) for document in documents], 1.0)
-    assert_same_batch(build_batch(documents, K, kept_mask(objective), "mask", everything), plain)
-
-
-def assert_same_batch(ours, theirs):
-    for field in fields(theirs):
-        mine, other = getattr(ours, field.name), getattr(theirs, field.name)
-        if field.name == "layout":
-            assert mine.documents == other.documents
-            mine, other = mine.slots, other.slots
-        if isinstance(other, Encoded):
-            mine, other = mine.decode(), other.decode()
-        if isinstance(other, torch.Tensor):
-            assert torch.equal(mine, other), field.name
-            assert mine.dtype == other.dtype, field.name
-        else:
-            assert mine == other, field.name
 
 
 def test_however_the_documents_are_split_the_same_slots_are_trained(tiny):

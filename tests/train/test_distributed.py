@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from launching import PROFILES, finish
+from launching import finish
 from pipeline import assert_close
 
 # Batches of one to four samples in four parts: empty parts, and a sample that trains nothing (LENGTHS has one).
@@ -44,24 +44,3 @@ def test_two_processes_train_what_one_trains_and_say_so_once(new_run):
 
 
 # ---------------------------------------------------------------- slow
-
-
-@pytest.fixture(scope="module")
-def hundred(copy_of, tmp_path_factory):
-    """A hundred steps by one process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ACCELERATE_USE_CPU", "true")
-        return copy_of(tmp_path_factory.mktemp("hundred")).fit(*LONG)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("profile", "processes"),
-    [*((profile, 2) for profile in PROFILES), ("ddp", 4), ("fsdp2", 4), ("zero3", 4)],
-)
-def test_a_hundred_steps_of_every_profile(new_run, hundred, profile, processes):
-    """The first step to 1e-6, and all to 1e-3: in a hundred steps AdamW makes more of what rounding differs in."""
-    run = new_run()
-    assert_quiet(finish(profile, run, *LONG, processes=processes, timeout=600))
-    assert len(run.losses()) == 100
-    assert_same_run(run, hundred, 1e-3)

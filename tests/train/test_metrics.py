@@ -3,11 +3,9 @@
 import json
 import math
 import random
-from pathlib import Path
 
 import pytest
 
-from eagle31_train.errors import UserError
 from train.jsonl import Rows
 from train.metrics import Reporter, Spikes
 
@@ -26,7 +24,6 @@ def reporter(folder, step=0, **options):
     made = Reporter(Recorder(**options), folder, step, 1000)
     made.said = []
     made.note = made.said.append
-    made.metrics.say = made.timings.say = made.said.append
     return made
 
 
@@ -101,38 +98,7 @@ def test_rows_past_the_checkpoint_and_torn_ones_are_cut_off(tmp_path, tail):
     path, seen = tmp_path / "rows.jsonl", []
     good = b"".join(json.dumps({"step": step}).encode() + b"\n" for step in (1, 2, 3))
     path.write_bytes(good + tail)
-    file = Rows(path, print)
+    file = Rows(path)
     assert file.cut(3, seen.append) == len(seen) == 3
     file.append({"step": 4})
     assert path.read_bytes() == good + b'{"step": 4}\n'
-
-
-# ---------------------------------------------------------------- a full disk
-
-
-def test_rows_wait_for_room_on_a_full_disk_and_none_is_lost(tmp_path, monkeypatch):
-    def opened(self, mode="r", *more, **options):
-        return FullDisk(self, mode) if mode == "ab" else original(self, mode, *more, **options)
-
-    original = Path.open
-    monkeypatch.setattr(Path, "open", opened)
-    told = []
-    file, whole = Rows(tmp_path / "rows.jsonl", told.append), []
-    for step in range(1, 9):
-        FullDisk.room = {1: 1000, 2: 5, 5: 40, 6: 1000}.get(step, 0 if step != 7 else 7)
-        row = {"step": step, "loss": 1 / step}
-        file.append(row)
-        whole.append(json.dumps(row) + "\n")
-        if step in (1, 6):
-            assert file.path.read_text() == "".join(whole)
-        elif step < 6:
-            assert file.path.read_text() == whole[0], "half a row stayed"
-    assert [text.split(" (")[0] for text in told] == [f"{file.path} cannot be written"] * 2
-    with pytest.raises(UserError, match=r"cannot be written \(No space left on device\), its last rows are lost"):
-        file.close()
-    FullDisk.room = 1000
-    file.close()
-    assert file.path.read_text() == "".join(whole)
-
-
-# ---------------------------------------------------------------- trackers

@@ -196,6 +196,3 @@ def test_what_is_forgotten_of_either_is_found(new_run, whole, moment):
     with patch.object(Parallel, "set_moments", forgetful):
         run.fit(MUON, *STEPS)
     assert same_bits(run, whole) == [False, False]
-
-
-# ---------------------------------------------------------------- private functions of libraries

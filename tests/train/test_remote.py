@@ -52,7 +52,9 @@ def test_a_bucket_is_extracted_into_and_trained_from_as_a_folder_is(made, s3):
     cached = [path for path in config.cache_folder.rglob("*") if path.is_file()]
     assert 0 < sum(path.stat().st_size for path in cached) <= most
     extract(config)  # up to date: nothing is written
-    with pytest.raises(UserError, match=r"store.cache_bytes=9,000 is too little .* lower train.window_tokens"):
+    with pytest.raises(
+        UserError, match=r"store.cache_bytes=9,000 cannot hold two windows .* lower train.window_tokens"
+    ):
         loop.train(tiny_config(made, *MORE, f"store_dir={URL}", "store.cache_bytes=9000", "name=small"))
 
 

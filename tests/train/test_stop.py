@@ -128,6 +128,3 @@ def test_a_launch_that_is_told_to_stop_saves(new_run, profile, everybody):
         assert stopped_after(run, errors, "SIGTERM") > 3
         with pytest.raises(ProcessLookupError):
             os.killpg(process.pid, 0)
-
-
-# ---------------------------------------------------------------- time limits as they are written

@@ -23,7 +23,6 @@ SHORT, STOPS = 40, (7, 20, 33)
 LONG, LONG_STOPS = 200, (37, 100, 163)
 TIMED = ("seconds", "waited", "files")  # a checkpoint's own manifest, which is listed, says seconds too
 TENSORS = ("model.safetensors", "optimizer.safetensors")
-NO_SPACE = "could not be written (No space left on device)"
 
 
 def recipe(steps):

@@ -2,9 +2,6 @@
 
 import json
 import random
-import shutil
-import subprocess
-from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -47,9 +44,6 @@ def launch(config, folder, done=0, ids=None, steps=(), inputs=None):
     return known
 
 
-# ---------------------------------------------------------------- which trackers
-
-
 # ---------------------------------------------------------------- TensorBoard
 
 
@@ -78,10 +72,6 @@ def test_tensorboard_shows_every_step_once_after_a_resume(config, folder):
     assert shown["heldout/acceptance_estimate"] == [(5, 5), (10, 10)]
     assert shown["train/prefix_at_depth/1"] == [(step, 0.25) for step in range(1, 15)]
     assert shown["timing/tokens_per_second"] == [(step, 20) for step in range(1, 15)]
-    assert set(shown) <= {f"train/{name}" for name in ("loss", "prefix_at_depth/0", "prefix_at_depth/1", "spike")} | {
-        "heldout/acceptance_estimate",
-        *(f"timing/{name}" for name in ("seconds", "tokens", "tokens_per_second")),
-    }
     assert tensors == ["config/text_summary"]
 
 
@@ -132,37 +122,6 @@ def test_every_launch_adds_a_line_and_the_newest_configuration_stays(config, fol
     first, second = (json.loads(line) for line in (folder / "launches.jsonl").read_text().splitlines())
     assert first["facts"] == {"after_step": 0, "device": "cpu"}
     assert second["facts"] == {"after_step": 20, "loss": None}
-    assert first["argv"]
-    assert first["time"].endswith("+00:00")
-    assert first["versions"]["torch"].startswith("2.")
-    assert first["versions"].keys() >= {"python", "accelerate", "deepspeed", "transformers", "eagle31"}
-    assert first["host"]["cores"] >= 1
+    assert first.keys() == {"time", "argv", "git", "versions", "host", "facts"}
     assert yaml.safe_load((folder / "config.yaml").read_text())["train"]["eval_every"] == 7
     assert (folder / "config.yaml").read_text() == cli.to_yaml(config)
-
-
-@pytest.fixture
-def repository(tmp_path):
-    if shutil.which("git") is None:
-        pytest.skip("git is not installed")
-    root = tmp_path / "checkout"
-    (root / "inside").mkdir(parents=True)
-    (root / "file").write_text("one")
-
-    def git(*words):
-        identity = ["-c", "user.name=A", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
-        return subprocess.run(["git", "-C", root, *identity, *words], check=True, capture_output=True, text=True).stdout
-
-    git("init", "-q")
-    git("add", "file")
-    git("commit", "-q", "-m", "first")
-    commit = git("rev-parse", "HEAD").strip()
-    return SimpleNamespace(root=root, commit=commit)
-
-
-def test_a_checkout_is_known_by_its_commit_and_whether_it_was_changed(repository):
-    assert tracking.checkout(repository.root) == {"commit": repository.commit, "changed": False}
-    (repository.root / "notes").write_text("not tracked")
-    assert tracking.checkout(repository.root)["changed"] is False
-    (repository.root / "file").write_text("two")
-    assert tracking.checkout(repository.root) == {"commit": repository.commit, "changed": True}

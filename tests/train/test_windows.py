@@ -80,36 +80,32 @@ def test_a_shard_is_used_up_when_no_later_step_reads_it_and_not_before(lengths, 
         assert ends[-1] == len(batches)
 
 
-def store_of(split, **changes):
-    storage = SimpleNamespace(remote=changes.get("remote", False))
-    plan = SimpleNamespace(of=lambda name: [SimpleNamespace(bytes=100)])
-    follow, most = changes.get("follow", True), changes.get("max_bytes", 1000)
-    manifest = changes.get("manifest")
+def store_of(remote=False, follow=True, max_bytes=1000, manifest=None):
+    heldout = SimpleNamespace(bytes=100)
     return SimpleNamespace(
-        storage=storage, plan=plan, follow=follow, max_bytes=most, location="somewhere", manifest=manifest
+        storage=SimpleNamespace(remote=remote),
+        plan=SimpleNamespace(of=lambda name: [heldout]),
+        follow=follow,
+        max_bytes=max_bytes,
+        manifest=manifest,
+        location="somewhere",
     )
 
 
 def test_windows_that_do_not_fit_are_refused_with_what_to_do():
     split = split_of([10] * 12, 2)  # six shards of 200 bytes
     one, three = windows.cut(split, None), windows.cut(split, 40)
-    with pytest.raises(
-        UserError, match=r"max_bytes=1,000 .* 100 and 1,200 bytes: raise it, or set train.window_tokens"
-    ):
-        windows.check(store_of(split, manifest={}), one, 1, 10)
-    windows.check(store_of(split), three, 1, 10)
-    windows.check(store_of(split, max_bytes=500), three, 1, 10)
-    with pytest.raises(UserError, match=r"max_bytes=499 .* 100 and 400 bytes: raise it, or lower train.window_tokens"):
-        windows.check(store_of(split, max_bytes=499), three, 1, 10)
-    with pytest.raises(UserError, match=r"train.epochs=2, but what is used up"):
-        windows.check(store_of(split), three, 2, 10)
-    windows.check(store_of(split, max_bytes=None, manifest={}), one, 2, 10)
-    windows.check(store_of(split, follow=False), one, 2, 10)
-    with pytest.raises(
-        UserError, match=r"cache_bytes=2,499 is too little .* 100 bytes .* 1,200, .* set train.window_t"
-    ):
-        windows.check(store_of(split, remote=True, follow=False), one, 2, 2499)
-    windows.check(store_of(split, remote=True, follow=False), three, 2, 900)
-    windows.check(store_of(split, max_bytes=None), three, 2, 10)
-    with pytest.raises(UserError, match=r"still being written, and without windows .* set train.window_tokens"):
-        windows.check(store_of(split, max_bytes=None), one, 2, 10)
+
+    def refused(words, *arguments):
+        with pytest.raises(UserError, match=words):
+            windows.check(*arguments)
+
+    refused("max_bytes=1,000 cannot .* set train.window_tokens", store_of(manifest={}), one, 1, 10)
+    windows.check(store_of(max_bytes=500), three, 1, 10)
+    refused("max_bytes=499 cannot .* lower train.window_tokens", store_of(max_bytes=499), three, 1, 10)
+    refused("train.epochs=2: what is used up", store_of(), three, 2, 10)
+    windows.check(store_of(max_bytes=None, manifest={}), one, 2, 10)
+    windows.check(store_of(follow=False), one, 2, 10)
+    refused("cache_bytes=2,499 cannot hold two windows", store_of(remote=True, follow=False), one, 2, 2499)
+    windows.check(store_of(remote=True, follow=False), three, 2, 900)
+    refused("still being written: set train.window_tokens", store_of(max_bytes=None), one, 2, 10)
