@@ -211,7 +211,7 @@ def _write(snapshot: Snapshot, path: Path, fingerprint: str) -> None:
     try:
         save_file(snapshot.weights, temporary / MODEL)
         save_file(snapshot.moments, temporary / OPTIMIZER)
-        (temporary / SHAPE).write_text(json.dumps(asdict(snapshot.shape), indent=2) + "\n")
+        (temporary / SHAPE).write_bytes(json.dumps(asdict(snapshot.shape), indent=2).encode() + b"\n")
         written = [temporary / name for name in (MODEL, OPTIMIZER, SHAPE)]
         files = {file.name: {"bytes": file.stat().st_size, "checksum": checksum(file)} for file in written}
         manifest = {"step": snapshot.step, "fingerprint": fingerprint, "extra": dict(snapshot.extra), "files": files}

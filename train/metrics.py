@@ -170,12 +170,6 @@ class Reporter:
             self.metrics.close()
             self.timings.close()
 
-    def __enter__(self) -> "Reporter":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _watched(self, step: int, loss: float, values: dict[str, Any]) -> dict[str, Any]:
         spike = self.spikes.is_spike(loss)
         if spike and not self.spikes.rising:

@@ -5,17 +5,15 @@ orthogonal before it is applied. Its steps are scaled to the size of AdamW's, so
 lm_head and an embedding, whose rows are tokens, stay with AdamW, as do norms.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import _muon
 
 from eagle31_train.config import TrainConfig
 
-OPTIMIZERS = ("adamw", "muon")
 ADAMW = ("exp_avg", "exp_avg_sq")  # its moments
 MOMENTS = (*ADAMW, "momentum_buffer")  # and Muon's
 BY_TOKEN = ("lm_head", "embed_tokens")
@@ -82,28 +80,16 @@ Optimizer = torch.optim.AdamW | MuonAndAdamW
 
 
 def make_optimizer(module: nn.Module, t: TrainConfig) -> Optimizer:
-    """The optimizer that train.optimizer names, on what is trained."""
-    if t.optimizer == "adamw":
-        return adamw(parameter_groups(module, t.weight_decay), t)
+    """The optimizer that train.optimizer names, on what is trained; matrices decay, norms do not."""
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     matrices = {n: p for n, p in trained.items() if p.dim() == 2 and not set(BY_TOKEN) & set(n.split("."))}
-    rest = [parameter for name, parameter in trained.items() if name not in matrices]
-    muon = Muon(matrices.values(), t.lr, t.weight_decay, momentum=MOMENTUM, adjust_lr_fn="match_rms_adamw")
-    return MuonAndAdamW(muon, adamw(_split(rest, t.weight_decay), t))
-
-
-def adamw(groups: list[dict[str, Any]], t: TrainConfig) -> torch.optim.AdamW:
-    """torch's fused AdamW."""
-    return torch.optim.AdamW(groups, lr=t.lr, betas=(t.betas[0], t.betas[1]), fused=True)
-
-
-def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """AdamW's groups: matrices decay, norms do not; frozen parameters are left out."""
-    return _split([parameter for parameter in module.parameters() if parameter.requires_grad], weight_decay)
-
-
-def _split(trained: Sequence[Tensor], weight_decay: float) -> list[dict[str, Any]]:
-    return [
-        {"params": [p for p in trained if p.dim() > 1], "weight_decay": weight_decay},
-        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
+    rest = [p for name, p in trained.items() if t.optimizer == "adamw" or name not in matrices]
+    groups = [
+        {"params": [p for p in rest if p.dim() > 1], "weight_decay": t.weight_decay},
+        {"params": [p for p in rest if p.dim() <= 1], "weight_decay": 0.0},
     ]
+    adamw = torch.optim.AdamW(groups, lr=t.lr, betas=(t.betas[0], t.betas[1]), fused=True)
+    if t.optimizer == "adamw":
+        return adamw
+    muon = Muon(matrices.values(), t.lr, t.weight_decay, momentum=MOMENTUM, adjust_lr_fn="match_rms_adamw")
+    return MuonAndAdamW(muon, adamw)

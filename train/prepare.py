@@ -5,20 +5,16 @@ before inputs and launch are known to be good.
 """
 
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from accelerate import Accelerator
 
 from eagle31_train import artifacts, provenance
 from eagle31_train.checkpoint.contract import caveats
 from eagle31_train.checkpoint.shape import check_drafter
-from eagle31_train.config import Config, DrafterShape, byte_count
+from eagle31_train.config import Config, byte_count
 from eagle31_train.model import vocab
-from eagle31_train.model.vocab import DraftVocab
-from eagle31_train.provenance import Provenance
-from eagle31_train.store import Store, StoreSplit, storage_of
+from eagle31_train.store import Store, storage_of
 from eagle31_train.store.stream import check_consumer
 from train import checkpoint, initial_weights, launch, order, tracking, windows
 from train.build import build_objective, check_samples, check_store, shape_of
@@ -27,8 +23,8 @@ from train.claim import alone, check_made, claim
 from train.deadline import Deadline, parse_limit
 from train.metrics import Reporter
 from train.parallel import Parallel, parallelise
-from train.trainer import State, Trainer
-from train.windows import Usage, Window
+from train.trainer import Inputs, State, Trainer
+from train.windows import Usage
 
 
 def prepare(config: Config, resources: ExitStack) -> Trainer | None:
@@ -71,43 +67,10 @@ def prepare(config: Config, resources: ExitStack) -> Trainer | None:
                 "store": data.store.fingerprint,
             },
         )
-    reporter = resources.enter_context(Reporter(accelerator, folder, state.step, steps))
+    reporter = resources.enter_context(closing(Reporter(accelerator, folder, state.step, steps)))
     saver = Saver(folder / "checkpoints", data.made_from.fingerprint, t.keep_checkpoints, reporter.note, newest)
     resources.callback(saver.close)  # never in the middle of a save
-    return Trainer(
-        folder=folder,
-        made_from=data.made_from,
-        t=t,
-        seed=config.seed,
-        shape=data.shape,
-        train_split=data.train_split,
-        heldout=data.heldout,
-        schedule=schedule,
-        keep_mask=torch.from_numpy(data.draft_vocab.t2d),
-        parallel=parallel,
-        usage=usage,
-        state=state,
-        reporter=reporter,
-        saver=saver,
-        deadline=deadline,
-    )
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """What a run trains on, found to fit together.
-
-    made_from: what the trained weights depend on. shuffled: whether the data was, before windows were cut.
-    """
-
-    store: Store
-    draft_vocab: DraftVocab
-    shape: DrafterShape
-    made_from: Provenance
-    train_split: StoreSplit
-    heldout: StoreSplit
-    windows: list[Window]
-    shuffled: bool
+    return Trainer(config, data, folder, schedule, parallel, usage, state, reporter, saver, deadline)
 
 
 def read_inputs(config: Config, resources: ExitStack) -> Inputs:

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
 
 from eagle31_train import artifacts
-from eagle31_train.config import DrafterShape, TrainConfig
+from eagle31_train.config import Config, DrafterShape
 from eagle31_train.errors import Stopped
+from eagle31_train.model.vocab import DraftVocab
 from eagle31_train.provenance import Provenance
-from eagle31_train.store import StoreSplit
+from eagle31_train.store import Store, StoreSplit
 from train import launch
 from train.checkpoint import Saver, Snapshot
 from train.deadline import Deadline
@@ -25,7 +25,7 @@ from train.loader import GlobalBatch, StepTotals, load
 from train.metrics import HELDOUT, Reporter, summarise
 from train.parallel import Parallel
 from train.step import accumulate, learning_rate, samples_to_blame
-from train.windows import Usage
+from train.windows import Usage, Window
 
 
 @dataclass
@@ -57,23 +57,34 @@ class StepResult:
     stop_requested: bool
 
 
+@dataclass(frozen=True)
+class Inputs:
+    """What a run trains on, found to fit together.
+
+    made_from: what the trained weights depend on. shuffled: whether the data was, before windows were cut.
+    """
+
+    store: Store
+    draft_vocab: DraftVocab
+    shape: DrafterShape
+    made_from: Provenance
+    train_split: StoreSplit
+    heldout: StoreSplit
+    windows: list[Window]
+    shuffled: bool
+
+
 @dataclass
 class Trainer:
     """A run that is ready to train; `train.prepare.prepare` makes it.
 
-    folder: run_dir/train. made_from: what the trained weights depend on. schedule: the samples of every
-    step. keep_mask: [V] bool, which tokens of the target the draft vocabulary holds.
+    folder: run_dir/train. schedule: the samples of every step.
     """
 
+    config: Config
+    data: Inputs
     folder: Path
-    made_from: Provenance
-    t: TrainConfig
-    seed: int
-    shape: DrafterShape
-    train_split: StoreSplit
-    heldout: StoreSplit
     schedule: list[list[int]]
-    keep_mask: Tensor
     parallel: Parallel
     usage: Usage
     state: State
@@ -82,19 +93,18 @@ class Trainer:
     deadline: Deadline
 
     def __post_init__(self) -> None:
-        self.accelerator = self.parallel.accelerator
+        self.t, self.heldout, self.accelerator = self.config.train, self.data.heldout, self.parallel.accelerator
+        self.keep_mask = torch.from_numpy(self.data.draft_vocab.t2d)  # [V] bool
         self.first_step, self.last_step = self.state.step + 1, len(self.schedule)
         self.lap = time.perf_counter()  # when the step before was logged; its evaluation and checkpoint come later
         self.aside = 0.0  # seconds that these took
-        self.lengths = self.train_split.lengths
+        self.lengths = self.data.train_split.lengths
 
     def batches(self) -> Iterator[GlobalBatch]:
         """This rank's part of every step that is left."""
         self.lap = time.perf_counter()
-        done, t = self.state.step, self.t
-        return load(
-            self.train_split, self.schedule, done, t, self.seed, self.keep_mask, self.accelerator, self.deadline
-        )
+        split, seed, done = self.data.train_split, self.config.seed, self.state.step
+        return load(split, self.schedule, done, self.t, seed, self.keep_mask, self.accelerator, self.deadline)
 
     def train_step(self, batch: GlobalBatch) -> StepResult:
         """Update the weights, or leave the step out where its loss or gradient is not finite.
@@ -172,7 +182,7 @@ class Trainer:
         main = self.accelerator.is_main_process
         if main:
             self.saver.wait()  # for the checkpoint before, so that there are never two in memory
-        snapshot = take_snapshot(self.parallel, self.state, self.shape)
+        snapshot = take_snapshot(self.parallel, self.state, self.data.shape)
         if main:
             self.saver.save(snapshot, required)
         # No step after a checkpoint reads these; before it is saved, a kill would need them again.
@@ -198,7 +208,7 @@ class Trainer:
             return
         checkpoint = self.saver.committed
         assert checkpoint is not None
-        manifest = self.made_from.record(
+        manifest = self.data.made_from.record(
             checkpoint=str(checkpoint.relative_to(self.folder)),
             steps=steps,
             **{name: value for name, value in asdict(state).items() if name != "step"},

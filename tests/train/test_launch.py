@@ -136,11 +136,8 @@ WRONG = {
 }
 RIGHT = {
     "one on a CPU": ({}, (KIND.NO, 1, CPU)),
-    "one on a GPU": ({}, (KIND.NO, 1, GPU)),
     "a group of one": ({"WORLD_SIZE": "1"}, (KIND.MULTI_GPU, 1, GPU)),
-    "a group of one on a CPU": ({"WORLD_SIZE": "1", **ON_CPU}, (KIND.MULTI_CPU, 1, CPU)),
     "DDP": (TWO, (KIND.MULTI_GPU, 2, GPU)),
-    "DDP on a CPU": ({**TWO, **ON_CPU}, (KIND.MULTI_CPU, 2, CPU)),
     "FSDP2": ({**TWO, **FSDP2}, (KIND.FSDP, 2, GPU)),
     "FSDP2 on a CPU, ours alone": ({**TWO, **FSDP2, **ON_CPU}, (KIND.MULTI_CPU, 2, CPU)),
     "DeepSpeed": ({**TWO, **DEEPSPEED}, (KIND.DEEPSPEED, 2, GPU)),

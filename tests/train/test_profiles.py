@@ -139,11 +139,9 @@ def more(copy_of, tmp_path_factory):
     for kind in KINDS:
         trainings += [(f"bf16 {kind}", kind, BF16, {}), (f"others {kind}", kind, OTHERS, {})]
         trainings.append((f"mla {kind}", kind, MLA, {}))
-    trainings += [(f"muon mla {profile}", profile, [*MLA, *MUON], {}) for profile in MUON_RELAY]
     trainings += [
         ("muon forgetful", "fsdp2", MUON, {"harm": ["moments"]}),
         ("muon in shards", "fsdp2", MUON, {"harm": ["orthogonality"]}),
-        ("2 x 4", "ddp", [*SPLIT, "train.gradient_accumulation_steps=4"], {}),
     ]
     for profile, stop, harm in (("zero1", 4, []), ("zero3", 6, ["moments"]), ("fsdp2", 8, ["moments"])):
         trainings.append(("forgetful", profile, [*RECIPE, *SHARED], {"stop_after": stop, "harm": harm}))

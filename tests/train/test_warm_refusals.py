@@ -71,7 +71,7 @@ def test_rope_is_compared_by_what_it_does(new_run, draft):
     begin(new_run(), draft(max_position_embeddings=4096))
     # Without its original length, yarn goes by the longest position.
     shorter = draft(rope_scaling={"rope_type": "yarn", "factor": 4.0}, rope_parameters=None, max_position_embeddings=32)
-    assert "rope_scaling: " in refusal(new_run(), shorter, here)
+    assert "rope_scaling." in refusal(new_run(), shorter, here)
 
 
 # ---------------------------------------------------------------- the embedding
