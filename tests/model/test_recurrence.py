@@ -218,33 +218,6 @@ def loss_and_gradients(objective, documents):
     return loss, {name: p.grad for name, p in objective.drafter.named_parameters()}
 
 
-def kept_bytes(objective, documents):
-    """Bytes of distinct memory that autograd keeps for the gradient."""
-    kept = {}
-
-    def pack(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes(), tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        trained_loss(objective, documents)
-    return sum(size for size, _ in kept.values())
-
-
-def test_recomputed_activations_change_no_bit_and_keep_less():
-    shape = make_shape(intermediate_size=64)
-    generator = torch.Generator().manual_seed(4)
-    documents = [make_document(shape, 40, generator) for _ in range(2)]
-    objective = make_objective(shape)
-    loss, grads = loss_and_gradients(objective, documents)
-    kept = kept_bytes(objective, documents)
-    objective.drafter.recompute = True
-    again, regrads = loss_and_gradients(objective, documents)
-    assert torch.equal(loss, again)
-    assert all(torch.equal(regrads[name], grad) for name, grad in grads.items())
-    assert kept_bytes(objective, documents) < 0.6 * kept
-
-
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [pytest.param(torch.float64, 1e-9, marks=pytest.mark.slow), (torch.float32, 1e-5)]
 )
@@ -259,17 +232,6 @@ def test_compiled_kernels_equal_the_eager_ones(tiny, dtype, tolerance):
     again, regrads = loss_and_gradients(objective, documents)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 3, "norms, RoPE and divergence"
     assert_same((again, regrads), (loss, grads), tolerance)
-
-
-@pytest.mark.parametrize("rows", [(1, 1), (9, 2), (40, 7)])
-def test_the_loss_is_the_same_in_blocks_and_parts_of_any_size(tiny, rows, monkeypatch):
-    objective, documents = tiny
-    monkeypatch.setattr(batch, "CHUNK", 2)
-    monkeypatch.setattr(
-        loss_module, "LOGITS", {"cpu": tuple(n * objective.drafter.shape.draft_vocab_size for n in rows)}
-    )
-    ours, theirs = gradients(objective, documents)
-    assert_same(ours, theirs, 1e-9)
 
 
 def test_the_loss_joins_chunks_up_to_its_bound_and_cuts_none():

@@ -8,8 +8,7 @@ from pipeline import assert_close, assert_equal
 from eagle31_train.config import TrainConfig
 from eagle31_train.model import batch
 from eagle31_train.model.batch import build_batch, choose_slots
-from eagle31_train.store import Store
-from train import loader, order
+from train import loader
 from train.parallel import parallelise
 from train.step import accumulate
 
@@ -21,31 +20,6 @@ def test_other_slots_are_trained_than_without(new_run):
     assert not torch.equal(some.weights()["fc.weight"], all_of_them.weights()["fc.weight"])
     # More than there are: the same run to the bit.
     assert_equal(new_run().fit("train.max_steps=1", "train.slots_per_batch=60").weights(), all_of_them.weights())
-
-
-def test_every_rank_chooses_among_all_slots_and_takes_its_own(new_run, monkeypatch):
-    """Two ranks' micro-batches hold together the slots of one rank's, though neither sees the other's choice."""
-    run = new_run()
-    config = run.config(*OPTIONS)
-    split = Store(run.folder / "run" / "store").split("train")
-    batches = order.schedule(split.lengths, config.train.batch_tokens, 0, 1, None)
-    kept = torch.ones(40, dtype=torch.bool)
-
-    class Rank:
-        device = torch.device("cpu")
-
-        def __init__(self, index, ranks):
-            self.process_index, self.num_processes = index, ranks
-
-    def slots(rank):
-        found = []
-        for one in loader.load(split, batches, 0, config.train, 0, kept, rank):
-            found.append([int(micro.batch.trained.sum()) if micro.real else 0 for micro in one.micro_batches])
-        return found
-
-    alone, first, second = slots(Rank(0, 1)), slots(Rank(0, 2)), slots(Rank(1, 2))
-    assert [sum(x) for x in alone] == [sum(x) + sum(y) for x, y in zip(first, second, strict=True)]
-    assert any(sum(x) and sum(y) for x, y in zip(first, second, strict=True))
 
 
 def test_a_step_of_the_loop_is_unbiased(tiny, monkeypatch):
