@@ -79,19 +79,6 @@ def read_one(folder, barrier, answers):
     answers.put(shared(folder, 1000, during=meet, sleep=sleep).local("a").read_bytes() == content_of("a"))
 
 
-def read_in_step(folder, barrier, answers):
-    """Read all files in the same order as all others, with a look-ahead of two files or so."""
-    storage = shared(folder, 1600, sharers=4)
-    barrier.wait(LONG)
-    storage.prefetch(NAMES)
-    right = []
-    for name in NAMES:
-        right.append(storage.opened(name, Path.read_bytes) == content_of(name))
-        barrier.wait(LONG)
-    storage.close()
-    answers.put(all(right))
-
-
 def read_at_random(folder, limit, seed, answers):
     """Read files in an order of one's own; the answer is what the cache held at most."""
     most = [0]

@@ -1,6 +1,5 @@
 """A store shared among commands (`extract.part` of `extract.parts`) and processes: the bytes of one, also resumed."""
 
-import json
 import multiprocessing
 import os
 import subprocess
@@ -9,17 +8,15 @@ import threading
 from pathlib import Path
 
 import extracting
-import fsspec
 import pytest
 from extracting import timeless
-from pipeline import contents, make_run, options, tiny_config
+from pipeline import contents, make_run, options
 
 from eagle31_train.cli import load_config
 from eagle31_train.errors import UserError
-from eagle31_train.provenance import of_store
-from eagle31_train.store import Store, StoreWriter, stream, tensors
+from eagle31_train.store import Store, StoreWriter, stream
 from eagle31_train.targets import extraction as stage
-from eagle31_train.targets.extraction import extract, process_of
+from eagle31_train.targets.extraction import extract
 from eagle31_train.targets.hf import HiddenStateTarget
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -124,15 +121,6 @@ def test_parts_one_after_the_other_make_the_store_of_one(whole, tmp_path, comman
     assert "extract: up to date" in capsys.readouterr().out
 
 
-def test_parts_of_a_remote_store_make_the_store_of_one(whole, tmp_path, command):
-    far = "memory://bucket/parts"
-    caches = [[f"store_dir={far}", f"store.cache_dir={tmp_path / name}"] for name in ("here", "there")]
-    assert at_once(command(1, 2, *caches[1]), command(0, 2, *caches[0])) == [None, None]
-    fs, root = fsspec.url_to_fs(far)
-    files = {path.removeprefix(f"{root}/"): fs.cat_file(path) for path in fs.find(root)}
-    assert timeless(files) == timeless(store_of(whole))
-
-
 @pytest.mark.parametrize("parts", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3))])
 def test_stopped_parts_are_carried_on_by_any_number(whole, tmp_path, command, parts):
     for part in range(2):
@@ -148,32 +136,7 @@ def test_stopped_parts_are_carried_on_by_any_number(whole, tmp_path, command, pa
     assert all(file.stat().st_mtime_ns == at for file, at in committed.items()), "made again"
 
 
-def test_neither_part_nor_parts_is_an_input(command):
-    configs = [command(0, 1), command(0, 7), command(6, 7)]
-    data = json.loads((configs[0].data_folder / "manifest.json").read_text())
-    assert len({of_store(config, data).fingerprint for config in configs}) == 1
-
-
-def test_a_part_may_be_a_launch_of_several_processes(command, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    config, processes = command(0, 3), []
-    for config.extract.part in range(3):
-        for rank in range(4):
-            monkeypatch.setenv("RANK", str(rank))
-            processes.append(process_of(config))
-    assert [process.rank for process in processes] == list(range(12))
-    assert {process.ranks for process in processes} == {12}
-    assert [process.rank for process in processes if process.is_main] == [0, 4, 8]
-
-
 # ---------------------------------------------------------------- mistakes
-
-
-@pytest.mark.parametrize(("part", "parts"), [(2, 2), (-1, 2), (1, 1), (0, 0)])
-def test_a_part_that_there_is_not_is_refused(tmp_path, command, part, parts):
-    with pytest.raises(UserError, match=r"extract\.part"):
-        extract(command(part, parts))
-    assert not (tmp_path / "run" / "store").exists()
 
 
 def test_a_part_of_another_number_writes_nothing_until_part_0_is_of_that_number(whole, tmp_path, command):
@@ -186,15 +149,6 @@ def test_a_part_of_another_number_writes_nothing_until_part_0_is_of_that_number(
     assert store_of(tmp_path) == before
     assert at_once(*[command(part, 3) for part in (2, 1, 0)]) == [None] * 3
     assert timeless(store_of(tmp_path)) == timeless(store_of(whole))
-
-
-def test_a_part_with_other_options_is_refused_at_once(tmp_path, command):
-    message_of(command(0, 2, AT_ONCE))
-    before = store_of(tmp_path)
-    message = message_of(command(1, 2, "store.aux_codec=fp8"))
-    assert "holds a begun store of another run (" in message
-    assert "codecs.aux: bf16 there, fp8 here" in message
-    assert store_of(tmp_path) == before
 
 
 def test_the_gate_looks_at_every_part(command, monkeypatch):
@@ -296,43 +250,4 @@ def test_two_processes_of_a_launcher_make_the_bytes_of_one(whole, tmp_path):
     assert timeless(store_of(tmp_path)) == timeless(store_of(whole))
 
 
-@pytest.mark.slow
-def test_killed_processes_are_carried_on_by_any_number(whole, tmp_path):
-    arguments = same_target(tmp_path, whole)
-    assert run_all(*[start(rank, 3, arguments, stops_after=1) for rank in range(3)]) == [9, 9, 9]
-    store = tmp_path / "run" / "store"
-    committed = {file.name: file.stat().st_mtime_ns for file in (store / "shards").glob("*.safetensors")}
-    assert len(committed) == 3
-    assert not (store / "manifest.json").exists()
-    assert run_all(*[start(rank, 2, arguments) for rank in range(2)]) == [0, 0]
-    assert timeless(store_of(tmp_path)) == timeless(store_of(whole))
-    assert all((store / "shards" / name).stat().st_mtime_ns == at for name, at in committed.items()), "made again"
-
-
 # ---------------------------------------------------------------- a full disk
-
-
-@pytest.mark.parametrize("failing", [9, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 30))])
-def test_a_full_disk_leaves_nothing_half_written_and_the_same_command_goes_on(whole, tmp_path, monkeypatch, failing):
-    make_run(tmp_path)
-    config = tiny_config(tmp_path, f"target.path={whole / 'target'}")
-    store = tmp_path / "run" / "store"
-    right, calls = tensors._write_all, []
-
-    def write_all(file, data):
-        calls.append(file.name)
-        if len(calls) == failing:
-            raise OSError(28, "No space left on device")
-        right(file, data)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(tensors, "_write_all", write_all)
-        with pytest.raises(UserError, match=r"is full: .* needs [\d,]+ bytes; free some and run the same") as error:
-            extract(config)
-    assert "\n" not in str(error.value)
-    assert not list(store.rglob(".*"))
-    committed = {file.stem for file in (store / "shards").glob("*.json")}
-    assert {file.stem for file in (store / "shards").glob("*.safetensors")} == committed
-    assert len(committed) < 8
-    extract(config)
-    assert timeless(store_of(tmp_path)) == timeless(store_of(whole))

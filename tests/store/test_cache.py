@@ -1,20 +1,17 @@
 """The bounded cache of a remote storage: never over its quota, never a wrong file, ahead of its reader."""
 
 import errno
-import fcntl
 import os
 import random
 import threading
-import time
 from pathlib import Path
 
 import pytest
-from caching import LONG, Gated, copies, under_way
+from caching import LONG, Gated, copies
 from sharers import held
 
 from eagle31_train.errors import UserError
 from eagle31_train.store.backends.quota import ABANDONED
-from eagle31_train.store.backends.remote import RemoteStorage
 
 # ---------------------------------------------------------------- the quota
 
@@ -32,19 +29,6 @@ def test_the_longest_unused_leaves_first_whoever_fetched_it(fs, open_cache, tmp_
     two.local("e")
     assert copies(tmp_path) == ["c", "d", "e"]
     assert fs.fetched == ["a", "b", "c", "d", "e"]
-
-
-def test_other_stores_count_too_and_other_files_are_left_alone(fs, open_cache, tmp_path):
-    (tmp_path / "cache" / "store-of-mine").mkdir(parents=True)
-    (tmp_path / "cache" / "store-of-mine" / "mine").write_bytes(bytes(1000))
-    first = open_cache(300)
-    fs.pipe_file("/elsewhere/z", b"z" * 100)
-    second = RemoteStorage("gated://elsewhere", fs, "/elsewhere", tmp_path / "cache", 300)
-    for name in "ab":
-        first.local(name)
-    assert second.local("z").read_bytes() == b"z" * 100
-    first.local("c")
-    assert copies(tmp_path) == ["b", "c", "mine", "z"]
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -118,21 +102,6 @@ def test_files_being_built_count_and_are_never_evicted(open_cache, tmp_path):
     assert not scratch.exists()
 
 
-def test_a_file_gets_its_name_while_nobody_counts(open_cache, tmp_path, monkeypatch):
-    renamed = []
-    replace = Path.replace
-
-    def watched(self, target):
-        with (tmp_path / "cache" / ".lock").open() as lock, pytest.raises(BlockingIOError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        renamed.append(target.name)
-        return replace(self, target)
-
-    monkeypatch.setattr(Path, "replace", watched)
-    open_cache(300).local("a")
-    assert renamed == ["a"]
-
-
 # ---------------------------------------------------------------- no wrong files
 
 
@@ -151,80 +120,6 @@ def test_a_copy_that_is_not_the_file_is_fetched_again(fs, open_cache, monkeypatc
     storage.forget("a")
     assert storage.local("a").read_bytes() == b"a" * 100
     assert fs.fetched == ["a"] * 3
-
-
-def test_a_file_replaced_by_another_size_is_refused_then_known(fs, open_cache):
-    storage = open_cache(100, sleep=lambda seconds: None)
-    storage.local("a")
-    storage.local("b")
-    fs.pipe_file("/store/a", b"longer" * 10)
-    with pytest.raises(UserError, match="60 bytes came, not 100"):
-        storage.local("a")
-    assert storage.local("a").read_bytes() == b"longer" * 10
-
-
-@pytest.mark.parametrize("way", ["threads", "storages", "prefetch"])
-def test_whoever_wants_a_file_that_is_being_fetched_waits_for_it(fs, open_cache, tmp_path, way):
-    fs.gate("a")
-    storages = [open_cache(300)] * 4 if way == "threads" else [open_cache(300) for _ in range(4)]
-    if way == "prefetch":
-        storages[0].prefetch("a")
-        fs.wait(lambda fs: fs.fetched)
-    results = []
-    readers = [
-        threading.Thread(target=lambda storage=storage: results.append(storage.local("a").read_bytes()))
-        for storage in storages
-    ]
-    for reader in readers:
-        reader.start()
-    fs.wait(lambda fs: fs.fetched)
-    assert held(tmp_path) == 100
-    fs.gates["a"].set()
-    for reader in readers:
-        reader.join(LONG)
-    assert results == [b"a" * 100] * 4
-    assert fs.fetched == ["a"]
-    assert (copies(tmp_path), held(tmp_path)) == (["a"], 100)
-
-
-@pytest.mark.parametrize("part", ["a.100", "y.250"])
-def test_what_another_process_fetches_or_holds_is_waited_for_until_it_ends(fs, open_cache, tmp_path, part):
-    def sleep(seconds):
-        assert not other.closed, "nobody fetches it any more"
-        other.close()  # the other process failed, or died
-
-    storage = open_cache(300, sleep=sleep)
-    other = under_way(storage, part)
-    assert storage.local("a").read_bytes() == b"a" * 100
-    assert other.closed
-    assert held(tmp_path) == 100
-
-
-@pytest.mark.parametrize("part", ["a.5.100", "aa.100", "b.100"])
-def test_other_files_under_way_are_not_waited_for_and_a_kills_are_removed(open_cache, part):
-    storage = open_cache(300)
-    dead = storage.scratch("z").parent / ".x.250.part"
-    dead.write_bytes(b"half")
-    with under_way(storage, part) as alive:
-        assert storage.local("a").read_bytes() == b"a" * 100
-        assert not dead.exists()
-        assert Path(alive.name).exists()
-    storage.local("c")
-    assert not Path(alive.name).exists()
-
-
-def test_a_file_that_came_while_the_lock_was_waited_for_is_taken(fs, open_cache, monkeypatch):
-    storage, other = open_cache(300), open_cache(300)
-    quota = storage._cache._quota
-    reserve = quota.reserve
-
-    def late(*args, **kwargs):
-        other.local("a")
-        return reserve(*args, **kwargs)
-
-    monkeypatch.setattr(quota, "reserve", late)
-    assert storage.local("a").read_bytes() == b"a" * 100
-    assert fs.fetched == ["a"]
 
 
 @pytest.mark.parametrize(
@@ -276,52 +171,6 @@ def test_the_bound_of_prefetch_is_what_keeps_it(fs, open_cache):
     fs.wait(lambda fs: len(fs.finished) == 6)
 
 
-def settle(storage, *names):
-    """Wait until nothing is fetched ahead but these, which have their names."""
-    cache = storage._cache
-    deadline = time.monotonic() + LONG
-    while cache._queue or set(cache._ready) != set(names) or not all((cache.folder / name).exists() for name in names):
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
-def test_prefetched_files_are_not_evicted_before_use(fs, open_cache, tmp_path):
-    storage, other = open_cache(400), open_cache(400)
-    storage.prefetch("ab")
-    settle(storage, "a", "b")
-    for reader, names in ((storage, "cdefg"), (other, "hij")):  # another process knows them by their use, ahead
-        for name in names:
-            reader.local(name)
-            assert {"a", "b"} <= set(copies(tmp_path))
-    storage.local("a")
-    storage.local("b")
-    assert sorted(fs.fetched) == list("abcdefghij")
-    for name in "cdef":
-        storage.local(name)
-    assert copies(tmp_path) == list("cdef")  # used, they leave like others
-
-
-def test_one_prefetched_file_is_not_evicted_for_the_next(fs, open_cache):
-    storage = open_cache(400)
-    storage.local("a")
-    storage.scratch("new").write_bytes(bytes(250))
-    storage.prefetch("ab")
-    settle(storage, "a")
-    storage.local("a")
-    assert fs.fetched == ["a"]
-    storage.local("b")
-    assert fs.fetched == ["a", "b"]
-
-
-def test_prefetch_leaves_to_others_what_they_fetch(fs, open_cache):
-    storage = open_cache(400)  # two files ahead
-    with under_way(storage, "a.100"), under_way(storage, "c.100"):
-        storage.prefetch("abcde")
-        fs.wait(lambda fs: len(fs.finished) == 2)
-    assert sorted(fs.fetched) == ["b", "d"]
-    assert storage.local("a").read_bytes() == b"a" * 100  # they died
-
-
 def test_prefetch_replaces_the_list(fs, open_cache):
     storage = open_cache(600)
     fs.gate("a", "b")
@@ -332,20 +181,6 @@ def test_prefetch_replaces_the_list(fs, open_cache):
         fs.gates[name].set()
     fs.wait(lambda fs: {"e", "f", "g"} <= set(fs.finished))
     assert not {"c", "d"} & set(fs.fetched)
-
-
-def test_what_is_read_out_of_turn_or_too_large_is_left_to_its_reader(fs, open_cache):
-    fs.pipe_file("/store/big", bytes(250))
-    storage = open_cache(400)
-    storage._cache.ahead = 100  # one file
-    storage.prefetch(["a", "b", "big", "c"])
-    fs.wait(lambda fs: fs.finished == ["a"])
-    for name in ("b", "a"):
-        storage.local(name)
-    assert len(storage.local("big").read_bytes()) == 250
-    fs.wait(lambda fs: "c" in fs.finished)
-    assert fs.fetched[:2] == ["a", "b"]
-    assert sorted(fs.fetched[2:]) == ["big", "c"]
 
 
 @pytest.mark.parametrize("way", ["get_file", "info"])
@@ -368,17 +203,3 @@ def test_what_fails_in_the_background_is_raised_to_its_reader(fs, open_cache, mo
         storage.local("later")
     fs.pipe_file("/store/later", b"now")
     assert storage.local("later").read_bytes() == b"now"
-
-
-def test_closed_is_closed_and_without_prefetch_no_thread_starts(fs, open_cache):
-    storage = open_cache(600)
-    storage.local("l")
-    workers = storage._cache._workers
-    assert all(worker.daemon and worker.ident is None for worker in workers)
-    storage.prefetch("abc")
-    storage.close()
-    assert not any(worker.is_alive() for worker in workers)
-    count = len(fs.fetched)
-    storage.prefetch("def")
-    assert storage.local("k").read_bytes() == b"k" * 100
-    assert len(fs.fetched) == count + 1

@@ -10,29 +10,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 from storage_contract import CACHE, build, never
 
 from eagle31_train.errors import UserError
-from eagle31_train.store.backends import open_storage
 from eagle31_train.store.backends.remote import RemoteStorage
 
 # ---------------------------------------------------------------- listed
-
-
-def test_a_folder_is_listed_once_and_only_sizes_that_are_missing_are_asked_for(storage, flaky):
-    for name in ("top", "shards/a", "shards/gone"):
-        storage.write(name, b"123")
-    flaky.made.clear()
-    assert storage.sizes("shards") == {"shards/a": 3, "shards/gone": 3}
-    assert flaky.made == ["ls"]
-    whole = flaky.ls
-
-    def ls(path, detail):
-        entries = [entry | {"size": None} for entry in whole(path, detail=detail)]
-        if storage.size("shards/gone"):
-            flaky.rm_file("/bucket/store/shards/gone")
-        return entries
-
-    flaky.ls = ls
-    assert storage.sizes("shards") == {"shards/a": 3}
-    assert storage.sizes("") == {"top": 3}
 
 
 # ---------------------------------------------------------------- remote: tried again, or not
@@ -140,22 +120,6 @@ def test_what_lasts_is_not_tried_again(storage, flaky, naps, capsys, call, case)
     assert capsys.readouterr().err == ""
 
 
-def test_mistakes_of_the_program_keep_their_face(storage, flaky, naps):
-    flaky.faults["ls"] = [AttributeError("no such method")]
-    with pytest.raises(AttributeError):
-        storage.names("")
-    assert naps == []
-
-
-def test_a_place_that_cannot_be_listed_is_not_opened(tmp_path, monkeypatch):
-    def refused(*_, **__):
-        raise PermissionError("Access Denied")
-
-    monkeypatch.setattr(MemoryFileSystem, "ls", refused)
-    with pytest.raises(UserError, match=r"^memory://bucket/store/: listing is not permitted"):
-        open_storage("memory://bucket/store", tmp_path, CACHE)
-
-
 # ---------------------------------------------------------------- remote: cut short, stale, half-removed
 
 
@@ -222,23 +186,3 @@ def test_a_discard_that_is_killed_leaves_nothing_that_looks_complete(storage, fl
     assert len(left) == 6
     top = {"provenance.json", "shards.jsonl", "target.safetensors"}
     assert all(top <= set(names) for names in left if any(name.startswith("shards/") for name in names))
-
-
-def test_a_discard_that_removes_only_some_says_so(storage, flaky, naps, monkeypatch):
-    storage.write("shards/a", b"x")
-    monkeypatch.setattr(flaky, "rm", lambda paths: None, raising=False)
-    with pytest.raises(UserError, match="1 files are still there"):
-        storage.discard()
-    assert len(naps) == 4
-
-
-def test_folders_are_made_where_they_are_wanted_but_never_a_bucket(storage, flaky, monkeypatch):
-    made = []
-    monkeypatch.setattr(flaky, "mkdir", lambda path, create_parents: made.append((path, create_parents)), raising=False)
-    flaky.faults["pipe_file"] = [FileNotFoundError("no such folder")]
-    storage.write("shards/a", b"x")
-    assert made == [("/bucket/store", False), ("/bucket/store/shards", False)]
-    assert storage.read("shards/a") == b"x"
-    flaky.faults["pipe_file"] = [FileNotFoundError("no such folder")] * 2
-    with pytest.raises(UserError, match=r"shards/b: writing failed, FileNotFoundError: no such folder"):
-        storage.write("shards/b", b"x")

@@ -40,12 +40,6 @@ def test_one_of_many_that_want_a_file_now_fetches_it(answers, tmp_path):
     assert held(tmp_path) == len(content_of("a"))
 
 
-def test_many_that_read_ahead_in_step_fetch_each_file_once(answers, tmp_path):
-    barrier = FORK.Barrier(4)
-    assert answers(sharers.read_in_step, [(barrier,)] * 4) == [True] * 4
-    assert sorted(downloads(tmp_path)) == list(NAMES)
-
-
 def test_many_that_read_at_random_keep_the_bound_and_get_on(answers, tmp_path):
     most = answers(sharers.read_at_random, [(400, seed) for seed in range(3)])
     assert 200 < max(most) <= 400

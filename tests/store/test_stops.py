@@ -1,14 +1,12 @@
 """Writing a store that was stopped, at any storage: it goes on, or is refused, or is replaced whole."""
 
 import pytest
-import torch
 from made import Made, message_of, writes
 from pipeline import contents, flip_bit
 
 from eagle31_train.provenance import Provenance
 from eagle31_train.store import Store, finished, stream
 from eagle31_train.store.backends import LocalStorage
-from eagle31_train.store.format import TARGET, TARGET_LINE
 
 MADE = Made()
 NAMES = [planned.name for planned in MADE.plan.shards]
@@ -129,35 +127,3 @@ def test_a_begun_store_of_another_provenance_is_refused_or_replaced_whole(tmp_pa
     begun = other.writer(folder, overwrite=True)
     assert not any(begun.has(planned) for planned in MADE.plan.shards)
     assert sorted(contents(folder)) == ["plan.json", "provenance.json", "stream.json"]
-
-
-def test_the_targets_weights_are_there_while_a_continued_extraction_writes_them_again(tmp_path, monkeypatch):
-    MADE.write(tmp_path, stop_after=2)
-    found, put = [], LocalStorage.put
-
-    def watched(self, scratch, name):
-        if name == TARGET:
-            found.append(TARGET_LINE in self.names("") and Store(tmp_path, follow=True).target.keys())
-        put(self, scratch, name)
-
-    monkeypatch.setattr(LocalStorage, "put", watched)
-    writer = MADE.writer(tmp_path)
-    writer.write_target(MADE.weights)
-    other = {name: weights + 1 for name, weights in MADE.weights.items()}
-    writer.write_target(other)  # these are not those of the line, which goes first
-    assert found == [MADE.weights.keys(), False]
-    assert torch.equal(Store(tmp_path, follow=True).target["norm"], other["norm"])
-
-
-def test_a_finished_store_of_other_inputs_is_refused(store):
-    message = message_of(finished, LocalStorage("the store", store), Provenance({"data": "x"}), overwrite=False)
-    assert message.startswith("the store was made from other inputs (data: dddddddddddddddd there, x here; ")
-    assert finished(LocalStorage("the store", store), Provenance({"data": "x"}), overwrite=True) is None
-
-
-def test_a_state_that_is_no_number_leaves_no_shard(tmp_path):
-    made = Made(aux_codec="fp8")
-    spoilt = made.plan.shards[3]
-    made.of(spoilt)[0].aux[0, 0, 0] = float("nan")
-    assert "not finite" in message_of(made.write, tmp_path)
-    assert len(list((tmp_path / "shards").iterdir())) == 6, "three shards and their lines"

@@ -13,7 +13,7 @@ from storage_contract import CACHE, RemoteContract, StorageContract, build, neve
 
 from eagle31_train import artifacts
 from eagle31_train.errors import UserError
-from eagle31_train.store.backends import LocalStorage, open_storage
+from eagle31_train.store.backends import open_storage
 from eagle31_train.store.backends.remote import RemoteStorage
 
 # ---------------------------------------------------------------- the contract
@@ -66,14 +66,6 @@ class TestFolders(RemoteContract):
 
 
 # ---------------------------------------------------------------- opening
-
-
-def test_which_addresses_are_local(tmp_path):
-    plain, url = open_storage("runs/x/store", tmp_path, 1), open_storage("file:///data/store", tmp_path, 1)
-    assert isinstance(plain, LocalStorage)
-    assert isinstance(url, LocalStorage)
-    assert (plain.remote, plain.location, str(plain.folder)) == (False, "runs/x/store", "runs/x/store")
-    assert (url.remote, url.location, str(url.folder)) == (False, "file:///data/store", "/data/store")
 
 
 @pytest.mark.parametrize(
@@ -131,52 +123,3 @@ def test_nothing_has_its_name_before_it_and_its_folder_are_on_the_disk(local, mo
     monkeypatch.setattr(os, "replace", lambda a, b: (steps.append("replace"), replace(a, b)))
     local.write("shards/a", b"content")
     assert steps == [local.folder.parent.name, "store", ".a.tmp", "replace", "shards"]
-
-
-def test_files_that_vanish_between_two_looks_are_absent(local, monkeypatch):
-    for name in ("a", "b", "c"):
-        local.write(f"shards/{name}", b"xy")
-    assert local.size("shards/a/below") is None
-    whole = os.scandir
-
-    class Scan:
-        def __init__(self, path):
-            self.entries = list(whole(path))
-            (local.folder / "shards" / "b").unlink(missing_ok=True)
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            pass
-
-        def __iter__(self):
-            return iter(self.entries)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "scandir", Scan)
-        assert local.sizes("shards") == {"shards/a": 2, "shards/c": 2}
-    stat = os.stat
-
-    def removed(path, *args, **kwargs):
-        status = stat(path, *args, **kwargs)
-        if not isinstance(path, int) and os.fspath(path) == str(local.folder / "shards/a"):
-            (local.folder / "shards/a").unlink(missing_ok=True)
-        return status
-
-    monkeypatch.setattr(os, "stat", removed)
-    assert local.size("shards/a") == 2
-    assert local.size("shards/a") is None
-
-
-def test_what_is_opened_may_be_missing_for_other_reasons(local):
-    local.write("a", b"x")
-    tried = []
-
-    def opener(path):
-        tried.append(path)
-        raise FileNotFoundError("a library that cannot find its own file")
-
-    with pytest.raises(FileNotFoundError, match="its own file"):
-        local.opened("a", opener)
-    assert len(tried) == 1

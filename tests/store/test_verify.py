@@ -12,7 +12,6 @@ from eagle31_train.store.__main__ import main
 from eagle31_train.store.backends import LocalStorage, open_storage
 from eagle31_train.store.info import human
 from eagle31_train.store.sealed import unseal
-from eagle31_train.store.stream import consume
 from eagle31_train.store.verify import problems
 
 MADE = Made(aux_codec="fp8", last_codec="int8")
@@ -39,45 +38,6 @@ def said(capsys):
 
 
 # ---------------------------------------------------------------- whole
-
-
-def test_a_whole_store_is_one_line_and_zero(store, said):
-    before = contents(store)
-    status, out, err = said("verify", store)
-    assert (status, err) == (0, [])
-    size = sum(len(data) for name, data in before.items() if name in NAMES)
-    assert len(out) == 1
-    assert out[0].startswith(
-        f"{store}: complete and whole; 5 shards checked, 9 samples, 55 tokens, {human(size)} at "
-    ), "5 and 3 held-out samples and their tokens"
-    assert out[0].endswith("B/s") or out[0].endswith("bytes/s")
-    assert said("verify", store, "--remove")[0] == 0
-    assert contents(store) == before
-
-
-def test_a_begun_store_is_whole_as_far_as_it_goes(tmp_path, said):
-    MADE.write(tmp_path, stop_after=3)
-    status, out, _ = said("verify", tmp_path)
-    assert status == 0
-    assert out[0].startswith(f"{tmp_path}: unfinished, and whole as far as it goes; 3 shards checked, ")
-    assert out[0].endswith("; 2 shards still to come")
-    flip_bit(tmp_path / NAMES[1])
-    status, out, _ = said("verify", tmp_path)
-    assert status == 1
-    assert out[0].startswith(f"{tmp_path}/{NAMES[1]} ({SAMPLES[1]}) ")
-
-
-def test_a_used_up_shard_is_counted_and_not_missing(tmp_path, said):
-    MADE.write(tmp_path, stop_after=4)
-    consume(LocalStorage("", tmp_path), MADE.plan.shards[2:3], "t" * 16, False)
-    status, out, _ = said("verify", tmp_path)
-    assert status == 0
-    assert out[0].endswith("; 1 shards used up by a training; 1 shards still to come")
-    MADE.write(tmp_path)
-    assert said("verify", tmp_path)[0] == 0
-    (tmp_path / NAMES[3]).unlink()
-    status, out, _ = said("verify", tmp_path)
-    assert (status, out[0]) == (1, f"{tmp_path}/{NAMES[3]} ({SAMPLES[3]}) is missing")
 
 
 # ---------------------------------------------------------------- damaged
@@ -132,18 +92,6 @@ def test_what_is_removed_is_made_anew_and_nothing_else(store, said, monkeypatch)
     assert contents(store) == whole
 
 
-@pytest.mark.parametrize("name", ["plan.json", "provenance.json"])
-def test_without_the_plan_nothing_is_removed_and_extraction_makes_it(store, said, name):
-    whole = contents(store)
-    flip_bit(store / name)
-    status, out, _ = said("verify", store, "--remove")
-    assert status == 1
-    assert any(f"{name} is not there whole, and no shard can be checked without it" in line for line in out)
-    assert out[-1].startswith("nothing was removed: run `python -m eagle31_train.extract` again")
-    MADE.write(store)
-    assert contents(store) == whole
-
-
 def test_extraction_makes_anew_exactly_what_was_removed(tmp_path, said, capsys):
     make_run(tmp_path)
     config = tiny_config(tmp_path, "store.aux_codec=fp8", "store.last_codec=int8")
@@ -175,20 +123,6 @@ def test_extraction_makes_anew_exactly_what_was_removed(tmp_path, said, capsys):
 
 
 # ---------------------------------------------------------------- what is no store
-
-
-def test_no_store_and_wrong_options_are_the_users_to_mend(tmp_path, said):
-    for command in ("verify", "info"):
-        status, out, err = said(command, tmp_path / "nowhere")
-        assert (status, out) == (2, [])
-        assert err == [f"error: there is no store in {tmp_path / 'nowhere'}: correct the address"]
-    for arguments in (["verify", tmp_path, "--cache-bytes", "many"], ["info", tmp_path, "--cache-dir", tmp_path / "x"]):
-        status, _, err = said(*arguments)
-        assert status == 2
-        assert len(err) == 1
-    with pytest.raises(SystemExit) as error:
-        main(["verify"])
-    assert error.value.code == 2
 
 
 # ---------------------------------------------------------------- elsewhere
@@ -245,17 +179,3 @@ def test_info_says_what_is_inside(store, said):
     assert rows["target"].startswith("somewhere, ")
     assert rows["fingerprint"] == MADE.fingerprint
     assert "damaged" not in rows
-
-
-def test_info_of_a_begun_and_of_a_damaged_store(store, tmp_path, said):
-    begun = tmp_path / "begun"
-    MADE.write(begun, stop_after=4)
-    consume(LocalStorage("", begun), MADE.plan.shards[2:3], "t" * 16, False)
-    rows = rows_of(said("info", begun)[1])
-    assert "4 of 5 committed, 1 of them used up by a training; unfinished" in rows["shards"]
-    (store / "shards.jsonl").unlink()
-    assert rows_of(said("info", store)[1])["damaged"] == f"see `python -m eagle31_train.store verify {store}`"
-    (store / "plan.json").unlink()
-    status, _, err = said("info", store)
-    assert status == 2
-    assert f"see `python -m eagle31_train.store verify {store}`" in err[0]

@@ -25,7 +25,7 @@ from eagle31_train.targets import hf, transformers_engine
 from eagle31_train.targets.extraction import make_engine
 from eagle31_train.targets.hf import HiddenStateTarget, load_model
 from eagle31_train.targets.readout import readout_from_checkpoint
-from eagle31_train.targets.transformers_engine import PADS, TransformersEngine, causal, rope_by_length
+from eagle31_train.targets.transformers_engine import PADS, TransformersEngine, rope_by_length
 
 LENGTHS = [5, 13, 1, 8, 21, 13]
 
@@ -92,20 +92,6 @@ def test_where_rope_follows_the_length_neighbours_and_predecessors_do_not_change
         torch.testing.assert_close(own, engine.readout.logits(last[:-1]), rtol=1e-4, atol=1e-3)
 
 
-def test_ropes_that_follow_the_length_are_told_by_the_config():
-    assert not rope_by_length(tiny_llama().config)
-    config = tiny_llama().config
-    for value in (
-        {"type": "su"},
-        {"rope_type": "longrope"},
-        {"full_attention": {"rope_type": "dynamic"}, "sliding_attention": {"rope_type": "default"}},
-    ):
-        config.rope_parameters = value
-        assert rope_by_length(config)
-    config.rope_parameters = {"rope_type": "yarn", "factor": 4.0}
-    assert not rope_by_length(config)
-
-
 @torch.no_grad()
 def check_against_plain_calls(engine, model, tokens, layers):
     """Every conversation once, under its own index, with the states of running it alone with its mask."""
@@ -130,20 +116,6 @@ def test_states_are_those_of_running_each_conversation_alone(name, batch_tokens)
     model = MODELS[name]()
     engine = TransformersEngine(HiddenStateTarget(model, AUX), batch_tokens=batch_tokens)
     check_against_plain_calls(engine, model, conversations(), AUX)
-
-
-def test_the_mask_stays_where_later_tokens_are_seen(monkeypatch):
-    model = tiny_llama()
-    assert causal(model.config)
-    for name, value in (("is_causal", False), ("use_bidirectional_attention", True)):
-        model = tiny_llama()
-        setattr(model.config, name, value)
-        assert not causal(model.config)
-    target = HiddenStateTarget(model, AUX)
-    masks, right = [], target.states
-    monkeypatch.setattr(target, "states", lambda tokens, mask: masks.append(mask) or right(tokens, mask))
-    list(TransformersEngine(target).run(conversations([3, 5])))
-    assert masks[0].tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
 
 
 def off_by_one_layer(engine):
@@ -265,28 +237,6 @@ def test_a_checkpoint_whose_readout_cannot_be_read_is_refused(tmp_path, change, 
 
 
 # ---------------------------------------------------------------- configuration
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["extract.engine=vllm"], "extract.engine=vllm needs vLLM in this environment: pip install vllm"),
-        (["extract.engine_args.quantization=fp8"], "are vLLM's: use extract.engine=vllm"),
-        (["target.device_map=auto"], "target.device_map places the target: leave target.device=auto"),
-    ],
-)
-def test_an_engine_that_cannot_be_had_is_refused(saved, monkeypatch, options, words):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError) as error:
-        make_engine(saved(tiny_llama(), *options))
-    assert words in str(error.value)
-    assert "\n" not in str(error.value)
-
-
-def test_one_target_over_all_devices_and_several_processes_exclude_each_other(saved, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match=r"target\.device_map spreads one target over the devices"):
-        make_engine(saved(tiny_llama(), "target.device=auto", "target.device_map=auto"))
 
 
 def test_a_target_spread_by_a_device_map_and_left_on_the_disk_in_part_gives_the_same_states(saved, monkeypatch):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from pipeline import AUX, HIDDEN, LAYERS, VOCAB, save_quietly, tiny_config, tiny_llama
+from pipeline import HIDDEN, LAYERS, VOCAB, save_quietly, tiny_llama
 from random_targets import SIZES, randomised
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -21,13 +21,10 @@ from transformers import (
     StableLmForCausalLM,
 )
 
-from eagle31_train.artifacts import weights_fingerprint
 from eagle31_train.config import TargetConfig
 from eagle31_train.errors import UserError
 from eagle31_train.targets import hf
-from eagle31_train.targets.extraction import make_engine
 from eagle31_train.targets.hf import HiddenStateTarget, default_aux_layers, load_model
-from eagle31_train.targets.transformers_engine import TransformersEngine
 
 
 def gemma():
@@ -82,15 +79,6 @@ def test_taking_outputs_instead_of_inputs_is_caught(monkeypatch):
         check_against_transformers(tiny_llama())
 
 
-def test_only_the_wanted_layers_are_caught_in_their_order():
-    model = tiny_llama()
-    tokens, mask = batch([7])
-    every = HiddenStateTarget(model, range(LAYERS + 1)).states(tokens, mask).aux
-    some = HiddenStateTarget(model, [0, 4, LAYERS]).states(tokens, mask).aux
-    assert torch.equal(some, every[:, :, [0, 4, LAYERS]])
-    assert not any(module._forward_pre_hooks for module in model.modules()), "hooks stayed behind"
-
-
 @pytest.mark.parametrize(("make", "kind"), [(tiny_llama, "w"), (gemma, "1+w"), (MODELS["qwen3"], "w")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_kind_of_the_final_norm_is_read_off_its_answers(make, kind, dtype):
@@ -112,33 +100,6 @@ def test_layers_that_the_target_lacks_or_vllm_reorders_are_refused(layers):
 def test_the_default_layers_are_those_of_vllm():
     assert default_aux_layers(30) == [2, 15, 27]
     assert HiddenStateTarget(tiny_llama(num_hidden_layers=8), None).layers == [2, 4, 5]
-
-
-@pytest.mark.core
-def test_a_target_is_loaded_frozen_in_the_wanted_dtype(tmp_path):
-    folder = save_quietly(tiny_llama(), tmp_path / "target")
-    model = load_model(TargetConfig(path=str(folder), dtype="bfloat16", device="cpu"))
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    assert not any(parameter.requires_grad for parameter in model.parameters())
-    assert not model.training
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"path": "/nowhere/model"}, "target.path=/nowhere/model does not exist"),
-        ({"path": "."}, r"target.path=. cannot be loaded"),
-    ],
-)
-def test_a_target_that_cannot_be_loaded_is_one_line(tmp_path, monkeypatch, changes, words):
-    save_quietly(tiny_llama(), tmp_path / "target")
-    (tmp_path / "empty").mkdir()
-    monkeypatch.chdir(tmp_path / "empty")
-    fields = {"path": str(tmp_path / "target"), "dtype": "float32", "device": "cpu", **changes}
-    with pytest.raises(UserError) as error:
-        load_model(TargetConfig(**fields))
-    assert words in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 def rewrite(change):
@@ -176,45 +137,6 @@ def test_a_target_whose_weights_are_not_all_there_is_refused(tmp_path, change, w
     assert "\n" not in str(error.value)
     for part in words:
         assert part in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("rope", "found"),
-    [
-        (None, 128),
-        ({"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}, 512),
-        ({"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, 256),
-        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}, 128),
-    ],
-)
-def test_a_conversation_beyond_the_targets_positions_is_too_long(rope, found):
-    """As vLLM 0.32 counts them, whose server would refuse such a request."""
-    engine = TransformersEngine(HiddenStateTarget(tiny_llama(**({"rope_parameters": rope} if rope else {})), AUX))
-    assert engine.longest == found
-    assert f"data.max_length={found}" in engine.longer
-
-
-@pytest.mark.parametrize(("make", "doubted"), [(tiny_llama, False), (MODELS["gemma2"], True)])
-def test_that_vllm_has_no_eagle_3_for_a_target_is_said_once_before_it_is_loaded(
-    tmp_path, monkeypatch, capsys, make, doubted
-):
-    save_quietly(make(), tmp_path / "target")
-    make_engine(tiny_config(tmp_path))
-    assert ("target: vLLM 0.32's own class for gemma2 takes no EAGLE 3 draft" in capsys.readouterr().out) == doubted
-    monkeypatch.setenv("RANK", "1")
-    make_engine(tiny_config(tmp_path))
-    assert capsys.readouterr().out == ""
-
-
-def test_two_targets_are_told_apart_by_weights_and_config(tmp_path):
-    first = weights_fingerprint(str(save_quietly(tiny_llama(0), tmp_path / "a")))
-    assert weights_fingerprint(str(save_quietly(tiny_llama(0), tmp_path / "b"))) == first
-    assert weights_fingerprint(str(save_quietly(tiny_llama(1), tmp_path / "c"))) != first
-    # The same weights give other states with another epsilon or RoPE base.
-    other = save_quietly(tiny_llama(0, rms_norm_eps=1e-3), tmp_path / "d")
-    assert (other / "model.safetensors").read_bytes() == (tmp_path / "a" / "model.safetensors").read_bytes()
-    assert weights_fingerprint(str(other)) != first
-    assert weights_fingerprint("owner/model") != weights_fingerprint("owner/other")
 
 
 def test_the_input_of_a_deepseeks_layer_0_is_refused_for_vllm_has_none():
