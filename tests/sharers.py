@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fsspec.implementations.local import LocalFileSystem
 
-from eagle31_train.store.backends.quota import PART
+from eagle31_train.store.backends.cache import PART
 from eagle31_train.store.backends.remote import RemoteStorage
 
 LONG = 60  # seconds after which something that was to happen did not
@@ -61,22 +61,6 @@ def held(folder):
 
 
 # ---------------------------------------------------------------- what processes do; each puts its answer
-
-
-def read_one(folder, barrier, answers):
-    """Read a file while all others do: nobody gets on before everybody fetches it, or waits for another."""
-    met = threading.Event()
-
-    def meet():
-        if not met.is_set():
-            met.set()
-            barrier.wait(LONG)
-
-    def sleep(seconds):
-        meet()
-        time.sleep(seconds)
-
-    answers.put(shared(folder, 1000, during=meet, sleep=sleep).local("a").read_bytes() == content_of("a"))
 
 
 def read_at_random(folder, limit, seed, answers):

@@ -22,7 +22,7 @@ from eagle31_train.store.document import Document
 from eagle31_train.store.format import Line
 from eagle31_train.store.sealed import digest
 from eagle31_train.store.shard_plan import Shape
-from eagle31_train.store.tensors import FormatError, MappedFile, save_file
+from eagle31_train.store.tensors import FormatError, map_bytes, save_file, tensors_in
 
 NONE = torch.empty(0)
 
@@ -33,8 +33,8 @@ class ContentError(ValueError):
 
 def write_shard(path: Path, documents: Sequence[Document], shape: Shape) -> None:
     """Write samples (with states in any float dtype, on any device) into a file."""
-    aux = [_kept(document.attended_states, shape.aux_codec) for document in documents]
-    last = [_kept(document.supervised_states, shape.last_codec) for document in documents]
+    aux = [kept(document.attended_states, shape.aux_codec) for document in documents]
+    last = [kept(document.supervised_states, shape.last_codec) for document in documents]
     tensors = {
         "tokens": torch.cat([document.tokens for document in documents]).int(),
         "loss_mask": torch.cat([document.loss_mask for document in documents]),
@@ -46,7 +46,7 @@ def write_shard(path: Path, documents: Sequence[Document], shape: Shape) -> None
     save_file(tensors, path)
 
 
-def _kept(states: Tensor | Encoded, codec: str) -> Encoded:
+def kept(states: Tensor | Encoded, codec: str) -> Encoded:
     """Encoded where the states are, since a GPU does it in passing, and brought here in fewer bytes."""
     encoded = states if isinstance(states, Encoded) else encode(states, codec)
     return replace(encoded, values=encoded.values.cpu(), scale=encoded.scale.cpu())
@@ -79,10 +79,10 @@ class ShardFile:
         self, path: Path, lengths: Sequence[int], shape: Shape, vocab_size: int, expected: str | None = None
     ) -> None:
         try:
-            file = MappedFile(path, whole=expected is not None)
-            if expected is not None and digest(file.bytes) != expected:
+            data = map_bytes(path, whole=expected is not None)
+            if expected is not None and digest(data.numpy().data) != expected:
                 raise ContentError("is not as it was written (its checksum differs)")
-            found = file.tensors()
+            found = tensors_in(data)
             self.tokens, self.loss_mask, self.top1 = found["tokens"], found["loss_mask"], found["top1"]
             self.aux = Encoded(shape.aux_codec, shape.hidden_size, found["aux.values"], found["aux.scale"])
             self.last = Encoded(shape.last_codec, shape.hidden_size, found["last.values"], found["last.scale"])

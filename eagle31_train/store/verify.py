@@ -25,7 +25,6 @@ class Checked:
 
     complete: bool = False
     shards: int = 0
-    samples: int = 0
     tokens: int = 0
     bytes: int = 0
     coming: int = 0
@@ -54,17 +53,12 @@ def inspect(storage: Storage) -> tuple[Head, list[Problem]]:
     return head, problems
 
 
-def problems(storage: Storage) -> Iterator[str]:
-    """Everything that is wrong with a store, complete or begun, one line each.
+def check(storage: Storage, checked: Checked) -> Iterator[Problem]:
+    """Everything that is wrong with a store, complete or begun; on the way, `checked` counts what is whole.
 
     Raises:
         UserError: there is no store, or it cannot be read at all.
     """
-    return (problem.text for problem in check(storage, Checked()))
-
-
-def check(storage: Storage, checked: Checked) -> Iterator[Problem]:
-    """`problems`; on the way, `checked` counts what is whole."""
     head, problems = inspect(storage)
     yield from problems
     if head.plan is None or head.provenance is None:
@@ -95,37 +89,31 @@ def _shards(head: Head, plan: Plan, states: dict[str, Any], checked: Checked) ->
     with tqdm(total=total, unit="B", unit_scale=True, desc="verify", disable=None) as bar:
         for shard in shards:
             line = head.lines[shard.name]
-            damage = None
             try:
                 open_shard(storage, line, plan.lengths_of(shard), shape, states["vocab_size"], {})
+                checked.shards += 1
+                checked.tokens += shard.tokens
+                checked.bytes += line.size
             except FileNotFoundError:
                 if shard.name in read_consumed(storage).shards:  # by a training, since we looked
                     checked.consumed += 1
-                    continue
-                damage = "is missing"
+                else:
+                    yield Problem(f"{storage.location}/{shard.name} ({shard.samples()}) is missing", shard)
             except ContentError as error:
-                damage = str(error)
-            if damage:
-                yield Problem(f"{storage.location}/{shard.name} ({shard.samples()}) {damage}", shard)
-            else:
-                checked.shards += 1
-                checked.samples += shard.end - shard.first
-                checked.tokens += shard.tokens
-                checked.bytes += line.size
+                yield Problem(f"{storage.location}/{shard.name} ({shard.samples()}) {error}", shard)
             bar.update(line.size)
 
 
 def _strays(head: Head, plan: Plan) -> Iterator[Problem]:
     """Files that are none of the store's."""
-    storage, planned = head.storage, {shard.name for shard in plan.shards}
+    storage, ours = head.storage, FILES - ({STREAM} if head.manifest else set())
+    ours |= {shard.name for shard in plan.shards}
     if head.manifest is None:  # lines have files of their own
-        planned |= {shard.line for shard in plan.shards}
-    for name in storage.names("shards"):
-        if name not in planned:
-            yield Problem(f"{storage.location}/{name} is no file of this store: remove it", stray=name)
-    for name in storage.names(""):
-        if name not in FILES - ({STREAM} if head.manifest else set()):
-            yield Problem(f"{storage.location}/{name} is no file of this store: remove it")
+        ours |= {shard.line for shard in plan.shards}
+    for name in [*storage.names("shards"), *storage.names("")]:
+        if name not in ours:
+            stray = name if "/" in name else None  # only what lies among the shards is taken away
+            yield Problem(f"{storage.location}/{name} is no file of this store: remove it", stray=stray)
 
 
 def remove(storage: Storage, problems: Sequence[Problem]) -> str:
@@ -151,8 +139,6 @@ def remove(storage: Storage, problems: Sequence[Problem]) -> str:
         elif shard.name in head.lines:
             storage.write(shard.line, head.lines[shard.name].sealed())
     storage.remove(SHARDS)
-    left = sum(shard.name in bad or shard.name not in head.lines for shard in head.plan.shards)
     return (
-        f"removed: shards {len(bad)}, other files {len(strays)}; `{EXTRACT}` with its configuration makes "
-        f"anew: shards {left}, and no others"
+        f"removed: shards {len(bad)}, other files {len(strays)}; `{EXTRACT}` makes anew what is missing, and no others"
     )

@@ -25,8 +25,8 @@ from eagle31_train.config import Config, byte_count
 from eagle31_train.errors import UserError
 from eagle31_train.locks import alone
 from eagle31_train.store import Storage, StoreWriter, finished, make_plan, shape_of, storage_of
-from eagle31_train.store.codec import Encoded, encode
 from eagle31_train.store.document import Document
+from eagle31_train.store.shard import kept
 from eagle31_train.store.shard_plan import SPLITS, Shape
 from eagle31_train.targets.engine import Engine, too_long
 from eagle31_train.targets.fidelity import Figures, Gate, report, summary
@@ -243,13 +243,9 @@ def document_of(
 ) -> Document:
     """One sample with the stored rows of aux [T, A, H] and last [T, H], encoded on their device, then on the CPU."""
     whole = Document(tokens, loss_mask, top1_of(readout, last, loss_mask), aux, last)
-    assert isinstance(whole.attended_states, Tensor)
-    assert isinstance(whole.supervised_states, Tensor)
-    return replace(
-        whole,
-        aux=_on_cpu(encode(whole.attended_states, shape.aux_codec)),
-        last=_on_cpu(encode(whole.supervised_states, shape.last_codec)),
-    )
+    # A GPU holds the states of one batch at a time, not those of a shard.
+    kept_aux, kept_last = kept(whole.attended_states, shape.aux_codec), kept(whole.supervised_states, shape.last_codec)
+    return replace(whole, aux=kept_aux, last=kept_last)
 
 
 def top1_of(readout: Readout, last: Tensor, loss_mask: Tensor) -> Tensor:
@@ -259,8 +255,3 @@ def top1_of(readout: Readout, last: Tensor, loss_mask: Tensor) -> Tensor:
     for rows in where.split(LOGIT_ROWS):
         top1[rows] = readout.best(last[rows.to(last.device)]).cpu()
     return top1
-
-
-def _on_cpu(encoded: Encoded) -> Encoded:
-    # A GPU holds the states of one batch at a time, not those of a shard.
-    return replace(encoded, values=encoded.values.cpu(), scale=encoded.scale.cpu())

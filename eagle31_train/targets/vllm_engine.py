@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -219,34 +219,26 @@ def states_folder(size: int) -> Path:
         if parent.is_dir():
             _sweep(parent)
             if shutil.disk_usage(parent).free >= size:
-                return _claim(Path(tempfile.mkdtemp(prefix=f"{FOLDER}-", dir=parent)))
+                folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER}-", dir=parent))
+                fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX)  # as long as this process lives
+                atexit.register(shutil.rmtree, folder, ignore_errors=True)
+                return folder
     raise UserError(
         f"neither {RAM_DISK} nor {tempfile.gettempdir()} has {size / 1e9:.1f} GB free, through which vLLM hands over "
         f"the states of a shard: {DISK}"
     )
 
 
-def _claim(folder: Path) -> Path:
-    """Hold a lock beside the folder as long as this process lives, and remove both when it ends."""
-    lock = folder.with_suffix(".lock").open("w")
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    atexit.register(_discard, folder, lock)
-    return folder
-
-
-def _discard(folder: Path, lock: IO[str]) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    Path(lock.name).unlink(missing_ok=True)
-    lock.close()
-
-
 def _sweep(parent: Path) -> None:
     """Remove the folders of processes that were killed: nobody holds their locks any more."""
-    for name in parent.glob(f"{FOLDER}-*.lock"):
-        with suppress(OSError), name.open() as lock:  # held, somebody else's, or just swept by another process
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(name.with_suffix(""), ignore_errors=True)
-            name.unlink(missing_ok=True)
+    for folder in parent.glob(f"{FOLDER}-*"):
+        with suppress(OSError):  # held, somebody else's, or just swept by another process
+            descriptor = os.open(folder, os.O_RDONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder)
+            finally:
+                os.close(descriptor)
 
 
 def _one_line(error: Exception) -> str:

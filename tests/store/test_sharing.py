@@ -4,7 +4,7 @@ import multiprocessing
 
 import pytest
 import sharers
-from sharers import LONG, NAMES, content_of, downloads, held, lay, shared
+from sharers import LONG, NAMES, content_of, downloads, lay, shared
 
 FORK = multiprocessing.get_context("forkserver")  # a child of a process that has imported, and done nothing else
 FORK.set_forkserver_preload(["eagle31_train.store"])
@@ -31,13 +31,6 @@ def answers(tmp_path):
     yield answers
     for process in started:
         process.kill()
-
-
-def test_one_of_many_that_want_a_file_now_fetches_it(answers, tmp_path):
-    barrier = FORK.Barrier(4)
-    assert answers(sharers.read_one, [(barrier,)] * 4) == [True] * 4
-    assert downloads(tmp_path) == ["a"]
-    assert held(tmp_path) == len(content_of("a"))
 
 
 def test_many_that_read_at_random_keep_the_bound_and_get_on(answers, tmp_path):

@@ -26,14 +26,10 @@ class LocalStorage(Storage):
             return (self.folder / name).read_bytes()
 
     def write(self, name: str, data: bytes) -> None:
-        scratch = self.scratch(name)
-        try:
-            with self._explained("write", name):
-                scratch.write_bytes(data)
-        except BaseException:
-            scratch.unlink(missing_ok=True)
-            raise
-        self.put(scratch, name)
+        path = self.folder / name
+        with self._explained("write", name):
+            self._make(path.parent)
+            artifacts.write_bytes(path, data)
 
     def scratch(self, name: str) -> Path:
         path = self.folder / name
