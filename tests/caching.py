@@ -6,6 +6,8 @@ from pathlib import Path
 
 from fsspec.implementations.memory import MemoryFileSystem
 
+from eagle31_train.store.backends.cache import PART
+
 LONG = 30  # seconds after which something that was to happen did not
 
 
@@ -49,8 +51,10 @@ def copies(folder):
     return sorted(path.name for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
 
 
-def under_way(storage, name):
-    """A part file that another process fills, with the lock that says so."""
-    file = (storage.scratch("z").parent / f".{name}.part").open("wb")
-    fcntl.flock(file, fcntl.LOCK_EX)
-    return file
+def held(folder):
+    """Bytes that a cache folder takes, or is about to take; counted while nobody renames."""
+    with (folder / "cache" / ".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        files = [path for path in (folder / "cache").rglob("*") if path.is_file()]
+        parts = [(PART.fullmatch(path.name), path) for path in files]
+        return sum(int(part["bytes"]) if part else path.stat().st_size for part, path in parts)

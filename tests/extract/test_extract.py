@@ -80,15 +80,6 @@ def test_top1_is_the_targets_choice_where_the_next_token_is_the_assistants(whole
     assert taught > 50
 
 
-def test_a_tied_head_is_not_stored_twice(tmp_path):
-    make_run(tmp_path, tie_word_embeddings=True)
-    extract(tiny_config(tmp_path, "extract.gate_top1=0.9"))
-    store = Store(tmp_path / "run" / "store")
-    assert store.states["tied_lm_head"] is True
-    assert torch.equal(store.target["lm_head"], store.target["embed_tokens"])
-    assert (tmp_path / "run" / "store" / "target.safetensors").stat().st_size < 2 * VOCAB * HIDDEN * 4
-
-
 @given(st.lists(st.integers(1, 60), max_size=30), st.integers(1, 200))
 def test_batches_hold_every_sample_once_within_the_bound_and_little_padding(lengths, bound):
     batches = batches_by_length(lengths, bound)
@@ -111,23 +102,6 @@ def test_a_finished_extraction_is_not_repeated(run, monkeypatch, capsys):
     extract(tiny_config(run))
     assert "extract: up to date" in capsys.readouterr().out
     assert contents(run / "run" / "store") == before
-
-
-@pytest.mark.parametrize(
-    ("option", "named"),
-    [
-        ("target.aux_layers=[1,2]", "target.aux_layers: [1, 3, 5] there, [1, 2] here"),
-        ("target.dtype=bfloat16", "target.dtype: float32 there, bfloat16 here"),
-        ("extract.shard_tokens=50", "shard_tokens: 40 there, 50 here"),
-        ("store.aux_codec=fp8", "codecs.aux: bf16 there, fp8 here"),
-    ],
-)
-def test_a_store_of_other_options_is_refused_and_named(whole, option, named):
-    before = contents(whole / "run" / "store")
-    message = message_of(whole, option)
-    assert named in message
-    assert "overwrite=true" in message
-    assert contents(whole / "run" / "store") == before
 
 
 def test_a_store_of_another_target_is_refused_or_replaced(run, tmp_path_factory):

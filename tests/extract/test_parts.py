@@ -1,25 +1,22 @@
 """A store shared among commands (`extract.part` of `extract.parts`) and processes: the bytes of one, also resumed."""
 
-import multiprocessing
 import os
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
-import extracting
 import pytest
 from extracting import timeless
 from pipeline import contents, make_run, options
 
 from eagle31_train.cli import load_config
 from eagle31_train.errors import UserError
-from eagle31_train.store import Store, StoreWriter, stream
+from eagle31_train.store import StoreWriter, stream
 from eagle31_train.targets import extraction as stage
 from eagle31_train.targets.extraction import extract
 from eagle31_train.targets.hf import HiddenStateTarget
 
-SPAWN = multiprocessing.get_context("spawn")
 ROOT = Path(__file__).resolve().parent.parent.parent
 LAUNCH = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu"]  # on a CPU, two indeed
 AT_ONCE = "store.patience=0.01"  # who would wait gives up
@@ -105,22 +102,6 @@ def test_parts_at_the_same_time_make_the_store_of_one(whole, tmp_path, command, 
     assert said.err.count("extract:   0%") == 2, "each part has a screen of its own"
 
 
-def test_parts_one_after_the_other_make_the_store_of_one(whole, tmp_path, command, monkeypatch, capsys):
-    assert "waiting for the first process to prepare the store: nothing came" in message_of(command(1, 2, AT_ONCE))
-    assert "waiting for the other processes' shards: nothing came" in message_of(command(0, 2, AT_ONCE))
-    assert "manifest.json" not in store_of(tmp_path)
-    theirs = written(monkeypatch)
-    extract(command(1, 2, AT_ONCE))
-    assert 0 < len(theirs) < 8
-    theirs.clear()
-    extract(command(0, 2, AT_ONCE))
-    assert theirs == [], "part 0 only finishes the store"
-    assert timeless(store_of(tmp_path)) == timeless(store_of(whole))
-    capsys.readouterr()
-    extract(command(1, 2))
-    assert "extract: up to date" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("parts", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3))])
 def test_stopped_parts_are_carried_on_by_any_number(whole, tmp_path, command, parts):
     for part in range(2):
@@ -167,50 +148,6 @@ def test_the_gate_looks_at_every_part(command, monkeypatch):
     assert theirs == []
 
 
-@pytest.mark.parametrize("removed", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_damaged_shard_of_a_finished_store_is_made_again_by_the_part_whose_it_is(
-    whole, tmp_path, command, monkeypatch, removed
-):
-    assert at_once(command(0, 2), command(1, 2)) == [None, None]
-    store, theirs = tmp_path / "run" / "store", written(monkeypatch)
-    shard = Store(store).plan.share(1, 2)[-1].name
-    if removed:
-        (store / shard).unlink()
-    else:
-        (store / shard).write_bytes((store / shard).read_bytes()[:-3])
-    # Each part alone: part 1 must not write beside a manifest, nor part 0 finish what is not whole.
-    assert "waiting for the first process to prepare the store" in message_of(command(1, 2, AT_ONCE))
-    assert "waiting for the other processes' shards" in message_of(command(0, 2, AT_ONCE))
-    assert "manifest.json" not in store_of(tmp_path)
-    assert theirs == []
-    extract(command(1, 2, AT_ONCE))
-    assert theirs == [shard]
-    extract(command(0, 2, AT_ONCE))
-    assert theirs == [shard]
-    assert timeless(store_of(tmp_path)) == timeless(store_of(whole))
-
-
-def test_the_same_part_twice_at_a_time_is_refused_and_disturbs_nothing(whole, tmp_path, command, monkeypatch):
-    """The second would remove what the first is building: both build a shard under one name."""
-    right, said = StoreWriter.write, []
-
-    def write(self, *rest):
-        if not said:
-            before = store_of(tmp_path)
-            said.append("")  # what comes back here does not ask again
-            said[0] = message_of(command(0, 1))
-            assert store_of(tmp_path) == before
-        right(self, *rest)
-
-    monkeypatch.setattr(StoreWriter, "write", write)
-    extract(command(0, 1))
-    assert said == [
-        f"another process extracts the same shards of {tmp_path / 'run' / 'store'} now: wait for it, or choose another "
-        "name=… or run_dir=…"
-    ]
-    assert timeless(store_of(tmp_path)) == timeless(store_of(whole))
-
-
 # ---------------------------------------------------------------- processes of a launcher
 
 
@@ -218,20 +155,6 @@ def same_target(folder, whole):
     """folder with the data of `whole`, and the options of a run there."""
     make_run(folder)
     return options(folder, f"target.path={whole / 'target'}")
-
-
-def start(rank, ranks, arguments, stops_after=None):
-    """One of several processes; not forked: a fork hangs if OpenMP threads have run in the process it was made of."""
-    return SPAWN.Process(target=extracting.one, args=(rank, ranks, arguments, stops_after), daemon=True)
-
-
-def run_all(*processes):
-    """Their exit statuses, in order."""
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    return [process.exitcode for process in processes]
 
 
 @pytest.mark.slow

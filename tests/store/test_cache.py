@@ -1,14 +1,14 @@
 """The bounded cache of a remote storage: never over its quota, never a wrong file, ahead of its reader."""
 
 import errno
+import fcntl
 import os
 import random
 import threading
 from pathlib import Path
 
 import pytest
-from caching import LONG, copies
-from sharers import held
+from caching import LONG, copies, held
 
 from eagle31_train.errors import UserError
 from eagle31_train.store.backends.cache import ABANDONED
@@ -31,9 +31,8 @@ def test_the_longest_unused_leaves_first_whoever_fetched_it(fs, open_cache, tmp_
     assert fs.fetched == ["a", "b", "c", "d", "e"]
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_the_quota_holds_at_every_moment(fs, open_cache, tmp_path, seed):
-    sizes = random.Random(seed)
+def test_the_quota_holds_at_every_moment(fs, open_cache, tmp_path):
+    sizes = random.Random(0)
     contents = {name: name.encode() * sizes.randint(0, 180) for name in "abcdefghijkl"}
     for name, content in contents.items():
         fs.pipe_file(f"/store/{name}", content)
@@ -50,7 +49,7 @@ def test_the_quota_holds_at_every_moment(fs, open_cache, tmp_path, seed):
         except BaseException as error:
             failures.append(error)
 
-    orders = [random.Random(seed + i).choices("abcdefghijkl", k=40) for i in range(2)]
+    orders = [random.Random(i).choices("abcdefghijkl", k=40) for i in range(2)]
     readers = [threading.Thread(target=read, args=(open_cache(400, sharers=2), order)) for order in orders]
     for reader in readers:
         reader.start()
@@ -100,6 +99,19 @@ def test_files_being_built_count_and_are_never_evicted(open_cache, tmp_path):
     os.utime(scratch, (0, scratch.stat().st_mtime - ABANDONED - 1))  # a killed run's
     storage.local("c")
     assert not scratch.exists()
+
+
+def test_what_another_process_fetches_is_waited_for_until_it_ends_or_dies(fs, open_cache, tmp_path):
+    def sleep(seconds):
+        other.close()  # the other process failed, or was killed
+
+    storage = open_cache(300, sleep=sleep)
+    with (storage.scratch("z").parent / ".a.100.part").open("wb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert storage.local("a").read_bytes() == b"a" * 100
+        assert other.closed
+    assert held(tmp_path) == 100
+    assert fs.fetched == ["a"]
 
 
 # ---------------------------------------------------------------- no wrong files
@@ -170,17 +182,16 @@ def test_prefetch_replaces_the_list(fs, open_cache):
     assert not {"c", "d"} & set(fs.fetched)
 
 
-@pytest.mark.parametrize("way", ["get_file", "info"])
-def test_what_fails_in_the_background_is_raised_to_its_reader(fs, open_cache, monkeypatch, way):
+def test_what_fails_in_the_background_is_raised_to_its_reader(fs, open_cache, monkeypatch):
     storage = open_cache(600)
 
     def refuse(*_, **__):
         raise PermissionError("Access Denied")
 
     with monkeypatch.context() as patch:
-        patch.setattr(fs, way, refuse)
+        patch.setattr(fs, "info", refuse)
         storage.prefetch("abc")
-        with pytest.raises(UserError, match=r"gated://store/a: .* is not permitted"):
+        with pytest.raises(UserError, match=r"gated://store/a: .* check the credentials"):
             storage.local("a")
     assert storage.local("a").read_bytes() == b"a" * 100
     storage.prefetch(["later", *"ghi"])  # what is absent holds nobody up

@@ -119,12 +119,6 @@ def test_what_is_or_would_become_infinite_is_refused(codec):
         x[2, 1, at] = value
         with pytest.raises(UserError, match=REFUSED):
             encode(x, codec)
-    largest = torch.finfo(torch.bfloat16).max
-    for size in (largest, *(largest * (1 - 2.0**-9 * k) for k in range(1, 20)), largest / 2):
-        try:
-            assert torch.isfinite(encode(torch.tensor([[size, -size, size / 2, 1.0]]), codec).decode()).all(), size
-        except UserError:
-            assert size > 0.99 * largest
 
 
 # ---------------------------------------------------------------- however it lies in memory

@@ -88,10 +88,6 @@ def test_another_training_does_not_use_up_the_same_store(tmp_path):
     assert (tmp_path / NAMES[1]).exists()
 
 
-def shard_bytes(folder):
-    return sum(path.stat().st_size for path in (folder / "shards").glob("*.safetensors"))
-
-
 def test_a_store_that_was_lost_but_for_what_was_used_up_keeps_to_its_bound(tmp_path):
     """A RAM disk after a restart: training has recorded anew what it had used up, all lines are gone."""
     train, storage = MADE.plan.of("train"), LocalStorage("the store", tmp_path)
@@ -103,7 +99,7 @@ def test_a_store_that_was_lost_but_for_what_was_used_up_keeps_to_its_bound(tmp_p
         assert not writer.has(planned)
         assert writer.wait_for_quota(planned)
         writer.write(planned, MADE.of(planned))
-        most = max(most, shard_bytes(tmp_path))
+        most = max(most, sum(path.stat().st_size for path in (tmp_path / "shards").glob("*.safetensors")))
     assert most <= bound
     assert {name for name in storage.names("shards") if name.endswith(".safetensors")} == {
         *(planned.name for planned in MADE.plan.of("heldout")),

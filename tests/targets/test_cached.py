@@ -7,18 +7,12 @@ import torch
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
 )
@@ -50,13 +44,10 @@ LATENT = {
 }
 FAMILIES = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
-    "qwen": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES)),
     "sliding": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=4)),
-    "soft-capped": lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES, sliding_window=4)),
     "every sixth full": lambda: Gemma3ForCausalLM(
         Gemma3TextConfig(**SIZES | {"num_hidden_layers": 7}, sliding_window=4)
     ),
-    "experts": lambda: MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4)),
     "latent": lambda: DeepseekV3ForCausalLM(
         DeepseekV3Config(**{k: v for k, v in SIZES.items() if k != "head_dim"} | {"num_key_value_heads": 4}, **LATENT)
     ),
@@ -125,7 +116,7 @@ def check(target, kept, found, lengths):
         torch.testing.assert_close(logits, whole, rtol=bar, atol=bar)
 
 
-@pytest.mark.parametrize("lengths", [LENGTHS, [5, 5, 5, 5], [1, 1, 9, 1]])
+@pytest.mark.parametrize("lengths", [LENGTHS, [5, 5, 5, 5]])
 def test_rows_are_what_they_are_alone(target, lengths):
     check(target, *read_together(target, lengths, ROUNDS), lengths)
 

@@ -79,18 +79,6 @@ def test_taking_outputs_instead_of_inputs_is_caught(monkeypatch):
         check_against_transformers(tiny_llama())
 
 
-@pytest.mark.parametrize(("make", "kind"), [(tiny_llama, "w"), (gemma, "1+w"), (MODELS["qwen3"], "w")])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_kind_of_the_final_norm_is_read_off_its_answers(make, kind, dtype):
-    target = HiddenStateTarget(make().to(dtype), [1, 2])
-    weight = target.final_norm.weight.float()
-    readout = target.readout
-    assert readout.norm_kind == kind
-    assert torch.equal(readout.norm, weight + 1 if kind == "1+w" else weight)
-    assert readout.norm.dtype == torch.float32
-    assert readout.eps == 1e-6
-
-
 @pytest.mark.parametrize("layers", [[3, 1], [1, 1, 2], [], [-1, 2], [1, LAYERS + 1]])
 def test_layers_that_the_target_lacks_or_vllm_reorders_are_refused(layers):
     with pytest.raises(UserError, match=r"target\.aux_layers="):
@@ -120,12 +108,9 @@ WHOLE = "a file is cut short, or only git-lfs's pointer"
     ("change", "words"),
     [
         (rewrite(lambda w: {k: w[k] for k in w if k != "lm_head.weight"}), ["1 of its", "lm_head.weight", RANDOM]),
-        (rewrite(lambda w: {f"text.{k}": v for k, v in w.items()}), ["missing or of another size", RANDOM]),
         (rewrite(lambda w: {**w, "model.norm.weight": torch.ones(9)}), ["1 of its", "model.norm.weight", RANDOM]),
-        (lambda file: file.write_bytes(file.read_bytes()[:-100]), [WHOLE]),
         (lambda file: file.write_bytes(POINTER), [WHOLE]),
     ],
-    ids=["missing", "other names", "another size", "cut short", "git-lfs"],
 )
 def test_a_target_whose_weights_are_not_all_there_is_refused(tmp_path, change, words):
     """Whatever transformers makes up in their place would be learnt, and passes every later check."""
@@ -153,18 +138,12 @@ def test_the_input_of_a_deepseeks_layer_0_is_refused_for_vllm_has_none():
     ("name", "devices", "ranks", "local", "expected"),
     [
         ("auto", 0, 1, 0, "cpu"),
-        ("auto", 2, 1, 0, "cuda"),
         ("cuda:1", 2, 1, 0, "cuda:1"),
-        ("auto", 0, 2, 1, "cpu"),
         ("auto", 2, 2, 1, "cuda:1"),
-        ("cuda", 8, 8, 3, "cuda:3"),
-        ("cpu", 8, 8, 3, "cpu"),
         ("cuda:0", 1, 8, 3, "cuda:0"),  # where the launcher shows each process a device of its own
-        ("cuda:0", 0, 1, 0, "there is no cuda:0 here"),
-        ("cuda:2", 2, 1, 0, "target.device=cuda:2: there is no cuda:2 here, where torch sees 2"),
         ("auto", 1, 2, 1, "there is no cuda:1 here, where torch sees 1"),
         ("cuda:1", 8, 8, 3, "each of 8 processes would load the target there"),
-        *((name, 0, 1, 0, f"target.device={name} is no device here") for name in ("gpu", "cuda:one", "0", "mps")),
+        ("gpu", 0, 1, 0, "target.device=gpu is no device here"),
     ],
 )
 def test_each_process_gets_a_device_of_its_own_or_one_line(monkeypatch, name, devices, ranks, local, expected):
