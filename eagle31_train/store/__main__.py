@@ -17,8 +17,9 @@ from pathlib import Path
 from eagle31_train.config import byte_count
 from eagle31_train.errors import UserError
 from eagle31_train.store.backends import Storage, open_storage
+from eagle31_train.store.format import REMAKE
 from eagle31_train.store.info import describe
-from eagle31_train.store.verify import Checked, check, remove
+from eagle31_train.store.verify import Checked, check
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,14 +54,17 @@ def _verify(storage: Storage, take_away: bool) -> int:
         f"{checked.shards:,} of {checked.tokens:,} tokens and {checked.bytes:,} bytes, used up by a training: "
         f"{checked.consumed:,}, still to come: {checked.coming:,}"
     )
-    if not problems:
-        return 0
-    advice = (
-        f"`python -m eagle31_train.store verify {storage.location} --remove` takes away what is damaged, "
-        "and the extraction's own command then makes it anew"
-    )
-    print(remove(storage, problems) if take_away else advice)
-    return 1
+    if problems and not take_away:
+        print(
+            f"`python -m eagle31_train.store verify {storage.location} --remove` takes away what is damaged, "
+            "and the extraction's own command then makes it anew"
+        )
+    elif problems:
+        files = [problem.file for problem in problems if problem.file]
+        for name in files:
+            storage.remove(name)
+        print(f"removed: {len(files)} files; {REMAKE}")
+    return 1 if problems else 0
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,6 +1,6 @@
 """Is a store whole? Every byte is compared with what was written, and what is wrong is named with its samples."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ from tqdm import tqdm
 from eagle31_train import artifacts
 from eagle31_train.errors import UserError
 from eagle31_train.store.backends import Storage
-from eagle31_train.store.format import EXTRACT, FILES, PLAN, PROVENANCE, REMAKE, SHARDS, STREAM, TARGET, TARGET_LINE
+from eagle31_train.store.format import FILES, PLAN, PROVENANCE, SHARDS, STREAM, TARGET, TARGET_LINE
 from eagle31_train.store.head import Head, Problem, difference, read_head, read_lines, read_target_line
 from eagle31_train.store.shard import ContentError, open_shard
 from eagle31_train.store.shard_plan import Plan, shape_of
@@ -98,9 +98,9 @@ def _shards(head: Head, plan: Plan, states: dict[str, Any], checked: Checked) ->
                 if shard.name in read_consumed(storage).shards:  # by a training, since we looked
                     checked.consumed += 1
                 else:
-                    yield Problem(f"{storage.location}/{shard.name} ({shard.samples()}) is missing", shard)
+                    yield Problem(f"{storage.location}/{shard.name} ({shard.samples()}) is missing")
             except ContentError as error:
-                yield Problem(f"{storage.location}/{shard.name} ({shard.samples()}) {error}", shard)
+                yield Problem(f"{storage.location}/{shard.name} ({shard.samples()}) {error}", shard.name)
             bar.update(line.size)
 
 
@@ -112,33 +112,5 @@ def _strays(head: Head, plan: Plan) -> Iterator[Problem]:
         ours |= {shard.line for shard in plan.shards}
     for name in [*storage.names("shards"), *storage.names("")]:
         if name not in ours:
-            stray = name if "/" in name else None  # only what lies among the shards is taken away
-            yield Problem(f"{storage.location}/{name} is no file of this store: remove it", stray=stray)
-
-
-def remove(storage: Storage, problems: Sequence[Problem]) -> str:
-    """Take away what `check` found damaged, so that the next extraction makes that anew, and only that.
-
-    The store is unfinished from then on. Damaged small files stay: extraction writes them again in any case.
-
-    Returns:
-        What was removed, in words.
-    """
-    head, _ = inspect(storage)
-    if head.plan is None or head.provenance is None:  # no line tells which shard is which
-        return f"nothing was removed: {REMAKE}; then verify it again"
-    bad = {problem.shard.name for problem in problems if problem.shard}
-    strays = [problem.stray for problem in problems if problem.stray]
-    storage.remove(artifacts.MANIFEST)  # whoever reads it now finds it unfinished
-    for name in strays:
-        storage.remove(name)
-    for shard in head.plan.shards:  # and as in an unfinished store, each line gets a file of its own
-        if shard.name in bad:
-            storage.remove(shard.line)
-            storage.remove(shard.name)
-        elif shard.name in head.lines:
-            storage.write(shard.line, head.lines[shard.name].sealed())
-    storage.remove(SHARDS)
-    return (
-        f"removed: shards {len(bad)}, other files {len(strays)}; `{EXTRACT}` makes anew what is missing, and no others"
-    )
+            stray = name if "/" in name else None  # beside the shards may lie what is somebody else's
+            yield Problem(f"{storage.location}/{name} is no file of this store: remove it", stray)

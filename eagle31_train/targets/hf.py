@@ -66,7 +66,7 @@ def pick_device(name: str) -> torch.device:
     if (device.index or 0) >= count:
         raise UserError(
             f"target.device={name}: there is no {device} here, where torch sees {count} CUDA devices: use "
-            "target.device=auto and no more processes than devices (or cuda:0, where each process sees only its own)"
+            "target.device=auto and no more processes than devices"
         )
     return device
 

@@ -79,9 +79,7 @@ def test_what_is_removed_is_made_anew_and_nothing_else(store, said):
     spoil(store)
     status, out, _ = said("verify", store, "--remove")
     assert status == 1
-    assert out[-1].startswith("removed: shards 4, other files 1; ")
-    status, out, _ = said("verify", store)
-    assert (status, out[0].split(", ")[-1]) == (0, "still to come: 5")
+    assert out[-1].startswith("removed: 4 files; ")
     MADE.write(store)
     assert contents(store) == whole
 
@@ -112,7 +110,6 @@ def test_a_remote_store_is_checked_where_it_lies(bucket, tmp_path, said):
     status, out, _ = said("verify", bucket.location, "--remove")
     assert status == 1
     assert out[0] == f"{bucket.location}/{NAMES[3]} ({SAMPLES[3]}) is not as it was written (its checksum differs)"
-    assert said("verify", bucket.location)[1][0].endswith("still to come: 1")
     MADE.write(bucket)
     assert said("verify", bucket.location)[0] == 0
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("eagle31-")], "copies go again"

@@ -26,10 +26,10 @@ class LocalStorage(Storage):
             return (self.folder / name).read_bytes()
 
     def write(self, name: str, data: bytes) -> None:
-        path = self.folder / name
-        with self._explained("write", name):
-            self._make(path.parent)
-            artifacts.write_bytes(path, data)
+        scratch = self.scratch(name)
+        with self._writing(scratch, name):
+            scratch.write_bytes(data)
+            artifacts.commit(scratch, self.folder / name)
 
     def scratch(self, name: str) -> Path:
         path = self.folder / name
@@ -38,9 +38,14 @@ class LocalStorage(Storage):
         return path.with_name(f".{path.name}.tmp")
 
     def put(self, scratch: Path, name: str) -> None:
+        with self._writing(scratch, name):
+            artifacts.commit(scratch, self.folder / name)
+
+    @contextmanager
+    def _writing(self, scratch: Path, name: str) -> Iterator[None]:
         try:
             with self._explained("write", name):
-                artifacts.commit(scratch, self.folder / name)
+                yield
         except BaseException:  # a full disk, Ctrl-C: nothing half-written stays
             scratch.unlink(missing_ok=True)
             raise
