@@ -82,13 +82,10 @@ def load_model(config: TargetConfig, dtype: str | None = None) -> Any:
     Raises:
         UserError: there is none at target.path, some of its weights are not, or it cannot be placed as asked.
     """
-    if config.device_map and ranks() > 1:
+    if config.device_map and (ranks() > 1 or config.device != "auto"):
         raise UserError(
-            "target.device_map spreads one target over the devices, and each of several processes would: "
-            "start one process, or leave target.device_map out"
+            "target.device_map spreads one target over the devices: start one process, and leave target.device=auto"
         )
-    if config.device_map and config.device != "auto":
-        raise UserError("target.device_map places the target: leave target.device=auto")
     device = None if config.device_map else pick_device(config.device)
     options: dict[str, Any] = {"dtype": pick_dtype(dtype or config.dtype)}
     if config.device_map:

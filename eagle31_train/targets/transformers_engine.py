@@ -63,7 +63,9 @@ class TransformersEngine:
         for batch in batches_by_length(lengths, 1 if self._alone else self.batch_tokens):
             self._forget_lengths()
             padded = pad_sequence([tokens[i] for i in batch], batch_first=True).to(device)
-            states = self.target.states(padded, None if self._causal else self._mask(tokens, batch, device))
+            lengths_B1 = torch.tensor([[len(tokens[i])] for i in batch], device=device)
+            mask = (torch.arange(padded.shape[1], device=device) < lengths_B1).long()
+            states = self.target.states(padded, None if self._causal else mask)
             for row, index in enumerate(batch):
                 length = len(tokens[index])
                 yield index, states.aux[row, :length], states.last[row, :length]
@@ -83,10 +85,6 @@ class TransformersEngine:
         for module in self.target.model.modules():
             for name in [name for name in vars(module) if name.endswith("max_seq_len_cached")]:
                 setattr(module, name, 0)
-
-    @staticmethod
-    def _mask(tokens: Sequence[Tensor], batch: list[int], device: Any) -> Tensor:
-        return pad_sequence([torch.ones_like(tokens[i]) for i in batch], batch_first=True).to(device)
 
 
 def load_engine(config: TargetConfig, batch_tokens: int) -> TransformersEngine:

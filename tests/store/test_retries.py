@@ -5,17 +5,38 @@ import os
 
 import fsspec
 import pytest
-from flaky import Flaky
 from fsspec.implementations.memory import MemoryFileSystem
 from storage_contract import CACHE, build, never
 
 from eagle31_train.errors import UserError
 from eagle31_train.store.backends.remote import RemoteStorage
 
-# ---------------------------------------------------------------- listed
+
+@pytest.fixture
+def fs():
+    return MemoryFileSystem(global_store=False, skip_instance_cache=True)
 
 
-# ---------------------------------------------------------------- remote: tried again, or not
+@pytest.fixture
+def naps():
+    return []
+
+
+@pytest.fixture
+def storage(fs, naps, tmp_path):
+    return RemoteStorage("flaky://bucket/store", fs, "/bucket/store", tmp_path / "cache", 1000, sleep=naps.append)
+
+
+def fail(fs, call, errors):
+    """The next calls of a kind raise these."""
+    right = getattr(fs, call)
+
+    def run(*args, **kwargs):
+        if errors:
+            raise errors.pop(0)
+        return right(*args, **kwargs)
+
+    setattr(fs, call, run)
 
 
 class HTTPClientError(Exception):
@@ -74,28 +95,28 @@ def every_way_and_every(errors):
 
 
 @pytest.mark.parametrize(("call", "error"), every_way_and_every(PASSING), ids=repr)
-def test_what_passes_is_tried_again(storage, flaky, naps, capsys, call, error):
+def test_what_passes_is_tried_again(storage, fs, naps, capsys, call, error):
     storage.write("a", b"content")
     expected = WAYS[call](storage)
     storage.forget("a")
-    flaky.faults[call] = [error] * 4
+    fail(fs, call, [error] * 4)
     assert WAYS[call](storage) == expected
     assert len(naps) == 4
     assert capsys.readouterr().err.count("flaky://bucket/store/") == 4
 
 
-def test_what_does_not_pass_soon_ends_in_one_line(storage, flaky, naps):
-    flaky.faults["ls"] = [OSError("down\nfor long")] * 9
+def test_what_does_not_pass_soon_ends_in_one_line(storage, fs, naps):
+    fail(fs, "ls", [OSError("down\nfor long")] * 9)
     with pytest.raises(UserError, match=r"OSError: down for long\): it was tried 5 times; .* run the same command"):
         storage.sizes("")
-    assert (len(naps), len(flaky.faults["ls"])) == (4, 4)
+    assert len(naps) == 4
 
 
 @pytest.mark.parametrize(("call", "case"), every_way_and_every(LASTING), ids=repr)
-def test_what_lasts_is_not_tried_again(storage, flaky, naps, call, case):
+def test_what_lasts_is_not_tried_again(storage, fs, naps, call, case):
     error, words = case
     storage.write("a", b"content")
-    flaky.faults[call] = [error]
+    fail(fs, call, [error])
     with pytest.raises(UserError) as raised:
         WAYS[call](storage)
     assert words in str(raised.value)
@@ -106,21 +127,21 @@ def test_what_lasts_is_not_tried_again(storage, flaky, naps, call, case):
 
 
 @pytest.mark.parametrize("call", ["cat_file", "get_file", "pipe_file", "put_file"])
-def test_what_is_cut_short_is_seen_and_tried_again(storage, flaky, naps, monkeypatch, call):
+def test_what_is_cut_short_is_seen_and_tried_again(storage, fs, naps, monkeypatch, call):
     storage.write("a", b"content")
-    whole = getattr(Flaky, call)
+    whole = getattr(fs, call)
     lengths = [3, 0, None]
 
-    def cut(self, path, *arguments, **kwargs):
+    def cut(path, *arguments, **kwargs):
         length = lengths.pop(0)
-        result = whole(self, path, *arguments, **kwargs)
+        result = whole(path, *arguments, **kwargs)
         if length is not None and call == "get_file":
             os.truncate(arguments[0], length)
         elif length is not None and call != "cat_file":
-            MemoryFileSystem.pipe_file(self, "/bucket/store/a", b"content"[:length])
+            MemoryFileSystem.pipe_file(fs, "/bucket/store/a", b"content"[:length])
         return result[:length] if call == "cat_file" else result
 
-    monkeypatch.setattr(Flaky, call, cut)
+    monkeypatch.setattr(fs, call, cut)
     WAYS[call](storage)
     assert (len(naps), lengths) == (2, [])
     monkeypatch.undo()
@@ -152,17 +173,17 @@ def test_listings_are_never_stale(tmp_path):
     assert len(planted.ls("/store")) == 1  # the file system does what it is here to do
 
 
-def test_a_discard_that_is_killed_leaves_nothing_that_looks_complete(storage, flaky):
+def test_a_discard_that_is_killed_leaves_nothing_that_looks_complete(storage, fs):
     for name in ("manifest.json", "provenance.json", "shards.jsonl", "target.safetensors", "shards/a", "shards/b"):
         storage.write(name, b"x")
     left = []
-    whole = Flaky.rm_file
+    whole = fs.rm_file
 
-    def rm_file(self, path):
-        whole(self, path)
-        left.append(sorted(name.removeprefix("/bucket/store/") for name in self.store))
+    def rm_file(path):
+        whole(path)
+        left.append(sorted(name.removeprefix("/bucket/store/") for name in fs.store))
 
-    flaky.rm_file = rm_file.__get__(flaky)
+    fs.rm_file = rm_file
     storage.discard()
     assert "manifest.json" not in left[0]
     assert len(left) == 6

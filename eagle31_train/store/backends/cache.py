@@ -68,12 +68,13 @@ class Cache:
         self.ahead = limit // 2 // sharers
         self._size_of, self._fetch, self._sleep = size_of, fetch, sleep
         self._sizes: dict[str, int] = {}
-        # `_changed` guards what follows; `_ready` are the files prefetched, or under way, and not yet used.
+        # `_changed` guards what follows; `_ready` are the files prefetched, or under way, and not yet used, with their
+        # bytes, or those of the largest so far where they are not known yet.
         self._changed = threading.Condition()
         self._queue: deque[str] = deque()
         self._ready: dict[str, int] = {}
+        self._largest = 0
         self._stopped = False
-        self._admission = threading.Lock()
         self._workers = [threading.Thread(target=self._work, daemon=True) for _ in range(THREADS)]
         with self._explained():
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -230,7 +231,7 @@ class Cache:
     def prefetch(self, names: Sequence[str]) -> None:
         """Fetch these in this order in the background, and no others any more.
 
-        No more than `ahead` bytes are fetched and not yet used. What is larger, absent, fetched by another process
+        No more than `ahead` bytes are fetched and not yet used, or one file. What is absent, fetched by another process
         just now, or fails, is left to `get`.
         """
         with self._changed:
@@ -258,37 +259,33 @@ class Cache:
             self._changed.notify_all()
 
     def _work(self) -> None:
-        while (name := self._admitted()) is not None:
+        while (name := self._next()) is not None:
             try:
+                size = self._size(name)
+                with self._changed:
+                    self._largest = max(self._largest, size)
+                    if name in self._ready:
+                        self._ready[name] = size
                 obtained = name in self._ready and self._obtain(name)
             except Exception:  # `get` tries again, and raises it
                 obtained = False
             if not obtained:
                 self._used(name)
 
-    def _admitted(self) -> str | None:
+    def _next(self) -> str | None:
         """Wait for the head of the queue to fit into the look-ahead, and take it; None: closed."""
-        while True:
-            with self._admission:  # one thread at a time, or a later name could slip in before an earlier one
-                with self._changed:
-                    self._changed.wait_for(lambda: self._stopped or bool(self._queue))
-                    if self._stopped:
-                        return None
-                    name = self._queue[0]
-                try:
-                    size = self._size(name)  # may ask another machine: not under the lock
-                except Exception:  # left to `get`
-                    size = 0
-                with self._changed:
-                    while self._leads(name) and sum(self._ready.values()) + size > self.ahead:
-                        self._changed.wait()
-                    if self._leads(name):
-                        self._ready[self._queue.popleft()] = size
-                        return name
 
-    def _leads(self, name: str) -> bool:
-        """Whether the name is still the next one; `get` and `prefetch` change the queue at any time."""
-        return not self._stopped and bool(self._queue) and self._queue[0] == name
+        def fits() -> bool:
+            free = self.ahead - sum(self._ready.values())
+            return self._stopped or (bool(self._queue) and (not self._ready or self._largest <= free))
+
+        with self._changed:
+            self._changed.wait_for(fits)
+            if self._stopped:
+                return None
+            name = self._queue.popleft()
+            self._ready[name] = self._largest
+            return name
 
 
 def _holds(path: Path, size: int) -> bool:
