@@ -1,4 +1,4 @@
-"""A file system whose downloads wait at gates, for tests of the bounded cache."""
+"""A file system whose downloads are watched, for tests of the bounded cache."""
 
 import fcntl
 import threading
@@ -12,12 +12,12 @@ LONG = 30  # seconds after which something that was to happen did not
 
 
 class Gated(MemoryFileSystem):
-    """Notes which files are fetched; those with a gate only once it is open; some are refused."""
+    """Notes which files are fetched; some are refused."""
 
     def __init__(self, **kwargs):
         super().__init__(global_store=False, **kwargs)
         self.fetched, self.finished = [], []
-        self.gates, self.refused = {}, {}
+        self.refused = {}
         self.changed = threading.Condition()
         self.watch = lambda: None  # called while a fetch is under way
 
@@ -26,8 +26,6 @@ class Gated(MemoryFileSystem):
         with self.changed:
             self.fetched.append(name)
             self.changed.notify_all()
-        if name in self.gates:
-            assert self.gates[name].wait(LONG)
         if name in self.refused:
             raise self.refused[name]
         self.watch()
@@ -41,9 +39,6 @@ class Gated(MemoryFileSystem):
     def wait(self, condition):
         with self.changed:
             assert self.changed.wait_for(lambda: condition(self), LONG)
-
-    def gate(self, *names):
-        self.gates |= {name: threading.Event() for name in names}
 
 
 def copies(folder):

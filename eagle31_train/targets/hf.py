@@ -71,11 +71,6 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def pick_dtype(name: str) -> torch.dtype:
-    """A torch dtype by its name in the configuration."""
-    return DTYPES[name]
-
-
 def load_model(config: TargetConfig, dtype: str | None = None) -> Any:
     """The target as a transformers causal LM in eval mode, on its device or spread over several.
 
@@ -87,7 +82,7 @@ def load_model(config: TargetConfig, dtype: str | None = None) -> Any:
             "target.device_map spreads one target over the devices: start one process, and leave target.device=auto"
         )
     device = None if config.device_map else pick_device(config.device)
-    options: dict[str, Any] = {"dtype": pick_dtype(dtype or config.dtype)}
+    options: dict[str, Any] = {"dtype": DTYPES[dtype or config.dtype]}
     if config.device_map:
         options["device_map"] = config.device_map
     # Tensors of another size than the model's are refused below, by name.
@@ -153,12 +148,12 @@ def serving_doubt(config: TargetConfig) -> str | None:
 
 
 def pick_layers(aux_layers: Sequence[int] | None, depth: int, kind: str = "") -> list[int]:
-    """The auxiliary layers of a target of N layers and of a model_type; by default vLLM's choice.
+    """The auxiliary layers of a target of N layers and of a model_type; by default vLLM's choice (2, N//2, N-3).
 
     Raises:
         UserError: layers that it does not have or that vLLM could not give, or not in ascending order.
     """
-    layers = list(aux_layers) if aux_layers is not None else default_aux_layers(depth)
+    layers = list(aux_layers) if aux_layers is not None else [2, depth // 2, depth - 3]
     if layers != sorted(set(layers)) or not layers:
         raise UserError(f"target.aux_layers={layers} must ascend without repeats: set target.aux_layers=[…]")
     if layers[0] < 0 or layers[-1] > depth:
@@ -166,11 +161,6 @@ def pick_layers(aux_layers: Sequence[int] | None, depth: int, kind: str = "") ->
     if layers[0] == 0 and kind in NO_EMBEDDINGS:
         raise UserError(f"target.aux_layers={layers}: vLLM cannot give the input of layer 0 of a {kind}: take another")
     return layers
-
-
-def default_aux_layers(layers: int) -> list[int]:
-    """vLLM's choice for a target of N layers: 2, N//2, N-3."""
-    return [2, layers // 2, layers - 3]
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from torch.nn.utils.rnn import pad_sequence
 from eagle31_train.config import TargetConfig
 from eagle31_train.targets.engine import Reference
 from eagle31_train.targets.hf import (
+    DTYPES,
     HiddenStateTarget,
     load_model,
     pick_device,
-    pick_dtype,
     positions,
     serving_doubt,
 )
@@ -97,7 +97,7 @@ def load_engine(config: TargetConfig, batch_tokens: int) -> TransformersEngine:
         print(f"target: {doubt}")
     target = HiddenStateTarget(load_model(config), config.aux_layers)
     offloaded = any(module.weight.is_meta for module in (target.embedding, target.final_norm, target.head))
-    readout = readout_from_checkpoint(config, pick_dtype(config.dtype)) if offloaded else target.readout
+    readout = readout_from_checkpoint(config, DTYPES[config.dtype]) if offloaded else target.readout
     device = pick_device(config.device) if offloaded else target.head.weight.device
     return TransformersEngine(target, readout.to(device), batch_tokens)
 

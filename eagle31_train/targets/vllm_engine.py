@@ -24,7 +24,7 @@ from torch import Tensor
 from eagle31_train.config import Config
 from eagle31_train.errors import UserError
 from eagle31_train.targets.engine import Reference, too_long
-from eagle31_train.targets.hf import pick_device, pick_dtype, pick_layers, ranks
+from eagle31_train.targets.hf import DTYPES, pick_device, pick_layers, ranks
 from eagle31_train.targets.pretrained import require_path
 from eagle31_train.targets.readout import readout_from_checkpoint
 from eagle31_train.targets.vllm_states import CANNOT, LAYERS, number
@@ -82,7 +82,7 @@ class VllmEngine:
         for name in OURS.keys() & config.extract.engine_args.keys():
             raise UserError(f"extract.engine_args.{name} cannot be set: {OURS[name]}")
         require_path(config.target)
-        self.readout = readout_from_checkpoint(config.target, pick_dtype(config.target.dtype))
+        self.readout = readout_from_checkpoint(config.target, DTYPES[config.target.dtype])
         self.layers = pick_layers(config.target.aux_layers, self.readout.depth)
         # vLLM gives each layer once, in ascending order; the input of layer N is the last hidden state.
         self._taken = sorted({*self.layers, self.readout.depth})

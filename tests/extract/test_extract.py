@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 from datasets import DatasetDict
-from extracting import timeless
 from hypothesis import given
 from hypothesis import strategies as st
 from pipeline import AUX, HIDDEN, LENGTHS, VOCAB, contents, make_run, save_quietly, tiny_config, tiny_llama
@@ -13,7 +12,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from eagle31_train.errors import UserError
-from eagle31_train.store import Store, StoreWriter
+from eagle31_train.store import Store
 from eagle31_train.targets import extraction as stage
 from eagle31_train.targets.extraction import extract
 from eagle31_train.targets.hf import HiddenStateTarget
@@ -150,34 +149,6 @@ def test_data_of_another_tokenizer_is_refused_before_the_target_is_loaded(run, m
     assert message.startswith(f"{run / 'run' / 'data'} was not made for target.path={run / 'target'} but with another")
     assert message.endswith("run `python -m data_prep` for this target")
     assert not (run / "other").exists()
-
-
-def stop_after(monkeypatch, shards):
-    """The next extraction is stopped by Ctrl-C when it has committed so many shards."""
-    original, written = StoreWriter.write, []
-
-    def write(self, shard, *rest):
-        if len(written) == shards:
-            raise KeyboardInterrupt
-        original(self, shard, *rest)
-        written.append(shard)
-
-    monkeypatch.setattr(StoreWriter, "write", write)
-
-
-@pytest.mark.parametrize("shards", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 6))])
-def test_a_stopped_extraction_goes_on_and_ends_with_the_same_bytes(whole, run, shards):
-    # The same target, by the same name: the provenance holds its path.
-    config = tiny_config(run, f"target.path={whole / 'target'}")
-    with pytest.MonkeyPatch.context() as patch:
-        stop_after(patch, shards)
-        with pytest.raises(KeyboardInterrupt):
-            extract(config)
-    store = run / "run" / "store"
-    assert not (store / "manifest.json").exists()
-    assert len(list((store / "shards").glob("*.safetensors"))) == shards
-    extract(config)
-    assert timeless(store_of(run)) == timeless(store_of(whole))
 
 
 # ---------------------------------------------------------------- refused

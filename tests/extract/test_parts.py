@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -53,20 +54,8 @@ def store_of(folder):
 
 def at_once(*configs):
     """Run commands together; what each raised, or None."""
-    raised = [None] * len(configs)
-
-    def work(index):
-        try:
-            extract(configs[index])
-        except BaseException as error:
-            raised[index] = error
-
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(configs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return raised
+    with ThreadPoolExecutor(len(configs)) as pool:
+        return [done.exception() for done in [pool.submit(extract, config) for config in configs]]
 
 
 def message_of(config):
@@ -151,16 +140,12 @@ def test_the_gate_looks_at_every_part(command, monkeypatch):
 # ---------------------------------------------------------------- processes of a launcher
 
 
-def same_target(folder, whole):
-    """folder with the data of `whole`, and the options of a run there."""
-    make_run(folder)
-    return options(folder, f"target.path={whole / 'target'}")
-
-
 @pytest.mark.slow
 def test_two_processes_of_a_launcher_make_the_bytes_of_one(whole, tmp_path):
+    make_run(tmp_path)
+    words = options(tmp_path, f"target.path={whole / 'target'}")
     done = subprocess.run(
-        [*LAUNCH, "--num_processes", "2", "-m", "eagle31_train.extract", *same_target(tmp_path, whole)],
+        [*LAUNCH, "--num_processes", "2", "-m", "eagle31_train.extract", *words],
         cwd=ROOT,
         env={**os.environ, "ACCELERATE_USE_CPU": "true"},
         text=True,
@@ -171,6 +156,3 @@ def test_two_processes_of_a_launcher_make_the_bytes_of_one(whole, tmp_path):
     assert done.stdout.count("bytes each") == 1, "the first process speaks for all"
     assert done.stderr.count("extract:   0%") == 1, "and shows the bar"
     assert timeless(store_of(tmp_path)) == timeless(store_of(whole))
-
-
-# ---------------------------------------------------------------- a full disk

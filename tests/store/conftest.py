@@ -1,4 +1,4 @@
-"""A cache over a file system with gates."""
+"""A cache over a file system that is watched."""
 
 import pytest
 from caching import Gated
@@ -24,7 +24,5 @@ def open_cache(fs, tmp_path):
         return storages[-1]
 
     yield open_cache
-    for gate in fs.gates.values():
-        gate.set()
     for storage in storages:
         storage.close()

@@ -179,7 +179,7 @@ def test_the_readout_of_a_checkpoint_is_that_of_the_loaded_model(tmp_path, name,
     folder = save_quietly(MODELS[name](), tmp_path / "target")
     config = TargetConfig(path=str(folder), dtype=dtype, device="cpu")
     loaded = HiddenStateTarget(load_model(config), AUX).readout
-    read = readout_from_checkpoint(config, hf.pick_dtype(dtype))
+    read = readout_from_checkpoint(config, hf.DTYPES[dtype])
     for field in ("embedding", "norm", "head"):
         assert torch.equal(getattr(read, field), getattr(loaded, field)), field
         assert getattr(read, field).dtype == getattr(loaded, field).dtype

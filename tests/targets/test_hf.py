@@ -24,7 +24,7 @@ from transformers import (
 from eagle31_train.config import TargetConfig
 from eagle31_train.errors import UserError
 from eagle31_train.targets import hf
-from eagle31_train.targets.hf import HiddenStateTarget, default_aux_layers, load_model
+from eagle31_train.targets.hf import HiddenStateTarget, load_model, pick_layers
 
 
 def gemma():
@@ -86,7 +86,7 @@ def test_layers_that_the_target_lacks_or_vllm_reorders_are_refused(layers):
 
 
 def test_the_default_layers_are_those_of_vllm():
-    assert default_aux_layers(30) == [2, 15, 27]
+    assert pick_layers(None, 30) == [2, 15, 27]
     assert HiddenStateTarget(tiny_llama(num_hidden_layers=8), None).layers == [2, 4, 5]
 
 
