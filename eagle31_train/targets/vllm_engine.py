@@ -39,21 +39,11 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 TOP = 20  # tokens whose probabilities the gate asks for
-SPREAD = "no process would have all of a conversation's states; spread the target by tensor_parallel_size"
-OURS = {  # arguments that the engine sets itself
-    "model": "it is target.path",
-    "revision": "it is target.revision",
-    "dtype": "it is target.dtype",
-    "trust_remote_code": "it is target.trust_remote_code",
-    "speculative_config": "the layers are target.aux_layers",
-    "kv_transfer_config": "states come from this run's forward passes alone",
-    "worker_cls": "it is how the states come out",
-    "enable_prefix_caching": "conversations share no states, so that each one's are whole",
-    "async_scheduling": "the requests alone decide what is computed together, so that a run can be repeated",
-    "pipeline_parallel_size": SPREAD,
-    "data_parallel_size": SPREAD,
-    "prefill_context_parallel_size": SPREAD,
-}
+TARGETS = {"model": "path", "revision": "revision", "dtype": "dtype", "trust_remote_code": "trust_remote_code"}
+OURS = {  # arguments that the engine sets itself, so that states come out, whole, and a run can be repeated
+    "speculative_config", "kv_transfer_config", "worker_cls", "enable_prefix_caching", "async_scheduling",
+    "pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size",
+}  # fmt: skip
 RAM_DISK = Path("/dev/shm")
 FOLDER = "eagle31-states"
 DISK = "free some, point TMPDIR elsewhere, or lower extract.shard_tokens"
@@ -79,8 +69,9 @@ class VllmEngine:
                 "extract.engine_args.tensor_parallel_size=…; on several machines one on each, with "
                 "extract.part=… extract.parts=…"
             )
-        for name in OURS.keys() & config.extract.engine_args.keys():
-            raise UserError(f"extract.engine_args.{name} cannot be set: {OURS[name]}")
+        for name in (OURS | TARGETS.keys()) & config.extract.engine_args.keys():
+            why = f"it is target.{TARGETS[name]}" if name in TARGETS else "it is part of how the states come out"
+            raise UserError(f"extract.engine_args.{name} cannot be set: {why}")
         require_path(config.target)
         self.readout = readout_from_checkpoint(config.target, DTYPES[config.target.dtype])
         self.layers = pick_layers(config.target.aux_layers, self.readout.depth)
@@ -90,8 +81,11 @@ class VllmEngine:
         self._folder = states_folder(2 * row * max(config.extract.shard_tokens, config.data.max_length))
         self._llm = _start(config, self._taken)
         self._llm.collective_rpc("open_states", args=(str(self._folder),))
-        self.longest: int | None
-        self.longest, self.longer = bound(self._llm.model_config)
+        self.longest: int | None = self._llm.model_config.max_model_len - 1  # one token is generated
+        self.longer = (
+            f"cut the data by data.max_length={self.longest}, or, where the target has more positions, set "
+            "extract.engine_args.max_model_len"
+        )
         self.readout = self.readout.to(pick_device(config.target.device))
 
     def run(self, tokens: Sequence[Tensor]) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -200,17 +194,6 @@ def _positions(config: Config) -> float:
     target = config.target
     text = get_config(target.path, target.trust_remote_code, revision=target.revision).get_text_config()
     return getattr(text, "max_position_embeddings", None) or float("inf")
-
-
-def bound(model_config: Any) -> tuple[int, str]:
-    """The longest conversation that vLLM takes, given its configuration of the model, and how to go beyond."""
-    longest = model_config.max_model_len - 1  # one token is generated
-    cut = f"cut the data by data.max_length={longest}"
-    try:
-        model_config.get_and_verify_max_len(longest + 2)
-    except ValueError:
-        return longest, f"{cut} (the target itself has no more positions)"
-    return longest, f"set extract.engine_args.max_model_len to one more than it has, or {cut}"
 
 
 def states_folder(size: int) -> Path:

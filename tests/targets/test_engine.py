@@ -23,7 +23,7 @@ from eagle31_train.targets import hf, transformers_engine
 from eagle31_train.targets.extraction import make_engine
 from eagle31_train.targets.hf import HiddenStateTarget, load_model
 from eagle31_train.targets.readout import readout_from_checkpoint
-from eagle31_train.targets.transformers_engine import PADS, TransformersEngine, rope_by_length
+from eagle31_train.targets.transformers_engine import TransformersEngine, rope_by_length
 
 LENGTHS = [5, 13, 1, 8, 21, 13]
 
@@ -147,25 +147,20 @@ def test_planted_mistakes_are_seen(plant, what):
         check_against_plain_calls(engine, model, conversations(), AUX)
 
 
-@pytest.mark.parametrize("takes", [True, False])
-def test_the_gates_reference_is_the_models_ordinary_call_with_a_mask_at_the_wanted_positions(takes, monkeypatch):
+def test_the_gates_reference_is_the_models_ordinary_call_with_a_mask_at_the_wanted_positions(monkeypatch):
     model, rows, masks = tiny_llama(), [], []
     right = model.forward
-
-    def forward(input_ids, attention_mask=None, use_cache=None):  # as code that came with an older target
-        masks.append(attention_mask)
-        return right(input_ids=input_ids, attention_mask=attention_mask, use_cache=use_cache)
 
     def newer(logits_to_keep=0, **inputs):
         masks.append(inputs["attention_mask"])
         return right(**inputs, logits_to_keep=logits_to_keep)
 
-    monkeypatch.setattr(model, "forward", newer if takes else forward)
+    monkeypatch.setattr(model, "forward", newer)
     model.lm_head.register_forward_hook(lambda _module, _args, logits: rows.append(logits.shape[1]))
     tokens, positions = conversations()[4], torch.tensor([0, 7, 19])
     reference = TransformersEngine(HiddenStateTarget(model, AUX)).reference(tokens, positions)
     assert reference.ids is None
-    assert rows == ([3] if takes else [len(tokens) + PADS])
+    assert rows == [3]
     assert masks[0].min() == 0, "a mask of ones is dropped, and the unmasked path would be compared with itself"
     torch.testing.assert_close(reference.own, tiny_llama()(tokens[None]).logits[0, positions], rtol=1e-4, atol=1e-4)
 

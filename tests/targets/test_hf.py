@@ -7,14 +7,10 @@ from random_targets import SIZES, randomised
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     GemmaConfig,
     GemmaForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
     Qwen3Config,
     Qwen3ForCausalLM,
     StableLmConfig,
@@ -118,20 +114,15 @@ def test_a_target_whose_weights_are_not_all_there_is_refused(tmp_path, change, w
     change(folder / "model.safetensors")
     with pytest.raises(UserError) as error:
         load_model(TargetConfig(path=str(folder), dtype="float32", device="cpu"))
-    assert str(error.value).startswith(f"target.path={folder}")
-    assert "\n" not in str(error.value)
     for part in words:
         assert part in str(error.value)
 
 
 def test_the_input_of_a_deepseeks_layer_0_is_refused_for_vllm_has_none():
-    latent = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4}
-    sizes = {"num_key_value_heads": 4, "first_k_dense_replace": LAYERS, "head_dim": 4}
-    model = DeepseekV3ForCausalLM(DeepseekV3Config(**SIZES | sizes, **latent))
-    assert HiddenStateTarget(model, [1, 2]).layers == [1, 2]
+    assert pick_layers([1, 2], 6, "deepseek_v3") == [1, 2]
+    assert pick_layers([0, 2], 6, "llama") == [0, 2]  # the embeddings, which vLLM's Llama gives
     with pytest.raises(UserError, match=r"aux_layers=\[0, 2\]: vLLM cannot give the input of layer 0 of a deepseek_v3"):
-        HiddenStateTarget(model, [0, 2])
-    assert HiddenStateTarget(tiny_llama(), [0, 2]).layers == [0, 2]  # the embeddings, which vLLM's Llama gives
+        pick_layers([0, 2], 6, "deepseek_v3")
 
 
 @pytest.mark.parametrize(
@@ -164,19 +155,11 @@ def biased():
     return model
 
 
-def layer_norm():
-    return StableLmForCausalLM(StableLmConfig(**{k: v for k, v in SIZES.items() if k != "head_dim"}))
-
-
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (layer_norm, r"final norm \(LayerNorm\) is not an RMSNorm"),
         (biased, "lm_head has a bias"),
-        (
-            lambda: GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=9)),
-            r"GPT2LMHeadModel has no \.layers and \.norm",
-        ),
+        (lambda: StableLmForCausalLM(StableLmConfig(**SIZES | {"head_dim": None})), "LayerNorm.* is not an RMSNorm"),
     ],
 )
 def test_models_that_eagle_cannot_read_are_refused(make, words):
