@@ -11,6 +11,7 @@ everything that is wrong, a line each, and exits with 1.
 import argparse
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from eagle31_train.errors import UserError
 from eagle31_train.store.backends import Storage, open_storage
 from eagle31_train.store.format import REMAKE
 from eagle31_train.store.info import describe
-from eagle31_train.store.verify import Checked, check
+from eagle31_train.store.verify import check
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,15 +45,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _verify(storage: Storage, take_away: bool) -> int:
     """Print what is wrong, a line each, and a summary; returns the exit status."""
-    checked, problems = Checked(), []
+    checked, problems = Counter[str](), []
     for problem in check(storage, checked):
         print(problem.text, flush=True)
         problems.append(problem)
-    state = "complete and whole" if checked.complete else "unfinished, and whole as far as it goes"
+    state = "complete and whole" if checked["complete"] else "unfinished, and whole as far as it goes"
     print(
         f"{storage.location}: {f'problems: {len(problems)}' if problems else state}; shards checked: "
-        f"{checked.shards:,} of {checked.tokens:,} tokens and {checked.bytes:,} bytes, used up by a training: "
-        f"{checked.consumed:,}, still to come: {checked.coming:,}"
+        f"{checked['shards']:,} of {checked['tokens']:,} tokens and {checked['bytes']:,} bytes, used up by a training: "
+        f"{checked['consumed']:,}, still to come: {checked['coming']:,}"
     )
     if problems and not take_away:
         print(

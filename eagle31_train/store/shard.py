@@ -9,7 +9,7 @@ Where a sample's rows begin follows from the lengths and the loss mask, and is k
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -52,15 +52,6 @@ def kept(states: Tensor | Encoded, codec: str) -> Encoded:
     return replace(encoded, values=encoded.values.cpu(), scale=encoded.scale.cpu())
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """Where each of S samples begins, and the last ends: [S + 1] each."""
-
-    tokens: list[int]
-    aux: list[int]
-    last: list[int]
-
-
 class ShardFile:
     """A shard, mapped into memory: what is read from it is copied only when it is used.
 
@@ -91,12 +82,13 @@ class ShardFile:
         total = sum(lengths)
         if not len(self.tokens) == len(self.loss_mask) == len(self.top1) == total:
             raise ContentError(f"holds {len(self.tokens)} tokens, not {total}")
-        self._rows = self._find_rows(lengths)
-        if (len(self.aux), len(self.last)) != (self._rows.aux[-1], self._rows.last[-1]):
+        # Where each of S samples begins, and the last ends: [S + 1] each.
+        self._edges, self._aux_edges, self._last_edges = self._find_rows(lengths)
+        if (len(self.aux), len(self.last)) != (self._aux_edges[-1], self._last_edges[-1]):
             raise ContentError("holds other states than its loss mask asks for")
         self._check_ids(vocab_size)
 
-    def _find_rows(self, lengths: Sequence[int]) -> _Rows:
+    def _find_rows(self, lengths: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
         edges = [0, *accumulate(lengths)]
         taught = self._taught(edges)
         counts = torch.searchsorted(taught, torch.tensor(edges)).tolist()
@@ -104,7 +96,7 @@ class ShardFile:
             int(taught[end - 1]) - start if end > begin else 0
             for (begin, end), start in zip(pairwise(counts), edges[:-1], strict=True)
         ]
-        return _Rows(edges, [0, *accumulate(attended)], counts)
+        return edges, [0, *accumulate(attended)], counts
 
     def _taught(self, edges: Sequence[int]) -> Tensor:
         """[M] int64: positions, counted over the shard, whose distribution teaches."""
@@ -123,7 +115,7 @@ class ShardFile:
                     f"holds {name} from {int(ids.min())} to {int(ids.max())}, outside the {vocab_size} tokens of "
                     "its target's vocabulary"
                 )
-        if (self.top1[self._taught(self._rows.tokens)] < 0).any():
+        if (self.top1[self._taught(self._edges)] < 0).any():
             raise ContentError("lacks the target's arg-max (top1) before some of the assistant's tokens")
 
     def read(self, index: int, states: bool = True) -> Document:
@@ -132,9 +124,9 @@ class ShardFile:
         def cut(edges: list[int]) -> slice:
             return slice(edges[index], edges[index + 1])
 
-        tokens = cut(self._rows.tokens)
-        aux = self.aux[cut(self._rows.aux)] if states else as_encoded(NONE)
-        last = self.last[cut(self._rows.last)] if states else as_encoded(NONE)
+        tokens = cut(self._edges)
+        aux = self.aux[cut(self._aux_edges)] if states else as_encoded(NONE)
+        last = self.last[cut(self._last_edges)] if states else as_encoded(NONE)
         return Document(self.tokens[tokens].long(), self.loss_mask[tokens], self.top1[tokens].long(), aux, last)
 
 

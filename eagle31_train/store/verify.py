@@ -1,7 +1,7 @@
 """Is a store whole? Every byte is compared with what was written, and what is wrong is named with its samples."""
 
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from tqdm import tqdm
@@ -14,21 +14,6 @@ from eagle31_train.store.head import Head, Problem, difference, read_head, read_
 from eagle31_train.store.shard import ContentError, open_shard
 from eagle31_train.store.shard_plan import Plan, shape_of
 from eagle31_train.store.stream import read_consumed
-
-
-@dataclass
-class Checked:
-    """What is whole.
-
-    coming: shards that are not committed yet. consumed: shards that a training has used up and removed.
-    """
-
-    complete: bool = False
-    shards: int = 0
-    tokens: int = 0
-    bytes: int = 0
-    coming: int = 0
-    consumed: int = 0
 
 
 def inspect(storage: Storage) -> tuple[Head, list[Problem]]:
@@ -53,8 +38,11 @@ def inspect(storage: Storage) -> tuple[Head, list[Problem]]:
     return head, problems
 
 
-def check(storage: Storage, checked: Checked) -> Iterator[Problem]:
+def check(storage: Storage, checked: Counter[str]) -> Iterator[Problem]:
     """Everything that is wrong with a store, complete or begun; on the way, `checked` counts what is whole.
+
+    It counts the shards, tokens and bytes that are whole; shards that are coming, not being committed yet, and those
+    consumed by a training, which removed them. It holds `complete` where the store is.
 
     Raises:
         UserError: there is no store, or it cannot be read at all.
@@ -63,11 +51,12 @@ def check(storage: Storage, checked: Checked) -> Iterator[Problem]:
     yield from problems
     if head.plan is None or head.provenance is None:
         return
-    checked.complete = head.manifest is not None
-    if not checked.complete:
-        checked.coming = len(head.plan.shards) - len(head.lines)
+    if head.manifest is not None:
+        checked["complete"] = 1
+    else:
+        checked["coming"] = len(head.plan.shards) - len(head.lines)
     # In an unfinished store the target's weights may be still to come.
-    if checked.complete or storage.size(TARGET_LINE) is not None:
+    if head.manifest is not None or storage.size(TARGET_LINE) is not None:
         try:
             line = read_target_line(storage, head.provenance["fingerprint"])
             if damage := difference(storage, TARGET, line.entry):
@@ -78,11 +67,11 @@ def check(storage: Storage, checked: Checked) -> Iterator[Problem]:
     yield from _strays(head, head.plan)
 
 
-def _shards(head: Head, plan: Plan, states: dict[str, Any], checked: Checked) -> Iterator[Problem]:
+def _shards(head: Head, plan: Plan, states: dict[str, Any], checked: Counter[str]) -> Iterator[Problem]:
     """Open every committed shard, and count those that were used up."""
     storage, shape = head.storage, shape_of(states)
     gone = {name for name in head.consumed if storage.size(name) is None}
-    checked.consumed = len(gone)
+    checked["consumed"] = len(gone)
     shards = [shard for shard in plan.shards if shard.name in head.lines and shard.name not in gone]
     storage.prefetch([shard.name for shard in shards])
     total = sum(head.lines[shard.name].size for shard in shards)
@@ -91,12 +80,10 @@ def _shards(head: Head, plan: Plan, states: dict[str, Any], checked: Checked) ->
             line = head.lines[shard.name]
             try:
                 open_shard(storage, line, plan.lengths_of(shard), shape, states["vocab_size"], {})
-                checked.shards += 1
-                checked.tokens += shard.tokens
-                checked.bytes += line.size
+                checked.update(shards=1, tokens=shard.tokens, bytes=line.size)
             except FileNotFoundError:
                 if shard.name in read_consumed(storage).shards:  # by a training, since we looked
-                    checked.consumed += 1
+                    checked["consumed"] += 1
                 else:
                     yield Problem(f"{storage.location}/{shard.name} ({shard.samples()}) is missing")
             except ContentError as error:

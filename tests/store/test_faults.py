@@ -3,6 +3,7 @@
 import os
 import random
 import shutil
+from collections import Counter
 
 import pytest
 from made import Made, read_whole, right_so_far
@@ -10,7 +11,7 @@ from made import Made, read_whole, right_so_far
 from eagle31_train.artifacts import MANIFEST
 from eagle31_train.store.backends import LocalStorage
 from eagle31_train.store.format import PLAN, PROVENANCE, SHARDS, STREAM, TARGET, TARGET_LINE
-from eagle31_train.store.verify import Checked, check
+from eagle31_train.store.verify import check
 
 MADE = Made({"train": [9, 4, 1, 12, 6, 8, 11], "heldout": [5, 7, 3]}, 64, "fp8", "int8")
 SHARD_FILES = [shard.name for shard in MADE.plan.shards]
@@ -149,7 +150,7 @@ FOLLOWING = {"shards": Begun.committed, "follow": True, "patience": 0.0}
 
 
 def problems(folder):
-    return [problem.text for problem in check(LocalStorage("the store", folder), Checked())]
+    return [problem.text for problem in check(LocalStorage("the store", folder), Counter())]
 
 
 def linked(source, target):

@@ -1,6 +1,7 @@
 """A writer that dies, or whose disk is full, at any operation: the next one ends with the same bytes."""
 
 import shutil
+from collections import Counter
 
 import pytest
 from dying import Full, Kill, Killed, Machine, running
@@ -9,7 +10,7 @@ from pipeline import contents
 
 from eagle31_train.errors import UserError
 from eagle31_train.store.backends import LocalStorage
-from eagle31_train.store.verify import Checked, check
+from eagle31_train.store.verify import check
 
 MADE = Made({"train": [9, 4, 6], "heldout": [5, 3]}, 16, "fp8", "int8", 13)
 OTHER = Made({"train": [7, 4], "heldout": [6]}, 16, fingerprint="e" * 16)
@@ -46,7 +47,7 @@ def assert_refused_or_right(folder, documents):
     assert right_so_far(followed, documents)
     assert message is None or "waiting for" in message
     try:
-        damage = [problem.text for problem in check(LocalStorage("store", folder / "store"), Checked())]
+        damage = [problem.text for problem in check(LocalStorage("store", folder / "store"), Counter())]
     except UserError as error:
         damage = [str(error)]
     allowed = ("store/manifest.json is missing, though all shards were there", "there is no store in store")
