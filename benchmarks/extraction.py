@@ -40,7 +40,7 @@ PAIRS = ["bf16:bf16", "fp8:fp8", "int8:int8", "int4:int8"]
 PARTS = {
     "states": (HiddenStateTarget, "states"),
     "top1": (extraction, "top1_of"),
-    "encode": (extraction, "encode"),
+    "encode": (shard, "encode"),
     "join": (shard, "concatenate"),
     "save": (shard, "save_file"),
     "checksum": (writer, "checksum"),

@@ -1,4 +1,4 @@
-"""A file system whose downloads wait at gates, for tests of the bounded cache."""
+"""A file system whose downloads are watched, for tests of the bounded cache."""
 
 import fcntl
 import threading
@@ -6,16 +6,18 @@ from pathlib import Path
 
 from fsspec.implementations.memory import MemoryFileSystem
 
+from eagle31_train.store.backends.cache import PART
+
 LONG = 30  # seconds after which something that was to happen did not
 
 
 class Gated(MemoryFileSystem):
-    """Notes which files are fetched; those with a gate only once it is open; some are refused."""
+    """Notes which files are fetched; some are refused."""
 
     def __init__(self, **kwargs):
         super().__init__(global_store=False, **kwargs)
         self.fetched, self.finished = [], []
-        self.gates, self.refused = {}, {}
+        self.refused = {}
         self.changed = threading.Condition()
         self.watch = lambda: None  # called while a fetch is under way
 
@@ -24,8 +26,6 @@ class Gated(MemoryFileSystem):
         with self.changed:
             self.fetched.append(name)
             self.changed.notify_all()
-        if name in self.gates:
-            assert self.gates[name].wait(LONG)
         if name in self.refused:
             raise self.refused[name]
         self.watch()
@@ -40,17 +40,16 @@ class Gated(MemoryFileSystem):
         with self.changed:
             assert self.changed.wait_for(lambda: condition(self), LONG)
 
-    def gate(self, *names):
-        self.gates |= {name: threading.Event() for name in names}
-
 
 def copies(folder):
     """The whole files in a cache."""
     return sorted(path.name for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
 
 
-def under_way(storage, name):
-    """A part file that another process fills, with the lock that says so."""
-    file = (storage.scratch("z").parent / f".{name}.part").open("wb")
-    fcntl.flock(file, fcntl.LOCK_EX)
-    return file
+def held(folder):
+    """Bytes that a cache folder takes, or is about to take; counted while nobody renames."""
+    with (folder / "cache" / ".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        files = [path for path in (folder / "cache").rglob("*") if path.is_file()]
+        parts = [(PART.fullmatch(path.name), path) for path in files]
+        return sum(int(part["bytes"]) if part else path.stat().st_size for part, path in parts)

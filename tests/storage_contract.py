@@ -80,15 +80,6 @@ class StorageContract:
             with pytest.raises(FileNotFoundError):
                 storage.local(name)
 
-    def test_prefetched_files_are_all_right(self, storage):
-        names = [f"shards/{i}" for i in range(6)]
-        for i, name in enumerate(names):
-            storage.write(name, bytes([i]) * 100)
-        storage.prefetch(names)
-        assert [storage.local(name).read_bytes() for name in names] == [bytes([i]) * 100 for i in range(6)]
-        storage.close()
-        assert storage.local(names[0]).read_bytes() == bytes(100)
-
     def test_discarded_is_gone(self, storage, again):
         storage.discard()
         for name in ("manifest.json", "provenance.json", "shards/a", "shards/deeper/b"):

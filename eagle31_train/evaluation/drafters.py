@@ -10,7 +10,7 @@ from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.config import Config
 from eagle31_train.evaluation.serving.command import max_model_len
 from eagle31_train.model.drafter import Drafter
-from eagle31_train.targets.hf import HiddenStateTarget, pick_dtype, read_config
+from eagle31_train.targets.hf import DTYPES, HiddenStateTarget, read_config
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def load(checkpoint: DrafterCheckpoint, name: str, target: HiddenStateTarget, co
     Raises:
         UserError: damaged weights, or a drafter that was made for another target.
     """
-    drafter = checkpoint.load(target, pick_dtype(config.target.dtype), pick_dtype(config.evaluate.dtype))
+    drafter = checkpoint.load(target, DTYPES[config.target.dtype], DTYPES[config.evaluate.dtype])
     ids = torch.from_numpy(checkpoint.vocab.target_ids).to(target.embedding.weight.device)
     return Candidate(name, checkpoint.identity, drafter, ids)
 

@@ -28,11 +28,10 @@ from eagle31_train.store.stream import read_consumed
 
 @dataclass(frozen=True)
 class Problem:
-    """Something wrong, in one line; with the shard that must be made anew, or the file in shards/ that must go."""
+    """Something wrong, in one line; with the file in shards/ that must go, so that extraction makes it anew."""
 
     text: str
-    shard: PlannedShard | None = None
-    stray: str | None = None
+    file: str | None = None
 
 
 @dataclass
@@ -102,7 +101,7 @@ def read_lines(storage: Storage, shards: Sequence[PlannedShard], store: str) -> 
             pass
         except DamagedError as error:
             text = f"{storage.location}/{shard.line} (of {shard.samples()}) is damaged ({error})"
-            problems.append(Problem(text, shard))
+            problems.append(Problem(text, shard.line))
     return lines, problems
 
 

@@ -134,27 +134,19 @@ class Store:
 
     def _map(self, shard: PlannedShard) -> ShardFile:
         line, lengths = self._lines[shard.name], self.plan.lengths_of(shard)
+        where = f"{self.location}/{shard.name} ({shard.samples()})"
         try:
             return open_shard(self.storage, line, lengths, self.shape, self.states["vocab_size"], self._verified)
-        except FileNotFoundError:
-            raise self._missing(shard) from None
         except ContentError as error:
-            raise self._damaged(shard, str(error)) from None
-
-    def _damaged(self, shard: PlannedShard, what: str) -> UserError:
-        return UserError(
-            f"{self.location}/{shard.name} ({shard.samples()}) {what}: see `python -m eagle31_train.store verify "
-            f"{self.location}`"
-        )
-
-    def _missing(self, shard: PlannedShard) -> UserError:
-        consumed = read_consumed(self.storage)
-        if shard.name in consumed.shards:
-            return UserError(
-                f"{self.location}/{shard.name} ({shard.samples()}) was used up and removed by the training "
-                f"{consumed.by}: remove the store and run `{EXTRACT}` again"
-            )
-        return self._damaged(shard, "is missing")
+            what = str(error)
+        except FileNotFoundError:
+            consumed, what = read_consumed(self.storage), "is missing"
+            if shard.name in consumed.shards:
+                raise UserError(
+                    f"{where} was used up and removed by the training {consumed.by}: remove the store and run "
+                    f"`{EXTRACT}` again"
+                ) from None
+        raise UserError(f"{where} {what}: see `python -m eagle31_train.store verify {self.location}`")
 
     def release(self, shards: Sequence[PlannedShard]) -> None:
         """Unmap shards that are needed no more, so that their bytes are free once they are removed."""

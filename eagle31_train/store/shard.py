@@ -9,7 +9,7 @@ Where a sample's rows begin follows from the lengths and the loss mask, and is k
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from eagle31_train.store.document import Document
 from eagle31_train.store.format import Line
 from eagle31_train.store.sealed import digest
 from eagle31_train.store.shard_plan import Shape
-from eagle31_train.store.tensors import FormatError, MappedFile, save_file
+from eagle31_train.store.tensors import FormatError, map_bytes, save_file, tensors_in
 
 NONE = torch.empty(0)
 
@@ -33,8 +33,8 @@ class ContentError(ValueError):
 
 def write_shard(path: Path, documents: Sequence[Document], shape: Shape) -> None:
     """Write samples (with states in any float dtype, on any device) into a file."""
-    aux = [_kept(document.attended_states, shape.aux_codec) for document in documents]
-    last = [_kept(document.supervised_states, shape.last_codec) for document in documents]
+    aux = [kept(document.attended_states, shape.aux_codec) for document in documents]
+    last = [kept(document.supervised_states, shape.last_codec) for document in documents]
     tensors = {
         "tokens": torch.cat([document.tokens for document in documents]).int(),
         "loss_mask": torch.cat([document.loss_mask for document in documents]),
@@ -46,19 +46,10 @@ def write_shard(path: Path, documents: Sequence[Document], shape: Shape) -> None
     save_file(tensors, path)
 
 
-def _kept(states: Tensor | Encoded, codec: str) -> Encoded:
+def kept(states: Tensor | Encoded, codec: str) -> Encoded:
     """Encoded where the states are, since a GPU does it in passing, and brought here in fewer bytes."""
     encoded = states if isinstance(states, Encoded) else encode(states, codec)
     return replace(encoded, values=encoded.values.cpu(), scale=encoded.scale.cpu())
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """Where each of S samples begins, and the last ends: [S + 1] each."""
-
-    tokens: list[int]
-    aux: list[int]
-    last: list[int]
 
 
 class ShardFile:
@@ -79,10 +70,10 @@ class ShardFile:
         self, path: Path, lengths: Sequence[int], shape: Shape, vocab_size: int, expected: str | None = None
     ) -> None:
         try:
-            file = MappedFile(path, whole=expected is not None)
-            if expected is not None and digest(file.bytes) != expected:
+            data = map_bytes(path, whole=expected is not None)
+            if expected is not None and digest(data.numpy().data) != expected:
                 raise ContentError("is not as it was written (its checksum differs)")
-            found = file.tensors()
+            found = tensors_in(data)
             self.tokens, self.loss_mask, self.top1 = found["tokens"], found["loss_mask"], found["top1"]
             self.aux = Encoded(shape.aux_codec, shape.hidden_size, found["aux.values"], found["aux.scale"])
             self.last = Encoded(shape.last_codec, shape.hidden_size, found["last.values"], found["last.scale"])
@@ -91,12 +82,13 @@ class ShardFile:
         total = sum(lengths)
         if not len(self.tokens) == len(self.loss_mask) == len(self.top1) == total:
             raise ContentError(f"holds {len(self.tokens)} tokens, not {total}")
-        self._rows = self._find_rows(lengths)
-        if (len(self.aux), len(self.last)) != (self._rows.aux[-1], self._rows.last[-1]):
+        # Where each of S samples begins, and the last ends: [S + 1] each.
+        self._edges, self._aux_edges, self._last_edges = self._find_rows(lengths)
+        if (len(self.aux), len(self.last)) != (self._aux_edges[-1], self._last_edges[-1]):
             raise ContentError("holds other states than its loss mask asks for")
         self._check_ids(vocab_size)
 
-    def _find_rows(self, lengths: Sequence[int]) -> _Rows:
+    def _find_rows(self, lengths: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
         edges = [0, *accumulate(lengths)]
         taught = self._taught(edges)
         counts = torch.searchsorted(taught, torch.tensor(edges)).tolist()
@@ -104,7 +96,7 @@ class ShardFile:
             int(taught[end - 1]) - start if end > begin else 0
             for (begin, end), start in zip(pairwise(counts), edges[:-1], strict=True)
         ]
-        return _Rows(edges, [0, *accumulate(attended)], counts)
+        return edges, [0, *accumulate(attended)], counts
 
     def _taught(self, edges: Sequence[int]) -> Tensor:
         """[M] int64: positions, counted over the shard, whose distribution teaches."""
@@ -123,7 +115,7 @@ class ShardFile:
                     f"holds {name} from {int(ids.min())} to {int(ids.max())}, outside the {vocab_size} tokens of "
                     "its target's vocabulary"
                 )
-        if (self.top1[self._taught(self._rows.tokens)] < 0).any():
+        if (self.top1[self._taught(self._edges)] < 0).any():
             raise ContentError("lacks the target's arg-max (top1) before some of the assistant's tokens")
 
     def read(self, index: int, states: bool = True) -> Document:
@@ -132,9 +124,9 @@ class ShardFile:
         def cut(edges: list[int]) -> slice:
             return slice(edges[index], edges[index + 1])
 
-        tokens = cut(self._rows.tokens)
-        aux = self.aux[cut(self._rows.aux)] if states else as_encoded(NONE)
-        last = self.last[cut(self._rows.last)] if states else as_encoded(NONE)
+        tokens = cut(self._edges)
+        aux = self.aux[cut(self._aux_edges)] if states else as_encoded(NONE)
+        last = self.last[cut(self._last_edges)] if states else as_encoded(NONE)
         return Document(self.tokens[tokens].long(), self.loss_mask[tokens], self.top1[tokens].long(), aux, last)
 
 

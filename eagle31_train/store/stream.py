@@ -128,59 +128,12 @@ def read_bound(storage: Storage) -> int | None:
     return int(bound) if bound is not None else None
 
 
-class Bound:
-    """The extraction's side: no more bytes of shards than `max_bytes`, however many processes write.
-
-    Counted by the plan and not by what lies there: a shard may be written once it and all before it that are not
-    used up fit together. So several processes cannot pass the bound together, and the shards that training needs
-    first always fit.
-
-    Raises:
-        UserError: the bound is too small for any training.
-    """
-
-    def __init__(self, storage: Storage, plan: Plan, max_bytes: int | None, patience: float) -> None:
-        self._storage, self._plan, self._most, self._patience = storage, plan, max_bytes, patience
-        self._gone: set[str] = set()
-        if max_bytes is None:
-            return
-        kept = sum(shard.bytes for shard in plan.of("heldout"))
-        largest = max((shard.bytes for shard in plan.of("train")), default=0)
-        if kept + largest > max_bytes:
-            raise UserError(
-                f"store.max_bytes={max_bytes:,} cannot hold the held-out split and one shard, which take {kept:,} and "
-                f"{largest:,} bytes: raise it, or lower extract.shard_tokens or data.heldout"
-            )
-
-    def wait_for_quota(self, shard: PlannedShard) -> bool:
-        """Return once a shard fits under the bound; False if the training is finished and wants no more.
-
-        Raises:
-            UserError: training used up nothing for `patience` seconds.
-        """
-        most = self._most
-        if most is None:
-            return True
-        before = self._plan.shards[: shard.number + 1]
-        ended = False
-
-        def fits() -> bool:
-            nonlocal ended
-            consumed = read_consumed(self._storage)
-            ended = consumed.finished and shard.split == "train"
-            self._remove(consumed)
-            return ended or sum(s.bytes for s in before if s.name not in self._gone) <= most
-
-        what = f"extract: waiting: {self._storage.location} is at store.max_bytes until training uses up a shard"
-        wait(fits, what, self._patience, lambda: len(self._gone))
-        return not ended
-
-    def _remove(self, consumed: Consumed) -> None:
-        # The training records first and removes then: what it had no time for would lie beside what comes.
-        new = [name for name in consumed.shards if name not in self._gone]
-        if new:
-            there = self._storage.sizes("shards")
-            for name in new:
-                if name in there:
-                    self._storage.remove(name)
-            self._gone.update(new)
+def check_bound(plan: Plan, max_bytes: int) -> None:
+    """Refuse a bound of the extraction's bytes that is too small for any training."""
+    kept = sum(shard.bytes for shard in plan.of("heldout"))
+    largest = max((shard.bytes for shard in plan.of("train")), default=0)
+    if kept + largest > max_bytes:
+        raise UserError(
+            f"store.max_bytes={max_bytes:,} cannot hold the held-out split and one shard, which take {kept:,} and "
+            f"{largest:,} bytes: raise it, or lower extract.shard_tokens or data.heldout"
+        )

@@ -56,8 +56,8 @@ class FormatError(ValueError):
     """A file is no safetensors file."""
 
 
-class MappedFile:
-    """A file's bytes in memory, copied only when they are used.
+def map_bytes(path: Path, whole: bool) -> Tensor:
+    """[bytes] uint8: a file's bytes in memory, copied only when they are used.
 
     Args:
         path: the file.
@@ -66,42 +66,37 @@ class MappedFile:
     Raises:
         FormatError: it is empty.
     """
-
-    def __init__(self, path: Path, whole: bool) -> None:
-        with path.open("rb") as file:
-            try:
-                # A private mapping: nothing done to a tensor of it reaches the file.
-                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-            except ValueError:
-                raise FormatError("it is empty") from None
-        if whole:
-            with suppress(OSError):  # a kernel before 5.14 cannot: ten times as slow
-                mapped.madvise(POPULATE)
-        self.data = torch.frombuffer(mapped, dtype=torch.uint8)
-
-    @property
-    def bytes(self) -> memoryview:
-        """All of them."""
-        return self.data.numpy().data
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The tensors of a safetensors file.
-
-        Raises:
-            FormatError: it is none.
-        """
+    with path.open("rb") as file:
         try:
-            size = int.from_bytes(bytes(self.data[:8].tolist()), "little")
-            header = json.loads(bytes(self.data[8 : 8 + size].numpy()))
-            return {name: self._tensor(8 + size, entry) for name, entry in header.items() if name != "__metadata__"}
-        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
-            raise FormatError(f"it is no safetensors file ({error})") from None
+            # A private mapping: nothing done to a tensor of it reaches the file.
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except ValueError:
+            raise FormatError("it is empty") from None
+    if whole:
+        with suppress(OSError):  # a kernel before 5.14 cannot: ten times as slow
+            mapped.madvise(POPULATE)
+    return torch.frombuffer(mapped, dtype=torch.uint8)
 
-    def _tensor(self, base: int, entry: dict[str, Any]) -> Tensor:
-        dtype, (begin, end) = DTYPES[entry["dtype"]], entry["data_offsets"]
-        if not 0 <= begin <= end <= len(self.data) - base or end - begin != math.prod(entry["shape"]) * dtype.itemsize:
-            raise ValueError("a tensor lies outside of it")
-        return self.data[base + begin : base + end].view(dtype).view(entry["shape"])
+
+def tensors_in(data: Tensor) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, given its bytes.
+
+    Raises:
+        FormatError: it is none.
+    """
+    found = {}
+    try:
+        base = 8 + int.from_bytes(bytes(data[:8].tolist()), "little")
+        for name, entry in json.loads(bytes(data[8:base].numpy())).items():
+            if name != "__metadata__":
+                dtype, (begin, end) = DTYPES[entry["dtype"]], entry["data_offsets"]
+                size = math.prod(entry["shape"]) * dtype.itemsize
+                if not 0 <= begin <= end <= len(data) - base or end - begin != size:
+                    raise ValueError("a tensor lies outside of it")
+                found[name] = data[base + begin : base + end].view(dtype).view(entry["shape"])
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
+        raise FormatError(f"it is no safetensors file ({error})") from None
+    return found
 
 
 def _write_all(file: Any, data: Any) -> None:

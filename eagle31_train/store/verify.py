@@ -1,7 +1,7 @@
 """Is a store whole? Every byte is compared with what was written, and what is wrong is named with its samples."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 from tqdm import tqdm
@@ -9,27 +9,11 @@ from tqdm import tqdm
 from eagle31_train import artifacts
 from eagle31_train.errors import UserError
 from eagle31_train.store.backends import Storage
-from eagle31_train.store.format import EXTRACT, FILES, PLAN, PROVENANCE, REMAKE, SHARDS, STREAM, TARGET, TARGET_LINE
+from eagle31_train.store.format import FILES, PLAN, PROVENANCE, SHARDS, STREAM, TARGET, TARGET_LINE
 from eagle31_train.store.head import Head, Problem, difference, read_head, read_lines, read_target_line
 from eagle31_train.store.shard import ContentError, open_shard
 from eagle31_train.store.shard_plan import Plan, shape_of
 from eagle31_train.store.stream import read_consumed
-
-
-@dataclass
-class Checked:
-    """What is whole.
-
-    coming: shards that are not committed yet. consumed: shards that a training has used up and removed.
-    """
-
-    complete: bool = False
-    shards: int = 0
-    samples: int = 0
-    tokens: int = 0
-    bytes: int = 0
-    coming: int = 0
-    consumed: int = 0
 
 
 def inspect(storage: Storage) -> tuple[Head, list[Problem]]:
@@ -54,26 +38,25 @@ def inspect(storage: Storage) -> tuple[Head, list[Problem]]:
     return head, problems
 
 
-def problems(storage: Storage) -> Iterator[str]:
-    """Everything that is wrong with a store, complete or begun, one line each.
+def check(storage: Storage, checked: Counter[str]) -> Iterator[Problem]:
+    """Everything that is wrong with a store, complete or begun; on the way, `checked` counts what is whole.
+
+    It counts the shards, tokens and bytes that are whole; shards that are coming, not being committed yet, and those
+    consumed by a training, which removed them. It holds `complete` where the store is.
 
     Raises:
         UserError: there is no store, or it cannot be read at all.
     """
-    return (problem.text for problem in check(storage, Checked()))
-
-
-def check(storage: Storage, checked: Checked) -> Iterator[Problem]:
-    """`problems`; on the way, `checked` counts what is whole."""
     head, problems = inspect(storage)
     yield from problems
     if head.plan is None or head.provenance is None:
         return
-    checked.complete = head.manifest is not None
-    if not checked.complete:
-        checked.coming = len(head.plan.shards) - len(head.lines)
+    if head.manifest is not None:
+        checked["complete"] = 1
+    else:
+        checked["coming"] = len(head.plan.shards) - len(head.lines)
     # In an unfinished store the target's weights may be still to come.
-    if checked.complete or storage.size(TARGET_LINE) is not None:
+    if head.manifest is not None or storage.size(TARGET_LINE) is not None:
         try:
             line = read_target_line(storage, head.provenance["fingerprint"])
             if damage := difference(storage, TARGET, line.entry):
@@ -84,75 +67,37 @@ def check(storage: Storage, checked: Checked) -> Iterator[Problem]:
     yield from _strays(head, head.plan)
 
 
-def _shards(head: Head, plan: Plan, states: dict[str, Any], checked: Checked) -> Iterator[Problem]:
+def _shards(head: Head, plan: Plan, states: dict[str, Any], checked: Counter[str]) -> Iterator[Problem]:
     """Open every committed shard, and count those that were used up."""
     storage, shape = head.storage, shape_of(states)
     gone = {name for name in head.consumed if storage.size(name) is None}
-    checked.consumed = len(gone)
+    checked["consumed"] = len(gone)
     shards = [shard for shard in plan.shards if shard.name in head.lines and shard.name not in gone]
     storage.prefetch([shard.name for shard in shards])
     total = sum(head.lines[shard.name].size for shard in shards)
     with tqdm(total=total, unit="B", unit_scale=True, desc="verify", disable=None) as bar:
         for shard in shards:
             line = head.lines[shard.name]
-            damage = None
             try:
                 open_shard(storage, line, plan.lengths_of(shard), shape, states["vocab_size"], {})
+                checked.update(shards=1, tokens=shard.tokens, bytes=line.size)
             except FileNotFoundError:
                 if shard.name in read_consumed(storage).shards:  # by a training, since we looked
-                    checked.consumed += 1
-                    continue
-                damage = "is missing"
+                    checked["consumed"] += 1
+                else:
+                    yield Problem(f"{storage.location}/{shard.name} ({shard.samples()}) is missing")
             except ContentError as error:
-                damage = str(error)
-            if damage:
-                yield Problem(f"{storage.location}/{shard.name} ({shard.samples()}) {damage}", shard)
-            else:
-                checked.shards += 1
-                checked.samples += shard.end - shard.first
-                checked.tokens += shard.tokens
-                checked.bytes += line.size
+                yield Problem(f"{storage.location}/{shard.name} ({shard.samples()}) {error}", shard.name)
             bar.update(line.size)
 
 
 def _strays(head: Head, plan: Plan) -> Iterator[Problem]:
     """Files that are none of the store's."""
-    storage, planned = head.storage, {shard.name for shard in plan.shards}
+    storage, ours = head.storage, FILES - ({STREAM} if head.manifest else set())
+    ours |= {shard.name for shard in plan.shards}
     if head.manifest is None:  # lines have files of their own
-        planned |= {shard.line for shard in plan.shards}
-    for name in storage.names("shards"):
-        if name not in planned:
-            yield Problem(f"{storage.location}/{name} is no file of this store: remove it", stray=name)
-    for name in storage.names(""):
-        if name not in FILES - ({STREAM} if head.manifest else set()):
-            yield Problem(f"{storage.location}/{name} is no file of this store: remove it")
-
-
-def remove(storage: Storage, problems: Sequence[Problem]) -> str:
-    """Take away what `check` found damaged, so that the next extraction makes that anew, and only that.
-
-    The store is unfinished from then on. Damaged small files stay: extraction writes them again in any case.
-
-    Returns:
-        What was removed, in words.
-    """
-    head, _ = inspect(storage)
-    if head.plan is None or head.provenance is None:  # no line tells which shard is which
-        return f"nothing was removed: {REMAKE}; then verify it again"
-    bad = {problem.shard.name for problem in problems if problem.shard}
-    strays = [problem.stray for problem in problems if problem.stray]
-    storage.remove(artifacts.MANIFEST)  # whoever reads it now finds it unfinished
-    for name in strays:
-        storage.remove(name)
-    for shard in head.plan.shards:  # and as in an unfinished store, each line gets a file of its own
-        if shard.name in bad:
-            storage.remove(shard.line)
-            storage.remove(shard.name)
-        elif shard.name in head.lines:
-            storage.write(shard.line, head.lines[shard.name].sealed())
-    storage.remove(SHARDS)
-    left = sum(shard.name in bad or shard.name not in head.lines for shard in head.plan.shards)
-    return (
-        f"removed: shards {len(bad)}, other files {len(strays)}; `{EXTRACT}` with its configuration makes "
-        f"anew: shards {left}, and no others"
-    )
+        ours |= {shard.line for shard in plan.shards}
+    for name in [*storage.names("shards"), *storage.names("")]:
+        if name not in ours:
+            stray = name if "/" in name else None  # beside the shards may lie what is somebody else's
+            yield Problem(f"{storage.location}/{name} is no file of this store: remove it", stray)

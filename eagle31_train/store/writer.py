@@ -1,8 +1,9 @@
 """Writing a store: every shard is committed whole, by any number of processes, and never past a bound of bytes."""
 
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -17,7 +18,7 @@ from eagle31_train.store.head import merged_lines, read_lines, read_target_line
 from eagle31_train.store.sealed import DamagedError, checksum, digest, seal, unseal
 from eagle31_train.store.shard import write_shard
 from eagle31_train.store.shard_plan import Plan, PlannedShard, shape_of
-from eagle31_train.store.stream import Bound, read_consumed, wait
+from eagle31_train.store.stream import check_bound, read_consumed, wait
 from eagle31_train.store.tensors import save_file
 
 
@@ -54,15 +55,18 @@ class StoreWriter:
         self.provenance, self.patience = provenance, patience
         self.shape = shape_of(provenance["states"])
         self.id: str = provenance["fingerprint"]
-        self._bound = Bound(storage, plan, max_bytes, patience)
+        self.max_bytes = max_bytes
+        if max_bytes is not None:
+            check_bound(plan, max_bytes)
         if rank == 0:
-            self._prepare(overwrite, max_bytes)
+            self._prepare(overwrite)
         else:
             self._await_first(overwrite)
         # Others may be at theirs already: a continued store is prepared from the start.
         storage.clean([name for shard in self.mine() for name in (shard.name, shard.line)])
         self._sizes = storage.sizes("shards")
         self._consumed = set(read_consumed(storage).shards)
+        self._gone: set[str] = set()  # of these, what certainly lies there no more
         self.lines = self._committed(plan.shards if rank == 0 else self.mine())
 
     def mine(self) -> list[PlannedShard]:
@@ -79,10 +83,32 @@ class StoreWriter:
     def wait_for_quota(self, shard: PlannedShard) -> bool:
         """Return once a shard fits under the bound; False if the training that follows wants no more.
 
+        Counted by the plan and not by what lies there: a shard may be written once it and all before it that are not
+        used up fit together. So several processes cannot pass the bound together, and the shards that training needs
+        first always fit.
+
         Raises:
             UserError: training used up nothing for `patience` seconds.
         """
-        return self._bound.wait_for_quota(shard)
+        if (most := self.max_bytes) is None:
+            return True
+        before = self.plan.shards[: shard.number + 1]
+        ended = False
+
+        def fits() -> bool:
+            nonlocal ended
+            consumed = read_consumed(self.storage)
+            ended = consumed.finished and shard.split == "train"
+            # The training records first and removes then: what it had no time for would lie beside what comes.
+            if new := set(consumed.shards) - self._gone:
+                for name in new & self.storage.sizes("shards").keys():
+                    self.storage.remove(name)
+                self._gone |= new
+            return ended or sum(s.bytes for s in before if s.name not in self._gone) <= most
+
+        what = f"extract: waiting: {self.storage.location} is at store.max_bytes until training uses up a shard"
+        wait(fits, what, self.patience, lambda: len(self._gone))
+        return not ended
 
     def write(
         self, shard: PlannedShard, documents: Sequence[Document], fidelity: Sequence[float] | None = None
@@ -92,47 +118,48 @@ class StoreWriter:
         Raises:
             UserError: the disk is full, or a state cannot be encoded.
         """
-        scratch = self.storage.scratch(shard.name)
-        try:
+        with self._building(shard.name, shard.bytes) as scratch:
             write_shard(scratch, documents, self.shape)
             size = scratch.stat().st_size
             assert size <= shard.bytes, "the plan is wrong about the size of a shard"
             line = Line(shard.name, self.id, size, checksum(scratch), list(fidelity) if fidelity is not None else None)
-            if shard.name in self.lines:  # of a file that is damaged: a kill must not leave it beside the new one
-                self.storage.remove(shard.line)
-            self.storage.put(scratch, shard.name)
-            self.storage.write(shard.line, line.sealed())
+            self._commit(scratch, line, self.lines.get(shard.name))
             if self._used_up(shard):  # its line was lost, and is all that is still wanted
                 self.storage.remove(shard.name)
-        except OSError as error:
-            scratch.unlink(missing_ok=True)
-            raise self._explained(error, shard.bytes) from None
-        except BaseException:
-            scratch.unlink(missing_ok=True)
-            raise
         self.lines[shard.name], self._sizes[shard.name] = line, size
 
     def write_target(self, weights: dict[str, Tensor]) -> None:
         """Write the target's weights that training needs: embed_tokens, norm and, unless tied, lm_head."""
-        scratch = self.storage.scratch(TARGET)
         needed = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
-        try:
+        with self._building(TARGET, needed) as scratch:
             save_file({name: tensor.cpu() for name, tensor in weights.items()}, scratch)
-            line = Line(TARGET, self.id, scratch.stat().st_size, checksum(scratch))
+            line, old = Line(TARGET, self.id, scratch.stat().st_size, checksum(scratch)), None
+            with suppress(UserError):  # missing, or damaged
+                old = read_target_line(self.storage, self.id)
             # The same bytes replace those of an earlier start: a training that begins meanwhile finds them all along.
-            if self._target_line() != line:  # of others: a kill must not leave it beside the new file
-                self.storage.remove(TARGET_LINE)
-            self.storage.put(scratch, TARGET)
-            self.storage.write(TARGET_LINE, line.sealed())
-        except OSError as error:
-            scratch.unlink(missing_ok=True)
-            raise self._explained(error, needed) from None
+            self._commit(scratch, line, old)
 
-    def _target_line(self) -> Line | None:
+    @contextmanager
+    def _building(self, name: str, needed: int) -> Iterator[Path]:
+        """Where to build a big file; nothing of it stays there."""
+        scratch = self.storage.scratch(name)
         try:
-            return read_target_line(self.storage, self.id)
-        except UserError:  # missing, or damaged
-            return None
+            yield scratch
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            raise UserError(
+                f"{self.storage.location} is full: the next file needs {needed:,} bytes; free some and run the same "
+                "command again, which goes on from here"
+            ) from None
+        finally:
+            scratch.unlink(missing_ok=True)
+
+    def _commit(self, scratch: Path, line: Line, old: Line | None) -> None:
+        if old not in (None, line):  # a kill must not leave the line of another file beside the new one
+            self.storage.remove(line_name(line.name))
+        self.storage.put(scratch, line.name)
+        self.storage.write(line_name(line.name), line.sealed())
 
     def gather(self) -> list[Line] | None:
         """The lines of all shards, in order, once every process has committed its own.
@@ -199,7 +226,7 @@ class StoreWriter:
         self.storage.write(artifacts.MANIFEST, seal(manifest, indent=2))
         return manifest
 
-    def _prepare(self, overwrite: bool, max_bytes: int | None) -> None:
+    def _prepare(self, overwrite: bool) -> None:
         """Begin the store, or check that what was begun is this one."""
         storage = self.storage
         try:
@@ -208,7 +235,7 @@ class StoreWriter:
             # Shards of unknown origin pass for nobody's; but their lines tell whose they are, too.
             if storage.names("shards") and not self._committed(self.plan.shards):
                 lack = "no" if isinstance(error, FileNotFoundError) else f"a damaged ({error})"
-                raise UserError(f"{storage.location} holds shards but {lack} {PROVENANCE}: {_REMOVE}") from None
+                raise UserError(f"{storage.location} holds shards but {lack} {PROVENANCE}: remove it") from None
             begun = None
         if begun is not None and begun != self.provenance:
             self._check_replaced(begun, overwrite)
@@ -216,7 +243,7 @@ class StoreWriter:
         storage.remove(artifacts.MANIFEST)  # whoever reads it now finds it unfinished
         storage.clean([TARGET])
         storage.write(PLAN, seal(self.plan.as_json()))
-        storage.write(STREAM, seal({"max_bytes": max_bytes, "processes": self.ranks}))
+        storage.write(STREAM, seal({"max_bytes": self.max_bytes, "processes": self.ranks}))
         storage.write(PROVENANCE, seal(self.provenance, indent=2))
         if storage.size(SHARDS) is not None:  # a store that was complete: its lines get files of their own again
             for line in self._committed(self.plan.shards).values():
@@ -281,14 +308,3 @@ class StoreWriter:
         for problem in problems:
             print(f"extract: {problem}", file=sys.stderr)
         return lines
-
-    def _explained(self, error: OSError, needed: int) -> UserError | OSError:
-        if error.errno not in FULL:
-            return error
-        return UserError(
-            f"{self.storage.location} is full: the next file needs {needed:,} bytes; free some and run the same "
-            "command again, which goes on from here"
-        )
-
-
-_REMOVE = "remove the store, or choose another run_dir=…"

@@ -10,7 +10,7 @@ Shapes: T tokens of one conversation; A auxiliary layers; H hidden.
 import importlib.util
 import os
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,27 +25,18 @@ from eagle31_train.config import Config, byte_count
 from eagle31_train.errors import UserError
 from eagle31_train.locks import alone
 from eagle31_train.store import Storage, StoreWriter, finished, make_plan, shape_of, storage_of
-from eagle31_train.store.codec import Encoded, encode
 from eagle31_train.store.document import Document
+from eagle31_train.store.shard import kept
 from eagle31_train.store.shard_plan import SPLITS, Shape
 from eagle31_train.targets.engine import Engine, too_long
 from eagle31_train.targets.fidelity import Figures, Gate, report, summary
-from eagle31_train.targets.hf import ranks
+from eagle31_train.targets.hf import ranks as launched
 from eagle31_train.targets.pretrained import from_pretrained, require_path, vocabulary_fingerprint
 from eagle31_train.targets.readout import Readout
 from eagle31_train.targets.transformers_engine import load_engine
 from eagle31_train.targets.vllm_engine import VllmEngine
 
 LOGIT_ROWS = 512  # rows of [rows, V] logits alive at once
-
-
-@dataclass(frozen=True)
-class Process:
-    """Which of all processes that share the shards this is, and whether it is the first of its launch."""
-
-    rank: int
-    ranks: int
-    is_main: bool
 
 
 def extract(config: Config) -> None:
@@ -55,19 +46,19 @@ def extract(config: Config) -> None:
         UserError: missing or damaged input, or input for another target; output of other inputs; a failed fidelity
             gate; a full disk; no such part; another process at this one's shards.
     """
-    process = process_of(config)
+    rank, ranks = rank_of(config)
     made_from = provenance.of_store(config, _data_manifest(config))
     storage = storage_of(config)
     if finished(storage, made_from, config.overwrite):
-        if process.is_main:
+        if is_main():
             print(f"extract: up to date ({storage.location})")
         return
     who = f"another process extracts the same shards of {storage.location} now"
-    with alone(Path(config.run_dir) / f".extracting-{process.rank}", who):
-        _extract(config, process, storage, made_from.record())
+    with alone(Path(config.run_dir) / f".extracting-{rank}", who):
+        _extract(config, rank, ranks, storage, made_from.record())
 
 
-def _extract(config: Config, process: Process, storage: Storage, provenance: dict[str, Any]) -> None:
+def _extract(config: Config, rank: int, ranks: int, storage: Storage, provenance: dict[str, Any]) -> None:
     """This process's part of a store that is not finished."""
     began = time.perf_counter()
     splits, data = load_data(config), _data_manifest(config)
@@ -84,17 +75,17 @@ def _extract(config: Config, process: Process, storage: Storage, provenance: dic
         storage,
         {**provenance, "states": states},
         plan,
-        rank=process.rank,
-        ranks=process.ranks,
+        rank=rank,
+        ranks=ranks,
         overwrite=config.overwrite,
         max_bytes=byte_count(config.store.max_bytes, "store.max_bytes") if config.store.max_bytes else None,
         patience=config.store.patience,
     )
-    first = process.rank == 0
+    first = rank == 0
     if first:
         writer.write_target(engine.readout.weights())
     gate = Gate(engine, config.extract, len(plan.shards))
-    wanted = extract_shards(engine, splits, writer, gate, process.is_main)
+    wanted = extract_shards(engine, splits, writer, gate, is_main())
     lines = writer.gather() if wanted and first else None
     if lines is not None:
         fidelity = report([line.fidelity for line in lines if line.fidelity is not None])
@@ -103,26 +94,27 @@ def _extract(config: Config, process: Process, storage: Storage, provenance: dic
             f"extract: {manifest['tokens']:,} tokens, {manifest['bytes_per_token']:,.0f} bytes each, "
             f"in {storage.location}; {summary(fidelity)}"
         )
-    elif process.is_main and wanted and not first:
+    elif is_main() and wanted and not first:
         print(f"extract: extract.part={config.extract.part} is done; part 0 finishes {storage.location}")
-    elif process.is_main:
+    elif is_main():
         print(f"extract: the training that follows {storage.location} wants no more of it: stopped, unfinished")
 
 
-def process_of(config: Config) -> Process:
-    """This process, by the launcher's environment and the part.
+def rank_of(config: Config) -> tuple[int, int]:
+    """Which of how many processes that share the shards this is, by the launcher's environment and the part.
 
     Raises:
         UserError: there is no such part.
     """
     part, parts = config.extract.part, config.extract.parts
     if part >= parts:
-        raise UserError(
-            f"extract.part={part} is no part: they are numbered from 0, and with extract.parts={parts} the last is "
-            f"{parts - 1}"
-        )
-    rank, count = int(os.environ.get("RANK", 0)), ranks()
-    return Process(part * count + rank, parts * count, is_main=rank == 0)
+        raise UserError(f"extract.part={part}: with extract.parts={parts} they are numbered from 0 to {parts - 1}")
+    return part * launched() + int(os.environ.get("RANK", 0)), parts * launched()
+
+
+def is_main() -> bool:
+    """Whether this is the first process of its launch, which speaks for it."""
+    return int(os.environ.get("RANK", 0)) == 0
 
 
 def load_data(config: Config) -> DatasetDict:
@@ -243,13 +235,9 @@ def document_of(
 ) -> Document:
     """One sample with the stored rows of aux [T, A, H] and last [T, H], encoded on their device, then on the CPU."""
     whole = Document(tokens, loss_mask, top1_of(readout, last, loss_mask), aux, last)
-    assert isinstance(whole.attended_states, Tensor)
-    assert isinstance(whole.supervised_states, Tensor)
-    return replace(
-        whole,
-        aux=_on_cpu(encode(whole.attended_states, shape.aux_codec)),
-        last=_on_cpu(encode(whole.supervised_states, shape.last_codec)),
-    )
+    # A GPU holds the states of one batch at a time, not those of a shard.
+    kept_aux, kept_last = kept(whole.attended_states, shape.aux_codec), kept(whole.supervised_states, shape.last_codec)
+    return replace(whole, aux=kept_aux, last=kept_last)
 
 
 def top1_of(readout: Readout, last: Tensor, loss_mask: Tensor) -> Tensor:
@@ -259,8 +247,3 @@ def top1_of(readout: Readout, last: Tensor, loss_mask: Tensor) -> Tensor:
     for rows in where.split(LOGIT_ROWS):
         top1[rows] = readout.best(last[rows.to(last.device)]).cpu()
     return top1
-
-
-def _on_cpu(encoded: Encoded) -> Encoded:
-    # A GPU holds the states of one batch at a time, not those of a shard.
-    return replace(encoded, values=encoded.values.cpu(), scale=encoded.scale.cpu())

@@ -51,12 +51,10 @@ class Generator:
     def answer(self, requests: list[Request], max_new_tokens: int, top_p: float) -> list[Answer]:
         """Answer one batch; prompts of like length waste least.
 
-        A row's draws come from its own seed, so they do not depend on which rows share its batch. ValueError for a
-        prompt that `refusal` refuses.
+        A row's draws come from its own seed, so they do not depend on which rows share its batch. None is a prompt that
+        `refusal` refuses.
         """
         longest = max(len(request.ids) for request in requests)
-        if problem := self.refusal(longest, max_new_tokens):
-            raise ValueError(problem)
         device = self.model.device
         pad = self.end_ids[0]
         rows = [[pad] * (longest - len(request.ids)) + request.ids for request in requests]

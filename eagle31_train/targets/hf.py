@@ -66,14 +66,9 @@ def pick_device(name: str) -> torch.device:
     if (device.index or 0) >= count:
         raise UserError(
             f"target.device={name}: there is no {device} here, where torch sees {count} CUDA devices: use "
-            "target.device=auto and no more processes than devices (or cuda:0, where each process sees only its own)"
+            "target.device=auto and no more processes than devices"
         )
     return device
-
-
-def pick_dtype(name: str) -> torch.dtype:
-    """A torch dtype by its name in the configuration."""
-    return DTYPES[name]
 
 
 def load_model(config: TargetConfig, dtype: str | None = None) -> Any:
@@ -82,15 +77,12 @@ def load_model(config: TargetConfig, dtype: str | None = None) -> Any:
     Raises:
         UserError: there is none at target.path, some of its weights are not, or it cannot be placed as asked.
     """
-    if config.device_map and ranks() > 1:
+    if config.device_map and (ranks() > 1 or config.device != "auto"):
         raise UserError(
-            "target.device_map spreads one target over the devices, and each of several processes would: "
-            "start one process, or leave target.device_map out"
+            "target.device_map spreads one target over the devices: start one process, and leave target.device=auto"
         )
-    if config.device_map and config.device != "auto":
-        raise UserError("target.device_map places the target: leave target.device=auto")
     device = None if config.device_map else pick_device(config.device)
-    options: dict[str, Any] = {"dtype": pick_dtype(dtype or config.dtype)}
+    options: dict[str, Any] = {"dtype": DTYPES[dtype or config.dtype]}
     if config.device_map:
         options["device_map"] = config.device_map
     # Tensors of another size than the model's are refused below, by name.
@@ -156,12 +148,12 @@ def serving_doubt(config: TargetConfig) -> str | None:
 
 
 def pick_layers(aux_layers: Sequence[int] | None, depth: int, kind: str = "") -> list[int]:
-    """The auxiliary layers of a target of N layers and of a model_type; by default vLLM's choice.
+    """The auxiliary layers of a target of N layers and of a model_type; by default vLLM's choice (2, N//2, N-3).
 
     Raises:
         UserError: layers that it does not have or that vLLM could not give, or not in ascending order.
     """
-    layers = list(aux_layers) if aux_layers is not None else default_aux_layers(depth)
+    layers = list(aux_layers) if aux_layers is not None else [2, depth // 2, depth - 3]
     if layers != sorted(set(layers)) or not layers:
         raise UserError(f"target.aux_layers={layers} must ascend without repeats: set target.aux_layers=[…]")
     if layers[0] < 0 or layers[-1] > depth:
@@ -169,11 +161,6 @@ def pick_layers(aux_layers: Sequence[int] | None, depth: int, kind: str = "") ->
     if layers[0] == 0 and kind in NO_EMBEDDINGS:
         raise UserError(f"target.aux_layers={layers}: vLLM cannot give the input of layer 0 of a {kind}: take another")
     return layers
-
-
-def default_aux_layers(layers: int) -> list[int]:
-    """vLLM's choice for a target of N layers: 2, N//2, N-3."""
-    return [2, layers // 2, layers - 3]
 
 
 @dataclass(frozen=True)

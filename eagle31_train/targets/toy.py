@@ -11,16 +11,17 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Generator, Tensor
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
 from eagle31_train import artifacts
 from eagle31_train.errors import UserError
 from eagle31_train.provenance import LAYOUTS
 from eagle31_train.targets import local
-
-if TYPE_CHECKING:
-    from torch import Generator, Tensor
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, PreTrainedTokenizerFast
 
 OUT = local.MODELS / "kimi-toy"
 PROMPTS = local.MODELS.parent / "data_prep" / "prompts"
@@ -72,11 +73,8 @@ def make(out: Path = OUT, seed: int = 0, **changes: Any) -> Path:
     return local.make_folder(out, "made_by", recipe, fill)
 
 
-def make_tokenizer() -> "PreTrainedTokenizerFast":
+def make_tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level BPE with Kimi's marks, trained on the prompts that the repository carries."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -97,27 +95,21 @@ def make_tokenizer() -> "PreTrainedTokenizerFast":
     )
 
 
-def make_config(tokenizer: "PreTrainedTokenizerFast", **changes: Any) -> "DeepseekV3Config":
+def make_config(tokenizer: PreTrainedTokenizerFast, **changes: Any) -> DeepseekV3Config:
     """Kimi's configuration with smaller sizes (kimi_toy.json).
 
     kv_lora_rank and qk_rope_head_dim are Kimi's own: vLLM's MLA takes no others on a CPU. The positions that YaRN
     starts from are few, so that conversations of some hundred tokens lie beyond them as Kimi's longest do.
     scoring_func and topk_method are what transformers' class always does, and vLLM only where config.json says so.
     """
-    import torch
-    from transformers import DeepseekV3Config
-
     fields: dict[str, Any] = {"vocab_size": VOCAB, **json.loads(SIZES.read_text(encoding="utf-8"))}
     for name in ("bos", "eos", "pad"):
         fields[f"{name}_token_id"] = tokenizer.convert_tokens_to_ids(f"[{name.upper()}]")
     return DeepseekV3Config(**{**fields, "dtype": torch.bfloat16, **changes})
 
 
-def make_model(tokenizer: "PreTrainedTokenizerFast", seed: int = 0, **changes: Any) -> "DeepseekV3ForCausalLM":
+def make_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0, **changes: Any) -> DeepseekV3ForCausalLM:
     """Random weights in bf16, the same for the same seed, whose greedy answers are words, thoughts and ends."""
-    import torch
-    from transformers import DeepseekV3ForCausalLM, GenerationConfig
-
     config = make_config(tokenizer, **changes)
     model = DeepseekV3ForCausalLM(config).eval()
     generator = torch.Generator().manual_seed(seed)
@@ -144,14 +136,12 @@ def _gain(name: str) -> float:
     return 3.0 if "gate.weight" in name else 1.0  # experts are chosen clearly
 
 
-def _head(embedding: "Tensor", followers: dict[int, list[int]], generator: "Generator") -> "Tensor":
+def _head(embedding: Tensor, followers: dict[int, list[int]], generator: Generator) -> Tensor:
     """lm_head [V, D]: a token's row lies along those that it may follow, and somewhere of its own beside that.
 
     What is of its own has nothing of any of these tokens in it, so that the context chooses among the followers of
     one. Tokens that follow none stay zero.
     """
-    import torch
-
     own = torch.randn(embedding.shape, generator=generator)
     basis = torch.linalg.qr(embedding[sorted(followers)].T)[0]
     head = torch.zeros_like(embedding)
@@ -162,14 +152,12 @@ def _head(embedding: "Tensor", followers: dict[int, list[int]], generator: "Gene
     return head
 
 
-def _grammar(tokenizer: "PreTrainedTokenizerFast", generator: "Generator") -> dict[int, list[int]]:
+def _grammar(tokenizer: PreTrainedTokenizerFast, generator: Generator) -> dict[int, list[int]]:
     """Which tokens may follow which: thoughts are made of one half of the words, answers of the other.
 
     A thought and an answer begin with a capital. Word by word they are read back as they were written: each of
     these tokens is a whole word, with the space before it.
     """
-    import torch
-
     vocabulary = tokenizer.get_vocab()
     begins = _spelt(tokenizer, [t for t in vocabulary if re.fullmatch("[A-Z][a-z]+", t)])
     words = _spelt(tokenizer, [t for t in vocabulary if re.fullmatch("Ġ[a-z]+", t)])
@@ -196,7 +184,7 @@ def _grammar(tokenizer: "PreTrainedTokenizerFast", generator: "Generator") -> di
     return result
 
 
-def _spelt(tokenizer: "PreTrainedTokenizerFast", tokens: list[str]) -> list[int]:
+def _spelt(tokenizer: PreTrainedTokenizerFast, tokens: list[str]) -> list[int]:
     """Ids of those of these tokens whose text is tokenized into just them, in the order of their ids."""
     vocabulary = tokenizer.get_vocab()
     ids = sorted(vocabulary[token] for token in tokens)

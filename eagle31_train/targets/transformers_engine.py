@@ -14,10 +14,10 @@ from torch.nn.utils.rnn import pad_sequence
 from eagle31_train.config import TargetConfig
 from eagle31_train.targets.engine import Reference
 from eagle31_train.targets.hf import (
+    DTYPES,
     HiddenStateTarget,
     load_model,
     pick_device,
-    pick_dtype,
     positions,
     serving_doubt,
 )
@@ -63,7 +63,9 @@ class TransformersEngine:
         for batch in batches_by_length(lengths, 1 if self._alone else self.batch_tokens):
             self._forget_lengths()
             padded = pad_sequence([tokens[i] for i in batch], batch_first=True).to(device)
-            states = self.target.states(padded, None if self._causal else self._mask(tokens, batch, device))
+            lengths_B1 = torch.tensor([[len(tokens[i])] for i in batch], device=device)
+            mask = (torch.arange(padded.shape[1], device=device) < lengths_B1).long()
+            states = self.target.states(padded, None if self._causal else mask)
             for row, index in enumerate(batch):
                 length = len(tokens[index])
                 yield index, states.aux[row, :length], states.last[row, :length]
@@ -84,10 +86,6 @@ class TransformersEngine:
             for name in [name for name in vars(module) if name.endswith("max_seq_len_cached")]:
                 setattr(module, name, 0)
 
-    @staticmethod
-    def _mask(tokens: Sequence[Tensor], batch: list[int], device: Any) -> Tensor:
-        return pad_sequence([torch.ones_like(tokens[i]) for i in batch], batch_first=True).to(device)
-
 
 def load_engine(config: TargetConfig, batch_tokens: int) -> TransformersEngine:
     """The target, loaded; weights that a device map left on the disk are read from its checkpoint.
@@ -99,7 +97,7 @@ def load_engine(config: TargetConfig, batch_tokens: int) -> TransformersEngine:
         print(f"target: {doubt}")
     target = HiddenStateTarget(load_model(config), config.aux_layers)
     offloaded = any(module.weight.is_meta for module in (target.embedding, target.final_norm, target.head))
-    readout = readout_from_checkpoint(config, pick_dtype(config.dtype)) if offloaded else target.readout
+    readout = readout_from_checkpoint(config, DTYPES[config.dtype]) if offloaded else target.readout
     device = pick_device(config.device) if offloaded else target.head.weight.device
     return TransformersEngine(target, readout.to(device), batch_tokens)
 

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -24,7 +24,7 @@ from torch import Tensor
 from eagle31_train.config import Config
 from eagle31_train.errors import UserError
 from eagle31_train.targets.engine import Reference, too_long
-from eagle31_train.targets.hf import pick_device, pick_dtype, pick_layers, ranks
+from eagle31_train.targets.hf import DTYPES, pick_device, pick_layers, ranks
 from eagle31_train.targets.pretrained import require_path
 from eagle31_train.targets.readout import readout_from_checkpoint
 from eagle31_train.targets.vllm_states import CANNOT, LAYERS, number
@@ -39,21 +39,11 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 TOP = 20  # tokens whose probabilities the gate asks for
-SPREAD = "no process would have all of a conversation's states; spread the target by tensor_parallel_size"
-OURS = {  # arguments that the engine sets itself
-    "model": "it is target.path",
-    "revision": "it is target.revision",
-    "dtype": "it is target.dtype",
-    "trust_remote_code": "it is target.trust_remote_code",
-    "speculative_config": "the layers are target.aux_layers",
-    "kv_transfer_config": "states come from this run's forward passes alone",
-    "worker_cls": "it is how the states come out",
-    "enable_prefix_caching": "conversations share no states, so that each one's are whole",
-    "async_scheduling": "the requests alone decide what is computed together, so that a run can be repeated",
-    "pipeline_parallel_size": SPREAD,
-    "data_parallel_size": SPREAD,
-    "prefill_context_parallel_size": SPREAD,
-}
+TARGETS = {"model": "path", "revision": "revision", "dtype": "dtype", "trust_remote_code": "trust_remote_code"}
+OURS = {  # arguments that the engine sets itself, so that states come out, whole, and a run can be repeated
+    "speculative_config", "kv_transfer_config", "worker_cls", "enable_prefix_caching", "async_scheduling",
+    "pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size",
+}  # fmt: skip
 RAM_DISK = Path("/dev/shm")
 FOLDER = "eagle31-states"
 DISK = "free some, point TMPDIR elsewhere, or lower extract.shard_tokens"
@@ -79,10 +69,11 @@ class VllmEngine:
                 "extract.engine_args.tensor_parallel_size=…; on several machines one on each, with "
                 "extract.part=… extract.parts=…"
             )
-        for name in OURS.keys() & config.extract.engine_args.keys():
-            raise UserError(f"extract.engine_args.{name} cannot be set: {OURS[name]}")
+        for name in (OURS | TARGETS.keys()) & config.extract.engine_args.keys():
+            why = f"it is target.{TARGETS[name]}" if name in TARGETS else "it is part of how the states come out"
+            raise UserError(f"extract.engine_args.{name} cannot be set: {why}")
         require_path(config.target)
-        self.readout = readout_from_checkpoint(config.target, pick_dtype(config.target.dtype))
+        self.readout = readout_from_checkpoint(config.target, DTYPES[config.target.dtype])
         self.layers = pick_layers(config.target.aux_layers, self.readout.depth)
         # vLLM gives each layer once, in ascending order; the input of layer N is the last hidden state.
         self._taken = sorted({*self.layers, self.readout.depth})
@@ -90,8 +81,11 @@ class VllmEngine:
         self._folder = states_folder(2 * row * max(config.extract.shard_tokens, config.data.max_length))
         self._llm = _start(config, self._taken)
         self._llm.collective_rpc("open_states", args=(str(self._folder),))
-        self.longest: int | None
-        self.longest, self.longer = bound(self._llm.model_config)
+        self.longest: int | None = self._llm.model_config.max_model_len - 1  # one token is generated
+        self.longer = (
+            f"cut the data by data.max_length={self.longest}, or, where the target has more positions, set "
+            "extract.engine_args.max_model_len"
+        )
         self.readout = self.readout.to(pick_device(config.target.device))
 
     def run(self, tokens: Sequence[Tensor]) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -202,51 +196,32 @@ def _positions(config: Config) -> float:
     return getattr(text, "max_position_embeddings", None) or float("inf")
 
 
-def bound(model_config: Any) -> tuple[int, str]:
-    """The longest conversation that vLLM takes, given its configuration of the model, and how to go beyond."""
-    longest = model_config.max_model_len - 1  # one token is generated
-    cut = f"cut the data by data.max_length={longest}"
-    try:
-        model_config.get_and_verify_max_len(longest + 2)
-    except ValueError:
-        return longest, f"{cut} (the target itself has no more positions)"
-    return longest, f"set extract.engine_args.max_model_len to one more than it has, or {cut}"
-
-
 def states_folder(size: int) -> Path:
     """A temporary folder with so many bytes free, gone when this process ends; in memory if possible."""
     for parent in (RAM_DISK, Path(tempfile.gettempdir())):
         if parent.is_dir():
             _sweep(parent)
             if shutil.disk_usage(parent).free >= size:
-                return _claim(Path(tempfile.mkdtemp(prefix=f"{FOLDER}-", dir=parent)))
+                folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER}-", dir=parent))
+                fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX)  # as long as this process lives
+                atexit.register(shutil.rmtree, folder, ignore_errors=True)
+                return folder
     raise UserError(
         f"neither {RAM_DISK} nor {tempfile.gettempdir()} has {size / 1e9:.1f} GB free, through which vLLM hands over "
         f"the states of a shard: {DISK}"
     )
 
 
-def _claim(folder: Path) -> Path:
-    """Hold a lock beside the folder as long as this process lives, and remove both when it ends."""
-    lock = folder.with_suffix(".lock").open("w")
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    atexit.register(_discard, folder, lock)
-    return folder
-
-
-def _discard(folder: Path, lock: IO[str]) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    Path(lock.name).unlink(missing_ok=True)
-    lock.close()
-
-
 def _sweep(parent: Path) -> None:
     """Remove the folders of processes that were killed: nobody holds their locks any more."""
-    for name in parent.glob(f"{FOLDER}-*.lock"):
-        with suppress(OSError), name.open() as lock:  # held, somebody else's, or just swept by another process
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(name.with_suffix(""), ignore_errors=True)
-            name.unlink(missing_ok=True)
+    for folder in parent.glob(f"{FOLDER}-*"):
+        with suppress(OSError):  # held, somebody else's, or just swept by another process
+            descriptor = os.open(folder, os.O_RDONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder)
+            finally:
+                os.close(descriptor)
 
 
 def _one_line(error: Exception) -> str:

@@ -5,21 +5,19 @@ import json
 import pytest
 import torch
 from datasets import DatasetDict
-from extracting import timeless
 from hypothesis import given
 from hypothesis import strategies as st
-from pipeline import AUX, HIDDEN, LENGTHS, VOCAB, contents, make_run, save_quietly, tiny_config, tiny_llama, write_data
+from pipeline import AUX, HIDDEN, LENGTHS, VOCAB, contents, make_run, save_quietly, tiny_config, tiny_llama
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from eagle31_train.errors import UserError
-from eagle31_train.provenance import of_store
-from eagle31_train.store import Store, StoreWriter
+from eagle31_train.store import Store
 from eagle31_train.targets import extraction as stage
 from eagle31_train.targets.extraction import extract
 from eagle31_train.targets.hf import HiddenStateTarget
 from eagle31_train.targets.pretrained import vocabulary_fingerprint
-from eagle31_train.targets.transformers_engine import TransformersEngine, batches_by_length
+from eagle31_train.targets.transformers_engine import batches_by_length
 
 
 @pytest.fixture
@@ -81,33 +79,6 @@ def test_top1_is_the_targets_choice_where_the_next_token_is_the_assistants(whole
     assert taught > 50
 
 
-def test_provenance_says_what_the_states_are_of(whole):
-    store = Store(whole / "run" / "store")
-    states = store.states
-    assert states["aux_layers"] == AUX
-    assert states["norm"] == {"kind": "w", "eps": 1e-6, "stored": "effective weight"}
-    assert states["tied_lm_head"] is False
-    assert (states["hidden_size"], states["vocab_size"]) == (HIDDEN, VOCAB)
-    assert (states["aux_codec"], states["last_codec"]) == ("bf16", "bf16")
-    assert states["last_hidden_state"] == "before the final norm"
-    assert store.inputs["target"]["name"] == "target"
-    assert store.inputs["engine"] == {"name": "transformers", "args": {}}
-    manifest = store.manifest
-    assert manifest["samples"] == {"train": 12, "heldout": 4}
-    assert manifest["tokens"] == sum(LENGTHS["train"] + LENGTHS["heldout"])
-    assert manifest["fidelity"]["top1_agreement"] >= 0.99
-    assert manifest["fidelity"]["positions"] >= 10
-
-
-def test_a_tied_head_is_not_stored_twice(tmp_path):
-    make_run(tmp_path, tie_word_embeddings=True)
-    extract(tiny_config(tmp_path, "extract.gate_top1=0.9"))
-    store = Store(tmp_path / "run" / "store")
-    assert store.states["tied_lm_head"] is True
-    assert torch.equal(store.target["lm_head"], store.target["embed_tokens"])
-    assert (tmp_path / "run" / "store" / "target.safetensors").stat().st_size < 2 * VOCAB * HIDDEN * 4
-
-
 @given(st.lists(st.integers(1, 60), max_size=30), st.integers(1, 200))
 def test_batches_hold_every_sample_once_within_the_bound_and_little_padding(lengths, bound):
     batches = batches_by_length(lengths, bound)
@@ -120,13 +91,6 @@ def test_batches_hold_every_sample_once_within_the_bound_and_little_padding(leng
         assert max(before) <= min(after), "samples of similar length belong together"
 
 
-def test_an_empty_heldout_split_is_extracted(tmp_path):
-    save_quietly(tiny_llama(), tmp_path / "target")
-    write_data(tmp_path / "run", {"train": [9, 12, 20], "heldout": []})
-    extract(tiny_config(tmp_path))
-    assert len(Store(tmp_path / "run" / "store").split("heldout")) == 0
-
-
 # ---------------------------------------------------------------- again, elsewhere, stopped
 
 
@@ -137,23 +101,6 @@ def test_a_finished_extraction_is_not_repeated(run, monkeypatch, capsys):
     extract(tiny_config(run))
     assert "extract: up to date" in capsys.readouterr().out
     assert contents(run / "run" / "store") == before
-
-
-@pytest.mark.parametrize(
-    ("option", "named"),
-    [
-        ("target.aux_layers=[1,2]", "target.aux_layers: [1, 3, 5] there, [1, 2] here"),
-        ("target.dtype=bfloat16", "target.dtype: float32 there, bfloat16 here"),
-        ("extract.shard_tokens=50", "shard_tokens: 40 there, 50 here"),
-        ("store.aux_codec=fp8", "codecs.aux: bf16 there, fp8 here"),
-    ],
-)
-def test_a_store_of_other_options_is_refused_and_named(whole, option, named):
-    before = contents(whole / "run" / "store")
-    message = message_of(whole, option)
-    assert named in message
-    assert "overwrite=true" in message
-    assert contents(whole / "run" / "store") == before
 
 
 def test_a_store_of_another_target_is_refused_or_replaced(run, tmp_path_factory):
@@ -204,73 +151,6 @@ def test_data_of_another_tokenizer_is_refused_before_the_target_is_loaded(run, m
     assert not (run / "other").exists()
 
 
-@pytest.mark.parametrize("rows", [VOCAB - 8, VOCAB + 8])
-def test_data_for_a_target_with_another_number_of_tokens_is_refused(tmp_path, rows):
-    save_quietly(tiny_llama(), tmp_path / "target")
-    write_data(tmp_path / "run", kept=range(20), target_size=rows)
-    message = message_of(tmp_path)
-    assert f"target.path={tmp_path / 'target'} but for a target with {rows} tokens, and it has {VOCAB}: " in message
-    assert not (tmp_path / "run" / "store").exists()
-
-
-def stop_after(monkeypatch, shards):
-    """The next extraction is stopped by Ctrl-C when it has committed so many shards."""
-    original, written = StoreWriter.write, []
-
-    def write(self, shard, *rest):
-        if len(written) == shards:
-            raise KeyboardInterrupt
-        original(self, shard, *rest)
-        written.append(shard)
-
-    monkeypatch.setattr(StoreWriter, "write", write)
-
-
-@pytest.mark.parametrize("shards", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 6))])
-def test_a_stopped_extraction_goes_on_and_ends_with_the_same_bytes(whole, run, shards):
-    # The same target, by the same name: the provenance holds its path.
-    config = tiny_config(run, f"target.path={whole / 'target'}")
-    with pytest.MonkeyPatch.context() as patch:
-        stop_after(patch, shards)
-        with pytest.raises(KeyboardInterrupt):
-            extract(config)
-    store = run / "run" / "store"
-    assert not (store / "manifest.json").exists()
-    assert len(list((store / "shards").glob("*.safetensors"))) == shards
-    extract(config)
-    assert timeless(store_of(run)) == timeless(store_of(whole))
-
-
-def test_only_a_damaged_shard_is_made_again(run, monkeypatch, capsys):
-    extract(tiny_config(run))
-    before = timeless(store_of(run))
-    damaged = run / "run" / "store" / "shards" / "train-00001.safetensors"
-    damaged.write_bytes(damaged.read_bytes()[:-3])
-    written, original = [], StoreWriter.write
-    monkeypatch.setattr(
-        StoreWriter, "write", lambda self, shard, *rest: written.append(shard.name) or original(self, shard, *rest)
-    )
-    extract(tiny_config(run))
-    assert f"{damaged} has " in capsys.readouterr().out
-    assert written == ["shards/train-00001.safetensors"]
-    assert timeless(store_of(run)) == before
-
-
-def test_an_extraction_stops_in_peace_once_the_training_wants_no_more(run, monkeypatch, capsys):
-    monkeypatch.setattr(StoreWriter, "wait_for_quota", lambda self, shard: shard.number < 3)
-    extract(tiny_config(run))
-    assert capsys.readouterr().out.count("wants no more of it: stopped, unfinished") == 1
-    store = run / "run" / "store"
-    assert len(list((store / "shards").glob("*.safetensors"))) == 3
-    assert not (store / "manifest.json").exists()
-
-
-def test_what_changes_the_states_is_an_input_and_resources_are_not(run):
-    config = tiny_config(run, "extract.engine_args.load_format=dummy", "extract.engine_args.tensor_parallel_size=4")
-    data = json.loads((config.data_folder / "manifest.json").read_text())
-    assert of_store(config, data).inputs["engine"]["args"] == {"load_format": "dummy"}
-
-
 # ---------------------------------------------------------------- refused
 
 
@@ -281,30 +161,6 @@ def test_missing_and_damaged_data_are_refused(run):
     assert message_of(run).endswith("run `python -m data_prep` again")
     (run / "run" / "data" / "manifest.json").unlink()
     assert "run `python -m data_prep` first" in message_of(run)
-    assert not (run / "run" / "store").exists()
-
-
-@pytest.mark.parametrize(
-    ("option", "words"),
-    [
-        ("target.path=models/none", "does not exist"),
-        ("target.aux_layers=[1,9]", "the target has layers 0 to 6"),
-        ("target.aux_layers=[3,1]", "must ascend"),
-    ],
-)
-def test_a_wrong_target_is_refused_before_anything_is_written(run, option, words):
-    assert words in message_of(run, option)
-    assert not (run / "run" / "store").exists()
-
-
-def test_a_conversation_that_the_engine_cannot_take_is_refused_before_anything_is_written(run, monkeypatch):
-    monkeypatch.setattr(TransformersEngine, "longest", 30)
-    extract(tiny_config(run, f"store_dir={run / 'taken'}"))
-    monkeypatch.setattr(TransformersEngine, "longest", 29)
-    monkeypatch.setattr(TransformersEngine, "longer", "set this option")
-    assert message_of(run) == (
-        "a conversation of 30 tokens is too long for extract.engine=transformers, which takes 29 here: set this option"
-    )
     assert not (run / "run" / "store").exists()
 
 

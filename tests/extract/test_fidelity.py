@@ -15,7 +15,7 @@ from eagle31_train.targets import extraction as stage
 from eagle31_train.targets import fidelity
 from eagle31_train.targets.engine import Reference
 from eagle31_train.targets.extraction import run_shard
-from eagle31_train.targets.fidelity import COMPARED, ROWS, Gate, choose, compare, report, summary
+from eagle31_train.targets.fidelity import ROWS, Gate, compare
 from eagle31_train.targets.hf import HiddenStateTarget
 from eagle31_train.targets.transformers_engine import TransformersEngine
 
@@ -67,27 +67,6 @@ def test_right_states_pass(make, dtype):
     assert agreement >= 0.99
     assert 0 <= kl < 0.02
     assert 100 < positions <= ROWS
-
-
-@pytest.mark.parametrize(("shards", "sampled"), [(100, [0, 33, 66]), (4, [0, 1, 2]), (2, [0, 1]), (1, [0])])
-def test_compared_shards_are_spread_over_the_whole_plan(shards, sampled):
-    gate = Gate(TransformersEngine(HiddenStateTarget(tiny_llama(), [1])), ExtractConfig(gate_batches=3), shards)
-    assert [number for number in range(shards) if gate.samples(number)] == sampled
-    assert not gate.passed
-    off = Gate(gate.engine, ExtractConfig(gate_batches=0), shards)
-    assert off.passed
-    assert not any(off.samples(number) for number in range(100))
-
-
-def test_the_report_holds_the_worst():
-    assert report([(1.0, 0.002, 256), [0.995, 0.001, 100]]) == {
-        "batches": 2,
-        "positions": 356,
-        "top1_agreement": 0.995,
-        "kl": 0.002,
-    }
-    assert summary(report([[0.995, 0.001, 100]])) == "fidelity: top-1 99.50%, KL 0.001 over 100 positions"
-    assert summary(report([])) == "fidelity: not compared (extract.gate_batches=0)"
 
 
 def misread(change):
@@ -265,12 +244,6 @@ def test_softcapped_logits_stop_the_run_and_are_named():
         check(gemma(Gemma2ForCausalLM, Gemma2Config, **cap))
 
 
-def test_bounds_are_the_configs():
-    with pytest.raises(UserError, match=r"^fidelity gate: .* in 100\.0% .*; no known mistake explains it"):
-        check(tiny_llama(), ExtractConfig(gate_kl=1e-12, gate_top1=0.6))
-    check(gemma(), ExtractConfig(gate_top1=0.0, gate_kl=100.0), misread_norm(-1))
-
-
 def test_logits_that_are_not_numbers_do_not_pass():
     with pytest.raises(UserError, match="fidelity gate"):
         check(tiny_llama(), ExtractConfig(gate_top1=0.0), misread_norm(float("nan")))
@@ -291,21 +264,6 @@ def test_states_are_compared_as_the_codec_keeps_them():
     assert rough[1] > 10 * exact[1]
     with pytest.raises(UserError, match=r"store\.last_codec=int4 keeps too little .* use int8 or bf16"):
         check(tiny_llama(), ExtractConfig(gate_kl=2 * exact[1]), codec="int4")
-
-
-def test_conversations_are_chosen_from_the_shortest_to_the_longest():
-    def of(*lengths, teaches=True):
-        return [
-            Document(torch.zeros(n, dtype=torch.int64), torch.full((n,), teaches), None, None, None) for n in lengths
-        ]
-
-    def chosen(documents):
-        return [len(document) for document in choose(documents)]
-
-    assert chosen(of(1, 1)) == []
-    assert chosen([*of(5), *of(9, teaches=False), *of(2, 3)]) == [3, 5], "with nothing that teaches, nothing is stored"
-    assert chosen(of(9, 3, 7, 5, 8, 4, 1, 2, 6, 10)) == [3, 5, 7, 10]
-    assert len(chosen(of(*range(3, 99)))) == COMPARED
 
 
 def test_agreement_and_kl_of_known_logits():

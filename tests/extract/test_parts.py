@@ -1,28 +1,23 @@
 """A store shared among commands (`extract.part` of `extract.parts`) and processes: the bytes of one, also resumed."""
 
-import json
-import multiprocessing
 import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import extracting
-import fsspec
 import pytest
 from extracting import timeless
-from pipeline import contents, make_run, options, tiny_config
+from pipeline import contents, make_run, options
 
 from eagle31_train.cli import load_config
 from eagle31_train.errors import UserError
-from eagle31_train.provenance import of_store
-from eagle31_train.store import Store, StoreWriter, stream, tensors
+from eagle31_train.store import StoreWriter, stream
 from eagle31_train.targets import extraction as stage
-from eagle31_train.targets.extraction import extract, process_of
+from eagle31_train.targets.extraction import extract
 from eagle31_train.targets.hf import HiddenStateTarget
 
-SPAWN = multiprocessing.get_context("spawn")
 ROOT = Path(__file__).resolve().parent.parent.parent
 LAUNCH = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu"]  # on a CPU, two indeed
 AT_ONCE = "store.patience=0.01"  # who would wait gives up
@@ -59,20 +54,8 @@ def store_of(folder):
 
 def at_once(*configs):
     """Run commands together; what each raised, or None."""
-    raised = [None] * len(configs)
-
-    def work(index):
-        try:
-            extract(configs[index])
-        except BaseException as error:
-            raised[index] = error
-
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(configs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return raised
+    with ThreadPoolExecutor(len(configs)) as pool:
+        return [done.exception() for done in [pool.submit(extract, config) for config in configs]]
 
 
 def message_of(config):
@@ -108,31 +91,6 @@ def test_parts_at_the_same_time_make_the_store_of_one(whole, tmp_path, command, 
     assert said.err.count("extract:   0%") == 2, "each part has a screen of its own"
 
 
-def test_parts_one_after_the_other_make_the_store_of_one(whole, tmp_path, command, monkeypatch, capsys):
-    assert "waiting for the first process to prepare the store: nothing came" in message_of(command(1, 2, AT_ONCE))
-    assert "waiting for the other processes' shards: nothing came" in message_of(command(0, 2, AT_ONCE))
-    assert "manifest.json" not in store_of(tmp_path)
-    theirs = written(monkeypatch)
-    extract(command(1, 2, AT_ONCE))
-    assert 0 < len(theirs) < 8
-    theirs.clear()
-    extract(command(0, 2, AT_ONCE))
-    assert theirs == [], "part 0 only finishes the store"
-    assert timeless(store_of(tmp_path)) == timeless(store_of(whole))
-    capsys.readouterr()
-    extract(command(1, 2))
-    assert "extract: up to date" in capsys.readouterr().out
-
-
-def test_parts_of_a_remote_store_make_the_store_of_one(whole, tmp_path, command):
-    far = "memory://bucket/parts"
-    caches = [[f"store_dir={far}", f"store.cache_dir={tmp_path / name}"] for name in ("here", "there")]
-    assert at_once(command(1, 2, *caches[1]), command(0, 2, *caches[0])) == [None, None]
-    fs, root = fsspec.url_to_fs(far)
-    files = {path.removeprefix(f"{root}/"): fs.cat_file(path) for path in fs.find(root)}
-    assert timeless(files) == timeless(store_of(whole))
-
-
 @pytest.mark.parametrize("parts", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3))])
 def test_stopped_parts_are_carried_on_by_any_number(whole, tmp_path, command, parts):
     for part in range(2):
@@ -148,32 +106,7 @@ def test_stopped_parts_are_carried_on_by_any_number(whole, tmp_path, command, pa
     assert all(file.stat().st_mtime_ns == at for file, at in committed.items()), "made again"
 
 
-def test_neither_part_nor_parts_is_an_input(command):
-    configs = [command(0, 1), command(0, 7), command(6, 7)]
-    data = json.loads((configs[0].data_folder / "manifest.json").read_text())
-    assert len({of_store(config, data).fingerprint for config in configs}) == 1
-
-
-def test_a_part_may_be_a_launch_of_several_processes(command, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    config, processes = command(0, 3), []
-    for config.extract.part in range(3):
-        for rank in range(4):
-            monkeypatch.setenv("RANK", str(rank))
-            processes.append(process_of(config))
-    assert [process.rank for process in processes] == list(range(12))
-    assert {process.ranks for process in processes} == {12}
-    assert [process.rank for process in processes if process.is_main] == [0, 4, 8]
-
-
 # ---------------------------------------------------------------- mistakes
-
-
-@pytest.mark.parametrize(("part", "parts"), [(2, 2), (-1, 2), (1, 1), (0, 0)])
-def test_a_part_that_there_is_not_is_refused(tmp_path, command, part, parts):
-    with pytest.raises(UserError, match=r"extract\.part"):
-        extract(command(part, parts))
-    assert not (tmp_path / "run" / "store").exists()
 
 
 def test_a_part_of_another_number_writes_nothing_until_part_0_is_of_that_number(whole, tmp_path, command):
@@ -186,15 +119,6 @@ def test_a_part_of_another_number_writes_nothing_until_part_0_is_of_that_number(
     assert store_of(tmp_path) == before
     assert at_once(*[command(part, 3) for part in (2, 1, 0)]) == [None] * 3
     assert timeless(store_of(tmp_path)) == timeless(store_of(whole))
-
-
-def test_a_part_with_other_options_is_refused_at_once(tmp_path, command):
-    message_of(command(0, 2, AT_ONCE))
-    before = store_of(tmp_path)
-    message = message_of(command(1, 2, "store.aux_codec=fp8"))
-    assert "holds a begun store of another run (" in message
-    assert "codecs.aux: bf16 there, fp8 here" in message
-    assert store_of(tmp_path) == before
 
 
 def test_the_gate_looks_at_every_part(command, monkeypatch):
@@ -213,77 +137,15 @@ def test_the_gate_looks_at_every_part(command, monkeypatch):
     assert theirs == []
 
 
-@pytest.mark.parametrize("removed", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_damaged_shard_of_a_finished_store_is_made_again_by_the_part_whose_it_is(
-    whole, tmp_path, command, monkeypatch, removed
-):
-    assert at_once(command(0, 2), command(1, 2)) == [None, None]
-    store, theirs = tmp_path / "run" / "store", written(monkeypatch)
-    shard = Store(store).plan.share(1, 2)[-1].name
-    if removed:
-        (store / shard).unlink()
-    else:
-        (store / shard).write_bytes((store / shard).read_bytes()[:-3])
-    # Each part alone: part 1 must not write beside a manifest, nor part 0 finish what is not whole.
-    assert "waiting for the first process to prepare the store" in message_of(command(1, 2, AT_ONCE))
-    assert "waiting for the other processes' shards" in message_of(command(0, 2, AT_ONCE))
-    assert "manifest.json" not in store_of(tmp_path)
-    assert theirs == []
-    extract(command(1, 2, AT_ONCE))
-    assert theirs == [shard]
-    extract(command(0, 2, AT_ONCE))
-    assert theirs == [shard]
-    assert timeless(store_of(tmp_path)) == timeless(store_of(whole))
-
-
-def test_the_same_part_twice_at_a_time_is_refused_and_disturbs_nothing(whole, tmp_path, command, monkeypatch):
-    """The second would remove what the first is building: both build a shard under one name."""
-    right, said = StoreWriter.write, []
-
-    def write(self, *rest):
-        if not said:
-            before = store_of(tmp_path)
-            said.append("")  # what comes back here does not ask again
-            said[0] = message_of(command(0, 1))
-            assert store_of(tmp_path) == before
-        right(self, *rest)
-
-    monkeypatch.setattr(StoreWriter, "write", write)
-    extract(command(0, 1))
-    assert said == [
-        f"another process extracts the same shards of {tmp_path / 'run' / 'store'} now: wait for it, or choose another "
-        "name=… or run_dir=…"
-    ]
-    assert timeless(store_of(tmp_path)) == timeless(store_of(whole))
-
-
 # ---------------------------------------------------------------- processes of a launcher
-
-
-def same_target(folder, whole):
-    """folder with the data of `whole`, and the options of a run there."""
-    make_run(folder)
-    return options(folder, f"target.path={whole / 'target'}")
-
-
-def start(rank, ranks, arguments, stops_after=None):
-    """One of several processes; not forked: a fork hangs if OpenMP threads have run in the process it was made of."""
-    return SPAWN.Process(target=extracting.one, args=(rank, ranks, arguments, stops_after), daemon=True)
-
-
-def run_all(*processes):
-    """Their exit statuses, in order."""
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    return [process.exitcode for process in processes]
 
 
 @pytest.mark.slow
 def test_two_processes_of_a_launcher_make_the_bytes_of_one(whole, tmp_path):
+    make_run(tmp_path)
+    words = options(tmp_path, f"target.path={whole / 'target'}")
     done = subprocess.run(
-        [*LAUNCH, "--num_processes", "2", "-m", "eagle31_train.extract", *same_target(tmp_path, whole)],
+        [*LAUNCH, "--num_processes", "2", "-m", "eagle31_train.extract", *words],
         cwd=ROOT,
         env={**os.environ, "ACCELERATE_USE_CPU": "true"},
         text=True,
@@ -293,46 +155,4 @@ def test_two_processes_of_a_launcher_make_the_bytes_of_one(whole, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("bytes each") == 1, "the first process speaks for all"
     assert done.stderr.count("extract:   0%") == 1, "and shows the bar"
-    assert timeless(store_of(tmp_path)) == timeless(store_of(whole))
-
-
-@pytest.mark.slow
-def test_killed_processes_are_carried_on_by_any_number(whole, tmp_path):
-    arguments = same_target(tmp_path, whole)
-    assert run_all(*[start(rank, 3, arguments, stops_after=1) for rank in range(3)]) == [9, 9, 9]
-    store = tmp_path / "run" / "store"
-    committed = {file.name: file.stat().st_mtime_ns for file in (store / "shards").glob("*.safetensors")}
-    assert len(committed) == 3
-    assert not (store / "manifest.json").exists()
-    assert run_all(*[start(rank, 2, arguments) for rank in range(2)]) == [0, 0]
-    assert timeless(store_of(tmp_path)) == timeless(store_of(whole))
-    assert all((store / "shards" / name).stat().st_mtime_ns == at for name, at in committed.items()), "made again"
-
-
-# ---------------------------------------------------------------- a full disk
-
-
-@pytest.mark.parametrize("failing", [9, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 30))])
-def test_a_full_disk_leaves_nothing_half_written_and_the_same_command_goes_on(whole, tmp_path, monkeypatch, failing):
-    make_run(tmp_path)
-    config = tiny_config(tmp_path, f"target.path={whole / 'target'}")
-    store = tmp_path / "run" / "store"
-    right, calls = tensors._write_all, []
-
-    def write_all(file, data):
-        calls.append(file.name)
-        if len(calls) == failing:
-            raise OSError(28, "No space left on device")
-        right(file, data)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(tensors, "_write_all", write_all)
-        with pytest.raises(UserError, match=r"is full: .* needs [\d,]+ bytes; free some and run the same") as error:
-            extract(config)
-    assert "\n" not in str(error.value)
-    assert not list(store.rglob(".*"))
-    committed = {file.stem for file in (store / "shards").glob("*.json")}
-    assert {file.stem for file in (store / "shards").glob("*.safetensors")} == committed
-    assert len(committed) < 8
-    extract(config)
     assert timeless(store_of(tmp_path)) == timeless(store_of(whole))

@@ -2,9 +2,7 @@
 
 import pytest
 import torch
-from conftest import kept_mask, make_document, make_objective, make_shape
 
-from eagle31_train.model.batch import build_batch
 from eagle31_train.store.codec import CODECS, encode
 
 pytestmark = [
@@ -22,13 +20,3 @@ def test_a_device_encodes_and_decodes_the_same_bits(codec, width):
     here = encode(states, codec)
     there = encode(states.cuda(), codec)
     assert torch.equal(here.decode().view(torch.int16), there.decode().view(torch.int16).cpu())
-
-
-def test_a_batch_travels_encoded():
-    shape = make_shape()
-    objective = make_objective(shape, torch.float32)
-    d = make_document(shape, 20, torch.Generator().manual_seed(0))
-    kept = type(d)(d.tokens, d.loss_mask, d.top1, encode(d.attended_states, "int8"), encode(d.supervised_states, "fp8"))
-    batch = build_batch([kept], 3, kept_mask(objective), "mask").to("cuda")
-    assert (batch.aux.values.dtype, batch.teacher.values.dtype) == (torch.int8, torch.float8_e4m3fn)
-    assert all(tensor.is_cuda for tensor in (batch.aux.values, batch.aux.scale, batch.teacher.values))

@@ -1,21 +1,13 @@
 """The MLA drafter on a CUDA device, in bf16 through the flash kernel, against the CPU; one full-size step of Kimi's."""
 
-import time
 from dataclasses import replace
-from math import prod
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from conftest import kept_mask, make_document, make_mla_shape, make_objective
 from gpu.test_step import documents_of, gradients
 from model.test_exactness import weights_of
 
-from benchmarks.gpu_step import VARIANTS, Trainer
-from benchmarks.shapes import turns
-from eagle31_train.checkpoint.contract import weight_shapes
-from eagle31_train.checkpoint.shape import drafter_shape
-from eagle31_train.cli import load_config
 from eagle31_train.model import context_attention
 from eagle31_train.model.batch import build_batch
 from eagle31_train.model.decode import DraftDecoder
@@ -96,42 +88,3 @@ def test_drafts_are_the_cpus():
         decoder.extend(d.aux[:100].to(device), d.tokens[1:101].to(device))
         drafted.append(torch.cat([z for _, z in decoder.unroll(5)]).cpu())
     torch.testing.assert_close(*drafted, rtol=1e-3, atol=1e-3)
-
-
-def test_one_full_size_step_of_kimis_drafter(capsys):
-    """`+experiment=kimi` on one document of 20 k tokens, of which the assistant wrote a third."""
-    config = load_config(["+experiment=kimi"])
-    hidden, vocabulary, layers = config.plan.hidden_size, config.plan.vocab_size, config.target.aux_layers
-    shape = drafter_shape(config.drafter, hidden, vocabulary, vocabulary, layers)
-    trains = sum(map(prod, weight_shapes(shape).values()))
-    shares = vocabulary * hidden * shape.share_embedding
-    assert trains + shares == pytest.approx(3.02e9, rel=0.01)
-    # Weights, gradients and moments in fp32; embedding and the target's head in bf16; the products' copies of the
-    # weights, lm_head's gradient and activations.
-    need = 16 * trains + 2 * shares + 2 * vocabulary * hidden + 16 * GIB
-    free = torch.cuda.mem_get_info()[0]
-    if free < need:
-        pytest.skip(f"Kimi's drafter needs about {need / GIB:.0f} GiB of device memory, {free / GIB:.0f} are free")
-
-    AcceleratorState._reset_state(True)
-    trainer = Trainer(shape, VARIANTS["recompute"], "cuda")
-    try:
-        batch = trainer.batch([turns(20480, 0.35)], config.train.ttt_length, pin=False)
-        losses = [trainer.step(batch)]  # makes AdamW's moments
-        torch.cuda.reset_peak_memory_stats()
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        losses += [trainer.step(batch) for _ in range(3)]
-        torch.cuda.synchronize()
-        seconds = (time.perf_counter() - start) / 3
-        peak = torch.cuda.max_memory_allocated()
-    finally:
-        trainer.close()
-        AcceleratorState._reset_state(True)
-    with capsys.disabled():
-        print(
-            f"\nkimi: {trains / 1e9:.2f} B parameters trained, {batch.tokens} tokens, {len(batch.layout.slots)} slots, "
-            f"{seconds:.2f} s per step, {peak / GIB:.1f} GiB, losses {', '.join(f'{loss:.3f}' for loss in losses)}, "
-            f"{torch.cuda.get_device_name()}"
-        )
-    assert 0 < losses[-1] < losses[0]

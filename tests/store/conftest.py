@@ -1,8 +1,7 @@
-"""What several tests of storages share: a cache over a file system with gates, and a storage over one with faults."""
+"""A cache over a file system that is watched."""
 
 import pytest
 from caching import Gated
-from flaky import Flaky
 
 from eagle31_train.store.backends.remote import RemoteStorage
 
@@ -25,24 +24,5 @@ def open_cache(fs, tmp_path):
         return storages[-1]
 
     yield open_cache
-    for gate in fs.gates.values():
-        gate.set()
     for storage in storages:
         storage.close()
-
-
-@pytest.fixture
-def flaky():
-    return Flaky(skip_instance_cache=True)
-
-
-@pytest.fixture
-def naps():
-    return []
-
-
-@pytest.fixture
-def storage(flaky, naps, tmp_path):
-    storage = RemoteStorage("flaky://bucket/store", flaky, "/bucket/store", tmp_path / "cache", 1000, sleep=naps.append)
-    yield storage
-    storage.close()

@@ -6,11 +6,9 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from eagle31_train.errors import UserError
-from eagle31_train.store.codec import CODECS, Encoded, as_encoded, concatenate, encode
+from eagle31_train.store.codec import CODECS, Encoded, concatenate, encode
 from eagle31_train.store.shard_plan import Shape, sample_bytes
 
 LOSSY = ("fp8", "int8", "int4")
@@ -102,36 +100,7 @@ def test_a_codec_is_its_reference_bit_for_bit(codec, kind):
             assert row == reference(wanted, codec), (codec, kind, width)
 
 
-def test_the_reference_knows_every_number_of_the_format():
-    codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
-    assert codes.tolist() == E4M3.tolist()
-    every = torch.cat([codes, -codes]).float()
-    assert [nearest_e4m3(value) for value in every.tolist()] == every.tolist()
-
-
 # ---------------------------------------------------------------- bounds that follow from the formats
-
-
-@pytest.mark.parametrize("codec", LOSSY)
-@given(
-    seed=st.integers(0, 2**31), width=st.integers(1, 300), kind=st.sampled_from(["normal", "outlier", "zeros", "mixed"])
-)
-@settings(max_examples=30)
-def test_the_error_stays_within_what_the_format_allows(codec, seed, width, kind):
-    x = states(kind, 4, width, seed)
-    error = (encode(x, codec).decode().float() - x).abs()
-    for begin in range(0, width, BLOCK[codec]):
-        block = slice(begin, begin + BLOCK[codec])
-        largest = x[:, block].abs().amax(-1, keepdim=True)
-        # bf16 has 8 bits: the scale and the product are rounded by at most 2**-9 each.
-        step = {"fp8": 2.0**-10 / 448, "int8": 0.5 / 127, "int4": 0.5 / 8}[codec] * largest
-        relative = {"fp8": 2.0**-4, "int8": 0.0, "int4": 0.0}[codec] * x[:, block].abs()
-        bound = torch.maximum(step, relative) * (1 + 2.0**-7) + x[:, block].abs() * 2.0**-8
-        if codec == "int4":  # there is no +8: what lies opposite to the extreme value is cut by up to one step
-            bound = bound + largest / 8 * 0.5
-        else:  # a scale rounded down lets the largest value saturate
-            bound = bound + (x[:, block].abs() == largest) * largest * 2.0**-8
-        assert (error[:, block] <= bound).all()
 
 
 @pytest.mark.core
@@ -150,12 +119,6 @@ def test_what_is_or_would_become_infinite_is_refused(codec):
         x[2, 1, at] = value
         with pytest.raises(UserError, match=REFUSED):
             encode(x, codec)
-    largest = torch.finfo(torch.bfloat16).max
-    for size in (largest, *(largest * (1 - 2.0**-9 * k) for k in range(1, 20)), largest / 2):
-        try:
-            assert torch.isfinite(encode(torch.tensor([[size, -size, size / 2, 1.0]]), codec).decode()).all(), size
-        except UserError:
-            assert size > 0.99 * largest
 
 
 # ---------------------------------------------------------------- however it lies in memory
@@ -184,32 +147,7 @@ def test_neither_layout_nor_neighbours_change_a_row(codec, dtype):
     assert torch.equal(lying.decode(), wanted)
 
 
-def test_a_tensor_passes_as_it_is():
-    x = torch.randn(3, 8, dtype=torch.float64)
-    assert as_encoded(x).decode() is x
-    assert as_encoded(kept := encode(x, "fp8")) is kept
-
-
 # ---------------------------------------------------------------- bytes
-
-
-@pytest.mark.parametrize("codec", CODECS)
-def test_a_row_takes_the_bytes_that_the_plan_counts(codec):
-    for width in (*WIDTHS, 4096):
-        kept = encode(torch.randn(5, 2, width), codec)
-        size = sum(tensor.numel() * tensor.element_size() for tensor in (kept.values, kept.scale))
-        assert size == 5 * 2 * CODECS[codec].row_bytes(width)
-
-
-@pytest.mark.parametrize(
-    ("aux", "last", "bound"),
-    [("bf16", "bf16", 32.1), ("fp8", "fp8", 16.5), ("int8", "int8", 16.5), ("fp8", "int8", 16.5), ("int4", "int8", 11)],
-)
-def test_half_of_the_peers_bytes_where_every_position_teaches(aux, last, bound):
-    """H = 4096, three layers and the last hidden state: the peers keep 4 * 4096 * 2 bytes, 32 KiB a token."""
-    length = 2048
-    size = sample_bytes([True] * length, Shape(4096, 3, aux, last))
-    assert bound * 0.95 < size / length / 1024 <= bound
 
 
 def test_what_teaches_nothing_costs_its_ids_only():

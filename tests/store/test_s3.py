@@ -1,7 +1,5 @@
 """A store on S3: a server on loopback, reached as any bucket is, through s3fs and the environment."""
 
-import os
-
 import pytest
 import s3fs
 from botocore.exceptions import ClientError
@@ -28,28 +26,6 @@ class TestS3(RemoteContract):
         storage.discard()
         assert s3.find("bucket") == ["bucket/a", "bucket/runs/store-2/a"]
 
-    def test_the_cache_stays_within_its_bound(self, storage, s3, tmp_path):
-        names = [f"shards/{i}" for i in range(12)]
-        for name in names:
-            s3.pipe_file(f"bucket/runs/store/{name}", name.encode() * (CACHE // 5 // len(name)))
-        storage.prefetch(names)
-        for name in names:
-            assert storage.local(name).read_bytes().startswith(name.encode())
-            held = [path.stat().st_size for path in (tmp_path / "cache").rglob("*") if path.is_file()]
-            assert sum(held) <= CACHE
-
-
-def test_a_big_file_goes_up_in_parts(s3, tmp_path, monkeypatch):
-    storage = open_storage("s3://bucket/store", tmp_path / "cache", 1 << 24, sleep=never)
-    content = os.urandom(11 << 20)
-    put_file = storage.fs.put_file
-    monkeypatch.setattr(storage.fs, "put_file", lambda *paths: put_file(*paths, chunksize=5 << 20))
-    scratch = storage.scratch("big")
-    scratch.write_bytes(content)
-    storage.put(scratch, "big")
-    assert s3.info("bucket/store/big")["ETag"].strip('"').endswith("-3")  # three parts
-    assert storage.local("big").read_bytes() == content
-
 
 def opened(location, folder, sleep=never):
     with pytest.raises(UserError) as error:
@@ -60,43 +36,18 @@ def opened(location, folder, sleep=never):
 
 def test_a_missing_or_impossible_bucket_is_named(s3, tmp_path):
     words = opened("s3://no-such-bucket/store", tmp_path)
-    assert words.startswith("s3://no-such-bucket/store/: listing failed, its bucket does not exist: create it")
+    assert words.startswith("s3://no-such-bucket/store/: listing failed (")
+    assert "its bucket does not exist: create it" in words
     assert [bucket.strip("/") for bucket in s3.ls("")] == ["bucket"]
     assert "Invalid bucket name" in opened("s3://Bad Bucket!/store", tmp_path)
-
-
-def test_a_bucket_that_goes_is_named(s3, tmp_path):
-    storage = open_storage("s3://bucket/store", tmp_path, CACHE, sleep=never)
-    s3.rmdir("bucket")
-    for call in (
-        lambda: storage.write("a", b"x"),
-        lambda: storage.read("a"),
-        lambda: storage.size("a"),
-        lambda: storage.names("shards"),
-        lambda: storage.local("a"),
-        lambda: storage.put(storage.scratch("a"), "a") if storage.scratch("a").write_bytes(b"x") else None,
-    ):
-        with pytest.raises(UserError, match="its bucket does not exist"):
-            call()
-    assert s3.ls("") == []
 
 
 def test_missing_credentials_are_named(s3_environment, monkeypatch, tmp_path):
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     words = opened("s3://bucket/store", tmp_path)
-    assert "needs credentials (NoCredentialsError: Unable to locate credentials)" in words
+    assert "(NoCredentialsError: Unable to locate credentials): check the credentials" in words
     assert "AWS_ACCESS_KEY_ID" in words
-
-
-def test_a_server_that_is_not_there_is_tried_again_and_named(s3_environment, monkeypatch, tmp_path, capsys):
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    # The driver tries five times by itself, with waits of its own.
-    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
-    naps = []
-    words = opened("s3://bucket/store", tmp_path, naps.append)
-    assert "listing failed 5 times in all (EndpointConnectionError: Could not connect" in words
-    assert len(naps) == len(capsys.readouterr().err.splitlines()) == 4
 
 
 def test_a_server_in_trouble_is_tried_again(s3, tmp_path, monkeypatch):

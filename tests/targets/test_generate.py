@@ -33,25 +33,6 @@ def test_draws_follow_the_nucleus(top_p, top, monkeypatch):
     torch.testing.assert_close(shares, nucleus(logits, top_p), atol=2e-4, rtol=0)
 
 
-def test_a_nucleus_that_reaches_top_p_exactly_is_whole():
-    """The fewest tokens: no one more where their mass is top_p itself."""
-    logits = torch.zeros(4)  # a quarter each, and sums of quarters are exact
-    drawn = draw(logits.expand(3, -1).clone(), torch.tensor([0.0, 0.499, 0.999]), 0.5)
-    assert drawn.tolist() == [int(drawn[0]), int(drawn[0]), int(drawn[2])]
-    assert len(set(drawn.tolist())) == 2
-
-
-def test_rows_of_different_width_draw_alone(monkeypatch):
-    monkeypatch.setattr(generate, "NUCLEUS", 2)
-    peaked, flat = torch.tensor([9.0, 0, 0, 0, 0, 0]), torch.zeros(6)
-    uniform = torch.tensor([0.5, 0.99, 0.01])
-    together = draw(torch.stack([peaked, flat, flat]), uniform, 0.9)
-    alone = [int(draw(row[None], u[None], 0.9)) for row, u in zip([peaked, flat, flat], uniform, strict=True)]
-    assert together.tolist() == alone
-    assert together[0] == 0
-    assert together[1] != together[2]
-
-
 def test_greedy_rows_pass_through_and_sampled_rows_are_decided():
     requests = [Request([1], 0.0, 1), Request([1], 0.5, 7), Request([1], 0.5, 7), Request([1], 0.5, 8)]
     sampler = SeededSampling(requests, 1, 40, 1.0)
@@ -107,13 +88,3 @@ def test_answers_end_before_the_end_token_and_say_why(tmp_path):
     stopped = Generator(target, [end]).answer([Request(prompts[0], 0.0, 0)], 8, 1.0)[0]
     assert stopped.ids == expected[0][: expected[0].index(end)]
     assert stopped.finish_reason == "stop"
-
-
-def test_prompts_without_room_for_an_answer_are_told_before_they_end_a_batch(tmp_path):
-    save_tiny(tmp_path)
-    generator = Generator(TargetConfig(path=str(tmp_path), dtype="float32", device="cpu"), [0])
-    assert generator.refusal(56, 8) is None
-    assert generator.refusal(57, 8) == "the prompt and 8 tokens of answer exceed the target's 64 positions"
-    assert len(generator.answer([Request([1] * 56, 0.0, 0)], 8, 1.0)) == 1
-    with pytest.raises(ValueError, match="64 positions"):
-        generator.answer([Request([1] * 57, 0.0, 0)], 8, 1.0)

@@ -2,32 +2,25 @@
 
 import pytest
 import torch
-from pipeline import AUX, HIDDEN, LAYERS, VOCAB, save_quietly, tiny_config, tiny_llama
+from pipeline import HIDDEN, LAYERS, VOCAB, save_quietly, tiny_llama
 from random_targets import SIZES, randomised
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     GemmaConfig,
     GemmaForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
     Qwen3Config,
     Qwen3ForCausalLM,
     StableLmConfig,
     StableLmForCausalLM,
 )
 
-from eagle31_train.artifacts import weights_fingerprint
 from eagle31_train.config import TargetConfig
 from eagle31_train.errors import UserError
 from eagle31_train.targets import hf
-from eagle31_train.targets.extraction import make_engine
-from eagle31_train.targets.hf import HiddenStateTarget, default_aux_layers, load_model
-from eagle31_train.targets.transformers_engine import TransformersEngine
+from eagle31_train.targets.hf import HiddenStateTarget, load_model, pick_layers
 
 
 def gemma():
@@ -82,27 +75,6 @@ def test_taking_outputs_instead_of_inputs_is_caught(monkeypatch):
         check_against_transformers(tiny_llama())
 
 
-def test_only_the_wanted_layers_are_caught_in_their_order():
-    model = tiny_llama()
-    tokens, mask = batch([7])
-    every = HiddenStateTarget(model, range(LAYERS + 1)).states(tokens, mask).aux
-    some = HiddenStateTarget(model, [0, 4, LAYERS]).states(tokens, mask).aux
-    assert torch.equal(some, every[:, :, [0, 4, LAYERS]])
-    assert not any(module._forward_pre_hooks for module in model.modules()), "hooks stayed behind"
-
-
-@pytest.mark.parametrize(("make", "kind"), [(tiny_llama, "w"), (gemma, "1+w"), (MODELS["qwen3"], "w")])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_kind_of_the_final_norm_is_read_off_its_answers(make, kind, dtype):
-    target = HiddenStateTarget(make().to(dtype), [1, 2])
-    weight = target.final_norm.weight.float()
-    readout = target.readout
-    assert readout.norm_kind == kind
-    assert torch.equal(readout.norm, weight + 1 if kind == "1+w" else weight)
-    assert readout.norm.dtype == torch.float32
-    assert readout.eps == 1e-6
-
-
 @pytest.mark.parametrize("layers", [[3, 1], [1, 1, 2], [], [-1, 2], [1, LAYERS + 1]])
 def test_layers_that_the_target_lacks_or_vllm_reorders_are_refused(layers):
     with pytest.raises(UserError, match=r"target\.aux_layers="):
@@ -110,35 +82,8 @@ def test_layers_that_the_target_lacks_or_vllm_reorders_are_refused(layers):
 
 
 def test_the_default_layers_are_those_of_vllm():
-    assert default_aux_layers(30) == [2, 15, 27]
+    assert pick_layers(None, 30) == [2, 15, 27]
     assert HiddenStateTarget(tiny_llama(num_hidden_layers=8), None).layers == [2, 4, 5]
-
-
-@pytest.mark.core
-def test_a_target_is_loaded_frozen_in_the_wanted_dtype(tmp_path):
-    folder = save_quietly(tiny_llama(), tmp_path / "target")
-    model = load_model(TargetConfig(path=str(folder), dtype="bfloat16", device="cpu"))
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    assert not any(parameter.requires_grad for parameter in model.parameters())
-    assert not model.training
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"path": "/nowhere/model"}, "target.path=/nowhere/model does not exist"),
-        ({"path": "."}, r"target.path=. cannot be loaded"),
-    ],
-)
-def test_a_target_that_cannot_be_loaded_is_one_line(tmp_path, monkeypatch, changes, words):
-    save_quietly(tiny_llama(), tmp_path / "target")
-    (tmp_path / "empty").mkdir()
-    monkeypatch.chdir(tmp_path / "empty")
-    fields = {"path": str(tmp_path / "target"), "dtype": "float32", "device": "cpu", **changes}
-    with pytest.raises(UserError) as error:
-        load_model(TargetConfig(**fields))
-    assert words in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 def rewrite(change):
@@ -159,12 +104,9 @@ WHOLE = "a file is cut short, or only git-lfs's pointer"
     ("change", "words"),
     [
         (rewrite(lambda w: {k: w[k] for k in w if k != "lm_head.weight"}), ["1 of its", "lm_head.weight", RANDOM]),
-        (rewrite(lambda w: {f"text.{k}": v for k, v in w.items()}), ["missing or of another size", RANDOM]),
         (rewrite(lambda w: {**w, "model.norm.weight": torch.ones(9)}), ["1 of its", "model.norm.weight", RANDOM]),
-        (lambda file: file.write_bytes(file.read_bytes()[:-100]), [WHOLE]),
         (lambda file: file.write_bytes(POINTER), [WHOLE]),
     ],
-    ids=["missing", "other names", "another size", "cut short", "git-lfs"],
 )
 def test_a_target_whose_weights_are_not_all_there_is_refused(tmp_path, change, words):
     """Whatever transformers makes up in their place would be learnt, and passes every later check."""
@@ -172,77 +114,27 @@ def test_a_target_whose_weights_are_not_all_there_is_refused(tmp_path, change, w
     change(folder / "model.safetensors")
     with pytest.raises(UserError) as error:
         load_model(TargetConfig(path=str(folder), dtype="float32", device="cpu"))
-    assert str(error.value).startswith(f"target.path={folder}")
-    assert "\n" not in str(error.value)
     for part in words:
         assert part in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("rope", "found"),
-    [
-        (None, 128),
-        ({"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}, 512),
-        ({"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, 256),
-        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}, 128),
-    ],
-)
-def test_a_conversation_beyond_the_targets_positions_is_too_long(rope, found):
-    """As vLLM 0.32 counts them, whose server would refuse such a request."""
-    engine = TransformersEngine(HiddenStateTarget(tiny_llama(**({"rope_parameters": rope} if rope else {})), AUX))
-    assert engine.longest == found
-    assert f"data.max_length={found}" in engine.longer
-
-
-@pytest.mark.parametrize(("make", "doubted"), [(tiny_llama, False), (MODELS["gemma2"], True)])
-def test_that_vllm_has_no_eagle_3_for_a_target_is_said_once_before_it_is_loaded(
-    tmp_path, monkeypatch, capsys, make, doubted
-):
-    save_quietly(make(), tmp_path / "target")
-    make_engine(tiny_config(tmp_path))
-    assert ("target: vLLM 0.32's own class for gemma2 takes no EAGLE 3 draft" in capsys.readouterr().out) == doubted
-    monkeypatch.setenv("RANK", "1")
-    make_engine(tiny_config(tmp_path))
-    assert capsys.readouterr().out == ""
-
-
-def test_two_targets_are_told_apart_by_weights_and_config(tmp_path):
-    first = weights_fingerprint(str(save_quietly(tiny_llama(0), tmp_path / "a")))
-    assert weights_fingerprint(str(save_quietly(tiny_llama(0), tmp_path / "b"))) == first
-    assert weights_fingerprint(str(save_quietly(tiny_llama(1), tmp_path / "c"))) != first
-    # The same weights give other states with another epsilon or RoPE base.
-    other = save_quietly(tiny_llama(0, rms_norm_eps=1e-3), tmp_path / "d")
-    assert (other / "model.safetensors").read_bytes() == (tmp_path / "a" / "model.safetensors").read_bytes()
-    assert weights_fingerprint(str(other)) != first
-    assert weights_fingerprint("owner/model") != weights_fingerprint("owner/other")
-
-
 def test_the_input_of_a_deepseeks_layer_0_is_refused_for_vllm_has_none():
-    latent = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4}
-    sizes = {"num_key_value_heads": 4, "first_k_dense_replace": LAYERS, "head_dim": 4}
-    model = DeepseekV3ForCausalLM(DeepseekV3Config(**SIZES | sizes, **latent))
-    assert HiddenStateTarget(model, [1, 2]).layers == [1, 2]
+    assert pick_layers([1, 2], 6, "deepseek_v3") == [1, 2]
+    assert pick_layers([0, 2], 6, "llama") == [0, 2]  # the embeddings, which vLLM's Llama gives
     with pytest.raises(UserError, match=r"aux_layers=\[0, 2\]: vLLM cannot give the input of layer 0 of a deepseek_v3"):
-        HiddenStateTarget(model, [0, 2])
-    assert HiddenStateTarget(tiny_llama(), [0, 2]).layers == [0, 2]  # the embeddings, which vLLM's Llama gives
+        pick_layers([0, 2], 6, "deepseek_v3")
 
 
 @pytest.mark.parametrize(
     ("name", "devices", "ranks", "local", "expected"),
     [
         ("auto", 0, 1, 0, "cpu"),
-        ("auto", 2, 1, 0, "cuda"),
         ("cuda:1", 2, 1, 0, "cuda:1"),
-        ("auto", 0, 2, 1, "cpu"),
         ("auto", 2, 2, 1, "cuda:1"),
-        ("cuda", 8, 8, 3, "cuda:3"),
-        ("cpu", 8, 8, 3, "cpu"),
         ("cuda:0", 1, 8, 3, "cuda:0"),  # where the launcher shows each process a device of its own
-        ("cuda:0", 0, 1, 0, "there is no cuda:0 here"),
-        ("cuda:2", 2, 1, 0, "target.device=cuda:2: there is no cuda:2 here, where torch sees 2"),
         ("auto", 1, 2, 1, "there is no cuda:1 here, where torch sees 1"),
         ("cuda:1", 8, 8, 3, "each of 8 processes would load the target there"),
-        *((name, 0, 1, 0, f"target.device={name} is no device here") for name in ("gpu", "cuda:one", "0", "mps")),
+        ("gpu", 0, 1, 0, "target.device=gpu is no device here"),
     ],
 )
 def test_each_process_gets_a_device_of_its_own_or_one_line(monkeypatch, name, devices, ranks, local, expected):
@@ -263,19 +155,11 @@ def biased():
     return model
 
 
-def layer_norm():
-    return StableLmForCausalLM(StableLmConfig(**{k: v for k, v in SIZES.items() if k != "head_dim"}))
-
-
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (layer_norm, r"final norm \(LayerNorm\) is not an RMSNorm"),
         (biased, "lm_head has a bias"),
-        (
-            lambda: GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=9)),
-            r"GPT2LMHeadModel has no \.layers and \.norm",
-        ),
+        (lambda: StableLmForCausalLM(StableLmConfig(**SIZES | {"head_dim": None})), "LayerNorm.* is not an RMSNorm"),
     ],
 )
 def test_models_that_eagle_cannot_read_are_refused(make, words):

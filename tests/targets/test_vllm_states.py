@@ -1,12 +1,10 @@
 """Rows of steps are sorted into conversations: chunks, batches, padding, generated tokens, work done again."""
 
-import threading
-
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from eagle31_train.targets.vllm_states import BEHIND, CANNOT, Piece, StatesWriter, number
+from eagle31_train.targets.vllm_states import Piece, StatesWriter
 
 LAYERS, HIDDEN = 3, 4
 LENGTHS = {"0": 5, "1": 3, "2": 9}
@@ -66,15 +64,6 @@ def test_each_conversation_gets_its_rows(tmp_path, aside):
     written(tmp_path)
 
 
-def test_a_file_is_there_when_its_conversation_is_whole(tmp_path):
-    writer = StatesWriter(tmp_path)
-    there = []
-    for pieces in STEPS:
-        writer.add(*step(pieces))
-        there.append(sorted(file.stem for file in tmp_path.iterdir()))
-    assert there == [["0"], ["0"], ["0", "1"], ["0", "1", "2"]]
-
-
 def test_planted_an_exchange_of_two_conversations_is_seen(tmp_path):
     writer = StatesWriter(tmp_path)
     for pieces in STEPS:
@@ -90,27 +79,3 @@ def test_positions_that_were_not_computed_are_missed(tmp_path):
     writer.add(*step([("2", 0, 2)]))
     with pytest.raises(RuntimeError, match="left out tokens 2 to 4 of a conversation"):
         writer.add(*step([("2", 4, 5)]))
-
-
-@pytest.mark.parametrize("aside", [False, True])
-def test_what_cannot_be_written_is_said(tmp_path, aside):
-    with pytest.raises(RuntimeError, match=CANNOT):
-        write_all(tmp_path / "gone", aside=aside)
-
-
-def test_the_thread_is_never_far_behind(tmp_path):
-    writer, hold = StatesWriter(tmp_path, aside=True), threading.Event()
-    writer._thread.submit(hold.wait)
-    try:
-        for _ in range(BEHIND):
-            writer.add(*step([("0", 0, 5)]))
-        assert not list(tmp_path.iterdir())
-        assert len(writer._pending) == BEHIND
-    finally:
-        hold.set()
-    writer.add(*step([("1", 0, 3)]))
-    assert (tmp_path / "0.safetensors").exists(), "a step more waits for the oldest"
-
-
-def test_requests_are_named_by_their_number():
-    assert [number(name) for name in ("12", "12-9f3a")] == ["12", "12"]

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
-from fsspec.registry import known_implementations
 
 from eagle31_train.errors import UserError
 from eagle31_train.store.backends.base import Storage
@@ -52,23 +51,13 @@ def open_storage(
     if not rest.strip("/"):
         raise UserError(f"{location} names no folder: write {protocol}://bucket/folder")
     try:
-        fsspec.get_filesystem_class(protocol)
-    except ValueError:
-        raise UserError(
-            f"{location}: fsspec knows no {protocol}://, but s3://, gs://, abfs://, sftp://, hf:// and others: "
-            "correct the address, or `pip install` the package that brings the driver"
-        ) from None
-    except ImportError as error:
-        package = known_implementations[protocol]["class"].split(".")[0]
-        package = f"fsspec[{protocol}]" if package == "fsspec" else package
-        raise UserError(
-            f"{location} needs a driver that is not installed ({describe(error)}): pip install '{package}'"
-        ) from None
-    try:
         # An instance of our own: others of the process may use one with other settings.
         fs, root = fsspec.core.url_to_fs(location, skip_instance_cache=True)
     except (ImportError, OSError, ValueError, TypeError) as error:
-        raise UserError(f"{location} cannot be opened ({describe(error)}): correct the address") from error
+        raise UserError(
+            f"{location} cannot be opened ({describe(error)}): correct the address, or install the package that "
+            f"brings fsspec's driver for {protocol}://"
+        ) from None
     storage = RemoteStorage(location, fs, str(root), Path(cache_dir).expanduser(), cache_bytes, sharers, sleep)
     storage.names("")  # what is wrong with credentials or bucket is said now, not after an hour's work
     return storage

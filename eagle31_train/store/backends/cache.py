@@ -1,24 +1,36 @@
 """Whole files fetched from elsewhere into a bounded folder, ahead of their use, shared by threads and processes.
 
-A file appears under its name at once and whole. All processes of a machine that use the folder keep its quota together
-(see `quota`) and share the work: one of them fetches a file, the others that want it now wait for it, and fetch it
-only if the first one failed or died.
+    base/.lock                                                     held while space is reserved, or a file gets its name
+    base/store-<hash>/shards/train-00000.safetensors
+    base/store-<hash>/shards/.train-00000.safetensors.<bytes>.part    being fetched, by whoever holds a lock on it
+    base/store-<hash>/shards/.train-00000.safetensors.tmp             being built for upload
+
+All processes of a machine that use the folder keep its bound together, and share the work: one of them fetches a file,
+the others that want it now wait for it, and fetch it only if the first one failed or died. A file counts with its full
+size from the moment that its part file exists: space is reserved first, and filled then. A part that nobody holds is
+what a kill left, and goes. Nobody waits for anything while holding a part, so all waiting ends. Files leave in the
+order of their last use; a mapping that is open stays valid.
 
 Nothing is forced to the disk here. What a power cut spoils has another size, or another checksum, which the reader of
 the store compares; `forget` then lets it be fetched again.
 """
 
+import fcntl
+import os
+import re
 import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from eagle31_train.errors import UserError
-from eagle31_train.store.backends.quota import Quota, holds, stamp
 
+STORE = re.compile(r"store-[0-9a-f]{16}")  # nothing else in the folder is ever counted or removed
+PART = re.compile(r"\.(?P<name>.+)\.(?P<bytes>\d+)\.part")
+ABANDONED = 24 * 3600  # seconds after which a file built for upload is what a kill left
 POLL = 0.05  # seconds between looks for what others fetch, or for the space that they hold
 THREADS = 2  # files fetched at a time in the background
 
@@ -27,7 +39,7 @@ class Cache:
     """Fetches files into a folder of bounded size, in the background too.
 
     Args:
-        base: the folder that the quota holds for; several stores may share it.
+        base: the folder that the bound holds for; several stores may share it.
         key: 16 hex digits that stand for the store.
         limit: bytes that all files of all stores under `base` may take.
         size_of: the size of a file where it comes from; None if it is absent.
@@ -51,20 +63,20 @@ class Cache:
         sharers: int = 1,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
-        self.folder, self.where = base / f"store-{key}", where
+        self.base, self.folder, self.limit, self.where = base, base / f"store-{key}", limit, where
         # The other half is for what is being read, and for files that are fetched on demand.
         self.ahead = limit // 2 // sharers
-        self._quota = Quota(base, limit, where)
         self._size_of, self._fetch, self._sleep = size_of, fetch, sleep
         self._sizes: dict[str, int] = {}
-        # `_changed` guards what follows; `_ready` are the files prefetched, or under way, and not yet used.
+        # `_changed` guards what follows; `_ready` are the files prefetched, or under way, and not yet used, with their
+        # bytes, or those of the largest so far where they are not known yet.
         self._changed = threading.Condition()
         self._queue: deque[str] = deque()
         self._ready: dict[str, int] = {}
+        self._largest = 0
         self._stopped = False
-        self._admission = threading.Lock()
         self._workers = [threading.Thread(target=self._work, daemon=True) for _ in range(THREADS)]
-        with self._quota.explained():
+        with self._explained():
             self.folder.mkdir(parents=True, exist_ok=True)
 
     def get(self, name: str) -> Path:
@@ -78,7 +90,7 @@ class Cache:
             self._queue.remove(name)
             self._changed.notify_all()
         try:
-            while not self._obtain(name, urgent=True):
+            while not self._obtain(name):
                 self._sleep(POLL)  # another thread or process fetches it, or what is in the way will be done soon
         finally:
             self._used(name)
@@ -98,7 +110,7 @@ class Cache:
     def scratch(self, name: str) -> Path:
         """Where to build a file that is then sent away; it counts with the size that it has."""
         path = self.folder / name
-        with self._quota.explained():
+        with self._explained():
             path.parent.mkdir(parents=True, exist_ok=True)
         return path.with_name(f".{path.name}.tmp")
 
@@ -110,38 +122,116 @@ class Cache:
             self._sizes[name] = size
         return self._sizes[name]
 
-    def _obtain(self, name: str, urgent: bool) -> bool:
+    def _obtain(self, name: str) -> bool:
         """Whether the file is there now, if need be because it was fetched here."""
         size, path = self._size(name), self.folder / name
-        if holds(path, size):
+        if _holds(path, size):
             with suppress(FileNotFoundError):  # just evicted
-                stamp(path, urgent)
+                _touch(path)
                 return True
-        if size > self._quota.limit:
-            raise UserError(
-                f"{self.where}/{name} has {size:,} bytes, more than store.cache_bytes={self._quota.limit}: "
-                "raise store.cache_bytes"
-            )
-        part = self._quota.reserve(path, size, urgent)
-        if part is None:
-            return False
         try:
-            with self._quota.explained():
-                self._fetch(name, part.path, size)
-                self._quota.keep(part, path, urgent)
+            with self._explained(), self._reserved(path, size) as part:
+                if part is None:
+                    return False
+                self._fetch(name, part, size)
+                _touch(part)
+                with self._locked():  # whoever counts sees the part or the file, never none or both
+                    part.replace(path)
         except Exception:
             self._sizes.pop(name, None)  # it may have been replaced where it comes from
             raise
-        finally:
-            self._quota.release(part)
         return True
+
+    # ---------------------------------------------------------------- the bound
+
+    @contextmanager
+    def _reserved(self, path: Path, size: int) -> Iterator[Path | None]:
+        """A part file for an absent file, to be filled; None if that is there by now, is fetched, or has no room yet.
+
+        Raises:
+            UserError: there never will be room.
+        """
+        part = path.with_name(f".{path.name}.{size}.part")
+        with self._locked():
+            file = part.open("xb") if self._make_room(path, size) else None
+            if file is not None:
+                fcntl.flock(file, fcntl.LOCK_EX)
+        if file is None:
+            yield None
+            return
+        try:
+            yield part
+        finally:
+            part.unlink(missing_ok=True)
+            file.close()
+
+    def _make_room(self, path: Path, size: int) -> bool:
+        """Remove what was not used for longest until a file fits, if it is wanted and can fit now."""
+        files, parts, building = self._scan()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path in parts or _holds(path, size):
+            return False
+        if building + size > self.limit:
+            raise UserError(
+                f"{self.where}: {path.name} has {size:,} bytes, too many for store.cache_bytes={self.limit} beside "
+                f"{building:,} bytes being built: raise store.cache_bytes"
+            )
+        excess = sum(held for _, held, _ in files) + sum(parts.values()) + building + size - self.limit
+        if excess > sum(held for _, held, _ in files):
+            return False
+        for _, held, file in sorted(files):
+            if excess <= 0:
+                break
+            file.unlink(missing_ok=True)
+            excess -= held
+        return True
+
+    def _scan(self) -> tuple[list[tuple[int, int, Path]], dict[Path, int], int]:
+        """Whole files as (last use, bytes, path), bytes of the files being fetched, and bytes being built."""
+        files, parts, building = [], {}, 0
+        paths = [path for store in self.base.iterdir() if STORE.fullmatch(store.name) for path in store.rglob("*")]
+        for path in paths:
+            with suppress(FileNotFoundError):  # finished, or forgotten, between two lines
+                status = path.stat()
+                if path.is_dir():
+                    continue
+                part = PART.fullmatch(path.name)
+                if not path.name.startswith("."):
+                    files.append((status.st_mtime_ns, status.st_size, path))
+                elif _abandoned(path) if part else time.time() - status.st_mtime > ABANDONED:
+                    path.unlink(missing_ok=True)
+                elif part:
+                    parts[path.with_name(part["name"])] = int(part["bytes"])
+                else:
+                    building += status.st_size
+        return files, parts, building
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        self.base.mkdir(parents=True, exist_ok=True)
+        with (self.base / ".lock").open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turn errors of this machine's disk into UserError. Other machines' errors are that already."""
+        try:
+            yield
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise UserError(
+                f"{self.base} cannot be used for copies of {self.where} ({error.strerror}): free space there, lower "
+                "store.cache_bytes, or choose another store.cache_dir"
+            ) from None
 
     # ---------------------------------------------------------------- ahead of use
 
     def prefetch(self, names: Sequence[str]) -> None:
         """Fetch these in this order in the background, and no others any more.
 
-        No more than `ahead` bytes are fetched and not yet used. What is larger, absent, fetched by another process
+        No more than `ahead` bytes are fetched and not yet used, or one file. What is absent, fetched by another process
         just now, or fails, is left to `get`.
         """
         with self._changed:
@@ -169,34 +259,56 @@ class Cache:
             self._changed.notify_all()
 
     def _work(self) -> None:
-        while (name := self._admitted()) is not None:
+        while (name := self._next()) is not None:
             try:
-                obtained = name in self._ready and self._obtain(name, urgent=False)
+                size = self._size(name)
+                with self._changed:
+                    self._largest = max(self._largest, size)
+                    if name in self._ready:
+                        self._ready[name] = size
+                obtained = name in self._ready and self._obtain(name)
             except Exception:  # `get` tries again, and raises it
                 obtained = False
             if not obtained:
                 self._used(name)
 
-    def _admitted(self) -> str | None:
+    def _next(self) -> str | None:
         """Wait for the head of the queue to fit into the look-ahead, and take it; None: closed."""
-        while True:
-            with self._admission:  # one thread at a time, or a later name could slip in before an earlier one
-                with self._changed:
-                    self._changed.wait_for(lambda: self._stopped or bool(self._queue))
-                    if self._stopped:
-                        return None
-                    name = self._queue[0]
-                try:
-                    size = self._size(name)  # may ask another machine: not under the lock
-                except Exception:  # left to `get`
-                    size = 0
-                with self._changed:
-                    while self._leads(name) and sum(self._ready.values()) + size > self.ahead:
-                        self._changed.wait()
-                    if self._leads(name):
-                        self._ready[self._queue.popleft()] = size
-                        return name
 
-    def _leads(self, name: str) -> bool:
-        """Whether the name is still the next one; `get` and `prefetch` change the queue at any time."""
-        return not self._stopped and bool(self._queue) and self._queue[0] == name
+        def fits() -> bool:
+            free = self.ahead - sum(self._ready.values())
+            return self._stopped or (bool(self._queue) and (not self._ready or self._largest <= free))
+
+        with self._changed:
+            self._changed.wait_for(fits)
+            if self._stopped:
+                return None
+            name = self._queue.popleft()
+            self._ready[name] = self._largest
+            return name
+
+
+def _holds(path: Path, size: int) -> bool:
+    """Whether a file of this size is there; one of another size is damaged or outdated, and goes."""
+    with suppress(FileNotFoundError):
+        if path.stat().st_size == size:
+            return True
+        path.unlink()
+    return False
+
+
+def _touch(path: Path) -> None:
+    """Note that a file is used now."""
+    # Not utime's own "now": that is the kernel's coarse clock, too coarse to tell two uses apart.
+    now = time.time_ns()
+    os.utime(path, ns=(now, now))
+
+
+def _abandoned(part: Path) -> bool:
+    """Whether nobody holds the lock of a part file."""
+    with part.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True

@@ -27,13 +27,9 @@ class LocalStorage(Storage):
 
     def write(self, name: str, data: bytes) -> None:
         scratch = self.scratch(name)
-        try:
-            with self._explained("write", name):
-                scratch.write_bytes(data)
-        except BaseException:
-            scratch.unlink(missing_ok=True)
-            raise
-        self.put(scratch, name)
+        with self._writing(scratch, name):
+            scratch.write_bytes(data)
+            artifacts.commit(scratch, self.folder / name)
 
     def scratch(self, name: str) -> Path:
         path = self.folder / name
@@ -42,9 +38,14 @@ class LocalStorage(Storage):
         return path.with_name(f".{path.name}.tmp")
 
     def put(self, scratch: Path, name: str) -> None:
+        with self._writing(scratch, name):
+            artifacts.commit(scratch, self.folder / name)
+
+    @contextmanager
+    def _writing(self, scratch: Path, name: str) -> Iterator[None]:
         try:
             with self._explained("write", name):
-                artifacts.commit(scratch, self.folder / name)
+                yield
         except BaseException:  # a full disk, Ctrl-C: nothing half-written stays
             scratch.unlink(missing_ok=True)
             raise

@@ -43,9 +43,7 @@ class RemoteStorage(Storage):
         self.location, self.fs, self.root = location.rstrip("/"), fs, root.rstrip("/")
         self._sleep = sleep
         key = artifacts.fingerprint(fs.unstrip_protocol(self.root))
-        self._cache = Cache(
-            cache_dir, key, cache_bytes, self.size, self._download, where=self.location, sharers=sharers, sleep=sleep
-        )
+        self._cache = Cache(cache_dir, key, cache_bytes, self.size, self._download, self.location, sharers, sleep)
 
     def read(self, name: str) -> bytes:
         def call() -> bytes:
@@ -88,11 +86,7 @@ class RemoteStorage(Storage):
                 file = PurePosixPath(entry["name"].lstrip("/"))
                 # Asked for a file, drivers list the file itself.
                 if entry["type"] == "file" and str(file.parent) == path.lstrip("/"):
-                    size = entry["size"]
-                    if size is None:  # a web server's listing knows no sizes
-                        size = self._size(f"{folder}/{file.name}".lstrip("/"))
-                    if size is not None:
-                        found[file.name] = int(size)
+                    found[file.name] = int(entry["size"] or 0)  # a web server's listing knows no sizes
             return found
 
         try:
@@ -182,10 +176,9 @@ class RemoteStorage(Storage):
 
     def _make_folders(self, path: str) -> None:
         """Folders, for file systems that want them. Never the first part of an address, which may be a bucket."""
-        for parent in reversed(PurePosixPath(path.lstrip("/")).parents[:-2]):
-            folder = path[: len(path) - len(path.lstrip("/"))] + str(parent)
-            if not self.fs.isdir(folder):
-                self.fs.mkdir(folder, create_parents=False)
+        for parent in map(str, reversed(PurePosixPath(path).parents[:-2])):
+            if not self.fs.isdir(parent):
+                self.fs.mkdir(parent, create_parents=False)
 
     @staticmethod
     def _compare(found: int | None, expected: int | None) -> None:

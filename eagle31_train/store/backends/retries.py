@@ -17,13 +17,13 @@ from eagle31_train.store.backends.base import FULL
 
 T = TypeVar("T")
 TRIES = 5  # in all, the first one included
-FIRST_WAIT, LONGEST_WAIT = 1.0, 30.0  # seconds; doubled from try to try
+FIRST_WAIT = 1.0  # seconds; doubled from try to try
 
 # A request that is wrong in itself stays wrong. s3fs gives EINVAL, ENOSYS, … to S3's codes of that kind.
 WRONG = {errno.EINVAL, errno.ENOSYS, errno.EMSGSIZE, errno.ENAMETOOLONG, errno.EROFS, errno.ENOTEMPTY}
 WRONG.add(getattr(errno, "EREMCHG", errno.ENOENT))  # the bucket lives in another region
 LASTING = (FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError, UserError)
-NO_CREDENTIALS = re.compile("Credential|Token|Unauthorized|ClientAuthentication|ProfileNotFound")
+CREDENTIALS = re.compile("Credential|Token|Unauthorized|ClientAuthentication|ProfileNotFound")
 INVALID = re.compile("Validation|Invalid|Unknown|Unsupported|NotImplemented|NotFound")
 NO_BUCKET = re.compile(r"NoSuchBucket|bucket does not exist", re.IGNORECASE)
 
@@ -39,28 +39,29 @@ def is_transient(error: BaseException) -> bool:
         return error.errno not in WRONG | FULL
     if type(error).__module__ == "builtins":  # this program's mistakes, and arguments that a driver refuses
         return isinstance(error, EOFError)
-    names = " ".join(kind.__name__ for kind in type(error).__mro__)
-    return not (NO_CREDENTIALS.search(names) or INVALID.search(names))
+    return not (CREDENTIALS.search(_names(error)) or INVALID.search(_names(error)))
 
 
-def lacks_bucket(error: FileNotFoundError) -> bool:
+def lacks_bucket(error: Exception) -> bool:
     """Whether it is the bucket that is missing, not a file in it."""
-    return bool(NO_BUCKET.search(f"{error} {error.__cause__!r}"))
+    return isinstance(error, FileNotFoundError) and bool(NO_BUCKET.search(f"{error} {error.__cause__!r}"))
 
 
 def _http_status(error: BaseException) -> int | None:
     for carrier in (error, getattr(error, "response", None)):
         for name in ("status", "status_code", "code"):
-            value = getattr(carrier, name, None)
-            if isinstance(value, int):
+            if isinstance(value := getattr(carrier, name, None), int):
                 return value
     return None
 
 
+def _names(error: BaseException) -> str:
+    return " ".join(kind.__name__ for kind in type(error).__mro__)
+
+
 def describe(error: BaseException) -> str:
     """An exception in one line of moderate length."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def retry(what: str, where: str, call: Callable[[], T], sleep: Callable[[float], object] = time.sleep) -> T:
@@ -82,40 +83,35 @@ def retry(what: str, where: str, call: Callable[[], T], sleep: Callable[[float],
         try:
             return call()
         except Exception as error:
-            if not is_transient(error):
+            if number == TRIES or not is_transient(error):
                 raise _explained(error, what, where) from error
-            if number == TRIES:
-                raise UserError(
-                    f"{where}: {what} failed {TRIES} times in all ({describe(error)}): "
-                    "when it can be reached again, run the same command again"
-                ) from error
             # Half of the wait is drawn: ranks that failed together shall not come back together.
-            wait = min(LONGEST_WAIT, FIRST_WAIT * 2 ** (number - 1)) * random.uniform(0.5, 1.0)
-            print(
-                f"{where}: {what} failed ({describe(error)}), try {number} of {TRIES}, next in {wait:.1f} s",
-                file=sys.stderr,
-                flush=True,
-            )
+            wait = FIRST_WAIT * 2 ** (number - 1) * random.uniform(0.5, 1.0)
+            said = f"{where}: {what} failed ({describe(error)}), try {number} of {TRIES}, next in {wait:.1f} s"
+            print(said, file=sys.stderr, flush=True)
         sleep(wait)
     raise AssertionError("at least one try")
 
 
 def _explained(error: Exception, what: str, where: str) -> Exception:
-    """What to raise for an error that stays; mistakes of this program keep their own face."""
-    if isinstance(error, FileNotFoundError) and lacks_bucket(error):
-        return UserError(f"{where}: {what} failed, its bucket does not exist: create it, or correct the address")
+    """What to raise in the end; mistakes of this program keep their own face."""
     full = isinstance(error, OSError) and error.errno in FULL
-    if full or isinstance(error, UserError | FileNotFoundError):
+    if full or isinstance(error, UserError) or (isinstance(error, FileNotFoundError) and not lacks_bucket(error)):
         return error
-    if isinstance(error, PermissionError) or _http_status(error) in (401, 403):
-        return UserError(
-            f"{where}: {what} is not permitted ({describe(error)}): check the credentials and what they may do there"
+    if type(error).__module__ == "builtins" and not isinstance(
+        error, OSError | ValueError | NotImplementedError | EOFError
+    ):
+        return error
+    denied = isinstance(error, PermissionError) or _http_status(error) in (401, 403)
+    if is_transient(error):
+        advice = f"it was tried {TRIES} times; when it can be reached again, run the same command again"
+    elif lacks_bucket(error):
+        advice = "its bucket does not exist: create it, or correct the address"
+    elif denied or CREDENTIALS.search(_names(error)):
+        advice = (
+            "check the credentials and what they may do there (for s3: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
+            "or a profile)"
         )
-    if any(NO_CREDENTIALS.search(kind.__name__) for kind in type(error).__mro__):
-        return UserError(
-            f"{where}: {what} needs credentials ({describe(error)}): set them as the driver expects "
-            "(for s3: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile)"
-        )
-    if type(error).__module__ != "builtins" or isinstance(error, OSError | ValueError | NotImplementedError):
-        return UserError(f"{where}: {what} failed ({describe(error)}): correct the address or the driver's settings")
-    return error
+    else:
+        advice = "correct the address or the driver's settings"
+    return UserError(f"{where}: {what} failed ({describe(error)}): {advice}")
