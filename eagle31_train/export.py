@@ -21,7 +21,7 @@ from eagle31_train.checkpoint import contract, hub
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.checkpoint.run_folder import MODEL, TRAIN
 from eagle31_train.checkpoint.writer import EXPORT, RECORD, SERVED, write_checkpoint
-from eagle31_train.config import Config, DrafterShape, as_plain, check_architecture
+from eagle31_train.config import Config, DrafterShape, as_plain
 from eagle31_train.errors import UserError
 from eagle31_train.provenance import State
 from eagle31_train.reporting import card, card_results, recipe
@@ -37,7 +37,6 @@ def export(config: Config) -> None:
             contract; the message names the key. Then nothing is written.
     """
     started = time.monotonic()
-    check_architecture(config.drafter.architecture)
     if config.push and not config.repo:
         raise UserError("push=true needs the hub repository: add repo=owner/name")
     run = Path(config.run_dir)

@@ -29,7 +29,7 @@ REFUSED = {
     "drafter.num_attention_heads": {**LLAMA, "num_attention_heads": 0},
     "drafter.num_attention_heads=6 is not a multiple": {**LLAMA, "num_key_value_heads": 4},
     "drafter.head_dim=5 ": {**LLAMA, "head_dim": 5},
-    "drafter.head_dim=3, as hidden_size": {**LLAMA, "num_attention_heads": 8},
+    "drafter.head_dim=3 ": {**LLAMA, "num_attention_heads": 8},
     "drafter.kv_lora_rank": {**LLAMA, "kv_lora_rank": 8},
     "drafter.hidden_size=12": {**LLAMA, "hidden_size": 12},
     "drafter.architecture=mla needs drafter.v_head_dim": {**MLA, "v_head_dim": None},
