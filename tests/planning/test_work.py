@@ -66,11 +66,6 @@ def test_flops_are_what_torch_counts_of_a_step(changes):
     assert sum(training_flops(shape, work).values()) < sum(parts.values())
 
 
-def test_twice_the_data_is_twice_the_work():
-    once, twice = count_work(MASKS["turns"], 3), count_work(MASKS["turns"] * 2, 3)
-    assert once * 2 == twice
-
-
 def test_some_of_the_slots_need_less_of_all_but_the_context():
     work = count_work(MASKS["turns"], 3)
     some = work.of_slots(0.25)
@@ -78,11 +73,6 @@ def test_some_of_the_slots_need_less_of_all_but_the_context():
     assert some.positions == work.positions
     assert work.taught / 4 < some.taught < work.taught / 3
     assert work.of_slots(1.0) == work
-
-
-def test_a_conversation_that_nobody_counted_is_a_prompt_and_an_answer():
-    assert made_mask(8, 0.25).tolist() == [False] * 6 + [True] * 2
-    assert count_work([made_mask(600, 0.5)], 7).assistant == 300
 
 
 def test_extraction_of_a_small_target_by_hand():
