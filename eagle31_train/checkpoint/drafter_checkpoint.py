@@ -217,16 +217,9 @@ class DrafterCheckpoint:
     # ---------------------------------------------------------------- what it belongs to
 
     def check_data(self, data: dict[str, Any], folder: Path) -> None:
-        """Refuse other data than the drafter was trained on: its held-out prompts may be among the training's.
-
-        Args:
-            data: manifest of the data stage. folder: where it lies.
-        """
-        if self.inputs is not None and data["dataset_fingerprint"] != self.inputs.get("data"):
-            raise UserError(
-                f"{folder} is not the data that the drafter was trained on: run `{TRAIN}` on it, or give data_dir=… of "
-                "training"
-            )
+        """Refuse other data than the drafter was trained on, where that is known; see `refuse_other_data`."""
+        if self.inputs is not None:
+            refuse_other_data(self.inputs, data, folder)
 
     def check_store(self, store: dict[str, Any] | None, target: TargetConfig, by_name: bool = False) -> None:
         """Refuse a target whose states the drafter was not trained on.
@@ -247,9 +240,8 @@ class DrafterCheckpoint:
             same = (trained_for["weights"], trained_for["revision"]) == (weights, target.revision)
         if not same:
             raise UserError(
-                f"{self.where}: the drafter was trained for {trained_for['name']}, which had "
-                f"{'another name' if by_name else 'other weights'} than target.path={target.path}: give the target of "
-                "training, or another run"
+                f"{self.where}: the drafter was trained for {trained_for['name']}, which had another name or other "
+                f"weights than target.path={target.path}: give the target of training, or another run"
             )
 
     def check_fits(self, target: LoadedTarget) -> None:
@@ -284,3 +276,16 @@ class DrafterCheckpoint:
             drafter.shared_embedding = embedding  # the target's own, which the rounding has no business with
         drafter.eval().requires_grad_(False)
         return drafter
+
+
+def refuse_other_data(inputs: dict[str, Any], data: dict[str, Any], folder: Path) -> None:
+    """UserError for other data than training's, whose held-out prompts it may have seen.
+
+    Args:
+        inputs: what the run was trained from. data: manifest of the data stage. folder: where it lies.
+    """
+    if data["dataset_fingerprint"] != inputs.get("data"):
+        raise UserError(
+            f"{folder} is not the data that the drafter was trained on: run `{TRAIN}` on it, or give data_dir=… of "
+            "training"
+        )
