@@ -1,22 +1,13 @@
 """Training a peer as a run of ours was: what it is given, what both share, and, with the peer at hand, the whole."""
 
-import json
-import shutil
-import subprocess
-from argparse import Namespace
-from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 from datasets import load_from_disk
-from pipeline import AUX, KEPT, LENGTHS, make_run, tiny_config, tiny_llama
-from safetensors.torch import load_file
+from pipeline import AUX, LENGTHS, make_run, tiny_config, tiny_llama
 
 from benchmarks import peer_store
-from benchmarks.peer_training import METRICS, Ours, finish
-from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
-from eagle31_train.errors import UserError
 from eagle31_train.extract import extract
 from eagle31_train.model import vocab
 from eagle31_train.store import Store
@@ -35,20 +26,6 @@ def run(tmp_path_factory):
     extract(tiny_config(folder))
     loop.train(tiny_config(folder, "train.max_steps=4"))
     return folder / "run"
-
-
-def chosen(out, **changes):
-    given = {
-        "out": out,
-        "steps": 5,
-        "seed": 7,
-        "lr": None,
-        "validate": 2,
-        "log_every": 1,
-        "theirs": [],
-        "batch_tokens": 60,
-    }
-    return Namespace(**{**given, **changes})
 
 
 # ---------------------------------------------------------------- what the peer is given
@@ -102,81 +79,4 @@ def test_the_data_set_is_the_training_split_and_some_of_the_held_out(run, tmp_pa
 # ---------------------------------------------------------------- what both share
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [({"architecture": "mla"}, "plain Llama"), ({"rope_scaling": {"rope_type": "yarn"}}, "plain Llama")],
-)
-def test_a_run_that_the_peer_cannot_train_is_refused(run, tmp_path, change, said):
-    with pytest.raises(UserError, match=r"config\.yaml is missing"):
-        Ours.read(tmp_path)
-    (tmp_path / "train" / "checkpoints" / "step-000001").mkdir(parents=True)
-    (tmp_path / "train" / "config.yaml").write_text((run / "train" / "config.yaml").read_text())
-    with pytest.raises(UserError, match="no checkpoint yet"):
-        Ours.read(tmp_path)
-    shape = {**asdict(Ours.read(run).shape), **change}
-    (tmp_path / "train" / "checkpoints" / "step-000001" / "drafter.json").write_text(json.dumps(shape))
-    with pytest.raises(UserError, match=said):
-        Ours.read(tmp_path)
-
-
 # ---------------------------------------------------------------- what comes of it
-
-
-def test_only_a_whole_training_leaves_a_draft(tmp_path):
-    last = tmp_path / "checkpoints" / "1"
-    last.mkdir(parents=True)
-    (last / "config.json").write_text("{}")
-    (last / "model.safetensors").write_bytes(b"weights")
-    with pytest.raises(UserError, match="stopped before step 5"):
-        finish(tmp_path, 2, 5)
-    (last / "training_state.json").write_text(json.dumps({"global_step": 5}))
-    for left_out, fails in [(1.0, True), (0.0, False)]:
-        lines = [{"step": 0, "train": {"error_records": left_out}}, {"step": 5, "val": {}}]
-        (tmp_path / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
-        if fails:
-            with pytest.raises(UserError, match="left samples out"):
-                finish(tmp_path, 2, 5)
-    assert (finish(tmp_path, 2, 5) / "model.safetensors").read_bytes() == b"weights"
-    assert not (tmp_path / "draft" / "training_state.json").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not PEER.exists(), reason="benchmarks/install_peers.sh .venv-peers has not been run")
-def test_the_peer_trains_from_our_store_and_we_read_its_draft(run, tmp_path):
-    def train(*more):
-        words = ["-m", "benchmarks.peer_training", "--like", str(run), "--out", str(tmp_path / "peer"), *more]
-        return subprocess.run([str(PEER), *words], cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
-
-    done = train("--steps", "7", "--log-every", "1", "--validate", "2")
-    assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads((tmp_path / "peer" / "peer.json").read_text())
-    assert result["steps"] == 7
-    assert result["epochs"] > 1
-    lines = [json.loads(line) for line in (tmp_path / "peer" / METRICS).read_text().splitlines()]
-    assert sum("train" in line for line in lines) == 7
-    assert [sum("val" in line for line in lines)] == [result["epochs"]]
-
-    ours = Ours.read(run)
-    draft = DrafterCheckpoint.open(tmp_path / "peer" / "draft", target_layers=lambda: 6)
-    assert replace(draft.shape, share_embedding=True) == ours.shape
-    assert draft.vocab.target_ids.tolist() == KEPT
-    head = load_file(run.parent / "target" / "model.safetensors")["lm_head.weight"][KEPT]
-    torch.testing.assert_close(draft.tensors["lm_head.weight"], head.bfloat16())  # it keeps it frozen
-    first = load_file(tmp_path / "peer" / "checkpoints" / "0" / "model.safetensors")
-    assert not torch.equal(first["fc.weight"], draft.tensors["fc.weight"])
-    norms = [draft.tensors[f"fc_norm.{i}.weight"] for i in range(3)]
-    assert any(not torch.equal(norm, torch.ones_like(norm)) for norm in norms)
-
-    assert "finished" in train("--steps", "7", "--log-every", "1").stdout
-
-    (tmp_path / "peer" / "peer.json").unlink()
-    shutil.rmtree(tmp_path / "peer" / "checkpoints" / str(result["epochs"] - 1))
-    again = train("--steps", "7", "--log-every", "1", "--validate", "2")
-    assert again.returncode == 0, again.stderr[-3000:]
-    assert json.loads((tmp_path / "peer" / "peer.json").read_text())["resumed"]
-    assert sum("train" in json.loads(line) for line in (tmp_path / "peer" / METRICS).open()) < 14
-
-    refused = train("--steps", "8")
-    assert refused.returncode == 1
-    assert refused.stderr.strip().startswith("error: ")
-    assert "other options" in refused.stderr

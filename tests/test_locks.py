@@ -1,7 +1,5 @@
 """One process at a time, and no longer than it lives."""
 
-import errno
-import fcntl
 import subprocess
 import sys
 
@@ -33,14 +31,3 @@ def test_a_lock_is_another_process_s_until_it_is_killed(tmp_path):
             other.kill()
     with alone(path, "nobody"):
         pass
-
-
-def test_a_file_system_without_locks_is_no_hindrance(tmp_path, monkeypatch):
-    def none(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", none)
-    entered = []
-    with alone(tmp_path / ".lock", "nobody"):
-        entered.append(True)
-    assert entered

@@ -49,12 +49,6 @@ def test_a_damaged_file_is_named_and_its_output_made_again(tmp_path, capsys, har
     assert (tmp_path / "out" / "b").exists()
 
 
-def test_sizes_alone_can_be_compared(tmp_path):
-    make_stage(tmp_path / "out", a="one")
-    (tmp_path / "out" / "a").write_text("eno")
-    assert up_to_date(tmp_path / "out", checksums=False)
-
-
 def test_an_output_of_other_inputs_is_refused_with_what_differs_or_replaced_when_asked(tmp_path):
     make_stage(tmp_path / "out", a="one")
     other = {"data": "abc", "train": {"lr": 0.2, "betas": [0.9, 0.95]}}

@@ -74,17 +74,3 @@ def test_an_answer_cut_inside_a_character_ends_before_it(config, chatml):
     assert locally(config, chatml, [*ids[:-1], *chatml.encode("the")], "stop") == BROKEN
     assert locally(config, chatml, ids[:-1], "stop") == BROKEN
     assert locally(config, chatml, chatml.encode("a\ufffdb"), "stop") == "a\ufffdb"
-
-
-@pytest.mark.parametrize("part", ["content", "reasoning_content"])
-def test_a_servers_answer_cut_inside_a_character_ends_before_it(config, chatml, monkeypatch, part):
-    def answer(text, finish_reason):
-        message = {"role": "assistant", "content": "", part: text}
-        monkeypatch.setattr(Server, "answer", lambda *_: Answer(message, finish_reason, 3))
-        ((_, result),) = Remote(config, chatml).answers(jobs("hi"))
-        return str(result) if isinstance(result, Refused) else result.message
-
-    assert answer("hello \ufffd", "length") == {"role": "assistant", "content": "", part: "hello "}
-    assert answer("hello", "length") == {"role": "assistant", "content": "", part: "hello"}
-    assert answer("hel\ufffdlo", "length") == BROKEN
-    assert answer("hello \ufffd", "stop") == BROKEN

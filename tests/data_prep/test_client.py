@@ -53,24 +53,6 @@ def test_a_server_that_gives_no_answer(server, chatml, status, error, requests):
     assert len(server.bodies) == requests
 
 
-def test_no_server_there(chatml, monkeypatch):
-    posted = []
-    monkeypatch.setattr(Server, "_post", lambda _, body: posted.append(body) or (_ for _ in ()).throw(OSError("away")))
-    client = Server("http://127.0.0.1:1/v1", "m", chatml, 7, attempts=2, wait=lambda _: None)
-    for given_up, requests in ((False, 2), (True, 3)):
-        client.given_up = given_up  # a server that was given up is not asked again
-        with pytest.raises(UserError, match=r"gives no answer \(away\)"):
-            client.answer([ASK], 0.0, 0)
-        assert len(posted) == requests
-
-
-@pytest.mark.parametrize("reply", [b"<html>", b"{}", b'{"choices": []}', b"[]"])
-def test_reply_that_is_no_chat_completion(server, chatml, reply):
-    server.reply = lambda _: (200, reply)
-    with pytest.raises(UserError, match="answered no chat completion"):
-        ask(server, chatml)
-
-
 @pytest.mark.parametrize(
     ("content", "reason", "parts", "why"),
     [
@@ -122,16 +104,6 @@ def test_history_goes_back_as_servers_take_it(server, thinking):
     assert "tools" not in body
 
 
-def test_special_tokens_are_asked_for_where_markup_is_made_of_them(server, fresh_tokenizer, thinking):
-    ask(server, thinking)
-    fresh_tokenizer.add_special_tokens({"additional_special_tokens": ["</think>"]})
-    ask(server, ChatTemplate(fresh_tokenizer, thinking.end_ids, THINKING))
-    without, special = server.bodies
-    assert "skip_special_tokens" not in without
-    assert special["skip_special_tokens"] is False
-    assert "chat_template_kwargs" not in special
-
-
 def test_answers_in_other_tokens_than_the_target_wrote_are_counted(server, thinking, chatml, completion):
     wrote = len(thinking.encode("hm</think>yes<|im_end|>"))
     for tokens, respelt in ((wrote, 0), (wrote + 1, 1), (0, 0)):
@@ -142,19 +114,3 @@ def test_answers_in_other_tokens_than_the_target_wrote_are_counted(server, think
     for tokens, respelt in ((len(chatml.encode("yes<|im_end|>")), 0), (1, 1)):
         ((_, sample),) = samples(chatml, [ASK, {"role": "assistant", "content": "yes", "tokens": tokens}], 1000).samples
         assert sample.respelt == respelt
-
-
-def test_a_server_with_another_template_is_named_once(server, thinking, completion, capsys):
-    ours = len(thinking.prompt_ids([ASK]))
-    client = Server(server.url, "m", thinking, 7)
-    for prompt, warnings in ((ours, 0), (0, 0), (ours + 2, 1), (ours + 2, 0)):
-        server.reply = lambda _, prompt=prompt: completion("yes", prompt=prompt)
-        client.answer([ASK], 0.0, 11)
-        assert capsys.readouterr().err.count(f"{ours + 2} tokens of a prompt that has {ours} here") == warnings
-
-
-def test_a_prompt_that_the_template_refuses_is_not_asked(server, tokenizer, thinking):
-    strict = ChatTemplate(tokenizer, thinking.end_ids, "{{ raise_exception('no greetings') }}")
-    with pytest.raises(Refused, match="no greetings"):
-        ask(server, strict)
-    assert server.bodies == []

@@ -91,20 +91,3 @@ def test_calls_and_results_that_do_not_fit_end_the_conversation(results):
     ]:
         with pytest.raises(Refused, match=reason):
             following(given, answer(*map(call, calls)))
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        '<tool_call>{"name": "weather", "arguments": {}}</tool_call>',
-        "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0",
-        '<|python_tag|>{"name": "weather", "parameters": {}}',
-        "<|channel|>commentary to=functions.weather<|message|>{}",
-    ],
-)
-def test_a_call_in_plain_text_ends_it_where_there_are_tools(results, text):
-    (turn,) = turns_of([say("user", "a")])
-    for one in (turn, results):
-        with pytest.raises(Refused, match="calls a tool in its text"):
-            following(one, answer(content=text), [{"type": "function", "function": {"name": "weather"}}])
-    assert following(turn, answer(content=text)), "without tools it is a text about tools"

@@ -4,9 +4,7 @@ import re
 import shlex
 from pathlib import Path
 
-import yaml
-
-from data_prep.sources import OPTIONS, named
+from data_prep.sources import named
 from eagle31_train.cli import load_config
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
@@ -26,10 +24,3 @@ def test_the_commands_compose():
         assert (python, module.split(".")[0] in ("data_prep", "eagle31_train")) == ("python", True)
         config = load_config(options)
         assert all(isinstance(value, dict) for value in named(config.data).values()), "a source that is read as text"
-
-
-def test_the_yaml_is_what_sources_take():
-    (block,) = re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)
-    sources = yaml.safe_load(block)["data"]["sources"]
-    assert set(sources) == {"chat", "chinese", "agent"}
-    assert {key for source in sources.values() for key in source} == set(OPTIONS)

@@ -5,7 +5,6 @@ import json
 import pytest
 
 from data_prep.formats import detect, parse
-from data_prep.markup import meant
 
 ASKED = [{"role": "user", "content": "hi"}]
 ANSWERED = [*ASKED, {"role": "assistant", "content": "yes"}]
@@ -70,14 +69,6 @@ def test_ids_sources_samples_and_finish_reasons():
     assert parse({**value, "messages": own}, "auto", "f:1", "f-1").messages[-1]["finish_reason"] == "stop"
 
 
-def test_half_a_surrogate_pair_is_refused_under_a_name_that_can_be_written():
-    tool = {"type": "function", "function": {"name": "find", "description": "\ud83d"}}
-    row = parse({"id": "x\ud83d", "source": "\ude00y", "messages": ASKED, "tools": [tool]}, "auto", "f:1", "f-1")
-    assert (row.id, row.source, row.problem) == ("x?", "?y", HALF)
-    whole = json.loads(r'{"prompt": "hi \ud83d\ude00"}')
-    assert parse(whole, "auto", "f:1", "f-1").problem is None
-
-
 def test_rows_carry_tools_and_calls():
     chat = [
         {"role": "user", "content": "hi"},
@@ -96,12 +87,6 @@ def test_rows_carry_tools_and_calls():
     ]
     assert row(chat, tools=json.dumps([TOOL])).tools == [TOOL]
     assert row(chat, tools=[]).tools is row(chat, tools="").tools is None
-
-
-@pytest.mark.parametrize("given", [None, "", "{}", {}])
-def test_a_call_without_arguments_has_an_empty_object_of_them(given):
-    (message,) = row([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": given}}]}]).messages
-    assert meant(message).calls == [("f", {})]
 
 
 @pytest.mark.parametrize(

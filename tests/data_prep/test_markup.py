@@ -3,7 +3,7 @@
 import pytest
 
 from data_prep.formats import Refused
-from data_prep.markup import Parts, apart, meant, parse
+from data_prep.markup import Parts, meant, parse
 
 SECTION = "<|tool_calls_section_begin|>{}<|tool_calls_section_end|>"
 CALL = "<|tool_call_begin|>functions.{}:{}<|tool_call_argument_begin|>{}<|tool_call_end|>"
@@ -77,11 +77,3 @@ def test_values_are_compared_and_not_their_spelling():
         assert meant(said).difference(Parts("", "x", [("f", other)])) == "tool calls"
     assert meant(said).difference(Parts("", "y", [])) == "answer"
     assert meant(said).difference(Parts("hm", "x", [])) == "thought"
-
-
-def test_thoughts_in_front_of_an_answer_are_set_apart():
-    assert apart({"role": "assistant", "content": "<think>\nhm\n</think>\n\nyes"}) == {
-        "role": "assistant", "content": "yes", "reasoning_content": "hm",
-    }  # fmt: skip
-    for untouched in ({"role": "user", "content": "a</think>b"}, {"role": "assistant", "content": "yes"}):
-        assert apart(untouched) == untouched

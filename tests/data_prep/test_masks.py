@@ -10,7 +10,6 @@ from data_prep.formats import Refused
 from data_prep.masks import one_sample
 from data_prep.template import ChatTemplate
 from eagle31_train.config import TargetConfig
-from eagle31_train.errors import UserError
 
 ASK = {"role": "user", "content": "hello, how are you?"}
 REPLY = {"role": "assistant", "content": "the quick brown fox"}
@@ -170,17 +169,6 @@ def test_long_conversations_are_cut_and_answers_may_be_stripped(tokenizer, chatm
 # ---------------------------------------------------------------- the template itself
 
 
-def test_fingerprints_know_tokenizer_and_template(tokenizer, fresh_tokenizer, chatml):
-    same = ChatTemplate(fresh_tokenizer, chatml.end_ids, chatml.template)
-    chatml.tokenizer("hello", padding="max_length", truncation=True, max_length=4)  # leaves state in the backend
-    assert same.fingerprints() == chatml.fingerprints()
-    other = with_template(tokenizer, MARKED).fingerprints()
-    assert other["template"] != same.fingerprints()["template"]
-    assert other["tokenizer"] == same.fingerprints()["tokenizer"]
-    fresh_tokenizer.add_tokens(["newword"])
-    assert same.fingerprints()["tokenizer"] != other["tokenizer"]
-
-
 def test_conversations_with_tools_have_the_template_that_the_tokenizer_names_for_them(fresh_tokenizer, tmp_path):
     """As transformers and vLLM choose it."""
     plain = fresh_tokenizer.chat_template
@@ -201,16 +189,6 @@ def test_conversations_with_tools_have_the_template_that_the_tokenizer_names_for
     assert (other.has_markers(None), other.has_markers(tools)) == (False, True)
     fingerprints = {str(one.fingerprints()) for one in (other, template, with_template(fresh_tokenizer, plain))}
     assert len(fingerprints) == 3
-
-
-def test_an_argument_that_the_template_does_not_read(fresh_tokenizer, tmp_path):
-    fresh_tokenizer.save_pretrained(tmp_path)
-    thinks = tmp_path / "thinks.jinja"
-    thinks.write_text("{% if enable_thinking %}think{% endif %}")
-    target = {"path": str(tmp_path), "chat_template": str(thinks)}
-    ChatTemplate.load(TargetConfig(**target, template_args={"enable_thinking": False}))
-    with pytest.raises(UserError, match=r"template_args\.enable_thinkng .*did you mean 'enable_thinking'"):
-        ChatTemplate.load(TargetConfig(**target, template_args={"enable_thinkng": False}))
 
 
 @pytest.mark.real_target

@@ -52,25 +52,6 @@ def test_damage_is_named_by_its_place(tmp_path, name, content, problem):
         rows_of(tmp_path / name, "alpaca" if "alpaca" in problem else "auto")
 
 
-def test_globs_are_read_in_order_and_json_lists_too(tmp_path):
-    (tmp_path / "b.jsonl").write_text('{"prompt": "2"}\n')
-    (tmp_path / "a.json").write_text(json.dumps([{"prompt": "0"}, {"prompt": "1"}]))
-    rows = rows_of(tmp_path / "*.json*")
-    assert [row.messages[0]["content"] for row in rows] == ["0", "1", "2"]
-    assert [row.id for row in rows] == ["a-1", "a-2", "b-1"]
-
-
-def test_what_is_not_there(monkeypatch):
-    def load(spec, split):
-        raise FileNotFoundError("no such\nset")
-
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    missing = {"nowhere.jsonl": "is missing", "data/nowhere.jsonl": "is missing", "/no/*.jsonl": "matches no file"}
-    for spec, problem in {**missing, "org/none": "no such set"}.items():
-        with pytest.raises(UserError, match=rf"data\.conversations={re.escape(spec)} .*{problem}"):
-            open_files(spec, "train", "data.conversations")
-
-
 # ---------------------------------------------------------------- shares
 
 
@@ -211,20 +192,6 @@ def test_planted_mistakes_are_caught(sources, monkeypatch, mistake):
         check(sources)
 
 
-def test_rows_that_cannot_be_used_take_no_share_and_come_with_their_reason(sources, tmp_path):
-    bad = json.dumps({"id": "bad", "messages": [{"role": "wizard", "content": "x"}]}) + "\n"
-    (tmp_path / "zh.jsonl").open("a").write(bad)
-    mixed = corpus(sources)
-    *rows, last = mixed.read()
-    assert (last.id, last.source, last.problem) == ("zh/bad", "zh", "unknown role 'wizard'")
-    assert len(rows) == 100
-    assert mixed.counts["zh"] == {"weight": 1.0, "read": 41, "taken": 20}
-    for content, reason in ((bad, r": none of its 1 rows can be used \(unknown role 'wizard'\)"), ("\n", " is empty")):
-        (tmp_path / "zh.jsonl").write_text(content)
-        with pytest.raises(UserError, match=r"data\.sources\.zh" + reason):
-            ids(sources)
-
-
 def test_globs_formats_and_splits_belong_to_a_source(tmp_path, monkeypatch):
     write(tmp_path / "a1.jsonl", 2, source="x")
     (tmp_path / "a2.jsonl").write_text(json.dumps({"instruction": "hi", "output": "yes"}) + "\n")
@@ -274,20 +241,6 @@ def test_a_wrong_source_is_named(tmp_path, value, words):
         ids({"zh": value})
 
 
-def test_other_contradictions(sources, tmp_path):
-    (tmp_path / "copy").mkdir()
-    copy = {"path": str(write(tmp_path / "copy" / "zh.jsonl", 40))}
-    for given, more, reason in [
-        (sources, {"conversations": "a", "prompts": "b"}, r"set data\.conversations=null data\.prompts=null"),
-        ({}, {"rows": 3, "conversations": "a"}, r"data\.rows=3 is of data\.sources, which are not given"),
-        ({"a/b": sources["zh"]}, {}, "a source's name is letters"),
-        ({**sources, "copy": copy}, {}, r"data\.sources\.copy and \.zh hold the same: zh\.jsonl; name it once"),
-        ({}, {}, r"no conversations: set data\.conversations or data\.sources"),
-    ]:
-        with pytest.raises(UserError, match=reason):
-            corpus(given, **more)
-
-
 def test_sources_on_the_command_line(sources):
     """As a shell hands them on: data.sources.zh='{path: zh.jsonl, weight: 1}'."""
     words = [f"data.sources.{name}={{path: {s['path']}, weight: {s['weight']}}}" for name, s in sources.items()]
@@ -302,17 +255,3 @@ def test_sources_on_the_command_line(sources):
     config = load_config([*recipe, "data.sources.zh='{path: zh.jsonl, weight: 1}'"])
     with pytest.raises(UserError, match="is no set of options"):
         Corpus.open(config, "conversations")
-
-
-def test_what_the_rows_depend_on_is_known(sources):
-    """The stage's fingerprint: everything that moves a row, and no more."""
-    one = corpus(sources).inputs()
-    assert corpus(dict(reversed(sources.items()))).inputs() == one
-    heavier = {**sources, "zh": {**sources["zh"], "weight": 2}}
-    for other in (corpus(sources, rows=5), corpus(sources, seed=1), corpus(heavier)):
-        assert other.inputs() != one
-    (file,) = open_files(sources["en"]["path"], "train", "x")
-    data = DataConfig(conversations=sources["en"]["path"])
-    for seed in (0, 1):  # nothing is chosen, so the seed says nothing
-        whole = Corpus.open(Config(name="t", seed=seed, data=data), "conversations").inputs()
-        assert whole == {"sources": [[file.name, file.fingerprint]], "format": "auto"}

@@ -97,46 +97,6 @@ def test_what_is_written(config, tmp_path):
     assert not (tmp_path / "run" / ".data.tmp").exists()
 
 
-def test_a_shuffled_training_split_is_the_same_conversations_in_the_seeds_order(config, tmp_path):
-    orders, fingerprints = [], []
-    for seed in (None, 1, 2, 1):
-        config.data.shuffle, config.overwrite = seed, True
-        prepare(config)
-        rows = rows_of(tmp_path)
-        orders.append(rows["train"])
-        fingerprints.append(manifest_of(tmp_path)["dataset_fingerprint"])
-        assert rows["heldout"] == sorted(rows["heldout"], key=lambda row: int(row["id"][1:])), "only training"
-    as_read, one, other, again = orders
-    assert one == again != other
-    assert len(set(fingerprints)) == 3
-    for order in (one, other):
-        assert order != as_read
-        assert sorted(order, key=lambda row: int(row["id"][1:])) == as_read
-
-
-def test_conversations_that_the_template_rewrites_are_taken_turn_by_turn(config, tmp_path):
-    (tmp_path / "own.jinja").write_text(
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-        "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n"
-        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    config.target.chat_template = str(tmp_path / "own.jinja")
-    rows = [{**row, "messages": row["messages"] + chat("more?", f"quick {i}")} for i, row in enumerate(chats(40))]
-    rows[7]["messages"][-1]["content"] = " "
-    write(tmp_path / "chats.jsonl", rows)
-    prepare(config)
-    manifest, written = manifest_of(tmp_path), rows_of(tmp_path)
-    assert manifest["refused"] == [
-        {"id": "c7~turn2", "source": "b", "where": "chats.jsonl:8", "reason": "an empty answer"}
-    ]
-    assert (manifest["split_turns"], manifest["inserted"]) == (40, 79)
-    held = {row["id"] for row in rows if is_heldout(row["messages"], SHARE)}
-    assert 0 < len(held) < 40
-    both = {f"{i}~turn{n}" for i in held for n in (1, 2)} - {"c7~turn2"}
-    assert {row["id"] for row in written["heldout"]} == both  # all turns of a conversation on one side
-    assert len(written["train"]) + len(written["heldout"]) == 79
-
-
 # ---------------------------------------------------------------- the split
 
 
@@ -339,19 +299,6 @@ def test_counts_by_source_that_are_mixed_up_are_caught(mixed, tmp_path, monkeypa
         check_counts(mixed, tmp_path, capsys)
 
 
-def test_a_source_without_a_held_out_prompt_or_without_any_row_is_named(mixed, tmp_path, capsys):
-    rows = [{"messages": chat(text)} for text in questions("few", 20, held=False)]
-    mixed.data.sources["few"] = {"path": write(tmp_path / "few.jsonl", rows), "weight": 0.4}
-    mixed.data.rows = 96
-    prepare(mixed)
-    assert manifest_of(tmp_path)["not_held_out"] == ["few"]
-    assert "NOT HELD OUT: no prompt of few, which evaluation will not measure" in capsys.readouterr().out
-    mixed.overwrite, mixed.data.rows = True, None
-    write(tmp_path / "few.jsonl", [{"prompt": f"question {i}"} for i in range(20)])
-    with pytest.raises(UserError, match=r"data\.sources\.few: no conversation of it .* × no assistant turn\)"):
-        prepare(mixed)
-
-
 @pytest.mark.parametrize("held", [False, True])
 def test_a_prompt_of_two_sources_falls_on_one_side_and_is_named(mixed, tmp_path, capsys, held):
     (text,) = questions("shared", 1, held)
@@ -386,14 +333,3 @@ def test_prompts_are_mixed_before_they_are_answered(mixed, tmp_path):
     mixed.data.sources["zh"]["weight"] = 2
     with pytest.raises(UserError, match=r"prompts\.sources\.zh\.weight: 1 there, 2 here"):
         prepare(mixed)
-
-
-def test_rows_that_name_thousands_of_sources_are_counted_together(config, tmp_path):
-    """Each source's count takes as many numbers as the target has tokens."""
-    rows = [{"id": i, "source": f"https://{i}", "messages": chat(text)} for i, text in enumerate(questions("x", 100))]
-    write(tmp_path / "chats.jsonl", rows)
-    prepare(config)
-    manifest = manifest_of(tmp_path)
-    assert manifest["draft_vocab"]["coverage_by_source"] == {}
-    assert 0 < manifest["draft_vocab"]["coverage"]["train"] <= 1
-    assert len(manifest["sources"]) == 100

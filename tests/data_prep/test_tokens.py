@@ -11,7 +11,6 @@ from data_prep.formats import Refused
 from data_prep.masks import Tokens, samples
 from data_prep.template import ChatTemplate
 from eagle31_train.config import TargetConfig
-from eagle31_train.errors import UserError
 
 HERE = Path(__file__).parent
 KIMI = FAMILIES["kimi"]
@@ -56,17 +55,6 @@ def loaded(folder, tmp_path_factory):
 def template(loaded):
     """One whose arguments a test may change."""
     return ChatTemplate(loaded.tokenizer, loaded.end_ids, loaded.template)
-
-
-def test_code_that_comes_with_a_target_is_run_if_asked_and_what_it_lacks_is_named(folder, tmp_path, monkeypatch):
-    with pytest.raises(UserError, match=r"Python code of its own: .* target\.trust_remote_code=true"):
-        ChatTemplate.load(TargetConfig(path=str(folder)))
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    shutil.copytree(folder, tmp_path / "target")
-    code = tmp_path / "target" / "tokenization_bytes.py"
-    code.write_text("import a_package_that_is_not_here\n" + code.read_text())
-    with pytest.raises(UserError, match=r"a_package_that_is_not_here.*: install it"):
-        ChatTemplate.load(TargetConfig(path=str(tmp_path / "target"), trust_remote_code=True))
 
 
 @pytest.mark.parametrize("number", range(len(KIMI["cases"])))

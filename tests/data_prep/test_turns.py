@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from data_prep.formats import Refused
-from data_prep.masks import UNCLOSED, samples
+from data_prep.masks import samples
 from data_prep.template import ChatTemplate
 
 # In the manner of thinking models: thoughts after the last user turn alone, and an empty one for plain answers.
@@ -100,16 +100,6 @@ def test_thoughts_stay_as_the_target_wrote_them_and_where_it_did(thinking):
     assert only(changed(thinking, "m.reasoning_content or ''", "''"), answer) == (ASKED, written)
     upper = changed(thinking, "+ thought +", "+ thought | upper +")
     assert refusal(upper, [ASK, answer]) == "the template alters the thought"
-
-
-def test_thoughts_dropped_from_every_answer(opened):
-    """A template that renders no thought at all, after a prompt that opens one."""
-    bare = changed(opened, "loop.index0 > ns.last", "false")
-    written = "hm\n</think>\n\nthe fox"
-    assert only(bare, says(written)) == (ASKED + "<think>\n", written + "<|im_end|>")
-    assert refusal(bare, [ASK, says("the fox")]) == UNCLOSED
-    with_reasoning = [ASK, says("the fox", reasoning_content="hm")]
-    assert refusal(bare, with_reasoning) == "the template rewrites more of the turn than its text"
 
 
 def test_a_template_that_marks_the_last_answer_alone(thinking):

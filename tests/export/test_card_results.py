@@ -128,29 +128,6 @@ def test_acceptance_of_other_weights_is_not_claimed(trained, run, capsys):
     assert capsys.readouterr().out.count(warning) == 1
 
 
-def test_a_local_target_is_named_without_its_path_and_links_nowhere(run, tmp_path):
-    local = tmp_path / "secret-place" / "my | target"
-    local.mkdir(parents=True)
-    export.export(run.config(f"target.path='{local}'"))
-    config, _, text = run.exported()
-    assert "base_model" not in text
-    assert "drafter for my \\| target" in text
-    assert config["target_model_name"] == "my | target"
-    assert "vllm serve '/path/to/my | target' --spec" in text
-    assert "secret-place" not in text + json.dumps(config)
-
-
-def test_words_alone_renew_the_card_too(run):
-    run.evaluate()
-    export.export(run.config())
-    path = run.folder / "evaluate" / "manifest.json"
-    manifest = json.loads(path.read_text())
-    manifest["report"]["not_measured"] = ["agent"]
-    artifacts.write_json(path, manifest)
-    export.export(run.config())
-    assert "none of its prompts was decoded: agent." in run.exported()[2]
-
-
 def test_a_new_card_does_not_make_the_serving_result_stale(run, monkeypatch, capsys):
     """The whole way: export, serve, export for the card, serve again: nothing to do."""
 
@@ -198,21 +175,6 @@ def data_manifest(run):
     return json.loads((run.folder / "data" / "manifest.json").read_text())
 
 
-def test_serving_needs_an_export_that_knows_its_checkpoint(run):
-    export.export(run.config())
-    old = record(run)
-    del old["checkpoint"]
-    artifacts.write_json(run.folder / "export.json", old)
-    with pytest.raises(UserError, match=r"export.json is of an earlier version: run `python -m eagle31_train.export`"):
-        evaluate.serve(run.config())
-
-
-def test_serving_of_another_checkpoint_is_not_told(run):
-    served(run, "0" * 16)
-    export.export(run.config())
-    assert "How fast vLLM is with this checkpoint was not measured." in run.exported()[2]
-
-
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
@@ -241,23 +203,6 @@ def test_what_is_no_comparison_of_this_checkpoint_is_refused_in_one_line(spoil, 
     assert str(folder) in str(caught.value)
     assert "\n" not in str(caught.value)
     assert run.listing() == before
-
-
-def test_a_damaged_picture_is_refused(run):
-    run.evaluate()
-    (run.folder / "evaluate" / "workloads-acceptance.png").write_bytes(b"half")
-    with pytest.raises(UserError, match=r"workloads-acceptance.png has 4 bytes.*eagle31_train.evaluate"):
-        export.export(run.config())
-    assert not (run.folder / "export").exists()
-
-
-def test_damaged_weights_do_not_stay_for_a_new_card(run):
-    export.export(run.config())
-    good = weights(run)[2]
-    (run.folder / "export" / "model.safetensors").write_bytes(b"\0" * len(good))
-    run.evaluate()
-    export.export(run.config())
-    assert weights(run)[2] == good
 
 
 def test_a_card_that_fails_leaves_the_old_export_whole(run, monkeypatch):

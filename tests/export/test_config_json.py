@@ -76,12 +76,6 @@ def test_config_json_reads_back(change, tiny):
     assert config_json.shape_from_config(config_json.config_json(shape, "float32", "x")) == shape
 
 
-def test_config_json_with_scaling_and_an_embedding_reads_back(tiny):
-    shape = replace(tiny, rope_scaling=YARN, share_embedding=False)
-    read = config_json.shape_from_config(config_json.config_json(shape, "float32", "x"), ["embed_tokens.weight"])
-    assert read == replace(shape, rope_scaling={**{k: YARN[k] for k in YARN if k != "type"}, "rope_type": "yarn"})
-
-
 # The config of a public EAGLE 3 drafter for an 8 B Llama, as far as it bears on the shape.
 PUBLIC = {
     "architectures": ["LlamaForCausalLMEagle3"],
@@ -148,17 +142,11 @@ def test_speculators_format_is_read():
     ("change", "named"),
     [
         ({"architectures": ["MistralForCausalLM"]}, "of MistralForCausalLM: LlamaForCausalLMEagle3 or Eagle3Deepseek"),
-        ({"model_type": "qwen3"}, "model_type qwen3"),
-        ({"architectures": None}, "of no architecture"),
-        ({"hidden_size": "wide"}, "no number"),
         ({"logit_scale": 0.5}, "logit_scale"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"layer_types": ["sliding_attention"], "sliding_window": 64}, "layer_types"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"norm_before_fc": True}, "norm_before_fc"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
-        ({"num_hidden_layers": 2}, "num_hidden_layers"),
         ({"num_aux_hidden_states": 4}, "num_aux_hidden_states 4"),
         ({"hidden_size": None, "speculators_model_type": "dflash"}, "no EAGLE 3 drafter"),
     ],
@@ -166,17 +154,6 @@ def test_speculators_format_is_read():
 def test_other_drafters_are_refused(change, named):
     with pytest.raises(UserError, match=named):
         config_json.shape_from_config({**PUBLIC, "eagle_aux_hidden_state_layer_ids": [2, 16, 29], **change})
-
-
-# vLLM's registry has the first five; the others are what it makes of other names before it looks there.
-NAMES = "LlamaForCausalLMEagle3 Eagle3LlamaForCausalLM Eagle3MiniMaxM2ForCausalLM Eagle3Qwen2_5vlForCausalLM"
-NAMES += " Eagle3Qwen3vlForCausalLM LlamaForCausalLM MiniMaxM2ForCausalLM"
-
-
-@pytest.mark.parametrize("name", NAMES.split())
-def test_every_name_of_the_llama_style_drafter_is_read(name):
-    shape = config_json.shape_from_config({**PUBLIC, "architectures": [name]}, target_layers=32)
-    assert shape == config_json.shape_from_config(PUBLIC, target_layers=32)
 
 
 # ---------------------------------------------------------------- MLA
@@ -298,43 +275,14 @@ COPIED = {
 }
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v3", "kimi_k2", "deepseek_v2"])
-@pytest.mark.parametrize(
-    "name", ["Eagle3DeepseekV3ForCausalLM", "Eagle3DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"]
-)
-def test_a_copied_config_is_read(model_type, name):
-    shape = config_json.shape_from_config({**COPIED, "model_type": model_type, "architectures": [name]})
-    assert (shape.architecture, shape.num_key_value_heads, shape.head_dim) == ("mla", 64, 192)
-    assert shape.aux_layers == [2, 30, 58]
-    assert (shape.rope_theta, shape.max_position_embeddings) == (50000.0, 262144)
-    dropped = ("type", "attention_factor")
-    given = {key: value for key, value in COPIED["rope_scaling"].items() if key not in dropped}
-    assert shape.rope_scaling == {**given, "rope_type": "yarn"}
-    assert contract.check_shape(shape) == []
-    assert config_json.config_json(shape, "bfloat16", "x")["model_type"] == "kimi_k2"
-
-
-def test_the_original_length_is_the_longest_position_where_it_is_not_given():
-    scaling = {"type": "yarn", "factor": 1.0, "mscale_all_dim": 1.0}
-    config = {**COPIED, "rope_scaling": scaling}
-    read = DeepseekV3Config(**{**config, "rope_scaling": dict(scaling)}).rope_parameters
-    ours = config_json.shape_from_config(config).rope_scaling
-    assert ours["original_max_position_embeddings"] == read["original_max_position_embeddings"] == 262144
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "llama"}, "model_type llama"),
         ({"model_type": "deepseek_v32", "index_topk": 2048}, "model_type deepseek_v32, index_topk"),
         ({"rope_interleave": False}, "rope_interleave"),
         ({"is_causal": False}, "is_causal"),
-        ({"num_hidden_layers": 2}, "num_hidden_layers"),
-        ({"kv_lora_rank": None}, "kv_lora_rank: None"),
         ({"qk_rope_head_dim": "64"}, "qk_rope_head_dim: 64"),
         ({"rope_scaling": {**COPIED["rope_scaling"], "attention_factor": 1.0}}, "attention_factor 1.0"),
-        ({"rope_scaling": {**COPIED["rope_scaling"], "attention_factor": 1.2}}, "attention_factor 1.2"),
-        ({"speculators_model_type": "eagle3", "transformer_layer_config": COPIED}, "model_type deepseek_v3"),
     ],
 )
 def test_what_vllm_would_serve_otherwise_is_refused(change, words):

@@ -104,9 +104,9 @@ def test_a_repository_is_fetched_once_and_without_what_is_not_needed(hub, tmp_pa
     assert norm("me/draft", None, "main") == norm("me/draft", COMMITS["main"], "main") == 0.5
     assert norm("me/draft", "v1", "v1") == 0.25
     for repo, revision, words in (
-        ("me/draft", "v9", "the hub repository me/draft has no revision v9"),
-        ("me/none", None, "me/none is no folder here, and no repository of the hub either"),
-        ("me/gated", None, "the hub repository me/gated is gated: accept its terms there"),
+        ("me/draft", "v9", "me/draft is no folder here, .*404"),
+        ("me/none", None, "me/none is no folder here, .*404"),
+        ("me/gated", None, "me/gated is no folder here, .*gated"),
     ):
         with pytest.raises(UserError, match=words):
             DrafterCheckpoint.open(repo, revision)
