@@ -1,5 +1,7 @@
 """Loss masks of whole conversations: exact on golden cases, and refused wherever they cannot be exact."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from families import by_pieces
@@ -25,7 +27,7 @@ PIECES = [
 ]
 
 
-# ChatML, with the assistant's part marked.
+# ChatML, with the assistant's part marked as for transformers, which changes nothing.
 MARKED = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}"
     "{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}{% else %}{{ m['content'] }}<|im_end|>{% endif %}"
@@ -38,17 +40,14 @@ def with_template(tokenizer: PreTrainedTokenizerFast, text: str) -> ChatTemplate
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("how", ["prefixes", "markers", "markers around the content alone", "no offsets"])
+@pytest.mark.parametrize("how", ["offsets", "markers", "no offsets"])
 def test_several_turns_are_masked_exactly(tokenizer, chatml, monkeypatch, how):
     template = chatml
     if how == "no offsets":
         monkeypatch.setattr(PreTrainedTokenizerFast, "is_fast", property(lambda _: False))
         assert masks.Tokens(chatml, "hello").offsets is None
-    elif how != "prefixes":
-        inner = MARKED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>")
-        template = with_template(tokenizer, MARKED if how == "markers" else inner)
-        assert inner != MARKED
-    assert template.has_markers(None) == how.startswith("markers")
+    elif how == "markers":
+        template = with_template(tokenizer, MARKED)
     sample = one_sample(template, CHAT, 1000)
     ids, mask = by_pieces(chatml, PIECES)
     assert sample.input_ids.tolist() == ids
@@ -70,7 +69,8 @@ def test_planted_mistakes_are_caught(chatml, monkeypatch, mistake):
         chatml.end_ids = [brown]
     elif mistake == "characters off by one":
         spans = masks.prefix_spans
-        monkeypatch.setattr(masks, "prefix_spans", lambda *given: [(start + 1, end) for start, end in spans(*given)])
+        late = lambda *given: [replace(span, start=span.start + 1) for span in spans(*given)]  # noqa: E731
+        monkeypatch.setattr(masks, "prefix_spans", late)
     else:
         place, boundary = chatml.render(CHAT).index("the quick"), masks.Tokens.boundary
         shifted = lambda self, char: boundary(self, char) + (mistake if char == place else 0)  # noqa: E731
@@ -184,11 +184,6 @@ def test_conversations_with_tools_have_the_template_that_the_tokenizer_names_for
     assert "find" in served
     assert template.reads_tools
     assert not with_template(fresh_tokenizer, plain).reads_tools
-    marks = with_tools.replace("{{ m['content'] }}", "{% generation %}{{ m['content'] }}{% endgeneration %}")
-    other = ChatTemplate(fresh_tokenizer, template.end_ids, plain, {}, marks)
-    assert (other.has_markers(None), other.has_markers(tools)) == (False, True)
-    fingerprints = {str(one.fingerprints()) for one in (other, template, with_template(fresh_tokenizer, plain))}
-    assert len(fingerprints) == 3
 
 
 @pytest.mark.real_target

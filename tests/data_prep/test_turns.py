@@ -102,20 +102,6 @@ def test_thoughts_stay_as_the_target_wrote_them_and_where_it_did(thinking):
     assert refusal(upper, [ASK, answer]) == "the template alters the thought"
 
 
-def test_a_template_that_marks_the_last_answer_alone(thinking):
-    """As some do since earlier answers have lost their thoughts; each answer is the last of its own sample."""
-    said = "{{- said + '<|im_end|>\n' -}}"
-    marked = "{%- if loop.last -%}{% generation %}{{- said + '<|im_end|>' -}}{% endgeneration %}{{- '\n' -}}"
-    template = changed(thinking, said, f"{marked}{{%- else -%}}{said}{{%- endif -%}}")
-    assert template.has_markers(None)
-    chat = [ASK, says("the fox"), MORE, says("<think>\nwell\n</think>\n\nlazy dog")]
-    plain, other = samples(thinking, chat, 1000), samples(template, chat, 1000)
-    assert len(plain.samples) == 2
-    assert [pieces(thinking, sample) for _, sample in plain.samples] == [
-        pieces(template, sample) for _, sample in other.samples
-    ]
-
-
 def test_turns_that_fail_are_refused_by_name_and_the_others_kept(thinking):
     chat = [ASK, says("the fox"), MORE, says(" "), ASK, says("lazy dog")]
     result = samples(thinking, chat, 1000)
