@@ -6,7 +6,7 @@ from eagle31_train import artifacts, provenance
 from eagle31_train.cli import load_config
 from eagle31_train.config import RENAMED
 from eagle31_train.errors import UserError
-from eagle31_train.provenance import Provenance, State
+from eagle31_train.provenance import Provenance
 
 pytestmark = pytest.mark.core
 INPUTS = {"data": "abc", "train": {"lr": 0.1, "betas": [0.9, 0.95]}}
@@ -65,8 +65,8 @@ def test_a_card_may_change_without_its_checkpoint(tmp_path):
     record = tmp_path / "export.json"
     artifacts.write_json(record, made_from.record(files={}))
     asked = {"same": made_from, "card": Provenance(INPUTS, {"repo": "me/it"}), "none": Provenance({**INPUTS, "x": 1})}
-    states = {name: provenance.state(tmp_path, record, one, True, "export") for name, one in asked.items()}
-    assert states == {"same": State.UP_TO_DATE, "card": State.WITHOUT_CARD, "none": State.ABSENT}
+    whole = {name: provenance.whole(tmp_path, record, one, name == "none", "export") for name, one in asked.items()}
+    assert whole == {"same": True, "card": False, "none": False}
 
 
 def test_records_keep_the_names_that_options_had(monkeypatch):
