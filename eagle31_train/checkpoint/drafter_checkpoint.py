@@ -100,7 +100,7 @@ class DrafterCheckpoint:
         if not folder.is_dir():
             raise UserError(f"{where} is no folder, and no hub id of the form owner/name either")
         if (folder / SHAPE).is_file():
-            return cls._unfinished(where, folder, data_folder)
+            return cls._of_run(where, folder, data_folder)
         train = folder if (folder / CHECKPOINTS).is_dir() else folder / "train"
         if (train / artifacts.MANIFEST).is_file():
             return cls._finished(where, train, data_folder)
@@ -110,7 +110,7 @@ class DrafterCheckpoint:
             raise UserError(f"{train} is not finished: run `{TRAIN}` again")
         if not (folders := [path for path in run_folder.in_order(train / CHECKPOINTS) if path.is_dir()]):
             raise UserError(f"{where} holds no checkpoint yet: run `{TRAIN}` again")
-        return cls._unfinished(where, folders[-1], data_folder)
+        return cls._of_run(where, folders[-1], data_folder)
 
     @classmethod
     def of_run(cls, run: Path, data_folder: Path) -> "DrafterCheckpoint":
@@ -134,42 +134,32 @@ class DrafterCheckpoint:
         files = {name: entry for name, entry in manifest.get("files", {}).items() if name.endswith(SHAPE)}
         if damage := artifacts.first_damaged(train, files):
             raise UserError(f"{damage}: run `{TRAIN}` again")
-        return cls._of_run(where, train, train / manifest["checkpoint"], manifest["inputs"], manifest, data_folder)
-
-    @classmethod
-    def _unfinished(cls, where: str, checkpoint: Path, data_folder: Path | None) -> "DrafterCheckpoint":
-        """One checkpoint of a run, finished or not."""
-        train = checkpoint.parent.parent
-        record = artifacts.read_json(train / RECORD, TRAIN)
-        if record.get("fingerprint") != run_folder.sealed_manifest(checkpoint)["fingerprint"]:
-            raise UserError(f"{where}: {train / RECORD} is of another run than the checkpoint: give the run's folder")
-        return cls._of_run(where, train, checkpoint, record["inputs"], None, data_folder)
+        return cls._of_run(where, train / manifest["checkpoint"], data_folder, manifest)
 
     @classmethod
     def _of_run(
-        cls,
-        where: str,
-        train: Path,
-        checkpoint: Path,
-        inputs: dict[str, Any],
-        manifest: dict[str, Any] | None,
-        data_folder: Path | None,
+        cls, where: str, checkpoint: Path, data_folder: Path | None, manifest: dict[str, Any] | None = None
     ) -> "DrafterCheckpoint":
+        """One checkpoint of a run; `manifest`: of a finished one, which names this checkpoint."""
+        train = checkpoint.parent.parent
+        record = manifest or artifacts.read_json(train / RECORD, TRAIN)
+        if not manifest and record.get("fingerprint") != run_folder.sealed_manifest(checkpoint)["fingerprint"]:
+            raise UserError(f"{where}: {train / RECORD} is of another run than the checkpoint: give the run's folder")
         shape = run_folder.read_shape(checkpoint)
-        vocab = run_folder.find_vocab(train, inputs, shape, data_folder)
+        vocab = run_folder.find_vocab(train, record["inputs"], shape, data_folder)
         target = run_folder.option(train, "target.path")
-        return cls(where, checkpoint, shape, vocab, None, target, train, inputs, manifest)
+        return cls(where, checkpoint, shape, vocab, None, target, train, record["inputs"], manifest)
 
     @classmethod
     def _published(
         cls, where: str, folder: Path, commit: str | None, target_layers: Callable[[], int] | None
     ) -> "DrafterCheckpoint":
         try:
-            draft = published.read(folder, target_layers)
+            shape, vocab, tensors, target_name = published.read(folder, target_layers)
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
-        checkpoint = cls(where, folder, draft.shape, draft.vocab, commit, draft.target_name, _mapped=draft.tensors)
-        checkpoint._require({name: tuple(tensor.shape) for name, tensor in draft.tensors.items()})
+        checkpoint = cls(where, folder, shape, vocab, commit, target_name, _mapped=tensors)
+        checkpoint._require({name: tuple(tensor.shape) for name, tensor in tensors.items()})
         return checkpoint
 
     # ---------------------------------------------------------------- what it is

@@ -6,7 +6,7 @@ What names and fields may be called stands in `contract.py` and `config_json.py`
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,27 +21,19 @@ from eagle31_train.model.vocab import DraftVocab
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 
 
-class Published(NamedTuple):
-    """What the files of a published draft say.
-
-    tensors: canonical names, mapped from the files, of any float dtype, without maps. Without
-        lm_head.weight where the target's own is meant.
-    vocab: the target's id of each row of lm_head.
-    target_name: path or hub id of the target, where config.json says it.
-    """
-
-    shape: DrafterShape
-    vocab: DraftVocab
-    tensors: dict[str, Tensor]
-    target_name: str | None
-
-
-def read(folder: Path, target_layers: Callable[[], int] | None) -> Published:
+def read(
+    folder: Path, target_layers: Callable[[], int] | None
+) -> tuple[DrafterShape, DraftVocab, dict[str, Tensor], str | None]:
     """Read config.json and map the tensors; whether they are all of a drafter, `contract` knows.
 
     Args:
         folder: with config.json and safetensors.
         target_layers: gives the layers of the target, and is asked only where vLLM would count them.
+
+    Returns:
+        Shape; the target's id of each row of lm_head; tensors by canonical names, mapped from the files, of any float
+        dtype, without maps, and without lm_head.weight where the target's own is meant; path or hub id of the target,
+        where config.json says it.
 
     Raises:
         UserError: it is damaged, of another kind, or says one thing in two ways that differ.
@@ -55,7 +47,7 @@ def read(folder: Path, target_layers: Callable[[], int] | None) -> Published:
     vocab, order = _vocabulary(tensors.pop("d2t", None), tensors.pop("t2d", None), shape)
     if order is not None and "lm_head.weight" in tensors:
         tensors["lm_head.weight"] = tensors["lm_head.weight"][order]
-    return Published(shape, vocab, tensors, config_json.target_name(config))
+    return shape, vocab, tensors, config_json.target_name(config)
 
 
 def _read_object(path: Path) -> dict[str, Any]:

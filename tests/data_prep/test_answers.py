@@ -29,7 +29,7 @@ def jobs(*texts):
     return {t: Job(Row(t, "s", "f:1", m), 0, 0.0, turns_of(m), list(m)) for t, m in messages.items()}
 
 
-def test_answers_under_way_are_kept_when_one_request_fails_for_good(config, chatml, monkeypatch, capsys):
+def test_answers_under_way_are_kept_when_one_request_fails_for_good(config, chatml, monkeypatch):
     begun, failed, got = [], threading.Event(), {}
 
     def answer(self, messages, *_):
@@ -48,7 +48,6 @@ def test_answers_under_way_are_kept_when_one_request_fails_for_good(config, chat
     assert got["good"].message["content"] == "to good"
     assert set(got) == set(begun) - {"bad"}
     assert len(begun) < 10, "what had not begun is not asked"
-    assert "no such model; waiting for the answers under way (" in capsys.readouterr().err
 
 
 def locally(config, chatml, ids, finish_reason):

@@ -56,8 +56,7 @@ def test_a_server_that_gives_no_answer(server, chatml, status, error, requests):
 @pytest.mark.parametrize(
     ("content", "reason", "parts", "why"),
     [
-        (None, "tool_calls", {}, "'tool_calls', and gives none"),
-        (None, "tool_calls", {"tool_calls": []}, "'tool_calls', and gives none"),
+        ("x", "tool_calls", {"tool_calls": []}, "without the tool calls"),
         ("x", "content_filter", {}, "'content_filter'"),
         (None, "stop", {}, "without text"),
         (None, "tool_calls", {"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, "no JSON object"),

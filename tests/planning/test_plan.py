@@ -107,7 +107,7 @@ def test_the_simplest_profile_that_fits_is_named(capsys):
 def test_smaller_micro_batches_are_advised_first_and_then_recomputation(capsys):
     def advised(gib):
         return re.search(
-            r"train.py(.*) …|none fits", printed(capsys, "+experiment=llama31_8b", f"plan.device_gib={gib}")
+            r"train.py(.*) …|none leaves", printed(capsys, "+experiment=llama31_8b", f"plan.device_gib={gib}")
         )
 
     plan = planned("+experiment=llama31_8b")
@@ -119,7 +119,7 @@ def test_smaller_micro_batches_are_advised_first_and_then_recomputation(capsys):
         " train.gradient_accumulation_steps=2",
         " train.gradient_accumulation_steps=2 train.activation_checkpointing=true",
     ]
-    assert advised(0.99 * least[-1] / 2**30 / sections.SPARE)[0] == "none fits"
+    assert advised(0.99 * least[-1] / 2**30 / sections.SPARE)[0] == "none leaves"
 
 
 # ---------------------------------------------------------------- devices that wait
