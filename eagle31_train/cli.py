@@ -232,23 +232,10 @@ def _options_help() -> str:
     return "\n".join(lines)
 
 
-def _explain(error: Exception) -> str:
-    """One line for an error of Hydra's or OmegaConf's, with the nearest valid name for a wrong key."""
-    cause: BaseException = error
+def _explain(error: BaseException) -> str:
+    """One line for an error of Hydra's or OmegaConf's: what it says, and its first cause."""
+    cause = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
-    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
-    if isinstance(error, OverrideParseException):
-        return f"{error.override!r} cannot be read: {lines[0]}; quote the value"
-    if isinstance(error, YAMLError):
-        return f"a configuration file is not YAML: {' '.join(lines)}"
-    where = ""
-    if found := re.match(r"In '(.+)': .* raised while composing config:$", lines[0]):
-        where, lines = f"configs/{found[1]}.yaml: ", lines[1:]
-    stated = next((line.removeprefix("full_key: ") for line in lines if line.startswith("full_key: ")), None)
-    key = getattr(cause, "full_key", None) or getattr(cause, "key", None) or stated
-    names = [name for name, _, _ in _options(Config)]
-    if key and str(key) not in names and "not in" in lines[0]:
-        groups = {name.split(".")[0] for name in names}
-        return f"{where}no option {str(key)!r}{_nearest(str(key), [*names, *groups])}"
-    return f"{where}{f'{key}: ' if key else ''}{lines[0]}"
+    said = " ".join((str(error) if str(cause) in str(error) else f"{error}: {cause}").split())
+    return f"{error.override!r} cannot be read: {said}" if isinstance(error, OverrideParseException) else said

@@ -6,7 +6,6 @@ Each option's default and help text stand here once. The YAML files under `confi
 where an experiment differs from these defaults.
 """
 
-import dataclasses
 import math
 import operator
 import re
@@ -391,12 +390,6 @@ def byte_count(text: str, option: str) -> int:
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
 
-def check_architecture(architecture: str) -> None:
-    """Refuse a kind of attention that is not known."""
-    if architecture not in ("llama", "mla"):
-        raise UserError(f"drafter.architecture={architecture} is unknown: it is llama or mla")
-
-
 # Beside q_lora_rank, which may be none.
 MLA_WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
@@ -413,8 +406,3 @@ def mla_widths(of: DrafterConfig | DrafterShape) -> tuple[int, int, int, int]:
         )
     latent, nope, rope, value = (getattr(of, name) for name in MLA_WIDTHS)
     return latent, nope, rope, value
-
-
-def as_plain(value: Any) -> Any:
-    """A dataclass as plain dicts and lists, ready for JSON."""
-    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value

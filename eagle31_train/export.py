@@ -20,7 +20,7 @@ from eagle31_train.checkpoint import contract, hub
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.checkpoint.run_folder import MODEL, TRAIN
 from eagle31_train.checkpoint.writer import EXPORT, RECORD, write_checkpoint
-from eagle31_train.config import Config, DrafterShape, as_plain
+from eagle31_train.config import Config, DrafterShape
 from eagle31_train.errors import UserError
 from eagle31_train.reporting import card, card_results, recipe
 from eagle31_train.store import read_manifest
@@ -44,7 +44,7 @@ def export(config: Config) -> None:
     data = read_data(config, checkpoint)
     assert checkpoint.manifest is not None
     weights, target_ids = artifacts.file_sha256(checkpoint.folder / MODEL), checkpoint.vocab.target_ids.tolist()
-    made_from = provenance.of_export(config, checkpoint.manifest, weights, as_plain(shape), target_ids)
+    made_from = provenance.of_export(config, checkpoint.manifest, weights, dataclasses.asdict(shape), target_ids)
     fingerprint = made_from.fingerprint
     compared = [Path(folder) for folder in config.comparisons]
     results = card_results.read(run, checkpoint.identity, fingerprint, compared)
@@ -91,8 +91,11 @@ def exported_shape(config: Config, checkpoint: DrafterCheckpoint) -> DrafterShap
     if positions > shape.max_position_embeddings:
         print(f"export: max_position_embeddings is {positions:,} now, {shape.max_position_embeddings:,} in training")
         shape = dataclasses.replace(shape, max_position_embeddings=positions)
-    options = {**as_plain(config.drafter), "aux_layers": config.target.aux_layers and sorted(config.target.aux_layers)}
-    for name, trained in as_plain(shape).items():
+    options = {
+        **dataclasses.asdict(config.drafter),
+        "aux_layers": config.target.aux_layers and sorted(config.target.aux_layers),
+    }
+    for name, trained in dataclasses.asdict(shape).items():
         wanted = options.get(name)
         if name == "rope_scaling":  # {} is no scaling, which a shape writes as None
             wanted, trained = wanted or {}, trained or {}
