@@ -83,33 +83,3 @@ def test_an_answer_taken_apart_is_put_together_as_the_target_wrote_it(server, th
     assert text == 'hm</think><tool_call>{"name": "find", "arguments": {"a": 1}}</tool_call><|im_end|>'
     with pytest.raises(UserError, match="start it without a reasoning parser"):
         ask(server, chatml)
-
-
-def test_history_goes_back_as_servers_take_it(server, thinking):
-    """A thought that stands in front of an answer goes where the server's template looks for it, to drop or to keep."""
-    call = [{"id": "c", "type": "function", "function": {"name": "find", "arguments": {"a": "狐"}}}]
-    messages = [
-        ASK,
-        {"role": "assistant", "content": "<think>hm</think>", "tool_calls": call, "finish_reason": "tool_calls"},
-        {"role": "tool", "content": "red", "tool_call_id": "c", "name": "find"},
-    ]
-    ask(server, thinking, messages)
-    (body,) = server.bodies
-    assert body["messages"][1] == {
-        "role": "assistant", "content": "", "reasoning_content": "hm", "reasoning": "hm",
-        "tool_calls": [{"id": "c", "type": "function", "function": {"name": "find", "arguments": '{"a": "狐"}'}}],
-    }  # fmt: skip
-    assert body["messages"][2] == messages[2]
-    assert "tools" not in body
-
-
-def test_answers_in_other_tokens_than_the_target_wrote_are_counted(server, thinking, chatml, completion):
-    wrote = len(thinking.encode("hm</think>yes<|im_end|>"))
-    for tokens, respelt in ((wrote, 0), (wrote + 1, 1), (0, 0)):
-        server.reply = lambda _, tokens=tokens: completion("yes", usage=tokens, reasoning_content="hm")
-        answer, _ = ask(server, thinking)
-        ((_, sample),) = samples(thinking, [ASK, answer.message], 1000).samples
-        assert (answer.tokens, sample.respelt) == (tokens, respelt)
-    for tokens, respelt in ((len(chatml.encode("yes<|im_end|>")), 0), (1, 1)):
-        ((_, sample),) = samples(chatml, [ASK, {"role": "assistant", "content": "yes", "tokens": tokens}], 1000).samples
-        assert sample.respelt == respelt

@@ -27,14 +27,6 @@ def asked(*messages):
     ]
 
 
-def test_every_user_message_is_a_turn_and_recorded_answers_are_not():
-    found = asked(say("system", "s"), say("user", "a"), say("assistant", "?"), say("user", "b"), say("user", "c"))
-    assert found == [([], ["s", "a"]), ([], ["b"]), ([], ["c"])]
-    assert asked(say("assistant", "welcome"), say("user", "a"), say("system", "t"), say("user", "b")) == [
-        ([], ["a"]), ([], ["t", "b"]),
-    ]  # fmt: skip
-
-
 def test_results_of_one_answer_are_one_turn_and_know_their_functions():
     recorded = answer(call("weather", "1"), call("map", "2"))
     results = [say("tool", "M", tool_call_id="2"), say("tool", "W", tool_call_id="1")]

@@ -57,18 +57,6 @@ def test_system_prompts_come_first():
     assert parse({"messages": ASKED, "system": {"x": 1}}, "auto", "f:1", "f-1").problem == "a system turn without text"
 
 
-def test_ids_sources_samples_and_finish_reasons():
-    row = parse({"messages": ANSWERED}, "auto", "chats.jsonl:7", "chats-7")
-    assert (row.id, row.source, row.where) == ("chats-7", "chats", "chats.jsonl:7")
-    assert "finish_reason" not in row.messages[-1]
-    value = {"id": "a", "category": "code", "sample": 2, "finish_reason": "length", "messages": ANSWERED}
-    row = parse(value, "auto", "f:1", "f-1")
-    assert (row.id, row.source) == ("a#2", "code")
-    assert row.messages[-1]["finish_reason"] == "length"
-    own = [*ASKED, {**ANSWERED[1], "finish_reason": "stop"}]
-    assert parse({**value, "messages": own}, "auto", "f:1", "f-1").messages[-1]["finish_reason"] == "stop"
-
-
 def test_rows_carry_tools_and_calls():
     chat = [
         {"role": "user", "content": "hi"},

@@ -169,23 +169,6 @@ def test_long_conversations_are_cut_and_answers_may_be_stripped(tokenizer, chatm
 # ---------------------------------------------------------------- the template itself
 
 
-def test_conversations_with_tools_have_the_template_that_the_tokenizer_names_for_them(fresh_tokenizer, tmp_path):
-    """As transformers and vLLM choose it."""
-    plain = fresh_tokenizer.chat_template
-    with_tools = "{% if tools %}{{ tools | tojson }}{% endif %}{% if terse %}terse{% endif %}" + plain
-    fresh_tokenizer.chat_template = {"default": plain, "tool_use": with_tools}
-    fresh_tokenizer.save_pretrained(tmp_path)
-    template = ChatTemplate.load(TargetConfig(path=str(tmp_path), template_args={"terse": True}))
-    tools = [{"type": "function", "function": {"name": "find", "parameters": {}}}]
-    for given in (None, tools):
-        served = fresh_tokenizer.apply_chat_template([ASK], tools=given, tokenize=False, terse=True)
-        assert template.render([ASK], tools=given) == served
-        assert one_sample(template, [ASK, REPLY], 1000, given).loss_mask.any()
-    assert "find" in served
-    assert template.reads_tools
-    assert not with_template(fresh_tokenizer, plain).reads_tools
-
-
 @pytest.mark.real_target
 def test_golden_mask_of_smollm2(real_target):
     target = TargetConfig(path=str(real_target))

@@ -1,7 +1,6 @@
 """Regeneration: in rounds, resumable, by the target in process or by a server, with thoughts and tools."""
 
 import json
-import shutil
 
 import pytest
 from datasets import load_from_disk
@@ -140,31 +139,6 @@ def test_the_journal_is_of_one_run_at_a_time(tmp_path):
         with pytest.raises(UserError, match="being written by another run"), Journal(path):
             pass
         assert path.read_text().endswith("half a li"), "what the other is writing is left alone"
-
-
-def test_other_weights_and_other_prompts_under_the_same_name_are_told_apart(config, tmp_path, tiny_target):
-    """Neither the finished answers nor the journal of one may pass for the other's."""
-    for folder, row in zip("ab", PROMPTS, strict=False):
-        shutil.copytree(tiny_target, tmp_path / folder / "target")
-        write(tmp_path / folder / "x.jsonl", [row])
-    weights = tmp_path / "b" / "target" / "model.safetensors"
-    content = bytearray(weights.read_bytes())
-    content[-1] ^= 1
-    weights.write_bytes(content)
-    config.data.prompts = str(tmp_path / "[ab]" / "x.jsonl")
-    config.target.path = str(tmp_path / "a" / "target")
-    rows = run(config)
-    (tmp_path / "moved").mkdir()
-    (tmp_path / "a" / "target").rename(tmp_path / "moved" / "target")
-    config.target.path = str(tmp_path / "moved" / "target")
-    assert run(config) == rows  # elsewhere, but the same
-    config.target.path = str(tmp_path / "b" / "target")
-    with pytest.raises(UserError, match=r"made from other inputs \(weights: "):
-        run(config)
-    config.target.path = str(tmp_path / "moved" / "target")
-    write(tmp_path / "a" / "x.jsonl", [{**PROMPTS[0], "turns": ["another"]}])
-    with pytest.raises(UserError, match="made from other inputs"):
-        run(config)
 
 
 # ---------------------------------------------------------------- prompts without an answer

@@ -5,7 +5,6 @@ import random
 import re
 from fractions import Fraction
 
-import datasets
 import pytest
 
 from data_prep import sources as module
@@ -106,21 +105,6 @@ def test_shares_are_the_weights_to_one_row_and_nothing_is_left_that_fits(tmp_pat
     assert len(ids(decimal)) == 10, "in floating point 0.1 + 0.2 + 0.7 loses a row"
 
 
-def test_rows_of_every_source_are_counted(sources):
-    mixed = corpus(sources)
-    identities = [row.id for row in mixed.read()]
-    assert {name: (c["read"], c["taken"]) for name, c in mixed.counts.items()} == {
-        "en": (60, 60), "zh": (40, 20), "agent": (30, 20),
-    }  # fmt: skip
-    assert len(identities) == len(set(identities)) == 100
-    assert [len(of(name, ids(sources, rows=10))) for name in ("en", "zh", "agent")] == [6, 2, 2]
-    with pytest.raises(UserError, match=r"data\.rows=200 .*: .*, data\.sources\.en is to give 120 and has 60"):
-        ids(sources, rows=200)
-    sources["zh"]["weight"] = 0.001
-    with pytest.raises(UserError, match=r"data\.sources\.zh gives no row \(of data\.rows=10\)"):
-        ids(sources, rows=10)
-
-
 # ---------------------------------------------------------------- choice and order
 
 
@@ -187,32 +171,6 @@ def test_planted_mistakes_are_caught(sources, monkeypatch, mistake):
     monkeypatch.setattr(f"{module.__name__}.{name}", wrong)
     with pytest.raises(AssertionError):
         check(sources)
-
-
-def test_globs_formats_and_splits_belong_to_a_source(tmp_path, monkeypatch):
-    write(tmp_path / "a1.jsonl", 2, source="x")
-    (tmp_path / "a2.jsonl").write_text(json.dumps({"instruction": "hi", "output": "yes"}) + "\n")
-    loaded = []
-
-    def load(spec, split):
-        loaded.append((spec, split))
-        return datasets.Dataset.from_list([{"prompt": "hi", "messages": chat("hello")}] * 2)
-
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    some = {
-        "files": {"path": str(tmp_path / "a*.jsonl"), "weight": 3},
-        "hub": {"path": "org/chats", "weight": 2, "format": "prompt", "split": "test"},
-    }
-    mixed = corpus(some)
-    rows = {row.id: row for row in mixed.read()}
-    assert loaded == [("org/chats", "test")]
-    assert {row.source for row in rows.values()} == {"files", "hub"}, "not what rows say of themselves"
-    assert [rows[f"files/{i}"].where for i in ("r0", "r1", "a2-1")] == ["a1.jsonl:1", "a1.jsonl:2", "a2.jsonl:1"]
-    assert set(rows) == {"files/r0", "files/r1", "files/a2-1", "hub/org/chats-1", "hub/org/chats-2"}
-    assert rows["hub/org/chats-1"].messages == [{"role": "user", "content": "hi"}], "in its own format"
-    assert mixed.inputs()["sources"]["hub"]["files"][0][1].startswith("test:")
-    corpus({"hub": {"path": "org/chats"}}, split="valid")
-    assert loaded[-1] == ("org/chats", "valid"), "else data.split"
 
 
 # ---------------------------------------------------------------- mistakes, and the command line

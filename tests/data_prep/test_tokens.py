@@ -91,19 +91,3 @@ def test_a_mask_that_begins_one_token_late_is_caught(template, monkeypatch):
     monkeypatch.setattr(Tokens, "boundary", lambda self, char: boundary(self, char) + (char == len(prompt)))
     with pytest.raises(Refused):
         samples(template, chat, 1000)
-
-
-def test_the_work_grows_with_the_length_and_not_with_its_square(template, monkeypatch):
-    """Characters that masks ask the tokenizer for, prompts of single turns aside."""
-    seen = []
-    encode = ChatTemplate.encode
-    monkeypatch.setattr(ChatTemplate, "encode", lambda self, text: seen.append(len(text)) or encode(self, text))
-    template.template_args = {"thinking": False}
-    work = []
-    for turns in (4, 16):
-        seen.clear()
-        chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "the fox"}] * turns
-        ((suffix, sample),) = samples(template, chat, 10_000).samples
-        assert suffix == ""
-        work.append(sum(seen) / len(sample.input_ids))
-    assert work[1] < 1.5 * work[0]

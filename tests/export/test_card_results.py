@@ -2,17 +2,12 @@
 
 import json
 import re
-from typing import ClassVar
 
 import pytest
 import torch
 
-from eagle31_train import artifacts, evaluate, export
+from eagle31_train import artifacts, export
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
-from eagle31_train.errors import UserError
-from eagle31_train.evaluation.serving import Engine
-from eagle31_train.provenance import Provenance
-from eagle31_train.reporting import card
 
 SPEED = {
     "ttft": {"mean": 0.05, "p50": 0.05, "p95": 0.06},
@@ -46,12 +41,6 @@ def compared(run, folder, ours=None, rate=0.5):
     told["identities"] = {"A": ["0" * 16], "B": ["1" * 16, ours or run.identity]}
     artifacts.write_json(folder / "result.json", {**told, "files": run.draw(folder, told)})
     return folder
-
-
-def of_an_earlier_version(run, folder):
-    told = json.loads((folder / "result.json").read_text())
-    del told["files"]
-    artifacts.write_json(folder / "result.json", told)
 
 
 def record(run):
@@ -126,97 +115,6 @@ def test_acceptance_of_other_weights_is_not_claimed(trained, run, capsys):
     assert "The acceptance of this checkpoint was not measured." in run.exported()[2]
     warning = f"{run.folder}/evaluate is of other weights or an earlier version, and not on the card: run `python -m"
     assert capsys.readouterr().out.count(warning) == 1
-
-
-def test_a_new_card_does_not_make_the_serving_result_stale(run, monkeypatch, capsys):
-    """The whole way: export, serve, export for the card, serve again: nothing to do."""
-
-    class Asked:
-        name, prompts = "heldout", ()
-        remarks: ClassVar = ["first turns alone", "left out long: too many tokens"]
-
-    monkeypatch.setattr(evaluate, "made_from", lambda config, data, drafter, engine: Provenance(drafter))
-    monkeypatch.setattr(evaluate.evaluating, "choose_workloads", lambda *_: [Asked])
-    monkeypatch.setattr(evaluate, "check_serving", lambda _: Engine("0.0", "8 × GPU"))
-    monkeypatch.setattr(
-        evaluate, "measure_serving", lambda *given: json.loads(json.dumps(SERVING)) | {"machine": given[-1].device}
-    )
-    monkeypatch.setattr(evaluate.serving_report, "table", lambda _: "")
-    manifest = {**data_manifest(run), "end_ids": [2]}
-    artifacts.write_json(run.folder / "data" / "manifest.json", manifest)
-    export.export(run.config())
-    artifacts.write_json(run.folder / "data" / "manifest.json", {**manifest, "dataset_fingerprint": "of other data"})
-    with pytest.raises(UserError, match="not the data that the drafter was trained on"):
-        evaluate.serve(run.config())
-    artifacts.write_json(run.folder / "data" / "manifest.json", manifest)
-    evaluate.serve(run.config())
-    export.export(run.config())
-    assert "speculation does not pay" in run.exported()[2]
-    served = json.loads((run.folder / "serving" / "manifest.json").read_text())["serving"]
-    assert served["workload"] == "heldout"
-    assert served["notes"] == ["first turns alone", "left out long: too many tokens"]
-    assert served["machine"] == "8 × GPU"
-    assert (run.folder / "export" / "images" / "serving" / "serving-ours.png").is_file()
-    capsys.readouterr()
-    evaluate.serve(run.config())
-    assert "evaluate: up to date" in capsys.readouterr().out
-    run.change_tensors(norm__weight=torch.full((16,), 0.5))
-    with pytest.raises(UserError, match=r"export has other weights than .*train: run `.*` again, with overwrite=true"):
-        evaluate.serve(run.config())
-    export.export(run.config("overwrite=true"))
-    assert "speculation does not pay" not in run.exported()[2], "other weights were served"
-    assert f"{run.folder}/serving is of other weights" in capsys.readouterr().out
-    (run.folder / "export" / "config.json").write_text("{}")
-    with pytest.raises(UserError, match=r"config.json has 2 bytes.*: run `python -m eagle31_train.export` again"):
-        evaluate.serve(run.config())
-
-
-def data_manifest(run):
-    return json.loads((run.folder / "data" / "manifest.json").read_text())
-
-
-@pytest.mark.parametrize(
-    ("spoil", "said"),
-    [
-        (lambda run, folder: (folder / "result.json").unlink(), "has no result.json: give the folder that"),
-        (lambda run, folder: (folder / "result.json").write_text("[1]"), "is damaged (not a JSON object)"),
-        (lambda run, folder: (folder / "result.json").write_text("{}"), "so it is no comparison"),
-        (lambda run, folder: compared(run, folder, ours="2" * 16), "none of which has the weights in train/"),
-        (lambda run, folder: compared(run, folder, ours="e" * 16), "none of which has the weights in train/"),
-        (lambda run, folder: run.change_tensors(norm__weight=torch.ones(16)), "none of which has the weights in"),
-        (lambda run, folder: (folder / "heldout-gain.png").unlink(), "heldout-gain.png is missing: run"),
-        # As a comparison leaves it that drew other numbers and was stopped then.
-        (
-            lambda run, folder: run.draw(folder, run.result(0.7, "A", "B")),
-            "damaged or replaced: run `python -m eagle",
-        ),
-        (of_an_earlier_version, "result.json has no files, so it is no comparison, or one of an earlier version: run"),
-    ],
-)
-def test_what_is_no_comparison_of_this_checkpoint_is_refused_in_one_line(spoil, said, run, tmp_path):
-    export.export(run.config())
-    folder = compared(run, tmp_path / "cmp")
-    spoil(run, folder)
-    before = run.listing()
-    with pytest.raises(UserError, match=re.escape(said)) as caught:
-        export.export(run.config(f"comparisons=[{folder}]"))
-    assert str(folder) in str(caught.value)
-    assert "\n" not in str(caught.value)
-    assert run.listing() == before
-
-
-def test_a_card_that_fails_leaves_the_old_export_whole(run, monkeypatch):
-    export.export(run.config())
-    before, listing = run.exported()[2], run.listing()
-    run.evaluate()
-    new = sorted({*run.listing()} - {*listing})
-    with monkeypatch.context() as patch:
-        patch.setattr(card, "render", lambda facts: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            export.export(run.config())
-    assert run.exported()[2] == before
-    assert run.listing() == sorted([*listing, *new])
-    assert artifacts.first_damaged(run.folder, record(run)["files"]) is None
 
 
 def test_a_kill_before_the_new_folder_has_its_name_is_made_good(run, monkeypatch):

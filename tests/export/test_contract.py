@@ -93,19 +93,6 @@ def test_shapes_that_vllm_reads_otherwise_are_named(change, named, tiny, good):
     assert any(named in problem for problem in contract.check(good, replace(tiny, **change)))
 
 
-def test_joined_projections_are_taken_apart(tiny, good):
-    joined = dict(good)
-    parts = [joined.pop(f"midlayer.self_attn.{part}_proj.weight") for part in "qkv"]
-    joined["midlayer.self_attn.qkv_proj.weight"] = torch.cat(parts)
-    parts = [joined.pop(f"midlayer.mlp.{part}_proj.weight") for part in ("gate", "up")]
-    joined["midlayer.mlp.gate_up_proj.weight"] = torch.cat(parts)
-    apart = contract.separate(joined, tiny)
-    assert apart.keys() == good.keys()
-    assert all(torch.equal(apart[name], good[name]) for name in good)
-    joined["midlayer.mlp.gate_up_proj.weight"] = torch.zeros(7, 16)
-    assert any("gate_up_proj.weight is superfluous" in p for p in contract.check(contract.separate(joined, tiny), tiny))
-
-
 # ---------------------------------------------------------------- MLA
 
 

@@ -125,17 +125,6 @@ def test_smaller_micro_batches_are_advised_first_and_then_recomputation(capsys):
 # ---------------------------------------------------------------- devices that wait
 
 
-def test_devices_that_no_conversation_is_left_for_save_no_time(capsys):
-    """A step of 20,480 tokens has 20 conversations of 1,024."""
-    asked = ["+experiment=llama31_8b", "run_dir=/nowhere/at/all", "plan.utilisation=1", "plan.tokens=2e8"]
-    asked += ["train.batch_tokens=20480", "plan.sample_tokens=1024"]
-    seconds = {n: planned(*asked, f"plan.devices={n}") for n in (1, 10, 20, 64)}
-    assert [one.busy for one in seconds.values()] == pytest.approx([1, 1, 1, 20 / 64], rel=1e-2)
-
-    assert "at least\n  69% of the 64 devices' time is spent waiting" in printed(capsys, *asked, "plan.devices=64")
-    assert "waiting" not in printed(capsys, *asked, "plan.devices=20")
-
-
 # ---------------------------------------------------------------- Muon
 
 
@@ -158,14 +147,6 @@ def test_its_matrices_are_those_of_the_trainers_optimizer(counted, drafter):
     D, V = plan.shape.hidden_size, plan.shape.vocab_size
     made = make_optimizer(Drafter(plan.shape, torch.zeros(V, D)), plan.config.train)
     assert sorted(plan.orthogonal()) == sorted(tuple(p.shape) for p in made.param_groups[0]["params"])
-
-
-def test_muon_keeps_one_moment_of_its_matrices_and_adds_its_updates():
-    llama = ["+experiment=llama31_8b", "run_dir=/nowhere/at/all"]
-    muon, adamw = planned(*llama, "train.optimizer=muon"), planned(*llama)
-    assert muon.state().moments == adamw.state().moments - 293_601_280
-    assert adamw.newton_schulz_flops() == 0
-    assert muon.training_flops() == adamw.training_flops()
 
 
 # ---------------------------------------------------------------- what is counted

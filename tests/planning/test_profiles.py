@@ -96,29 +96,6 @@ def test_muon_keeps_one_moment_of_a_matrix_and_iterates_on_the_whole_of_it():
     assert of["fsdp2"].exchange >= 4 * 810 / 5 + iterated
 
 
-def test_frozen_parameters_are_held_but_have_no_moments():
-    free, frozen = State([[1000]]), State([[1000]], frozen=500)
-    for profile in PROFILES:
-        with_them, without = (memory(profile, setting(state, 4)) for state in (frozen, free))
-        assert with_them.weights - without.weights == 4 * 500 / (4 if profile.stage == 3 else 1), profile.name
-        assert with_them.moments == without.moments
-
-
-def test_gradients_wait_between_micro_batches_where_they_are_not_sharded():
-    state = State([[1000, 24]])
-    more = {
-        profile.name: memory(profile, setting(state, 4, accumulates=True)).step
-        - memory(profile, setting(state, 4)).step
-        for profile in PROFILES
-    }
-    whole = 4 * 1024
-    assert more["gpu"] == more["zero1"] == whole
-    assert more["ddp"] == 0  # they wait in its buckets, which are there all the time
-    assert more["zero2"] == whole  # the last part lies in both tensors
-    assert more["fsdp2"] == whole / 4
-    assert more["zero3"] == more["zero2_offload"] == more["zero3_offload"] == 0
-
-
 @pytest.mark.parametrize(
     ("groups", "parts", "expected"),
     [
