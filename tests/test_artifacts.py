@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from eagle31_train import artifacts
-from eagle31_train.errors import UserError
 
 # ---------------------------------------------------------------- finished
 
@@ -55,14 +54,3 @@ def test_commit_replaces_files_and_folders_whole(tmp_path):
     artifacts.commit(tmp_path / ".new", tmp_path / "old")
     assert [path.name for path in (tmp_path / "old" / "deep").iterdir()] == ["new"]
     assert not (tmp_path / ".new").exists()
-
-
-def test_reading_names_the_command_that_makes_the_file(tmp_path):
-    file = tmp_path / "a.json"
-    with pytest.raises(UserError, match=r"a\.json is missing: run `the command` first"):
-        artifacts.read_json(file, "the command")
-    for damaged in (b"{", b"[1]", b"\xff"):
-        file.write_bytes(damaged)
-        with pytest.raises(UserError, match=r"a\.json is damaged .*: remove it and run `the command` again") as error:
-            artifacts.read_json(file, "the command")
-        assert "\n" not in str(error.value)

@@ -12,7 +12,6 @@ from eagle31_train import artifacts, export
 from eagle31_train.checkpoint import config_json, writer
 from eagle31_train.errors import UserError
 from eagle31_train.model import vocab
-from eagle31_train.store.sealed import seal
 
 
 def test_the_checkpoint_is_the_trained_drafter(run, tiny, tiny_tensors, capsys):
@@ -125,20 +124,6 @@ def test_positions_may_be_raised_after_training(run):
     assert run.exported()[0]["max_position_embeddings"] == 4096
     with pytest.raises(UserError, match="was trained with max_position_embeddings=128"):
         export.export(run.config("drafter.max_position_embeddings=64"))
-
-
-def test_positions_are_not_raised_beyond_a_table(mla_run):
-    with pytest.raises(UserError, match="max_position_embeddings=129 is beyond the 128 positions"):
-        export.export(mla_run.config("drafter.max_position_embeddings=129"))
-    assert not (mla_run.folder / "export").exists()
-
-
-def test_a_drafter_of_another_target_is_refused(run):
-    store = {"fingerprint": "f" * 16, "inputs": {"target": {"name": "someone/another-target"}}}
-    (run.folder / "store").mkdir(exist_ok=True)
-    (run.folder / "store" / "manifest.json").write_bytes(seal(store))
-    with pytest.raises(UserError, match="was trained for someone/another-target, which had another name"):
-        export.export(run.config())
 
 
 def test_other_weights_need_overwrite(run):

@@ -81,20 +81,6 @@ def test_extraction_of_a_small_target_by_hand():
     assert extraction_flops(100, 2, 3, work) == 2 * 100 * 14 + 2 * 2 * (2 * 3) * (100 + 16) / 2
 
 
-def test_mla_has_two_projections_where_llama_has_one():
-    """The published drafter, by hand: one token, one slot, one step."""
-    work = count_work([np.array([False, False, True])], 1)
-    assert (work.positions, work.read, work.slots, work.keys) == (1, 1, [1], [1])
-    parts = training_flops(shape_of(**MLA), work)
-    D, ranks, wide = 7168, 1536, 64 * 192
-    assert parts["queries"] == 6 * (2 * D * ranks + ranks * wide)
-    assert parts["keys, values"] == 6 * (2 * D * (512 + 64) + 512 * 64 * (128 + 128))
-    assert parts["attention"] == 6 * 64 * (192 + 128)
-    assert parts["output"] == 6 * 64 * 128 * D
-    full_rank = training_flops(replace(shape_of(**MLA), q_lora_rank=None), work)
-    assert full_rank["queries"] == 6 * 2 * D * wide
-
-
 def test_newton_schulz_is_counted_as_torch_does_it():
     sizes = [(12, 30), (30, 12), (8, 8)]
     with FlopCounterMode(display=False) as counter:
