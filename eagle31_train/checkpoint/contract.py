@@ -187,7 +187,7 @@ def _yarn_problems(shape: DrafterShape) -> list[str]:
     both = yarn.get("mscale", 1.0) and yarn.get("mscale_all_dim", 0.0)
     if both or mla_factors(shape)[0] == mla_factors(plain)[0]:
         return []
-    return ["vLLM and transformers read mscale and mscale_all_dim differently: give both above 0, or leave both out"]
+    return ["mscale and mscale_all_dim are read differently by transformers: give both above 0, or leave both out"]
 
 
 def _check_tensor(name: str, value: TensorOrShape, expected: tuple[int, ...]) -> list[str]:
