@@ -72,11 +72,10 @@ class Planned:
         work = self.data.work * (1 + self.data.heldout)
         return extraction_flops(self.target.parameters, self.target.layers, self.target.hidden_size, work)
 
-    def states(self, aux_codec: str | None = None, last_codec: str | None = None) -> Shape:
-        """What decides the size of stored states; by the configuration's codecs or others."""
+    def states(self) -> Shape:
+        """What decides the size of stored states."""
         s = self.config.store
-        kinds = (aux_codec or s.aux_codec, last_codec or s.last_codec)
-        return Shape(self.target.hidden_size, len(self.shape.aux_layers), *kinds)
+        return Shape(self.target.hidden_size, len(self.shape.aux_layers), s.aux_codec, s.last_codec)
 
     def store_bytes(self, states: Shape) -> float:
         """Of the training split: per token ids and masks, per attended position A states, per taught one a state."""

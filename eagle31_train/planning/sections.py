@@ -46,17 +46,11 @@ def data(plan: Planned) -> list[str]:
 
 
 def store(plan: Planned) -> list[str]:
-    """Bytes on disk, also without a codec."""
-    tokens, both, own = plan.data.work.tokens, 1 + plan.data.heldout, plan.states()
-    kinds = {f"{own.aux_codec}, {own.last_codec}": own, "bf16, bf16": plan.states("bf16", "bf16")}
-    sizes = {name: plan.store_bytes(states) for name, states in kinds.items()}
-    return [
-        "STORE of hidden states",
-        *(
-            _line(name, f"{_si(size * both)}B", f"{size / tokens / 1024:.2f} KiB a token")
-            for name, size in sizes.items()
-        ),
-    ]
+    """Bytes on disk."""
+    states = plan.states()
+    size, kinds = plan.store_bytes(states), f"{states.aux_codec}, {states.last_codec}"
+    each = f"{size / plan.data.work.tokens / 1024:.2f} KiB a token"
+    return ["STORE of hidden states", _line(kinds, f"{_si(size * (1 + plan.data.heldout))}B", each)]
 
 
 def time(plan: Planned) -> list[str]:

@@ -19,41 +19,6 @@ def answer(*calls, content=""):
     return say("assistant", content, **({"tool_calls": list(calls)} if calls else {}))
 
 
-def asked(*messages):
-    """The turns in short: contents of results with their functions' names, and of the rest."""
-    return [
-        ([(name, m["content"]) for name, m in turn.results], [m["content"] for m in turn.rest])
-        for turn in turns_of(list(messages))
-    ]
-
-
-def test_results_of_one_answer_are_one_turn_and_know_their_functions():
-    recorded = answer(call("weather", "1"), call("map", "2"))
-    results = [say("tool", "M", tool_call_id="2"), say("tool", "W", tool_call_id="1")]
-    found = asked(say("user", "a"), recorded, *results, say("assistant"), say("user", "b"))
-    assert found == [([], ["a"]), ([("map", "M"), ("weather", "W")], []), ([], ["b"])]
-    by_place = asked(say("user", "a"), answer(call("weather"), call("map")), say("tool", "W"), say("tool", "M"))
-    assert by_place[1] == ([("weather", "W"), ("map", "M")], [])
-    own = asked(say("user", "a"), say("assistant", "text"), say("tool", "W", name="weather"), say("tool", "M"))
-    assert own[1] == ([("weather", "W"), (None, "M")], [])
-    straight = asked(say("user", "a"), recorded, say("tool", "W", tool_call_id="1"), say("user", "b"))
-    assert straight[1:] == [([("weather", "W")], []), ([], ["b"])], "an answer is due between result and question"
-
-
-@pytest.mark.parametrize(
-    ("messages", "reason"),
-    [
-        ([say("assistant")], "no user turn"),
-        ([say("tool"), say("user")], "a tool result that follows no answer"),
-        ([say("assistant"), say("tool"), say("user")], "a tool result that follows no answer"),
-        ([say("user"), say("assistant"), say("system")], "a system turn with nothing to answer after it"),
-    ],
-)
-def test_prompts_that_cannot_be_asked(messages, reason):
-    with pytest.raises(Refused, match=reason):
-        turns_of(messages)
-
-
 @pytest.fixture
 def results():
     """The turn after an answer that called weather and map."""

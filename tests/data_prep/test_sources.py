@@ -9,7 +9,6 @@ import pytest
 
 from data_prep import sources as module
 from data_prep.sources import Corpus, Source, open_files, quotas
-from eagle31_train.cli import load_config
 from eagle31_train.config import Config, DataConfig
 from eagle31_train.errors import UserError
 
@@ -194,19 +193,3 @@ def test_a_wrong_source_is_named(tmp_path, value, words):
         value = {**value, "path": file}
     with pytest.raises(UserError, match=re.escape(words)):
         ids({"zh": value})
-
-
-def test_sources_on_the_command_line(sources):
-    """As a shell hands them on: data.sources.zh='{path: zh.jsonl, weight: 1}'."""
-    words = [f"data.sources.{name}={{path: {s['path']}, weight: {s['weight']}}}" for name, s in sources.items()]
-    by_key = [f"data.sources.{n}.{key}={value}" for n, options in sources.items() for key, value in options.items()]
-    recipe = ["+experiment=smollm2", "data.conversations=null", "data.prompts=null", "data.rows=40"]
-    config = load_config([*recipe, *words])
-    assert config.data.sources == load_config([*recipe, *by_key]).data.sources == sources
-    assert [row.id for row in Corpus.open(config, "conversations").read()] == ids(sources, rows=40)
-    without = load_config([*recipe, *words, "data.sources.agent=null"])
-    assert {row.source for row in Corpus.open(without, "conversations").read()} == {"en", "zh"}
-    # Quoted once more than the shell takes off, it is one text.
-    config = load_config([*recipe, "data.sources.zh='{path: zh.jsonl, weight: 1}'"])
-    with pytest.raises(UserError, match="is no source"):
-        Corpus.open(config, "conversations")

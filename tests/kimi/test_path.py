@@ -80,16 +80,6 @@ def test_recorded_tool_calls_and_thoughts_are_learnt_and_decoded(target, tmp_pat
 # ---------------------------------------------------------------- the target itself
 
 
-def test_the_toy_replaces_nothing_of_anybody_elses(tmp_path, capsys):
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.tex").write_text("words")
-    with pytest.raises(SystemExit) as stopped:
-        toy.main(["--out", str(tmp_path / "mine")])
-    assert stopped.value.code == 2
-    assert capsys.readouterr().err.count("\n") == 1
-    assert (tmp_path / "mine" / "thesis.tex").read_text() == "words"
-
-
 @pytest.fixture(scope="module")
 def model(target):
     return load_model(load_config(["+experiment=kimi_toy", f"target.path={target}", "target.device=cpu"]).target)
