@@ -102,21 +102,6 @@ def recipe(tmp_path, monkeypatch):
     return write
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("  lr: ", "  lrr: ", "Key 'lrr' not in 'TrainConfig' full_key: train.lrr"),
-        ("/target: smollm2", "/target: smolm2", "In 'experiment/bad': Could not find 'target/smolm2'"),
-        ("name: ", "name: [", "while parsing a flow sequence"),
-    ],
-)
-def test_a_mistake_in_a_recipe_is_named_with_its_file(recipe, old, new, message):
-    recipe(old, new)
-    found = message_of("+experiment=bad")
-    assert message in found
-    assert "bad.yaml" in found or "experiment/bad" in found
-
-
 # ---------------------------------------------------------------- run
 
 

@@ -44,15 +44,6 @@ def test_request_and_reply(server, chatml):
     assert [Server(server.url, "m", chatml, tokens).timeout for tokens in (512, 16384)] == [600, 8192]
 
 
-@pytest.mark.parametrize(("status", "error", "requests"), [(503, UserError, 3), (404, UserError, 1), (400, Refused, 1)])
-def test_a_server_that_gives_no_answer(server, chatml, status, error, requests):
-    """Busy for too long and a wrong address end the run; a refused prompt is left out."""
-    server.reply = lambda _: (status, b"busy\nhere")
-    with pytest.raises(error, match=f"HTTP {status} busy here"):
-        ask(server, chatml, attempts=3)
-    assert len(server.bodies) == requests
-
-
 @pytest.mark.parametrize(
     ("content", "reason", "parts", "why"),
     [

@@ -124,12 +124,3 @@ def test_positions_may_be_raised_after_training(run):
     assert run.exported()[0]["max_position_embeddings"] == 4096
     with pytest.raises(UserError, match="was trained with max_position_embeddings=128"):
         export.export(run.config("drafter.max_position_embeddings=64"))
-
-
-def test_other_weights_need_overwrite(run):
-    export.export(run.config())
-    run.change_tensors(norm__weight=torch.full((16,), 0.5))
-    with pytest.raises(UserError, match=r"made from other inputs \(weights: .*overwrite=true"):
-        export.export(run.config())
-    export.export(run.config("overwrite=true"))
-    assert torch.equal(run.exported()[1]["norm.weight"], torch.full((16,), 0.5).bfloat16())

@@ -66,15 +66,6 @@ def test_flops_are_what_torch_counts_of_a_step(changes):
     assert sum(training_flops(shape, work).values()) < sum(parts.values())
 
 
-def test_some_of_the_slots_need_less_of_all_but_the_context():
-    work = count_work(MASKS["turns"], 3)
-    some = work.of_slots(0.25)
-    assert sum(some.pairs) == sum(work.pairs) / 4
-    assert some.positions == work.positions
-    assert work.taught / 4 < some.taught < work.taught / 3
-    assert work.of_slots(1.0) == work
-
-
 def test_extraction_of_a_small_target_by_hand():
     work = count_work([made_mask(10, 0.5), made_mask(4, 0.5)], 1)
     # 14 tokens through 100 parameters; two layers of width 3: scores and values of (10·10 + 4·4) / 2 pairs.
