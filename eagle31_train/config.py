@@ -381,6 +381,11 @@ class DrafterShape:
     v_head_dim: int | None = None
 
 
+def default_aux_layers(layers: int) -> list[int]:
+    """vLLM's choice for a target of N layers: 2, N//2, N-3."""
+    return [2, layers // 2, layers - 3]
+
+
 def byte_count(text: str, option: str) -> int:
     """Bytes from "200GB", "64GiB", "1.5TB" or a plain number; `option` is where it was asked for."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from eagle31_train.checkpoint.contract import LAYER_IDS
-from eagle31_train.config import MLA_WIDTHS, DrafterShape
+from eagle31_train.config import MLA_WIDTHS, DrafterShape, default_aux_layers
 from eagle31_train.errors import UserError
 
 Fields = Mapping[str, Any]
@@ -248,13 +248,11 @@ def _refuse_unsupported(layer: Fields, flags: Fields, architecture: str) -> None
 
 def _aux_layers(flags: Fields, target_layers: int | None) -> list[int]:
     """The layer ids in vLLM's places, in its order of preference, or its default."""
-    ids = _layer_ids(flags)
-    if not ids and target_layers is None:
+    if ids := _layer_ids(flags):
+        return sorted({int(i) for i in ids})
+    if target_layers is None:
         raise UserError(f"config.json has no {LAYER_IDS}: say how many layers the target has")
-    if not ids:
-        assert target_layers is not None
-        ids = [2, target_layers // 2, target_layers - 3]
-    return sorted({int(i) for i in ids})
+    return sorted(set(default_aux_layers(target_layers)))
 
 
 def _layer_ids(flags: Fields) -> list[Any]:

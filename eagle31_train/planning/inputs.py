@@ -10,7 +10,7 @@ import numpy as np
 
 from eagle31_train import artifacts
 from eagle31_train.checkpoint.shape import drafter_shape
-from eagle31_train.config import Config, DrafterShape
+from eagle31_train.config import Config, DrafterShape, default_aux_layers
 from eagle31_train.errors import UserError
 from eagle31_train.planning.work import Work, count_work, made_mask
 
@@ -81,7 +81,7 @@ def _parameters(folder: Path) -> float | None:
 
 def planned_shape(config: Config, target: Target, draft_vocab_size: int) -> DrafterShape:
     """The drafter's architecture, joined with its target; UserError for a drafter that training would refuse."""
-    layers = config.target.aux_layers or [2, target.layers // 2, target.layers - 3]  # vLLM's default
+    layers = config.target.aux_layers or default_aux_layers(target.layers)
     return drafter_shape(config.drafter, target.hidden_size, target.vocab_size, draft_vocab_size, sorted(set(layers)))
 
 

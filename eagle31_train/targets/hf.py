@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from eagle31_train.config import TargetConfig
+from eagle31_train.config import TargetConfig, default_aux_layers
 from eagle31_train.errors import UserError
 from eagle31_train.targets.pretrained import from_pretrained, require_path
 from eagle31_train.targets.readout import Readout, find_parts, readout_of
@@ -169,11 +169,6 @@ def pick_layers(aux_layers: Sequence[int] | None, depth: int, kind: str = "") ->
     if layers[0] == 0 and kind in NO_EMBEDDINGS:
         raise UserError(f"target.aux_layers={layers}: vLLM cannot give the input of layer 0 of a {kind}: take another")
     return layers
-
-
-def default_aux_layers(layers: int) -> list[int]:
-    """vLLM's choice for a target of N layers: 2, N//2, N-3."""
-    return [2, layers // 2, layers - 3]
 
 
 @dataclass(frozen=True)
