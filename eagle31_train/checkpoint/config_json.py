@@ -133,10 +133,8 @@ def shape_from_config(
     try:
         D, heads = int(layer["hidden_size"]), int(layer["num_attention_heads"])
         V, I = int(layer["vocab_size"]), int(layer["intermediate_size"])  # noqa: E741
-    except KeyError as error:
-        raise UserError(f"config.json does not say {error}: it is not the config of a drafter") from None
-    except (TypeError, ValueError) as error:
-        raise UserError(f"config.json gives a size that is no number ({error})") from None
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"config.json lacks a size, or gives no number for it ({error})") from None
     aux_layers = _aux_layers(flags, target_layers)
     count = flags.get("num_aux_hidden_states")
     if count is not None and count != len(aux_layers):

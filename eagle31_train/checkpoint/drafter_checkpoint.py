@@ -129,8 +129,6 @@ class DrafterCheckpoint:
     def _finished(cls, where: str, train: Path, data_folder: Path | None) -> "DrafterCheckpoint":
         """The checkpoint that train/manifest.json names."""
         manifest = artifacts.read_json(train / artifacts.MANIFEST, TRAIN)
-        if "checkpoint" not in manifest:
-            raise UserError(f"{train / artifacts.MANIFEST} names no checkpoint: run `{TRAIN}` again")
         files = {name: entry for name, entry in manifest.get("files", {}).items() if name.endswith(SHAPE)}
         if damage := artifacts.first_damaged(train, files):
             raise UserError(f"{damage}: run `{TRAIN}` again")
