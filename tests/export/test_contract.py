@@ -101,3 +101,16 @@ def test_everything_that_vllm_would_leave_as_it_is_made_is_missed(tiny_mla, good
         problems = contract.check({n: t for n, t in good_mla.items() if n != name}, tiny_mla)
         assert len(problems) == 1
         assert problems[0].startswith(f"{name} is missing")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_key_value_heads": 1}, "MLA gives each head a key of its own"),
+        ({"head_dim": 16}, "MLA gives each head a key of its own"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "every scaling of an MLA drafter for YaRN"),
+        ({"max_position_embeddings": 129}, "beyond the 128 positions"),
+    ],
+)
+def test_shapes_of_mla_that_vllm_reads_otherwise_are_named(change, words, tiny_mla):
+    assert any(words in problem for problem in contract.check_shape(replace(tiny_mla, **change)))
