@@ -6,13 +6,10 @@ costs little, and may fare better.
 
 import hashlib
 import json
-import sys
 from collections.abc import Iterator
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from typing import Any
-
-from tqdm import tqdm
 
 from data_prep.client import Server
 from data_prep.dialogue import PromptTurn
@@ -157,21 +154,15 @@ class Remote:
                 except CancelledError:
                     continue
                 except UserError as error:
-                    failed = failed or self._give_up(error, futures)
+                    failed = failed or error
+                    self.server.given_up = True
+                    for other in futures:
+                        other.cancel()  # not by the pool's shutdown: as_completed would wait for them
         finally:
             # Ctrl-C must not wait for thousands of requests still queued.
             pool.shutdown(wait=False, cancel_futures=True)
         if failed:
             raise failed
-
-    def _give_up(self, error: UserError, futures: dict[Future[Answer], str]) -> UserError:
-        """Ask nothing more, and say what is waited for."""
-        self.server.given_up = True
-        for future in futures:
-            future.cancel()  # and not by the pool's shutdown, which would leave as_completed waiting for them
-        if waiting := sum(not future.done() for future in futures):
-            tqdm.write(f"{error}; waiting for the answers under way ({waiting}), to keep them", file=sys.stderr)
-        return error
 
     def _ask(self, job: Job) -> Answer:
         tools = job.row.tools

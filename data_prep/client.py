@@ -13,12 +13,11 @@ import http.client
 import json
 import os
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from tqdm import tqdm
@@ -51,7 +50,6 @@ class Server:
     wait: Callable[[float], None] = time.sleep
     given_up: bool = False
     warned: bool = False
-    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         self.url = self.url.rstrip("/") + "/chat/completions"
@@ -112,10 +110,8 @@ class Server:
 
     def _compare(self, there: int, here: int) -> None:
         """Say it once if prompts have other tokens at the server than here: the drafter would learn for others."""
-        with self.lock:
-            warn = not self.warned and there not in (0, here)
-            self.warned |= warn
-        if warn:
+        if not self.warned and there not in (0, here):
+            self.warned = True
             tqdm.write(
                 f"{self.url} makes {there} tokens of a prompt that has {here} here: compare its chat template with "
                 "target.chat_template and target.template_args",
@@ -139,10 +135,8 @@ class Server:
             raise UserError(f"{self.url} takes the thinking out of its answers: start it without a reasoning parser")
         if reason not in ("stop", "length", "tool_calls"):
             raise Refused(f"the server ended the answer with {reason!r}, not with stop or length")
-        if reason == "tool_calls" and not calls:
-            raise Refused("the server ended the answer with 'tool_calls', and gives none")
-        if not isinstance(text, str) and not thought and not calls:
-            raise Refused("the server gave an answer without text")
+        if (reason == "tool_calls" and not calls) or not (isinstance(text, str) or thought or calls):
+            raise Refused("the server gave an answer without text, or without the tool calls that it ended with")
         message: Message = {"role": "assistant", "content": text or ""}
         if thought:
             message["reasoning_content"] = thought

@@ -8,9 +8,9 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from eagle31_train.config import FORMATS
 from eagle31_train.errors import UserError
 
-FORMATS = ("messages", "sharegpt", "alpaca", "turns", "prompt")
 LIST_KEYS = {"messages": "messages", "conversations": "sharegpt", "turns": "turns"}
 TEXT_KEYS = {"instruction": "alpaca", "prompt": "prompt"}
 ROLES = {
@@ -85,7 +85,7 @@ def detect(value: Any) -> str | None:
         return None
     forms = {form for key, form in LIST_KEYS.items() if isinstance(value.get(key), list)}
     forms |= {form for key, form in TEXT_KEYS.items() if key in value}
-    return next((form for form in FORMATS if form in forms), None)
+    return next((form for form in FORMATS if form in forms), None)  # in this order, where a row has several
 
 
 def check_text(value: Any) -> None:
@@ -164,12 +164,10 @@ def tool_calls(value: Any) -> list[dict[str, Any]]:
     """Tool calls as OpenAI's API gives them (others are Refused); arguments stay the text, or the object, they are."""
     if value is None:
         return []
-    if not isinstance(value, list):
-        raise Refused("tool_calls is no list")
+    if not isinstance(value, list) or not all(map(_has_function_name, value)):
+        raise Refused("tool_calls is no list of calls with function.name")
     calls = []
     for call in value:
-        if not _has_function_name(call):
-            raise Refused("a tool call without function.name")
         given = call["function"].get("arguments")
         arguments(given)
         calls.append({**call, "type": "function", "function": {**call["function"], "arguments": given or {}}})
@@ -200,10 +198,8 @@ def _tools(value: Any) -> list[Tool] | None:
             raise Refused("tools is no JSON") from None
     if not value:
         return None
-    if not isinstance(value, list):
-        raise Refused("tools is no list")
-    if not all(map(_has_function_name, value)):
-        raise Refused("a tool without function.name: OpenAI's form of tools is needed")
+    if not isinstance(value, list) or not all(map(_has_function_name, value)):
+        raise Refused("tools is no list of tools with function.name, as OpenAI's form has it")
     return value
 
 

@@ -1,8 +1,7 @@
 """Exact loss masks: the tokens of a conversation that the target itself would generate.
 
-The mask is exact or the conversation is refused. Where the answers stand in the rendered conversation comes from the
-template's `{% generation %}` markers, or else from rendering prefixes of the conversation and comparing them. Either
-way the masked tokens are decoded and compared with the answer.
+The mask is exact or the conversation is refused. Where the answers stand in the rendered conversation comes from
+rendering prefixes of the conversation and comparing them. The masked tokens are decoded and compared with the answer.
 
 Templates of thinking models drop the thoughts of earlier turns, and give a plain answer an empty one, so no single
 sequence holds what the target saw and wrote at every turn. Each turn by itself does: the prompt as it is rendered in
@@ -124,8 +123,6 @@ def supervised(template: ChatTemplate, tokens: "Tokens", start: int, end: int, c
     first = tokens.boundary(start)
     stop = tokens.boundary(end)
     ends = [i for i in range(first, stop) if tokens.ids[i] in template.end_ids]
-    if not ends and stop < len(tokens.ids) and tokens.ids[stop] in template.end_ids:
-        ends = [stop]  # markers around the content alone: the end-of-turn token follows them
     if not ends:
         raise Refused("no end-of-turn token after the answer")
     if len(ends) > 1:
@@ -251,24 +248,13 @@ def one_sample(
     if any(m.get("reasoning_content") or m.get("tool_calls") for m in template.history(answers)):
         raise RewrittenError("answers of several parts are taken turn by turn")
     text = template.render(messages, tools=tools)
-    if template.has_markers(tools):
-        places = template.generated_spans(messages, text, tools)
-    else:
-        places = prefix_spans(template, messages, text, tools)
-    if len(places) != len(answers):
-        raise RewrittenError("the template does not mark each assistant turn once")
-    spans = [
-        Span(start, end, message["content"], message.get("finish_reason") == "length", message.get("tokens"))
-        for (start, end), message in zip(places, answers, strict=True)
-    ]
+    spans = prefix_spans(template, messages, text, tools)
     ends_open = messages[-1] is answers[-1] and spans[-1].cut
     return masked(template, text, spans, max_length, keep_rest=not ends_open)
 
 
-def prefix_spans(
-    template: ChatTemplate, messages: list[Message], text: str, tools: list[Tool] | None
-) -> list[tuple[int, int]]:
-    """Characters [start, end) of the answers in `text`, from what each adds to the rendered conversation."""
+def prefix_spans(template: ChatTemplate, messages: list[Message], text: str, tools: list[Tool] | None) -> list[Span]:
+    """The answers in `text`, from what each adds to the rendered conversation."""
     spans = []
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
@@ -279,7 +265,8 @@ def prefix_spans(
             raise RewrittenError("the template rewrites history")
         if len(after) < len(before):
             raise RewrittenError("the generation prompt is longer than the turn")
-        spans.append((len(before), len(after)))
+        cut = message.get("finish_reason") == "length"
+        spans.append(Span(len(before), len(after), message["content"], cut, message.get("tokens")))
     return spans
 
 

@@ -23,7 +23,7 @@ from data_prep.template import ChatTemplate
 from eagle31_train import artifacts, provenance
 from eagle31_train.config import Config, GenerateConfig
 from eagle31_train.errors import UserError
-from eagle31_train.provenance import Provenance, State
+from eagle31_train.provenance import Provenance
 
 OUTPUT = "conversations.jsonl"
 JOURNAL = "conversations.jsonl.partial"
@@ -131,7 +131,7 @@ def _up_to_date(folder: Path, made_from: Provenance, overwrite: bool) -> bool:
     at any time leaves answers that the next run knows for ours."""
     manifest = folder / MANIFEST
     if manifest.is_file():
-        return provenance.state(folder, manifest, made_from, overwrite, "python -m data_prep") == State.UP_TO_DATE
+        return provenance.whole(folder, manifest, made_from, overwrite, "python -m data_prep")
     # Beside a journal the answers are ours: killed after them, and before their manifest.
     if (folder / OUTPUT).exists() and not (folder / JOURNAL).exists() and not overwrite:
         raise UserError(

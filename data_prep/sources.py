@@ -20,9 +20,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from data_prep.formats import FORMATS, Row, parse
+from data_prep.formats import Row, parse
 from eagle31_train import artifacts
-from eagle31_train.config import Config, DataConfig
+from eagle31_train.config import FORMATS, Config, DataConfig, check_value
 from eagle31_train.errors import UserError
 
 OPTIONS = ("path", "weight", "format", "split")
@@ -60,11 +60,8 @@ class File:
 def _json_list(path: Path) -> list[Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        mend = "it looks like JSON lines, rename it to .jsonl" if error.msg == "Extra data" else "mend this line"
-        raise UserError(f"{path}:{error.lineno} is not JSON ({error.msg}): {mend}") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 ({error}): save it as UTF-8") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not JSON ({error}): mend it, or rename JSON lines to .jsonl") from None
     if not isinstance(value, list):
         raise UserError(f"{path} holds no JSON list: give a list of conversations, or JSON lines as .jsonl")
     return value
@@ -154,11 +151,7 @@ class Corpus:
             return cls(_open_sources(data), True, config.seed, data.rows)
         spec: str | None = getattr(data, option)
         if spec is None:
-            raise UserError(
-                "regenerate=true needs prompts to answer: set data.prompts or data.sources"
-                if option == "prompts"
-                else "no conversations: set data.conversations or data.sources, or data.prompts and regenerate=true"
-            )
+            raise UserError(f"no {option}: set data.{option} or data.sources (data.prompts with regenerate=true)")
         if data.rows is not None:
             raise UserError(f"data.rows={data.rows} is of data.sources, which are not given: set them, or no data.rows")
         return cls([Source(open_files(spec, data.split, f"data.{option}"), data.format)])
@@ -261,12 +254,8 @@ def named(data: DataConfig) -> dict[str, Any]:
 
 def _open_sources(data: DataConfig) -> list[Source]:
     """The sources by name, so that their order in a file or on a command line says nothing."""
-    given = [f"data.{name}" for name in ("conversations", "prompts") if getattr(data, name) is not None]
-    if given:
-        raise UserError(
-            f"data.sources and {' and '.join(given)} exclude each other: set {' '.join(f'{o}=null' for o in given)}, "
-            "or no data.sources"
-        )
+    if given := [f"data.{name}=null" for name in ("conversations", "prompts") if getattr(data, name) is not None]:
+        raise UserError(f"data.sources replaces data.conversations and data.prompts: set {' '.join(given)}")
     sources = [_open_source(name, value, data) for name, value in named(data).items()]
     seen: dict[str, str] = {}
     for source in sources:
@@ -278,24 +267,17 @@ def _open_sources(data: DataConfig) -> list[Source]:
 
 def _open_source(name: str, value: Any, data: DataConfig) -> Source:
     where = f"data.sources.{name}"
-    if not re.fullmatch(r"[\w-]+", name):
-        raise UserError(f"{where}: a source's name is letters, digits, _ and -: rename it")
-    if not isinstance(value, dict):
-        raise UserError(f"{where}={value!r} is no set of options: write {where}='{{path: FILE, weight: 1}}'")
-    if unknown := [key for key in value if key not in OPTIONS]:
-        raise UserError(f"no option '{where}.{unknown[0]}' (there are {', '.join(OPTIONS)})")
-    path, weight = value.get("path"), value.get("weight", 1)
-    form, split = value.get("format", data.format), value.get("split", data.split)
-    if not isinstance(path, str) or not path:
+    options = value if isinstance(value, dict) else {}
+    path, weight = options.get("path"), options.get("weight", 1)
+    form, split = options.get("format", data.format), options.get("split", data.split)
+    if not re.fullmatch(r"[\w-]+", name) or not isinstance(path, str) or not path or options.keys() - set(OPTIONS):
         raise UserError(
-            f"{where}.path is missing: give a file, a glob, or a hub id such as org/name, or set {where}=null"
+            f"{where}={value!r} is no source: write data.sources.NAME='{{path: FILE, weight: 1}}', with any of "
+            f"{', '.join(OPTIONS)}, NAME of letters, digits, _ and -; or set {where}=null"
         )
     # A boolean is an int to Python.
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
         raise UserError(f"{where}.weight={weight} is no weight: set a number above 0")
-    if form not in ("auto", *FORMATS):
-        raise UserError(f"{where}.format={form} is no format (there are auto, {', '.join(FORMATS)})")
-    if not isinstance(split, str):
-        raise UserError(f"{where}.split={split} is no name of a split")
+    check_value(f"{where}.format", form, {"choices": FORMATS})
     # Through its decimal text: 0.7 and 0.3 are to be exactly that.
-    return Source(open_files(path, split, f"{where}.path"), form, name, Fraction(str(weight)))
+    return Source(open_files(path, str(split), f"{where}.path"), form, name, Fraction(str(weight)))

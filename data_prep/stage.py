@@ -24,6 +24,14 @@ from eagle31_train.targets.pretrained import vocabulary_fingerprint
 SHARED_NAMED = 20  # pairs of rows with one prompt that the manifest names
 NAMED = 5  # refused conversations, or sources, that the summary names; the manifest names all
 LISTED = 20  # sources in the summary's table
+TOLD = {  # counts of the manifest, where they are not 0
+    "cut": "cut at max_length",
+    "no_end_of_turn": "answers without end of turn",
+    "split_turns": "conversations with one sample per answer, since the template rewrites history",
+    "inserted": "answers that the template begins with an empty thought",
+    "respelt": "answers that have not as many tokens as the target wrote",
+    "tools_unread": "conversations with tools, which the target's chat template does not write",
+}
 
 
 def prepare(config: Config) -> None:
@@ -174,26 +182,13 @@ def summary(folder: Path, manifest: dict[str, Any]) -> str:
         f"({draft['seen_in_train']:,} occur in the training answers)"
     )
     lines += _table(manifest)
-    lines.append(f"  cut at max_length: {manifest['cut']}; answers without end of turn: {manifest['no_end_of_turn']}")
-    if manifest["split_turns"]:
-        lines.append(
-            f"  one sample per answer, since the template rewrites history: {manifest['split_turns']} "
-            f"conversations; answers that it begins with an empty thought: {manifest['inserted']}"
-        )
-    if respelt := manifest["respelt"]:
-        lines.append(f"  answers that have not as many tokens as the target wrote: {respelt}")
-    if unread := manifest["tools_unread"]:
-        lines.append(f"  conversations with tools, which the target's chat template does not write: {unread}")
+    lines += [f"  {what}: {manifest[name]:,}" for name, what in TOLD.items() if manifest[name]]
     if shared := manifest["shared_prompts"]["rows"]:
-        first, other = manifest["shared_prompts"]["named"][0]
-        pair = f"{other} asks what {first} does"
+        pair = " and ".join(manifest["shared_prompts"]["named"][0])
         lines.append(f"  rows whose prompt another source has too, on the same side of the split: {shared} ({pair})")
     if missing := manifest["not_held_out"]:
-        names = ", ".join(missing[:NAMED]) + (f" and {len(missing) - NAMED} more" if len(missing) > NAMED else "")
-        lines.append(
-            f"  NOT HELD OUT: no prompt of {names}, which evaluation will not measure: raise data.heldout, or give "
-            "more prompts of it"
-        )
+        names = ", ".join(missing[:NAMED]) + " …" * (len(missing) > NAMED)
+        lines.append(f"  NOT HELD OUT: no prompt of {names}, which evaluation will not measure: raise data.heldout")
     lines.append(f"  REFUSED: {len(refused)}" if refused else "  refused: 0")
     lines += [f"    {n} × {reason}" for reason, n in Counter(entry["reason"] for entry in refused).most_common()]
     lines += [f"    {entry['id']} ({entry['where']}): {entry['reason']}" for entry in refused[:NAMED]]
@@ -205,20 +200,13 @@ def _table(manifest: dict[str, Any]) -> list[str]:
     sources = manifest["sources"]
     if len(sources) < 2:
         return []
-    head = ("source", "read", "taken", "refused", "cut", "train", "held out", "tokens", "assistant's", "in vocabulary")
-    table = [head]
+    table = [["source", "read", "taken", "refused", "cut", "train", "held out", "tokens", "assistant's", "in vocab"]]
     for name, counts in list(sources.items())[:LISTED]:
-        train, held = (manifest["splits"][split]["by_source"].get(name, {}) for split in ("train", "heldout"))
+        train, held = (Counter(manifest["splits"][split]["by_source"].get(name, {})) for split in ("train", "heldout"))
         share = manifest["draft_vocab"]["coverage_by_source"].get(name)
         numbers = [counts[what] for what in ("read", "taken", "refused", "cut")]
-        numbers += [train.get("conversations", 0), held.get("conversations", 0)]
-        numbers += [train.get(what, 0) + held.get(what, 0) for what in ("tokens", "assistant_tokens")]
-        table.append((name, *(f"{number:,}" for number in numbers), "-" if share is None else f"{share:.2%}"))
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = []
-    for name, *cells in table:
-        padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
-        lines.append("  ".join(["", name.ljust(widths[0]), *padded]))
-    if len(sources) > LISTED:
-        lines.append(f"  … and {len(sources) - LISTED} more in the manifest")
-    return lines
+        numbers += [train["conversations"], held["conversations"]]
+        numbers += [train[what] + held[what] for what in ("tokens", "assistant_tokens")]
+        table.append([name, *(f"{number:,}" for number in numbers), "-" if share is None else f"{share:.2%}"])
+    lines = [f"  {name:<16}" + "".join(f"{cell:>12}" for cell in cells) for name, *cells in table]
+    return lines + [f"  … and {len(sources) - LISTED} more in the manifest"] * (len(sources) > LISTED)

@@ -10,7 +10,6 @@ from typing import Any
 
 import jinja2
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from data_prep.formats import Message, Refused, Tool, arguments
 from data_prep.markup import MARKUP, apart
@@ -44,19 +43,10 @@ class ChatTemplate:
         thoughts = r"\b(reasoning_content|reasoning|[\w.]+\.thinking)\b|[\"']thinking"
         self.reads_thoughts = bool(re.search(thoughts, template + (tools_template or "")))
 
-    def template_for(self, tools: list[Tool] | None) -> str:
-        """The template of conversations with these tools: transformers and vLLM choose likewise."""
-        return self.tools_template if tools and self.tools_template is not None else self.template
-
     @property
     def reads_tools(self) -> bool:
         """Whether tools may change what is rendered."""
         return self.tools_template is not None or re.search(r"\btools\b", self.template) is not None
-
-    def has_markers(self, tools: list[Tool] | None) -> bool:
-        """Whether the template marks what is generated."""
-        # The tag as Jinja reads it; the word alone may stand in a comment or in prose.
-        return "endgeneration" in self.template_for(tools)
 
     @cached_property
     def added(self) -> dict[int, str]:
@@ -114,7 +104,8 @@ class ChatTemplate:
             text = self.tokenizer.apply_chat_template(
                 _plain(messages, verbatim),
                 tools=tools,  # type: ignore[arg-type]  # it asks for a list that may hold functions too
-                chat_template=self.template_for(tools),
+                # As transformers and vLLM choose it.
+                chat_template=self.tools_template if tools and self.tools_template is not None else self.template,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 **self.template_args,
@@ -123,17 +114,6 @@ class ChatTemplate:
             raise Refused(f"the template refuses it: {error}") from None
         assert isinstance(text, str)
         return text
-
-    def generated_spans(self, messages: list[Message], text: str, tools: list[Tool] | None) -> list[tuple[int, int]]:
-        """Characters [start, end) of `text`, the rendered messages, that the template marks as generated."""
-        names: dict[str, Any] = {**self.tokenizer.special_tokens_map, **self.template_args}
-        spans: Any
-        renderer: Any = render_jinja_template  # a pair, with the masks asked for; tools as in render
-        names |= {"chat_template": self.template_for(tools), "return_assistant_tokens_mask": True}
-        rendered, spans = renderer([_plain(messages)], tools=tools, **names)
-        if rendered[0] != text:
-            raise Refused("the template renders otherwise with its markers read")
-        return [(int(span[0]), int(span[1])) for span in spans[0]]
 
     def prompt_ids(self, messages: list[Message], tools: list[Tool] | None = None) -> list[int]:
         """Token ids up to and with the generation prompt."""
@@ -207,11 +187,10 @@ def _plain(messages: list[Message], verbatim: bool = False) -> list[Message]:
 def _check_args(target: TargetConfig, template: str) -> None:
     """Refuse an argument that the template does not read: it would be taken, recorded, and change nothing."""
     words = set(re.findall(r"[A-Za-z_]\w*", template))
-    for name in target.template_args:
-        if name not in words:
-            close = difflib.get_close_matches(name, words, n=1, cutoff=0.8)
-            hint = f"did you mean {close[0]!r}?" if close else "leave it out"
-            raise UserError(f"target.template_args.{name} is nothing that the target's chat template reads: {hint}")
+    if unread := [name for name in target.template_args if name not in words]:
+        close = difflib.get_close_matches(unread[0], words, n=1, cutoff=0.8)
+        hint = f"did you mean {close[0]!r}?" if close else "leave it out"
+        raise UserError(f"target.template_args.{unread[0]} is nothing that the target's chat template reads: {hint}")
 
 
 def _end_ids(tokenizer: PreTrainedTokenizerBase, target: TargetConfig) -> list[int]:

@@ -89,12 +89,9 @@ def read_json(path: Path, made_by: str) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"{path} is missing: run `{made_by}` first")
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:  # not UTF-8, or JSON, or an object
         raise UserError(f"{path} is damaged ({error}): remove it and run `{made_by}` again") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path} is damaged (not a JSON object): remove it and run `{made_by}` again")
-    return value
 
 
 def list_files(folder: Path, files: Iterable[Path]) -> dict[str, dict[str, Any]]:

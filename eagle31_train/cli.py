@@ -44,12 +44,14 @@ def load_config(overrides: list[str], saved: Path | None = None) -> Config:
             type, or a mandatory option that is missing or empty.
     """
     overrides = [_checked(override) for override in overrides]
-    _refuse_twice(overrides)
     OmegaConf.register_new_resolver("project", lambda path: str(ROOT / path), replace=True)
     ConfigStore.instance().store(name="schema", node=_schema())
     try:
         if saved is not None:
-            ConfigStore.instance().store(name="saved", node=_read(saved))
+            if not saved.is_file():
+                raise UserError(f"{saved} is missing: give a run's folder, or a recipe with +experiment=NAME")
+            # Options that were added since have their defaults.
+            ConfigStore.instance().store(name="saved", node=OmegaConf.merge(_schema(), OmegaConf.load(saved)))
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
             composed = _composed(overrides, "config" if saved is None else "saved")
         # run_dir is made of the name, and OmegaConf stumbles over the one that is missing behind the other.
@@ -93,21 +95,6 @@ def _with_new_names(composed: DictConfig) -> DictConfig:
     return renamed
 
 
-def _refuse_twice(overrides: list[str]) -> None:
-    """Refuse an option that is given under its old and its new name: which of them is meant?"""
-    keys = {override.partition("=")[0].lstrip("+") for override in overrides}
-    for old, new in RENAMED.items():
-        if {old, new} <= keys:
-            raise UserError(f"{old} is called {new} now: give it once")
-
-
-def _read(saved: Path) -> Any:
-    """A saved configuration; options that were added since have their defaults."""
-    if not saved.is_file():
-        raise UserError(f"{saved} is missing: give a run's folder, or a recipe with +experiment=NAME")
-    return OmegaConf.merge(_schema(), OmegaConf.load(saved))
-
-
 def _composed(overrides: list[str], root: str = "config") -> Any:
     """Hydra's composition; a group that the recipe has already is replaced by the command line's.
 
@@ -130,8 +117,8 @@ def _composed(overrides: list[str], root: str = "config") -> Any:
 
 
 # What a user can mend: no room, and a path that leads where it cannot be used.
-FULL = (errno.ENOSPC, errno.EDQUOT)
-MISLED = (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS)
+MENDABLE = {errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG}
+MENDABLE |= {errno.EACCES, errno.EPERM, errno.EROFS}
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later
 
 
@@ -162,7 +149,7 @@ def run(
     try:
         config = load_config(arguments.overrides, saved)
         if arguments.cfg:
-            print(OmegaConf.to_yaml(OmegaConf.structured(config)), end="")
+            print(to_yaml(config), end="")
             return
         stage(config)
     except UserError as error:
@@ -170,9 +157,9 @@ def run(
             print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     except OSError as error:
-        if (message := _mendable(error)) is None:
+        if error.errno not in MENDABLE:
             raise
-        print(f"error: {message}", file=sys.stderr)
+        print(f"error: {error}: make room, or correct the option that names it, or its permissions", file=sys.stderr)
         raise SystemExit(2) from None
     except Stopped as stopped:
         if str(stopped):  # one of several processes speaks for all
@@ -181,19 +168,6 @@ def run(
     except KeyboardInterrupt:
         print("stopped; the same command goes on from here", file=sys.stderr)
         raise SystemExit(130) from None
-
-
-def _mendable(error: OSError) -> str | None:
-    """What a user does about it; None of what is a bug, or the machine's."""
-    if error.errno in FULL:
-        what = error.filename or "a file"
-        return f"{what} cannot be written ({error.strerror}): make room, then run the same command again"
-    if error.errno in MISLED and error.filename is not None:
-        return (
-            f"{error.filename} cannot be used ({error.strerror}): correct the option that names it (run_dir, data_dir, "
-            "store_dir, …), or its permissions"
-        )
-    return None
 
 
 def to_yaml(config: Config) -> str:
@@ -233,9 +207,7 @@ def _free() -> list[str]:
 
 def _nearest(name: str, names: list[str]) -> str:
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    last = difflib.get_close_matches(name.split(".")[-1], [n.split(".")[-1] for n in names], n=1, cutoff=0.6)
-    if not close and last:
-        close = [n for n in names if n.split(".")[-1] == last[0]][:1]
+    close = close or [n for n in names if n.split(".")[-1] == name.split(".")[-1]]
     return f": did you mean {close[0]!r}?" if close else f" (there are {', '.join(sorted(names)[:12])}, …)"
 
 
@@ -260,23 +232,10 @@ def _options_help() -> str:
     return "\n".join(lines)
 
 
-def _explain(error: Exception) -> str:
-    """One line for an error of Hydra's or OmegaConf's, with the nearest valid name for a wrong key."""
-    cause: BaseException = error
+def _explain(error: BaseException) -> str:
+    """One line for an error of Hydra's or OmegaConf's: what it says, and its first cause."""
+    cause = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
-    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
-    if isinstance(error, OverrideParseException):
-        return f"{error.override!r} cannot be read: {lines[0]}; quote the value"
-    if isinstance(error, YAMLError):
-        return f"a configuration file is not YAML: {' '.join(lines)}"
-    where = ""
-    if found := re.match(r"In '(.+)': .* raised while composing config:$", lines[0]):
-        where, lines = f"configs/{found[1]}.yaml: ", lines[1:]
-    stated = next((line.removeprefix("full_key: ") for line in lines if line.startswith("full_key: ")), None)
-    key = getattr(cause, "full_key", None) or getattr(cause, "key", None) or stated
-    names = [name for name, _, _ in _options(Config)]
-    if key and str(key) not in names and "not in" in lines[0]:
-        groups = {name.split(".")[0] for name in names}
-        return f"{where}no option {str(key)!r}{_nearest(str(key), [*names, *groups])}"
-    return f"{where}{f'{key}: ' if key else ''}{lines[0]}"
+    said = " ".join((str(error) if str(cause) in str(error) else f"{error}: {cause}").split())
+    return f"{error.override!r} cannot be read: {said}" if isinstance(error, OverrideParseException) else said

@@ -6,7 +6,6 @@ Each option's default and help text stand here once. The YAML files under `confi
 where an experiment differs from these defaults.
 """
 
-import dataclasses
 import math
 import operator
 import re
@@ -19,6 +18,7 @@ from eagle31_train.errors import UserError
 
 DTYPES = ("bfloat16", "float16", "float32")
 CODECS = ("bf16", "fp8", "int8", "int4")
+FORMATS = ("auto", "messages", "sharegpt", "alpaca", "turns", "prompt")
 
 
 def opt(
@@ -90,20 +90,12 @@ class TargetConfig:
     path: str = opt("???", "directory or hub id of the target, in transformers format")
     revision: str | None = opt(None, "hub revision")
     dtype: str = opt("bfloat16", "precision the target runs in during generation and extraction", choices=DTYPES)
-    device: str = opt(
-        "auto", "cpu, cuda, cuda:N, or auto (cuda where there is one); of several processes each takes its own of cuda"
-    )
-    device_map: str | None = opt(
-        None, "spread a target over several devices, as transformers' device_map: auto, balanced, …; one process only"
-    )
+    device: str = opt("auto", "cpu, cuda, cuda:N, or auto (cuda where there is one, each process its own)")
+    device_map: str | None = opt(None, "spread over several devices, as transformers' device_map; one process only")
     trust_remote_code: bool = opt(False, "run Python code that comes with the target")
     chat_template: str | None = opt(None, "Jinja file used instead of the tokenizer's chat template")
-    template_args: dict[str, Any] = opt(
-        {}, "passed on to the chat template: target.template_args.enable_thinking=false, thinking=false, …"
-    )
-    aux_layers: list[int] | None = opt(
-        None, "auxiliary layers, as inputs of layer i (0 = embeddings); default: vLLM's 2, N//2, N-3"
-    )
+    template_args: dict[str, Any] = opt({}, "variables of the chat template: target.template_args.thinking=false, …")
+    aux_layers: list[int] | None = opt(None, "auxiliary layers, as inputs of layer i; default: vLLM's 2, N//2, N-3")
 
     @property
     def is_hub_id(self) -> bool:
@@ -133,25 +125,15 @@ class DataConfig:
     conversations: str | None = opt(None, "conversations to learn: file, glob, or hub id (regenerate=false)")
     prompts: str | None = opt(None, "prompts to answer: file, glob, or hub id (regenerate=true)")
     sources: dict[str, Any] = opt(
-        {},
-        "several of these, mixed by weight: data.sources.NAME={path: …, weight: 1, format: auto, split: train}; "
-        "instead of conversations or prompts",
+        {}, "several of these, mixed by weight: data.sources.NAME={path: …, weight: 1, format: auto, split: train}"
     )
-    rows: int | None = opt(
-        None, "rows of the mixture; default: as many as its weights give without one taken twice", at_least=1
-    )
+    rows: int | None = opt(None, "rows of the mixture; default: as many as its weights give", at_least=1)
     split: str = opt("train", "split of a hub data set")
-    format: str = opt(
-        "auto",
-        "auto, messages, sharegpt, alpaca, prompt or turns",
-        choices=("auto", "messages", "sharegpt", "alpaca", "prompt", "turns"),
-    )
+    format: str = opt("auto", f"how a row is written: {', '.join(FORMATS)}", choices=FORMATS)
     max_length: int = opt(2048, "tokens of one conversation; longer ones are cut and counted", at_least=2)
     heldout: float = opt(0.05, "share of prompts held out, chosen by a hash of the prompt", at_least=0, below=1)
     shuffle: int | None = opt(
-        None,
-        "seed that puts the training conversations in random order, as train.window_tokens wants it; default: as read",
-        at_least=0,
+        None, "seed that shuffles the training conversations, for train.window_tokens; default: as read", at_least=0
     )
     draft_vocab_size: int | None = opt(None, "draft vocabulary, most frequent assistant tokens first", at_least=1)
     draft_vocab_coverage: float | None = opt(
@@ -164,20 +146,14 @@ class DataConfig:
 class ExtractConfig:
     engine: str = opt(
         "transformers",
-        "what runs the target: transformers, or vllm, for quantized and very large targets: any that vLLM serves with "
-        "an EAGLE 3 draft, DeepSeek and Kimi among them",
+        "what runs the target: transformers, or vllm, for quantized and very large targets",
         choices=("transformers", "vllm"),
     )
-    engine_args: dict[str, Any] = opt(
-        {}, "vLLM's own arguments: extract.engine_args.tensor_parallel_size=4, quantization, max_model_len, …"
-    )
-    part: int = opt(
-        0, "which of extract.parts commands this one is, from 0 on; start all, part 0 finishes the store", at_least=0
-    )
+    engine_args: dict[str, Any] = opt({}, "vLLM's own arguments: extract.engine_args.tensor_parallel_size=4, …")
+    part: int = opt(0, "which of extract.parts commands this one is, from 0 on; part 0 finishes the store", at_least=0)
     parts: int = opt(
         1,
-        "share the store among so many commands, one on each machine, that differ in extract.part alone and write the "
-        "same store_dir; each may be a launch of several processes, as many in every part",
+        "share the store among so many commands, one on each machine, that differ in extract.part alone",
         at_least=1,
     )
     batch_tokens: int = opt(4096, "padded tokens in one forward pass of the target", at_least=1)
@@ -192,12 +168,8 @@ class StoreConfig:
     aux_codec: str = opt("bf16", "how auxiliary states are kept: bf16 (exact), fp8, int8 or int4", choices=CODECS)
     last_codec: str = opt("bf16", "how last hidden states are kept, likewise", choices=CODECS)
     follow: bool = opt(False, "train.py: train while the store is still being written")
-    max_bytes: str | None = opt(
-        None, "extract: never keep more than this, e.g. 200GB; waits until a followed training has used up shards"
-    )
-    patience: float = opt(
-        3600.0, "seconds without a new shard (or without room) after which a waiting stage stops", above=0
-    )
+    max_bytes: str | None = opt(None, "extract: wait for a following training to free shards past this, e.g. 200GB")
+    patience: float = opt(3600.0, "seconds without a new shard, or room, after which a waiting stage stops", above=0)
     cache_dir: str | None = opt(None, "copies of the shards of a remote store; default: run_dir/cache")
     cache_bytes: str = opt("64GB", "most that these copies may take")
 
@@ -208,29 +180,25 @@ class DrafterConfig:
     fc_norm: bool = opt(True, "EAGLE 3.1: an RMSNorm on each auxiliary state before fc")
     norm_output: bool = opt(True, "EAGLE 3.1: feed the post-norm state into the next step")
     norm_before_residual: bool = opt(False, "the layer's residual is hidden_norm(h) instead of h")
-    hidden_size: int | None = opt(None, "default: the target's")
-    intermediate_size: int = opt("???", "width of the MLP")
-    num_attention_heads: int = opt("???", "query heads")
-    num_key_value_heads: int | None = opt(None, "key and value heads; default: num_attention_heads, as MLA always has")
-    head_dim: int | None = opt(
-        None, "width of one head; default: hidden_size / num_attention_heads, for MLA the two key widths together"
-    )
-    rms_norm_eps: float = opt(1e-5, "epsilon of every RMSNorm of the drafter")
-    rope_theta: float = opt(10000.0, "the drafter's own RoPE base")
+    hidden_size: int | None = opt(None, "default: the target's", above=0)
+    intermediate_size: int = opt("???", "width of the MLP", above=0)
+    num_attention_heads: int = opt("???", "query heads", above=0)
+    num_key_value_heads: int | None = opt(None, "key and value heads; default: num_attention_heads", above=0)
+    head_dim: int | None = opt(None, "width of one head; default: hidden_size / num_attention_heads", above=0)
+    rms_norm_eps: float = opt(1e-5, "epsilon of every RMSNorm of the drafter", above=0)
+    rope_theta: float = opt(10000.0, "the drafter's own RoPE base", above=0)
     rope_scaling: dict[str, Any] = opt({}, "the drafter's own RoPE scaling, as in transformers; {} for none")
     max_position_embeddings: int = opt(
-        2048,
-        "the longest context in which vLLM's V1 runner (CPUs) drafts: while one request is longer, for none of its "
-        "batch; V2 (GPUs) drafts in all that the target takes; no weight depends on it, and export may raise it",
+        2048, "the longest context in which vLLM's V1 runner (CPUs) drafts; export may raise it", above=0
     )
     share_embedding: bool = opt(True, "embed_tokens is the target's, frozen, and left out of the checkpoint")
     train_lm_head: bool = opt(True, "fit lm_head (it starts from the target's rows)")
     # MLA only
-    q_lora_rank: int | None = opt(None, "MLA: rank of the queries; null for full rank")
-    kv_lora_rank: int | None = opt(None, "MLA: rank of keys and values")
-    qk_nope_head_dim: int | None = opt(None, "MLA: key width without position")
-    qk_rope_head_dim: int | None = opt(None, "MLA: key width with position")
-    v_head_dim: int | None = opt(None, "MLA: value width")
+    q_lora_rank: int | None = opt(None, "MLA: rank of the queries; null for full rank", above=0)
+    kv_lora_rank: int | None = opt(None, "MLA: rank of keys and values", above=0)
+    qk_nope_head_dim: int | None = opt(None, "MLA: key width without position", above=0)
+    qk_rope_head_dim: int | None = opt(None, "MLA: key width with position", above=0)
+    v_head_dim: int | None = opt(None, "MLA: value width", above=0)
 
 
 @dataclass
@@ -238,39 +206,21 @@ class TrainConfig:
     ttt_length: int = opt(7, "draft steps trained, K", at_least=1)
     gamma: float = opt(0.8, "weight of step k is gamma**k", above=0)
     loss: str = opt("kl", "kl or ce (same gradients; kl is zero for a perfect drafter)", choices=("kl", "ce"))
-    lk: float = opt(
-        0.0,
-        "share of the LK loss, -log of the acceptance probability sum(min(p, q)); the rest is loss",
-        at_least=0,
-        at_most=1,
-    )
+    lk: float = opt(0.0, "share of the LK loss, -log sum(min(p, q)); the rest is train.loss", at_least=0, at_most=1)
     oov: str = opt(
-        "mask",
-        "targets whose arg-max the draft vocabulary lacks: mask, or keep (train on the rest)",
-        choices=("mask", "keep"),
+        "mask", "slots whose arg-max the draft vocabulary lacks: mask, or keep the rest", choices=("mask", "keep")
     )
     epochs: int = opt(1, "passes over the training split", at_least=1)
     max_steps: int | None = opt(None, "stop after this many optimizer steps", at_least=1)
-    batch_tokens: int = opt(
-        4096, "tokens of one optimizer step, over all ranks and accumulation steps; no sample is longer", at_least=1
-    )
+    batch_tokens: int = opt(4096, "tokens of one optimizer step over all ranks; no sample is longer", at_least=1)
     window_tokens: int | None = opt(
-        None,
-        "shuffle within windows of consecutive shards of at least so many tokens, in turn, so that a store need "
-        "not be at hand as a whole; default: the whole split is one window",
-        at_least=1,
+        None, "shuffle within windows of so many tokens' shards, one after another; default: all at once", at_least=1
     )
     gradient_accumulation_steps: int = opt(1, "micro-batches per rank and optimizer step", at_least=1)
     slots_per_batch: int | None = opt(
-        None,
-        "train a random subset of so many slots (draft starts) per optimizer step, unbiased; default: all",
-        at_least=1,
+        None, "train a random subset of so many slots per optimizer step, unbiased; default: all", at_least=1
     )
-    optimizer: str = opt(
-        "adamw",
-        "adamw, or muon: Muon on the matrices, AdamW on lm_head and norms (one process, DDP, FSDP2)",
-        choices=("adamw", "muon"),
-    )
+    optimizer: str = opt("adamw", "adamw, or muon on the matrices (one process, DDP, FSDP2)", choices=("adamw", "muon"))
     lr: float = opt(1e-4, "peak learning rate", above=0)
     warmup_ratio: float = opt(0.05, "share of the steps that warm up", at_least=0, at_most=1)
     min_lr_ratio: float = opt(0.1, "the cosine ends at this share of lr", at_least=0, at_most=1)
@@ -280,36 +230,23 @@ class TrainConfig:
     precision: str = opt("bf16", "bf16 (autocast, fp32 master weights) or no (fp32)", choices=("bf16", "no"))
     fc_init_scale: float = opt(
         1.0,
-        "what fc's first weights are multiplied by; without drafter.fc_norm give one over the RMS of the target's last "
-        "auxiliary state (nothing else does), so that the drafter's residual stream starts at one",
+        "scales fc's first weights; without fc_norm: one over the RMS of the target's last auxiliary state",
         above=0,
     )
     init_from: str | None = opt(
-        None,
-        "begin with the weights of another drafter: a run's folder, or a published EAGLE-3 or 3.1 draft (folder or hub "
-        "id); a 3.0 draft's missing fc_norm starts so that fc reads about what it read before",
+        None, "begin with another drafter's weights: a run, or an EAGLE 3 draft (folder, hub id)"
     )
     init_revision: str | None = opt(None, "hub revision of init_from")
     num_workers: int = opt(1, "threads that read steps ahead of the training; 0 reads them in turn", at_least=0)
-    activation_checkpointing: bool = opt(
-        False, "keep fewer activations and work them out again: less memory, some more time"
-    )
+    activation_checkpointing: bool = opt(False, "work activations out again: less memory, some more time")
     compile: bool = opt(False, "torch.compile norms, RoPE and the loss between its products; a minute at the start")
-    eval_every: int = opt(
-        100, "steps between evaluations on the held-out split; the last step is evaluated", at_least=1
-    )
-    eval_samples: int = opt(
-        64, "held-out conversations per evaluation; the last step reads all of them, too", at_least=1
-    )
+    eval_every: int = opt(100, "steps between evaluations on the held-out split; so is the last step", at_least=1)
+    eval_samples: int = opt(64, "held-out conversations per evaluation; the last step reads all of them", at_least=1)
     checkpoint_every: int = opt(100, "steps between checkpoints", at_least=1)
     keep_checkpoints: int = opt(2, "newest checkpoints kept", at_least=1)
     time_limit: str | None = opt(None, "save and leave with exit status 75 after so long: 3h50m, 90m, 30s")
-    skip_nonfinite: int = opt(
-        0, "steps with a loss or gradient that is not finite that a run may leave out", at_least=0
-    )
-    wandb: str = opt(
-        "offline", "Weights & Biases: online, offline or disabled", choices=("online", "offline", "disabled")
-    )
+    skip_nonfinite: int = opt(0, "how many steps of a loss or gradient that is not finite may be left out", at_least=0)
+    wandb: str = opt("offline", "Weights & Biases", choices=("online", "offline", "disabled"))
     project: str = opt("eagle31", "Weights & Biases project")
     tensorboard: bool = opt(False, "write TensorBoard events too, into run_dir/train/tensorboard")
 
@@ -318,32 +255,18 @@ class TrainConfig:
 class EvaluateConfig:
     prompts: str | None = opt(None, "prompts to decode: JSONL file or glob; default: the held-out split")
     suites: dict[str, Any] = opt(
-        {},
-        "further sets of prompts, each a workload of its own: evaluate.suites.NAME={path: FILE or hub id, split: test, "
-        "…}; +suite=[mt_bench,gsm8k] takes those of configs/suite/",
+        {}, "further sets of prompts: evaluate.suites.NAME={path: FILE or hub id, split: test, …}, or +suite=[mt_bench]"
     )
-    perturbations: list[str] = opt(
-        [], "every set once more under each of these: no_template, system_long, context_2, temperature_0.7, …"
-    )
+    perturbations: list[str] = opt([], "every set once more under each of these: no_template, context_2, …")
     num_prompts: int = opt(20, "prompts of each workload", at_least=1)
-    leave_out: list[str] = opt(
-        [],
-        "ids of prompts that every workload leaves out, as an error about equal tokens asks for; the next prompts take "
-        "their place, and an id that several sets have is left out of each",
-    )
-    num_speculative_tokens: int = opt(
-        3, "tokens drafted per verification in real decoding, and of the headline", at_least=1
-    )
-    max_speculative_tokens: int = opt(
-        8, "acceptance is told for every number of draft tokens from 1 to this", at_least=1
-    )
+    leave_out: list[str] = opt([], "ids of prompts to leave out, as an error about equal tokens asks for")
+    num_speculative_tokens: int = opt(3, "tokens drafted per verification, and of the headline", at_least=1)
+    max_speculative_tokens: int = opt(8, "acceptance is told for 1 to so many draft tokens", at_least=1)
     max_new_tokens: int = opt(128, "tokens generated per prompt", at_least=2)
     temperature: float = opt(0.0, "0 decodes greedily; otherwise target tokens are sampled", at_least=0)
     top_p: float = opt(1.0, "nucleus of sampled tokens", above=0, at_most=1)
     draft_sampling: str = opt(
-        "greedy",
-        "how drafts are made when sampling, as vLLM's draft_sample_method: greedy or probabilistic",
-        choices=("greedy", "probabilistic"),
+        "greedy", "how drafts are made, as vLLM's draft_sample_method", choices=("greedy", "probabilistic")
     )
     batch_size: int = opt(8, "prompts decoded together", at_least=1)
     dtype: str = opt("float32", "precision; the equality check is exact in float32 only", choices=DTYPES)
@@ -355,23 +278,15 @@ class EvaluateConfig:
         choices=("transformers", "vllm"),
     )
     vllm_python: str = opt("python", "backend=vllm: the python of vLLM's environment, e.g. .venv-vllm/bin/python")
-    vllm_args: dict[str, Any] = opt(
-        {}, "backend=vllm: further arguments of the server: evaluate.vllm_args.tensor_parallel_size=8, dtype, …"
-    )
-    serve_speculative_tokens: list[int] = opt(
-        [1, 3, 5], "backend=vllm: numbers of draft tokens that are tried, beside none", at_least=1
-    )
+    vllm_args: dict[str, Any] = opt({}, "backend=vllm: further arguments of the server: tensor_parallel_size=8, …")
+    serve_speculative_tokens: list[int] = opt([1, 3, 5], "backend=vllm: numbers of draft tokens tried", at_least=1)
     concurrency: list[int] = opt([1, 4, 16], "backend=vllm: requests under way at once", at_least=1)
 
 
 @dataclass
 class CompareConfig:
     out: str | None = opt(None, "folder that the comparison is written to; default: runs/compare/A-B")
-    verified: int = opt(
-        4,
-        "prompts of each workload that are decoded for real with every drafter, as a check of what is counted",
-        at_least=0,
-    )
+    verified: int = opt(4, "prompts of each workload that every drafter decodes for real, as a check", at_least=0)
 
 
 @dataclass
@@ -379,17 +294,9 @@ class PlanConfig:
     hidden_size: int | None = opt(None, "plan: the target's hidden size; default: its config.json", at_least=1)
     vocab_size: int | None = opt(None, "plan: the target's vocabulary; default: its config.json", at_least=1)
     layers: int | None = opt(None, "plan: the target's layers; default: its config.json", at_least=1)
-    target_parameters: float | None = opt(
-        None, "plan: the target's parameters that a token runs through, e.g. 8.03e9", above=0
-    )
-    tokens: float | None = opt(
-        None,
-        "plan: tokens of the training split; default: as counted by python -m data_prep, else an example",
-        above=0,
-    )
-    share: float = opt(
-        0.5, "plan: share of these that the assistant wrote, where they are not counted yet", above=0, at_most=1
-    )
+    target_parameters: float | None = opt(None, "plan: those that a token runs through, e.g. 8.03e9", above=0)
+    tokens: float | None = opt(None, "plan: tokens of the training split; default: as counted by data_prep", above=0)
+    share: float = opt(0.5, "plan: share of these that the assistant wrote, until they are counted", above=0, at_most=1)
     sample_tokens: int = opt(600, "plan: tokens of an average conversation, likewise", at_least=1)
     devices: int = opt(8, "plan: devices that extract and train", at_least=1)
     device_gib: float = opt(80.0, "plan: memory of one device, in GiB", above=0)
@@ -401,10 +308,9 @@ class PlanConfig:
 class Config:
     name: str = opt("???", "name of the experiment; also names run_dir")
     run_dir: str = opt("runs/${name}", "where every stage writes")
-    data_dir: str | None = opt(None, "stage 1's output, to compare drafters on the same data; default: run_dir/data")
+    data_dir: str | None = opt(None, "stage 1's output; default: run_dir/data")
     store_dir: str | None = opt(
-        None,
-        "stage 2's output, likewise: a folder, or any fsspec URL such as s3://bucket/store; default: run_dir/store",
+        None, "stage 2's output: a folder, or a URL as s3://bucket/store; default: run_dir/store"
     )
     seed: int = opt(0, "seed of sampling, initial weights and data order", at_least=0)
     overwrite: bool = opt(False, "replace outputs that were made from other inputs")
@@ -412,9 +318,7 @@ class Config:
     push: bool = opt(False, "export: upload to the Hugging Face Hub")
     repo: str | None = opt(None, "export: hub repository, e.g. me/my-eagle31-draft")
     private: bool = opt(False, "export: make the hub repository private")
-    comparisons: list[str] = opt(
-        [], "export: folders that python -m eagle31_train.compare wrote; their verdicts and pictures go on the card"
-    )
+    comparisons: list[str] = opt([], "export: folders that eagle31_train.compare wrote, for the card")
     target: TargetConfig = field(default_factory=TargetConfig)
     data: DataConfig = field(default_factory=DataConfig)
     extract: ExtractConfig = field(default_factory=ExtractConfig)
@@ -477,6 +381,11 @@ class DrafterShape:
     v_head_dim: int | None = None
 
 
+def default_aux_layers(layers: int) -> list[int]:
+    """vLLM's choice for a target of N layers: 2, N//2, N-3."""
+    return [2, layers // 2, layers - 3]
+
+
 def byte_count(text: str, option: str) -> int:
     """Bytes from "200GB", "64GiB", "1.5TB" or a plain number; `option` is where it was asked for."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
@@ -484,12 +393,6 @@ def byte_count(text: str, option: str) -> int:
         raise UserError(f"{option}={text} is no number of bytes: write it like 200GB, 64GiB or 1000000")
     power = " KMGT".index(match[2].upper() or " ")
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
-
-
-def check_architecture(architecture: str) -> None:
-    """Refuse a kind of attention that is not known."""
-    if architecture not in ("llama", "mla"):
-        raise UserError(f"drafter.architecture={architecture} is unknown: it is llama or mla")
 
 
 # Beside q_lora_rank, which may be none.
@@ -508,8 +411,3 @@ def mla_widths(of: DrafterConfig | DrafterShape) -> tuple[int, int, int, int]:
         )
     latent, nope, rope, value = (getattr(of, name) for name in MLA_WIDTHS)
     return latent, nope, rope, value
-
-
-def as_plain(value: Any) -> Any:
-    """A dataclass as plain dicts and lists, ready for JSON."""
-    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle31_train import artifacts, cli, provenance
-from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
+from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint, refuse_other_data
 from eagle31_train.checkpoint.run_folder import TRAIN
 from eagle31_train.checkpoint.writer import read_record
 from eagle31_train.config import Config
@@ -55,7 +55,7 @@ def evaluate(config: Config) -> None:
     if provenance.up_to_date(folder, made_of, config.overwrite):
         print(f"evaluate: up to date ({folder})")
         return
-    refuse_other_data(config, data, trained)
+    checkpoint.check_data(data, config.data_folder)
     checkpoint.check_store(read_manifest(config), config.target)
     data = evaluating.read_data(config)
 
@@ -103,7 +103,8 @@ def serve(config: Config) -> None:
         return
     trained = None
     if (train := run_dir / "train" / artifacts.MANIFEST).is_file():  # vLLM can do without
-        refuse_other_data(config, data, trained := artifacts.read_json(train, TRAIN))
+        trained = artifacts.read_json(train, TRAIN)
+        refuse_other_data(trained["inputs"], data, config.data_folder)
     positions = [exported["inputs"]["shape"]["max_position_embeddings"]]
     chosen = evaluating.choose_workloads(config, {config.name: [trained and trained["inputs"]]}, positions, data)
     if len(chosen) > 1:
@@ -130,29 +131,17 @@ def serve(config: Config) -> None:
     print(f"evaluate: {folder / evaluation_page.PAGE}")
 
 
-def refuse_other_data(config: Config, data: dict[str, Any], trained: dict[str, Any]) -> None:
-    """UserError where the held-out prompts are of other data than the drafter's, which may have trained on them."""
-    if data["dataset_fingerprint"] != trained["inputs"].get("data"):
-        raise UserError(
-            f"{config.data_folder} is not the data that the drafter was trained on, so its held-out prompts may have "
-            f"been trained on: run `{TRAIN}` on it, or give data_dir=… of training"
-        )
-
-
 def made_from(
     config: Config, data: dict[str, Any], drafter: dict[str, str], engine: Engine | None = None
 ) -> Provenance:
     """All that the counts depend on; `drafter`: what tells it from others; `engine`: by which it is served."""
     temperatures = [perturb.find(name).temperature for name in config.evaluate.perturbations]
-    server = {"vllm": engine.version, "server": server_needs(config)} if engine else None
+    server = None
+    if engine:  # of its arguments those that other options than evaluate.vllm_args give
+        given = server_arguments(config, None, 0, 0)
+        server = {"vllm": engine.version, "server": {name: given[name] for name in target_arguments(config)}}
     sampled = bool(config.evaluate.temperature or any(temperatures))
     return provenance.of_evaluation(config, data, drafter, workloads.inputs(config), sampled, server)
-
-
-def server_needs(config: Config) -> dict[str, Any]:
-    """The server's arguments that other options than evaluate.vllm_args give: on how many devices, how quantized."""
-    given = server_arguments(config, None, 0, 0)
-    return {name: given[name] for name in target_arguments(config)}
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ What was measured since, by `eagle31_train.evaluate` with either backend, or by 
 """
 
 import dataclasses
-import os
 import shutil
 import time
 from pathlib import Path
@@ -20,10 +19,9 @@ from eagle31_train import artifacts, cli, provenance
 from eagle31_train.checkpoint import contract, hub
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.checkpoint.run_folder import MODEL, TRAIN
-from eagle31_train.checkpoint.writer import EXPORT, RECORD, SERVED, write_checkpoint
-from eagle31_train.config import Config, DrafterShape, as_plain, check_architecture
+from eagle31_train.checkpoint.writer import EXPORT, RECORD, write_checkpoint
+from eagle31_train.config import Config, DrafterShape
 from eagle31_train.errors import UserError
-from eagle31_train.provenance import State
 from eagle31_train.reporting import card, card_results, recipe
 from eagle31_train.store import read_manifest
 from eagle31_train.targets.hf import DTYPES
@@ -37,7 +35,6 @@ def export(config: Config) -> None:
             contract; the message names the key. Then nothing is written.
     """
     started = time.monotonic()
-    check_architecture(config.drafter.architecture)
     if config.push and not config.repo:
         raise UserError("push=true needs the hub repository: add repo=owner/name")
     run = Path(config.run_dir)
@@ -47,7 +44,7 @@ def export(config: Config) -> None:
     data = read_data(config, checkpoint)
     assert checkpoint.manifest is not None
     weights, target_ids = artifacts.file_sha256(checkpoint.folder / MODEL), checkpoint.vocab.target_ids.tolist()
-    made_from = provenance.of_export(config, checkpoint.manifest, weights, as_plain(shape), target_ids)
+    made_from = provenance.of_export(config, checkpoint.manifest, weights, dataclasses.asdict(shape), target_ids)
     fingerprint = made_from.fingerprint
     compared = [Path(folder) for folder in config.comparisons]
     results = card_results.read(run, checkpoint.identity, fingerprint, compared)
@@ -58,12 +55,11 @@ def export(config: Config) -> None:
         **results.fingerprints,
     }
     made_from = dataclasses.replace(made_from, card=card_inputs)
-    state = provenance.state(run, run / RECORD, made_from, config.overwrite, EXPORT)
-    if state is State.UP_TO_DATE:
+    if provenance.whole(run, run / RECORD, made_from, config.overwrite, EXPORT):
         print("export: up to date")
     else:
         facts = card.Facts(config, shape, checkpoint.manifest, data, results)
-        write(checkpoint, facts, run / "export", keep=state is State.WITHOUT_CARD)
+        write(checkpoint, facts, run / "export")
         files = artifacts.list_files(run, (file for file in (run / "export").rglob("*") if file.is_file()))
         record = made_from.record(files=files, checkpoint=fingerprint)
         record["serve"] = recipe.serve_command(config, str(run / "export"))
@@ -95,8 +91,11 @@ def exported_shape(config: Config, checkpoint: DrafterCheckpoint) -> DrafterShap
     if positions > shape.max_position_embeddings:
         print(f"export: max_position_embeddings is {positions:,} now, {shape.max_position_embeddings:,} in training")
         shape = dataclasses.replace(shape, max_position_embeddings=positions)
-    options = {**as_plain(config.drafter), "aux_layers": config.target.aux_layers and sorted(config.target.aux_layers)}
-    for name, trained in as_plain(shape).items():
+    options = {
+        **dataclasses.asdict(config.drafter),
+        "aux_layers": config.target.aux_layers and sorted(config.target.aux_layers),
+    }
+    for name, trained in dataclasses.asdict(shape).items():
         wanted = options.get(name)
         if name == "rope_scaling":  # {} is no scaling, which a shape writes as None
             wanted, trained = wanted or {}, trained or {}
@@ -121,22 +120,14 @@ def read_data(config: Config, checkpoint: DrafterCheckpoint) -> dict[str, Any] |
 # ---------------------------------------------------------------- writing
 
 
-def write(checkpoint: DrafterCheckpoint, facts: card.Facts, final: Path, keep: bool) -> None:
-    """Write the export into a temporary folder, and only then give it its name.
-
-    Args:
-        keep: the checkpoint that is there stays; the rest is new.
-    """
+def write(checkpoint: DrafterCheckpoint, facts: card.Facts, final: Path) -> None:
+    """Write the export into a temporary folder, and only then give it its name."""
     target = facts.config.target
     temporary = final.with_name(".export.tmp")
     shutil.rmtree(temporary, ignore_errors=True)  # left by a run that was killed
     temporary.mkdir(parents=True)
     try:
-        if keep:
-            for name in SERVED:
-                link(final / name, temporary / name)
-        else:
-            write_checkpoint(checkpoint, facts.shape, DTYPES[target.dtype], target.name, temporary)
+        write_checkpoint(checkpoint, facts.shape, DTYPES[target.dtype], target.name, temporary)
         for picture in facts.results.pictures:
             (temporary / picture.name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(picture.file, temporary / picture.name)
@@ -145,14 +136,6 @@ def write(checkpoint: DrafterCheckpoint, facts: card.Facts, final: Path, keep: b
         artifacts.commit(temporary, final)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def link(old: Path, new: Path) -> None:
-    """The same file under a second name; a copy where the file system has no such thing."""
-    try:
-        os.link(old, new)
-    except OSError:
-        shutil.copy2(old, new)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ stage by stage.
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -76,18 +75,10 @@ class Provenance:
             )
 
 
-class State(IntEnum):
-    """How much of an output is there: nothing of use, all but its card, or everything."""
-
-    ABSENT = 0
-    WITHOUT_CARD = 1
-    UP_TO_DATE = 2
-
-
-def state(
+def whole(
     folder: Path, record_path: Path, provenance: Provenance, overwrite: bool, made_by: str, checksums: bool = True
-) -> State:
-    """How much of an output is there, whole, and made from these inputs.
+) -> bool:
+    """Whether an output is there, whole, and made from these inputs, its card too.
 
     Args:
         folder: below which the record's files lie.
@@ -97,16 +88,15 @@ def state(
         UserError: the output was made from other inputs, and `overwrite` is off.
     """
     if not record_path.is_file():
-        return State.ABSENT
+        return False
     record = read_json(record_path, made_by)
     output = folder if record_path.name == MANIFEST else record_path.with_suffix("")
     provenance.refuse_other(output, record, overwrite)
-    if not provenance.matches(record):
-        return State.ABSENT
+    if record.get("fingerprint") != provenance.fingerprint:
+        return False
     if damage := first_damaged(folder, record.get("files", {}), checksums):
         print(f"{damage}; making {output} again")
-        return State.ABSENT
-    return State.UP_TO_DATE if record.get("fingerprint") == provenance.fingerprint else State.WITHOUT_CARD
+    return damage is None
 
 
 def up_to_date(folder: Path, provenance: Provenance, overwrite: bool, checksums: bool = True) -> bool:
@@ -115,10 +105,11 @@ def up_to_date(folder: Path, provenance: Provenance, overwrite: bool, checksums:
     Raises:
         UserError: it was made from other inputs, and `overwrite` is off.
     """
-    found = state(folder, folder / MANIFEST, provenance, overwrite, "this command", checksums)
-    if (folder / MANIFEST).is_file() and not provenance.matches(read_json(folder / MANIFEST, "this command")):
+    record = folder / MANIFEST
+    found = whole(folder, record, provenance, overwrite, "this command", checksums)
+    if record.is_file() and not provenance.matches(read_json(record, "this command")):
         discard(folder)
-    return found is State.UP_TO_DATE
+    return found
 
 
 def recorded(section: str, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -54,10 +54,7 @@ def table(config: Config, manifests: dict[str, dict[str, Any]]) -> str:
         "  by source": _listed({name: of["acceptance_length"] for name, of in by_source.items()}),
         "speed": f"{speed['speculative']:.1f} tokens/s with the drafter, {speed['plain']:.1f} without",
         "trained on": f"{trained['tokens']:,} tokens ({trained['pairs']:,} slot-steps) in {trained['steps']} steps",
-        "seconds": "   ".join(
-            f"{stage} {manifests[stage]['seconds']:,.0f}"
-            for stage in ("data", "extract", "train", "evaluate", "export")
-        ),
+        "seconds": "   ".join(f"{stage} {manifests[stage]['seconds']:,.0f}" for stage in STAGES),
         "checkpoint": str(Path(config.run_dir) / "export"),
         "serve it": manifests["export"]["serve"],
     }

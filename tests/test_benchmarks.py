@@ -1,31 +1,14 @@
 """The parts of the benchmarks that need no peer: cases, counted work, ratios, and a race in which one cannot start."""
 
-import json
-
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import mla, peers
+from benchmarks import mla
 from benchmarks.contenders.ours import Ours
 from benchmarks.flops import Work, count_work, necessary
-from benchmarks.race import Race
 from benchmarks.shapes import Case, make_material, turns
-from eagle31_train.errors import UserError
 from eagle31_train.model import drafter
-
-
-@pytest.mark.parametrize("share", [1.0, 0.5, 0.25])
-def test_turns_hold_their_share_in_stretches(share):
-    mask = turns(256, share)
-    assert mask.float().mean() == pytest.approx(share, abs=0.01)
-    assert int((mask[1:] & ~mask[:-1]).sum()) == (0 if share == 1.0 else 4)
-
-
-@pytest.mark.parametrize("text", ["smollm2:512", "huge:512:1", "smollm2:512:0", "smollm2:512:1.5", "smollm2:8:1"])
-def test_a_case_that_cannot_be_is_named(text):
-    with pytest.raises(UserError, match=text):
-        Case.parse(text)
 
 
 @pytest.mark.parametrize("unroll", [1, 3, 7])
@@ -86,63 +69,3 @@ def test_our_step_does_little_more_than_is_necessary(unroll, name):
 def test_eager_attention_computes_the_same(name, monkeypatch):
     monkeypatch.setattr(drafter, "unrolled_attention", drafter.unrolled_attention)  # it is replaced, and put back here
     assert mla.difference(Case(name, 64, 0.5)) < 1e-5
-
-
-def test_mla_beside_eager_attention_runs_and_names_who_fails(monkeypatch, tmp_path, capsys):
-    errors = iter([None, "out of memory"])
-
-    def run(race):
-        error = next(errors)
-        times = {"seconds": [2.0, 1.0, 9.0], "base": [2**20], "peak": [3 * 2**20, 2 * 2**20]}
-        slow = {"error": error} if error else {"seconds": [6.0], "base": [2**20], "peak": [5 * 2**20]}
-        return {"length": race.case.length, "contenders": {mla.OURS: times, mla.EAGER: slow}}
-
-    monkeypatch.setattr(drafter, "unrolled_attention", drafter.unrolled_attention)
-    monkeypatch.setattr(Race, "run", run)
-    monkeypatch.setattr("sys.argv", ["mla", "--quick", "--out", str(tmp_path / "mla.json")])
-    mla.main()
-    first, second = json.loads((tmp_path / "mla.json").read_text())["lengths"]
-    assert first["ratios"] == {"time": 3.0, "memory": 2.0}
-    assert second["ratios"] == {"time": None, "memory": None}
-    assert "3.00x   2.00x" in (printed := capsys.readouterr().out)
-    assert "failed" in printed
-    assert "out of memory" in printed
-
-
-def test_ratios_are_to_the_one_that_trains_the_same():
-    def measured(seconds, peak):
-        return {"seconds": seconds, "warmup_seconds": [9.0], "base": [100], "peak": peak, "loss": [0.0]}
-
-    result = {
-        "case": "tiny:64:1",
-        "interleaved": "together",
-        "contenders": {
-            "ours": measured([2.0, 1.0, 9.0], [300, 200]),
-            "ours, frozen head": measured([1.0], [200]),
-            "speculators": measured([3.0], [500]),
-            "specforge": {"error": "out of memory"},
-        },
-    }
-    rows = {row["name"]: row for row in peers.numbers(result)}
-    assert rows["ours"]["seconds"] == 2.0
-    assert rows["ours"]["memory"] == 200
-    assert (rows["speculators"]["speed"], rows["speculators"]["size"]) == (3.0, 4.0)
-    assert rows["specforge"]["speed"] is None
-    assert f"{'specforge':36s} out of memory" in peers.table([result])
-
-
-def test_who_cannot_start_is_reported_and_the_others_race(monkeypatch):
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # the compiler is not needed
-    result = Race(Case("tiny", 64, 0.5), ["specforge", "ours"], repeats=2, limit=60).run()
-    if "error" in result["contenders"]["specforge"]:  # it is installed in the peers' environment only
-        assert "specforge" in result["contenders"]["specforge"]["error"]
-    ours = result["contenders"]["ours"]
-    assert len(ours["seconds"]) == 2
-    assert min(ours["peak"]) > min(ours["base"])
-    assert ours["loss"][0] == ours["loss"][1]
-
-
-def test_too_little_memory_is_an_outcome_not_a_crash(monkeypatch):
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-    result = Race(Case("smollm2", 64, 0.5), ["ours"], repeats=1, limit=60, memory=2**24).run()
-    assert result["contenders"]["ours"] == {"error": "out of memory"}

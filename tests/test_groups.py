@@ -15,14 +15,6 @@ def test_a_group_of_the_recipe_is_replaced():
     assert (other.drafter.kv_lora_rank, other.train) == (None, kimi.train)
 
 
-def test_a_variants_own_choice_is_replaced_too():
-    assert load_config(["+experiment=kimi_toy", "engine=vllm"]).extract.engine == "vllm"
-
-
-def test_a_group_that_the_recipe_lacks_is_added():
-    assert load_config(["name=x", "target=qwen3_8b", "drafter=kimi_llama"]).target.path == "Qwen/Qwen3-8B"
-
-
 @pytest.mark.parametrize("twice", [["target=qwen3_8b", "target=kimi"], ["experiment=kimi", "experiment=smollm2"]])
 def test_the_same_group_given_twice_is_an_error(twice):
     with pytest.raises(UserError, match=f"Multiple values for {twice[0].split('=')[0]}"):

@@ -6,7 +6,7 @@ from eagle31_train import artifacts, provenance
 from eagle31_train.cli import load_config
 from eagle31_train.config import RENAMED
 from eagle31_train.errors import UserError
-from eagle31_train.provenance import Provenance, State
+from eagle31_train.provenance import Provenance
 
 pytestmark = pytest.mark.core
 INPUTS = {"data": "abc", "train": {"lr": 0.1, "betas": [0.9, 0.95]}}
@@ -49,12 +49,6 @@ def test_a_damaged_file_is_named_and_its_output_made_again(tmp_path, capsys, har
     assert (tmp_path / "out" / "b").exists()
 
 
-def test_sizes_alone_can_be_compared(tmp_path):
-    make_stage(tmp_path / "out", a="one")
-    (tmp_path / "out" / "a").write_text("eno")
-    assert up_to_date(tmp_path / "out", checksums=False)
-
-
 def test_an_output_of_other_inputs_is_refused_with_what_differs_or_replaced_when_asked(tmp_path):
     make_stage(tmp_path / "out", a="one")
     other = {"data": "abc", "train": {"lr": 0.2, "betas": [0.9, 0.95]}}
@@ -71,8 +65,8 @@ def test_a_card_may_change_without_its_checkpoint(tmp_path):
     record = tmp_path / "export.json"
     artifacts.write_json(record, made_from.record(files={}))
     asked = {"same": made_from, "card": Provenance(INPUTS, {"repo": "me/it"}), "none": Provenance({**INPUTS, "x": 1})}
-    states = {name: provenance.state(tmp_path, record, one, True, "export") for name, one in asked.items()}
-    assert states == {"same": State.UP_TO_DATE, "card": State.WITHOUT_CARD, "none": State.ABSENT}
+    whole = {name: provenance.whole(tmp_path, record, one, name == "none", "export") for name, one in asked.items()}
+    assert whole == {"same": True, "card": False, "none": False}
 
 
 def test_records_keep_the_names_that_options_had(monkeypatch):

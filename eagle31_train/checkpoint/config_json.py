@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from eagle31_train.checkpoint.contract import LAYER_IDS
-from eagle31_train.config import MLA_WIDTHS, DrafterShape
+from eagle31_train.config import MLA_WIDTHS, DrafterShape, default_aux_layers
 from eagle31_train.errors import UserError
 
 Fields = Mapping[str, Any]
@@ -133,10 +133,8 @@ def shape_from_config(
     try:
         D, heads = int(layer["hidden_size"]), int(layer["num_attention_heads"])
         V, I = int(layer["vocab_size"]), int(layer["intermediate_size"])  # noqa: E741
-    except KeyError as error:
-        raise UserError(f"config.json does not say {error}: it is not the config of a drafter") from None
-    except (TypeError, ValueError) as error:
-        raise UserError(f"config.json gives a size that is no number ({error})") from None
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"config.json lacks a size, or gives no number for it ({error})") from None
     aux_layers = _aux_layers(flags, target_layers)
     count = flags.get("num_aux_hidden_states")
     if count is not None and count != len(aux_layers):
@@ -248,13 +246,11 @@ def _refuse_unsupported(layer: Fields, flags: Fields, architecture: str) -> None
 
 def _aux_layers(flags: Fields, target_layers: int | None) -> list[int]:
     """The layer ids in vLLM's places, in its order of preference, or its default."""
-    ids = _layer_ids(flags)
-    if not ids and target_layers is None:
+    if ids := _layer_ids(flags):
+        return sorted({int(i) for i in ids})
+    if target_layers is None:
         raise UserError(f"config.json has no {LAYER_IDS}: say how many layers the target has")
-    if not ids:
-        assert target_layers is not None
-        ids = [2, target_layers // 2, target_layers - 3]
-    return sorted({int(i) for i in ids})
+    return sorted(set(default_aux_layers(target_layers)))
 
 
 def _layer_ids(flags: Fields) -> list[Any]:

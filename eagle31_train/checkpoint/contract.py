@@ -13,20 +13,12 @@ from dataclasses import replace
 
 import torch
 
-from eagle31_train.config import DrafterShape, check_architecture, mla_widths
+from eagle31_train.config import DrafterShape, mla_widths
 from eagle31_train.errors import UserError
 from eagle31_train.model import vocab
 from eagle31_train.model.rope import check_rope, mla_factors, rope_parameters, table_end
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-# Weights that vLLM also takes joined, row after row.
-_JOINED = {
-    "midlayer.self_attn.qkv_proj.weight": [f"midlayer.self_attn.{part}_proj.weight" for part in "qkv"],
-    "midlayer.self_attn.fused_qkv_a_proj.weight": [
-        f"midlayer.self_attn.{part}.weight" for part in ("q_a_proj", "kv_a_proj_with_mqa")
-    ],
-    "midlayer.mlp.gate_up_proj.weight": [f"midlayer.mlp.{part}_proj.weight" for part in ("gate", "up")],
-}
 # Tables of RoPE that old trainers saved, and vLLM passes over.
 _TABLES = ("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 # A tensor, or its shape alone where only names and shapes are to be checked.
@@ -37,9 +29,8 @@ def weight_shapes(shape: DrafterShape) -> dict[str, tuple[int, ...]]:
     """Every weight of a checkpoint, by its name in the file, with its shape.
 
     Raises:
-        UserError: attention of an unknown kind, or one that lacks a width.
+        UserError: MLA lacks a width.
     """
-    check_architecture(shape.architecture)
     D, H, A = shape.hidden_size, shape.target_hidden_size, len(shape.aux_layers)
     I = shape.intermediate_size  # noqa: E741
     attention = _mla_shapes(shape) if shape.architecture == "mla" else _llama_shapes(shape)
@@ -116,20 +107,6 @@ def is_table(name: str) -> bool:
     return any(table in name for table in _TABLES)
 
 
-def separate(tensors: Mapping[str, torch.Tensor], shape: DrafterShape) -> dict[str, torch.Tensor]:
-    """A draft's tensors, canonical names, with what vLLM also takes joined taken apart into views of its parts."""
-    rows = {name: size[0] for name, size in weight_shapes(shape).items()}
-    apart: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        parts = _JOINED.get(name, [])
-        sizes = [rows.get(part, 0) for part in parts]
-        if sizes and all(sizes) and sum(sizes) == len(tensor):
-            apart |= dict(zip(parts, tensor.split(sizes), strict=True))
-        else:  # one of another size stays what it is, and `check` names it
-            apart[name] = tensor
-    return apart
-
-
 def check(tensors: Mapping[str, TensorOrShape], shape: DrafterShape) -> list[str]:
     """Every way in which a checkpoint breaks the contract, one line each; empty if it keeps it.
 
@@ -141,10 +118,12 @@ def check(tensors: Mapping[str, TensorOrShape], shape: DrafterShape) -> list[str
     problems = check_shape(shape)
     if prefixed := sorted(name for name in tensors if name.startswith("model.")):
         problems.append(f"{prefixed[0]} has the prefix 'model.', which vLLM adds itself and then does not find")
-    for name in sorted(expected.keys() - tensors.keys()):
-        problems.append(f"{name} is missing{_why_missing(name)}")
-    for name in sorted(tensors.keys() - expected.keys() - set(prefixed)):
-        problems.append(f"{name} is superfluous{_why_superfluous(name)}")
+    lacking = "which vLLM would load in silence and serve badly"
+    problems += [f"{name} is missing, {lacking}" for name in sorted(expected.keys() - tensors.keys())]
+    beyond = "the options or config.json have no place for it (fc_norm, draft_vocab_size, share_embedding, …)"
+    problems += [
+        f"{name} is superfluous: {beyond}" for name in sorted(tensors.keys() - expected.keys() - set(prefixed))
+    ]
     for name in sorted(expected.keys() & tensors.keys()):
         problems += _check_tensor(name, tensors[name], expected[name])
     return problems + _check_maps(tensors, expected)
@@ -157,53 +136,31 @@ def require(tensors: Mapping[str, TensorOrShape], shape: DrafterShape, where: st
         raise UserError(f"{where} is no whole drafter for vLLM: {'; '.join(problems[:3])}{more}")
 
 
-def _why_missing(name: str) -> str:
-    if name == "lm_head.weight":
-        return ": vLLM would silently use the target's, and accept nothing"
-    if name == "d2t":
-        return " though the vocabulary is pruned: vLLM would silently propose the wrong tokens"
-    if "norm" in name:
-        on = " though fc_norm is on" if name.startswith("fc_norm.") else ""
-        return f"{on}: vLLM would silently leave it at one"
-    return "" if name in ("t2d", "embed_tokens.weight") else ": vLLM would silently leave it as its memory was"
-
-
-def _why_superfluous(name: str) -> str:
-    if name.startswith("fc_norm."):
-        return ": fc_norm is off, or there are fewer auxiliary layers"
-    if name in ("d2t", "t2d"):
-        return ": the draft vocabulary is the target's, and vLLM has no place for a map"
-    if name == "embed_tokens.weight":
-        return ": share_embedding is on"
-    return ""
-
-
 def check_shape(shape: DrafterShape) -> list[str]:
     """What no tensor can mend: shapes that vLLM or transformers reads otherwise than it was trained."""
     problems = []
     if shape.aux_layers != sorted(set(shape.aux_layers)):
         problems.append(f"aux_layers {shape.aux_layers} do not ascend: vLLM gives states in ascending order, each once")
     if shape.share_embedding and shape.hidden_size != shape.target_hidden_size:
-        problems.append(
-            f"share_embedding is on, but vLLM shares no embedding of width {shape.target_hidden_size} "
-            f"with a drafter of width {shape.hidden_size}"
-        )
-    problems += _mla_problems(shape) if shape.architecture == "mla" else _llama_problems(shape)
+        problems.append("share_embedding is on, and vLLM shares no embedding with a drafter of another hidden_size")
+    D, heads, mla = shape.hidden_size, shape.num_attention_heads, shape.architecture == "mla"
+    if not mla and D % heads:
+        problems.append(f"hidden_size {D} is no multiple of {heads} heads: transformers refuses the config.json")
+    if mla and (shape.num_key_value_heads, shape.head_dim) != (heads, sum(mla_widths(shape)[1:3])):
+        problems.append("MLA gives each head a key of its own, of qk_nope_head_dim and qk_rope_head_dim together")
     try:
         check_rope(shape)
     except UserError as error:
         return [*problems, str(error)]
-    return problems + (_yarn_problems(shape) if shape.architecture == "mla" else [])
+    return problems + (_yarn_problems(shape) if mla else [])
 
 
 def caveats(shape: DrafterShape) -> list[str]:
     """What can be trained and exported but does not run everywhere, a sentence each."""
-    # V1's GPUModelRunner._input_fits_in_drafter looks at the longest sequence of the batch. V2's speculators go by the
-    # target's max_model_len, to which SpeculativeConfig raises the draft's max_position_embeddings.
     found = [
-        "On GPUs vLLM 0.32 drafts in all contexts that the target takes (its V2 model runner). Its V1 runner (on CPUs, "
-        f"or with VLLM_USE_V2_MODEL_RUNNER=0) drafts in contexts of up to {shape.max_position_embeddings:,} tokens: "
-        "while one request of a batch is longer, for none of them (drafter.max_position_embeddings)"
+        "vLLM 0.32's V1 runner (on CPUs, or with VLLM_USE_V2_MODEL_RUNNER=0) drafts in contexts of up to "
+        f"{shape.max_position_embeddings:,} tokens: while one request of a batch is longer, for none of them "
+        "(drafter.max_position_embeddings). V2, on GPUs, drafts in all"
     ]
     if (end := table_end(check_rope(shape))) is not None:
         found.append(
@@ -213,38 +170,12 @@ def caveats(shape: DrafterShape) -> list[str]:
     if shape.share_embedding:
         # V1 then leaves embed_tokens as its memory was, and accepts nothing; V2 stops where the embedding is elsewhere.
         found.append(
-            "It shares the target's embedding, which vLLM 0.32 cannot do with pipeline parallelism: to be served so, "
-            "train with drafter.share_embedding=false"
+            "vLLM 0.32 cannot share the target's embedding with pipeline parallelism: to be served so, train with "
+            "drafter.share_embedding=false"
         )
     if shape.architecture == "mla" and shape.q_lora_rank is None:
-        found.append(
-            "vLLM 0.32 stops when it loads an MLA draft with full-rank queries (it looks for fused_qkv_a_proj): "
-            "give drafter.q_lora_rank a number to be served there"
-        )
+        found.append("vLLM 0.32 stops when it loads an MLA draft without drafter.q_lora_rank")
     return found
-
-
-def _llama_problems(shape: DrafterShape) -> list[str]:
-    if shape.hidden_size % shape.num_attention_heads:
-        return [
-            f"hidden_size {shape.hidden_size} is no multiple of {shape.num_attention_heads} heads: "
-            "transformers refuses the config.json"
-        ]
-    return []
-
-
-def _mla_problems(shape: DrafterShape) -> list[str]:
-    """MLA's heads need not divide hidden_size; what config.json cannot say of them, they must have."""
-    problems = []
-    if shape.num_key_value_heads != shape.num_attention_heads:
-        problems.append(
-            f"num_key_value_heads {shape.num_key_value_heads} is not num_attention_heads {shape.num_attention_heads}: "
-            "MLA gives each head its own key"
-        )
-    _, nope, rope, _ = mla_widths(shape)
-    if shape.head_dim != nope + rope:
-        problems.append(f"head_dim {shape.head_dim} is not the {nope + rope} of qk_nope_head_dim and qk_rope_head_dim")
-    return problems
 
 
 def _yarn_problems(shape: DrafterShape) -> list[str]:
@@ -252,14 +183,11 @@ def _yarn_problems(shape: DrafterShape) -> list[str]:
     if rope_parameters(shape)["rope_type"] == "default":
         return []
     yarn = shape.rope_scaling or {}
-    given = yarn.get("mscale", 1.0), yarn.get("mscale_all_dim", 0.0)
     plain = replace(shape, rope_scaling={**yarn, "mscale": 1.0, "mscale_all_dim": 0.0})
-    if not all(given) and mla_factors(shape)[0] != mla_factors(plain)[0]:
-        return [
-            f"drafter.rope_scaling has mscale {given[0]} and mscale_all_dim {given[1]}, which vLLM and transformers "
-            "read differently: give both above 0, or leave both out"
-        ]
-    return []
+    both = yarn.get("mscale", 1.0) and yarn.get("mscale_all_dim", 0.0)
+    if both or mla_factors(shape)[0] == mla_factors(plain)[0]:
+        return []
+    return ["mscale and mscale_all_dim are read differently by transformers: give both above 0, or leave both out"]
 
 
 def _check_tensor(name: str, value: TensorOrShape, expected: tuple[int, ...]) -> list[str]:
@@ -284,8 +212,6 @@ def _check_maps(tensors: Mapping[str, TensorOrShape], expected: Mapping[str, tup
     d2t, t2d = tensors.get("d2t"), tensors.get("t2d")
     if not isinstance(d2t, torch.Tensor) or not isinstance(t2d, torch.Tensor) or "d2t" not in expected:
         return []
-    if d2t.dtype != torch.int64 or t2d.dtype != torch.bool or tuple(t2d.shape) != expected["t2d"]:
-        return []  # reported with the tensor itself
     try:
         vocab.from_maps(d2t.numpy(), t2d.numpy())
     except UserError as error:

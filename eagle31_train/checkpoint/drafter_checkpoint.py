@@ -100,7 +100,7 @@ class DrafterCheckpoint:
         if not folder.is_dir():
             raise UserError(f"{where} is no folder, and no hub id of the form owner/name either")
         if (folder / SHAPE).is_file():
-            return cls._unfinished(where, folder, data_folder)
+            return cls._of_run(where, folder, data_folder)
         train = folder if (folder / CHECKPOINTS).is_dir() else folder / "train"
         if (train / artifacts.MANIFEST).is_file():
             return cls._finished(where, train, data_folder)
@@ -110,7 +110,7 @@ class DrafterCheckpoint:
             raise UserError(f"{train} is not finished: run `{TRAIN}` again")
         if not (folders := [path for path in run_folder.in_order(train / CHECKPOINTS) if path.is_dir()]):
             raise UserError(f"{where} holds no checkpoint yet: run `{TRAIN}` again")
-        return cls._unfinished(where, folders[-1], data_folder)
+        return cls._of_run(where, folders[-1], data_folder)
 
     @classmethod
     def of_run(cls, run: Path, data_folder: Path) -> "DrafterCheckpoint":
@@ -129,47 +129,35 @@ class DrafterCheckpoint:
     def _finished(cls, where: str, train: Path, data_folder: Path | None) -> "DrafterCheckpoint":
         """The checkpoint that train/manifest.json names."""
         manifest = artifacts.read_json(train / artifacts.MANIFEST, TRAIN)
-        if "checkpoint" not in manifest:
-            raise UserError(f"{train / artifacts.MANIFEST} names no checkpoint: run `{TRAIN}` again")
         files = {name: entry for name, entry in manifest.get("files", {}).items() if name.endswith(SHAPE)}
         if damage := artifacts.first_damaged(train, files):
             raise UserError(f"{damage}: run `{TRAIN}` again")
-        return cls._of_run(where, train, train / manifest["checkpoint"], manifest["inputs"], manifest, data_folder)
-
-    @classmethod
-    def _unfinished(cls, where: str, checkpoint: Path, data_folder: Path | None) -> "DrafterCheckpoint":
-        """One checkpoint of a run, finished or not."""
-        train = checkpoint.parent.parent
-        record = artifacts.read_json(train / RECORD, TRAIN)
-        if record.get("fingerprint") != run_folder.sealed_manifest(checkpoint)["fingerprint"]:
-            raise UserError(f"{where}: {train / RECORD} is of another run than the checkpoint: give the run's folder")
-        return cls._of_run(where, train, checkpoint, record["inputs"], None, data_folder)
+        return cls._of_run(where, train / manifest["checkpoint"], data_folder, manifest)
 
     @classmethod
     def _of_run(
-        cls,
-        where: str,
-        train: Path,
-        checkpoint: Path,
-        inputs: dict[str, Any],
-        manifest: dict[str, Any] | None,
-        data_folder: Path | None,
+        cls, where: str, checkpoint: Path, data_folder: Path | None, manifest: dict[str, Any] | None = None
     ) -> "DrafterCheckpoint":
+        """One checkpoint of a run; `manifest`: of a finished one, which names this checkpoint."""
+        train = checkpoint.parent.parent
+        record = manifest or artifacts.read_json(train / RECORD, TRAIN)
+        if not manifest and record.get("fingerprint") != run_folder.sealed_manifest(checkpoint)["fingerprint"]:
+            raise UserError(f"{where}: {train / RECORD} is of another run than the checkpoint: give the run's folder")
         shape = run_folder.read_shape(checkpoint)
-        vocab = run_folder.find_vocab(train, inputs, shape, data_folder)
+        vocab = run_folder.find_vocab(train, record["inputs"], shape, data_folder)
         target = run_folder.option(train, "target.path")
-        return cls(where, checkpoint, shape, vocab, None, target, train, inputs, manifest)
+        return cls(where, checkpoint, shape, vocab, None, target, train, record["inputs"], manifest)
 
     @classmethod
     def _published(
         cls, where: str, folder: Path, commit: str | None, target_layers: Callable[[], int] | None
     ) -> "DrafterCheckpoint":
         try:
-            draft = published.read(folder, target_layers)
+            shape, vocab, tensors, target_name = published.read(folder, target_layers)
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
-        checkpoint = cls(where, folder, draft.shape, draft.vocab, commit, draft.target_name, _mapped=draft.tensors)
-        checkpoint._require({name: tuple(tensor.shape) for name, tensor in draft.tensors.items()})
+        checkpoint = cls(where, folder, shape, vocab, commit, target_name, _mapped=tensors)
+        checkpoint._require({name: tuple(tensor.shape) for name, tensor in tensors.items()})
         return checkpoint
 
     # ---------------------------------------------------------------- what it is
@@ -217,16 +205,9 @@ class DrafterCheckpoint:
     # ---------------------------------------------------------------- what it belongs to
 
     def check_data(self, data: dict[str, Any], folder: Path) -> None:
-        """Refuse other data than the drafter was trained on: its held-out prompts may be among the training's.
-
-        Args:
-            data: manifest of the data stage. folder: where it lies.
-        """
-        if self.inputs is not None and data["dataset_fingerprint"] != self.inputs.get("data"):
-            raise UserError(
-                f"{folder} is not the data that the drafter was trained on: run `{TRAIN}` on it, or give data_dir=… of "
-                "training"
-            )
+        """Refuse other data than the drafter was trained on, where that is known; see `refuse_other_data`."""
+        if self.inputs is not None:
+            refuse_other_data(self.inputs, data, folder)
 
     def check_store(self, store: dict[str, Any] | None, target: TargetConfig, by_name: bool = False) -> None:
         """Refuse a target whose states the drafter was not trained on.
@@ -247,9 +228,8 @@ class DrafterCheckpoint:
             same = (trained_for["weights"], trained_for["revision"]) == (weights, target.revision)
         if not same:
             raise UserError(
-                f"{self.where}: the drafter was trained for {trained_for['name']}, which had "
-                f"{'another name' if by_name else 'other weights'} than target.path={target.path}: give the target of "
-                "training, or another run"
+                f"{self.where}: the drafter was trained for {trained_for['name']}, which had another name or other "
+                f"weights than target.path={target.path}: give the target of training, or another run"
             )
 
     def check_fits(self, target: LoadedTarget) -> None:
@@ -284,3 +264,16 @@ class DrafterCheckpoint:
             drafter.shared_embedding = embedding  # the target's own, which the rounding has no business with
         drafter.eval().requires_grad_(False)
         return drafter
+
+
+def refuse_other_data(inputs: dict[str, Any], data: dict[str, Any], folder: Path) -> None:
+    """UserError for other data than training's, whose held-out prompts it may have seen.
+
+    Args:
+        inputs: what the run was trained from. data: manifest of the data stage. folder: where it lies.
+    """
+    if data["dataset_fingerprint"] != inputs.get("data"):
+        raise UserError(
+            f"{folder} is not the data that the drafter was trained on: run `{TRAIN}` on it, or give data_dir=… of "
+            "training"
+        )

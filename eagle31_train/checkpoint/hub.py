@@ -3,20 +3,12 @@
 from pathlib import Path
 
 from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalTokenNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub.errors import HfHubHTTPError
 
 from eagle31_train.errors import UserError
 
-# The HTTP client's own base error and OSError; the client's package differs between hub versions.
-_NETWORK_ERRORS: tuple[type[BaseException], ...] = HfHubHTTPError.__bases__
+# The hub's own errors are OSErrors or ValueErrors; the HTTP client's base error differs between hub versions.
+ERRORS: tuple[type[BaseException], ...] = (OSError, ValueError, *HfHubHTTPError.__bases__)
 WANTED = ["config.json", "*.safetensors", "*.safetensors.index.json"]
 # Pictures of what was measured: those that an earlier export uploaded and this one lacks leave the repository.
 PICTURES = ["images/acceptance/*", "images/serving/*", "images/comparison-*"]
@@ -30,19 +22,10 @@ def fetch(repo: str, revision: str | None) -> Path:
     """
     try:
         return Path(snapshot_download(repo, revision=revision, allow_patterns=WANTED))
-    except RevisionNotFoundError:
-        raise UserError(f"the hub repository {repo} has no revision {revision or 'main'}") from None
-    except GatedRepoError:
-        raise UserError(f"the hub repository {repo} is gated: accept its terms there, and set HF_TOKEN") from None
-    except RepositoryNotFoundError:
+    except ERRORS as error:
         raise UserError(
-            f"{repo} is no folder here, and no repository of the hub either, or a private one: check the name, "
-            "or set HF_TOKEN"
-        ) from None
-    except (OSError, ValueError) as error:  # no network, HF_HUB_OFFLINE, a full disk
-        raise UserError(
-            f"{repo} is no folder here, and cannot be had from the hub ({_line(error)}): check the name, the network "
-            "and HF_HUB_OFFLINE, or give a folder"
+            f"{repo} is no folder here, and cannot be had from the hub ({_line(error)}): check the name, the revision, "
+            "the network and, for a private or gated repository, HF_TOKEN"
         ) from None
 
 
@@ -66,32 +49,15 @@ def push(folder: Path, repo: str, private: bool) -> str:
         api.upload_folder(
             repo_id=repo, folder_path=folder, commit_message="Upload the drafter", delete_patterns=PICTURES
         )
-    except HFValidationError as error:
-        raise UserError(f"repo={repo} is no hub repository name ({_line(error)}): use repo=owner/name") from None
-    except LocalTokenNotFoundError:
-        raise UserError("push=true needs a hub token: run `hf auth login`, or set HF_TOKEN") from None
-    except OfflineModeIsEnabled:
-        raise UserError("push=true needs the network, but HF_HUB_OFFLINE is set: unset it") from None
-    except HfHubHTTPError as error:
-        raise UserError(_refusal(error, repo)) from None
-    except _NETWORK_ERRORS as error:
-        if isinstance(error, OSError) and error.filename:  # which a network's errors lack
-            raise UserError(f"{error.filename} cannot be uploaded ({error.strerror}): mend it and run again") from None
-        raise UserError(f"the hub cannot be reached ({_line(error)}): check the network and HF_ENDPOINT") from None
+    except UserError:
+        raise
+    except ERRORS as error:
+        raise UserError(
+            f"{folder} cannot be uploaded as {repo} ({_line(error)}): check repo=owner/name, the network, and that the "
+            "token may write (`hf auth login`, or HF_TOKEN)"
+        ) from None
     return str(address)
 
 
-def _refusal(error: HfHubHTTPError, repo: str) -> str:
-    status = error.response.status_code if error.response is not None else None
-    if status == 401:
-        return "the hub refused the token: run `hf auth login`, or set HF_TOKEN to a valid one"
-    if status == 403:
-        return f"the hub token may not write to {repo}: use one with write access, or another repo=owner/name"
-    # Too many requests, and the hub's own failures, pass; what else it refuses, it refuses again.
-    passing = status is None or status in (408, 429) or status >= 500
-    what = "run the same command again later" if passing else "is the owner's name right, and may it have this?"
-    return f"the hub answered {status} for {repo} ({_line(error)}): {what}"
-
-
 def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]
+    return " ".join(str(error).split())[:300]

@@ -1,4 +1,4 @@
-"""The files of a published EAGLE 3 or 3.1 draft: config.json and safetensors, in any spelling that vLLM takes.
+"""The files of a published EAGLE 3 or 3.1 draft: config.json and safetensors, as trainers that vLLM serves write them.
 
 What names and fields may be called stands in `contract.py` and `config_json.py`. Nothing is ever unpickled.
 """
@@ -6,7 +6,7 @@ What names and fields may be called stands in `contract.py` and `config_json.py`
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,66 +21,46 @@ from eagle31_train.model.vocab import DraftVocab
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 
 
-class Published(NamedTuple):
-    """What the files of a published draft say.
-
-    tensors: canonical names, mapped from the files, of any float dtype, without maps. Without
-        lm_head.weight where the target's own is meant.
-    vocab: the target's id of each row of lm_head.
-    target_name: path or hub id of the target, where config.json says it.
-    """
-
-    shape: DrafterShape
-    vocab: DraftVocab
-    tensors: dict[str, Tensor]
-    target_name: str | None
-
-
-def read(folder: Path, target_layers: Callable[[], int] | None) -> Published:
+def read(
+    folder: Path, target_layers: Callable[[], int] | None
+) -> tuple[DrafterShape, DraftVocab, dict[str, Tensor], str | None]:
     """Read config.json and map the tensors; whether they are all of a drafter, `contract` knows.
 
     Args:
         folder: with config.json and safetensors.
         target_layers: gives the layers of the target, and is asked only where vLLM would count them.
 
+    Returns:
+        Shape; the target's id of each row of lm_head; tensors by canonical names, mapped from the files, of any float
+        dtype, without maps, and without lm_head.weight where the target's own is meant; path or hub id of the target,
+        where config.json says it.
+
     Raises:
         UserError: it is damaged, of another kind, or says one thing in two ways that differ.
     """
-    config = _read_config(folder / CONFIG)
+    config = _read_object(folder / CONFIG)
     tensors = _canonical(_read_tensors(folder))
     _refuse_older(tensors)
     depth = target_layers() if target_layers and config_json.leaves_layers_open(config) else None
     shape = config_json.shape_from_config(config, tensors, depth)
-    tensors = contract.separate(tensors, shape)
     vocab, order = _vocabulary(tensors.pop("d2t", None), tensors.pop("t2d", None), shape)
     if order is not None and "lm_head.weight" in tensors:
         tensors["lm_head.weight"] = tensors["lm_head.weight"][order]
-    return Published(shape, vocab, tensors, config_json.target_name(config))
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise UserError(f"{path.name} is missing: a published draft is a folder with config.json and safetensors")
-    return _read_object(path)
+    return shape, vocab, tensors, config_json.target_name(config)
 
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # of JSON or of UTF-8
-        raise UserError(f"{path.name} is damaged ({error}): get it again") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path.name} is no JSON object: get it again")
-    return value
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:  # missing; not UTF-8, or JSON, or an object
+        raise UserError(f"{path.name} is missing or damaged ({error}): get it again") from None
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
     """Every tensor of the folder's safetensors, or of those that an index names."""
     files, listed = sorted(folder.glob("*.safetensors")), set()
     if (folder / INDEX).is_file():
-        places = _read_object(folder / INDEX).get("weight_map")
-        if not isinstance(places, dict):
-            raise UserError(f"{INDEX} has no weight_map: get it again")
+        places = _read_object(folder / INDEX).get("weight_map", {})
         files, listed = [folder / Path(name).name for name in sorted(set(places.values()))], set(places)
     if not files:
         raise UserError(
@@ -134,12 +114,9 @@ def _vocabulary(d2t: Tensor | None, t2d: Tensor | None, shape: DrafterShape) -> 
     offsets = d2t.long()
     ids = offsets + torch.arange(Vd)
     if not _are_tokens(ids, t2d, V):
-        if _are_tokens(offsets, t2d, V):
-            raise UserError("d2t holds target ids, but vLLM reads offsets: subtract arange(len(d2t)) from it")
-        raise UserError(
-            f"d2t names no {Vd} different tokens of {V}{'' if t2d is None else ' that t2d names, too'}: "
-            "target id = draft id + d2t"
-        )
+        ids_given = _are_tokens(offsets, t2d, V)
+        what = "holds target ids" if ids_given else f"names no {Vd} different tokens of {V}, those of t2d"
+        raise UserError(f"d2t {what}: vLLM reads offsets, target id = draft id + d2t")
     order = ids.argsort()
     return DraftVocab(ids[order].numpy(), V), order if (ids[1:] < ids[:-1]).any() else None
 

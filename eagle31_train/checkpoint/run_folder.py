@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from eagle31_train import artifacts
-from eagle31_train.config import DrafterShape, check_architecture
+from eagle31_train.checkpoint.config_json import WRITTEN
+from eagle31_train.config import DrafterShape
 from eagle31_train.errors import UserError
 from eagle31_train.model import vocab
 from eagle31_train.model.vocab import DraftVocab
@@ -64,7 +65,8 @@ def read_shape(checkpoint: Path) -> DrafterShape:
         shape = DrafterShape(**artifacts.read_json(path, TRAIN))
     except TypeError as error:
         raise UserError(f"{path} is not a drafter's shape ({error}): run `{TRAIN}` again") from None
-    check_architecture(shape.architecture)
+    if shape.architecture not in WRITTEN:
+        raise UserError(f"{path} is of a drafter of unknown architecture {shape.architecture}")
     return shape
 
 
@@ -96,7 +98,8 @@ def load_weights(checkpoint: Path, manifest: dict[str, Any] | None) -> dict[str,
         damage = artifacts.first_damaged(checkpoint.parent.parent, files)
     else:
         files = sealed_manifest(checkpoint)["files"]
-        changed = [name for name in (MODEL, SHAPE) if not _as_written(checkpoint / name, files[name])]
+        there = {name: checksum(checkpoint / name) for name in (MODEL, SHAPE) if (checkpoint / name).is_file()}
+        changed = [name for name in (MODEL, SHAPE) if there.get(name) != files[name]["checksum"]]
         damage = f"{checkpoint / changed[0]} is not as it was written" if changed else None
     if damage:
         raise UserError(f"{damage}: give another checkpoint, or run `{TRAIN}` again")
@@ -107,10 +110,6 @@ def load_weights(checkpoint: Path, manifest: dict[str, Any] | None) -> dict[str,
     if maps := tensors.keys() & {"d2t", "t2d"}:
         raise UserError(f"{checkpoint / MODEL} holds {min(maps)}: the maps come from data/vocab.safetensors")
     return tensors
-
-
-def _as_written(file: Path, entry: dict[str, Any]) -> bool:
-    return file.is_file() and file.stat().st_size == entry["bytes"] and checksum(file) == entry["checksum"]
 
 
 def option(train: Path, name: str) -> Any:
@@ -138,6 +137,7 @@ def find_vocab(train: Path, inputs: dict[str, Any], shape: DrafterShape, data_fo
     for file in files:
         if file.is_file() and artifacts.file_sha256(file)[:16] == inputs.get("vocab"):
             return vocab.read(file)
-    problem = "is not the vocabulary that the drafter was trained with" if files[0].is_file() else "is missing"
     others = f", nor is that in {' or '.join(map(str, files[1:]))}" if files[1:] else ""
-    raise UserError(f"{files[0]} {problem}{others}: put the vocabulary back, or use the run's export")
+    raise UserError(
+        f"{files[0]} is not the vocabulary that the drafter was trained with{others}: put it back, or use the export"
+    )

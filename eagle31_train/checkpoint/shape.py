@@ -3,11 +3,8 @@
 from dataclasses import fields
 
 from eagle31_train.checkpoint.contract import check_shape
-from eagle31_train.config import MLA_WIDTHS, DrafterConfig, DrafterShape, check_architecture, mla_widths
+from eagle31_train.config import MLA_WIDTHS, DrafterConfig, DrafterShape, check_value, mla_widths
 from eagle31_train.errors import UserError
-from eagle31_train.model.rope import check_rope
-
-POSITIVE = ("intermediate_size", "num_attention_heads", "rms_norm_eps", "rope_theta", "max_position_embeddings")
 
 
 def check_drafter(d: DrafterConfig) -> None:
@@ -16,41 +13,21 @@ def check_drafter(d: DrafterConfig) -> None:
     Raises:
         UserError: names the option.
     """
-    check_architecture(d.architecture)
-    optional = [name for name in ("num_key_value_heads", "head_dim", "hidden_size") if getattr(d, name) is not None]
-    for name in (*POSITIVE, *optional):
-        if not (value := getattr(d, name)) > 0:
-            raise UserError(f"drafter.{name}={value} must be above 0")
+    for field in fields(d):
+        check_value(f"drafter.{field.name}", getattr(d, field.name), field.metadata)
+    heads = d.num_attention_heads
     if d.architecture == "mla":
-        _check_mla(d)
-        return
-    heads = d.num_key_value_heads or d.num_attention_heads
-    if d.num_attention_heads % heads:
-        raise UserError(
-            f"drafter.num_attention_heads={d.num_attention_heads} is not a multiple of num_key_value_heads={heads}"
-        )
-    if d.head_dim is not None and d.head_dim % 2:
-        raise UserError(f"drafter.head_dim={d.head_dim} must be even: RoPE turns pairs")
-    if given := [name for name in ("q_lora_rank", *MLA_WIDTHS) if getattr(d, name) is not None]:
-        raise UserError(f"drafter.{given[0]} is MLA's: set drafter.architecture=mla, or leave it out")
-
-
-def _check_mla(d: DrafterConfig) -> None:
-    widths = dict(zip(MLA_WIDTHS, mla_widths(d), strict=True))
-    if d.q_lora_rank is not None:
-        widths["q_lora_rank"] = d.q_lora_rank
-    for name, value in widths.items():
-        if value <= 0:
-            raise UserError(f"drafter.{name}={value} must be above 0" + ", or null" * (name == "q_lora_rank"))
-    if widths["qk_rope_head_dim"] % 2:
-        raise UserError(f"drafter.qk_rope_head_dim={widths['qk_rope_head_dim']} must be even: RoPE turns pairs")
-    fixed = {
-        "num_key_value_heads": d.num_attention_heads,
-        "head_dim": widths["qk_nope_head_dim"] + widths["qk_rope_head_dim"],
-    }
-    for name, value in fixed.items():
-        if getattr(d, name) not in (None, value):
-            raise UserError(f"drafter.{name}={getattr(d, name)}: with MLA it is always {value} here: leave it out")
+        _, nope, rope, _ = mla_widths(d)
+        for name, value in {"num_key_value_heads": heads, "head_dim": nope + rope}.items():
+            if (given := getattr(d, name)) not in (None, value):
+                raise UserError(f"drafter.{name}={given}: with MLA it is always {value} here: leave it out")
+        if rope % 2:
+            raise UserError(f"drafter.qk_rope_head_dim={rope} must be even: RoPE turns pairs")
+    else:
+        if heads % (keys := d.num_key_value_heads or heads):
+            raise UserError(f"drafter.num_attention_heads={heads} is not a multiple of num_key_value_heads={keys}")
+        if given := [name for name in ("q_lora_rank", *MLA_WIDTHS) if getattr(d, name) is not None]:
+            raise UserError(f"drafter.{given[0]} is MLA's: set drafter.architecture=mla, or leave it out")
 
 
 def drafter_shape(
@@ -80,7 +57,7 @@ def drafter_shape(
     else:
         width = d.head_dim or D // heads
         if width % 2:
-            raise UserError(f"drafter.head_dim={width}, as hidden_size / num_attention_heads, is odd: set an even one")
+            raise UserError(f"drafter.head_dim={width} must be even: RoPE turns pairs")
     joined = {
         "hidden_size": D,
         "target_hidden_size": hidden_size,
@@ -93,7 +70,6 @@ def drafter_shape(
     }
     own = {field.name for field in fields(d)} & {field.name for field in fields(DrafterShape)}
     shape = DrafterShape(**{name: getattr(d, name) for name in own} | joined)
-    check_rope(shape)
     if problems := check_shape(shape):  # what vLLM would not serve is not worth training
-        raise UserError(f"vLLM could not serve this drafter: {problems[0]}")
+        raise UserError(problems[0])
     return shape

@@ -20,7 +20,6 @@ from eagle31_train.errors import UserError
 
 EXPORT = "python -m eagle31_train.export"
 RECORD = "export.json"
-SERVED = ("config.json", MODEL)  # files of the checkpoint
 
 
 def write_checkpoint(

@@ -2,17 +2,15 @@
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from eagle31_train import artifacts
 from eagle31_train.checkpoint.shape import drafter_shape
-from eagle31_train.config import Config, DrafterShape, PlanConfig
+from eagle31_train.config import Config, DrafterShape, default_aux_layers
 from eagle31_train.errors import UserError
 from eagle31_train.planning.work import Work, count_work, made_mask
 
@@ -57,20 +55,16 @@ def read_target(config: Config) -> Target:
     if (folder / "config.json").is_file():
         found = artifacts.read_json(folder / "config.json", "the target's own")
         found = found.get("text_config", found)  # of a model that sees, too
+    experts = any((found.get(name) or 0) > 1 for name in EXPERTS)
     sizes: dict[str, Any] = {
         "hidden_size": p.hidden_size or found.get("hidden_size"),
         "vocab_size": p.vocab_size or found.get("vocab_size"),
         "layers": p.layers or found.get("num_hidden_layers"),
-        "target_parameters": p.target_parameters or (None if _has_experts(found) else _parameters(folder)),
+        "target_parameters": p.target_parameters or (None if experts else _parameters(folder)),
     }
     if missing := [f"plan.{name}" for name, value in sizes.items() if not value]:
-        where = "its files do not say" if found else "it is no folder here, and a plan downloads nothing"
-        raise UserError(f"no value for {', '.join(missing)} of {config.target.path} ({where}): set them")
-    return Target(int(sizes["hidden_size"]), int(sizes["vocab_size"]), int(sizes["layers"]), sizes["target_parameters"])
-
-
-def _has_experts(config: dict[str, Any]) -> bool:
-    return any((config.get(name) or 0) > 1 for name in EXPERTS)
+        raise UserError(f"no value for {', '.join(missing)}, nor in a folder {config.target.path}: set them")
+    return Target(*sizes.values())
 
 
 def _parameters(folder: Path) -> float | None:
@@ -87,48 +81,31 @@ def _parameters(folder: Path) -> float | None:
 
 def planned_shape(config: Config, target: Target, draft_vocab_size: int) -> DrafterShape:
     """The drafter's architecture, joined with its target; UserError for a drafter that training would refuse."""
-    layers = config.target.aux_layers or [2, target.layers // 2, target.layers - 3]  # vLLM's default
+    layers = config.target.aux_layers or default_aux_layers(target.layers)
     return drafter_shape(config.drafter, target.hidden_size, target.vocab_size, draft_vocab_size, sorted(set(layers)))
 
 
 def read_data(config: Config) -> Data:
     """As python -m data_prep counted it, if it has run; else as plan.* says."""
-    p, K = config.plan, config.train.ttt_length
+    p, d = config.plan, config.data
     manifest = config.data_folder / artifacts.MANIFEST
     if not manifest.is_file():
-        return _made(p, config)
+        length = min(p.sample_tokens, d.max_length)
+        work = count_work([made_mask(length, p.share)], config.train.ttt_length) * ((p.tokens or EXAMPLE) / length)
+        origin = (
+            "as plan.* says" if p.tokens else "an EXAMPLE: not counted (python -m data_prep) or given (plan.tokens)"
+        )
+        vocabulary = None if d.draft_vocab_coverage is not None else d.draft_vocab_size
+        return Data(origin, work, d.heldout / max(1 - d.heldout, 0.01), d.max_length, vocabulary)
     counted = artifacts.read_json(manifest, "python -m data_prep")
-    try:
-        train, heldout = counted["splits"]["train"], counted["splits"]["heldout"]
-        found = {name: train[name] for name in ("conversations", "tokens", "assistant_tokens")}
-        vocabulary, out = counted["draft_vocab"]["size"], heldout["tokens"] / max(train["tokens"], 1)
-    except KeyError as error:
-        raise UserError(f"{manifest} does not say {error}: run `python -m data_prep` again") from None
-    looked, longest = _look_at(config.data_folder / "dataset", K)
-    work = looked * (found["tokens"] / looked.tokens)
-    work = replace(work, conversations=found["conversations"], assistant=found["assistant_tokens"])
-    origin = f"as counted in {config.data_folder}"
+    train, heldout = counted["splits"]["train"], counted["splits"]["heldout"]
+    looked, longest = _look_at(config.data_folder / "dataset", config.train.ttt_length)
+    work = looked * (train["tokens"] / looked.tokens)
+    work = replace(work, conversations=train["conversations"], assistant=train["assistant_tokens"])
     if p.tokens:
-        work, origin = work * (p.tokens / work.tokens), f"plan.tokens of such as are counted in {config.data_folder}"
-    return Data(origin, work, out, longest, vocabulary)
-
-
-def _made(p: PlanConfig, config: Config) -> Data:
-    tokens = p.tokens or EXAMPLE
-    length = min(p.sample_tokens, config.data.max_length)
-    one = count_work([made_mask(length, p.share)], config.train.ttt_length)
-    origin = "as plan.tokens, plan.share and plan.sample_tokens say"
-    if not p.tokens:
-        origin = "an EXAMPLE: not counted (python -m data_prep) or given (plan.tokens)"
-    h = config.data.heldout
-    return Data(origin, one * (tokens / length), h / max(1 - h, 0.01), config.data.max_length, _vocabulary(config))
-
-
-def _vocabulary(config: Config) -> int | None:
-    """Vd before it is counted: as asked for; all of it without pruning; None where only its coverage is asked for."""
-    if config.data.draft_vocab_coverage is not None:
-        return None
-    return config.data.draft_vocab_size
+        work = work * (p.tokens / work.tokens)
+    share = heldout["tokens"] / max(train["tokens"], 1)
+    return Data(f"as counted in {config.data_folder}", work, share, longest, counted["draft_vocab"]["size"])
 
 
 def _look_at(dataset: Path, ttt_length: int) -> tuple[Work, int]:
@@ -139,9 +116,5 @@ def _look_at(dataset: Path, ttt_length: int) -> tuple[Work, int]:
     assert isinstance(split, Dataset)
     longest = max(chunk.value_lengths().to_numpy().max(initial=0) for chunk in split.data.column("loss_mask").chunks)
     rows = np.unique(np.linspace(0, len(split) - 1, min(LOOKED_AT, len(split))).astype(int))
-
-    def masks() -> Iterator[NDArray[np.bool_]]:
-        for row in rows.tolist():
-            yield np.asarray(split[row]["loss_mask"], dtype=bool)
-
-    return count_work(masks(), ttt_length), int(longest)
+    masks = (np.asarray(split[row]["loss_mask"], dtype=bool) for row in rows.tolist())
+    return count_work(masks, ttt_length), int(longest)

@@ -16,7 +16,7 @@ from eagle31_train.store.shard_plan import TOKEN_BYTES, Shape
 
 @dataclass(frozen=True)
 class Planned:
-    """Everything that the sections speak of."""
+    """What the sections print."""
 
     config: Config
     target: Target
@@ -72,22 +72,21 @@ class Planned:
         work = self.data.work * (1 + self.data.heldout)
         return extraction_flops(self.target.parameters, self.target.layers, self.target.hidden_size, work)
 
-    def states(self, aux_codec: str | None = None, last_codec: str | None = None) -> Shape:
-        """What decides the size of stored states; by the configuration's codecs or others."""
+    def states(self) -> Shape:
+        """What decides the size of stored states."""
         s = self.config.store
-        kinds = (aux_codec or s.aux_codec, last_codec or s.last_codec)
-        return Shape(self.target.hidden_size, len(self.shape.aux_layers), *kinds)
+        return Shape(self.target.hidden_size, len(self.shape.aux_layers), s.aux_codec, s.last_codec)
 
     def store_bytes(self, states: Shape) -> float:
         """Of the training split: per token ids and masks, per attended position A states, per taught one a state."""
         work, (aux, last) = self.data.work, states.row_bytes
         return work.tokens * TOKEN_BYTES + work.positions * aux + work.taught * last
 
-    def target_pieces(self) -> dict[str, float]:
-        """Bytes of the target's weights that training keeps on every device, in the precision of the products."""
-        V, H, Vd = self.shape.vocab_size, self.shape.target_hidden_size, self.shape.draft_vocab_size
-        shared = {"embedding": V * H} if self.shape.share_embedding else {}
-        return {name: self.value * size for name, size in {**shared, "lm_head's rows": Vd * H}.items()}
+    def target_pieces(self) -> float:
+        """Bytes of the target's embedding and lm_head that training keeps, in the precision of the products."""
+        shape = self.shape
+        rows = shape.draft_vocab_size + shape.vocab_size * shape.share_embedding
+        return self.value * rows * shape.target_hidden_size
 
     def state(self) -> State:
         """Trained tensors as the optimizer groups them: matrices, then norms."""
@@ -106,8 +105,8 @@ class Planned:
 
     def profiles(self) -> list[Profile]:
         """Those that can be launched, whatever they take."""
-        t, several = self.config.train, self.config.plan.devices > 1
-        return [profile for profile in PROFILES if profile.takes(t.optimizer) and (several or not profile.several)]
+        optimizer, several = self.config.train.optimizer, self.config.plan.devices > 1
+        return [profile for profile in PROFILES if profile.takes(optimizer) and (several or not profile.several)]
 
     def micro_tokens(self, devices: int) -> int:
         """Tokens of the largest micro-batch: its share of a step, or a longest conversation."""
@@ -117,20 +116,20 @@ class Planned:
             min(self.data.longest, t.batch_tokens),
         )
 
-    def micro(self, devices: int, recompute: bool) -> tuple[Activations, float]:
+    def micro(self, devices: int) -> tuple[Activations, float]:
         """Of one micro-batch: bytes while it is worked out, and as it comes."""
         t, s = self.config.train, self.config.store
         work = (self.data.work * (self.micro_tokens(devices) / self.data.work.tokens)).of_slots(self.trained_share)
         decodes = bool(CODECS[s.aux_codec].block) or self.value == FP32
-        step = Step(self.value, decodes, recompute, self.config.drafter.train_lm_head, t.lk > 0)
+        step = Step(self.value, decodes, t.activation_checkpointing, self.config.drafter.train_lm_head, t.lk > 0)
         aux, last = self.states().row_bytes
         return activations(self.shape, work, step), work.positions * aux + work.taught * last
 
-    def memory(self, profile: Profile, recompute: bool) -> Memory:
+    def memory(self, profile: Profile) -> Memory:
         """Of one device."""
         devices = self.config.plan.devices if profile.several else 1
-        micro, batch = self.micro(devices, recompute)
-        file = CONFIGS / "deepspeed" / f"{profile.deepspeed}.json"
+        micro, batch = self.micro(devices)
+        file = CONFIGS / "deepspeed" / f"{profile.name}.json"
         buffers = read_buffers(file) if profile.deepspeed else Buffers()
-        target, several = sum(self.target_pieces().values()), self.config.train.gradient_accumulation_steps > 1
-        return memory(profile, Setting(self.state(), devices, target, micro, batch, buffers, several))
+        several = self.config.train.gradient_accumulation_steps > 1
+        return memory(profile, Setting(self.state(), devices, self.target_pieces(), micro, batch, buffers, several))

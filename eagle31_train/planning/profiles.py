@@ -22,29 +22,29 @@ GROUP = 1_000_000_000  # and sub_group_size: what ZeRO-3 updates together
 
 @dataclass(frozen=True)
 class Profile:
-    """One of configs/accelerate: its file's name, what it shards, and DeepSpeed's settings where it is DeepSpeed's."""
+    """One of configs/accelerate, by its file's name, and what it shards."""
 
     name: str
     stage: int = 0  # 1: moments are sharded, 2: gradients too, 3: weights too
-    deepspeed: str | None = None
-    offload: bool = False  # moments and the update in the host's memory
     several: bool = True
+
+    @property
+    def deepspeed(self) -> bool:
+        """Whether it is DeepSpeed's, with settings of this name in configs/deepspeed."""
+        return self.name.startswith("zero")
+
+    @property
+    def offload(self) -> bool:
+        """Whether moments and the update are in the host's memory."""
+        return self.name.endswith("offload")
 
     def takes(self, optimizer: str) -> bool:
         """Whether train.optimizer may be this: Muon needs whole matrices, which DeepSpeed cuts up."""
-        return optimizer != "muon" or self.deepspeed is None
+        return optimizer != "muon" or not self.deepspeed
 
 
-PROFILES = (
-    Profile("gpu", several=False),
-    Profile("ddp"),
-    Profile("zero1", 1, "zero1"),
-    Profile("zero2", 2, "zero2"),
-    Profile("zero2_offload", 2, "zero2_offload", offload=True),
-    Profile("fsdp2", 3),
-    Profile("zero3", 3, "zero3"),
-    Profile("zero3_offload", 3, "zero3_offload", offload=True),
-)
+STAGES = {"ddp": 0, "zero1": 1, "zero2": 2, "zero2_offload": 2, "fsdp2": 3, "zero3": 3, "zero3_offload": 3}
+PROFILES = (Profile("gpu", several=False), *(Profile(name, stage) for name, stage in STAGES.items()))
 
 
 @dataclass(frozen=True)
@@ -82,11 +82,6 @@ class State:
     def trained(self) -> int:
         """P."""
         return sum(map(sum, self.groups))
-
-    @property
-    def largest(self) -> int:
-        """L."""
-        return max(size for group in self.groups for size in group)
 
     @property
     def moments(self) -> int:
@@ -170,11 +165,6 @@ class Setting:
         return FP32 * self.state.trained
 
     @property
-    def moments(self) -> float:
-        """Of all moments."""
-        return FP32 * self.state.moments
-
-    @property
     def part(self) -> float:
         """Of a device's share of them."""
         return self.whole / self.devices
@@ -187,7 +177,7 @@ class Setting:
     @property
     def largest(self) -> float:
         """Of the largest tensor."""
-        return FP32 * self.state.largest
+        return FP32 * max(size for group in self.state.groups for size in group)
 
     @property
     def bucket(self) -> float:
@@ -197,8 +187,7 @@ class Setting:
     @property
     def flat(self) -> float:
         """Of what is flattened once more to be sent: what is in the bucket, or a tensor that is larger."""
-        filled = min(self.bucket, self.whole)
-        return max(filled, self.largest) if self.largest > self.bucket else filled
+        return self.largest if self.largest > self.bucket else min(self.bucket, self.whole)
 
 
 def memory(profile: Profile, setting: Setting) -> Memory:
@@ -212,7 +201,7 @@ def _replicated(profile: Profile, s: Setting) -> Memory:
     """One process, or DDP, whose buckets hold the gradients."""
     return Memory(
         weights=s.gathered,
-        moments=s.moments,
+        moments=FP32 * s.state.moments,
         copies=s.whole if profile.several else 0,
         target=s.target,
         step=s.batch + s.micro.peak + (0 if profile.several else s.accumulates * s.whole),
@@ -224,7 +213,7 @@ def _fsdp2(s: Setting) -> Memory:
     """Gathered in one buffer, which lives as long as the tensors that it is copied into; gradients likewise."""
     return Memory(
         weights=s.gathered / s.devices,
-        moments=s.moments / s.devices,
+        moments=FP32 * s.state.moments / s.devices,
         copies=0,
         target=s.target,
         step=s.batch + s.micro.peak + 2 * s.gathered + s.accumulates * s.part,

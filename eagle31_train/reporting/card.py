@@ -6,13 +6,13 @@ Everything on the card is a recorded fact: hyper-parameters and counts come from
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from html import escape
 from typing import Any
 
 from eagle31_train.checkpoint.config_json import MLA_DEFAULTS
 from eagle31_train.checkpoint.contract import caveats
-from eagle31_train.config import RENAMED, Config, DrafterShape, as_plain
+from eagle31_train.config import RENAMED, Config, DrafterShape
 from eagle31_train.reporting import tables
 from eagle31_train.reporting.card_results import CardResult, CardResults
 from eagle31_train.reporting.evaluation_page import conditions
@@ -166,7 +166,7 @@ def _kind(shape: DrafterShape) -> str:
 
 def _drafter(shape: DrafterShape) -> dict[str, Any]:
     """The shape's fields; those of MLA only where it has them."""
-    return as_plain(shape) if shape.architecture == "mla" else _without(as_plain(shape), *MLA_DEFAULTS)
+    return asdict(shape) if shape.architecture == "mla" else _without(asdict(shape), *MLA_DEFAULTS)
 
 
 def _without(values: Mapping[str, Any], *names: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from eagle31_train.config import TargetConfig
+from eagle31_train.config import TargetConfig, default_aux_layers
 from eagle31_train.errors import UserError
 from eagle31_train.targets.pretrained import from_pretrained, require_path
 from eagle31_train.targets.readout import Readout, find_parts, readout_of

@@ -44,38 +44,10 @@ def test_request_and_reply(server, chatml):
     assert [Server(server.url, "m", chatml, tokens).timeout for tokens in (512, 16384)] == [600, 8192]
 
 
-@pytest.mark.parametrize(("status", "error", "requests"), [(503, UserError, 3), (404, UserError, 1), (400, Refused, 1)])
-def test_a_server_that_gives_no_answer(server, chatml, status, error, requests):
-    """Busy for too long and a wrong address end the run; a refused prompt is left out."""
-    server.reply = lambda _: (status, b"busy\nhere")
-    with pytest.raises(error, match=f"HTTP {status} busy here"):
-        ask(server, chatml, attempts=3)
-    assert len(server.bodies) == requests
-
-
-def test_no_server_there(chatml, monkeypatch):
-    posted = []
-    monkeypatch.setattr(Server, "_post", lambda _, body: posted.append(body) or (_ for _ in ()).throw(OSError("away")))
-    client = Server("http://127.0.0.1:1/v1", "m", chatml, 7, attempts=2, wait=lambda _: None)
-    for given_up, requests in ((False, 2), (True, 3)):
-        client.given_up = given_up  # a server that was given up is not asked again
-        with pytest.raises(UserError, match=r"gives no answer \(away\)"):
-            client.answer([ASK], 0.0, 0)
-        assert len(posted) == requests
-
-
-@pytest.mark.parametrize("reply", [b"<html>", b"{}", b'{"choices": []}', b"[]"])
-def test_reply_that_is_no_chat_completion(server, chatml, reply):
-    server.reply = lambda _: (200, reply)
-    with pytest.raises(UserError, match="answered no chat completion"):
-        ask(server, chatml)
-
-
 @pytest.mark.parametrize(
     ("content", "reason", "parts", "why"),
     [
-        (None, "tool_calls", {}, "'tool_calls', and gives none"),
-        (None, "tool_calls", {"tool_calls": []}, "'tool_calls', and gives none"),
+        ("x", "tool_calls", {"tool_calls": []}, "without the tool calls"),
         ("x", "content_filter", {}, "'content_filter'"),
         (None, "stop", {}, "without text"),
         (None, "tool_calls", {"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, "no JSON object"),
@@ -102,59 +74,3 @@ def test_an_answer_taken_apart_is_put_together_as_the_target_wrote_it(server, th
     assert text == 'hm</think><tool_call>{"name": "find", "arguments": {"a": 1}}</tool_call><|im_end|>'
     with pytest.raises(UserError, match="start it without a reasoning parser"):
         ask(server, chatml)
-
-
-def test_history_goes_back_as_servers_take_it(server, thinking):
-    """A thought that stands in front of an answer goes where the server's template looks for it, to drop or to keep."""
-    call = [{"id": "c", "type": "function", "function": {"name": "find", "arguments": {"a": "狐"}}}]
-    messages = [
-        ASK,
-        {"role": "assistant", "content": "<think>hm</think>", "tool_calls": call, "finish_reason": "tool_calls"},
-        {"role": "tool", "content": "red", "tool_call_id": "c", "name": "find"},
-    ]
-    ask(server, thinking, messages)
-    (body,) = server.bodies
-    assert body["messages"][1] == {
-        "role": "assistant", "content": "", "reasoning_content": "hm", "reasoning": "hm",
-        "tool_calls": [{"id": "c", "type": "function", "function": {"name": "find", "arguments": '{"a": "狐"}'}}],
-    }  # fmt: skip
-    assert body["messages"][2] == messages[2]
-    assert "tools" not in body
-
-
-def test_special_tokens_are_asked_for_where_markup_is_made_of_them(server, fresh_tokenizer, thinking):
-    ask(server, thinking)
-    fresh_tokenizer.add_special_tokens({"additional_special_tokens": ["</think>"]})
-    ask(server, ChatTemplate(fresh_tokenizer, thinking.end_ids, THINKING))
-    without, special = server.bodies
-    assert "skip_special_tokens" not in without
-    assert special["skip_special_tokens"] is False
-    assert "chat_template_kwargs" not in special
-
-
-def test_answers_in_other_tokens_than_the_target_wrote_are_counted(server, thinking, chatml, completion):
-    wrote = len(thinking.encode("hm</think>yes<|im_end|>"))
-    for tokens, respelt in ((wrote, 0), (wrote + 1, 1), (0, 0)):
-        server.reply = lambda _, tokens=tokens: completion("yes", usage=tokens, reasoning_content="hm")
-        answer, _ = ask(server, thinking)
-        ((_, sample),) = samples(thinking, [ASK, answer.message], 1000).samples
-        assert (answer.tokens, sample.respelt) == (tokens, respelt)
-    for tokens, respelt in ((len(chatml.encode("yes<|im_end|>")), 0), (1, 1)):
-        ((_, sample),) = samples(chatml, [ASK, {"role": "assistant", "content": "yes", "tokens": tokens}], 1000).samples
-        assert sample.respelt == respelt
-
-
-def test_a_server_with_another_template_is_named_once(server, thinking, completion, capsys):
-    ours = len(thinking.prompt_ids([ASK]))
-    client = Server(server.url, "m", thinking, 7)
-    for prompt, warnings in ((ours, 0), (0, 0), (ours + 2, 1), (ours + 2, 0)):
-        server.reply = lambda _, prompt=prompt: completion("yes", prompt=prompt)
-        client.answer([ASK], 0.0, 11)
-        assert capsys.readouterr().err.count(f"{ours + 2} tokens of a prompt that has {ours} here") == warnings
-
-
-def test_a_prompt_that_the_template_refuses_is_not_asked(server, tokenizer, thinking):
-    strict = ChatTemplate(tokenizer, thinking.end_ids, "{{ raise_exception('no greetings') }}")
-    with pytest.raises(Refused, match="no greetings"):
-        ask(server, strict)
-    assert server.bodies == []

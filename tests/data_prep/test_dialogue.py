@@ -19,52 +19,6 @@ def answer(*calls, content=""):
     return say("assistant", content, **({"tool_calls": list(calls)} if calls else {}))
 
 
-def asked(*messages):
-    """The turns in short: contents of results with their functions' names, and of the rest."""
-    return [
-        ([(name, m["content"]) for name, m in turn.results], [m["content"] for m in turn.rest])
-        for turn in turns_of(list(messages))
-    ]
-
-
-def test_every_user_message_is_a_turn_and_recorded_answers_are_not():
-    found = asked(say("system", "s"), say("user", "a"), say("assistant", "?"), say("user", "b"), say("user", "c"))
-    assert found == [([], ["s", "a"]), ([], ["b"]), ([], ["c"])]
-    assert asked(say("assistant", "welcome"), say("user", "a"), say("system", "t"), say("user", "b")) == [
-        ([], ["a"]), ([], ["t", "b"]),
-    ]  # fmt: skip
-
-
-def test_results_of_one_answer_are_one_turn_and_know_their_functions():
-    recorded = answer(call("weather", "1"), call("map", "2"))
-    results = [say("tool", "M", tool_call_id="2"), say("tool", "W", tool_call_id="1")]
-    found = asked(say("user", "a"), recorded, *results, say("assistant"), say("user", "b"))
-    assert found == [([], ["a"]), ([("map", "M"), ("weather", "W")], []), ([], ["b"])]
-    by_place = asked(say("user", "a"), answer(call("weather"), call("map")), say("tool", "W"), say("tool", "M"))
-    assert by_place[1] == ([("weather", "W"), ("map", "M")], [])
-    own = asked(say("user", "a"), say("assistant", "text"), say("tool", "W", name="weather"), say("tool", "M"))
-    assert own[1] == ([("weather", "W"), (None, "M")], [])
-    straight = asked(say("user", "a"), recorded, say("tool", "W", tool_call_id="1"), say("user", "b"))
-    assert straight[1:] == [([("weather", "W")], []), ([], ["b"])], "an answer is due between result and question"
-
-
-@pytest.mark.parametrize(
-    ("messages", "reason"),
-    [
-        ([say("system")], "no user turn"),
-        ([say("assistant")], "no user turn"),
-        ([say("tool"), say("user")], "a tool result that follows no answer"),
-        ([say("user"), say("tool")], "a tool result that follows no answer"),
-        ([say("assistant"), say("tool"), say("user")], "a tool result that follows no answer"),
-        ([say("user"), say("assistant"), say("system"), say("tool")], "a tool result that follows no answer"),
-        ([say("user"), say("assistant"), say("system")], "a system turn with nothing to answer after it"),
-    ],
-)
-def test_prompts_that_cannot_be_asked(messages, reason):
-    with pytest.raises(Refused, match=reason):
-        turns_of(messages)
-
-
 @pytest.fixture
 def results():
     """The turn after an answer that called weather and map."""
@@ -91,20 +45,3 @@ def test_calls_and_results_that_do_not_fit_end_the_conversation(results):
     ]:
         with pytest.raises(Refused, match=reason):
             following(given, answer(*map(call, calls)))
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        '<tool_call>{"name": "weather", "arguments": {}}</tool_call>',
-        "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0",
-        '<|python_tag|>{"name": "weather", "parameters": {}}',
-        "<|channel|>commentary to=functions.weather<|message|>{}",
-    ],
-)
-def test_a_call_in_plain_text_ends_it_where_there_are_tools(results, text):
-    (turn,) = turns_of([say("user", "a")])
-    for one in (turn, results):
-        with pytest.raises(Refused, match="calls a tool in its text"):
-            following(one, answer(content=text), [{"type": "function", "function": {"name": "weather"}}])
-    assert following(turn, answer(content=text)), "without tools it is a text about tools"

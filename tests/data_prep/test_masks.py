@@ -1,5 +1,7 @@
 """Loss masks of whole conversations: exact on golden cases, and refused wherever they cannot be exact."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from families import by_pieces
@@ -10,7 +12,6 @@ from data_prep.formats import Refused
 from data_prep.masks import one_sample
 from data_prep.template import ChatTemplate
 from eagle31_train.config import TargetConfig
-from eagle31_train.errors import UserError
 
 ASK = {"role": "user", "content": "hello, how are you?"}
 REPLY = {"role": "assistant", "content": "the quick brown fox"}
@@ -26,7 +27,7 @@ PIECES = [
 ]
 
 
-# ChatML, with the assistant's part marked.
+# ChatML, with the assistant's part marked as for transformers, which changes nothing.
 MARKED = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}"
     "{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}{% else %}{{ m['content'] }}<|im_end|>{% endif %}"
@@ -39,17 +40,14 @@ def with_template(tokenizer: PreTrainedTokenizerFast, text: str) -> ChatTemplate
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("how", ["prefixes", "markers", "markers around the content alone", "no offsets"])
+@pytest.mark.parametrize("how", ["offsets", "markers", "no offsets"])
 def test_several_turns_are_masked_exactly(tokenizer, chatml, monkeypatch, how):
     template = chatml
     if how == "no offsets":
         monkeypatch.setattr(PreTrainedTokenizerFast, "is_fast", property(lambda _: False))
         assert masks.Tokens(chatml, "hello").offsets is None
-    elif how != "prefixes":
-        inner = MARKED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>")
-        template = with_template(tokenizer, MARKED if how == "markers" else inner)
-        assert inner != MARKED
-    assert template.has_markers(None) == how.startswith("markers")
+    elif how == "markers":
+        template = with_template(tokenizer, MARKED)
     sample = one_sample(template, CHAT, 1000)
     ids, mask = by_pieces(chatml, PIECES)
     assert sample.input_ids.tolist() == ids
@@ -71,7 +69,8 @@ def test_planted_mistakes_are_caught(chatml, monkeypatch, mistake):
         chatml.end_ids = [brown]
     elif mistake == "characters off by one":
         spans = masks.prefix_spans
-        monkeypatch.setattr(masks, "prefix_spans", lambda *given: [(start + 1, end) for start, end in spans(*given)])
+        late = lambda *given: [replace(span, start=span.start + 1) for span in spans(*given)]  # noqa: E731
+        monkeypatch.setattr(masks, "prefix_spans", late)
     else:
         place, boundary = chatml.render(CHAT).index("the quick"), masks.Tokens.boundary
         shifted = lambda self, char: boundary(self, char) + (mistake if char == place else 0)  # noqa: E731
@@ -168,49 +167,6 @@ def test_long_conversations_are_cut_and_answers_may_be_stripped(tokenizer, chatm
 
 
 # ---------------------------------------------------------------- the template itself
-
-
-def test_fingerprints_know_tokenizer_and_template(tokenizer, fresh_tokenizer, chatml):
-    same = ChatTemplate(fresh_tokenizer, chatml.end_ids, chatml.template)
-    chatml.tokenizer("hello", padding="max_length", truncation=True, max_length=4)  # leaves state in the backend
-    assert same.fingerprints() == chatml.fingerprints()
-    other = with_template(tokenizer, MARKED).fingerprints()
-    assert other["template"] != same.fingerprints()["template"]
-    assert other["tokenizer"] == same.fingerprints()["tokenizer"]
-    fresh_tokenizer.add_tokens(["newword"])
-    assert same.fingerprints()["tokenizer"] != other["tokenizer"]
-
-
-def test_conversations_with_tools_have_the_template_that_the_tokenizer_names_for_them(fresh_tokenizer, tmp_path):
-    """As transformers and vLLM choose it."""
-    plain = fresh_tokenizer.chat_template
-    with_tools = "{% if tools %}{{ tools | tojson }}{% endif %}{% if terse %}terse{% endif %}" + plain
-    fresh_tokenizer.chat_template = {"default": plain, "tool_use": with_tools}
-    fresh_tokenizer.save_pretrained(tmp_path)
-    template = ChatTemplate.load(TargetConfig(path=str(tmp_path), template_args={"terse": True}))
-    tools = [{"type": "function", "function": {"name": "find", "parameters": {}}}]
-    for given in (None, tools):
-        served = fresh_tokenizer.apply_chat_template([ASK], tools=given, tokenize=False, terse=True)
-        assert template.render([ASK], tools=given) == served
-        assert one_sample(template, [ASK, REPLY], 1000, given).loss_mask.any()
-    assert "find" in served
-    assert template.reads_tools
-    assert not with_template(fresh_tokenizer, plain).reads_tools
-    marks = with_tools.replace("{{ m['content'] }}", "{% generation %}{{ m['content'] }}{% endgeneration %}")
-    other = ChatTemplate(fresh_tokenizer, template.end_ids, plain, {}, marks)
-    assert (other.has_markers(None), other.has_markers(tools)) == (False, True)
-    fingerprints = {str(one.fingerprints()) for one in (other, template, with_template(fresh_tokenizer, plain))}
-    assert len(fingerprints) == 3
-
-
-def test_an_argument_that_the_template_does_not_read(fresh_tokenizer, tmp_path):
-    fresh_tokenizer.save_pretrained(tmp_path)
-    thinks = tmp_path / "thinks.jinja"
-    thinks.write_text("{% if enable_thinking %}think{% endif %}")
-    target = {"path": str(tmp_path), "chat_template": str(thinks)}
-    ChatTemplate.load(TargetConfig(**target, template_args={"enable_thinking": False}))
-    with pytest.raises(UserError, match=r"template_args\.enable_thinkng .*did you mean 'enable_thinking'"):
-        ChatTemplate.load(TargetConfig(**target, template_args={"enable_thinkng": False}))
 
 
 @pytest.mark.real_target

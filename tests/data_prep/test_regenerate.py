@@ -1,14 +1,12 @@
 """Regeneration: in rounds, resumable, by the target in process or by a server, with thoughts and tools."""
 
 import json
-import shutil
 
 import pytest
 from datasets import load_from_disk
 
 from data_prep import regenerate as module
-from data_prep.answers import Job, Local
-from data_prep.formats import Row
+from data_prep.answers import Local
 from data_prep.journal import Answer, Journal
 from data_prep.regenerate import JOURNAL, MANIFEST, OUTPUT, read_manifest, regenerate
 from data_prep.stage import prepare
@@ -141,40 +139,6 @@ def test_the_journal_is_of_one_run_at_a_time(tmp_path):
         with pytest.raises(UserError, match="being written by another run"), Journal(path):
             pass
         assert path.read_text().endswith("half a li"), "what the other is writing is left alone"
-
-
-@pytest.mark.parametrize(
-    "line", ['{"key": "a"}', '{"key": "a", "message": {"role": "user"}, "finish_reason": "stop"}', "3", "nonsense"]
-)
-def test_a_damaged_line_of_a_journal_is_named(tmp_path, line):
-    (tmp_path / JOURNAL).write_text(line + "\n")
-    with pytest.raises(UserError, match=":1 is damaged: remove this line"), Journal(tmp_path / JOURNAL):
-        pass
-
-
-def test_other_weights_and_other_prompts_under_the_same_name_are_told_apart(config, tmp_path, tiny_target):
-    """Neither the finished answers nor the journal of one may pass for the other's."""
-    for folder, row in zip("ab", PROMPTS, strict=False):
-        shutil.copytree(tiny_target, tmp_path / folder / "target")
-        write(tmp_path / folder / "x.jsonl", [row])
-    weights = tmp_path / "b" / "target" / "model.safetensors"
-    content = bytearray(weights.read_bytes())
-    content[-1] ^= 1
-    weights.write_bytes(content)
-    config.data.prompts = str(tmp_path / "[ab]" / "x.jsonl")
-    config.target.path = str(tmp_path / "a" / "target")
-    rows = run(config)
-    (tmp_path / "moved").mkdir()
-    (tmp_path / "a" / "target").rename(tmp_path / "moved" / "target")
-    config.target.path = str(tmp_path / "moved" / "target")
-    assert run(config) == rows  # elsewhere, but the same
-    config.target.path = str(tmp_path / "b" / "target")
-    with pytest.raises(UserError, match=r"made from other inputs \(weights: "):
-        run(config)
-    config.target.path = str(tmp_path / "moved" / "target")
-    write(tmp_path / "a" / "x.jsonl", [{**PROMPTS[0], "turns": ["another"]}])
-    with pytest.raises(UserError, match="made from other inputs"):
-        run(config)
 
 
 # ---------------------------------------------------------------- prompts without an answer
@@ -355,33 +319,3 @@ def test_a_run_that_a_failing_server_ends_goes_on_with_whole_messages(served, tm
     assert run(served) == whole
     assert len(server.bodies) == 2, "the second and third answer of one conversation"
     assert not journal.exists()
-
-
-@pytest.mark.parametrize(("space", "apart"), [("", True), ("  ", False)])
-def test_a_call_in_plain_text_is_taken_apart_where_nothing_of_it_is_lost(
-    served, tmp_path, server, completion, space, apart
-):
-    """Of a server without parsers. With white space that the template would not write, the text stays as it is."""
-    text = f"<think>look it up</think>{CALL.replace(', ', f',{space} ')}"
-    parsed = server.reply
-
-    def reply(body):
-        content = json.loads(parsed(body)[1])["choices"][0]["message"]["content"]
-        return completion(content or text)
-
-    server.reply = reply
-    called = by_id(run(served))["whole"]["messages"]
-    ended = {entry["id"]: entry["reason"] for entry in read_manifest(tmp_path / "run")["ended"]}
-    if apart:
-        assert called[1]["tool_calls"][0]["function"] == {"name": "weather", "arguments": {"city": "Oslo"}}
-        assert called[1]["reasoning_content"] == "look it up"
-        assert [m["role"] for m in called] == ["user", "assistant", "tool", "assistant", "user", "assistant"]
-    else:
-        assert called[1]["content"] == text
-        assert ended["whole"] == "the answer calls a tool in its text, in a form that cannot be taken apart"
-
-
-def test_another_tool_is_another_question():
-    """A journal's answer belongs to the tools that the target was shown."""
-    rows = [Row("a", "s", "f:1", tools=[{"type": "function", "function": {"name": name}}]) for name in ("one", "other")]
-    assert len({module._key(Job(row, 0, 0.0, []), {}) for row in [*rows, Row("a", "s", "f:1")]}) == 3

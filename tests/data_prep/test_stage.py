@@ -1,7 +1,6 @@
 """The whole stage on a small target: what it writes, when it does nothing, and what it refuses."""
 
 import json
-import shutil
 from collections import Counter
 
 import numpy as np
@@ -13,7 +12,7 @@ from data_prep.dataset import is_heldout, prompt_digest
 from data_prep.stage import prepare
 from data_prep.template import ChatTemplate
 from eagle31_train import artifacts
-from eagle31_train.config import Config, DataConfig, GenerateConfig, TargetConfig
+from eagle31_train.config import Config, DataConfig, TargetConfig
 from eagle31_train.errors import UserError
 from eagle31_train.model import vocab
 from eagle31_train.targets.pretrained import vocabulary_fingerprint
@@ -97,46 +96,6 @@ def test_what_is_written(config, tmp_path):
     assert not (tmp_path / "run" / ".data.tmp").exists()
 
 
-def test_a_shuffled_training_split_is_the_same_conversations_in_the_seeds_order(config, tmp_path):
-    orders, fingerprints = [], []
-    for seed in (None, 1, 2, 1):
-        config.data.shuffle, config.overwrite = seed, True
-        prepare(config)
-        rows = rows_of(tmp_path)
-        orders.append(rows["train"])
-        fingerprints.append(manifest_of(tmp_path)["dataset_fingerprint"])
-        assert rows["heldout"] == sorted(rows["heldout"], key=lambda row: int(row["id"][1:])), "only training"
-    as_read, one, other, again = orders
-    assert one == again != other
-    assert len(set(fingerprints)) == 3
-    for order in (one, other):
-        assert order != as_read
-        assert sorted(order, key=lambda row: int(row["id"][1:])) == as_read
-
-
-def test_conversations_that_the_template_rewrites_are_taken_turn_by_turn(config, tmp_path):
-    (tmp_path / "own.jinja").write_text(
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-        "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n"
-        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    config.target.chat_template = str(tmp_path / "own.jinja")
-    rows = [{**row, "messages": row["messages"] + chat("more?", f"quick {i}")} for i, row in enumerate(chats(40))]
-    rows[7]["messages"][-1]["content"] = " "
-    write(tmp_path / "chats.jsonl", rows)
-    prepare(config)
-    manifest, written = manifest_of(tmp_path), rows_of(tmp_path)
-    assert manifest["refused"] == [
-        {"id": "c7~turn2", "source": "b", "where": "chats.jsonl:8", "reason": "an empty answer"}
-    ]
-    assert (manifest["split_turns"], manifest["inserted"]) == (40, 79)
-    held = {row["id"] for row in rows if is_heldout(row["messages"], SHARE)}
-    assert 0 < len(held) < 40
-    both = {f"{i}~turn{n}" for i in held for n in (1, 2)} - {"c7~turn2"}
-    assert {row["id"] for row in written["heldout"]} == both  # all turns of a conversation on one side
-    assert len(written["train"]) + len(written["heldout"]) == 79
-
-
 # ---------------------------------------------------------------- the split
 
 
@@ -159,22 +118,6 @@ def test_the_split_depends_on_the_prompt_alone():
     assert 150 < len(small) < 250
     assert 720 < len(large) < 880
     assert none < small < large
-
-
-def test_nothing_left_and_empty_splits(config, tmp_path):
-    for heldout, reason in ((1e-9, "holds out none of 60 conversations"), (1 - 1e-9, "holds out every prompt")):
-        config.data.heldout = heldout
-        with pytest.raises(UserError, match=reason):
-            prepare(config)
-    write(tmp_path / "chats.jsonl", [{"prompt": "a"}, {"prompt": "b"}])
-    with pytest.raises(UserError, match=r"no conversation is left to learn from \(2 × no assistant turn\)"):
-        prepare(config)
-    assert not (tmp_path / "run").exists()
-    write(tmp_path / "chats.jsonl", chats(60))
-    config.data.heldout = 0.0
-    prepare(config)
-    assert {name: len(rows) for name, rows in rows_of(tmp_path).items()} == {"train": 60, "heldout": 0}
-    assert manifest_of(tmp_path)["draft_vocab"]["coverage"]["heldout"] is None
 
 
 # ---------------------------------------------------------------- again, and after a kill
@@ -242,23 +185,6 @@ def test_what_cannot_be_met_is_refused_before_the_work_starts(config, tmp_path, 
     with pytest.raises(UserError, match="is no output of this stage: move it away"):
         prepare(config)
     assert theirs.read_text() == "ten years of work"
-
-
-def test_targets_that_cannot_be_used(config, tmp_path, tiny_target):
-    copy, own = tmp_path / "copy", tmp_path / "own.jinja"
-    shutil.copytree(tiny_target, copy)
-    (copy / "chat_template.jinja").rename(own)
-    settings = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps({**settings, "vocab_size": 100}))
-    for path, template, reason in [
-        (tmp_path / "nowhere", None, r"target\.path=.*nowhere cannot be loaded"),
-        (copy, None, r"has no chat template: give one as target\.chat_template=FILE"),
-        (copy, tmp_path / "none.jinja", r"none\.jinja is missing"),
-        (copy, own, "its model only 100 rows"),
-    ]:
-        config.target.path, config.target.chat_template = str(path), template and str(template)
-        with pytest.raises(UserError, match=reason):
-            prepare(config)
 
 
 # ---------------------------------------------------------------- several sources
@@ -337,63 +263,3 @@ def test_counts_by_source_that_are_mixed_up_are_caught(mixed, tmp_path, monkeypa
     monkeypatch.setattr(dataset, "refusal", lambda row, *rest: {**right(row, *rest), "source": "en"})
     with pytest.raises(AssertionError):
         check_counts(mixed, tmp_path, capsys)
-
-
-def test_a_source_without_a_held_out_prompt_or_without_any_row_is_named(mixed, tmp_path, capsys):
-    rows = [{"messages": chat(text)} for text in questions("few", 20, held=False)]
-    mixed.data.sources["few"] = {"path": write(tmp_path / "few.jsonl", rows), "weight": 0.4}
-    mixed.data.rows = 96
-    prepare(mixed)
-    assert manifest_of(tmp_path)["not_held_out"] == ["few"]
-    assert "NOT HELD OUT: no prompt of few, which evaluation will not measure" in capsys.readouterr().out
-    mixed.overwrite, mixed.data.rows = True, None
-    write(tmp_path / "few.jsonl", [{"prompt": f"question {i}"} for i in range(20)])
-    with pytest.raises(UserError, match=r"data\.sources\.few: no conversation of it .* × no assistant turn\)"):
-        prepare(mixed)
-
-
-@pytest.mark.parametrize("held", [False, True])
-def test_a_prompt_of_two_sources_falls_on_one_side_and_is_named(mixed, tmp_path, capsys, held):
-    (text,) = questions("shared", 1, held)
-    rows = {
-        "a": [{"id": "x", "messages": chat(text, "hello")}, {"id": "y", "messages": chat(text + " too", "hello!")}],
-        "b": [{"id": "x", "messages": chat(text, "quick")}, {"id": "z", "messages": chat(f" {text}\n", "brown")}],
-    }
-    for name in "ab":
-        mixed.data.sources[name] = {"path": write(tmp_path / f"{name}.jsonl", rows[name]), "weight": 2 / 49}
-    mixed.data.rows = 102
-    prepare(mixed)
-    side = {row["id"] for row in rows_of(tmp_path)["heldout" if held else "train"]}
-    assert {"a/x", "b/x", "b/z"} <= side
-    assert manifest_of(tmp_path)["shared_prompts"] == {"rows": 2, "named": [["a/x", "b/x"], ["a/x", "b/z"]]}
-    assert "on the same side of the split: 2 (b/x asks what a/x does)" in capsys.readouterr().out
-
-
-def test_prompts_are_mixed_before_they_are_answered(mixed, tmp_path):
-    """With two samples of each; ids and sources go on into the data set."""
-    mixed.regenerate, mixed.data.rows = True, 24
-    mixed.data.generate = GenerateConfig(max_new_tokens=4, batch_size=12, samples=2, temperature=0.9)
-    prepare(mixed)
-    answers = [json.loads(line) for line in (tmp_path / "run" / "conversations.jsonl").read_text().splitlines()]
-    assert Counter(row["source"] for row in answers) == {"en": 24, "zh": 24}
-    manifest, rows = manifest_of(tmp_path), rows_of(tmp_path)
-    counts = {name: (count["read"], count["taken"]) for name, count in manifest["sources"].items()}
-    assert counts == {"en": (60, 12), "zh": (50, 12)}, "of prompts, not of answers"
-    assert manifest["no_end_of_turn"] > 0  # a random model does not stop by itself in four tokens
-    prompts = {name: {row["id"].split("#")[0] for row in split} for name, split in rows.items()}
-    assert prompts["train"].isdisjoint(prompts["heldout"])  # samples of one prompt stay together
-    assert prompts["train"] | prompts["heldout"] <= {row["id"] for row in answers}
-    mixed.data.sources["zh"]["weight"] = 2
-    with pytest.raises(UserError, match=r"prompts\.sources\.zh\.weight: 1 there, 2 here"):
-        prepare(mixed)
-
-
-def test_rows_that_name_thousands_of_sources_are_counted_together(config, tmp_path):
-    """Each source's count takes as many numbers as the target has tokens."""
-    rows = [{"id": i, "source": f"https://{i}", "messages": chat(text)} for i, text in enumerate(questions("x", 100))]
-    write(tmp_path / "chats.jsonl", rows)
-    prepare(config)
-    manifest = manifest_of(tmp_path)
-    assert manifest["draft_vocab"]["coverage_by_source"] == {}
-    assert 0 < manifest["draft_vocab"]["coverage"]["train"] <= 1
-    assert len(manifest["sources"]) == 100

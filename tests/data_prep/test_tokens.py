@@ -11,7 +11,6 @@ from data_prep.formats import Refused
 from data_prep.masks import Tokens, samples
 from data_prep.template import ChatTemplate
 from eagle31_train.config import TargetConfig
-from eagle31_train.errors import UserError
 
 HERE = Path(__file__).parent
 KIMI = FAMILIES["kimi"]
@@ -58,17 +57,6 @@ def template(loaded):
     return ChatTemplate(loaded.tokenizer, loaded.end_ids, loaded.template)
 
 
-def test_code_that_comes_with_a_target_is_run_if_asked_and_what_it_lacks_is_named(folder, tmp_path, monkeypatch):
-    with pytest.raises(UserError, match=r"Python code of its own: .* target\.trust_remote_code=true"):
-        ChatTemplate.load(TargetConfig(path=str(folder)))
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    shutil.copytree(folder, tmp_path / "target")
-    code = tmp_path / "target" / "tokenization_bytes.py"
-    code.write_text("import a_package_that_is_not_here\n" + code.read_text())
-    with pytest.raises(UserError, match=r"a_package_that_is_not_here.*: install it"):
-        ChatTemplate.load(TargetConfig(path=str(tmp_path / "target"), trust_remote_code=True))
-
-
 @pytest.mark.parametrize("number", range(len(KIMI["cases"])))
 def test_golden_without_offsets(template, number):
     case = KIMI["cases"][number]
@@ -103,19 +91,3 @@ def test_a_mask_that_begins_one_token_late_is_caught(template, monkeypatch):
     monkeypatch.setattr(Tokens, "boundary", lambda self, char: boundary(self, char) + (char == len(prompt)))
     with pytest.raises(Refused):
         samples(template, chat, 1000)
-
-
-def test_the_work_grows_with_the_length_and_not_with_its_square(template, monkeypatch):
-    """Characters that masks ask the tokenizer for, prompts of single turns aside."""
-    seen = []
-    encode = ChatTemplate.encode
-    monkeypatch.setattr(ChatTemplate, "encode", lambda self, text: seen.append(len(text)) or encode(self, text))
-    template.template_args = {"thinking": False}
-    work = []
-    for turns in (4, 16):
-        seen.clear()
-        chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "the fox"}] * turns
-        ((suffix, sample),) = samples(template, chat, 10_000).samples
-        assert suffix == ""
-        work.append(sum(seen) / len(sample.input_ids))
-    assert work[1] < 1.5 * work[0]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from data_prep.formats import Refused
-from data_prep.masks import UNCLOSED, samples
+from data_prep.masks import samples
 from data_prep.template import ChatTemplate
 
 # In the manner of thinking models: thoughts after the last user turn alone, and an empty one for plain answers.
@@ -100,30 +100,6 @@ def test_thoughts_stay_as_the_target_wrote_them_and_where_it_did(thinking):
     assert only(changed(thinking, "m.reasoning_content or ''", "''"), answer) == (ASKED, written)
     upper = changed(thinking, "+ thought +", "+ thought | upper +")
     assert refusal(upper, [ASK, answer]) == "the template alters the thought"
-
-
-def test_thoughts_dropped_from_every_answer(opened):
-    """A template that renders no thought at all, after a prompt that opens one."""
-    bare = changed(opened, "loop.index0 > ns.last", "false")
-    written = "hm\n</think>\n\nthe fox"
-    assert only(bare, says(written)) == (ASKED + "<think>\n", written + "<|im_end|>")
-    assert refusal(bare, [ASK, says("the fox")]) == UNCLOSED
-    with_reasoning = [ASK, says("the fox", reasoning_content="hm")]
-    assert refusal(bare, with_reasoning) == "the template rewrites more of the turn than its text"
-
-
-def test_a_template_that_marks_the_last_answer_alone(thinking):
-    """As some do since earlier answers have lost their thoughts; each answer is the last of its own sample."""
-    said = "{{- said + '<|im_end|>\n' -}}"
-    marked = "{%- if loop.last -%}{% generation %}{{- said + '<|im_end|>' -}}{% endgeneration %}{{- '\n' -}}"
-    template = changed(thinking, said, f"{marked}{{%- else -%}}{said}{{%- endif -%}}")
-    assert template.has_markers(None)
-    chat = [ASK, says("the fox"), MORE, says("<think>\nwell\n</think>\n\nlazy dog")]
-    plain, other = samples(thinking, chat, 1000), samples(template, chat, 1000)
-    assert len(plain.samples) == 2
-    assert [pieces(thinking, sample) for _, sample in plain.samples] == [
-        pieces(template, sample) for _, sample in other.samples
-    ]
 
 
 def test_turns_that_fail_are_refused_by_name_and_the_others_kept(thinking):

@@ -253,26 +253,10 @@ def tiny() -> DrafterShape:
 
 @pytest.fixture
 def smollm2() -> DrafterShape:
-    return DrafterShape(
-        architecture="llama",
-        hidden_size=576,
-        target_hidden_size=576,
-        aux_layers=[2, 15, 27],
-        vocab_size=49152,
-        draft_vocab_size=8192,
-        intermediate_size=1536,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        head_dim=64,
-        rms_norm_eps=1e-5,
-        rope_theta=100000.0,
-        rope_scaling=None,
-        max_position_embeddings=8192,
-        fc_norm=True,
-        norm_output=True,
-        norm_before_residual=False,
-        share_embedding=True,
-    )
+    heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
+    sizes = {"hidden_size": 576, "target_hidden_size": 576, "intermediate_size": 1536, "aux_layers": [2, 15, 27]}
+    rope = {"rope_theta": 100000.0, "max_position_embeddings": 8192}
+    return replace(TINY, vocab_size=49152, draft_vocab_size=8192, **heads, **sizes, **rope)
 
 
 @pytest.fixture

@@ -31,8 +31,6 @@ TENSORS = {
     "norm.weight": (7168,),
     "lm_head.weight": (163840, 7168),
 }
-TRAINED = 1_841_220_608
-PUBLISHED = 3_015_625_728  # with the embedding, which is the target's: 3.02 B
 
 
 @pytest.fixture(scope="module")
@@ -53,12 +51,6 @@ def test_the_drafter_has_the_published_weights(drafter, shape):
     assert weights == TENSORS == contract.weight_shapes(shape)
     assert contract.check(weights, shape) == []
     assert all(parameter.is_meta for parameter in drafter.parameters())
-
-
-def test_the_drafter_has_3_02_billion_parameters(drafter):
-    trained = sum(parameter.numel() for parameter in drafter.parameters())
-    assert trained == TRAINED
-    assert trained + drafter.shared_embedding.numel() == PUBLISHED
 
 
 def test_the_softmax_scale_is_sharpened(drafter):

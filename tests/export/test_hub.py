@@ -1,179 +1,93 @@
-"""Upload to a loopback endpoint that speaks the hub's protocol and keeps what it was sent."""
+"""What is uploaded and what stays, and one line for what the hub refuses. The hub is a recording in memory."""
 
-import base64
-import errno
-import hashlib
-import json
 import re
-import threading
-from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from fnmatch import fnmatch
+from types import SimpleNamespace
 
 import pytest
-from huggingface_hub import HfApi, constants
+from huggingface_hub.errors import LocalTokenNotFoundError, OfflineModeIsEnabled
 
 from eagle31_train.checkpoint import hub as checkpoint_hub
+from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.errors import UserError
 from eagle31_train.export import export
 
 
 class Hub:
-    """What the endpoint was told, and how it is to answer."""
+    """As much of HfApi as an upload needs."""
 
     def __init__(self):
-        self.calls: list[str] = []
-        self.created: dict = {}
-        self.blobs: dict[str, bytes] = {}
-        self.files: dict[str, bytes] = {}
-        self.exists_publicly = False
-        self.refuse_with: int | None = None
-        hub = self
+        self.created, self.files, self.public, self.error = None, {}, False, None
 
-        class Handler(BaseHTTPRequestHandler):
-            def log_message(self, *args):
-                pass
+    def create_repo(self, repo, private, exist_ok):
+        if self.error:
+            raise self.error
+        self.created = (repo, private)
+        return f"https://hub/{repo}"
 
-            def answer(self):
-                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                hub.calls.append(f"{self.command} {self.path.split('?')[0]}")
-                status, value = hub.handle(self.command, self.path.split("?")[0], body, self.headers)
-                data = json.dumps(value).encode()
-                self.send_response(status)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                if self.command != "HEAD":
-                    self.wfile.write(data)
+    def model_info(self, _repo):
+        return SimpleNamespace(private=not self.public)
 
-            do_GET = do_POST = do_PUT = do_HEAD = answer
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-    def handle(self, method, path, body, headers):
-        if self.refuse_with:
-            return self.refuse_with, {"error": "refused"}
-        assert headers["Authorization"] == "Bearer hf_dummy" or method == "PUT"
-        if path == "/api/repos/create":
-            self.created = json.loads(body)
-            if self.exists_publicly:
-                return 409, {"error": "exists", "url": f"{self.url}/me/draft"}
-            return 200, {"url": f"{self.url}/me/draft"}
-        if path == "/api/validate-yaml":
-            return 200, {"errors": [], "warnings": []}
-        if path.endswith("/preupload/main"):
-            wanted = json.loads(body)["files"]
-            modes = {True: "lfs", False: "regular"}
-            answer = [
-                {"path": f["path"], "uploadMode": modes[f["path"].endswith(".safetensors")], "shouldIgnore": False}
-                for f in wanted
-            ]
-            return 200, {"files": answer}
-        if path.endswith("/info/lfs/objects/batch"):
-            objects = [
-                {**o, "actions": {"upload": {"href": f"{self.url}/blob/{o['oid']}"}}}
-                for o in json.loads(body)["objects"]
-            ]
-            return 200, {"transfer": "basic", "objects": objects}
-        if path.startswith("/blob/"):
-            self.blobs[path.rsplit("/", 1)[1]] = body
-            return 200, {}
-        if path.endswith("/commit/main"):
-            for line in map(json.loads, body.splitlines()):
-                value = line["value"]
-                if line["key"] == "file":
-                    self.files[value["path"]] = base64.b64decode(value["content"])
-                if line["key"] == "lfsFile":
-                    self.files[value["path"]] = self.blobs[value["oid"]]
-                if line["key"] == "deletedFile":
-                    del self.files[value["path"]]
-            return 200, {"commitUrl": f"{self.url}/me/draft/commit/1", "commitOid": "1" * 40}
-        if path.endswith("/tree/main"):
-            found = [{"type": "file", "path": name, "size": 1, "oid": "1" * 40} for name in self.files]
-            return 200, found
-        if path in ("/api/models/me/draft", "/api/models/me/draft/revision/main"):
-            info = {"_id": "1", "id": "me/draft", "private": not self.exists_publicly, "sha": "1" * 40, "tags": []}
-            return 200, info | {"siblings": [], "downloads": 0, "likes": 0}
-        return 404, {"error": f"{method} {path}"}
+    def upload_folder(self, repo_id, folder_path, commit_message, delete_patterns):
+        kept = {n: b for n, b in self.files.items() if not any(fnmatch(n, pattern) for pattern in delete_patterns)}
+        new = {str(file.relative_to(folder_path)): file for file in folder_path.rglob("*") if file.is_file()}
+        self.files = kept | {name: file.read_bytes() for name, file in new.items()}
 
 
 @pytest.fixture
 def hub(monkeypatch):
     hub = Hub()
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setattr(checkpoint_hub, "HfApi", partial(HfApi, endpoint=hub.url, token="hf_dummy"))
-    yield hub
-    hub.server.shutdown()
-    hub.server.server_close()
+    monkeypatch.setattr(checkpoint_hub, "HfApi", lambda: hub)
+    return hub
 
 
 def test_push_uploads_exactly_the_export(run, hub, capsys):
     run.evaluate()
     export(run.config("push=true", "repo=me/draft", "private=true"))
-    assert (hub.created["name"], hub.created["organization"]) == ("draft", "me")
-    assert hub.created.get("private") is True or hub.created.get("visibility") == "private"
+    assert hub.created == ("me/draft", True)
     out = run.folder / "export"
     assert hub.files == {str(file.relative_to(out)): file.read_bytes() for file in out.rglob("*") if file.is_file()}
     shown = re.findall(r"^!\[.*\]\((.*)\)$", hub.files["README.md"].decode(), re.MULTILINE)
-    assert "images/acceptance/workloads-kept.png" in shown
     assert hub.files.keys() == {"config.json", "model.safetensors", "README.md", *shown}
-    assert hashlib.sha256(hub.files["model.safetensors"]).hexdigest() in hub.blobs
     assert '"model": "me/draft"' in capsys.readouterr().out
 
 
-def test_only_push_sends_and_only_pictures_of_an_earlier_export_leave(run, hub, capsys):
+def test_only_push_sends_and_only_pictures_of_an_earlier_export_leave(run, hub):
     export(run.config("repo=me/draft"))
-    assert hub.calls == []
-    old = ["images/acceptance/old.png", "images/comparison-2/gain.png"]
-    hub.files = dict.fromkeys([*old, "images/logo.png", "notes.md"], b"x")
+    assert hub.created is None
+    hub.files = dict.fromkeys(["images/acceptance/old.png", "images/comparison-2/gain.png", "images/logo.png"], b"x")
     export(run.config("push=true", "repo=me/draft"))
-    assert "export: up to date" in capsys.readouterr().out
-    assert hub.files.keys() == {"config.json", "model.safetensors", "README.md", "images/logo.png", "notes.md"}
+    assert hub.files.keys() == {"config.json", "model.safetensors", "README.md", "images/logo.png"}
 
 
 def test_a_public_repository_is_not_taken_for_a_private_one(run, hub):
-    hub.exists_publicly = True
+    hub.public = True
     with pytest.raises(UserError, match="me/draft exists and is public"):
         export(run.config("push=true", "repo=me/draft", "private=true"))
-    assert hub.files == hub.blobs == {}
-
-
-@pytest.mark.parametrize(
-    ("status", "words"),
-    [
-        (401, "the hub refused the token: run `hf auth login`"),
-        (403, "may not write to me/draft"),
-        (404, "is the owner's name right"),
-        (507, "run the same command again later"),
-        ("closed", "the hub cannot be reached"),
-        ("name", "is no hub repository name"),
-    ],
-)
-def test_refusals_are_one_line_with_what_to_do(status, words, tmp_path, hub):
-    hub.refuse_with = status if isinstance(status, int) else None
-    if status == "closed":
-        hub.server.shutdown()
-        hub.server.server_close()
-    with pytest.raises(UserError, match=words) as error:
-        checkpoint_hub.push(tmp_path, "me/my/draft" if status == "name" else "me/draft", private=False)
-    assert "\n" not in str(error.value)
     assert hub.files == {}
 
 
-def test_no_token_is_one_line_with_what_to_do(tmp_path, monkeypatch, hub):
-    hub.refuse_with = 401  # what the hub answers to a call without a token
-    monkeypatch.setattr(checkpoint_hub, "HfApi", partial(HfApi, endpoint=hub.url, token=False))
-    with pytest.raises(UserError, match="`hf auth login`"):
+@pytest.mark.parametrize("error", [LocalTokenNotFoundError("no token"), OfflineModeIsEnabled("offline"), OSError("x")])
+def test_refusals_are_one_line_with_what_to_do(error, tmp_path, hub, monkeypatch):
+    hub.error = error
+    with pytest.raises(UserError, match="check repo=owner/name, the network, and that the token may write"):
         checkpoint_hub.push(tmp_path, "me/draft", private=False)
 
+    def refuse(*_given, **_named):
+        raise error
 
-def test_a_file_that_cannot_be_read_is_no_matter_of_the_network(tmp_path, monkeypatch):
-    def unreadable(*_args, **_named):
-        raise PermissionError(errno.EACCES, "Permission denied", "draft/model.safetensors")
+    monkeypatch.setattr(checkpoint_hub, "snapshot_download", refuse)
+    with pytest.raises(UserError, match=r"^me/draft is no folder here, and cannot be had from the hub .*HF_TOKEN"):
+        DrafterCheckpoint.open("me/draft")
 
-    monkeypatch.setattr(HfApi, "create_repo", lambda *_args, **_named: "address")
-    monkeypatch.setattr(HfApi, "upload_folder", unreadable)
-    with pytest.raises(UserError, match=r"^draft/model\.safetensors cannot be uploaded \(Permission denied\)"):
-        checkpoint_hub.push(tmp_path, "me/draft", private=False)
+
+def test_a_repository_of_the_hub_is_known_by_its_commit(exports, monkeypatch, tmp_path):
+    asked = []
+    snapshot = tmp_path / ("1" * 40)
+    snapshot.symlink_to(exports["llama"].folder / "export")
+    monkeypatch.setattr(checkpoint_hub, "snapshot_download", lambda *given, **named: asked.append(named) or snapshot)
+    draft = DrafterCheckpoint.open("me/draft", "v1")
+    assert (draft.commit, draft.initial_identity) == ("1" * 40, f"me/draft@{'1' * 40}")
+    assert draft.tensors
+    assert asked[0]["revision"] == "v1"
+    assert "*.bin" not in str(asked[0]["allow_patterns"]), "no pickle is fetched"

@@ -80,47 +80,6 @@ def test_recorded_tool_calls_and_thoughts_are_learnt_and_decoded(target, tmp_pat
 # ---------------------------------------------------------------- the target itself
 
 
-def test_the_toy_is_of_kimis_kind(target):
-    config = json.loads((target / "config.json").read_text())
-    assert config["architectures"] == ["DeepseekV3ForCausalLM"]
-    assert (config["kv_lora_rank"], config["qk_rope_head_dim"], config["first_k_dense_replace"]) == (512, 64, 1)
-    rope = config["rope_parameters"]
-    assert (rope["rope_type"], rope["mscale"], rope["mscale_all_dim"]) == ("yarn", 1.0, 1.0)
-    names = load_file(target / "model.safetensors").keys()
-    for part in ("1.mlp.experts.7.gate_proj", "1.mlp.shared_experts.up_proj", "0.mlp.gate_proj", "1.mlp.gate"):
-        assert f"model.layers.{part}.weight" in names
-    assert json.loads((target / "generation_config.json").read_text())["eos_token_id"] == ids_of(
-        target, "[EOS]", "<|im_end|>"
-    )
-
-
-def ids_of(target, *names):
-    tokenizer = AutoTokenizer.from_pretrained(target)
-    return [tokenizer.convert_tokens_to_ids(name) for name in names]
-
-
-def test_the_toy_is_the_same_every_time_and_another_with_another_seed(target, tmp_path, capsys):
-    again = toy.make(tmp_path / "again")
-    for name in ("model.safetensors", "tokenizer.json", "config.json"):
-        assert (again / name).read_bytes() == (target / name).read_bytes(), name
-    before = (again / "model.safetensors").stat().st_mtime_ns
-    toy.make(again)
-    assert (again / "model.safetensors").stat().st_mtime_ns == before
-    assert "up to date" in capsys.readouterr().out
-    toy.make(again, seed=1)
-    assert (again / "model.safetensors").read_bytes() != (target / "model.safetensors").read_bytes()
-
-
-def test_the_toy_replaces_nothing_of_anybody_elses(tmp_path, capsys):
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.tex").write_text("words")
-    with pytest.raises(SystemExit) as stopped:
-        toy.main(["--out", str(tmp_path / "mine")])
-    assert stopped.value.code == 2
-    assert capsys.readouterr().err.count("\n") == 1
-    assert (tmp_path / "mine" / "thesis.tex").read_text() == "words"
-
-
 @pytest.fixture(scope="module")
 def model(target):
     return load_model(load_config(["+experiment=kimi_toy", f"target.path={target}", "target.device=cpu"]).target)

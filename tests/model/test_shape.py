@@ -26,6 +26,16 @@ def test_mlas_heads_follow_from_its_widths(rank):
 
 REFUSED = {
     "drafter.architecture": {**LLAMA, "architecture": "mqa"},
+    "drafter.num_attention_heads": {**LLAMA, "num_attention_heads": 0},
+    "drafter.num_attention_heads=6 is not a multiple": {**LLAMA, "num_key_value_heads": 4},
+    "drafter.head_dim=5 ": {**LLAMA, "head_dim": 5},
+    "drafter.head_dim=3 ": {**LLAMA, "num_attention_heads": 8},
+    "drafter.kv_lora_rank": {**LLAMA, "kv_lora_rank": 8},
+    "drafter.hidden_size=12": {**LLAMA, "hidden_size": 12},
+    "drafter.architecture=mla needs drafter.v_head_dim": {**MLA, "v_head_dim": None},
+    "drafter.v_head_dim=0": {**MLA, "v_head_dim": 0},
+    "drafter.q_lora_rank=0": {**MLA, "q_lora_rank": 0},
+    "drafter.qk_rope_head_dim=3": {**MLA, "qk_rope_head_dim": 3},
     "drafter.num_key_value_heads=2": {**MLA, "num_key_value_heads": 2},
     "drafter.head_dim=4": {**MLA, "head_dim": 4},
     "drafter.rope_scaling.rope_type=linear": {**MLA, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},

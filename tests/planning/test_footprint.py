@@ -73,26 +73,6 @@ def test_activations_are_what_torch_allocates(changes, value, recompute, codec, 
     assert reckoned.peak == pytest.approx(peak, rel=0.1)
 
 
-def test_what_is_kept_is_what_autograd_saves():
-    """Another measurement: the storages that autograd packs, with those that the loss leaves."""
-    shape, masks = shape_of(), [turns(256, 0.5)]
-    objective, batch = objective_and_batch(shape, masks, 3, torch.bfloat16, "int8")
-    objective.autocast = torch.bfloat16
-    ours = {tensor.untyped_storage().data_ptr() for tensor in [*objective.parameters(), *objective.buffers()]}
-    saved = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in ours:
-            saved[storage.data_ptr()] = (storage.nbytes(), tensor)  # held, so that no address is used twice
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        objective(batch, torch.full((3,), 1e-3))
-    reckoned = activations(shape, count_work([m.numpy() for m in masks], 3), Step(decodes=True))
-    assert sum(size for size, _ in saved.values()) == pytest.approx(reckoned.after_forward, rel=0.01)
-
-
 def test_freezing_lm_head_saves_its_gradient_and_a_gpu_holds_as_many_logits_as_the_loss_says():
     work = count_work([turns(64, 0.5).numpy()], 3)
     shape = shape_of()

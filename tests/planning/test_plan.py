@@ -1,10 +1,9 @@
-"""The command: what it prints, what it counts, what it refuses."""
+"""The command: what it prints, what it counts, what it advises."""
 
 import json
 import math
 import re
-import subprocess
-import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch
 from pipeline import make_run, options, tiny_config
 from safetensors.torch import load_file
 
-from eagle31_train import artifacts, cli
+from eagle31_train import cli
 from eagle31_train.errors import UserError
 from eagle31_train.extract import extract
 from eagle31_train.model.drafter import Drafter
@@ -81,7 +80,7 @@ def test_a_recipe_is_planned_without_data_and_without_a_download(experiment, cap
     text = printed(capsys, f"+experiment={experiment}", "run_dir=/nowhere/at/all")
     assert max(map(len, text.splitlines())) <= 80
     assert "an EXAMPLE" in text
-    for word in ("DRAFTER", "DATA", "STORE", "STEPS", "TIME", "MICRO-BATCH", "MEMORY", "WHICH PROFILE"):
+    for word in ("DRAFTER", "DATA", "STORE", "TIME", "MEMORY", "WHICH PROFILE"):
         assert f"\n{word}" in text
     for profile in PROFILES:
         assert re.search(rf"^  {profile.name} ", text, re.MULTILINE), profile.name
@@ -91,7 +90,6 @@ def test_a_recipe_is_planned_without_data_and_without_a_download(experiment, cap
 def test_the_page_on_launching_shows_what_is_printed(experiment):
     plan = planned(f"+experiment={experiment}", "run_dir=/nowhere/at/all")
     page = (ROOT / "docs" / "launch.md").read_text()
-    assert "\n".join(sections.micro_batch(plan, 8)) in page
     assert "\n".join(sections.profiles(plan)[: 2 + len(PROFILES)]) in page
 
 
@@ -101,7 +99,7 @@ def test_the_simplest_profile_that_fits_is_named(capsys):
 
     assert named() == "ddp"
     assert named("plan.devices=1", "train.batch_tokens=20480") == "gpu"
-    peaks = {profile.name: planned("+experiment=kimi").memory(profile, True).peak / 2**30 for profile in PROFILES}
+    peaks = {profile.name: planned("+experiment=kimi").memory(profile).peak / 2**30 for profile in PROFILES}
     between = (peaks["ddp"] + peaks["zero1"]) / 2 / sections.SPARE
     assert named(f"plan.device_gib={between}") == "zero1"
     assert named("plan.device_gib=4") == "none"
@@ -110,14 +108,11 @@ def test_the_simplest_profile_that_fits_is_named(capsys):
 def test_smaller_micro_batches_are_advised_first_and_then_recomputation(capsys):
     def advised(gib):
         return re.search(
-            r"train.py(.*) …|none fits", printed(capsys, "+experiment=llama31_8b", f"plan.device_gib={gib}")
+            r"train.py(.*) …|none leaves", printed(capsys, "+experiment=llama31_8b", f"plan.device_gib={gib}")
         )
 
     plan = planned("+experiment=llama31_8b")
-    least = [
-        min(v.memory(p, v.config.train.activation_checkpointing).peak for p in PROFILES[1:])
-        for _, v in sections._variants(plan)
-    ]
+    least = [min(v.memory(p).peak for p in PROFILES[1:]) for _, v in sections._variants(plan)]
     assert least == sorted(least, reverse=True)
     options = [advised(1.001 * peak / 2**30 / sections.SPARE)[1] for peak in least]
     assert options == [
@@ -125,44 +120,13 @@ def test_smaller_micro_batches_are_advised_first_and_then_recomputation(capsys):
         " train.gradient_accumulation_steps=2",
         " train.gradient_accumulation_steps=2 train.activation_checkpointing=true",
     ]
-    assert advised(0.99 * least[-1] / 2**30 / sections.SPARE)[0] == "none fits"
+    assert advised(0.99 * least[-1] / 2**30 / sections.SPARE)[0] == "none leaves"
 
 
 # ---------------------------------------------------------------- devices that wait
 
 
-def test_devices_that_no_conversation_is_left_for_save_no_time(capsys):
-    """A step of 20,480 tokens has 20 conversations of 1,024."""
-    asked = ["+experiment=llama31_8b", "run_dir=/nowhere/at/all", "plan.utilisation=1", "plan.tokens=2e8"]
-    asked += ["train.batch_tokens=20480", "plan.sample_tokens=1024"]
-    seconds = {n: planned(*asked, f"plan.devices={n}") for n in (1, 10, 20, 64)}
-    assert [one.busy for one in seconds.values()] == pytest.approx([1, 1, 1, 20 / 64], rel=1e-2)
-
-    def training(devices):
-        found = re.search(r"training +([\d,]+) s ", printed(capsys, *asked, f"plan.devices={devices}"))
-        return int(found[1].replace(",", ""))
-
-    assert training(64) == pytest.approx(training(20), rel=0.1)
-    assert "at least\n  69% of the 64 devices' time is spent waiting" in printed(capsys, *asked, "plan.devices=64")
-    assert "waiting" not in printed(capsys, *asked, "plan.devices=20")
-
-
 # ---------------------------------------------------------------- Muon
-
-
-@pytest.mark.parametrize("experiment", ["llama31_8b", "kimi"])
-def test_with_muon_only_profiles_that_take_it_are_listed_and_advised(experiment, capsys):
-    asked = [f"+experiment={experiment}", "run_dir=/nowhere/at/all", "train.optimizer=muon"]
-    text = printed(capsys, *asked)
-    assert max(map(len, text.splitlines())) <= 80
-    listed = [profile.name for profile in PROFILES if re.search(rf"^  {profile.name} ", text, re.MULTILINE)]
-    assert listed == ["gpu", "ddp", "fsdp2"]
-    assert "zero*: not with train.optimizer=muon, which needs whole matrices." in text
-    for gib in (20, 35, 45, 80):
-        found = re.search(r"WHICH PROFILE +(\w+)", printed(capsys, *asked, f"plan.device_gib={gib}"))[1]
-        assert found in ("ddp", "fsdp2", "none")
-    alone = printed(capsys, *asked, "plan.devices=1")
-    assert "zero" not in alone
 
 
 @pytest.mark.parametrize("drafter", [["train_lm_head=false"], ["share_embedding=false"], MLA])
@@ -172,21 +136,6 @@ def test_its_matrices_are_those_of_the_trainers_optimizer(counted, drafter):
     D, V = plan.shape.hidden_size, plan.shape.vocab_size
     made = make_optimizer(Drafter(plan.shape, torch.zeros(V, D)), plan.config.train)
     assert sorted(plan.orthogonal()) == sorted(tuple(p.shape) for p in made.param_groups[0]["params"])
-
-
-def test_muons_updates_take_their_time_on_every_device(capsys):
-    llama = ["+experiment=llama31_8b", "run_dir=/nowhere/at/all"]
-    muon, adamw = planned(*llama, "train.optimizer=muon"), planned(*llama)
-    assert muon.state().moments == adamw.state().moments - 293_601_280
-    assert adamw.newton_schulz_flops() == 0
-    assert "Muon" not in printed(capsys, *llama)
-    assert muon.training_flops() == adamw.training_flops()
-
-    def seconds(devices):
-        text = printed(capsys, *llama, "train.optimizer=muon", f"plan.devices={devices}", "plan.utilisation=1")
-        return int(re.search(r"Muon's updates +(\d+) s ", text)[1])
-
-    assert seconds(2) == seconds(8) == round(muon.newton_schulz_flops() / 989e12)
 
 
 # ---------------------------------------------------------------- what is counted
@@ -244,23 +193,18 @@ def test_the_targets_sizes_are_read_where_it_lies(counted, tmp_path):
     assert planned(*twice).target.parameters == target.parameters
     # Experts are not parameters that all run.
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {**config, "n_routed_experts": 384}}))
-    with pytest.raises(UserError, match=r"no value for plan.target_parameters of .*its files do not say"):
+    with pytest.raises(UserError, match="no value for plan"):
         planned(*twice)
     assert planned(*twice, "plan.target_parameters=32e9").target.parameters == 32e9
 
 
 @pytest.mark.core
-def test_options_have_the_effect_that_they_should(capsys):
+def test_options_have_the_effect_that_they_should():
     llama = ["+experiment=llama31_8b", "run_dir=/nowhere/at/all"]
     whole = planned(*llama)
     frozen = planned(*llama, "drafter.train_lm_head=false")
     assert whole.state().trained - frozen.state().trained == frozen.state().frozen == 32000 * 4096
     assert frozen.training_flops() < whole.training_flops()
-    assert "131 M more frozen" in printed(capsys, *llama, "drafter.train_lm_head=false")
-
-    asked = ["data.draft_vocab_size=null", "data.draft_vocab_coverage=0.99"]
-    text = printed(capsys, *llama, *asked)
-    assert re.search(r"lm_head +525 M   the whole vocabulary, until the data are counted", text)
 
     short = planned(*llama, "train.max_steps=100")  # bounds the training, but not the store
     assert short.steps == 100
@@ -270,61 +214,24 @@ def test_options_have_the_effect_that_they_should(capsys):
     some = planned(*llama, "train.slots_per_batch=4000")
     assert some.trained_share == pytest.approx(4000 / (whole.data.work.slots[0] * 32768 / 1e8))
     assert some.training_flops() < 0.4 * whole.training_flops()
-    assert some.micro(8, False)[0].kept < 0.5 * whole.micro(8, False)[0].kept
+    assert some.micro(8)[0].kept < 0.5 * whole.micro(8)[0].kept
 
     # A micro-batch is no shorter than a conversation.
     assert [whole.micro_tokens(1), whole.micro_tokens(8)] == [32768, 4096]
     assert planned(*llama, "train.gradient_accumulation_steps=16").micro_tokens(8) == 2048
 
-    exact, coded = whole.store_bytes(whole.states("bf16", "bf16")), whole.store_bytes(whole.states())
-    assert coded / exact == pytest.approx(0.508, abs=0.001)
+    exact = whole.store_bytes(replace(whole.states(), aux_codec="bf16", last_codec="bf16"))
+    assert whole.store_bytes(whole.states()) / exact == pytest.approx(0.508, abs=0.001)
     assert whole.states() == Shape(4096, 3, "int8", "int8")
 
 
-def test_the_published_kimi_drafter_has_its_parameters():
-    """3.02 B in all, of which the embedding is the target's and is not trained here."""
-    plan = planned("+experiment=kimi")
-    embedding = plan.target.vocab_size * plan.target.hidden_size
-    assert plan.state().trained == 1_841_220_608
-    assert f"{(plan.state().trained + embedding) / 1e9:.2f}" == "3.02"
-
-
-# ---------------------------------------------------------------- what is refused
-
-
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("override", "message"),
     [
-        (["plan.devices=0"], "plan.devices=0 must be"),
-        (["plan.tokens=inf"], "plan.tokens=inf must be"),
-        (
-            ["plan.layers=null", "plan.hidden_size=null"],
-            "no value for plan.hidden_size, plan.layers of meta-llama/.*set",
-        ),
-        (["drafter.architecture=mla"], "drafter.architecture=mla needs drafter.kv_lora_rank, .*set them"),
-        (["drafter.hidden_size=2048"], "cannot share the target"),
-        (["target.aux_layers=[2,16]", "drafter.num_attention_heads=7"], "is not a multiple of"),
+        ("plan.layers=null", "no value for plan.layers, nor in a folder meta-llama/.*: set them"),
+        ("drafter.hidden_size=2048", "cannot share the target"),
     ],
 )
-def test_what_cannot_be_planned_is_said_in_one_line(overrides, message):
-    with pytest.raises(UserError, match=message) as error:
-        planned("+experiment=llama31_8b", *overrides)
-    assert "\n" not in str(error.value)
-
-
-def test_data_of_an_older_version_are_to_be_made_again(counted, tmp_path):
-    artifacts.write_json(tmp_path / "manifest.json", {"splits": {"train": {"tokens": 5}}})
-    with pytest.raises(UserError, match=r"does not say 'heldout': run `python -m data_prep` again"):
-        planned(*options(counted, f"data_dir={tmp_path}"))
-
-
-@pytest.mark.slow
-def test_the_command_needs_no_transformers_and_ends_with_status_2_after_a_mistake():
-    watched = "import sys, runpy; runpy.run_module('eagle31_train.plan', run_name='__main__'); "
-    watched += "print('heavy:', *{'transformers', 'datasets', 'accelerate', 'deepspeed'} & set(sys.modules))"
-    command = [sys.executable, "-c", watched, "+experiment=kimi", "run_dir=/nowhere/at/all"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.endswith("heavy:\n")
-    done = subprocess.run([*command, "plan.device=4"], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: no option 'plan.device': did you mean 'plan.devices'?")
+def test_what_cannot_be_planned_is_refused(override, message):
+    with pytest.raises(UserError, match=message):
+        planned("+experiment=llama31_8b", override)

@@ -66,43 +66,10 @@ def test_flops_are_what_torch_counts_of_a_step(changes):
     assert sum(training_flops(shape, work).values()) < sum(parts.values())
 
 
-def test_twice_the_data_is_twice_the_work():
-    once, twice = count_work(MASKS["turns"], 3), count_work(MASKS["turns"] * 2, 3)
-    assert once * 2 == twice
-
-
-def test_some_of_the_slots_need_less_of_all_but_the_context():
-    work = count_work(MASKS["turns"], 3)
-    some = work.of_slots(0.25)
-    assert sum(some.pairs) == sum(work.pairs) / 4
-    assert some.positions == work.positions
-    assert work.taught / 4 < some.taught < work.taught / 3
-    assert work.of_slots(1.0) == work
-
-
-def test_a_conversation_that_nobody_counted_is_a_prompt_and_an_answer():
-    assert made_mask(8, 0.25).tolist() == [False] * 6 + [True] * 2
-    assert count_work([made_mask(600, 0.5)], 7).assistant == 300
-
-
 def test_extraction_of_a_small_target_by_hand():
     work = count_work([made_mask(10, 0.5), made_mask(4, 0.5)], 1)
     # 14 tokens through 100 parameters; two layers of width 3: scores and values of (10·10 + 4·4) / 2 pairs.
     assert extraction_flops(100, 2, 3, work) == 2 * 100 * 14 + 2 * 2 * (2 * 3) * (100 + 16) / 2
-
-
-def test_mla_has_two_projections_where_llama_has_one():
-    """The published drafter, by hand: one token, one slot, one step."""
-    work = count_work([np.array([False, False, True])], 1)
-    assert (work.positions, work.read, work.slots, work.keys) == (1, 1, [1], [1])
-    parts = training_flops(shape_of(**MLA), work)
-    D, ranks, wide = 7168, 1536, 64 * 192
-    assert parts["queries"] == 6 * (2 * D * ranks + ranks * wide)
-    assert parts["keys, values"] == 6 * (2 * D * (512 + 64) + 512 * 64 * (128 + 128))
-    assert parts["attention"] == 6 * 64 * (192 + 128)
-    assert parts["output"] == 6 * 64 * 128 * D
-    full_rank = training_flops(replace(shape_of(**MLA), q_lora_rank=None), work)
-    assert full_rank["queries"] == 6 * 2 * D * wide
 
 
 def test_newton_schulz_is_counted_as_torch_does_it():
