@@ -181,16 +181,27 @@ class DrafterConfig:
     fc_norm: bool = opt(True, "EAGLE 3.1: an RMSNorm on each auxiliary state before fc")
     norm_output: bool = opt(True, "EAGLE 3.1: feed the post-norm state into the next step")
     norm_before_residual: bool = opt(False, "the layer's residual is hidden_norm(h) instead of h")
+    # What is null follows from the target's config.json (targets/derive.py)
     hidden_size: int | None = opt(None, "default: the target's", above=0)
-    intermediate_size: int = opt("???", "width of the MLP", above=0)
-    num_attention_heads: int = opt("???", "query heads", above=0)
-    num_key_value_heads: int | None = opt(None, "key and value heads; default: num_attention_heads", above=0)
-    head_dim: int | None = opt(None, "width of one head; default: hidden_size / num_attention_heads", above=0)
-    rms_norm_eps: float = opt(1e-5, "epsilon of every RMSNorm of the drafter", above=0)
-    rope_theta: float = opt(10000.0, "the drafter's own RoPE base", above=0)
-    rope_scaling: dict[str, Any] = opt({}, "the drafter's own RoPE scaling, as in transformers; {} for none")
-    max_position_embeddings: int = opt(
-        2048, "the longest context in which vLLM's V1 runner (CPUs) drafts; export may raise it", above=0
+    intermediate_size: int | None = opt(
+        None, "width of the MLP; default: the target's, of experts the width that a token runs through", above=0
+    )
+    num_attention_heads: int | None = opt(None, "query heads; default: the target's", above=0)
+    num_key_value_heads: int | None = opt(
+        None, "key and value heads; default: the target's, or num_attention_heads if that is given", above=0
+    )
+    head_dim: int | None = opt(
+        None, "width of a head; default: the target's, or hidden_size / num_attention_heads if these are given", above=0
+    )
+    rms_norm_eps: float | None = opt(None, "epsilon of every RMSNorm of the drafter; default: the target's", above=0)
+    rope_theta: float | None = opt(None, "the drafter's own RoPE base; default: the target's", above=0)
+    rope_scaling: dict[str, Any] = opt(
+        {}, "the drafter's own RoPE scaling, as in transformers; default: the target's, or none if rope_theta is given"
+    )
+    max_position_embeddings: int | None = opt(
+        None,
+        "the longest context in which vLLM's V1 runner (CPUs) drafts, and export may raise it; default: the target's",
+        above=0,
     )
     share_embedding: bool = opt(True, "embed_tokens is the target's, frozen, and left out of the checkpoint")
     train_lm_head: bool = opt(True, "fit lm_head (it starts from the target's rows)")
