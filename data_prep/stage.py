@@ -4,6 +4,7 @@ import os
 import shutil
 import time
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from eagle31_train import artifacts, provenance
 from eagle31_train.config import Config, DataConfig
 from eagle31_train.errors import UserError
 from eagle31_train.model import vocab
+from eagle31_train.targets.derive import planned_drafter
+from eagle31_train.targets.description import describe_target, serving_doubt
 from eagle31_train.targets.pretrained import vocabulary_fingerprint
 
 SHARED_NAMED = 20  # pairs of rows with one prompt that the manifest names
@@ -41,10 +44,13 @@ def prepare(config: Config) -> None:
             "several GPUs answer as a server, data.generate.server"
         )
     template = ChatTemplate.load(config.target)
-    vocab_size = template.vocabulary(config.target)
-    # What no counts could fulfil is refused here, and not after hours of answers.
+    target = describe_target(config.target)
+    vocab_size = target.vocab_size
+    template.check_fits(config.target, vocab_size)
+    # What no counts could fulfil, and no drafter could be made for, is refused here, and not after hours of answers.
     zeros = np.zeros(vocab_size, dtype=np.int64)
-    vocab.choose(zeros, template.special_ids(), data.draft_vocab_size, data.draft_vocab_coverage)
+    draft = vocab.choose(zeros, template.special_ids(), data.draft_vocab_size, data.draft_vocab_coverage)
+    _, rows = planned_drafter(config, target, len(draft))
     corpus, answers = _open(config, template)
     made_from = provenance.of_data(config, corpus.inputs(), template.fingerprints(), vocab_size)
     ours = (folder / artifacts.MANIFEST).is_file()
@@ -54,6 +60,9 @@ def prepare(config: Config) -> None:
     if not ours and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         # commit() replaces the folder, and without our manifest what it holds may be the user's own.
         raise UserError(f"{folder} exists and is no output of this stage: move it away or choose run_dir=…")
+    print("\n".join([f"data: the drafter for {config.target.name}, as its config.json has it", *rows]))
+    if doubt := serving_doubt(config.target, target.model_type):
+        print(f"data: NOT SERVED: {doubt}")
     collected = collect(corpus.read(), template, data.max_length, data.heldout)
     collected.refused = answers.get("refused", []) + collected.refused
     _check_splits(collected, data)
@@ -70,6 +79,7 @@ def prepare(config: Config) -> None:
         "sources": _sources(counts, collected),
         "vocabulary": vocabulary_fingerprint(template.tokenizer),  # extraction compares it with its target's
         "end_ids": template.end_ids,
+        "target": asdict(target),  # of which training derives the drafter, wherever the target's files are
         "files": artifacts.list_files(temporary, [file for file in temporary.rglob("*") if file.is_file()]),
         "seconds": round(time.monotonic() - started, 2),
     }

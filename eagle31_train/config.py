@@ -303,10 +303,9 @@ class CompareConfig:
 
 @dataclass
 class PlanConfig:
-    hidden_size: int | None = opt(None, "plan: the target's hidden size; default: its config.json", at_least=1)
-    vocab_size: int | None = opt(None, "plan: the target's vocabulary; default: its config.json", at_least=1)
-    layers: int | None = opt(None, "plan: the target's layers; default: its config.json", at_least=1)
-    target_parameters: float | None = opt(None, "plan: those that a token runs through, e.g. 8.03e9", above=0)
+    target_parameters: float | None = opt(
+        None, "plan: of the target, those that a token runs through; default: counted by its config.json", above=0
+    )
     tokens: float | None = opt(None, "plan: tokens of the training split; default: as counted by data_prep", above=0)
     share: float = opt(0.5, "plan: share of these that the assistant wrote, until they are counted", above=0, at_most=1)
     sample_tokens: int = opt(600, "plan: tokens of an average conversation, likewise", at_least=1)

@@ -69,14 +69,14 @@ class Planned:
 
     def extraction_flops(self) -> float:
         """Of the training and the held-out split."""
-        work = self.data.work * (1 + self.data.heldout)
-        return extraction_flops(self.target.parameters, self.target.layers, self.target.hidden_size, work)
+        work, target = self.data.work * (1 + self.data.heldout), self.target.description
+        return extraction_flops(self.target.parameters, target.num_hidden_layers, target.hidden_size, work)
 
     def states(self, aux_codec: str | None = None, last_codec: str | None = None) -> Shape:
         """What decides the size of stored states; by the configuration's codecs or others."""
         s = self.config.store
         kinds = (aux_codec or s.aux_codec, last_codec or s.last_codec)
-        return Shape(self.target.hidden_size, len(self.shape.aux_layers), *kinds)
+        return Shape(self.shape.target_hidden_size, len(self.shape.aux_layers), *kinds)
 
     def store_bytes(self, states: Shape) -> float:
         """Of the training split: per token ids and masks, per attended position A states, per taught one a state."""

@@ -25,6 +25,8 @@ NO_EAGLE3 = {
     "glm4", "glm4_moe", "glm4_moe_lite", "glm4v", "glm4v_moe", "granitemoe", "granitemoehybrid", "granitemoeshared",
     "hy_v3", "internvl", "longcat_flash", "mixtral", "olmoe", "qwen2_moe", "qwen2_vl",
 }  # fmt: skip
+# Kinds of whose layers (dense and of experts in turn, attention in chunks) no drafter's shape follows that was tried.
+NOT_DERIVED = {"llama4", "llama4_text"}
 EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 CHOSEN = ("num_experts_per_tok", "experts_per_token", "moe_topk")
 EXPERT_WIDTH = ("moe_intermediate_size", "intermediate_size")
@@ -70,7 +72,9 @@ def read_raw(target: TargetConfig) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise not_loaded(target, error) from None
     if not raw.get("model_type"):
-        raise UserError(f"target.path={target.path} has no config.json that names a model_type: is it a whole checkpoint?")
+        raise UserError(
+            f"target.path={target.path} has no config.json that names a model_type: is it a whole checkpoint?"
+        )
     return raw
 
 
@@ -100,6 +104,9 @@ def describe_target(target: TargetConfig) -> TargetDescription:
 def description_of(raw: dict[str, Any], text: Any, where: str) -> TargetDescription:
     """A description from config.json and transformers' reading of it; `where` names it in errors."""
 
+    if raw["model_type"] in NOT_DERIVED:
+        raise UserError(f"{where} is a {raw['model_type']}, for which no drafter is made here: nothing of it was tried")
+
     def size(name: str, *others: str) -> int:
         value = next((v for key in (name, *others) if isinstance(v := getattr(text, key, None), int)), None)
         if value is None or value < 1:
@@ -127,7 +134,7 @@ def description_of(raw: dict[str, Any], text: Any, where: str) -> TargetDescript
         intermediate_size=width,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
-        head_dim=head_dim,
+        head_dim=int(head_dim or 0),
         rms_norm_eps=float(next((e for n in ("rms_norm_eps", "norm_eps") if (e := getattr(text, n, None))), 1e-5)),
         rope_theta=theta,
         rope_scaling=scaling,
