@@ -4,7 +4,7 @@ import os
 import shutil
 import time
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from data_prep.dataset import Collected, collect, most_common
 from data_prep.regenerate import read_manifest, regenerate
+from data_prep.self_prompts import SELF, write_prompts
 from data_prep.sources import Corpus, Source, named, open_files
 from data_prep.template import ChatTemplate
 from eagle31_train import artifacts, provenance
@@ -51,7 +52,7 @@ def prepare(config: Config) -> None:
     zeros = np.zeros(vocab_size, dtype=np.int64)
     draft = vocab.choose(zeros, template.special_ids(), data.draft_vocab_size, data.draft_vocab_coverage)
     _, rows = planned_drafter(config, target, len(draft))
-    corpus, answers = _open(config, template)
+    corpus, answers = _open(_with_written_prompts(config, template), template)
     made_from = provenance.of_data(config, corpus.inputs(), template.fingerprints(), vocab_size)
     ours = (folder / artifacts.MANIFEST).is_file()
     if provenance.up_to_date(folder, made_from, config.overwrite):
@@ -94,6 +95,20 @@ def _open(config: Config, template: ChatTemplate) -> tuple[Corpus, dict[str, Any
         return Corpus.open(config, "conversations"), {}
     files = open_files(str(regenerate(config, template)), config.data.split, "data.prompts")
     return Corpus([Source(files, "messages")]), read_manifest(Path(config.run_dir))
+
+
+def _with_written_prompts(config: Config, template: ChatTemplate) -> Config:
+    """The configuration; where it says `self` of prompts, with the file of those that the target has written."""
+    data = config.data
+    sources = {name: dict(entry) for name, entry in data.sources.items() if entry}
+    own = [entry for entry in sources.values() if entry.get("path") == SELF]
+    if not config.regenerate or not (data.prompts == SELF or own):
+        return config
+    file = str(write_prompts(config, template))
+    for entry in own:
+        entry["path"] = file
+    data = replace(data, prompts=file if data.prompts == SELF else data.prompts, sources=sources)
+    return replace(config, data=data)
 
 
 def _check_splits(collected: Collected, data: DataConfig) -> None:

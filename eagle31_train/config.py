@@ -106,7 +106,7 @@ class TargetConfig:
     @property
     def name(self) -> str:
         """The target as others may know it, wherever it lies: its hub id, or the last part of its folder."""
-        return self.path if self.is_hub_id else Path(self.path).name
+        return self.path if self.is_hub_id else Path(self.path).name or Path(self.path).resolve().name
 
 
 @dataclass
@@ -122,9 +122,23 @@ class GenerateConfig:
 
 
 @dataclass
+class SelfPromptsConfig:
+    count: int = opt(2000, "data.prompts=self: prompts that the target writes", at_least=1)
+    turns: int = opt(1, "user's turns of each; the target answers between them", at_least=1)
+    max_new_tokens: int = opt(256, "longest turn, in tokens; one that does not end is refused", at_least=1)
+    temperature: float = opt(1.0, "of the drawing of the prompts", above=0)
+    top_p: float = opt(1.0, "nucleus of the drawing of the prompts", above=0, at_most=1)
+    system: dict[str, Any] = opt(
+        {}, "kinds or languages: system prompts under which they are written in turn, NAME=TEXT; not kept in the data"
+    )
+
+
+@dataclass
 class DataConfig:
     conversations: str | None = opt(None, "conversations to learn: file, glob, or hub id (regenerate=false)")
-    prompts: str | None = opt(None, "prompts to answer: file, glob, or hub id (regenerate=true)")
+    prompts: str | None = opt(
+        None, "prompts to answer (regenerate=true): file, glob, hub id, or self: the target writes them"
+    )
     sources: dict[str, Any] = opt(
         {}, "several of these, mixed by weight: data.sources.NAME={path: …, weight: 1, format: auto, split: train}"
     )
@@ -141,6 +155,7 @@ class DataConfig:
         None, "or: the smallest vocabulary that covers this share of assistant tokens", above=0, at_most=1
     )
     generate: GenerateConfig = field(default_factory=GenerateConfig)
+    self_prompts: SelfPromptsConfig = field(default_factory=SelfPromptsConfig)
 
 
 @dataclass

@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 
 from eagle31_train.checkpoint.contract import weight_shapes
-from eagle31_train.cli import CONFIGS
 from eagle31_train.config import Config, DrafterShape
+from eagle31_train.locations import CONFIGS
 from eagle31_train.planning.footprint import FP32, Activations, Step, activations
 from eagle31_train.planning.inputs import Data, Target
 from eagle31_train.planning.profiles import PROFILES, Buffers, Memory, Profile, Setting, State, memory, read_buffers

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle31_train import artifacts
+from eagle31_train import artifacts, locations
 from eagle31_train.errors import UserError
 from eagle31_train.provenance import LAYOUTS
 from eagle31_train.targets import local
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from torch import Generator, Tensor
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, PreTrainedTokenizerFast
 
-OUT = local.MODELS / "kimi-toy"
-PROMPTS = local.MODELS.parent / "data_prep" / "prompts"
+OUT = locations.MODELS / "kimi-toy"
+PROMPTS = locations.ROOT / "data_prep" / "prompts"
 CORPUS = [PROMPTS / f"{name}.jsonl" for name in ("prompts", "kimi_chinese", "kimi_agent")]  # the tokenizer's words
 TEMPLATE = Path(__file__).with_name("kimi_toy.jinja")
 SIZES = Path(__file__).with_name("kimi_toy.json")

@@ -74,7 +74,7 @@ def test_the_shape_is_the_published_drafters_but_for_what_is_named(name, archite
     theirs, unlike = DRAFTERS[name, architecture]
     config = type("config", (), {"drafter": DrafterConfig(architecture=architecture), "target": target_of(name)})
     described = describe_target(config.target)
-    shape, rows = planned_drafter(config, described, 32000)
+    shape, _ = planned_drafter(config, described, 32000)
     ours = {field: getattr(shape, field) for field in theirs}
     assert ours == theirs | unlike
     assert all(theirs[field] != value for field, value in unlike.items())
