@@ -82,10 +82,9 @@ class Local:
         """Refusals first, then batches of prompts of like length, the longest first: memory trouble shows at once."""
         if not jobs:
             return
-        from eagle31_train.targets.generate import Generator, Request
+        from eagle31_train.targets.generate import Request
 
-        if self.generator is None:
-            self.generator = Generator(self.config.target, self.template.end_ids)
+        self.load()
         generate = self.config.data.generate
         requests = {}
         for key, job in jobs.items():
@@ -106,6 +105,14 @@ class Local:
                     yield key, self._answer(jobs[key], answer.ids, answer.finish_reason)
                 except Refused as refused:
                     yield key, refused
+
+    def load(self) -> Any:
+        """The target's `Generator`, loaded once."""
+        from eagle31_train.targets.generate import Generator
+
+        if self.generator is None:
+            self.generator = Generator(self.config.target, self.template.end_ids)
+        return self.generator
 
     def _answer(self, job: Job, ids: list[int], finish_reason: str) -> Answer:
         """These tokens of the target as a message; Refused if as text they would become other tokens again."""

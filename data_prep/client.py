@@ -52,7 +52,8 @@ class Server:
     warned: bool = False
 
     def __post_init__(self) -> None:
-        self.url = self.url.rstrip("/") + "/chat/completions"
+        self.base = self.url.rstrip("/")
+        self.url = f"{self.base}/chat/completions"
         # A server says nothing until an answer is whole, and a long thought at a busy one may take hours.
         self.timeout = max(600.0, self.max_tokens / SLOWEST)
         self.options: dict[str, Any] = {}
@@ -77,14 +78,44 @@ class Server:
             **({"tools": tools} if tools else {}),
             **self.options,
         }
-        prompt_tokens, problem = len(self.template.prompt_ids(messages, tools)), ""
+        prompt_tokens = len(self.template.prompt_ids(messages, tools))
+        answer, prompt_tokens_there = self._read(self._ask(self.url, body))
+        self._compare(prompt_tokens_there, prompt_tokens)
+        return answer
+
+    def complete(
+        self, prompt: list[int], stops: list[int], max_tokens: int, temperature: float, top_p: float, seed: int
+    ) -> tuple[str, str]:
+        """Go on from token ids up to one of `stops`, which is left out: the text, and why it ended (stop, length).
+
+        Needs a server that takes token ids and `stop_token_ids`, as vLLM and SGLang do. Raises as `answer` does.
+        """
+        body = {
+            "model": self.model,
+            "prompt": prompt,
+            "stop_token_ids": stops,
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "top_p": top_p,
+            "seed": seed,
+        }
+        content = self._ask(f"{self.base}/completions", body)
+        try:
+            choice = json.loads(content)["choices"][0]
+            return str(choice["text"]), str(choice["finish_reason"])
+        except (ValueError, KeyError, IndexError, TypeError):
+            raise UserError(f"{self.base}/completions answered no completion: data.prompts=self needs one") from None
+
+    def _ask(self, url: str, body: dict[str, Any]) -> bytes:
+        """Ask, with retries and back-off where the server is busy or away."""
+        problem = ""
         for attempt in range(self.attempts):
             if attempt:
                 if self.given_up:
                     break
                 self.wait(min(30.0, 2.0 ** (attempt - 1)))
             try:
-                answer, prompt_tokens_there = self._read(self._post(body))
+                return self._post(url, body)
             except urllib.error.HTTPError as error:
                 detail = " ".join(error.read().decode(errors="replace").split())[:200]
                 problem = f"HTTP {error.code} {detail}"
@@ -94,16 +125,13 @@ class Server:
                     break
             except (OSError, http.client.HTTPException) as error:
                 problem = str(getattr(error, "reason", error))
-            else:
-                self._compare(prompt_tokens_there, prompt_tokens)
-                return answer
-        raise UserError(f"{self.url} gives no answer ({problem}): check data.generate.server and .model")
+        raise UserError(f"{url} gives no answer ({problem}): check data.generate.server and .model")
 
-    def _post(self, body: dict[str, Any]) -> bytes:
+    def _post(self, url: str, body: dict[str, Any]) -> bytes:
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get("OPENAI_API_KEY"):
             headers["Authorization"] = f"Bearer {key}"
-        request = urllib.request.Request(self.url, json.dumps(body).encode(), headers)
+        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
         with urllib.request.urlopen(request, timeout=self.timeout) as response:
             content: bytes = response.read()
         return content

@@ -49,8 +49,8 @@ class Journal:
                 break  # the line being written when the run was killed
             try:
                 entry = json.loads(line)
-                if entry["message"]["role"] != "assistant":
-                    raise ValueError("an answer is the assistant's")
+                if entry["message"]["role"] not in ("assistant", "user"):
+                    raise ValueError("a text is an answer, or a prompt that the target wrote")
                 self.answers[entry["key"]] = Answer(entry["message"], entry["finish_reason"], entry["tokens"])
             except (ValueError, TypeError, KeyError):
                 raise UserError(f"{self.path}:{number} is damaged: remove this line and run again") from None

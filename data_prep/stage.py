@@ -4,6 +4,7 @@ import os
 import shutil
 import time
 from collections import Counter
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,15 @@ from numpy.typing import NDArray
 
 from data_prep.dataset import Collected, collect, most_common
 from data_prep.regenerate import read_manifest, regenerate
+from data_prep.self_prompts import SELF, write_prompts
 from data_prep.sources import Corpus, Source, named, open_files
 from data_prep.template import ChatTemplate
 from eagle31_train import artifacts, provenance
 from eagle31_train.config import Config, DataConfig
 from eagle31_train.errors import UserError
 from eagle31_train.model import vocab
+from eagle31_train.targets.derive import planned_drafter
+from eagle31_train.targets.description import describe_target, serving_doubt
 from eagle31_train.targets.pretrained import vocabulary_fingerprint
 
 SHARED_NAMED = 20  # pairs of rows with one prompt that the manifest names
@@ -49,11 +53,14 @@ def prepare(config: Config) -> None:
             "several GPUs answer as a server, data.generate.server"
         )
     template = ChatTemplate.load(config.target)
-    vocab_size = template.vocabulary(config.target)
-    # What no counts could fulfil is refused here, and not after hours of answers.
+    target = describe_target(config.target)
+    vocab_size = target.vocab_size
+    template.check_fits(config.target, vocab_size)
+    # What no counts could fulfil, and no drafter could be made for, is refused here, and not after hours of answers.
     zeros = np.zeros(vocab_size, dtype=np.int64)
-    vocab.choose(zeros, template.special_ids(), data.draft_vocab_size, data.draft_vocab_coverage)
-    corpus, answers = _open(config, template)
+    draft = vocab.choose(zeros, template.special_ids(), data.draft_vocab_size, data.draft_vocab_coverage)
+    _, rows = planned_drafter(config, target, len(draft))
+    corpus, answers = _open(_with_written_prompts(config, template), template)
     made_from = provenance.of_data(config, corpus.inputs(), template.fingerprints(), vocab_size)
     ours = (folder / artifacts.MANIFEST).is_file()
     if provenance.up_to_date(folder, made_from, config.overwrite):
@@ -62,6 +69,9 @@ def prepare(config: Config) -> None:
     if not ours and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         # commit() replaces the folder, and without our manifest what it holds may be the user's own.
         raise UserError(f"{folder} exists and is no output of this stage: move it away or choose run_dir=…")
+    print("\n".join([f"data: the drafter for {config.target.name}, as its config.json has it", *rows]))
+    if doubt := serving_doubt(config.target, target.model_type):
+        print(f"data: NOT SERVED: {doubt}")
     collected = collect(corpus.read(), template, data.max_length, data.heldout)
     collected.refused = answers.get("refused", []) + collected.refused
     _check_splits(collected, data)
@@ -78,6 +88,7 @@ def prepare(config: Config) -> None:
         "sources": _sources(counts, collected),
         "vocabulary": vocabulary_fingerprint(template.tokenizer),  # extraction compares it with its target's
         "end_ids": template.end_ids,
+        "target": asdict(target),  # of which training derives the drafter, wherever the target's files are
         "files": artifacts.list_files(temporary, [file for file in temporary.rglob("*") if file.is_file()]),
         "seconds": round(time.monotonic() - started, 2),
     }
@@ -92,6 +103,20 @@ def _open(config: Config, template: ChatTemplate) -> tuple[Corpus, dict[str, Any
         return Corpus.open(config, "conversations"), {}
     files = open_files(str(regenerate(config, template)), config.data.split, "data.prompts")
     return Corpus([Source(files, "messages")]), read_manifest(Path(config.run_dir))
+
+
+def _with_written_prompts(config: Config, template: ChatTemplate) -> Config:
+    """The configuration; where it says `self` of prompts, with the file of those that the target has written."""
+    data = config.data
+    sources = {name: dict(entry) for name, entry in data.sources.items() if entry}
+    own = [entry for entry in sources.values() if entry.get("path") == SELF]
+    if not config.regenerate or not (data.prompts == SELF or own):
+        return config
+    file = str(write_prompts(config, template))
+    for entry in own:
+        entry["path"] = file
+    data = replace(data, prompts=file if data.prompts == SELF else data.prompts, sources=sources)
+    return replace(config, data=data)
 
 
 def _check_splits(collected: Collected, data: DataConfig) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from data_prep.formats import Message, Refused, Tool, arguments
 from data_prep.markup import MARKUP, apart
@@ -135,15 +135,13 @@ class ChatTemplate:
 
     # ------------------------------------------------------------ identity
 
-    def vocabulary(self, target: TargetConfig) -> int:
-        """V, the rows of the target's embedding: its configuration's number, not the tokenizer's."""
-        size = int(from_pretrained(AutoConfig, target).get_text_config().vocab_size)
-        if (largest := max(self.tokenizer.get_vocab().values())) >= size:
+    def check_fits(self, target: TargetConfig, vocab_size: int) -> None:
+        """Refuse a tokenizer with more tokens than the target's embedding has rows."""
+        if (largest := max(self.tokenizer.get_vocab().values())) >= vocab_size:
             raise UserError(
-                f"the tokenizer of {target.path} has token {largest}, its model only {size} rows: "
+                f"the tokenizer of {target.path} has token {largest}, its model only {vocab_size} rows: "
                 "they do not belong together"
             )
-        return size
 
     def special_ids(self) -> list[int]:
         """Special and end-of-turn ids, ascending."""

@@ -12,10 +12,13 @@ import difflib
 import errno
 import functools
 import operator
+import os
 import re
+import shutil
 import sys
+import tempfile
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,23 +31,31 @@ from yaml import YAMLError
 
 from eagle31_train.config import RENAMED, Config, check_value
 from eagle31_train.errors import SharedError, Stopped, UserError
-
-ROOT = Path(__file__).resolve().parent.parent
-CONFIGS = ROOT / "configs"
+from eagle31_train.locations import CONFIGS, project
 
 
-def load_config(overrides: list[str], saved: Path | None = None) -> Config:
+def load_config(overrides: list[str], saved: Path | None = None, config_dir: Path | None = None) -> Config:
     """Compose `configs/config.yaml` with the overrides and check it against the schema.
 
     Args:
+        overrides: `key=value`, `+experiment=NAME`, or `+experiment=FILE.yaml` of a recipe of one's own.
         saved: a resolved configuration, as runs keep it, to begin with instead.
+        config_dir: a folder with groups of one's own, like `configs/`: experiment/, target/, …
 
     Raises:
         UserError: an unknown key or group (with the nearest valid name), a value of the wrong
             type, or a mandatory option that is missing or empty.
     """
-    overrides = [_checked(override) for override in overrides]
-    OmegaConf.register_new_resolver("project", lambda path: str(ROOT / path), replace=True)
+    if config_dir is not None and not config_dir.is_dir():
+        raise UserError(f"--config-dir {config_dir} is no folder")
+    with tempfile.TemporaryDirectory() as copies:
+        overrides = [_named(override, Path(copies)) for override in overrides]
+        folders = [CONFIGS, Path(copies), *([config_dir.resolve()] if config_dir else [])]
+        return _load([_checked(override, folders) for override in overrides], saved, folders)
+
+
+def _load(overrides: list[str], saved: Path | None, folders: list[Path]) -> Config:
+    OmegaConf.register_new_resolver("project", project, replace=True)
     ConfigStore.instance().store(name="schema", node=_schema())
     try:
         if saved is not None:
@@ -53,13 +64,16 @@ def load_config(overrides: list[str], saved: Path | None = None) -> Config:
             # Options that were added since have their defaults.
             ConfigStore.instance().store(name="saved", node=OmegaConf.merge(_schema(), OmegaConf.load(saved)))
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            composed = _composed(overrides, "config" if saved is None else "saved")
+            searched = f"hydra.searchpath=[{','.join(f'file://{folder}' for folder in folders[1:])}]"
+            composed = _composed([searched, *overrides], "config" if saved is None else "saved")
+        if OmegaConf.is_missing(composed, "name") and not OmegaConf.is_missing(composed, "target.path"):
+            composed.name = Path(composed.target.path).name.lower()
         # run_dir is made of the name, and OmegaConf stumbles over the one that is missing behind the other.
         missing = ["name"] if OmegaConf.is_missing(composed, "name") else sorted(OmegaConf.missing_keys(composed))
         if missing:
             raise UserError(
                 f"no value for {', '.join(missing)}: pick a recipe with +experiment=NAME "
-                f"({', '.join(_choices('experiment'))}) or set {missing[0]}=…"
+                f"({', '.join(choices('experiment', folders))}) or set {missing[0]}=…"
             )
         config = OmegaConf.to_object(_with_new_names(composed))
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
@@ -71,6 +85,22 @@ def load_config(overrides: list[str], saved: Path | None = None) -> Config:
     for name, _, field in _options(Config):
         check_value(name, operator.attrgetter(name)(config), field.metadata)
     return config
+
+
+def _named(override: str, folder: Path) -> str:
+    """The override; a recipe that is given as a file is copied to where Hydra finds it by its name.
+
+    Raises:
+        UserError: there is no such file.
+    """
+    group, _, value = override.partition("=")
+    if group.lstrip("+") != "experiment" or not value.endswith((".yaml", ".yml")):
+        return override
+    if not (file := Path(value)).is_file():
+        raise UserError(f"{override}: there is no file {value}")
+    (folder / "experiment").mkdir(exist_ok=True)
+    shutil.copyfile(file, folder / "experiment" / f"{file.stem}.yaml")
+    return f"{group}={file.stem}"
 
 
 def _schema() -> DictConfig:
@@ -138,24 +168,30 @@ def run(
     Exits with 2 on a user's mistake, with 75 if the stage was told to stop and saved, with 130 on Ctrl-C.
     """
     parser = argparse.ArgumentParser(
-        usage=f"%(prog)s {before}[-h] [--cfg] [key=value ...]",
+        prog=_program(),
+        usage=f"%(prog)s {before}[-h] [--cfg] [--config-dir DIR] [key=value ...]",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=_options_help(),
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="options, listed below")
     parser.add_argument("--cfg", action="store_true", help="print the resolved configuration and stop")
+    parser.add_argument("--config-dir", type=Path, help="a folder of recipes and groups of your own, like configs/")
     arguments = parser.parse_intermixed_args(argv)
     try:
-        config = load_config(arguments.overrides, saved)
+        config = load_config(arguments.overrides, saved, arguments.config_dir)
         if arguments.cfg:
             print(to_yaml(config), end="")
             return
         stage(config)
+        sys.stdout.flush()
     except UserError as error:
         if not isinstance(error, SharedError):
             print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
     except OSError as error:
         if error.errno not in MENDABLE:
             raise
@@ -170,16 +206,30 @@ def run(
         raise SystemExit(130) from None
 
 
+def _program() -> str:
+    """How this command was called: `eagle31 plan`, or `python -m eagle31_train.plan`."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is None or sys.argv[0].startswith("eagle31 "):
+        return Path(sys.argv[0]).name
+    return f"python -m {spec.name.removesuffix('.__main__')}"
+
+
 def to_yaml(config: Config) -> str:
     """The resolved configuration as YAML, for saving beside outputs."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
-def _choices(group: str) -> list[str]:
-    return sorted(file.stem for file in (CONFIGS / group).glob("*.yaml"))
+def choices(group: str, folders: Sequence[Path] = (CONFIGS,)) -> list[str]:
+    """Names in a group of configurations, such as the recipes in `experiment`."""
+    return sorted(file.stem for folder in folders for file in (folder / group).glob("*.yaml"))
 
 
-def _checked(override: str) -> str:
+def option_names() -> list[str]:
+    """Every option."""
+    return [name for name, _, _ in _options(Config)]
+
+
+def _checked(override: str, folders: list[Path]) -> str:
     """The override, if its key exists; keys below a free-form option are added without Hydra's `++`."""
     key, equals, value = override.partition("=")
     key = key.lstrip("+~")
@@ -188,16 +238,16 @@ def _checked(override: str) -> str:
     if (CONFIGS / key).is_dir():
         several = value[1:-1].split(",") if value.startswith("[") and value.endswith("]") else [value]
         for name in map(str.strip, several):
-            if name not in _choices(key):
-                raise UserError(f"no configs/{key}/{name}.yaml{_nearest(name, _choices(key))}")
+            if name not in (known := choices(key, folders)):
+                raise UserError(f"no configs/{key}/{name}.yaml{_nearest(name, known)}")
         return f"+{key}={value}"  # Hydra takes a group that no defaults list names only with the plus
-    known = {path for path, _, _ in _options(Config)}
+    names = option_names()
     if any(key == path or key.startswith(path + ".") for path in _free()):
         return override if override.startswith(("+", "~")) else f"++{override}"
-    if key in known or key in RENAMED:
+    if key in names or key in RENAMED:
         return override
     groups = [folder.name for folder in CONFIGS.iterdir() if folder.is_dir()]
-    raise UserError(f"no option {key!r}{_nearest(key, [*known, *groups])}")
+    raise UserError(f"no option {key!r}{_nearest(key, [*names, *groups])}")
 
 
 def _free() -> list[str]:
@@ -223,7 +273,7 @@ def _options(cls: type, prefix: str = "") -> Iterator[tuple[str, Any, dataclasse
 
 
 def _options_help() -> str:
-    lines = [f"recipes (+experiment=…): {', '.join(_choices('experiment'))}", "", "options (key=value):"]
+    lines = [f"recipes (+experiment=…): {', '.join(choices('experiment'))}", "", "options (key=value):"]
     for name, _, field in _options(Config):
         make = field.default_factory
         default = field.default if make is dataclasses.MISSING else make()

@@ -105,7 +105,7 @@ class TargetConfig:
     @property
     def name(self) -> str:
         """The target as others may know it, wherever it lies: its hub id, or the last part of its folder."""
-        return self.path if self.is_hub_id else Path(self.path).name
+        return self.path if self.is_hub_id else Path(self.path).name or Path(self.path).resolve().name
 
 
 @dataclass
@@ -121,9 +121,23 @@ class GenerateConfig:
 
 
 @dataclass
+class SelfPromptsConfig:
+    count: int = opt(2000, "data.prompts=self: prompts that the target writes", at_least=1)
+    turns: int = opt(1, "user's turns of each; the target answers between them", at_least=1)
+    max_new_tokens: int = opt(256, "longest turn, in tokens; one that does not end is refused", at_least=1)
+    temperature: float = opt(1.0, "of the drawing of the prompts", above=0)
+    top_p: float = opt(1.0, "nucleus of the drawing of the prompts", above=0, at_most=1)
+    system: dict[str, Any] = opt(
+        {}, "kinds or languages: system prompts under which they are written in turn, NAME=TEXT; not kept in the data"
+    )
+
+
+@dataclass
 class DataConfig:
     conversations: str | None = opt(None, "conversations to learn: file, glob, or hub id (regenerate=false)")
-    prompts: str | None = opt(None, "prompts to answer: file, glob, or hub id (regenerate=true)")
+    prompts: str | None = opt(
+        None, "prompts to answer (regenerate=true): file, glob, hub id, or self: the target writes them"
+    )
     sources: dict[str, Any] = opt(
         {}, "several of these, mixed by weight: data.sources.NAME={path: …, weight: 1, format: auto, split: train}"
     )
@@ -140,6 +154,7 @@ class DataConfig:
         None, "or: the smallest vocabulary that covers this share of assistant tokens", above=0, at_most=1
     )
     generate: GenerateConfig = field(default_factory=GenerateConfig)
+    self_prompts: SelfPromptsConfig = field(default_factory=SelfPromptsConfig)
 
 
 @dataclass
@@ -180,16 +195,27 @@ class DrafterConfig:
     fc_norm: bool = opt(True, "EAGLE 3.1: an RMSNorm on each auxiliary state before fc")
     norm_output: bool = opt(True, "EAGLE 3.1: feed the post-norm state into the next step")
     norm_before_residual: bool = opt(False, "the layer's residual is hidden_norm(h) instead of h")
+    # What is null follows from the target's config.json (targets/derive.py)
     hidden_size: int | None = opt(None, "default: the target's", above=0)
-    intermediate_size: int = opt("???", "width of the MLP", above=0)
-    num_attention_heads: int = opt("???", "query heads", above=0)
-    num_key_value_heads: int | None = opt(None, "key and value heads; default: num_attention_heads", above=0)
-    head_dim: int | None = opt(None, "width of one head; default: hidden_size / num_attention_heads", above=0)
-    rms_norm_eps: float = opt(1e-5, "epsilon of every RMSNorm of the drafter", above=0)
-    rope_theta: float = opt(10000.0, "the drafter's own RoPE base", above=0)
-    rope_scaling: dict[str, Any] = opt({}, "the drafter's own RoPE scaling, as in transformers; {} for none")
-    max_position_embeddings: int = opt(
-        2048, "the longest context in which vLLM's V1 runner (CPUs) drafts; export may raise it", above=0
+    intermediate_size: int | None = opt(
+        None, "width of the MLP; default: the target's, of experts the width that a token runs through", above=0
+    )
+    num_attention_heads: int | None = opt(None, "query heads; default: the target's", above=0)
+    num_key_value_heads: int | None = opt(
+        None, "key and value heads; default: the target's, or num_attention_heads if that is given", above=0
+    )
+    head_dim: int | None = opt(
+        None, "width of a head; default: the target's, or hidden_size / num_attention_heads if these are given", above=0
+    )
+    rms_norm_eps: float | None = opt(None, "epsilon of every RMSNorm of the drafter; default: the target's", above=0)
+    rope_theta: float | None = opt(None, "the drafter's own RoPE base; default: the target's", above=0)
+    rope_scaling: dict[str, Any] = opt(
+        {}, "the drafter's own RoPE scaling, as in transformers; default: the target's, or none if rope_theta is given"
+    )
+    max_position_embeddings: int | None = opt(
+        None,
+        "the longest context in which vLLM's V1 runner (CPUs) drafts, and export may raise it; default: the target's",
+        above=0,
     )
     share_embedding: bool = opt(True, "embed_tokens is the target's, frozen, and left out of the checkpoint")
     train_lm_head: bool = opt(True, "fit lm_head (it starts from the target's rows)")
@@ -291,10 +317,9 @@ class CompareConfig:
 
 @dataclass
 class PlanConfig:
-    hidden_size: int | None = opt(None, "plan: the target's hidden size; default: its config.json", at_least=1)
-    vocab_size: int | None = opt(None, "plan: the target's vocabulary; default: its config.json", at_least=1)
-    layers: int | None = opt(None, "plan: the target's layers; default: its config.json", at_least=1)
-    target_parameters: float | None = opt(None, "plan: those that a token runs through, e.g. 8.03e9", above=0)
+    target_parameters: float | None = opt(
+        None, "plan: of the target, those that a token runs through; default: counted by its config.json", above=0
+    )
     tokens: float | None = opt(None, "plan: tokens of the training split; default: as counted by data_prep", above=0)
     share: float = opt(0.5, "plan: share of these that the assistant wrote, until they are counted", above=0, at_most=1)
     sample_tokens: int = opt(600, "plan: tokens of an average conversation, likewise", at_least=1)

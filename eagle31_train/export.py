@@ -88,7 +88,7 @@ def exported_shape(config: Config, checkpoint: DrafterCheckpoint) -> DrafterShap
         UserError: other options contradict the weights, whose card tells them.
     """
     shape, positions = checkpoint.shape, config.drafter.max_position_embeddings
-    if positions > shape.max_position_embeddings:
+    if positions is not None and positions > shape.max_position_embeddings:
         print(f"export: max_position_embeddings is {positions:,} now, {shape.max_position_embeddings:,} in training")
         shape = dataclasses.replace(shape, max_position_embeddings=positions)
     options = {

@@ -3,20 +3,27 @@
     python -m eagle31_train.plan +experiment=llama31_8b
     python -m eagle31_train.plan +experiment=kimi plan.tokens=5e8 plan.devices=4 plan.device_gib=141
 
-Nothing is downloaded, and nothing is written.
+Of a hub id config.json is downloaded, and nothing else; nothing is written.
 """
+
+from dataclasses import asdict
 
 from eagle31_train import cli
 from eagle31_train.config import Config
 from eagle31_train.planning import inputs, sections
 from eagle31_train.planning.planned import Planned
+from eagle31_train.targets.derive import complete, planned_drafter
+from eagle31_train.targets.description import serving_doubt
 
 
 def plan(config: Config) -> None:
     """Print the plan; UserError where a size that it needs is neither given nor to be found."""
     target, data = inputs.read_target(config), inputs.read_data(config)
-    shape = inputs.planned_shape(config, target, data.vocabulary or target.vocab_size)
-    print(sections.text(Planned(config, target, shape, data)))
+    shape, rows = planned_drafter(config, target.description, data.vocabulary or target.description.vocab_size)
+    print("\n".join([f"TARGET   {config.target.name}: the drafter's shape follows from its config.json", *rows, ""]))
+    print(sections.text(Planned(complete(config, asdict(target.description)), target, shape, data)))
+    if doubt := serving_doubt(config.target, target.description.model_type):
+        print(f"\nNOT SERVED   {doubt}")
 
 
 if __name__ == "__main__":

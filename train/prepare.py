@@ -6,16 +6,17 @@ before inputs and launch are known to be good.
 
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any
 
 from accelerate import Accelerator
 
 from eagle31_train import artifacts, provenance
 from eagle31_train.checkpoint.contract import caveats
-from eagle31_train.checkpoint.shape import check_drafter
 from eagle31_train.config import Config, byte_count
 from eagle31_train.model import vocab
 from eagle31_train.store import Store, storage_of
 from eagle31_train.store.stream import check_consumer
+from eagle31_train.targets.derive import complete
 from train import checkpoint, initial_weights, launch, order, tracking, windows
 from train.build import build_objective, check_samples, check_store, shape_of
 from train.checkpoint import Saver
@@ -39,6 +40,8 @@ def prepare(config: Config, resources: ExitStack) -> Trainer | None:
     Raises:
         UserError: an option, an input or the launch is not as it must be; says which.
     """
+    check_made(config)
+    config = complete(config, _manifest(config).get("target"))
     t = config.train
     deadline = resources.enter_context(Deadline(parse_limit(t.time_limit)))
     data = read_inputs(config, resources)
@@ -76,10 +79,8 @@ def prepare(config: Config, resources: ExitStack) -> Trainer | None:
 def read_inputs(config: Config, resources: ExitStack) -> Inputs:
     """Read options, data and store, and refuse what no run can be made of. Every process does it for itself."""
     t, data_dir = config.train, config.data_folder
-    check_drafter(config.drafter)
-    check_made(config)
     store = resources.enter_context(closing(Store(storage_of(config), config.store.follow, config.store.patience)))
-    data = artifacts.read_json(data_dir / artifacts.MANIFEST, "python -m data_prep")
+    data = _manifest(config)
     check_store(store, data, config.target)
     vocab_file = data_dir / "vocab.safetensors"
     draft_vocab = vocab.read(vocab_file)
@@ -101,6 +102,11 @@ def read_inputs(config: Config, resources: ExitStack) -> Inputs:
         windows=cut,
         shuffled=data["inputs"].get("shuffle") is not None,
     )
+
+
+def _manifest(config: Config) -> dict[str, Any]:
+    """What stage 1 says of its data and of the target."""
+    return artifacts.read_json(config.data_folder / artifacts.MANIFEST, "python -m data_prep")
 
 
 def launch_processes(config: Config, data: Inputs) -> Accelerator:

@@ -28,7 +28,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker, TensorBoardTracker
 
-from eagle31_train import artifacts, cli
+from eagle31_train import artifacts, cli, locations
 from eagle31_train.checkpoint.run_folder import CONFIG
 from eagle31_train.config import Config
 from eagle31_train.errors import UserError
@@ -130,7 +130,7 @@ def record_launch(folder: Path, config: Config, facts: Mapping[str, Any]) -> Non
     launch = {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "argv": sys.argv,
-        "git": checkout(cli.ROOT),
+        "git": checkout(locations.ROOT),
         "versions": versions(),
         "host": host(),
         "facts": dict(facts),

@@ -6,6 +6,9 @@ from eagle31_train.checkpoint.contract import check_shape
 from eagle31_train.config import MLA_WIDTHS, DrafterConfig, DrafterShape, check_value, mla_widths
 from eagle31_train.errors import UserError
 
+# Options that are the target's where they are not given (`targets.derive`).
+REQUIRED = ("intermediate_size", "num_attention_heads", "rms_norm_eps", "rope_theta", "max_position_embeddings")
+
 
 def check_drafter(d: DrafterConfig) -> None:
     """Refuse, before anything is read, options that make no drafter of any target.
@@ -15,7 +18,9 @@ def check_drafter(d: DrafterConfig) -> None:
     """
     for field in fields(d):
         check_value(f"drafter.{field.name}", getattr(d, field.name), field.metadata)
-    heads = d.num_attention_heads
+    if missing := [name for name in REQUIRED if getattr(d, name) is None]:
+        raise UserError(f"drafter.{missing[0]} is open: it follows from the target's config.json, or is given")
+    heads = d.num_attention_heads or 0
     if d.architecture == "mla":
         _, nope, rope, _ = mla_widths(d)
         for name, value in {"num_key_value_heads": heads, "head_dim": nope + rope}.items():
@@ -36,7 +41,7 @@ def drafter_shape(
     """The drafter's architecture, joined with its target.
 
     Args:
-        d: the options.
+        d: the options, with all that the target decides (`targets.derive.complete`).
         hidden_size, vocab_size: H and V of the target.
         draft_vocab_size: Vd.
         aux_layers: auxiliary layers, as inputs of layer i, in the order of their states.
@@ -45,7 +50,7 @@ def drafter_shape(
         UserError: options that make no drafter, or one that vLLM could not serve.
     """
     check_drafter(d)
-    D, heads = d.hidden_size or hidden_size, d.num_attention_heads
+    D, heads = d.hidden_size or hidden_size, d.num_attention_heads or 0
     if d.share_embedding and hidden_size != D:
         raise UserError(
             f"drafter.hidden_size={D} cannot share the target's embedding of width {hidden_size}: "

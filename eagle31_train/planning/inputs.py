@@ -1,7 +1,5 @@
 """What a plan is made of: the target's sizes, the drafter's shape and the data, counted where they can be."""
 
-import json
-import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,23 +7,27 @@ from typing import Any
 import numpy as np
 
 from eagle31_train import artifacts
-from eagle31_train.checkpoint.shape import drafter_shape
-from eagle31_train.config import Config, DrafterShape, default_aux_layers
+from eagle31_train.config import Config
 from eagle31_train.errors import UserError
 from eagle31_train.planning.work import Work, count_work, made_mask
+from eagle31_train.targets.description import (
+    CHOSEN,
+    EXPERTS,
+    TargetDescription,
+    description_of,
+    read_raw,
+    text_config,
+)
 
 EXAMPLE = 100_000_000  # tokens that are planned for where nobody has counted or said how many there are
 LOOKED_AT = 1000  # conversations whose loss masks stand for all of them
-EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")  # of a config.json: not all run for a token
 
 
 @dataclass(frozen=True)
 class Target:
-    """Sizes of the target. parameters: those that one token runs through."""
+    """The target, and how many of its parameters one token runs through."""
 
-    hidden_size: int
-    vocab_size: int
-    layers: int
+    description: TargetDescription
     parameters: float
 
 
@@ -45,44 +47,39 @@ class Data:
 
 
 def read_target(config: Config) -> Target:
-    """From plan.*, and what that leaves open from the target's own config.json and weights, if they are here.
+    """The target by its config.json alone.
 
     Raises:
-        UserError: a size is neither given nor to be found without a download.
+        UserError: it has none, or is of a kind whose parameters cannot be counted.
     """
-    p, folder = config.plan, Path(config.target.path)
-    found: dict[str, Any] = {}
-    if (folder / "config.json").is_file():
-        found = artifacts.read_json(folder / "config.json", "the target's own")
-        found = found.get("text_config", found)  # of a model that sees, too
-    experts = any((found.get(name) or 0) > 1 for name in EXPERTS)
-    sizes: dict[str, Any] = {
-        "hidden_size": p.hidden_size or found.get("hidden_size"),
-        "vocab_size": p.vocab_size or found.get("vocab_size"),
-        "layers": p.layers or found.get("num_hidden_layers"),
-        "target_parameters": p.target_parameters or (None if experts else _parameters(folder)),
-    }
-    if missing := [f"plan.{name}" for name, value in sizes.items() if not value]:
-        raise UserError(f"no value for {', '.join(missing)}, nor in a folder {config.target.path}: set them")
-    return Target(*sizes.values())
+    raw = read_raw(config.target)
+    text = text_config(raw)
+    parameters = config.plan.target_parameters or active_parameters(text)
+    if parameters is None:
+        raise UserError(
+            f"target.path={config.target.path} is a {raw['model_type']}, which transformers does not know: "
+            "say how many parameters a token runs through, with plan.target_parameters=32e9 or the like"
+        )
+    return Target(description_of(raw, text, f"target.path={config.target.path}"), parameters)
 
 
-def _parameters(folder: Path) -> float | None:
-    """All parameters in a folder's safetensors files, by their headers; less the second copy that some carry."""
-    total = 0
-    for file in folder.glob("*.safetensors"):
-        if file.name.startswith("consolidated"):  # all weights once more, in their maker's own layout
-            continue
-        with file.open("rb") as opened:
-            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
-        total += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
-    return float(total) or None
+def active_parameters(text: Any) -> float | None:
+    """Parameters that one token runs through: all, less the experts that it is not sent to; None of unknown kinds.
 
+    They are counted on a model without storage, so that nothing is downloaded, and experts count by their share.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
 
-def planned_shape(config: Config, target: Target, draft_vocab_size: int) -> DrafterShape:
-    """The drafter's architecture, joined with its target; UserError for a drafter that training would refuse."""
-    layers = config.target.aux_layers or default_aux_layers(target.layers)
-    return drafter_shape(config.drafter, target.hidden_size, target.vocab_size, draft_vocab_size, sorted(set(layers)))
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(text)
+    except ValueError:  # no class for it
+        return None
+    count = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    experts = sum(size for name, size in count.items() if ".experts." in name)
+    chosen, of = (next((n for key in keys if (n := getattr(text, key, None))), 1) for keys in (CHOSEN, EXPERTS))
+    return sum(count.values()) - experts * (1 - chosen / of)
 
 
 def read_data(config: Config) -> Data:

@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 
 from eagle31_train.checkpoint.contract import weight_shapes
-from eagle31_train.cli import CONFIGS
 from eagle31_train.config import Config, DrafterShape
+from eagle31_train.locations import CONFIGS
 from eagle31_train.planning.footprint import FP32, Activations, Step, activations
 from eagle31_train.planning.inputs import Data, Target
 from eagle31_train.planning.profiles import PROFILES, Buffers, Memory, Profile, Setting, State, memory, read_buffers
@@ -69,13 +69,13 @@ class Planned:
 
     def extraction_flops(self) -> float:
         """Of the training and the held-out split."""
-        work = self.data.work * (1 + self.data.heldout)
-        return extraction_flops(self.target.parameters, self.target.layers, self.target.hidden_size, work)
+        work, target = self.data.work * (1 + self.data.heldout), self.target.description
+        return extraction_flops(self.target.parameters, target.num_hidden_layers, target.hidden_size, work)
 
     def states(self) -> Shape:
         """What decides the size of stored states."""
         s = self.config.store
-        return Shape(self.target.hidden_size, len(self.shape.aux_layers), s.aux_codec, s.last_codec)
+        return Shape(self.shape.target_hidden_size, len(self.shape.aux_layers), s.aux_codec, s.last_codec)
 
     def store_bytes(self, states: Shape) -> float:
         """Of the training split: per token ids and masks, per attended position A states, per taught one a state."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eagle31_train import cli
+from eagle31_train import locations
 
 # An absolute path in a text, which neither 3/4 nor https://… has, but file:///… does.
 _PATH = re.compile(r"(?:(?<=\bfile://)|(?<![\w./~\\-]))/(?!/)[^\s'\",;|<>(){}\[\]=]+")
@@ -17,8 +17,8 @@ def public(path: str) -> str:
         return "file://" + public(path.removeprefix("file://"))
     if not Path(path).is_absolute():
         return path
-    inside = Path(path).is_relative_to(cli.ROOT)
-    return str(Path(path).relative_to(cli.ROOT)) if inside else f"/path/to/{Path(path).name}"
+    inside = Path(path).is_relative_to(locations.ROOT)
+    return str(Path(path).relative_to(locations.ROOT)) if inside else f"/path/to/{Path(path).name}"
 
 
 def scrubbed(text: str) -> str:

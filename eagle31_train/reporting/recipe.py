@@ -72,7 +72,7 @@ def _option(key: str, value: Any, base: Any) -> Iterator[str]:
 def _recipes() -> dict[str, dict[str, Any]]:
     """The options of every recipe by its name; one that needs options of its own is no starting point."""
     recipes = {}
-    for recipe in sorted(file.stem for file in (cli.CONFIGS / "experiment").glob("*.yaml")):
+    for recipe in cli.choices("experiment"):
         with suppress(UserError):
             recipes[recipe] = dict(_leaves(cli.load_config([f"+experiment={recipe}"])))
     return recipes

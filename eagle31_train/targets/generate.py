@@ -48,33 +48,36 @@ class Generator:
         return f"the prompt and {max_new_tokens} tokens of answer exceed the target's {self.limit} positions"
 
     @torch.inference_mode()
-    def answer(self, requests: list[Request], max_new_tokens: int, top_p: float) -> list[Answer]:
-        """Answer one batch; prompts of like length waste least.
+    def answer(
+        self, requests: list[Request], max_new_tokens: int, top_p: float, end_ids: list[int] | None = None
+    ) -> list[Answer]:
+        """Answer one batch; prompts of like length waste least. `end_ids`: other tokens that end an answer.
 
         A row's draws come from its own seed, so they do not depend on which rows share its batch. None is a prompt that
         `refusal` refuses.
         """
         longest = max(len(request.ids) for request in requests)
-        device = self.model.device
-        pad = self.end_ids[0]
+        device, end_ids = self.model.device, end_ids or self.end_ids
+        pad = end_ids[0]
         rows = [[pad] * (longest - len(request.ids)) + request.ids for request in requests]
         masks = [[0] * (longest - len(request.ids)) + [1] * len(request.ids) for request in requests]
         # A configuration of our own: the target's may ask for sampling or penalties by default.
         self.model.generation_config = GenerationConfig(
-            max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=self.end_ids, pad_token_id=pad
+            max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=end_ids, pad_token_id=pad
         )
         output_BT = self.model.generate(
             input_ids=torch.tensor(rows, device=device),
             attention_mask=torch.tensor(masks, device=device),
             logits_processor=LogitsProcessorList([SeededSampling(requests, longest, max_new_tokens, top_p)]),
         )
-        return [self._until_end(row) for row in output_BT[:, longest:].tolist()]
+        return [_until_end(row, end_ids) for row in output_BT[:, longest:].tolist()]
 
-    def _until_end(self, ids: list[int]) -> Answer:
-        for position, token in enumerate(ids):
-            if token in self.end_ids:
-                return Answer(ids[:position], "stop")
-        return Answer(ids, "length")
+
+def _until_end(ids: list[int], end_ids: list[int]) -> Answer:
+    for position, token in enumerate(ids):
+        if token in end_ids:
+            return Answer(ids[:position], "stop")
+    return Answer(ids, "length")
 
 
 class SeededSampling(LogitsProcessor):
@@ -122,6 +125,10 @@ def draw(logits_BV: Tensor, uniform_B: Tensor, top_p: float) -> Tensor:
         [B] int64 token ids.
     """
     V = logits_BV.shape[1]
+    if top_p == 1.0:  # all tokens, in any order: nothing is sorted
+        mass_BV = logits_BV.softmax(-1).cumsum(-1)
+        threshold_B1 = uniform_B[:, None] * mass_BV[:, -1:]
+        return torch.searchsorted(mass_BV, threshold_B1, right=True).clamp(max=V - 1)[:, 0]
     # A full sort of V = 49,152 costs as much as the model's own step, hence the top few first.
     chosen_B, whole_B = _draw_from_top(logits_BV, uniform_B, top_p, min(NUCLEUS, V))
     if not bool(whole_B.all()):

@@ -19,19 +19,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from eagle31_train.config import TargetConfig, default_aux_layers
+from eagle31_train.config import TargetConfig
 from eagle31_train.errors import UserError
+from eagle31_train.targets.description import pick_layers
 from eagle31_train.targets.pretrained import from_pretrained, require_path
 from eagle31_train.targets.readout import Readout, find_parts, readout_of
 
-# Kinds of targets of which vLLM has no input of layer 0: it fails at the first token where a drafter asks for it.
-NO_EMBEDDINGS = {"deepseek_v2", "deepseek_v3", "kimi_k2"}
-# Kinds of targets whose classes in vLLM 0.32 lack SupportsEagle3: it starts with no EAGLE 3 draft for them.
-NO_EAGLE3 = {
-    "ernie4_5_moe", "exaone4", "exaone_moe", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n", "gemma3n_text",
-    "glm4", "glm4_moe", "glm4_moe_lite", "glm4v", "glm4v_moe", "granitemoe", "granitemoehybrid", "granitemoeshared",
-    "hy_v3", "internvl", "longcat_flash", "mixtral", "olmoe", "qwen2_moe", "qwen2_vl",
-}  # fmt: skip
 STRETCHED = {"linear", "dynamic"}  # RoPE of which max_position_embeddings is the length before its factor
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -134,33 +127,6 @@ def positions(config: Any) -> int | None:
     if count and rope.get("rope_type", rope.get("type")) in STRETCHED and "gemma3" not in config.model_type:
         return int(count * (rope.get("factor") or 1))
     return count
-
-
-def serving_doubt(config: TargetConfig) -> str | None:
-    """What speaks against spending hours on a drafter for this target; None if nothing is known."""
-    kind = _whole_config(config).model_type
-    if kind not in NO_EAGLE3:
-        return None
-    return (
-        f"vLLM 0.32's own class for {kind} takes no EAGLE 3 draft, so that a drafter for {config.path} can be trained "
-        "and measured here, but not served; whether `vllm serve --model-impl transformers` serves it was not tried"
-    )
-
-
-def pick_layers(aux_layers: Sequence[int] | None, depth: int, kind: str = "") -> list[int]:
-    """The auxiliary layers of a target of N layers and of a model_type; by default vLLM's choice (2, N//2, N-3).
-
-    Raises:
-        UserError: layers that it does not have or that vLLM could not give, or not in ascending order.
-    """
-    layers = list(aux_layers) if aux_layers is not None else [2, depth // 2, depth - 3]
-    if layers != sorted(set(layers)) or not layers:
-        raise UserError(f"target.aux_layers={layers} must ascend without repeats: set target.aux_layers=[…]")
-    if layers[0] < 0 or layers[-1] > depth:
-        raise UserError(f"target.aux_layers={layers}: the target has layers 0 to {depth}")
-    if layers[0] == 0 and kind in NO_EMBEDDINGS:
-        raise UserError(f"target.aux_layers={layers}: vLLM cannot give the input of layer 0 of a {kind}: take another")
-    return layers
 
 
 @dataclass(frozen=True)

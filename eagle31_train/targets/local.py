@@ -11,8 +11,6 @@ from eagle31_train import artifacts
 from eagle31_train.errors import UserError
 from eagle31_train.provenance import Provenance
 
-MODELS = Path(__file__).resolve().parent.parent.parent / "models"
-
 
 def command(make: Callable[[Path], Any], out: Path, description: str, argv: list[str] | None = None) -> None:
     """A command line with `--out`, by default `out`; exit status 2 on a user's mistake."""

@@ -18,13 +18,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from torch import Generator, Tensor
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
-from eagle31_train import artifacts
+from eagle31_train import artifacts, locations
 from eagle31_train.errors import UserError
 from eagle31_train.provenance import LAYOUTS
 from eagle31_train.targets import local
 
-OUT = local.MODELS / "kimi-toy"
-PROMPTS = local.MODELS.parent / "data_prep" / "prompts"
+OUT = locations.MODELS / "kimi-toy"
+PROMPTS = locations.ROOT / "data_prep" / "prompts"
 CORPUS = [PROMPTS / f"{name}.jsonl" for name in ("prompts", "kimi_chinese", "kimi_agent")]  # the tokenizer's words
 TEMPLATE = Path(__file__).with_name("kimi_toy.jinja")
 SIZES = Path(__file__).with_name("kimi_toy.json")

@@ -3,7 +3,6 @@
 Shapes: as in `engine.py`.
 """
 
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,7 +18,6 @@ from eagle31_train.targets.hf import (
     load_model,
     pick_device,
     positions,
-    serving_doubt,
 )
 from eagle31_train.targets.readout import Readout, readout_from_checkpoint
 
@@ -93,8 +91,6 @@ def load_engine(config: TargetConfig, batch_tokens: int) -> TransformersEngine:
     Raises:
         UserError: it cannot be loaded or read.
     """
-    if int(os.environ.get("RANK", 0)) == 0 and (doubt := serving_doubt(config)):
-        print(f"target: {doubt}")
     target = HiddenStateTarget(load_model(config), config.aux_layers)
     offloaded = any(module.weight.is_meta for module in (target.embedding, target.final_norm, target.head))
     readout = readout_from_checkpoint(config, DTYPES[config.dtype]) if offloaded else target.readout

@@ -23,8 +23,9 @@ from torch import Tensor
 
 from eagle31_train.config import Config
 from eagle31_train.errors import UserError
+from eagle31_train.targets.description import pick_layers
 from eagle31_train.targets.engine import Reference, too_long
-from eagle31_train.targets.hf import DTYPES, pick_device, pick_layers, ranks
+from eagle31_train.targets.hf import DTYPES, pick_device, ranks
 from eagle31_train.targets.pretrained import require_path
 from eagle31_train.targets.readout import readout_from_checkpoint
 from eagle31_train.targets.vllm_states import CANNOT, LAYERS, number

@@ -20,7 +20,8 @@ from transformers import (
 from eagle31_train.config import TargetConfig
 from eagle31_train.errors import UserError
 from eagle31_train.targets import hf
-from eagle31_train.targets.hf import HiddenStateTarget, load_model, pick_layers
+from eagle31_train.targets.description import pick_layers
+from eagle31_train.targets.hf import HiddenStateTarget, load_model
 
 
 def gemma():

@@ -1,0 +1,267 @@
+"""Prompts that the target writes itself: it goes on from its chat template where a user would speak.
+
+The method is Magpie's (arXiv 2406.08464). A chat model that is given its template up to the user's words, and nothing
+else, writes what a user might say, and ends it with the token that ends a user's turn. So a drafter can be made of a
+target's name alone. Later turns are written in the same way after an answer of the target's.
+
+What was written is filtered, and every refusal is counted (`Written`). It goes to `run_dir/prompts.jsonl`, one prompt a
+line, and from there on is a file of prompts like any other. A journal keeps each text as soon as it exists, and every
+text has its own seed, so a killed run goes on and ends in the same file.
+"""
+
+import json
+import re
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from data_prep.answers import NO_CHARACTER, Job, Local, Remote
+from data_prep.client import Server
+from data_prep.formats import Message, Refused, Row
+from data_prep.journal import Answer, Journal
+from data_prep.template import ChatTemplate
+from eagle31_train import artifacts, provenance
+from eagle31_train.config import Config
+from eagle31_train.errors import UserError
+from eagle31_train.provenance import Provenance
+
+SELF = "self"  # data.prompts=self
+OUTPUT, JOURNAL, MANIFEST = "prompts.jsonl", "prompts.jsonl.partial", "prompts.manifest.json"
+MARK = "\u2603 the user's words \u2603"  # put where a user speaks, to see what the template writes around it
+MOST_TRIES = 4  # for each prompt that is wanted
+REPETITIVE = 0.15  # zlib's size of a text of words that come again and again, as a share of the text's
+
+
+@dataclass
+class Written:
+    """One conversation's prompts on their way.
+
+    number: of the try, which seeds its draws. kind: the name of its system prompt, "" without one.
+    """
+
+    number: int
+    kind: str
+    messages: list[Message] = field(default_factory=list)
+    turns: list[str] = field(default_factory=list)
+
+
+def write_prompts(config: Config, template: ChatTemplate) -> Path:
+    """Have the target write `data.self_prompts.count` prompts; returns `run_dir/prompts.jsonl`.
+
+    Raises:
+        UserError: the template ends a user's turn with no token of its own, or too few texts are of use.
+    """
+    folder = Path(config.run_dir)
+    output, manifest = folder / OUTPUT, folder / MANIFEST
+    stop = user_stop(template)
+    made_from = Provenance(_settings(config, template))
+    if provenance.whole(folder, manifest, made_from, config.overwrite, "python -m data_prep"):
+        print(f"prompts: {output} is up to date")
+        return output
+    folder.mkdir(parents=True, exist_ok=True)
+    with Journal(folder / JOURNAL) as journal:
+        writer = Writer(config, template, stop, journal, made_from.fingerprint)
+        done = writer.write()
+        lines = [
+            {"id": f"{SELF}-{one.number:06}", **({"kind": one.kind} if one.kind else {}), "turns": one.turns}
+            for one in done
+        ]
+        artifacts.write_text(output, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+        facts = {"prompts": len(done), "turns": sum(len(one.turns) for one in done), "refused": dict(writer.refused)}
+        record = made_from.record(files=artifacts.list_files(folder, [output]), **facts)
+        artifacts.write_json(manifest, record)
+        journal.path.unlink()
+    refused = ", ".join(f"{count} {reason}" for reason, count in writer.refused.most_common()) or "none"
+    print(f"prompts: the target wrote {facts['prompts']:,} prompts of {facts['turns']:,} turns in {output}")
+    print(f"prompts: refused: {refused}")
+    return output
+
+
+def user_stop(template: ChatTemplate) -> int:
+    """The token that ends a user's turn.
+
+    Raises:
+        UserError: the template writes no special token there, so nobody could tell where the user stops.
+    """
+    after = template.render([{"role": "user", "content": MARK}], add_generation_prompt=True).partition(MARK)[2]
+    first = template.encode(after)[:1]
+    if not first or first[0] not in template.added:
+        raise UserError(
+            "data.prompts=self needs a chat template that ends a user's turn with a token of its own, and this one "
+            f"writes {after[:20]!r} there: give prompts as data.prompts=FILE"
+        )
+    return first[0]
+
+
+def problem_of(text: str, seen: set[str]) -> str | None:
+    """Why a text is of no use as a prompt; None if it is. `seen`: the prompts before it, as `_alike` makes them."""
+    if not re.search(r"\w\W*\w", text):
+        return "empty"
+    if NO_CHARACTER in text:
+        return "bytes that are no text"
+    data = text.encode()
+    if len(data) > 200 and len(zlib.compress(data)) < REPETITIVE * len(data):
+        return "repeats itself"
+    return "written before" if _alike(text) in seen else None
+
+
+def _alike(text: str) -> str:
+    """Two texts that differ in case, spaces and punctuation alone are one."""
+    return " ".join(re.findall(r"\w+", text.casefold()))
+
+
+def _settings(config: Config, template: ChatTemplate) -> dict[str, Any]:
+    """All that the prompts depend on."""
+    generate = config.data.generate
+    weights: Any = {"server": generate.model or config.target.path}
+    if not generate.server:
+        weights = {"dtype": config.target.dtype, "weights": artifacts.weights_fingerprint(config.target.path)}
+    later = {"answers": [generate.max_new_tokens, generate.temperature, generate.top_p]}
+    options = asdict(config.data.self_prompts)
+    return {
+        "layout": 1,
+        "target": config.target.name,
+        **weights,
+        **template.fingerprints(),
+        "seed": config.seed,
+        **options,
+        **(later if options["turns"] > 1 else {}),
+    }
+
+
+class Writer:
+    """Writes conversations' prompts, turn by turn."""
+
+    def __init__(self, config: Config, template: ChatTemplate, stop: int, journal: Journal, fingerprint: str) -> None:
+        self.config, self.template, self.journal, self.fingerprint = config, template, journal, fingerprint
+        self.options = config.data.self_prompts
+        self.stops = [stop, *template.end_ids]
+        self.kinds = sorted(self.options.system.items()) or [("", "")]
+        self.refused: Counter[str] = Counter()
+        self.seen: set[str] = set()
+        self.engine = Remote(config, template) if config.data.generate.server else Local(config, template)
+
+    def write(self) -> list[Written]:
+        """As many conversations as are wanted.
+
+        Raises:
+            UserError: too many texts are of no use.
+        """
+        wanted, tries = self.options.count, MOST_TRIES * self.options.count
+        done: list[Written] = []
+        numbers = iter(range(tries))
+        with tqdm(total=wanted, desc="prompts", unit="prompt", dynamic_ncols=True) as bar:
+            # A batch larger than the engine's, so that texts of like length share one; as many as may be missing.
+            while len(done) < wanted and (batch := list(islice(numbers, max(self.engine.at_once, wanted - len(done))))):
+                for one in self._turns([self._begin(number) for number in batch]):
+                    if len(done) < wanted:
+                        done.append(one)
+                        bar.update()
+        if len(done) < wanted:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in self.refused.most_common(3))
+            raise UserError(
+                f"the target wrote {len(done)} prompts of use in {tries} tries ({reasons}): is it a chat model? Ask "
+                "for fewer with data.self_prompts.count, or give prompts as data.prompts=FILE"
+            )
+        return done
+
+    def _begin(self, number: int) -> Written:
+        kind, system = self.kinds[number % len(self.kinds)]
+        return Written(number, kind, [{"role": "system", "content": system}] if system else [])
+
+    def _turns(self, tries: list[Written]) -> list[Written]:
+        """Write every turn of some tries; those whose first one is of use, in their order."""
+        going = tries
+        for turn in range(self.options.turns):
+            if turn:
+                going = self._answered(going)
+            texts = dict(self._texts(going))
+            for one in going:
+                text, reason = texts[one.number].message["content"].strip(), texts[one.number].finish_reason
+                problem = "not ended" if reason == "length" else problem_of(text, self.seen)
+                if problem:
+                    self.refused[problem if not turn else f"{problem} (a later turn)"] += 1
+                    continue
+                self.seen.add(_alike(text))
+                one.turns.append(text)
+                one.messages.append({"role": "user", "content": text})
+            going = [one for one in going if len(one.turns) == turn + 1]
+        return [one for one in tries if one.turns]
+
+    def _texts(self, going: list[Written]) -> Iterator[tuple[int, Answer]]:
+        """The user's next words in each conversation, from the journal or the target."""
+        keys = {one.number: f"{self.fingerprint}-{one.number}-{len(one.turns)}" for one in going}
+        missing = [one for one in going if keys[one.number] not in self.journal.answers]
+        prompts = {one.number: self._prompt(one) for one in missing}
+        write = self._by_server if isinstance(self.engine, Remote) else self._in_process
+        for number, text, reason in write(prompts):
+            turn = Answer({"role": "user", "content": text}, reason, 0)
+            self.journal.add(keys[number], turn)
+        yield from ((one.number, self.journal.answers[keys[one.number]]) for one in going)
+
+    def _prompt(self, one: Written) -> list[int]:
+        """Token ids up to where the user speaks."""
+        messages = [*self.template.history(one.messages), {"role": "user", "content": MARK}]
+        return self.template.encode(self.template.render(messages).partition(MARK)[0])
+
+    def _seed(self, number: int, prompt: list[int]) -> int:
+        return int(artifacts.fingerprint([self.config.seed, number, len(prompt)])[:8], 16)
+
+    def _in_process(self, prompts: dict[int, list[int]]) -> Iterator[tuple[int, str, str]]:
+        from eagle31_train.targets.generate import Request
+
+        assert isinstance(self.engine, Local)
+        generator = self.engine.load()
+        options, numbers = self.options, sorted(prompts, key=lambda number: (len(prompts[number]), number))
+        for start in range(0, len(numbers), self.engine.at_once):
+            some = numbers[start : start + self.engine.at_once]
+            requests = [Request(prompts[n], options.temperature, self._seed(n, prompts[n])) for n in some]
+            texts = generator.answer(requests, options.max_new_tokens, options.top_p, self.stops)
+            for number, text in zip(some, texts, strict=True):
+                yield number, self.template.decode(text.ids), text.finish_reason
+
+    def _by_server(self, prompts: dict[int, list[int]]) -> Iterator[tuple[int, str, str]]:
+        assert isinstance(self.engine, Remote)
+        server: Server = self.engine.server
+        options = self.options
+
+        def ask(number: int) -> tuple[int, str, str]:
+            ids = prompts[number]
+            seed = self._seed(number, ids)
+            text, reason = server.complete(
+                ids, self.stops, options.max_new_tokens, options.temperature, options.top_p, seed
+            )
+            return number, text, reason
+
+        with ThreadPoolExecutor(self.engine.at_once) as pool:
+            yield from pool.map(ask, prompts)
+
+    def _answered(self, going: list[Written]) -> list[Written]:
+        """The target's answers to what it wrote, before it writes what the user says next."""
+        temperature = self.config.data.generate.temperature
+        jobs: dict[str, Job] = {}
+        for one in going:
+            row = Row(f"{SELF}-{one.number:06}", "", "", one.messages)
+            jobs[f"{self.fingerprint}-{one.number}-{len(one.turns)}-answer"] = Job(
+                row, 0, temperature, [], list(one.messages)
+            )
+        missing = {key: job for key, job in jobs.items() if key not in self.journal.answers}
+        refused = set()
+        for key, answer in self.engine.answers(missing):
+            if isinstance(answer, Refused):
+                refused.add(key)
+            else:
+                self.journal.add(key, answer)
+        answered = []
+        for one, key in zip(going, jobs, strict=True):
+            if key not in refused:
+                one.messages.append(self.journal.answers[key].message)
+                answered.append(one)
+        return answered

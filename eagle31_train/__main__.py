@@ -1,0 +1,52 @@
+"""eagle31: train an EAGLE 3.1 drafter for a target, from any folder.
+
+    eagle31 plan target.path=Qwen/Qwen3-8B              what it takes, before anything is spent
+    eagle31 run  target.path=Qwen/Qwen3-8B name=qwen    all five stages; the same command goes on after a stop
+
+`eagle31 COMMAND --help` has every option.
+"""
+
+import runpy
+import sys
+
+# Command → the module that is run, and what it does. The stages first, in their order.
+COMMANDS = {
+    "run": ("eagle31_train.run", "every stage in turn, from prompts to a checkpoint that vLLM serves"),
+    "plan": ("eagle31_train.plan", "the drafter's shape, bytes, FLOPs, hours and memory, before anything is spent"),
+    "data": ("data_prep", "stage 1: prompts or conversations → answers, token ids, loss masks, draft vocabulary"),
+    "extract": ("eagle31_train.extract", "stage 2: the target's hidden states → the store"),
+    "train": ("train", "stage 3: fit the drafter (several devices: accelerate launch train.py)"),
+    "evaluate": ("eagle31_train.evaluate", "stage 4: acceptance length by real decoding"),
+    "export": ("eagle31_train.export", "stage 5: the checkpoint that vLLM serves, and its card"),
+    "summary": ("eagle31_train.summary", "the table of a finished run"),
+    "report": ("eagle31_train.report", "a training's curves as a page"),
+    "compare": ("eagle31_train.compare", "several drafters on the same prompts"),
+    "store": ("eagle31_train.store", "look into a store, verify it"),
+    "new": ("eagle31_train.new", "write a commented recipe into this folder"),
+    "completion": ("eagle31_train.completion", "completion of commands and options for bash or zsh"),
+}
+
+
+def main() -> None:
+    """Entry point of the console script and of `python -m eagle31_train`."""
+    command = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if command in ("-h", "--help"):
+        print(usage())
+        return
+    if command not in COMMANDS:
+        print(f"error: no command {command!r}: there are {', '.join(COMMANDS)}", file=sys.stderr)
+        raise SystemExit(2)
+    sys.argv = [f"eagle31 {command}", *sys.argv[2:]]
+    runpy.run_module(COMMANDS[command][0], run_name="__main__")
+
+
+def usage() -> str:
+    """What `eagle31 --help` prints."""
+    width = max(map(len, COMMANDS))
+    return "\n".join(
+        [__doc__ or "", "commands:", *(f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items())]
+    )
+
+
+if __name__ == "__main__":
+    main()

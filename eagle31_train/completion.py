@@ -1,0 +1,40 @@
+"""Completion of commands, options and recipes.
+
+eval "$(eagle31 completion bash)"          in ~/.bashrc; zsh likewise
+"""
+
+import argparse
+
+from eagle31_train import cli
+from eagle31_train.__main__ import COMMANDS
+
+SCRIPT = """{zsh}_eagle31() {{
+  local word="${{COMP_WORDS[COMP_CWORD]}}"
+  if [ "$COMP_CWORD" -eq 1 ]; then COMPREPLY=($(compgen -W "{commands}" -- "$word"))
+  else compopt -o nospace 2>/dev/null; COMPREPLY=($(compgen -W "{options}" -- "$word")); fi
+}}
+COMP_WORDBREAKS="${{COMP_WORDBREAKS//=/}}"
+complete -F _eagle31 eagle31"""
+
+
+def script(shell: str) -> str:
+    """What the shell evaluates."""
+    words = [
+        *(f"{name}=" for name in cli.option_names()),
+        *(f"+experiment={name}" for name in cli.choices("experiment")),
+    ]
+    zsh = "autoload -U bashcompinit && bashcompinit\n" if shell == "zsh" else ""
+    return SCRIPT.format(zsh=zsh, commands=" ".join(COMMANDS), options=" ".join(words))
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Command line: print the script for a shell."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="eagle31 completion"
+    )
+    parser.add_argument("shell", choices=("bash", "zsh"))
+    print(script(parser.parse_args(argv).shell))
+
+
+if __name__ == "__main__":
+    main()

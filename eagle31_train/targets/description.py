@@ -1,0 +1,205 @@
+"""What a target's config.json says: its sizes, its RoPE, its layers. Read without its weights and without its code.
+
+A drafter's shape follows from it (`derive`), a plan reckons with it, and what cannot be served is known by it, before
+anything is spent. Imports no torch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import CONFIG_MAPPING, PretrainedConfig
+
+from eagle31_train.config import MLA_WIDTHS, TargetConfig, default_aux_layers
+from eagle31_train.errors import UserError
+from eagle31_train.targets.pretrained import not_loaded, require_path
+
+# Kinds whose configuration is another's, under a name that transformers does not know.
+KNOWN_AS = {"kimi_k2": "deepseek_v3"}
+# Kinds of targets of which vLLM has no input of layer 0: it fails at the first token where a drafter asks for it.
+NO_EMBEDDINGS = {"deepseek_v2", "deepseek_v3", "kimi_k2"}
+# Kinds of targets whose classes in vLLM 0.32 lack SupportsEagle3: it starts with no EAGLE 3 draft for them.
+NO_EAGLE3 = {
+    "ernie4_5_moe", "exaone4", "exaone_moe", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n", "gemma3n_text",
+    "glm4", "glm4_moe", "glm4_moe_lite", "glm4v", "glm4v_moe", "granitemoe", "granitemoehybrid", "granitemoeshared",
+    "hy_v3", "internvl", "longcat_flash", "mixtral", "olmoe", "qwen2_moe", "qwen2_vl",
+}  # fmt: skip
+# Kinds of whose layers (dense and of experts in turn, attention in chunks) no drafter's shape follows that was tried.
+NOT_DERIVED = {"llama4", "llama4_text"}
+EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
+CHOSEN = ("num_experts_per_tok", "experts_per_token", "moe_topk")
+EXPERT_WIDTH = ("moe_intermediate_size", "intermediate_size")
+
+
+@dataclass(frozen=True)
+class TargetDescription:
+    """A target by its config.json; of a multimodal one, its text model.
+
+    Attributes:
+        intermediate_size: width of the MLP that a drafter's follows: the dense layers', or what a token sees of the
+            experts (see `_mlp_width`).
+        rope_scaling: as config.json has it, without theta; {} for none.
+        mla: the widths of latent attention (`q_lora_rank` and `MLA_WIDTHS`); {} for other attention.
+        sources: field → the key of config.json that it is from, where that is not the field's name.
+    """
+
+    model_type: str
+    hidden_size: int
+    vocab_size: int
+    num_hidden_layers: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: dict[str, Any]
+    max_position_embeddings: int
+    mla: dict[str, int | None] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+
+
+def read_raw(target: TargetConfig) -> dict[str, Any]:
+    """The target's config.json; of a hub id this one file is downloaded, or found in the hub's cache.
+
+    Raises:
+        UserError: there is none at target.path.
+    """
+    require_path(target)
+    try:
+        raw: dict[str, Any] = PretrainedConfig.get_config_dict(target.path, revision=target.revision)[0]
+    except (OSError, ValueError) as error:
+        raise not_loaded(target, error) from None
+    if not raw.get("model_type"):
+        raise UserError(
+            f"target.path={target.path} has no config.json that names a model_type: is it a whole checkpoint?"
+        )
+    return raw
+
+
+def text_config(raw: dict[str, Any]) -> Any:
+    """transformers' configuration of the text model, with the defaults that config.json leaves out; without any code
+    of the target's own. Of a kind that transformers does not know, what config.json says."""
+    kind = KNOWN_AS.get(raw["model_type"], raw["model_type"])
+    if kind in CONFIG_MAPPING:
+        return CONFIG_MAPPING[kind].from_dict({**raw, "model_type": kind}).get_text_config()
+    text = raw.get("text_config", raw)
+    kind = KNOWN_AS.get(text.get("model_type", ""), text.get("model_type"))
+    if kind in CONFIG_MAPPING:
+        return CONFIG_MAPPING[kind].from_dict({**text, "model_type": kind})
+    return PretrainedConfig.from_dict(text)
+
+
+def describe_target(target: TargetConfig) -> TargetDescription:
+    """Read `target.path`'s config.json.
+
+    Raises:
+        UserError: there is none, or it lacks a size.
+    """
+    raw = read_raw(target)
+    return description_of(raw, text_config(raw), f"target.path={target.path}")
+
+
+def description_of(raw: dict[str, Any], text: Any, where: str) -> TargetDescription:
+    """A description from config.json and transformers' reading of it; `where` names it in errors."""
+
+    if raw["model_type"] in NOT_DERIVED:
+        raise UserError(f"{where} is a {raw['model_type']}, for which no drafter is made here: nothing of it was tried")
+
+    def size(name: str, *others: str) -> int:
+        value = next((v for key in (name, *others) if isinstance(v := getattr(text, key, None), int)), None)
+        if value is None or value < 1:
+            raise UserError(f"{where}: its config.json does not say {name}, which a drafter needs")
+        return value
+
+    sources: dict[str, str] = {}
+    heads, hidden = size("num_attention_heads"), size("hidden_size")
+    mla = {name: getattr(text, name, None) for name in ("q_lora_rank", *MLA_WIDTHS)}
+    if not all(isinstance(mla[name], int) for name in MLA_WIDTHS):
+        mla = {}
+    kv_heads, head_dim = getattr(text, "num_key_value_heads", None) or heads, getattr(text, "head_dim", None)
+    if mla:  # a Llama drafter's heads are as wide as the values
+        kv_heads, head_dim, sources["head_dim"] = heads, mla["v_head_dim"], "v_head_dim"
+    elif not head_dim:
+        head_dim, sources["head_dim"] = hidden // heads, "hidden_size / num_attention_heads"
+    width, sources["intermediate_size"] = _mlp_width(text, size)
+    theta, scaling = _rope(text)
+    # A Mistral with a sliding window, too, takes its whole context: the drafter's keys are not limited.
+    return TargetDescription(
+        model_type=(raw.get("text_config") or raw).get("model_type", raw["model_type"]),
+        hidden_size=hidden,
+        vocab_size=size("vocab_size"),
+        num_hidden_layers=size("num_hidden_layers"),
+        intermediate_size=width,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=int(head_dim or 0),
+        rms_norm_eps=float(next((e for n in ("rms_norm_eps", "norm_eps") if (e := getattr(text, n, None))), 1e-5)),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        max_position_embeddings=size("max_position_embeddings"),
+        mla=mla,
+        sources=sources,
+    )
+
+
+def _mlp_width(text: Any, size: Any) -> tuple[int, str]:
+    """The MLP width that a drafter takes over, and where it is from.
+
+    A dense target's own. Of experts: its dense layers' width if it has such layers (DeepSeek, Kimi: their first),
+    else what one token runs through, experts per token × an expert's width, shared ones included.
+    """
+    experts = next((n for key in EXPERTS if (n := getattr(text, key, None))), 0)
+    dense_layers = getattr(text, "first_k_dense_replace", 0) or getattr(text, "mlp_only_layers", None)
+    if experts <= 1 or dense_layers:
+        return size("intermediate_size"), "intermediate_size"
+    shared = getattr(text, "n_shared_experts", 0) or 0
+    active, key = size(*CHOSEN), next(key for key in EXPERT_WIDTH if getattr(text, key, None))
+    return (active + shared) * size(key), f"{active + shared} experts of a token × {key}"
+
+
+def _rope(text: Any) -> tuple[float, dict[str, Any]]:
+    """theta and scaling; where layers differ, those of full attention. transformers 5 keeps both in rope_parameters."""
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    rope = dict(rope.get("full_attention", rope))
+    theta = rope.pop("rope_theta", None) or getattr(text, "rope_theta", None) or 10000.0
+    kind = rope.pop("type", None), rope.pop("rope_type", None)
+    name = kind[1] or kind[0] or "default"
+    return float(theta), {} if name == "default" else {"rope_type": name, **rope}
+
+
+# ---------------------------------------------------------------- what follows for serving
+
+
+def serving_doubt(target: TargetConfig, model_type: str) -> str | None:
+    """What speaks against spending hours on a drafter for this target; None if nothing is known."""
+    if model_type not in NO_EAGLE3:
+        return None
+    return (
+        f"vLLM 0.32's own class for {model_type} takes no EAGLE 3 draft, so that a drafter for {target.path} can be "
+        "trained and measured here, but not served; whether `vllm serve --model-impl transformers` serves it was not "
+        "tried"
+    )
+
+
+def pick_layers(aux_layers: Sequence[int] | None, depth: int, kind: str = "") -> list[int]:
+    """The auxiliary layers of a target of N layers and of a model_type; by default `default_layers`.
+
+    Raises:
+        UserError: layers that it does not have or that vLLM could not give, or not in ascending order.
+    """
+    layers = list(aux_layers) if aux_layers is not None else default_layers(depth)
+    if layers != sorted(set(layers)) or not layers:
+        raise UserError(f"target.aux_layers={layers} must ascend without repeats: set target.aux_layers=[…]")
+    if layers[0] < 0 or layers[-1] > depth:
+        raise UserError(f"target.aux_layers={layers}: the target has layers 0 to {depth}")
+    if layers[0] == 0 and kind in NO_EMBEDDINGS:
+        raise UserError(f"target.aux_layers={layers}: vLLM cannot give the input of layer 0 of a {kind}: take another")
+    return layers
+
+
+def default_layers(depth: int) -> list[int]:
+    """vLLM's choice for a target of N layers, 2, N//2, N-3; of fewer than seven, as far apart as they go."""
+    if depth >= 7:
+        return default_aux_layers(depth)
+    return sorted({1, (depth + 1) // 2, depth - 1 if depth > 3 else depth})

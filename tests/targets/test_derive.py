@@ -1,0 +1,124 @@
+"""Shapes that follow from targets' config.json, beside published drafters' own, which were written down from their
+cards and trainers' files (docs/targets.md has the sources)."""
+
+from pathlib import Path
+
+import pytest
+
+from eagle31_train.config import DrafterConfig, TargetConfig
+from eagle31_train.errors import UserError
+from eagle31_train.planning.inputs import active_parameters
+from eagle31_train.targets.derive import derive, planned_drafter
+from eagle31_train.targets.description import default_layers, describe_target, pick_layers, read_raw, text_config
+
+pytestmark = pytest.mark.core
+PUBLISHED = Path(__file__).resolve().parent.parent / "published"
+YARN = {"rope_type": "yarn", "beta_slow": 1.0, "original_max_position_embeddings": 4096}
+MSCALE = {"mscale": 1.0, "mscale_all_dim": 1.0}
+LATENT = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+
+
+def sizes(mlp, heads, kv, width, eps, theta, scaling, positions):
+    names = "intermediate_size num_attention_heads num_key_value_heads head_dim rms_norm_eps rope_theta rope_scaling"
+    values = (mlp, heads, kv, width, eps, theta, scaling, positions)
+    return dict(zip([*names.split(), "max_position_embeddings"], values, strict=True))
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 8192}
+GPT_OSS = {**YARN, "factor": 32.0, "beta_fast": 32.0, "truncate": False}
+KIMI = {**YARN, **MSCALE}
+# Target, attention of the drafter → a published drafter, and where ours is unlike it: ours, theirs.
+DRAFTERS = {
+    (
+        "llama31_8b",
+        "llama",
+    ): (  # yuhuili/EAGLE3-LLaMA3.1-Instruct-8B: trained and served in 2,048 tokens, without scaling
+        sizes(14336, 32, 8, 128, 1e-5, 1e4, None, 2048),
+        {"rope_theta": 5e5, "rope_scaling": LLAMA3, "max_position_embeddings": 131072},
+    ),
+    ("qwen3_8b", "llama"): (sizes(12288, 32, 8, 128, 1e-6, 1e6, None, 40960), {}),  # RedHatAI, AngelSlim, TorchSpec
+    ("qwen3_30b_a3b", "llama"): (sizes(6144, 32, 4, 128, 1e-6, 1e6, None, 40960), {}),  # AngelSlim
+    ("gpt_oss_20b", "llama"): (sizes(11520, 64, 8, 64, 1e-5, 1.5e5, GPT_OSS, 131072), {}),  # nebius
+    ("gpt_oss_120b", "llama"): (  # nvidia's, six hidden sizes wide, with Llama 3's RoPE
+        sizes(17280, 64, 8, 64, 1e-5, 5e5, {**LLAMA3}, 131072),
+        {"intermediate_size": 11520, "rope_theta": 1.5e5, "rope_scaling": GPT_OSS},
+    ),
+    ("deepseek_v3", "llama"): (  # SpecForge's configuration, 56 query heads and 8 of keys; nothing published was found
+        sizes(40960, 56, 8, 128, 1e-5, 1e4, None, 163840),
+        {
+            "intermediate_size": 18432,
+            "num_attention_heads": 128,
+            "num_key_value_heads": 128,
+            "rms_norm_eps": 1e-6,
+            "rope_scaling": {**KIMI, "factor": 40.0, "beta_fast": 32.0},
+        },
+    ),
+    ("kimi_k2", "llama"): (  # AQ-MedAI/Kimi-K2-Instruct-eagle3
+        sizes(18432, 64, 64, 128, 1e-6, 1e6, None, 131072),
+        {"rope_theta": 5e4, "rope_scaling": {**KIMI, "factor": 32.0, "beta_fast": 1.0}},
+    ),
+    ("kimi_k25", "mla"): (  # k-l-lambda/Kimi-K2.5-Eagle3
+        sizes(18432, 64, 64, 192, 1e-5, 5e4, {**KIMI, "factor": 64.0, "beta_fast": 32.0}, 262144) | LATENT,
+        {},
+    ),
+}
+
+
+def target_of(name):
+    return TargetConfig(path=str(PUBLISHED / name))
+
+
+@pytest.mark.parametrize(("name", "architecture"), DRAFTERS, ids="-".join)
+def test_the_shape_is_the_published_drafters_but_for_what_is_named(name, architecture):
+    theirs, unlike = DRAFTERS[name, architecture]
+    config = type("config", (), {"drafter": DrafterConfig(architecture=architecture), "target": target_of(name)})
+    described = describe_target(config.target)
+    shape, _ = planned_drafter(config, described, 32000)
+    ours = {field: getattr(shape, field) for field in theirs}
+    assert ours == theirs | unlike
+    assert all(theirs[field] != value for field, value in unlike.items())
+    assert (shape.hidden_size, shape.vocab_size) == (described.hidden_size, described.vocab_size)
+
+
+# Billions, as the cards say: DeepSeek V3 37 B active, Kimi K2 32 B, gpt-oss 3.6 B and 5.1 B without the embedding.
+ACTIVE = {"llama31_8b": 8.03, "qwen3_8b": 8.19, "qwen3_30b_a3b": 3.35, "gpt_oss_20b": 4.19, "gpt_oss_120b": 5.71}
+ACTIVE |= {"deepseek_v3": 37.6, "kimi_k2": 32.9, "kimi_k25": 32.9, "mistral_7b": 7.24}
+
+
+@pytest.mark.parametrize("name", ACTIVE)
+def test_parameters_that_a_token_runs_through(name):
+    assert active_parameters(text_config(read_raw(target_of(name)))) / 1e9 == pytest.approx(ACTIVE[name], rel=3e-3)
+
+
+def test_given_options_stay_and_contradictions_are_named():
+    options = DrafterConfig(rope_theta=10000.0, num_attention_heads=16, intermediate_size=999)
+    filled, rows = derive(options, describe_target(target_of("gpt_oss_20b")))
+    said = {row.name: row.source for row in rows}
+    assert (filled.rope_theta, filled.rope_scaling, filled.num_attention_heads) == (10000.0, {}, 16)
+    assert (filled.num_key_value_heads, filled.head_dim) == (None, None)  # as many keys as heads, sharing the width
+    assert said["rope_theta"] == "given, UNLIKE the target's 150000.0"
+    assert said["rope_scaling"] == "given, UNLIKE the target's yarn, factor 32"
+    assert said["intermediate_size"] == "given"
+
+
+def test_a_part_of_a_scaling_goes_over_the_targets_and_another_type_replaces_it():
+    target = describe_target(target_of("gpt_oss_20b"))
+    part = derive(DrafterConfig(rope_scaling={"beta_fast": 1.0}), target)[0]
+    assert part.rope_scaling == {**GPT_OSS, "beta_fast": 1.0}
+    other = derive(DrafterConfig(rope_scaling={"rope_type": "linear", "factor": 2}), target)[0]
+    assert other.rope_scaling == {"rope_type": "linear", "factor": 2}
+
+
+def test_llama_4_is_refused_by_name():
+    with pytest.raises(UserError, match="is a llama4, for which no drafter is made here"):
+        describe_target(target_of("llama4_scout"))
+
+
+@pytest.mark.parametrize("depth", range(1, 13))
+def test_default_layers_are_valid_for_any_depth_and_vllms_where_these_are(depth):
+    layers = pick_layers(None, depth, "deepseek_v3")
+    vllms = [2, depth // 2, depth - 3]
+    assert layers == (vllms if vllms == sorted(set(vllms)) and depth > 5 else layers)
+    assert len(layers) == min(3, depth)
+    assert default_layers(depth) == layers
