@@ -6,7 +6,6 @@ import weakref
 
 import pytest
 from omegaconf import OmegaConf
-from safetensors.torch import load_file, save_file
 
 from eagle31_train import artifacts, cli, compare, export
 from eagle31_train.checkpoint import run_folder
@@ -14,7 +13,7 @@ from eagle31_train.cli import load_config
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation import comparison, evaluating, measuring
 from eagle31_train.evaluation.serving import Engine
-from tests.evaluation.conftest import SHAPE, of_another_target
+from tests.evaluation.conftest import SHAPE
 
 pytestmark = pytest.mark.usefixtures("no_page")
 
@@ -48,32 +47,6 @@ def test_drafters_have_names(words, named, tmp_path, monkeypatch):
     (tmp_path / "mine").mkdir()
     monkeypatch.chdir(tmp_path / "mine")
     assert list(comparison.named(words).items()) == list(named.items()), "the first is what others are compared with"
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["a:x", "a:y"], "two drafters are called a: tell them apart as NAME:y"),
-        (["plain:x", "y"], "two drafters are called plain"),
-        (["a:x,x/", "y"], "a is x,x, which has a training twice or none"),
-        (["a:x,", "y"], "a is x,, which has a training twice or none"),
-    ],
-)
-def test_names_that_tell_nothing_apart(words, message):
-    with pytest.raises(UserError, match=message):
-        comparison.named(words)
-
-
-def test_words_that_are_drafters_or_options(tmp_path, monkeypatch, capsys):
-    (tmp_path / "runs" / "lr=1").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path)
-    words = ["runs/lr=1", "a:runs/lr=1,runs/lr=2", "runs/lr=2", "seed=1", "evaluate.num_prompts=3", "b"]
-    assert [word for word in words if comparison.is_drafter(word)] == ["runs/lr=1", "a:runs/lr=1,runs/lr=2", "b"]
-    for words, status, text in (([], 2, compare.FEWER), (["runs/a"], 2, compare.FEWER), (["--help"], 0, "NAME:…")):
-        with pytest.raises(SystemExit) as stopped:
-            compare.main(words)
-        assert stopped.value.code == status
-        assert text in "".join(capsys.readouterr())
 
 
 # ---------------------------------------------------------------- which is better
@@ -138,20 +111,6 @@ def test_several_trainings_are_one_drafter_and_are_measured_once(trained, anothe
 
 def identity_of(run):
     return run_folder.identity(artifacts.read_json(run.folder / "train" / "manifest.json", ""))
-
-
-def test_other_layers_heads_and_recipes_and_suites(trained, another, call, tmp_path):
-    shallow = another("shallow", aux_layers=[1], fc_norm=False, norm_output=False)
-    wide = another("wide", num_attention_heads=8, num_key_value_heads=4, draft_vocab_size=20)
-    file = tmp_path / "some.jsonl"
-    file.write_text("\n".join(json.dumps({"question_id": row["id"], "turns": [row["prompt"]]}) for row in PROMPTS))
-    suites = ["+suite=[mt_bench]", f"evaluate.suites.mt_bench.path={file}", f"evaluate.suites.own={{path:{file}}}"]
-    given = [*suites, "evaluate.perturbations=[system_absent]", f"evaluate.prompts={file}", "evaluate.num_prompts=2"]
-    result = call(trained.folder, shallow.folder, wide.folder, *given, *SHORT, "evaluate.num_speculative_tokens=2")
-    names = ["prompts", "mt_bench", "own"]
-    assert [w["name"] for w in result["workloads"]] == [form for n in names for form in (n, f"{n} · system_absent")]
-    assert result["workloads"][0]["verdict"].keys() == {"shallow", "wide"}
-    assert "no system turn, not even the template's own" in result["workloads"][1]["notes"]
 
 
 def test_options_are_those_of_the_first_where_it_lies_now(trained, another, tmp_path, monkeypatch):
@@ -243,60 +202,7 @@ def test_other_data(trained, another, call, prompts):
     assert "b may have been trained on these prompts" in workload["notes"]
 
 
-def test_runs_of_another_target_or_that_are_not_whole(trained, another, call, monkeypatch):
-    monkeypatch.setattr(evaluating, "load_model", None)  # before anything is loaded
-    b, c, d = another("b"), another("c"), another("d")
-    of_another_target(b.folder)
-    assert f"{b.folder}: the drafter was trained for some/target, which had other" in call(trained.folder, b.folder)[1]
-    (c.folder / "train" / "manifest.json").unlink()
-    assert f"{c.folder}/train is not finished: run" in call(trained.folder, c.folder)[1]
-    assert "nowhere" in call(trained.folder, "nowhere")[1]
-    short = another("short", max_position_embeddings=20)
-    assert "none of 4 prompts has at most" in call(trained.folder, short.folder)[1]
-    (d.folder / "data" / "dataset" / "dataset_dict.json").write_text("{}")
-    assert "dataset_dict.json has 2 bytes" in call(d.folder, trained.folder)[1]
-
-
-@pytest.mark.parametrize(
-    ("option", "words"),
-    [
-        ("evalute.concurrency=3", "did you mean 'evaluate.concurrency'?"),
-        ("+suite=[mt_bench,gsm8q]", "no configs/suite/gsm8q.yaml: did you mean 'gsm8k'?"),
-        (
-            "evaluate.max_speculative_tokens=2",
-            "evaluate.max_speculative_tokens=2 leaves out evaluate.num_speculative_tokens=3",
-        ),
-        ("compare.verified=-1", "compare.verified=-1 must be"),
-        ("evaluate.perturbations=[no_templat]", "did you mean 'no_template'?"),
-        ("evaluate.backend=vllm evaluate.concurrency=[4,4]", "evaluate.concurrency=[4, 4] measures nothing"),
-        ("evaluate.backend=vllm evaluate.vllm_args.model=x", "evaluate.vllm_args.model cannot be set: it is target"),
-        ("evaluate.backend=vllm evaluate.vllm_python=/no/python", "evaluate.vllm_python=/no/python cannot be run"),
-    ],
-)
-def test_options_that_do_not_exist_or_measure_nothing(trained, call, monkeypatch, option, words):
-    monkeypatch.setattr(evaluating, "load_model", None)
-    code, line = call(f"a:{trained.folder}", f"b:{trained.folder}", *option.split(" "), default=False)
-    assert code == 2
-    assert words in line
-
-
 # ---------------------------------------------------------------- served by vLLM
-
-
-def test_what_vllm_cannot_serve_is_refused_before_anything_is_measured(trained, another, call, monkeypatch):
-    monkeypatch.setattr(evaluating, "load_model", None)
-    monkeypatch.setattr(compare, "check_serving", lambda _: Engine("0.0", "8 × GPU"))
-    b = another("b")
-    words = (trained.folder, b.folder, "evaluate.backend=vllm")
-    assert f"{trained.folder}/export.json is missing: run `python -m eagle31_train.export` first" in call(*words)[1]
-    for run in (trained, b):
-        export.export(run.config("target.aux_layers=[1,2,4]", *SHAPE))
-    weights = load_file(b.weights)
-    save_file({**weights, "norm.weight": weights["norm.weight"] + 1}, b.weights)
-    b.finish_training()  # from the same inputs
-    assert f"{b.folder}/export has other weights than {b.folder}/train: run" in call(*words)[1]
-    (trained.folder / "export" / "config.json").write_text("{}")
-    assert "config.json has 2 bytes" in call(*words)[1]
 
 
 def test_vllm_starts_with_the_result_written_and_the_memory_free(trained, another, call, out, monkeypatch, capsys):

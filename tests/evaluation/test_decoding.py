@@ -8,7 +8,6 @@ from eagle31_train.evaluation.decoding import (
     decode_plain,
     decode_speculative,
     first_difference,
-    logit_gap,
     speculate,
 )
 
@@ -150,12 +149,6 @@ def test_an_end_token_inside_a_draft_ends_the_output_and_is_kept(target, continu
     assert plain(target, limits(50, continuation[index])).tokens == found.tokens
 
 
-def test_nothing_is_drafted_after_an_answer_of_one_token(target, continuation):
-    for end in (limits(1), limits(9, continuation[0])):
-        found = speculative(target, Scripted(PROMPT, continuation), 3, end)
-        assert (found.tokens, found.accepted, found.proposed) == (continuation[:1], [], 0)
-
-
 # ---------------------------------------------------------------- several prompts
 
 PROMPTS = [PROMPT, [12], [4, 4, 30, 2, 19, 8, 44, 6, 17, 25, 3], [9, 40]]
@@ -247,11 +240,3 @@ def test_a_mistake_planted_in_a_batch_is_seen(target, alone, ends, mistake, monk
     except (AssertionError, RuntimeError, ValueError, IndexError):
         return
     assert [one.tokens for one in found] != [ended(tokens, ends) for tokens in alone]
-
-
-def test_the_gap_is_by_how_much_the_target_prefers_its_own_token(target, continuation):
-    logits = target.own_logits(torch.tensor([PROMPT]), torch.ones(1, len(PROMPT), dtype=torch.long))[0, -1]
-    other = (continuation[0] + 1) % 50
-    gap = logit_gap(target, PROMPT, continuation[0], other)
-    assert gap > 0
-    assert gap == pytest.approx(float(logits[continuation[0]] - logits[other]), abs=1e-4)

@@ -2,11 +2,9 @@
 prompt depends on what is decoded beside it."""
 
 import dataclasses
-import re
 
 import numpy as np
 import pytest
-import torch
 from configured import configured
 
 from eagle31_train.errors import UserError
@@ -160,50 +158,6 @@ def test_drawn_drafts_are_decoded_at_every_depth_for_every_prompt(model, candida
     assert any(max(counts) > 1 for one in found["llama"].counts for counts in one.seen.values())
 
 
-def test_drawn_drafts_are_timed_by_the_tokens_that_they_made(model, candidates, monkeypatch):
-    """Outputs of drawn drafts are other draws, which end elsewhere: here with a second for every token of any way."""
-
-    def timed(function):
-        def run(*arguments, **named):
-            found = function(*arguments, **named)
-            for one in found:
-                one.seconds = float(len(one.tokens))
-                lengths.append(len(one.tokens))
-            return found
-
-        return run
-
-    lengths = []
-    monkeypatch.setattr(measuring, "decode_speculative", timed(SPECULATE))
-    monkeypatch.setattr(measuring, "decode_plain", timed(decode_plain))
-    measurer = measurer_of(model, "evaluate.draft_sampling=probabilistic", ends=range(5))
-    measurement = measurer.measure(workload_of(temperature=1.0), candidates[:1])["llama"]
-    assert len(set(lengths)) > 3, "outputs of one length would show nothing"
-    assert measurement.speculative == pytest.approx(measurement.plain) == measurement.tokens
-
-
-def test_a_draw_that_differs_is_told_by_how_much_the_draws_differ(model, candidates, monkeypatch):
-    temperature, at = 0.7, 4
-
-    def wrong(*arguments):
-        found = SPECULATE(*arguments)
-        found[0].tokens[at] = (found[0].tokens[at] + 1) % 50
-        return found
-
-    monkeypatch.setattr(measuring, "decode_speculative", wrong)
-    workload = workload_of(PROMPTS[:1], temperature)
-    with pytest.raises(UserError, match=rf"prompt p0, output token {at}: .*draws differ by") as error:
-        measurer_of(model).measure(workload, candidates[:1])
-    ours, theirs = map(int, re.search(r"speculation gives (\d+), plain decoding (\d+)", str(error.value)).groups())
-    draws = stream(seed_of(0, workload.prompts[0]), at, TARGET).standard_exponential(50)
-    monkeypatch.undo()
-    told = measurer_of(model).measure(workload, candidates[:1])["llama"].outputs[0]
-    logits = model(torch.tensor([PROMPTS[0] + told[:at]])).logits[0, -1].double().numpy()
-    race = logits / temperature - torch.tensor(draws).log().numpy()
-    assert race.argmax() == theirs
-    assert f"differ by {race[theirs] - race[ours]:.3g})" in str(error.value)
-
-
 # ---------------------------------------------------------------- ends
 
 
@@ -218,25 +172,6 @@ def test_counts_go_on_past_the_end_of_an_answer(model, candidates):
     assert any(one.tokens < 1 + sum(accepted + 1 for accepted in one.seen[3]) for one in found.counts), (
         "no draft went past an end"
     )
-
-
-def test_an_answer_that_ends_with_its_first_token_has_no_draft(model, candidates):
-    first = said(model, PROMPTS[0], 1)
-    found = measurer_of(model, ends=first).measure(GREEDY, candidates)
-    for measurement in found.values():
-        assert measurement.outputs[0] == first
-        assert (measurement.counts[0].accepted, measurement.counts[0].seen) == ([], {3: []})
-        assert measurement.counts[0].rounds(3) == []
-
-
-def test_answers_end_anywhere_and_prompts_have_any_length(model, candidates):
-    ends = {said(model, prompt)[at] for prompt, at in zip(PROMPTS, (0, 5, 9, 2, 13), strict=True)}
-    prompts = [prompt[:length] for prompt in PROMPTS for length in (1, 2, len(prompt))]
-    prompts = [list(prompt) for prompt in dict.fromkeys(map(tuple, prompts))]
-    found = measurer_of(model, ends=ends).measure(workload_of(prompts), candidates)
-    lengths = {one.tokens for measurement in found.values() for one in measurement.counts}
-    assert 1 in lengths
-    assert len(lengths) > 2
 
 
 # ---------------------------------------------------------------- batches

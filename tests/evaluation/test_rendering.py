@@ -3,7 +3,7 @@
 import pytest
 from talking import FAMILIES, make_rendering
 
-from eagle31_train.evaluation.rendering import Rendering, UnfitError
+from eagle31_train.evaluation.rendering import Rendering
 
 ASKED = {"role": "user", "content": "How tall\nis it?  (Größe)"}
 SYSTEM = {"role": "system", "content": "Be kind.\n\nBe short."}
@@ -42,15 +42,6 @@ def test_what_is_read_renders_to_the_same_tokens(template, text, known):
     assert found == ([{"role": "user", "content": "hello"}] if known else None)
 
 
-def test_tokens_that_nobody_would_encode_are_not_read():
-    """The same text in other tokens is another prompt."""
-    rendering = Rendering(make_rendering().tokenizer, "{% for m in messages %}{{ m.content }}{% endfor %}|")
-    assert rendering.messages_of(rendering.encode("hello|")) is not None
-    letters = [token for letter in "hello|" for token in rendering.encode(letter)]
-    assert rendering.decode(letters) == "hello|"
-    assert rendering.messages_of(letters) is None
-
-
 WITHOUT = {
     "smollm2": "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n",
     "chatml": "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n",
@@ -69,10 +60,3 @@ def test_without_any_system_turn(family):
     rendering = make_rendering(family)
     assert rendering.without_system([ASKED]) == WITHOUT[family].format(ASKED["content"])
     assert rendering.without_system([SYSTEM, ASKED]) == WITHOUT[family].format(ASKED["content"])
-
-
-def test_a_template_that_hides_where_turns_begin():
-    """One that tells no user's turn from what is before it, and one that writes the past anew each time."""
-    glued = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
-    with pytest.raises(UnfitError, match="what begins a user's turn"):
-        Rendering(make_rendering().tokenizer, glued).without_system([ASKED])

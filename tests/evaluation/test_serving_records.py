@@ -8,7 +8,7 @@ import pytest
 
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation import serving
-from eagle31_train.evaluation.serving import Engine, counters, server
+from eagle31_train.evaluation.serving import Engine, counters
 from tests.evaluation.imitated import PROMPTS, Here, asked, config, launch, measure  # noqa: F401 (fixtures)
 
 
@@ -70,36 +70,14 @@ def test_a_drafter_that_is_added_is_served_alone(started, tmp_path):
     assert started(drafts=(str(moved),))[1] == [1, 3]
 
 
-def test_the_port_tells_no_server_from_another(started):
-    started()
-    port = server.pick_port(None)
-    assert started(f"evaluate.vllm_args.port={port}")[1] == []
-
-
 @pytest.mark.parametrize(
     ("options", "given"),
     [
         (["evaluate.vllm_args.max_num_seqs=4"], {}),
-        (["evaluate.concurrency=[1,2]"], {}),
-        (["evaluate.warmup=false"], {}),
         ([], {"prompts": PROMPTS[:2]}),
         ([], {"by": Engine("0.1", "some GPU")}),
-        ([], {"by": Engine("0.0", "2 × some GPU")}),
     ],
 )
 def test_another_server_is_measured_anew(started, options, given):
     started()
     assert started(*options, **given)[1] == [0, 1, 3]
-
-
-@pytest.mark.parametrize(
-    "damage", [lambda text: text[:99], lambda text: text.replace('"sent"', '"Sent"'), lambda _: "[]"]
-)
-def test_a_damaged_record_is_refused(started, tmp_path, damage):
-    started()
-    (file,) = (tmp_path / "run" / "servers").glob("server-1-*.json")
-    file.write_text(damage(file.read_text()))
-    with pytest.raises(UserError, match=r"server-1-\w+\.json is damaged.*: remove it"):
-        started()
-    file.unlink()
-    assert started()[1] == [1]

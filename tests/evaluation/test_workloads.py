@@ -2,7 +2,6 @@
 
 # ruff: noqa: F811 (fixtures)
 
-import json
 import shlex
 
 import numpy as np
@@ -13,7 +12,7 @@ from eagle31_train.cli import load_config
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation import training_data
 from eagle31_train.evaluation.training_data import TrainingSplit
-from eagle31_train.evaluation.workloads import Workload, inputs, leaving_out
+from eagle31_train.evaluation.workloads import leaving_out
 from tests.evaluation.prompting import GOOD, MANIFEST, QUESTIONS, place  # noqa: F401 (fixtures)
 
 
@@ -39,17 +38,6 @@ def test_each_set_as_it_is_and_under_each_perturbation(place):
         assert all(len(long.ids) > 400 + len(p.ids) for p, long in zip(plain.prompts, system.prompts, strict=True))
         assert warm.prompts == plain.prompts
     assert place.texts(found[1]) == place.texts(found[0]) == [QUESTIONS[0], QUESTIONS[1], QUESTIONS[2]]
-
-
-def test_prompts_of_ones_own_come_in_the_held_out_ones_place(place):
-    place.write("one.jsonl", {"prompt": "hello"}, {"turns": ["one", "two"]})
-    place.write("two.jsonl", {"messages": [{"role": "user", "content": "x"}], "source": "mine"}, {"prompt": "y"})
-    (found,) = place.workloads(f"evaluate.prompts={place.folder}/*.jsonl", data=None)
-    assert found.name == "prompts"
-    assert [(p.id, p.source) for p in found.prompts] == [
-        ("two-1", "mine"), ("one-1", "one"), ("two-2", "two"), ("one-2", "one"),
-    ]  # fmt: skip
-    assert found.notes == ["of several turns the first is asked, in 1 of 4 prompts"]
 
 
 def test_the_tokens_of_held_out_prompts_stay_those_of_the_data(place):
@@ -85,30 +73,6 @@ def test_contexts_are_filled_with_held_out_answers_of_others(place):
     place.write_heldout([[{"role": "user", "content": text}] for text in QUESTIONS], "again " * 40 + "{}")
     with pytest.raises(UserError, match="there is no other text to put before it"):  # answers that loop
         place.workloads("evaluate.perturbations=[context_2]")
-
-
-def test_without_data_other_prompts_fill_contexts(place):
-    file = place.write("own.jsonl", *({"prompt": f"{text} " * 9} for text in ("hello", "foxes", "rivers")))
-    given = [f"evaluate.prompts={file}", "evaluate.perturbations=[context_1]"]
-    _, long = place.workloads(*given, data=None)
-    assert "foxes" in place.tokenizer.decode(long.prompts[0].ids)
-    _, fewer = place.workloads(*given, "evaluate.leave_out=[own-2]", data=None)
-    assert fewer.prompts == [long.prompts[0], long.prompts[2]], "what is left out changes no other prompt"
-
-
-def test_a_perturbation_that_changes_nothing_says_so(place):
-    place.tokenizer.chat_template = "{% for m in messages %}{{ m.content | replace('hello', 'oh') }}{% endfor %}"
-    place.tokenizer.save_pretrained(place.folder / "target")
-    file = place.write("q.jsonl", {"prompt": "hello"}, {"prompt": "x"})
-    _, plain = place.workloads(f"evaluate.prompts={file}", "evaluate.perturbations=[no_template]")
-    assert plain.notes[-1] == "1 of 2 prompts are the same as without it"
-
-
-def test_what_is_left_out_is_told_beside_the_numbers():
-    left_out = {**{f"q{i}": "too long" for i in range(7)}, "z": "another reason"}
-    workload = Workload("w", "w", None, [], 0.0, 1.0, left_out, ["a note"])
-    expected = ["a note", "left out q0, q1, q2, q3, q4 and 2 more: too long", "left out z: another reason"]
-    assert list(workload.remarks) == expected
 
 
 # ---------------------------------------------------------------- left out by name
@@ -216,34 +180,3 @@ def test_caveats(trainings, expected):
 
 
 # ---------------------------------------------------------------- what a stage's output depends on
-
-
-def test_inputs_tell_what_the_prompts_are_made_of(place):
-    file = place.write("rows.jsonl", GOOD)
-    given = [f"evaluate.suites.s.path={file}", "evaluate.suites.s.prompt=q"]
-    before = inputs(place.config(*given))
-    place.write("copy.jsonl", GOOD)
-    moved = [f"evaluate.suites.s.path={place.folder / 'copy.jsonl'}", "evaluate.suites.s.prompt=q"]
-    assert inputs(place.config(*moved)) == before  # wherever it lies
-    assert "leave_out" not in before, "what was evaluated before there was this option is not out of date"
-    one, same = (inputs(place.config(*given, f"evaluate.leave_out={ids}")) for ids in ("[c1,c2]", "[c2,c1,c2]"))
-    assert one == same
-    changes = [
-        [*given, "evaluate.suites.s.prompt=n"],
-        [*given, "evaluate.perturbations=[context_1]"],
-        [*given, "target.template_args.x=1"],
-        [*given, f"evaluate.prompts={file}"],
-        ["evaluate.suites.s.path=org/name", "evaluate.suites.s.prompt=q"],
-        [*given, "evaluate.leave_out=[c1,c2]"],
-        [],
-    ]
-    found = [inputs(place.config(*change)) for change in changes]
-    place.write("rows.jsonl", GOOD, GOOD)
-    found += [before, inputs(place.config(*given))]
-    template = place.folder / "target" / "chat_template.jinja"
-    template.write_text(template.read_text() + "{# another #}")
-    found += [inputs(place.config(*given))]
-    assert found[-1] != found[-2], "prompts are rendered with the target's own template"
-    assert inputs(place.config()) == found[6], "and tokens of held-out prompts are stage 1's"
-    spelt = [json.dumps(each, sort_keys=True) for each in found]
-    assert len(set(spelt)) == len(spelt)

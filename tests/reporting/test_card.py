@@ -56,13 +56,6 @@ def test_the_card_tells_what_it_is():
     assert "What the numbers mean" not in body
 
 
-def test_eagle_3_is_not_called_3_1():
-    head, body = rendered(fc_norm=False, norm_output=False)
-    assert "eagle-3.1" not in head["tags"]
-    assert "# EAGLE 3 drafter" in body
-    assert "# EAGLE 3 with norm_output drafter" in rendered(fc_norm=False)[1]
-
-
 def test_results_are_told_once_and_with_their_pictures_folders_of_the_machine_are_not():
     result, compared = alone(), {**comparison(), "identities": {"A": ["1"], "B": ["2"]}}
     report = {"identical": True, "not_measured": ["agent"]}

@@ -1,6 +1,5 @@
 """What is shown of a result: pictures, the page, the terminal's table and the card have the numbers as they were."""
 
-import io
 import json
 import re
 from html import unescape
@@ -8,11 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from measured import measured
 from PIL import Image
-from sample_results import DEPTHS, alone, answers, comparison, result, serving, sheet
+from sample_results import DEPTHS, alone, comparison
 
-from eagle31_train.evaluation.measurement import Counts
 from eagle31_train.evaluation.results import definitions
 from eagle31_train.reporting import card, evaluation_page
 from eagle31_train.reporting.card_results import CardResult, CardResults
@@ -99,29 +96,6 @@ def test_tables_have_every_number_with_its_interval(whole):
     assert accepted.rows[1][3:] == ["1.95", "60.0%, 25.0%, –"]
 
 
-def test_the_page_begins_with_what_is_looked_for(whole):
-    text = text_of(evaluation_page.render(whole, {}))
-    value, low, high = whole["workloads"][0]["drafters"]["B"]["by_depth"]["3"]["acceptance_length"]
-    for words in (
-        "B against <A>",
-        "a | processor · float32 · at most 128 tokens per answer",
-        f"B, heldout, 3 draft tokens {value:.2f} [{low:.2f}, {high:.2f}]",
-        "speed with B 1.50 × prompts 16",
-        "12 prompts, greedy, none decoded by real speculation",
-        "tokens per second, at 3: 10.0 without a drafter, 15.0 with B (1.50x)",
-        "vLLM 0.32, bfloat16; 12 prompts of heldout, sampled at temperature 0.7, at most 64 tokens per answer",
-        "Repeat python -m this a>b",
-    ):
-        assert words in text, words
-
-
-def test_several_trainings_have_a_column_each():
-    rows = answers(0.5)
-    given = result(measured("heldout", {"A": [rows, rows]}))
-    tables = {table.title: table for section in sections(given) for table in section.tables}
-    assert tables["acceptance length of each training"].header[1:] == ["A, training 1", "A, training 2"]
-
-
 def test_results_of_earlier_versions_are_shown():
     for file in RESULTS.glob("study*.json"):
         given = json.loads(file.read_text())
@@ -153,12 +127,6 @@ def test_the_page_stands_alone_and_has_every_picture_as_a_file_beside_it(tmp_pat
     assert "Verdict" not in html
 
 
-def test_serving_alone_has_a_page(tmp_path, quick):
-    files = evaluation_page.write(tmp_path, {"title": "mine", "serving": {**serving(), "command": "repeat this"}})
-    assert [file.name for file in files] == ["serving-b.png", evaluation_page.PAGE]
-    assert "Repeat repeat this" in text_of(files[-1].read_text())
-
-
 # ---------------------------------------------------------------- the pictures
 
 
@@ -175,13 +143,6 @@ def test_every_workload_has_its_pictures_and_drift_is_drawn_of_the_first(whole):
     assert [(p.section, p.name) for p in pictures(whole)] == [
         (s, name) for s, names in expected.items() for name in names
     ]
-
-
-def test_names_that_differ_in_signs_alone_have_files_of_their_own():
-    rates = {"first": 0.5, "neu!": 0.6, "Neu?": 0.7}
-    names = [picture.name for picture in pictures(result(sheet("a_b", rates), sheet("a-b", rates)))]
-    assert len(set(names)) == len(names)
-    assert {"workloads-gain-neu", "workloads-gain-neu-2", "a-b-acceptance", "a-b-acceptance-2"} <= set(names)
 
 
 def test_curves_are_the_numbers_with_their_intervals(whole):
@@ -202,40 +163,3 @@ def test_curves_are_the_numbers_with_their_intervals(whole):
         np.cumsum([numbers["B"]["drift"][kind][3][0] for kind in ("sink", "prompt", "verified", "own")])
     )
     assert tops[-1] == pytest.approx(1)
-
-
-def test_rows_have_the_numbers_of_their_workload(whole):
-    cells = {tuple(map(round, text.get_position()[::-1])): text for text in drawn(whole, "workloads-gain-b").texts}
-    for row, workload in enumerate(whole["workloads"]):
-        for column, depth in enumerate(map(str, DEPTHS)):
-            ratio, better = workload["differences"]["B"][depth]["ratio"][0], workload["verdict"]["B"]["better"][depth]
-            assert cells[row, column].get_text() == f"{100 * (ratio - 1):+.1f}"
-            assert (cells[row, column].get_fontweight() == "bold") == (better is not None)
-    axes = drawn(whole, "workloads-kept")
-    kept = [whole["workloads"][1]["drafters"][name]["kept"]["3"] for name in "AB"]
-    spans = [bars.get_segments()[0][:, 0].tolist() for bars in axes.collections]
-    assert spans == [pytest.approx([low, high]) for _, low, high in kept]
-    assert axes.yaxis_inverted(), "the first workload stands at the top"
-
-
-def test_what_cannot_be_told_is_left_out_of_a_curve(small):
-    """One prompt has no intervals; a position that no draft reached has no value."""
-    rows = [Counts("p", "s", 5, [1, 0, 0, 0])]
-    given = result(measured("heldout", {"A": rows}))
-    (line,) = drawn(given, "heldout-conditional").lines
-    assert line.get_xdata().tolist() == [1, 2]
-    both = {"A": rows, "B": [Counts("p", "s", 5, [])]}
-    nothing = result(measured("heldout", both), measured("x", both))
-    for picture in pictures(nothing):
-        picture.png("light")
-    assert "–" in as_text(nothing)
-
-
-def test_drafters_have_colours_and_marks_of_their_own_on_both_papers(small):
-    rates = {name: 0.4 + i / 20 for i, name in enumerate("ABCDEF")}
-    picture = next(pictures(result(sheet("heldout", rates, drift=False))))
-    for theme, dark in (("light", False), ("dark", True)):
-        lines = picture.figure(theme).axes[0].lines
-        assert len({line.get_color() for line in lines}) == len({line.get_marker() for line in lines}) == 6
-        corner = Image.open(io.BytesIO(picture.png(theme))).convert("L").getpixel((2, 2))
-        assert corner < 40 if dark else corner > 250

@@ -35,12 +35,6 @@ def test_the_headline_has_its_interval_and_says_what_it_is_of():
         assert words in text
 
 
-def test_an_older_evaluation_is_told_without_intervals():
-    text = summary.table(load_config(["+experiment=smollm2"]), stages())
-    assert "1.812 at 3 draft tokens, greedy, bonus token included" in text
-    assert "20 held-out prompts, 1,183 tokens, float32\n" in text
-
-
 def test_what_was_measured_of_other_weights_is_not_told(tmp_path, monkeypatch, capsys):
     config = load_config(["+experiment=smollm2", f"run_dir={tmp_path}"])
     manifests = stages()

@@ -4,8 +4,6 @@ import json
 import math
 import random
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +14,10 @@ from matplotlib.figure import Figure
 
 from eagle31_train.report import main
 from eagle31_train.reporting import figures
-from eagle31_train.reporting.figures import percent, short
+from eagle31_train.reporting.figures import short
 from eagle31_train.reporting.training_figures import PLOTS, pictures
 from eagle31_train.reporting.training_log import ESTIMATE, read
-from eagle31_train.reporting.training_page import duration, write
+from eagle31_train.reporting.training_page import write
 
 DEPTHS = 3
 EVERYTHING = {plot.name for plot in PLOTS}
@@ -161,17 +159,6 @@ def test_a_run_that_lacks_something_is_shown_without_it(tmp_path, quick, options
     assert notes == []
 
 
-def test_a_run_that_goes_on_says_how_long(tmp_path, quick):
-    page, _ = write(make_run(tmp_path / "run", ended=False))
-    assert "still to go about 20 s" in text_of(page.read_text())
-    (tmp_path / "run" / "train" / "timings.jsonl").unlink()
-    (page.parent / "tau.png").write_bytes(b"of an earlier version")
-    (page.parent / "notes.png").write_bytes(b"mine")
-    write(tmp_path / "run" / "train")  # the folder of the stage is understood, too
-    assert {path.stem for path in page.parent.glob("*.png")} == UNTIMED | {"notes"}
-    assert "still to go" not in page.read_text()
-
-
 def test_runs_of_earlier_versions_call_the_estimate_tau(tmp_path):
     run = make_run(tmp_path / "run")
     new = read(run)
@@ -181,11 +168,6 @@ def test_runs_of_earlier_versions_call_the_estimate_tau(tmp_path):
     for rows in ("train", "heldout"):
         assert getattr(old, rows)[ESTIMATE].tolist() == getattr(new, rows)[ESTIMATE].tolist()
         assert ESTIMATE in getattr(old, rows)
-
-
-def test_a_run_of_one_step_is_drawn(tmp_path, small):
-    for picture in pictures(read(make_run(tmp_path / "run", steps=1, heldout=0))):
-        picture.png("light")
 
 
 def test_time_that_went_aside_slows_no_step(tmp_path):
@@ -238,70 +220,7 @@ def test_a_damaged_line_is_named(tmp_path, capsys, file, number, line):
     assert not (run / "report").exists()
 
 
-def test_other_mistakes_are_one_line_too(tmp_path, capsys):
-    run = make_run(tmp_path / "run", steps=3)
-    (tmp_path / "file").write_text("precious")
-
-    def error_of(*arguments):
-        assert main([str(argument) for argument in arguments]) == 2
-        message = capsys.readouterr().err
-        assert message.count("\n") == 1
-        return message
-
-    assert "there is no training in" in error_of(tmp_path / "nowhere")
-    assert "file is a file: give another --out" in error_of(run, "--out", tmp_path / "file")
-    (run / "train" / "config.yaml").write_text("name: [1,")
-    assert "config.yaml is damaged" in error_of(run)
-    (run / "train" / "metrics.jsonl").write_text("")
-    assert "holds no step yet" in error_of(run)
-    assert (tmp_path / "file").read_text() == "precious"
-
-
-def test_a_failing_report_leaves_the_one_before(tmp_path, quick, monkeypatch):
-    run = make_run(tmp_path / "run", steps=3, timed=False)
-    before = write(run)[0].read_bytes()
-
-    def full(self, data):
-        raise OSError("No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_bytes", full)
-        with pytest.raises(OSError, match="No space left"):
-            write(run)
-    assert (run / "report" / "report.html").read_bytes() == before
-    assert not list((run / "report").glob(".*"))
-
-
 # ---------------------------------------------------------------- the pictures
-
-
-def test_spikes_restarts_and_steps_left_out_are_marked(tmp_path):
-    history = read(make_run(tmp_path / "run", spikes=[20, 21], left_out=[7, 9]))
-    axes = drawn(history, "loss")
-    rows = {row["step"]: row for row in metrics(40, spikes=[20, 21], left_out=[7, 9]) if "loss" in row}
-    marks = {line.get_marker(): line for line in axes.lines}
-    assert marks["^"].get_xdata().tolist() == [20, 21]
-    assert marks["^"].get_ydata().tolist() == [rows[20]["loss"], rows[21]["loss"]]
-    assert marks["x"].get_xdata().tolist() == [7, 9]
-    assert [segment[0][0] for segment in axes.collections[-1].get_segments()] == [12, 30]
-    low, high = axes.get_ylim()
-    assert low < min(row["loss"] for row in rows.values())
-    assert high > max(row["loss"] for row in rows.values()), "a spike lies outside of the picture"
-    assert axes.get_yscale() == "log"
-    gradient = drawn(history, "gradient")
-    assert gradient.get_ylim()[0] < 0.5, "what the gradient is clipped to"
-    assert "clip  0.5" in [text.get_text() for text in gradient.get_legend().get_texts()]
-
-
-def test_depths_have_their_numbers_and_colours_in_order(tmp_path):
-    history = read(make_run(tmp_path / "run"))
-    for theme in figures.THEMES:
-        (picture,) = [picture for picture in pictures(history) if picture.name == "prefix"]
-        curves = picture.figure(theme).axes[0].lines
-        brightness = [float(np.dot(line.get_color()[:3], [0.299, 0.587, 0.114])) for line in curves]
-        assert brightness in (sorted(brightness), sorted(brightness, reverse=True))
-        for line, depth in zip(curves, history.train.depths("prefix_at_depth"), strict=True):
-            assert line.get_ydata().tolist() == depth.tolist()
 
 
 # ---------------------------------------------------------------- curves, numbers
@@ -324,30 +243,3 @@ def test_long_curves_keep_their_extremes_and_mean_in_few_points(values, first):
     assert (vertices.min(), vertices.max()) == (values[valid].min(), values[valid].max())
     if valid.sum() <= figures.MEANS:
         assert line.get_ydata().tolist() == values[valid].tolist()
-
-
-def test_a_rates_mean_is_over_time(monkeypatch):
-    """Ten steps of 1 s at 100/s and one of 90 s at 10/s: 19 tokens a second, not 92."""
-    tokens, seconds = np.array([100.0] * 10 + [900.0]), np.array([1.0] * 10 + [90.0])
-    monkeypatch.setattr(figures, "MEANS", 1)
-    axes = Figure().subplots()
-    figures.noisy(axes, np.arange(11.0), tokens, short, "C0", seconds)
-    assert axes.lines[0].get_ydata().tolist() == [1900 / 100]
-
-
-def test_numbers_are_short():
-    assert [short(value) for value in (0, 1.5, 12.345, 123.4, 45678.9, 0.0123, 1.234e-5, 2e7)] == (
-        ["0", "1.50", "12.3", "123", "45,679", "0.0123", "1.23e-05", "2e+07"]
-    )
-    assert [percent(value) for value in (0, 0.004, 0.0949, 0.096, 1)] == ["0%", "0.4%", "9.5%", "10%", "100%"]
-    assert [duration(value) for value in (3, 59.4, 60, 3599, 3600, 90061)] == (
-        ["3 s", "59 s", "1 min", "1 h 00 min", "1 h 00 min", "25 h 01 min"]
-    )
-
-
-def test_importing_is_cheap():
-    """matplotlib is loaded by what draws, torch and the trainer by nothing here."""
-    heavy = "matplotlib torch accelerate train hydra"
-    code = f"import sys, eagle31_train.report; print(*(set('{heavy}'.split()) & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == ""
