@@ -27,7 +27,6 @@ from eagle31_train.evaluation.evaluating import evaluate, free_memory, read_data
 from eagle31_train.evaluation.measuring import check_options
 from eagle31_train.evaluation.serving import check as check_serving
 from eagle31_train.evaluation.serving import measure_serving
-from eagle31_train.evaluation.serving import report as serving_report
 from eagle31_train.reporting import evaluation_page, recipe, tables
 from eagle31_train.reporting.markdown import public
 
@@ -87,7 +86,7 @@ def compare(trainings: Named, config: Config) -> None:
     served = measure_serving(config, drafts, workload.prompts, data["end_ids"], engine, shared / "serving")
     firsts = [f"of {name}, the first of {len(some)} trainings" for name, some in trainings.items() if len(some) > 1]
     result["serving"] = {**served, "notes": [*firsts, *served["notes"]], "workload": workload.name}
-    print("\n" + serving_report.table(result["serving"]))
+    print("\n" + tables.as_text({"serving": result["serving"]}))
     write(out, result)
 
 

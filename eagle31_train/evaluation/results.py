@@ -3,7 +3,6 @@
 As JSON. An interval is [value, low, high], with null for what cannot be told; K is a number of draft tokens, as text; N
 is a drafter's name:
 
-    definitions     what the numbers mean
     draft_tokens    K of the headline
     drafters        [N, …]; the others are compared with the first
     workloads       [workload, …], of which each has
@@ -13,7 +12,7 @@ is a drafter's name:
         drafters    {N: numbers}
         differences {N: {K: {difference: interval, ratio: interval}}}  of acceptance lengths, N - first and N / first;
                     of a perturbed workload kept_ratio: interval, too, which is kept of N / kept of the first
-        verdict     {N: {text, better: {K: the better one's name, or null}}}
+        verdict     {N: {better: {K: the better one's name, or null}}}
     and of a drafter on a workload, numbers has
         prompts, generated_tokens
         by_depth    {K: {acceptance_length: interval, drafts, accepted_per_position: [counts]}}
@@ -35,7 +34,7 @@ from numpy.typing import NDArray
 
 from eagle31_train.config import EvaluateConfig
 from eagle31_train.errors import UserError
-from eagle31_train.evaluation.intervals import FEW, LEVEL, RESAMPLES, Estimate, Interval, ratios
+from eagle31_train.evaluation.intervals import Estimate, Interval, ratios
 from eagle31_train.evaluation.measurement import Counts, Drift, Measurement
 from eagle31_train.evaluation.workloads import HELDOUT, Workload
 
@@ -59,39 +58,12 @@ def summarise(
     """
     plain = {workload.suite: drafters for workload, drafters in measured if workload.perturbation is None}
     return {
-        "definitions": definitions(max(depths)),
         "draft_tokens": draft_tokens,
         "drafters": list(dict.fromkeys(name for _, drafters in measured for name in drafters)),
         "workloads": [
-            _workload(workload, drafters, plain.get(workload.suite), depths, draft_tokens)
-            for workload, drafters in measured
+            _workload(workload, drafters, plain.get(workload.suite), depths) for workload, drafters in measured
         ],
     }
-
-
-def definitions(deepest: int) -> str:
-    """What the numbers mean, line by line; shares by position are of drafts of `deepest` tokens."""
-    return (
-        "Draft: one verification. The drafter proposes n tokens; the target reads them in one forward pass, accepts "
-        "those before the first that it would not have written itself, and adds one token of its own, the bonus "
-        "token.\n"
-        "Acceptance length: tokens per draft, 1 + accepted tokens / drafts over all drafts of all prompts; from 1 to "
-        "n + 1. Tokens that the target agrees with past the end of an answer count as accepted, as in vLLM.\n"
-        f"Cumulative acceptance at position k: share of all drafts of {deepest} tokens whose first k tokens were "
-        "accepted. Conditional: the same share among the drafts whose first k - 1 tokens were accepted.\n"
-        "Several trainings under one name: acceptance is of all their drafts.\n"
-        "Better: the interval of the difference leaves out 0, and each training of the one is ahead of each of the "
-        "other.\n"
-        "Kept, of the plain form: acceptance length on a perturbed form / that on the plain form of the same prompts.\n"
-        "Drift: of drafts from every position of the target's answers, by draft step. Shares of the attention on the "
-        "first 4 tokens of the sequence, the rest of the prompt, what the target has verified, and the drafter's own "
-        "tokens, which sum to one; the root mean square (RMS) of the state that the step reads; the entropy of the "
-        "draft distribution.\n"
-        f"[low, high]: {LEVEL:.0%} interval by bootstrap over prompts ({RESAMPLES:,} resamples, widened for few "
-        "prompts by Student's t; the same resamples for every drafter, so differences are paired). Each holds for its "
-        "number alone: of 20 true zeros, one is expected to look like a difference. They speak of other prompts of the "
-        "same kind, not of other training seeds."
-    )
 
 
 def headline(numbers: dict[str, Any], draft_tokens: int) -> dict[str, Any]:
@@ -172,9 +144,7 @@ def per_prompt(workload: Workload, measurement: Measurement, draft_tokens: int) 
 # ---------------------------------------------------------------- one workload
 
 
-def _workload(
-    workload: Workload, drafters: Drafters, plain: Drafters | None, depths: Sequence[int], draft_tokens: int
-) -> dict[str, Any]:
+def _workload(workload: Workload, drafters: Drafters, plain: Drafters | None, depths: Sequence[int]) -> dict[str, Any]:
     rows = {name: _rows(trainings) for name, trainings in drafters.items()}
     first, *others = drafters
     keys = _keys(rows[first])
@@ -218,16 +188,7 @@ def _workload(
         **_speeds(drafters),
         "drafters": numbers,
         "differences": differences,
-        "verdict": {
-            name: verdict(
-                (first, _trainings(numbers[first])),
-                (name, _trainings(numbers[name])),
-                differences[name],
-                len(keys),
-                draft_tokens,
-            )
-            for name in others
-        },
+        "verdict": {name: {"better": better(numbers, (first, name), differences[name])} for name in others},
     }
 
 
@@ -344,74 +305,23 @@ def _by_depth(depths: Sequence[int], values: Sequence[Any]) -> dict[str, Any]:
     return dict(zip(map(str, depths), values, strict=True))
 
 
-# ---------------------------------------------------------------- which of two is better
-
-
-def verdict(
-    first: tuple[str, Sequence[Lengths]],
-    other: tuple[str, Sequence[Lengths]],
-    differences: Mapping[str, Any],
-    prompts: int,
-    draft_tokens: int,
-) -> dict[str, Any]:
-    """Which of two drafters is better at which number of draft tokens, and a line that says so.
+def better(numbers: Mapping[str, Any], names: tuple[str, str], differences: Mapping[str, Any]) -> dict[str, str | None]:
+    """By number of draft tokens, which of two drafters the interval of their difference favours, if each of its
+    trainings is ahead of each of the other's.
 
     Args:
-        first, other: name, and the acceptance lengths of each training.
-        differences: other - first and other / first, by number of draft tokens.
-        prompts: how many there are.
-        draft_tokens: that of the headline.
+        numbers: of the drafters. names: the two. differences: second - first.
     """
-    better = {depth: _better(first, other, found["difference"], depth) for depth, found in differences.items()}
-    parts = []
-    for name in (other[0], first[0]):
-        if won := [depth for depth, winner in better.items() if winner == name]:
-            at = str(draft_tokens) if str(draft_tokens) in won else won[0]
-            gain = _gain(differences[at]["ratio"], inverse=name == first[0])
-            shown = f" at {at}" if len(won) > 1 else ""
-            parts.append(f"{name} better at {_spans(won)} draft token{'s' * (won != ['1'])}: {gain}{shown}")
-    if not parts:
-        parts = [f"no difference shown: {_gain(differences[str(draft_tokens)]['ratio'])} at {draft_tokens}"]
-    if prompts < FEW:
-        parts.append(f"only {prompts} prompt{'s' * (prompts != 1)}")
-    return {"text": "; ".join(parts), "better": better}
-
-
-def _better(
-    first: tuple[str, Sequence[Lengths]], other: tuple[str, Sequence[Lengths]], difference: Interval, depth: str
-) -> str | None:
-    """The one that the interval of the difference favours, if each of its trainings is ahead of each of the other's."""
-    _, low, high = difference
-    if low is None or high is None or low <= 0 <= high:
-        return None
-    winner, loser = (other, first) if low > 0 else (first, other)
-    pairs = [(one[depth], another[depth]) for one in winner[1] for another in loser[1]]
-    return winner[0] if all(a is not None and b is not None and a > b for a, b in pairs) else None
+    found: dict[str, str | None] = {}
+    for depth, each in differences.items():
+        _, low, high = each["difference"]
+        winner, loser = names if low is None or low <= 0 else names[::-1]
+        pairs = [(a[depth], b[depth]) for a in _trainings(numbers[winner]) for b in _trainings(numbers[loser])]
+        ahead = all(a is not None and b is not None and a > b for a, b in pairs)
+        found[depth] = None if low is None or low <= 0 <= high or not ahead else winner
+    return found
 
 
 def _trainings(numbers: dict[str, Any]) -> list[Lengths]:
     alone = {depth: each["acceptance_length"][0] for depth, each in numbers["by_depth"].items()}
     return numbers.get("by_training") or [alone]
-
-
-def _spans(depths: Sequence[str]) -> str:
-    """Numbers in short: 1-3, 5."""
-    spans: list[list[int]] = []
-    for depth in map(int, depths):
-        if spans and depth == spans[-1][-1] + 1:
-            spans[-1].append(depth)
-        else:
-            spans.append([depth])
-    return ", ".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else str(span[0]) for span in spans)
-
-
-def _gain(ratio: Interval, inverse: bool = False) -> str:
-    """A ratio's interval in per cent; of the first over the other if `inverse`."""
-    value, low, high = ratio
-    if value is None:
-        return "nothing was drafted"
-    if low is None or high is None:
-        return f"{100 * (value - 1):+.1f} %"
-    if inverse:
-        value, low, high = 1 / value, 1 / high, 1 / low
-    return f"{100 * (value - 1):+.1f} % [{100 * (low - 1):.1f}, {100 * (high - 1):.1f}]"

@@ -13,6 +13,7 @@ from typing import Any
 from eagle31_train.checkpoint.config_json import MLA_DEFAULTS
 from eagle31_train.checkpoint.contract import caveats
 from eagle31_train.config import RENAMED, Config, DrafterShape, as_plain
+from eagle31_train.evaluation.intervals import bracket
 from eagle31_train.reporting import tables
 from eagle31_train.reporting.card_results import CardResult, CardResults
 from eagle31_train.reporting.evaluation_page import conditions
@@ -90,18 +91,15 @@ def results(measured: CardResults) -> Iterator[str]:
         yield f"This checkpoint is {plain(' and '.join(comparison.names))}."
         yield from _command(comparison.content)
         yield from _result(comparison.content, comparison)
-    shown = [measured.evaluation.content["result"]] if measured.evaluation else []
-    shown += [comparison.content for comparison in measured.comparisons]
-    if texts := dict.fromkeys(result["definitions"] for result in shown if "definitions" in result):
-        yield "## What the numbers mean"
-        yield "\n".join(f"- {plain(line)}" for text in texts for line in text.split("\n"))
+    if measured.evaluation or measured.serving or measured.comparisons:
+        yield f"{plain(tables.GLOSSARY)} (of eagle31)"
 
 
 def _acceptance(evaluation: CardResult) -> Iterator[str]:
     result, report = evaluation.content["result"], evaluation.content["report"]
     first, depth = result["workloads"][0], str(result["draft_tokens"])
     (numbers,) = first["drafters"].values()
-    length = tables.bracket(numbers["by_depth"][depth]["acceptance_length"])
+    length = bracket(numbers["by_depth"][depth]["acceptance_length"])
     prompts = f"{tables.count(first['prompts'], 'prompt')} of {plain(first['name'])}, {tables.sampling(first)}"
     yield f"**Acceptance length {length} with {tables.count(int(depth), 'draft token')}**, on {prompts}."
     if report["identical"]:
@@ -129,7 +127,7 @@ def _result(result: Mapping[str, Any], source: CardResult) -> Iterator[str]:
         if section.title in names[1:]:
             yield "</details>"
     for shown in source.pictures:
-        yield image(shown.name, f"{shown.picture.title} ({shown.picture.section})", shown.picture.caption)
+        yield image(shown.name, f"{shown.picture.title} ({shown.picture.section})")
 
 
 def _section(section: Section) -> Iterator[str]:

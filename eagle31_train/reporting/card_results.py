@@ -18,8 +18,7 @@ from eagle31_train.reporting.tables import ALL, SERVING
 
 EVALUATE, COMPARE = "python -m eagle31_train.evaluate", "python -m eagle31_train.compare"
 COMPARISON = [  # what the card needs of one
-    *("definitions", "draft_tokens", "drafters", "workloads"),
-    *("title", "trainings", "identities", "command", "files"),
+    *("draft_tokens", "drafters", "workloads", "title", "trainings", "identities", "command", "files"),
 ]
 
 

@@ -1,17 +1,17 @@
 """A result as sections of remarks and tables, which terminal, page and model card show alike.
 
-`evaluation/acceptance.py` describes the result, `evaluation/serving/report.py` its `serving`.
+`evaluation/results.py` describes the result, `evaluation/serving/report.py` its `serving`.
 """
 
-import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from eagle31_train.evaluation.intervals import Interval
+from eagle31_train.evaluation.intervals import Interval, bracket
 
-WIDTH, SENTENCE = 118, 40  # columns of a terminal, and the fewest that a sentence is wrapped to
 ALL, SERVING = "All workloads", "Serving"  # sections that are not of one workload
+GLOSSARY = "What the numbers mean: docs/glossary.md. [low, high]: 95 % interval over prompts."
+NOTHING: Interval = [None, None, None]
 DRIFT = {  # label and form of each measure: shares of the attention, and two numbers
     "sink": ("first tokens", "{:.1%}"),
     "prompt": ("prompt", "{:.1%}"),
@@ -45,7 +45,7 @@ def sections(result: Result) -> Iterator[Section]:
     """All of a result, but its definitions and what was not measured."""
     workloads, depth = result.get("workloads", []), str(result.get("draft_tokens"))
     if workloads:
-        yield from _section("Verdict", [], [_verdicts(workloads)])
+        yield from _section("Verdict", [], [_verdicts(workloads, depth)])
     if len(workloads) > 1:
         yield from _section(ALL, [], _overview(workloads, depth))
     for workload in workloads:
@@ -62,51 +62,45 @@ def _section(title: str, remarks: Iterable[str], tables: Iterable[Table]) -> Ite
 
 
 def as_text(result: Result) -> str:
-    """The result for a terminal: every section, and at the end what the numbers mean."""
+    """The result for a terminal."""
     lines: list[str] = []
     for section in sections(result):
-        lines += [f"{section.title}: {', '.join(section.remarks[:1])}".rstrip(": ")]
-        lines += [f"  {remark}" for remark in section.remarks[1:]]
+        lines += [section.title, *(f"  {remark}" for remark in section.remarks)]
         for table in section.tables:
-            lines += [f"  {table.title}"] * bool(table.title) + [f"  {line}" for line in _aligned(table)]
-        lines += [""]
-    for text in result.get("definitions", "").split("\n"):
-        lines += textwrap.wrap(text, WIDTH, subsequent_indent="  ")
-    return "\n".join(lines)
-
-
-def _aligned(table: Table) -> Iterator[str]:
-    """Columns to the right, but for the first; sentences in the last one are wrapped."""
-    lines = [table.header, *table.rows]
-    *widths, last = (max(map(len, column)) for column in zip(*lines, strict=True))
-    indent = sum(widths) + 2 * len(widths)
-    for line in lines:
-        cells = [f"{line[0]:<{widths[0]}}", *map("{:>{}}".format, line[1:-1], widths[1:]), ""]
-        begin = "  ".join(cells)
-        if indent + last > WIDTH - 2 > indent + SENTENCE:
-            yield from textwrap.wrap(line[-1], WIDTH - 2, initial_indent=begin, subsequent_indent=" " * indent)
-        else:
-            yield begin + f"{line[-1]:>{last}}"
+            lines += ["", *([f"  {table.title}"] if table.title else [])]
+            widths = [max(map(len, column)) for column in zip(table.header, *table.rows, strict=True)]
+            for first, *others in (table.header, *table.rows):
+                cells = [first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]
+                lines.append(f"  {'  '.join(cells)}")
+        lines.append("")
+    return "\n".join([*lines, GLOSSARY])
 
 
 # ---------------------------------------------------------------- workloads
 
 
-def _verdicts(workloads: Sequence[Result]) -> Table:
-    rows = [[w["name"], name, verdict["text"]] for w in workloads for name, verdict in w["verdict"].items()]
-    return Table("", ["workload", "drafter", f"against {next(iter(workloads[0]['drafters']))}"], rows)
+def _verdicts(workloads: Sequence[Result], depth: str) -> Table:
+    rows = []
+    for workload in workloads:
+        for name, by_depth in workload["differences"].items():
+            better = workload["verdict"][name]["better"]
+            won = [f"{k}: {winner}" for k, winner in better.items() if winner]
+            ratio = bracket(by_depth[depth]["ratio"])
+            rows.append([workload["name"], name, ratio, ", ".join(won) or "no difference shown"])
+    first = next(iter(workloads[0]["drafters"]))
+    header = ["workload", "drafter", f"acceptance length / {first}'s, at {depth}", "better, by draft tokens"]
+    return Table("", header, rows)
 
 
 def _overview(workloads: Sequence[Result], depth: str) -> Iterator[Table]:
     """The headline of every workload."""
     rows = [workload["name"] for workload in workloads]
-    nothing: Interval = [None, None, None]
     lengths, kept, own = dict[str, list[str]](), dict[str, list[str]](), dict[str, list[str]]()
     for name in workloads[0]["drafters"]:
         of = [workload["drafters"][name] for workload in workloads]
         lengths[name] = [bracket(numbers["by_depth"][depth]["acceptance_length"]) for numbers in of]
-        kept[name] = [bracket(numbers.get("kept", {}).get(depth, nothing), "{:.1%}") for numbers in of]
-        own[name] = [bracket(numbers["drift"]["own"][-1] if numbers["drift"] else nothing, "{:.1%}") for numbers in of]
+        kept[name] = [bracket(numbers.get("kept", {}).get(depth, NOTHING), "{:.1%}") for numbers in of]
+        own[name] = [bracket(numbers["drift"]["own"][-1] if numbers["drift"] else NOTHING, "{:.1%}") for numbers in of]
     prompts = {"prompts": [f"{workload['prompts']:,}" for workload in workloads]}
     prompts |= {"decoding": [sampling(workload) for workload in workloads]}
     yield _columns(f"acceptance length with {depth} draft tokens", "workload", rows, prompts | lengths)
@@ -118,11 +112,8 @@ def _remarks(workload: Result, draft_tokens: str) -> Iterator[str]:
     yield f"{count(workload['prompts'], 'prompt')}, {sampling(workload)}, {decoded(workload)}"
     yield from workload["notes"]
     if speeds := workload.get("tokens_per_second"):
-        plain = speeds["plain"]
-        with_it = [
-            f"{speed:.1f} with {name} ({speed / plain:.2f}x)" for name, speed in speeds.items() if name != "plain"
-        ]
-        yield f"tokens per second, at {draft_tokens}: {plain:.1f} without a drafter, {', '.join(with_it)}"
+        told = ", ".join(f"{name} {speed:.1f} ({speed / speeds['plain']:.2f}x)" for name, speed in speeds.items())
+        yield f"tokens per second, at {draft_tokens}: {told}"
 
 
 def _workload(workload: Result, draft_tokens: str) -> Iterator[Table]:
@@ -214,7 +205,6 @@ def _serving_remarks(serving: Result) -> Iterator[str]:
     )
     yield from serving["verdict"]
     yield from serving["notes"]
-    yield serving["definitions"]
 
 
 def _serving(serving: Result) -> Iterator[Table]:
@@ -222,7 +212,7 @@ def _serving(serving: Result) -> Iterator[Table]:
     which, speeds, times, accepted = ["drafter", "draft tokens", "users"], [], [], []
     for row in serving["rows"]:
         key = [row["drafter"] or "none", str(row["draft_tokens"]), str(row["concurrency"])]
-        ahead = bracket(row["speedup"] or [None] * 3, "{:.2f}")
+        ahead = bracket(row["speedup"] or NOTHING, "{:.2f}")
         different = "–" if row["different"] is None else f"{row['different']} of {row['requests']}"
         speeds.append([*key, bracket(row["per_user"], "{:.1f}"), ahead, f"{row['total']:.1f}", different])
         seconds = [row[kind].get(of) for kind in ("ttft", "tpot") for of in ("mean", "p50", "p95")]
@@ -240,16 +230,10 @@ def _serving(serving: Result) -> Iterator[Table]:
 # ---------------------------------------------------------------- numbers
 
 
-def bracket(interval: Interval, form: str = "{:.3f}") -> str:
-    """An interval on one line: 2.013 [1.902, 2.124]."""
-    value, low, high = interval
-    return _number(value, form) + (f" [{form.format(low)}, {form.format(high)}]" if low is not None else "")
-
-
 def count(number: int, what: str) -> str:
     """A number of things."""
     return f"{number:,} {what}{'s' * (number != 1)}"
 
 
 def _number(value: float | None, form: str) -> str:
-    return "–" if value is None else form.format(value)
+    return bracket([value, None, None], form)

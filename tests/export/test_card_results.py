@@ -164,7 +164,6 @@ def test_a_new_card_does_not_make_the_serving_result_stale(run, monkeypatch, cap
     monkeypatch.setattr(
         evaluate, "measure_serving", lambda *given: json.loads(json.dumps(SERVING)) | {"machine": given[-1].device}
     )
-    monkeypatch.setattr(evaluate.serving_report, "table", lambda _: "")
     manifest = {**data_manifest(run), "end_ids": [2]}
     artifacts.write_json(run.folder / "data" / "manifest.json", manifest)
     export.export(run.config())

@@ -10,10 +10,10 @@ from plan_cases import shape_of
 from sample_results import alone, comparison, serving
 
 from eagle31_train.cli import ROOT, load_config
+from eagle31_train.evaluation.intervals import bracket
 from eagle31_train.reporting import card, recipe
 from eagle31_train.reporting.card_results import CardResult, CardResults
 from eagle31_train.reporting.markdown import scrubbed
-from eagle31_train.reporting.tables import bracket
 
 
 def rendered(*options, results=None, **shape):

@@ -88,7 +88,6 @@ def measure_serving(
             rows.append(report.row(name, depth, users, answers, counted, plain[users] if name else None, reference))
     best = report.best(rows)
     return {
-        "definitions": report.DEFINITIONS,
         "vllm": engine.version,
         "machine": engine.device,
         "dtype": options.vllm_args.get("dtype", config.target.dtype),
