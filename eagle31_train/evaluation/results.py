@@ -88,11 +88,8 @@ def headline(numbers: dict[str, Any], draft_tokens: int) -> dict[str, Any]:
 def report(
     result: dict[str, Any], measurement: Measurement, data: dict[str, Any], options: EvaluateConfig
 ) -> dict[str, Any]:
-    """The manifest's report of one drafter on the first workload; `identical` speaks of all workloads.
-
-    Args:
-        result: of this drafter alone. measurement: of the first workload. data: stage 1's manifest.
-    """
+    """The manifest's report of one drafter on the first workload, whose `measurement` it is; `identical` speaks of all
+    workloads. `data`: stage 1's manifest."""
     workload = result["workloads"][0]
     (numbers,) = workload["drafters"].values()
     whole = headline(numbers, options.num_speculative_tokens)
@@ -101,9 +98,7 @@ def report(
     return {
         **whole,
         "draft_tokens": options.num_speculative_tokens,
-        "by_source": {
-            name: headline(source, options.num_speculative_tokens) for name, source in numbers["by_source"].items()
-        },
+        "by_source": {name: headline(of, options.num_speculative_tokens) for name, of in numbers["by_source"].items()},
         **{key: numbers[key] for key in ("by_depth", "cumulative", "conditional", "drift")},
         "max_new_tokens": options.max_new_tokens,
         "draft_tokens_proposed": options.num_speculative_tokens * whole["drafts"],
@@ -124,20 +119,9 @@ def per_prompt(workload: Workload, measurement: Measurement, draft_tokens: int) 
     rows = []
     for prompt, output, counts in zip(workload.prompts, measurement.outputs, measurement.counts, strict=True):
         accepted = counts.verifications(draft_tokens)
-        rows.append(
-            {
-                "id": prompt.id,
-                "source": prompt.source,
-                "drafts": len(accepted),
-                "accepted_per_position": [
-                    sum(count > position for count in accepted) for position in range(draft_tokens)
-                ],
-                "accepted": accepted,
-                "prompt_ids": prompt.ids,
-                "output_ids": output,
-                "reach": counts.accepted,
-            }
-        )
+        row = {"id": prompt.id, "source": prompt.source, "drafts": len(accepted), "accepted": accepted}
+        row["accepted_per_position"] = [sum(n > position for n in accepted) for position in range(draft_tokens)]
+        rows.append(row | {"prompt_ids": prompt.ids, "output_ids": output, "reach": counts.accepted})
     return rows
 
 
@@ -150,23 +134,16 @@ def _workload(workload: Workload, drafters: Drafters, plain: Drafters | None, de
     keys = _keys(rows[first])
     numbers = {name: _drafter(trainings, depths) for name, trainings in drafters.items()}
     if not any(depth["drafts"] for each in numbers.values() for depth in each["by_depth"].values()):
-        raise UserError(
-            f"{workload.name}: every answer ended with its first token, so nothing was drafted: choose other prompts"
-            + (f", or leave out {workload.perturbation}" if workload.perturbation else "")
-        )
+        raise UserError(f"{workload.name}: every answer ended with its first token: choose other prompts")
     kept: dict[str, Estimate] = {}
     if plain is not None and workload.perturbation is not None:
         plain_rows = {name: _rows(plain[name]) for name in drafters}
         in_both = set(_keys(plain_rows[first]))
         both = [key for key in keys if key in in_both]  # in one order: the resamples are paired
-        if both:
-            kept = {
-                name: acceptance_lengths(rows[name], depths, both) / acceptance_lengths(plain_rows[name], depths, both)
-                for name in drafters
-            }
-        for name, share in kept.items():
-            numbers[name]["kept"] = _by_depth(depths, share.intervals())
-
+        for name in drafters if both else ():
+            here, there = (acceptance_lengths(of[name], depths, both) for of in (rows, plain_rows))
+            kept[name] = here / there
+            numbers[name]["kept"] = _by_depth(depths, kept[name].intervals())
     lengths = {name: acceptance_lengths(rows[name], depths, keys) for name in drafters}
     differences = {}
     for name in others:
@@ -175,7 +152,12 @@ def _workload(workload: Workload, drafters: Drafters, plain: Drafters | None, de
             estimates["kept_ratio"] = kept[name] / kept[first]
         columns = zip(*(estimate.intervals() for estimate in estimates.values()), strict=True)
         differences[name] = _by_depth(depths, [dict(zip(estimates, column, strict=True)) for column in columns])
-    unseen = {(each.source, each.id) for each in _rows_of_all(rows) if not each.seen}
+    unseen = {(each.source, each.id) for some in rows.values() for each in some if not each.seen}
+    alone = [(name, one) for name, trainings in drafters.items() for one in trainings]
+    speeds = {}
+    if len(alone) == 1 and alone[0][1].tokens:  # of several, measured with a few prompts each, it would be noise
+        ((name, one),) = alone
+        speeds["tokens_per_second"] = {"plain": one.tokens / one.plain, name: one.tokens / one.speculative}
     return {
         "name": workload.name,
         "suite": workload.suite,
@@ -185,7 +167,7 @@ def _workload(workload: Workload, drafters: Drafters, plain: Drafters | None, de
         "prompts": len(keys),
         "verified": len(keys) - len(unseen),
         "notes": [*workload.remarks, *_other_machines(drafters)],
-        **_speeds(drafters),
+        **speeds,
         "drafters": numbers,
         "differences": differences,
         "verdict": {name: {"better": better(numbers, (first, name), differences[name])} for name in others},
@@ -194,9 +176,6 @@ def _workload(workload: Workload, drafters: Drafters, plain: Drafters | None, de
 
 def _drafter(trainings: Sequence[Measurement], depths: Sequence[int]) -> dict[str, Any]:
     rows = _rows(trainings)
-    sources: dict[str, list[Counts]] = {}
-    for each in rows:
-        sources.setdefault(each.source, []).append(each)
     by_training = []
     for training in trainings if len(trainings) > 1 else ():
         intervals = acceptance_lengths(training.counts, depths, _keys(training.counts)).intervals()
@@ -205,7 +184,10 @@ def _drafter(trainings: Sequence[Measurement], depths: Sequence[int]) -> dict[st
         **_numbers(rows, depths),
         "drift": _drift(rows),
         **({"by_training": by_training} if by_training else {}),
-        "by_source": {source: _numbers(sources[source], depths) for source in sorted(sources)},
+        "by_source": {
+            source: _numbers([each for each in rows if each.source == source], depths)
+            for source in sorted({each.source for each in rows})
+        },
     }
 
 
@@ -267,22 +249,9 @@ def _drift(rows: Sequence[Counts]) -> dict[str, list[Interval]] | None:
     return found
 
 
-def _speeds(drafters: Drafters) -> dict[str, Any]:
-    """Tokens per second of a drafter that was measured alone, with every prompt.
-
-    Of several, which were measured at other times and with a few prompts each, they would be noise: serving tells which
-    is faster.
-    """
-    alone = [(name, one) for name, trainings in drafters.items() for one in trainings]
-    if len(alone) > 1 or not alone[0][1].tokens:
-        return {}
-    ((name, one),) = alone
-    return {"tokens_per_second": {"plain": one.tokens / one.plain, name: one.tokens / one.speculative}}
-
-
 def _other_machines(drafters: Drafters) -> list[str]:
     return [
-        f"{name}{f', training {number}' if len(trainings) > 1 else ''} was measured on {one.machine}"
+        f"{name}, training {number}, was measured on {one.machine}"
         for name, trainings in drafters.items()
         for number, one in enumerate(trainings, 1)
         if one.machine
@@ -291,10 +260,6 @@ def _other_machines(drafters: Drafters) -> list[str]:
 
 def _rows(trainings: Sequence[Measurement]) -> list[Counts]:
     return [each for training in trainings for each in training.counts]
-
-
-def _rows_of_all(rows: Mapping[str, list[Counts]]) -> list[Counts]:
-    return [each for of_drafter in rows.values() for each in of_drafter]
 
 
 def _keys(rows: Iterable[Counts]) -> list[Key]:

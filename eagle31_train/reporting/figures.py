@@ -19,7 +19,7 @@ WIDTH, HEIGHT, ROW = 5.6, 3.25, 0.25  # inches: of a picture, and of one row of 
 MEANS = 64  # points of a noisy curve's mean
 DECADE = 8.0  # curves that span more than this factor get a logarithmic axis
 MARKERS = "os^Dvp"
-STYLE: dict[str, Any] = {
+STYLE: Any = {
     # The colour-blind tell training (C0) from held-out (C1) by brightness, too.
     "axes.prop_cycle": "cycler('color', ['#2563c9', '#d9650b', '#0e8a6a', '#a8379b', '#8a6d00', '#5d6873'])",
     "font.size": 8,

@@ -4,8 +4,7 @@
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from eagle31_train.evaluation.intervals import Interval, bracket
 
@@ -23,8 +22,7 @@ DRIFT = {  # label and form of each measure: shares of the attention, and two nu
 Result = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Table:
+class Table(NamedTuple):
     """Cells of text."""
 
     title: str
@@ -32,8 +30,7 @@ class Table:
     rows: Sequence[Sequence[str]]
 
 
-@dataclass(frozen=True)
-class Section:
+class Section(NamedTuple):
     """What is said of one workload, of all, or of serving."""
 
     title: str

@@ -49,11 +49,8 @@ def _number(value: Any) -> float:
 
 @dataclass(frozen=True)
 class History:
-    """All that is known of a training.
-
-    folder: run/train. train, heldout, timings: what was measured. launches: newest last. config: resolved, {} if it
-    was not saved, and `config_text` as it was. manifest: None before the end. notes: on the files, a line each.
-    """
+    """All that is known of a training: its folder, run/train; what was measured; launches, newest last; the resolved
+    config, {} if it was not saved; the manifest, None before the end; notes on the files, a line each."""
 
     folder: Path
     train: Table
@@ -118,17 +115,10 @@ def read(run: Path) -> History:
         raise UserError(f"{folder / METRICS} holds no step yet: wait for the first one")
     text, config = _config(folder / CONFIG)
     manifest = folder / artifacts.MANIFEST
-    return History(
-        folder,
-        Table(train),
-        Table(heldout),
-        Table(list(_rows(folder / TIMINGS, notes))),
-        list(_rows(folder / LAUNCHES, notes, needs=None)),
-        config,
-        text,
-        artifacts.read_json(manifest, "train.py") if manifest.exists() else None,
-        notes,
-    )
+    told = artifacts.read_json(manifest, "train.py") if manifest.exists() else None
+    timings, launches = _rows(folder / TIMINGS, notes), _rows(folder / LAUNCHES, notes, needs=None)
+    tables = Table(train), Table(heldout), Table(list(timings))
+    return History(folder, *tables, list(launches), config, text, told, notes)
 
 
 def _rows(path: Path, notes: list[str], needs: str | None = "step") -> Iterator[Row]:
@@ -150,11 +140,8 @@ def _rows(path: Path, notes: list[str], needs: str | None = "step") -> Iterator[
 
 
 def _config(path: Path) -> tuple[str, dict[str, Any]]:
-    if not path.is_file():
-        return "", {}
     try:
-        text = path.read_text(encoding="utf-8")
-        config = yaml.safe_load(text)
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        return text, yaml.safe_load(text) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is damaged ({' '.join(str(error).split())}): remove it") from None
-    return text, config if isinstance(config, dict) else {}

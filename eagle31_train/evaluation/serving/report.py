@@ -102,8 +102,7 @@ def _spread(values: list[float]) -> dict[str, float | None]:
 def best(rows: Sequence[Row]) -> list[Row]:
     """The number of draft tokens with the greatest speed-up, for each drafter and concurrency; 0 where none pays.
 
-    It pays where all of its interval is above one; without an interval (a single prompt) nothing is shown. One that
-    pays is better than a greater speed-up that may be none. The best of several is somewhat flattered by the choice.
+    It pays where all of its interval is above one. One that pays is better than a greater speed-up that may be none.
     """
     chosen: list[Row] = []
     tried = [one for one in rows if one["speedup"] is not None and one["speedup"][0] is not None]
