@@ -7,7 +7,7 @@ import pytest
 from measured import measured
 
 from eagle31_train.evaluation.measurement import Counts, Drift
-from eagle31_train.evaluation.results import headline, summarise, verdict
+from eagle31_train.evaluation.results import better, headline, summarise
 
 DEPTHS = range(1, 9)
 HEADLINE = 3
@@ -203,8 +203,6 @@ def test_what_is_kept_under_a_perturbation_is_compared_on_the_same_resamples(pai
 
 # ---------------------------------------------------------------- which is better
 
-UP, DOWN, NONE = (0.2, 0.6), (-0.6, -0.2), (-0.2, 0.4)
-
 
 @pytest.mark.parametrize(
     ("first", "other", "ahead"),
@@ -218,11 +216,12 @@ UP, DOWN, NONE = (0.2, 0.6), (-0.6, -0.2), (-0.2, 0.4)
 )
 def test_the_better_one_is_so_with_every_training(first, other, ahead):
     """The intervals are the same: they are over prompts, and know nothing of trainings."""
-    for (low, high), names in ((UP, "AB"), (DOWN, "BA")):  # either way round
-        differences = {"1": {"difference": [(low + high) / 2, low, high], "ratio": [1.1, 1.0, 1.2]}}
-        sides = {"A": [{"1": length} for length in first], "B": [{"1": length} for length in other]}
-        found = verdict((names[0], sides[names[0]]), (names[1], sides[names[1]]), differences, 20, 1)
-        assert found["better"] == {"1": "B" if ahead else None}
+    lengths = {"A": first, "B": other}
+    numbers = {name: {"by_depth": {}, "by_training": [{"1": n} for n in of]} for name, of in lengths.items()}
+    for names, low, high in (("AB", 0.2, 0.6), ("BA", -0.6, -0.2)):  # either way round
+        found = better(numbers, names, {"1": {"difference": [0.4, low, high]}})
+        assert found == {"1": "B" if ahead else None}
+    assert better(numbers, "AB", {"1": {"difference": [0.4, -0.2, 0.6]}}) == {"1": None}
 
 
 # ---------------------------------------------------------------- as JSON and as text

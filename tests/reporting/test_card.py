@@ -2,7 +2,6 @@
 
 import json
 import shlex
-from dataclasses import replace
 
 import pytest
 import yaml
@@ -13,7 +12,6 @@ from eagle31_train.cli import ROOT, load_config
 from eagle31_train.evaluation.intervals import bracket
 from eagle31_train.reporting import card, recipe
 from eagle31_train.reporting.card_results import CardResult, CardResults
-from eagle31_train.reporting.markdown import scrubbed
 
 
 def rendered(*options, results=None, **shape):
@@ -74,14 +72,11 @@ def test_results_are_told_once_and_with_their_pictures_folders_of_the_machine_ar
         "- see /path/to/notes",
         "<details>\n<summary>heldout · x</summary>",
         "This checkpoint is B.",
-        "- TTFT: seconds to the first token.",
         "| a\\|b\\<c\\> | 6 | ",
     ):
         assert words in body
     assert "/home/me" not in body
-    assert body.count("## What the numbers mean") == body.count("Acceptance length: tokens per draft") == 1
-    drawn = replace(results, evaluation=CardResult({"report": {"identical": False}, "result": result}))
-    assert "equal to the target's own" not in rendered(results=drawn)[1]
+    assert body.count("What the numbers mean: docs/glossary.md") == 1
 
 
 # ---------------------------------------------------------------- commands
@@ -107,8 +102,7 @@ def test_the_serving_command_survives_a_shell_and_has_what_the_target_needed_bef
         ["+experiment=smollm2"],
         ["+experiment=smollm2", "drafter.norm_output=false", "drafter.fc_norm=false", "train.lr=3e-4"],
         ["+experiment=qwen3_8b", "data.prompts='a b, c=d.jsonl'", "data.split='007'", "data.draft_vocab_size=null"],
-        ["+experiment=llama31_8b", "train.betas=[0.9,0.99]", "target.aux_layers=[1,2,3]", "name='true'"],
-        ["+experiment=kimi", "drafter.rope_scaling={factor:4.0}", "run_dir=elsewhere/x"],
+        ["+experiment=kimi", "drafter.rope_scaling={factor:4.0}", "run_dir=elsewhere/x", "name='true'"],
         ["+experiment=kimi_toy", "~drafter.rope_scaling.original_max_position_embeddings"],
         ["+experiment=smollm2", r"data.split='back\\slash \\\'quote\' end\\\\'"],
         ["+experiment=smollm2", 'data.conversations="it\'s \\\\ here"', f"data.prompts={ROOT}/README.md"],
@@ -121,19 +115,3 @@ def test_the_options_on_the_card_give_the_same_configuration(options):
         assert again.data.prompts == "README.md"
         again.data.prompts = config.data.prompts
     assert again == config
-
-
-def test_the_options_on_the_card_are_few_and_tell_no_folder():
-    config = load_config(["+experiment=smollm2", "run_dir=/home/me/run", "data.prompts=/home/me/p.jsonl", "seed=4"])
-    assert recipe.overrides(config) == ["+experiment=smollm2", "seed=4", "data.prompts=/path/to/p.jsonl"]
-    assert recipe.commands(config)[0] == "python -m data_prep +experiment=smollm2 seed=4 data.prompts=/path/to/p.jsonl"
-    elsewhere = load_config(["+experiment=smollm2", "store_dir=file:///home/me/store"])
-    assert recipe.overrides(elsewhere) == ["+experiment=smollm2", "store_dir=file:///path/to/store"]
-    assert scrubbed("--x=file:///home/me/store, s3://b/c") == "--x=file:///path/to/store, s3://b/c"
-    assert [line.split(" +")[0] for line in recipe.commands(config)] == [
-        "python -m data_prep",
-        "python -m eagle31_train.extract",
-        "accelerate launch --quiet train.py",
-        "python -m eagle31_train.evaluate",
-        "python -m eagle31_train.export",
-    ]

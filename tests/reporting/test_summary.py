@@ -1,11 +1,7 @@
 """The last table: acceptance with its interval, at every depth, and of every source where there are several."""
 
-import pytest
-
-from eagle31_train import artifacts, summary
-from eagle31_train.checkpoint import run_folder
+from eagle31_train import summary
 from eagle31_train.cli import load_config
-from eagle31_train.errors import UserError
 
 DEPTHS = {"1": {"acceptance_length": [1.5, 1.4, 1.6]}, "3": {"acceptance_length": [1.8125, 1.6, 2.0]}}
 SOURCES = {name: {"acceptance_length": length} for name, length in {"zh": 2.3, "en": 3.19, "agent": None}.items()}
@@ -33,20 +29,3 @@ def test_the_headline_has_its_interval_and_says_what_it_is_of():
         "vllm serve it",
     ):
         assert words in text
-
-
-def test_what_was_measured_of_other_weights_is_not_told(tmp_path, monkeypatch, capsys):
-    config = load_config(["+experiment=smollm2", f"run_dir={tmp_path}"])
-    manifests = stages()
-    manifests["train"] |= {"files": {"model": {"sha256": "1"}}, "fingerprint": "f", "checkpoint": "checkpoints/x"}
-    manifests["evaluate"]["inputs"] = {"checkpoint": run_folder.identity(manifests["train"])}
-    for stage in ("data", "train", "evaluate"):
-        artifacts.write_json(tmp_path / stage / artifacts.MANIFEST, manifests[stage])
-    monkeypatch.setattr(summary, "read_manifest", lambda config: manifests["extract"])
-    monkeypatch.setattr(summary, "read_record", lambda run_dir: manifests["export"])
-    summary.summarise(config)
-    assert "1.812 at 3 draft tokens" in capsys.readouterr().out
-    manifests["train"]["files"]["model"]["sha256"] = "2"  # from the same inputs
-    artifacts.write_json(tmp_path / "train" / artifacts.MANIFEST, manifests["train"])
-    with pytest.raises(UserError, match=r"evaluate was last run on another training: run `python -m .*` again"):
-        summary.summarise(config)
