@@ -1,7 +1,6 @@
 """The stage: what it reads, what it reports, when it is up to date, and what it refuses."""
 
 import itertools
-import json
 
 import pytest
 import torch
@@ -11,8 +10,6 @@ from eagle31_train import artifacts, evaluate
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation import drafters, evaluating, measuring
-from eagle31_train.evaluation.decoding import decode_plain
-from eagle31_train.evaluation.measurement import Counts
 from eagle31_train.model import vocab
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.targets.cached import CachedTarget
@@ -25,23 +22,6 @@ FEW = (
     "evaluate.max_speculative_tokens=3",
     "evaluate.warmup=false",
 )
-
-
-def scripted(monkeypatch, reach):
-    """A drafter whose draft at slot i of a prompt agrees with the target for reach(prompt, i) tokens."""
-
-    def unroll(drafter, ids, trajectory, depth, drift):
-        return [min(reach(trajectory.prompt, i), depth) for i in range(trajectory.slots)], None
-
-    def decode_speculative(target, drafter, ids, prompts, draft_tokens, limits, sampling, seeds):
-        found = decode_plain(target, prompts, limits, sampling, seeds)
-        for prompt, one in zip(prompts, found, strict=True):
-            reached = [reach(prompt, i) for i in range(len(one.tokens) - 1)]
-            one.accepted = Counts("", "", len(one.tokens), reached).rounds(draft_tokens)
-        return found
-
-    monkeypatch.setattr(measuring, "unroll", unroll)
-    monkeypatch.setattr(measuring, "decode_speculative", decode_speculative)
 
 
 def recount(prompts, draft_tokens=3):
@@ -79,20 +59,6 @@ def test_report(run, capsys):
     assert manifest["seconds"] > 0
     row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  3 "))
     assert f"{report['acceptance_length']:.3f}" in row
-
-
-def test_every_source_is_measured_by_itself(run, monkeypatch, capsys):
-    kept = vocab.read(run.folder / "data" / "vocab.safetensors")
-    run.write_data(kept, sources=["zh", "zh", "en", "en"], trained=["zh", "en", "tools"])
-    scripted(monkeypatch, lambda prompt, slot: (prompt[0] + slot) % 4)
-    evaluate.evaluate(run.config())
-    report, prompts = run.manifest["report"], run.manifest["per_prompt"]
-    assert [(p["id"], p["source"]) for p in prompts] == [("c2", "en"), ("c0", "zh"), ("c1", "zh")]
-    assert report["by_source"] == {name: recount([p for p in prompts if p["source"] == name]) for name in ("en", "zh")}
-    lengths = [report["by_source"][name]["acceptance_length"] for name in ("en", "zh")]
-    assert min(lengths) < report["acceptance_length"] < max(lengths)
-    assert report["not_measured"] == ["tools"]
-    assert "not measured: tools (no prompt of these sources was decoded)" in capsys.readouterr().out
 
 
 def test_weights_are_rounded_as_the_exporter_rounds_them(run, model):
@@ -140,30 +106,6 @@ def test_what_makes_an_evaluation_out_of_date(run, capsys, monkeypatch):
 
 
 # ---------------------------------------------------------------- prompts
-
-
-def test_prompts_of_a_file_with_tools_and_arguments_of_the_template(run, tmp_path):
-    template = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{% if brief %}brief {% endif %}"
-    (tmp_path / "own.jinja").write_text(template + (run.target / "chat_template.jinja").read_text())
-    file = tmp_path / "some.jsonl"
-    tools = [{"type": "function", "function": {"name": "world"}}]
-    lines = [
-        {"id": "a", "source": "one", "prompt": "hello world"},
-        {"question_id": 81, "category": "writing", "turns": ["hello", "again"]},
-        {"messages": [{"role": "system", "content": "brief"}, {"role": "user", "content": "hello"}]},
-        {"messages": [{"role": "user", "content": "world"}, {"role": "assistant", "content": "again"}], "tools": tools},
-    ]
-    file.write_text("\n\n".join(json.dumps(line) for line in lines))
-    more = (f"evaluate.prompts={file}", f"target.chat_template={tmp_path / 'own.jinja'}", "evaluate.max_new_tokens=3")
-    evaluate.evaluate(run.config(*more, "target.template_args.brief=true"))
-    assert [(p["id"], p["source"], p["prompt_ids"]) for p in run.manifest["per_prompt"]] == [
-        ("a", "one", [4, 2, 5, 6, 3]),
-        ("some-5", "some", [4, 1, 4, 2, 5, 3]),
-        ("81", "writing", [4, 2, 5, 3]),
-        ("some-7", "some", [6, 4, 2, 6, 3]),  # in turns of the sources
-    ]
-    with pytest.raises(UserError, match=r"workloads\.template_args\.brief: True there, nothing here"):
-        evaluate.evaluate(run.config(*more))
 
 
 def test_a_prompt_leaves_positions_for_its_answer_and_drafts(run):

@@ -41,15 +41,6 @@ def said(name, prompt=PROMPT, around=AROUND):
 # ---------------------------------------------------------------- names
 
 
-def test_contexts_and_temperatures_of_any_number():
-    assert find("context_3").length(100) == 300
-    assert find("context_768_tokens").length(100) == 768
-    assert find("context_0768_tokens").name == "context_768_tokens"
-    assert find("temperature_0.85").temperature == 0.85
-    assert find("temperature_0.70") == find("temperature_0.7")
-    assert find("context_1.0").name == "context_1"
-
-
 # ---------------------------------------------------------------- what they make
 
 
@@ -67,12 +58,6 @@ def test_the_question_is_the_same_and_the_rest_is_told_apart(name):
     ("kind", "plain", "with_system"),
     [
         ("chatml", "<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n", "<|im_start|>system\nS<|im_end|>\n{}"),
-        (
-            "llama3",
-            "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nQ<|eot_id|>"
-            "<|start_header_id|>assistant<|end_header_id|>\n\n",
-            None,
-        ),
         ("mistral", "<s>[INST] Q [/INST]", "<s>[INST] S\n\nQ [/INST]"),
         (
             "alpaca",
@@ -106,23 +91,6 @@ def test_markup_in_a_system_message_is_text():
     as_it_is = RENDERING.ids([{"role": "system", "content": ADVERSARIAL}, *PROMPT.messages])
     assert markup(as_it_is) != plain  # the text does hold some
     assert markup(find("system_adversarial").apply(PROMPT, AROUND).ids) == plain
-
-
-def test_tokens_that_were_added_and_are_not_special_are_text_too():
-    """Reasoning and tool markers often are such."""
-    rendering = make_rendering()
-    rendering.tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "##"])
-    prompt = Prompt("p1", "made", rendering.ids(PROMPT.messages), PROMPT.messages)
-    perturbed = find("system_adversarial").apply(prompt, replace(AROUND, rendering=rendering))
-    added = {
-        rendering.tokenizer.added_tokens_decoder[i].content
-        for i in perturbed.ids
-        if i in rendering.tokenizer.added_tokens_decoder
-    }
-    assert added.isdisjoint({"<think>", "</think>", "<tool_call>", "##"})
-    assert "< think>< /think>" in rendering.decode(perturbed.ids)
-    planted = rendering.encode(ADVERSARIAL)  # the text holds them
-    assert rendering.tokenizer.convert_tokens_to_ids("<think>") in planted
 
 
 # ---------------------------------------------------------------- long contexts

@@ -97,14 +97,6 @@ def test_positions_that_no_server_would_draft_at_do_not_count(monkeypatch):
     assert numbers_of(rows)["by_depth"]["2"]["drafts"] == 3
 
 
-def test_sampled_drafts_count_as_decoded():
-    """They are decoded for real at every depth; there is no run from every position."""
-    found = numbers_of([Counts("p", "s", 6, [], seen={1: [1, 0, 1], 2: [2, 0, 1]})])["by_depth"]
-    assert found["1"]["accepted_per_position"] == [2]
-    assert found["2"]["accepted_per_position"] == [2, 1]
-    assert found["3"]["acceptance_length"] == [None, None, None]  # and not 1.0
-
-
 def test_drift_is_a_mean_over_slots(pair, compared):
     drift = compared["workloads"][0]["drafters"]["one"]["drift"]
     slots = [len(row.accepted) for row in pair["one"]]
@@ -190,15 +182,6 @@ def test_what_is_kept_under_a_perturbation_is_compared_on_the_same_resamples(pai
         assert 1 < low < value < high
     assert "kept" not in plain["drafters"]["one"]
     assert "kept_ratio" not in plain["differences"]["two"]["3"]
-    # Both lose the same: paired resamples leave no width at all.
-    forms = [
-        measured("heldout", {"one": one, "two": one}),
-        measured("heldout · x", dict.fromkeys(("one", "two"), halved(one))),
-    ]
-    assert summarise(forms, [3], 3)["workloads"][1]["differences"]["two"]["3"]["kept_ratio"] == [1.0, 1.0, 1.0]
-    others = [replace(row, id=f"other {row.id}") for row in one]
-    forms[1] = measured("heldout · x", {"one": others, "two": others})
-    assert "kept_ratio" not in summarise(forms, [3], 3)["workloads"][1]["differences"]["two"]["3"]
 
 
 # ---------------------------------------------------------------- which is better

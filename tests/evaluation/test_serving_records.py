@@ -8,7 +8,7 @@ import pytest
 
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation import serving
-from eagle31_train.evaluation.serving import Engine, counters
+from eagle31_train.evaluation.serving import counters
 from tests.evaluation.imitated import PROMPTS, Here, asked, config, launch, measure  # noqa: F401 (fixtures)
 
 
@@ -68,16 +68,3 @@ def test_a_drafter_that_is_added_is_served_alone(started, tmp_path):
     assert started(drafts=(str(moved),))[1] == [], "it is known by what it holds"
     (moved / "model.safetensors").write_text("other weights")
     assert started(drafts=(str(moved),))[1] == [1, 3]
-
-
-@pytest.mark.parametrize(
-    ("options", "given"),
-    [
-        (["evaluate.vllm_args.max_num_seqs=4"], {}),
-        ([], {"prompts": PROMPTS[:2]}),
-        ([], {"by": Engine("0.1", "some GPU")}),
-    ],
-)
-def test_another_server_is_measured_anew(started, options, given):
-    started()
-    assert started(*options, **given)[1] == [0, 1, 3]

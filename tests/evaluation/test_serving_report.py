@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from configured import configured
 
-from eagle31_train.errors import UserError
 from eagle31_train.evaluation.serving import counters, report
 from eagle31_train.evaluation.serving.command import flags, server_arguments
 from eagle31_train.evaluation.serving.load import Answer
@@ -58,20 +57,6 @@ def test_a_speedup_is_paired_by_prompt():
     value, low, high = other.intervals()[0]
     assert value == pytest.approx((2 + 1 + 1.5) / (2 / 3 + 1 + 0.5))
     assert low < value < high
-
-
-def test_different_answers_and_lost_counts_are_told():
-    changed = [replace(ANSWERS[0], tokens=[0, 1, 2, 3, 9]), ANSWERS[1], *ANSWERS[:2]]
-    row = report.row("ours", 0, 8, changed, Counter({counters.FINISHED: 4, counters.TOKENS: 20}), None, ANSWERS[:2])
-    assert row["different"] == 1
-    assert report.notes([row]) == ["ours, 0 draft tokens, 8 users: 1 of 4 answers are different"]
-    counted = Counter({counters.FINISHED: 4.0, counters.TOKENS: 14.0, counters.PREEMPTIONS: 2.0})
-    row = report.row(None, 0, 1, ANSWERS, counted, None, None)
-    assert row["different"] is None
-    assert report.notes([row]) == [
-        "no drafter, 0 draft tokens, 1 users: vLLM counts 4 requests and 14 tokens, but 4 and 15 came",
-        "no drafter, 0 draft tokens, 1 users: 2 preemptions: give vLLM's cache more memory",
-    ]
 
 
 # ---------------------------------------------------------------- how many tokens to draft
@@ -155,8 +140,3 @@ def test_the_server_is_told_what_is_measured():
         "method": "eagle3", "model": "d", "num_speculative_tokens": 4
     }  # fmt: skip
     assert "speculative_config" not in arguments(drafter=None)
-
-
-def test_what_the_measurement_sets_is_refused():
-    with pytest.raises(UserError, match=r"evaluate.vllm_args.enable_prefix_caching cannot be set"):
-        arguments("evaluate.vllm_args.enable-prefix-caching=true")

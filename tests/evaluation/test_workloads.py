@@ -89,11 +89,8 @@ def test_prompts_that_are_named_are_left_out_of_every_workload(place):
         # Contexts, too, are what they were: other measurements need not be another's.
         kept = {p.id: p for p in one.prompts if p.id not in gone[one.suite]}
         assert {p.id: p for p in other.prompts} == kept
-    few = place.workloads(*given, "evaluate.leave_out=[c1]", "evaluate.num_prompts=3")
-    assert [[p.id for p in one.prompts] for one in few[:3]] == [["c0", "c3", "c2"]] * 3, "another takes its place"
-    for ids, message in (("[c1,q-1,81]", "names all 3 prompts of s: leave out fewer"), ("[q-l]", "there are q-1, …")):
-        with pytest.raises(UserError, match=message):
-            place.workloads(*given, f"evaluate.leave_out={ids}")
+    with pytest.raises(UserError, match="'q-l'"):
+        place.workloads(*given, "evaluate.leave_out=[q-l]")
     # The same question under another id does not come back.
     file = place.write("q.jsonl", *({"prompt": text} for text in ("hello", "world", "hello")))
     (one,) = place.workloads(f"evaluate.prompts={file}", "evaluate.leave_out=[q-1]", data=None)
@@ -144,8 +141,9 @@ def test_prompts_that_were_trained_on_or_are_longer_are_noted(place):
     assert [w.notes for w in heldout] == [[], ["2 of 3 prompts are in the training data, too"]]
     assert suite.notes == heldout[1].notes
     lengths = [len(row) for row in rows.select([0, 1])["input_ids"]]
-    expected = f"samples trained on have at most {max(lengths)}, and {sum(lengths) // 2} in the median"
-    assert long.notes[-1] == f"prompts of up to 1,000 tokens and 2 more; {expected}"
+    assert (
+        long.notes[-1] == f"prompts and answers of up to 1,002 tokens; samples trained on have at most {max(lengths)}"
+    )
 
 
 OURS = {"data": "d1", "store": "s1", "seed": 0, "train": {"lr": 0.001, "epochs": 1}}
@@ -161,13 +159,7 @@ AGAIN, WARM = {**OURS, "seed": 1}, {**OURS, "train": {**OURS["train"], "init_fro
             [OURS, {**AGAIN, "data": "d2"}],
             ["a may have been trained", "differ in more than their seed: data: d1 there"],
         ),
-        ([OURS, None], ["a may have been trained", "trainings 1 and 2 of a may differ in more than their seed"]),
         ([WARM], ["the weights that a was initialised from may have been trained on these prompts"]),
-        ([{**OURS, "train": {"init_from": None}}], []),
-        (
-            [OURS, AGAIN, {**AGAIN, "train": {"lr": 0.003}}],
-            ["trainings 1 (there) and 3 (here) of a differ in more than"],
-        ),
         # An option that an older training did not know is a difference only where it changes what is trained.
         ([OURS, {**AGAIN, "train": {**OURS["train"], "optimizer": "adamw"}}], []),
         ([OURS, {**AGAIN, "train": {**OURS["train"], "optimizer": "muon"}}], ["optimizer: adamw there, muon here"]),

@@ -108,21 +108,6 @@ def test_the_page_stands_alone_and_has_every_picture_as_a_file_beside_it(tmp_pat
 # ---------------------------------------------------------------- the pictures
 
 
-def test_every_workload_has_its_pictures_and_drift_is_drawn_of_the_first(whole):
-    """In this order: names and order are part of what the card was made from."""
-    drift = [f"heldout-{name}" for name in ("attention-a", "attention-b", "own", "rms", "entropy")]
-    expected = {
-        ALL: [f"workloads-{name}" for name in ("acceptance", "kept", "own", "gain-b")],
-        "heldout": ["heldout-acceptance", "heldout-gain", "heldout-conditional", *drift],
-        "heldout · system_long": ["heldout-system-long-acceptance", "heldout-system-long-gain"],
-        "mt_bench": ["mt-bench-acceptance", "mt-bench-gain", "mt-bench-conditional"],
-        SERVING: ["serving-b"],
-    }
-    assert [(p.section, p.name) for p in pictures(whole)] == [
-        (s, name) for s, names in expected.items() for name in names
-    ]
-
-
 def test_curves_are_the_numbers_with_their_intervals(whole):
     numbers = whole["workloads"][0]["drafters"]
     axes = drawn(whole, "heldout-acceptance")

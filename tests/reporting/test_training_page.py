@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from eagle31_train.report import main
-from eagle31_train.reporting.training_figures import PLOTS, pictures
-from eagle31_train.reporting.training_log import ESTIMATE, read
+from eagle31_train.reporting.training_figures import PLOTS
+from eagle31_train.reporting.training_log import ESTIMATE
 from eagle31_train.reporting.training_page import write
 
 DEPTHS = 3
@@ -105,19 +105,6 @@ def test_a_run_that_lacks_something_is_shown_without_it(tmp_path, options, names
     assert words in text_of(page.read_text())
     assert "nan" not in text_of(page.read_text()).lower()
     assert notes == []
-
-
-def test_time_that_went_aside_slows_no_step(tmp_path):
-    run = make_run(tmp_path / "run")
-    timing = {"seconds": 2.0, "waited": 0.5, "tokens": 100}
-    rows = [
-        {"step": step, **timing, **({"seconds": 9.0, "aside": 7.0} if step % 5 == 0 else {})} for step in range(1, 9)
-    ]
-    (run / "train" / "timings.jsonl").write_text(lines(rows))
-    history = read(run)
-    assert history.busy.tolist() == [2.0] * 8
-    (picture,) = [picture for picture in pictures(history) if picture.name == "throughput"]
-    assert picture.figure().axes[0].lines[0].get_ydata().tolist() == [50.0] * 8
 
 
 # ---------------------------------------------------------------- files that are not whole
