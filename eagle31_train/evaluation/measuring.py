@@ -237,7 +237,6 @@ def check_options(options: EvaluateConfig) -> None:
     """UserError for a headline that is not measured."""
     if options.max_speculative_tokens < options.num_speculative_tokens:
         raise UserError(
-            f"evaluate.max_speculative_tokens={options.max_speculative_tokens} leaves out "
-            f"evaluate.num_speculative_tokens={options.num_speculative_tokens}, the headline: raise the former "
-            "or lower the latter"
+            f"evaluate.max_speculative_tokens={options.max_speculative_tokens} leaves out the headline, "
+            f"evaluate.num_speculative_tokens={options.num_speculative_tokens}: raise the former or lower the latter"
         )

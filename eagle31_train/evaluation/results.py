@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from eagle31_train.config import EvaluateConfig
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation.intervals import Estimate, Interval, ratios
-from eagle31_train.evaluation.measurement import Counts, Drift, Measurement
+from eagle31_train.evaluation.measurement import Counts, Drift, Measurement, acceptance
 from eagle31_train.evaluation.workloads import HELDOUT, Workload
 
 Key = tuple[str, str]  # of a prompt: its source and id
@@ -67,22 +67,10 @@ def summarise(
 
 
 def headline(numbers: dict[str, Any], draft_tokens: int) -> dict[str, Any]:
-    """Counts and shares at one number of draft tokens, as the manifest's report has them; None where nothing was."""
-    depth = numbers["by_depth"][str(draft_tokens)]
-    drafts, per_position = depth["drafts"], depth["accepted_per_position"]
-    before = [drafts, *per_position]
-    return {
-        "prompts": numbers["prompts"],
-        "generated_tokens": numbers["generated_tokens"],
-        "drafts": drafts,
-        "accepted": sum(per_position),
-        "accepted_per_position": per_position,
-        "acceptance_length": 1 + sum(per_position) / drafts if drafts else None,
-        "acceptance_at_depth": [count / drafts if drafts else None for count in per_position],
-        "conditional_acceptance": [
-            count / reached if reached else None for reached, count in zip(before, per_position, strict=False)
-        ],
-    }
+    """Counts and shares at one number of draft tokens, as the manifest's report has them."""
+    counted = numbers["by_depth"][str(draft_tokens)]
+    shares = acceptance(counted["drafts"], counted["accepted_per_position"])
+    return {"prompts": numbers["prompts"], "generated_tokens": numbers["generated_tokens"], **shares}
 
 
 def report(

@@ -11,15 +11,9 @@ from eagle31_train.evaluation.intervals import Interval, bracket
 ALL, SERVING = "All workloads", "Serving"  # sections that are not of one workload
 GLOSSARY = "What the numbers mean: docs/glossary.md. [low, high]: 95 % interval over prompts."
 NOTHING: Interval = [None, None, None]
-DRIFT = {  # label and form of each measure: shares of the attention, and two numbers
-    "sink": ("first tokens", "{:.1%}"),
-    "prompt": ("prompt", "{:.1%}"),
-    "verified": ("verified", "{:.1%}"),
-    "own": ("own drafts", "{:.1%}"),
-    "rms": ("RMS of the state", "{:.2f}"),
-    "entropy": ("entropy, nats", "{:.2f}"),
-}
+DRIFT = ("sink", "prompt", "verified", "own", "rms", "entropy")  # shares of the attention, and two numbers
 Result = dict[str, Any]
+Columns = dict[str, list[Any]]  # of intervals or text
 
 
 class Table(NamedTuple):
@@ -92,17 +86,17 @@ def _verdicts(workloads: Sequence[Result], depth: str) -> Table:
 def _overview(workloads: Sequence[Result], depth: str) -> Iterator[Table]:
     """The headline of every workload."""
     rows = [workload["name"] for workload in workloads]
-    lengths, kept, own = dict[str, list[str]](), dict[str, list[str]](), dict[str, list[str]]()
-    for name in workloads[0]["drafters"]:
-        of = [workload["drafters"][name] for workload in workloads]
-        lengths[name] = [bracket(numbers["by_depth"][depth]["acceptance_length"]) for numbers in of]
-        kept[name] = [bracket(numbers.get("kept", {}).get(depth, NOTHING), "{:.1%}") for numbers in of]
-        own[name] = [bracket(numbers["drift"]["own"][-1] if numbers["drift"] else NOTHING, "{:.1%}") for numbers in of]
-    prompts = {"prompts": [f"{workload['prompts']:,}" for workload in workloads]}
-    prompts |= {"decoding": [sampling(workload) for workload in workloads]}
-    yield _columns(f"acceptance length with {depth} draft tokens", "workload", rows, prompts | lengths)
-    yield _columns("kept of the plain form's acceptance length", "workload", rows, kept)
-    yield _columns("attention on its own drafts, at the last step", "workload", rows, own)
+    of = {name: [workload["drafters"][name] for workload in workloads] for name in workloads[0]["drafters"]}
+    columns: Columns = {"prompts": [f"{workload['prompts']:,}" for workload in workloads]}
+    columns["decoding"] = [sampling(workload) for workload in workloads]
+    columns |= {name: [one["by_depth"][depth]["acceptance_length"] for one in some] for name, some in of.items()}
+    yield _columns(f"acceptance length with {depth} draft tokens", "workload", rows, columns)
+    columns = {name: [one.get("kept", {}).get(depth, NOTHING) for one in some] for name, some in of.items()}
+    yield _columns("kept of the plain form's acceptance length", "workload", rows, columns)
+    columns = {
+        name: [one["drift"]["own"][-1] if one["drift"] else NOTHING for one in some] for name, some in of.items()
+    }
+    yield _columns("attention on its own drafts, at the last step", "workload", rows, columns)
 
 
 def _remarks(workload: Result, draft_tokens: str) -> Iterator[str]:
@@ -119,60 +113,47 @@ def _workload(workload: Result, draft_tokens: str) -> Iterator[Table]:
     first = next(iter(drafters))
     depths = list(drafters[first]["by_depth"])
 
-    lengths = {
-        name: [bracket(numbers["by_depth"][depth]["acceptance_length"]) for depth in depths]
-        for name, numbers in drafters.items()
+    columns: Columns = {
+        name: [numbers["by_depth"][k]["acceptance_length"] for k in depths] for name, numbers in drafters.items()
     }
     for name, by_depth in differences.items():
         better = workload["verdict"][name]["better"]
-        lengths[f"{name} - {first}"] = [bracket(by_depth[depth]["difference"], "{:+.3f}") for depth in depths]
-        lengths["wins" if len(differences) == 1 else f"wins, {name} or {first}"] = [better[k] or "–" for k in depths]
-    yield _columns("acceptance length", "draft tokens", depths, lengths)
+        columns[f"{name} - {first}"] = [by_depth[k]["difference"] for k in depths]
+        columns[f"wins, {name} or {first}"] = [better[k] or "–" for k in depths]
+    yield _columns("acceptance length", "draft tokens", depths, columns)
 
-    kept = {
-        name: [bracket(numbers["kept"][depth], "{:.1%}") for depth in depths]
-        for name, numbers in drafters.items()
-        if numbers.get("kept")
-    }
-    for name, by_depth in differences.items():
-        if "kept_ratio" in by_depth[depths[0]]:
-            kept[f"{name} / {first}"] = [bracket(by_depth[depth]["kept_ratio"]) for depth in depths]
-    yield _columns("acceptance length kept, of the plain form", "draft tokens", depths, kept)
+    columns = {name: [of["kept"][k] for k in depths] for name, of in drafters.items() if of.get("kept")}
+    for name, by_depth in differences.items() if columns else ():
+        columns[f"{name} / {first}"] = [by_depth[k]["kept_ratio"] for k in depths]
+    yield _columns("acceptance length kept, of the plain form", "draft tokens", depths, columns)
 
-    trainings = {
-        f"{name}, training {number}": [_number(values[depth], "{:.3f}") for depth in depths]
+    columns = {
+        f"{name}, training {number}": [[values[k], None, None] for k in depths]
         for name, numbers in drafters.items()
         for number, values in enumerate(numbers.get("by_training", []), 1)
     }
-    yield _columns("acceptance length of each training", "draft tokens", depths, trainings)
+    yield _columns("acceptance length of each training", "draft tokens", depths, columns)
 
-    shares = {
-        f"{name}: {label}": [bracket(share, "{:.1%}") for share in numbers[key]]
-        for name, numbers in drafters.items()
-        for key, label in (("cumulative", "accepted"), ("conditional", "if reached"))
-    }
-    yield _columns(f"acceptance by position, of drafts of {depths[-1]}", "position", depths, shares)
+    columns = {f"{name}: {key}": of[key] for name, of in drafters.items() for key in ("cumulative", "conditional")}
+    yield _columns(f"acceptance by position, of drafts of {depths[-1]}", "position", depths, columns)
 
     for name, numbers in drafters.items():
-        drift = {
-            label: [_number(value, form) for value, *_ in (numbers["drift"] or {}).get(measure, [])]
-            for measure, (label, form) in DRIFT.items()
-        }
-        yield _columns(f"drift of {name}: attention on …, and its state", "draft step", depths, drift)
+        drift = numbers["drift"] or {}
+        columns = {key: [[value, None, None] for value, *_ in drift.get(key, [])] for key in DRIFT}
+        yield _columns(f"drift of {name}: attention on …, and its state", "draft step", depths, columns)
 
-    sources = {
-        name: [bracket(of["by_depth"][draft_tokens]["acceptance_length"]) for of in numbers["by_source"].values()]
-        for name, numbers in drafters.items()
-    }
-    of_first = drafters[first]["by_source"]
-    prompts = {"prompts": [f"{of['prompts']:,}" for of in of_first.values()]}
+    sources = list(drafters[first]["by_source"])
+    columns = {"prompts": [f"{of['prompts']:,}" for of in drafters[first]["by_source"].values()]}
+    for name, numbers in drafters.items():
+        columns[name] = [of["by_depth"][draft_tokens]["acceptance_length"] for of in numbers["by_source"].values()]
     title = f"acceptance length with {draft_tokens} draft tokens, by source"
-    yield _columns(title, "source", list(of_first), prompts | sources if len(of_first) > 1 else {})
+    yield _columns(title, "source", sources, columns if len(sources) > 1 else {})
 
 
-def _columns(title: str, what: str, names: Sequence[str], columns: dict[str, list[str]]) -> Table:
-    """A table of columns of text, whose first one has the names of the rows."""
-    return Table(title, [what, *columns], list(zip(names, *columns.values(), strict=False)) if columns else [])
+def _columns(title: str, what: str, names: Sequence[str], columns: Columns) -> Table:
+    """A table of columns of intervals or text, whose first one has the names of the rows."""
+    shown = [[cell if isinstance(cell, str) else bracket(cell) for cell in column] for column in columns.values()]
+    return Table(title, [what, *columns], list(zip(names, *shown, strict=False)) if columns else [])
 
 
 def sampling(workload: Result) -> str:

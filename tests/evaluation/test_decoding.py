@@ -130,7 +130,7 @@ def test_counts_say_how_far_each_draft_was_right(target, continuation):
     assert found.tokens == continuation[:15]
 
 
-@pytest.mark.parametrize("count", [1, 2, 5, 6, 8, 10])
+@pytest.mark.parametrize("count", [1, 5, 6])
 def test_a_limit_inside_a_draft_cuts_the_output_and_not_the_counts(target, continuation, count):
     found = speculative(target, Scripted(PROMPT, continuation), 3, limits(count))
     assert found.tokens == continuation[:count]

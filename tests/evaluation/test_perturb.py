@@ -54,26 +54,6 @@ def test_the_question_is_the_same_and_the_rest_is_told_apart(name):
     assert (perturbed.ids == PROMPT.ids) == (find(name).temperature is not None)
 
 
-@pytest.mark.parametrize(
-    ("kind", "plain", "with_system"),
-    [
-        ("chatml", "<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n", "<|im_start|>system\nS<|im_end|>\n{}"),
-        ("mistral", "<s>[INST] Q [/INST]", "<s>[INST] S\n\nQ [/INST]"),
-        (
-            "alpaca",
-            "Below is an instruction. Write a response that does what it asks.\n\n### Instruction:\nQ\n\n"
-            "### Response:\n",
-            "S\n\n### Instruction:\nQ\n\n### Response:\n",
-        ),
-        ("vicuna", "USER: Q ASSISTANT:", "S USER: Q ASSISTANT:"),
-    ],
-)
-def test_templates_of_other_families(kind, plain, with_system):
-    assert said(f"template_{kind}", make_prompt("Q")) == plain
-    if with_system:
-        assert said(f"template_{kind}", make_prompt("Q", "S")) == with_system.format(plain)
-
-
 def test_no_system_turn_at_all():
     expected = "<|im_start|>user\nWhat is the question here?<|im_end|>\n<|im_start|>assistant\n"
     assert "SmolLM" in RENDERING.decode(PROMPT.ids)  # the template's own, of which nothing is to be left

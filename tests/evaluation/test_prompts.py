@@ -86,9 +86,6 @@ def test_a_file_of_our_own_form_stands_in_for_any_suite(place, row, options, pro
         ({"promt": "q"}, [GOOD], "promt"),
         ({"prompt": "'{q} {p}'"}, [GOOD], "has no column 'p'"),
         ({"prompt": "q", "id": "n"}, [GOOD, GOOD], "line 2: the id '1' stands there twice"),
-        ({"prompt": "n"}, [GOOD], "line 1: n is no text"),
-        ({"prompt": "q"}, ["text"], "line 1 is no object"),
-        ({}, [], "has no prompts"),
     ],
 )
 def test_mistakes_are_named_in_one_line(place, options, rows, message):

@@ -2,21 +2,12 @@
 
 # ruff: noqa: F811 (fixtures)
 
-from pathlib import Path
-
 import pytest
 
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation import serving
 from eagle31_train.evaluation.serving import counters
 from tests.evaluation.imitated import PROMPTS, Here, asked, config, launch, measure  # noqa: F401 (fixtures)
-
-
-def drafter(folder, content):
-    """An exported checkpoint, as far as it is told from others."""
-    folder.mkdir(parents=True)
-    (folder / "model.safetensors").write_text(content)
-    return folder
 
 
 @pytest.fixture
@@ -57,14 +48,3 @@ def test_what_was_measured_before_a_failure_is_not_measured_again(started, monke
     assert "serve ours, 1 draft tokens: measured before (" in capsys.readouterr().out
     again, depths = started()
     assert (again, depths) == (first, [])
-
-
-def test_a_drafter_that_is_added_is_served_alone(started, tmp_path):
-    a, b = (str(drafter(tmp_path / name, name)) for name in "ab")
-    started(drafts=(a,))
-    assert started(drafts=(a, b))[1] == [1, 3]
-    moved = tmp_path / "elsewhere"
-    Path(a).rename(moved)
-    assert started(drafts=(str(moved),))[1] == [], "it is known by what it holds"
-    (moved / "model.safetensors").write_text("other weights")
-    assert started(drafts=(str(moved),))[1] == [1, 3]

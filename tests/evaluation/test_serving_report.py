@@ -53,39 +53,14 @@ def test_a_speedup_is_paired_by_prompt():
     assert row["speedup"] == pytest.approx([2.0, 2.0, 2.0])
     assert row["per_user"][1] < row["per_user"][0] < row["per_user"][2]
     assert row["acceptance"]["acceptance_length"] is None
-    other = report.speed([*faster(3, ANSWERS[:1]), *ANSWERS[1:2], *faster(3, ANSWERS[2:3]), *ANSWERS[3:]], ANSWERS)
-    value, low, high = other.intervals()[0]
-    assert value == pytest.approx((2 + 1 + 1.5) / (2 / 3 + 1 + 0.5))
-    assert low < value < high
 
 
-# ---------------------------------------------------------------- how many tokens to draft
-
-
-def tried(draft_tokens, *speedup):
-    return {"drafter": "ours", "draft_tokens": draft_tokens, "concurrency": 1, "speedup": list(speedup)}
-
-
-@pytest.mark.parametrize(
-    ("rows", "draft_tokens", "line"),
-    [
-        (
-            [tried(1, 1.2, 1.1, 1.3), tried(3, 1.5, 1.4, 1.6), tried(5, 1.4, 1.3, 1.5)],
-            3,
-            "best with num_speculative_tokens=3, 1.50 [1.40, 1.60] × the tokens/s/user",
-        ),
-        # One that pays is better than one that may not.
-        ([tried(1, 1.10, 1.05, 1.15), tried(3, 1.12, 0.98, 1.26)], 1, "best with num_speculative_tokens=1, 1.10 ["),
-        ([tried(1, 1.02, 0.9, 1.1), tried(3, 0.7, 0.6, 0.8)], 0, "no gain shown, best with num_speculative_tokens=1"),
-        ([tried(3, 1.3, None, None)], 0, "no gain shown, best with num_speculative_tokens=3, 1.30 ×"),
-    ],
-)
-def test_the_best_number_of_draft_tokens_is_named_where_it_pays(rows, draft_tokens, line):
-    plain = {"drafter": None, "draft_tokens": 0, "concurrency": 1, "speedup": None}
-    (one,) = report.best([plain, *rows])
-    assert one["draft_tokens"] == draft_tokens
-    assert report.verdict([one], 20)[0].startswith(f"ours at concurrency 1: {line}")
-    assert report.verdict([one], 9)[0].endswith("; only 9 prompts")
+def test_one_that_pays_is_better_than_one_that_may_not():
+    tried = {"drafter": "ours", "concurrency": 1}
+    rows = [{**tried, "draft_tokens": 1, "speedup": [1.1, 1.05, 1.15]}]
+    rows += [{**tried, "draft_tokens": 3, "speedup": [1.12, 0.98, 1.26]}]
+    assert [one["draft_tokens"] for one in report.best(rows)] == [1]
+    assert [one["draft_tokens"] for one in report.best(rows[1:])] == [0]
 
 
 # ---------------------------------------------------------------- counters

@@ -2,17 +2,13 @@
 
 # ruff: noqa: F811 (fixtures)
 
-import shlex
-
 import numpy as np
 import pytest
 from datasets import Dataset, DatasetDict
 
-from eagle31_train.cli import load_config
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation import training_data
 from eagle31_train.evaluation.training_data import TrainingSplit
-from eagle31_train.evaluation.workloads import leaving_out
 from tests.evaluation.prompting import GOOD, MANIFEST, QUESTIONS, place  # noqa: F401 (fixtures)
 
 
@@ -38,16 +34,6 @@ def test_each_set_as_it_is_and_under_each_perturbation(place):
         assert all(len(long.ids) > 400 + len(p.ids) for p, long in zip(plain.prompts, system.prompts, strict=True))
         assert warm.prompts == plain.prompts
     assert place.texts(found[1]) == place.texts(found[0]) == [QUESTIONS[0], QUESTIONS[1], QUESTIONS[2]]
-
-
-def test_the_tokens_of_held_out_prompts_stay_those_of_the_data(place):
-    """They are read as the data have them, with no tokenizer, unless a perturbation needs the messages."""
-    (plain,) = place.workloads("target.path=/nowhere")
-    assert place.texts(plain) == QUESTIONS
-    assert [p.messages for p in plain.prompts] == [None] * 4
-    again = place.workloads("evaluate.perturbations=[no_template]")
-    assert [p.ids for p in again[0].prompts] == [p.ids for p in plain.prompts]
-    assert [place.tokenizer.decode(p.ids) for p in again[1].prompts] == QUESTIONS
 
 
 def test_what_does_not_fit_is_named_with_the_reason(place):
@@ -95,16 +81,6 @@ def test_prompts_that_are_named_are_left_out_of_every_workload(place):
     file = place.write("q.jsonl", *({"prompt": text} for text in ("hello", "world", "hello")))
     (one,) = place.workloads(f"evaluate.prompts={file}", "evaluate.leave_out=[q-1]", data=None)
     assert ([p.id for p in one.prompts], list(one.left_out)) == (["q-2"], ["q-1"])
-
-
-IDS = ["p0", "HumanEval/0", "81", "007", "1e5", "true", "null", "a b", "x#1", "it's", 'say "so"', "a\\", 'b\\"', "草",
-       "a,b]", ""]  # fmt: skip
-
-
-def test_the_option_that_leaves_prompts_out_is_read_back_from_a_shell():
-    for ids in (IDS, IDS[-1:]):
-        (word,) = shlex.split(leaving_out(ids))
-        assert load_config(["+experiment=smollm2", word]).evaluate.leave_out == ids
 
 
 # ---------------------------------------------------------------- what was trained on

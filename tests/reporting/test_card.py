@@ -100,7 +100,6 @@ def test_the_serving_command_survives_a_shell_and_has_what_the_target_needed_bef
     "options",
     [
         ["+experiment=smollm2"],
-        ["+experiment=smollm2", "drafter.norm_output=false", "drafter.fc_norm=false", "train.lr=3e-4"],
         ["+experiment=qwen3_8b", "data.prompts='a b, c=d.jsonl'", "data.split='007'", "data.draft_vocab_size=null"],
         ["+experiment=kimi", "drafter.rope_scaling={factor:4.0}", "run_dir=elsewhere/x", "name='true'"],
         ["+experiment=kimi_toy", "~drafter.rope_scaling.original_max_position_embeddings"],
