@@ -71,14 +71,9 @@ def decode_plain(
     Args:
         target: read together, so that one of several prompts must be able to (`CachedTarget.alone`).
         prompts: token ids, at least one prompt.
-        limits: where outputs end.
-        sampling: how tokens are chosen.
         seeds: of each prompt's draws.
         beyond: how many tokens past its end each output is followed.
         states: whether to keep the target's auxiliary states, in its own dtype.
-
-    Raises:
-        UserError: several prompts, and a target that decodes alone.
     """
     began = _now(target)
     target.reset(len(prompts))

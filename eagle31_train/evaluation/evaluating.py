@@ -40,11 +40,7 @@ class Evaluation:
 
 
 def read_data(config: Config) -> dict[str, Any]:
-    """Stage 1's manifest.
-
-    Raises:
-        UserError: its files are missing or damaged.
-    """
+    """Stage 1's manifest; UserError where its files are missing or damaged."""
     data = artifacts.read_json(config.data_folder / artifacts.MANIFEST, DATA)
     if damage := artifacts.first_damaged(config.data_folder, data.get("files", {})):
         raise UserError(f"{damage}: run `{DATA}` again")
@@ -63,9 +59,6 @@ def choose_workloads(
     Args:
         trainings: of each drafter, what each training was made from; None of a published draft.
         positions: of every training, where they are limited. drafted: numbers of draft tokens that are tried here.
-
-    Raises:
-        UserError: as `workloads`.
     """
     caveats = list(training_data.caveats(trainings, data["dataset_fingerprint"]))
     chosen = workloads(config, data, drafters.longest_prompt(config, positions, drafted), caveats)

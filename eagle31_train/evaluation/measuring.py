@@ -137,11 +137,7 @@ class Measurer:
         candidate: Candidate,
         candidates: list[Candidate],
     ) -> Counts:
-        """What a drafter did with the prompt at an index.
-
-        Raises:
-            UserError: as of `measure`.
-        """
+        """What a drafter did with the prompt at an index."""
         prompt, plain = workload.prompts[at], decoded[PLAIN]
         real = {depth: answer for (name, depth), answer in decoded.items() if name == candidate.name}
         seen = {depth: answer.accepted for depth, answer in real.items()}

@@ -89,7 +89,7 @@ def _no_template(messages: list[Message], prompt: Prompt, context: Context) -> l
 
 def _template(messages: list[Message], prompt: Prompt, context: Context, kind: str) -> list[int]:
     _refuse_tools(prompt)
-    return context.rendering.encode(context.rendering.foreign(messages, TEMPLATES[kind]))
+    return context.rendering.encode(context.rendering.text(messages, template=TEMPLATES[kind]))
 
 
 def _refuse_tools(prompt: Prompt) -> None:

@@ -93,24 +93,20 @@ class History:
 
 
 def read(run: Path) -> History:
-    """Read the folder of a run, or the folder `train` in it.
-
-    Raises:
-        UserError: there is no training in it, no step is done yet, or a file is damaged.
-    """
+    """Read the folder of a run, or the folder `train` in it; UserError where nothing is whole."""
     folder = next((folder for folder in (run / "train", run) if (folder / METRICS).is_file()), None)
     if folder is None:
         raise UserError(f"there is no training in {run}: {run / 'train' / METRICS} is missing")
     notes: list[str] = []
-    train, heldout = [], []
+    train: list[Row] = []
+    heldout: list[Row] = []
     for row in _rows(folder / METRICS, notes):
-        names = {name: ESTIMATE if name.removeprefix(HELDOUT) == "tau" else name.removeprefix(HELDOUT) for name in row}
-        measured = {names[name]: value for name, value in row.items() if name.startswith(HELDOUT)}
-        trained = {names[name]: value for name, value in row.items() if not name.startswith(HELDOUT)}
-        if measured:
-            heldout.append({"step": row["step"], **measured})
-        if len(trained) > 1:
-            train.append(trained)
+        measured, trained = {"step": row["step"]}, {}
+        for name, value in row.items():
+            rows, bare = (measured if name.startswith(HELDOUT) else trained), name.removeprefix(HELDOUT)
+            rows[ESTIMATE if bare == "tau" else bare] = value
+        heldout += [measured] * (len(measured) > 1)
+        train += [trained] * (len(trained) > 1)
     if not train:
         raise UserError(f"{folder / METRICS} holds no step yet: wait for the first one")
     text, config = _config(folder / CONFIG)
