@@ -4,7 +4,7 @@ python -m eagle31_train.report runs/smollm2
 python -m eagle31_train.report runs/smollm2 --out /somewhere/else
 
 The run may still be going on. The page shows loss, acceptance and state per depth, the optimizer, the
-speed and the numbers at the end; it stands alone, can be mailed, and follows the reader's dark mode.
+speed and the numbers at the end; it stands alone and can be mailed.
 """
 
 import argparse

@@ -101,7 +101,8 @@ def read(run: Path) -> History:
     train: list[Row] = []
     heldout: list[Row] = []
     for row in _rows(folder / METRICS, notes):
-        measured, trained = {"step": row["step"]}, {}
+        measured: Row = {"step": row["step"]}
+        trained: Row = {}
         for name, value in row.items():
             rows, bare = (measured if name.startswith(HELDOUT) else trained), name.removeprefix(HELDOUT)
             rows[ESTIMATE if bare == "tau" else bare] = value
