@@ -9,8 +9,7 @@ from omegaconf import OmegaConf
 from sample_results import serving
 
 from eagle31_train import artifacts, compare, export
-from eagle31_train.checkpoint import run_folder
-from eagle31_train.evaluation import comparison, evaluating, measuring
+from eagle31_train.evaluation import comparison, evaluating
 from eagle31_train.evaluation.serving import Engine
 from tests.evaluation.conftest import SHAPE
 
@@ -54,30 +53,6 @@ def test_a_drafter_that_is_better_is_called_so(trained, another, call, monkeypat
 
 
 # ---------------------------------------------------------------- what can be compared
-
-
-def test_several_trainings_are_one_drafter_and_are_measured_once(trained, another, call, out, monkeypatch):
-    b, c, d = (another(f"t{seed}", seed) for seed in (1, 2, 3))
-    words = f"old:{trained.folder},{b.folder}", f"new:{c.folder},{d.folder}"
-    result = call(*words)
-    (workload,) = result["workloads"]
-    assert result["drafters"] == ["old", "new"]
-    assert not any("seed" in note for note in workload["notes"])
-    assert result["trainings"]["old"] == [str(trained.folder), str(b.folder)]
-    assert result["identities"]["old"] == [identity_of(trained), identity_of(b)]
-    assert workload["prompts"] == workload["drafters"]["old"]["prompts"] == 3
-    by_training = workload["drafters"]["old"]["by_training"]
-    monkeypatch.setattr(measuring.Measurer, "measure", None)  # whatever they are called
-    assert call(*words) == result
-    alone = call(f"old:{trained.folder}", f"new:{b.folder}")["workloads"][0]["drafters"]
-    assert [one["3"] for one in by_training] == [
-        alone[n]["by_depth"]["3"]["acceptance_length"][0] for n in ("old", "new")
-    ]
-    assert len(list((out / "workloads").iterdir())) == 4
-
-
-def identity_of(run):
-    return run_folder.identity(artifacts.read_json(run.folder / "train" / "manifest.json", ""))
 
 
 def test_options_are_those_of_the_first_where_it_lies_now(trained, another, tmp_path, monkeypatch):

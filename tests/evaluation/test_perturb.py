@@ -1,7 +1,5 @@
 """What perturbations make of a prompt, and that each does what its name says."""
 
-from dataclasses import replace
-
 import pytest
 from talking import make_rendering
 
@@ -54,12 +52,6 @@ def test_the_question_is_the_same_and_the_rest_is_told_apart(name):
     assert (perturbed.ids == PROMPT.ids) == (find(name).temperature is not None)
 
 
-def test_no_system_turn_at_all():
-    expected = "<|im_start|>user\nWhat is the question here?<|im_end|>\n<|im_start|>assistant\n"
-    assert "SmolLM" in RENDERING.decode(PROMPT.ids)  # the template's own, of which nothing is to be left
-    assert said("system_absent") == said("system_absent", make_prompt(system="Be kind.")) == expected
-
-
 def test_markup_in_a_system_message_is_text():
     """The target's own special tokens are not smuggled in, which would be another conversation and no odd text."""
     special = set(RENDERING.tokenizer.all_special_ids)
@@ -86,12 +78,3 @@ def test_a_context_has_the_length_that_was_asked_for(length, wanted):
             assert abs(len(ids) - wanted) <= 2  # a cut within a character of three tokens
             assert RENDERING.decode(ids).endswith(f"\n\n{words}<|im_end|>\n<|im_start|>assistant\n")
             assert "\ufffd" not in RENDERING.decode(ids)
-
-
-def test_no_context_holds_the_prompts_own_answer():
-    """And those of other prompts do, or the test would see nothing."""
-    contexts = [said("context_7", make_prompt(name=name)) for name in "abcdef"]
-    assert not any(TEXTS[-1] in context for context in contexts)
-    assert TEXTS[-1] in said("context_7", make_prompt("hello"))
-    planted = replace(AROUND, fillers=[Filler((), text) for text in TEXTS])
-    assert TEXTS[-1] in said("context_7", around=planted)

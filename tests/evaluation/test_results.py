@@ -121,25 +121,12 @@ def test_several_trainings_are_one_drafter(pair):
     for depth in map(str, DEPTHS):
         assert twice["by_depth"][depth]["acceptance_length"] == single["by_depth"][depth]["acceptance_length"]
     assert "by_training" not in single
-    alone = numbers_of(other)
-    lengths = [numbers["by_depth"]["3"]["acceptance_length"][0] for numbers in (single, alone)]
-    assert [training["3"] for training in both["by_training"]] == lengths
     # Counts are sums, and acceptance is of all their drafts.
-    assert both["generated_tokens"] == single["generated_tokens"] + alone["generated_tokens"]
+    alone = numbers_of(other)
     drafts = [numbers["by_depth"]["3"]["drafts"] for numbers in (single, alone)]
     accepted = [sum(numbers["by_depth"]["3"]["accepted_per_position"]) for numbers in (single, alone)]
     assert both["by_depth"]["3"]["drafts"] == sum(drafts)
     assert both["by_depth"]["3"]["acceptance_length"][0] == pytest.approx(1 + sum(accepted) / sum(drafts))
-
-
-def test_one_lucky_training_of_three_is_not_better():
-    """Pooled, it is far ahead of the other drafter, on any prompts; two of its trainings are behind."""
-    usual, lucky = answers(0.6, seed=1), answers(0.95, seed=5)
-    unlucky = [answers(0.55, seed=seed) for seed in (3, 4)]
-    found = only(usual=usual, lucky=[lucky, *unlucky])
-    assert found["differences"]["lucky"]["8"]["difference"][1] > 0
-    assert set(found["verdict"]["lucky"]["better"].values()) == {None}
-    assert set(only(usual=usual, lucky=[lucky] * 3)["verdict"]["lucky"]["better"].values()) == {"lucky"}
 
 
 # ---------------------------------------------------------------- two drafters

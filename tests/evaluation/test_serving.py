@@ -14,7 +14,6 @@ import pytest
 
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation import serving
-from eagle31_train.evaluation.serving import check
 from tests.evaluation.imitated import END, ENGINE, LIMIT, PROMPTS, asked, config, launch, measure  # noqa: F401 (fixtures)
 
 
@@ -124,15 +123,6 @@ def test_a_server_that_dies_is_quoted(launch, tmp_path):
 )
 def test_an_answer_that_cannot_be_had_ends_the_run(measure, tmp_path, imitate, said):
     assert said in refused(measure, tmp_path, imitate)
-
-
-def test_a_python_without_vllm_is_refused(monkeypatch, asked, config):
-    with pytest.raises(UserError, match=r"nobodys-python cannot import vLLM \(.*No such file"):
-        check(config("evaluate.vllm_python=nobodys-python"))
-    assert check(config()).version == "0.0"
-    monkeypatch.delenv("PYTHONPATH")
-    with pytest.raises(UserError, match=r"cannot import vLLM \(ModuleNotFoundError: No module named 'vllm'\): set"):
-        check(config())
 
 
 # ---------------------------------------------------------------- nothing stays behind

@@ -9,6 +9,7 @@ from datasets import Dataset, DatasetDict
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation import training_data
 from eagle31_train.evaluation.training_data import TrainingSplit
+from eagle31_train.evaluation.workloads import inputs
 from tests.evaluation.prompting import GOOD, MANIFEST, QUESTIONS, place  # noqa: F401 (fixtures)
 
 
@@ -83,6 +84,17 @@ def test_prompts_that_are_named_are_left_out_of_every_workload(place):
     assert ([p.id for p in one.prompts], list(one.left_out)) == (["q-2"], ["q-1"])
 
 
+def test_inputs_tell_what_the_prompts_are_made_of(place):
+    file, copy = place.write("rows.jsonl", GOOD), place.write("copy.jsonl", GOOD)
+    before, moved = (inputs(place.config(f"evaluate.suites.s.path={at}")) for at in (file, copy))
+    assert before == moved, "wherever it lies"
+    place.write("rows.jsonl", GOOD, GOOD)
+    assert inputs(place.config(f"evaluate.suites.s.path={file}")) != before
+    template = place.folder / "target" / "chat_template.jinja"
+    template.write_text(template.read_text() + "{# another #}")
+    assert inputs(place.config(f"evaluate.suites.s.path={copy}")) != before
+
+
 # ---------------------------------------------------------------- what was trained on
 
 
@@ -102,24 +114,6 @@ def test_samples_are_known_by_their_prompts_and_lengths(tmp_path, rows):
     assert known.lengths.tolist() == [len(ids) for ids in columns["input_ids"]]
     assert all(ids in known for ids in asked)
     assert not any(ids[:-1] in known or [*ids, 7] in known or ids[::-1] in known for ids in asked)
-
-
-def test_prompts_that_were_trained_on_or_are_longer_are_noted(place):
-    file = place.write("q.jsonl", *({"prompt": text} for text in [*QUESTIONS[:2], "nothing was trained on this"]))
-    rows = DatasetDict.load_from_disk(str(place.folder / "data" / "dataset"))["heldout"]
-    split = DatasetDict({"train": rows.select([0, 1]), "heldout": rows.select([2, 3])})
-    split.save_to_disk(str(place.folder / "both" / "dataset"))
-    data = {"splits": {"heldout": {"conversations": 2}, "train": {"conversations": 2}}}
-    given = (f"evaluate.suites.s.path={file}", f"data_dir={place.folder / 'both'}", "evaluate.max_new_tokens=2")
-    heldout, suite, long = place.workloads(*given, data=data), *place.workloads(
-        *given, "evaluate.perturbations=[context_5]", data=data
-    )[2:4]  # fmt: skip
-    assert [w.notes for w in heldout] == [[], ["2 of 3 prompts are in the training data, too"]]
-    assert suite.notes == heldout[1].notes
-    lengths = [len(row) for row in rows.select([0, 1])["input_ids"]]
-    assert (
-        long.notes[-1] == f"prompts and answers of up to 1,002 tokens; samples trained on have at most {max(lengths)}"
-    )
 
 
 OURS = {"data": "d1", "store": "s1", "seed": 0, "train": {"lr": 0.001, "epochs": 1}}

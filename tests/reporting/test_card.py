@@ -1,7 +1,5 @@
 """The model card: its facts, its escaping, and commands that repeat the run."""
 
-import json
-import shlex
 
 import pytest
 import yaml
@@ -42,8 +40,6 @@ def test_the_card_tells_what_it_is():
         "This checkpoint was not compared with others.",
         "| coverage | 0.975 |",
         "| refused | 1 |",
-        "| train.lr | 0.001 |",
-        "| tokens | 12345 |",
         "| heldout.acceptance\\_estimate | 1.5 |",
         "| draft\\_vocab\\_size | 1000 |",
         "## Licence\n\nNone is stated",
@@ -80,20 +76,6 @@ def test_results_are_told_once_and_with_their_pictures_folders_of_the_machine_ar
 
 
 # ---------------------------------------------------------------- commands
-
-
-def test_the_serving_command_survives_a_shell_and_has_what_the_target_needed_before():
-    engine = ["extract.engine=vllm", "+extract.engine_args={tensor_parallel_size:8,max_model_len:4096}"]
-    config = load_config(
-        ["+experiment=smollm2", "evaluate.num_speculative_tokens=5", "target.trust_remote_code=true", *engine]
-    )
-    config.target.path = "/models/it's here"
-    command = shlex.split(recipe.serve_command(config, "me/draft"))
-    assert command[:3] == ["vllm", "serve", "/models/it's here"]
-    assert command[3:-2] == ["--trust-remote-code", "--tensor-parallel-size", "8"]
-    assert json.loads(command[-1]) == {"method": "eagle3", "model": "me/draft", "num_speculative_tokens": 5}
-    config.extract.engine = "transformers"
-    assert "tensor-parallel" not in recipe.serve_command(config, None)
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def lines(rows):
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
-def make_run(folder, steps=40, timed=True, launches=(0, 12, 30), ended=True, config=True, **options):
+def make_run(folder, steps=40, timed=True, launches=(0, 12, 30), ended=True, **options):
     train = folder / "train"
     train.mkdir(parents=True)
     (train / "metrics.jsonl").write_text(lines(metrics(steps, **options)))
@@ -50,12 +50,8 @@ def make_run(folder, steps=40, timed=True, launches=(0, 12, 30), ended=True, con
         (train / "timings.jsonl").write_text(lines({"step": step, **timing} for step in range(1, steps + 1)))
     if launches:
         facts = [{"after_step": step, "profile": "ddp", "processes": 2, "steps": 50} for step in launches]
-        launch = {"time": "2026-11-21T10:00:00+00:00", "git": {"commit": "ab" * 20, "changed": True}}
-        launch |= {"host": {"cpu": "a processor", "devices": []}, "versions": {"torch": "2.13.0"}}
-        (train / "launches.jsonl").write_text(lines({**launch, "facts": fact} for fact in facts))
-    if config:
-        text = "name: <b>mine</b>\ntarget:\n  path: /home/somebody/Target-7B\ntrain:\n  clip: 0.5\n"
-        (train / "config.yaml").write_text(text)
+        (train / "launches.jsonl").write_text(lines({"facts": fact} for fact in facts))
+        (train / "config.yaml").write_text("name: <b>mine</b>\ntrain:\n  clip: 0.5\n")
     if ended:
         (train / "manifest.json").write_text(json.dumps({"steps": steps, "seconds": 90, "files": {"a": {"bytes": 1}}}))
     return folder
@@ -95,7 +91,7 @@ def test_the_page_stands_alone_and_says_where_the_curves_ended(tmp_path):
     ("options", "names", "words"),
     [
         ({"steps": 1, "heldout": 0, "ended": False}, EVERYTHING, "Training had not ended"),
-        ({"timed": False, "launches": (), "config": False}, UNTIMED, "Training ended"),
+        ({"timed": False, "launches": ()}, UNTIMED, "Training ended"),
         ({"steps": 2, "left_out": [1, 2], "timed": False}, {"lr"}, "steps left out 2"),
     ],
 )
@@ -122,21 +118,11 @@ def test_the_torn_last_line_of_a_running_training_is_left_out_and_said(tmp_path,
     assert not (run / "report").exists()
 
 
-@pytest.mark.parametrize(
-    ("file", "number", "line"),
-    [
-        ("metrics.jsonl", 3, '{"step": 3, "lo'),
-        ("timings.jsonl", 7, '{"step": "7"}'),
-        ("launches.jsonl", 2, "oops"),
-    ],
-)
-def test_a_damaged_line_is_named(tmp_path, capsys, file, number, line):
+def test_a_damaged_line_is_named(tmp_path, capsys):
     run = make_run(tmp_path / "run")
-    path = run / "train" / file
-    whole = path.read_text().splitlines()
-    whole[number - 1] = line
-    path.write_text("\n".join(whole) + "\n")
+    path = run / "train" / "timings.jsonl"
+    path.write_text(path.read_text().replace('"step": 7,', '"step": "7",'))
     assert main([str(run)]) == 2
     error = capsys.readouterr().err
-    assert error == f"error: {path}:{number} is damaged: remove the line, and the report lacks its row\n"
+    assert error == f"error: {path}:7 is damaged: remove the line, and the report lacks its row\n"
     assert not (run / "report").exists()
