@@ -6,6 +6,8 @@ accepted, verification by verification, must equal the run from every position.
 """
 
 import hashlib
+import json
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -31,7 +33,7 @@ from eagle31_train.evaluation.measurement import Counts, Measurement, machine
 from eagle31_train.evaluation.prompts import Prompt
 from eagle31_train.evaluation.sampling import TARGET, stream
 from eagle31_train.evaluation.unrolled import Trajectory, narrowest, unroll
-from eagle31_train.evaluation.workloads import Workload, leaving_out
+from eagle31_train.evaluation.workloads import Workload
 from eagle31_train.targets.cached import CachedTarget
 
 Way = tuple[str, int]  # drafter's name and number of draft tokens; PLAIN for no drafter
@@ -223,7 +225,7 @@ def _advice(prompt: Prompt, options: EvaluateConfig) -> str:
             f"evaluate.dtype={options.dtype} rounds differently for one token and for several: use "
             "evaluate.dtype=float32"
         )
-    without = leaving_out([*options.leave_out, prompt.id])
+    without = shlex.quote(f"evaluate.leave_out={json.dumps([*options.leave_out, prompt.id], ensure_ascii=False)}")
     return (
         f"under {TIE:g} rounding chose between equals, and {without} leaves this prompt out; over it, it is a mistake"
     )

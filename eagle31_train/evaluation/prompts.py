@@ -111,10 +111,7 @@ def choose(prompts: list[Prompt], count: int, longest: int) -> tuple[list[Prompt
                 waiting.append(source)
                 break
     if not chosen:
-        raise UserError(
-            f"none of {len(prompts)} prompts has at most {longest} tokens, which is what target and drafter leave "
-            "beside evaluate.max_new_tokens: lower that"
-        )
+        raise UserError(f"none of {len(prompts)} prompts has at most {longest} tokens: lower evaluate.max_new_tokens")
     return list(chosen.values()), too_long
 
 
@@ -165,8 +162,10 @@ def from_suite(name: str, suite: Suite, option: str, rendering: Rendering) -> tu
         seen["several"] += turns > 1
         seen["tools unread"] += bool(prompt.tools) and prompt.ids == rendering.ids(messages)
     if not prompts:
-        why = "; all that were found are placeholders of texts that are not public" if seen["placeholders"] else ""
-        raise UserError(f"{option}={suite.path} has no prompts{why}: give another file, split or filter")
+        raise UserError(
+            f"{option}={suite.path} has no prompts, and {seen['placeholders']} placeholders of texts that are not "
+            "public: give another file, split or filter"
+        )
     notes = {
         "several": f"of several turns the first is asked, in {seen['several']} of {len(prompts)} prompts",
         "placeholders": f"{seen['placeholders']} rows are placeholders of texts that are not public, and left out",

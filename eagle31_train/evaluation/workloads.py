@@ -4,9 +4,8 @@
 """
 
 import re
-import shlex
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -88,14 +87,6 @@ def workloads(config: Config, data: dict[str, Any] | None, longest: int, caveats
     return [replace(one, notes=[*one.notes, *caveats]) for one in made]
 
 
-def leaving_out(ids: Iterable[str]) -> str:
-    """The option that leaves out these prompts, as a shell takes it."""
-    # In Hydra's grammar a backslash is one, except before a quote.
-    words = [re.sub(r'(\\*)("|$)', lambda m: m[1] * 2 + ('\\"' if m[2] else ""), name) for name in ids]
-    quoted = ",".join(f'"{word}"' for word in words)
-    return shlex.quote(f"evaluate.leave_out=[{quoted}]")
-
-
 def inputs(config: Config) -> dict[str, Any]:
     """What the workloads depend on beside stage 1's data: options, and the contents of files by their hashes."""
     options, target = config.evaluate, config.target
@@ -171,8 +162,7 @@ class _Maker:
         """The held-out prompts, with the messages that their tokens say where perturbations are to transform them."""
         if not self.has_heldout:
             raise UserError(
-                f"{self.config.data_folder} holds out no prompts (data.heldout=0): set data.heldout and run "
-                "`python -m data_prep` again, or set evaluate.prompts=FILE"
+                f"{self.config.data_folder} holds out no prompts: set data.heldout, or evaluate.prompts=FILE"
             )
         return from_heldout(self.config.data_folder / "dataset", self.rendering if with_messages else None)
 

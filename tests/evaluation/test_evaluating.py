@@ -134,7 +134,7 @@ def test_drafters_beside_which_the_target_wrote_otherwise_are_not_compared(candi
     assert measurer.asked == [("one", ["llama"], None)]
 
 
-@pytest.mark.parametrize("damage", [lambda text: text[: len(text) // 2], lambda text: text.replace("[3]", "[4]")])
+@pytest.mark.parametrize("damage", [lambda text: text[: len(text) // 2], lambda text: text.replace("0.3", "0.4")])
 def test_a_damaged_file_is_refused(candidates, tmp_path, damage):
     measurer = Recorded(QUIET)
     measurer.run(tmp_path, candidates[:1], [ONE])

@@ -1,6 +1,5 @@
 """The model card: its facts, its escaping, and commands that repeat the run."""
 
-
 import pytest
 import yaml
 from plan_cases import shape_of
