@@ -1,7 +1,7 @@
 """HTML that stands alone: no other file, no network, no script."""
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
@@ -17,8 +17,6 @@ STYLE = """
 body { margin: 0 auto; max-width: 74rem; padding: 1.25rem; font: 1rem/1.5 system-ui, sans-serif; }
 h2 { margin-top: 2.2rem; border-bottom: 1px solid #8884; }
 p { margin: .3rem 0; color: #777; }
-.facts { display: flex; flex-wrap: wrap; gap: 1.2rem; }
-.facts dd { margin: 0; font-size: 1.15rem; font-weight: 600; }
 .pictures { display: flex; flex-wrap: wrap; gap: 1.2rem; }
 img { width: 100%; max-width: 36rem; }
 .scroll, pre { overflow-x: auto; }
@@ -70,12 +68,6 @@ def document(title: str, parts: Sequence[str]) -> str:
         "</html>",
     ]
     return "\n".join(line for line in lines if line) + "\n"
-
-
-def facts(values: Mapping[str, str]) -> str:
-    """Boxes with what is looked for first."""
-    cells = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in values.items())
-    return f'<dl class="facts">{cells}</dl>'
 
 
 def heading(text: str) -> str:

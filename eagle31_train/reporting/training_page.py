@@ -54,7 +54,7 @@ def render(history: History, drawn: Mapping[str, str]) -> str:
     parts = [
         html.paragraph(f"{state}; the last step was {history.last_step:,}{total}."),
         *map(html.paragraph, history.notes),
-        html.facts(_facts(history)),
+        html.table(["", ""], list(_facts(history).items())),
         *(part for name, shown in drawn.items() for part in (html.heading(name), shown)),
         html.heading("Numbers"),
         _numbers(history),

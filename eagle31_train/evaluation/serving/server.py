@@ -16,6 +16,7 @@ from eagle31_train.errors import UserError
 MODULE = "vllm.entrypoints.openai.api_server"
 START_SECONDS = 3600.0  # a very large target loads and compiles for most of an hour
 GRACE_SECONDS = 10.0  # between being asked to end and being made to
+USELESS = ("initialization failed", "engine dead", "EngineDeadError")  # errors that another one led to
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "PYTHONSAFEPATH": "1"}  # where nobody says otherwise
 
 
@@ -114,5 +115,5 @@ class Server:
         with self.log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 1_000_000))
             lines = file.read().decode(errors="replace").splitlines()[1:]
-        told = [line.strip() for line in lines if "rror" in line and "initialization failed" not in line]
+        told = [line.strip() for line in lines if "rror" in line and not any(word in line for word in USELESS)]
         return ([*lines[-1:], *told] or ["it said nothing"])[-1][-300:]
