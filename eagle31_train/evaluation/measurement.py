@@ -123,11 +123,7 @@ def write_checked(file: Path, name: str, value: dict[str, Any], **more: Any) -> 
 
 
 def read_checked(file: Path, name: str) -> dict[str, Any] | None:
-    """What `write_checked` wrote; None where there is no file.
-
-    Raises:
-        UserError: the file is damaged.
-    """
+    """What `write_checked` wrote; None where there is no file, UserError where it is damaged."""
     if not file.is_file():
         return None
     record = artifacts.read_json(file, "this command")

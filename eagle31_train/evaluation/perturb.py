@@ -50,11 +50,7 @@ class Perturbation:
     length: Callable[[int], int] | None = None
 
     def apply(self, prompt: Prompt, context: Context | None) -> Prompt:
-        """The prompt under the perturbation, with the same id and source.
-
-        Raises:
-            UnfitError: it has no such form.
-        """
+        """The prompt under the perturbation, with the same id and source; UnfitError where it has no such form."""
         if self.transform is None:
             return prompt
         assert context is not None
@@ -64,11 +60,8 @@ class Perturbation:
 
 
 def find(name: str) -> Perturbation:
-    """The perturbation of a name; context_ and temperature_ take any number, context_N_tokens any whole one.
-
-    Raises:
-        UserError: there is none, with the nearest.
-    """
+    """The perturbation of a name; context_ and temperature_ take any number, context_N_tokens any whole one. UserError
+    where there is none, with the nearest."""
     if name in KNOWN:
         return KNOWN[name]
     for form, make in OF_NUMBERS.items():

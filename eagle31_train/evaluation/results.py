@@ -52,9 +52,6 @@ def summarise(
         measured: every workload with the same drafters, each with as many trainings everywhere.
         depths: numbers of draft tokens, ascending.
         draft_tokens: that of the headline.
-
-    Raises:
-        UserError: nothing was drafted.
     """
     plain = {workload.suite: drafters for workload, drafters in measured if workload.perturbation is None}
     return {

@@ -29,11 +29,7 @@ def speculation(config: Config, drafter: str, draft_tokens: int) -> dict[str, An
 
 
 def server_arguments(config: Config, drafter: Path | None, draft_tokens: int, port: int) -> dict[str, Any]:
-    """All arguments of one server, by name.
-
-    Raises:
-        UserError: evaluate.vllm_args has one that the measurement sets itself.
-    """
+    """All arguments of one server, by name; UserError where evaluate.vllm_args has one that is ours to set."""
     given = {name.replace("-", "_"): value for name, value in config.evaluate.vllm_args.items()}
     for name in OURS & given.keys():
         raise UserError(f"evaluate.vllm_args.{name} cannot be set: it is the measurement's own, or target.*'s")

@@ -38,11 +38,7 @@ def since(before: Counter[str], after: Counter[str]) -> Counter[str]:
 
 
 def speculation(counted: Counter[str], draft_tokens: int) -> dict[str, Any]:
-    """Acceptance as vLLM counts it.
-
-    Raises:
-        UserError: this vLLM has no such counters.
-    """
+    """Acceptance as vLLM counts it; UserError where this vLLM has no such counters."""
     if missing := [name for name in (DRAFTS, PROPOSED, ACCEPTED, f"{PER_POSITION}[0]") if name not in counted]:
         raise UserError(f"this vLLM counts no {missing[0]}: eagle31 reads those of vLLM 0.32")
     positions = [round(counted[f"{PER_POSITION}[{i}]"]) for i in range(draft_tokens)]

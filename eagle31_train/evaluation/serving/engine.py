@@ -55,11 +55,8 @@ def check(config: Config) -> Engine:
 
 
 def ask(python: str) -> tuple[str, str | None]:
-    """The version of a python's vLLM, and the name of the GPU that its torch sees first, if any.
-
-    Raises:
-        UserError: the python cannot be run, or cannot import vLLM.
-    """
+    """The version of a python's vLLM, and the name of the GPU that its torch sees first, if any; UserError where it
+    cannot be run, or cannot import vLLM."""
     environment = {**ENVIRONMENT, **os.environ}
     try:
         done = subprocess.run(

@@ -54,11 +54,8 @@ def run_load(
     concurrency: int,
     finished: Callable[[], Any] = lambda: None,
 ) -> list[Answer]:
-    """Have all questions answered, `concurrency` under way at a time; the answers in the questions' order.
-
-    Raises:
-        UserError: the server ended, refused, broke off or fell silent.
-    """
+    """Have all questions answered, `concurrency` under way at a time; the answers in the questions' order. UserError
+    where the server ended, refused, broke off or fell silent."""
     connections: set[http.client.HTTPConnection] = set()
     stopped = threading.Event()
 
