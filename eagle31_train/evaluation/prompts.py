@@ -60,7 +60,10 @@ class Suite:
         """The columns that the question is made of."""
         if self.prompt is None or "{" not in self.prompt:
             return {self.prompt} if self.prompt else set()
-        names = [name for _, name, _, _ in string.Formatter().parse(self.prompt) if name is not None]
+        try:
+            names = [name for _, name, _, _ in string.Formatter().parse(self.prompt) if name is not None]
+        except ValueError as error:
+            raise UserError(f"prompt={self.prompt!r} is no template ({error}): write {{column}}") from None
         return {re.split(r"[.\[]", name)[0] for name in names}
 
     @property
