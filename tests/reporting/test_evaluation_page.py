@@ -74,7 +74,7 @@ def test_tables_have_every_number_with_its_interval(whole):
             wins = workload["verdict"]["B"]["better"][depth] or "–"
             assert list(row) == [depth, *map(bracket, both), bracket(difference), wins]
     drift = by_title["heldout"]["drift of B: attention on …, and its state"]
-    assert list(drift.rows[3]) == ["4", "0.162", "0.325", "0.162", "0.350", "9.500", "2.000"]
+    assert list(drift.rows[3]) == ["4", "0.163", "0.325", "0.163", "0.350", "9.500", "2.000"]
     speeds, times, accepted = by_title[SERVING].values()
     assert speeds.rows[3] == ["B", "3", "16", "8.0 [7.0, 9.0]", "0.40", "99.5", "2 of 24"]
     assert times.rows[3][3:] == ["50.0", "41.0", "91.2", "–", "–", "–", "48.7", "12.3"]
