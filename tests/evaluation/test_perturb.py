@@ -78,3 +78,29 @@ def test_a_context_has_the_length_that_was_asked_for(length, wanted):
             assert abs(len(ids) - wanted) <= 2  # a cut within a character of three tokens
             assert RENDERING.decode(ids).endswith(f"\n\n{words}<|im_end|>\n<|im_start|>assistant\n")
             assert "\ufffd" not in RENDERING.decode(ids)
+
+
+def test_tokens_that_were_added_and_are_not_special_are_text_too():
+    """Reasoning and tool markers often are such."""
+    rendering = make_rendering()
+    rendering.tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "##"])
+    prompt = Prompt("p1", "made", rendering.ids(PROMPT.messages), PROMPT.messages)
+    perturbed = find("system_adversarial").apply(prompt, replace(AROUND, rendering=rendering))
+    added = {
+        rendering.tokenizer.added_tokens_decoder[i].content
+        for i in perturbed.ids
+        if i in rendering.tokenizer.added_tokens_decoder
+    }
+    assert added.isdisjoint({"<think>", "</think>", "<tool_call>", "##"})
+    assert "< think>< /think>" in rendering.decode(perturbed.ids)
+    planted = rendering.encode(ADVERSARIAL)  # the text holds them
+    assert rendering.tokenizer.convert_tokens_to_ids("<think>") in planted
+
+
+def test_no_context_holds_the_prompts_own_answer():
+    """And those of other prompts do, or the test would see nothing."""
+    contexts = [said("context_7", make_prompt(name=name)) for name in "abcdef"]
+    assert not any(TEXTS[-1] in context for context in contexts)
+    assert TEXTS[-1] in said("context_7", make_prompt("hello"))
+    planted = replace(AROUND, fillers=[Filler((), text) for text in TEXTS])
+    assert TEXTS[-1] in said("context_7", around=planted)
