@@ -1,5 +1,7 @@
 """What perturbations make of a prompt, and that each does what its name says."""
 
+from dataclasses import replace
+
 import pytest
 from talking import make_rendering
 
