@@ -57,7 +57,7 @@ def test_report(run, capsys):
     assert manifest["inputs"]["train"] == "e" * 16
     assert manifest["left_out"] == {"heldout": {}}
     assert manifest["seconds"] > 0
-    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  3 "))
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  3   "))
     assert f"{report['acceptance_length']:.3f}" in row
 
 
