@@ -26,7 +26,6 @@ from eagle31_train.evaluation import evaluating, perturb, results, workloads
 from eagle31_train.evaluation.measuring import check_options
 from eagle31_train.evaluation.serving import Engine, measure_serving
 from eagle31_train.evaluation.serving import check as check_serving
-from eagle31_train.evaluation.serving import report as serving_report
 from eagle31_train.evaluation.serving.command import server_arguments, target_arguments
 from eagle31_train.provenance import Provenance
 from eagle31_train.reporting import evaluation_page, recipe, tables
@@ -127,7 +126,7 @@ def serve(config: Config) -> None:
         "seconds": time.perf_counter() - began,
     }
     artifacts.write_json(folder / artifacts.MANIFEST, manifest)
-    print(serving_report.table(serving))
+    print(tables.as_text({"serving": serving}))
     print(f"evaluate: {folder / evaluation_page.PAGE}")
 
 

@@ -4,7 +4,7 @@ python -m eagle31_train.report runs/smollm2
 python -m eagle31_train.report runs/smollm2 --out /somewhere/else
 
 The run may still be going on. The page shows loss, acceptance and state per depth, the optimizer, the
-speed and the numbers at the end; it stands alone, can be mailed, and follows the reader's dark mode.
+speed and the numbers at the end; it stands alone and can be mailed.
 """
 
 import argparse
@@ -18,19 +18,6 @@ from eagle31_train.reporting.training_page import write
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status: 0, or 2 for what the user can mend."""
-    options = _parser().parse_args(arguments)
-    try:
-        page, notes = write(options.run, options.out)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    for note in notes:
-        print(note)
-    print(page)
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m eagle31_train.report",
         description=__doc__,
@@ -38,7 +25,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("run", type=Path, help="the run's folder, such as runs/smollm2, or the folder train in it")
     parser.add_argument("--out", type=Path, help="where page and pictures go (default: the folder report in the run's)")
-    return parser
+    options = parser.parse_args(arguments)
+    try:
+        page, notes = write(options.run, options.out)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(*notes, page, sep="\n")
+    return 0
 
 
 if __name__ == "__main__":

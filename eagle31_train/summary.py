@@ -11,8 +11,8 @@ from eagle31_train.checkpoint import run_folder
 from eagle31_train.checkpoint.writer import read_record
 from eagle31_train.config import Config
 from eagle31_train.errors import UserError
-from eagle31_train.evaluation.intervals import LEVEL
-from eagle31_train.reporting.tables import bracket, sampling
+from eagle31_train.evaluation.intervals import LEVEL, bracket
+from eagle31_train.reporting.tables import sampling
 from eagle31_train.store import EXTRACT, read_manifest
 
 STAGES = ("data", "extract", "train", "evaluate", "export")

@@ -57,7 +57,6 @@ def serving():
         "rows": rows,
         "verdict": ["B: at concurrency 1 num_speculative_tokens=3 is best."],
         "notes": ["B, 3 draft tokens, 1 users: 2 of 24 answers are <different>"],
-        "definitions": "TTFT: seconds to the first token.",
     }
 
 

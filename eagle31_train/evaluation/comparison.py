@@ -79,11 +79,7 @@ def read(drafter: str, config: Config, data: dict[str, Any]) -> DrafterCheckpoin
 
 
 def exported(drafter: str) -> Path:
-    """The folder of a drafter that vLLM can serve.
-
-    Raises:
-        UserError: it is not exported, or of other weights.
-    """
+    """The folder of a drafter that vLLM can serve; UserError where it is not exported, or of other weights."""
     folder = Path(drafter) if Path(drafter).is_dir() else hub.fetch(drafter, None)
     if not (folder / "train").is_dir():
         return folder
@@ -92,20 +88,16 @@ def exported(drafter: str) -> Path:
 
 
 def folder_of(trainings: Named, config: Config, result: str) -> Path:
-    """Where the comparison is written; `result`: the file there that says what was compared.
-
-    Raises:
-        UserError: it has a comparison of other drafters of the same names.
-    """
+    """Where the comparison is written; `result`: the file there that says what was compared, and may not be of other
+    drafters of the same names."""
     if config.compare.out is not None:
         return Path(config.compare.out)
     out = COMPARISONS / "-".join(re.sub(r"[^\w.]+", "_", name) for name in trainings)
     if config.overwrite or not (out / result).is_file():
         return out
     earlier = artifacts.read_json(out / result, "this command").get("trainings", {})
-    if [[Path(one).resolve() for one in some] for some in earlier.values()] != [
-        [Path(one).resolve() for one in some] for some in trainings.values()
-    ]:
-        there = shlex.join(f"{name}:{','.join(some)}" for name, some in earlier.items())
-        raise UserError(f"{out} compares {there}: give another compare.out=…, or replace it with overwrite=true")
+    there, here = ([[Path(one).resolve() for one in some] for some in of.values()] for of in (earlier, trainings))
+    if there != here:
+        words = shlex.join(f"{name}:{','.join(some)}" for name, some in earlier.items())
+        raise UserError(f"{out} compares {words}: give another compare.out=…, or replace it with overwrite=true")
     return out

@@ -45,8 +45,7 @@ class Decoded:
     """One output and what it took.
 
     seconds: the batch's wall time until its last output ended, the prompts' own forward pass included, shared out
-    evenly; accepted: for each draft, in order, how many of its tokens the target agreed with; proposed: tokens drafted
-    in all.
+    evenly; accepted: for each draft, in order, how many of its tokens the target agreed with.
     beyond: what the target would have gone on with; aux: [len(prompt) + len(tokens) - 2, A, H] its auxiliary states.
     Both where they were asked for.
     """
@@ -54,13 +53,8 @@ class Decoded:
     tokens: list[int] = field(default_factory=list)
     seconds: float = 0.0
     accepted: list[int] = field(default_factory=list)
-    proposed: int = 0
     beyond: list[int] = field(default_factory=list)
     aux: Tensor | None = None
-
-    def accepted_per_position(self, draft_tokens: int) -> list[int]:
-        """At index i: drafts whose first i+1 tokens the target agreed with."""
-        return [sum(count > position for count in self.accepted) for position in range(draft_tokens)]
 
 
 def decode_plain(
@@ -77,14 +71,9 @@ def decode_plain(
     Args:
         target: read together, so that one of several prompts must be able to (`CachedTarget.alone`).
         prompts: token ids, at least one prompt.
-        limits: where outputs end.
-        sampling: how tokens are chosen.
         seeds: of each prompt's draws.
         beyond: how many tokens past its end each output is followed.
         states: whether to keep the target's auxiliary states, in its own dtype.
-
-    Raises:
-        UserError: several prompts, and a target that decodes alone.
     """
     began = _now(target)
     target.reset(len(prompts))
@@ -177,7 +166,6 @@ def speculate(
         told = [aux[row, : len(tokens)] for row, tokens in enumerate(new)]
         for index, tokens in zip(batch, new, strict=True):
             decoded[index].accepted.append(len(tokens) - 1)
-            decoded[index].proposed += draft_tokens
     return _timed(decoded, _now(target) - began)
 
 

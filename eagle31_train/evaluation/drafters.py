@@ -57,11 +57,7 @@ def longest_prompt(config: Config, positions: Iterable[int | None], drafted: Ite
     if options.backend == "vllm":
         limits.append(max_model_len(config))
         drafted = [*drafted, *options.serve_speculative_tokens]
-    most = max(drafted, default=0)
-    return min(limit for limit in limits if limit) - options.max_new_tokens - past_the_end(most)
-
-
-def past_the_end(draft_tokens: int) -> int:
-    """Positions that vLLM needs beyond an answer, or it shortens the last drafts: those of a verification, and of the
-    next, which it prepares while that is under way as if all of it were accepted (seen in 0.32, async scheduling)."""
-    return 2 * (draft_tokens + 1)
+    # What vLLM needs beyond an answer, or it shortens the last drafts: positions of a verification, and of the next,
+    # which it prepares meanwhile as if all of it were accepted (seen in 0.32, async scheduling).
+    past_the_end = 2 * (max(drafted, default=0) + 1)
+    return min(limit for limit in limits if limit) - options.max_new_tokens - past_the_end

@@ -5,7 +5,6 @@ whatever name: a run that was stopped goes on with what is left, and one more dr
 """
 
 import dataclasses
-import gc
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -41,11 +40,7 @@ class Evaluation:
 
 
 def read_data(config: Config) -> dict[str, Any]:
-    """Stage 1's manifest.
-
-    Raises:
-        UserError: its files are missing or damaged.
-    """
+    """Stage 1's manifest; UserError where its files are missing or damaged."""
     data = artifacts.read_json(config.data_folder / artifacts.MANIFEST, DATA)
     if damage := artifacts.first_damaged(config.data_folder, data.get("files", {})):
         raise UserError(f"{damage}: run `{DATA}` again")
@@ -64,9 +59,6 @@ def choose_workloads(
     Args:
         trainings: of each drafter, what each training was made from; None of a published draft.
         positions: of every training, where they are limited. drafted: numbers of draft tokens that are tried here.
-
-    Raises:
-        UserError: as `workloads`.
     """
     caveats = list(training_data.caveats(trainings, data["dataset_fingerprint"]))
     chosen = workloads(config, data, drafters.longest_prompt(config, positions, drafted), caveats)
@@ -126,12 +118,6 @@ def evaluate(
     return Evaluation(result, chosen, measurements)
 
 
-def free_memory() -> None:
-    """Give back the memory of models that nothing holds any longer: vLLM asks for nearly all that a GPU has."""
-    gc.collect()  # models have cycles
-    torch.cuda.empty_cache()
-
-
 # ---------------------------------------------------------------- measured once
 
 
@@ -167,24 +153,23 @@ def measure(
         keys = {one.name: artifacts.fingerprint({**whole, "drafter": one.identity}) for one in candidates}
         slug = re.sub(r"[^A-Za-z0-9.]+", "-", workload.name)[-80:]
         files = {name: folder / f"{slug}-{key[:12]}.json" for name, key in keys.items()}
-        known: dict[str, Measurement] = {}
-        for name, file in files.items():
-            if (record := read_checked(file, "outcome")) is not None:
-                known[name] = Measurement.from_json(record)
-                if known[name].machine == here:
-                    known[name] = dataclasses.replace(known[name], machine="")
-        new: dict[str, Measurement] = {}
+        records = {name: read_checked(file, "outcome") for name, file in files.items()}
+        known = {name: Measurement.from_json(record) for name, record in records.items() if record is not None}
         if missing := [one for one in candidates if one.name not in known]:
             if not warm:
                 measurer.warm_up(workload, missing)
                 warm = True
             new = measurer.measure(workload, missing, verified)
-            for name, measurement in new.items():
-                value = dataclasses.replace(measurement, machine=here).to_json()
-                write_checked(files[name], "outcome", value, key=keys[name], workload=workload.name)
+            new = {name: dataclasses.replace(one, machine=here) for name, one in new.items()}
+            for name, one in new.items():
+                write_checked(files[name], "outcome", one.to_json(), key=keys[name], workload=workload.name)
+            known = new | known
         if measurer.one_output(workload):
-            _refuse_other_outputs(workload, new | known, files, here)
-        measurements.append({one.name: (new | known)[one.name] for one in candidates})
+            _refuse_other_outputs(workload, known, files, here)
+        there = {name: "" if one.machine == here else one.machine for name, one in known.items()}
+        measurements.append(
+            {one.name: dataclasses.replace(known[one.name], machine=there[one.name]) for one in candidates}
+        )
     return measurements
 
 
@@ -195,7 +180,7 @@ def _refuse_other_outputs(
 
     To be removed is what differs from the first that was measured here; just now, if any was.
     """
-    first, *others = sorted(measurements, key=lambda name: measurements[name].machine != "")
+    first, *others = sorted(measurements, key=lambda name: measurements[name].machine != here)
     stale = [name for name in others if measurements[name].outputs != measurements[first].outputs]
     if not stale:
         return
@@ -204,6 +189,6 @@ def _refuse_other_outputs(
     prompt = next(prompt.id for prompt, ours, theirs in pairs if ours != theirs)
     raise UserError(
         f"{workload.name}, prompt {prompt}: the target's output is not the same for {', '.join(stale)} (measured on "
-        f"{other.machine or here}) as for {first} (on {one.machine or here}), so these cannot be compared: remove "
+        f"{other.machine}) as for {first} (on {one.machine}), so these cannot be compared: remove "
         f"{', '.join(str(files[name]) for name in stale)} and run the same command again"
     )

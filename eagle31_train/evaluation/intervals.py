@@ -36,9 +36,6 @@ class Estimate:
     draws: Floats
     prompts: NDArray[np.int64]
 
-    def __add__(self, shift: float) -> "Estimate":
-        return Estimate(self.values + shift, self.draws + shift, self.prompts)
-
     def __sub__(self, other: "Estimate") -> "Estimate":
         """The paired difference of two estimates of the same prompts."""
         return Estimate(self.values - other.values, self.draws - other.draws, np.minimum(self.prompts, other.prompts))
@@ -104,3 +101,10 @@ def _student(freedom: int) -> float:
         (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
     ]
     return float(sum(term / freedom**power for power, term in enumerate(terms)))
+
+
+def bracket(interval: Interval, form: str = "{:.3f}") -> str:
+    """An interval on one line: 2.013 [1.902, 2.124]."""
+    value, low, high = interval
+    shown = "–" if value is None else form.format(value)
+    return shown + (f" [{form.format(low)}, {form.format(high)}]" if low is not None else "")

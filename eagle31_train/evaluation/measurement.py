@@ -102,17 +102,28 @@ def _counts(row: dict[str, Any]) -> Counts:
     return Counts(**{**row, "drift": drift, "seen": {int(depth): seen for depth, seen in row["seen"].items()}})
 
 
+def acceptance(drafts: int, per_position: list[int]) -> dict[str, Any]:
+    """Counts of drafts, and of those whose first 1, 2, … tokens were accepted, with their shares; None of nothing."""
+    return {
+        "drafts": drafts,
+        "accepted": sum(per_position),
+        "accepted_per_position": per_position,
+        "acceptance_length": 1 + sum(per_position) / drafts if drafts else None,
+        "acceptance_at_depth": [count / drafts if drafts else None for count in per_position],
+        "conditional_acceptance": [
+            count / before if before else None
+            for count, before in zip(per_position, [drafts, *per_position], strict=False)
+        ],
+    }
+
+
 def write_checked(file: Path, name: str, value: dict[str, Any], **more: Any) -> None:
     """Write a value under a name beside its checksum."""
     artifacts.write_json(file, {**more, "sum": artifacts.fingerprint(value), name: value})
 
 
 def read_checked(file: Path, name: str) -> dict[str, Any] | None:
-    """What `write_checked` wrote; None where there is no file.
-
-    Raises:
-        UserError: the file is damaged.
-    """
+    """What `write_checked` wrote; None where there is no file, UserError where it is damaged."""
     if not file.is_file():
         return None
     record = artifacts.read_json(file, "this command")

@@ -6,6 +6,8 @@ accepted, verification by verification, must equal the run from every position.
 """
 
 import hashlib
+import json
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -31,7 +33,7 @@ from eagle31_train.evaluation.measurement import Counts, Measurement, machine
 from eagle31_train.evaluation.prompts import Prompt
 from eagle31_train.evaluation.sampling import TARGET, stream
 from eagle31_train.evaluation.unrolled import Trajectory, narrowest, unroll
-from eagle31_train.evaluation.workloads import Workload, leaving_out
+from eagle31_train.evaluation.workloads import Workload
 from eagle31_train.targets.cached import CachedTarget
 
 Way = tuple[str, int]  # drafter's name and number of draft tokens; PLAIN for no drafter
@@ -137,11 +139,7 @@ class Measurer:
         candidate: Candidate,
         candidates: list[Candidate],
     ) -> Counts:
-        """What a drafter did with the prompt at an index.
-
-        Raises:
-            UserError: as of `measure`.
-        """
+        """What a drafter did with the prompt at an index."""
         prompt, plain = workload.prompts[at], decoded[PLAIN]
         real = {depth: answer for (name, depth), answer in decoded.items() if name == candidate.name}
         seen = {depth: answer.accepted for depth, answer in real.items()}
@@ -165,19 +163,17 @@ class Measurer:
         if at is None:
             return
         ours, theirs = (tokens[at] if at < len(tokens) else None for tokens in (speculative.tokens, plain.tokens))
-        gap, tie = "one output is shorter", False
+        gap = "one output is shorter"
         if ours is not None and theirs is not None:
             target = CachedTarget(self.model, [1])  # whose states are not used
             scores = logit_gap(target, prompt.ids + plain.tokens[:at], theirs, ours)
-            gap, tie = f"the target's logits differ by {scores:.3g}", abs(scores) < TIE
-            if workload.temperature:  # what decides is the race's logarithm
+            if workload.temperature:  # what decides is the race's logarithm; rounding is of the logits
                 draws = stream(seed_of(self.seed, prompt), at, TARGET).standard_exponential(max(ours, theirs) + 1)
-                scores = scores / workload.temperature - float(np.log(draws[theirs] / draws[ours]))
-                # Dividing by the temperature made what rounding did to the logits as much larger.
-                gap, tie = f"the target's draws differ by {scores:.3g}", abs(scores) * workload.temperature < TIE
+                scores -= workload.temperature * float(np.log(draws[theirs] / draws[ours]))
+            gap = f"the target's scores differ by {scores:.3g}"
         raise UserError(
             f"prompt {prompt.id}, output token {at}: speculation gives {ours}, plain decoding {theirs} ({gap}); "
-            f"{_advice(prompt, self.options, tie)}"
+            f"{_advice(prompt, self.options)}"
         )
 
 
@@ -213,33 +209,32 @@ def refuse_other_counts(
             continue
         problem = f"prompt {prompt.id}, {candidate.name}, verification {at + 1} of {depth} draft tokens: real decoding"
         if at == min(len(expected), len(seen)):
-            raise UserError(f"{problem} makes {len(seen)}, the drafts from every position {len(expected)}: a mistake")
+            raise UserError(f"{problem} makes {len(seen)}, the drafts from every position {len(expected)}")
         slot, parting = at + sum(expected[:at]), min(expected[at], seen[at])  # the step at which the two drafts part
         gap = narrowest(candidate.drafter, candidate.target_ids, trajectory, slot, parting + 1)
         problem += f" accepts {seen[at]}, the draft from that position {expected[at]} (narrowest choice {gap:.3g})"
         if gap > TIE:
-            raise UserError(f"{problem}; {_advice(prompt, options, tie=False)}")
+            raise UserError(f"{problem}; {_advice(prompt, options)}")
         tqdm.write(f"{problem}: rounding chose between equals")  # from here on the two decodings part
 
 
-def _advice(prompt: Prompt, options: EvaluateConfig, tie: bool) -> str:
-    """What a difference may come from, and what to do; tie: whether the two are equal but for rounding."""
+def _advice(prompt: Prompt, options: EvaluateConfig) -> str:
+    """What a difference may come from, and what to do."""
     if options.dtype != "float32":
         return (
             f"evaluate.dtype={options.dtype} rounds differently for one token and for several: use "
             "evaluate.dtype=float32"
         )
-    without = leaving_out([*options.leave_out, prompt.id])
-    if tie:
-        return f"rounding chose between equals: add {without} to the command, which leaves this prompt out"
-    return f"rounding rarely makes {TIE:g}, so it is likely a mistake, which {without} would hide"
+    without = shlex.quote(f"evaluate.leave_out={json.dumps([*options.leave_out, prompt.id], ensure_ascii=False)}")
+    return (
+        f"under {TIE:g} rounding chose between equals, and {without} leaves this prompt out; over it, it is a mistake"
+    )
 
 
 def check_options(options: EvaluateConfig) -> None:
     """UserError for a headline that is not measured."""
     if options.max_speculative_tokens < options.num_speculative_tokens:
         raise UserError(
-            f"evaluate.max_speculative_tokens={options.max_speculative_tokens} leaves out "
-            f"evaluate.num_speculative_tokens={options.num_speculative_tokens}, the headline: raise the former "
-            "or lower the latter"
+            f"evaluate.max_speculative_tokens={options.max_speculative_tokens} leaves out the headline, "
+            f"evaluate.num_speculative_tokens={options.num_speculative_tokens}: raise the former or lower the latter"
         )

@@ -50,36 +50,23 @@ class Perturbation:
     length: Callable[[int], int] | None = None
 
     def apply(self, prompt: Prompt, context: Context | None) -> Prompt:
-        """The prompt under the perturbation, with the same id and source.
-
-        Raises:
-            UnfitError: it has no such form.
-        """
+        """The prompt under the perturbation, with the same id and source; UnfitError where it has no such form."""
         if self.transform is None:
             return prompt
         assert context is not None
         if prompt.messages is None:
-            raise UnfitError(
-                "its messages cannot be told from its tokens (give them as evaluate.prompts=FILE or as a suite)"
-            )
+            raise UnfitError("its messages cannot be told from its tokens (give them as evaluate.prompts=FILE)")
         return replace(prompt, ids=self.transform(prompt.messages, prompt, context))
 
 
 def find(name: str) -> Perturbation:
-    """The perturbation of a name; context_ and temperature_ take any number, context_N_tokens any whole one.
-
-    Raises:
-        UserError: there is none, with the nearest.
-    """
+    """The perturbation of a name; context_ and temperature_ take any number, context_N_tokens any whole one. UserError
+    where there is none, with the nearest."""
     if name in KNOWN:
         return KNOWN[name]
     for form, make in OF_NUMBERS.items():
-        if match := re.fullmatch(form, name):
-            if (number := float(match[1])) > 0:
-                return make(number)
-            raise UserError(
-                f"evaluate.perturbations: {name} is the prompts as they are, or none: give a number above 0"
-            )
+        if (match := re.fullmatch(form, name)) and float(match[1]) > 0:
+            return make(float(match[1]))
     close = difflib.get_close_matches(name, KNOWN, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(KNOWN)}; other numbers will do, too"
     raise UserError(f"evaluate.perturbations has no {name!r}: {hint}")
@@ -95,7 +82,7 @@ def _no_template(messages: list[Message], prompt: Prompt, context: Context) -> l
 
 def _template(messages: list[Message], prompt: Prompt, context: Context, kind: str) -> list[int]:
     _refuse_tools(prompt)
-    return context.rendering.encode(context.rendering.foreign(messages, TEMPLATES[kind]))
+    return context.rendering.encode(context.rendering.text(messages, template=TEMPLATES[kind]))
 
 
 def _refuse_tools(prompt: Prompt) -> None:
@@ -176,59 +163,40 @@ def _said(messages: list[Message], before: str, after: str) -> list[Message]:
 # ---------------------------------------------------------------- by name
 
 
-def _context(multiple: float) -> Perturbation:
-    return _filled(f"{multiple:g}", f"{multiple:g} times data.max_length", lambda limit: round(multiple * limit))
-
-
-def _tokens(count: float) -> Perturbation:
-    return _filled(f"{count:.0f}_tokens", f"{count:,.0f}", lambda _: round(count))
-
-
 def _filled(name: str, many: str, length: Callable[[int], int]) -> Perturbation:
     meaning = f"other texts before the prompt, {many} tokens in all"
     return Perturbation(f"context_{name}", meaning, partial(_long_context, length=length), length=length)
 
 
-def _system_message(name: str, meaning: str, text: str) -> Perturbation:
-    return Perturbation(f"system_{name}", meaning, partial(_system, text=text))
-
-
-def _temperature(temperature: float) -> Perturbation:
-    return Perturbation(f"temperature_{temperature:g}", f"sampled at {temperature:g}", temperature=temperature)
-
-
-OF_NUMBERS = {
-    r"context_(\d+(?:\.\d+)?)": _context,
-    r"context_(\d+)_tokens": _tokens,
-    r"temperature_(\d+(?:\.\d+)?)": _temperature,
+OF_NUMBERS: dict[str, Callable[[float], Perturbation]] = {
+    r"context_(\d+(?:\.\d+)?)": lambda n: _filled(
+        f"{n:g}", f"{n:g} times data.max_length", lambda limit: round(n * limit)
+    ),
+    r"context_(\d+)_tokens": lambda n: _filled(f"{n:.0f}_tokens", f"{n:,.0f}", lambda _: round(n)),
+    r"temperature_(\d+(?:\.\d+)?)": lambda n: Perturbation(f"temperature_{n:g}", f"sampled at {n:g}", temperature=n),
 }
-KNOWN = {
-    perturbation.name: perturbation
-    for perturbation in (
-        Perturbation("no_template", "the text alone, without a chat template", _no_template),
-        *(
-            Perturbation(
-                f"template_{kind}", f"in the chat template of another family, {kind}", partial(_template, kind=kind)
-            )
-            for kind in TEMPLATES
-        ),
-        Perturbation("system_absent", "no system turn, not even the template's own", _system_absent),
-        _system_message("long", "after a policy of some 700 tokens as system message", POLICY),
-        _system_message(
-            "adversarial",
-            "after a system message of markup, fake special tokens, role markers, JSON and base64",
-            ADVERSARIAL,
-        ),
-        *(_context(multiple) for multiple in (0.5, 1, 2, 4)),
-        _tokens(512),
-        *(
-            Perturbation(
-                f"language_{code}",
-                f"the same prompts with the wish to be answered in {name}",
-                partial(_language, wish=wish),
-            )
-            for code, (name, wish) in WISHES.items()
-        ),
-        *(_temperature(temperature) for temperature in (0.3, 0.7, 1)),
-    )
-}
+CONTEXT, TOKENS, TEMPERATURE = OF_NUMBERS.values()
+_ALL = [
+    Perturbation("no_template", "the text alone, without a chat template", _no_template),
+    *(
+        Perturbation(
+            f"template_{kind}", f"in the chat template of another family, {kind}", partial(_template, kind=kind)
+        )
+        for kind in TEMPLATES
+    ),
+    Perturbation("system_absent", "no system turn, not even the template's own", _system_absent),
+    Perturbation("system_long", "after a policy of some 700 tokens as system message", partial(_system, text=POLICY)),
+    Perturbation(
+        "system_adversarial",
+        "after a system message of markup, fake special tokens, role markers, JSON and base64",
+        partial(_system, text=ADVERSARIAL),
+    ),
+    *map(CONTEXT, (0.5, 1, 2, 4)),
+    TOKENS(512),
+    *(
+        Perturbation(f"language_{code}", f"with the wish to be answered in {name}", partial(_language, wish=wish))
+        for code, (name, wish) in WISHES.items()
+    ),
+    *map(TEMPERATURE, (0.3, 0.7, 1)),
+]
+KNOWN = {perturbation.name: perturbation for perturbation in _ALL}

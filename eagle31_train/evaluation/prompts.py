@@ -4,7 +4,6 @@ A `Suite` says how a row becomes a question. Rows of our own forms, with prompt,
 a file of them can stand in for any suite.
 """
 
-import contextlib
 import glob
 import json
 import re
@@ -61,7 +60,10 @@ class Suite:
         """The columns that the question is made of."""
         if self.prompt is None or "{" not in self.prompt:
             return {self.prompt} if self.prompt else set()
-        names = [name for _, name, _, _ in string.Formatter().parse(self.prompt) if name is not None]
+        try:
+            names = [name for _, name, _, _ in string.Formatter().parse(self.prompt) if name is not None]
+        except ValueError as error:
+            raise UserError(f"prompt={self.prompt!r} is no template ({error}): write {{column}}") from None
         return {re.split(r"[.\[]", name)[0] for name in names}
 
     @property
@@ -73,11 +75,7 @@ class Suite:
 
 
 def suite_of(name: str, given: Any) -> Suite:
-    """The suite that an option describes: a path, or a mapping of `Suite`'s fields.
-
-    Raises:
-        UserError: another kind of thing, a key that is unknown, or no path.
-    """
+    """The suite that an option describes: a path, or a mapping of `Suite`'s fields; UserError for anything else."""
     where = f"evaluate.suites.{name}"
     given = {"path": given} if isinstance(given, str) else given
     if not isinstance(given, dict) or not given.get("path"):
@@ -85,16 +83,7 @@ def suite_of(name: str, given: Any) -> Suite:
     known = [each.name for each in fields(Suite)]
     if unknown := [key for key in given if key not in known]:
         raise UserError(f"{where} has no option {unknown[0]!r}: there are {', '.join(known)}")
-    for key, value in given.items():
-        kinds: Any = {"only": dict, "subset": (str, list)}.get(key, str)
-        if value is not None and not isinstance(value, kinds):
-            raise UserError(f"{where}.{key}={value} is of the wrong kind: docs/evaluation.md shows a suite of your own")
-    suite = Suite(**{key: value for key, value in given.items() if value is not None})
-    try:
-        _ = suite.columns
-    except ValueError as error:
-        raise UserError(f"{where}.prompt={suite.prompt!r} is no template ({error}): write {{column}}") from None
-    return suite
+    return Suite(**{key: value for key, value in given.items() if value is not None})
 
 
 # ---------------------------------------------------------------- which prompts
@@ -125,10 +114,7 @@ def choose(prompts: list[Prompt], count: int, longest: int) -> tuple[list[Prompt
                 waiting.append(source)
                 break
     if not chosen:
-        raise UserError(
-            f"none of {len(prompts)} prompts has at most {longest} tokens, which is what target and drafter leave "
-            "beside evaluate.max_new_tokens: lower that"
-        )
+        raise UserError(f"none of {len(prompts)} prompts has at most {longest} tokens: lower evaluate.max_new_tokens")
     return list(chosen.values()), too_long
 
 
@@ -160,8 +146,7 @@ def from_suite(name: str, suite: Suite, option: str, rendering: Rendering) -> tu
     is_file = not Path(suite.path).is_dir() and not suite.is_hub_id  # which may have names of its own for things
     for where, default, source, row in _rows(name, suite, option):
         _require(suite.only, row, where)
-        allowed = {column: value if isinstance(value, list) else [value] for column, value in suite.only.items()}
-        if any(row[column] not in values for column, values in allowed.items()):
+        if any(row[column] not in (v if isinstance(v, list) else [v]) for column, v in suite.only.items()):
             continue
         wanted = suite.columns | (set(named.values()) if is_file else set())
         stands_in = suite.prompt is not None and not wanted <= row.keys() and bool(row.keys() & set(OWN_FORMS))
@@ -180,8 +165,10 @@ def from_suite(name: str, suite: Suite, option: str, rendering: Rendering) -> tu
         seen["several"] += turns > 1
         seen["tools unread"] += bool(prompt.tools) and prompt.ids == rendering.ids(messages)
     if not prompts:
-        why = "; all that were found are placeholders of texts that are not public" if seen["placeholders"] else ""
-        raise UserError(f"{option}={suite.path} has no prompts{why}: give another file, split or filter")
+        raise UserError(
+            f"{option}={suite.path} has no prompts, and {seen['placeholders']} placeholders of texts that are not "
+            "public: give another file, split or filter"
+        )
     notes = {
         "several": f"of several turns the first is asked, in {seen['several']} of {len(prompts)} prompts",
         "placeholders": f"{seen['placeholders']} rows are placeholders of texts that are not public, and left out",
@@ -218,18 +205,14 @@ def _rows(name: str, suite: Suite, option: str) -> Iterator[tuple[str, str, str,
 
 def _lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """The objects of a file of JSON lines, by line number."""
-    try:
-        text = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file} is not UTF-8 text ({error}): save it as that") from None
     # Not splitlines, which ends a line at U+2028 too: JSON may hold it, and text from the web does.
-    for number, line in enumerate(text.split("\n"), 1):
+    for number, line in enumerate(file.read_bytes().split(b"\n"), 1):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{file}, line {number} is not JSON ({error}): mend or remove it") from None
+            row = json.loads(line.decode("utf-8"))
+        except ValueError as error:  # of JSON or of UTF-8
+            raise UserError(f"{file}, line {number} is not JSON in UTF-8 ({error}): mend or remove it") from None
         if not isinstance(row, dict):
             raise UserError(f"{file}, line {number} is no object: give one with prompt, turns or messages")
         yield number, row
@@ -257,11 +240,7 @@ def _messages(suite: Suite, row: dict[str, Any], where: str) -> tuple[list[Messa
     """The messages of a row before the first answer, and how many turns it has."""
     value: Any
     if suite.prompt is None:
-        form = next((form for form in OWN_FORMS if row.get(form)), "prompt")
-        value = row.get(form)
-        kind = {"prompt": str, "turns": list, "messages": list}[form]
-        if not isinstance(value, kind):
-            raise UserError(f"{where} has no prompt: give prompt (a text), turns (texts) or messages (role, content)")
+        value = next((row[form] for form in OWN_FORMS if row.get(form)), None)
     else:
         _require(suite.columns, row, where)
         try:
@@ -275,7 +254,8 @@ def _messages(suite: Suite, row: dict[str, Any], where: str) -> tuple[list[Messa
             return [{"role": "user", "content": text}], len(value)
         case [dict(), *_]:
             return _before_answer(value, where), 1
-    raise UserError(f"{where}: {suite.prompt or form} is no text, no texts and no messages: name another column")
+    column = suite.prompt or "prompt, turns or messages"
+    raise UserError(f"{where}: {column} is no text, no texts and no messages: give such, or name another column")
 
 
 def _before_answer(messages: list[Any], where: str) -> list[Message]:
@@ -283,14 +263,12 @@ def _before_answer(messages: list[Any], where: str) -> list[Message]:
     before: list[Message] = []
     for message in messages:
         match message:
-            case {"role": "assistant"}:
+            case {"role": "assistant"} if before:
                 break
-            case {"role": str(role), "content": str(content)}:
+            case {"role": str(role), "content": str(content)} if role != "assistant":
                 before.append({"role": role, "content": content})
             case _:
-                raise UserError(f"{where} has a message without role or content text: mend or remove it")
-    if not before:
-        raise UserError(f"{where} begins with the assistant: there is nothing to answer")
+                raise UserError(f"{where} has a message without role or content text, or begins with the assistant")
     return before
 
 
@@ -299,15 +277,11 @@ def _rendered(
 ) -> Prompt:
     """The prompt of a row's messages; `name` and `source` stand in for what the row does not say."""
     tools = row.get("tools")
-    if isinstance(tools, str) and tools.strip():
-        with contextlib.suppress(json.JSONDecodeError):  # what is no list is refused below
-            tools = json.loads(tools)
-    if tools and not isinstance(tools, list):
-        raise UserError(f"{where} has tools that are no list: give OpenAI's form of tools")
     try:
+        tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
         ids = rendering.ids(messages, tools or None)
-    except UnfitError as error:
-        raise UserError(f"{where}: {error}: change it") from None
+    except (UnfitError, json.JSONDecodeError) as error:
+        raise UserError(f"{where} cannot be rendered ({error}): change it, or its tools") from None
     named = row.get("id", row.get("question_id", name))
     return Prompt(str(named), str(row.get("source") or row.get("category") or source), ids, messages, tools or None)
 
@@ -316,5 +290,5 @@ def _require(columns: Iterable[str], row: dict[str, Any], where: str) -> None:
     if missing := sorted(set(columns) - row.keys()):
         raise UserError(
             f"{where} has no column {', '.join(map(repr, missing))} (it has {', '.join(row)}): name others in the "
-            f"suite, or give rows with {', '.join(OWN_FORMS[:-1])} or {OWN_FORMS[-1]}"
+            "suite, or give rows with prompt, turns or messages"
         )

@@ -31,36 +31,40 @@ class Rendering:
 
     @classmethod
     def load(cls, target: TargetConfig) -> "Rendering":
-        """The tokenizer and template of a target.
-
-        Raises:
-            UserError: neither can be had.
-        """
+        """The tokenizer and template of a target; UserError where it has none."""
         tokenizer = from_pretrained(AutoTokenizer, target)
-        if target.chat_template is None and not tokenizer.chat_template:
-            raise UserError(
-                f"the tokenizer of {target.path} has no chat template: give one as target.chat_template=FILE"
-            )
-        template = None
-        if target.chat_template is not None:
-            if not (file := Path(target.chat_template)).is_file():
-                raise UserError(f"target.chat_template={file} is missing: give a Jinja file")
-            template = file.read_text(encoding="utf-8")
-        return cls(tokenizer, template, target.template_args)
+        file = Path(target.chat_template) if target.chat_template is not None else None
+        if (file is None and not tokenizer.chat_template) or (file and not file.is_file()):
+            raise UserError(f"{file or f'the template of {target.path}'} is missing: give target.chat_template=FILE")
+        return cls(tokenizer, file.read_text(encoding="utf-8") if file else None, target.template_args)
 
     # ------------------------------------------------------------ messages to tokens
 
-    def text(self, messages: list[Message], tools: list[Tool] | None = None, generation: bool = True) -> str:
-        """The conversation as text, with the generation prompt unless told otherwise.
+    def text(
+        self,
+        messages: list[Message],
+        tools: list[Tool] | None = None,
+        generation: bool = True,
+        template: str | None = None,
+    ) -> str:
+        """The conversation as text, with the generation prompt unless told otherwise; `template`: another family's.
 
         Raises:
             UnfitError: the template does not take it.
         """
-        return self._render(messages, tools, self.template, generation, self.arguments)
-
-    def foreign(self, messages: list[Message], template: str) -> str:
-        """The conversation in another family's chat template (Jinja text), which reads no tools."""
-        return self._render(messages, None, template, True, {})
+        arguments = self.arguments if template is None else {}
+        try:
+            text = self.tokenizer.apply_chat_template(
+                messages,
+                tools=tools or None,
+                chat_template=template or self.template,
+                tokenize=False,
+                add_generation_prompt=generation,
+                **arguments,
+            )
+        except (jinja2.TemplateError, TypeError) as error:  # TypeError: say, "+" between text and none
+            raise UnfitError(f"the chat template refuses it ({error})") from None
+        return str(text)
 
     def ids(self, messages: list[Message], tools: list[Tool] | None = None) -> list[int]:
         """Token ids up to and with the generation prompt."""
@@ -86,27 +90,6 @@ class Rendering:
         added = {*self.special, *(token.content for token in self.tokenizer.added_tokens_decoder.values())}
         broken = [f"{re.escape(t[0])}(?={re.escape(t[1:])})" for t in sorted(added) if len(t) > 1 and not t.isspace()]
         return re.sub("|".join(broken), r"\g<0> ", text) if broken else text
-
-    def _render(
-        self,
-        messages: list[Message],
-        tools: list[Tool] | None,
-        template: str | None,
-        generation: bool,
-        arguments: dict[str, Any],
-    ) -> str:
-        try:
-            text = self.tokenizer.apply_chat_template(
-                messages,
-                tools=tools or None,
-                chat_template=template,
-                tokenize=False,
-                add_generation_prompt=generation,
-                **arguments,
-            )
-        except (jinja2.TemplateError, TypeError) as error:  # TypeError: say, "+" between text and none
-            raise UnfitError(f"the chat template refuses it ({error})") from None
-        return str(text)
 
     # ------------------------------------------------------------ and back
 

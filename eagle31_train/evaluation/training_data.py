@@ -62,9 +62,7 @@ def caveats(trainings: Mapping[str, Sequence[dict[str, Any] | None]], data: str)
         elif any(one.get("train", {}).get("init_from") for one in (first, *others) if one):
             yield f"the weights that {name} was initialised from may have been trained on these prompts"
         for number, other in enumerate(others, 2):
-            if first is None or other is None:
-                yield f"trainings 1 and {number} of {name} may differ in more than their seed"
-            elif change := artifacts.describe_change(_recipe(first), _recipe(other)):
+            if change := artifacts.describe_change(_recipe(first or {}), _recipe(other or {})):
                 yield f"trainings 1 (there) and {number} (here) of {name} differ in more than their seed: {change}"
 
 

@@ -3,17 +3,14 @@
 `configs/suite/` has the suites that the field reports.
 """
 
-import difflib
 import re
-import shlex
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from datasets import DatasetDict
 
 from eagle31_train import artifacts
@@ -29,7 +26,6 @@ HELDOUT = "heldout"
 PROMPTS = "prompts"  # those of evaluate.prompts
 LEFT_OUT = "evaluate.leave_out names it"
 LOOPING = 0.3  # compressed share of a text; of the demo's held-out answers 14 % are under it
-NAMED = 5  # prompts that were left out for one reason
 
 
 @dataclass(frozen=True)
@@ -54,8 +50,7 @@ class Workload:
         yield from self.notes
         for why in dict.fromkeys(self.left_out.values()):
             ids = [prompt for prompt, reason in self.left_out.items() if reason == why]
-            more = f" and {len(ids) - NAMED} more" if len(ids) > NAMED else ""
-            yield f"left out {', '.join(ids[:NAMED])}{more}: {why}"
+            yield f"left out {len(ids)} ({', '.join(ids[:5])}{', …' * (len(ids) > 5)}): {why}"
 
 
 def workloads(config: Config, data: dict[str, Any] | None, longest: int, caveats: Sequence[str] = ()) -> list[Workload]:
@@ -84,40 +79,28 @@ def workloads(config: Config, data: dict[str, Any] | None, longest: int, caveats
     for name, suite in suites.items():
         sets[name] = from_suite(name, suite, _option(name), maker.rendering)
     known = [prompt.id for prompts, _ in sets.values() for prompt in prompts]
-    for name in config.evaluate.leave_out:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1, cutoff=0.5) or known[:5]
-            raise UserError(
-                f"evaluate.leave_out has {name!r}, which is the id of no prompt: there are {', '.join(close)}, …"
-            )
+    if unknown := set(config.evaluate.leave_out).difference(known):
+        raise UserError(f"evaluate.leave_out has {min(unknown)!r}: ids of prompts are {', '.join(known[:5])}, …")
     made = [
         form for name, (prompts, notes) in sets.items() for form in maker.forms(name, prompts, notes, perturbations)
     ]
     return [replace(one, notes=[*one.notes, *caveats]) for one in made]
 
 
-def leaving_out(ids: Iterable[str]) -> str:
-    """The option that leaves out these prompts, as a shell takes it."""
-    # In Hydra's grammar a backslash is one, except before a quote.
-    words = [re.sub(r'(\\*)("|$)', lambda m: m[1] * 2 + ('\\"' if m[2] else ""), name) for name in ids]
-    quoted = ",".join(f'"{word}"' for word in words)
-    return shlex.quote(f"evaluate.leave_out=[{quoted}]")
-
-
 def inputs(config: Config) -> dict[str, Any]:
     """What the workloads depend on beside stage 1's data: options, and the contents of files by their hashes."""
+    options, target = config.evaluate, config.target
     found: dict[str, Any] = {"perturbations": [perturbation.name for perturbation in _perturbations(config)]}
-    if config.evaluate.leave_out:  # without it, all is as it was before there was such an option
-        found["leave_out"] = sorted(set(config.evaluate.leave_out))
+    if options.leave_out:  # without it, all is as it was before there was such an option
+        found["leave_out"] = sorted(set(options.leave_out))
     suites = {_option(name): suite for name, suite in _suites(config).items()}
-    if config.evaluate.prompts is not None:
-        suites["evaluate.prompts"] = Suite(config.evaluate.prompts)
-    if suites or found["perturbations"]:
-        found["rendering"] = artifacts.rendering_fingerprint(config.target.path)
-        found["template_args"] = config.target.template_args
-        if config.target.chat_template is not None:
-            found["template"] = artifacts.file_sha256(Path(config.target.chat_template))[:16]
-    if found["perturbations"]:
+    if options.prompts is not None:
+        suites["evaluate.prompts"] = Suite(options.prompts)
+    if suites or options.perturbations:
+        found |= {"rendering": artifacts.rendering_fingerprint(target.path), "template_args": target.template_args}
+        if target.chat_template is not None:
+            found["template"] = artifacts.file_sha256(Path(target.chat_template))[:16]
+    if options.perturbations:
         found["max_length"] = config.data.max_length
     for option, suite in suites.items():
         content: Any = suite.path
@@ -179,8 +162,7 @@ class _Maker:
         """The held-out prompts, with the messages that their tokens say where perturbations are to transform them."""
         if not self.has_heldout:
             raise UserError(
-                f"{self.config.data_folder} holds out no prompts (data.heldout=0): set data.heldout and run "
-                "`python -m data_prep` again, or set evaluate.prompts=FILE"
+                f"{self.config.data_folder} holds out no prompts: set data.heldout, or evaluate.prompts=FILE"
             )
         return from_heldout(self.config.data_folder / "dataset", self.rendering if with_messages else None)
 
@@ -233,16 +215,10 @@ class _Maker:
 
     def _beyond_training(self, workload: Workload) -> list[str]:
         """A note where prompts with their answers may be longer than any sample that was trained on."""
-        if self.training_split is None:
+        longest = max(len(prompt.ids) for prompt in workload.prompts) + self.config.evaluate.max_new_tokens
+        if self.training_split is None or longest <= (limit := self.training_split.lengths.max()):
             return []
-        lengths, more = self.training_split.lengths, self.config.evaluate.max_new_tokens
-        longest = max(len(prompt.ids) for prompt in workload.prompts)
-        if longest + more <= lengths.max():
-            return []
-        return [
-            f"prompts of up to {longest:,} tokens and {more:,} more; samples trained on have at most "
-            f"{lengths.max():,}, and {int(np.median(lengths)):,} in the median"
-        ]
+        return [f"prompts and answers of up to {longest:,} tokens; samples trained on have at most {limit:,}"]
 
     @property
     def _too_long(self) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 from eagle31_train.checkpoint.config_json import MLA_DEFAULTS
 from eagle31_train.checkpoint.contract import caveats
 from eagle31_train.config import RENAMED, Config, DrafterShape
+from eagle31_train.evaluation.intervals import bracket
 from eagle31_train.reporting import tables
 from eagle31_train.reporting.card_results import CardResult, CardResults
 from eagle31_train.reporting.evaluation_page import conditions
@@ -72,64 +73,53 @@ def render(facts: Facts) -> str:
 def results(measured: CardResults) -> Iterator[str]:
     """Acceptance, serving and comparisons, as tables; what was not measured is said, too."""
     yield "## Measured acceptance"
-    if measured.evaluation is None:
-        yield "The acceptance of this checkpoint was not measured."
-    else:
-        yield from _acceptance(measured.evaluation)
+    nothing = ["The acceptance of this checkpoint was not measured."]
+    yield from _acceptance(measured.evaluation) if measured.evaluation else nothing
     yield "## Measured in vLLM"
-    if measured.serving is None:
-        yield "How fast vLLM is with this checkpoint was not measured."
+    if served := measured.serving:
+        yield from _result({"serving": served.content["serving"]}, served)
     else:
-        yield from _command(measured.serving.content["serving"])
-        yield from _result({"serving": measured.serving.content["serving"]}, measured.serving)
+        yield "How fast vLLM is with this checkpoint was not measured."
     yield "## Compared with other drafters"
     if not measured.comparisons:
         yield "This checkpoint was not compared with others."
     for comparison in measured.comparisons:
         yield f"### {plain(comparison.content['title'])}"
         yield f"This checkpoint is {plain(' and '.join(comparison.names))}."
-        yield from _command(comparison.content)
         yield from _result(comparison.content, comparison)
-    shown = [measured.evaluation.content["result"]] if measured.evaluation else []
-    shown += [comparison.content for comparison in measured.comparisons]
-    if texts := dict.fromkeys(result["definitions"] for result in shown if "definitions" in result):
-        yield "## What the numbers mean"
-        yield "\n".join(f"- {plain(line)}" for text in texts for line in text.split("\n"))
+    if measured.evaluation or measured.serving or measured.comparisons:
+        yield f"{plain(tables.GLOSSARY)} (of eagle31)"
 
 
 def _acceptance(evaluation: CardResult) -> Iterator[str]:
     result, report = evaluation.content["result"], evaluation.content["report"]
     first, depth = result["workloads"][0], str(result["draft_tokens"])
     (numbers,) = first["drafters"].values()
-    length = tables.bracket(numbers["by_depth"][depth]["acceptance_length"])
+    length = bracket(numbers["by_depth"][depth]["acceptance_length"])
     prompts = f"{tables.count(first['prompts'], 'prompt')} of {plain(first['name'])}, {tables.sampling(first)}"
     yield f"**Acceptance length {length} with {tables.count(int(depth), 'draft token')}**, on {prompts}."
     if report["identical"]:
         yield "Every answer that was decoded with the drafter was equal to the target's own."
     if missing := report.get("not_measured"):
         yield f"Not measured, since none of its prompts was decoded: {plain(', '.join(missing))}."
-    yield from _command(result)
     yield from _result(result, evaluation)
 
 
-def _command(result: Mapping[str, Any]) -> Iterator[str]:
-    """What a result was measured on, and how."""
-    if "command" in result:
-        yield plain(", ".join(conditions(result))) + ":"
-        yield code(scrubbed(result["command"]))
-
-
 def _result(result: Mapping[str, Any], source: CardResult) -> Iterator[str]:
-    """The sections of a result and its pictures; all workloads but the first are folded."""
-    names = [workload["name"] for workload in result.get("workloads", [])]
+    """What a result was measured on and how, its sections and pictures; all workloads but the first are folded."""
+    measured = result if "command" in result else result.get("serving", {})
+    if "command" in measured:
+        yield plain(", ".join(conditions(measured))) + ":"
+        yield code(scrubbed(measured["command"]))
+    folded = [workload["name"] for workload in result.get("workloads", [])][1:]
     for section in tables.sections(dict(result)):
-        if section.title in names[1:]:
-            yield f"<details>\n<summary>{escape(scrubbed(section.title))}</summary>"
-        yield from _section(section)
-        if section.title in names[1:]:
-            yield "</details>"
-    for shown in source.pictures:
-        yield image(shown.name, f"{shown.picture.title} ({shown.picture.section})", shown.picture.caption)
+        shown = list(_section(section))
+        if section.title in folded:
+            summary = f"<details>\n<summary>{escape(scrubbed(section.title))}</summary>"
+            shown = [summary, *shown, "</details>"]
+        yield from shown
+    for picture in source.pictures:
+        yield image(picture.name, f"{picture.picture.title} ({picture.picture.section})")
 
 
 def _section(section: Section) -> Iterator[str]:

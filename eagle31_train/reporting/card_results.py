@@ -7,7 +7,7 @@ result that belongs to another checkpoint says nothing of this one.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from eagle31_train import artifacts
 from eagle31_train.errors import UserError
@@ -18,13 +18,11 @@ from eagle31_train.reporting.tables import ALL, SERVING
 
 EVALUATE, COMPARE = "python -m eagle31_train.evaluate", "python -m eagle31_train.compare"
 COMPARISON = [  # what the card needs of one
-    *("definitions", "draft_tokens", "drafters", "workloads"),
-    *("title", "trainings", "identities", "command", "files"),
+    *("draft_tokens", "drafters", "workloads", "title", "trainings", "identities", "command", "files"),
 ]
 
 
-@dataclass(frozen=True)
-class CardPicture:
+class CardPicture(NamedTuple):
     """file: where it lies. name: where the card has it, as an address below the exported folder."""
 
     file: Path
@@ -75,14 +73,10 @@ class CardResults:
 
 
 def read(run: Path, identity: str, checkpoint: str, comparisons: Sequence[Path]) -> CardResults:
-    """What was measured of the checkpoint in `run`.
+    """What was measured of the checkpoint in `run`; UserError where a result is damaged, or a comparison is of others.
 
     Args:
-        identity: of what was trained, as `run_folder.identity` gives it. checkpoint: fingerprint of what is
-            exported, as export.json has it. comparisons: folders of those that it is part of.
-
-    Raises:
-        UserError: a result is damaged, or a comparison is of others.
+        identity: of what was trained. checkpoint: fingerprint of what is exported. comparisons: their folders.
     """
     compared = [_comparison(folder, number, identity) for number, folder in enumerate(comparisons, 1)]
     evaluation = _stage(run / "evaluate", "checkpoint", identity, "acceptance", f"{EVALUATE} …")
@@ -106,11 +100,7 @@ def _stage(folder: Path, key: str, identity: str, images: str, command: str) -> 
 
 
 def _comparison(folder: Path, number: int, identity: str) -> CardResult:
-    """The card's comparison number 1, 2, …, that the checkpoint is part of.
-
-    Raises:
-        UserError: the folder holds none, or one of other checkpoints, or pictures that are not of its numbers.
-    """
+    """The card's comparison number 1, 2, …, that the checkpoint is part of."""
     again = f"`{COMPARE} …` again, which measures nothing twice"
     if not (folder / RESULT).is_file():
         raise UserError(f"comparisons: {folder} has no {RESULT}: give the folder that `{COMPARE}` wrote")

@@ -1,10 +1,10 @@
-"""Pictures of a result, which `acceptance.py` describes: acceptance and drift by depth, all workloads, and serving.
+"""Pictures of a result, which `results.py` describes: acceptance and drift by depth, all workloads, and serving.
 
 Names and order of the pictures are part of what makes a model card new: they stay as they are.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -14,17 +14,16 @@ import numpy as np
 
 from eagle31_train.evaluation.intervals import Interval
 from eagle31_train.reporting import figures
-from eagle31_train.reporting.figures import HEIGHT, ROW, Picture, percent
+from eagle31_train.reporting.figures import ROW, Picture
 from eagle31_train.reporting.tables import ALL, SERVING
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Result = dict[str, Any]
-KINDS = {"sink": "first tokens", "prompt": "prompt", "verified": "verified", "own": "own drafts"}
-TOKENS, STEP = "draft tokens", "draft step"
+Curves = dict[str, list[Interval]]  # by drafter
+KINDS = ("sink", "prompt", "verified", "own")
 BAND = "95 % intervals shaded"
-LEAST = 10.0  # per cent; smaller differences are drawn pale
 NOTHING: Interval = [None, None, None]
 
 
@@ -58,15 +57,11 @@ def slug(name: str) -> str:
 # ---------------------------------------------------------------- one workload
 
 
-def _curves(
-    axes: "Axes", across: str, curves: dict[str, list[Interval]], names: list[str], share: bool, shift: float = 0.0
-) -> None:
+def _curves(across: str, curves: Curves, names: list[str], share: bool, axes: "Axes") -> None:
     """A curve for each drafter, over 1, 2, 3, …; a share of one as a percentage."""
     for name, intervals in curves.items():
-        last = next((value + shift for value, *_ in reversed(intervals) if value is not None), None)
-        form = "{:+.1%}" if shift else "{:.0%}" if share else "{:.2f}"
-        label = name if last is None else f"{name}  {form.format(last)}"
-        figures.banded(axes, intervals, label, names.index(name), shift)
+        last = [value for value, *_ in intervals if value is not None][-1:]
+        figures.banded(axes, intervals, " ".join([name, *map("{:.3g}".format, last)]), names.index(name))
     if share:
         figures.shares(axes)
     figures.whole_numbers(axes, across)
@@ -76,175 +71,96 @@ def _acceptance(workload: Result, names: list[str]) -> Iterator[Picture]:
     section, drafters, differences = workload["name"], workload["drafters"], workload["differences"]
     first = next(iter(drafters))
     depths = list(drafters[first]["by_depth"])
-    remark = f"{section} · {BAND}"
+
+    def picture(name: str, title: str, across: str, curves: Curves, share: bool = False) -> Picture:
+        draw = partial(_curves, across, curves, names, share)
+        return Picture(f"{slug(section)}-{name}", section, title, draw, f"{section} · {BAND}")
+
     lengths = {name: [of["by_depth"][k]["acceptance_length"] for k in depths] for name, of in drafters.items()}
-    yield Picture(
-        f"{slug(section)}-acceptance",
-        section,
-        "Acceptance length",
-        "Tokens per verification, the target's own included, by the number of tokens that are drafted.",
-        partial(_curves, across=TOKENS, curves=lengths, names=names, share=False),
-        remark,
-    )
+    yield picture("acceptance", "Acceptance length", "draft tokens", lengths)
     if differences:
-        title = f"{' and '.join(differences) if len(differences) < 3 else 'Others'} against {first}"
-        yield Picture(
-            f"{slug(section)}-gain",
-            section,
-            title,
-            "Change of the acceptance length on the same prompts. Bands are over prompts, not over trainings.",
-            partial(_gain, first, {name: [of[k]["ratio"] for k in depths] for name, of in differences.items()}, names),
-            f"acceptance length · {remark}",
-        )
+        ratios = {name: [of[k]["ratio"] for k in depths] for name, of in differences.items()}
+        yield picture("gain", f"Acceptance length, times that of {first}", "draft tokens", ratios)
     if workload["perturbation"] is None:
-        yield Picture(
-            f"{slug(section)}-conditional",
-            section,
-            "Accepted, if reached",
-            "Share of drafts whose token at this position is accepted, of those whose tokens before it are; "
-            f"{depths[-1]} tokens are drafted.",
-            partial(
-                _curves,
-                across="position",
-                curves={name: numbers["conditional"] for name, numbers in drafters.items()},
-                names=names,
-                share=True,
-            ),
-            remark,
-        )
-
-
-def _gain(first: str, ratios: dict[str, list[Interval]], names: list[str], axes: "Axes") -> None:
-    """Every other drafter against the first."""
-    axes.axhline(0, linestyle="--", color="gray", label=first)
-    _curves(axes, TOKENS, ratios, names, share=True, shift=-1.0)
+        shares = {name: numbers["conditional"] for name, numbers in drafters.items()}
+        yield picture("conditional", "Accepted, if all before it is", "position", shares, share=True)
 
 
 def _drift(workload: Result, names: list[str]) -> Iterator[Picture]:
     section = workload["name"]
     drift = {name: numbers["drift"] for name, numbers in workload["drafters"].items() if numbers["drift"]}
     for name, measures in drift.items():
-        yield Picture(
-            f"{slug(section)}-attention-{slug(name)}",
-            section,
-            f"Where {name} looks",
-            "Share of the attention on the first tokens of the sequence, the rest of the prompt, what the target has "
-            "verified, and what the drafter itself has drafted.",
-            partial(_attention, measures),
-            f"{section} · share of the attention, by draft step",
-        )
-    for measure, title, caption in (
-        ("own", "Attention on its own drafts", "Share of the attention on tokens that are not verified."),
-        (
-            "rms",
-            "RMS of the state that a step reads",
-            "Step 1 reads the target's states, later steps the one fed back.",
-        ),
-        ("entropy", "Entropy of the draft distribution, nats", "How undecided the drafter is, step by step."),
-    ):
-        if drift:
-            curves = {name: measures[measure] for name, measures in drift.items()}
-            draw = partial(_curves, across=STEP, curves=curves, names=names, share=measure == "own")
-            yield Picture(f"{slug(section)}-{measure}", section, title, caption, draw, f"{section} · {BAND}")
+        title, remark = f"Where {name} looks", f"{section} · share of the attention"
+        yield Picture(f"{slug(section)}-attention-{slug(name)}", section, title, partial(_attention, measures), remark)
+    titles = {
+        "own": "Attention on its own drafts",
+        "rms": "RMS of the state that a step reads",
+        "entropy": "Entropy of the draft distribution, nats",
+    }
+    for measure, title in titles.items() if drift else ():
+        curves = {name: measures[measure] for name, measures in drift.items()}
+        draw = partial(_curves, "draft step", curves, names, measure == "own")
+        yield Picture(f"{slug(section)}-{measure}", section, title, draw, f"{section} · {BAND}")
 
 
-def _attention(measures: dict[str, list[Interval]], axes: "Axes") -> None:
+def _attention(measures: Curves, axes: "Axes") -> None:
     parts = [figures.columns(measures[kind])[0] for kind in KINDS]
-    labels = [f"{label}  {percent(part[-1])}" for label, part in zip(KINDS.values(), parts, strict=True)]
-    axes.stackplot(np.arange(1.0, len(parts[0]) + 1), parts, labels=labels, edgecolor=axes.get_facecolor())
-    axes.set_ylim(0, 1)
-    axes.margins(x=0)
+    labels = [f"{kind} {part[-1]:.0%}" for kind, part in zip(KINDS, parts, strict=True)]
+    axes.stackplot(np.arange(1.0, len(parts[0]) + 1), parts, labels=labels)
+    axes.margins(0)
     figures.shares(axes)
-    figures.whole_numbers(axes, STEP)
+    figures.whole_numbers(axes, "draft step")
 
 
 # ---------------------------------------------------------------- all workloads
 
 
 def _overview(result: Result) -> Iterator[Picture]:
-    workloads, names, depth = result["workloads"], result["drafters"], str(result["draft_tokens"])
-    of_all = {workload["name"]: workload["drafters"] for workload in workloads}
-    lengths = {
-        row: {name: of["by_depth"][depth]["acceptance_length"] for name, of in drafters.items()}
-        for row, drafters in of_all.items()
-    }
-    yield _forest(
-        "acceptance",
-        f"Acceptance length at {depth} draft tokens",
-        "Tokens per verification, the target's own included.",
-        lengths,
-        names,
-        "tokens per verification",
-    )
-    kept = {
-        row: {name: of["kept"][depth] for name, of in drafters.items() if of.get("kept")}
-        for row, drafters in of_all.items()
-    }
-    perturbed = [workload["name"] for workload in workloads if workload["perturbation"] is not None]
-    if kept := {row: found for row, found in kept.items() if found and row in perturbed}:
-        yield _forest(
-            "kept",
-            "What a perturbation leaves",
-            f"Acceptance length at {depth} draft tokens, as a share of that on the plain form of the same prompts.",
-            kept,
-            names,
-            "of the plain form's",
-        )
-    if all(of["drift"] for drafters in of_all.values() for of in drafters.values()):
-        yield _forest(
-            "own",
-            "Attention on its own drafts, at the last step",
-            "Share of the attention that the last draft step spends on tokens that are not verified.",
-            {row: {name: of["drift"]["own"][-1] for name, of in drafters.items()} for row, drafters in of_all.items()},
-            names,
-            "of the attention",
-        )
-    for name in names[1:]:
-        if compared := [workload for workload in workloads if name in workload["differences"]]:
-            yield Picture(
-                f"workloads-gain-{slug(name)}",
-                ALL,
-                f"{name} against {names[0]}",
-                "Change of the acceptance length, in per cent; bold where one of them wins. "
-                f"Positive: {name} is better.",
-                partial(_cells, name, compared),
-                "acceptance length, change in per cent · bold: one of them wins",
-                1.0 + ROW * max(len(compared), 2),
-            )
-
-
-def _forest(
-    name: str,
-    title: str,
-    caption: str,
-    found: dict[str, dict[str, Interval]],
-    names: list[str],
-    across: str,
-) -> Picture:
     """A row for each workload, with an interval for each drafter."""
+    names, depth = result["drafters"], str(result["draft_tokens"])
+    of_all = {workload["name"]: workload for workload in result["workloads"]}
 
-    def draw(axes: "Axes") -> None:
-        figures.rows(axes, list(found))
-        for index, drafter in enumerate(names):
-            figures.whiskers(axes, [row.get(drafter, NOTHING) for row in found.values()], drafter, index, len(names))
-        axes.set_xlabel(across)
-        if name != "acceptance":
-            figures.shares(axes, "x")
-        if name == "kept":
-            axes.axvline(1, linestyle="--", color="gray")
+    def forest(name: str, title: str, found: dict[str, dict[str, Interval]], share: bool = False) -> Picture:
+        rows = {row: intervals for row, intervals in found.items() if intervals}
+        height = 1.1 + ROW * max(len(rows) * (1 + len(names)) / 2, 2)
+        return Picture(f"workloads-{name}", ALL, title, partial(_forest, rows, names, share), "95 % intervals", height)
 
-    height = 1.1 + ROW * max(len(found) * (1 + len(names)) / 2, 2)
-    return Picture(f"workloads-{name}", ALL, title, caption, draw, "95 % intervals", height)
+    lengths = {
+        row: {name: of["by_depth"][depth]["acceptance_length"] for name, of in workload["drafters"].items()}
+        for row, workload in of_all.items()
+    }
+    yield forest("acceptance", f"Acceptance length at {depth} draft tokens", lengths)
+    kept = {
+        row: {name: of["kept"][depth] for name, of in workload["drafters"].items() if of.get("kept")}
+        for row, workload in of_all.items()
+    }
+    if any(kept.values()):
+        yield forest("kept", f"Kept of the plain form's acceptance length, at {depth} draft tokens", kept, True)
+    if all(of["drift"] for workload in of_all.values() for of in workload["drafters"].values()):
+        own = {
+            row: {name: of["drift"]["own"][-1] for name, of in workload["drafters"].items()}
+            for row, workload in of_all.items()
+        }
+        yield forest("own", "Attention on its own drafts, at the last step", own, True)
+    for name in names[1:]:
+        ratios = {
+            row: {name: workload["differences"][name][depth]["ratio"]}
+            for row, workload in of_all.items()
+            if name in workload["differences"]
+        }
+        if ratios:
+            title = f"Acceptance length of {name}, times that of {names[0]}, at {depth} draft tokens"
+            yield forest(f"gain-{slug(name)}", title, ratios)
 
 
-def _cells(name: str, workloads: Sequence[Result], axes: "Axes") -> None:
-    depths = list(workloads[0]["differences"][name])
-    ratios = figures.columns([w["differences"][name][depth]["ratio"] for w in workloads for depth in depths])[0]
-    wins = np.array([[w["verdict"][name]["better"][depth] is not None for depth in depths] for w in workloads])
-    figures.cells(axes, 100 * (ratios.reshape(wins.shape) - 1), wins, depths, LEAST)
-    figures.rows(axes, [workload["name"] for workload in workloads])
-    axes.grid(visible=False)
-    axes.set_xlabel(TOKENS)
+def _forest(rows: dict[str, dict[str, Interval]], names: list[str], share: bool, axes: "Axes") -> None:
+    for index, drafter in enumerate(names):
+        if any(drafter in row for row in rows.values()):
+            figures.whiskers(axes, [row.get(drafter, NOTHING) for row in rows.values()], drafter, index, len(names))
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    if share:
+        figures.shares(axes, "x")
 
 
 # ---------------------------------------------------------------- serving
@@ -253,14 +169,13 @@ def _cells(name: str, workloads: Sequence[Result], axes: "Axes") -> None:
 def _serving(serving: Result) -> Iterator[Picture]:
     rows = serving["rows"]
     for name in dict.fromkeys(row["drafter"] for row in rows if row["drafter"]):
+        draw = partial(_speeds, [row for row in rows if row["drafter"] in (None, name)])
         yield Picture(
             f"serving-{slug(name)}",
             SERVING,
-            f"{name} in vLLM",
-            "Output tokens per second and user, by requests under way at once; none: without a drafter.",
-            partial(_speeds, [row for row in rows if row["drafter"] in (None, name)]),
-            f"tokens/s/user, by number of draft tokens · {BAND}",
-            HEIGHT,
+            f"{name} in vLLM: tokens/s/user",
+            draw,
+            f"by number of draft tokens · {BAND}",
         )
 
 

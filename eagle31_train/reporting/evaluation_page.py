@@ -7,7 +7,7 @@ from typing import Any
 from eagle31_train import artifacts
 from eagle31_train.reporting import html, tables
 from eagle31_train.reporting.evaluation_figures import pictures
-from eagle31_train.reporting.tables import Section, bracket
+from eagle31_train.reporting.tables import GLOSSARY, Section
 
 PAGE = "index.html"
 RESULT = "result.json"  # of a comparison: what was drawn, and the files of that
@@ -18,7 +18,7 @@ def write(folder: Path, result: dict[str, Any]) -> list[Path]:
 
     Args:
         folder: gets PAGE, and a PNG of every picture; those that an earlier result there lists as its own go.
-        result: as `acceptance.tell` makes it, with title, and what else is known: machine, dtype, max_new_tokens,
+        result: see `evaluation/results.py`, with title, and what else is known: machine, dtype, max_new_tokens,
             command, serving.
     """
     earlier = artifacts.read_json(folder / RESULT, "this command") if (folder / RESULT).is_file() else {}
@@ -30,16 +30,12 @@ def write(folder: Path, result: dict[str, Any]) -> list[Path]:
 
 def render(result: dict[str, Any], drawn: Mapping[str, str]) -> str:
     """The page as text; `drawn`: pictures by section, as HTML."""
-    command = result.get("command") or result.get("serving", {}).get("command")
-    definitions = result.get("definitions", "")
+    command = result.get("command") or result.get("serving", {}).get("command", "")
     parts = [
-        html.muted(*conditions(result)),
-        html.facts(_facts(result)) if result.get("workloads") else "",
+        html.paragraph(" · ".join(conditions(result))),
         *(_section(section, drawn) for section in tables.sections(result)),
-        html.heading("What the numbers mean") if definitions else "",
-        *map(html.paragraph, definitions.split("\n")),
-        html.heading("Repeat") if command else "",
-        html.code(command or ""),
+        html.paragraph(GLOSSARY),
+        html.code(command),
     ]
     return html.document(result["title"], parts)
 
@@ -52,26 +48,9 @@ def conditions(result: Mapping[str, Any]) -> list[str]:
     return shown
 
 
-def _facts(result: dict[str, Any]) -> dict[str, str]:
-    """The numbers that are looked for first."""
-    first, depth = result["workloads"][0], str(result["draft_tokens"])
-    facts = {
-        f"{name}, {first['name']}, {depth} draft tokens": bracket(
-            numbers["by_depth"][depth]["acceptance_length"], "{:.2f}"
-        )
-        for name, numbers in first["drafters"].items()
-    }
-    speeds = first.get("tokens_per_second", {})
-    if plain := speeds.get("plain"):
-        facts |= {f"speed with {name}": f"{speeds[name] / plain:.2f} ×" for name in first["drafters"] if name in speeds}
-    # Perturbed forms are of the same prompts.
-    prompts = sum(workload["prompts"] for workload in result["workloads"] if workload["perturbation"] is None)
-    return facts | {"prompts": f"{prompts:,}"}
-
-
 def _section(section: Section, drawn: Mapping[str, str]) -> str:
     """Remarks, pictures, the first table, and the others folded."""
     shown = [html.table(table.header, table.rows) for table in section.tables]
     folded = [html.folded(table.title, text) for table, text in zip(section.tables[1:], shown[1:], strict=True)]
-    remarks = map(html.muted, section.remarks)
+    remarks = map(html.paragraph, section.remarks)
     return "\n".join([html.heading(section.title), *remarks, drawn.get(section.title, ""), *shown[:1], *folded])

@@ -46,6 +46,6 @@ def grid(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def image(file: str, title: str, caption: str) -> str:
-    """A picture of the folder that the text lies in, with what is said of it below."""
-    return f"![{plain(title)}]({file})\n\n{plain(title)}. {plain(caption)}"
+def image(file: str, title: str) -> str:
+    """A picture of the folder that the text lies in, with its title below."""
+    return f"![{plain(title)}]({file})\n\n{plain(title)}."

@@ -1,30 +1,22 @@
 """A result as sections of remarks and tables, which terminal, page and model card show alike.
 
-`evaluation/acceptance.py` describes the result, `evaluation/serving/report.py` its `serving`.
+`evaluation/results.py` describes the result, `evaluation/serving/report.py` its `serving`.
 """
 
-import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from eagle31_train.evaluation.intervals import Interval
+from eagle31_train.evaluation.intervals import Interval, bracket
 
-WIDTH, SENTENCE = 118, 40  # columns of a terminal, and the fewest that a sentence is wrapped to
 ALL, SERVING = "All workloads", "Serving"  # sections that are not of one workload
-DRIFT = {  # label and form of each measure: shares of the attention, and two numbers
-    "sink": ("first tokens", "{:.1%}"),
-    "prompt": ("prompt", "{:.1%}"),
-    "verified": ("verified", "{:.1%}"),
-    "own": ("own drafts", "{:.1%}"),
-    "rms": ("RMS of the state", "{:.2f}"),
-    "entropy": ("entropy, nats", "{:.2f}"),
-}
+GLOSSARY = "What the numbers mean: docs/glossary.md. [low, high]: 95 % interval over prompts."
+NOTHING: Interval = [None, None, None]
+DRIFT = ("sink", "prompt", "verified", "own", "rms", "entropy")  # shares of the attention, and two numbers
 Result = dict[str, Any]
+Columns = dict[str, list[Any]]  # of intervals or text
 
 
-@dataclass(frozen=True)
-class Table:
+class Table(NamedTuple):
     """Cells of text."""
 
     title: str
@@ -32,8 +24,7 @@ class Table:
     rows: Sequence[Sequence[str]]
 
 
-@dataclass(frozen=True)
-class Section:
+class Section(NamedTuple):
     """What is said of one workload, of all, or of serving."""
 
     title: str
@@ -45,7 +36,7 @@ def sections(result: Result) -> Iterator[Section]:
     """All of a result, but its definitions and what was not measured."""
     workloads, depth = result.get("workloads", []), str(result.get("draft_tokens"))
     if workloads:
-        yield from _section("Verdict", [], [_verdicts(workloads)])
+        yield from _section("Verdict", [], [_verdicts(workloads, depth)])
     if len(workloads) > 1:
         yield from _section(ALL, [], _overview(workloads, depth))
     for workload in workloads:
@@ -62,67 +53,58 @@ def _section(title: str, remarks: Iterable[str], tables: Iterable[Table]) -> Ite
 
 
 def as_text(result: Result) -> str:
-    """The result for a terminal: every section, and at the end what the numbers mean."""
+    """The result for a terminal."""
     lines: list[str] = []
     for section in sections(result):
-        lines += [f"{section.title}: {', '.join(section.remarks[:1])}".rstrip(": ")]
-        lines += [f"  {remark}" for remark in section.remarks[1:]]
+        lines += [section.title, *(f"  {remark}" for remark in section.remarks)]
         for table in section.tables:
-            lines += [f"  {table.title}"] * bool(table.title) + [f"  {line}" for line in _aligned(table)]
-        lines += [""]
-    for text in result.get("definitions", "").split("\n"):
-        lines += textwrap.wrap(text, WIDTH, subsequent_indent="  ")
-    return "\n".join(lines)
-
-
-def _aligned(table: Table) -> Iterator[str]:
-    """Columns to the right, but for the first; sentences in the last one are wrapped."""
-    lines = [table.header, *table.rows]
-    *widths, last = (max(map(len, column)) for column in zip(*lines, strict=True))
-    indent = sum(widths) + 2 * len(widths)
-    for line in lines:
-        cells = [f"{line[0]:<{widths[0]}}", *map("{:>{}}".format, line[1:-1], widths[1:]), ""]
-        begin = "  ".join(cells)
-        if indent + last > WIDTH - 2 > indent + SENTENCE:
-            yield from textwrap.wrap(line[-1], WIDTH - 2, initial_indent=begin, subsequent_indent=" " * indent)
-        else:
-            yield begin + f"{line[-1]:>{last}}"
+            lines += ["", *([f"  {table.title}"] if table.title else [])]
+            widths = [max(map(len, column)) for column in zip(table.header, *table.rows, strict=True)]
+            for first, *others in (table.header, *table.rows):
+                cells = [first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]
+                lines.append(f"  {'  '.join(cells)}")
+        lines.append("")
+    return "\n".join([*lines, GLOSSARY])
 
 
 # ---------------------------------------------------------------- workloads
 
 
-def _verdicts(workloads: Sequence[Result]) -> Table:
-    rows = [[w["name"], name, verdict["text"]] for w in workloads for name, verdict in w["verdict"].items()]
-    return Table("", ["workload", "drafter", f"against {next(iter(workloads[0]['drafters']))}"], rows)
+def _verdicts(workloads: Sequence[Result], depth: str) -> Table:
+    rows = []
+    for workload in workloads:
+        for name, by_depth in workload["differences"].items():
+            better = workload["verdict"][name]["better"]
+            won = [f"{k}: {winner}" for k, winner in better.items() if winner]
+            ratio = bracket(by_depth[depth]["ratio"])
+            rows.append([workload["name"], name, ratio, ", ".join(won) or "no difference shown"])
+    first = next(iter(workloads[0]["drafters"]))
+    header = ["workload", "drafter", f"acceptance length / {first}'s, at {depth}", "better, by draft tokens"]
+    return Table("", header, rows)
 
 
 def _overview(workloads: Sequence[Result], depth: str) -> Iterator[Table]:
     """The headline of every workload."""
     rows = [workload["name"] for workload in workloads]
-    nothing: Interval = [None, None, None]
-    lengths, kept, own = dict[str, list[str]](), dict[str, list[str]](), dict[str, list[str]]()
-    for name in workloads[0]["drafters"]:
-        of = [workload["drafters"][name] for workload in workloads]
-        lengths[name] = [bracket(numbers["by_depth"][depth]["acceptance_length"]) for numbers in of]
-        kept[name] = [bracket(numbers.get("kept", {}).get(depth, nothing), "{:.1%}") for numbers in of]
-        own[name] = [bracket(numbers["drift"]["own"][-1] if numbers["drift"] else nothing, "{:.1%}") for numbers in of]
-    prompts = {"prompts": [f"{workload['prompts']:,}" for workload in workloads]}
-    prompts |= {"decoding": [sampling(workload) for workload in workloads]}
-    yield _columns(f"acceptance length with {depth} draft tokens", "workload", rows, prompts | lengths)
-    yield _columns("kept of the plain form's acceptance length", "workload", rows, kept)
-    yield _columns("attention on its own drafts, at the last step", "workload", rows, own)
+    of = {name: [workload["drafters"][name] for workload in workloads] for name in workloads[0]["drafters"]}
+    columns: Columns = {"prompts": [f"{workload['prompts']:,}" for workload in workloads]}
+    columns["decoding"] = [sampling(workload) for workload in workloads]
+    columns |= {name: [one["by_depth"][depth]["acceptance_length"] for one in some] for name, some in of.items()}
+    yield _columns(f"acceptance length with {depth} draft tokens", "workload", rows, columns)
+    columns = {name: [one.get("kept", {}).get(depth, NOTHING) for one in some] for name, some in of.items()}
+    yield _columns("kept of the plain form's acceptance length", "workload", rows, columns)
+    columns = {
+        name: [one["drift"]["own"][-1] if one["drift"] else NOTHING for one in some] for name, some in of.items()
+    }
+    yield _columns("attention on its own drafts, at the last step", "workload", rows, columns)
 
 
 def _remarks(workload: Result, draft_tokens: str) -> Iterator[str]:
     yield f"{count(workload['prompts'], 'prompt')}, {sampling(workload)}, {decoded(workload)}"
     yield from workload["notes"]
     if speeds := workload.get("tokens_per_second"):
-        plain = speeds["plain"]
-        with_it = [
-            f"{speed:.1f} with {name} ({speed / plain:.2f}x)" for name, speed in speeds.items() if name != "plain"
-        ]
-        yield f"tokens per second, at {draft_tokens}: {plain:.1f} without a drafter, {', '.join(with_it)}"
+        told = ", ".join(f"{name} {speed:.1f} ({speed / speeds['plain']:.2f}x)" for name, speed in speeds.items())
+        yield f"tokens per second, at {draft_tokens}: {told}"
 
 
 def _workload(workload: Result, draft_tokens: str) -> Iterator[Table]:
@@ -131,60 +113,47 @@ def _workload(workload: Result, draft_tokens: str) -> Iterator[Table]:
     first = next(iter(drafters))
     depths = list(drafters[first]["by_depth"])
 
-    lengths = {
-        name: [bracket(numbers["by_depth"][depth]["acceptance_length"]) for depth in depths]
-        for name, numbers in drafters.items()
+    columns: Columns = {
+        name: [numbers["by_depth"][k]["acceptance_length"] for k in depths] for name, numbers in drafters.items()
     }
     for name, by_depth in differences.items():
         better = workload["verdict"][name]["better"]
-        lengths[f"{name} - {first}"] = [bracket(by_depth[depth]["difference"], "{:+.3f}") for depth in depths]
-        lengths["wins" if len(differences) == 1 else f"wins, {name} or {first}"] = [better[k] or "–" for k in depths]
-    yield _columns("acceptance length", "draft tokens", depths, lengths)
+        columns[f"{name} - {first}"] = [by_depth[k]["difference"] for k in depths]
+        columns[f"wins, {name} or {first}"] = [better[k] or "–" for k in depths]
+    yield _columns("acceptance length", "draft tokens", depths, columns)
 
-    kept = {
-        name: [bracket(numbers["kept"][depth], "{:.1%}") for depth in depths]
-        for name, numbers in drafters.items()
-        if numbers.get("kept")
-    }
-    for name, by_depth in differences.items():
-        if "kept_ratio" in by_depth[depths[0]]:
-            kept[f"{name} / {first}"] = [bracket(by_depth[depth]["kept_ratio"]) for depth in depths]
-    yield _columns("acceptance length kept, of the plain form", "draft tokens", depths, kept)
+    columns = {name: [of["kept"][k] for k in depths] for name, of in drafters.items() if of.get("kept")}
+    for name, by_depth in differences.items() if columns else ():
+        columns[f"{name} / {first}"] = [by_depth[k]["kept_ratio"] for k in depths]
+    yield _columns("acceptance length kept, of the plain form", "draft tokens", depths, columns)
 
-    trainings = {
-        f"{name}, training {number}": [_number(values[depth], "{:.3f}") for depth in depths]
+    columns = {
+        f"{name}, training {number}": [[values[k], None, None] for k in depths]
         for name, numbers in drafters.items()
         for number, values in enumerate(numbers.get("by_training", []), 1)
     }
-    yield _columns("acceptance length of each training", "draft tokens", depths, trainings)
+    yield _columns("acceptance length of each training", "draft tokens", depths, columns)
 
-    shares = {
-        f"{name}: {label}": [bracket(share, "{:.1%}") for share in numbers[key]]
-        for name, numbers in drafters.items()
-        for key, label in (("cumulative", "accepted"), ("conditional", "if reached"))
-    }
-    yield _columns(f"acceptance by position, of drafts of {depths[-1]}", "position", depths, shares)
+    columns = {f"{name}: {key}": of[key] for name, of in drafters.items() for key in ("cumulative", "conditional")}
+    yield _columns(f"acceptance by position, of drafts of {depths[-1]}", "position", depths, columns)
 
     for name, numbers in drafters.items():
-        drift = {
-            label: [_number(value, form) for value, *_ in (numbers["drift"] or {}).get(measure, [])]
-            for measure, (label, form) in DRIFT.items()
-        }
-        yield _columns(f"drift of {name}: attention on …, and its state", "draft step", depths, drift)
+        drift = numbers["drift"] or {}
+        columns = {key: [[value, None, None] for value, *_ in drift.get(key, [])] for key in DRIFT}
+        yield _columns(f"drift of {name}: attention on …, and its state", "draft step", depths, columns)
 
-    sources = {
-        name: [bracket(of["by_depth"][draft_tokens]["acceptance_length"]) for of in numbers["by_source"].values()]
-        for name, numbers in drafters.items()
-    }
-    of_first = drafters[first]["by_source"]
-    prompts = {"prompts": [f"{of['prompts']:,}" for of in of_first.values()]}
+    sources = list(drafters[first]["by_source"])
+    columns = {"prompts": [f"{of['prompts']:,}" for of in drafters[first]["by_source"].values()]}
+    for name, numbers in drafters.items():
+        columns[name] = [of["by_depth"][draft_tokens]["acceptance_length"] for of in numbers["by_source"].values()]
     title = f"acceptance length with {draft_tokens} draft tokens, by source"
-    yield _columns(title, "source", list(of_first), prompts | sources if len(of_first) > 1 else {})
+    yield _columns(title, "source", sources, columns if len(sources) > 1 else {})
 
 
-def _columns(title: str, what: str, names: Sequence[str], columns: dict[str, list[str]]) -> Table:
-    """A table of columns of text, whose first one has the names of the rows."""
-    return Table(title, [what, *columns], list(zip(names, *columns.values(), strict=False)) if columns else [])
+def _columns(title: str, what: str, names: Sequence[str], columns: Columns) -> Table:
+    """A table of columns of intervals or text, whose first one has the names of the rows."""
+    shown = [[cell if isinstance(cell, str) else bracket(cell) for cell in column] for column in columns.values()]
+    return Table(title, [what, *columns], list(zip(names, *shown, strict=False)) if columns else [])
 
 
 def sampling(workload: Result) -> str:
@@ -214,7 +183,6 @@ def _serving_remarks(serving: Result) -> Iterator[str]:
     )
     yield from serving["verdict"]
     yield from serving["notes"]
-    yield serving["definitions"]
 
 
 def _serving(serving: Result) -> Iterator[Table]:
@@ -222,7 +190,7 @@ def _serving(serving: Result) -> Iterator[Table]:
     which, speeds, times, accepted = ["drafter", "draft tokens", "users"], [], [], []
     for row in serving["rows"]:
         key = [row["drafter"] or "none", str(row["draft_tokens"]), str(row["concurrency"])]
-        ahead = bracket(row["speedup"] or [None] * 3, "{:.2f}")
+        ahead = bracket(row["speedup"] or NOTHING, "{:.2f}")
         different = "–" if row["different"] is None else f"{row['different']} of {row['requests']}"
         speeds.append([*key, bracket(row["per_user"], "{:.1f}"), ahead, f"{row['total']:.1f}", different])
         seconds = [row[kind].get(of) for kind in ("ttft", "tpot") for of in ("mean", "p50", "p95")]
@@ -240,16 +208,10 @@ def _serving(serving: Result) -> Iterator[Table]:
 # ---------------------------------------------------------------- numbers
 
 
-def bracket(interval: Interval, form: str = "{:.3f}") -> str:
-    """An interval on one line: 2.013 [1.902, 2.124]."""
-    value, low, high = interval
-    return _number(value, form) + (f" [{form.format(low)}, {form.format(high)}]" if low is not None else "")
-
-
 def count(number: int, what: str) -> str:
     """A number of things."""
     return f"{number:,} {what}{'s' * (number != 1)}"
 
 
 def _number(value: float | None, form: str) -> str:
-    return "–" if value is None else form.format(value)
+    return bracket([value, None, None], form)

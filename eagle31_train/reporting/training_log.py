@@ -49,11 +49,8 @@ def _number(value: Any) -> float:
 
 @dataclass(frozen=True)
 class History:
-    """All that is known of a training.
-
-    folder: run/train. train, heldout, timings: what was measured. launches: newest last. config: resolved, {} if it
-    was not saved, and `config_text` as it was. manifest: None before the end. notes: on the files, a line each.
-    """
+    """All that is known of a training: its folder, run/train; what was measured; launches, newest last; the resolved
+    config, {} if it was not saved; the manifest, None before the end; notes on the files, a line each."""
 
     folder: Path
     train: Table
@@ -96,39 +93,29 @@ class History:
 
 
 def read(run: Path) -> History:
-    """Read the folder of a run, or the folder `train` in it.
-
-    Raises:
-        UserError: there is no training in it, no step is done yet, or a file is damaged.
-    """
+    """Read the folder of a run, or the folder `train` in it; UserError where nothing is whole."""
     folder = next((folder for folder in (run / "train", run) if (folder / METRICS).is_file()), None)
     if folder is None:
         raise UserError(f"there is no training in {run}: {run / 'train' / METRICS} is missing")
     notes: list[str] = []
-    train, heldout = [], []
+    train: list[Row] = []
+    heldout: list[Row] = []
     for row in _rows(folder / METRICS, notes):
-        names = {name: ESTIMATE if name.removeprefix(HELDOUT) == "tau" else name.removeprefix(HELDOUT) for name in row}
-        measured = {names[name]: value for name, value in row.items() if name.startswith(HELDOUT)}
-        trained = {names[name]: value for name, value in row.items() if not name.startswith(HELDOUT)}
-        if measured:
-            heldout.append({"step": row["step"], **measured})
-        if len(trained) > 1:
-            train.append(trained)
+        measured: Row = {"step": row["step"]}
+        trained: Row = {}
+        for name, value in row.items():
+            rows, bare = (measured if name.startswith(HELDOUT) else trained), name.removeprefix(HELDOUT)
+            rows[ESTIMATE if bare == "tau" else bare] = value
+        heldout += [measured] * (len(measured) > 1)
+        train += [trained] * (len(trained) > 1)
     if not train:
         raise UserError(f"{folder / METRICS} holds no step yet: wait for the first one")
     text, config = _config(folder / CONFIG)
     manifest = folder / artifacts.MANIFEST
-    return History(
-        folder,
-        Table(train),
-        Table(heldout),
-        Table(list(_rows(folder / TIMINGS, notes))),
-        list(_rows(folder / LAUNCHES, notes, needs=None)),
-        config,
-        text,
-        artifacts.read_json(manifest, "train.py") if manifest.exists() else None,
-        notes,
-    )
+    told = artifacts.read_json(manifest, "train.py") if manifest.exists() else None
+    timings, launches = _rows(folder / TIMINGS, notes), _rows(folder / LAUNCHES, notes, needs=None)
+    tables = Table(train), Table(heldout), Table(list(timings))
+    return History(folder, *tables, list(launches), config, text, told, notes)
 
 
 def _rows(path: Path, notes: list[str], needs: str | None = "step") -> Iterator[Row]:
@@ -150,11 +137,8 @@ def _rows(path: Path, notes: list[str], needs: str | None = "step") -> Iterator[
 
 
 def _config(path: Path) -> tuple[str, dict[str, Any]]:
-    if not path.is_file():
-        return "", {}
     try:
-        text = path.read_text(encoding="utf-8")
-        config = yaml.safe_load(text)
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        return text, yaml.safe_load(text) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is damaged ({' '.join(str(error).split())}): remove it") from None
-    return text, config if isinstance(config, dict) else {}

@@ -3,31 +3,20 @@
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from eagle31_train import artifacts
 from eagle31_train.errors import UserError
 from eagle31_train.reporting import html
-from eagle31_train.reporting.figures import Floats, percent, short
+from eagle31_train.reporting.figures import Floats
 from eagle31_train.reporting.training_figures import ESTIMATED, GIB, PLOTS, pictures
 from eagle31_train.reporting.training_log import ESTIMATE, History, Table, read
 
 PAGE = "report.html"
 RECENT = 50  # training rows that the table's means are taken over
-LABELS = {
-    "loss": "loss",
-    ESTIMATE: ESTIMATED,
-    "oov_share": "targets outside the draft vocabulary",
-    "grad_norm": "gradient norm",
-    "lr": "learning rate",
-    "prefix_at_depth": "right up to it",
-    "accuracy_at_depth": "right at it",
-    "loss_at_depth": "loss",
-    "rms_at_depth": "RMS of the state",
-}
-Form = Callable[[float], str]
+NUMBERS = ("loss", ESTIMATE, "oov_share", "grad_norm", "lr")
+BY_DEPTH = ("prefix_at_depth", "accuracy_at_depth", "loss_at_depth", "rms_at_depth")
 
 
 def write(run: Path, out: Path | None = None) -> tuple[Path, list[str]]:
@@ -60,30 +49,22 @@ def render(history: History, drawn: Mapping[str, str]) -> str:
     """The page as text; `drawn`: pictures by section, as HTML."""
     manifest = {name: value for name, value in (history.manifest or {}).items() if name != "files"}
     launches = "\n".join(json.dumps(launch, indent=2, ensure_ascii=False) for launch in history.launches)
+    total = f" of {history.total:,}" if history.total else ""
+    state = "Training ended" if history.manifest is not None else "Training had not ended when this page was made"
     parts = [
-        *map(html.muted, [_state(history), *history.notes]),
-        html.facts(_facts(history)),
+        html.paragraph(f"{state}; the last step was {history.last_step:,}{total}."),
+        *map(html.paragraph, history.notes),
+        html.table(["", ""], list(_facts(history).items())),
         *(part for name, shown in drawn.items() for part in (html.heading(name), shown)),
         html.heading("Numbers"),
         _numbers(history),
         _depths(history),
         html.heading("How it was made"),
-        _launches(history),
-        html.folded(f"Launches in full ({len(history.launches):,})", html.code(launches)),
+        html.folded(f"Launches ({len(history.launches):,})", html.code(launches)),
         html.folded("Configuration", html.code(history.config_text)),
         html.folded("Manifest", html.code(json.dumps(manifest, indent=2) if manifest else "")),
     ]
     return html.document(f"{history.name}: training", parts)
-
-
-def _state(history: History) -> str:
-    target = str((history.config.get("target") or {}).get("path") or "")
-    shown = Path(target).name if Path(target).is_absolute() else target  # a page may be passed on
-    what = f"An EAGLE drafter for {shown}. " if shown else ""
-    if history.manifest is not None:
-        return f"{what}Training ended after step {history.last_step:,}."
-    total = f" of {history.total:,}" if history.total else ""
-    return f"{what}Training had not ended: step {history.last_step:,}{total} was the last when this page was made."
 
 
 def _facts(history: History) -> dict[str, str]:
@@ -94,46 +75,34 @@ def _facts(history: History) -> dict[str, str]:
         if ESTIMATE in rows and not facts:
             facts[f"{ESTIMATED}, {label}"] = f"{_last(rows[ESTIMATE]):.3f}"
             facts[f"loss, {label}"] = f"{_last(rows['loss']):.3f}"
-    left = max((history.total or 0) - history.last_step, 0)
-    facts["steps"] = f"{history.last_step:,}" + (f" of {history.total:,}" if left else "")
     if "tokens" in train:
         facts["tokens read"] = f"{_last(train['tokens']):,.0f}"
     seconds = float(timings["seconds"].sum()) if len(timings) else float((history.manifest or {}).get("seconds") or 0)
-    if seconds:
-        facts["time"] = duration(seconds)
+    facts["hours"] = f"{seconds / 3600:,.2f}"
+    left = max((history.total or 0) - history.last_step, 0)
     if len(timings) and (busy := float(np.nansum(history.busy))):
         facts["tokens per second"] = f"{np.nansum(timings['tokens']) / busy:,.0f}"
-        facts["waiting for data"] = percent(float(np.nansum(timings["waited"])) / busy)
-        if left:
-            facts["still to go"] = f"about {duration(left * seconds / len(timings))}"
+        facts["waiting for data"] = f"{np.nansum(timings['waited']) / busy:.1%}"
+        facts["hours to go"] = f"{left * seconds / len(timings) / 3600:,.2f}"
     if "memory_bytes" in timings:
-        facts["most memory"] = f"{short(np.nanmax(timings['memory_bytes']) / GIB)} GiB"
-    counts = {"launches": len(history.launches) if len(history.launches) > 1 else 0}
-    counts |= {"loss spikes": len(history.marked("spike")), "steps left out": len(history.marked("left_out"))}
-    return facts | {name: f"{count:,}" for name, count in counts.items() if count}
+        facts["most memory"] = f"{np.nanmax(timings['memory_bytes']) / GIB:.2f} GiB"
+    for name, mark in (("loss spikes", "spike"), ("steps left out", "left_out")):
+        facts[name] = f"{len(history.marked(mark)):,}"
+    return facts
 
 
 def _numbers(history: History) -> str:
     """Where the curves ended: training over its last rows, held-out at its last and its best evaluation."""
     train, heldout = history.train, history.heldout
-    header = ["", f"training, last {min(RECENT, len(train)):,} steps"]
-    if len(heldout):
-        header += [f"held-out, step {heldout.steps[-1]:,.0f}", "best held-out"]
-    forms: dict[str, Form] = {"loss": "{:.4f}".format, ESTIMATE: "{:.4f}".format, "oov_share": percent}
-    forms |= {"grad_norm": short, "lr": short}
     rows = []
-    for name, form in forms.items():
-        if name not in train and name not in heldout:
-            continue
-        row = [LABELS[name], _shown(_last(train[name]) if name == "lr" else _recent(train[name]), form)]
-        if name in heldout:
-            values = heldout[name]
-            row.append(_shown(_last(values), form))
-            if name in ("loss", ESTIMATE):
-                at = int(np.nanargmin(values) if name == "loss" else np.nanargmax(values))
-                row.append(f"{form(values[at])} (step {heldout.steps[at]:,.0f})")
-        rows.append(row + [""] * (len(header) - len(row)))
-    return html.table(header, rows)
+    for name in NUMBERS:
+        row = [name, _shown((_last if name == "lr" else _recent)(train[name])), _shown(_last(heldout[name])), ""]
+        if name in ("loss", ESTIMATE) and name in heldout:
+            at = int((np.nanargmin if name == "loss" else np.nanargmax)(heldout[name]))
+            row[-1] = f"{heldout[name][at]:.4g} (step {heldout.steps[at]:,.0f})"
+        rows.append(row)
+    recent = f"training, mean of the last {min(RECENT, len(train)):,} steps"
+    return html.table(["", recent, "held-out, last", "held-out, best"], rows)
 
 
 def _depths(history: History) -> str:
@@ -142,46 +111,13 @@ def _depths(history: History) -> str:
         (history.train, "training", _recent),
         (history.heldout, "held-out", _last),
     ]
-    forms: dict[str, Form] = {"prefix_at_depth": "{:.1%}".format, "accuracy_at_depth": "{:.1%}".format}
-    forms |= {"loss_at_depth": "{:.3f}".format, "rms_at_depth": "{:.3f}".format}
-    ends = {
-        f"{LABELS[name]}, {where}": [_shown(end(column), form) for column in depths]
-        for name, form in forms.items()
+    rows = [
+        [f"{name}, {where}", *(_shown(end(column)) for column in depths)]
+        for name in BY_DEPTH
         for table, where, end in sources
         if (depths := table.depths(name))
-    }
-    rows = [[str(depth), *row] for depth, row in enumerate(zip(*ends.values(), strict=True), 1)]
-    return html.table(["depth", *ends], rows) if ends else ""
-
-
-def _launches(history: History) -> str:
-    if not history.launches:
-        return html.muted("No launch was written down: the run is of an earlier version.")
-    rows = []
-    for launch in history.launches:
-        facts, git = launch.get("facts") or {}, launch.get("git")
-        host, versions = launch.get("host") or {}, launch.get("versions") or {}
-        devices = host.get("devices") or [str(host.get("cpu", ""))]
-        rows.append(
-            [
-                str(launch.get("time", "")).replace("T", " ").replace("+00:00", " UTC"),
-                f"{facts.get('after_step', 0):,}",
-                str(facts.get("profile", "")),
-                str(facts.get("processes", "")),
-                f"{len(devices)} × {devices[0]}" if len(devices) > 1 else devices[0],
-                f"{git['commit'][:12]}{', changed' if git['changed'] else ''}" if git else "no checkout",
-                str(versions.get("torch", "")),
-            ]
-        )
-    return html.table(["launched", "after step", "profile", "processes", "device", "commit", "torch"], rows)
-
-
-def duration(seconds: float) -> str:
-    """Hours and minutes, or what is left of them."""
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    hours, minutes = divmod(round(seconds / 60), 60)
-    return f"{hours:,} h {minutes:02d} min" if hours else f"{minutes} min"
+    ]
+    return html.table(["", *(f"depth {depth}" for depth in range(1, len(rows[0])))], rows) if rows else ""
 
 
 def _last(values: Floats) -> float:
@@ -196,5 +132,5 @@ def _recent(values: Floats) -> float:
     return float(valid.mean()) if len(valid) else np.nan
 
 
-def _shown(value: float, form: Any) -> str:
-    return form(value) if np.isfinite(value) else ""
+def _shown(value: float) -> str:
+    return f"{value:.4g}" if np.isfinite(value) else ""

@@ -244,17 +244,9 @@ def save_config(run):
 
 # ---------------------------------------------------------------- as a user compares
 
-SHAPE = [
-    f"drafter.{option}"
-    for option in (
-        "num_attention_heads=4",
-        "num_key_value_heads=2",
-        "head_dim=4",
-        "intermediate_size=24",
-        "rope_theta=100.0",
-        "max_position_embeddings=128",
-    )
-]
+SHAPE = ["drafter.num_attention_heads=4", "drafter.num_key_value_heads=2", "drafter.head_dim=4",
+         "drafter.intermediate_size=24", "drafter.rope_theta=100.0",
+         "drafter.max_position_embeddings=128"]  # fmt: skip
 
 
 def of_another_target(run):

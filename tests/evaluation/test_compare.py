@@ -6,15 +6,12 @@ import weakref
 
 import pytest
 from omegaconf import OmegaConf
-from safetensors.torch import load_file, save_file
+from sample_results import serving
 
-from eagle31_train import artifacts, cli, compare, export
-from eagle31_train.checkpoint import run_folder
-from eagle31_train.cli import load_config
-from eagle31_train.errors import UserError
-from eagle31_train.evaluation import comparison, evaluating, measuring
+from eagle31_train import artifacts, compare, export
+from eagle31_train.evaluation import comparison, evaluating
 from eagle31_train.evaluation.serving import Engine
-from tests.evaluation.conftest import SHAPE, of_another_target
+from tests.evaluation.conftest import SHAPE
 
 pytestmark = pytest.mark.usefixtures("no_page")
 
@@ -29,51 +26,10 @@ def prompts(tmp_path):
     return f"evaluate.prompts={file}"
 
 
-# ---------------------------------------------------------------- what the words mean
-
-
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (["runs/a", "runs/b/"], {"a": ["runs/a"], "b": ["runs/b"]}),
-        (["x/a", "y/a", "b"], {"x/a": ["x/a"], "y/a": ["y/a"], "b": ["b"]}),
-        (["/home/me/x/a", "/home/me/y/a", "b"], {"x/a": ["/home/me/x/a"], "y/a": ["/home/me/y/a"], "b": ["b"]}),
-        (["p/x/a", "q/x/a", "p/y/a"], {"p/x/a": ["p/x/a"], "q/x/a": ["q/x/a"], "y/a": ["p/y/a"]}),
-        (["old:x/a,x/b/", "new:y/a,y/b"], {"old": ["x/a", "x/b"], "new": ["y/a", "y/b"]}),
-        (["3.0 (five steps):a", "b"], {"3.0 (five steps)": ["a"], "b": ["b"]}),
-        ([".", "../b"], {"mine": ["."], "b": ["../b"]}),
-    ],
-)
-def test_drafters_have_names(words, named, tmp_path, monkeypatch):
-    (tmp_path / "mine").mkdir()
-    monkeypatch.chdir(tmp_path / "mine")
-    assert list(comparison.named(words).items()) == list(named.items()), "the first is what others are compared with"
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["a:x", "a:y"], "two drafters are called a: tell them apart as NAME:y"),
-        (["plain:x", "y"], "two drafters are called plain"),
-        (["a:x,x/", "y"], "a is x,x, which has a training twice or none"),
-        (["a:x,", "y"], "a is x,, which has a training twice or none"),
-    ],
-)
-def test_names_that_tell_nothing_apart(words, message):
-    with pytest.raises(UserError, match=message):
-        comparison.named(words)
-
-
-def test_words_that_are_drafters_or_options(tmp_path, monkeypatch, capsys):
-    (tmp_path / "runs" / "lr=1").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path)
-    words = ["runs/lr=1", "a:runs/lr=1,runs/lr=2", "runs/lr=2", "seed=1", "evaluate.num_prompts=3", "b"]
-    assert [word for word in words if comparison.is_drafter(word)] == ["runs/lr=1", "a:runs/lr=1,runs/lr=2", "b"]
-    for words, status, text in (([], 2, compare.FEWER), (["runs/a"], 2, compare.FEWER), (["--help"], 0, "NAME:…")):
-        with pytest.raises(SystemExit) as stopped:
-            compare.main(words)
-        assert stopped.value.code == status
-        assert text in "".join(capsys.readouterr())
+def test_drafters_have_names():
+    words = ["p/x/a", "q/x/a", "b/", "new:y/a,y/b"]
+    expected = {"p/x/a": ["p/x/a"], "q/x/a": ["q/x/a"], "b": ["b"], "new": ["y/a", "y/b"]}
+    assert list(comparison.named(words).items()) == list(expected.items()), "others are compared with the first"
 
 
 # ---------------------------------------------------------------- which is better
@@ -88,70 +44,15 @@ def test_a_drafter_that_is_better_is_called_so(trained, another, call, monkeypat
     assert result["title"] == "good against run", "numbers are those of the others minus the first, or over it"
     verdict, differences = workload["verdict"]["good"], workload["differences"]["good"]
     assert verdict["better"] == dict.fromkeys("1234", "good")
-    assert verdict["text"].startswith("good better at 1-4 draft tokens: +")
     for depth in "1234":
         lengths = [workload["drafters"][n]["by_depth"][depth]["acceptance_length"][0] for n in ("run", "good")]
         value, low, high = differences[depth]["difference"]
         assert value == pytest.approx(lengths[1] - lengths[0])
         assert 0 < low < value < high
     assert "tokens_per_second" not in workload
-    back = call(good.folder, trained.folder, prompts, "compare.verified=12")["workloads"][0]
-    assert back["verdict"]["run"]["text"].startswith("good better at 1-4 draft tokens: +")
-    assert back["differences"]["run"]["3"]["difference"][0] == -differences["3"]["difference"][0]
-
-
-def test_a_drafter_is_no_better_than_itself(trained, another, call):
-    result = call(
-        trained.folder, another("copy").folder, "evaluate.perturbations=[temperature_0.7]", "evaluate.drift=false"
-    )
-    assert [workload["name"] for workload in result["workloads"]] == ["heldout", "heldout · temperature_0.7"]
-    for workload in result["workloads"]:
-        for found in workload["differences"]["copy"].values():
-            assert (found["difference"], found["ratio"]) == ([0.0] * 3, [1.0] * 3)
-        assert set(workload["verdict"]["copy"]["better"].values()) == {None}
-        ours, theirs = workload["drafters"].values()
-        assert ours == theirs
 
 
 # ---------------------------------------------------------------- what can be compared
-
-
-def test_several_trainings_are_one_drafter_and_are_measured_once(trained, another, call, out, monkeypatch):
-    b, c, d = (another(f"t{seed}", seed) for seed in (1, 2, 3))
-    words = f"old:{trained.folder},{b.folder}", f"new:{c.folder},{d.folder}"
-    result = call(*words)
-    (workload,) = result["workloads"]
-    assert result["drafters"] == ["old", "new"]
-    assert not any("seed" in note for note in workload["notes"])
-    assert result["trainings"]["old"] == [str(trained.folder), str(b.folder)]
-    assert result["identities"]["old"] == [identity_of(trained), identity_of(b)]
-    assert workload["prompts"] == workload["drafters"]["old"]["prompts"] == 3
-    by_training = workload["drafters"]["old"]["by_training"]
-    monkeypatch.setattr(measuring.Measurer, "measure", None)  # whatever they are called
-    assert call(*words) == result
-    alone = call(f"old:{trained.folder}", f"new:{b.folder}")["workloads"][0]["drafters"]
-    assert [one["3"] for one in by_training] == [
-        alone[n]["by_depth"]["3"]["acceptance_length"][0] for n in ("old", "new")
-    ]
-    assert len(list((out / "workloads").iterdir())) == 4
-
-
-def identity_of(run):
-    return run_folder.identity(artifacts.read_json(run.folder / "train" / "manifest.json", ""))
-
-
-def test_other_layers_heads_and_recipes_and_suites(trained, another, call, tmp_path):
-    shallow = another("shallow", aux_layers=[1], fc_norm=False, norm_output=False)
-    wide = another("wide", num_attention_heads=8, num_key_value_heads=4, draft_vocab_size=20)
-    file = tmp_path / "some.jsonl"
-    file.write_text("\n".join(json.dumps({"question_id": row["id"], "turns": [row["prompt"]]}) for row in PROMPTS))
-    suites = ["+suite=[mt_bench]", f"evaluate.suites.mt_bench.path={file}", f"evaluate.suites.own={{path:{file}}}"]
-    given = [*suites, "evaluate.perturbations=[system_absent]", f"evaluate.prompts={file}", "evaluate.num_prompts=2"]
-    result = call(trained.folder, shallow.folder, wide.folder, *given, *SHORT, "evaluate.num_speculative_tokens=2")
-    names = ["prompts", "mt_bench", "own"]
-    assert [w["name"] for w in result["workloads"]] == [form for n in names for form in (n, f"{n} · system_absent")]
-    assert result["workloads"][0]["verdict"].keys() == {"shallow", "wide"}
-    assert "no system turn, not even the template's own" in result["workloads"][1]["notes"]
 
 
 def test_options_are_those_of_the_first_where_it_lies_now(trained, another, tmp_path, monkeypatch):
@@ -161,69 +62,39 @@ def test_options_are_those_of_the_first_where_it_lies_now(trained, another, tmp_
     a, b = another("a"), another("b")
     moved = tmp_path / "it's moved"
     a.folder.rename(moved)
-    file = moved / "train" / "config.yaml"
-    saved = OmegaConf.load(file)
+    saved = OmegaConf.load(moved / "train" / "config.yaml")
     saved.run_dir, saved.evaluate.num_prompts, saved.overwrite = "runs/long ago", 2, True
-    OmegaConf.save(saved, file)
-    recipe = ["+experiment=smollm2", f"run_dir={b.folder}"]
+    OmegaConf.save(saved, moved / "train" / "config.yaml")
     for words in (
         [moved, b.folder],
         [b.folder, moved],
-        [moved, b.folder, "overwrite=true"],
-        [moved, b.folder, *recipe],
+        [moved, b.folder, "+experiment=smollm2", f"run_dir={b.folder}"],
     ):
         compare.main([*map(str, words)])
-    assert [config.run_dir for config in configs] == [str(moved), str(b.folder), str(moved), str(b.folder)]
-    assert [config.evaluate.num_prompts for config in configs] == [2, 20, 2, 20]
-    assert [config.overwrite for config in configs] == [False, False, True, False]
-    older = OmegaConf.load(file)
-    del older.evaluate.max_speculative_tokens, older.compare
-    OmegaConf.save(older, tmp_path / "older.yaml")
-    assert (
-        load_config([], tmp_path / "older.yaml").evaluate.max_speculative_tokens
-        == cli.Config().evaluate.max_speculative_tokens
-    )
+    assert [config.run_dir for config in configs] == [str(moved), str(b.folder), str(b.folder)]
+    assert [config.evaluate.num_prompts for config in configs] == [2, 20, 20]
+    assert not any(config.overwrite for config in configs)
 
 
 def test_another_comparison_of_the_same_name_is_not_written_over(trained, another, call, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    measured = []
-    right = measuring.Measurer.measure
-    monkeypatch.setattr(
-        measuring.Measurer,
-        "measure",
-        lambda self, w, some, v: measured.append([c.name for c in some]) or right(self, w, some, v),
-    )
     b, c = another("b", 1), another("c", 2)
     words, others = [f"x:{trained.folder}", f"y:{b.folder}"], [f"x:{trained.folder}", f"y:{c.folder}"]
     call(*words, *SHORT, default=None)
     file = tmp_path / "runs" / "compare" / "x-y" / "result.json"
     before = file.read_bytes()
     code, line = call(*others, *SHORT, default=None)
-    assert code == 2
-    assert line.startswith(
-        f"error: runs/compare/x-y compares x:{trained.folder} y:{b.folder}: give another compare.out=…"
-    )
-    assert file.read_bytes() == before
+    assert (code, file.read_bytes()) == (2, before)
+    assert f"runs/compare/x-y compares x:{trained.folder} y:{b.folder}: give another compare.out=…" in line
     call(*others, *SHORT, "overwrite=true", default=None)
     assert json.loads(file.read_text())["trainings"]["y"] == [str(c.folder)]
-    assert measured == [["x", "y"], ["y"]], "comparisons share what is measured"
 
 
-@pytest.fixture
-def published(another):
-    """The drafter of `another` as the exporter writes it."""
+def test_a_published_draft_may_have_been_trained_on_the_prompts(trained, another, call):
     one = another("theirs", 5)
     export.export(one.config("target.aux_layers=[1,2,4]", *SHAPE))
-    return one.folder / "export"
-
-
-def test_a_published_draft_may_have_been_trained_on_the_prompts(trained, call, published):
-    result = call(trained.folder, f"theirs:{published}", *SHORT)
+    result = call(trained.folder, f"theirs:{one.folder / 'export'}", *SHORT)
     assert "theirs may have been trained on these prompts" in result["workloads"][0]["notes"]
-    code, line = call(published, f"again:{published}")
-    assert code == 2
-    assert line.endswith("config.yaml is missing: give a run's folder, or a recipe with +experiment=NAME")
 
 
 # ---------------------------------------------------------------- what is refused
@@ -243,108 +114,35 @@ def test_other_data(trained, another, call, prompts):
     assert "b may have been trained on these prompts" in workload["notes"]
 
 
-def test_runs_of_another_target_or_that_are_not_whole(trained, another, call, monkeypatch):
-    monkeypatch.setattr(evaluating, "load_model", None)  # before anything is loaded
-    b, c, d = another("b"), another("c"), another("d")
-    of_another_target(b.folder)
-    assert f"{b.folder}: the drafter was trained for some/target, which had other" in call(trained.folder, b.folder)[1]
-    (c.folder / "train" / "manifest.json").unlink()
-    assert f"{c.folder}/train is not finished: run" in call(trained.folder, c.folder)[1]
-    assert "nowhere" in call(trained.folder, "nowhere")[1]
-    short = another("short", max_position_embeddings=20)
-    assert "none of 4 prompts has at most" in call(trained.folder, short.folder)[1]
-    (d.folder / "data" / "dataset" / "dataset_dict.json").write_text("{}")
-    assert "dataset_dict.json has 2 bytes" in call(d.folder, trained.folder)[1]
-
-
-@pytest.mark.parametrize(
-    ("option", "words"),
-    [
-        ("evalute.concurrency=3", "did you mean 'evaluate.concurrency'?"),
-        ("+suite=[mt_bench,gsm8q]", "no configs/suite/gsm8q.yaml: did you mean 'gsm8k'?"),
-        (
-            "evaluate.max_speculative_tokens=2",
-            "evaluate.max_speculative_tokens=2 leaves out evaluate.num_speculative_tokens=3",
-        ),
-        ("compare.verified=-1", "compare.verified=-1 must be"),
-        ("evaluate.perturbations=[no_templat]", "did you mean 'no_template'?"),
-        ("evaluate.backend=vllm evaluate.concurrency=[4,4]", "evaluate.concurrency=[4, 4] measures nothing"),
-        ("evaluate.backend=vllm evaluate.vllm_args.model=x", "evaluate.vllm_args.model cannot be set: it is target"),
-        ("evaluate.backend=vllm evaluate.vllm_python=/no/python", "evaluate.vllm_python=/no/python cannot be run"),
-    ],
-)
-def test_options_that_do_not_exist_or_measure_nothing(trained, call, monkeypatch, option, words):
-    monkeypatch.setattr(evaluating, "load_model", None)
-    code, line = call(f"a:{trained.folder}", f"b:{trained.folder}", *option.split(" "), default=False)
-    assert code == 2
-    assert words in line
-
-
 # ---------------------------------------------------------------- served by vLLM
 
 
-def test_what_vllm_cannot_serve_is_refused_before_anything_is_measured(trained, another, call, monkeypatch):
-    monkeypatch.setattr(evaluating, "load_model", None)
-    monkeypatch.setattr(compare, "check_serving", lambda _: Engine("0.0", "8 × GPU"))
-    b = another("b")
-    words = (trained.folder, b.folder, "evaluate.backend=vllm")
-    assert f"{trained.folder}/export.json is missing: run `python -m eagle31_train.export` first" in call(*words)[1]
-    for run in (trained, b):
-        export.export(run.config("target.aux_layers=[1,2,4]", *SHAPE))
-    weights = load_file(b.weights)
-    save_file({**weights, "norm.weight": weights["norm.weight"] + 1}, b.weights)
-    b.finish_training()  # from the same inputs
-    assert f"{b.folder}/export has other weights than {b.folder}/train: run" in call(*words)[1]
-    (trained.folder / "export" / "config.json").write_text("{}")
-    assert "config.json has 2 bytes" in call(*words)[1]
-
-
-def test_vllm_starts_with_the_result_written_and_the_memory_free(trained, another, call, out, monkeypatch, capsys):
-    """It may fail after hours, and wants a GPU to itself. And result.json, which lists the pictures, is the last."""
-    b, c, file, loaded, seen, broken = another("b"), another("c", seed=1), out / "result.json", [], [], [True]
+def test_vllm_starts_with_the_result_written_and_the_memory_free(trained, another, call, out, monkeypatch):
+    """It may fail after hours, and wants a GPU to itself."""
+    b, c, file, loaded, seen = another("b"), another("c", seed=1), out / "result.json", [], []
 
     def load(*given):
         model = load_model(*given)
         loaded.append(weakref.ref(model))
         return model
 
-    def write(folder, result):
-        seen.append(f"page, {state(file)} there")
-        folder.mkdir(exist_ok=True)
-        (folder / "picture.png").write_text("serving" if "serving" in result else "alone")
-        return [folder / "picture.png"]
-
-    def state(file):
-        return "nothing" if not file.is_file() else "serving" if "serving" in json.loads(file.read_text()) else "alone"
-
     def measured(config, drafts, prompts, end_ids, engine, folder):
         assert loaded.pop()() is None, "the target is still in memory"
-        seen.append(f"vLLM, {state(file)} there")
-        assert artifacts.first_damaged(out, json.loads(file.read_text())["files"]) is None
+        assert seen == ["free"]
+        assert "serving" not in json.loads(file.read_text())
         assert drafts == {"run": trained.folder / "export", "many": b.folder / "export"}
         assert [len(prompt.ids) for prompt in prompts] == [5, 5, 5]
-        if broken:
-            raise UserError("vLLM broke off")
-        more = {"verdict": ["serve without it"], "notes": ["not all went well"], "definitions": "TTFT: …"}
-        return {"rows": [], **more, "machine": engine.device}
+        return serving()
 
     load_model = evaluating.load_model
     monkeypatch.setattr(evaluating, "load_model", load)
-    monkeypatch.setattr(compare.evaluation_page, "write", write)
-    monkeypatch.setattr(evaluating.torch.cuda, "empty_cache", lambda: seen.append("free"))
+    monkeypatch.setattr(compare.torch.cuda, "empty_cache", lambda: seen.append("free"))
     monkeypatch.setattr(compare, "check_serving", lambda _: Engine("0.0", "8 × GPU"))
     monkeypatch.setattr(compare, "measure_serving", measured)
     for run in (trained, b):
         export.export(run.config("target.aux_layers=[1,2,4]", *SHAPE))
     words = (trained.folder, f"many:{b.folder},{c.folder}", "evaluate.backend=vllm")
-    assert call(*words) == (2, "error: vLLM broke off")
-    assert seen == ["page, nothing there", "free", "vLLM, alone there"]
-    broken.clear()
+    result = call(*words, "evaluate.vllm_args.max_model_len=30")["serving"]
+    assert (result["workload"], result["notes"][0]) == ("heldout", "of many, the first of 2 trainings")
     # 4 tokens are left beside an answer of 12 and 2 × (5 + 1).
     assert "none of 4 prompts has at most 4 tokens" in call(*words, "evaluate.vllm_args.max_model_len=28")[1]
-    del seen[:], loaded[:]
-    result = call(*words, "evaluate.vllm_args.max_model_len=30")
-    assert seen == ["page, alone there", "free", "vLLM, alone there", "page, alone there"]
-    assert artifacts.first_damaged(out, result["files"]) is None
-    assert (result["serving"]["workload"], result["serving"]["machine"]) == ("heldout", "8 × GPU")
-    assert "serve without it\nof many, the first of 2 trainings\nnot all went well" in capsys.readouterr().out

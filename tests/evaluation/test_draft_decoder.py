@@ -147,22 +147,3 @@ def test_sequences_draft_together_what_each_drafts_alone(make, leave):
             if row in here:
                 torch.testing.assert_close(here[row], there[0], rtol=1e-12, atol=1e-12)
     assert (0 in found[-1]) == (leave != 0)
-
-
-def test_the_chooser_decides_what_is_drafted_and_gone_on_with():
-    objective = make_objective(make_shape(), torch.float64)
-    document = make_document(objective.drafter.shape, 12, torch.Generator().manual_seed(4))
-    least, most = (DraftDecoder(objective.drafter, objective.teacher.target_ids, 30) for _ in range(2))
-    for decoder in (least, most):
-        decoder.extend(document.aux[:9], document.tokens[1:10])
-    seen = []
-
-    def choose(step, logits):
-        seen.append((step, logits))
-        return logits.argmin(-1)
-
-    drafted = least.propose(3, choose)
-    assert [step for step, _ in seen] == [0, 1, 2]
-    assert drafted[0].tolist() == [int(objective.teacher.target_ids[logits[0].argmin()]) for _, logits in seen]
-    torch.testing.assert_close(seen[0][1][0], objective.drafter.lm_head(next(most.unroll(1))[1])[0])
-    assert drafted[0].tolist() != most.draft(3)

@@ -1,7 +1,6 @@
 """The stage: what it reads, what it reports, when it is up to date, and what it refuses."""
 
 import itertools
-import json
 
 import pytest
 import torch
@@ -11,9 +10,6 @@ from eagle31_train import artifacts, evaluate
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation import drafters, evaluating, measuring
-from eagle31_train.evaluation.decoding import decode_plain
-from eagle31_train.evaluation.measurement import Counts
-from eagle31_train.evaluation.serving import Engine
 from eagle31_train.model import vocab
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.targets.cached import CachedTarget
@@ -26,23 +22,6 @@ FEW = (
     "evaluate.max_speculative_tokens=3",
     "evaluate.warmup=false",
 )
-
-
-def scripted(monkeypatch, reach):
-    """A drafter whose draft at slot i of a prompt agrees with the target for reach(prompt, i) tokens."""
-
-    def unroll(drafter, ids, trajectory, depth, drift):
-        return [min(reach(trajectory.prompt, i), depth) for i in range(trajectory.slots)], None
-
-    def decode_speculative(target, drafter, ids, prompts, draft_tokens, limits, sampling, seeds):
-        found = decode_plain(target, prompts, limits, sampling, seeds)
-        for prompt, one in zip(prompts, found, strict=True):
-            reached = [reach(prompt, i) for i in range(len(one.tokens) - 1)]
-            one.accepted = Counts("", "", len(one.tokens), reached).rounds(draft_tokens)
-        return found
-
-    monkeypatch.setattr(measuring, "unroll", unroll)
-    monkeypatch.setattr(measuring, "decode_speculative", decode_speculative)
 
 
 def recount(prompts, draft_tokens=3):
@@ -78,43 +57,8 @@ def test_report(run, capsys):
     assert manifest["inputs"]["train"] == "e" * 16
     assert manifest["left_out"] == {"heldout": {}}
     assert manifest["seconds"] > 0
-    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  3 "))
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  3   "))
     assert f"{report['acceptance_length']:.3f}" in row
-
-
-def test_an_oracle_has_acceptance_length_of_draft_tokens_plus_one(run, monkeypatch):
-    scripted(monkeypatch, lambda prompt, slot: 8)
-    evaluate.evaluate(run.config("evaluate.num_speculative_tokens=4", "evaluate.max_new_tokens=21"))
-    report = run.manifest["report"]
-    assert report["acceptance_length"] == 5.0
-    assert report["acceptance_at_depth"] == report["conditional_acceptance"] == [1.0] * 4
-    assert report["by_depth"]["1"]["acceptance_length"] == [2.0, 2.0, 2.0]
-
-
-def test_every_source_is_measured_by_itself(run, monkeypatch, capsys):
-    kept = vocab.read(run.folder / "data" / "vocab.safetensors")
-    run.write_data(kept, sources=["zh", "zh", "en", "en"], trained=["zh", "en", "tools"])
-    scripted(monkeypatch, lambda prompt, slot: (prompt[0] + slot) % 4)
-    evaluate.evaluate(run.config())
-    report, prompts = run.manifest["report"], run.manifest["per_prompt"]
-    assert [(p["id"], p["source"]) for p in prompts] == [("c2", "en"), ("c0", "zh"), ("c1", "zh")]
-    assert report["by_source"] == {name: recount([p for p in prompts if p["source"] == name]) for name in ("en", "zh")}
-    lengths = [report["by_source"][name]["acceptance_length"] for name in ("en", "zh")]
-    assert min(lengths) < report["acceptance_length"] < max(lengths)
-    assert report["not_measured"] == ["tools"]
-    assert "not measured: tools (no prompt of these sources was decoded)" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("options", "identical"),
-    [
-        (["evaluate.draft_sampling=probabilistic"], True),
-        (["evaluate.draft_sampling=probabilistic", "evaluate.perturbations=[temperature_0.7]"], False),
-    ],
-)
-def test_outputs_are_equal_only_where_those_of_all_workloads_are(run, options, identical):
-    evaluate.evaluate(run.config(*options, *FEW))
-    assert run.manifest["report"]["identical"] is identical
 
 
 def test_weights_are_rounded_as_the_exporter_rounds_them(run, model):
@@ -143,23 +87,15 @@ def test_what_makes_an_evaluation_out_of_date(run, capsys, monkeypatch):
         measuring.Measurer, "measure", lambda self, w, *more: measured.append(w.name) or right(self, w, *more)
     )
     evaluate.evaluate(run.config(*FEW, "seed=1"))
-    first = run.manifest["inputs"]
     for same in ("evaluate.warmup=true", "evaluate.concurrency=[2]", "evaluate.vllm_python=elsewhere", "seed=2"):
         evaluate.evaluate(run.config(*FEW, same))
         assert "up to date" in capsys.readouterr().out, same
-    for other, words in (
-        ("evaluate.num_speculative_tokens=2", r"evaluate.num_speculative_tokens: 3 there, 2 here"),
-        ("evaluate.leave_out=[c0]", r"workloads\.leave_out: nothing there"),
-        ("target.template_args.brief=true evaluate.perturbations=[temperature_1]", r"workloads"),
-    ):
-        with pytest.raises(UserError, match=words):
-            evaluate.evaluate(run.config(*FEW, *other.split()))
+    with pytest.raises(UserError, match=r"workloads\.leave_out: nothing there"):
+        evaluate.evaluate(run.config(*FEW, "evaluate.leave_out=[c0]"))
     # What is measured stays so when a workload is added. Draws depend on the seed.
     perturbed = (*FEW, "evaluate.perturbations=[temperature_1]")
     evaluate.evaluate(run.config(*perturbed, "seed=1", "overwrite=true"))
-    assert (
-        measured == ["heldout", "heldout · temperature_1"] == [w["name"] for w in run.manifest["result"]["workloads"]]
-    )
+    assert measured == ["heldout", "heldout · temperature_1"]
     with pytest.raises(UserError, match=r"seed: 1 there, 2 here"):
         evaluate.evaluate(run.config(*perturbed, "seed=2"))
     weights = load_file(run.weights)
@@ -167,51 +103,9 @@ def test_what_makes_an_evaluation_out_of_date(run, capsys, monkeypatch):
     run.finish_training()
     with pytest.raises(UserError, match=r"other inputs \(checkpoint: \w+ there, \w+ here"):
         evaluate.evaluate(run.config(*perturbed, "seed=1"))
-    evaluate.evaluate(run.config(*FEW, "seed=1", "overwrite=true"))
-    assert run.manifest["inputs"]["train"] == first["train"]
-    assert run.manifest["inputs"]["checkpoint"] != first["checkpoint"]
-
-
-def test_another_server_is_not_the_one_that_was_measured(run):
-    """What it is comes of other options than evaluate.*, and of vLLM's environment."""
-    data = artifacts.read_json(run.folder / "data" / "manifest.json", "the test")
-
-    def inputs(version, *options):
-        config = run.config("evaluate.backend=vllm", "extract.engine=vllm", *options)
-        return evaluate.made_from(config, data, {}, Engine(version, "some GPU")).inputs
-
-    eight, four = (f"+extract.engine_args={{tensor_parallel_size:{n}}}" for n in (8, 4))
-    changed = artifacts.describe_change(inputs("0.32.0", eight), inputs("0.33.0", four))
-    assert changed == "server.tensor_parallel_size: 8 there, 4 here; vllm: 0.32.0 there, 0.33.0 here"
-    given = "evaluate.vllm_args.tensor_parallel_size=2"
-    assert inputs("0.32.0", eight, given) == inputs("0.32.0", four, given), "what is given is what is served"
 
 
 # ---------------------------------------------------------------- prompts
-
-
-def test_prompts_of_a_file_with_tools_and_arguments_of_the_template(run, tmp_path):
-    template = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{% if brief %}brief {% endif %}"
-    (tmp_path / "own.jinja").write_text(template + (run.target / "chat_template.jinja").read_text())
-    file = tmp_path / "some.jsonl"
-    tools = [{"type": "function", "function": {"name": "world"}}]
-    lines = [
-        {"id": "a", "source": "one", "prompt": "hello world"},
-        {"question_id": 81, "category": "writing", "turns": ["hello", "again"]},
-        {"messages": [{"role": "system", "content": "brief"}, {"role": "user", "content": "hello"}]},
-        {"messages": [{"role": "user", "content": "world"}, {"role": "assistant", "content": "again"}], "tools": tools},
-    ]
-    file.write_text("\n\n".join(json.dumps(line) for line in lines))
-    more = (f"evaluate.prompts={file}", f"target.chat_template={tmp_path / 'own.jinja'}", "evaluate.max_new_tokens=3")
-    evaluate.evaluate(run.config(*more, "target.template_args.brief=true"))
-    assert [(p["id"], p["source"], p["prompt_ids"]) for p in run.manifest["per_prompt"]] == [
-        ("a", "one", [4, 2, 5, 6, 3]),
-        ("some-5", "some", [4, 1, 4, 2, 5, 3]),
-        ("81", "writing", [4, 2, 5, 3]),
-        ("some-7", "some", [6, 4, 2, 6, 3]),  # in turns of the sources
-    ]
-    with pytest.raises(UserError, match=r"workloads\.template_args\.brief: True there, nothing here"):
-        evaluate.evaluate(run.config(*more))
 
 
 def test_a_prompt_leaves_positions_for_its_answer_and_drafts(run):
@@ -221,65 +115,14 @@ def test_a_prompt_leaves_positions_for_its_answer_and_drafts(run):
     vllm = "evaluate.backend=vllm"
     assert room(vllm) == 256 - 20 - 2 * 6  # the target's positions, before the drafter's 8192
     assert room(vllm, positions=[None, 100]) == 100 - 20 - 2 * 6
-    for name in ("max_model_len", "max-model-len"):
-        assert room(vllm, f"evaluate.vllm_args.{name}=100", "evaluate.serve_speculative_tokens=[2]") == 74
-    assert room(vllm, "evaluate.serve_speculative_tokens=[9]", drafted=[8, 3]) == 256 - 20 - 2 * 10, (
-        "the deepest of all"
-    )
-    for limit in ("32k", "-1", "0", "4096.5"):
-        with pytest.raises(UserError, match=rf"vllm_args\.max_model_len={limit} is no number"):
-            room(vllm, f"evaluate.vllm_args.max_model_len={limit}")
+    assert room(vllm, "evaluate.vllm_args.max-model-len=100", "evaluate.serve_speculative_tokens=[2]") == 74
+    with pytest.raises(UserError, match=r"vllm_args\.max_model_len=32k is no number"):
+        room(vllm, "evaluate.vllm_args.max_model_len=32k")
     # Without vLLM, its options mean nothing.
-    mine = room("evaluate.vllm_args.max_model_len=100", "evaluate.serve_speculative_tokens=[9]", drafted=[8, 3])
-    assert mine == 256 - 20 - 2 * 9
-
-
-@pytest.mark.parametrize("trained", [True, False])
-def test_prompts_are_those_of_the_exported_drafter(run, monkeypatch, trained):
-    """Its positions, whatever the options of this command say; and a caveat, where train/ is gone."""
-
-    class EnoughError(Exception):
-        pass
-
-    def workloads(_config, _data, longest, caveats):
-        raise EnoughError(longest, caveats)
-
-    record = {"inputs": {"train": "made", "shape": {"max_position_embeddings": 100}}, "checkpoint": "its weights"}
-    monkeypatch.setattr(evaluate, "read_record", lambda _run: record)
-    monkeypatch.setattr(evaluate, "check_serving", lambda _config: Engine("0.32.0", "some CPU"))
-    monkeypatch.setattr(evaluating, "workloads", workloads)
-    if not trained:
-        (run.folder / "train" / "manifest.json").unlink()
-    with pytest.raises(EnoughError) as stopped:
-        evaluate.serve(run.config("evaluate.backend=vllm", "drafter.max_position_embeddings=8192"))
-    longest, caveats = stopped.value.args
-    assert longest == 100 - 20 - 2 * 6
-    assert ["may have been trained" in caveat for caveat in caveats] == ([] if trained else [True])
+    assert room("evaluate.serve_speculative_tokens=[9]", drafted=[8, 3]) == 256 - 20 - 2 * 9
 
 
 # ---------------------------------------------------------------- refusals
-
-
-def test_an_output_that_differs_is_refused_by_name(run, monkeypatch):
-    right = measuring.decode_speculative
-
-    def wrong(*arguments):
-        found = right(*arguments)
-        found[0].tokens[6] = (found[0].tokens[6] + 1) % 50
-        return found
-
-    monkeypatch.setattr(measuring, "decode_speculative", wrong)
-    with pytest.raises(UserError, match=r"prompt c\d, output token 6: speculation gives \d+, plain .* \(the target"):
-        evaluate.evaluate(run.config("evaluate.warmup=false"))
-    assert not (run.folder / "evaluate").exists()
-
-
-def no_weights(run):
-    run.weights.unlink()
-
-
-def no_training(run):
-    (run.folder / "train" / "manifest.json").unlink()
 
 
 def another_vocabulary(run):
@@ -297,35 +140,14 @@ def other_data(run):
     artifacts.write_json(path, {**artifacts.read_json(path, "the test"), "dataset_fingerprint": "b" * 16})
 
 
-def damaged_data(run):
-    (run.folder / "data" / "dataset" / "dataset_dict.json").write_text("{}")
-
-
-def nothing_held_out(run):
-    run.write_data(vocab.read(run.folder / "data" / "vocab.safetensors"), heldout=0)
-
-
-def nothing(run):
-    pass
-
-
 @pytest.mark.parametrize(
     ("change", "option", "message"),
     [
-        (no_weights, "seed=0", r"model.safetensors is missing: .* run `accelerate launch train.py` again"),
-        (no_training, "seed=0", r"manifest.json is missing: run `accelerate launch train.py` first"),
         (another_vocabulary, "seed=0", "is not the vocabulary that the drafter was trained with"),
         (another_target, "seed=0", "the drafter was trained for some/target"),
         (other_data, "seed=0", "is not the data that the drafter was trained on"),
-        (damaged_data, "seed=0", r"dataset_dict.json has 2 bytes.*run `python -m data_prep` again"),
-        (nothing_held_out, "seed=0", "holds out no prompts"),
-        (nothing, "evaluate.prompts=nowhere.jsonl", r"evaluate.prompts=nowhere.jsonl is no file"),
         # The drafter's positions end at 128, before the target's 256.
-        (
-            nothing,
-            "evaluate.max_new_tokens=116 evaluate.max_speculative_tokens=3",
-            "none of 4 prompts has at most 4 tokens",
-        ),
+        (lambda run: None, "evaluate.max_new_tokens=116 evaluate.max_speculative_tokens=3", "has at most 4 tokens"),
     ],
 )
 def test_what_is_refused_before_the_target_is_loaded(run, monkeypatch, change, option, message):
@@ -333,17 +155,3 @@ def test_what_is_refused_before_the_target_is_loaded(run, monkeypatch, change, o
     change(run)
     with pytest.raises(UserError, match=message):
         evaluate.evaluate(run.config(*option.split()))
-
-
-def test_what_is_refused_later(run):
-    path = run.folder / "data" / "manifest.json"
-    manifest = artifacts.read_json(path, "the test")
-    artifacts.write_json(path, {**manifest, "end_ids": list(range(50))})
-    with pytest.raises(UserError, match="every answer ended with its first token"):
-        evaluate.evaluate(run.config(*FEW))
-    artifacts.write_json(path, manifest)
-    weights = load_file(run.weights)
-    save_file({**weights, "fc.weight": torch.zeros(32, 64)}, run.weights)
-    run.finish_training()
-    with pytest.raises(UserError, match=r"model.safetensors .*: fc.weight has shape \[32, 64\]"):
-        evaluate.evaluate(run.config(*FEW))

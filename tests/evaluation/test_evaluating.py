@@ -1,21 +1,16 @@
 """Measurements are kept: nothing is measured twice, nothing that is stale or damaged is believed."""
 
 import dataclasses
-import json
-from contextlib import nullcontext
 
 import pytest
 import torch
 from configured import configured
 
-from eagle31_train import artifacts
-from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.errors import UserError
-from eagle31_train.evaluation import drafters, evaluating
+from eagle31_train.evaluation import evaluating
 from eagle31_train.evaluation.decoding import Limits
 from eagle31_train.evaluation.measurement import Counts, Drift, Measurement, machine
 from eagle31_train.evaluation.measuring import Measurer
-from eagle31_train.targets.cached import CachedTarget
 from tests.evaluation.conftest import PROMPTS, workload_of
 
 ONE, TWO = workload_of(name="one"), workload_of(PROMPTS[:2], 0.7, name="two · temperature_0.7")
@@ -99,9 +94,8 @@ def test_one_more_drafter_or_workload_is_measured_alone(candidates, tmp_path):
 
 
 OTHERS = ["seed=1", "target.dtype=float16", "target.revision=v2", "evaluate.num_speculative_tokens=2",
-        "evaluate.max_speculative_tokens=7",
-          "evaluate.max_new_tokens=9", "evaluate.draft_sampling=probabilistic", "evaluate.batch_size=1",
-          "evaluate.dtype=float64", "evaluate.drift=false"]  # fmt: skip
+          "evaluate.max_speculative_tokens=7", "evaluate.max_new_tokens=9", "evaluate.draft_sampling=probabilistic",
+          "evaluate.batch_size=1", "evaluate.dtype=float64", "evaluate.drift=false"]  # fmt: skip
 
 
 def test_what_other_options_or_machines_count_is_measured_anew(candidates, tmp_path, monkeypatch):
@@ -121,84 +115,30 @@ def test_what_other_options_or_machines_count_is_measured_anew(candidates, tmp_p
     for more in ({"verified": 2}, {"end_ids": (1,)}):
         same.run(tmp_path, candidates[:1], [ONE], **more)
         assert len(same.asked) == 1, more
-    for owner, name, other in (
-        (evaluating.torch, "__version__", "9.9.9"),
-        (evaluating, "pick_device", lambda name: torch.device("meta")),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, name, other)
-            same.run(tmp_path, candidates[:1], [ONE])
-        assert len(same.asked) == 1, name
+    monkeypatch.setattr(evaluating.torch, "__version__", "9.9.9")
+    same.run(tmp_path, candidates[:1], [ONE])
+    assert len(same.asked) == 1
 
 
 def test_drafters_beside_which_the_target_wrote_otherwise_are_not_compared(candidates, tmp_path, monkeypatch):
     measurer = Recorded(QUIET)
-    files = []  # in the order of the drafters, which the files' names do not tell
-    for candidate in candidates[:2]:
-        measurer.run(tmp_path, [candidate], [ONE])
-        files += set(tmp_path.iterdir()) - set(files)
-    assert json.loads(files[0].read_text())["outcome"]["machine"] == "here"
+    measurer.run(tmp_path, candidates[:1], [ONE])
+    (file,) = tmp_path.iterdir()
     monkeypatch.setattr(Recorded, "machine", "elsewhere")
-    (mixed,) = measurer.run(tmp_path, candidates, [ONE])
-    assert {name: one.machine for name, one in mixed.items()} == {"llama": "here", "mla": "here", "other": ""}
-    next(iter(set(tmp_path.iterdir()) - set(files))).unlink()
     monkeypatch.setattr(Recorded, "output", (1, 3))
     for _ in range(2):  # just measured, and read again: what is to go is of the other machine
-        with pytest.raises(UserError) as error:
+        with pytest.raises(UserError, match=rf"prompt p0: .* not the same for llama .*here.*remove {file}"):
             measurer.run(tmp_path, candidates, [ONE])
-        assert str(error.value) == (
-            "one, prompt p0: the target's output is not the same for llama, mla (measured on here) as for other (on "
-            f"elsewhere), so these cannot be compared: remove {files[0]}, {files[1]} and run the same command again"
-        )
-    for file in files:
-        file.unlink()
+    file.unlink()
     measurer.run(tmp_path, candidates, [ONE])
-    assert measurer.asked == [("one", ["llama", "mla"], None)]
+    assert measurer.asked == [("one", ["llama"], None)]
 
 
-@pytest.mark.parametrize(("workload", "refused"), [(ONE, True), (TWO, False)])
-def test_where_drafts_are_sampled_outputs_may_differ(candidates, tmp_path, monkeypatch, workload, refused):
-    measurer = Recorded(QUIET, "evaluate.draft_sampling=probabilistic")
-    measurer.run(tmp_path, candidates[:1], [workload])
-    monkeypatch.setattr(Recorded, "output", (1, 3))
-    with pytest.raises(UserError, match="one, prompt p0: ") if refused else nullcontext():
-        measurer.run(tmp_path, candidates, [workload])
-
-
-def another_count(text):
-    record = json.loads(text)
-    record["outcome"]["measured"][0]["accepted"][0] += 1
-    return json.dumps(record)
-
-
-@pytest.mark.parametrize("damage", [lambda text: text[: len(text) // 2], another_count, lambda _: "{}", lambda _: "[]"])
+@pytest.mark.parametrize("damage", [lambda text: text[: len(text) // 2], lambda text: text.replace("0.3", "0.4")])
 def test_a_damaged_file_is_refused(candidates, tmp_path, damage):
     measurer = Recorded(QUIET)
     measurer.run(tmp_path, candidates[:1], [ONE])
     (file,) = tmp_path.glob("*.json")
     file.write_text(damage(file.read_text()))
-    with pytest.raises(UserError, match=r"one-\w+\.json is damaged.*: remove it") as error:
+    with pytest.raises(UserError, match=r"one-\w+\.json is damaged.*: remove it"):
         measurer.run(tmp_path, candidates[:1], [ONE])
-    assert "\n" not in str(error.value)
-    file.unlink()
-    measurer.run(tmp_path, candidates[:1], [ONE])
-    assert len(measurer.asked) == 1
-
-
-def test_training_again_from_the_same_inputs_is_another_drafter(run, model):
-    def identity():
-        config = run.config()
-        checkpoint = DrafterCheckpoint.of_run(run.folder, config.data_folder)
-        loaded = drafters.load(checkpoint, "it", CachedTarget(model, [1, 2, 4]), config)
-        assert loaded.identity == checkpoint.identity
-        return loaded.identity
-
-    before = identity()
-    assert identity() == before
-    inputs = artifacts.read_json(run.folder / "train" / "manifest.json", "the test")["inputs"]
-    data = bytearray(run.weights.read_bytes())
-    data[-1] ^= 1
-    run.weights.write_bytes(data)
-    run.finish_training()
-    assert artifacts.read_json(run.folder / "train" / "manifest.json", "")["inputs"] == inputs
-    assert identity() != before

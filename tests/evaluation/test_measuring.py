@@ -34,7 +34,7 @@ def said(model, prompt, count=TOKENS):
 # ---------------------------------------------------------------- the gates
 
 
-@pytest.mark.parametrize("draft_tokens", [1, 3, 5])
+@pytest.mark.parametrize("draft_tokens", [1, 5])
 def test_drafters_of_every_kind_are_counted_alike_in_both_ways(model, candidates, draft_tokens):
     measurer = measurer_of(model, f"evaluate.num_speculative_tokens={draft_tokens}")
     found = measurer.measure(GREEDY, candidates)
@@ -126,10 +126,8 @@ def test_where_two_drafts_are_equally_good_rounding_is_told_and_not_refused(mode
     assert "rounding chose between equals" in capsys.readouterr().out
     assert found.counts[0].rounds(3) == kept[0], "the drafts from every place count"
     gap = 1e-3
-    with pytest.raises(UserError, match=r"likely a mistake, which 'evaluate.leave_out=.*p0.*' would hide"):
+    with pytest.raises(UserError, match=r"'evaluate.leave_out=.*p0.*' leaves this prompt out"):
         measurer_of(model).measure(GREEDY, candidates[:1])
-    with pytest.raises(UserError, match=r"evaluate\.dtype=bfloat16 rounds differently"):
-        measurer_of(model, "evaluate.dtype=bfloat16").measure(GREEDY, candidates[:1])
 
 
 # ---------------------------------------------------------------- drawn
@@ -160,50 +158,6 @@ def test_drawn_drafts_are_decoded_at_every_depth_for_every_prompt(model, candida
     assert any(max(counts) > 1 for one in found["llama"].counts for counts in one.seen.values())
 
 
-def test_drawn_drafts_are_timed_by_the_tokens_that_they_made(model, candidates, monkeypatch):
-    """Outputs of drawn drafts are other draws, which end elsewhere: here with a second for every token of any way."""
-
-    def timed(function):
-        def run(*arguments, **named):
-            found = function(*arguments, **named)
-            for one in found:
-                one.seconds = float(len(one.tokens))
-                lengths.append(len(one.tokens))
-            return found
-
-        return run
-
-    lengths = []
-    monkeypatch.setattr(measuring, "decode_speculative", timed(SPECULATE))
-    monkeypatch.setattr(measuring, "decode_plain", timed(decode_plain))
-    measurer = measurer_of(model, "evaluate.draft_sampling=probabilistic", ends=range(5))
-    measurement = measurer.measure(workload_of(temperature=1.0), candidates[:1])["llama"]
-    assert len(set(lengths)) > 3, "outputs of one length would show nothing"
-    assert measurement.speculative == pytest.approx(measurement.plain) == measurement.tokens
-
-
-def test_a_draw_that_differs_is_told_by_how_much_the_draws_differ(model, candidates, monkeypatch):
-    temperature, at = 0.7, 4
-
-    def wrong(*arguments):
-        found = SPECULATE(*arguments)
-        found[0].tokens[at] = (found[0].tokens[at] + 1) % 50
-        return found
-
-    monkeypatch.setattr(measuring, "decode_speculative", wrong)
-    workload = workload_of(PROMPTS[:1], temperature)
-    with pytest.raises(UserError, match=rf"prompt p0, output token {at}: .*draws differ by") as error:
-        measurer_of(model).measure(workload, candidates[:1])
-    ours, theirs = map(int, re.search(r"speculation gives (\d+), plain decoding (\d+)", str(error.value)).groups())
-    draws = stream(seed_of(0, workload.prompts[0]), at, TARGET).standard_exponential(50)
-    monkeypatch.undo()
-    told = measurer_of(model).measure(workload, candidates[:1])["llama"].outputs[0]
-    logits = model(torch.tensor([PROMPTS[0] + told[:at]])).logits[0, -1].double().numpy()
-    race = logits / temperature - torch.tensor(draws).log().numpy()
-    assert race.argmax() == theirs
-    assert f"differ by {race[theirs] - race[ours]:.3g})" in str(error.value)
-
-
 # ---------------------------------------------------------------- ends
 
 
@@ -218,25 +172,6 @@ def test_counts_go_on_past_the_end_of_an_answer(model, candidates):
     assert any(one.tokens < 1 + sum(accepted + 1 for accepted in one.seen[3]) for one in found.counts), (
         "no draft went past an end"
     )
-
-
-def test_an_answer_that_ends_with_its_first_token_has_no_draft(model, candidates):
-    first = said(model, PROMPTS[0], 1)
-    found = measurer_of(model, ends=first).measure(GREEDY, candidates)
-    for measurement in found.values():
-        assert measurement.outputs[0] == first
-        assert (measurement.counts[0].accepted, measurement.counts[0].seen) == ([], {3: []})
-        assert measurement.counts[0].rounds(3) == []
-
-
-def test_answers_end_anywhere_and_prompts_have_any_length(model, candidates):
-    ends = {said(model, prompt)[at] for prompt, at in zip(PROMPTS, (0, 5, 9, 2, 13), strict=True)}
-    prompts = [prompt[:length] for prompt in PROMPTS for length in (1, 2, len(prompt))]
-    prompts = [list(prompt) for prompt in dict.fromkeys(map(tuple, prompts))]
-    found = measurer_of(model, ends=ends).measure(workload_of(prompts), candidates)
-    lengths = {one.tokens for measurement in found.values() for one in measurement.counts}
-    assert 1 in lengths
-    assert len(lengths) > 2
 
 
 # ---------------------------------------------------------------- batches
@@ -271,34 +206,27 @@ def test_only_so_many_prompts_are_decoded_with_every_drafter_as_are_to_be_verifi
     assert (none.tokens, none.plain, none.speculative) == (0, 0.0, 0.0)
 
 
-# ---------------------------------------------------------------- near ties and refusals
+# ---------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize(("temperature", "gap", "tie"), [(0, -9e-5, True), (0, 2e-4, False), (0.5, 9e-5, True)])
-def test_a_near_tie_of_the_target_names_the_option_that_goes_on_without_it(
-    model, candidates, monkeypatch, temperature, gap, tie
-):
+@pytest.mark.parametrize("temperature", [0, 0.5])
+def test_an_output_that_differs_is_refused_by_how_much(model, candidates, monkeypatch, temperature):
+    """Of logits, or of what the draws make of them at a temperature."""
+
     def other(*arguments):
         found = SPECULATE(*arguments)
-        for one, prompt in zip(found, arguments[3], strict=True):
-            if prompt == PROMPTS[1]:
-                one.tokens[4] = (one.tokens[4] + 1) % 50
+        found[0].tokens[4] = (found[0].tokens[4] + 1) % 50
         return found
 
-    def logit_gap(target, prefix, theirs, ours):
-        """Such that what decides, of logits or of draws at a temperature, is apart by that much of logits."""
-        if not temperature:
-            return gap
-        draws = stream(seed_of(0, workload.prompts[1]), 4, TARGET).standard_exponential(max(ours, theirs) + 1)
-        return gap + temperature * float(np.log(draws[theirs] / draws[ours]))
-
-    workload = workload_of(temperature=temperature)
     monkeypatch.setattr(measuring, "decode_speculative", other)
-    monkeypatch.setattr(measuring, "logit_gap", logit_gap)
-    with pytest.raises(UserError, match=r"prompt p1, output token 4: speculation gives \d+, plain") as error:
+    workload = workload_of(PROMPTS[:1], temperature=temperature)
+    with pytest.raises(UserError, match=r"prompt p0, output token 4: .*'evaluate.leave_out=.*7 b.*p0") as error:
         measurer_of(model, "evaluate.leave_out=['7 b']").measure(workload, candidates[:1])
-    assert '\'evaluate.leave_out=["7 b","p1"]\'' in str(error.value)
-    assert ("chose between equals: add" in str(error.value)) == tie
-    assert "\n" not in str(error.value)
-    with pytest.raises(UserError, match=r"differ by .*; evaluate\.dtype=bfloat16 rounds differently"):
-        measurer_of(model, "evaluate.dtype=bfloat16").measure(workload, candidates[:1])
+    ours, theirs = map(int, re.search(r"speculation gives (\d+), plain decoding (\d+)", str(error.value)).groups())
+    monkeypatch.undo()
+    told = measurer_of(model).measure(workload, candidates[:1])["llama"].outputs[0]
+    race = model(torch.tensor([PROMPTS[0] + told[:4]])).logits[0, -1].double().numpy()
+    if temperature:
+        race = race - temperature * np.log(stream(seed_of(0, workload.prompts[0]), 4, TARGET).standard_exponential(50))
+    assert race.argmax() == theirs
+    assert f"differ by {race[theirs] - race[ours]:.3g})" in str(error.value)

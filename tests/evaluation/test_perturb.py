@@ -4,13 +4,10 @@ from dataclasses import replace
 
 import pytest
 from talking import make_rendering
-from tokenizers import processors
 
-from eagle31_train.errors import UserError
 from eagle31_train.evaluation.perturb import KNOWN, Context, Filler, find
-from eagle31_train.evaluation.perturb_texts import ADVERSARIAL, POLICY, WISHES
+from eagle31_train.evaluation.perturb_texts import ADVERSARIAL
 from eagle31_train.evaluation.prompts import Prompt
-from eagle31_train.evaluation.rendering import UnfitError
 
 RENDERING = make_rendering()
 LENGTH = 300  # data.max_length
@@ -44,36 +41,6 @@ def said(name, prompt=PROMPT, around=AROUND):
 # ---------------------------------------------------------------- names
 
 
-def test_contexts_and_temperatures_of_any_number():
-    assert find("context_3").length(100) == 300
-    assert find("context_768_tokens").length(100) == 768
-    assert find("context_0768_tokens").name == "context_768_tokens"
-    assert find("temperature_0.85").temperature == 0.85
-    assert find("temperature_0.70") == find("temperature_0.7")
-    assert find("context_1.0").name == "context_1"
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("system_lng", "no 'system_lng': did you mean 'system_long'"),
-        ("template_chatlm", "did you mean 'template_chatml'"),
-        ("language_xx", "did you mean 'language_"),
-        ("zzz", "there are no_template, .* context_512_tokens, .*; other numbers will do"),
-        ("context_256tokens", "did you mean 'context_512_tokens'"),
-        ("context_1.5_tokens", "did you mean 'context_512_tokens'"),
-        ("context_0_tokens", "above 0"),
-        ("temperature_0", "above 0"),
-        ("context_0.0", "above 0"),
-        ("context_two", "did you mean"),
-    ],
-)
-def test_unknown_ones(name, message):
-    with pytest.raises(UserError, match=message) as caught:
-        find(name)
-    assert "\n" not in str(caught.value)
-
-
 # ---------------------------------------------------------------- what they make
 
 
@@ -87,61 +54,6 @@ def test_the_question_is_the_same_and_the_rest_is_told_apart(name):
     assert (perturbed.ids == PROMPT.ids) == (find(name).temperature is not None)
 
 
-def test_without_a_template_there_is_only_text():
-    assert said("no_template") == "What is the question here?"
-    assert said("no_template", make_prompt(system="Be kind.")) == "Be kind.\n\nWhat is the question here?"
-
-
-def test_text_alone_has_what_the_tokenizer_puts_before_text():
-    """As a server that is given a text would; a template, also another family's, brings its own."""
-    rendering = make_rendering()
-    begin = rendering.tokenizer.convert_tokens_to_ids("<s>")
-    rendering.tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", begin)]
-    )
-    around = replace(AROUND, rendering=rendering)
-    assert find("no_template").apply(PROMPT, around).ids[0] == begin
-    assert begin not in find("template_chatml").apply(PROMPT, around).ids
-
-
-@pytest.mark.parametrize(
-    ("kind", "plain", "with_system"),
-    [
-        ("chatml", "<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n", "<|im_start|>system\nS<|im_end|>\n{}"),
-        (
-            "llama3",
-            "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nQ<|eot_id|>"
-            "<|start_header_id|>assistant<|end_header_id|>\n\n",
-            None,
-        ),
-        ("mistral", "<s>[INST] Q [/INST]", "<s>[INST] S\n\nQ [/INST]"),
-        (
-            "alpaca",
-            "Below is an instruction. Write a response that does what it asks.\n\n### Instruction:\nQ\n\n"
-            "### Response:\n",
-            "S\n\n### Instruction:\nQ\n\n### Response:\n",
-        ),
-        ("vicuna", "USER: Q ASSISTANT:", "S USER: Q ASSISTANT:"),
-    ],
-)
-def test_templates_of_other_families(kind, plain, with_system):
-    assert said(f"template_{kind}", make_prompt("Q")) == plain
-    if with_system:
-        assert said(f"template_{kind}", make_prompt("Q", "S")) == with_system.format(plain)
-
-
-def test_no_system_turn_at_all():
-    expected = "<|im_start|>user\nWhat is the question here?<|im_end|>\n<|im_start|>assistant\n"
-    assert "SmolLM" in RENDERING.decode(PROMPT.ids)  # the template's own, of which nothing is to be left
-    assert said("system_absent") == said("system_absent", make_prompt(system="Be kind.")) == expected
-
-
-def test_a_long_system_message_comes_before_the_prompts_own():
-    assert said("system_long").startswith(f"<|im_start|>system\n{POLICY}<|im_end|>\n")
-    both = said("system_long", make_prompt(system="Be kind."))
-    assert both.startswith(f"<|im_start|>system\n{POLICY}\n\nBe kind.<|im_end|>\n")
-
-
 def test_markup_in_a_system_message_is_text():
     """The target's own special tokens are not smuggled in, which would be another conversation and no odd text."""
     special = set(RENDERING.tokenizer.all_special_ids)
@@ -153,6 +65,21 @@ def test_markup_in_a_system_message_is_text():
     as_it_is = RENDERING.ids([{"role": "system", "content": ADVERSARIAL}, *PROMPT.messages])
     assert markup(as_it_is) != plain  # the text does hold some
     assert markup(find("system_adversarial").apply(PROMPT, AROUND).ids) == plain
+
+
+# ---------------------------------------------------------------- long contexts
+
+
+@pytest.mark.parametrize(
+    ("length", "wanted"), [(0.7, 210), (1, LENGTH), (2.5, 750), (7, 2100), ("211_tokens", 211), ("999_tokens", 999)]
+)
+def test_a_context_has_the_length_that_was_asked_for(length, wanted):
+    for words in ("What is the question here?", "hello", "你好吗？", "a b c " * 5):
+        for name in ("p1", "p2", "p3", "p4"):
+            ids = find(f"context_{length}").apply(make_prompt(words, name=name), AROUND).ids
+            assert abs(len(ids) - wanted) <= 2  # a cut within a character of three tokens
+            assert RENDERING.decode(ids).endswith(f"\n\n{words}<|im_end|>\n<|im_start|>assistant\n")
+            assert "\ufffd" not in RENDERING.decode(ids)
 
 
 def test_tokens_that_were_added_and_are_not_special_are_text_too():
@@ -172,26 +99,6 @@ def test_tokens_that_were_added_and_are_not_special_are_text_too():
     assert rendering.tokenizer.convert_tokens_to_ids("<think>") in planted
 
 
-@pytest.mark.parametrize("code", WISHES)
-def test_the_wish_for_a_language_ends_the_question(code):
-    assert f"here?\n\n{WISHES[code][1]}<|im_end|>" in said(f"language_{code}")
-
-
-# ---------------------------------------------------------------- long contexts
-
-
-@pytest.mark.parametrize(
-    ("length", "wanted"), [(0.7, 210), (1, LENGTH), (2.5, 750), (7, 2100), ("211_tokens", 211), ("999_tokens", 999)]
-)
-def test_a_context_has_the_length_that_was_asked_for(length, wanted):
-    for words in ("What is the question here?", "hello", "你好吗？", "a b c " * 5):
-        for name in ("p1", "p2", "p3", "p4"):
-            ids = find(f"context_{length}").apply(make_prompt(words, name=name), AROUND).ids
-            assert abs(len(ids) - wanted) <= 2  # a cut within a character of three tokens
-            assert RENDERING.decode(ids).endswith(f"\n\n{words}<|im_end|>\n<|im_start|>assistant\n")
-            assert "\ufffd" not in RENDERING.decode(ids)
-
-
 def test_no_context_holds_the_prompts_own_answer():
     """And those of other prompts do, or the test would see nothing."""
     contexts = [said("context_7", make_prompt(name=name)) for name in "abcdef"]
@@ -199,18 +106,3 @@ def test_no_context_holds_the_prompts_own_answer():
     assert TEXTS[-1] in said("context_7", make_prompt("hello"))
     planted = replace(AROUND, fillers=[Filler((), text) for text in TEXTS])
     assert TEXTS[-1] in said("context_7", around=planted)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "around", "name", "reason"),
-    [
-        (replace(PROMPT, messages=None), AROUND, "system_long", "cannot be told from its tokens"),
-        (make_prompt("long " * LENGTH), AROUND, "context_1", f"longer than {LENGTH} tokens"),
-        (PROMPT, replace(AROUND, fillers=AROUND.fillers[-1:]), "context_1", "no other text"),
-        (make_prompt(tools=[{"type": "function"}]), AROUND, "no_template", "tools would be lost"),
-        (make_prompt(tools=[{"type": "function"}]), AROUND, "template_alpaca", "tools would be lost"),
-    ],
-)
-def test_prompts_without_such_a_form(prompt, around, name, reason):
-    with pytest.raises(UnfitError, match=reason):
-        find(name).apply(prompt, around)

@@ -4,7 +4,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -12,13 +11,9 @@ from pathlib import Path
 
 import imitating
 import pytest
-import torch
 
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation import serving
-from eagle31_train.evaluation.measurement import machine
-from eagle31_train.evaluation.prompts import Prompt
-from eagle31_train.evaluation.serving import Engine, check, engine, load, server
 from tests.evaluation.imitated import END, ENGINE, LIMIT, PROMPTS, asked, config, launch, measure  # noqa: F401 (fixtures)
 
 
@@ -74,22 +69,11 @@ def test_counts_are_the_servers_without_its_warming(launch, tmp_path):
             assert row["acceptance"]["acceptance_length"] == 1 + told["accepted"] / told["drafts"]
             assert row["acceptance"]["draft_tokens_proposed"] == depth * told["drafts"]
     assert report["notes"] == []
-    assert (report["vllm"], report["machine"]) == ("0.0", "some GPU")
     assert json.loads(json.dumps(report)) == report
     assert left(tmp_path) == []
     for row in report["rows"]:
         assert 0 < row["ttft"]["p50"] <= row["ttft"]["p95"] <= row["seconds"]
         assert 0.2 < row["in_flight"] <= row["concurrency"]
-    text = serving.report.table(report)
-    assert "speed-up" in text
-    assert serving.report.DEFINITIONS in text
-    assert "only 3 prompts" in text
-
-
-def test_users_are_as_many_as_asked_for(measure, asked):
-    """No answer comes before there are two questions."""
-    measure("evaluate.concurrency=[2]", "evaluate.vllm_args.imitate=together", prompts=PROMPTS[:2])
-    assert {json.loads(line)["most"] for line in asked.read_text().splitlines()} == {1, 2}
 
 
 def test_counts_read_too_early_would_be_others(monkeypatch, measure):
@@ -100,39 +84,14 @@ def test_counts_read_too_early_would_be_others(monkeypatch, measure):
 
 
 def test_requests_say_all_that_matters(measure, asked):
-    measure("seed=7", "evaluate.concurrency=[1,2]", prompts=PROMPTS[:2])
+    measure("seed=7", "evaluate.concurrency=[1,2]", "evaluate.temperature=0.8", prompts=PROMPTS[:2])
     requests = [json.loads(line) for line in asked.read_text().splitlines()]
-    warming = [one for one in requests if one["max_tokens"] < LIMIT]
-    assert warming == []  # the limit is below the warm-up's
-    assert {one["path"] for one in requests} == {"/v1/completions"}
+    assert {(tuple(one["prompt"]), one["seed"]) for one in requests} == {((1, 2, 3), 7), ((30, 5), 8)}
+    wanted = {"max_tokens": LIMIT, "stop_token_ids": [END], "temperature": 0.8, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
     for one in requests:
-        assert one["prompt"] in [PROMPTS[0].ids, PROMPTS[1].ids]
-        assert one["model"].endswith("SmolLM2-135M-Instruct")
-        told = {key: one[key] for key in ("max_tokens", "stop_token_ids", "temperature", "top_p", "top_k", "min_p")}
-        assert told == {
-            "max_tokens": LIMIT, "stop_token_ids": [END], "temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0
-        }  # fmt: skip
-        assert one["repetition_penalty"] == 1.0
-        assert one["stream"]
-        assert one["return_token_ids"]
-        assert "seed" not in one
+        assert wanted.items() <= one.items()
     # One warm-up at one user and two at two; one turn of two prompts, then two.
     assert len(requests) == 2 * (1 + 2 + 2 + 4)
-
-
-def test_sampling_has_a_seed_for_every_prompt_and_expects_no_equal_answers(measure, asked):
-    report = measure("seed=7", "evaluate.temperature=0.8", "evaluate.top_p=0.9")
-    requests = [json.loads(line) for line in asked.read_text().splitlines()]
-    assert {(tuple(one["prompt"]), one["seed"]) for one in requests} == {((1, 2, 3), 7), ((30, 5), 8), ((50,), 9)}
-    assert {(one["temperature"], one["top_p"]) for one in requests} == {(0.8, 0.9)}
-    assert {row["different"] for row in report["rows"]} == {None}
-
-
-def test_changed_answers_are_told(measure):
-    report = measure("evaluate.vllm_args.imitate=other")
-    assert [row["different"] for row in report["rows"]] == [0, 1]  # the warm-up's has number 1, and 2 and 4 are right
-    assert report["notes"] == ["ours, 3 draft tokens, 1 users: 1 of 3 answers are different"]
-    assert report["notes"][0] in serving.report.table(report)
 
 
 # ---------------------------------------------------------------- what goes wrong
@@ -147,112 +106,23 @@ def refused(measured, tmp_path, imitate, *options):
     return text.replace(str(tmp_path), "")
 
 
-def test_a_server_that_cannot_start_is_quoted(launch, tmp_path):
-    text = refused(launch, tmp_path, "'cannot start'")
-    assert text == ("vLLM's server ended with exit status 1 (ValueError: no such target): see /run/servers/none-0.log")
-
-
-@pytest.mark.slow
-def test_a_server_that_never_answers_is_given_up(monkeypatch, launch, tmp_path):
-    monkeypatch.setattr(server, "START_SECONDS", 1.5)
-    text = refused(launch, tmp_path, "'never starts'")
-    assert text == "vLLM's server does not answer after 2 s (INFO loading): see /run/servers/none-0.log"
-
-
 def test_a_server_that_dies_is_quoted(launch, tmp_path):
     text = refused(launch, tmp_path, "dies")
-    assert "ended with exit status 3 (MemoryError: no room): see /run/servers/none-0.log" in text
-
-
-def test_a_server_that_falls_silent_is_given_up(monkeypatch, measure, tmp_path):
-    monkeypatch.setattr(load, "SILENCE_SECONDS", 1.0)
-    text = refused(measure, tmp_path, "silent", "evaluate.concurrency=[3]")
-    assert "was silent for 1 s on prompt" in text
+    assert "ended with exit status 3" in text
+    assert "MemoryError: no room): see /run/servers/none-0.log" in text
 
 
 @pytest.mark.parametrize(
     ("imitate", "said"),
     [
         ("'breaks off'", "broke off on prompt b"),
-        ("endless", "broke off on prompt a"),
-        ("'gives up'", "gives up on prompt b (engine trouble)"),
-        ("full", "refuses prompt b (HTTP 400, the prompt is too long)"),
+        ("'gives up'", "gives up on prompt b"),
+        ("full", "refuses prompt b (HTTP 400, "),
+        ("uncounted", "this vLLM counts no vllm:spec_decode_num_drafts_total"),
     ],
 )
 def test_an_answer_that_cannot_be_had_ends_the_run(measure, tmp_path, imitate, said):
     assert said in refused(measure, tmp_path, imitate)
-
-
-def test_answers_of_one_token_alone_end_the_run(measure):
-    with pytest.raises(UserError, match="every answer ended with its first token"):
-        measure(prompts=[Prompt("a", "chat", [END])])
-
-
-def test_counters_that_are_not_there_end_the_run(measure, tmp_path):
-    text = refused(measure, tmp_path, "uncounted")
-    assert text == "this vLLM counts no vllm:spec_decode_num_drafts_total: eagle31 reads those of vLLM 0.32"
-
-
-def test_counters_that_never_settle_end_the_run(monkeypatch, measure, tmp_path):
-    monkeypatch.setattr(serving, "SETTLED_SECONDS", 0.5)
-    monkeypatch.setattr(serving, "run_load", lambda *_: [load.Answer(0, [1, 2], 0.0, 1.0, 2.0)])
-    text = refused(measure, tmp_path, "nothing")
-    assert "(HTTP 200) know of 0 finished requests where there were 1" in text
-
-
-def test_a_python_without_vllm_is_refused(monkeypatch, asked, config, tmp_path):
-    with pytest.raises(UserError, match=r"evaluate\.vllm_python=nobodys-python cannot be run \(No such file"):
-        check(config("evaluate.vllm_python=nobodys-python"))
-    with pytest.raises(UserError, match=r"cannot be run \(Permission denied"):
-        check(config(f"evaluate.vllm_python={tmp_path}"))
-    (tmp_path / "site" / "vllm" / "version.py").write_text("import nothing_of_this_name")
-    with pytest.raises(UserError, match=r"cannot import vLLM \(ModuleNotFoundError: .*nothing_of_this_name'\): set"):
-        check(config())
-    monkeypatch.delenv("PYTHONPATH")
-    with pytest.raises(UserError, match=r"cannot import vLLM \(ModuleNotFoundError: No module named 'vllm'\): set"):
-        check(config())
-
-
-def test_a_port_that_is_taken_is_refused(launch, config):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        for measure in (lambda option: check(config(option)), launch):
-            with pytest.raises(UserError, match=rf"evaluate\.vllm_args\.port={port} cannot be had \(Address already"):
-                measure(f"evaluate.vllm_args.port={port}")
-
-
-def test_vllms_python_says_what_it_is(monkeypatch, asked, config, tmp_path):
-    """Its own torch is asked, which may see a GPU where that of this environment sees none."""
-    assert check(config()) == Engine("0.0", machine(torch.device("cpu"), threads=False))
-    (tmp_path / "site" / "torch.py").write_text(
-        "print('noise')\nclass cuda:\n    is_available = lambda: True\n    get_device_name = lambda: 'NVIDIA H100'"
-    )
-    assert check(config()) == Engine("0.0", "NVIDIA H100")
-    assert check(config("evaluate.vllm_args.tensor_parallel_size=4")).device == "4 × NVIDIA H100"
-    served = ["extract.engine=vllm", "+extract.engine_args={tensor_parallel_size:8}"]
-    assert check(config(*served)).device == "8 × NVIDIA H100"
-    assert check(config(*served, "evaluate.vllm_args.pipeline-parallel-size=2")).device == "16 × NVIDIA H100"
-
-
-@pytest.mark.parametrize(
-    ("option", "said"),
-    [
-        ("evaluate.serve_speculative_tokens=[]", r"evaluate\.serve_speculative_tokens=\[\] measures nothing"),
-        ("evaluate.serve_speculative_tokens=[0,3]", r"evaluate\.serve_speculative_tokens=\[0, 3\]"),
-        ("evaluate.concurrency=[4,4]", r"evaluate\.concurrency=\[4, 4\]"),
-        (
-            "evaluate.vllm_args.max_model_len=32k",
-            r"vllm_args\.max_model_len=32k is no number that prompts can be chosen",
-        ),
-        ("evaluate.vllm_args.max-model-len=-1", r"vllm_args\.max-model-len=-1 is no number"),
-        ("evaluate.vllm_args.enable-prefix-caching=true", r"vllm_args\.enable_prefix_caching cannot be set"),
-        ("evaluate.vllm_args.model=other", r"vllm_args\.model cannot be set: it is target\.path"),
-    ],
-)
-def test_options_that_measure_nothing_are_refused(monkeypatch, config, option, said):
-    monkeypatch.setattr(engine, "ask", None)
-    with pytest.raises(UserError, match=said):
-        check(config(option))
 
 
 # ---------------------------------------------------------------- nothing stays behind

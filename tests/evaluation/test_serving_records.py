@@ -2,21 +2,12 @@
 
 # ruff: noqa: F811 (fixtures)
 
-from pathlib import Path
-
 import pytest
 
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation import serving
-from eagle31_train.evaluation.serving import Engine, counters, server
+from eagle31_train.evaluation.serving import counters
 from tests.evaluation.imitated import PROMPTS, Here, asked, config, launch, measure  # noqa: F401 (fixtures)
-
-
-def drafter(folder, content):
-    """An exported checkpoint, as far as it is told from others."""
-    folder.mkdir(parents=True)
-    (folder / "model.safetensors").write_text(content)
-    return folder
 
 
 @pytest.fixture
@@ -57,49 +48,3 @@ def test_what_was_measured_before_a_failure_is_not_measured_again(started, monke
     assert "serve ours, 1 draft tokens: measured before (" in capsys.readouterr().out
     again, depths = started()
     assert (again, depths) == (first, [])
-
-
-def test_a_drafter_that_is_added_is_served_alone(started, tmp_path):
-    a, b = (str(drafter(tmp_path / name, name)) for name in "ab")
-    started(drafts=(a,))
-    assert started(drafts=(a, b))[1] == [1, 3]
-    moved = tmp_path / "elsewhere"
-    Path(a).rename(moved)
-    assert started(drafts=(str(moved),))[1] == [], "it is known by what it holds"
-    (moved / "model.safetensors").write_text("other weights")
-    assert started(drafts=(str(moved),))[1] == [1, 3]
-
-
-def test_the_port_tells_no_server_from_another(started):
-    started()
-    port = server.pick_port(None)
-    assert started(f"evaluate.vllm_args.port={port}")[1] == []
-
-
-@pytest.mark.parametrize(
-    ("options", "given"),
-    [
-        (["evaluate.vllm_args.max_num_seqs=4"], {}),
-        (["evaluate.concurrency=[1,2]"], {}),
-        (["evaluate.warmup=false"], {}),
-        ([], {"prompts": PROMPTS[:2]}),
-        ([], {"by": Engine("0.1", "some GPU")}),
-        ([], {"by": Engine("0.0", "2 × some GPU")}),
-    ],
-)
-def test_another_server_is_measured_anew(started, options, given):
-    started()
-    assert started(*options, **given)[1] == [0, 1, 3]
-
-
-@pytest.mark.parametrize(
-    "damage", [lambda text: text[:99], lambda text: text.replace('"sent"', '"Sent"'), lambda _: "[]"]
-)
-def test_a_damaged_record_is_refused(started, tmp_path, damage):
-    started()
-    (file,) = (tmp_path / "run" / "servers").glob("server-1-*.json")
-    file.write_text(damage(file.read_text()))
-    with pytest.raises(UserError, match=r"server-1-\w+\.json is damaged.*: remove it"):
-        started()
-    file.unlink()
-    assert started()[1] == [1]

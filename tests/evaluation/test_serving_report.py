@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from configured import configured
 
-from eagle31_train.errors import UserError
 from eagle31_train.evaluation.serving import counters, report
-from eagle31_train.evaluation.serving.command import OURS, flags, server_arguments
+from eagle31_train.evaluation.serving.command import flags, server_arguments
 from eagle31_train.evaluation.serving.load import Answer
 
 NONE = Counter({counters.FINISHED: 4.0, counters.TOKENS: 15.0})
@@ -54,62 +53,14 @@ def test_a_speedup_is_paired_by_prompt():
     assert row["speedup"] == pytest.approx([2.0, 2.0, 2.0])
     assert row["per_user"][1] < row["per_user"][0] < row["per_user"][2]
     assert row["acceptance"]["acceptance_length"] is None
-    other = report.speed([*faster(3, ANSWERS[:1]), *ANSWERS[1:2], *faster(3, ANSWERS[2:3]), *ANSWERS[3:]], ANSWERS)
-    value, low, high = other.intervals()[0]
-    assert value == pytest.approx((2 + 1 + 1.5) / (2 / 3 + 1 + 0.5))
-    assert low < value < high
 
 
-def test_answers_of_one_token_have_no_speed():
-    short = [replace(one, tokens=[1], last=one.first) for one in ANSWERS]
-    row = report.row(None, 0, 1, short, NONE, None, short)
-    assert row["tpot"] == {"mean": None, "p50": None, "p95": None}
-    assert row["per_user"] == [None, None, None]
-    assert report.best([report.row("ours", 0, 1, short, NONE, short, short)]) == []
-
-
-def test_different_answers_and_lost_counts_are_told():
-    changed = [replace(ANSWERS[0], tokens=[0, 1, 2, 3, 9]), ANSWERS[1], *ANSWERS[:2]]
-    row = report.row("ours", 0, 8, changed, Counter({counters.FINISHED: 4, counters.TOKENS: 20}), None, ANSWERS[:2])
-    assert row["different"] == 1
-    assert report.notes([row]) == ["ours, 0 draft tokens, 8 users: 1 of 4 answers are different"]
-    counted = Counter({counters.FINISHED: 4.0, counters.TOKENS: 14.0, counters.PREEMPTIONS: 2.0})
-    row = report.row(None, 0, 1, ANSWERS, counted, None, None)
-    assert row["different"] is None
-    assert report.notes([row]) == [
-        "no drafter, 0 draft tokens, 1 users: vLLM counts 4 requests and 14 tokens, but 4 and 15 came",
-        "no drafter, 0 draft tokens, 1 users: 2 preemptions: give vLLM's cache more memory",
-    ]
-
-
-# ---------------------------------------------------------------- how many tokens to draft
-
-
-def tried(draft_tokens, *speedup):
-    return {"drafter": "ours", "draft_tokens": draft_tokens, "concurrency": 1, "speedup": list(speedup)}
-
-
-@pytest.mark.parametrize(
-    ("rows", "draft_tokens", "line"),
-    [
-        (
-            [tried(1, 1.2, 1.1, 1.3), tried(3, 1.5, 1.4, 1.6), tried(5, 1.4, 1.3, 1.5)],
-            3,
-            "best with num_speculative_tokens=3, 1.50 [1.40, 1.60] × the tokens/s/user",
-        ),
-        # One that pays is better than one that may not.
-        ([tried(1, 1.10, 1.05, 1.15), tried(3, 1.12, 0.98, 1.26)], 1, "best with num_speculative_tokens=1, 1.10 ["),
-        ([tried(1, 1.02, 0.9, 1.1), tried(3, 0.7, 0.6, 0.8)], 0, "no gain shown, best with num_speculative_tokens=1"),
-        ([tried(1, 0.9, 0.85, 0.95)], 0, "speculation does not pay, best with num_speculative_tokens=1, 0.90 ["),
-        ([tried(3, 1.3, None, None)], 0, "no gain shown, best with num_speculative_tokens=3, 1.30 ×"),
-    ],
-)
-def test_the_best_number_of_draft_tokens_is_named_where_it_pays(rows, draft_tokens, line):
-    plain = {"drafter": None, "draft_tokens": 0, "concurrency": 1, "speedup": None}
-    (one,) = report.best([plain, *rows])
-    assert one["draft_tokens"] == draft_tokens
-    assert report.verdict([one], 20)[0].startswith(f"ours at concurrency 1: {line}")
-    assert report.verdict([one], 9)[0].endswith("; only 9 prompts")
+def test_one_that_pays_is_better_than_one_that_may_not():
+    tried = {"drafter": "ours", "concurrency": 1}
+    rows = [{**tried, "draft_tokens": 1, "speedup": [1.1, 1.05, 1.15]}]
+    rows += [{**tried, "draft_tokens": 3, "speedup": [1.12, 0.98, 1.26]}]
+    assert [one["draft_tokens"] for one in report.best(rows)] == [1]
+    assert [one["draft_tokens"] for one in report.best(rows[1:])] == [0]
 
 
 # ---------------------------------------------------------------- counters
@@ -164,19 +115,3 @@ def test_the_server_is_told_what_is_measured():
         "method": "eagle3", "model": "d", "num_speculative_tokens": 4
     }  # fmt: skip
     assert "speculative_config" not in arguments(drafter=None)
-
-
-def test_the_targets_needs_are_those_of_other_stages():
-    engine = ["extract.engine=vllm", "+extract.engine_args={tensor_parallel_size:8,max_model_len:4096}"]
-    told = arguments("target.trust_remote_code=true", "target.revision=v2", *engine)
-    assert (told["trust_remote_code"], told["revision"], told["tensor_parallel_size"]) == (True, "v2", 8)
-    assert "max_model_len" not in told
-    assert arguments(*engine, "evaluate.vllm_args.tensor_parallel_size=2")["tensor_parallel_size"] == 2
-    sampled = arguments("evaluate.draft_sampling=probabilistic", "evaluate.temperature=1")
-    assert sampled["speculative_config"]["draft_sample_method"] == "probabilistic"
-
-
-@pytest.mark.parametrize("name", OURS)
-def test_what_the_measurement_sets_is_refused(name):
-    with pytest.raises(UserError, match=f"evaluate.vllm_args.{name} cannot be set"):
-        arguments(f"evaluate.vllm_args.{name.replace('_', '-')}=x")

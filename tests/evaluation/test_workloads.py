@@ -2,18 +2,14 @@
 
 # ruff: noqa: F811 (fixtures)
 
-import json
-import shlex
-
 import numpy as np
 import pytest
 from datasets import Dataset, DatasetDict
 
-from eagle31_train.cli import load_config
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation import training_data
 from eagle31_train.evaluation.training_data import TrainingSplit
-from eagle31_train.evaluation.workloads import Workload, inputs, leaving_out
+from eagle31_train.evaluation.workloads import inputs
 from tests.evaluation.prompting import GOOD, MANIFEST, QUESTIONS, place  # noqa: F401 (fixtures)
 
 
@@ -41,27 +37,6 @@ def test_each_set_as_it_is_and_under_each_perturbation(place):
     assert place.texts(found[1]) == place.texts(found[0]) == [QUESTIONS[0], QUESTIONS[1], QUESTIONS[2]]
 
 
-def test_prompts_of_ones_own_come_in_the_held_out_ones_place(place):
-    place.write("one.jsonl", {"prompt": "hello"}, {"turns": ["one", "two"]})
-    place.write("two.jsonl", {"messages": [{"role": "user", "content": "x"}], "source": "mine"}, {"prompt": "y"})
-    (found,) = place.workloads(f"evaluate.prompts={place.folder}/*.jsonl", data=None)
-    assert found.name == "prompts"
-    assert [(p.id, p.source) for p in found.prompts] == [
-        ("two-1", "mine"), ("one-1", "one"), ("two-2", "two"), ("one-2", "one"),
-    ]  # fmt: skip
-    assert found.notes == ["of several turns the first is asked, in 1 of 4 prompts"]
-
-
-def test_the_tokens_of_held_out_prompts_stay_those_of_the_data(place):
-    """They are read as the data have them, with no tokenizer, unless a perturbation needs the messages."""
-    (plain,) = place.workloads("target.path=/nowhere")
-    assert place.texts(plain) == QUESTIONS
-    assert [p.messages for p in plain.prompts] == [None] * 4
-    again = place.workloads("evaluate.perturbations=[no_template]")
-    assert [p.ids for p in again[0].prompts] == [p.ids for p in plain.prompts]
-    assert [place.tokenizer.decode(p.ids) for p in again[1].prompts] == QUESTIONS
-
-
 def test_what_does_not_fit_is_named_with_the_reason(place):
     answered = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
     asked = [[{"role": "user", "content": text}] for text in (QUESTIONS[0], QUESTIONS[1], "so long " * 200)]
@@ -87,30 +62,6 @@ def test_contexts_are_filled_with_held_out_answers_of_others(place):
         place.workloads("evaluate.perturbations=[context_2]")
 
 
-def test_without_data_other_prompts_fill_contexts(place):
-    file = place.write("own.jsonl", *({"prompt": f"{text} " * 9} for text in ("hello", "foxes", "rivers")))
-    given = [f"evaluate.prompts={file}", "evaluate.perturbations=[context_1]"]
-    _, long = place.workloads(*given, data=None)
-    assert "foxes" in place.tokenizer.decode(long.prompts[0].ids)
-    _, fewer = place.workloads(*given, "evaluate.leave_out=[own-2]", data=None)
-    assert fewer.prompts == [long.prompts[0], long.prompts[2]], "what is left out changes no other prompt"
-
-
-def test_a_perturbation_that_changes_nothing_says_so(place):
-    place.tokenizer.chat_template = "{% for m in messages %}{{ m.content | replace('hello', 'oh') }}{% endfor %}"
-    place.tokenizer.save_pretrained(place.folder / "target")
-    file = place.write("q.jsonl", {"prompt": "hello"}, {"prompt": "x"})
-    _, plain = place.workloads(f"evaluate.prompts={file}", "evaluate.perturbations=[no_template]")
-    assert plain.notes[-1] == "1 of 2 prompts are the same as without it"
-
-
-def test_what_is_left_out_is_told_beside_the_numbers():
-    left_out = {**{f"q{i}": "too long" for i in range(7)}, "z": "another reason"}
-    workload = Workload("w", "w", None, [], 0.0, 1.0, left_out, ["a note"])
-    expected = ["a note", "left out q0, q1, q2, q3, q4 and 2 more: too long", "left out z: another reason"]
-    assert list(workload.remarks) == expected
-
-
 # ---------------------------------------------------------------- left out by name
 
 
@@ -125,25 +76,23 @@ def test_prompts_that_are_named_are_left_out_of_every_workload(place):
         # Contexts, too, are what they were: other measurements need not be another's.
         kept = {p.id: p for p in one.prompts if p.id not in gone[one.suite]}
         assert {p.id: p for p in other.prompts} == kept
-    few = place.workloads(*given, "evaluate.leave_out=[c1]", "evaluate.num_prompts=3")
-    assert [[p.id for p in one.prompts] for one in few[:3]] == [["c0", "c3", "c2"]] * 3, "another takes its place"
-    for ids, message in (("[c1,q-1,81]", "names all 3 prompts of s: leave out fewer"), ("[q-l]", "there are q-1, …")):
-        with pytest.raises(UserError, match=message):
-            place.workloads(*given, f"evaluate.leave_out={ids}")
+    with pytest.raises(UserError, match="'q-l'"):
+        place.workloads(*given, "evaluate.leave_out=[q-l]")
     # The same question under another id does not come back.
     file = place.write("q.jsonl", *({"prompt": text} for text in ("hello", "world", "hello")))
     (one,) = place.workloads(f"evaluate.prompts={file}", "evaluate.leave_out=[q-1]", data=None)
     assert ([p.id for p in one.prompts], list(one.left_out)) == (["q-2"], ["q-1"])
 
 
-IDS = ["p0", "HumanEval/0", "81", "007", "1e5", "true", "null", "a b", "x#1", "it's", 'say "so"', "a\\", 'b\\"', "草",
-       "a,b]", ""]  # fmt: skip
-
-
-def test_the_option_that_leaves_prompts_out_is_read_back_from_a_shell():
-    for ids in (IDS, IDS[-1:]):
-        (word,) = shlex.split(leaving_out(ids))
-        assert load_config(["+experiment=smollm2", word]).evaluate.leave_out == ids
+def test_inputs_tell_what_the_prompts_are_made_of(place):
+    file, copy = place.write("rows.jsonl", GOOD), place.write("copy.jsonl", GOOD)
+    before, moved = (inputs(place.config(f"evaluate.suites.s.path={at}")) for at in (file, copy))
+    assert before == moved, "wherever it lies"
+    place.write("rows.jsonl", GOOD, GOOD)
+    assert inputs(place.config(f"evaluate.suites.s.path={file}")) != before
+    template = place.folder / "target" / "chat_template.jinja"
+    template.write_text(template.read_text() + "{# another #}")
+    assert inputs(place.config(f"evaluate.suites.s.path={copy}")) != before
 
 
 # ---------------------------------------------------------------- what was trained on
@@ -167,23 +116,6 @@ def test_samples_are_known_by_their_prompts_and_lengths(tmp_path, rows):
     assert not any(ids[:-1] in known or [*ids, 7] in known or ids[::-1] in known for ids in asked)
 
 
-def test_prompts_that_were_trained_on_or_are_longer_are_noted(place):
-    file = place.write("q.jsonl", *({"prompt": text} for text in [*QUESTIONS[:2], "nothing was trained on this"]))
-    rows = DatasetDict.load_from_disk(str(place.folder / "data" / "dataset"))["heldout"]
-    split = DatasetDict({"train": rows.select([0, 1]), "heldout": rows.select([2, 3])})
-    split.save_to_disk(str(place.folder / "both" / "dataset"))
-    data = {"splits": {"heldout": {"conversations": 2}, "train": {"conversations": 2}}}
-    given = (f"evaluate.suites.s.path={file}", f"data_dir={place.folder / 'both'}", "evaluate.max_new_tokens=2")
-    heldout, suite, long = place.workloads(*given, data=data), *place.workloads(
-        *given, "evaluate.perturbations=[context_5]", data=data
-    )[2:4]  # fmt: skip
-    assert [w.notes for w in heldout] == [[], ["2 of 3 prompts are in the training data, too"]]
-    assert suite.notes == heldout[1].notes
-    lengths = [len(row) for row in rows.select([0, 1])["input_ids"]]
-    expected = f"samples trained on have at most {max(lengths)}, and {sum(lengths) // 2} in the median"
-    assert long.notes[-1] == f"prompts of up to 1,000 tokens and 2 more; {expected}"
-
-
 OURS = {"data": "d1", "store": "s1", "seed": 0, "train": {"lr": 0.001, "epochs": 1}}
 AGAIN, WARM = {**OURS, "seed": 1}, {**OURS, "train": {**OURS["train"], "init_from": "0123456789abcdef"}}
 
@@ -197,13 +129,7 @@ AGAIN, WARM = {**OURS, "seed": 1}, {**OURS, "train": {**OURS["train"], "init_fro
             [OURS, {**AGAIN, "data": "d2"}],
             ["a may have been trained", "differ in more than their seed: data: d1 there"],
         ),
-        ([OURS, None], ["a may have been trained", "trainings 1 and 2 of a may differ in more than their seed"]),
         ([WARM], ["the weights that a was initialised from may have been trained on these prompts"]),
-        ([{**OURS, "train": {"init_from": None}}], []),
-        (
-            [OURS, AGAIN, {**AGAIN, "train": {"lr": 0.003}}],
-            ["trainings 1 (there) and 3 (here) of a differ in more than"],
-        ),
         # An option that an older training did not know is a difference only where it changes what is trained.
         ([OURS, {**AGAIN, "train": {**OURS["train"], "optimizer": "adamw"}}], []),
         ([OURS, {**AGAIN, "train": {**OURS["train"], "optimizer": "muon"}}], ["optimizer: adamw there, muon here"]),
@@ -216,34 +142,3 @@ def test_caveats(trainings, expected):
 
 
 # ---------------------------------------------------------------- what a stage's output depends on
-
-
-def test_inputs_tell_what_the_prompts_are_made_of(place):
-    file = place.write("rows.jsonl", GOOD)
-    given = [f"evaluate.suites.s.path={file}", "evaluate.suites.s.prompt=q"]
-    before = inputs(place.config(*given))
-    place.write("copy.jsonl", GOOD)
-    moved = [f"evaluate.suites.s.path={place.folder / 'copy.jsonl'}", "evaluate.suites.s.prompt=q"]
-    assert inputs(place.config(*moved)) == before  # wherever it lies
-    assert "leave_out" not in before, "what was evaluated before there was this option is not out of date"
-    one, same = (inputs(place.config(*given, f"evaluate.leave_out={ids}")) for ids in ("[c1,c2]", "[c2,c1,c2]"))
-    assert one == same
-    changes = [
-        [*given, "evaluate.suites.s.prompt=n"],
-        [*given, "evaluate.perturbations=[context_1]"],
-        [*given, "target.template_args.x=1"],
-        [*given, f"evaluate.prompts={file}"],
-        ["evaluate.suites.s.path=org/name", "evaluate.suites.s.prompt=q"],
-        [*given, "evaluate.leave_out=[c1,c2]"],
-        [],
-    ]
-    found = [inputs(place.config(*change)) for change in changes]
-    place.write("rows.jsonl", GOOD, GOOD)
-    found += [before, inputs(place.config(*given))]
-    template = place.folder / "target" / "chat_template.jinja"
-    template.write_text(template.read_text() + "{# another #}")
-    found += [inputs(place.config(*given))]
-    assert found[-1] != found[-2], "prompts are rendered with the target's own template"
-    assert inputs(place.config()) == found[6], "and tokens of held-out prompts are stage 1's"
-    spelt = [json.dumps(each, sort_keys=True) for each in found]
-    assert len(set(spelt)) == len(spelt)

@@ -1,25 +1,17 @@
 """The report of a run: what it reads, what it draws and what the page says, for whole, young, old and damaged runs."""
 
 import json
-import math
 import random
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from matplotlib.figure import Figure
 
 from eagle31_train.report import main
-from eagle31_train.reporting import figures
-from eagle31_train.reporting.figures import percent, short
-from eagle31_train.reporting.training_figures import PLOTS, pictures
-from eagle31_train.reporting.training_log import ESTIMATE, read
-from eagle31_train.reporting.training_page import duration, write
+from eagle31_train.reporting.training_figures import PLOTS
+from eagle31_train.reporting.training_log import ESTIMATE
+from eagle31_train.reporting.training_page import write
 
 DEPTHS = 3
 EVERYTHING = {plot.name for plot in PLOTS}
@@ -49,7 +41,7 @@ def lines(rows):
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
-def make_run(folder, steps=40, timed=True, launches=(0, 12, 30), ended=True, config=True, **options):
+def make_run(folder, steps=40, timed=True, launches=(0, 12, 30), ended=True, **options):
     train = folder / "train"
     train.mkdir(parents=True)
     (train / "metrics.jsonl").write_text(lines(metrics(steps, **options)))
@@ -58,34 +50,11 @@ def make_run(folder, steps=40, timed=True, launches=(0, 12, 30), ended=True, con
         (train / "timings.jsonl").write_text(lines({"step": step, **timing} for step in range(1, steps + 1)))
     if launches:
         facts = [{"after_step": step, "profile": "ddp", "processes": 2, "steps": 50} for step in launches]
-        launch = {"time": "2026-11-21T10:00:00+00:00", "git": {"commit": "ab" * 20, "changed": True}}
-        launch |= {"host": {"cpu": "a processor", "devices": []}, "versions": {"torch": "2.13.0"}}
-        (train / "launches.jsonl").write_text(lines({**launch, "facts": fact} for fact in facts))
-    if config:
-        text = "name: <b>mine</b>\ntarget:\n  path: /home/somebody/Target-7B\ntrain:\n  clip: 0.5\n"
-        (train / "config.yaml").write_text(text)
+        (train / "launches.jsonl").write_text(lines({"facts": fact} for fact in facts))
+        (train / "config.yaml").write_text("name: <b>mine</b>\ntrain:\n  clip: 0.5\n")
     if ended:
         (train / "manifest.json").write_text(json.dumps({"steps": steps, "seconds": 90, "files": {"a": {"bytes": 1}}}))
     return folder
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """(run, page as text) of a run that has everything."""
-    run = make_run(tmp_path_factory.mktemp("whole") / "run", spikes=[20, 21], left_out=[7])
-    with pytest.MonkeyPatch.context() as patch:
-        for theme in figures.THEMES.values():
-            patch.setitem(theme, "savefig.dpi", 25)
-        page, notes = write(run)
-    assert page == run / "report" / "report.html"
-    assert notes == []
-    return run, page.read_text()
-
-
-def drawn(history, name):
-    """The axes of one of a run's pictures."""
-    (picture,) = [picture for picture in pictures(history) if picture.name == name]
-    return picture.figure().axes[0]
 
 
 def text_of(page):
@@ -93,51 +62,26 @@ def text_of(page):
     return re.sub(r"\s+", " ", re.sub(r"<style>.*?</style>|<[^>]+>", " ", page, flags=re.DOTALL))
 
 
-# ---------------------------------------------------------------- the page
-
-
-def test_the_page_stands_alone_with_every_picture(whole):
-    run, page = whole
-    assert {path.stem for path in (run / "report").glob("*.png")} == EVERYTHING
-    sources = re.findall(r'(?:src|srcset|href|url)\s*=\s*"([^"]*)"', page)
-    assert len(sources) == 2 * len(EVERYTHING)
-    assert all(source.startswith("data:image/png;base64,") for source in sources)
+def test_the_page_stands_alone_and_says_where_the_curves_ended(tmp_path):
+    run = make_run(tmp_path / "run", spikes=[20, 21], left_out=[7])
+    page, notes = write(run)
+    assert (page, notes) == (run / "report" / "report.html", [])
+    assert {path.stem for path in page.parent.glob("*.png")} == EVERYTHING
+    html = page.read_text()
     for word in ("http:", "https:", "<script", "<link", "@import", "url("):
-        assert word not in page
-    assert "default-src 'none'" in page
-    # A name is not taken for HTML, and files of a manifest are not told.
-    assert "<b>mine</b>" not in page
-    assert page.count("&lt;b&gt;mine&lt;/b&gt;") >= 3
-    folded = re.findall(r"<details><summary>([^<]+)</summary><pre>(.*?)</pre></details>", page, re.DOTALL)
-    assert [title for title, _ in folded] == ["Launches in full (3)", "Configuration", "Manifest"]
-    assert "&quot;after_step&quot;: 30" in folded[0][1]
-    assert "bytes" not in folded[2][1]
-
-
-@pytest.mark.core
-def test_the_page_says_where_the_curves_ended(whole):
-    text = text_of(whole[1])
+        assert word not in html
+    assert "<b>mine</b>" not in html, "a name is not taken for HTML"
     rows = [row for row in metrics(40, spikes=[20, 21], left_out=[7]) if "loss" in row]
     loss, depth = np.mean([row["loss"] for row in rows]), np.mean([row["prefix_at_depth"][2] for row in rows])
     for words in (
-        f"loss {loss:.4f} 3.0400 3.0050 (step 5)",
-        "1.5400 1.5400 (step 40)",
-        f"3 {depth:.1%} 6.2%",
+        f"loss {loss:.4g} 3.04 3.005 (step 5)",
+        f"{depth:.4g} prefix_at_depth, held-out 0.25 0.125 0.0625",
         "acceptance estimate (teacher-forced), held-out 1.540",
-        "tokens read 4,000",
-        "time 1 min",
         "tokens per second 50",
-        "waiting for data 25%",
-        "most memory 2.00 GiB",
-        "launches 3",
-        "loss spikes 2",
-        "steps left out 1",
-        "An EAGLE drafter for Target-7B. Training ended after step 40.",
-        "2026-11-21 10:00:00 UTC 12 ddp 2 a processor abababababab, changed 2.13.0",
+        "waiting for data 25.0%",
+        "loss spikes 2 steps left out 1",
     ):
-        assert words in text, words
-    assert "still to go" not in text
-    assert not re.search(r"\btau\b", text)
+        assert words in text_of(html), words
 
 
 # ---------------------------------------------------------------- what a run may lack
@@ -146,14 +90,12 @@ def test_the_page_says_where_the_curves_ended(whole):
 @pytest.mark.parametrize(
     ("options", "names", "words"),
     [
-        ({"ended": False}, EVERYTHING, "step 40 of 50 was the last when this page was made"),
-        ({"heldout": 0}, EVERYTHING, "acceptance estimate (teacher-forced), training"),
-        ({"steps": 1, "heldout": 0, "ended": False}, EVERYTHING, "step 1 of 50 was the last"),
-        ({"timed": False, "launches": (), "config": False}, UNTIMED, "No launch was written down"),
+        ({"steps": 1, "heldout": 0, "ended": False}, EVERYTHING, "Training had not ended"),
+        ({"timed": False, "launches": ()}, UNTIMED, "Training ended"),
         ({"steps": 2, "left_out": [1, 2], "timed": False}, {"lr"}, "steps left out 2"),
     ],
 )
-def test_a_run_that_lacks_something_is_shown_without_it(tmp_path, quick, options, names, words):
+def test_a_run_that_lacks_something_is_shown_without_it(tmp_path, options, names, words):
     page, notes = write(make_run(tmp_path / "run", **options))
     assert {path.stem for path in page.parent.glob("*.png")} == names
     assert words in text_of(page.read_text())
@@ -161,49 +103,10 @@ def test_a_run_that_lacks_something_is_shown_without_it(tmp_path, quick, options
     assert notes == []
 
 
-def test_a_run_that_goes_on_says_how_long(tmp_path, quick):
-    page, _ = write(make_run(tmp_path / "run", ended=False))
-    assert "still to go about 20 s" in text_of(page.read_text())
-    (tmp_path / "run" / "train" / "timings.jsonl").unlink()
-    (page.parent / "tau.png").write_bytes(b"of an earlier version")
-    (page.parent / "notes.png").write_bytes(b"mine")
-    write(tmp_path / "run" / "train")  # the folder of the stage is understood, too
-    assert {path.stem for path in page.parent.glob("*.png")} == UNTIMED | {"notes"}
-    assert "still to go" not in page.read_text()
-
-
-def test_runs_of_earlier_versions_call_the_estimate_tau(tmp_path):
-    run = make_run(tmp_path / "run")
-    new = read(run)
-    path = run / "train" / "metrics.jsonl"
-    path.write_text(path.read_text().replace(ESTIMATE, "tau"))
-    old = read(run)
-    for rows in ("train", "heldout"):
-        assert getattr(old, rows)[ESTIMATE].tolist() == getattr(new, rows)[ESTIMATE].tolist()
-        assert ESTIMATE in getattr(old, rows)
-
-
-def test_a_run_of_one_step_is_drawn(tmp_path, small):
-    for picture in pictures(read(make_run(tmp_path / "run", steps=1, heldout=0))):
-        picture.png("light")
-
-
-def test_time_that_went_aside_slows_no_step(tmp_path):
-    run = make_run(tmp_path / "run")
-    timing = {"seconds": 2.0, "waited": 0.5, "tokens": 100}
-    rows = [
-        {"step": step, **timing, **({"seconds": 9.0, "aside": 7.0} if step % 5 == 0 else {})} for step in range(1, 9)
-    ]
-    (run / "train" / "timings.jsonl").write_text(lines(rows))
-    history = read(run)
-    assert history.busy.tolist() == [2.0] * 8
-    assert drawn(history, "throughput").lines[0].get_ydata().tolist() == [50.0] * 8
-
-
 # ---------------------------------------------------------------- files that are not whole
 
 
-def test_the_torn_last_line_of_a_running_training_is_left_out_and_said(tmp_path, quick, capsys):
+def test_the_torn_last_line_of_a_running_training_is_left_out_and_said(tmp_path, capsys):
     run = make_run(tmp_path / "run", timed=False)
     with (run / "train" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 41, "lo')
@@ -215,139 +118,11 @@ def test_the_torn_last_line_of_a_running_training_is_left_out_and_said(tmp_path,
     assert not (run / "report").exists()
 
 
-@pytest.mark.parametrize(
-    ("file", "number", "line"),
-    [
-        ("metrics.jsonl", 3, '{"step": 3, "lo'),
-        ("metrics.jsonl", 48, "\x00\x00"),
-        ("metrics.jsonl", 1, '["step", 1]'),
-        ("metrics.jsonl", 2, '{"loss": 1.0}'),
-        ("timings.jsonl", 7, '{"step": "7"}'),
-        ("launches.jsonl", 2, "oops"),
-    ],
-)
-def test_a_damaged_line_is_named(tmp_path, capsys, file, number, line):
+def test_a_damaged_line_is_named(tmp_path, capsys):
     run = make_run(tmp_path / "run")
-    path = run / "train" / file
-    whole = path.read_text().splitlines()
-    whole[number - 1] = line
-    path.write_text("\n".join(whole) + "\n")
+    path = run / "train" / "timings.jsonl"
+    path.write_text(path.read_text().replace('"step": 7,', '"step": "7",'))
     assert main([str(run)]) == 2
     error = capsys.readouterr().err
-    assert error == f"error: {path}:{number} is damaged: remove the line, and the report lacks its row\n"
+    assert error == f"error: {path}:7 is damaged: remove the line, and the report lacks its row\n"
     assert not (run / "report").exists()
-
-
-def test_other_mistakes_are_one_line_too(tmp_path, capsys):
-    run = make_run(tmp_path / "run", steps=3)
-    (tmp_path / "file").write_text("precious")
-
-    def error_of(*arguments):
-        assert main([str(argument) for argument in arguments]) == 2
-        message = capsys.readouterr().err
-        assert message.count("\n") == 1
-        return message
-
-    assert "there is no training in" in error_of(tmp_path / "nowhere")
-    assert "file is a file: give another --out" in error_of(run, "--out", tmp_path / "file")
-    (run / "train" / "config.yaml").write_text("name: [1,")
-    assert "config.yaml is damaged" in error_of(run)
-    (run / "train" / "metrics.jsonl").write_text("")
-    assert "holds no step yet" in error_of(run)
-    assert (tmp_path / "file").read_text() == "precious"
-
-
-def test_a_failing_report_leaves_the_one_before(tmp_path, quick, monkeypatch):
-    run = make_run(tmp_path / "run", steps=3, timed=False)
-    before = write(run)[0].read_bytes()
-
-    def full(self, data):
-        raise OSError("No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_bytes", full)
-        with pytest.raises(OSError, match="No space left"):
-            write(run)
-    assert (run / "report" / "report.html").read_bytes() == before
-    assert not list((run / "report").glob(".*"))
-
-
-# ---------------------------------------------------------------- the pictures
-
-
-def test_spikes_restarts_and_steps_left_out_are_marked(tmp_path):
-    history = read(make_run(tmp_path / "run", spikes=[20, 21], left_out=[7, 9]))
-    axes = drawn(history, "loss")
-    rows = {row["step"]: row for row in metrics(40, spikes=[20, 21], left_out=[7, 9]) if "loss" in row}
-    marks = {line.get_marker(): line for line in axes.lines}
-    assert marks["^"].get_xdata().tolist() == [20, 21]
-    assert marks["^"].get_ydata().tolist() == [rows[20]["loss"], rows[21]["loss"]]
-    assert marks["x"].get_xdata().tolist() == [7, 9]
-    assert [segment[0][0] for segment in axes.collections[-1].get_segments()] == [12, 30]
-    low, high = axes.get_ylim()
-    assert low < min(row["loss"] for row in rows.values())
-    assert high > max(row["loss"] for row in rows.values()), "a spike lies outside of the picture"
-    assert axes.get_yscale() == "log"
-    gradient = drawn(history, "gradient")
-    assert gradient.get_ylim()[0] < 0.5, "what the gradient is clipped to"
-    assert "clip  0.5" in [text.get_text() for text in gradient.get_legend().get_texts()]
-
-
-def test_depths_have_their_numbers_and_colours_in_order(tmp_path):
-    history = read(make_run(tmp_path / "run"))
-    for theme in figures.THEMES:
-        (picture,) = [picture for picture in pictures(history) if picture.name == "prefix"]
-        curves = picture.figure(theme).axes[0].lines
-        brightness = [float(np.dot(line.get_color()[:3], [0.299, 0.587, 0.114])) for line in curves]
-        assert brightness in (sorted(brightness), sorted(brightness, reverse=True))
-        for line, depth in zip(curves, history.train.depths("prefix_at_depth"), strict=True):
-            assert line.get_ydata().tolist() == depth.tolist()
-
-
-# ---------------------------------------------------------------- curves, numbers
-
-
-@given(st.lists(st.floats(-1e6, 1e6) | st.just(math.nan), min_size=1, max_size=900), st.integers(1, 1000))
-def test_long_curves_keep_their_extremes_and_mean_in_few_points(values, first):
-    values = np.array(values)
-    steps = np.arange(first, first + len(values), dtype=float)
-    axes, valid = Figure().subplots(), np.isfinite(values)
-    figures.noisy(axes, steps, values, short, "C0")
-    if not valid.any():
-        assert not axes.lines
-        return
-    (line,), (band,) = axes.lines, axes.collections
-    assert len(line.get_xdata()) <= figures.MEANS
-    assert len(band.get_paths()[0].vertices) < 3 * figures.PIXELS
-    assert (np.diff(line.get_xdata()) > 0).all()
-    vertices = band.get_paths()[0].vertices[:, 1]
-    assert (vertices.min(), vertices.max()) == (values[valid].min(), values[valid].max())
-    if valid.sum() <= figures.MEANS:
-        assert line.get_ydata().tolist() == values[valid].tolist()
-
-
-def test_a_rates_mean_is_over_time(monkeypatch):
-    """Ten steps of 1 s at 100/s and one of 90 s at 10/s: 19 tokens a second, not 92."""
-    tokens, seconds = np.array([100.0] * 10 + [900.0]), np.array([1.0] * 10 + [90.0])
-    monkeypatch.setattr(figures, "MEANS", 1)
-    axes = Figure().subplots()
-    figures.noisy(axes, np.arange(11.0), tokens, short, "C0", seconds)
-    assert axes.lines[0].get_ydata().tolist() == [1900 / 100]
-
-
-def test_numbers_are_short():
-    assert [short(value) for value in (0, 1.5, 12.345, 123.4, 45678.9, 0.0123, 1.234e-5, 2e7)] == (
-        ["0", "1.50", "12.3", "123", "45,679", "0.0123", "1.23e-05", "2e+07"]
-    )
-    assert [percent(value) for value in (0, 0.004, 0.0949, 0.096, 1)] == ["0%", "0.4%", "9.5%", "10%", "100%"]
-    assert [duration(value) for value in (3, 59.4, 60, 3599, 3600, 90061)] == (
-        ["3 s", "59 s", "1 min", "1 h 00 min", "1 h 00 min", "25 h 01 min"]
-    )
-
-
-def test_importing_is_cheap():
-    """matplotlib is loaded by what draws, torch and the trainer by nothing here."""
-    heavy = "matplotlib torch accelerate train hydra"
-    code = f"import sys, eagle31_train.report; print(*(set('{heavy}'.split()) & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == ""

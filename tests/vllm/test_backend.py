@@ -7,7 +7,8 @@ import pytest
 
 from eagle31_train.cli import load_config
 from eagle31_train.evaluation.prompts import Prompt
-from eagle31_train.evaluation.serving import check, measure_serving, report
+from eagle31_train.evaluation.serving import check, measure_serving
+from eagle31_train.reporting.tables import as_text
 
 pytestmark = pytest.mark.vllm
 PROMPTS, USERS = 4, 3
@@ -59,4 +60,4 @@ def test_the_clock_is_vllms(served, tell):
         assert row["counted"]["output_tokens"] == row["output_tokens"]
         assert row["ttft"]["mean"] > row["counted"]["ttft"] > 0
         assert row["counted"]["tpot"] > 0
-    tell(report.table(served))
+    tell(as_text({"serving": served}))

@@ -48,8 +48,8 @@ def measure_serving(
 ) -> dict[str, Any]:
     """Serve the target alone, then with every draft of evaluate.serve_speculative_tokens; `report.py` has the form.
 
-    Every server is started once, and asked at every concurrency of evaluate.concurrency. What it did is recorded in
-    `folder`, and none is started again whose record is there: a very large target takes an hour to start.
+    Every server is started once. What it did is recorded in `folder`, and none is started again whose record is there:
+    a very large target takes an hour to start.
 
     Args:
         drafts: exported checkpoints by the names under which they are reported.
@@ -88,7 +88,6 @@ def measure_serving(
             rows.append(report.row(name, depth, users, answers, counted, plain[users] if name else None, reference))
     best = report.best(rows)
     return {
-        "definitions": report.DEFINITIONS,
         "vllm": engine.version,
         "machine": engine.device,
         "dtype": options.vllm_args.get("dtype", config.target.dtype),
@@ -107,11 +106,7 @@ def measure_serving(
 def serve(
     config: Config, draft: Path | None, depth: int, sent: Mapping[int, Sequence[Question]], what: str, log: Path
 ) -> Served:
-    """Start one server, have it answer what is sent at every concurrency, and end it; `what`: what to call it.
-
-    Raises:
-        UserError: it does not start or breaks off, counts nothing of what it drafts, or has no time per token.
-    """
+    """Start one server, have it answer what is sent at every concurrency, and end it; `what`: what to call it."""
     options = config.evaluate
     at = pick_port(options.vllm_args.get("port"))
     command = [options.vllm_python, "-m", MODULE, *flags(server_arguments(config, draft, depth, at))]
@@ -135,10 +130,7 @@ def serve(
                 counters.speculation(counted, depth)  # or it raises, before more is asked
             (speed, _, _) = report.speed(answers).intervals()[0]
             if speed is None:
-                raise UserError(
-                    f"{what}: every answer ended with its first token, so there is no time per token: choose other "
-                    "prompts"
-                )
+                raise UserError(f"{what}: every answer ended with its first token: choose other prompts")
             bar.set_postfix_str(f"{speed:.1f} tokens/s/user of {users}")
             served.answers[users], served.counted[users] = answers, counted
     return served
@@ -173,11 +165,7 @@ def _short(question: Question) -> Question:
 
 
 def settled(server: Server, answered: int) -> Counter[str]:
-    """The counters, once they know of all answers and no longer move: vLLM counts after it has answered.
-
-    Raises:
-        UserError: they never come to that.
-    """
+    """The counters, once they know of all answers and no longer move: vLLM counts after it has answered."""
     deadline = time.monotonic() + SETTLED_SECONDS
     before: Counter[str] | None = None
     while True:
@@ -186,10 +174,8 @@ def settled(server: Server, answered: int) -> Counter[str]:
         if now == before and now[counters.FINISHED] >= answered:
             return now
         if time.monotonic() > deadline:
-            raise UserError(
-                f"vLLM's /metrics (HTTP {status}) know of {now[counters.FINISHED]:.0f} finished requests where there "
-                f"were {answered}: see {server.log}"
-            )
+            found = f"{now[counters.FINISHED]:.0f} finished requests, not {answered}"
+            raise UserError(f"vLLM's /metrics (HTTP {status}) know of {found}: see {server.log}")
         before = now
         time.sleep(0.1)
 
@@ -217,7 +203,7 @@ def to_json(served: Served) -> dict[str, Any]:
 
 
 def from_json(record: dict[str, Any]) -> Served:
-    """The inverse of `to_json`."""
+    """What a record holds."""
     return Served(
         {int(users): [Answer(**answer) for answer in answers] for users, answers in record["answers"].items()},
         {int(users): Counter(counted) for users, counted in record["counted"].items()},

@@ -8,16 +8,9 @@ from typing import Any
 from eagle31_train.config import Config
 from eagle31_train.errors import UserError
 
-OURS = {  # arguments that the measurement sets itself
-    "model": "it is target.path",
-    "revision": "it is target.revision",
-    "trust_remote_code": "it is target.trust_remote_code",
-    "speculative_config": "the drafter and its depths are what is measured: evaluate.serve_speculative_tokens",
-    "enable_prefix_caching": "the same prompts are sent again and again, and would be answered from the cache",
-    "disable_log_stats": "the counters are what is read",
-    "host": "the server is reached from this machine alone",
-    "api_key": "the server is reached from this machine alone",
-}
+# Arguments that the measurement sets itself.
+OURS = {"model", "revision", "trust_remote_code", "speculative_config", "host", "api_key"}
+OURS |= {"enable_prefix_caching", "disable_log_stats"}  # prompts are sent again and again; the counters are read
 
 
 def target_arguments(config: Config) -> dict[str, Any]:
@@ -36,14 +29,10 @@ def speculation(config: Config, drafter: str, draft_tokens: int) -> dict[str, An
 
 
 def server_arguments(config: Config, drafter: Path | None, draft_tokens: int, port: int) -> dict[str, Any]:
-    """All arguments of one server, by name.
-
-    Raises:
-        UserError: evaluate.vllm_args has one that the measurement sets itself.
-    """
+    """All arguments of one server, by name; UserError where evaluate.vllm_args has one that is ours to set."""
     given = {name.replace("-", "_"): value for name, value in config.evaluate.vllm_args.items()}
-    for name in OURS.keys() & given.keys():
-        raise UserError(f"evaluate.vllm_args.{name} cannot be set: {OURS[name]}")
+    for name in OURS & given.keys():
+        raise UserError(f"evaluate.vllm_args.{name} cannot be set: it is the measurement's own, or target.*'s")
     wanted = {
         "model": config.target.path,
         **target_arguments(config),
@@ -66,16 +55,11 @@ def max_model_len(config: Config) -> int | None:
     Raises:
         UserError: it is told by words that only vLLM knows, as 32k or auto.
     """
-    for name in ("max_model_len", "max-model-len"):
-        limit = config.evaluate.vllm_args.get(name)
-        if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
-            raise UserError(
-                f"evaluate.vllm_args.{name}={limit} is no number that prompts can be chosen by: give a whole one from "
-                "1 on, as 32768, or leave it out"
-            )
-        if limit is not None:
-            return limit
-    return None
+    given = {name.replace("-", "_"): value for name, value in config.evaluate.vllm_args.items()}
+    limit = given.get("max_model_len")
+    if limit is not None and (type(limit) is not int or limit < 1):
+        raise UserError(f"evaluate.vllm_args.max_model_len={limit} is no number from 1 on, as 32768: give one, or none")
+    return limit
 
 
 def flags(arguments: Mapping[str, Any]) -> list[str]:

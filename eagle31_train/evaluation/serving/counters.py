@@ -5,6 +5,7 @@ from collections import Counter
 from typing import Any
 
 from eagle31_train.errors import UserError
+from eagle31_train.evaluation.measurement import acceptance
 
 # Prometheus' text: a name, labels, a value.
 _LINE = re.compile(r"^(vllm:[\w:]+?)(?:\{(.*)\})? ([^ ]+)$", re.MULTILINE)
@@ -37,26 +38,11 @@ def since(before: Counter[str], after: Counter[str]) -> Counter[str]:
 
 
 def speculation(counted: Counter[str], draft_tokens: int) -> dict[str, Any]:
-    """Acceptance as vLLM counts it.
-
-    Raises:
-        UserError: this vLLM has no such counters.
-    """
+    """Acceptance as vLLM counts it; UserError where this vLLM has no such counters."""
     if missing := [name for name in (DRAFTS, PROPOSED, ACCEPTED, f"{PER_POSITION}[0]") if name not in counted]:
         raise UserError(f"this vLLM counts no {missing[0]}: eagle31 reads those of vLLM 0.32")
-    drafts, proposed, accepted = (round(counted[name]) for name in (DRAFTS, PROPOSED, ACCEPTED))
     positions = [round(counted[f"{PER_POSITION}[{i}]"]) for i in range(draft_tokens)]
-    return {
-        "drafts": drafts,
-        "draft_tokens_proposed": proposed,
-        "accepted": accepted,
-        "accepted_per_position": positions,
-        "acceptance_length": 1 + accepted / drafts if drafts else None,
-        "acceptance_at_depth": [count / drafts if drafts else None for count in positions],
-        "conditional_acceptance": [
-            count / before if before else None for count, before in zip(positions, [drafts, *positions], strict=False)
-        ],
-    }
+    return {"draft_tokens_proposed": round(counted[PROPOSED]), **acceptance(round(counted[DRAFTS]), positions)}
 
 
 def mean(counted: Counter[str], histogram: str) -> float | None:

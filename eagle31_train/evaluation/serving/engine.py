@@ -55,29 +55,19 @@ def check(config: Config) -> Engine:
 
 
 def ask(python: str) -> tuple[str, str | None]:
-    """The version of a python's vLLM, and the name of the GPU that its torch sees first, if any.
-
-    Raises:
-        UserError: the python cannot be run, or cannot import vLLM.
-    """
+    """The version of a python's vLLM, and the name of the GPU that its torch sees first, if any; UserError where it
+    cannot be run, or cannot import vLLM."""
+    environment = {**ENVIRONMENT, **os.environ}
     try:
         done = subprocess.run(
-            [python, "-c", PROBE],
-            capture_output=True,
-            stdin=subprocess.DEVNULL,
-            timeout=PROBE_SECONDS,
-            env={**ENVIRONMENT, **os.environ},
+            [python, "-c", PROBE], capture_output=True, stdin=subprocess.DEVNULL, timeout=PROBE_SECONDS, env=environment
         )
-        problem = ""
-        if done.returncode:
-            lines = [line for line in done.stderr.decode(errors="replace").splitlines() if line.strip()]
-            problem = f"cannot import vLLM ({(lines or [f'exit status {done.returncode}'])[-1].strip()[:300]})"
-    except (OSError, subprocess.TimeoutExpired) as error:
-        problem = f"cannot be run ({getattr(error, 'strerror', None) or 'it does not answer'})"
-    if problem:
+        done.check_returncode()
+    except (OSError, subprocess.SubprocessError) as error:
+        said = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip().splitlines()
         raise UserError(
-            f"evaluate.vllm_python={python} {problem}: set it to the python of vLLM's environment, e.g. "
-            ".venv-vllm/bin/python"
-        )
+            f"evaluate.vllm_python={python} cannot import vLLM ({[str(error), *said][-1]}): set it to the python of "
+            "vLLM's environment, e.g. .venv-vllm/bin/python"
+        ) from None
     version, gpu = json.loads(done.stdout.decode().splitlines()[-1])
     return version, gpu

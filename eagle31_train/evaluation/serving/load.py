@@ -54,11 +54,8 @@ def run_load(
     concurrency: int,
     finished: Callable[[], Any] = lambda: None,
 ) -> list[Answer]:
-    """Have all questions answered, `concurrency` under way at a time; the answers in the questions' order.
-
-    Raises:
-        UserError: the server ended, refused, broke off or fell silent.
-    """
+    """Have all questions answered, `concurrency` under way at a time; the answers in the questions' order. UserError
+    where the server ended, refused, broke off or fell silent."""
     connections: set[http.client.HTTPConnection] = set()
     stopped = threading.Event()
 
@@ -71,11 +68,10 @@ def run_load(
                 answered = _ask(connection, question)
             except (OSError, http.client.HTTPException) as error:
                 # Where the server died, its connections end first, and its keeper last.
-                server.check(dying=not isinstance(error, TimeoutError) and not stopped.is_set())
                 silent = isinstance(error, TimeoutError)
+                server.check(dying=not silent and not stopped.is_set())
                 what = f"was silent for {SILENCE_SECONDS:.0f} s" if silent else "broke off"
-                detail = server.last_words() if silent else error or type(error).__name__
-                raise UserError(f"vLLM's server {what} on prompt {question.id} ({detail}): see {server.log}") from None
+                raise UserError(f"vLLM's server {what} on prompt {question.id} ({error!r}): see {server.log}") from None
             finally:
                 connections.discard(connection)
         finished()
@@ -102,8 +98,8 @@ def _ask(connection: http.client.HTTPConnection, question: Question) -> Answer:
     connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
     response = connection.getresponse()
     if response.status != http.client.OK:
-        detail = _message(response.read().decode(errors="replace"))
-        raise UserError(f"vLLM refuses prompt {question.id} (HTTP {response.status}, {detail})")
+        said = " ".join(response.read().decode(errors="replace").split())
+        raise UserError(f"vLLM refuses prompt {question.id} (HTTP {response.status}, {said[:300]})")
     tokens: list[int] = []
     first = last = 0.0
     reason = None
@@ -114,7 +110,7 @@ def _ask(connection: http.client.HTTPConnection, question: Question) -> Answer:
             continue
         event = json.loads(data)
         if "error" in event:
-            raise UserError(f"vLLM gives up on prompt {question.id} ({_message(event)})")
+            raise UserError(f"vLLM gives up on prompt {question.id} ({event['error']})")
         (choice,) = event["choices"]
         if new := choice.get("token_ids"):
             first, last = first or now, now
@@ -123,10 +119,3 @@ def _ask(connection: http.client.HTTPConnection, question: Question) -> Answer:
     if reason is None or not tokens:
         raise http.client.IncompleteRead(b"")
     return Answer(question.prompt, tokens, sent, first, last)
-
-
-def _message(answer: Any) -> str:
-    """What is said in {"error": {"message": …}}, or whatever else came, in one line."""
-    with suppress(ValueError, KeyError, TypeError):
-        answer = (json.loads(answer) if isinstance(answer, str) else answer)["error"]["message"]
-    return " ".join(str(answer).split())[:300]

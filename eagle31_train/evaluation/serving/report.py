@@ -2,7 +2,7 @@
 
 As JSON (`measure_serving` makes it):
 
-    {"definitions": DEFINITIONS, "vllm": version, "machine": what it ran on, "dtype", "arguments": evaluate.vllm_args,
+    {"vllm": version, "machine": what it ran on, "dtype", "arguments": evaluate.vllm_args,
      "prompts", "max_new_tokens", "temperature", "top_p",
      "rows": [{"drafter": NAME or null, "draft_tokens": 0 without one, "concurrency", "requests", "output_tokens",
                "seconds", "in_flight", "ttft": {"mean", "p50", "p95"}, "tpot": likewise, "per_user": [value, low, high],
@@ -22,22 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from eagle31_train.evaluation.intervals import FEW, Estimate, Interval, ratios
+from eagle31_train.evaluation.intervals import FEW, Estimate, Interval, bracket, ratios
 from eagle31_train.evaluation.serving import counters
 from eagle31_train.evaluation.serving.load import Answer
 
-DEFINITIONS = (
-    "TTFT: seconds from sending a request to its first token. TPOT: seconds per token after the first, of one request. "
-    "tokens/s/user: tokens after the first over the seconds that their users waited for them, sums over requests. "
-    "total: all tokens over the seconds from the first request to the last token. speed-up: tokens/s/user over that "
-    "without a drafter, the same prompts at the same concurrency; [95 % interval, by bootstrap over prompts: what the "
-    "machine did between two servers is not in it]. accepted: tokens of each verification, the target's own included; "
-    "by position: share of the drafts whose tokens up to there were accepted; both as vLLM counts. different: answers "
-    "that are not, token for token, those without a drafter at the first concurrency; where the arithmetic is rounded, "
-    "other requests in a batch can change an answer."
-)
-HEADS = ("drafter", "draft tokens", "users", "TTFT ms", "TPOT ms", "tokens/s/user", "total", "speed-up", "accepted",
-         "by position", "different")  # fmt: skip
 Row = dict[str, Any]
 
 
@@ -114,8 +102,7 @@ def _spread(values: list[float]) -> dict[str, float | None]:
 def best(rows: Sequence[Row]) -> list[Row]:
     """The number of draft tokens with the greatest speed-up, for each drafter and concurrency; 0 where none pays.
 
-    It pays where all of its interval is above one; without an interval (a single prompt) nothing is shown. One that
-    pays is better than a greater speed-up that may be none. The best of several is somewhat flattered by the choice.
+    It pays where all of its interval is above one. One that pays is better than a greater speed-up that may be none.
     """
     chosen: list[Row] = []
     tried = [one for one in rows if one["speedup"] is not None and one["speedup"][0] is not None]
@@ -141,18 +128,13 @@ def _pays(speedup: Interval) -> bool:
 
 def verdict(chosen: Sequence[Row], prompts: int) -> list[str]:
     """How many tokens to draft, a line for each drafter and concurrency."""
-    lines = []
-    for one in chosen:
-        high = one["speedup"][2]
-        said = "" if one["draft_tokens"] else "no gain shown, "
-        if high is not None and high < 1:
-            said = "speculation does not pay, "
-        few = f"; only {prompts} prompts" if prompts < FEW else ""
-        lines.append(
-            f"{one['drafter']} at concurrency {one['concurrency']}: {said}best with "
-            f"num_speculative_tokens={one['tried']}, {_interval(one['speedup'], '.2f')} × the tokens/s/user{few}"
-        )
-    return lines
+    few = f"; only {prompts} prompts" if prompts < FEW else ""
+    return [
+        f"{one['drafter']} at concurrency {one['concurrency']}: "
+        f"{'' if one['draft_tokens'] else 'no gain shown, '}best with num_speculative_tokens={one['tried']}, "
+        f"{bracket(one['speedup'], '{:.2f}')} × the tokens/s/user{few}"
+        for one in chosen
+    ]
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
@@ -171,38 +153,3 @@ def notes(rows: Sequence[Row]) -> list[str]:
         if counted["preemptions"]:
             lines.append(f"{where}{counted['preemptions']} preemptions: give vLLM's cache more memory")
     return lines
-
-
-def table(report: Row) -> str:
-    """The report for a terminal."""
-    lines: list[tuple[str, ...]] = [HEADS]
-    for one in report["rows"]:
-        acceptance = one["acceptance"] or {"acceptance_length": None, "acceptance_at_depth": []}
-        shares = " ".join(_shown(share, ".2f") for share in acceptance["acceptance_at_depth"])
-        lines.append(
-            (
-                one["drafter"] or "none",
-                str(one["draft_tokens"]),
-                str(one["concurrency"]),
-                *(_shown(one[time]["mean"], ".1f", 1000) for time in ("ttft", "tpot")),
-                _interval(one["per_user"], ".1f"),
-                f"{one['total']:.1f}",
-                _interval(one["speedup"], ".2f"),
-                _shown(acceptance["acceptance_length"], ".2f"),
-                shares or "–",
-                "–" if one["different"] is None else f"{one['different']} of {one['requests']}",
-            )
-        )
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
-    return "\n".join([*text, "", *report["verdict"], *report["notes"], "", report["definitions"]])
-
-
-def _shown(value: float | None, form: str, factor: float = 1) -> str:
-    return "–" if value is None else f"{factor * value:{form}}"
-
-
-def _interval(values: Interval | None, form: str) -> str:
-    if values is None or values[1] is None:
-        return _shown(values[0] if values else None, form)
-    return f"{values[0]:{form}} [{values[1]:{form}}, {values[2]:{form}}]"

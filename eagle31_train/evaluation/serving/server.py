@@ -2,7 +2,6 @@
 
 import http.client
 import os
-import re
 import shlex
 import socket
 import subprocess
@@ -17,41 +16,25 @@ from eagle31_train.errors import UserError
 MODULE = "vllm.entrypoints.openai.api_server"
 START_SECONDS = 3600.0  # a very large target loads and compiles for most of an hour
 GRACE_SECONDS = 10.0  # between being asked to end and being made to
-# What vLLM would rather have, where nobody says otherwise.
-ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "PYTHONSAFEPATH": "1"}
-# A key that the shell has would be asked of every request.
-WITHOUT = ("VLLM_API_KEY",)
-_ERROR = re.compile(r"\b[\w.]*(?:Error|Exception)\b: .*|\berror: .*")
-_USELESS = ("Engine core initialization failed", "engine dead", "EngineDeadError")
+USELESS = ("initialization failed", "engine dead", "EngineDeadError")  # errors that another one led to
+ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "PYTHONSAFEPATH": "1"}  # where nobody says otherwise
 
 
 def pick_port(wanted: int | None) -> int:
-    """A port of loopback that nobody listens on.
-
-    Raises:
-        UserError: what was wanted is no port, or somebody listens on it.
-    """
+    """A port of loopback that nobody listens on; UserError where what is wanted is no such port."""
     with closing(socket.socket()) as free:
         free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             free.bind(("127.0.0.1", wanted or 0))
         except (OSError, OverflowError, TypeError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise UserError(
-                f"evaluate.vllm_args.port={wanted} cannot be had ({reason}): leave it out, or set another"
-            ) from None
+            raise UserError(f"evaluate.vllm_args.port={wanted} cannot be had ({error}): set another") from None
         port: int = free.getsockname()[1]
     return port
 
 
 class Server:
-    """A server on loopback for as long as the `with` block lasts, or this process, whichever ends first.
-
-    Args:
-        command: what starts it.
-        port: where it will listen.
-        log: the file for all that it says.
-    """
+    """A server on loopback for as long as the `with` block lasts, or this process, whichever ends first: `command`
+    starts it, `port` is where it will listen, `log` the file for all that it says."""
 
     def __init__(self, command: list[str], port: int, log: Path) -> None:
         self.command = command
@@ -60,7 +43,8 @@ class Server:
 
     def __enter__(self) -> "Server":
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        environment = {**ENVIRONMENT, **{k: v for k, v in os.environ.items() if k not in WITHOUT}}
+        # A key that the shell has would be asked of every request.
+        environment = {**ENVIRONMENT, **{k: v for k, v in os.environ.items() if k != "VLLM_API_KEY"}}
         keeper = Path(__file__).with_name("keeper.py")
         with self.log.open("w", encoding="utf-8") as log:
             log.write(f"$ {shlex.join(self.command)}\n")
@@ -130,9 +114,6 @@ class Server:
         """The last error that the log tells, or else its last line."""
         with self.log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 1_000_000))
-            lines = file.read().decode(errors="replace").splitlines()
-        told = [found[0] for line in lines[1:] if (found := _ERROR.search(line))]
-        said = [line.strip() for line in lines[1:] if line.strip()]
-        useful = [line for line in told if not any(word in line for word in _USELESS)]
-        words = (useful or told or said or ["it said nothing"])[-1]
-        return " ".join(words.split())[:300]
+            lines = file.read().decode(errors="replace").splitlines()[1:]
+        told = [line.strip() for line in lines if "rror" in line and not any(word in line for word in USELESS)]
+        return ([*lines[-1:], *told] or ["it said nothing"])[-1][-300:]
