@@ -1,5 +1,6 @@
 """Reckon what a run will take, before anything is spent.
 
+    python -m eagle31_train.plan target.path=Qwen/Qwen3-8B
     python -m eagle31_train.plan +experiment=llama31_8b
     python -m eagle31_train.plan +experiment=kimi plan.tokens=5e8 plan.devices=4 plan.device_gib=141
 
@@ -17,13 +18,19 @@ from eagle31_train.targets.description import serving_doubt
 
 
 def plan(config: Config) -> None:
-    """Print the plan; UserError where a size that it needs is neither given nor to be found."""
+    """Print the plan; UserError for a target that cannot be read or a drafter that cannot be made."""
+    planned, rows = reckon(config)
+    print("\n".join([f"TARGET   {config.target.name}: the drafter's shape follows from its config.json", *rows, ""]))
+    print(sections.text(planned))
+    if doubt := serving_doubt(config.target, planned.target.description.model_type):
+        print(f"\nNOT SERVED   {doubt}")
+
+
+def reckon(config: Config) -> tuple[Planned, list[str]]:
+    """What the sections speak of, and the table of where the drafter's options are from."""
     target, data = inputs.read_target(config), inputs.read_data(config)
     shape, rows = planned_drafter(config, target.description, data.vocabulary or target.description.vocab_size)
-    print("\n".join([f"TARGET   {config.target.name}: the drafter's shape follows from its config.json", *rows, ""]))
-    print(sections.text(Planned(complete(config, asdict(target.description)), target, shape, data)))
-    if doubt := serving_doubt(config.target, target.description.model_type):
-        print(f"\nNOT SERVED   {doubt}")
+    return Planned(complete(config, asdict(target.description)), target, shape, data), rows
 
 
 if __name__ == "__main__":

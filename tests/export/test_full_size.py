@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from published_targets import recipe
 
 from eagle31_train.checkpoint import config_json, contract
-from eagle31_train.checkpoint.shape import drafter_shape
 from eagle31_train.cli import load_config
 from eagle31_train.model.drafter import Drafter
+from eagle31_train.targets.derive import planned_drafter
+from eagle31_train.targets.description import describe_target
 
 H, V = 7168, 163840
 # Of lightseekorg/kimi-k2.6-eagle3.1-mla, written out from its table.
@@ -35,9 +37,9 @@ TENSORS = {
 
 @pytest.fixture(scope="module")
 def shape():
-    config = load_config(["+experiment=kimi"])
+    config = load_config(recipe("kimi"))
     assert config.data.draft_vocab_size is config.data.draft_vocab_coverage is None  # the whole vocabulary
-    return drafter_shape(config.drafter, H, V, V, config.target.aux_layers)
+    return planned_drafter(config, describe_target(config.target), V)[0]
 
 
 @pytest.fixture(scope="module")

