@@ -29,7 +29,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from eagle31_train.config import RENAMED, Config, check_value
+from eagle31_train.config import REMOVED, RENAMED, Config, check_value
 from eagle31_train.errors import SharedError, Stopped, UserError
 from eagle31_train.locations import CONFIGS, project
 
@@ -49,6 +49,9 @@ def load_config(overrides: list[str], saved: Path | None = None, config_dir: Pat
     if config_dir is not None and not config_dir.is_dir():
         raise UserError(f"--config-dir {config_dir} is no folder")
     with tempfile.TemporaryDirectory() as copies:
+        keys = {override.partition("=")[0].lstrip("+") for override in overrides}
+        if twice := [f"{old} is called {new} now" for old, new in RENAMED.items() if {old, new} <= keys]:
+            raise UserError(f"{twice[0]}: give it once")
         overrides = [_named(override, Path(copies)) for override in overrides]
         folders = [CONFIGS, Path(copies), *([config_dir.resolve()] if config_dir else [])]
         return _load([_checked(override, folders) for override in overrides], saved, folders)
@@ -107,7 +110,7 @@ def _schema() -> DictConfig:
     """The options with their types and defaults, and with the old names of renamed ones, which are empty."""
     schema: DictConfig = OmegaConf.structured(Config)
     with open_dict(schema):
-        for old in RENAMED:
+        for old in (*RENAMED, *REMOVED):
             OmegaConf.update(schema, old, None, force_add=True)
     return schema
 
@@ -115,12 +118,21 @@ def _schema() -> DictConfig:
 def _with_new_names(composed: DictConfig) -> DictConfig:
     """The configuration with values of old names given to the options that they mean, which is said."""
     values: Any = OmegaConf.to_container(composed)
-    for old, new in RENAMED.items():
-        (*sections, key), (*new_sections, new_key) = old.split("."), new.split(".")
-        value = functools.reduce(dict.__getitem__, sections, values).pop(key)
-        if value is not None:
-            print(f"{old} is called {new} now", file=sys.stderr)
-            functools.reduce(dict.__getitem__, new_sections, values)[new_key] = value
+
+    def section(name: str) -> tuple[dict[str, Any], str]:
+        *sections, key = name.split(".")
+        return functools.reduce(dict.__getitem__, sections, values), key
+
+    for old, new in {**RENAMED, **dict.fromkeys(REMOVED)}.items():
+        holder, key = section(old)
+        if (value := holder.pop(key)) is None:
+            continue
+        if new is None:
+            print(f"{old} is read from the target's config.json now: leave it out", file=sys.stderr)
+            continue
+        print(f"{old} is called {new} now", file=sys.stderr)
+        holder, key = section(new)
+        holder[key] = value
     renamed: Any = OmegaConf.merge(OmegaConf.structured(Config), values)
     return renamed
 
@@ -244,7 +256,7 @@ def _checked(override: str, folders: list[Path]) -> str:
     names = option_names()
     if any(key == path or key.startswith(path + ".") for path in _free()):
         return override if override.startswith(("+", "~")) else f"++{override}"
-    if key in names or key in RENAMED:
+    if key in names or key in RENAMED or key in REMOVED:
         return override
     groups = [folder.name for folder in CONFIGS.iterdir() if folder.is_dir()]
     raise UserError(f"no option {key!r}{_nearest(key, [*names, *groups])}")

@@ -80,6 +80,8 @@ RENAMED: dict[str, str] = {
     "evaluate.depths": "evaluate.max_speculative_tokens",
     "evaluate.serve_depths": "evaluate.serve_speculative_tokens",
 }
+# Options of before that are read from the target's config.json now; given, they say so.
+REMOVED = ("plan.hidden_size", "plan.vocab_size", "plan.layers")
 
 
 # ---------------------------------------------------------------- configuration
