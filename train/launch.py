@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,6 +25,7 @@ from accelerate.utils import (
     gather_object,
     parse_flag_from_env,
 )
+from packaging.version import Version
 
 from eagle31_train import artifacts
 from eagle31_train.config import Config, TrainConfig
@@ -113,6 +115,8 @@ def deepspeed_plugin(t: TrainConfig) -> DeepSpeedPlugin:
     Raises:
         UserError: they contradict this trainer.
     """
+    if Version(there := version("deepspeed")) < Version("0.19"):
+        raise UserError(f"DeepSpeed {there} loses micro-batches under ZeRO-2 in silence: pip install 'deepspeed>=0.19'")
     try:
         plugin = DeepSpeedPlugin()
     except ValueError as error:
