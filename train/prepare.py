@@ -12,6 +12,7 @@ from accelerate import Accelerator
 
 from eagle31_train import artifacts, provenance
 from eagle31_train.checkpoint.contract import caveats
+from eagle31_train.checkpoint.run_folder import RECORD
 from eagle31_train.config import Config, byte_count
 from eagle31_train.model import vocab
 from eagle31_train.store import Store, storage_of
@@ -41,7 +42,9 @@ def prepare(config: Config, resources: ExitStack) -> Trainer | None:
         UserError: an option, an input or the launch is not as it must be; says which.
     """
     check_made(config)
-    config = complete(config, _manifest(config).get("target"))
+    record = Path(config.run_dir) / "train" / RECORD
+    begun = artifacts.read_json(record, "train.py")["inputs"]["drafter"] if record.is_file() else None
+    config = complete(config, _manifest(config).get("target"), None if config.overwrite else begun)
     t = config.train
     deadline = resources.enter_context(Deadline(parse_limit(t.time_limit)))
     data = read_inputs(config, resources)

@@ -30,16 +30,22 @@ class Derived:
     source: str
 
 
-def complete(config: Config, described: Mapping[str, Any] | None = None) -> Config:
+def complete(config: Config, described: Mapping[str, Any] | None, begun: Mapping[str, Any] | None = None) -> Config:
     """The configuration with a drafter of which nothing is left open that its target decides.
 
     Args:
         described: the target as stage 1's manifest describes it; without it, its config.json is read if it must be.
+        begun: the drafter's options in the record of a training that goes on. What is open stays as it was begun.
     """
-    if None not in (getattr(config.drafter, name) for name in REQUIRED):
-        return config
-    target = TargetDescription(**described) if described else describe_target(config.target)
-    return replace(config, drafter=derive(config.drafter, target)[0])
+    options = config.drafter
+    if begun is not None:
+        opened = {name for name in begun if getattr(options, name, 0) is None}
+        opened |= {"rope_scaling"} & begun.keys() if options.rope_theta is None and not options.rope_scaling else set()
+        options = replace(options, **{name: begun[name] for name in opened})
+    if None in (getattr(options, name) for name in REQUIRED):
+        target = TargetDescription(**described) if described else describe_target(config.target)
+        options, _ = derive(options, target)
+    return replace(config, drafter=options)
 
 
 def planned_drafter(config: Config, target: TargetDescription, draft_vocab_size: int) -> tuple[DrafterShape, list[str]]:

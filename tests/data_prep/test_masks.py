@@ -174,7 +174,7 @@ def test_golden_mask_of_smollm2(real_target):
     target = TargetConfig(path=str(real_target))
     template = ChatTemplate.load(target)
     assert template.end_ids == [2]
-    assert template.vocabulary(target) == 49152
+    template.check_fits(target, 49152)
     assert template.special_ids() == list(range(17))
     chat = [{"role": "user", "content": "Count to 3."}, says("1, 2, 3"), {"role": "user", "content": "Thanks"},
             says("You're welcome!")]  # fmt: skip

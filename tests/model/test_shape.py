@@ -7,6 +7,7 @@ from eagle31_train.config import DrafterConfig
 from eagle31_train.errors import UserError
 
 LLAMA = {"intermediate_size": 8, "num_attention_heads": 6}
+LLAMA |= {"rms_norm_eps": 1e-5, "rope_theta": 1e4, "max_position_embeddings": 2048}
 MLA = {**LLAMA, "architecture": "mla", "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 5}
 TARGET = {"hidden_size": 24, "vocab_size": 50, "draft_vocab_size": 20, "aux_layers": [1, 2, 3]}
 

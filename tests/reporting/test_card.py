@@ -5,8 +5,9 @@ import yaml
 from plan_cases import shape_of
 from sample_results import alone, comparison, serving
 
-from eagle31_train.cli import ROOT, load_config
+from eagle31_train.cli import load_config
 from eagle31_train.evaluation.intervals import bracket
+from eagle31_train.locations import ROOT
 from eagle31_train.reporting import card, recipe
 from eagle31_train.reporting.card_results import CardResult, CardResults
 
@@ -83,7 +84,7 @@ def test_results_are_told_once_and_with_their_pictures_folders_of_the_machine_ar
         ["+experiment=smollm2"],
         ["+experiment=qwen3_8b", "data.prompts='a b, c=d.jsonl'", "data.split='007'", "data.draft_vocab_size=null"],
         ["+experiment=kimi", "drafter.rope_scaling={factor:4.0}", "run_dir=elsewhere/x", "name='true'"],
-        ["+experiment=kimi_toy", "~drafter.rope_scaling.original_max_position_embeddings"],
+        ["+experiment=kimi_toy", "~drafter.rope_scaling.beta_fast"],
         ["+experiment=smollm2", r"data.split='back\\slash \\\'quote\' end\\\\'"],
         ["+experiment=smollm2", 'data.conversations="it\'s \\\\ here"', f"data.prompts={ROOT}/README.md"],
     ],
