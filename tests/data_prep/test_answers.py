@@ -1,4 +1,4 @@
-"""Who answers: what is kept when a server fails, and answers whose bytes are no text."""
+"""Answers of the target in this process whose bytes are no text."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Prompts as turns, and which of them still fit the target's own answers."""
+"""Prompts as turns: recorded results under the target's own calls."""
 
 import pytest
 

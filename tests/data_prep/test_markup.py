@@ -1,6 +1,5 @@
 """Answers read back from their text."""
 
-
 from data_prep.markup import Parts, meant
 
 

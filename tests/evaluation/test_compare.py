@@ -1,4 +1,4 @@
-"""Drafters side by side, as a user calls it: what can be compared, which is better, and what vLLM is handed."""
+"""Drafters side by side, as a user calls it: what can be compared, and which is better."""
 
 import json
 import re

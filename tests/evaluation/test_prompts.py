@@ -2,7 +2,6 @@
 
 # ruff: noqa: F811 (fixtures)
 
-
 import pytest
 from datasets import Dataset, DatasetDict
 

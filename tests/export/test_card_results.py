@@ -33,9 +33,9 @@ def served(run, checkpoint):
     artifacts.write_json(folder / "manifest.json", {"inputs": inputs, "serving": SERVING, "files": files})
 
 
-def compared(run, folder, ours=None, rate=0.5):
+def compared(run, folder, rate=0.5):
     told = {**run.result(rate, "A", "B"), "trainings": {"A": ["runs/a"], "B": ["runs/b"]}}
-    told["identities"] = {"A": ["0" * 16], "B": ["1" * 16, ours or run.identity]}
+    told["identities"] = {"A": ["0" * 16], "B": ["1" * 16, run.identity]}
     artifacts.write_json(folder / "result.json", {**told, "files": run.draw(folder, told)})
     return folder
 

@@ -1,7 +1,7 @@
 """The whole path of Kimi's drafter at toy size, by the commands that a user types: from prompts to the export.
 
 A target of Kimi's kind thinks, is asked in several languages and with tools, and learns to draft from its own
-answers; recorded tool calls go the same way.
+answers.
 """
 
 import json
