@@ -12,12 +12,11 @@ LONG = 30  # seconds after which something that was to happen did not
 
 
 class Gated(MemoryFileSystem):
-    """Notes which files are fetched; some are refused."""
+    """Notes which files are fetched."""
 
     def __init__(self, **kwargs):
         super().__init__(global_store=False, **kwargs)
         self.fetched, self.finished = [], []
-        self.refused = {}
         self.changed = threading.Condition()
         self.watch = lambda: None  # called while a fetch is under way
 
@@ -26,8 +25,6 @@ class Gated(MemoryFileSystem):
         with self.changed:
             self.fetched.append(name)
             self.changed.notify_all()
-        if name in self.refused:
-            raise self.refused[name]
         self.watch()
         # Not MemoryFileSystem's own way: its open files share one position among all threads.
         Path(target).write_bytes(self.store[path].getvalue())

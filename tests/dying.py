@@ -1,6 +1,5 @@
 """A process that dies, or whose disk is full, at a chosen operation of the file system."""
 
-import errno
 import os
 import signal
 import sys
@@ -14,13 +13,6 @@ _machine = None
 
 class Killed(BaseException):
     """The process is dead: nothing that it had in mind happens any more, cleaning up neither."""
-
-
-class Full:
-    """The disk is full for one operation."""
-
-    def __call__(self, machine):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 class Kill:

@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -58,8 +57,7 @@ class Imitation(ThreadingHTTPServer):
         self.speculative = json.loads(arguments.get("speculative-config", "null"))
         self.depth = self.speculative["num_speculative_tokens"] if self.speculative else 0
         self.lock = threading.Lock()
-        self.pair = threading.Barrier(2, timeout=60)
-        self.under_way = self.most = self.answered = 0
+        self.answered = 0
         self.late = 0  # readings of the counters in which the last answers are still missing
         self.counts = {"finished": 0, "tokens": 0, "drafts": 0, "proposed": 0, "accepted": 0}
         self.positions = [0] * self.depth
@@ -131,26 +129,15 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         server = self.server
         with server.lock:
-            server.under_way += 1
-            server.most = max(server.most, server.under_way)
             server.answered += 1
             number = server.answered
             with Path(os.environ["IMITATION_REQUESTS"]).open("a") as file:
-                file.write(json.dumps({"path": self.path, "most": server.most, "depth": server.depth, **body}) + "\n")
-        if server.imitate == "together":
-            server.pair.wait()
-        if server.imitate == "full" and number > 2:
-            self.reply('{"error": {"message": "the prompt is\\ntoo long"}}', 400)
-        else:
-            self.answer(body, number)
-        with server.lock:
-            server.under_way -= 1
+                file.write(json.dumps(body) + "\n")
+        self.answer(body, number)
 
     def answer(self, body, number):
         server = self.server
         tokens = target(body["prompt"], body["max_tokens"], body["stop_token_ids"])
-        if server.imitate == "other" and server.depth and number % 2:
-            tokens = [*tokens[:-1], WORDS]
         pieces, at = [tokens[:1]], 1
         for accepted in verifications(len(tokens), server.depth):
             pieces.append(tokens[at : at + accepted + 1])
@@ -164,16 +151,11 @@ class Handler(BaseHTTPRequestHandler):
                     print("(EngineCore pid=1) ERROR 01-01 [core.py:1] MemoryError: no room\nEngineDeadError: dead")
                     sys.stdout.flush()
                     os._exit(3)
-                if server.imitate == "silent":
-                    time.sleep(3600)
                 if server.imitate == "breaks off":
                     self.close_connection = True
                     return
-                if server.imitate == "gives up":
-                    self.event({"error": {"message": "engine\ntrouble", "code": 500}})
             self.event({"choices": [{"index": 0, "text": "", "token_ids": piece, "finish_reason": None}]})
-        if server.imitate != "endless":
-            self.event({"choices": [{"index": 0, "text": "", "token_ids": [], "finish_reason": "length"}]})
+        self.event({"choices": [{"index": 0, "text": "", "token_ids": [], "finish_reason": "length"}]})
         self.write(b"data: [DONE]\n\n")
         server.count(tokens)
         self.wfile.write(b"0\r\n\r\n")
@@ -206,13 +188,6 @@ def main(argv):
     with subprocess.Popen(["sh", "-c", ENGINE], stdout=subprocess.PIPE, text=True) as engine:
         engine.stdout.readline()
         Path(os.environ["IMITATION_PIDS"]).write_text(f"{os.getpid()} {engine.pid}")
-        if arguments.get("imitate") == "cannot start":
-            print("INFO fine so far\nValueError: no such target")
-            print("RuntimeError: Engine core initialization failed. See root cause above", flush=True)
-            os._exit(1)
-        if arguments.get("imitate") == "never starts":
-            print("INFO loading", flush=True)
-            time.sleep(3600)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         Imitation(arguments).serve_forever()
 

@@ -50,10 +50,3 @@ def launch(profile, run, *more, processes=2, script=TRAIN, timeout=300, **variab
     """Train in a run's folder; returns the finished process."""
     words = [*command(profile, processes, script), *arguments(run, *more)]
     return execute(words, profile, timeout, **variables)
-
-
-def finish(profile, run, *more, **how):
-    """`launch` that must succeed."""
-    done = launch(profile, run, *more, **how)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done

@@ -23,18 +23,6 @@ def build(storage, name, content):
 
 
 class StorageContract:
-    def test_what_is_absent_is_said_to_be(self, storage):
-        for _ in range(2):  # in a storage without any file, and with one
-            for read in (storage.read, storage.local):
-                with pytest.raises(FileNotFoundError):
-                    read("shards/a.json")
-            assert storage.size("shards/a.json") is None
-            assert storage.names("nowhere") == []
-            storage.remove("shards/a.json")
-            storage.forget("shards/a.json")
-            storage.write("shards/b.json", b"x")
-        assert storage.size("shards") is None  # a folder is no file
-
     def test_what_is_written_or_put_is_read_and_replaced(self, storage):
         for content in (b"one", b"", b"another"):
             storage.write("top.json", content)
@@ -62,23 +50,6 @@ class StorageContract:
         storage.clean(["shards/a", "shards/e", "shards/f"])
         assert not left.exists()
         assert storage.read("shards/a") == b"123"
-
-    def test_what_another_has_just_written_or_removed_is_seen(self, storage, again):
-        other = again()
-        assert storage.names("shards") == other.names("shards") == []
-        for content in (b"123", b"12345"):
-            other.write("shards/a", content)
-            assert storage.sizes("shards") == {"shards/a": len(content)}
-            assert storage.size("shards/a") == len(content)
-        other.put(build(other, "shards/b", b"1"), "shards/b")
-        other.remove("shards/a")
-        assert storage.names("shards") == ["shards/b"]
-        assert storage.size("shards/a") is None
-        storage.local("shards/b")
-        storage.remove("shards/b")
-        for name in ("shards/a", "shards/b"):
-            with pytest.raises(FileNotFoundError):
-                storage.local(name)
 
     def test_discarded_is_gone(self, storage, again):
         storage.discard()

@@ -1,4 +1,4 @@
-"""Small tokenizers under the chat templates of several families."""
+"""A small tokenizer under SmolLM2's chat template."""
 
 from pathlib import Path
 
@@ -7,19 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 from eagle31_train.evaluation.rendering import Rendering
 
-FOLDER = Path(__file__).parent / "data_prep" / "templates"
-FAMILIES = {name: (FOLDER / f"{name}.jinja").read_text() for name in ("smollm2", "llama3", "qwen3")}
-FAMILIES["chatml"] = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-# The system message stands in the first question, and a default one in its place.
-FAMILIES["inside"] = (
-    "{% set given = messages[0].content if messages[0].role == 'system' else 'Be brief.' %}"
-    "{% for m in messages if m.role != 'system' %}{% if m.role == 'user' %}<s>[INST] "
-    "{% if loop.first %}<<SYS>>{{ given }}<</SYS>>\n\n{% endif %}{{ m.content | trim }} [/INST]"
-    "{% else %} {{ m.content }} </s>{% endif %}{% endfor %}"
-)
+TEMPLATE = Path(__file__).parent / "data_prep" / "templates" / "smollm2.jinja"
 SPECIAL = ["<|begin_of_text|>", "<|eot_id|>", "<|im_start|>", "<|im_end|>", "<s>", "</s>"]
 WORDS = [
     "the quick brown fox jumps over the lazy dog, and what is the question here?",
@@ -28,7 +16,7 @@ WORDS = [
 ]
 
 
-def make_tokenizer(family: str = "smollm2") -> PreTrainedTokenizerFast:
+def make_tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level BPE with a few merges, so that cutting a text between tokens may change what they are."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -40,15 +28,14 @@ def make_tokenizer(family: str = "smollm2") -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     backend.train_from_iterator(WORDS * 5, trainer)
-    bos = {"llama3": "<|begin_of_text|>", "inside": "<s>"}.get(family, "<|im_start|>")
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        bos_token=bos,
+        bos_token="<|im_start|>",
         eos_token="<|im_end|>",
         additional_special_tokens=SPECIAL,
-        chat_template=FAMILIES[family],
+        chat_template=TEMPLATE.read_text(),
     )
 
 
-def make_rendering(family: str = "smollm2") -> Rendering:
-    return Rendering(make_tokenizer(family))
+def make_rendering() -> Rendering:
+    return Rendering(make_tokenizer())

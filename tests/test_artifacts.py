@@ -7,9 +7,6 @@ import pytest
 
 from eagle31_train import artifacts
 
-# ---------------------------------------------------------------- finished
-
-
 # ---------------------------------------------------------------- describe_change, fingerprint
 
 

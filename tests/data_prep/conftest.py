@@ -35,12 +35,6 @@ def make_tokenizer(*more: str) -> PreTrainedTokenizerFast:
     )
 
 
-@pytest.fixture
-def fresh_tokenizer() -> PreTrainedTokenizerFast:
-    """One that a test may change."""
-    return make_tokenizer()
-
-
 @pytest.fixture(scope="session")
 def breaks_tokenizer() -> PreTrainedTokenizerFast:
     """As GPT-2's: two line breaks are one token at the end of a text, and two tokens before a word."""

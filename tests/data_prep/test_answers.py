@@ -1,18 +1,13 @@
-"""Who answers: what is kept when a server fails, and answers whose bytes are no text."""
+"""Answers of the target in this process whose bytes are no text."""
 
-import threading
-import time
 from types import SimpleNamespace
 
 import pytest
 
-from data_prep.answers import BROKEN, Job, Local, Remote
-from data_prep.client import Server
+from data_prep.answers import BROKEN, Job, Local
 from data_prep.dialogue import turns_of
 from data_prep.formats import Refused, Row
-from data_prep.journal import Answer
 from eagle31_train.config import Config, DataConfig, GenerateConfig, TargetConfig
-from eagle31_train.errors import UserError
 
 FOX = "hello 🦊"
 
@@ -27,27 +22,6 @@ def jobs(*texts):
     """Jobs by key, each with the first turn of its prompt."""
     messages = {text: [{"role": "user", "content": text}] for text in texts}
     return {t: Job(Row(t, "s", "f:1", m), 0, 0.0, turns_of(m), list(m)) for t, m in messages.items()}
-
-
-def test_answers_under_way_are_kept_when_one_request_fails_for_good(config, chatml, monkeypatch):
-    begun, failed, got = [], threading.Event(), {}
-
-    def answer(self, messages, *_):
-        text = messages[-1]["content"]
-        begun.append(text)
-        if text == "bad":
-            failed.set()
-            raise UserError("no such model")
-        failed.wait(10)
-        time.sleep(0.2)
-        return Answer({"role": "assistant", "content": f"to {text}"}, "stop", 3)
-
-    monkeypatch.setattr(Server, "answer", answer)
-    with pytest.raises(UserError, match="no such model"):
-        got.update(Remote(config, chatml).answers(jobs("good", "bad", *map(str, range(20)))))
-    assert got["good"].message["content"] == "to good"
-    assert set(got) == set(begun) - {"bad"}
-    assert len(begun) < 10, "what had not begun is not asked"
 
 
 def locally(config, chatml, ids, finish_reason):

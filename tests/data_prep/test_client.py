@@ -1,9 +1,8 @@
-"""A server of answers: what it is asked, what is made of its answers, and how it fails."""
+"""A server of answers: what it is asked and what is made of its answers."""
 
 import pytest
 
 from data_prep.client import Server
-from data_prep.formats import Refused
 from data_prep.masks import samples
 from data_prep.template import ChatTemplate
 from eagle31_train.errors import UserError
@@ -42,22 +41,6 @@ def test_request_and_reply(server, chatml):
     assert server.bodies == [body] * 4
     # Nothing comes before an answer is whole; a wait that ends sooner would end the run, at each try again.
     assert [Server(server.url, "m", chatml, tokens).timeout for tokens in (512, 16384)] == [600, 8192]
-
-
-@pytest.mark.parametrize(
-    ("content", "reason", "parts", "why"),
-    [
-        ("x", "tool_calls", {"tool_calls": []}, "without the tool calls"),
-        ("x", "content_filter", {}, "'content_filter'"),
-        (None, "stop", {}, "without text"),
-        (None, "tool_calls", {"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, "no JSON object"),
-        ("hi \ud83d", "stop", {}, "cannot be used: text with half of a surrogate pair"),
-    ],
-)
-def test_answers_of_no_use_are_refused(server, thinking, completion, content, reason, parts, why):
-    server.reply = lambda _: completion(content, reason, **parts)
-    with pytest.raises(Refused, match=why):
-        ask(server, thinking)
 
 
 @pytest.mark.core

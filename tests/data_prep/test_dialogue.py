@@ -1,9 +1,8 @@
-"""Prompts as turns, and which of them still fit the target's own answers."""
+"""Prompts as turns: recorded results under the target's own calls."""
 
 import pytest
 
 from data_prep.dialogue import following, turns_of
-from data_prep.formats import Refused
 
 
 def say(role, content="x", **more):
@@ -32,16 +31,3 @@ def test_results_go_to_the_answers_own_calls_in_their_order(results):
     assert told == [say("tool", "M", tool_call_id="m:0"), say("tool", "W", tool_call_id="w:1")]
     without_ids = following(results, answer(call("weather"), call("map")))
     assert without_ids == [say("tool", "W"), say("tool", "M")], "no id of somebody else's call"
-
-
-def test_calls_and_results_that_do_not_fit_end_the_conversation(results):
-    (turn,) = turns_of([say("user", "a")])
-    assert following(turn, None) == following(turn, answer(content="yes")) == [say("user", "a")]
-    others = (["weather"], ["weather", "weather"], ["weather", "map", "map"], ["clock", "map"])
-    for given, calls, reason in [
-        *((results, calls, "the answer calls other tools than the prompt has results of") for calls in others),
-        (turn, ["weather"], "calls a tool, and the prompt has no result for it"),
-        (results, [], "goes on with a tool's result, and the answer calls no tool"),
-    ]:
-        with pytest.raises(Refused, match=reason):
-            following(given, answer(*map(call, calls)))

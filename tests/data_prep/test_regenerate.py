@@ -20,7 +20,6 @@ PROMPTS = [
     {"id": "three", "messages": [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"},
                                  {"role": "assistant", "content": "someone else's words"}]},
 ]  # fmt: skip
-TOO_LONG = "the prompt and 6 tokens of answer exceed the target's 512 positions"
 
 
 def write(path, rows):
@@ -139,35 +138,6 @@ def test_the_journal_is_of_one_run_at_a_time(tmp_path):
         with pytest.raises(UserError, match="being written by another run"), Journal(path):
             pass
         assert path.read_text().endswith("half a li"), "what the other is writing is left alone"
-
-
-# ---------------------------------------------------------------- prompts without an answer
-
-
-def test_prompts_that_cannot_be_answered_are_named_and_the_others_go_on(config, tmp_path, capsys):
-    strict = "{% if messages[0].content == 'hello' %}{{ raise_exception('no greetings') }}{% endif %}"
-    (tmp_path / "strict.jinja").write_text(strict + ChatTemplate.load(config.target).template)
-    config.target.chat_template = str(tmp_path / "strict.jinja")
-    more = [
-        {"id": "bad", "messages": [{"role": "system", "content": "x"}]},
-        {"id": "long", "turns": ["fox " * 600, "never asked"]},
-        {"id": "grows", "turns": ["hi", "fox " * 600, "never asked"]},
-    ]
-    write(tmp_path / "prompts.jsonl", [*PROMPTS, *more])
-    rows = run(config)
-    assert [row["id"] for row in rows] == ["two", "three", "grows"]
-    assert [message["role"] for message in rows[-1]["messages"]] == ["user", "assistant"]
-    manifest = read_manifest(tmp_path / "run")
-    assert {entry["id"]: entry["reason"] for entry in manifest["refused"]} == {
-        "bad": "no user turn", "one": "the template refuses it: no greetings", "long": TOO_LONG,
-    }  # fmt: skip
-    place = {"source": "prompts", "where": "prompts.jsonl:6", "reason": TOO_LONG}
-    assert (manifest["ended"], manifest["answers"]) == ([{"id": "grows", **place, "turns_left": 2}], 5)
-    assert "refused bad (prompts.jsonl:4): no user turn" in capsys.readouterr().out
-    config.run_dir, config.data.generate.max_new_tokens = str(tmp_path / "none"), 600
-    with pytest.raises(UserError, match=r"no prompt was answered \(\d × .* 512 positions"):
-        run(config)
-    assert not (tmp_path / "none" / OUTPUT).exists()
 
 
 # ---------------------------------------------------------------- by a server, with thoughts and tools

@@ -2,7 +2,6 @@
 
 import json
 import random
-import re
 from fractions import Fraction
 
 import pytest
@@ -170,26 +169,3 @@ def test_planted_mistakes_are_caught(sources, monkeypatch, mistake):
     monkeypatch.setattr(f"{module.__name__}.{name}", wrong)
     with pytest.raises(AssertionError):
         check(sources)
-
-
-# ---------------------------------------------------------------- mistakes, and the command line
-
-
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
-        ({"path": "F", "wieght": 1}, "is no source: write data.sources.NAME='{path: FILE, weight: 1}'"),
-        ({"weight": 1}, "is no source: write"),
-        ("F", "is no source: write"),
-        *[({"path": "F", "weight": w}, f"data.sources.zh.weight={w} is no weight: set a number above 0")
-          for w in (0, "two", True, float("nan"))],
-        ({"path": "F", "format": "mesages"}, "data.sources.zh.format='mesages' is not one of auto, messages, "),
-        ({"path": "nowhere.jsonl"}, "data.sources.zh.path=nowhere.jsonl is missing: give a file"),
-    ],
-)  # fmt: skip
-def test_a_wrong_source_is_named(tmp_path, value, words):
-    file = str(write(tmp_path / "zh.jsonl", 3))
-    if isinstance(value, dict) and value.get("path") == "F":
-        value = {**value, "path": file}
-    with pytest.raises(UserError, match=re.escape(words)):
-        ids({"zh": value})

@@ -32,7 +32,6 @@ OPENED = THINKING.replace("assistant\n' -}}{%- endif -%}", "assistant\n<think>\n
 ASK = {"role": "user", "content": "hello"}
 MORE = {"role": "user", "content": "and?"}
 ASKED = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
-EMPTY = "<think>\n\n</think>\n\n"
 
 
 def says(content, **more):
@@ -47,11 +46,6 @@ def thinking(tokenizer) -> ChatTemplate:
 @pytest.fixture
 def opened(tokenizer) -> ChatTemplate:
     return ChatTemplate(tokenizer, [tokenizer.eos_token_id], OPENED)
-
-
-def changed(template, old, new):
-    assert old in template.template
-    return ChatTemplate(template.tokenizer, template.end_ids, template.template.replace(old, new))
 
 
 def only(template, answer):
@@ -80,26 +74,6 @@ def test_an_answer_cut_inside_its_thought_is_its_own_tokens_alone(thinking, open
     """The template would put an empty thought before it, or close it: the target did neither."""
     assert only(thinking, says("<think>\nhm the", finish_reason="length")) == (ASKED, "<think>\nhm the")
     assert only(opened, says("hm the", finish_reason="length")) == (ASKED + "<think>\n", "hm the")
-
-
-def test_a_prompt_that_opens_the_thought(opened):
-    chat = [ASK, says("hm\n</think>\n\nthe fox"), MORE, says("lazy dog")]
-    result = samples(opened, chat, 1000)
-    (_, first), (_, second) = result.samples
-    assert pieces(opened, first) == (ASKED + "<think>\n", "hm\n</think>\n\nthe fox<|im_end|>")
-    assert pieces(opened, second)[1] == "\n</think>\n\nlazy dog<|im_end|>"  # the rest of an empty thought
-    assert result.inserted == 1
-
-
-def test_thoughts_stay_as_the_target_wrote_them_and_where_it_did(thinking):
-    untidy = "<think>\n\n\nhm</think>the fox"
-    assert only(thinking, says(untidy)) == (ASKED, untidy + "<|im_end|>")
-    answer, written = says("the fox", reasoning_content="hm"), "<think>\nhm\n</think>\n\nthe fox<|im_end|>"
-    assert only(thinking, answer) == (ASKED, written)
-    # A template may drop the thought even of the last answer: it goes where the empty one is.
-    assert only(changed(thinking, "m.reasoning_content or ''", "''"), answer) == (ASKED, written)
-    upper = changed(thinking, "+ thought +", "+ thought | upper +")
-    assert refusal(upper, [ASK, answer]) == "the template alters the thought"
 
 
 def test_turns_that_fail_are_refused_by_name_and_the_others_kept(thinking):

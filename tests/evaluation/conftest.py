@@ -99,16 +99,15 @@ class TinyRun:
         artifacts.write_json(checkpoint / "drafter.json", asdict(objective.drafter.shape))
         self.finish_training()
 
-    def write_data(self, kept, heldout=4, sources=("made",) * 4, trained=()):
+    def write_data(self, kept):
         generator = np.random.default_rng(0)
-        rows = [generator.integers(0, 50, size=length).tolist() for length in (12, 9, 14, 11)][:heldout]
+        rows = [generator.integers(0, 50, size=length).tolist() for length in (12, 9, 14, 11)]
         # The last conversation asks what the first did, and got another answer.
-        if heldout == 4:
-            rows[3] = rows[0][:5] + rows[3][5:]
+        rows[3] = rows[0][:5] + rows[3][5:]
         data = self.folder / "data"
         columns = {
             "id": [f"c{i}" for i in range(len(rows))],
-            "source": list(sources[: len(rows)]),
+            "source": ["made"] * len(rows),
             "input_ids": rows,
             "loss_mask": [[position >= 5 for position in range(len(row))] for row in rows],
         }
@@ -117,7 +116,6 @@ class TinyRun:
         vocab.write(data / "vocab.safetensors", kept)
         files = artifacts.list_files(data, [f for f in data.rglob("*") if f.is_file() and f != data / "manifest.json"])
         splits = {split: {"conversations": len(rows), "by_source": {}} for split in ("train", "heldout")}
-        splits["train"]["by_source"] = {source: {"conversations": 1} for source in trained}
         manifest = {
             "fingerprint": "d" * 16,
             "dataset_fingerprint": "c" * 16,

@@ -47,8 +47,8 @@ def config(tmp_path):
 def launch(asked, config):
     """Measure a server that is a process of its own."""
 
-    def run(*options, prompts=PROMPTS, drafts=("ours",), by=ENGINE):
-        return measure_serving(config(*options), {name: Path(name) for name in drafts}, prompts, [END], by)
+    def run(*options, prompts=PROMPTS):
+        return measure_serving(config(*options), {"ours": Path("ours")}, prompts, [END], ENGINE)
 
     return run
 

@@ -1,16 +1,11 @@
-"""Drafters side by side, as a user calls it: what can be compared, which is better, and what vLLM is handed."""
+"""Drafters side by side, as a user calls it: what can be compared, and which is better."""
 
 import json
 import re
-import weakref
 
 import pytest
-from omegaconf import OmegaConf
-from sample_results import serving
 
-from eagle31_train import artifacts, compare, export
-from eagle31_train.evaluation import comparison, evaluating
-from eagle31_train.evaluation.serving import Engine
+from eagle31_train import artifacts, export
 from tests.evaluation.conftest import SHAPE
 
 pytestmark = pytest.mark.usefixtures("no_page")
@@ -24,12 +19,6 @@ def prompts(tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text("\n".join(json.dumps(row) for row in PROMPTS))
     return f"evaluate.prompts={file}"
-
-
-def test_drafters_have_names():
-    words = ["p/x/a", "q/x/a", "b/", "new:y/a,y/b"]
-    expected = {"p/x/a": ["p/x/a"], "q/x/a": ["q/x/a"], "b": ["b"], "new": ["y/a", "y/b"]}
-    assert list(comparison.named(words).items()) == list(expected.items()), "others are compared with the first"
 
 
 # ---------------------------------------------------------------- which is better
@@ -53,27 +42,6 @@ def test_a_drafter_that_is_better_is_called_so(trained, another, call, monkeypat
 
 
 # ---------------------------------------------------------------- what can be compared
-
-
-def test_options_are_those_of_the_first_where_it_lies_now(trained, another, tmp_path, monkeypatch):
-    """Its configuration names the folder that it was trained in, and what training might replace."""
-    configs = []
-    monkeypatch.setattr(compare, "compare", lambda _named, config: configs.append(config))
-    a, b = another("a"), another("b")
-    moved = tmp_path / "it's moved"
-    a.folder.rename(moved)
-    saved = OmegaConf.load(moved / "train" / "config.yaml")
-    saved.run_dir, saved.evaluate.num_prompts, saved.overwrite = "runs/long ago", 2, True
-    OmegaConf.save(saved, moved / "train" / "config.yaml")
-    for words in (
-        [moved, b.folder],
-        [b.folder, moved],
-        [moved, b.folder, "+experiment=smollm2", f"run_dir={b.folder}"],
-    ):
-        compare.main([*map(str, words)])
-    assert [config.run_dir for config in configs] == [str(moved), str(b.folder), str(b.folder)]
-    assert [config.evaluate.num_prompts for config in configs] == [2, 20, 20]
-    assert not any(config.overwrite for config in configs)
 
 
 def test_another_comparison_of_the_same_name_is_not_written_over(trained, another, call, tmp_path, monkeypatch):
@@ -112,37 +80,3 @@ def test_other_data(trained, another, call, prompts):
     assert re.search(r"b was trained on other data than .*run/data, .*: give prompts that nothing was trained on", line)
     (workload,) = call(trained.folder, b.folder, prompts, "evaluate.num_prompts=1")["workloads"]
     assert "b may have been trained on these prompts" in workload["notes"]
-
-
-# ---------------------------------------------------------------- served by vLLM
-
-
-def test_vllm_starts_with_the_result_written_and_the_memory_free(trained, another, call, out, monkeypatch):
-    """It may fail after hours, and wants a GPU to itself."""
-    b, c, file, loaded, seen = another("b"), another("c", seed=1), out / "result.json", [], []
-
-    def load(*given):
-        model = load_model(*given)
-        loaded.append(weakref.ref(model))
-        return model
-
-    def measured(config, drafts, prompts, end_ids, engine, folder):
-        assert loaded.pop()() is None, "the target is still in memory"
-        assert seen == ["free"]
-        assert "serving" not in json.loads(file.read_text())
-        assert drafts == {"run": trained.folder / "export", "many": b.folder / "export"}
-        assert [len(prompt.ids) for prompt in prompts] == [5, 5, 5]
-        return serving()
-
-    load_model = evaluating.load_model
-    monkeypatch.setattr(evaluating, "load_model", load)
-    monkeypatch.setattr(compare.torch.cuda, "empty_cache", lambda: seen.append("free"))
-    monkeypatch.setattr(compare, "check_serving", lambda _: Engine("0.0", "8 × GPU"))
-    monkeypatch.setattr(compare, "measure_serving", measured)
-    for run in (trained, b):
-        export.export(run.config("target.aux_layers=[1,2,4]", *SHAPE))
-    words = (trained.folder, f"many:{b.folder},{c.folder}", "evaluate.backend=vllm")
-    result = call(*words, "evaluate.vllm_args.max_model_len=30")["serving"]
-    assert (result["workload"], result["notes"][0]) == ("heldout", "of many, the first of 2 trainings")
-    # 4 tokens are left beside an answer of 12 and 2 × (5 + 1).
-    assert "none of 4 prompts has at most 4 tokens" in call(*words, "evaluate.vllm_args.max_model_len=28")[1]

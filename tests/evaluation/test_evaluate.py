@@ -105,23 +105,6 @@ def test_what_makes_an_evaluation_out_of_date(run, capsys, monkeypatch):
         evaluate.evaluate(run.config(*perturbed, "seed=1"))
 
 
-# ---------------------------------------------------------------- prompts
-
-
-def test_a_prompt_leaves_positions_for_its_answer_and_drafts(run):
-    def room(*options, positions=(8192,), drafted=()):
-        return drafters.longest_prompt(run.config(*options), positions, drafted)
-
-    vllm = "evaluate.backend=vllm"
-    assert room(vllm) == 256 - 20 - 2 * 6  # the target's positions, before the drafter's 8192
-    assert room(vllm, positions=[None, 100]) == 100 - 20 - 2 * 6
-    assert room(vllm, "evaluate.vllm_args.max-model-len=100", "evaluate.serve_speculative_tokens=[2]") == 74
-    with pytest.raises(UserError, match=r"vllm_args\.max_model_len=32k is no number"):
-        room(vllm, "evaluate.vllm_args.max_model_len=32k")
-    # Without vLLM, its options mean nothing.
-    assert room("evaluate.serve_speculative_tokens=[9]", drafted=[8, 3]) == 256 - 20 - 2 * 9
-
-
 # ---------------------------------------------------------------- refusals
 
 

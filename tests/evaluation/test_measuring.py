@@ -195,17 +195,6 @@ def test_nothing_depends_on_what_is_decoded_beside_a_prompt(model, candidates, t
                 assert one.drift.sink == pytest.approx(other.drift.sink, rel=1e-4)
 
 
-def test_only_so_many_prompts_are_decoded_with_every_drafter_as_are_to_be_verified(model, candidates):
-    whole = measurer_of(model).measure(GREEDY, candidates[:1])["llama"]
-    part = measurer_of(model).measure(GREEDY, candidates[:1], verified=2)["llama"]
-    assert [one.accepted for one in part.counts] == [one.accepted for one in whole.counts]
-    assert [sorted(one.seen) for one in part.counts] == [[3], [3], [], [], []]
-    assert part.tokens == sum(map(len, whole.outputs[:2]))
-    assert min(part.plain, part.speculative) > 0
-    none = measurer_of(model).measure(GREEDY, candidates[:1], verified=0)["llama"]
-    assert (none.tokens, none.plain, none.speculative) == (0, 0.0, 0.0)
-
-
 # ---------------------------------------------------------------- refusals
 
 

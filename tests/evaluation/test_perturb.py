@@ -38,9 +38,6 @@ def said(name, prompt=PROMPT, around=AROUND):
     return RENDERING.decode(find(name).apply(prompt, around).ids)
 
 
-# ---------------------------------------------------------------- names
-
-
 # ---------------------------------------------------------------- what they make
 
 
@@ -80,23 +77,6 @@ def test_a_context_has_the_length_that_was_asked_for(length, wanted):
             assert abs(len(ids) - wanted) <= 2  # a cut within a character of three tokens
             assert RENDERING.decode(ids).endswith(f"\n\n{words}<|im_end|>\n<|im_start|>assistant\n")
             assert "\ufffd" not in RENDERING.decode(ids)
-
-
-def test_tokens_that_were_added_and_are_not_special_are_text_too():
-    """Reasoning and tool markers often are such."""
-    rendering = make_rendering()
-    rendering.tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "##"])
-    prompt = Prompt("p1", "made", rendering.ids(PROMPT.messages), PROMPT.messages)
-    perturbed = find("system_adversarial").apply(prompt, replace(AROUND, rendering=rendering))
-    added = {
-        rendering.tokenizer.added_tokens_decoder[i].content
-        for i in perturbed.ids
-        if i in rendering.tokenizer.added_tokens_decoder
-    }
-    assert added.isdisjoint({"<think>", "</think>", "<tool_call>", "##"})
-    assert "< think>< /think>" in rendering.decode(perturbed.ids)
-    planted = rendering.encode(ADVERSARIAL)  # the text holds them
-    assert rendering.tokenizer.convert_tokens_to_ids("<think>") in planted
 
 
 def test_no_context_holds_the_prompts_own_answer():

@@ -2,13 +2,10 @@
 
 # ruff: noqa: F811 (fixtures)
 
-import json
-
 import pytest
 from datasets import Dataset, DatasetDict
 
 from eagle31_train.cli import CONFIGS
-from eagle31_train.errors import UserError
 from eagle31_train.evaluation.prompts import Prompt, choose, suite_of
 from tests.evaluation.prompting import GOOD, MANIFEST, place  # noqa: F401 (fixtures)
 
@@ -35,63 +32,6 @@ def test_rows_are_read_as_the_suite_says(place, options, texts):
     assert place.texts(found) == texts
     by_number = {row["number"]: row["kind"] for row in ROWS}
     assert [p.source for p in found.prompts] == [by_number[int(p.id)] for p in found.prompts]
-
-
-def test_subsets_are_sources_of_their_own(place):
-    """A folder that `datasets` loads as it loads the hub's: subsets by its README, splits by their files."""
-    folder = place.folder / "exam"
-    (folder / "law").mkdir(parents=True)
-    (folder / "art").mkdir()
-    for name in ("law", "art"):
-        place.write(f"exam/{name}/val.jsonl", *({"q": f"{name} {i}"} for i in range(2)))
-    configs = "".join(
-        f"- config_name: {name}\n  data_files:\n  - split: val\n    path: {name}/val.jsonl\n" for name in ("law", "art")
-    )
-    (folder / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
-    found = place.suite(path=folder, subset="[law,art]", split="val", prompt="q")
-    assert [(p.id, p.source) for p in found.prompts] == [
-        ("art-1", "art"), ("law-1", "law"), ("art-2", "art"), ("law-2", "law"),
-    ]  # fmt: skip
-    assert place.texts(found) == ["art 0", "law 0", "art 1", "law 1"]
-
-
-TOOLS = [{"type": "function", "function": {"name": "look_up"}}]
-
-
-@pytest.mark.parametrize(
-    ("row", "options", "prompt"),
-    [
-        (
-            {"question_id": 81, "category": "", "turns": ["hello", "world"]},
-            {"prompt": "'{problem} {answer}'", "id": "unique_id", "source": "subject", "tools": "functions"},
-            ("81", "s", None),
-        ),
-        (
-            {"prompt": "hello", "key": "k1", "kind": "math", "functions": TOOLS},
-            {"id": "key", "source": "kind", "tools": "functions"},
-            ("k1", "math", TOOLS),
-        ),
-    ],
-)
-def test_a_file_of_our_own_form_stands_in_for_any_suite(place, row, options, prompt):
-    """And may call its columns otherwise."""
-    found = place.suite(path=place.write("mine.jsonl", row), **options)
-    assert [(p.id, p.source, p.tools) for p in found.prompts] == [prompt]
-    assert place.texts(found) == ["hello"]
-
-
-@pytest.mark.parametrize(
-    ("options", "rows", "message"),
-    [
-        ({"promt": "q"}, [GOOD], "promt"),
-        ({"prompt": "'{q} {p}'"}, [GOOD], "has no column 'p'"),
-        ({"prompt": "q", "id": "n"}, [GOOD, GOOD], "line 2: the id '1' stands there twice"),
-    ],
-)
-def test_mistakes_are_named_in_one_line(place, options, rows, message):
-    file = place.write("rows.jsonl", *rows)
-    with pytest.raises(UserError, match=message):
-        place.suite(path=file, **options)
 
 
 # ---------------------------------------------------------------- those that come with the project
@@ -125,12 +65,3 @@ def of(text):
 def test_sources_take_turns(given, count, chosen, too_long):
     prompts, longer = choose(of(given), count, 2)
     assert (" ".join(prompt.id for prompt in prompts), " ".join(longer)) == (chosen, too_long)
-
-
-def test_a_line_ends_where_json_lines_do(place):
-    """And not at every character that Unicode takes for the end of one, as text from the web has them."""
-    texts = ["hello\u2028world", "world\x85hello", "hello"]
-    lines = "\r\n".join(json.dumps({"prompt": text}, ensure_ascii=False) for text in texts)
-    (place.folder / "web.jsonl").write_text(lines, encoding="utf-8")
-    (found,) = place.workloads(f"evaluate.prompts={place.folder / 'web.jsonl'}", data=None)
-    assert [prompt.id for prompt in found.prompts] == ["web-1", "web-2", "web-3"]

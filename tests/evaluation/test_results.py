@@ -192,6 +192,3 @@ def test_the_better_one_is_so_with_every_training(first, other, ahead):
         found = better(numbers, names, {"1": {"difference": [0.4, low, high]}})
         assert found == {"1": "B" if ahead else None}
     assert better(numbers, "AB", {"1": {"difference": [0.4, -0.2, 0.6]}}) == {"1": None}
-
-
-# ---------------------------------------------------------------- as JSON and as text

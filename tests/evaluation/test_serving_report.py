@@ -1,15 +1,11 @@
-"""What the answers of a server say, from times and counts made by hand; and what vLLM is told."""
+"""What the answers of a server say, from times and counts made by hand."""
 
-import json
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from configured import configured
 
 from eagle31_train.evaluation.serving import counters, report
-from eagle31_train.evaluation.serving.command import flags, server_arguments
 from eagle31_train.evaluation.serving.load import Answer
 
 NONE = Counter({counters.FINISHED: 4.0, counters.TOKENS: 15.0})
@@ -96,22 +92,3 @@ def test_counters_are_sums_over_engines_between_two_readings():
     assert counters.mean(counted, counters.TTFT) == 0.5
     assert counters.mean(counted, counters.TPOT) is None
     assert not any("bucket" in name or name.startswith("python") for name in counted)
-
-
-# ---------------------------------------------------------------- the command line
-
-
-def arguments(*options, drafter=Path("d"), draft_tokens=4):
-    return server_arguments(configured(*options), drafter, draft_tokens, 81)
-
-
-def test_the_server_is_told_what_is_measured():
-    line = flags(arguments("evaluate.vllm_args={max-model-len: 99, enforce_eager: true, dtype: bfloat16}", "seed=3"))
-    assert line[0] == "--model"
-    wanted = ["--dtype bfloat16", "--seed 3", "--no-enable-prefix-caching", "--host 127.0.0.1", "--max-model-len 99"]
-    assert all(f" {part} " in f" {' '.join(line)} " for part in [*wanted, "--enforce-eager", "--port 81"])
-    assert "--trust-remote-code" not in line
-    assert json.loads(line[line.index("--speculative-config") + 1]) == {
-        "method": "eagle3", "model": "d", "num_speculative_tokens": 4
-    }  # fmt: skip
-    assert "speculative_config" not in arguments(drafter=None)

@@ -65,25 +65,6 @@ def test_contexts_are_filled_with_held_out_answers_of_others(place):
 # ---------------------------------------------------------------- left out by name
 
 
-def test_prompts_that_are_named_are_left_out_of_every_workload(place):
-    file = place.write("q.jsonl", {"prompt": "hello"}, {"prompt": "x", "id": "c1"}, {"prompt": "y", "id": 81})
-    given = [f"evaluate.suites.s.path={file}", "evaluate.perturbations=[context_2,temperature_0.7]"]
-    before = place.workloads(*given)
-    found = place.workloads(*given, "evaluate.leave_out=[c1,81]")
-    gone = {"heldout": ["c1"], "s": ["c1", "81"]}  # every set's own
-    for one, other in zip(before, found, strict=True):
-        assert other.left_out == dict.fromkeys(gone[one.suite], "evaluate.leave_out names it")
-        # Contexts, too, are what they were: other measurements need not be another's.
-        kept = {p.id: p for p in one.prompts if p.id not in gone[one.suite]}
-        assert {p.id: p for p in other.prompts} == kept
-    with pytest.raises(UserError, match="'q-l'"):
-        place.workloads(*given, "evaluate.leave_out=[q-l]")
-    # The same question under another id does not come back.
-    file = place.write("q.jsonl", *({"prompt": text} for text in ("hello", "world", "hello")))
-    (one,) = place.workloads(f"evaluate.prompts={file}", "evaluate.leave_out=[q-1]", data=None)
-    assert ([p.id for p in one.prompts], list(one.left_out)) == (["q-2"], ["q-1"])
-
-
 def test_inputs_tell_what_the_prompts_are_made_of(place):
     file, copy = place.write("rows.jsonl", GOOD), place.write("copy.jsonl", GOOD)
     before, moved = (inputs(place.config(f"evaluate.suites.s.path={at}")) for at in (file, copy))
@@ -139,6 +120,3 @@ def test_caveats(trainings, expected):
     found = list(training_data.caveats({"a": trainings}, "d1"))
     assert len(found) == len(expected)
     assert all(words in caveat for words, caveat in zip(expected, found, strict=True))
-
-
-# ---------------------------------------------------------------- what a stage's output depends on

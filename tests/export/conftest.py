@@ -240,13 +240,6 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, FakeRun]:
 
 
 @pytest.fixture
-def mla_run(run: FakeRun) -> FakeRun:
-    run.set_shape(replace(TINY_MLA))
-    run.set_tensors(random_tensors(TINY_MLA_TENSORS))
-    return run
-
-
-@pytest.fixture
 def tiny() -> DrafterShape:
     return replace(TINY)
 

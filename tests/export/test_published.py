@@ -233,16 +233,9 @@ FAULTS = {  # config.json, tensors, words
     ),
     "two rows for one token": (same, twice, "names no 12 different tokens"),
     "d2t of another length": (same, with_("d2t", lambda t: t["d2t"][:11]), "d2t [11] torch.int64 is no map of 12"),
-    "no fc_norm": (same, without("fc_norm.1.weight"), "fc_norm.1.weight is missing"),
     "fc_norm against the config": (lambda c: {**c, "fc_norm": False}, same, "fc_norm.0.weight is superfluous"),
     "both names": (same, with_("layers.0.mlp.up_proj.weight", lambda t: torch.zeros(1)), "weight is there twice"),
-    "mla: no latent norm": (same, without("midlayer.self_attn.kv_a_layernorm.weight"), "kv_a_layernorm.weight is mis"),
     "mla: full rank by the config": (lambda c: {**c, "q_lora_rank": None}, same, "q_proj.weight is missing"),
-    "mla: another scaling": (
-        lambda c: {**c, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
-        same,
-        "takes every scaling of an MLA drafter for YaRN",
-    ),
 }
 
 

@@ -5,8 +5,6 @@ import json
 import pytest
 import torch
 from datasets import DatasetDict
-from hypothesis import given
-from hypothesis import strategies as st
 from pipeline import AUX, HIDDEN, LENGTHS, VOCAB, contents, make_run, save_quietly, tiny_config, tiny_llama
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
@@ -17,7 +15,6 @@ from eagle31_train.targets import extraction as stage
 from eagle31_train.targets.extraction import extract
 from eagle31_train.targets.hf import HiddenStateTarget
 from eagle31_train.targets.pretrained import vocabulary_fingerprint
-from eagle31_train.targets.transformers_engine import batches_by_length
 
 
 @pytest.fixture
@@ -25,10 +22,6 @@ def run(tmp_path):
     """tmp_path with a target and its data, ready to be extracted."""
     make_run(tmp_path)
     return tmp_path
-
-
-def store_of(folder):
-    return contents(folder / "run" / "store")
 
 
 def message_of(folder, *more):
@@ -79,28 +72,7 @@ def test_top1_is_the_targets_choice_where_the_next_token_is_the_assistants(whole
     assert taught > 50
 
 
-@given(st.lists(st.integers(1, 60), max_size=30), st.integers(1, 200))
-def test_batches_hold_every_sample_once_within_the_bound_and_little_padding(lengths, bound):
-    batches = batches_by_length(lengths, bound)
-    assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
-    for batch in batches:
-        longest = max(lengths[i] for i in batch)
-        assert longest * len(batch) <= bound or len(batch) == 1
-    widths = [[lengths[i] for i in batch] for batch in batches]
-    for before, after in zip(widths, widths[1:], strict=False):  # noqa: RUF007
-        assert max(before) <= min(after), "samples of similar length belong together"
-
-
 # ---------------------------------------------------------------- again, elsewhere, stopped
-
-
-def test_a_finished_extraction_is_not_repeated(run, monkeypatch, capsys):
-    extract(tiny_config(run))
-    before = contents(run / "run" / "store")
-    monkeypatch.setattr(stage, "make_engine", None)
-    extract(tiny_config(run))
-    assert "extract: up to date" in capsys.readouterr().out
-    assert contents(run / "run" / "store") == before
 
 
 def test_a_store_of_another_target_is_refused_or_replaced(run, tmp_path_factory):
@@ -152,16 +124,6 @@ def test_data_of_another_tokenizer_is_refused_before_the_target_is_loaded(run, m
 
 
 # ---------------------------------------------------------------- refused
-
-
-def test_missing_and_damaged_data_are_refused(run):
-    file = next((run / "run" / "data" / "dataset").rglob("*.arrow"))
-    file.write_bytes(file.read_bytes()[:-1])
-    assert message_of(run).startswith(str(file))
-    assert message_of(run).endswith("run `python -m data_prep` again")
-    (run / "run" / "data" / "manifest.json").unlink()
-    assert "run `python -m data_prep` first" in message_of(run)
-    assert not (run / "run" / "store").exists()
 
 
 def test_a_target_whose_states_do_not_rebuild_its_logits_leaves_no_finished_store(run, monkeypatch):

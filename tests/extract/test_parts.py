@@ -1,8 +1,5 @@
 """A store shared among commands (`extract.part` of `extract.parts`) and processes: the bytes of one, also resumed."""
 
-import os
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +16,6 @@ from eagle31_train.targets.extraction import extract
 from eagle31_train.targets.hf import HiddenStateTarget
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-LAUNCH = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu"]  # on a CPU, two indeed
 AT_ONCE = "store.patience=0.01"  # who would wait gives up
 
 
@@ -109,18 +105,6 @@ def test_stopped_parts_are_carried_on_by_any_number(whole, tmp_path, command, pa
 # ---------------------------------------------------------------- mistakes
 
 
-def test_a_part_of_another_number_writes_nothing_until_part_0_is_of_that_number(whole, tmp_path, command):
-    message_of(command(0, 2, AT_ONCE))
-    before = store_of(tmp_path)
-    assert (
-        "waiting for the first process to prepare the store for 3 processes; 2 share it so far (extract.parts is the "
-        "same for every part): nothing came"
-    ) in message_of(command(1, 3, AT_ONCE))
-    assert store_of(tmp_path) == before
-    assert at_once(*[command(part, 3) for part in (2, 1, 0)]) == [None] * 3
-    assert timeless(store_of(tmp_path)) == timeless(store_of(whole))
-
-
 def test_the_gate_looks_at_every_part(command, monkeypatch):
     """Though the one shard that the store records a comparison of is part 0's, and right."""
     message_of(command(0, 2, AT_ONCE, "extract.gate_batches=1"))
@@ -135,24 +119,3 @@ def test_the_gate_looks_at_every_part(command, monkeypatch):
     message = message_of(command(1, 2, "extract.gate_batches=1"))
     assert "likely cause: the last hidden state was taken after the final norm" in message
     assert theirs == []
-
-
-# ---------------------------------------------------------------- processes of a launcher
-
-
-@pytest.mark.slow
-def test_two_processes_of_a_launcher_make_the_bytes_of_one(whole, tmp_path):
-    make_run(tmp_path)
-    words = options(tmp_path, f"target.path={whole / 'target'}")
-    done = subprocess.run(
-        [*LAUNCH, "--num_processes", "2", "-m", "eagle31_train.extract", *words],
-        cwd=ROOT,
-        env={**os.environ, "ACCELERATE_USE_CPU": "true"},
-        text=True,
-        capture_output=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("bytes each") == 1, "the first process speaks for all"
-    assert done.stderr.count("extract:   0%") == 1, "and shows the bar"
-    assert timeless(store_of(tmp_path)) == timeless(store_of(whole))

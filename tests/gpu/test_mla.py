@@ -16,7 +16,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
-GIB = 2**30
 # Kimi's heads: 128 + 64 wide keys, 128 wide values.
 HEADS = {"num_attention_heads": 4, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 WIDE = {"hidden_size": 256, "target_hidden_size": 256, "intermediate_size": 512, "q_lora_rank": 96, "kv_lora_rank": 64}

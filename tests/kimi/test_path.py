@@ -1,7 +1,7 @@
 """The whole path of Kimi's drafter at toy size, by the commands that a user types: from prompts to the export.
 
 A target of Kimi's kind thinks, is asked in several languages and with tools, and learns to draft from its own
-answers; recorded tool calls go the same way.
+answers.
 """
 
 import json
@@ -11,18 +11,13 @@ import sys
 
 import pytest
 import torch
-from datasets import load_from_disk
 from launching import ROOT
 from safetensors.torch import load_file
-from transformers import AutoTokenizer
 
-from data_prep.stage import prepare
 from eagle31_train.checkpoint import contract
 from eagle31_train.cli import load_config
 from eagle31_train.config import DrafterShape
-from eagle31_train.extract import extract
 from eagle31_train.targets import toy
-from eagle31_train.targets.cached import CachedTarget
 from eagle31_train.targets.hf import HiddenStateTarget, load_model
 
 TRAIN = ["-m", "accelerate.commands.launch", "--config_file", "configs/accelerate/cpu.yaml", "train.py"]
@@ -52,31 +47,6 @@ def manifest(run, stage):
     return json.loads((run / stage / "manifest.json").read_text())
 
 
-# ---------------------------------------------------------------- tool calls as they were recorded
-
-
-def test_recorded_tool_calls_and_thoughts_are_learnt_and_decoded(target, tmp_path):
-    """Stages 1, 2 and 4's prompts from conversations that somebody else recorded, tools declared before them."""
-    options = ["+experiment=kimi_toy", f"run_dir={tmp_path}", f"target.path={target}", "regenerate=false"]
-    options += ["~data.sources.chat", "~data.sources.chinese", "data.max_length=2048"]
-    config = load_config(options)
-    prepare(config)
-    extract(config)
-    tokenizer = AutoTokenizer.from_pretrained(target)
-    rows = load_from_disk(str(tmp_path / "data" / "dataset"))
-    texts = []
-    for row in [*rows["train"], *rows["heldout"]]:
-        ids, mask = torch.tensor(row["input_ids"]), torch.tensor(row["loss_mask"])
-        texts.append((tokenizer.decode(ids), tokenizer.decode(ids[mask])))
-    assert all(whole.startswith(("<|im_system|>tool_declare<|im_middle|>[{",)) for whole, _ in texts)
-    learnt = "".join(answer for _, answer in texts)
-    for mark in ("<|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>", "</think>", "<|im_end|>"):
-        assert mark in learnt
-    assert "## Return of" not in learnt
-    assert "First see what fails." in learnt  # thoughts between calls are the target's words
-    assert manifest(tmp_path, "data")["refused"] == []
-
-
 # ---------------------------------------------------------------- the target itself
 
 
@@ -96,25 +66,6 @@ def test_states_of_deepseek_are_inputs_of_layers_and_the_last_before_the_norm(mo
         assert torch.equal(states.aux[:, :, column], hidden[layer])
     assert torch.equal(states.aux[:, :, -1], states.last)
     torch.testing.assert_close(tapped.final_norm(states.last), hidden[-1])
-
-
-def test_rejected_tokens_leave_the_latent_cache(model):
-    """Reading drafts and forgetting some gives the logits and states of reading what stayed."""
-    target = CachedTarget(model, [2, 3, 5])
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(0, 1500, (110,), generator=generator).tolist()
-    with torch.no_grad():
-        right = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float()
-    states = target.states(torch.tensor([tokens]), None).aux[0]
-    position = 70
-    target.read([tokens[:position]], 1)
-    for kept in (1, 4, 2, 3, 4, 1):
-        wrong = torch.randint(0, 1500, (4 - kept,), generator=generator).tolist()
-        aux, logits = target.read([tokens[position : position + kept] + wrong], 4)
-        target.forget([4 - kept])
-        torch.testing.assert_close(logits[0, :kept], right[position : position + kept], rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(aux[0, :kept], states[position : position + kept], rtol=1e-4, atol=1e-4)
-        position += kept
 
 
 # ---------------------------------------------------------------- the recipe as it is

@@ -82,37 +82,3 @@ def test_sharding_divides_what_it_says():
     assert of["zero3"].held == 5 * P / 5
     assert of["zero3_offload"].host == P
     assert all(m.peak == m.held + max(m.step, m.exchange) for m in of.values())
-
-
-def test_muon_keeps_one_moment_of_a_matrix_and_iterates_on_the_whole_of_it():
-    state = State([[600, 200], [10]], orthogonal=[(30, 20)])
-    assert [profile.name for profile in PROFILES if profile.takes("muon")] == ["gpu", "ddp", "fsdp2"]
-    of = {p.name: memory(p, setting(state, 5, buffers=Buffers(0))) for p in PROFILES if p.takes("muon")}
-    one, two = 4 * 600, 4 * 2 * 210
-    assert of["gpu"].moments == of["ddp"].moments == one + two
-    assert of["fsdp2"].moments == (one + two) / 5
-    iterated = 4 * 600 + 2 * (2 * 600 + 2 * 20 * 20)
-    assert (of["gpu"].exchange, of["ddp"].exchange) == (4 * 810 + iterated, iterated)
-    assert of["fsdp2"].exchange >= 4 * 810 / 5 + iterated
-
-
-@pytest.mark.parametrize(
-    ("groups", "parts", "expected"),
-    [
-        ([[4, 4]], 1, 8),
-        ([[4, 4]], 2, 4),
-        ([[2, 6]], 2, 8),  # the first part lies in both
-        ([[100, 2, 2]], 4, 104),  # the last part too: 78 … 104
-        ([[100, 4], [2, 2]], 2, 104 + 2),
-    ],
-)
-def test_parts_lie_in_whole_tensors(groups, parts, expected):
-    assert State(groups).touched(parts) == expected
-
-
-def test_defaults_are_deepspeeds():
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
-    own = DeepSpeedZeroConfig(stage=3)
-    assert (own.reduce_bucket_size, own.overlap_comm, own.sub_group_size) == (Buffers().bucket, True, Buffers().group)
-    assert DeepSpeedZeroConfig(stage=2).overlap_comm is False

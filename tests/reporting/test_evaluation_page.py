@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from sample_results import DEPTHS, alone, comparison
+from sample_results import DEPTHS, comparison
 
 from eagle31_train.evaluation.intervals import bracket
 from eagle31_train.reporting import card, evaluation_page
@@ -88,21 +88,6 @@ def test_results_of_earlier_versions_are_shown():
         assert len(as_text(given)) > 1000
         assert len(evaluation_page.render(given, {})) > 1000
         assert list(pictures(given))
-
-
-# ---------------------------------------------------------------- the page and its files
-
-
-def test_the_page_stands_alone_and_has_every_picture_as_a_file_beside_it(tmp_path):
-    (tmp_path / "of-an-earlier-result.png").write_bytes(b"old")
-    (tmp_path / evaluation_page.RESULT).write_text('{"files": {"of-an-earlier-result.png": "", "index.html": ""}}')
-    (tmp_path / "holiday.png").write_text("mine")
-    given = alone()
-    files = evaluation_page.write(tmp_path, given)
-    names = [f"{picture.name}.png" for picture in pictures(given)]
-    assert [file.name for file in files] == [*names, evaluation_page.PAGE]
-    assert {file.name for file in tmp_path.iterdir()} == {*names, "index.html", evaluation_page.RESULT, "holiday.png"}
-    assert "http" not in (tmp_path / evaluation_page.PAGE).read_text().replace("http-equiv", "")
 
 
 # ---------------------------------------------------------------- the pictures

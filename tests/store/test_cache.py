@@ -1,17 +1,12 @@
 """The bounded cache of a remote storage: never over its quota, never a wrong file, ahead of its reader."""
 
-import errno
 import fcntl
-import os
 import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from caching import copies, held
-
-from eagle31_train.errors import UserError
-from eagle31_train.store.backends.cache import ABANDONED
 
 # ---------------------------------------------------------------- the quota
 
@@ -52,44 +47,6 @@ def test_the_quota_holds_at_every_moment(fs, open_cache, tmp_path):
     assert over == []
 
 
-def test_a_file_larger_than_the_cache_is_refused(fs, open_cache, tmp_path):
-    fs.pipe_file("/store/big", bytes(1234))
-    storage = open_cache(300)
-    storage.local("a")
-    with pytest.raises(UserError, match=r"big has 1,234 bytes, too many for store\.cache_bytes=300"):
-        storage.local("big")
-    assert copies(tmp_path) == fs.fetched == ["a"]
-
-
-def test_what_was_evicted_too_early_is_fetched_again(open_cache):
-    storage, other = open_cache(100), open_cache(100)
-    evicted = []
-
-    def opener(path):
-        if not evicted:
-            evicted.append(other.local("b"))
-        return path.read_bytes()
-
-    assert storage.opened("a", opener) == b"a" * 100
-    assert evicted
-
-
-def test_files_being_built_count_and_are_never_evicted(open_cache, tmp_path):
-    storage = open_cache(300)
-    scratch = storage.scratch("shards/new")
-    scratch.write_bytes(bytes(150))
-    storage.local("a")
-    storage.local("b")
-    assert copies(tmp_path) == ["b"]
-    assert scratch.exists()
-    scratch.write_bytes(bytes(250))
-    with pytest.raises(UserError, match=r"beside 250 bytes being built: raise store\.cache_bytes"):
-        storage.local("c")
-    os.utime(scratch, (0, scratch.stat().st_mtime - ABANDONED - 1))  # a killed run's
-    storage.local("c")
-    assert not scratch.exists()
-
-
 def test_what_another_process_fetches_is_waited_for_until_it_ends_or_dies(fs, open_cache, tmp_path):
     def sleep(seconds):
         other.close()  # the other process failed, or was killed
@@ -118,19 +75,6 @@ def test_a_copy_that_is_not_the_file_is_fetched_again(fs, open_cache):
     assert fs.fetched == ["a"] * 3
 
 
-@pytest.mark.parametrize(
-    ("error", "raised"), [(OSError(errno.ENOSPC, "full"), UserError), (KeyboardInterrupt(), KeyboardInterrupt)]
-)
-def test_a_full_disk_or_a_stop_in_the_middle_leaves_nothing(fs, open_cache, tmp_path, error, raised):
-    storage = open_cache(300)
-    fs.refused["a"] = error
-    with pytest.raises(raised, match=r"^$|cache cannot be used for copies of gated://store \(full\): free space there"):
-        storage.local("a")
-    assert held(tmp_path) == 0
-    del fs.refused["a"]
-    assert storage.local("a").read_bytes() == b"a" * 100
-
-
 # ---------------------------------------------------------------- ahead of its reader
 
 
@@ -157,23 +101,3 @@ def test_the_bound_of_prefetch_is_what_keeps_it(fs, open_cache):
     storage._cache.ahead = 600  # a planted mistake
     storage.prefetch("abcdef")
     fs.wait(lambda fs: len(fs.finished) == 6)
-
-
-def test_what_fails_in_the_background_is_raised_to_its_reader(fs, open_cache, monkeypatch):
-    storage = open_cache(600)
-
-    def refuse(*_, **__):
-        raise PermissionError("Access Denied")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(fs, "info", refuse)
-        storage.prefetch("abc")
-        with pytest.raises(UserError, match=r"gated://store/a: .* check the credentials"):
-            storage.local("a")
-    assert storage.local("a").read_bytes() == b"a" * 100
-    storage.prefetch(["later", *"ghi"])  # what is absent holds nobody up
-    fs.wait(lambda fs: {"g", "h", "i"} <= set(fs.finished))
-    with pytest.raises(FileNotFoundError):
-        storage.local("later")
-    fs.pipe_file("/store/later", b"now")
-    assert storage.local("later").read_bytes() == b"now"

@@ -1,10 +1,9 @@
 """A writer that dies, or whose disk is full, at any operation: the next one ends with the same bytes."""
 
-import shutil
 from collections import Counter
 
 import pytest
-from dying import Full, Kill, Killed, Machine, running
+from dying import Kill, Killed, Machine, running
 from made import Made, read_whole, right_so_far
 from pipeline import contents
 
@@ -13,7 +12,6 @@ from eagle31_train.store.backends import LocalStorage
 from eagle31_train.store.verify import check
 
 MADE = Made({"train": [9, 4, 6], "heldout": [5, 3]}, 16, "fp8", "int8", 13)
-OTHER = Made({"train": [7, 4], "heldout": [6]}, 16, fingerprint="e" * 16)
 
 
 @pytest.fixture(scope="module")
@@ -73,48 +71,3 @@ def test_a_writer_that_dies_at_any_operation_is_continued_to_the_same_bytes(whol
         assert_refused_or_right(folder, documents)
         assert write(folder)
         assert contents(folder) == expected, (at, machine.names[at])
-
-
-@pytest.mark.slow
-def test_a_store_that_is_replaced_by_a_writer_that_dies_is_never_a_mixture(whole, tmp_path):
-    expected, documents, _ = whole
-    others, _ = read_whole(OTHER.write(tmp_path / "other").storage)
-    for at in range(200):
-        folder = tmp_path / str(at)
-        shutil.copytree(tmp_path / "other", folder / "store")
-        alive = write(folder, Machine(at, Kill()), overwrite=True)
-        found, _ = read_whole(folder / "store")
-        assert right_so_far(found, documents) or right_so_far(found, others)
-        if alive:
-            break
-        assert write(folder, overwrite=True)
-        assert contents(folder) == expected, at
-    else:
-        raise AssertionError("a replacement takes fewer operations")
-
-
-# ---------------------------------------------------------------- in earnest
-
-
-# ---------------------------------------------------------------- a full disk
-
-
-@EVERY
-def test_a_disk_that_is_full_at_any_operation_is_said_in_one_line_and_leaves_nothing(whole, tmp_path, every):
-    expected, documents, machine = whole
-    for at in instants(machine, every):
-        name = machine.names[at]
-        if name == "os.remove":  # which needs no room
-            continue
-        folder = tmp_path / str(at)
-        with pytest.raises(UserError) as error:
-            write(folder, Machine(at, Full()))
-        message = str(error.value)
-        assert "\n" not in message
-        assert str(folder) in message
-        assert "no space left" in message or "is full" in message
-        assert "run the same command again" in message
-        assert not list(folder.rglob(".*"))
-        assert_refused_or_right(folder, documents)
-        assert write(folder)
-        assert contents(folder) == expected, (at, name)

@@ -6,7 +6,6 @@ from botocore.exceptions import ClientError
 from s3fs.errors import translate_boto_error
 from storage_contract import RemoteContract, never
 
-from eagle31_train.errors import UserError
 from eagle31_train.store.backends import open_storage
 
 CACHE = 1 << 16
@@ -25,29 +24,6 @@ class TestS3(RemoteContract):
         s3.pipe_file("bucket/a", b"x")
         storage.discard()
         assert s3.find("bucket") == ["bucket/a", "bucket/runs/store-2/a"]
-
-
-def opened(location, folder, sleep=never):
-    with pytest.raises(UserError) as error:
-        open_storage(location, folder, CACHE, sleep=sleep)
-    assert "\n" not in str(error.value)
-    return str(error.value)
-
-
-def test_a_missing_or_impossible_bucket_is_named(s3, tmp_path):
-    words = opened("s3://no-such-bucket/store", tmp_path)
-    assert words.startswith("s3://no-such-bucket/store/: listing failed (")
-    assert "its bucket does not exist: create it" in words
-    assert [bucket.strip("/") for bucket in s3.ls("")] == ["bucket"]
-    assert "Invalid bucket name" in opened("s3://Bad Bucket!/store", tmp_path)
-
-
-def test_missing_credentials_are_named(s3_environment, monkeypatch, tmp_path):
-    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    words = opened("s3://bucket/store", tmp_path)
-    assert "(NoCredentialsError: Unable to locate credentials): check the credentials" in words
-    assert "AWS_ACCESS_KEY_ID" in words
 
 
 def test_a_server_in_trouble_is_tried_again(s3, tmp_path, monkeypatch):

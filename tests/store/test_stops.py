@@ -5,7 +5,7 @@ from made import Made, message_of, writes
 from pipeline import contents, flip_bit
 
 from eagle31_train.provenance import Provenance
-from eagle31_train.store import finished, stream
+from eagle31_train.store import finished
 from eagle31_train.store.backends import LocalStorage
 
 MADE = Made()
@@ -16,11 +16,6 @@ NAMES = [planned.name for planned in MADE.plan.shards]
 def store(tmp_path):
     MADE.write(tmp_path / "store")
     return tmp_path / "store"
-
-
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch):
-    monkeypatch.setattr(stream, "POLL", 0.001)
 
 
 @pytest.mark.parametrize("missing", [True, False])
@@ -41,18 +36,6 @@ def test_the_advice_to_extract_again_helps_and_costs_no_more_than_it_must(store,
     # shards.jsonl commits shards: without it, none is.
     most = {NAMES[3]: 1, "shards.jsonl": len(NAMES) if missing else 1}
     assert len(written) == most.get(name, 0)
-
-
-def test_shards_without_provenance_and_lines_are_nobodys(tmp_path):
-    """What a killed removal may leave must not be adopted by a store of another target."""
-    folder = tmp_path / "store"
-    MADE.write(folder, stop_after=2)
-    (folder / "provenance.json").unlink()
-    other = Made(fingerprint="e" * 16)
-    assert "holds shards but no provenance.json: remove it" in message_of(other.writer, folder)
-    (folder / "provenance.json").write_text("{}")
-    assert "holds shards but a damaged (" in message_of(other.writer, folder)
-    assert not [name for name in contents(folder) if name.endswith(".tmp")]
 
 
 def test_a_begun_store_of_another_provenance_is_refused_or_replaced_whole(tmp_path):

@@ -6,12 +6,10 @@ from unittest.mock import patch
 import pytest
 import torch
 from made import Made, message_of, read_whole
-from pipeline import contents
 
 from eagle31_train.provenance import Provenance
 from eagle31_train.store import Store, finished, stream
 from eagle31_train.store.backends import LocalStorage
-from eagle31_train.store.sealed import seal
 from eagle31_train.store.stream import consume
 
 MADE = Made()
@@ -62,21 +60,6 @@ def test_extraction_waits_for_room_and_training_makes_it(tmp_path):
     assert f"{train[0].name} ({train[0].samples()}) was used up and removed by the training {'t' * 16}" in message
 
 
-def test_a_bound_that_no_training_could_live_with_is_refused(tmp_path):
-    message = message_of(MADE.writer, tmp_path, max_bytes=9000)
-    assert "store.max_bytes=9,000 cannot hold the held-out split and one shard" in message
-    assert not contents(tmp_path)
-
-
-def test_a_training_that_is_finished_wants_no_more(tmp_path):
-    MADE.write(tmp_path, stop_after=2, max_bytes=30_000)
-    consume(LocalStorage("the store", tmp_path), [], "t" * 16, finished=True)
-    writer = MADE.writer(tmp_path, max_bytes=30_000)
-    held, wanted = MADE.plan.of("heldout")[0], MADE.plan.of("train")[-1]
-    assert writer.wait_for_quota(held)
-    assert not writer.wait_for_quota(wanted)
-
-
 def test_another_training_does_not_use_up_the_same_store(tmp_path):
     MADE.write(tmp_path, stop_after=3)
     storage = LocalStorage("the store", tmp_path)
@@ -86,36 +69,6 @@ def test_another_training_does_not_use_up_the_same_store(tmp_path):
         consume, storage, MADE.plan.shards[1:2], "two", False
     )
     assert (tmp_path / NAMES[1]).exists()
-
-
-def test_a_store_that_was_lost_but_for_what_was_used_up_keeps_to_its_bound(tmp_path):
-    """A RAM disk after a restart: training has recorded anew what it had used up, all lines are gone."""
-    train, storage = MADE.plan.of("train"), LocalStorage("the store", tmp_path)
-    bound = sum(planned.bytes for planned in MADE.plan.of("heldout")) + max(planned.bytes for planned in train)
-    consume(storage, train[:-1], "one", False)
-    writer = MADE.writer(tmp_path, max_bytes=bound, patience=0.0)
-    most = 0
-    for planned in writer.mine():
-        assert not writer.has(planned)
-        assert writer.wait_for_quota(planned)
-        writer.write(planned, MADE.of(planned))
-        most = max(most, sum(path.stat().st_size for path in (tmp_path / "shards").glob("*.safetensors")))
-    assert most <= bound
-    assert {name for name in storage.names("shards") if name.endswith(".safetensors")} == {
-        *(planned.name for planned in MADE.plan.of("heldout")),
-        train[-1].name,
-    }
-
-
-def test_what_a_killed_training_recorded_but_did_not_remove_makes_room_only_once_it_is_gone(tmp_path):
-    train = MADE.plan.of("train")
-    bound = sum(planned.bytes for planned in MADE.plan.of("heldout")) + max(planned.bytes for planned in train)
-    MADE.write(tmp_path, stop_after=len(MADE.plan.of("heldout")) + 1)
-    assert (tmp_path / train[0].name).exists()
-    (tmp_path / "consumed.json").write_bytes(seal({"by": "t", "shards": [train[0].name], "finished": False}, indent=2))
-    writer = MADE.writer(tmp_path, max_bytes=bound, patience=0.0)
-    assert writer.wait_for_quota(train[1])
-    assert not (tmp_path / train[0].name).exists()
 
 
 @pytest.mark.core

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from eagle31_train.config import DrafterConfig, TargetConfig
-from eagle31_train.errors import UserError
 from eagle31_train.planning.inputs import active_parameters
 from eagle31_train.targets.derive import derive, planned_drafter
 from eagle31_train.targets.description import default_layers, describe_target, pick_layers, read_raw, text_config
@@ -108,11 +107,6 @@ def test_a_part_of_a_scaling_goes_over_the_targets_and_another_type_replaces_it(
     assert part.rope_scaling == {**GPT_OSS, "beta_fast": 1.0}
     other = derive(DrafterConfig(rope_scaling={"rope_type": "linear", "factor": 2}), target)[0]
     assert other.rope_scaling == {"rope_type": "linear", "factor": 2}
-
-
-def test_llama_4_is_refused_by_name():
-    with pytest.raises(UserError, match="is a llama4, for which no drafter is made here"):
-        describe_target(target_of("llama4_scout"))
 
 
 @pytest.mark.parametrize("depth", range(1, 13))

@@ -1,11 +1,9 @@
 """The transformers engine against plain calls of the model, and the readout with and without a loaded model."""
 
-import accelerate
 import pytest
 import torch
-from pipeline import AUX, HIDDEN, LAYERS, VOCAB, save_quietly, tiny_config, tiny_llama
+from pipeline import AUX, HIDDEN, LAYERS, VOCAB, save_quietly, tiny_llama
 from random_targets import SIZES, randomised
-from safetensors.torch import load_file, save_file
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -18,9 +16,7 @@ from transformers import (
 )
 
 from eagle31_train.config import TargetConfig
-from eagle31_train.errors import UserError
-from eagle31_train.targets import hf, transformers_engine
-from eagle31_train.targets.extraction import make_engine
+from eagle31_train.targets import hf
 from eagle31_train.targets.hf import HiddenStateTarget, load_model
 from eagle31_train.targets.readout import readout_from_checkpoint
 from eagle31_train.targets.transformers_engine import TransformersEngine, rope_by_length
@@ -41,17 +37,6 @@ MODELS = {
 def conversations(lengths=LENGTHS):
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(0, VOCAB, (length,), generator=generator) for length in lengths]
-
-
-@pytest.fixture
-def saved(tmp_path):
-    """A function that saves a model as tmp_path/target, and the configuration of it."""
-
-    def save(model, *more):
-        save_quietly(model, tmp_path / "target")
-        return tiny_config(tmp_path, *more)
-
-    return save
 
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 100.0}
@@ -186,45 +171,3 @@ def test_the_readout_of_a_checkpoint_is_that_of_the_loaded_model(tmp_path, name,
     assert read.weights().keys() == {"embed_tokens", "norm"} | (set() if read.tied else {"lm_head"})
     rows = torch.randn(3, HIDDEN)
     assert torch.equal(read.logits(rows), loaded.logits(rows))
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda w: w.update({"lm_head.weight": torch.zeros(VOCAB, HIDDEN, dtype=torch.int8)}), "a quantized lm_head"),
-        (None, "is no whole safetensors checkpoint"),
-    ],
-)
-def test_a_checkpoint_whose_readout_cannot_be_read_is_refused(tmp_path, change, words):
-    folder = save_quietly(tiny_llama(), tmp_path / "target")
-    file = folder / "model.safetensors"
-    if change:
-        weights = load_file(file)
-        change(weights)
-        save_file(weights, file, metadata={"format": "pt"})
-    else:
-        file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(UserError) as error:
-        readout_from_checkpoint(TargetConfig(path=str(folder)), torch.float32)
-    assert words in str(error.value)
-    assert "\n" not in str(error.value)
-
-
-# ---------------------------------------------------------------- configuration
-
-
-def test_a_target_spread_by_a_device_map_and_left_on_the_disk_in_part_gives_the_same_states(saved, monkeypatch):
-    """Its parameters are on no device but while they are used, the embedding's too."""
-    engine = make_engine(saved(tiny_llama(), "target.device=auto", "target.device_map=cpu"))
-    check_against_plain_calls(engine, tiny_llama(), conversations(), AUX)
-    config, model = saved(tiny_llama()), tiny_llama()
-    for part in (model.model.embed_tokens, model.model.layers[1], model.lm_head):
-        accelerate.cpu_offload(part, torch.device("cpu"))
-    assert model.model.embed_tokens.weight.is_meta
-    monkeypatch.setattr(transformers_engine, "load_model", lambda target: model)
-    engine, tokens = make_engine(config), conversations()
-    check_against_plain_calls(engine, tiny_llama(), tokens, AUX)
-    positions = torch.tensor([0, 5, 11])
-    plain = TransformersEngine(HiddenStateTarget(tiny_llama(), AUX)).reference(tokens[1], positions)
-    assert torch.equal(engine.reference(tokens[1], positions).own, plain.own)
-    assert torch.equal(engine.readout.head, tiny_llama().lm_head.weight)

@@ -5,7 +5,7 @@ import torch
 
 from eagle31_train.config import TargetConfig
 from eagle31_train.targets import generate
-from eagle31_train.targets.generate import Generator, Request, SeededSampling, draw
+from eagle31_train.targets.generate import Generator, Request, draw
 
 
 def nucleus(logits, top_p):
@@ -31,19 +31,6 @@ def test_draws_follow_the_nucleus(top_p, top, monkeypatch):
     drawn = draw(logits.expand(N, -1).clone(), uniform, top_p)
     shares = torch.bincount(drawn, minlength=12) / N
     torch.testing.assert_close(shares, nucleus(logits, top_p), atol=2e-4, rtol=0)
-
-
-def test_greedy_rows_pass_through_and_sampled_rows_are_decided():
-    requests = [Request([1], 0.0, 1), Request([1], 0.5, 7), Request([1], 0.5, 7), Request([1], 0.5, 8)]
-    sampler = SeededSampling(requests, 1, 40, 1.0)
-    scores = torch.zeros(4, 50)
-    decided = [sampler(torch.zeros(4, 1 + step), scores) for step in range(40)]
-    assert all(torch.equal(step[0], scores[0]) for step in decided)
-    assert all((step[1:].isfinite().sum(-1) == 1).all() for step in decided)
-    tokens = torch.stack([step.argmax(-1) for step in decided])
-    assert torch.equal(tokens[:, 1], tokens[:, 2])  # same seed
-    assert not torch.equal(tokens[:, 1], tokens[:, 3])
-    assert len(tokens[:, 1].unique()) > 10  # a fresh draw at every step
 
 
 def save_tiny(folder):

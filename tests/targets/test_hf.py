@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from pipeline import HIDDEN, LAYERS, VOCAB, save_quietly, tiny_llama
+from pipeline import LAYERS, VOCAB, save_quietly, tiny_llama
 from random_targets import SIZES, randomised
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -13,13 +13,10 @@ from transformers import (
     GemmaForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
-    StableLmConfig,
-    StableLmForCausalLM,
 )
 
 from eagle31_train.config import TargetConfig
 from eagle31_train.errors import UserError
-from eagle31_train.targets import hf
 from eagle31_train.targets.description import pick_layers
 from eagle31_train.targets.hf import HiddenStateTarget, load_model
 
@@ -124,45 +121,3 @@ def test_the_input_of_a_deepseeks_layer_0_is_refused_for_vllm_has_none():
     assert pick_layers([0, 2], 6, "llama") == [0, 2]  # the embeddings, which vLLM's Llama gives
     with pytest.raises(UserError, match=r"aux_layers=\[0, 2\]: vLLM cannot give the input of layer 0 of a deepseek_v3"):
         pick_layers([0, 2], 6, "deepseek_v3")
-
-
-@pytest.mark.parametrize(
-    ("name", "devices", "ranks", "local", "expected"),
-    [
-        ("auto", 0, 1, 0, "cpu"),
-        ("cuda:1", 2, 1, 0, "cuda:1"),
-        ("auto", 2, 2, 1, "cuda:1"),
-        ("cuda:0", 1, 8, 3, "cuda:0"),  # where the launcher shows each process a device of its own
-        ("auto", 1, 2, 1, "there is no cuda:1 here, where torch sees 1"),
-        ("cuda:1", 8, 8, 3, "each of 8 processes would load the target there"),
-        ("gpu", 0, 1, 0, "target.device=gpu is no device here"),
-    ],
-)
-def test_each_process_gets_a_device_of_its_own_or_one_line(monkeypatch, name, devices, ranks, local, expected):
-    monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    monkeypatch.setenv("LOCAL_RANK", str(local))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: devices > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
-    if " " not in expected:
-        assert hf.pick_device(name) == torch.device(expected)
-        return
-    with pytest.raises(UserError, match=expected):
-        hf.pick_device(name)
-
-
-def biased():
-    model = tiny_llama()
-    model.lm_head = nn.Linear(HIDDEN, VOCAB, bias=True)
-    return model
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (biased, "lm_head has a bias"),
-        (lambda: StableLmForCausalLM(StableLmConfig(**SIZES | {"head_dim": None})), "LayerNorm.* is not an RMSNorm"),
-    ],
-)
-def test_models_that_eagle_cannot_read_are_refused(make, words):
-    with pytest.raises(UserError, match=words):
-        _ = HiddenStateTarget(make(), [1, 2]).readout

@@ -9,7 +9,6 @@ from pipeline import HIDDEN, assert_close, message_of, reseal, write_data
 from safetensors.torch import load_file, save_file
 
 from eagle31_train.extract import extract
-from eagle31_train.store import StoreSplit
 
 
 @pytest.fixture
@@ -43,36 +42,6 @@ def test_a_batch_without_a_pair_stops_the_run_before_it_is_saved(run_of):
     assert [row["step"] for row in run.rows() if "loss" in row] == list(range(1, int(step)))
     assert max(run.checkpoints.glob("step-*")).name == f"step-{int(step) - 1:06d}"
     assert not (run.train / "manifest.json").exists()
-
-
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_a_batch_without_a_pair_leaves_no_nan_on_its_way(run_of, monkeypatch, precision):
-    norms, clip = [], torch.nn.utils.clip_grad_norm_
-
-    def clip_grad_norm_(parameters, *rest, **options):
-        norms.append(clip(parameters, *rest, **options))
-        return norms[-1]
-
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip_grad_norm_)
-    message = message_of(run_of([3]), f"train.precision={precision}")
-    assert "step 1: no sample of its batch has a pair to train (samples [0])" in message
-    assert [norm.item() for norm in norms] == [0.0]
-
-
-# ---------------------------------------------------------------- lengths
-
-
-def test_a_training_sample_longer_than_the_budget_is_refused_before_any_is_read(new_run, monkeypatch):
-    run = new_run()
-    with monkeypatch.context() as patch:
-        patch.setattr(StoreSplit, "read", None)
-        message = message_of(run, "train.batch_tokens=20")
-    assert message.startswith(f"row 6 of the train split in {run.folder / 'run' / 'store'} has 30 tokens: set train.")
-    assert not run.train.exists()
-    run.fit("train.batch_tokens=30", "train.max_steps=1")
-
-
-# ---------------------------------------------------------------- the vocabulary map
 
 
 # ---------------------------------------------------------------- ids and weights in the store

@@ -1,11 +1,11 @@
-"""The training loop on a tiny store: it learns, goes on after a stop bit for bit, and refuses what cannot be."""
+"""The training loop on a tiny store: it learns, says what it did, and refuses what cannot be."""
 
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
-from pipeline import assert_close, assert_equal, message_of, write_data
+from pipeline import assert_equal, message_of, write_data
 
 from eagle31_train import artifacts
 from eagle31_train.config import TrainConfig
@@ -16,40 +16,14 @@ from train.step import learning_rate, step_weights
 # ---------------------------------------------------------------- it learns
 
 
-def test_a_few_conversations_are_learnt_by_heart(new_run):
-    run = new_run().fit("train.epochs=15")
-    losses, rows = run.losses(), run.rows()
-    assert losses[-1] < 0.2 * losses[0]
-    assert rows[0]["acceptance_estimate"] < 1.5 < 2 < rows[-2]["acceptance_estimate"]
-    assert run.manifest()["steps"] == len(losses) > 50
-
-
 VARIANTS = {
-    "eagle 3.1": [],
     "eagle 3": ["drafter.fc_norm=false", "drafter.norm_output=false"],
-    "norm before residual": ["drafter.norm_before_residual=true"],
     "own embedding": ["drafter.share_embedding=false"],
-    "another width": ["drafter.hidden_size=24", "drafter.share_embedding=false"],
-    "frozen head": ["drafter.train_lm_head=false"],
-    "cross entropy": ["train.loss=ce"],
-    "half of the LK loss": ["train.lk=0.5"],
-    "keep": ["train.oov=keep"],
     "bf16": ["train.precision=bf16"],
-    "weight decay": ["train.weight_decay=0.1"],
-    "a subset of the slots": ["train.slots_per_batch=20"],
 }
 
 
-FAST = ("eagle 3", "own embedding", "bf16")
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param(options, id=name, marks=[] if name in FAST else pytest.mark.slow)
-        for name, options in VARIANTS.items()
-    ],
-)
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
 def test_every_variant_is_one_option_and_trains(new_run, options):
     run = new_run().fit("train.epochs=4", *options)
     losses = run.losses()
@@ -60,16 +34,6 @@ def test_every_variant_is_one_option_and_trains(new_run, options):
     assert ("embed_tokens.weight" in weights) == ("drafter.share_embedding=false" in options)
 
 
-def test_norm_output_changes_the_state_that_later_steps_read_and_no_other(new_run):
-    options = ["train.max_steps=1", "drafter.norm_output="]
-    normed, raw = (
-        new_run().fit(*options[:-1], options[-1] + value).rows()[0]["rms_at_depth"] for value in ("true", "false")
-    )
-    assert normed[0] == raw[0]
-    assert abs(normed[1] - raw[1]) > 0.01 * raw[1]
-    assert abs(normed[2] - raw[2]) > 0.01 * raw[2]
-
-
 @pytest.mark.core
 def test_the_seed_decides_the_weights_and_nothing_else_does(new_run):
     first = new_run().fit("train.max_steps=3").weights()
@@ -78,17 +42,6 @@ def test_the_seed_decides_the_weights_and_nothing_else_does(new_run):
     assert_equal(again.weights(), first)
     other = new_run().fit("train.max_steps=3", "seed=1").weights()
     assert not torch.equal(other["fc.weight"], first["fc.weight"])
-
-
-@pytest.mark.parametrize("accumulation", [pytest.param(2, marks=pytest.mark.slow), 4])
-def test_accumulation_changes_neither_weights_nor_metrics(new_run, accumulation):
-    # Batches of 2 to 5 samples: some of 4 micro-batches are empty, and others hold unlike numbers of pairs.
-    whole, parts = new_run().fit(), new_run().fit(f"train.gradient_accumulation_steps={accumulation}")
-    assert_close(parts.weights(), whole.weights(), 2e-6)
-    for ours, theirs in zip(parts.rows(), whole.rows(), strict=True):
-        assert ours.keys() == theirs.keys()
-        for name in theirs:
-            assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-5), name
 
 
 # ---------------------------------------------------------------- what it leaves

@@ -1,4 +1,4 @@
-"""What a run writes down of its steps: rows that a resumed run repeats, spikes, and what a full disk does."""
+"""What a run writes down of its steps: rows that a resumed run repeats, and spikes."""
 
 import json
 import math
@@ -6,7 +6,6 @@ import random
 
 import pytest
 
-from train.jsonl import Rows
 from train.metrics import Reporter, Spikes
 
 
@@ -91,14 +90,3 @@ def test_spikes_are_known_again_from_the_rows_and_not_from_the_start(tmp_path):
     for step, loss in enumerate(curve[95:], 96):
         forgetful.log(step, {"loss": loss})
     assert [row["step"] for row in read(tmp_path / "metrics.jsonl") if "spike" in row] == [61]
-
-
-@pytest.mark.parametrize("tail", [b"", b'{"step": 4, "loss": 1.0}\n', b'{"step": 3, "hel', b"\x00\x00\x00\x00"])
-def test_rows_past_the_checkpoint_and_torn_ones_are_cut_off(tmp_path, tail):
-    path, seen = tmp_path / "rows.jsonl", []
-    good = b"".join(json.dumps({"step": step}).encode() + b"\n" for step in (1, 2, 3))
-    path.write_bytes(good + tail)
-    file = Rows(path)
-    assert file.cut(3, seen.append) == len(seen) == 3
-    file.append({"step": 4})
-    assert path.read_bytes() == good + b'{"step": 4}\n'

@@ -11,7 +11,7 @@ from conftest import make_mla_shape, make_objective, make_shape
 from eagle31_train.config import DrafterShape, TrainConfig
 from train.metrics import Reporter
 from train.optimizer import make_optimizer
-from train.parallel import Parallel, Replicated
+from train.parallel import Parallel
 
 MUON = "train.optimizer=muon"
 T = TrainConfig(optimizer="muon", lr=0.01, weight_decay=0.1)
@@ -120,31 +120,6 @@ def test_decay_that_is_left_out_is_seen():
 
 
 # ---------------------------------------------------------------- in a training
-
-
-class OneProcess:
-    """As much of an accelerator as a training by one process asks for."""
-
-    num_processes = 1
-    prepare = staticmethod(lambda model: model)
-
-
-def test_the_learning_rate_reaches_both():
-    objective = make_objective(make_shape(), torch.float32)
-    parallel = Replicated(OneProcess(), objective, replace(T, max_grad_norm=1e9))
-    drafter, generator = objective.drafter, torch.Generator().manual_seed(0)
-
-    def moved(lr):
-        for parameter in drafter.parameters():
-            parameter.grad = torch.randn(parameter.shape, generator=generator)
-        before = {name: parameter.detach().clone() for name, parameter in drafter.named_parameters()}
-        parallel.update(lr)
-        return {name: (parameter.detach() - before[name]).norm() for name, parameter in drafter.named_parameters()}
-
-    assert max(moved(0.0).values()) == 0
-    small, large = moved(1e-4), moved(1e-2)
-    for name, way in small.items():
-        assert 30 < large[name] / way < 300, name
 
 
 STEPS = ["train.max_steps=9", "train.checkpoint_every=3", "drafter.share_embedding=false", "train.weight_decay=0.1"]

@@ -8,10 +8,8 @@ from safetensors.torch import load_file
 from warming import begin, edit, with_vocab
 
 from eagle31_train.export import export
-from eagle31_train.model.batch import build_batch
 from eagle31_train.store.codec import as_encoded
 from train import initial_weights
-from train.metrics import summarise
 
 EAGLE3 = ("drafter.fc_norm=false", "drafter.norm_output=false")
 OTHERS = [i for i in range(VOCAB) if i % 3]  # shares some tokens with KEPT, and has some of its own
@@ -30,14 +28,6 @@ def learnt(copy_of, tmp_path_factory):
         return made[options]
 
     return of
-
-
-@torch.no_grad()
-def measured(begun, split="heldout", unroll=3):
-    """Loss and acceptance estimate of the drafter on a split, as training reports them."""
-    documents = begun.store.split(split)
-    batch = build_batch(documents.read_all(range(len(documents))), unroll, begun.kept, "mask")
-    return summarise(begun.objective(batch, torch.ones(unroll))[1].stacked())
 
 
 # ---------------------------------------------------------------- the same drafter again
@@ -140,22 +130,3 @@ def test_fc_reads_through_its_new_norm_about_what_it_read_without(learnt, new_ru
     everything = initial_weights.state_rms(begun.store.split("train"))
     assert torch.stack(starts)[:, 0].tolist() == everything.tolist()
     assert everything.tolist() == pytest.approx(expected, rel=0.1)  # of half the split
-
-
-def test_an_eagle_3_drafter_goes_on_as_3_1_far_ahead_of_a_fresh_one(learnt, new_run):
-    source = learnt(*EAGLE3)
-    begun = begin(new_run(), source.folder / "run" / "export")
-    assert "it has no fc_norm, which starts at the RMS of the target's states" in begun.said
-    assert "it was trained without norm_output" in begun.said
-    others = {name: tensor for name, tensor in begun.weights.items() if not name.startswith("fc_norm")}
-    assert_equal(others, source.weights())
-    # On what was learnt: random conversations have nothing in common that would help with others.
-    ended = measured(begin(new_run(), source.folder / "run", *EAGLE3), "train")
-    continued = measured(begun, "train")
-    begun.objective.drafter.load_state_dict(begun.fresh)
-    fresh = measured(begun, "train")
-    for name in ("loss", "acceptance_estimate"):
-        print(f"{name}: fresh {fresh[name]:.3f}, EAGLE 3 {ended[name]:.3f}, continued as 3.1 {continued[name]:.3f}")
-    assert continued["acceptance_estimate"] > fresh["acceptance_estimate"] + 0.5 * (
-        ended["acceptance_estimate"] - fresh["acceptance_estimate"]
-    )

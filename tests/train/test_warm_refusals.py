@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from pipeline import assert_equal, flip_bit, message_of
+from pipeline import assert_equal, message_of
 from warming import begin, edit, refusal
 
 from eagle31_train.export import export
@@ -44,20 +44,6 @@ def test_what_no_tensor_shows_is_refused(new_run, draft, name):
     begin(new_run(), draft(**settings), option)
 
 
-@pytest.mark.parametrize(
-    ("option", "there", "here"),
-    [
-        ("intermediate_size=48", 32, 48),
-        ("num_key_value_heads=4", 2, 4),
-        ("fc_norm=false", True, False),  # 3.1 does not go back to 3
-        ("norm_output=false", True, False),
-    ],
-)
-def test_other_options_are_refused(new_run, run, option, there, here):
-    message = refusal(new_run(), run.folder / "run", f"drafter.{option}")
-    assert f"({option.split('=')[0]}: {there} there, {here} here): set the drafter.* options" in message
-
-
 def test_another_target_and_other_layers_are_refused(new_run, draft):
     zeros = {"embed_tokens.weight": torch.zeros(41, 32), "t2d": None}
     assert "(vocab_size: 41 there, 40 here)" in refusal(new_run(), draft(zeros, vocab_size=41))
@@ -91,35 +77,6 @@ def test_the_targets_embedding_may_be_there_and_another_may_not(new_run, run, dr
     assert "it shares the target's embed_tokens, from which its own starts" in none.said
 
 
-# ---------------------------------------------------------------- no source
-
-
-def test_nothing_to_begin_with_is_one_line(new_run, run):
-    assert "is no folder, and no hub id" in refusal(new_run(), "/no/such/folder")
-    message = message_of(new_run(), f"train.init_from={run.folder / 'run'}", "train.fc_init_scale=0.5")
-    assert "train.fc_init_scale=0.5 is for fresh weights" in message
-    own = new_run()
-    own.fit("train.max_steps=1")
-    message = message_of(own, f"train.init_from={own.folder / 'run'}")
-    assert "is this run's own folder: choose another name" in message
-
-
-@pytest.mark.parametrize(
-    ("file", "harm"),
-    [
-        ("model.safetensors", flip_bit),
-        ("manifest.json", flip_bit),
-    ],
-)
-@pytest.mark.parametrize("finished", [True, False])
-def test_a_damaged_checkpoint_is_refused(new_run, run, tmp_path, file, harm, finished):
-    shutil.copytree(run.folder / "run", tmp_path / "run")
-    if not finished:
-        (tmp_path / "run/train/manifest.json").unlink()
-    harm(next((tmp_path / "run/train/checkpoints").iterdir()) / file)
-    assert "checkpoints/step-000001" in refusal(new_run(), tmp_path / "run")
-
-
 # ---------------------------------------------------------------- a run goes on
 
 
@@ -132,18 +89,6 @@ def stopped(run, *options):
     (run.train / "manifest.json").unlink()
     shutil.rmtree(run.checkpoints / "step-000008")
     return run
-
-
-@pytest.mark.slow
-def test_a_run_that_goes_on_needs_its_source_no_more(new_run, draft):
-    source = draft()
-    init = f"train.init_from={source}"
-    whole = new_run().fit(*SHORT, init)
-    begun = stopped(new_run(), init)
-    shutil.rmtree(source)
-    assert_equal(begun.fit(*SHORT, init).weights(), whole.weights())
-    begun.fit(*SHORT, init)  # up to date
-    assert "is no folder" in message_of(new_run(), *SHORT, init)
 
 
 @pytest.mark.parametrize("left", [True, pytest.param(False, marks=pytest.mark.slow)])

@@ -1,12 +1,10 @@
-"""Windows of shards: which samples are shuffled together, when a shard is used up, and what cannot be."""
+"""Windows of shards: which samples are shuffled together, and when a shard is used up."""
 
 from types import SimpleNamespace
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle31_train.errors import UserError
 from eagle31_train.store.shard_plan import PlannedShard
 from train import windows
 from train.order import global_batches, schedule
@@ -78,34 +76,3 @@ def test_a_shard_is_used_up_when_no_later_step_reads_it_and_not_before(lengths, 
     ends = [step for step in range(len(batches) + 1) if usage.frees_shards(step)]
     if most is None:
         assert ends[-1] == len(batches)
-
-
-def store_of(remote=False, follow=True, max_bytes=1000, manifest=None):
-    heldout = SimpleNamespace(bytes=100)
-    return SimpleNamespace(
-        storage=SimpleNamespace(remote=remote),
-        plan=SimpleNamespace(of=lambda name: [heldout]),
-        follow=follow,
-        max_bytes=max_bytes,
-        manifest=manifest,
-        location="somewhere",
-    )
-
-
-def test_windows_that_do_not_fit_are_refused_with_what_to_do():
-    split = split_of([10] * 12, 2)  # six shards of 200 bytes
-    one, three = windows.cut(split, None), windows.cut(split, 40)
-
-    def refused(words, *arguments):
-        with pytest.raises(UserError, match=words):
-            windows.check(*arguments)
-
-    refused("max_bytes=1,000 cannot .* set train.window_tokens", store_of(manifest={}), one, 1, 10)
-    windows.check(store_of(max_bytes=500), three, 1, 10)
-    refused("max_bytes=499 cannot .* lower train.window_tokens", store_of(max_bytes=499), three, 1, 10)
-    refused("train.epochs=2: what is used up", store_of(), three, 2, 10)
-    windows.check(store_of(max_bytes=None, manifest={}), one, 2, 10)
-    windows.check(store_of(follow=False), one, 2, 10)
-    refused("cache_bytes=2,499 cannot hold two windows", store_of(remote=True, follow=False), one, 2, 2499)
-    windows.check(store_of(remote=True, follow=False), three, 2, 900)
-    refused("still being written: set train.window_tokens", store_of(max_bytes=None), one, 2, 10)

@@ -6,7 +6,7 @@ REQUEST: {"options": [key=value], "conversations": [[token ids]], "too_long": [t
 that the first two conversations' rows are exchanged}
 STATES: aux.N, last.N of each conversation, twice.N the last states of asking once more, and ids, logs, positions of the
 first conversation's reference.
-ANSWER: {"readout": {...}, "refusal": the message for too_long, "left": files left behind, "exchanged": what is said of
+ANSWER: {"name", "layers", "refusal": the message for too_long, "left": files left behind, "exchanged": what is said of
 the exchange}
 """
 
@@ -75,11 +75,9 @@ def main(request_file, states_file, answer_file):
     except UserError as error:
         refusal = str(error)
     left = [str(file) for file in engine._folder.iterdir()]
-    readout = engine.readout
     answer = {
         "name": engine.name,
         "layers": engine.layers,
-        "readout": {"norm": readout.norm.tolist(), "kind": readout.norm_kind, "eps": readout.eps, "tied": readout.tied},
         "refusal": refusal,
         "left": left,
         "exchanged": exchanged(engine, tokens) if request.get("exchange") else None,
