@@ -10,15 +10,29 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import threading
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from unittest.mock import patch
 
 from dying import Machine, Sigkill, running
 from watching import noted
+
+# What a run with a checkpoint every other step calls, at least so often in four steps; and what it calls at its start.
+STEPS = (
+    ("train.loader.build_batch", 4),  # in another thread, ahead
+    ("train.trainer.accumulate", 4),
+    ("train.parallel.Parallel.update", 4),
+    ("train.jsonl.Rows.append", 8),
+    ("train.trainer.take_snapshot", 2),
+    ("train.checkpoint.Saver.save", 2),
+    ("train.windows.Usage.let_go", 3),
+)
+START = ("train.prepare.claim", "train.tracking.record_launch", "train.checkpoint.load")
+
 
 # ---------------------------------------------------------------- how it dies
 
@@ -116,7 +130,9 @@ def tell():
 def disturbances(
     ledger=None,
     kill_in_save=None,
+    kill_at=None,
     kill_in_row=None,
+    grace=None,
     tell_at=None,
 ):
     """The patches, as one context each.
@@ -124,7 +140,8 @@ def disturbances(
     Args:
         ledger: see `noted`; with several ranks, each has a file of its own.
         kill_in_save: SIGKILL at this operation of the file system, counted over the saves.
-        kill_in_row: SIGKILL in the row of this number.
+        kill_at: [function, "before" or "after" it, number of the call]: SIGKILL there; or in the row of this number.
+        grace: seconds that data is waited for after a SIGTERM.
         tell_at: [rank, step]: this rank alone is sent a SIGTERM while it trains this step of the launch.
     """
     rank = os.environ.get("RANK")
@@ -132,8 +149,15 @@ def disturbances(
         yield noted(ledger if rank is None else f"{ledger}.{rank}")
     if kill_in_save is not None:
         yield saves_on(InSaves(kill_in_save, Sigkill()))
+    if kill_at is not None:
+        path, when, number = kill_at
+        yield calling(path, die, when, number)
     if kill_in_row is not None:
         yield tearing(kill_in_row)
+    if grace is not None:
+        from train import loader
+
+        yield patch.object(loader, "GRACE", grace)
     if tell_at is not None and rank == str(tell_at[0]):
         yield calling("train.trainer.accumulate", tell, "before", tell_at[1])
 
@@ -154,6 +178,27 @@ def training(arguments, output, **disturbance):
     finally:
         process.kill()
         process.join()
+
+
+@contextmanager
+def launched(command, environment):
+    """A launch in a session of its own, with its standard error to be read; nothing of it outlives the block."""
+    process = subprocess.Popen(
+        command,
+        cwd=Path(__file__).resolve().parent.parent,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stderr.close()
 
 
 def child(arguments, output, disturbance):

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from eagle31_train import artifacts, export
 
@@ -95,3 +96,21 @@ def killed_at(name, commit):
         commit(temporary, final)
 
     return committed
+
+
+@pytest.mark.parametrize("trained", ["of other inputs", "again, to other weights"])
+def test_acceptance_of_other_weights_is_not_claimed(trained, run, capsys):
+    run.evaluate()
+    export.export(run.config())
+    assert "acceptance of this checkpoint was not measured" not in run.exported()[2]
+    assert capsys.readouterr().out.count("is of other weights") == 0
+    file = run.folder / "train" / "manifest.json"
+    if trained == "of other inputs":
+        artifacts.write_json(file, {**artifacts.read_json(file, ""), "fingerprint": "0" * 16})
+    else:
+        run.change_tensors(norm__weight=torch.full((16,), 0.5))
+        assert artifacts.read_json(file, "")["fingerprint"] == "e" * 16
+    export.export(run.config("overwrite=true"))
+    assert "The acceptance of this checkpoint was not measured." in run.exported()[2]
+    warning = f"{run.folder}/evaluate is of other weights or an earlier version, and not on the card: run `python -m"
+    assert capsys.readouterr().out.count(warning) == 1

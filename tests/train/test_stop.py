@@ -3,17 +3,20 @@
 import json
 import os
 import re
+import signal
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
-from launching import ROOT, arguments, launch
+from launching import ROOT, arguments, command, environment, launch
 from pipeline import assert_close
-from surviving import calling, training, wait_until
+from surviving import calling, launched, training, wait_until
 from watching import updates_of
 
 from eagle31_train.cli import STOPPED
 from eagle31_train.errors import Stopped
+from eagle31_train.extract import extract
+from eagle31_train.store.writer import StoreWriter
 from train import checkpoint, deadline
 
 STEPS = 24
@@ -78,6 +81,23 @@ def test_a_run_that_its_time_limit_stops_again_and_again_ends_the_same(new_run, 
     assert run.rows() == whole.rows()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, STOPPED)])
+def test_a_run_that_waits_for_a_shard_is_ended_by_one_signal(new_run, tmp_path, monkeypatch, number, status):
+    run, output = new_run(), tmp_path / "output"
+    (run.folder / "run" / "store").rename(tmp_path / "store")
+    monkeypatch.setattr(StoreWriter, "wait_for_quota", lambda self, shard: shard.number < 4)
+    extract(run.config())
+    follow = ["store.follow=true", "store.patience=100000", "train.window_tokens=40", "train.max_steps=20"]
+    with training(arguments(run, *follow), output, grace=0.0) as process:
+        wait_until(lambda: "waiting for shards/train-" in output.read_text(), process.is_alive)
+        os.kill(process.pid, number)
+        process.join()
+    assert process.exitcode == status
+    if number == signal.SIGTERM:
+        assert "train: stopped by SIGTERM while it waited for data after step " in output.read_text().splitlines()[-1]
+
+
 # ---------------------------------------------------------------- two processes
 
 
@@ -92,3 +112,19 @@ def test_a_rank_that_is_told_to_stop_stops_the_other_after_the_same_step(new_run
     # When the first is gone, the launcher sends a SIGTERM to the other, which is leaving as well.
     assert {"75"} <= set(re.findall(r"exitcode *: (-?\d+)", done.stderr)) <= {"75", "-15"}
     assert_close(run.fit(*SHORT).weights(), whole.weights(), 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("everybody", [False, True], ids=["the launcher", "everybody"])
+@pytest.mark.parametrize("profile", ["ddp", "zero2"])
+def test_a_launch_that_is_told_to_stop_saves(new_run, profile, everybody):
+    """The launcher alone, as Kubernetes does it, or every process, as Slurm does it."""
+    run = new_run()
+    with launched([*command(profile, 2), *arguments(run, *ENDLESS)], environment(profile)) as process:
+        wait_until(lambda: rows(run) > 3, lambda: process.poll() is None)
+        (os.killpg if everybody else os.kill)(process.pid, signal.SIGTERM)
+        _, errors = process.communicate()
+        assert process.returncode != 0
+        assert stopped_after(run, errors, "SIGTERM") > 3
+        with pytest.raises(ProcessLookupError):
+            os.killpg(process.pid, 0)

@@ -1,4 +1,4 @@
-"""A run that is stopped or killed ends with every bit of the run that nobody stopped."""
+"""A run that is stopped, killed or short of disk ends with every bit of the run that nobody stopped."""
 
 import os
 import random
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from pipeline import flip_bit, options
-from surviving import InSaves, calling, saves_on, tell, training, wait_until
+from surviving import START, STEPS, InSaves, calling, saves_on, tell, training, wait_until
 from watching import noted, updates_of
 
 from eagle31_train.errors import Stopped
@@ -20,6 +20,7 @@ from train import checkpoint, jsonl, parallel, trainer
 from train.metrics import Reporter
 
 SHORT, STOPS = 40, (7, 20, 33)
+LONG, LONG_STOPS = 200, (37, 100, 163)
 TIMED = ("seconds", "waited", "files")  # a checkpoint's own manifest, which is listed, says seconds too
 TENSORS = ("model.safetensors", "optimizer.safetensors")
 
@@ -138,11 +139,7 @@ def survive(run, whole, steps, ways, seed, operations, output):
     chosen, ledger = random.Random(seed), run.folder / "ledger"
     chosen.shuffle(ways)
     for way in ways:
-        disturbance = {}
-        if way == "save":
-            disturbance = {"kill_in_save": chosen.randrange(operations)}
-        elif way == "row":
-            disturbance = {"kill_in_row": chosen.randint(1, 7)}
+        disturbance = choose(way, chosen, operations, begun=bool(saved(run)))
         wanted = lines(ledger) + chosen.randint(1, 3)
         with start(run, steps, output, "train.checkpoint_every=2", **disturbance) as process:
             if way == "outside":
@@ -157,6 +154,22 @@ def survive(run, whole, steps, ways, seed, operations, output):
     assert lines(ledger) > steps, "no step was done twice: nothing was lost by a kill"
 
 
+def choose(way, chosen, operations, begun):
+    """How a launch dies by itself; `begun`: it finds a checkpoint."""
+    match way:
+        case "save":
+            return {"kill_in_save": chosen.randrange(operations)}
+        case "row":
+            return {"kill_in_row": chosen.randint(1, 7)}
+        case "step":
+            path, most = chosen.choice(STEPS)
+            return {"kill_at": (path, chosen.choice(["before", "after"]), chosen.randint(1, most))}
+        case "start":
+            path = chosen.choice(START if begun else START[:-1])
+            return {"kill_at": (path, chosen.choice(["before", "after"]), 1)}
+    return {}
+
+
 def lines(file):
     return file.read_bytes().count(b"\n") if file.exists() else 0
 
@@ -165,6 +178,12 @@ def test_a_run_killed_in_a_save_in_a_row_and_from_outside_ends_bit_for_bit_the_s
     new_run, whole, operations, tmp_path
 ):
     survive(new_run(), whole, SHORT, ["save", "row", "outside"], 0, operations, tmp_path / "output")
+
+
+@pytest.mark.slow
+def test_a_run_killed_fifty_times_ends_bit_for_bit_the_same(new_run, whole, operations, tmp_path):
+    ways = ["save"] * 20 + ["step"] * 12 + ["row"] * 4 + ["start"] * 4 + ["outside"] * 10
+    survive(new_run(), whole, LONG, ways, 1, operations, tmp_path / "output")
 
 
 # ---------------------------------------------------------------- saved in the background
@@ -261,6 +280,18 @@ def test_a_mistake_in_resuming_is_found(copy, whole, monkeypatch, owner, name, m
     assert bool(different) == bool(found), different
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "manifest.json"])
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(copy, whole, capsys, name):
+    damaged = copy.checkpoints / "step-000030"
+    flip_bit(damaged / name)
+    go_on(copy, SHORT)
+    printed = capsys.readouterr().out
+    (said,) = (line for line in printed.splitlines() if " is not used: " in line)
+    assert said.startswith(f"checkpoint {damaged} is not used: {damaged / name} ")
+    assert f"train: going on after step 20 ({copy.checkpoints / 'step-000020'})" in printed
+    assert not differences(copy, whole(SHORT))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TENSORS)
 def test_a_damaged_checkpoint_that_were_used_would_be_seen(copy, whole, monkeypatch, name):
@@ -268,3 +299,9 @@ def test_a_damaged_checkpoint_that_were_used_would_be_seen(copy, whole, monkeypa
     flip_bit(copy.checkpoints / "step-000030" / name)
     monkeypatch.setattr(checkpoint, "damage", lambda *_: None)
     assert differences(go_on(copy, SHORT), whole(SHORT)) >= {name}
+
+
+# ---------------------------------------------------------------- a full disk
+
+
+# ---------------------------------------------------------------- for long
