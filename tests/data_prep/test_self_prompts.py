@@ -1,0 +1,149 @@
+"""Prompts that the target writes itself: where it begins and stops, what is refused, and what a kill leaves."""
+
+import json
+
+import pytest
+
+from data_prep.journal import Journal
+from data_prep.self_prompts import JOURNAL, MANIFEST, OUTPUT, problem_of, user_stop, write_prompts
+from data_prep.stage import prepare
+from data_prep.template import ChatTemplate
+from eagle31_train.cli import load_config
+from eagle31_train.errors import UserError
+
+
+def configured(folder, target, *options):
+    return load_config(
+        [
+            "name=self",
+            f"run_dir={folder}",
+            f"target.path={target}",
+            "target.dtype=float32",
+            "target.device=cpu",
+            "regenerate=true",
+            "data.prompts=self",
+            "data.self_prompts.count=6",
+            "data.self_prompts.max_new_tokens=120",
+            "data.generate.max_new_tokens=8",
+            *options,
+        ]
+    )
+
+
+def written(config):
+    path = write_prompts(config, ChatTemplate.load(config.target))
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_any_batch_and_any_stop_end_in_the_same_prompts(tiny_target, tmp_path, monkeypatch):
+    whole = configured(tmp_path / "whole", tiny_target)
+    rows = written(whole)
+    manifest = json.loads((tmp_path / "whole" / MANIFEST).read_text())
+    assert len(rows) == 6
+    assert len({row["turns"][0] for row in rows}) == 6
+    assert manifest["refused"]["not ended"] > 0  # a random target seldom ends
+    assert not (tmp_path / "whole" / JOURNAL).exists()
+    alone = configured(tmp_path / "alone", tiny_target, "data.generate.batch_size=1")
+    assert written(alone) == rows
+    stopped, add, left = configured(tmp_path / "stopped", tiny_target), Journal.add, [4]
+
+    def some(journal, key, answer):
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        add(journal, key, answer)
+
+    monkeypatch.setattr(Journal, "add", some)
+    with pytest.raises(KeyboardInterrupt):
+        written(stopped)
+    assert len((tmp_path / "stopped" / JOURNAL).read_text().splitlines()) == 4
+    monkeypatch.setattr(Journal, "add", add)
+    assert written(stopped) == rows
+    other = configured(tmp_path / "stopped", tiny_target, "seed=1")
+    with pytest.raises(UserError, match="seed"):
+        written(other)
+
+
+def test_later_turns_follow_the_targets_answers_and_go_through_stage_1(tiny_target, tmp_path):
+    options = ["data.self_prompts.turns=2", "data.heldout=0.2", "data.max_length=400"]
+    config = configured(tmp_path / "run", tiny_target, *options)
+    prepare(config)
+    rows = [json.loads(line) for line in (tmp_path / "run" / OUTPUT).read_text().splitlines()]
+    answered = [json.loads(line) for line in (tmp_path / "run" / "conversations.jsonl").read_text().splitlines()]
+    assert max(len(row["turns"]) for row in rows) == 2
+    asked = [[m["content"] for m in row["messages"] if m["role"] == "user"] for row in answered]
+    assert asked == [row["turns"] for row in rows]
+
+
+@pytest.fixture
+def completions(server):
+    """A server that goes on from token ids with texts in turn."""
+    texts = [
+        ("?!", "stop"),
+        ("Who is it that calls?", "stop"),
+        ("and so on", "length"),
+        ("who is it that calls", "stop"),
+    ]
+    texts += [("lalala " * 60, "stop"), (f"Number {len(texts)}?", "stop")]
+
+    def reply(body):
+        text, reason = texts[(len(server.bodies) - 1) % len(texts)]
+        return 200, json.dumps({"choices": [{"text": text, "finish_reason": reason}]}).encode()
+
+    server.reply = reply
+    return server
+
+
+def test_a_server_goes_on_where_the_user_speaks(completions, tiny_target, tmp_path, tokenizer):
+    config = configured(
+        tmp_path,
+        tiny_target,
+        f"data.generate.server={completions.url}",
+        "data.generate.concurrency=1",
+        "data.self_prompts.count=2",
+        "data.self_prompts.system={code: 'You write code.', plain: ''}",
+    )
+    rows = written(config)
+    assert [row["turns"] for row in rows] == [["Who is it that calls?"], ["Number 4?"]]
+    assert json.loads((tmp_path / MANIFEST).read_text())["refused"] == {
+        "empty": 1,
+        "not ended": 1,
+        "written before": 1,
+        "repeats itself": 1,
+    }
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    asked = [completions.bodies[0]["prompt"], completions.bodies[1]["prompt"]]
+    # Spelt out here: the template up to the user's words, and not a token more.
+    assert asked[0] == tokenizer.encode("<|im_start|>system\nYou write code.<|im_end|>\n<|im_start|>user\n")
+    assert asked[1] == tokenizer.encode("<|im_start|>user\n")
+    assert all(body["stop_token_ids"][0] == end for body in completions.bodies)
+    assert len({body["seed"] for body in completions.bodies}) == len(completions.bodies)
+
+
+def test_a_template_that_ends_no_users_turn_is_refused(tokenizer):
+    template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    with pytest.raises(UserError, match="ends a user's turn with a token of its own"):
+        user_stop(ChatTemplate(tokenizer, [tokenizer.eos_token_id], template))
+
+
+def test_too_few_texts_of_use_end_the_run_by_name(completions, tiny_target, tmp_path):
+    completions.reply = lambda body: (200, json.dumps({"choices": [{"text": "", "finish_reason": "stop"}]}).encode())
+    config = configured(tmp_path, tiny_target, f"data.generate.server={completions.url}")
+    with pytest.raises(UserError, match=r"wrote 0 prompts of use in 24 tries \(24 empty\)"):
+        written(config)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("Why is the sky blue?", None),
+        ("天空为什么是蓝色的?", None),
+        ("?!", "empty"),
+        ("A \ufffd B", "bytes that are no text"),
+        ("WHY is the sky... blue", None),
+        ("Tell me, tell me, " * 40, "repeats itself"),
+    ],
+)
+def test_what_is_of_no_use(text, problem):
+    assert problem_of(text, set()) == problem
+    assert problem_of(text, {" ".join(["why", "is", "the", "sky", "blue"])}) in (problem, "written before")

@@ -1,0 +1,73 @@
+"""The wheel alone, in an environment without the checkout, from an empty folder: what `pip install` gives a user."""
+
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = ["data.generate.samples=1", "data.generate.max_new_tokens=24", "data.rows=48", "train.epochs=1"]
+SMALL += ["train.max_steps=8", "evaluate.num_prompts=4", "evaluate.max_new_tokens=16", "train.wandb=disabled"]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """bin/ of an environment with the wheel and, from this one, what it needs."""
+    folder = tmp_path_factory.mktemp("wheel")
+    done = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", str(ROOT), "-w", str(folder)]
+    subprocess.run(done, check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "env")], check=True)
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    packages = folder / "env" / "lib" / version / "site-packages"
+    wheel = next(folder.glob("*.whl"))
+    python = str(folder / "env" / "bin" / "python")
+    into = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", str(wheel)]
+    subprocess.run(into, check=True)
+    (packages / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    top = {path.name for path in packages.iterdir() if not path.name.startswith(("eagle31-", "__pycache__"))}
+    assert top == {"eagle31_train", "data_prep", "train", "dependencies.pth"}
+    return folder / "env" / "bin"
+
+
+@pytest.fixture
+def eagle31(installed, tmp_path):
+    """Run the command in a folder of its own, whose name has a space and other letters than ASCII."""
+    empty = tmp_path / "ein Ördner"
+    empty.mkdir()
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+
+    def run(*words, program="eagle31"):
+        done = subprocess.run(
+            [str(installed / program), *words],
+            cwd=empty,
+            env={**environment, "HF_HUB_OFFLINE": "1"},
+            text=True,
+            capture_output=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+        return done.stdout
+
+    run.folder = empty
+    return run
+
+
+@pytest.mark.slow
+def test_a_target_is_planned_and_trained_from_an_empty_folder(eagle31):
+    assert "eagle31 run" in eagle31("--help")
+    planned = eagle31("plan", f"target.path={ROOT / 'tests' / 'published' / 'qwen3_8b'}")
+    assert "intermediate_size        12288" in planned
+    eagle31("-m", "eagle31_train.targets.toy", program="python")
+    assert (eagle31.folder / "models" / "kimi-toy" / "config.json").is_file()
+    shown = eagle31("run", "+experiment=kimi_toy", *SMALL)
+    export = eagle31.folder / "runs" / "kimi_toy" / "export"
+    assert (export / "config.json").is_file()
+    assert "acceptance length" in shown
+    assert "serve it with" in shown
+    assert eagle31("run", "+experiment=kimi_toy", *SMALL).count("up to date") >= 4
+    assert (eagle31.folder / "mine.yaml").exists() is False
+    eagle31("new", "mine")
+    assert "trained" in eagle31("plan", "+experiment=mine.yaml", "target.path=models/kimi-toy")
