@@ -59,13 +59,13 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = str(cores[int(worker.removeprefix("gw")) % len(cores)])
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist looks for the groups
-def pytest_collection_modifyitems(items):
-    """What shares a run goes to one process, whatever its file; else what shares a file."""
-    for item in items:
-        if item.path.parent == Path(__file__).parent:
-            run = item.callspec.params.get("finished_run") if hasattr(item, "callspec") else None
-            item.add_marker(pytest.mark.xdist_group(run or item.path.stem))
+def pytest_itemcollected(item):
+    """What shares a run goes to one process, whatever its file; else what shares a file.
+
+    Here, and not when all are collected: by then xdist has looked for the groups.
+    """
+    run = item.callspec.params.get("finished_run") if hasattr(item, "callspec") else None
+    item.add_marker(pytest.mark.xdist_group(run or item.path.stem))
 
 
 def pytest_terminal_summary(terminalreporter):
