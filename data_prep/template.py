@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from data_prep.formats import Message, Refused, Tool, arguments
 from data_prep.markup import MARKUP, apart
 from eagle31_train import artifacts
 from eagle31_train.config import TargetConfig
 from eagle31_train.errors import UserError
-from eagle31_train.targets.pretrained import from_pretrained
+from eagle31_train.targets.pretrained import end_ids, from_pretrained
 
 
 class ChatTemplate:
@@ -79,10 +79,10 @@ class ChatTemplate:
                     f"the tokenizer of {target.path} has no chat template: give one as target.chat_template=FILE"
                 )
         _check_args(target, template + (with_tools or ""))
-        end_ids = _end_ids(tokenizer, target)
-        if not end_ids:
+        ends = end_ids(tokenizer, target)
+        if not ends:
             raise UserError(f"{target.path} names no end-of-sequence token: set eos_token_id in its config")
-        return cls(tokenizer, end_ids, template, target.template_args, with_tools)
+        return cls(tokenizer, ends, template, target.template_args, with_tools)
 
     # ------------------------------------------------------------ text
 
@@ -189,15 +189,3 @@ def _check_args(target: TargetConfig, template: str) -> None:
         close = difflib.get_close_matches(unread[0], words, n=1, cutoff=0.8)
         hint = f"did you mean {close[0]!r}?" if close else "leave it out"
         raise UserError(f"target.template_args.{unread[0]} is nothing that the target's chat template reads: {hint}")
-
-
-def _end_ids(tokenizer: PreTrainedTokenizerBase, target: TargetConfig) -> list[int]:
-    """The ids at which the target stops: the tokenizer's and those of generation_config.json."""
-    ids = {tokenizer.eos_token_id}
-    try:
-        generation: Any = GenerationConfig
-        eos = generation.from_pretrained(target.path, revision=target.revision).eos_token_id
-        ids |= set(eos) if isinstance(eos, list) else {eos}
-    except OSError:  # a target without generation_config.json: the tokenizer alone says it
-        pass
-    return sorted(int(i) for i in ids if i is not None)

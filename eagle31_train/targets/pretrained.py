@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from eagle31_train import artifacts
 from eagle31_train.config import TargetConfig
@@ -58,3 +58,15 @@ def vocabulary_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     different environments.
     """
     return artifacts.fingerprint(tokenizer.get_vocab())
+
+
+def end_ids(tokenizer: PreTrainedTokenizerBase, target: TargetConfig) -> list[int]:
+    """The ids at which the target stops: the tokenizer's and those of generation_config.json."""
+    ids = {tokenizer.eos_token_id}
+    try:
+        generation: Any = GenerationConfig
+        eos = generation.from_pretrained(target.path, revision=target.revision).eos_token_id
+        ids |= set(eos) if isinstance(eos, list) else {eos}
+    except OSError:  # a target without generation_config.json: the tokenizer alone says it
+        pass
+    return sorted(int(i) for i in ids if i is not None)

@@ -1,0 +1,187 @@
+"""The library in a few calls: read stored states, draft, generate speculatively, score a drafter (docs/api.md).
+
+from eagle31_train.api import Speculator, open_store
+
+states = open_store("runs/smollm2/store").sample("train", 0)
+speculator = Speculator.load("runs/smollm2", target="models/SmolLM2-135M-Instruct")
+print(speculator.generate("Why is the sky blue?").text)
+print(speculator.score(["Why is the sky blue?", "Count to ten."]))
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
+from eagle31_train.config import TargetConfig
+from eagle31_train.evaluation import decoding, intervals
+from eagle31_train.evaluation.rendering import Rendering
+from eagle31_train.model.decode import DraftDecoder
+from eagle31_train.model.drafter import Drafter
+from eagle31_train.store import Store
+from eagle31_train.store.backends import open_storage
+from eagle31_train.store.codec import Encoded
+from eagle31_train.targets.cached import CachedTarget
+from eagle31_train.targets.hf import DTYPES, load_model
+from eagle31_train.targets.pretrained import end_ids
+
+Prompt = str | list[dict[str, Any]] | list[int]  # a user's words, messages, or token ids
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One conversation of T tokens with its target's states, decoded; A auxiliary layers, H hidden.
+
+    tokens [T] int64; loss_mask [T] bool, true where the assistant wrote the token; aux [n, A, H], states of the first
+    n positions, as many as a draft may attend to; last [M, H], last hidden states before the final norm at the
+    `supervised` [M] int64 positions, whose distribution the drafter learns. States are bfloat16.
+    """
+
+    tokens: Tensor
+    loss_mask: Tensor
+    supervised: Tensor
+    aux: Tensor
+    last: Tensor
+
+
+@dataclass(frozen=True)
+class OpenStore:
+    """A store that is read; made by `open_store`."""
+
+    store: Store
+
+    @property
+    def aux_layers(self) -> list[int]:
+        """The layers of `Sample.aux`, as inputs of layer i."""
+        layers: list[int] = self.store.states["aux_layers"]
+        return layers
+
+    def count(self, split: str) -> int:
+        """Samples of a split, train or heldout."""
+        return len(self.store.split(split))
+
+    def sample(self, split: str, index: int) -> Sample:
+        """One sample, its states decoded.
+
+        Raises:
+            UserError: its shard is missing or damaged.
+        """
+        document = self.store.split(split).read(index)
+        aux, last = (_decoded(states) for states in (document.attended_states, document.supervised_states))
+        return Sample(document.tokens, document.loss_mask, document.supervised, aux, last)
+
+
+def open_store(where: str | Path, cache_dir: str | Path = "store-cache", cache_bytes: int = 64 * 10**9) -> OpenStore:
+    """Open a complete store: a folder, or a URL as s3://bucket/store.
+
+    Args:
+        cache_dir, cache_bytes: where copies of a URL's shards are kept, and the most that these take.
+
+    Raises:
+        UserError: there is none, or it is not finished.
+    """
+    return OpenStore(Store(open_storage(str(where), Path(cache_dir), cache_bytes)))
+
+
+def _decoded(states: Tensor | Encoded) -> Tensor:
+    return states.decode() if isinstance(states, Encoded) else states
+
+
+@dataclass(frozen=True)
+class Generation:
+    """An answer: text and token ids, how many drafted tokens each verification accepted, and the seconds it took."""
+
+    text: str
+    tokens: list[int]
+    accepted: list[int]
+    seconds: float
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens gained per verification, the target's own included; 1 without any draft."""
+        return 1 + sum(self.accepted) / max(len(self.accepted), 1)
+
+
+class Speculator:
+    """A drafter beside its target in memory; made by `load`."""
+
+    def __init__(
+        self, target: CachedTarget, drafter: Drafter, target_ids: Tensor, rendering: Rendering, ends: list[int]
+    ) -> None:
+        """target_ids: [Vd] int64, the target's token of each row of the drafter's lm_head. ends: tokens that end an
+        answer."""
+        self.target, self.drafter, self.target_ids = target, drafter, target_ids
+        self.rendering, self.ends = rendering, ends
+
+    @classmethod
+    def load(
+        cls, drafter: str | Path, target: str, *, dtype: str = "float32", device: str = "auto", **options: Any
+    ) -> "Speculator":
+        """Load a drafter (a run, an exported or published checkpoint, a hub id) and its target (a folder or hub id).
+
+        Args:
+            dtype: of both. In float32 outputs equal the target's own greedy ones, token for token.
+            options: further options of the target, as `target.*` of a recipe: revision, trust_remote_code, …
+
+        Raises:
+            UserError: one of them cannot be read, or they do not belong together.
+        """
+        config = TargetConfig(path=target, dtype=dtype, device=device, **options)
+        model = load_model(config)
+        checkpoint = DrafterCheckpoint.open(drafter, target_layers=lambda: int(model.config.num_hidden_layers))
+        cached = CachedTarget(model, checkpoint.shape.aux_layers)
+        loaded = checkpoint.load(cached, DTYPES[dtype], DTYPES[dtype])
+        ids = torch.from_numpy(checkpoint.vocab.target_ids).to(cached.device)
+        rendering = Rendering.load(config)
+        return cls(cached, loaded, ids, rendering, end_ids(rendering.tokenizer, config))
+
+    @torch.inference_mode()
+    def draft(self, prompt: Prompt, count: int = 3) -> list[int]:
+        """The `count` tokens that the drafter proposes after the target's first token of an answer."""
+        ids = self.ids(prompt)
+        self.target.reset()
+        aux, logits = self.target.read([ids], 1)
+        decoder = DraftDecoder(self.drafter, self.target_ids, len(ids) + count)
+        decoder.extend(aux[0], torch.tensor([*ids[1:], int(logits[0, -1].argmax())], device=self.target.device))
+        return decoder.draft(count)
+
+    @torch.inference_mode()
+    def generate(self, prompt: Prompt, num_speculative_tokens: int = 3, max_new_tokens: int = 128) -> Generation:
+        """Answer greedily, verifying so many drafted tokens at a time."""
+        limits = decoding.Limits(max_new_tokens, frozenset(self.ends))
+        (done,) = decoding.decode_speculative(
+            self.target, self.drafter, self.target_ids, [self.ids(prompt)], num_speculative_tokens, limits
+        )
+        text = self.rendering.tokenizer.decode(done.tokens, skip_special_tokens=True)
+        return Generation(text, done.tokens, done.accepted, done.seconds)
+
+    def score(
+        self, prompts: Sequence[Prompt], num_speculative_tokens: int = 3, max_new_tokens: int = 128
+    ) -> dict[str, Any]:
+        """Acceptance length on some prompts, [value, low, high] with a 95 % interval over them, and at each depth.
+
+        Depth k is the share of drafts whose first k tokens were accepted.
+        """
+        answers = [self.generate(prompt, num_speculative_tokens, max_new_tokens) for prompt in prompts]
+        depths = range(1, num_speculative_tokens + 1)
+        counts = [[len(a.accepted), *(sum(n >= depth for n in a.accepted) for depth in depths)] for a in answers]
+        drafts, accepted = [float(row[0]) for row in counts], [float(sum(row[1:])) for row in counts]
+        (ratio,) = intervals.ratios([[n] for n in accepted], drafts).intervals()
+        totals = [sum(column) for column in zip(*counts, strict=True)]
+        return {
+            "acceptance_length": [None if value is None else 1 + value for value in ratio],
+            "acceptance_at_depth": [count / max(totals[0], 1) for count in totals[1:]],
+            "prompts": len(answers),
+            "tokens": sum(len(answer.tokens) for answer in answers),
+        }
+
+    def ids(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt; words and messages through the target's chat template."""
+        if isinstance(prompt, str):
+            return self.rendering.ids([{"role": "user", "content": prompt}])
+        ids = [one for one in prompt if isinstance(one, int)]
+        return ids or self.rendering.ids([one for one in prompt if isinstance(one, dict)])

@@ -1,0 +1,59 @@
+"""The library as docs/api.md shows it, on a run of an earlier version; and its counts beside that run's evaluation."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from eagle31_train.api import Speculator, open_store
+from eagle31_train.evaluation.decoding import Limits, decode_plain
+
+ROOT = Path(__file__).resolve().parent.parent
+FIXTURE = ROOT / "tests" / "fixtures" / "v68c343f"
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "api.md").read_text(), re.DOTALL)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with the run and the target that the page speaks of."""
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "models").mkdir()
+    shutil.copytree(FIXTURE / "run", tmp_path / "runs" / "smollm2")
+    (tmp_path / "models" / "SmolLM2-135M-Instruct").symlink_to(FIXTURE / "target")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_the_page_runs_as_it_stands(block, folder, capsys):
+    exec(block, {})
+    assert len(capsys.readouterr().out.splitlines()) >= 2
+
+
+def test_states_are_the_stores(folder):
+    store = open_store("runs/smollm2/store")
+    sample, document = store.sample("train", 1), store.store.split("train").read(1)
+    assert sample.aux.shape == (document.attended, len(store.aux_layers), store.store.states["hidden_size"])
+    assert sample.last.shape == (len(sample.supervised), store.store.states["hidden_size"])
+    assert sample.aux.dtype == torch.bfloat16
+    assert torch.equal(sample.supervised, document.loss_mask[2:].nonzero()[:, 0] + 1)
+
+
+def test_counts_are_the_evaluators(folder):
+    """Prompt for prompt the evaluation that the earlier version has written down, and the target's own output."""
+    recorded = json.loads((FIXTURE / "run" / "evaluate" / "manifest.json").read_text())
+    speculator = Speculator.load("runs/smollm2", target="models/SmolLM2-135M-Instruct", device="cpu")
+    assert speculator.ends == recorded["end_ids"]
+    report, prompts = recorded["report"], recorded["per_prompt"]
+    for prompt in prompts:
+        answer = speculator.generate(prompt["prompt_ids"], report["draft_tokens"], report["max_new_tokens"])
+        assert (answer.tokens, answer.accepted) == (prompt["output_ids"], prompt["accepted"])
+        limits = Limits(report["max_new_tokens"], speculator.ends)
+        assert decode_plain(speculator.target, [prompt["prompt_ids"]], limits)[0].tokens == answer.tokens
+    score = speculator.score([p["prompt_ids"] for p in prompts], report["draft_tokens"], report["max_new_tokens"])
+    assert score["acceptance_length"][0] == pytest.approx(report["acceptance_length"])
+    first = speculator.draft(prompts[0]["prompt_ids"], 3)
+    assert len(first) == 3
