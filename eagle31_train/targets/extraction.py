@@ -24,10 +24,12 @@ from eagle31_train import artifacts, provenance
 from eagle31_train.config import Config, byte_count
 from eagle31_train.errors import UserError
 from eagle31_train.locks import alone
+from eagle31_train.model import vocab
 from eagle31_train.store import Storage, StoreWriter, finished, make_plan, shape_of, storage_of
 from eagle31_train.store.document import Document
 from eagle31_train.store.shard import kept
 from eagle31_train.store.shard_plan import SPLITS, Shape
+from eagle31_train.targets.agreement import Agreement
 from eagle31_train.targets.engine import Engine, too_long
 from eagle31_train.targets.fidelity import Figures, Gate, report, summary
 from eagle31_train.targets.hf import ranks as launched
@@ -85,7 +87,8 @@ def _extract(config: Config, rank: int, ranks: int, storage: Storage, provenance
     if first:
         writer.write_target(engine.readout.weights())
     gate = Gate(engine, config.extract, len(plan.shards))
-    wanted = extract_shards(engine, splits, writer, gate, is_main())
+    agreement = Agreement(vocab.read(config.data_folder / "vocab.safetensors").t2d)
+    wanted = extract_shards(engine, splits, writer, gate, agreement, is_main())
     lines = writer.gather() if wanted and first else None
     if lines is not None:
         fidelity = report([line.fidelity for line in lines if line.fidelity is not None])
@@ -94,6 +97,7 @@ def _extract(config: Config, rank: int, ranks: int, storage: Storage, provenance
             f"extract: {manifest['tokens']:,} tokens, {manifest['bytes_per_token']:,.0f} bytes each, "
             f"in {storage.location}; {summary(fidelity)}"
         )
+        print("\n".join(agreement.lines()), end="\n" if agreement.positions else "")
     elif is_main() and wanted and not first:
         print(f"extract: extract.part={config.extract.part} is done; part 0 finishes {storage.location}")
     elif is_main():
@@ -192,10 +196,13 @@ def describe(engine: Engine, config: Config) -> dict[str, Any]:
     }
 
 
-def extract_shards(engine: Engine, splits: DatasetDict, writer: StoreWriter, gate: Gate, shown: bool) -> bool:
+def extract_shards(
+    engine: Engine, splits: DatasetDict, writer: StoreWriter, gate: Gate, agreement: Agreement, shown: bool
+) -> bool:
     """Commit this process's shards; false if a training that follows the store wants no more before the last.
 
     Args:
+        agreement: is given every document.
         shown: whether to show a progress bar over this process's tokens.
     """
     shards = writer.mine()
@@ -211,6 +218,7 @@ def extract_shards(engine: Engine, splits: DatasetDict, writer: StoreWriter, gat
             recorded = gate.samples(shard.number)
             active_gate = gate if recorded or not gate.passed else None
             documents, figures = run_shard(engine, rows, writer.shape, active_gate, progress)
+            agreement.add(documents)
             writer.write(shard, documents, figures if recorded else None)
     return True
 

@@ -1,0 +1,54 @@
+"""Are these the target's own answers? The arg-max that extraction works out anyway tells, before hours of training."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from numpy.typing import NDArray
+
+from eagle31_train.store.document import Document
+
+FOREIGN = 0.5  # share of the answers' tokens that the target would write itself, below which they are hardly its own
+OUTSIDE = 0.2  # share of its choices outside the draft vocabulary, above which that was counted on other words
+
+
+@dataclass
+class Agreement:
+    """Supervised positions so far: those whose next token is the target's arg-max, and whose arg-max no draft can be.
+
+    draft_tokens: [V] bool, tokens of the draft vocabulary.
+    """
+
+    draft_tokens: NDArray
+    positions: int = 0
+    own: int = 0
+    outside: int = 0
+
+    def add(self, documents: Iterable[Document]) -> None:
+        """Count some documents."""
+        for document in documents:
+            where = document.supervised
+            top1 = document.top1[where]
+            self.positions += len(where)
+            self.own += int((top1 == document.tokens[where + 1]).sum())
+            self.outside += int((~self.draft_tokens[top1.numpy()]).sum())
+
+    def lines(self) -> list[str]:
+        """What is to be said of it; nothing where nothing was counted."""
+        if not self.positions:
+            return []
+        own, outside = self.own / self.positions, self.outside / self.positions
+        lines = [
+            f"extract: the target would itself write {own:.1%} of the {self.positions:,} answer tokens seen here; "
+            f"{outside:.1%} of its choices lie outside the draft vocabulary"
+        ]
+        if own < FOREIGN:
+            lines.append(
+                "extract: WARNING: hardly its own answers: are they of another target, under another chat template, or "
+                "not regenerated (regenerate=true)? A drafter learns little from them"
+            )
+        if outside > OUTSIDE:
+            lines.append(
+                "extract: WARNING: many of its choices can never be drafted: raise data.draft_vocab_size, or count it "
+                "on the target's own answers"
+            )
+        return lines
