@@ -19,6 +19,14 @@ from eagle31_train.model import vocab
 from eagle31_train.model.rope import check_rope, mla_factors, rope_parameters, table_end
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+# Weights that vLLM also takes joined, row after row.
+_JOINED = {
+    "midlayer.self_attn.qkv_proj.weight": [f"midlayer.self_attn.{part}_proj.weight" for part in "qkv"],
+    "midlayer.self_attn.fused_qkv_a_proj.weight": [
+        f"midlayer.self_attn.{part}.weight" for part in ("q_a_proj", "kv_a_proj_with_mqa")
+    ],
+    "midlayer.mlp.gate_up_proj.weight": [f"midlayer.mlp.{part}_proj.weight" for part in ("gate", "up")],
+}
 # Tables of RoPE that old trainers saved, and vLLM passes over.
 _TABLES = ("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 # A tensor, or its shape alone where only names and shapes are to be checked.
@@ -105,6 +113,20 @@ def canonical_name(name: str) -> str:
 def is_table(name: str) -> bool:
     """Whether a tensor is no weight but a table that every reader makes for itself."""
     return any(table in name for table in _TABLES)
+
+
+def separate(tensors: Mapping[str, torch.Tensor], shape: DrafterShape) -> dict[str, torch.Tensor]:
+    """A draft's tensors, canonical names, with what vLLM also takes joined taken apart into views of its parts."""
+    rows = {name: size[0] for name, size in weight_shapes(shape).items()}
+    apart: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        parts = _JOINED.get(name, [])
+        sizes = [rows.get(part, 0) for part in parts]
+        if sizes and all(sizes) and sum(sizes) == len(tensor):
+            apart |= dict(zip(parts, tensor.split(sizes), strict=True))
+        else:  # one of another size stays what it is, and `check` names it
+            apart[name] = tensor
+    return apart
 
 
 def check(tensors: Mapping[str, TensorOrShape], shape: DrafterShape) -> list[str]:

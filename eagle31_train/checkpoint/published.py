@@ -1,4 +1,4 @@
-"""The files of a published EAGLE 3 or 3.1 draft: config.json and safetensors, as trainers that vLLM serves write them.
+"""The files of a published EAGLE 3 or 3.1 draft: config.json and safetensors, in any spelling that vLLM takes.
 
 What names and fields may be called stands in `contract.py` and `config_json.py`. Nothing is ever unpickled.
 """
@@ -43,6 +43,7 @@ def read(
     _refuse_older(tensors)
     depth = target_layers() if target_layers and config_json.leaves_layers_open(config) else None
     shape = config_json.shape_from_config(config, tensors, depth)
+    tensors = contract.separate(tensors, shape)
     vocab, order = _vocabulary(tensors.pop("d2t", None), tensors.pop("t2d", None), shape)
     if order is not None and "lm_head.weight" in tensors:
         tensors["lm_head.weight"] = tensors["lm_head.weight"][order]

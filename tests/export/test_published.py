@@ -82,6 +82,19 @@ def layers_0(tensors):
     return {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
 
 
+def joined(tensors):
+    """Fused as vLLM fuses them."""
+    tensors = dict(tensors)
+    for fused, parts in {
+        "self_attn.qkv_proj": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+        "self_attn.fused_qkv_a_proj": ["self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"],
+        "mlp.gate_up_proj": ["mlp.gate_proj", "mlp.up_proj"],
+    }.items():
+        if (names := [f"midlayer.{part}.weight" for part in parts])[0] in tensors:
+            tensors[f"midlayer.{fused}.weight"] = torch.cat([tensors.pop(name) for name in names])
+    return tensors
+
+
 def in_model(tensors):
     outside = ("lm_head", "d2t", "t2d")
     return {name if name.startswith(outside) else f"model.{name}": t for name, t in tensors.items()}
@@ -127,6 +140,8 @@ SPELLINGS = {  # config.json, tensors
     "as exported": (same, same),
     "layers.0": (same, layers_0),
     "model.layers.0": (same, lambda t: in_model(layers_0(t))),
+    "joined": (same, joined),
+    "joined layers.0": (same, lambda t: layers_0(joined(t))),
     "another order of tokens": (same, shuffled),
     "no t2d": (same, without("t2d")),
     "tables of RoPE": (same, with_("midlayer.self_attn.rotary_emb.inv_freq", lambda _: torch.ones(3))),
@@ -236,6 +251,11 @@ FAULTS = {  # config.json, tensors, words
     "fc_norm against the config": (lambda c: {**c, "fc_norm": False}, same, "fc_norm.0.weight is superfluous"),
     "both names": (same, with_("layers.0.mlp.up_proj.weight", lambda t: torch.zeros(1)), "weight is there twice"),
     "mla: full rank by the config": (lambda c: {**c, "q_lora_rank": None}, same, "q_proj.weight is missing"),
+    "mla: fused of another size": (
+        same,
+        lambda t: joined(t) | {"midlayer.self_attn.fused_qkv_a_proj.weight": torch.ones(7, 32)},
+        "q_a_proj.weight is missing",
+    ),
 }
 
 
