@@ -99,6 +99,8 @@ def exported_shape(config: Config, checkpoint: DrafterCheckpoint) -> DrafterShap
         wanted = options.get(name)
         if name == "rope_scaling":  # {} is no scaling, which a shape writes as None
             wanted, trained = wanted or {}, trained or {}
+            if options["rope_theta"] is None:  # then what is given went over the target's
+                wanted = trained | wanted
         if wanted is not None and wanted != trained:
             raise UserError(
                 f"{checkpoint.folder} was trained with {name}={trained}, but the options say {wanted}: "

@@ -43,7 +43,6 @@ def test_request_and_reply(server, chatml):
     assert [Server(server.url, "m", chatml, tokens).timeout for tokens in (512, 16384)] == [600, 8192]
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning"])
 def test_an_answer_taken_apart_is_put_together_as_the_target_wrote_it(server, thinking, chatml, completion, key):
     server.reply = lambda _: completion(None, "tool_calls", tool_calls=CALLS, **{key: "hm"})

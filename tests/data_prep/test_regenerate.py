@@ -43,7 +43,6 @@ def run(config):
 # ---------------------------------------------------------------- by the target in process
 
 
-@pytest.mark.core
 def test_greedy_answers_are_those_of_the_model_step_by_step(config, tiny_target):
     import torch
     from transformers import AutoModelForCausalLM
@@ -207,7 +206,6 @@ def by_id(rows):
     return {row["id"]: row for row in rows}
 
 
-@pytest.mark.core
 def test_thoughts_calls_and_results_make_one_conversation(served, server, tmp_path):
     prepare(served)
     lines = (tmp_path / "run" / OUTPUT).read_text(encoding="utf-8").splitlines()

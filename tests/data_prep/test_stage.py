@@ -58,7 +58,6 @@ def rows_of(tmp_path):
 # ---------------------------------------------------------------- what is written
 
 
-@pytest.mark.core
 def test_what_is_written(config, tmp_path):
     config.data.draft_vocab_size = 12  # few enough that some of 26 tokens that occur are missing
     prepare(config)
@@ -123,7 +122,6 @@ def test_the_split_depends_on_the_prompt_alone():
 # ---------------------------------------------------------------- again, and after a kill
 
 
-@pytest.mark.core
 def test_same_input_same_bytes_and_nothing_done_twice(config, tmp_path, capsys):
     prepare(config)
     before = (tmp_path / "run" / "data" / "manifest.json").stat().st_mtime_ns  # reading it may change other times

@@ -43,7 +43,6 @@ def recount(prompts, draft_tokens=3):
 # ---------------------------------------------------------------- reports
 
 
-@pytest.mark.core
 def test_report(run, capsys):
     evaluate.evaluate(run.config())
     manifest, report = run.manifest, run.manifest["report"]

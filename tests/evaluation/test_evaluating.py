@@ -53,7 +53,6 @@ def never_stopped(monkeypatch):
         monkeypatch.setattr(Recorded, name, getattr(Recorded, name))
 
 
-@pytest.mark.core
 def test_what_is_read_is_what_was_measured(model, candidates, tmp_path, monkeypatch):
     options = configured("evaluate.max_speculative_tokens=4").evaluate
     real = Measurer(model, Limits(8, ()), options, 0)

@@ -35,6 +35,7 @@ def test_plain_percentiles_of_few_prompts_would_hold_it_too_seldom(monkeypatch):
     assert covered(10, np.random.default_rng(10)) < 0.91
 
 
+@pytest.mark.slow
 def test_drawing_tokens_instead_of_prompts_would_hold_it_too_seldom(monkeypatch):
     """The mistake that makes every evaluation look sharp: as if the tokens of one answer had nothing in common."""
     original = intervals.ratios

@@ -63,7 +63,6 @@ def compared(pair):
 # ---------------------------------------------------------------- one drafter
 
 
-@pytest.mark.core
 def test_every_depth_is_that_of_a_server_which_drafts_so_many(pair, compared):
     (workload,) = compared["workloads"]
     numbers = workload["drafters"]["one"]

@@ -157,7 +157,6 @@ SPELLINGS = {  # config.json, tensors
 CASES = [(kind, name) for name in SPELLINGS for kind in ("llama", "mla") if name.startswith(kind) or ":" not in name]
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(("kind", "spelling"), CASES)
 def test_every_spelling_reads_as_the_drafter_that_was_exported(kind, spelling, exports, tmp_path):
     run, (of_config, of_tensors) = exports[kind], SPELLINGS[spelling]

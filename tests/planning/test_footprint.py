@@ -47,7 +47,7 @@ CASES = [
 ]
 
 
-FAST = (0, 5)  # Llama, and MLA with recomputation
+FAST = (5,)  # MLA with recomputation
 TIERED = [pytest.param(*case, marks=() if i in FAST else pytest.mark.slow) for i, case in enumerate(CASES)]
 
 

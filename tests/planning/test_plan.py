@@ -177,7 +177,6 @@ def test_the_targets_parameters_are_those_of_its_weights(counted):
     assert planned(*options(counted, "plan.target_parameters=32e9")).target.parameters == 32e9
 
 
-@pytest.mark.core
 def test_options_have_the_effect_that_they_should():
     llama = [*recipe("llama31_8b"), "run_dir=/nowhere/at/all"]
     whole = planned(*llama)

@@ -21,7 +21,6 @@ def rendered(*options, results=None, **shape):
     return yaml.safe_load(head), body
 
 
-@pytest.mark.core
 def test_the_card_tells_what_it_is():
     head, body = rendered("repo=me/my-draft", "target.path=someone/a-target")
     assert head == {

@@ -37,7 +37,6 @@ def text_of(html):
 # ---------------------------------------------------------------- tables, wherever they are shown
 
 
-@pytest.mark.core
 def test_terminal_page_and_card_show_the_same_tables(whole):
     """Every cell and every remark; nothing is taken for HTML or Markdown."""
     html, text = evaluation_page.render(whole, {}), as_text(whole)

@@ -5,13 +5,11 @@ import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pytest
 from caching import copies, held
 
 # ---------------------------------------------------------------- the quota
 
 
-@pytest.mark.core
 def test_the_longest_unused_leaves_first_whoever_fetched_it(fs, open_cache, tmp_path):
     one, two = open_cache(300), open_cache(300)
     one.local("a")
@@ -78,7 +76,6 @@ def test_a_copy_that_is_not_the_file_is_fetched_again(fs, open_cache):
 # ---------------------------------------------------------------- ahead of its reader
 
 
-@pytest.mark.core
 def test_prefetch_keeps_order_and_bound(fs, open_cache):
     storage = open_cache(600)
     names = list("abcdefghij")

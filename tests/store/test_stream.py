@@ -21,7 +21,6 @@ def impatient(monkeypatch):
     monkeypatch.setattr(stream, "POLL", 0.001)
 
 
-@pytest.mark.core
 def test_extraction_waits_for_room_and_training_makes_it(tmp_path):
     train = MADE.plan.of("train")
     bound = sum(planned.bytes for planned in MADE.plan.of("heldout")) + max(planned.bytes for planned in train)
@@ -71,7 +70,6 @@ def test_another_training_does_not_use_up_the_same_store(tmp_path):
     assert (tmp_path / NAMES[1]).exists()
 
 
-@pytest.mark.core
 def test_a_kill_between_a_new_file_and_its_line_does_not_leave_the_old_line(tmp_path):
     """A shard made again need not have the same bytes: a GPU rounds otherwise the second time."""
     MADE.write(tmp_path)

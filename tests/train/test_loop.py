@@ -34,7 +34,6 @@ def test_every_variant_is_one_option_and_trains(new_run, options):
     assert ("embed_tokens.weight" in weights) == ("drafter.share_embedding=false" in options)
 
 
-@pytest.mark.core
 def test_the_seed_decides_the_weights_and_nothing_else_does(new_run):
     first = new_run().fit("train.max_steps=3").weights()
     # Options that steer reporting and saving are not part of what is learnt.

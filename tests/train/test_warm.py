@@ -33,7 +33,6 @@ def learnt(copy_of, tmp_path_factory):
 # ---------------------------------------------------------------- the same drafter again
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("where", ["", "newest", "export"])
 def test_a_run_and_its_export_come_back_bit_for_bit(learnt, new_run, where):
     run = learnt()
