@@ -50,7 +50,7 @@ check: lint
 
 # Before every push.
 test: lint
-	$(PYTEST) --maxprocesses 4 --dist loadfile -m 'not vllm and not gpu and not slow'
+	$(PYTEST) --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m 'not vllm and not gpu and not slow'
 
 # The long ones: hundreds of kills, steps, processes and random cases, of which `make test` runs a part.
 test-slow: install

@@ -33,6 +33,15 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# Files that take a minute: begun last, one process would run them while the others wait.
+LONG = {"test_profiles.py", "test_old_outputs.py", "test_guards.py"}
+
+
+def pytest_collection_modifyitems(items):
+    """The long files first (the Makefile tells xdist to keep the order)."""
+    items.sort(key=lambda item: item.path.name not in LONG)
+
+
 def make_shape(**changes):
     fields = {
         "architecture": "llama",
