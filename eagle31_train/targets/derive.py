@@ -40,8 +40,10 @@ def complete(config: Config, described: Mapping[str, Any] | None, begun: Mapping
     options = config.drafter
     if begun is not None:
         opened = {name for name in begun if getattr(options, name, 0) is None}
-        opened |= {"rope_scaling"} & begun.keys() if options.rope_theta is None and not options.rope_scaling else set()
-        options = replace(options, **{name: begun[name] for name in opened})
+        values = {name: begun[name] for name in opened}
+        if "rope_theta" in opened:  # what is given of a scaling goes over the one that it was begun with
+            values["rope_scaling"] = {**(begun.get("rope_scaling") or {}), **options.rope_scaling}
+        options = replace(options, **values)
     if None in (getattr(options, name) for name in REQUIRED):
         target = TargetDescription(**described) if described else describe_target(config.target)
         options, _ = derive(options, target)

@@ -1,13 +1,15 @@
 """Shapes that follow from targets' config.json, beside published drafters' own, which were written down from their
 cards and trainers' files (docs/targets.md has the sources)."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from eagle31_train.cli import load_config
 from eagle31_train.config import DrafterConfig, TargetConfig
 from eagle31_train.planning.inputs import active_parameters
-from eagle31_train.targets.derive import derive, planned_drafter
+from eagle31_train.targets.derive import complete, derive, planned_drafter
 from eagle31_train.targets.description import default_layers, describe_target, pick_layers, read_raw, text_config
 
 pytestmark = pytest.mark.core
@@ -116,3 +118,15 @@ def test_default_layers_are_valid_for_any_depth_and_vllms_where_these_are(depth)
     assert layers == (vllms if vllms == sorted(set(vllms)) and depth > 5 else layers)
     assert len(layers) == min(3, depth)
     assert default_layers(depth) == layers
+
+
+def test_a_training_that_goes_on_keeps_what_it_was_begun_with():
+    """The second time as the first, also with a part of a scaling; an earlier default stays."""
+    config = load_config([f"target.path={PUBLISHED / 'gpt_oss_20b'}", "drafter.rope_scaling.beta_fast=1"])
+    first = complete(config, None)
+    begun = asdict(first.drafter)
+    assert first.drafter.rope_scaling == {**GPT_OSS, "beta_fast": 1}
+    assert complete(config, None, begun) == first
+    assert complete(config, None, {**begun, "rms_norm_eps": 1e-4}).drafter.rms_norm_eps == 1e-4
+    plain = load_config([f"target.path={PUBLISHED / 'gpt_oss_20b'}"])
+    assert complete(plain, None, {**begun, "rope_scaling": {}}).drafter.rope_scaling == {}
