@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from eagle31_train.config import TargetConfig
 from eagle31_train.errors import UserError
 from eagle31_train.targets.description import pick_layers
+from eagle31_train.targets.packed import pack_linears
 from eagle31_train.targets.pretrained import from_pretrained, require_path
 from eagle31_train.targets.readout import Readout, find_parts, readout_of
 
@@ -91,7 +92,9 @@ def load_model(config: TargetConfig, dtype: str | None = None) -> Any:
         )
     if device is not None:
         model.to(device)
-    return model.eval().requires_grad_(False)
+    model.eval().requires_grad_(False)
+    pack_linears(model)
+    return model
 
 
 def _model_class(config: Any) -> Any:
