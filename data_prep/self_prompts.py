@@ -61,13 +61,16 @@ def write_prompts(config: Config, template: ChatTemplate) -> Path:
     folder = Path(config.run_dir)
     output, manifest = folder / OUTPUT, folder / MANIFEST
     stop = user_stop(template)
-    made_from = Provenance(_settings(config, template))
+    settings = _settings(config, template)
+    made_from = Provenance(settings)
     if provenance.whole(folder, manifest, made_from, config.overwrite, "python -m data_prep"):
         print(f"prompts: {output} is up to date")
         return output
     folder.mkdir(parents=True, exist_ok=True)
     with Journal(folder / JOURNAL) as journal:
-        writer = Writer(config, template, stop, journal, made_from.fingerprint)
+        # How many are wanted changes none of them: the journal's texts serve another count, too.
+        texts = artifacts.fingerprint({**settings, "count": None})
+        writer = Writer(config, template, stop, journal, texts)
         done = writer.write()
         lines = [
             {"id": f"{SELF}-{one.number:06}", **({"kind": one.kind} if one.kind else {}), "turns": one.turns}
