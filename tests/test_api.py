@@ -1,4 +1,4 @@
-"""The library as README.md and docs/api.md show it, on a run of an earlier version; its counts beside that run's evaluation."""
+"""The library as README.md and docs/api.md show it, on an earlier version's run; its counts beside an evaluation."""
 
 import json
 import re
