@@ -39,6 +39,7 @@ exclude_patterns = [path.name for path in ROOT.iterdir() if path.is_dir() and pa
 extensions = ["myst_parser"]
 myst_heading_anchors = 4  # headings are link targets, by GitHub's names for them
 nitpicky = True
+highlight_language = "none"  # of blocks without a language
 
 html_theme = "furo"  # brings its own style and scripts, and asks for no font
 html_title = "eagle31"
