@@ -12,6 +12,7 @@ PAGES = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md", "docs/*.md"]
 # Title of each part of the navigation → its pages. A page that stands in none of them is an error.
 NAVIGATION = {
     "Use": {
+        "Start": "self",
         "Your target": "docs/targets",
         "Data": "docs/data",
         "Hidden states": "docs/store",

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from eagle31_train import cli, new
 from eagle31_train.__main__ import COMMANDS
@@ -66,6 +67,18 @@ def test_the_site_builds_strictly_and_asks_for_nothing_outside(tmp_path):
     assert broken.returncode
     for complaint in ("'nowhere.md'", "'nowhere'", "results/nowhere.png", "lost.md: WARNING: document isn't included"):
         assert complaint in broken.stderr
+
+
+def test_the_citation_is_of_this_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()
+    for key in ("version", "license"):
+        assert f'\n{key} = "{citation[key]}"\n' in (ROOT / "pyproject.toml").read_text()
+    assert f"version = {{{citation['version']}}}" in (ROOT / "README.md").read_text()
+
+
+def test_the_front_page_stays_short():
+    assert len(TEXTS["README.md"].splitlines()) <= 150
 
 
 # ---------------------------------------------------------------- commands, options, paths
