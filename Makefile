@@ -99,4 +99,4 @@ bench-store: install
 	$(BIN)/python -m benchmarks.extraction $(ARGS)
 
 clean:
-	rm -rf runs models .pytest_cache .mypy_cache .ruff_cache
+	rm -rf runs models build/site build/doctrees .pytest_cache .mypy_cache .ruff_cache
