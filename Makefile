@@ -17,7 +17,7 @@ export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
 export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo install check test lint test-slow test-gpu test-vllm bench bench-peers bench-peer-training bench-mla bench-gpu bench-store clean
+.PHONY: demo install check test lint test-slow test-gpu test-vllm docs bench bench-peers bench-peer-training bench-mla bench-gpu bench-store clean
 
 demo: install
 	$(BIN)/python -m eagle31_train.targets.embedded
@@ -66,6 +66,10 @@ test-vllm: install
 	PYTHON=$(abspath $(BIN))/python tests/vllm/install.sh $(VLLM_VENV)
 	$(PYTEST) --maxprocesses 2 --dist loadgroup -m vllm tests/vllm
 
+# The documentation as a site, build/site/index.html; a broken link, anchor or picture is an error (tests/test_docs.py too).
+docs: install
+	$(BIN)/sphinx-build -q -W --keep-going -c docs -d build/doctrees . build/site
+
 # How our training step's cost grows, and how far it is from the machine's limit: runs/bench/growth.{json,png}
 bench:
 	PYTHON=$(PYTHON) benchmarks/install_peers.sh $(PEERS_VENV)
@@ -95,4 +99,4 @@ bench-store: install
 	$(BIN)/python -m benchmarks.extraction $(ARGS)
 
 clean:
-	rm -rf runs models .pytest_cache .mypy_cache .ruff_cache
+	rm -rf runs models build/site build/doctrees .pytest_cache .mypy_cache .ruff_cache

@@ -1,4 +1,4 @@
-"""The library as docs/api.md shows it, on a run of an earlier version; and its counts beside that run's evaluation."""
+"""The library as README.md and docs/api.md show it, on an earlier version's run; its counts beside an evaluation."""
 
 import json
 import re
@@ -13,7 +13,8 @@ from eagle31_train.evaluation.decoding import Limits, decode_plain
 
 ROOT = Path(__file__).resolve().parent.parent
 FIXTURE = ROOT / "tests" / "fixtures" / "v68c343f"
-BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "api.md").read_text(), re.DOTALL)
+PAGES = (ROOT / "README.md").read_text() + (ROOT / "docs" / "api.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGES, re.DOTALL)
 
 
 @pytest.fixture

@@ -1,0 +1,241 @@
+"""The documentation: the site builds strictly and asks for nothing outside; commands, options and paths are real.
+
+Blocks of Python run in tests/test_api.py. docs/log.md tells of the past, with the names of its day: it is only built.
+"""
+
+import argparse
+import functools
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from eagle31_train import cli, new
+from eagle31_train.__main__ import COMMANDS
+from eagle31_train.config import RENAMED
+from eagle31_train.errors import UserError
+from eagle31_train.evaluation.comparison import is_drafter
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILT = ["README.md", "CONTRIBUTING.md", "CITATION.cff", "LICENSE", "benchmarks/README.md", "docs"]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/README.md", *sorted(ROOT.glob("docs/*.md"))]
+TEXTS = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES if page.name != "log.md"}
+SECTIONS = {name.partition(".")[0] for name in cli.option_names() if "." in name}
+
+# ---------------------------------------------------------------- the site
+
+
+def build(source, out):
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-c", source / "docs"]
+    return subprocess.run(
+        [*command, "-d", out / "doctrees", source, out / "site"], capture_output=True, text=True, check=False
+    )
+
+
+def test_the_site_builds_strictly_and_asks_for_nothing_outside(tmp_path):
+    source = tmp_path / "source"
+    for name in BUILT:
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (shutil.copytree if (ROOT / name).is_dir() else shutil.copyfile)(ROOT / name, source / name)
+    # What pages link to beside each other is code, which is not copied: a link to it is checked for itself, below.
+    for link in {
+        target for text in TEXTS.values() for target in re.findall(r"\]\(([^)#:]+\.(?:py|yaml|json))\)", text)
+    }:
+        assert "results/" in link, f"{link}: link to pages and results, and name code in backticks"
+    built = build(source, tmp_path)
+    assert (built.returncode, built.stderr) == (0, "")
+    pages = list((tmp_path / "site").rglob("*.html"))
+    assert len(pages) > len(PAGES)
+    fetched = r"""<(?:script|img|iframe|source)\b[^>]*\ssrc="(?:https?:)?//|<link\b[^>]*\shref="(?:https?:)?//"""
+    assert [page.name for page in pages if re.search(fetched, page.read_text())] == []
+    styles = (tmp_path / "site").rglob("*.css")
+    assert [
+        style.name for style in styles if re.search(r"(url\(|@import)\s*['\"]?(https?:)?//", style.read_text())
+    ] == []
+
+    # A page, an anchor and a picture that are not there, and a page that no navigation leads to.
+    with (source / "docs" / "data.md").open("a") as page:
+        page.write("\n[a](nowhere.md) [b](store.md#nowhere)\n\n![c](results/nowhere.png)\n")
+    (source / "docs" / "lost.md").write_text("# Lost\n")
+    broken = build(source, tmp_path)
+    assert broken.returncode
+    for complaint in ("'nowhere.md'", "'nowhere'", "results/nowhere.png", "lost.md: WARNING: document isn't included"):
+        assert complaint in broken.stderr
+
+
+def test_the_citation_is_of_this_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()
+    for key in ("version", "license"):
+        assert f'\n{key} = "{citation[key]}"\n' in (ROOT / "pyproject.toml").read_text()
+    assert f"version = {{{citation['version']}}}" in (ROOT / "README.md").read_text()
+
+
+def test_the_front_page_stays_short():
+    assert len(TEXTS["README.md"].splitlines()) <= 150
+
+
+# ---------------------------------------------------------------- commands, options, paths
+
+
+def commands(text):
+    """Command lines of a page: in code blocks and in backticks; without comments, continued lines joined."""
+    fenced = [body for kind, body in re.findall(r"^```(\w*)\n(.*?)^```", text, re.M | re.S) if kind in ("", "sh")]
+    indented = re.findall(r"^    (?! )(.+)", text, re.M)
+    inline = re.findall(r"(?<!`)`([^`]+)`(?!`)", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))
+    lines = "\n".join(fenced).replace("\\\n", " ").splitlines() + indented + [" ".join(code.split()) for code in inline]
+    for line in lines:
+        line = re.sub(r"^\s*(ACCELERATE_USE_CPU=true )?\s*", "", re.sub(r"^srun bash -c '(.*)'$", r"\1", line))
+        if re.match(r"(eagle31|make|accelerate|torchrun|vllm|python|\S*/bin/python)\s+\S", line):
+            yield re.sub(r"\s&$", "", re.sub(r"\s#\s.*", "", line)).strip()
+
+
+def module_file(name):
+    base = ROOT.joinpath(*name.split("."))
+    return next((file for file in (base.with_suffix(".py"), base / "__main__.py") if file.is_file()), None)
+
+
+def check(line):
+    """Parse a command line as its program would.
+
+    Raises:
+        AssertionError, UserError, ValueError: it names something that there is not.
+    """
+    words = [word for word in shlex.split(re.sub(r"\$\(\([^)]*\)\)|\$\w+", "1", line)) if word not in ("…", "...")]
+    program, *rest = words
+    if program == "make":
+        targets = {word for word in rest if "=" not in word}
+        known = set(re.search(r"^\.PHONY: (.*)", (ROOT / "Makefile").read_text(), re.M)[1].split())
+        assert targets, "make what?"
+        assert targets <= known, f"no target {targets - known}"
+    elif program == "vllm":
+        if "--speculative-config" in rest:
+            values = json.loads(rest[rest.index("--speculative-config") + 1])
+            assert values.keys() == {"method", "model", "num_speculative_tokens"}
+            assert values["method"] == "eagle3"
+    elif program == "eagle31":
+        if rest != ["--help"]:
+            check_command(rest[0], rest[1:])
+    elif program in ("accelerate", "torchrun"):
+        check_launch(program, rest)
+    elif rest[0] == "train.py":
+        check_options(rest[1:])
+    elif rest[0] == "-m":
+        check_module(rest[1], rest[2:])
+
+
+def check_module(name, words):
+    stages = {module: command for command, (module, _) in COMMANDS.items()}
+    if name in stages:
+        return check_command(stages[name], words)
+    file = module_file(name)
+    assert file, f"no module {name}"
+    words = words[: words.index("--")] if "--" in words else words
+    missing = [word for word in words if word.startswith("--") and f'"{word}"' not in file.read_text()]
+    assert not missing, f"{name} has no {missing}"
+    return None
+
+
+def check_command(command, words):
+    assert command in COMMANDS, f"no command {command}"
+    if command in ("new", "completion", "report", "store"):  # of their own arguments
+        file = module_file(COMMANDS[command][0])
+        flags = [word for word in words if word.startswith("--")]
+        assert all(f'"{flag}"' in file.read_text() for flag in flags), f"{command} has no {flags}"
+        return
+    if command == "run":
+        words = [word for word in words if word not in ("--from", "--until", *COMMANDS)]
+    if command == "compare":
+        words = [word for word in words if word[0] in "+~" or not is_drafter(word)]
+    check_options(words)
+
+
+def check_options(words):
+    words = [word for word in words if not re.fullmatch(r"--cfg|--help|.*….*|\+?experiment=(NAME|FILE.yaml|x)", word)]
+    if not any(re.match(r"\+?(experiment|target\.path)=", word) for word in words):
+        words = [*words, "target.path=HUB-ID"]
+    for old in {word.partition("=")[0] for word in words} & RENAMED.keys():
+        raise UserError(f"{old} is called {RENAMED[old]} now")
+    load(tuple(words))
+
+
+load = functools.cache(lambda words: cli.load_config(list(words)))
+
+
+def check_launch(program, words):
+    from accelerate.commands.launch import launch_command_parser
+    from torch.distributed.run import get_args_parser
+
+    if program == "accelerate":
+        assert words[0] == "launch"
+        words = words[1:]
+    parser = launch_command_parser() if program == "accelerate" else get_args_parser()
+    parser.error = lambda message: pytest.fail(f"{program}: {message}")
+    if "-m" in words:
+        at = words.index("-m")
+        return check_module(words[at + 1], words[at + 2 :])
+    if not any(word.endswith(".py") for word in words):  # named in a sentence
+        words = [*words, "train.py"]
+    parsed: argparse.Namespace = parser.parse_args(words)
+    assert (ROOT / parsed.training_script).is_file(), parsed.training_script
+    if getattr(parsed, "config_file", None):
+        assert (ROOT / parsed.config_file).is_file(), parsed.config_file
+    return check_options(parsed.training_script_args)
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_commands_are_taken_by_their_programs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    new.main(["mine"])  # the recipe that pages speak of, with its target set
+    recipe = Path("mine.yaml")
+    recipe.write_text(recipe.read_text().replace("???", "HUB-ID"))
+    wrong = []
+    for line in dict.fromkeys(commands(TEXTS[page])):
+        try:
+            check(line)
+        except (AssertionError, UserError, ValueError, pytest.fail.Exception) as error:
+            wrong.append(f"{line}\n    {error}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_options_and_paths_exist(page):
+    names, codes = cli.option_names(), re.findall(r"`([^`\n]+)`", TEXTS[page])
+    option = re.compile(rf"(?<![\w./-])(?:{'|'.join(SECTIONS)})\.(?!py|json|safetensors)[a-z_0-9.]+(?=[=\s]|$)")
+    wrong = [
+        option
+        for option in {word for code in codes for word in option.findall(code)}
+        if not any(name.startswith(option) or option.startswith(f"{name}.") for name in names)
+    ]
+    path = re.compile(
+        r"(eagle31_train|train|data_prep|configs|docs|tests|benchmarks)/[\w/.-]+(/|\.(py|yaml|md|sh|svg))"
+    )
+    paths = {code for code in codes if path.fullmatch(code)}
+    wrong += [path for path in paths if not (ROOT / path).exists()]
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "eagle31 plane target.path=x",
+        "eagle31 plan target.pth=x",
+        "python -m data_prep +experiment=smollm3",
+        "python -m eagle31_train.evaluate +experiment=smollm2 evaluate.num_prompts=many",
+        "python -m eagle31_train.compare runs/a runs/b compare.verify=8",
+        "python -m benchmarks.growth --fast",
+        "accelerate launch --config_file configs/accelerate/dpp.yaml train.py +experiment=kimi",
+        "accelerate launch --num_process 8 trainer.py",
+        "make tests",
+        """vllm serve x --speculative-config '{"method": "eagle", "model": "y", "num_speculative_tokens": 3}'""",
+    ],
+)
+def test_a_mistaken_command_is_seen(line):
+    with pytest.raises((AssertionError, UserError, ValueError, pytest.fail.Exception)):
+        check(line)
