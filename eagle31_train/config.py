@@ -91,7 +91,12 @@ REMOVED = ("plan.hidden_size", "plan.vocab_size", "plan.layers")
 class TargetConfig:
     path: str = opt("???", "directory or hub id of the target, in transformers format")
     revision: str | None = opt(None, "hub revision")
-    dtype: str = opt("bfloat16", "precision the target runs in during generation and extraction", choices=DTYPES)
+    dtype: str = opt(
+        "auto",
+        "precision the target runs in during generation and extraction; auto: bfloat16 on hardware that multiplies in "
+        "it, else float32, and what the run was begun with",
+        choices=("auto", *DTYPES),
+    )
     device: str = opt("auto", "cpu, cuda, cuda:N, or auto (cuda where there is one, each process its own)")
     device_map: str | None = opt(None, "spread over several devices, as transformers' device_map; one process only")
     trust_remote_code: bool = opt(False, "run Python code that comes with the target")
@@ -255,7 +260,9 @@ class TrainConfig:
     weight_decay: float = opt(0.0, "on matrices only", at_least=0)
     betas: list[float] = opt([0.9, 0.95], "AdamW's", at_least=0, below=1)
     max_grad_norm: float = opt(0.5, "largest gradient norm", above=0, finite=False)
-    precision: str = opt("bf16", "bf16 (autocast, fp32 master weights) or no (fp32)", choices=("bf16", "no"))
+    precision: str = opt(
+        "auto", "bf16 (autocast, fp32 master weights), no (fp32), or auto, as target.dtype", choices=("auto", "bf16", "no")
+    )
     fc_init_scale: float = opt(
         1.0,
         "scales fc's first weights; without fc_norm: one over the RMS of the target's last auxiliary state",

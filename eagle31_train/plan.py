@@ -4,9 +4,11 @@
     python -m eagle31_train.plan +experiment=llama31_8b
     python -m eagle31_train.plan +experiment=kimi plan.tokens=5e8 plan.devices=4 plan.device_gib=141
 
-Of a hub id config.json is downloaded, and nothing else; nothing is written.
+Without a recipe +experiment=any is taken, as by `eagle31 run`. Of a hub id config.json is downloaded, and nothing else;
+nothing is written.
 """
 
+import sys
 from dataclasses import asdict
 
 from eagle31_train import cli
@@ -34,4 +36,5 @@ def reckon(config: Config) -> tuple[Planned, list[str]]:
 
 
 if __name__ == "__main__":
-    cli.run(plan, __doc__ or "")
+    # A precision of `auto` is that of the devices of plan.*, and not of this machine.
+    cli.run(plan, __doc__ or "", cli.with_recipe(sys.argv[1:]), resolve=False)
