@@ -261,7 +261,9 @@ class TrainConfig:
     betas: list[float] = opt([0.9, 0.95], "AdamW's", at_least=0, below=1)
     max_grad_norm: float = opt(0.5, "largest gradient norm", above=0, finite=False)
     precision: str = opt(
-        "auto", "bf16 (autocast, fp32 master weights), no (fp32), or auto, as target.dtype", choices=("auto", "bf16", "no")
+        "auto",
+        "bf16 (autocast, fp32 master weights), no (fp32), or auto, as target.dtype",
+        choices=("auto", "bf16", "no"),
     )
     fc_init_scale: float = opt(
         1.0,
@@ -336,6 +338,10 @@ class PlanConfig:
     device_gib: float = opt(80.0, "plan: memory of one device, in GiB", above=0)
     peak_tflops: float = opt(989.0, "plan: bf16 TFLOP/s of one device without sparsity (H100 SXM: 989)", above=0)
     utilisation: float = opt(0.35, "plan: share of that which training is taken to reach", above=0, at_most=1)
+    bandwidth_gbs: float = opt(3350.0, "plan: memory bandwidth of one device, in GB/s (H100 SXM: 3350)", above=0)
+    decode_utilisation: float = opt(
+        0.25, "plan: share of the fastest possible decoding that answering is taken to reach", above=0, at_most=1
+    )
 
 
 @dataclass

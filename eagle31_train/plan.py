@@ -31,7 +31,9 @@ def plan(config: Config) -> None:
 def reckon(config: Config) -> tuple[Planned, list[str]]:
     """What the sections speak of, and the table of where the drafter's options are from."""
     target, data = inputs.read_target(config), inputs.read_data(config)
-    shape, rows = planned_drafter(config, target.description, data.vocabulary or target.description.vocab_size)
+    V, by_coverage = target.description.vocab_size, config.data.draft_vocab_coverage is not None
+    assumed = min(V, inputs.VOCABULARY) if by_coverage else V
+    shape, rows = planned_drafter(config, target.description, data.vocabulary or assumed)
     return Planned(complete(config, asdict(target.description)), target, shape, data), rows
 
 

@@ -5,11 +5,10 @@ less than these bytes at the memory's bandwidth, nor less than its FLOPs at the 
 reached of it is an assumption, `plan.decode_utilisation`.
 """
 
-import math
 from dataclasses import dataclass
 
 from eagle31_train.config import Config
-from eagle31_train.planning.inputs import Target
+from eagle31_train.planning.inputs import Target, writes_prompts
 from eagle31_train.targets.description import TargetDescription
 
 OF_USE = 0.75  # share of the target's own prompts that are: 24 of 32 of SmolLM2-135M, docs/log.md
@@ -47,15 +46,17 @@ class Answering:
 
 @dataclass(frozen=True)
 class Floor:
-    """The least that one decode step of an engine takes.
+    """The least that answering takes.
 
-    weights, cache: bytes that it reads. flops: that it works out. seconds: at the devices' bandwidth and peak rate.
+    weights, cache: bytes that one decode step reads. step: its seconds. seconds, flops: of everything that is written,
+    with every step full, and each prompt read once.
     """
 
     weights: float
     cache: float
-    flops: float
+    step: float
     seconds: float
+    flops: float
 
 
 def engine_of(config: Config) -> Engine:
@@ -68,8 +69,7 @@ def engine_of(config: Config) -> Engine:
 
 def answering(config: Config, conversations: float, prompt: float, answer: float) -> Answering:
     """What there is to write for so many conversations, of both splits, of so many tokens of prompts and answers."""
-    prompts, own, turns = conversations / config.data.generate.samples, config.data.self_prompts, 1
-    written = 0.0
+    prompts, own, written = conversations / config.data.generate.samples, config.data.self_prompts, 0.0
     if writes_prompts(config):
         turns = own.turns
         turn = min(own.max_new_tokens, prompt / turns)
@@ -78,26 +78,19 @@ def answering(config: Config, conversations: float, prompt: float, answer: float
     return Answering(prompts, written, conversations * answer, prompt, answer)
 
 
-def writes_prompts(config: Config) -> bool:
-    """Whether the target writes prompts itself: as is said, or since none are given."""
-    d = config.data
-    return d.prompts == "self" or not (d.prompts or d.conversations or d.sources)
-
-
-def floor(config: Config, target: Target, value: int, what: Answering, engine: Engine) -> Floor:
-    """Of one step, which writes a token of each of `engine.batch` answers, each half written on average.
-
-    Args:
-        value: bytes of a weight.
-    """
-    p, parameters, t = config.plan, target.parameters, target.description
+def floor(config: Config, target: Target, what: Answering, engine: Engine) -> Floor:
+    """Of answers that are half written on average, `engine.batch` of which get a token in each step."""
+    p, sizes, t = config.plan, target.sizes, target.description
     context = what.prompt + what.answer / 2
     # Of experts those that some token of the step is sent to.
-    weights = value * (parameters.dense + parameters.experts * (1 - (1 - parameters.chosen) ** engine.batch))
+    weights = target.weight_bytes * (sizes.dense + sizes.experts * (1 - (1 - sizes.chosen) ** engine.batch))
     cache = engine.batch * context * CACHE_BYTES * cached_values(t)
-    flops = engine.batch * (2 * parameters.active + 4 * t.num_hidden_layers * t.hidden_size * context)
+    token = 2 * sizes.active + 4 * t.num_hidden_layers * t.hidden_size * context
     bandwidth, rate = p.bandwidth_gbs * 1e9 * engine.devices, p.peak_tflops * 1e12 * engine.devices
-    return Floor(weights, cache, flops, max((weights + cache) / bandwidth, flops / rate))
+    step = max((weights + cache) / bandwidth, engine.batch * token / rate)
+    reading = 2 * sizes.active * what.prompt * what.answers / what.answer
+    seconds = what.tokens / engine.batch * step + reading / rate
+    return Floor(weights, cache, step, seconds, what.tokens * token + reading)
 
 
 def cached_values(target: TargetDescription) -> int:
@@ -106,8 +99,3 @@ def cached_values(target: TargetDescription) -> int:
     if target.mla:
         width = int(target.mla["kv_lora_rank"] or 0) + int(target.mla["qk_rope_head_dim"] or 0)
     return target.num_hidden_layers * width
-
-
-def seconds(what: Answering, step: Floor, engine: Engine, prefill_flops: float, rate: float) -> float:
-    """At the fastest: steps that are always full, and each prompt read once at a rate in FLOP/s."""
-    return math.ceil(what.tokens / engine.batch) * step.seconds + prefill_flops / rate

@@ -87,6 +87,7 @@ def test_a_damaged_line_before_the_last_is_named(tmp_path):
     lines = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     lines[11] = lines[11][:9] + b"\n"
     (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines))
+
     # The reporter says it as it is made.
     class Listening(Reporter):
         def note(self, text):
