@@ -67,18 +67,18 @@ def answering(plan: Planned) -> list[str]:
     engine = answers.engine_of(config)
     least = answers.floor(config, plan.target, what, engine)
     there, share = prompts_at_hand(config), config.plan.decode_utilisation
+    each = f"{samples} answers" if samples > 1 else "1 answer"
     several = f"{engine.devices} devices" if engine.devices > 1 else "one device"
     lines = [
         f"ANSWERS   by {engine.name}, {engine.batch} at once on {several}",
-        _line(
-            "prompts", f"{what.prompts:,.0f}", f"{samples} answer{'s' * (samples > 1)} to each, of {answer:,.0f} tokens"
-        ),
+        _line("prompts", f"{what.prompts:,.0f}", f"{each} to each, of {answer:,.0f} tokens"),
         _line("tokens to write", _si(what.tokens), "the prompts too, a quarter of which is no good" if own else ""),
         _line("at the fastest", str(timedelta(seconds=round(least.seconds))), f"{_si(least.flops)}FLOP"),
         f"    a step of {engine.batch} takes {1000 * least.step:.3g} ms: {_si(least.weights)}B of weights and "
         f"{_si(least.cache)}B of KV cache",
         _line("expected", str(timedelta(seconds=round(least.seconds / share))), f"if {share:.0%} of that is reached"),
-        f"    at {config.plan.bandwidth_gbs:g} GB/s a device (plan.bandwidth_gbs, plan.decode_utilisation): not measured",
+        f"    at {config.plan.bandwidth_gbs:g} GB/s a device (plan.bandwidth_gbs, plan.decode_utilisation); "
+        "nobody measured it",
     ]
     if there is not None and there < 0.99 * what.prompts:
         lines.append(f"  NOT ENOUGH   {there:,} prompts are at hand: give more, or {TO_RAISE[own]}.")
