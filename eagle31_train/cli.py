@@ -29,18 +29,22 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from eagle31_train import precision
 from eagle31_train.config import REMOVED, RENAMED, Config, check_value
 from eagle31_train.errors import SharedError, Stopped, UserError
 from eagle31_train.locations import CONFIGS, project
 
 
-def load_config(overrides: list[str], saved: Path | None = None, config_dir: Path | None = None) -> Config:
+def load_config(
+    overrides: list[str], saved: Path | None = None, config_dir: Path | None = None, resolve: bool = True
+) -> Config:
     """Compose `configs/config.yaml` with the overrides and check it against the schema.
 
     Args:
         overrides: `key=value`, `+experiment=NAME`, or `+experiment=FILE.yaml` of a recipe of one's own.
         saved: a resolved configuration, as runs keep it, to begin with instead.
         config_dir: a folder with groups of one's own, like `configs/`: experiment/, target/, …
+        resolve: give options that say `auto` of a precision the value that this machine, or a record, decides.
 
     Raises:
         UserError: an unknown key or group (with the nearest valid name), a value of the wrong
@@ -54,7 +58,10 @@ def load_config(overrides: list[str], saved: Path | None = None, config_dir: Pat
             raise UserError(f"{twice[0]}: give it once")
         overrides = [_named(override, Path(copies)) for override in overrides]
         folders = [CONFIGS, Path(copies), *([config_dir.resolve()] if config_dir else [])]
-        return _load([_checked(override, folders) for override in overrides], saved, folders)
+        config = _load([_checked(override, folders) for override in overrides], saved, folders)
+    if resolve:
+        precision.resolve(config)
+    return config
 
 
 def _load(overrides: list[str], saved: Path | None, folders: list[Path]) -> Config:
@@ -170,11 +177,12 @@ def run(
     argv: list[str] | None = None,
     saved: Path | None = None,
     before: str = "",
+    resolve: bool = True,
 ) -> None:
     """Parse the command line, compose the configuration, run the stage.
 
     Args:
-        saved: a resolved configuration to begin with, see `load_config`.
+        saved, resolve: see `load_config`; what was resolved is said.
         before: what the usage line has before the options; the caller reads it.
 
     Exits with 2 on a user's mistake, with 75 if the stage was told to stop and saved, with 130 on Ctrl-C.
@@ -191,10 +199,13 @@ def run(
     parser.add_argument("--config-dir", type=Path, help="a folder of recipes and groups of your own, like configs/")
     arguments = parser.parse_intermixed_args(argv)
     try:
-        config = load_config(arguments.overrides, saved, arguments.config_dir)
+        config = load_config(arguments.overrides, saved, arguments.config_dir, resolve=False)
+        resolved = precision.resolve(config) if resolve else None
         if arguments.cfg:
             print(to_yaml(config), end="")
             return
+        if resolved and os.environ.get("RANK", "0") == "0":  # one of several processes speaks for all
+            print(resolved)
         stage(config)
         sys.stdout.flush()
     except UserError as error:
@@ -216,6 +227,15 @@ def run(
     except KeyboardInterrupt:
         print("stopped; the same command goes on from here", file=sys.stderr)
         raise SystemExit(130) from None
+
+
+ANY = "+experiment=any"  # the recipe of a command line that names none
+
+
+def with_recipe(words: list[str]) -> list[str]:
+    """The words of a command line; with the recipe ANY in front where it names none."""
+    named = any(word.lstrip("+").startswith("experiment=") for word in words)
+    return words if named else [ANY, *words]
 
 
 def _program() -> str:

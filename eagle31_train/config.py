@@ -91,7 +91,12 @@ REMOVED = ("plan.hidden_size", "plan.vocab_size", "plan.layers")
 class TargetConfig:
     path: str = opt("???", "directory or hub id of the target, in transformers format")
     revision: str | None = opt(None, "hub revision")
-    dtype: str = opt("bfloat16", "precision the target runs in during generation and extraction", choices=DTYPES)
+    dtype: str = opt(
+        "auto",
+        "precision the target runs in during generation and extraction; auto: bfloat16 on hardware that multiplies in "
+        "it, else float32, and what the run was begun with",
+        choices=("auto", *DTYPES),
+    )
     device: str = opt("auto", "cpu, cuda, cuda:N, or auto (cuda where there is one, each process its own)")
     device_map: str | None = opt(None, "spread over several devices, as transformers' device_map; one process only")
     trust_remote_code: bool = opt(False, "run Python code that comes with the target")
@@ -255,7 +260,11 @@ class TrainConfig:
     weight_decay: float = opt(0.0, "on matrices only", at_least=0)
     betas: list[float] = opt([0.9, 0.95], "AdamW's", at_least=0, below=1)
     max_grad_norm: float = opt(0.5, "largest gradient norm", above=0, finite=False)
-    precision: str = opt("bf16", "bf16 (autocast, fp32 master weights) or no (fp32)", choices=("bf16", "no"))
+    precision: str = opt(
+        "auto",
+        "bf16 (autocast, fp32 master weights), no (fp32), or auto, as target.dtype",
+        choices=("auto", "bf16", "no"),
+    )
     fc_init_scale: float = opt(
         1.0,
         "scales fc's first weights; without fc_norm: one over the RMS of the target's last auxiliary state",
@@ -329,6 +338,10 @@ class PlanConfig:
     device_gib: float = opt(80.0, "plan: memory of one device, in GiB", above=0)
     peak_tflops: float = opt(989.0, "plan: bf16 TFLOP/s of one device without sparsity (H100 SXM: 989)", above=0)
     utilisation: float = opt(0.35, "plan: share of that which training is taken to reach", above=0, at_most=1)
+    bandwidth_gbs: float = opt(3350.0, "plan: memory bandwidth of one device, in GB/s (H100 SXM: 3350)", above=0)
+    decode_utilisation: float = opt(
+        0.25, "plan: share of the fastest possible decoding that answering is taken to reach", above=0, at_most=1
+    )
 
 
 @dataclass

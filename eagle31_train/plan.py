@@ -4,9 +4,11 @@
     python -m eagle31_train.plan +experiment=llama31_8b
     python -m eagle31_train.plan +experiment=kimi plan.tokens=5e8 plan.devices=4 plan.device_gib=141
 
-Of a hub id config.json is downloaded, and nothing else; nothing is written.
+Without a recipe +experiment=any is taken, as by `eagle31 run`. Of a hub id config.json is downloaded, and nothing else;
+nothing is written.
 """
 
+import sys
 from dataclasses import asdict
 
 from eagle31_train import cli
@@ -29,9 +31,12 @@ def plan(config: Config) -> None:
 def reckon(config: Config) -> tuple[Planned, list[str]]:
     """What the sections speak of, and the table of where the drafter's options are from."""
     target, data = inputs.read_target(config), inputs.read_data(config)
-    shape, rows = planned_drafter(config, target.description, data.vocabulary or target.description.vocab_size)
+    V, by_coverage = target.description.vocab_size, config.data.draft_vocab_coverage is not None
+    assumed = min(V, inputs.VOCABULARY) if by_coverage else V
+    shape, rows = planned_drafter(config, target.description, data.vocabulary or assumed)
     return Planned(complete(config, asdict(target.description)), target, shape, data), rows
 
 
 if __name__ == "__main__":
-    cli.run(plan, __doc__ or "")
+    # A precision of `auto` is that of the devices of plan.*, and not of this machine.
+    cli.run(plan, __doc__ or "", cli.with_recipe(sys.argv[1:]), resolve=False)

@@ -4,29 +4,43 @@
     eagle31 run target.path=Qwen/Qwen3-8B name=qwen data.prompts=prompts.jsonl --from extract --until train
 
 Each stage that is done is passed over, so the same command goes on after a stop. Without prompts the target writes
-them itself (data.prompts=self). Training uses every GPU of this machine, or its CPU.
+them itself (data.prompts=self), and without a recipe +experiment=any is taken. Training uses every GPU of this machine,
+or its CPU; --profile ddp, fsdp2, zero2 … says how they share it (docs/launch.md).
 """
 
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from eagle31_train import cli
+from eagle31_train.cli import ANY
 from eagle31_train.config import Config
 from eagle31_train.errors import Stopped
 from eagle31_train.locations import CONFIGS
 
 STAGES = ("data", "extract", "train", "evaluate", "export", "summary")
 SELF = ["regenerate=true", "data.prompts=self"]
+ALONE = ("cpu", "gpu")  # profiles of one process
+PROFILES = [*ALONE, "ddp", "fsdp2", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload"]  # of one machine
 
 
-def run(config: Config, overrides: list[str], first: str = STAGES[0], last: str = STAGES[-1]) -> None:
-    """Run the stages from `first` to `last`, each in a process of its own.
+def run(
+    config: Config,
+    overrides: list[str],
+    first: str = STAGES[0],
+    last: str = STAGES[-1],
+    profile: str | None = None,
+) -> None:
+    """Run the stages from `first` to `last`, each in a process of its own; training under a launch profile, or under
+    the one that fits the devices here.
 
     Raises:
         SystemExit: a stage ended with this status, and has said why.
     """
+    if ANY in overrides:
+        print(f"run: no recipe is named: {ANY} (configs/experiment/any.yaml; or one of your own, `eagle31 new NAME`)")
     if not (config.data.conversations or config.data.prompts or config.data.sources):
         print("run: no prompts are given (data.prompts=FILE): the target writes them itself, data.prompts=self")
         overrides = [*overrides, *SELF]
@@ -34,7 +48,7 @@ def run(config: Config, overrides: list[str], first: str = STAGES[0], last: str 
     environment.setdefault("TOKENIZERS_PARALLELISM", "false")
     for stage in STAGES[STAGES.index(first) : STAGES.index(last) + 1]:
         print(f"run: {stage}", flush=True)
-        done = subprocess.run([*command(stage), *overrides], env=environment, check=False)
+        done = subprocess.run([*command(stage, profile), *overrides], env=environment, check=False)
         if done.returncode == cli.STOPPED:
             raise Stopped(f"run: {stage} was stopped and saved; the same command goes on from there")
         if done.returncode:
@@ -42,17 +56,19 @@ def run(config: Config, overrides: list[str], first: str = STAGES[0], last: str 
             raise SystemExit(done.returncode)
 
 
-def command(stage: str) -> list[str]:
+def command(stage: str, profile: str | None = None) -> list[str]:
     """The words that start a stage, without its options; training on all devices of this machine."""
     script = Path(sys.executable).with_name("eagle31")
     program = [str(script)] if script.is_file() else ["-m", "eagle31_train"]
     if stage != "train":
         return [sys.executable, *program, stage]
-    profile, devices = launch_profile()
-    print(f"run: training on {devices or 'the CPU'}{' GPUs' if devices else ''}, profile {profile}", flush=True)
+    found, devices = launch_profile()
+    profile = profile or found
+    processes = 1 if profile in ALONE else max(1, devices)
+    where = "the CPU" if profile == "cpu" or not devices else f"{processes} GPU{'s' * (processes > 1)}"
+    print(f"run: training on {where}, profile {profile}", flush=True)
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--quiet"]
-    launch += ["--config_file", str(CONFIGS / "accelerate" / f"{profile}.yaml")]
-    launch += ["--num_processes", str(devices)] if devices > 1 else []
+    launch += ["--config_file", str(CONFIGS / "accelerate" / f"{profile}.yaml"), "--num_processes", str(processes)]
     return [*launch, *(["--module", "eagle31_train"] if program[0] == "-m" else program), stage]
 
 
@@ -61,25 +77,26 @@ def launch_profile() -> tuple[str, int]:
     import torch  # seconds, which `--help` need not wait for
 
     devices = torch.cuda.device_count()
-    return ("cpu", "gpu")[devices] if devices < 2 else "ddp", devices
+    return ALONE[devices] if devices < 2 else "ddp", devices
 
 
 def main() -> None:
     """Command line: --from and --until beside the options of every stage."""
-    words, ends = sys.argv[1:], {"--from": STAGES[0], "--until": STAGES[-1]}
+    words = cli.with_recipe(sys.argv[1:])
+    ends: dict[str, Any] = {"--from": STAGES[0], "--until": STAGES[-1], "--profile": None}
     for flag in ends:
         if flag in words:
             at = words.index(flag)
             ends[flag] = words[at + 1] if at + 1 < len(words) else ""
-            if ends[flag] not in STAGES:
-                print(f"error: {flag} takes one of {', '.join(STAGES)}", file=sys.stderr)
+            if ends[flag] not in (allowed := PROFILES if flag == "--profile" else STAGES):
+                print(f"error: {flag} takes one of {', '.join(allowed)}", file=sys.stderr)
                 raise SystemExit(2)
             del words[at : at + 2]
     cli.run(
-        lambda config: run(config, [word for word in words if word != "--cfg"], ends["--from"], ends["--until"]),
+        lambda config: run(config, [word for word in words if word != "--cfg"], *ends.values()),
         __doc__ or "",
         argv=words,
-        before="[--from STAGE] [--until STAGE] ",
+        before="[--from STAGE] [--until STAGE] [--profile PROFILE] ",
     )
 
 

@@ -49,7 +49,7 @@ def main():
         with parallel.micro_batch(last=True):
             loss, _ = parallel.model(batch, torch.full((UNROLL,), 1e-2))
             parallel.backward(loss)
-        parallel.update(1e-4)
+        parallel.update(1e-4, torch.ones(1))
     del loss, batch
     if accelerator.is_main_process:
         print(json.dumps({"held": held(), "kind": parallel.kind}))

@@ -274,6 +274,21 @@ def absent(patches, steps):
     patches.enter_context(patch.object(trainer, "learning_rate", later))
 
 
+def harm_pairs(patches, steps):
+    """These steps have nothing to train: the draft vocabulary holds no token, as they see it."""
+    from train import trainer
+
+    load = trainer.load
+
+    def emptied(split, schedule, done, t, seed, keep_mask, *more):
+        for batch in load(split, schedule, done, t, seed, keep_mask, *more):
+            alone = schedule[: batch.step], batch.step - 1
+            without = batch.step in steps
+            yield next(load(split, *alone, t, seed, keep_mask & False, *more)) if without else batch
+
+    patches.enter_context(patch.object(trainer, "load", emptied))
+
+
 HARMS = {
     "sample": harm_sample,
     "loss": harm_loss,
@@ -285,6 +300,7 @@ HARMS = {
     "orthogonality": harm_orthogonality,
     "options": harm_options,
     "absent": absent,
+    "pairs": harm_pairs,
 }
 
 if __name__ == "__main__":

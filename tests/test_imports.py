@@ -13,6 +13,7 @@ PACKAGES = ("data_prep", "eagle31_train", "train")
 LAYERS = [
     ["eagle31_train.errors", "eagle31_train.locations"],
     ["eagle31_train.config", "eagle31_train.artifacts", "eagle31_train.locks"],
+    ["eagle31_train.precision"],
     ["eagle31_train.provenance", "eagle31_train.cli"],
     ["eagle31_train.store"],
     ["eagle31_train.model"],

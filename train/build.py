@@ -8,6 +8,7 @@ from eagle31_train import artifacts
 from eagle31_train.checkpoint.shape import drafter_shape
 from eagle31_train.config import Config, DrafterConfig, DrafterShape, TargetConfig
 from eagle31_train.errors import UserError
+from eagle31_train.model.batch import has_pairs
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.model.loss import Objective, Teacher
 from eagle31_train.model.vocab import DraftVocab
@@ -48,6 +49,27 @@ def check_samples(split: StoreSplit, batch_tokens: int) -> None:
             f"row {split.lengths.index(longest)} of the train split in {split.store.location} has {longest} tokens: "
             f"set train.batch_tokens={longest} or more, or make data and store with data.max_length={batch_tokens}"
         )
+
+
+def check_pairs(split: StoreSplit, vocab: DraftVocab, oov: str) -> None:
+    """Refuse a training split in which no sample has a pair to train. One that has is mostly the first that is read.
+
+    Raises:
+        UserError: there is none; says why.
+    """
+    keep_mask, supervised = torch.from_numpy(vocab.t2d), 0
+    for index in range(len(split)):
+        document = split.read(index, states=False)
+        if has_pairs(document, keep_mask, oov):
+            return
+        supervised += len(document.supervised)
+    why = (
+        f"of {supervised:,} supervised positions none has an arg-max that is in the draft vocabulary of {len(vocab):,} "
+        "tokens: raise data.draft_vocab_size, or count it on the target's own answers (regenerate=true)"
+        if supervised
+        else "their loss masks cover no token of an answer: see the conversations, and data.max_length"
+    )
+    raise UserError(f"there is nothing to train in the {len(split):,} samples of {split.store.location}: {why}")
 
 
 def shape_of(config: DrafterConfig, store: Store, vocab: DraftVocab) -> DrafterShape:

@@ -5,7 +5,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from eagle31_train import artifacts, locks
-from eagle31_train.checkpoint.run_folder import RECORD
+from eagle31_train.checkpoint import run_folder
+from eagle31_train.checkpoint.run_folder import CHECKPOINTS, RECORD
 from eagle31_train.config import Config
 from eagle31_train.errors import UserError
 from eagle31_train.provenance import Provenance
@@ -36,6 +37,13 @@ def alone(run: Path) -> AbstractContextManager[None]:
         UserError: another one does.
     """
     return locks.alone(run / LOCK, f"another process trains in {run / 'train'} now")
+
+
+def begun(folder: Path, made_from: Provenance) -> bool:
+    """Whether this very run has a checkpoint in the folder, from which it goes on."""
+    record = folder / RECORD
+    there = record.is_file() and bool(run_folder.in_order(folder / CHECKPOINTS))
+    return there and made_from.matches(artifacts.read_json(record, "train.py"))
 
 
 def claim(folder: Path, made_from: Provenance, overwrite: bool) -> None:

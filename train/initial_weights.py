@@ -56,7 +56,7 @@ def identity(config: Config) -> str | None:
 
 
 def check(config: Config, shape: DrafterShape, store: Store) -> None:
-    """Refuse weights that do not fit before a folder is claimed for them; a run that goes on needs none.
+    """Refuse weights that do not fit a run that begins, before a folder is claimed for it.
 
     Raises:
         UserError: they cannot be had, are damaged, or would mean something else in this drafter.

@@ -18,7 +18,7 @@ class Rows:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def cut(self, step: int, seen: Callable[[Row], None] | None = None) -> int:
+    def cut(self, step: int, seen: Callable[[Row], None] | None = None, damaged: Callable[[str], None] = print) -> int:
         """Take away rows past `step` and a torn last line, which a kill after the checkpoint left.
 
         Rows lie in the order of their steps, so the file is only shortened: that needs no room, and a
@@ -26,24 +26,30 @@ class Rows:
 
         Args:
             seen: is given every row that stays.
+            damaged: is told of every whole line that is no row; it stays too.
 
         Returns:
             The step of the last row that stays; 0 without any.
         """
         size = last = 0
+        bad: list[int] = []
         if not self.path.exists():
             return last
         with self.path.open("r+b") as file:
-            for line in file:
+            for number, line in enumerate(file, 1):
                 row = parse(line)
                 if not line.endswith(b"\n") or (row is not None and row["step"] > step):
                     break
                 size += len(line)
-                if row is not None:
+                if row is None:
+                    bad.append(number)
+                else:
                     last = row["step"]
                     if seen is not None:
                         seen(row)
             file.truncate(size)
+        for number in bad:
+            damaged(f"{self.path}:{number} is damaged, and its row is lost: remove the line")
         return last
 
     def append(self, row: Row) -> None:

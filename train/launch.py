@@ -30,9 +30,11 @@ from packaging.version import Version
 from eagle31_train import artifacts
 from eagle31_train.config import Config, TrainConfig
 from eagle31_train.errors import SharedError, UserError
+from eagle31_train.locations import CONFIGS
 from train import tracking
 
 SEE = "see docs/launch.md"
+SETTINGS = "ACCELERATE_DEEPSPEED_CONFIG_FILE"  # DeepSpeed's, as accelerate's launcher hands them on
 # For how long ranks wait for one another: the main process may read and write checkpoints on a slow disk meanwhile.
 PATIENCE = timedelta(hours=2)
 
@@ -117,6 +119,9 @@ def deepspeed_plugin(t: TrainConfig) -> DeepSpeedPlugin:
     """
     if Version(there := version("deepspeed")) < Version("0.19"):
         raise UserError(f"DeepSpeed {there} loses micro-batches under ZeRO-2 in silence: pip install 'deepspeed>=0.19'")
+    if (file := Path(os.environ.get(SETTINGS, ""))).parts[:2] == ("configs", "deepspeed") and not file.is_file():
+        # As our profiles name it, below the top of a checkout. This is another folder, or there is no checkout.
+        os.environ[SETTINGS] = str(CONFIGS / file.relative_to("configs"))
     try:
         plugin = DeepSpeedPlugin()
     except ValueError as error:

@@ -119,10 +119,10 @@ class Reporter:
         self.metrics, self.timings = (Rows(folder / name) for name in (METRICS, TIMINGS))
         self.spikes = Spikes()
         if accelerator.is_main_process:
-            last = self.metrics.cut(step, self.spikes.recall)
+            last = self.metrics.cut(step, self.spikes.recall, self.note)
             if last < step:  # a full disk or a power cut took them, or somebody removed the file
                 self.note(f"{self.metrics.path} lacks the rows of steps {last + 1:,} to {step:,}")
-            self.timings.cut(step)
+            self.timings.cut(step, damaged=self.note)
 
     def log(self, step: int, values: dict[str, Any]) -> None:
         """Append one row to metrics.jsonl and send its numbers to the trackers.
@@ -152,10 +152,11 @@ class Reporter:
         self.accelerator.log(scalars("timing", values), step=step)
 
     def progress(self, tokens: int, loss: float, estimate: float) -> None:
-        """Move the live line one step on; `tokens` is what this step read."""
+        """Move the live line one step on; `tokens` is what this step read. A step without a loss has NaN."""
         self.tokens += tokens
         rate = self.tokens / (time.perf_counter() - self.began)
-        self.bar.set_postfix_str(f"loss {loss:.3f} est. acceptance {estimate:.3f} {rate:,.0f} tok/s", refresh=False)
+        learnt = f"loss {loss:.3f} est. acceptance {estimate:.3f} " if isfinite(loss) else ""
+        self.bar.set_postfix_str(f"{learnt}{rate:,.0f} tok/s", refresh=False)
         self.bar.update(1)
 
     def note(self, text: str) -> None:

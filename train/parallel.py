@@ -4,7 +4,7 @@
     with parallel.micro_batch(last):                      # gradients add up until the last, then over ranks
         loss, measured = parallel.model(batch, weights)   # every rank as often as every other
         parallel.backward(loss)
-    norm, *rest = parallel.update(lr, *rest)              # clipped; skipped where the norm is not finite
+    norm, *rest = parallel.update(lr, pairs, *rest)       # clipped; skipped without pairs or a finite norm
 
 Weights are fp32 in all of them and bf16 is autocast's (`Objective.autocast`), so that a recipe means the same
 under each. `moments` and `set_moments` speak of whole tensors by name, whatever the sharding: what one profile
@@ -15,8 +15,9 @@ a whole is what ZeRO-3 and FSDP2 gather: parameters, gradients and moments are s
 one full copy of the parameters during each.
 """
 
+import math
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -79,8 +80,13 @@ class Parallel:
         """Add the loss's gradient to what the step has; after the last it is the mean over ranks."""
         loss.backward()
 
-    def update(self, lr: float, *rest: Tensor) -> list[Tensor]:
-        """Clip and step, if the gradient is finite on every rank; forget the gradients.
+    def update(self, lr: float, pairs: Tensor, *rest: Tensor) -> list[Tensor]:
+        """Clip and step, if there is something to learn and the gradient is finite on every rank; forget the gradients.
+
+        Args:
+            lr: learning rate.
+            pairs: [K] that the step trains, over all ranks. Without any, weights and moments stay as they are.
+            rest: what else to fetch.
 
         Returns:
             The gradient's norm before clipping (infinite or NaN: nothing was updated), and `rest`, on the CPU in
@@ -88,12 +94,12 @@ class Parallel:
         """
         self._set_lr(lr)
         norm = self.clip()
-        fetched = fetch(norm, *rest)
-        if torch.isfinite(fetched[0]):
+        norm, count, *fetched = fetch(norm, pairs.sum(), *rest)
+        if torch.isfinite(norm) & (count > 0):
             self.optimizer.step()
             self.updates += 1
         self.optimizer.zero_grad(set_to_none=True)
-        return fetched
+        return [norm, *fetched]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter of the drafter, whole, by name; collective. Valid until the next one is asked for."""
@@ -231,14 +237,23 @@ class Zero(Parallel):
         """See `Parallel`."""
         self.model.backward(loss)
 
-    def update(self, lr: float, *rest: Tensor) -> list[Tensor]:
+    def update(self, lr: float, pairs: Tensor, *rest: Tensor) -> list[Tensor]:
         """See `Parallel`."""
         self._set_lr(lr)
-        self.model.step()
+        with nullcontext() if pairs.any() else self._without_norm():
+            self.model.step()
         if not self.optimizer.overflow:
             self.updates += 1
         norm = torch.as_tensor(self.model.get_global_grad_norm(), device=self.accelerator.device)
         return fetch(norm, *rest)
+
+    @contextmanager
+    def _without_norm(self) -> Iterator[None]:
+        """Let DeepSpeed leave out an update, and clean up after it, as if its norm were not finite."""
+        name, infinite = ("_get_norm_groups", [math.inf]) if self.stage == 3 else ("scaled_global_norm", math.inf)
+        setattr(self.optimizer, name, lambda: infinite)
+        yield
+        delattr(self.optimizer, name)
 
     def moments(self) -> Iterator[tuple[str, Tensor]]:
         """See `Parallel`."""

@@ -19,9 +19,9 @@ from eagle31_train.store import Store, storage_of
 from eagle31_train.store.stream import check_consumer
 from eagle31_train.targets.derive import complete
 from train import checkpoint, initial_weights, launch, order, tracking, windows
-from train.build import build_objective, check_samples, check_store, shape_of
+from train.build import build_objective, check_pairs, check_samples, check_store, shape_of
 from train.checkpoint import Saver
-from train.claim import alone, check_made, claim
+from train.claim import alone, begun, check_made, claim
 from train.deadline import Deadline, parse_limit
 from train.metrics import Reporter
 from train.parallel import Parallel, parallelise
@@ -43,8 +43,8 @@ def prepare(config: Config, resources: ExitStack) -> Trainer | None:
     """
     check_made(config)
     record = Path(config.run_dir) / "train" / RECORD
-    begun = artifacts.read_json(record, "train.py")["inputs"]["drafter"] if record.is_file() else None
-    config = complete(config, _manifest(config).get("target"), None if config.overwrite else begun)
+    drafter = artifacts.read_json(record, "train.py")["inputs"]["drafter"] if record.is_file() else None
+    config = complete(config, _manifest(config).get("target"), None if config.overwrite else drafter)
     t = config.train
     deadline = resources.enter_context(Deadline(parse_limit(t.time_limit)))
     data = read_inputs(config, resources)
@@ -90,9 +90,12 @@ def read_inputs(config: Config, resources: ExitStack) -> Inputs:
     vocab_sha, start = artifacts.file_sha256(vocab_file), initial_weights.identity(config)
     made_from = provenance.of_training(config, store.fingerprint, store.inputs["data"], vocab_sha, start)
     shape = shape_of(config.drafter, store, draft_vocab)
-    initial_weights.check(config, shape, store)
     train_split = store.split("train")
     check_samples(train_split, t.batch_tokens)
+    if not begun(Path(config.run_dir) / "train", made_from):
+        initial_weights.check(config, shape, store)
+        if store.manifest is not None and not windows.bounded(store):  # else it would be waited for, or used up
+            check_pairs(train_split, draft_vocab, t.oov)
     cut = windows.cut(train_split, t.window_tokens)
     windows.check(store, cut, t.epochs, byte_count(config.store.cache_bytes, "store.cache_bytes"))
     return Inputs(

@@ -39,6 +39,7 @@ class State:
     seconds: float = 0.0
     waited: float = 0.0  # seconds of these, for data
     left_out: list[int] = field(default_factory=list)  # steps whose gradient was not finite
+    without_pairs: list[int] = field(default_factory=list)  # steps that had nothing to train, and changed nothing
     heldout: dict[str, Any] | None = None  # the newest evaluation
     trackers: dict[str, str] = field(default_factory=dict)  # tracker → id of the run there
 
@@ -107,10 +108,10 @@ class Trainer:
         return load(split, self.schedule, done, self.t, seed, self.keep_mask, self.accelerator, self.deadline)
 
     def train_step(self, batch: GlobalBatch) -> StepResult:
-        """Update the weights, or leave the step out where its loss or gradient is not finite.
+        """Update the weights; not where the step has nothing to train, or its loss or gradient is not finite.
 
         Raises:
-            SharedError: the step has nothing to train, or too many were left out.
+            SharedError: too many steps were not finite.
         """
         self.aside = time.perf_counter() - self.lap - batch.waited
         if self.deadline.reason is not None:
@@ -118,16 +119,14 @@ class Trainer:
         step, state = batch.step, self.state
         lr = learning_rate(step, self.last_step, self.t)
         sums, totals = accumulate(self.parallel, batch.micro_batches, batch.totals, self.t.gamma)
-        norm, packed, sums = self.parallel.update(lr, totals.packed, sums)
+        norm, packed, sums = self.parallel.update(lr, totals.pairs, totals.packed, sums)
         totals = StepTotals(packed)  # on the host, as the others
-        if not totals.pairs.any():
-            self._abort(
-                f"step {step}: no sample of its batch has a pair to train (samples {batch.samples}), nothing was saved "
-                "since: raise train.batch_tokens, or prepare the data without conversations that have nothing to train"
-            )
         tokens = sum(self.lengths[i] for i in batch.samples)
         state.step, state.updates, state.tokens = step, self.parallel.updates, state.tokens + tokens
-        if torch.isfinite(norm):
+        if not totals.pairs.any():
+            metrics = {"no_pairs": True, "lr": lr, "tokens": state.tokens}
+            self._pass_over(batch)
+        elif torch.isfinite(norm):
             metrics = {**summarise(sums), "lr": lr, "grad_norm": norm.item(), "tokens": state.tokens}
             state.pairs += int(sums[1].sum())
         else:
@@ -169,7 +168,7 @@ class Trainer:
         """Save every `train.checkpoint_every` steps, and where the run ends, stops, or shards are to be removed.
 
         Raises:
-            SharedError: ranks do not hold the same weights.
+            SharedError: ranks do not hold the same weights, or no step of the whole run had anything to train.
             UserError: the run cannot go on without this checkpoint, and it cannot be written.
         """
         final = step == self.last_step
@@ -179,6 +178,11 @@ class Trainer:
             self._abort(f"step {step}: {problem}: the ranks do not train together as they should, nothing was saved")
         if not saving:
             return
+        if final and not self.state.pairs:
+            self._abort(
+                f"none of the {step} steps had a pair to train, so there is no drafter: raise data.draft_vocab_size, "
+                "and see what the loss masks cover (`python -m data_prep` counts the assistant's tokens)"
+            )
         main = self.accelerator.is_main_process
         if main:
             self.saver.wait()  # for the checkpoint before, so that there are never two in memory
@@ -215,11 +219,22 @@ class Trainer:
             files=artifacts.list_files(self.folder, checkpoint.iterdir()),
         )
         artifacts.write_json(self.folder / artifacts.MANIFEST, manifest)
+        if state.without_pairs:
+            print(f"train: {len(state.without_pairs):,} of {steps:,} steps had nothing to train, and changed nothing")
         idle = state.waited / max(state.seconds, 1e-9)
         print(
             f"train: {steps} steps, {state.tokens:,} tokens, {idle:.1%} of the time waiting for data; "
             f"drafter in {checkpoint}"
         )
+
+    def _pass_over(self, batch: GlobalBatch) -> None:
+        """Count a step without a pair; the first is named."""
+        if not self.state.without_pairs:
+            self.reporter.note(
+                f"step {batch.step}: nothing to train, so nothing was updated: no answer of its samples ("
+                f"{batch.samples}) has a token whose prediction the draft vocabulary holds; such steps are counted"
+            )
+        self.state.without_pairs.append(batch.step)
 
     def _leave_out(self, batch: GlobalBatch) -> None:
         """Count a step whose loss or gradient is not finite; end the run where there are too many."""

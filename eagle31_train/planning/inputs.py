@@ -1,5 +1,7 @@
 """What a plan is made of: the target's sizes, the drafter's shape and the data, counted where they can be."""
 
+import glob
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,16 +21,39 @@ from eagle31_train.targets.description import (
     text_config,
 )
 
+SELF = "self"  # data.prompts: the target writes them
 EXAMPLE = 100_000_000  # tokens that are planned for where nobody has counted or said how many there are
 LOOKED_AT = 1000  # conversations whose loss masks stand for all of them
+QUANTIZED = {"fp8": 8, "mxfp4": 4}  # methods of config.json that say no number of bits
+VOCABULARY = 32_000  # of drafters elsewhere: planned where data.draft_vocab_coverage leaves it to the data
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Of a target: those that every token runs through, those of all experts, the share of experts it is sent to."""
+
+    dense: float
+    experts: float = 0.0
+    chosen: float = 1.0
+
+    @property
+    def active(self) -> float:
+        """That one token runs through."""
+        return self.dense + self.experts * self.chosen
 
 
 @dataclass(frozen=True)
 class Target:
-    """The target, and how many of its parameters one token runs through."""
+    """The target, how many parameters it has, and the bytes of one where it answers."""
 
     description: TargetDescription
-    parameters: float
+    sizes: Parameters
+    weight_bytes: float = 2.0
+
+    @property
+    def parameters(self) -> float:
+        """That one token runs through."""
+        return self.sizes.active
 
 
 @dataclass(frozen=True)
@@ -54,17 +79,30 @@ def read_target(config: Config) -> Target:
     """
     raw = read_raw(config.target)
     text = text_config(raw)
-    parameters = config.plan.target_parameters or active_parameters(text)
-    if parameters is None:
+    given = config.plan.target_parameters
+    sizes = Parameters(given) if given else count_parameters(text)
+    if sizes is None:
         raise UserError(
             f"target.path={config.target.path} is a {raw['model_type']}, which transformers does not know: "
             "say how many parameters a token runs through, with plan.target_parameters=32e9 or the like"
         )
-    return Target(description_of(raw, text, f"target.path={config.target.path}"), parameters)
+    description = description_of(raw, text, f"target.path={config.target.path}")
+    return Target(description, sizes, weight_bytes(raw, config.target.dtype))
 
 
-def active_parameters(text: Any) -> float | None:
-    """Parameters that one token runs through: all, less the experts that it is not sent to; None of unknown kinds.
+def weight_bytes(raw: dict[str, Any], dtype: str) -> float:
+    """Bytes of a weight: as config.json says it is quantized, else those of the dtype; `auto` is bf16 on a GPU."""
+    found, inner = [], [raw.get("quantization_config") or raw.get("text_config", {}).get("quantization_config")]
+    while inner:
+        if isinstance(value := inner.pop(), dict):
+            found += [value[key] for key in ("bits", "num_bits") if isinstance(value.get(key), int)]
+            found += [bits for method, bits in QUANTIZED.items() if value.get("quant_method") == method]
+            inner += [other for key, other in value.items() if "activations" not in key]
+    return min(found) / 8 if found else 4.0 if dtype == "float32" else 2.0
+
+
+def count_parameters(text: Any) -> Parameters | None:
+    """A target's parameters, by the class that transformers has for it; None of unknown kinds.
 
     They are counted on a model without storage, so that nothing is downloaded, and experts count by their share.
     """
@@ -79,20 +117,23 @@ def active_parameters(text: Any) -> float | None:
     count = {name: parameter.numel() for name, parameter in model.named_parameters()}
     experts = sum(size for name, size in count.items() if ".experts." in name)
     chosen, of = (next((n for key in keys if (n := getattr(text, key, None))), 1) for keys in (CHOSEN, EXPERTS))
-    return sum(count.values()) - experts * (1 - chosen / of)
+    return Parameters(sum(count.values()) - experts, experts, chosen / of)
 
 
 def read_data(config: Config) -> Data:
-    """As python -m data_prep counted it, if it has run; else as plan.* says."""
+    """As python -m data_prep counted it, if it has run; else as plan.* says, or as many as there are prompts."""
     p, d = config.plan, config.data
     manifest = config.data_folder / artifacts.MANIFEST
     if not manifest.is_file():
         length = min(p.sample_tokens, d.max_length)
-        work = count_work([made_mask(length, p.share)], config.train.ttt_length) * ((p.tokens or EXAMPLE) / length)
-        origin = (
-            "as plan.* says" if p.tokens else "an EXAMPLE: not counted (python -m data_prep) or given (plan.tokens)"
-        )
-        vocabulary = None if d.draft_vocab_coverage is not None else d.draft_vocab_size
+        tokens, origin = p.tokens, "as plan.* says"
+        if tokens is None:
+            tokens, origin = EXAMPLE, "an EXAMPLE: not counted (python -m data_prep) or given (plan.tokens)"
+            if rows := conversations_at_hand(config):
+                tokens = rows * (1 - d.heldout) * length
+                origin = f"{rows:,} conversations of {length:,} tokens (plan.sample_tokens), until they are counted"
+        work = count_work([made_mask(length, p.share)], config.train.ttt_length) * (tokens / length)
+        vocabulary = d.draft_vocab_size
         return Data(origin, work, d.heldout / max(1 - d.heldout, 0.01), d.max_length, vocabulary)
     counted = artifacts.read_json(manifest, "python -m data_prep")
     train, heldout = counted["splits"]["train"], counted["splits"]["heldout"]
@@ -103,6 +144,53 @@ def read_data(config: Config) -> Data:
         work = work * (p.tokens / work.tokens)
     share = heldout["tokens"] / max(train["tokens"], 1)
     return Data(f"as counted in {config.data_folder}", work, share, longest, counted["draft_vocab"]["size"])
+
+
+def writes_prompts(config: Config) -> bool:
+    """Whether the target writes prompts itself: as is said, or since nothing is given (`eagle31 run` has it so then).
+
+    Prompts of a recipe for which they are still to be set are yours.
+    """
+    d = config.data
+    return SELF in (d.prompts, *_paths(config)) or not (d.prompts or d.conversations or d.sources or config.regenerate)
+
+
+def prompts_at_hand(config: Config) -> int | None:
+    """How many prompts there are to answer, or conversations to learn; None where that takes a download."""
+    d = config.data
+    if d.rows:
+        return d.rows
+    alone = (d.prompts if config.regenerate else d.conversations) or (SELF if writes_prompts(config) else None)
+    total = 0
+    for path in _paths(config) or [alone]:
+        count = d.self_prompts.count if path == SELF else _rows(path) if path else None
+        if count is None:
+            return None
+        total += count
+    return total
+
+
+def conversations_at_hand(config: Config) -> int | None:
+    """How many conversations that makes, with data.generate.samples answers to each prompt."""
+    rows, d = prompts_at_hand(config), config.data
+    answered = config.regenerate or writes_prompts(config)
+    return rows and rows * (d.generate.samples if answered else 1)
+
+
+def _paths(config: Config) -> list[str | None]:
+    return [source.get("path") for source in config.data.sources.values() if source]
+
+
+def _rows(spec: str) -> int | None:
+    """Rows of local files of JSON; None of anything else."""
+    files = [Path(spec)] if Path(spec).is_file() else [Path(name) for name in glob.glob(spec, recursive=True)]  # noqa: PTH207
+    if not files or {file.suffix for file in files} - {".json", ".jsonl"}:
+        return None
+    texts = {file: file.read_bytes() for file in files}
+    try:
+        return sum(len(json.loads(t) if f.suffix == ".json" else t.splitlines()) for f, t in texts.items())
+    except ValueError:  # python -m data_prep says what is wrong with it
+        return None
 
 
 def _look_at(dataset: Path, ttt_length: int) -> tuple[Work, int]:

@@ -25,8 +25,8 @@ class Planned:
 
     @property
     def value(self) -> int:
-        """Bytes of a value in the precision of the products."""
-        return 2 if self.config.train.precision == "bf16" else FP32
+        """Bytes of a value in the precision of the products; `auto` is bf16 on the devices that are planned."""
+        return FP32 if self.config.train.precision == "no" else 2
 
     @property
     def tokens(self) -> float:

@@ -74,7 +74,7 @@ def _recipes() -> dict[str, dict[str, Any]]:
     recipes = {}
     for recipe in cli.choices("experiment"):
         with suppress(UserError):
-            recipes[recipe] = dict(_leaves(cli.load_config([f"+experiment={recipe}"])))
+            recipes[recipe] = dict(_leaves(cli.load_config([f"+experiment={recipe}"], resolve=False)))
     return recipes
 
 

@@ -15,32 +15,42 @@ OUTSIDE = 0.2  # share of its choices outside the draft vocabulary, above which 
 class Agreement:
     """Supervised positions so far: those whose next token is the target's arg-max, and whose arg-max no draft can be.
 
-    draft_tokens: [V] bool, tokens of the draft vocabulary.
+    draft_tokens: [V] bool, tokens of the draft vocabulary. conversations: counted so far. bare: those of them with
+    nothing to train, at train.oov=mask: no supervised position has an arg-max that a draft can be.
     """
 
     draft_tokens: NDArray
     positions: int = 0
     own: int = 0
     outside: int = 0
+    conversations: int = 0
+    bare: int = 0
 
     def add(self, documents: Iterable[Document]) -> None:
         """Count some documents."""
         for document in documents:
             where = document.supervised
             top1 = document.top1[where]
+            inside = self.draft_tokens[top1.numpy()]
             self.positions += len(where)
             self.own += int((top1 == document.tokens[where + 1]).sum())
-            self.outside += int((~self.draft_tokens[top1.numpy()]).sum())
+            self.outside += int((~inside).sum())
+            self.conversations += 1
+            self.bare += not inside.any()
 
     def lines(self) -> list[str]:
         """What is to be said of it; nothing where nothing was counted."""
+        if self.bare:
+            bare = f"extract: {self.bare:,} of {self.conversations:,} conversations have nothing to train"
         if not self.positions:
-            return []
+            return [f"{bare}: their loss masks cover no answer"] if self.bare else []
         own, outside = self.own / self.positions, self.outside / self.positions
         lines = [
             f"extract: the target would itself write {own:.1%} of the {self.positions:,} answer tokens seen here; "
             f"{outside:.1%} of its choices lie outside the draft vocabulary"
         ]
+        if self.bare:
+            lines.append(f"{bare}: no choice of the target's in their answers is in the draft vocabulary")
         if own < FOREIGN:
             lines.append(
                 "extract: WARNING: hardly its own answers: are they of another target, under another chat template, or "

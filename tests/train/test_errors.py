@@ -5,10 +5,13 @@ import shutil
 
 import pytest
 import torch
-from pipeline import HIDDEN, assert_close, message_of, reseal, write_data
+from pipeline import HIDDEN, VOCAB, assert_close, message_of, reseal, write_data
 from safetensors.torch import load_file, save_file
+from warming import with_vocab
 
 from eagle31_train.extract import extract
+from eagle31_train.store import Store
+from train import prepare
 
 
 @pytest.fixture
@@ -28,20 +31,43 @@ def run_of(new_run):
 # ---------------------------------------------------------------- nothing to train in a batch
 
 
-def test_a_batch_without_a_pair_stops_the_run_before_it_is_saved(run_of):
+def test_a_step_without_a_pair_changes_nothing_and_is_told(run_of, capsys):
     # A sample of three tokens has no pair: the first answer's token is the fourth.
     run = run_of([30, 3, 28, 29])
-    message = message_of(run, "train.batch_tokens=30", "train.checkpoint_every=1", "seed=2")
-    step, sample = re.match(
-        r"step (\d+): no sample of its batch has a pair to train \(samples \[(\d+)\]\), nothing was saved since: "
-        r"raise train\.batch_tokens, or prepare the data without",
-        message,
-    ).groups()
-    assert sample == "1"
-    assert int(step) > 1, "choose another seed: this test wants a step before"
-    assert [row["step"] for row in run.rows() if "loss" in row] == list(range(1, int(step)))
-    assert max(run.checkpoints.glob("step-*")).name == f"step-{int(step) - 1:06d}"
-    assert not (run.train / "manifest.json").exists()
+    run.fit("train.batch_tokens=30", "train.checkpoint_every=1", "train.keep_checkpoints=99", "seed=2")
+    steps = run.manifest()["without_pairs"]
+    assert len(steps) == 3, "one in every pass"
+    assert [row["step"] for row in run.rows() if row.get("no_pairs")] == steps
+    assert [row["step"] for row in run.rows() if "loss" in row] == [s for s in range(1, 13) if s not in steps]
+    said = capsys.readouterr()
+    assert f"step {steps[0]}: nothing to train, so nothing was updated" in said.out + said.err
+    assert "train: 3 of 12 steps had nothing to train" in said.out
+
+
+def unseen(run):
+    """A token of the target's vocabulary that is never its choice."""
+    split = Store(run.folder / "run" / "store").split("train")
+    seen = set(torch.cat([split.read(i, states=False).top1 for i in range(len(split))]).tolist())
+    return next(token for token in range(VOCAB) if token not in seen)
+
+
+def test_a_run_of_which_no_sample_teaches_is_refused_before_its_first_step(run_of, monkeypatch):
+    run = run_of([30, 28, 29])
+    with_vocab(run, [unseen(run)])
+    pattern = (
+        r"there is nothing to train in the 3 samples of .*: of \d+ supervised positions none has an arg-max that is "
+    )
+    assert re.match(pattern + "in the draft vocabulary of 1 tokens: raise data.draft_vocab_size", message_of(run))
+    assert not run.train.exists()
+    bare = run_of([3, 3])
+    assert "loss masks cover no token" in message_of(bare)
+    run.fit("train.oov=keep", "train.max_steps=1")
+    # Where a store is still being written nobody knows before the end, and then it is no drafter.
+    late = run_of([30, 28, 29])
+    with_vocab(late, [unseen(late)])
+    monkeypatch.setattr(prepare, "check_pairs", lambda *_: None)
+    assert message_of(late).startswith("none of the 6 steps had a pair to train, so there is no drafter")
+    assert not (late.train / "manifest.json").exists()
 
 
 # ---------------------------------------------------------------- ids and weights in the store

@@ -66,20 +66,24 @@ def at(run, step):
 # ---------------------------------------------------------------- one process
 
 
-def test_a_step_that_is_left_out_is_as_if_it_were_in_no_schedule(new_run):
+@pytest.mark.parametrize(
+    ("mark", "listed", "harm"),
+    [("left_out", "left_out", ["gradient", [3, 6], 0, NAN]), ("no_pairs", "without_pairs", ["pairs", [3, 6]])],
+)
+def test_a_step_that_is_left_out_is_as_if_it_were_in_no_schedule(new_run, mark, listed, harm):
     run, absent = new_run(), new_run()
-    assert fit(run, *RECIPE, "train.skip_nonfinite=2", harm=["gradient", [3, 6], 0, NAN]) is None
+    assert fit(run, *RECIPE, "train.skip_nonfinite=2", harm=harm) is None
     assert fit(absent, *RECIPE, harm=["absent", [3, 6]]) is None
     for ours, theirs in zip(at(run, 12), at(absent, 10), strict=True):
         assert_equal(ours, theirs)
     for ours, theirs in zip(at(run, 3), at(run, 2), strict=True):
         assert_equal(ours, theirs)
-    left_out = [row for row in run.rows() if row.get("left_out")]
+    left_out = [row for row in run.rows() if row.get(mark)]
     assert [row["step"] for row in left_out] == [3, 6]
     assert not any("loss" in row for row in left_out)
     trained = [row["loss"] for row in run.rows() if "loss" in row]
     assert trained == absent.losses()
-    assert run.manifest()["left_out"] == [3, 6]
+    assert run.manifest()[listed] == [3, 6]
     assert run.manifest()["updates"] == absent.manifest()["updates"] == 10
     assert run.manifest()["pairs"] == absent.manifest()["pairs"]
 
@@ -118,16 +122,21 @@ KINDS = ["zero2", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("ddp
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_one_rank_meets_stops_both_or_is_left_out_by_both(copy_of, tmp_path, absent, kind):
-    runs = {name: copy_of(tmp_path / name) for name in [*HARMS, "left out"]}
+    runs = {name: copy_of(tmp_path / name) for name in [*HARMS, "left out", "no pairs"]}
     trainings = [training(kind, runs[name], *RECIPE, *SHARED, harm=harm) for name, harm in HARMS.items()]
     for how in (
         {"stop_after": 4, "harm": ["gradient", [3, 6], 1, NAN]},
         {"harm": ["gradient", [6, 9], 1, INF]},
     ):
         trainings.append(training(kind, runs["left out"], *RECIPE, *SHARED, "train.skip_nonfinite=2", **how))
-    *stopped, first, second = several.train(tmp_path / "results", trainings, profile=kind)
+    trainings.append(training(kind, runs["no pairs"], *RECIPE, *SHARED, harm=["pairs", [3, 6]]))
+    *stopped, first, second, empty = several.train(tmp_path / "results", trainings, profile=kind)
     for (name, harm), ranks in zip(HARMS.items(), stopped, strict=True):
         assert ranks[0] == ranks[1]
         assert ranks[0][0] == "refused"
         assert_stopped(runs[name], ranks[0][1], harm)
     assert_left_out(runs["left out"], first, second, absent)
+    assert [status for status, _ in empty] == ["done"] * 2
+    assert [row["step"] for row in runs["no pairs"].rows() if row.get("no_pairs")] == [3, 6]
+    for ours, theirs in zip(at(runs["no pairs"], 12), at(absent, 10), strict=True):
+        assert_close(ours, theirs, 5e-6)

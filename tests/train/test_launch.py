@@ -33,6 +33,7 @@ def use(monkeypatch, variables):
 # ---------------------------------------------------------------- what the environment asks for
 
 
+DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true"}
 FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 REFUSED = {
     "FSDP1": ({**FSDP2, "FSDP_VERSION": "1"}, "launched FSDP1"),
@@ -49,6 +50,21 @@ def test_what_this_trainer_would_do_otherwise_is_refused(monkeypatch, variables,
     assert words in refusal(launch.check_environment, TrainConfig())
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_settings_that_our_profiles_name_are_found_from_any_folder(monkeypatch, tmp_path, stage):
+    monkeypatch.chdir(tmp_path)
+    use(monkeypatch, {**DEEPSPEED, launch.SETTINGS: f"configs/deepspeed/zero{stage}.json"})
+    assert launch.deepspeed_plugin(TrainConfig()).deepspeed_config["zero_optimization"]["stage"] == stage
+    use(monkeypatch, {**DEEPSPEED, launch.SETTINGS: "configs/deepspeed/mine.json"})
+    assert "mine.json" in refusal(launch.deepspeed_plugin, TrainConfig())
+    # A file of one's own in that place goes first.
+    own = tmp_path / "configs" / "deepspeed" / f"zero{stage}.json"
+    own.parent.mkdir(parents=True)
+    own.write_text('{"zero_optimization": {"stage": 0}}')
+    use(monkeypatch, {**DEEPSPEED, launch.SETTINGS: f"configs/deepspeed/zero{stage}.json"})
+    assert "shards nothing" in refusal(launch.deepspeed_plugin, TrainConfig())
+
+
 # ---------------------------------------------------------------- what came
 
 
@@ -56,7 +72,6 @@ def came(kind, processes, device):
     return SimpleNamespace(distributed_type=kind, num_processes=processes, device=device)
 
 
-DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true"}
 TWO, ON_CPU = {"WORLD_SIZE": "2"}, {"ACCELERATE_USE_CPU": "true"}
 WRONG = {
     "each alone": (TWO, (KIND.NO, 1, CPU), "each would train alone"),

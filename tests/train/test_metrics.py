@@ -81,6 +81,24 @@ def test_rows_after_a_stop_are_the_same_bytes(tmp_path, done):
         assert (stopped / name).read_bytes() == (whole / name).read_bytes()
 
 
+def test_a_damaged_line_before_the_last_is_named(tmp_path):
+    curve = losses(30)
+    fill(tmp_path, curve)
+    lines = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    lines[11] = lines[11][:9] + b"\n"
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines))
+
+    # The reporter says it as it is made.
+    class Listening(Reporter):
+        def note(self, text):
+            said.append(text)
+
+    said = []
+    Listening(Recorder(), tmp_path, 20, 1000).close()
+    assert said == [f"{tmp_path}/metrics.jsonl:12 is damaged, and its row is lost: remove the line"]
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(lines[:22])
+
+
 def test_spikes_are_known_again_from_the_rows_and_not_from_the_start(tmp_path):
     """The check above can fail: a reporter that forgets its losses marks other rows."""
     curve = losses(120, spikes={60, 100})

@@ -33,7 +33,7 @@ def one_step(objective, documents, subset=None):
         sums, totals = arithmetic.accumulate(spread, micro_batches, totals, 0.8)
     counts = totals.packed
     with Waits() as asked:
-        norm, *values = spread.update(1e-3, counts, sums)
+        norm, *values = spread.update(1e-3, totals.pairs, counts, sums)
     assert norm.shape == ()
     assert norm > 0
     assert spread.updates == 1

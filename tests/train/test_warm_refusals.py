@@ -102,3 +102,13 @@ def test_other_weights_in_the_same_place_are_refused(new_run, draft, left):
     message = message_of(begun, *SHORT, f"train.init_from={source}")
     assert "was made from other inputs (train.init_from: " in message
     begun.fit(*SHORT, f"train.init_from={source}", "overwrite=true")
+
+
+def test_a_run_that_goes_on_needs_its_first_weights_no_more(new_run, draft):
+    source = draft()
+    words = [*SHORT, f"train.init_from={source}", "overwrite=true"]
+    begun = stopped(new_run(), f"train.init_from={source}")
+    shutil.rmtree(source)
+    assert str(source) in message_of(begun, *words, "train.lr=0.02"), "another run needs them, and replaces nothing"
+    begun.fit(*words)
+    assert begun.rows()[-1]["step"] == begun.manifest()["steps"]

@@ -77,7 +77,7 @@ def engine_of(real_target):
     """The transformers engine in a dtype; float64 with the same weights."""
 
     def make(dtype):
-        config = TargetConfig(path=str(real_target), device="cpu")
+        config = TargetConfig(path=str(real_target), device="cpu", dtype="bfloat16")
         model = load_model(config, "float32" if dtype == "float64" else dtype)
         return TransformersEngine(
             HiddenStateTarget(model.double() if dtype == "float64" else model, AUX), batch_tokens=1

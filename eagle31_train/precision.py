@@ -1,0 +1,91 @@
+"""Precision `auto`: bf16 where the hardware multiplies in it, float32 elsewhere. What was begun stays as it was begun.
+
+Without such instructions bf16 is several times as slow as float32 (docs/log.md). An option that says `auto` gets its
+value when the command line is read, so that every record, and what is compared with it, has the value. It is taken from
+the records of what is there already: a store that one machine has made is trained, and a training goes on, on another.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from eagle31_train.config import Config
+
+AUTO = "auto"
+CPU_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # as Linux calls them; the last is Arm's
+CPUINFO = Path("/proc/cpuinfo")
+
+
+def resolve(config: Config) -> str | None:
+    """Put a value in the place of every `auto`.
+
+    Returns:
+        One line that says what the hardware decided and why; None where it decided nothing.
+    """
+    target, t, chosen = config.target, config.train, []
+    if target.dtype == AUTO:
+        target.dtype = _recorded_dtype(config)
+        if target.dtype == AUTO:
+            native, why = native_bf16(on_cpu=target.device == "cpu")
+            target.dtype = "bfloat16" if native else "float32"
+            chosen.append(f"target.dtype={target.dtype} ({why})")
+    if t.precision == AUTO:
+        record = _json(Path(config.run_dir) / "train" / "inputs.json")
+        t.precision = _at(record, "inputs", "train", "precision")
+        if t.precision == AUTO:
+            native, why = native_bf16(on_cpu=_true("ACCELERATE_USE_CPU"))
+            t.precision = "bf16" if native else "no"
+            chosen.append(f"train.precision={t.precision} ({why})")
+    return f"auto: {', '.join(chosen)}" if chosen else None
+
+
+def native_bf16(on_cpu: bool) -> tuple[bool, str]:
+    """Whether products in bf16 are the hardware's own, and why we think so."""
+    if not on_cpu:
+        import torch
+
+        if devices := torch.cuda.device_count():
+            native = all(torch.cuda.get_device_capability(index) >= (8, 0) for index in range(devices))
+            return native, "its GPUs multiply in bf16" if native else "a GPU here does not multiply in bf16"
+    lines = CPUINFO.read_text(encoding="utf-8").splitlines() if CPUINFO.is_file() else []
+    flags = next((set(line.split()) for line in lines if line.startswith(("flags", "Features"))), set())
+    found = sorted(flags & CPU_FLAGS)
+    return bool(found), f"this CPU has {found[0]}" if found else "this CPU has no instructions for bf16"
+
+
+def _recorded_dtype(config: Config) -> str:
+    """In which the target ran for this run's store, training, answers or prompts, the first that there is."""
+    run = Path(config.run_dir)
+    records = [] if "://" in config.store_location else [_json(Path(config.store_location) / "provenance.json")]
+    dtypes = [_at(record, "inputs", "target", "dtype") for record in records]
+    dtypes.append(_at(_yaml(run / "train" / "config.yaml"), "target", "dtype"))
+    dtypes += [_at(_json(run / f"{name}.manifest.json"), "inputs", "dtype") for name in ("conversations", "prompts")]
+    return next((dtype for dtype in dtypes if dtype != AUTO), AUTO)
+
+
+def _at(value: Any, *keys: str) -> str:
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value if isinstance(value, str) else AUTO
+
+
+def _json(file: Path) -> Any:
+    """What a record says; nothing where it is missing or damaged, which the stage that it belongs to tells."""
+    try:
+        return json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+def _yaml(file: Path) -> Any:
+    try:
+        return yaml.safe_load(file.read_bytes())
+    except (OSError, yaml.YAMLError):
+        return None
+
+
+def _true(variable: str) -> bool:
+    return os.environ.get(variable, "").lower() in ("1", "true", "yes", "on", "y", "t")

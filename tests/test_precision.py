@@ -1,0 +1,90 @@
+"""Precision `auto`: what this machine's hardware, or a record, makes of it; and every record has that value."""
+
+import json
+
+import pytest
+import torch
+
+from eagle31_train import cli, precision
+from eagle31_train.cli import load_config
+
+WORDS = ["name=x", "target.path=t"]
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """machine(flags, capabilities): a CPU with these instructions, and GPUs of these kinds."""
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+
+    def make(flags="fpu avx2 avx512f", *capabilities):
+        file = tmp_path / "cpuinfo"
+        file.write_text(f"processor : 0\nflags\t\t: {flags}\nprocessor : 1\nflags\t\t: {flags}\n")
+        monkeypatch.setattr(precision, "CPUINFO", file)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
+
+    return make
+
+
+def chosen(*words):
+    config = load_config([*WORDS, *words])
+    return config.target.dtype, config.train.precision
+
+
+BF16, FP32 = ("bfloat16", "bf16"), ("float32", "no")
+
+
+def test_the_hardware_decides_and_it_is_said(machine, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    for flags in ("fpu avx512_bf16", "amx_bf16 fpu", "asimd bf16"):
+        machine(flags)
+        assert chosen() == BF16, flags
+    machine("fpu avx512_bf16", (7, 5))
+    assert chosen() == FP32, "a GPU that only imitates bf16"
+    assert chosen("target.device=cpu") == ("bfloat16", "no")
+    machine("fpu", (9, 0), (8, 0))
+    assert chosen() == BF16
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    assert chosen() == ("bfloat16", "no")
+    machine("fpu avx512f bf16x")
+    assert chosen() == FP32
+    assert chosen("target.dtype=float16", "train.precision=bf16") == ("float16", "bf16")
+    cli.run(lambda config: print(config.target.dtype), "", WORDS)
+    why = "this CPU has no instructions for bf16"
+    assert capsys.readouterr().out == f"auto: target.dtype=float32 ({why}), train.precision=no ({why})\nfloat32\n"
+    # Of several processes one speaks; and whoever plans for other devices leaves it open.
+    monkeypatch.setenv("RANK", "1")
+    cli.run(lambda config: print(config.target.dtype), "", WORDS)
+    cli.run(lambda config: print(config.target.dtype), "", WORDS, resolve=False)
+    assert capsys.readouterr().out == "float32\nauto\n"
+
+
+RECORDS = {
+    "store/provenance.json": {"inputs": {"target": {"dtype": "bfloat16"}}},
+    "train/config.yaml": {"target": {"dtype": "bfloat16"}},
+    "conversations.manifest.json": {"inputs": {"dtype": "bfloat16"}},
+    "prompts.manifest.json": {"inputs": {"dtype": "bfloat16"}},
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_what_was_begun_on_another_machine_stays_as_it_was_begun(machine, tmp_path, name):
+    machine("fpu")
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps(RECORDS[name]))
+    assert chosen(f"run_dir={tmp_path}") == ("bfloat16", "no")
+    assert chosen(f"run_dir={tmp_path}", "target.dtype=float32") == FP32, "what is given is taken"
+    (tmp_path / "train").mkdir(exist_ok=True)
+    (tmp_path / "train" / "inputs.json").write_text(json.dumps({"inputs": {"train": {"precision": "bf16"}}}))
+    assert chosen(f"run_dir={tmp_path}") == BF16
+    file.write_text("{torn")
+    assert chosen(f"run_dir={tmp_path}") == ("float32", "bf16"), "a damaged record is told of by its stage"
+
+
+def test_a_store_elsewhere_is_followed_before_this_runs_own_records(machine, tmp_path):
+    machine("fpu")
+    (tmp_path / "prompts.manifest.json").write_text(json.dumps({"inputs": {"dtype": "float32"}}))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "provenance.json").write_text(json.dumps(RECORDS["store/provenance.json"]))
+    assert chosen(f"run_dir={tmp_path}", f"store_dir={tmp_path / 'other'}") == ("bfloat16", "no")
