@@ -216,9 +216,9 @@ def check_counts(config, tmp_path, capsys):
     prepare(config)
     manifest, rows = manifest_of(tmp_path), rows_of(tmp_path)
     assert manifest["sources"] == {
-        "en": {"weight": 1.0, "read": 60, "taken": 49, "refused": 0, "cut": 0, "no_end_of_turn": 0},
+        "en": {"weight": 1.0, "read": 60, "taken": 49, "refused": 0, "repeated": 0, "cut": 0, "no_end_of_turn": 0},
         # All but the wizard's row are taken; the one without an answer is found out later.
-        "zh": {"weight": 1.0, "read": 50, "taken": 49, "refused": 2, "cut": 1, "no_end_of_turn": 1},
+        "zh": {"weight": 1.0, "read": 50, "taken": 49, "refused": 2, "repeated": 0, "cut": 1, "no_end_of_turn": 1},
     }
     assert manifest["refused"] == [
         {"id": "zh/6", "source": "zh", "where": "zh.jsonl:6", "reason": "no assistant turn"},
