@@ -5,7 +5,6 @@ hub data sets, from 1. With the name of the file it makes the row's default id, 
 """
 
 import csv
-import glob
 import gzip
 import json
 import re
@@ -19,6 +18,7 @@ from typing import Any
 from data_prep.formats import LIST_KEYS, TEXT_KEYS, detect
 from eagle31_train import artifacts
 from eagle31_train.errors import UserError
+from eagle31_train.locations import matching
 
 ROWS_AT_ONCE = 1024  # of Parquet, decoded together
 Numbered = Iterator[tuple[int, Any]]
@@ -61,7 +61,7 @@ def open_files(spec: str, split: str, option: str, stream_rows: int | None = Non
     if Path(spec).is_dir():
         return _open_folder(Path(spec), option)
     if any(sign in spec for sign in "*?["):
-        files = [path for path in _matching(spec) if path.is_file()]
+        files = [path for path in matching(spec) if path.is_file()]
         if not files:
             raise UserError(f"{option}={spec} matches no file: check the pattern")
         return [_open_file(path, path.name) for path in files]
@@ -97,15 +97,6 @@ def _open_folder(folder: Path, option: str) -> list[File]:
             f"that are to be read with a glob such as {folder}/*.jsonl"
         )
     return [_open_file(folder / name, name.as_posix()) for name in names]
-
-
-def _matching(pattern: str) -> list[Path]:
-    """The paths that match, in order; folders at its beginning that exist are those, brackets in their names too."""
-    parts = Path(pattern).parts
-    literal = next(n for n in range(len(parts) - 1, -1, -1) if Path(*parts[:n]).is_dir())
-    root = Path(*parts[:literal])
-    found = glob.glob(str(Path(*parts[literal:])), root_dir=root, recursive=True)  # noqa: PTH207 (Path's follows no link)
-    return [root / name for name in sorted(found)]
 
 
 # ---------------------------------------------------------------- kinds of files
