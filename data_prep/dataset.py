@@ -9,6 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -35,11 +36,11 @@ FEATURES = Features(
 
 def prompt_digest(messages: list[Message]) -> bytes:
     """SHA-256 of all that stands before the first answer, white space stripped."""
-    prompt = []
-    for message in messages:
-        if message["role"] == "assistant":
-            break
-        prompt.append([message["role"], message["content"].strip()])
+    return _digest(list(takewhile(lambda message: message["role"] != "assistant", messages)))
+
+
+def _digest(messages: list[Message]) -> bytes:
+    prompt = [[message["role"], message["content"].strip()] for message in messages]
     text = json.dumps(prompt, ensure_ascii=False, separators=(",", ":"))
     return hashlib.sha256(text.encode()).digest()
 
@@ -118,6 +119,8 @@ class Collected:
         that became one sample per assistant turn; inserted: answers before which the template put an empty thought;
         respelt: answers that have not as many tokens as the target wrote; tools_unread: conversations with tools,
         which the template does not write.
+    repeated_prompts: id of a prompt → id of the first of its source that asks the same in every turn. Samples of one
+        prompt are not counted.
     shared_prompts: ids of the first row with a prompt, and of a row of another source with the same prompt. All are on
         one side of the split.
     """
@@ -125,8 +128,10 @@ class Collected:
     splits: dict[str, Split] = field(default_factory=lambda: {name: Split() for name in SPLITS})
     refused: list[dict[str, str]] = field(default_factory=list)
     counts: dict[str, Counter[str]] = field(default_factory=dict)
+    repeated_prompts: dict[str, str] = field(default_factory=dict)
     shared_prompts: list[list[str]] = field(default_factory=list)
     first_rows: dict[bytes, tuple[str, str]] = field(default_factory=dict)  # digest of a prompt → source and id
+    first_of_source: dict[bytes, str] = field(default_factory=dict)  # of a source and a prompt → id of the prompt
 
     def add(self, row: Row, template: ChatTemplate, max_length: int, heldout: float) -> None:
         """Mask, split and count a row; Refused if nothing of it can be used."""
@@ -145,9 +150,19 @@ class Collected:
             respelt=sum(sample.respelt for _, sample in result.samples),
             tools_unread=int(bool(row.tools) and not template.reads_tools),
         )
+        self._compare(row)
+
+    def _compare(self, row: Row) -> None:
+        """Note a prompt that another source, or its own, has already."""
         source, identity = self.first_rows.setdefault(prompt_digest(row.messages)[:16], (row.source, row.id))
         if source != row.source:
             self.shared_prompts.append([identity, row.id])
+        asked = _digest([message for message in row.messages if message["role"] != "assistant"])  # in every turn
+        of_source = hashlib.sha256(asked + row.source.encode()).digest()[:16]
+        first = self.first_of_source.setdefault(of_source, row.prompt_id)
+        if first != row.prompt_id and row.prompt_id not in self.repeated_prompts:
+            self.repeated_prompts[row.prompt_id] = first
+            self.counts[row.source]["repeated"] += 1
 
     def total(self, what: str) -> int:
         """A count over all sources."""

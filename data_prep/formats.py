@@ -39,6 +39,7 @@ class Row:
     messages: role and content, and perhaps the keys of PASSED_ON, reasoning_content and tool_calls.
     tools: what the assistant may call, as OpenAI's API defines tools.
     problem: why it is of no use.
+    sample: of several answers to one prompt; all but the first, 0, have it in their id.
     """
 
     id: str
@@ -47,13 +48,23 @@ class Row:
     messages: list[Message] = field(default_factory=list)
     problem: str | None = None
     tools: list[Tool] | None = None
+    sample: int = 0
+
+    @property
+    def prompt_id(self) -> str:
+        """The id of the prompt, which its samples share."""
+        return self.id.removesuffix(f"#{self.sample}")
 
 
 def parse(value: Any, form: str, where: str, default_id: str) -> Row:
     """One row of any known format; a UserError if it is of none, or not of the one that `form` names."""
     form_here = detect(value) if form == "auto" else form
     if form_here is None or not isinstance(value, dict):
-        keys = ", ".join(list(value)[:8]) if isinstance(value, dict) else type(value).__name__
+        keys = (
+            ", ".join(" ".join(key.split())[:40] for key in list(value)[:8])
+            if isinstance(value, dict)
+            else type(value).__name__
+        )
         raise UserError(
             f"{where}: no known format (has {keys}): a row needs messages, conversations, instruction, turns or prompt"
         )
@@ -62,7 +73,7 @@ def parse(value: Any, form: str, where: str, default_id: str) -> Row:
     identity = str(value.get("id") or default_id) + (f"#{sample}" if sample else "")
     source = str(value.get("source") or value.get("category") or default_id.rsplit("-", 1)[0])
     # Refusals name the row by these two, so they are mended, and not refused themselves.
-    row = Row(_as_text(identity), _as_text(source), where)
+    row = Row(_as_text(identity), _as_text(source), where, sample=sample)
     try:
         row.messages = _messages(value, form_here)
         row.tools = _tools(value.get("tools"))

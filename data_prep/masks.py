@@ -30,6 +30,7 @@ from data_prep.markup import CLOSE, OPEN, apart
 from data_prep.template import ChatTemplate
 
 INSIDE = "a boundary inside a token"
+NO_ANSWER = "no assistant turn"
 UNCLOSED = "the generation prompt opens a thought that the answer does not close"
 
 
@@ -244,7 +245,7 @@ def one_sample(
     """
     answers = [message for message in messages if message["role"] == "assistant"]
     if not answers:
-        raise Refused("no assistant turn")
+        raise Refused(NO_ANSWER)
     if any(m.get("reasoning_content") or m.get("tool_calls") for m in template.history(answers)):
         raise RewrittenError("answers of several parts are taken turn by turn")
     text = template.render(messages, tools=tools)
@@ -342,6 +343,8 @@ def read_turn(
     prompt = template.render(history, add_generation_prompt=True, tools=tools)
     cut = message.get("finish_reason") == "length"
     _check(message, prompt, cut)
+    if message.get("tool_calls") and not template.writes_calls(tools):
+        raise Refused(f"the chat template of {template.name} writes no tool calls")
     opened = prompt.rstrip().endswith(OPEN)
     # Thoughts among the words of the answer: the target's own text, of which the template would only move parts.
     words = message["content"]

@@ -57,7 +57,7 @@ def regenerate(config: Config, template: ChatTemplate) -> Path:
     if not jobs:
         raise UserError(f"{option}: there is no prompt that can be answered")
     if (count := sum(bool(job.row.tools) for job in jobs)) and not template.reads_tools:
-        print(f"answers: {count} are asked for with tools, which the target's chat template does not write")
+        print(f"answers: {count} are asked for with tools, which the chat template of {template.name} does not write")
     folder.mkdir(parents=True, exist_ok=True)
     with Journal(folder / JOURNAL) as journal:
         answer_all(jobs, journal, settings, config, template)

@@ -26,13 +26,13 @@ from data_prep.answers import NO_CHARACTER, Job, Local, Remote
 from data_prep.client import Server
 from data_prep.formats import Message, Refused, Row
 from data_prep.journal import Answer, Journal
+from data_prep.sources import SELF
 from data_prep.template import ChatTemplate
 from eagle31_train import artifacts, provenance
 from eagle31_train.config import Config
 from eagle31_train.errors import UserError
 from eagle31_train.provenance import Provenance
 
-SELF = "self"  # data.prompts=self
 OUTPUT, JOURNAL, MANIFEST = "prompts.jsonl", "prompts.jsonl.partial", "prompts.manifest.json"
 MARK = "\u2603 the user's words \u2603"  # put where a user speaks, to see what the template writes around it
 MOST_TRIES = 4  # for each prompt that is wanted

@@ -1,4 +1,4 @@
-"""The rows of a run: one file, glob or hub data set in its own order, or several of `data.sources` mixed by weight.
+"""The rows of a run: those of one option in their own order, or several of `data.sources` mixed by weight.
 
 A weight is a share of rows. Which rows of a source are taken depends on the seed, the source's name and the rows' ids
 alone: a hash of these ranks them, and the first so many are taken. So another source, or more rows, changes the number
@@ -6,7 +6,6 @@ of the others' rows at most, and a larger number only adds. Rows keep the order 
 so that every stretch of the mixture has its shares.
 """
 
-import glob
 import hashlib
 import heapq
 import json
@@ -15,115 +14,47 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from data_prep.files import File, open_files
 from data_prep.formats import Row, parse
-from eagle31_train import artifacts
 from eagle31_train.config import FORMATS, Config, DataConfig, check_value
 from eagle31_train.errors import UserError
 
-OPTIONS = ("path", "weight", "format", "split")
-
-# ---------------------------------------------------------------- files and hub data sets
-
-
-@dataclass(frozen=True)
-class File:
-    """A file, or a hub data set, with a fingerprint of its content."""
-
-    name: str
-    fingerprint: str
-    path: Path | None = None
-    dataset: Any = None
-
-    def values(self) -> Iterator[tuple[int, Any]]:
-        """(line number or item number, JSON value); a damaged line is a UserError that names its place."""
-        if self.path is None:
-            yield from enumerate(self.dataset, start=1)
-            return
-        if self.path.suffix == ".json":
-            yield from enumerate(_json_list(self.path), start=1)
-            return
-        with self.path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    yield number, json.loads(line)
-                except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                    raise UserError(f"{self.path}:{number} is not JSON ({error}): mend or remove this line") from None
-
-
-def _json_list(path: Path) -> list[Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not JSON ({error}): mend it, or rename JSON lines to .jsonl") from None
-    if not isinstance(value, list):
-        raise UserError(f"{path} holds no JSON list: give a list of conversations, or JSON lines as .jsonl")
-    return value
-
-
-def open_files(spec: str, split: str, option: str) -> list[File]:
-    """The files, or the hub data set, that `spec` names: a file, a glob, or a hub id such as `org/name`.
-
-    `split` is that of a hub data set; `option`, which holds `spec`, is named in the UserError where there is none.
-    """
-    paths = [Path(spec)] if Path(spec).is_file() else []
-    if not paths and any(sign in spec for sign in "*?["):
-        names = sorted(glob.glob(spec, recursive=True))  # noqa: PTH207 (Path.glob takes no absolute pattern)
-        paths = [Path(name) for name in names if Path(name).is_file()]
-        if not paths:
-            raise UserError(f"{option}={spec} matches no file: check the pattern")
-    if paths:
-        return [File(path.name, artifacts.file_sha256(path), path=path) for path in paths]
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", spec) and Path(spec).suffix not in (".json", ".jsonl"):
-        return [_open_hub(spec, split, option)]
-    raise UserError(f"{option}={spec} is missing: give a file, a glob, or a hub id such as org/name")
-
-
-def _open_hub(spec: str, split: str, option: str) -> File:
-    from datasets import load_dataset
-
-    try:
-        dataset = load_dataset(spec, split=split)
-    except Exception as error:
-        # The hub's client raises a dozen unrelated types: no network, no such set, split or permission.
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{option}={spec} is no file, and no hub data set could be loaded: {reason}") from None
-    return File(spec, f"{split}:{dataset._fingerprint}", dataset=dataset)
-
+SELF = "self"  # data.prompts=self
+OPTIONS = ("path", "weight", "format", "split", "stream_rows")
 
 # ---------------------------------------------------------------- sources
 
 
 @dataclass(frozen=True)
 class Source:
-    """Files or a data set that are read as one; `name` and `weight` are those of `data.sources`, if it is one."""
+    """Files or a data set that are read as one, as the option `given` says; of `data.sources` with name and weight."""
 
     files: list[File]
     format: str
+    given: str
     name: str = ""
     weight: Fraction = Fraction(1)
 
     def read(self) -> Iterator[Row]:
         """Its rows in order; of a named source with its name as their source and before their ids.
 
-        Raises UserError for a damaged line, a row of no known format, or an id used twice.
+        Raises UserError for a damaged line, a row of no known format, an id used twice, or no row at all.
         """
         seen: dict[str, str] = {}
         for file in self.files:
-            stem = file.path.stem if file.path else file.name
             for number, value in file.values():
                 where = f"{file.name}:{number}"
-                row = parse(value, self.format, where, f"{stem}-{number}")
+                row = parse(value, self.format, where, f"{file.stem}-{number}")
                 if row.id in seen:
                     raise UserError(f"{where}: id {row.id!r} is also that of {seen[row.id]}: make ids unique")
                 seen[row.id] = where
                 yield replace(row, id=f"{self.name}/{row.id}", source=self.name) if self.name else row
+        if not seen:
+            raise UserError(f"{self.given} is empty: it holds no row")
 
     def fingerprints(self) -> list[list[str]]:
         """Name and fingerprint of every file."""
@@ -151,10 +82,10 @@ class Corpus:
             return cls(_open_sources(data), True, config.seed, data.rows)
         spec: str | None = getattr(data, option)
         if spec is None:
-            raise UserError(f"no {option}: set data.{option} or data.sources (data.prompts with regenerate=true)")
+            raise UserError(_nothing_given(data, option))
         if data.rows is not None:
             raise UserError(f"data.rows={data.rows} is of data.sources, which are not given: set them, or no data.rows")
-        return cls([Source(open_files(spec, data.split, f"data.{option}"), data.format)])
+        return cls(_streamed([_source_of(data, f"data.{option}", spec)], data))
 
     def inputs(self) -> dict[str, Any]:
         """All that the rows depend on."""
@@ -196,8 +127,8 @@ class Corpus:
                 else:
                     unusable.append(row)
             if not usable[name]:
-                reason = f": none of its {rows} rows can be used ({unusable[-1].problem})" if rows else " is empty"
-                raise UserError(f"data.sources.{name}{reason}: mend it or leave it out")
+                reason = f"none of its {rows} rows can be used ({unusable[-1].problem})"
+                raise UserError(f"data.sources.{name}: {reason}: mend it or leave it out")
             self.counts[name] = {"weight": float(source.weight), "read": rows}
         weights = {source.name: source.weight for source in self.sources}
         taken = quotas(weights, {name: len(ids) for name, ids in usable.items()}, self.rows)
@@ -262,7 +193,43 @@ def _open_sources(data: DataConfig) -> list[Source]:
         for file in source.files:
             if (other := seen.setdefault(file.fingerprint, source.name)) != source.name:
                 raise UserError(f"data.sources.{other} and .{source.name} hold the same: {file.name}; name it once")
+    return _streamed(sources, data)
+
+
+def _streamed(sources: list[Source], data: DataConfig) -> list[Source]:
+    """The sources; a UserError where data.stream_rows is given and none of them is a hub data set."""
+    if data.stream_rows is not None and all(file.path for source in sources for file in source.files):
+        raise UserError(
+            f"data.stream_rows={data.stream_rows} is of hub data sets, and {sources[0].given} is none: leave it out"
+        )
     return sources
+
+
+def _source_of(data: DataConfig, option: str, spec: str) -> Source:
+    files = open_files(spec, data.split, option, data.stream_rows)
+    return Source(files, data.format, f"{option}={spec}")
+
+
+def _nothing_given(data: DataConfig, option: str) -> str:
+    """What to do where `data.{option}` is not set; the other of the two may be."""
+    if option == "prompts" and data.conversations is not None:
+        return (
+            f"regenerate=true answers data.prompts, and data.conversations={data.conversations} is given: set "
+            "data.prompts (answers in it are not kept), or regenerate=false to learn the answers that are there"
+        )
+    if data.prompts is None or option == "prompts":
+        return f"no {option}: set data.{option} or data.sources (data.prompts with regenerate=true)"
+    given = f"data.prompts={data.prompts}"
+    if data.prompts == SELF:
+        return f"{given} has the target write prompts, and answer them: set regenerate=true"
+    rows = _source_of(data, "data.prompts", data.prompts).read()
+    messages = next((row.messages for row in rows if row.problem is None), [])
+    if any(message["role"] == "assistant" for message in messages):
+        return (
+            f"{given} holds conversations with answers: to learn these, give it as data.conversations; for the target "
+            "to answer anew, set regenerate=true"
+        )
+    return f"{given} holds prompts without answers: set regenerate=true, and the target answers them"
 
 
 def _open_source(name: str, value: Any, data: DataConfig) -> Source:
@@ -270,14 +237,23 @@ def _open_source(name: str, value: Any, data: DataConfig) -> Source:
     options = value if isinstance(value, dict) else {}
     path, weight = options.get("path"), options.get("weight", 1)
     form, split = options.get("format", data.format), options.get("split", data.split)
+    stream_rows = options.get("stream_rows", data.stream_rows)
     if not re.fullmatch(r"[\w-]+", name) or not isinstance(path, str) or not path or options.keys() - set(OPTIONS):
         raise UserError(
             f"{where}={value!r} is no source: write data.sources.NAME='{{path: FILE, weight: 1}}', with any of "
             f"{', '.join(OPTIONS)}, NAME of letters, digits, _ and -; or set {where}=null"
         )
+    if path == SELF:  # still, so nobody has written them
+        raise UserError(f"{where}.path={SELF} has the target write prompts, and answer them: set regenerate=true")
     # A boolean is an int to Python.
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
         raise UserError(f"{where}.weight={weight} is no weight: set a number above 0")
     check_value(f"{where}.format", form, {"choices": FORMATS})
+    if stream_rows is not None and (isinstance(stream_rows, bool) or not isinstance(stream_rows, int)):
+        raise UserError(f"{where}.stream_rows={stream_rows} is no number of rows")
+    check_value(f"{where}.stream_rows", stream_rows, {"bounds": {"at_least": 1}})
+    files = open_files(path, str(split), f"{where}.path", stream_rows)
+    if "stream_rows" in options and files[0].path:
+        raise UserError(f"{where}.stream_rows={stream_rows} is of hub data sets, and {path} is none: leave it out")
     # Through its decimal text: 0.7 and 0.3 are to be exactly that.
-    return Source(open_files(path, str(split), f"{where}.path"), form, name, Fraction(str(weight)))
+    return Source(files, form, f"{where}.path={path}", name, Fraction(str(weight)))

@@ -13,9 +13,11 @@ from datasets import DatasetDict
 from numpy.typing import NDArray
 
 from data_prep.dataset import Collected, collect, most_common
+from data_prep.files import open_files
+from data_prep.masks import NO_ANSWER
 from data_prep.regenerate import read_manifest, regenerate
-from data_prep.self_prompts import SELF, write_prompts
-from data_prep.sources import Corpus, Source, named, open_files
+from data_prep.self_prompts import write_prompts
+from data_prep.sources import SELF, Corpus, Source, named
 from data_prep.template import ChatTemplate
 from eagle31_train import artifacts, provenance
 from eagle31_train.config import Config, DataConfig
@@ -25,7 +27,7 @@ from eagle31_train.targets.derive import planned_drafter
 from eagle31_train.targets.description import describe_target, serving_doubt
 from eagle31_train.targets.pretrained import vocabulary_fingerprint
 
-SHARED_NAMED = 20  # pairs of rows with one prompt that the manifest names
+SHARED_NAMED = 20  # pairs of rows with one prompt, of each kind, that the manifest names
 NAMED = 5  # refused conversations, or sources, that the summary names; the manifest names all
 LISTED = 20  # sources in the summary's table
 TOLD = {  # counts of the manifest, where they are not 0
@@ -34,7 +36,7 @@ TOLD = {  # counts of the manifest, where they are not 0
     "split_turns": "conversations with one sample per answer, since the template rewrites history",
     "inserted": "answers that the template begins with an empty thought",
     "respelt": "answers that have not as many tokens as the target wrote",
-    "tools_unread": "conversations with tools, which the target's chat template does not write",
+    "tools_unread": "conversations with tools, which the chat template of {target} does not write",
 }
 
 
@@ -60,6 +62,10 @@ def prepare(config: Config) -> None:
     zeros = np.zeros(vocab_size, dtype=np.int64)
     draft = vocab.choose(zeros, template.special_ids(), data.draft_vocab_size, data.draft_vocab_coverage)
     _, rows = planned_drafter(config, target, len(draft))
+    if data.conversations is not None and data.prompts is not None:
+        read, other = ("prompts", "conversations") if config.regenerate else ("conversations", "prompts")
+        not_read = f"data.{other} is for regenerate={str(not config.regenerate).lower()}"
+        print(f"data: reading data.{read}={getattr(data, read)}; {not_read}")
     corpus, answers = _open(_with_written_prompts(config, template), template)
     made_from = provenance.of_data(config, corpus.inputs(), template.fingerprints(), vocab_size)
     ours = (folder / artifacts.MANIFEST).is_file()
@@ -94,15 +100,16 @@ def prepare(config: Config) -> None:
     }
     artifacts.write_json(temporary / artifacts.MANIFEST, manifest)
     artifacts.commit(temporary, folder)
-    print(summary(folder, manifest))
+    print(summary(folder, manifest, template.name))
 
 
 def _open(config: Config, template: ChatTemplate) -> tuple[Corpus, dict[str, Any]]:
     """The conversations; where the target answers first, also the manifest of its answers."""
     if not config.regenerate:
         return Corpus.open(config, "conversations"), {}
-    files = open_files(str(regenerate(config, template)), config.data.split, "data.prompts")
-    return Corpus([Source(files, "messages")]), read_manifest(Path(config.run_dir))
+    answered = str(regenerate(config, template))
+    source = Source(open_files(answered, config.data.split, "data.prompts"), "messages", answered)
+    return Corpus([source]), read_manifest(Path(config.run_dir))
 
 
 def _with_written_prompts(config: Config, template: ChatTemplate) -> Config:
@@ -114,26 +121,37 @@ def _with_written_prompts(config: Config, template: ChatTemplate) -> Config:
         return config
     file = str(write_prompts(config, template))
     for entry in own:
-        entry["path"] = file
-    data = replace(data, prompts=file if data.prompts == SELF else data.prompts, sources=sources)
-    return replace(config, data=data)
+        entry.update(path=file, format="auto")  # ours, whatever that of the other files is
+    if data.prompts == SELF:
+        data = replace(data, prompts=file, format="auto")
+    return replace(config, data=replace(data, sources=sources))
 
 
 def _check_splits(collected: Collected, data: DataConfig) -> None:
     heldout = data.heldout
     sizes = {name: len(split.rows) for name, split in collected.splits.items()}
     if not sum(sizes.values()):
-        raise UserError(f"no conversation is left to learn from ({most_common(collected.refused)})")
+        raise UserError(f"no conversation is left to learn from ({_reasons(collected.refused, data)})")
     for name in named(data):
         if not any(name in split.sources() for split in collected.splits.values()):
-            reasons = most_common([entry for entry in collected.refused if entry["source"] == name])
-            raise UserError(f"data.sources.{name}: no conversation of it is left to learn from ({reasons})")
+            refused = [entry for entry in collected.refused if entry["source"] == name]
+            raise UserError(
+                f"data.sources.{name}: no conversation of it is left to learn from ({_reasons(refused, data)})"
+            )
     if not sizes["train"]:
         raise UserError(f"data.heldout={heldout} holds out every prompt: lower it or give more prompts")
     if heldout > 0 and not sizes["heldout"]:
         raise UserError(
             f"data.heldout={heldout} holds out none of {sizes['train']} conversations: raise it, or set it to 0"
         )
+
+
+def _reasons(refused: list[dict[str, Any]], data: DataConfig) -> str:
+    """Why none of some rows is of use; where they are prompts, what to do with these."""
+    if {entry["reason"] for entry in refused} != {NO_ANSWER}:
+        return most_common(refused)
+    option = f"data.prompts={data.conversations} and " if data.conversations else ""
+    return f"all {len(refused)} are prompts without answers: set {option}regenerate=true for the target to answer them"
 
 
 def _write(
@@ -151,11 +169,13 @@ def _write(
     datasets.save_to_disk(str(folder / "dataset"), num_shards=shards)
     splits = {name: split.summary() for name, split in collected.splits.items()}
     not_held_out = sorted(splits["train"]["by_source"].keys() - splits["heldout"]["by_source"])
+    repeated = [[first, identity] for identity, first in collected.repeated_prompts.items()]
     fingerprints = [split.fingerprint(name) for name, split in collected.splits.items()]
     return {
         "dataset_fingerprint": artifacts.fingerprint(fingerprints),
         "splits": splits,
         "shared_prompts": {"rows": len(collected.shared_prompts), "named": collected.shared_prompts[:SHARED_NAMED]},
+        "repeated_prompts": {"prompts": len(repeated), "named": repeated[:SHARED_NAMED]},
         "not_held_out": not_held_out if data.heldout else [],
         "draft_vocab": {
             "size": len(draft),
@@ -179,11 +199,17 @@ def coverage(counts: NDArray[np.int64], draft: vocab.DraftVocab) -> float | None
 
 
 def _sources(counts: dict[str, dict[str, Any]], collected: Collected) -> dict[str, dict[str, Any]]:
-    """What became of every source's rows: read, taken, and of these refused and cut."""
+    """What became of every source's rows: read, taken, and of these refused, with a repeated prompt, and cut."""
     refused = Counter(entry["source"] for entry in collected.refused)
     of_source = {name: collected.counts.get(name, Counter()) for name in sorted(counts)}
     return {
-        name: {**counts[name], "refused": refused[name], "cut": count["cut"], "no_end_of_turn": count["open"]}
+        name: {
+            **counts[name],
+            "refused": refused[name],
+            "repeated": count["repeated"],
+            "cut": count["cut"],
+            "no_end_of_turn": count["open"],
+        }
         for name, count in of_source.items()
     }
 
@@ -191,8 +217,8 @@ def _sources(counts: dict[str, dict[str, Any]], collected: Collected) -> dict[st
 # ---------------------------------------------------------------- what the user reads
 
 
-def summary(folder: Path, manifest: dict[str, Any]) -> str:
-    """The manifest in words: the splits, the sources, and everything that was refused or cut."""
+def summary(folder: Path, manifest: dict[str, Any], target: str) -> str:
+    """The manifest in words: the splits, the sources, and everything that was refused or cut; `target` is its name."""
     lines = [f"data: {folder} in {manifest['seconds']} s"]
     draft, refused = manifest["draft_vocab"], manifest["refused"]
     for name, split in manifest["splits"].items():
@@ -207,7 +233,10 @@ def summary(folder: Path, manifest: dict[str, Any]) -> str:
         f"({draft['seen_in_train']:,} occur in the training answers)"
     )
     lines += _table(manifest)
-    lines += [f"  {what}: {manifest[name]:,}" for name, what in TOLD.items() if manifest[name]]
+    lines += [f"  {what.format(target=target)}: {manifest[name]:,}" for name, what in TOLD.items() if manifest[name]]
+    if repeated := manifest["repeated_prompts"]["prompts"]:
+        pair = " and ".join(manifest["repeated_prompts"]["named"][0])
+        lines.append(f"  prompts that their source has already, kept: {repeated:,} ({pair})")
     if shared := manifest["shared_prompts"]["rows"]:
         pair = " and ".join(manifest["shared_prompts"]["named"][0])
         lines.append(f"  rows whose prompt another source has too, on the same side of the split: {shared} ({pair})")

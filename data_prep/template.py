@@ -29,11 +29,13 @@ class ChatTemplate:
         template: str,
         template_args: dict[str, Any] | None = None,
         tools_template: str | None = None,
+        name: str = "the target",
     ) -> None:
         """`end_ids`: where the target stops. `template_args`: variables of the Jinja text `template`.
 
-        `tools_template`: another one, for conversations with tools.
+        `tools_template`: another one, for conversations with tools. `name`: the target's.
         """
+        self.name = name
         self.tokenizer = tokenizer
         self.end_ids = end_ids
         self.template = template
@@ -47,6 +49,14 @@ class ChatTemplate:
     def reads_tools(self) -> bool:
         """Whether tools may change what is rendered."""
         return self.tools_template is not None or re.search(r"\btools\b", self.template) is not None
+
+    def text(self, tools: list[Tool] | None) -> str:
+        """The template's text for a conversation, chosen as transformers and vLLM choose it."""
+        return self.tools_template if tools and self.tools_template is not None else self.template
+
+    def writes_calls(self, tools: list[Tool] | None) -> bool:
+        """Whether the tool calls of a message may be in what is rendered."""
+        return "tool_calls" in self.text(tools)
 
     @cached_property
     def added(self) -> dict[int, str]:
@@ -82,7 +92,7 @@ class ChatTemplate:
         ends = end_ids(tokenizer, target)
         if not ends:
             raise UserError(f"{target.path} names no end-of-sequence token: set eos_token_id in its config")
-        return cls(tokenizer, ends, template, target.template_args, with_tools)
+        return cls(tokenizer, ends, template, target.template_args, with_tools, target.name)
 
     # ------------------------------------------------------------ text
 
@@ -104,8 +114,7 @@ class ChatTemplate:
             text = self.tokenizer.apply_chat_template(
                 _plain(messages, verbatim),
                 tools=tools,  # type: ignore[arg-type]  # it asks for a list that may hold functions too
-                # As transformers and vLLM choose it.
-                chat_template=self.tools_template if tools and self.tools_template is not None else self.template,
+                chat_template=self.text(tools),
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 **self.template_args,

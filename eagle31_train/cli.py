@@ -24,6 +24,8 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
@@ -74,7 +76,7 @@ def _load(overrides: list[str], saved: Path | None, folders: list[Path]) -> Conf
             # Options that were added since have their defaults.
             ConfigStore.instance().store(name="saved", node=OmegaConf.merge(_schema(), OmegaConf.load(saved)))
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            searched = f"hydra.searchpath=[{','.join(f'file://{folder}' for folder in folders[1:])}]"
+            searched = f"hydra.searchpath=[{','.join(_quoted(f'file://{folder}') for folder in folders[1:])}]"
             composed = _composed([searched, *overrides], "config" if saved is None else "saved")
         if OmegaConf.is_missing(composed, "name") and not OmegaConf.is_missing(composed, "target.path"):
             composed.name = Path(composed.target.path).name.lower()
@@ -98,7 +100,7 @@ def _load(overrides: list[str], saved: Path | None, folders: list[Path]) -> Conf
 
 
 def _named(override: str, folder: Path) -> str:
-    """The override; a recipe that is given as a file is copied to where Hydra finds it by its name.
+    """The override; a recipe that is given as a file is copied to where Hydra finds it, under a name of its own.
 
     Raises:
         UserError: there is no such file.
@@ -109,8 +111,9 @@ def _named(override: str, folder: Path) -> str:
     if not (file := Path(value)).is_file():
         raise UserError(f"{override}: there is no file {value}")
     (folder / "experiment").mkdir(exist_ok=True)
-    shutil.copyfile(file, folder / "experiment" / f"{file.stem}.yaml")
-    return f"{group}={file.stem}"
+    name = re.sub(r"[^A-Za-z0-9]", "_", f"own_{file.stem}")  # of letters that Hydra takes
+    shutil.copyfile(file, folder / "experiment" / f"{name}.yaml")
+    return f"{group}={name}"
 
 
 def _schema() -> DictConfig:
@@ -262,7 +265,7 @@ def option_names() -> list[str]:
 
 
 def _checked(override: str, folders: list[Path]) -> str:
-    """The override, if its key exists; keys below a free-form option are added without Hydra's `++`."""
+    """The override in Hydra's grammar, if its key exists; keys below a free-form option need no `++`."""
     key, equals, value = override.partition("=")
     key = key.lstrip("+~")
     if not key or (not equals and not override.startswith("~")):
@@ -272,14 +275,48 @@ def _checked(override: str, folders: list[Path]) -> str:
         for name in map(str.strip, several):
             if name not in (known := choices(key, folders)):
                 raise UserError(f"no configs/{key}/{name}.yaml{_nearest(name, known)}")
-        return f"+{key}={value}"  # Hydra takes a group that no defaults list names only with the plus
-    names = option_names()
+        # Hydra takes a group that no defaults list names only with the plus.
+        return f"+{key}={value if len(several) > 1 else _spelt(value, str)}"
+    kinds = {name: kind for name, kind, _ in _options(Config)}
+    names = list(kinds)
     if any(key == path or key.startswith(path + ".") for path in _free()):
+        override = override if override.startswith("~") else f"{override.partition('=')[0]}={_spelt(value, Any)}"
         return override if override.startswith(("+", "~")) else f"++{override}"
     if key in names or key in RENAMED or key in REMOVED:
-        return override
+        written = override.partition("=")[0]
+        return override if override.startswith("~") else f"{written}={_spelt(value, kinds.get(RENAMED.get(key, key)))}"
     groups = [folder.name for folder in CONFIGS.iterdir() if folder.is_dir()]
     raise UserError(f"no option {key!r}{_nearest(key, [*names, *groups])}")
+
+
+def _spelt(value: str, kind: Any) -> str:
+    """A value as Hydra's grammar spells it: text that the grammar would refuse, or take for something else, is quoted.
+
+    `kind`: the type of the option. Any: text is what nothing else can be.
+    """
+    if kind == list[str] and (value[:1], value[-1:]) == ("[", "]") and _parsed(value) is None:
+        return f"[{','.join(_spelt(item.strip(), str) for item in value[1:-1].split(','))}]"
+    if kind is Any and (value[:1], value[-1:]) in (("{", "}"), ("[", "]")):
+        return value
+    if kind not in (str, str | None, Any):
+        return value
+    parsed = _parsed(value)
+    if parsed is None or parsed.is_sweep_override():
+        return _quoted(value)
+    text = isinstance(parsed.value(), str | None) and value == value.strip()
+    return value if text or kind is Any else _quoted(value)
+
+
+def _parsed(value: str) -> Any:
+    """The value as Hydra reads it; None where it does not."""
+    try:
+        return OverridesParser.create().parse_override(f"key={value}")
+    except HydraException:
+        return None
+
+
+def _quoted(text: str) -> str:
+    return QuotedString(text=text, quote=Quote.single).with_quotes()
 
 
 def _free() -> list[str]:

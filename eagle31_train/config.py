@@ -141,15 +141,18 @@ class SelfPromptsConfig:
 
 @dataclass
 class DataConfig:
-    conversations: str | None = opt(None, "conversations to learn: file, glob, or hub id (regenerate=false)")
+    conversations: str | None = opt(None, "conversations to learn: file, folder, glob, or hub id (regenerate=false)")
     prompts: str | None = opt(
-        None, "prompts to answer (regenerate=true): file, glob, hub id, or self: the target writes them"
+        None, "prompts to answer (regenerate=true): file, folder, glob, hub id, or self: the target writes them"
     )
     sources: dict[str, Any] = opt(
         {}, "several of these, mixed by weight: data.sources.NAME={path: …, weight: 1, format: auto, split: train}"
     )
     rows: int | None = opt(None, "rows of the mixture; default: as many as its weights give", at_least=1)
     split: str = opt("train", "split of a hub data set")
+    stream_rows: int | None = opt(
+        None, "of a hub data set, read only the first so many rows, without downloading it whole", at_least=1
+    )
     format: str = opt("auto", f"how a row is written: {', '.join(FORMATS)}", choices=FORMATS)
     max_length: int = opt(2048, "tokens of one conversation; longer ones are cut and counted", at_least=2)
     heldout: float = opt(0.05, "share of prompts held out, chosen by a hash of the prompt", at_least=0, below=1)

@@ -1,5 +1,6 @@
-"""Where the project's own files are: in a checkout beside the packages, in an installed wheel within them."""
+"""Where files are: those of the project, in a checkout or an installed wheel, and those that a glob matches."""
 
+import glob
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent
@@ -14,3 +15,17 @@ def project(path: str) -> str:
     """A path of `${project:…}` in a recipe: models/… or a file that comes with the packages."""
     first, _, rest = path.partition("/")
     return str(MODELS / rest if first == "models" else ROOT / path)
+
+
+def matching(pattern: str) -> list[Path]:
+    """The paths that a glob matches, in order; what exists by the name itself comes before any pattern.
+
+    So do folders at its beginning: brackets in their names are no pattern.
+    """
+    if not pattern or Path(pattern).exists():
+        return [Path(pattern)] if pattern else []
+    parts = Path(pattern).parts
+    literal = next(n for n in range(len(parts) - 1, -1, -1) if Path(*parts[:n]).is_dir())
+    root = Path(*parts[:literal])
+    found = glob.glob(str(Path(*parts[literal:])), root_dir=root, recursive=True)  # noqa: PTH207 (takes hidden files too)
+    return [root / name for name in sorted(found)]

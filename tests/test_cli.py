@@ -1,6 +1,7 @@
 """The command line: recipes and options compose, and every mistake is one line that says what to do."""
 
 import errno
+import operator
 import shutil
 from pathlib import Path
 
@@ -35,6 +36,69 @@ def test_a_recipe_and_options_compose():
     assert config.train.max_grad_norm == Config().train.max_grad_norm
 
 
+NAMES = ["/tmp/ü (1)/a=b.jsonl", "天空/😀", "~/x", "a~b", "[x]", "[1] x", "{a}", "{a: 1}", "it's", 'say "hi"', "'a'b"]
+NAMES += [
+    "a,b",
+    " a  b ",
+    "1e3",
+    "12e4567",
+    "true",
+    "a#b!c;d&e<f>`g`|^",
+    "range(1,2)",
+    "back\\slash\\",
+    "$x%y@z",
+    "=",
+    "(",
+    "%20",
+]
+
+
+def test_any_name_is_taken_as_it_is_without_quotes():
+    options = list(cli._options(Config))
+    text = [name for name, kind, at in options if kind in (str, str | None) and not at.metadata["choices"]]
+    assert {"name", "run_dir", "data.prompts", "target.path", "store.cache_dir"} <= set(text)
+    given = dict(zip(text, [*NAMES, *NAMES], strict=False))
+    # Where any type may stand, what is a number or a list to Hydra stays one.
+    paths = [name for name in NAMES if name not in ("[x]", "{a}", "{a: 1}", " a  b ", "1e3", "12e4567", "true")]
+    sources = [f"data.sources.s{i}.path={path}" for i, path in enumerate(paths)]
+    folders = "comparisons=[runs/ü (1)/x, it's, plain]"
+    config = load_config([*(f"{option}={name}" for option, name in given.items()), *sources, folders])
+    assert {option: operator.attrgetter(option)(config) for option in given} == given
+    assert len(given) >= len(NAMES)
+    assert [config.data.sources[f"s{i}"]["path"] for i in range(len(paths))] == paths
+    assert config.comparisons == ["runs/ü (1)/x", "it's", "plain"]
+
+
+def test_what_hydra_read_before_it_still_reads():
+    config = load_config(
+        [
+            RECIPE,
+            r"data.prompts=a\=b",
+            "target.path='c d'",
+            "name=x-1",
+            "run_dir=runs/${name}",
+            "data.conversations=null",
+            "data.sources.a.weight=2.5",
+            "data.sources.b={path: 'p q', weight: 3}",
+            "train.betas=[0.8,0.9]",
+        ]
+    )
+    assert (config.data.prompts, config.target.path, config.run_dir) == ("a=b", "c d", "runs/x-1")
+    assert config.data.conversations is None
+    assert config.data.sources == {"a": {"weight": 2.5}, "b": {"path": "p q", "weight": 3}}
+    assert config.train.betas == [0.8, 0.9]
+
+
+def test_recipes_are_found_in_files_and_folders_of_any_name(tmp_path):
+    text = (cli.CONFIGS / "experiment" / "smollm2.yaml").read_text().replace("name: smollm2", "name: mine")
+    folder = tmp_path / "ü, (1)=[2]"
+    (folder / "experiment").mkdir(parents=True)
+    for name in ("smollm2", "it's a=b"):  # one is named as one of ours
+        (folder / "experiment" / f"{name}.yaml").write_text(text)
+        assert load_config([f"+experiment={folder}/experiment/{name}.yaml"]).name == "mine"
+    assert load_config(["+experiment=it's a=b"], config_dir=folder).name == "mine"
+
+
 # ---------------------------------------------------------------- mistakes
 
 
@@ -47,7 +111,8 @@ def test_a_recipe_and_options_compose():
         ("+target=zzz", "no configs/target/zzz.yaml (there are kimi, kimi_k25, kimi_toy, "),
         ("train.lr", "'train.lr' is not of the form key=value"),
         ("train.lr=fast", "train.lr=fast: Value 'fast' of type 'str' could not be converted to Float"),
-        ("run_dir=a=b", "'run_dir=a=b' cannot be read"),
+        ("train.betas=[0.9", "'train.betas=[0.9' cannot be read"),
+        ("data.sources.en={path: a=b}", "'++data.sources.en={path: a=b}' cannot be read"),
         ("name=", "name= is empty: give name=… a value"),
     ],
 )

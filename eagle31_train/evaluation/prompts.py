@@ -4,7 +4,6 @@ A `Suite` says how a row becomes a question. Rows of our own forms, with prompt,
 a file of them can stand in for any suite.
 """
 
-import glob
 import json
 import re
 import string
@@ -18,6 +17,7 @@ from datasets import DatasetDict, load_dataset, load_from_disk
 
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation.rendering import Message, Rendering, Tool, UnfitError
+from eagle31_train.locations import matching
 
 OWN_FORMS = ("prompt", "turns", "messages")
 
@@ -182,7 +182,7 @@ def from_suite(name: str, suite: Suite, option: str, rendering: Rendering) -> tu
 
 def files_of(pattern: str, option: str) -> list[Path]:
     """The files that an option names."""
-    files = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]  # noqa: PTH207 (absolute patterns)
+    files = matching(pattern)
     if not files:
         raise UserError(f"{option}={pattern} is no file: give JSONL with prompt, turns or messages in each line")
     return files

@@ -238,7 +238,14 @@ def test_thoughts_calls_and_results_make_one_conversation(served, server, tmp_pa
     assert supervised["whole"] == call + rest
     assert supervised["last"] == supervised["no-result"] == call
     manifest = json.loads((tmp_path / "run" / "data" / "manifest.json").read_text())
-    assert manifest["sources"]["prompts"] == {"read": 7, "taken": 7, "refused": 1, "cut": 0, "no_end_of_turn": 0}
+    assert manifest["sources"]["prompts"] == {
+        "read": 7, "taken": 7, "refused": 1, "repeated": 3, "cut": 0, "no_end_of_turn": 0,
+    }  # fmt: skip
+    assert manifest["repeated_prompts"]["named"] == [
+        ["no-result", "last"],
+        ["no-result", "other-tool"],
+        ["no-call", "plain"],
+    ]
 
 
 def check_where_conversations_end(served, tmp_path):

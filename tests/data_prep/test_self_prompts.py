@@ -151,3 +151,27 @@ def test_too_few_texts_of_use_end_the_run_by_name(completions, tiny_target, tmp_
 def test_what_is_of_no_use(text, problem):
     assert problem_of(text, set()) == problem
     assert problem_of(text, {" ".join(["why", "is", "the", "sky", "blue"])}) in (problem, "written before")
+
+
+def test_prompts_of_the_target_are_one_source_of_several(tiny_target, tmp_path, capsys):
+    real = tmp_path / "ü (1), it's.csv"
+    real.write_text("prompt\n" + "".join(f"question {i}\n" for i in range(20)))
+    mixed = ["data.prompts=null", "data.sources.own.path=self", "data.sources.own.weight=1"]
+    mixed += [f"data.sources.real.path={real}", "data.sources.real.weight=3", "data.heldout=0.3", "data.max_length=400"]
+    config = configured(tmp_path / "~a=b", tiny_target, *mixed)
+    prepare(config)
+    written = {row["turns"][0] for row in map(json.loads, (tmp_path / "~a=b" / OUTPUT).read_text().splitlines())}
+    answered = [json.loads(line) for line in (tmp_path / "~a=b" / "conversations.jsonl").read_text().splitlines()]
+    asked = {name: [r["messages"][0]["content"] for r in answered if r["source"] == name] for name in ("own", "real")}
+    assert len(written) == len(asked["own"]) == 6
+    assert set(asked["own"]) == written
+    assert len(asked["real"]) == 18, "three times as many"
+    manifest = json.loads((tmp_path / "~a=b" / "data" / "manifest.json").read_text())
+    assert {name: counts["taken"] for name, counts in manifest["sources"].items()} == {"own": 6, "real": 18}
+    capsys.readouterr()
+    prepare(config)
+    told = capsys.readouterr().out
+    assert told.count("is up to date") == 3, "prompts, answers and data"
+    config.regenerate = False
+    with pytest.raises(UserError, match=r"data\.sources\.own\.path=self .* answer them: set regenerate=true"):
+        prepare(config)

@@ -1,4 +1,4 @@
-"""Files and hub data sets, and sources mixed by weight: shares to one row, and choices that nothing else moves."""
+"""Sources mixed by weight: shares to one row, and choices that nothing else moves."""
 
 import json
 import random
@@ -7,9 +7,8 @@ from fractions import Fraction
 import pytest
 
 from data_prep import sources as module
-from data_prep.sources import Corpus, Source, open_files, quotas
+from data_prep.sources import Corpus, quotas
 from eagle31_train.config import Config, DataConfig
-from eagle31_train.errors import UserError
 
 
 def chat(question):
@@ -20,30 +19,6 @@ def write(path, count, **more):
     rows = [{"id": f"r{i}", "messages": chat(f"{path.stem} {i}"), **more} for i in range(count)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
-
-
-def rows_of(spec, form="auto"):
-    return list(Source(open_files(str(spec), "train", "data.conversations"), form).read())
-
-
-# ---------------------------------------------------------------- files
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "problem"),
-    [
-        ("a.jsonl", b'{"prompt": "a"}\n{"prompt": "b"}\n\n{"prompt": "c"\n', r"a\.jsonl:4 is not JSON"),
-        ("a.jsonl", b'{"prompt": "a"}\n{"prompt": "\xff"}\n', r"a\.jsonl:2 is not JSON"),
-        ("a.jsonl", b'{"prompt": "a"}\n{"text": "b"}\n', r"a\.jsonl:2: no known format \(has text\)"),
-        ("a.jsonl", b'{"id": "x", "prompt": "a"}\n{"id": "x", "prompt": "b"}', r":2: id 'x' is also that of a.jsonl:1"),
-        ("a.json", b'{"prompt": "0"}\n{"prompt": "1"}\n', r"a\.json is not JSON .*rename JSON lines to \.jsonl"),
-        ("a.jsonl", b'{"messages": []}', r"a\.jsonl:1: data\.format=alpaca needs the key 'instruction'"),
-    ],
-)
-def test_damage_is_named_by_its_place(tmp_path, name, content, problem):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=problem):
-        rows_of(tmp_path / name, "alpaca" if "alpaca" in problem else "auto")
 
 
 # ---------------------------------------------------------------- shares

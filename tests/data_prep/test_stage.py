@@ -185,6 +185,64 @@ def test_what_cannot_be_met_is_refused_before_the_work_starts(config, tmp_path, 
     assert theirs.read_text() == "ten years of work"
 
 
+TOOL = {"type": "function", "function": {"name": "find", "parameters": {}}}
+CALLED = {"role": "assistant", "content": "a fox", "tool_calls": [{"type": "function", "function": {"name": "find"}}]}
+
+
+def test_a_file_in_the_wrong_place_says_what_it_is_and_what_to_set(config, tmp_path):
+    asked = write(tmp_path / "asked.jsonl", [{"prompt": f"question {i}"} for i in range(3)])
+    told = config.data.conversations
+    no_form = write(tmp_path / "mixed.jsonl", [{"messages": []}, {"prompt": "q"}])
+    for regenerate, given, words in [
+        (False, {"prompts": asked}, f"data.prompts={asked} holds prompts without answers: set regenerate=true"),
+        (False, {"prompts": no_form}, "holds prompts without answers: set regenerate=true"),
+        (False, {"prompts": told}, "holds conversations with answers: to learn these, give it as data.conversations"),
+        (
+            False,
+            {"prompts": "self"},
+            "data.prompts=self has the target write prompts, and answer them: set regenerate=",
+        ),
+        (
+            False,
+            {"conversations": asked},
+            f"all 3 are prompts without answers: set data.prompts={asked} and regenerate",
+        ),
+        (False, {"sources": {"en": {"path": asked}}}, "all 3 are prompts without answers: set regenerate=true for"),
+        (
+            False,
+            {"sources": {"en": {"path": told}, "zh": {"path": asked}}},
+            "data.sources.zh: no conversation of it is",
+        ),
+        (True, {"conversations": told}, "regenerate=true answers data.prompts, and data.conversations="),
+        (False, {}, "no conversations: set data.conversations or data.sources"),
+        (False, {"conversations": told, "stream_rows": 3}, "data.stream_rows=3 is of hub data sets, and data.conv"),
+        (False, {"sources": {"en": {"path": told, "stream_rows": 3}}}, "en.stream_rows=3 is of hub data sets"),
+        (False, {"sources": {"en": {"path": told, "stream_rows": 0}}}, "en.stream_rows=0 must be at least 1"),
+    ]:
+        config.regenerate, config.data = regenerate, DataConfig(heldout=SHARE, **given)
+        with pytest.raises(UserError) as error:
+            prepare(config)
+        assert words in str(error.value)
+    assert not (tmp_path / "run" / "data").exists()
+
+
+def test_repeated_prompts_and_unwritten_tool_calls_are_named(config, tmp_path, capsys):
+    rows = [{**row, "id": f"again{i}"} for i, row in enumerate(chats(60)[:2])]
+    rows += [{**rows[0], "sample": 1}, {**chats(1)[0], "id": "apart", "source": "c"}]
+    rows.append({"id": "longer", "source": "a", "messages": [*chat("question 0"), *chat("and then?")]})
+    rows.append({"id": "calls", "tools": [TOOL], "messages": [{"role": "user", "content": "where?"}, CALLED]})
+    write(tmp_path / "chats.jsonl", [*chats(60), *rows])
+    config.data.prompts = "prompts.jsonl"
+    prepare(config)
+    manifest, out = manifest_of(tmp_path), capsys.readouterr().out
+    assert manifest["repeated_prompts"] == {"prompts": 2, "named": [["c0", "again0"], ["c1", "again1"]]}
+    assert [manifest["sources"][name]["repeated"] for name in "abc"] == [1, 1, 0]
+    assert "prompts that their source has already, kept: 2 (c0 and again0)" in out
+    name = config.target.name
+    assert f"1 × the chat template of {name} writes no tool calls" in out
+    assert f"data: reading data.conversations={config.data.conversations}; data.prompts is for regenerate=true" in out
+
+
 # ---------------------------------------------------------------- several sources
 
 
@@ -216,9 +274,9 @@ def check_counts(config, tmp_path, capsys):
     prepare(config)
     manifest, rows = manifest_of(tmp_path), rows_of(tmp_path)
     assert manifest["sources"] == {
-        "en": {"weight": 1.0, "read": 60, "taken": 49, "refused": 0, "cut": 0, "no_end_of_turn": 0},
+        "en": {"weight": 1.0, "read": 60, "taken": 49, "refused": 0, "repeated": 0, "cut": 0, "no_end_of_turn": 0},
         # All but the wizard's row are taken; the one without an answer is found out later.
-        "zh": {"weight": 1.0, "read": 50, "taken": 49, "refused": 2, "cut": 1, "no_end_of_turn": 1},
+        "zh": {"weight": 1.0, "read": 50, "taken": 49, "refused": 2, "repeated": 0, "cut": 1, "no_end_of_turn": 1},
     }
     assert manifest["refused"] == [
         {"id": "zh/6", "source": "zh", "where": "zh.jsonl:6", "reason": "no assistant turn"},

@@ -1,0 +1,197 @@
+"""Files of every kind, folders and hub data sets: the same rows, ids that stay, and damage named by its place."""
+
+import csv
+import gzip
+import json
+
+import datasets
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from data_prep.files import open_files
+from data_prep.sources import Source
+from eagle31_train.errors import UserError
+
+CHAT = [{"role": "user", "content": 'Which is "ü",\na or b?'}, {"role": "assistant", "content": "b 😀"}]
+ROWS = [{"messages": CHAT}, {"messages": [{"role": "user", "content": "second"}]}]
+AS_TEXT = [{"messages": json.dumps(row["messages"])} for row in ROWS]
+
+
+def write_jsonl(path, rows, open=open):
+    with open(path, "wt", encoding="utf-8") as file:
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    return path
+
+
+def write_csv(path, rows, open=open, encoding="utf-8"):
+    with open(path, "wt", encoding=encoding, newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def write_parquet(path, rows):
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=1)
+    return path
+
+
+def rows_of(spec, form="auto", stream_rows=None):
+    files = open_files(str(spec), "train", "data.prompts", stream_rows)
+    return list(Source(files, form, f"data.prompts={spec}").read())
+
+
+def message_of(spec, form="auto", **options):
+    with pytest.raises(UserError) as error:
+        rows_of(spec, form, **options)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+# ---------------------------------------------------------------- kinds
+
+KINDS = {
+    "a.jsonl": lambda path: write_jsonl(path, ROWS),
+    "a.jsonl.gz": lambda path: write_jsonl(path, ROWS, gzip.open),
+    "a.json": lambda path: path.write_text(json.dumps(ROWS)),
+    "a.json.gz": lambda path: path.write_bytes(gzip.compress(json.dumps(ROWS).encode())),
+    "a.csv": lambda path: write_csv(path, AS_TEXT),
+    "a.CSV.gz": lambda path: write_csv(path, AS_TEXT, gzip.open, "utf-8-sig"),  # as spreadsheets write it
+    "a.parquet": lambda path: write_parquet(path, ROWS),
+    "text.parquet": lambda path: write_parquet(path, AS_TEXT),
+    "lines.txt": lambda path: write_jsonl(path, ROWS),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_gives_the_same_rows_and_ids_by_file_and_place(tmp_path, name):
+    KINDS[name](tmp_path / name)
+    rows = rows_of(tmp_path / name)
+    assert [row.messages for row in rows] == [row["messages"] for row in ROWS]
+    first = 2 if "csv" in name.lower() else 1  # CSV's first line names the columns
+    assert [row.id for row in rows] == [f"{name.split('.')[0]}-{number}" for number in (first, first + 1)]
+    assert rows[0].source == name.split(".")[0]
+    assert rows[1].where == f"{name}:{first + 1}"
+
+
+def test_rows_of_csv_are_known_by_their_first_line(tmp_path):
+    cells = [
+        {"instruction": 'one "two",\n\nthree', "input": "", "output": "yes", "id": ""},
+        {"instruction": "NA", "input": "007", "output": "null", "id": "mine"},
+    ]
+    long = "word " * 50_000  # longer than Python's csv takes by itself
+    rows = rows_of(write_csv(tmp_path / "a.csv", [*cells, {**cells[1], "instruction": long, "id": ""}]))
+    assert [row.id for row in rows] == ["a-2", "mine", "a-6"]
+    assert [row.messages[0]["content"] for row in rows] == ['one "two",\n\nthree', "NA\n\n007", f"{long}\n\n007"]
+    assert [row.messages[1]["content"] for row in rows] == ["yes", "null", "null"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.jsonl", b'{"prompt": "a"}\n{"prompt": "b"}\n\n{"prompt": "c"\n', "a.jsonl:4 is not JSON"),
+        ("a.jsonl", b'{"prompt": "a"}\n{"prompt": "\xff"}\n', "a.jsonl:2 is not JSON"),
+        ("a.jsonl", b'{"prompt": "a"}\n{"te\\nxt": "b"}\n', "a.jsonl:2: no known format (has te xt)"),
+        ("a.jsonl", b'{"id": "x", "prompt": "a"}\n{"id": "x", "prompt": "b"}', ":2: id 'x' is also that of a.jsonl:1"),
+        ("a.jsonl", b'{"messages": []}', "a.jsonl:1: data.format=alpaca needs the key 'instruction'"),
+        ("a.json", b'{"prompt": "0"}\n{"prompt": "1"}\n', "rename JSON lines to .jsonl"),
+        ("a.csv", b"prompt,id\nq,1\nq\n", "a.csv:3 has 1 cells, and the first line names 2 columns: mend this row"),
+        ("a.csv", b'prompt,id\n"q\n\nr",1\nq,2,3\n', "a.csv:5 has 3 cells"),
+        ("a.csv", b"question,answer\nq,a\n", "a.csv:1 names no column of a known format (it is 'question, answer')"),
+        ("a.csv", b"prompt;id\nq;1\n", "with commas between them"),
+        ("a.csv", b"prompt,prompt\nq,1\n", "a.csv:1 names the column 'prompt' twice"),
+        ("a.csv", b'prompt\nq\n"r"s\n', "a.csv:3 is not CSV"),
+        ("a.csv", b'prompt\nq\n"never closed\n\n', "a.csv:3 is not CSV (unexpected end of data)"),
+        ("a.csv", "prompt\nq\nGrün\n".encode("latin-1"), "a.csv:3 is not UTF-8"),
+        ("a.csv", "prompt\nq\n".encode("utf-16"), "a.csv:1 is not UTF-8"),
+        ("a.csv", b"messages\n[]\n[{'role': 'user'}]\n", "a.csv:3: the cell of messages is not JSON"),
+        ("a.parquet", b"PAR1 and nothing more", "a.parquet:1 cannot be read as Parquet"),
+        ("a.jsonl.gz", b'{"prompt": "a"}\n', "a.jsonl.gz:1 cannot be read, gzip is damaged"),
+        *((name, b"", f"{name} is empty: it holds no row") for name in ("a.jsonl", "a.json", "a.csv", "a.jsonl.gz")),
+        ("a.json", b"[]", "a.json is empty: it holds no row"),
+        ("a.csv", b"prompt,id\n", "a.csv is empty: it holds no row"),
+    ],
+)
+def test_damage_is_named_by_its_place(tmp_path, name, content, words):
+    (tmp_path / name).write_bytes(content)
+    assert words in message_of(tmp_path / name, "alpaca" if "alpaca" in words else "auto")
+
+
+def test_files_that_were_cut_off_are_named_by_their_place(tmp_path):
+    many = [{"prompt": f"question {i} of {i * 7919 % 1000}"} for i in range(2000)]
+    for path in (
+        write_jsonl(tmp_path / "a.jsonl.gz", many, gzip.open),
+        write_csv(tmp_path / "a.csv.gz", many, gzip.open),
+    ):
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+        words = message_of(path)
+        assert f"{path}:" in words
+        assert 1 < int(words.split(":")[1].split()[0]) < 2000
+        assert "gzip is damaged (Compressed file ended" in words
+    path = write_parquet(tmp_path / "a.parquet", many[:5])
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    assert "a.parquet:1 cannot be read as Parquet" in message_of(path)
+    column = parquet.ParquetFile(write_parquet(path, many[:5])).metadata.row_group(3).column(0)
+    start = column.dictionary_page_offset or column.data_page_offset
+    path.write_bytes(
+        whole[:start] + b"\xff" * column.total_compressed_size + whole[start + column.total_compressed_size :]
+    )
+    assert "cannot be read as Parquet" in message_of(path)
+
+
+# ---------------------------------------------------------------- folders and globs
+
+
+def test_a_folder_is_all_its_files_in_order_and_nothing_else(tmp_path):
+    folder = tmp_path / "ü [1]"
+    (folder / "sub").mkdir(parents=True)
+    write_jsonl(folder / "b.jsonl", ROWS)
+    write_parquet(folder / "sub" / "b.parquet", ROWS)
+    write_csv(folder / "a.csv", AS_TEXT)
+    (folder / "_SUCCESS").touch()
+    (folder / ".DS_Store").touch()
+    ids = ["a-2", "a-3", "b-1", "b-2", "sub/b-1", "sub/b-2"]
+    assert [row.id for row in rows_of(folder)] == ids
+    write_jsonl(folder / "aa.jsonl", ROWS)
+    assert [row.id for row in rows_of(folder)] == [*ids[:2], "aa-1", "aa-2", *ids[2:]], "another file moves no id"
+    assert [row.id for row in rows_of(folder / "*.jsonl")] == ["aa-1", "aa-2", "b-1", "b-2"]
+    assert {row.id for row in rows_of(folder / "**" / "*.parquet")} == {"b-1", "b-2"}
+    (folder / "sub" / "notes.md").touch()
+    assert "holds sub/notes.md, which is no data file (.jsonl, .json, .csv, .parquet)" in message_of(folder)
+    (tmp_path / "none" / "below").mkdir(parents=True)
+    assert "none is a folder without data files: it takes .jsonl" in message_of(tmp_path / "none")
+    assert "matches no file" in message_of(folder / "*.txt")
+    assert "is missing: give a file, a folder, a glob, or a hub id" in message_of("~/none.csv")
+
+
+# ---------------------------------------------------------------- hub data sets
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """`org/name` on a hub that is a folder, read by `datasets` itself; its second file is damaged."""
+    (tmp_path / "hub").mkdir()
+    write_parquet(tmp_path / "hub" / "train-0.parquet", [{"prompt": f"q{i}", "turns": None} for i in range(5)])
+    (tmp_path / "hub" / "train-1.parquet").write_bytes(b"not downloaded")
+    build = datasets.load_dataset_builder
+
+    def loaded(name, **options):
+        assert name == "org/name"
+        return build(str(tmp_path / "hub"), cache_dir=str(tmp_path / "cache"), **options)
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", loaded)
+    return tmp_path
+
+
+def test_a_stream_reads_no_more_of_a_hub_data_set_than_is_asked_for(hub):
+    rows = rows_of("org/name", stream_rows=4)
+    assert [row.messages[0]["content"] for row in rows] == ["q0", "q1", "q2", "q3"]
+    assert rows[0].id == "org/name-1"
+    four, again, three = (open_files("org/name", "train", "o", n)[0].fingerprint for n in (4, 4, 3))
+    assert four == again != three
+    assert not any((hub / "cache").rglob("*.arrow"))
+    assert "org/name:6 cannot be read" in message_of("org/name", stream_rows=6)
+    with pytest.raises(UserError, match="no hub data set could be loaded: Bad split: nope"):
+        open_files("org/name", "nope", "data.prompts", 4)
