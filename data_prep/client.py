@@ -84,9 +84,19 @@ class Server:
         return answer
 
     def complete(
-        self, prompt: list[int], stops: list[int], max_tokens: int, temperature: float, top_p: float, seed: int
+        self,
+        prompt: list[int],
+        stops: list[int],
+        max_tokens: int,
+        temperature: float,
+        top_p: float,
+        seed: int,
+        stop_text: str | None = None,
     ) -> tuple[str, str]:
-        """Go on from token ids up to one of `stops`, which is left out: the text, and why it ended (stop, length).
+        """Go on from token ids up to one of `stops` or to `stop_text`, which are left out.
+
+        Returns:
+            The text, and why it ended (stop, length).
 
         Needs a server that takes token ids and `stop_token_ids`, as vLLM and SGLang do. Raises as `answer` does.
         """
@@ -94,6 +104,7 @@ class Server:
             "model": self.model,
             "prompt": prompt,
             "stop_token_ids": stops,
+            **({"stop": stop_text} if stop_text else {}),
             "max_tokens": max_tokens,
             "temperature": temperature,
             "top_p": top_p,

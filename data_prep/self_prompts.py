@@ -1,8 +1,9 @@
 """Prompts that the target writes itself: it goes on from its chat template where a user would speak.
 
 The method is Magpie's (arXiv 2406.08464). A chat model that is given its template up to the user's words, and nothing
-else, writes what a user might say, and ends it with the token that ends a user's turn. So a drafter can be made of a
-target's name alone. Later turns are written in the same way after an answer of the target's.
+else, writes what a user might say, and ends it with the token that ends a user's turn, or with the text that stands
+there in formats without such a token. So a drafter can be made of a target's name alone. Later turns are written in the
+same way after an answer of the target's.
 
 What was written is filtered, and every refusal is counted (`Written`). It goes to `run_dir/prompts.jsonl`, one prompt a
 line, and from there on is a file of prompts like any other. A journal keeps each text as soon as it exists, and every
@@ -56,7 +57,7 @@ def write_prompts(config: Config, template: ChatTemplate) -> Path:
     """Have the target write `data.self_prompts.count` prompts; returns `run_dir/prompts.jsonl`.
 
     Raises:
-        UserError: the template ends a user's turn with no token of its own, or too few texts are of use.
+        UserError: the template writes nothing after a user's words, or too few texts are of use.
     """
     folder = Path(config.run_dir)
     output, manifest = folder / OUTPUT, folder / MANIFEST
@@ -87,20 +88,22 @@ def write_prompts(config: Config, template: ChatTemplate) -> Path:
     return output
 
 
-def user_stop(template: ChatTemplate) -> int:
-    """The token that ends a user's turn.
+def user_stop(template: ChatTemplate) -> int | str:
+    """What ends a user's turn: a token; of templates without one, the text before the answer, such as "[/INST]".
 
     Raises:
-        UserError: the template writes no special token there, so nobody could tell where the user stops.
+        UserError: the template writes nothing there, so nobody could tell where the user stops.
     """
     after = template.render([{"role": "user", "content": MARK}], add_generation_prompt=True).partition(MARK)[2]
     first = template.encode(after)[:1]
-    if not first or first[0] not in template.added:
+    if first and first[0] in template.added:
+        return first[0]
+    if not after.strip():
         raise UserError(
-            "data.prompts=self needs a chat template that ends a user's turn with a token of its own, and this one "
-            f"writes {after[:20]!r} there: give prompts as data.prompts=FILE"
+            "data.prompts=self needs a chat template that writes something after a user's words, and this one "
+            f"writes {after!r} there: give prompts as data.prompts=FILE"
         )
-    return first[0]
+    return after.strip().splitlines()[0]
 
 
 def problem_of(text: str, seen: set[str]) -> str | None:
@@ -129,7 +132,7 @@ def _settings(config: Config, template: ChatTemplate) -> dict[str, Any]:
     later = {"answers": [generate.max_new_tokens, generate.temperature, generate.top_p]}
     options = asdict(config.data.self_prompts)
     return {
-        "layout": 1,
+        "layout": 2,
         "target": config.target.name,
         **weights,
         **template.fingerprints(),
@@ -142,10 +145,13 @@ def _settings(config: Config, template: ChatTemplate) -> dict[str, Any]:
 class Writer:
     """Writes conversations' prompts, turn by turn."""
 
-    def __init__(self, config: Config, template: ChatTemplate, stop: int, journal: Journal, fingerprint: str) -> None:
+    def __init__(
+        self, config: Config, template: ChatTemplate, stop: int | str, journal: Journal, fingerprint: str
+    ) -> None:
         self.config, self.template, self.journal, self.fingerprint = config, template, journal, fingerprint
         self.options = config.data.self_prompts
-        self.stops = [stop, *template.end_ids]
+        self.stops = [*([stop] if isinstance(stop, int) else []), *template.end_ids]
+        self.stop_text = stop if isinstance(stop, str) else None
         self.kinds = sorted(self.options.system.items()) or [("", "")]
         self.refused: Counter[str] = Counter()
         self.seen: set[str] = set()
@@ -210,9 +216,9 @@ class Writer:
         yield from ((one.number, self.journal.answers[keys[one.number]]) for one in going)
 
     def _prompt(self, one: Written) -> list[int]:
-        """Token ids up to where the user speaks."""
+        """Token ids up to where the user speaks. A space before that is the first word's: tokens begin with theirs."""
         messages = [*self.template.history(one.messages), {"role": "user", "content": MARK}]
-        return self.template.encode(self.template.render(messages).partition(MARK)[0])
+        return self.template.encode(self.template.render(messages).partition(MARK)[0].rstrip(" "))
 
     def _seed(self, number: int, prompt: list[int]) -> int:
         return int(artifacts.fingerprint([self.config.seed, number, len(prompt)])[:8], 16)
@@ -228,7 +234,13 @@ class Writer:
             requests = [Request(prompts[n], options.temperature, self._seed(n, prompts[n])) for n in some]
             texts = generator.answer(requests, options.max_new_tokens, options.top_p, self.stops)
             for number, text in zip(some, texts, strict=True):
-                yield number, self.template.decode(text.ids), text.finish_reason
+                yield number, *self._until_stop(self.template.decode(text.ids), text.finish_reason)
+
+    def _until_stop(self, text: str, reason: str) -> tuple[str, str]:
+        """A text and why it ended, up to the text that ends a user's turn: in process the target writes on after it."""
+        if self.stop_text is None or self.stop_text not in text:
+            return text, reason
+        return text.partition(self.stop_text)[0], "stop"
 
     def _by_server(self, prompts: dict[int, list[int]]) -> Iterator[tuple[int, str, str]]:
         assert isinstance(self.engine, Remote)
@@ -239,7 +251,7 @@ class Writer:
             ids = prompts[number]
             seed = self._seed(number, ids)
             text, reason = server.complete(
-                ids, self.stops, options.max_new_tokens, options.temperature, options.top_p, seed
+                ids, self.stops, options.max_new_tokens, options.temperature, options.top_p, seed, self.stop_text
             )
             return number, text, reason
 

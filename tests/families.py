@@ -15,21 +15,26 @@ WORDS = ["the quick brown fox jumps over the lazy dog", "user assistant system h
 FAMILIES = {path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in (HERE / "golden").glob("*.yaml")}
 
 
-def load(family: dict, args: dict) -> ChatTemplate:
-    """A byte-level tokenizer with the family's markup as added tokens, and its template."""
+def make_tokenizer(family: dict, words: list[str] = WORDS, size: int = 400) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of so many tokens, trained on these words, with the family's markup added, and its template."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
-    backend.train_from_iterator(WORDS * 5, trainer)
+    backend.train_from_iterator(words * 5, trainer)
     backend.add_special_tokens(family["special"])
     backend.add_tokens([AddedToken(token, normalized=False) for token in family.get("added", [])])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=family["end"][0])
-    ends = [tokenizer.convert_tokens_to_ids(token) for token in family["end"] if token in tokenizer.get_vocab()]
     template = (HERE / "templates" / family["template"]).read_text(encoding="utf-8")
-    return ChatTemplate(tokenizer, ends, template, args)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=family["end"][0], chat_template=template)
+
+
+def load(family: dict, args: dict) -> ChatTemplate:
+    """The family's template, with a tokenizer for it."""
+    tokenizer = make_tokenizer(family)
+    ends = [tokenizer.convert_tokens_to_ids(token) for token in family["end"] if token in tokenizer.get_vocab()]
+    return ChatTemplate(tokenizer, ends, tokenizer.chat_template, args)
 
 
 def row_of(case: dict) -> Row:

@@ -1,6 +1,7 @@
 """The wheel alone, in an environment without the checkout, from an empty folder: what `pip install` gives a user."""
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -10,22 +11,26 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = ["data.generate.samples=1", "data.generate.max_new_tokens=24", "data.rows=48", "train.epochs=1"]
+SMALL += ["target.dtype=float32", "train.precision=no"]  # a CPU without bf16 is ten times slower in it
 SMALL += ["train.max_steps=8", "evaluate.num_prompts=4", "evaluate.max_new_tokens=16", "train.wandb=disabled"]
+SOURCES = {"pyproject.toml", "README.md", "LICENSE", "configs", "data_prep", "eagle31_train", "train"}
+ENVIRONMENT = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
     """bin/ of an environment with the wheel and, from this one, what it needs."""
     folder = tmp_path_factory.mktemp("wheel")
-    done = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", str(ROOT), "-w", str(folder)]
-    subprocess.run(done, check=True)
+    source = folder / "source"  # what an earlier build left in build/ would come into the wheel
+    shutil.copytree(ROOT, source, ignore=lambda at, names: set(names) - SOURCES if Path(at) == ROOT else {"__pycache__"})
+    pip = [sys.executable, "-m", "pip"]
+    subprocess.run([*pip, "wheel", "-q", "--no-deps", source, "-w", folder], check=True, env=ENVIRONMENT)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "env")], check=True)
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     packages = folder / "env" / "lib" / version / "site-packages"
     wheel = next(folder.glob("*.whl"))
     python = str(folder / "env" / "bin" / "python")
-    into = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", str(wheel)]
-    subprocess.run(into, check=True)
+    subprocess.run([*pip, "--python", python, "install", "-q", "--no-deps", wheel], check=True, env=ENVIRONMENT)
     (packages / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
     top = {path.name for path in packages.iterdir() if not path.name.startswith(("eagle31-", "__pycache__"))}
     assert top == {"eagle31_train", "data_prep", "train", "dependencies.pth"}
@@ -37,13 +42,12 @@ def eagle31(installed, tmp_path):
     """Run the command in a folder of its own, whose name has a space and other letters than ASCII."""
     empty = tmp_path / "ein Ördner"
     empty.mkdir()
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
 
     def run(*words, program="eagle31"):
         done = subprocess.run(
             [str(installed / program), *words],
             cwd=empty,
-            env={**environment, "HF_HUB_OFFLINE": "1"},
+            env=ENVIRONMENT,
             text=True,
             capture_output=True,
             check=False,

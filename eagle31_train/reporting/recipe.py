@@ -47,18 +47,17 @@ def command(stage: str, config: Config) -> str:
 
 
 def overrides(config: Config) -> list[str]:
-    """The fewest `key=value` options that give this configuration, starting from a recipe."""
+    """The fewest `key=value` options that give this configuration, starting from a recipe or from the defaults."""
     wanted = dict(_leaves(config))
     candidates = []
     bases = {recipe: {**base, "run_dir": f"runs/{wanted['name']}"} for recipe, base in _recipes().items()}
     for recipe, base in bases.items():
         changed = [key for key in wanted if wanted[key] != base[key] and key not in _NOT_THE_RECIPE]
         candidates.append((len(changed), recipe, changed))
-    if not candidates:
-        return [f"{key}={_hydra(value)}" for key, value in wanted.items() if key not in _NOT_THE_RECIPE]
     _, recipe, changed = min(candidates)
     shown = [key for key in changed if not key.endswith("_dir") or not Path(wanted[key] or "").is_absolute()]
-    return [f"+experiment={recipe}", *(word for key in shown for word in _option(key, wanted[key], bases[recipe][key]))]
+    start = [f"+experiment={recipe}"] if recipe else []
+    return [*start, *(word for key in shown for word in _option(key, wanted[key], bases[recipe][key]))]
 
 
 def _option(key: str, value: Any, base: Any) -> Iterator[str]:
@@ -70,8 +69,8 @@ def _option(key: str, value: Any, base: Any) -> Iterator[str]:
 
 @cache
 def _recipes() -> dict[str, dict[str, Any]]:
-    """The options of every recipe by its name; one that needs options of its own is no starting point."""
-    recipes = {}
+    """The options of every recipe by its name; one that needs options of its own is no starting point. "": defaults."""
+    recipes = {"": dict(_leaves(cli.load_config(["target.path=none", "name=none"])))}
     for recipe in cli.choices("experiment"):
         with suppress(UserError):
             recipes[recipe] = dict(_leaves(cli.load_config([f"+experiment={recipe}"], resolve=False)))

@@ -7,7 +7,7 @@ from typing import Any
 from eagle31_train.checkpoint.shape import REQUIRED, drafter_shape
 from eagle31_train.config import MLA_WIDTHS, Config, DrafterConfig, DrafterShape
 from eagle31_train.model.rope import SCALINGS
-from eagle31_train.targets.description import TargetDescription, describe_target, pick_layers
+from eagle31_train.targets.description import TargetDescription, describe_target, pick_layers, window_caveat
 
 # Options of which another value than the target's makes a drafter that reads its states at a loss.
 CONTRADICTIONS = {
@@ -60,7 +60,8 @@ def planned_drafter(config: Config, target: TargetDescription, draft_vocab_size:
     layers = pick_layers(config.target.aux_layers, target.num_hidden_layers, target.model_type)
     shape = drafter_shape(options, target.hidden_size, target.vocab_size, draft_vocab_size, layers)
     source = f"of {target.num_hidden_layers}" + ("" if config.target.aux_layers else ", by default")
-    return shape, table([Derived("aux_layers", ", ".join(map(str, layers)), source), *rows])
+    lines = table([Derived("aux_layers", ", ".join(map(str, layers)), source), *rows])
+    return shape, [*lines, *window_caveat(target)]
 
 
 def derive(options: DrafterConfig, target: TargetDescription) -> tuple[DrafterConfig, list[Derived]]:

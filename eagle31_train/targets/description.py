@@ -41,6 +41,7 @@ class TargetDescription:
         rope_scaling: as config.json has it, without theta; {} for none.
         mla: the widths of latent attention (`q_lora_rank` and `MLA_WIDTHS`); {} for other attention.
         sources: field → the key of config.json that it is from, where that is not the field's name.
+        sliding_window: tokens that every layer's attention reaches back; None where a layer sees all.
     """
 
     model_type: str
@@ -57,6 +58,7 @@ class TargetDescription:
     max_position_embeddings: int
     mla: dict[str, int | None] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
+    sliding_window: int | None = None
 
 
 def read_raw(target: TargetConfig) -> dict[str, Any]:
@@ -124,7 +126,6 @@ def description_of(raw: dict[str, Any], text: Any, where: str) -> TargetDescript
         head_dim, sources["head_dim"] = hidden // heads, "hidden_size / num_attention_heads"
     width, sources["intermediate_size"] = _mlp_width(text, size)
     theta, scaling = _rope(text)
-    # A Mistral with a sliding window, too, takes its whole context: the drafter's keys are not limited.
     return TargetDescription(
         model_type=(raw.get("text_config") or raw).get("model_type", raw["model_type"]),
         hidden_size=hidden,
@@ -140,6 +141,7 @@ def description_of(raw: dict[str, Any], text: Any, where: str) -> TargetDescript
         max_position_embeddings=size("max_position_embeddings"),
         mla=mla,
         sources=sources,
+        sliding_window=_window(text),
     )
 
 
@@ -156,6 +158,12 @@ def _mlp_width(text: Any, size: Any) -> tuple[int, str]:
     shared = getattr(text, "n_shared_experts", 0) or 0
     active, key = size(*CHOSEN), next(key for key in EXPERT_WIDTH if getattr(text, key, None))
     return (active + shared) * size(key), f"{active + shared} experts of a token × {key}"
+
+
+def _window(text: Any) -> int | None:
+    """The window of a target all of whose layers have one, as vLLM tells such targets."""
+    kinds = getattr(text, "layer_types", None) or ["sliding_attention"]
+    return getattr(text, "sliding_window", None) if set(kinds) == {"sliding_attention"} else None
 
 
 def _rope(text: Any) -> tuple[float, dict[str, Any]]:
@@ -180,6 +188,16 @@ def serving_doubt(target: TargetConfig, model_type: str) -> str | None:
         "trained and measured here, but not served; whether `vllm serve --model-impl transformers` serves it was not "
         "tried"
     )
+
+
+def window_caveat(target: TargetDescription) -> list[str]:
+    """What is to know of a target all of whose layers have a sliding window; a line, or none."""
+    if target.sliding_window is None or target.sliding_window >= target.max_position_embeddings:
+        return []
+    return [
+        f"  every layer of the target sees {target.sliding_window:,} tokens, and vLLM 0.32 limits the drafter to these "
+        "too: past them it does not draft as it was trained and measured here (outputs stay the target's)"
+    ]
 
 
 def pick_layers(aux_layers: Sequence[int] | None, depth: int, kind: str = "") -> list[int]:

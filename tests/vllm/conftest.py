@@ -194,16 +194,15 @@ def vllm_python() -> Path:
 
 
 @pytest.fixture(scope="session")
-def serve(tmp_path_factory, vllm_python, finished_run, target, requests):
-    """Run vLLM in a process of its own, with so many tokens of the exported drafter's at a time, or none."""
-    folder = tmp_path_factory.mktemp("vllm")
+def answers_of(tmp_path_factory, vllm_python):
+    """Run vLLM in a process of its own, with so many tokens of a drafter's at a time, or none (see run_vllm.py)."""
 
-    def run(draft_tokens: int, asked_for: list[dict] = requests) -> dict:
-        name = f"{draft_tokens}-drafted"
-        asked, answer, log = (folder / f"{name}.{kind}" for kind in ("request.json", "answer.json", "log"))
+    def run(target: str, draft: str, draft_tokens: int, asked_for: list[dict]) -> dict:
+        folder = tmp_path_factory.mktemp("vllm")
+        asked, answer, log = (folder / name for name in ("request.json", "answer.json", "log"))
         request = {
             "target": target,
-            "draft": str(finished_run / "export") if draft_tokens else None,
+            "draft": draft if draft_tokens else None,
             "draft_tokens": draft_tokens,
             "requests": asked_for,
         }
@@ -220,6 +219,14 @@ def serve(tmp_path_factory, vllm_python, finished_run, target, requests):
         return json.loads(answer.read_text())
 
     return run
+
+
+@pytest.fixture(scope="session")
+def serve(answers_of, finished_run, target, requests):
+    """What vLLM answers with the exported drafter, or without."""
+    return lambda draft_tokens, asked_for=requests: answers_of(
+        target, str(finished_run / "export"), draft_tokens, asked_for
+    )
 
 
 @pytest.fixture(scope="session")

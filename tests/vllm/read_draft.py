@@ -2,8 +2,9 @@
 
     .venv-vllm/bin/python tests/vllm/read_draft.py REQUEST.json ANSWER.json
 
-REQUEST: {"target", "drafts": {name: folder}}
-ANSWER: {name: {"fields": {field of the configuration: value}, "eps": [of all norms], "scale": of the softmax,
+REQUEST: {"target" (of all) or {name: target}, "drafts": {name: folder}}
+ANSWER: {name: {"class": vLLM's of the target, "eagle3": whether that gives hidden states to a draft, "window": of the
+                draft's attention, "fields": {field of the configuration: value}, "eps": [of norms], "scale": of softmax,
                 "interleaved", "cos_sin": [POSITIONS × (cos | sin)], "sums": {parameter: weighted sum},
                 "left": {parameter that no tensor was loaded into: whether it is left at one}}
          or {name: {"error": a line}} where vLLM refuses it}
@@ -34,7 +35,8 @@ def read(target, folder):
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import get_model_loader
-    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.model_executor.model_loader.utils import get_model_architecture, initialize_model
+    from vllm.model_executor.models.interfaces import supports_eagle3
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     config = EngineArgs(
@@ -55,7 +57,11 @@ def read(target, folder):
             parameter.fill_(MARK)
         get_model_loader(config.load_config).load_weights(model, draft)
     attention = model.model.layers[0].self_attn
+    of_target, _ = get_model_architecture(config.model_config)
     return {
+        "class": of_target.__name__,
+        "eagle3": supports_eagle3(of_target),
+        "window": getattr(getattr(attention, "attn", None), "sliding_window", None),
         "fields": fields,
         "eps": sorted({m.variance_epsilon for m in model.modules() if type(m).__name__ == "RMSNorm"}),
         "scale": attention.scaling,
@@ -85,9 +91,10 @@ def main(request_file, answer_file):
         init_distributed_environment(1, 0, f"file://{folder}/store", 0, "gloo")
         ensure_model_parallel_initialized(1, 1)
     answer = {}
+    targets = request["target"]
     for name, draft in request["drafts"].items():
         try:
-            answer[name] = read(request["target"], draft)
+            answer[name] = read(targets[name] if isinstance(targets, dict) else targets, draft)
         except Exception as error:
             answer[name] = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"}
         print(name, answer[name].get("error", "read"), flush=True)
