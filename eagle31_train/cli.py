@@ -271,12 +271,14 @@ def _checked(override: str, folders: list[Path]) -> str:
     if not key or (not equals and not override.startswith("~")):
         raise UserError(f"{override!r} is not of the form key=value")
     if (CONFIGS / key).is_dir():
-        several = value[1:-1].split(",") if value.startswith("[") and value.endswith("]") else [value]
-        for name in map(str.strip, several):
+        listed = (value[:1], value[-1:]) == ("[", "]")
+        several = [name.strip() for name in value[1:-1].split(",")] if listed else [value]
+        for name in several:
             if name not in (known := choices(key, folders)):
                 raise UserError(f"no configs/{key}/{name}.yaml{_nearest(name, known)}")
         # Hydra takes a group that no defaults list names only with the plus.
-        return f"+{key}={value if len(several) > 1 else _spelt(value, str)}"
+        spelt = ",".join(_spelt(name, str) for name in several)
+        return f"+{key}=[{spelt}]" if listed else f"+{key}={spelt}"
     kinds = {name: kind for name, kind, _ in _options(Config)}
     names = list(kinds)
     if any(key == path or key.startswith(path + ".") for path in _free()):
