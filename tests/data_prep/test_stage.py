@@ -228,7 +228,7 @@ def test_a_file_in_the_wrong_place_says_what_it_is_and_what_to_set(config, tmp_p
 
 def test_repeated_prompts_and_unwritten_tool_calls_are_named(config, tmp_path, capsys):
     rows = [{**row, "id": f"again{i}"} for i, row in enumerate(chats(60)[:2])]
-    rows += [{**rows[0], "sample": 1}, {**chats(1)[0], "id": "apart", "source": "c"}]
+    rows += [{**rows[0], "sample": 1}, {**chats(3)[2], "sample": 1}, {**chats(1)[0], "id": "apart", "source": "c"}]
     rows.append({"id": "longer", "source": "a", "messages": [*chat("question 0"), *chat("and then?")]})
     rows.append({"id": "calls", "tools": [TOOL], "messages": [{"role": "user", "content": "where?"}, CALLED]})
     write(tmp_path / "chats.jsonl", [*chats(60), *rows])
