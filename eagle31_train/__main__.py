@@ -9,6 +9,8 @@
 import runpy
 import sys
 
+from eagle31_train.locations import STAGES
+
 # Command → the module that is run, and what it does. The stages first, in their order.
 COMMANDS = {
     "run": ("eagle31_train.run", "every stage in turn, from prompts to a checkpoint that vLLM serves"),
@@ -37,6 +39,7 @@ def main() -> None:
         print(f"error: no command {command!r}: there are {', '.join(COMMANDS)}", file=sys.stderr)
         raise SystemExit(2)
     sys.argv = [f"eagle31 {command}", *sys.argv[2:]]
+    sys.path.insert(0, str(STAGES))  # before a train.py or data_prep/ of the user's own
     runpy.run_module(COMMANDS[command][0], run_name="__main__")
 
 

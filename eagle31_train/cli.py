@@ -34,7 +34,7 @@ from yaml import YAMLError
 from eagle31_train import precision
 from eagle31_train.config import REMOVED, RENAMED, Config, check_value
 from eagle31_train.errors import SharedError, Stopped, UserError
-from eagle31_train.locations import CONFIGS, project
+from eagle31_train.locations import CONFIGS, as_called_here, project
 
 
 def load_config(
@@ -213,7 +213,7 @@ def run(
         sys.stdout.flush()
     except UserError as error:
         if not isinstance(error, SharedError):
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {as_called_here(str(error))}", file=sys.stderr)
         raise SystemExit(2) from None
     except BrokenPipeError:  # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -136,13 +136,15 @@ def grammar(template: ChatTemplate, generator: torch.Generator) -> dict[int, lis
     follow = {first: [second] for part in (header, end) for first, second in pairwise(part)}
     follow |= dict.fromkeys([template.encode(before)[-1], header[-1] if header else end[-1]], bare[:REACH])
     for i, words in enumerate(zip(bare, spaced, strict=True)):
-        later = [spaced[i + 1 + j] for j in torch.randperm(REACH, generator=generator).tolist() if i + 1 + j < len(WORDS)]
+        later = [
+            spaced[i + 1 + j] for j in torch.randperm(REACH, generator=generator).tolist() if i + 1 + j < len(WORDS)
+        ]
         follow |= dict.fromkeys(words, later[:FOLLOWERS] if i + REACH < len(WORDS) else last[i % 2 :][:1])
     return follow
 
 
 def teach(model: Any, follow: dict[int, list[int]], generator: torch.Generator) -> None:
-    """Make those that may follow a token its likeliest followers; what the layers add of the context chooses among them.
+    """Make those that may follow a token the likeliest; what the layers add of the context chooses among them.
 
     In lm_head; where that is the embedding, in the last layer's MLP, whose keys are the tokens' embeddings.
     """
@@ -164,10 +166,11 @@ def teach(model: Any, follow: dict[int, list[int]], generator: torch.Generator) 
 
 
 # On a CPU in seconds, and in float32, in which speculation must change nothing.
-SMALL = """target.dtype=float32 target.device=cpu train.precision=no train.wandb=disabled
-data.self_prompts.count=20 data.self_prompts.max_new_tokens=32 data.generate.max_new_tokens=32 data.heldout=0.4
-train.ttt_length=3 train.max_steps=6 train.epochs=6 train.batch_tokens=256 train.lr=3e-3
-evaluate.num_prompts=4 evaluate.max_new_tokens=16 evaluate.max_speculative_tokens=3""".split()
+SMALL = ["target.dtype=float32", "target.device=cpu", "train.precision=no", "train.wandb=disabled"]
+SMALL += ["data.self_prompts.count=20", "data.self_prompts.max_new_tokens=32", "data.heldout=0.4"]
+SMALL += ["data.generate.max_new_tokens=32", "train.ttt_length=3", "train.max_steps=6", "train.epochs=6"]
+SMALL += ["train.batch_tokens=256", "train.lr=3e-3", "evaluate.num_prompts=4", "evaluate.max_new_tokens=16"]
+SMALL += ["evaluate.max_speculative_tokens=3"]
 
 
 def run_all_stages(target: Path, name: str, folder: Path, *options: str) -> Path:
@@ -186,6 +189,7 @@ def run_all_stages(target: Path, name: str, folder: Path, *options: str) -> Path
     with pytest.MonkeyPatch.context() as here:
         here.chdir(folder)
         here.setenv("ACCELERATE_USE_CPU", "true")
+        here.setattr(sys, "path", [*sys.path])
         here.setattr(run, "subprocess", SimpleNamespace(run=start))
         here.setattr(sys, "argv", ["eagle31 run", f"target.path={target}", f"name={name}", *SMALL, *options])
         run.main()

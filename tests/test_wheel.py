@@ -22,7 +22,9 @@ def installed(tmp_path_factory):
     """bin/ of an environment with the wheel and, from this one, what it needs."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"  # what an earlier build left in build/ would come into the wheel
-    shutil.copytree(ROOT, source, ignore=lambda at, names: set(names) - SOURCES if Path(at) == ROOT else {"__pycache__"})
+    shutil.copytree(
+        ROOT, source, ignore=lambda at, names: set(names) - SOURCES if Path(at) == ROOT else {"__pycache__"}
+    )
     pip = [sys.executable, "-m", "pip"]
     subprocess.run([*pip, "wheel", "-q", "--no-deps", source, "-w", folder], check=True, env=ENVIRONMENT)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "env")], check=True)
@@ -33,7 +35,7 @@ def installed(tmp_path_factory):
     subprocess.run([*pip, "--python", python, "install", "-q", "--no-deps", wheel], check=True, env=ENVIRONMENT)
     (packages / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
     top = {path.name for path in packages.iterdir() if not path.name.startswith(("eagle31-", "__pycache__"))}
-    assert top == {"eagle31_train", "data_prep", "train", "dependencies.pth"}
+    assert top == {"eagle31_train", "dependencies.pth"}
     return folder / "env" / "bin"
 
 
@@ -42,6 +44,8 @@ def eagle31(installed, tmp_path):
     """Run the command in a folder of its own, whose name has a space and other letters than ASCII."""
     empty = tmp_path / "ein Ördner"
     empty.mkdir()
+    for name in ("train", "data_prep"):  # of the user's own
+        (empty / f"{name}.py").write_text("raise SystemExit('the user's own file was run')")
 
     def run(*words, program="eagle31"):
         done = subprocess.run(
@@ -73,5 +77,7 @@ def test_a_target_is_planned_and_trained_from_an_empty_folder(eagle31):
     assert "serve it with" in shown
     assert eagle31("run", "+experiment=kimi_toy", *SMALL).count("up to date") >= 4
     assert (eagle31.folder / "mine.yaml").exists() is False
+    module = eagle31("-m", "eagle31_train", "train", "--help", program="python")  # with this folder on the path
+    assert "Stage 3" in module
     eagle31("new", "mine")
     assert "trained" in eagle31("plan", "+experiment=mine.yaml", "target.path=models/kimi-toy")

@@ -1,4 +1,4 @@
-"""`python -m train`: stage 3 as train.py runs it, where there is no train.py: in an installed wheel."""
+"""`eagle31 train`: stage 3 as train.py runs it, which an installed wheel does not have."""
 
 from train.loop import main
 

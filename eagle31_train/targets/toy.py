@@ -24,7 +24,7 @@ from eagle31_train.provenance import LAYOUTS
 from eagle31_train.targets import local
 
 OUT = locations.MODELS / "kimi-toy"
-PROMPTS = locations.ROOT / "data_prep" / "prompts"
+PROMPTS = locations.STAGES / "data_prep" / "prompts"
 CORPUS = [PROMPTS / f"{name}.jsonl" for name in ("prompts", "kimi_chinese", "kimi_agent")]  # the tokenizer's words
 TEMPLATE = Path(__file__).with_name("kimi_toy.jinja")
 SIZES = Path(__file__).with_name("kimi_toy.json")

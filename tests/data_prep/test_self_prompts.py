@@ -1,6 +1,7 @@
 """Prompts that the target writes itself: where it begins and stops, what is refused, and what a kill leaves."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from data_prep.stage import prepare
 from data_prep.template import ChatTemplate
 from eagle31_train.cli import load_config
 from eagle31_train.errors import UserError
+from eagle31_train.targets.generate import Answer, Generator
 
 
 def configured(folder, target, *options):
@@ -124,9 +126,23 @@ def test_a_server_goes_on_where_the_user_speaks(completions, tiny_target, tmp_pa
     assert len({body["seed"] for body in completions.bodies}) == len(completions.bodies)
 
 
+def test_text_ends_a_users_turn_where_no_token_does(completions, tiny_target, tmp_path, tokenizer, monkeypatch):
+    own = f"target.chat_template={Path(__file__).parent / 'templates' / 'mistral.jinja'}"
+    served = [f"data.generate.server={completions.url}", "data.generate.concurrency=1", "data.self_prompts.count=1"]
+    assert [row["turns"] for row in written(configured(tmp_path / "served", tiny_target, own, *served))]
+    assert {body["stop"] for body in completions.bodies} == {"[/INST]"}
+    # Without the space after it, which is the first word's: " Why" is a token, and a lone space never stands there.
+    assert completions.bodies[0]["prompt"] == tokenizer.encode("<s>[INST]")
+    texts = iter([" Who? [/INST] I.", " Why is it so? [/INST] Because [INST] No", "and so on and on"])
+    answer = [Answer(tokenizer.encode(text), "length") for text in texts]
+    monkeypatch.setattr(Generator, "answer", lambda self, requests, *_: answer[: len(requests)])
+    here = configured(tmp_path / "here", tiny_target, own, "data.self_prompts.count=2", "data.generate.batch_size=3")
+    assert [row["turns"] for row in written(here)] == [["Who?"], ["Why is it so?"]]
+
+
 def test_a_template_that_ends_no_users_turn_is_refused(tokenizer):
     template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-    with pytest.raises(UserError, match="ends a user's turn with a token of its own"):
+    with pytest.raises(UserError, match="writes something after a user's words"):
         user_stop(ChatTemplate(tokenizer, [tokenizer.eos_token_id], template))
 
 

@@ -3,8 +3,9 @@
     .venv-vllm/bin/python tests/vllm/read_draft.py REQUEST.json ANSWER.json
 
 REQUEST: {"target" (of all) or {name: target}, "drafts": {name: folder}}
-ANSWER: {name: {"class": vLLM's of the target, "eagle3": whether that gives hidden states to a draft, "window": of the
-                draft's attention, "fields": {field of the configuration: value}, "eps": [of norms], "scale": of softmax,
+ANSWER: {name: {"class": vLLM's of the target, "eagle3": whether that gives hidden states to a draft,
+                "window": of the draft's attention, "fields": {field of the configuration: value},
+                "eps": [of all norms], "scale": of the softmax,
                 "interleaved", "cos_sin": [POSITIONS × (cos | sin)], "sums": {parameter: weighted sum},
                 "left": {parameter that no tensor was loaded into: whether it is left at one}}
          or {name: {"error": a line}} where vLLM refuses it}
