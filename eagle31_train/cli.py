@@ -12,7 +12,6 @@ import difflib
 import errno
 import functools
 import operator
-import os
 import re
 import shutil
 import sys
@@ -30,6 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from eagle31_train.config import REMOVED, RENAMED, Config, check_value
+from eagle31_train.console import tidy
 from eagle31_train.errors import SharedError, Stopped, UserError
 from eagle31_train.locations import CONFIGS, project
 
@@ -191,19 +191,16 @@ def run(
     parser.add_argument("--config-dir", type=Path, help="a folder of recipes and groups of your own, like configs/")
     arguments = parser.parse_intermixed_args(argv)
     try:
-        config = load_config(arguments.overrides, saved, arguments.config_dir)
-        if arguments.cfg:
-            print(to_yaml(config), end="")
-            return
-        stage(config)
-        sys.stdout.flush()
+        with tidy():
+            config = load_config(arguments.overrides, saved, arguments.config_dir)
+            if arguments.cfg:
+                print(to_yaml(config), end="")
+                return
+            stage(config)
     except UserError as error:
         if not isinstance(error, SharedError):
             print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    except BrokenPipeError:  # `| head` has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(1) from None
     except OSError as error:
         if error.errno not in MENDABLE:
             raise

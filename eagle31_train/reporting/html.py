@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from tqdm import tqdm
-
 from eagle31_train import artifacts
+from eagle31_train.console import Progress
 from eagle31_train.reporting.figures import Picture
 
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"  # nothing may ask a network for anything
@@ -37,7 +36,7 @@ def draw(folder: Path, pictures: Sequence[Picture], earlier: Sequence[Path] = ()
     """
     files, sections = [], dict[str, str]()
     folder.mkdir(parents=True, exist_ok=True)
-    for picture in tqdm(pictures, desc="report", unit="picture", disable=None):
+    for picture in Progress(pictures, desc="report", unit="picture", leave=False):
         png = picture.png()
         files.append(folder / f"{picture.name}.png")
         artifacts.write_bytes(files[-1], png)
