@@ -1,7 +1,7 @@
 """HTML that stands alone: no other file, no network, no script."""
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
@@ -14,13 +14,17 @@ POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"  # nothi
 STYLE = """
 :root { color-scheme: light dark; }
 body { margin: 0 auto; max-width: 74rem; padding: 1.25rem; font: 1rem/1.5 system-ui, sans-serif; }
+h1, p, dd, summary { overflow-wrap: anywhere; }
 h2 { margin-top: 2.2rem; border-bottom: 1px solid #8884; }
 p { margin: .3rem 0; color: #777; }
-.pictures { display: flex; flex-wrap: wrap; gap: 1.2rem; }
+dt { font-weight: 600; }
+dd { margin: 0 0 .4rem 1rem; }
+.pictures { display: flex; flex-wrap: wrap; gap: 1.2rem; margin: 1rem 0; }
 img { width: 100%; max-width: 36rem; }
 .scroll, pre { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: .3rem .5rem; border-bottom: 1px solid #8884; }
+td { white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }
 """
 
@@ -84,6 +88,11 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
     body = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f'<div class="scroll"><table>\n<tr>{head}</tr>\n{body}\n</table></div>'
+
+
+def definitions(terms: Mapping[str, str]) -> str:
+    """Words and what they mean."""
+    return "<dl>" + "".join(f"<dt>{escape(term)}</dt><dd>{escape(text)}</dd>" for term, text in terms.items()) + "</dl>"
 
 
 def folded(title: str, content: str) -> str:

@@ -19,7 +19,7 @@ LEARNING, DEPTH, OPTIMIZER, MACHINE = "Learning", "By depth", "Optimizer", "Mach
 
 class Plot(NamedTuple):
     """name, section, title: as of `Picture`. column: what it shows, of the rows of training or, in section MACHINE, of
-    the timings; a list has a curve for each depth. low, high: what it cannot leave. form: of the values in the legend."""
+    the timings; a list has a curve for each depth. low, high: what it cannot leave. form: of numbers in the legend."""
 
     name: str
     section: str
@@ -34,9 +34,7 @@ PLOTS = [
     Plot("loss", LEARNING, "Loss, in nats: mean over depths", "loss"),
     Plot(ESTIMATE, LEARNING, ESTIMATED.capitalize(), ESTIMATE, low=1, form="{:.2f}"),
     Plot("prefix", DEPTH, "Share of drafts that are right up to this depth", "prefix_at_depth", 0, 1, "{:.1%}"),
-    Plot(
-        "accuracy", DEPTH, "Share of drafted tokens that are right at this depth", "accuracy_at_depth", 0, 1, "{:.1%}"
-    ),
+    Plot("accuracy", DEPTH, "Share of tokens that are right at this depth", "accuracy_at_depth", 0, 1, "{:.1%}"),
     Plot("loss_at_depth", DEPTH, "Loss at this depth, in nats", "loss_at_depth"),
     Plot("rms", DEPTH, "RMS of the state that this depth reads", "rms_at_depth"),
     Plot("gradient", OPTIMIZER, "Gradient norm, before it is clipped", "grad_norm"),
