@@ -146,6 +146,7 @@ def _attention(measures: Curves, axes: "Axes") -> None:
     labels = [f"{kind} {part[-1]:.0%}" for kind, part in zip(KINDS, parts, strict=True)]
     axes.stackplot(np.arange(1.0, len(parts[0]) + 1), parts, labels=labels)
     axes.margins(0)
+    axes.set_ylim(0, 1)
     figures.shares(axes)
     figures.whole_numbers(axes, "draft step")
 

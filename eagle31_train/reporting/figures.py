@@ -144,9 +144,14 @@ def whiskers(axes: "Axes", intervals: Iterable["Interval"], label: str, index: i
 
 def logarithmic(axes: "Axes") -> None:
     """A logarithmic vertical axis where all curves are above 0 and span much."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
     low, high = axes.dataLim.intervaly
     if 0 < DECADE * low < high:
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def within(axes: "Axes", low: float, high: float = np.inf, which: str = "y") -> None:

@@ -91,7 +91,7 @@ def _winners(better: dict[str, str | None]) -> str:
         if winner:
             at[winner][-1].append(tokens)
         before = winner
-    ranges = {name: ["to".join([run[0], f" {run[-1]}"][: len(run)]) for run in runs] for name, runs in at.items()}
+    ranges = {name: [" to ".join(dict.fromkeys([run[0], run[-1]])) for run in runs] for name, runs in at.items()}
     return "; ".join(f"{name} at {', '.join(of)}" for name, of in ranges.items()) or "no difference shown"
 
 
