@@ -24,7 +24,7 @@ img { width: 100%; max-width: 36rem; }
 .scroll, pre { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: .3rem .5rem; border-bottom: 1px solid #8884; }
-td { white-space: nowrap; }
+td:not(:first-child) { white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }
 """
 
