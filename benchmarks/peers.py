@@ -52,6 +52,11 @@ def numbers(result: dict[str, Any]) -> list[dict[str, Any]]:
     return list(rows.values())
 
 
+def rows(results: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Every case's numbers, by what the picture calls it."""
+    return {f"{one['shape']}, {one['length']} tokens, share {one['share']:g}": numbers(one) for one in results}
+
+
 def table(results: list[dict[str, Any]]) -> str:
     """The results as plain text."""
     lines = [
@@ -122,7 +127,7 @@ def main() -> None:
     order = {text: i for i, text in enumerate(itertools.chain(QUICK, CASES))}
     results.sort(key=lambda r: order.get(r["case"], len(order)))
     write(chosen.out, here, checked, results)
-    plot.peers(results, here, chosen.out.with_suffix(".png"))
+    plot.peers(rows(results), here, chosen.out.with_suffix(".png"))
     print(machine.summary(here))
     print(table(results))
     print(f"written: {chosen.out}.json, {chosen.out}.png")

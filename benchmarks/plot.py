@@ -1,126 +1,114 @@
-"""The results as pictures. matplotlib takes a while to import, so it is imported where it draws."""
+"""The training step's results as pictures, in the project's style. matplotlib is imported where it draws."""
 
 import statistics
-from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
+from eagle31_train.reporting.figures import MARKERS, STYLE
 
-# Colours that the colour-blind tell apart.
-LINES, MARKERS = ("-", "--", ":", "-.", "-"), "osv^D"  # a trainer's variants, in the order in which they are drawn
-COLOURS = {"ours": "#0072b2", "speculators": "#d55e00", "specforge": "#009e73", "fp32": "#0072b2", "bf16": "#d55e00"}
-LABELS = {"length": "tokens", "share": "share of tokens taught", "unroll": "unroll depth", "vocab": "draft vocabulary"}
+LABELS = {"length": "tokens", "share": "share of supervised tokens", "unroll": "unroll depth", "vocab": "vocabulary"}
+Row = dict[str, Any]
 
 
-def peers(results: list[dict[str, Any]], info: dict[str, Any], path: Path) -> None:
-    """A column per shape: time by length, time by share of taught tokens, memory by length.
+@contextmanager
+def drawn(width: float, height: float, title: str, info: dict[str, Any], path: Path) -> Iterator[Any]:
+    """A figure of so many inches, saved in the end; the machine stands below it."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
 
-    Contenders without a number are written into their panel.
+    with rc_context(STYLE):
+        figure = Figure((width, height), layout="constrained")
+        figure.suptitle(title, x=0.01, ha="left")
+        figure.supxlabel(machine.summary(info), x=0.01, ha="left", fontsize=6, color="gray")
+        yield figure
+        figure.savefig(path)
+
+
+def peers(cases: Mapping[str, Sequence[Row]], info: dict[str, Any], path: Path) -> None:
+    """Time and memory of every contender, times ours: a row per case, and a point per contender in it.
+
+    Args:
+        cases: what a case is called, and its rows as `peers.numbers` makes them. Those that failed are named.
     """
-    from matplotlib.figure import Figure
+    names = [row["name"] for rows in cases.values() for row in rows if row["name"] not in ("ours", "ours, frozen head")]
+    names = list(dict.fromkeys(names))
+    failed = [f"{case}, {row['name']}: {row['error']}" for case, rows in cases.items() for row in rows if row["error"]]
+    title = "One training step beside ours (1.0): unroll 7, fp32, without optimizer"
+    with drawn(8, 1.6 + 0.3 * len(cases), title, info, path) as figure:
+        time, memory = figure.subplots(1, 2, sharey=True)
+        for axes, key, what in ((time, "speed", "time of a step"), (memory, "size", "memory above model and data")):
+            for at, name in enumerate(names):
+                points = [
+                    (row[key], place)
+                    for place, rows in enumerate(cases.values())
+                    for row in rows
+                    if row["name"] == name and row[key]
+                ]
+                axes.plot(*zip(*points, strict=True), MARKERS[at], color=f"C{at + 1}", label=name, markersize=5)
+            axes.axvline(1, color="C0")
+            axes.set(xlabel=f"{what}, times ours", xlim=(0, None))
+        time.set_yticks(range(len(cases)), list(cases))
+        time.set_ylim(len(cases) - 0.5, -0.5)
+        time.set_title("\n".join(failed), color="#a00000")
+        figure.legend(*time.get_legend_handles_labels(), loc="outside right upper")
 
-    shapes = list(dict.fromkeys(r["shape"] for r in results))
-    figure = Figure(figsize=(2.5 + 4.5 * len(shapes), 11), layout="constrained")
-    axes = figure.subplots(3, len(shapes), squeeze=False)
-    figure.suptitle(f"One training step, unroll 7, fp32, without optimizer\n{machine.summary(info)}", fontsize=8)
-    for shape, (top, middle, bottom) in zip(shapes, axes.T, strict=True):
-        here = [r for r in results if r["shape"] == shape]
-        most = max(r["share"] for r in here)
-        by_length = {length: [r for r in here if r["length"] == length] for length in {r["length"] for r in here}}
-        swept = max(by_length, key=lambda length: (len(by_length[length]), length))
-        full = [r for r in here if r["share"] == most]
-        _contenders(top, full, "length", _seconds)
-        _contenders(middle, by_length[swept], "share", _seconds)
-        _contenders(bottom, full, "length", _memory)
-        top.set(title=f"{shape}: time, share {most:g}", ylabel="seconds of a step")
-        middle.set(title=f"{shape}: time, {swept} tokens", ylabel="seconds of a step")
-        bottom.set(title=f"{shape}: memory, share {most:g}", ylabel="GiB above model and data")
-    axes[0][0].legend(fontsize=8, handlelength=3)
-    figure.savefig(path, dpi=110)
 
-
-def growth(results: list[dict[str, Any]], info: dict[str, Any], path: Path) -> None:
+def growth(results: list[Row], info: dict[str, Any], path: Path) -> None:
     """A column per thing that grows: our time above, the share of the machine's rate below; a line per precision."""
-    from matplotlib.figure import Figure
-
     names = list(dict.fromkeys(r["axis"] for r in results))
-    figure = Figure(figsize=(2.5 + 3.6 * len(names), 7), layout="constrained")
-    axes = figure.subplots(2, len(names), squeeze=False)
-    figure.suptitle(
-        f"Our training step, without optimizer, from {results[0]['base']}\n{machine.summary(info)}", fontsize=8
-    )
-    for name, (top, bottom) in zip(names, axes.T, strict=True):
-        for precision in dict.fromkeys(r["precision"] for r in results):
-            rows = [r for r in results if r["axis"] == name and r["precision"] == precision]
-            for axis, key in ((top, "seconds"), (bottom, "of_limit")):
-                values = [r["value"] for r in rows]
-                axis.plot(values, [r[key] for r in rows], "o-", color=COLOURS[precision], label=precision, markersize=4)
-        _scale(top, name, [r["value"] for r in rows])
-        _scale(bottom, name, [r["value"] for r in rows])
-        top.set(title=f"time by {name}", ylabel="seconds of a step")
-        bottom.set(title="necessary FLOPs / (time × matrix rate)", yscale="linear", ylim=(0, 1))
-    axes[0][0].legend(fontsize=8)
-    figure.savefig(path, dpi=110)
+    title = f"Our training step, without optimizer, from {results[0]['base']}"
+    with drawn(1.5 + 2.1 * len(names), 4.4, title, info, path) as figure:
+        axes = figure.subplots(2, len(names), squeeze=False, sharex="col")
+        for name, (top, bottom) in zip(names, axes.T, strict=True):
+            for at, precision in enumerate(dict.fromkeys(r["precision"] for r in results)):
+                rows = [r for r in results if r["axis"] == name and r["precision"] == precision]
+                for axis, key in ((top, "seconds"), (bottom, "of_limit")):
+                    values = [r["value"] for r in rows]
+                    axis.plot(values, [r[key] for r in rows], "-" + MARKERS[at], color=f"C{at}", label=precision)
+            _scale(top, name, [r["value"] for r in rows])
+            _scale(bottom, name, [r["value"] for r in rows])
+            bottom.set(yscale="linear", ylim=(0, 1), xlabel=LABELS[name])
+        axes[0][0].set_ylabel("seconds of a step")
+        axes[1][0].set_ylabel("necessary FLOPs /\n(time × matrix rate)")
+        figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside right upper")
 
 
-def lengths(results: list[dict[str, Any]], names: list[str], info: dict[str, Any], path: Path) -> None:
+def lengths(results: list[Row], names: list[str], info: dict[str, Any], path: Path) -> None:
     """Time and memory of contenders as documents grow; one that failed ends where it did."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    figure.suptitle(f"One training step of an MLA drafter, unroll 7, fp32\n{machine.summary(info)}", fontsize=8)
-    for axis, title, value in zip(
-        figure.subplots(1, 2), ("seconds of a step", "GiB above model and data"), (_seconds, _memory), strict=True
-    ):
-        for name, colour, marker in zip(names, ("#0072b2", "#d55e00"), MARKERS, strict=False):
-            rows = [(r["length"], r["contenders"][name]) for r in results if "error" not in r["contenders"][name]]
-            axis.plot([x for x, _ in rows], [value(m) for _, m in rows], "-" + marker, color=colour, label=name)
-        _scale(axis, "length", [r["length"] for r in results])
-        axis.set(title=title)
-        axis.legend(fontsize=8)
-    figure.savefig(path, dpi=110)
+    with drawn(8, 3.4, "One training step of an MLA drafter, unroll 7, fp32", info, path) as figure:
+        both = figure.subplots(1, 2)
+        for axis, what, value in zip(
+            both, ("seconds of a step", "GiB above model and data"), (_seconds, _memory), strict=True
+        ):
+            for at, name in enumerate(names):
+                rows = [(r["length"], r["contenders"][name]) for r in results if "error" not in r["contenders"][name]]
+                line = "-" + MARKERS[at]
+                axis.plot([x for x, _ in rows], [value(m) for _, m in rows], line, color=f"C{at}", label=name)
+            _scale(axis, "length", [r["length"] for r in results])
+            axis.set(ylabel=what, xlabel=LABELS["length"])
+        figure.legend(*both[0].get_legend_handles_labels(), loc="outside right upper")
 
 
-def _seconds(measured: dict[str, Any]) -> float:
+def _seconds(measured: Row) -> float:
     return statistics.median(measured["seconds"])
 
 
-def _memory(measured: dict[str, Any]) -> float:
+def _memory(measured: Row) -> float:
     return (max(measured["peak"]) - statistics.median(measured["base"])) / 2**30
 
 
-def _contenders(axis: Any, results: list[dict[str, Any]], x: str, y: Any) -> None:
-    """One line per contender; those that failed are named."""
-    results = sorted(results, key=lambda r: r[x])
-    failed = []
-    drawn: Counter[str] = Counter()  # variants of each trainer so far
-    for name in dict.fromkeys(name for r in results for name in r["contenders"]):
-        measured = [(r[x], r["contenders"][name]) for r in results if name in r["contenders"]]
-        good = [(value, y(m)) for value, m in measured if "error" not in m]
-        failed += [f"{name} at {value:g}: {m['error']}" for value, m in measured if "error" in m]
-        trainer = name.partition(", ")[0]
-        style = {"color": COLOURS[trainer], "label": name, "markersize": 4, "marker": MARKERS[drawn[trainer]]}
-        axis.plot([v for v, _ in good], [h for _, h in good], LINES[drawn[trainer]], **style)
-        drawn[trainer] += 1
-    _scale(axis, x, [r[x] for r in results])
-    if failed:
-        axis.text(0.02, 0.98, "\n".join(failed), transform=axis.transAxes, va="top", fontsize=7, color="#a00000")
-
-
 def _scale(axis: Any, x: str, ticks: list[float]) -> None:
-    """Length and vocabulary span decades, so both axes are logarithmic; share and depth start at zero."""
+    """Length and vocabulary span decades, so both axes are logarithmic; time by share and depth starts at zero."""
     from matplotlib.ticker import LogLocator, StrMethodFormatter
 
-    drawn = any(len(line.get_xdata()) for line in axis.lines)  # nothing is where all have failed
-    if x in ("length", "vocab") and drawn:
+    if x in ("length", "vocab"):
         axis.set(xscale="log", yscale="log")
         axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     else:
-        axis.set_xlim(left=0)
         axis.set_ylim(bottom=0)
     axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axis.minorticks_off()
-    axis.grid(alpha=0.3)
-    axis.set_xlabel(LABELS[x])

@@ -267,6 +267,11 @@ def numbers(result: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
+def named(results: list[dict[str, Any]]) -> list[store_plot.Case]:
+    """Every case's numbers, with what the picture calls it."""
+    return [(f"H = {one['hidden']}, share {one['share']:g}", numbers(one)) for one in results]
+
+
 def table(results: Sequence[dict[str, Any]]) -> str:
     """A table per case."""
     head = ["", "B/token", "files", "write tok/s", "MB/s", "read tok/s", "GB/s", "of memcpy", "again", "warm memcpy"]
@@ -331,8 +336,7 @@ def main() -> None:
         turns.write(chosen.out, {**head, "batch_tokens": BATCH, "cases": results})
     print(machine.summary(head["machine"]))
     print(table(results))
-    cases = [(f"H = {one['hidden']}, share {one['share']:g}", numbers(one)) for one in results]
-    print(turns.picture(chosen.out, lambda file: store_plot.storage_rates(cases, head["machine"], file)))
+    print(turns.picture(chosen.out, lambda file: store_plot.storage_rates(named(results), head["machine"], file)))
 
 
 if __name__ == "__main__":

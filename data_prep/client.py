@@ -12,7 +12,6 @@ The number of a prompt's tokens tells whether a server renders it as the target'
 import http.client
 import json
 import os
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -20,12 +19,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tqdm import tqdm
-
 from data_prep.formats import Message, Refused, Tool, check_text, tool_calls
 from data_prep.journal import Answer
 from data_prep.markup import apart
 from data_prep.template import ChatTemplate
+from eagle31_train.console import note
 from eagle31_train.errors import UserError
 
 SLOWEST = 2  # tokens a second that a server is waited for
@@ -151,10 +149,10 @@ class Server:
         """Say it once if prompts have other tokens at the server than here: the drafter would learn for others."""
         if not self.warned and there not in (0, here):
             self.warned = True
-            tqdm.write(
+            note(
                 f"{self.url} makes {there} tokens of a prompt that has {here} here: compare its chat template with "
                 "target.chat_template and target.template_args",
-                file=sys.stderr,
+                error=True,
             )
 
     def _read(self, content: bytes) -> tuple[Answer, int]:

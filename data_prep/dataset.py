@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 from datasets import Dataset, Features, List, Value
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from data_prep.formats import Message, Refused, Row
 from data_prep.masks import Sample, samples
 from data_prep.template import ChatTemplate
 from eagle31_train import artifacts
+from eagle31_train.console import Progress
 
 SPLITS = ("train", "heldout")
 COUNTED_APART = 64  # sources whose tokens are counted apart: rows may name thousands, and each takes V numbers
@@ -172,7 +172,7 @@ class Collected:
 def collect(rows: Iterator[Row], template: ChatTemplate, max_length: int, heldout: float) -> Collected:
     """Every row masked, split and counted; what is of no use is refused by name and reason."""
     result = Collected()
-    for row in tqdm(rows, desc="conversations", unit="row", dynamic_ncols=True):
+    for row in Progress(rows, desc="conversations", unit="row", leave=False):
         try:
             result.add(row, template, max_length, heldout)
         except Refused as error:

@@ -11,8 +11,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from data_prep.answers import Job, Local, Remote
 from data_prep.dataset import most_common, refusal
 from data_prep.dialogue import following, turns_of
@@ -22,6 +20,7 @@ from data_prep.sources import Corpus
 from data_prep.template import ChatTemplate
 from eagle31_train import artifacts, provenance
 from eagle31_train.config import Config, GenerateConfig
+from eagle31_train.console import Progress
 from eagle31_train.errors import UserError
 from eagle31_train.provenance import Provenance
 
@@ -164,7 +163,7 @@ def answer_all(
     """Bring every job to its end, or to its refusal, turn by turn, taking from the journal what it has."""
     engine = Remote(config, template) if config.data.generate.server else Local(config, template)
     new_tokens = 0
-    with tqdm(total=sum(len(j.turns) for j in jobs), desc="answers", unit="answer", dynamic_ncols=True) as bar:
+    with Progress(total=sum(len(j.turns) for j in jobs), desc="answers", unit="answer") as bar:
         for turn in range(max(len(job.turns) for job in jobs)):
             waiting: dict[str, Job] = {}
             for job in [job for job in jobs if turn < len(job.turns) and not job.refusal and not job.ended]:

@@ -21,8 +21,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from data_prep.answers import NO_CHARACTER, Job, Local, Remote
 from data_prep.client import Server
 from data_prep.formats import Message, Refused, Row
@@ -31,6 +29,7 @@ from data_prep.sources import SELF
 from data_prep.template import ChatTemplate
 from eagle31_train import artifacts, provenance
 from eagle31_train.config import Config
+from eagle31_train.console import Progress
 from eagle31_train.errors import UserError
 from eagle31_train.provenance import Provenance
 
@@ -166,7 +165,7 @@ class Writer:
         wanted, tries = self.options.count, MOST_TRIES * self.options.count
         done: list[Written] = []
         numbers = iter(range(tries))
-        with tqdm(total=wanted, desc="prompts", unit="prompt", dynamic_ncols=True) as bar:
+        with Progress(total=wanted, desc="prompts", unit="prompt") as bar:
             # A batch larger than the engine's, so that texts of like length share one; as many as may be missing.
             while len(done) < wanted and (batch := list(islice(numbers, max(self.engine.at_once, wanted - len(done))))):
                 for one in self._turns([self._begin(number) for number in batch]):

@@ -16,11 +16,10 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
-from tqdm import tqdm
-
 from data_prep.files import File, open_files
 from data_prep.formats import Row, parse
 from eagle31_train.config import FORMATS, Config, DataConfig, check_value
+from eagle31_train.console import Progress
 from eagle31_train.errors import UserError
 
 SELF = "self"  # data.prompts=self
@@ -120,7 +119,7 @@ class Corpus:
         for source in self.sources:
             rows, name = 0, source.name
             usable[name] = []
-            for row in tqdm(source.read(), desc=f"reading {name}", unit="row", dynamic_ncols=True, leave=False):
+            for row in Progress(source.read(), desc=f"reading {name}", unit="row", leave=False):
                 rows += 1
                 if row.problem is None:
                     usable[name].append(row.id)

@@ -9,6 +9,7 @@
 import runpy
 import sys
 
+from eagle31_train.console import tidy
 from eagle31_train.locations import STAGES
 
 # Command → the module that is run, and what it does. The stages first, in their order.
@@ -33,7 +34,8 @@ def main() -> None:
     """Entry point of the console script and of `python -m eagle31_train`."""
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if command in ("-h", "--help"):
-        print(usage())
+        with tidy():
+            print(usage())
         return
     if command not in COMMANDS:
         print(f"error: no command {command!r}: there are {', '.join(COMMANDS)}", file=sys.stderr)

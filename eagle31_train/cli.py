@@ -33,6 +33,7 @@ from yaml import YAMLError
 
 from eagle31_train import precision
 from eagle31_train.config import REMOVED, RENAMED, Config, check_value
+from eagle31_train.console import tidy
 from eagle31_train.errors import SharedError, Stopped, UserError
 from eagle31_train.locations import CONFIGS, as_called_here, project
 
@@ -202,22 +203,19 @@ def run(
     parser.add_argument("--config-dir", type=Path, help="a folder of recipes and groups of your own, like configs/")
     arguments = parser.parse_intermixed_args(argv)
     try:
-        config = load_config(arguments.overrides, saved, arguments.config_dir, resolve=False)
-        resolved = precision.resolve(config) if resolve else None
-        if arguments.cfg:
-            print(to_yaml(config), end="")
-            return
-        if resolved and os.environ.get("RANK", "0") == "0":  # one of several processes speaks for all
-            print(resolved)
-        stage(config)
-        sys.stdout.flush()
+        with tidy():
+            config = load_config(arguments.overrides, saved, arguments.config_dir, resolve=False)
+            resolved = precision.resolve(config) if resolve else None
+            if arguments.cfg:
+                print(to_yaml(config), end="")
+                return
+            if resolved and os.environ.get("RANK", "0") == "0":  # one of several processes speaks for all
+                print(resolved)
+            stage(config)
     except UserError as error:
         if not isinstance(error, SharedError):
             print(f"error: {as_called_here(str(error))}", file=sys.stderr)
         raise SystemExit(2) from None
-    except BrokenPipeError:  # `| head` has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(1) from None
     except OSError as error:
         if error.errno not in MENDABLE:
             raise

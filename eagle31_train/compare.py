@@ -75,6 +75,7 @@ def compare(trainings: Named, config: Config) -> None:
     result = {
         **evaluation.result,
         "title": f"{', '.join(others)} against {first}",
+        "target": config.target.name,
         "trainings": trainings,
         "identities": {name: [one.identity for one in some] for name, some in checkpoints.items()},
         "command": command(trainings, config),

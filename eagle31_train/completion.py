@@ -7,6 +7,7 @@ import argparse
 
 from eagle31_train import cli
 from eagle31_train.__main__ import COMMANDS
+from eagle31_train.console import tidy
 
 SCRIPT = """{zsh}_eagle31() {{
   local word="${{COMP_WORDS[COMP_CWORD]}}"
@@ -33,7 +34,9 @@ def main(argv: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="eagle31 completion"
     )
     parser.add_argument("shell", choices=("bash", "zsh"))
-    print(script(parser.parse_args(argv).shell))
+    shell = parser.parse_args(argv).shell
+    with tidy():
+        print(script(shell))
 
 
 if __name__ == "__main__":

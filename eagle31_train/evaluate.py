@@ -61,7 +61,7 @@ def evaluate(config: Config) -> None:
     # Measurements stay outside the stage's folder, so that adding a suite does not decode the others again.
     evaluation = evaluating.evaluate(config, {config.name: [checkpoint]}, data, run_dir / "workloads")
     command = recipe.command("eagle31_train.evaluate", config)
-    result = {**evaluation.result, "title": config.name, "command": command}
+    result = {**evaluation.result, "title": config.name, "target": config.target.name, "command": command}
     files = evaluation_page.write(folder, result)
     seconds = time.perf_counter() - began
     ((first,),) = evaluation.measurements[0].values()
@@ -118,7 +118,7 @@ def serve(config: Config) -> None:
         "notes": [*workload.remarks, *serving["notes"]],
         "command": recipe.command("eagle31_train.evaluate", config),
     }
-    files = evaluation_page.write(folder, {"title": config.name, "serving": serving})
+    files = evaluation_page.write(folder, {"title": config.name, "target": config.target.name, "serving": serving})
     manifest = {
         **made_of.record(),
         "serving": serving,

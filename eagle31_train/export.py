@@ -65,7 +65,8 @@ def export(config: Config) -> None:
         record["serve"] = recipe.serve_command(config, str(run / "export"))
         artifacts.write_json(run / RECORD, record | {"seconds": round(time.monotonic() - started, 1)})
         print(f"export: wrote {run / 'export'}")
-    for caveat in contract.caveats(shape):
+    positions = (data or {}).get("target", {}).get("max_position_embeddings")
+    for caveat in contract.caveats(shape, positions):
         print(f"export: {caveat}")
     drafter = str(run / "export")
     if config.push:

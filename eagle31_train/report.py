@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from eagle31_train.console import tidy
 from eagle31_train.errors import UserError
 from eagle31_train.reporting.training_page import write
 
@@ -27,11 +28,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="where page and pictures go (default: the folder report in the run's)")
     options = parser.parse_args(arguments)
     try:
-        page, notes = write(options.run, options.out)
+        with tidy():
+            page, notes = write(options.run, options.out)
+            print(*notes, page, sep="\n")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(*notes, page, sep="\n")
     return 0
 
 

@@ -5,6 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import mla
+from benchmarks import pictures as redrawn
 from benchmarks.contenders.ours import Ours
 from benchmarks.flops import Work, count_work, necessary
 from benchmarks.shapes import Case, make_material, turns
@@ -69,3 +70,12 @@ def test_our_step_does_little_more_than_is_necessary(unroll, name):
 def test_eager_attention_computes_the_same(name, monkeypatch):
     monkeypatch.setattr(drafter, "unrolled_attention", drafter.unrolled_attention)  # it is replaced, and put back here
     assert mla.difference(Case(name, 64, 0.5)) < 1e-5
+
+
+def test_every_stored_picture_is_drawn_again_by_one_command(tmp_path, monkeypatch):
+    shown = {file.stem for file in redrawn.RESULTS.glob("*.png")} | {"gain"}
+    assert shown == redrawn.DRAWN.keys()
+    monkeypatch.setattr(redrawn, "README", tmp_path)
+    for name in ("gain", "codecs", "mla", "extraction", "storage", "peers", "study-serving"):
+        redrawn.DRAWN[name](tmp_path / f"{name}.png")
+    assert len(list(tmp_path.iterdir())) == 6 + 2

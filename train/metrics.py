@@ -10,8 +10,8 @@ from typing import Any, TypeGuard
 import torch
 from accelerate import Accelerator
 from torch import Tensor
-from tqdm import tqdm
 
+from eagle31_train.console import Progress, note
 from train.jsonl import Rows
 
 METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
@@ -25,6 +25,7 @@ def summarise(sums: Tensor) -> dict[str, Any]:
         loss: mean divergence per depth, in nats, averaged over depths; accuracy: [K] share of
         eligible pairs whose arg-max is the target's over the full vocabulary; prefix: [K] J_k, share
         of slots right at every step 0..k; acceptance_estimate: 1 + sum J_k; rms: [K] RMS of the state step k reads.
+        Of a depth that no slot reaches, None (and 0 in means and sums).
     """
     loss, trained, correct, eligible, prefix, eligible_prefix, rms, slots = sums.double().cpu()
     per_depth = loss / trained.clamp(min=1)
@@ -32,12 +33,17 @@ def summarise(sums: Tensor) -> dict[str, Any]:
     return {
         "loss": per_depth.mean().item(),
         "acceptance_estimate": 1.0 + joint.sum().item(),
-        "loss_at_depth": per_depth.tolist(),
-        "accuracy_at_depth": (correct / eligible.clamp(min=1)).tolist(),
-        "prefix_at_depth": joint.tolist(),
-        "rms_at_depth": (rms / slots.clamp(min=1)).tolist(),
+        "loss_at_depth": _shares(loss, trained),
+        "accuracy_at_depth": _shares(correct, eligible),
+        "prefix_at_depth": _shares(prefix, eligible_prefix),
+        "rms_at_depth": _shares(rms, slots),
         "oov_share": 1.0 - (trained.sum() / eligible.sum().clamp(min=1)).item(),
     }
+
+
+def _shares(sums: Tensor, counts: Tensor) -> list[float | None]:
+    """[K]: sums over counts; None where nothing was counted, which is no 0."""
+    return [share if count else None for share, count in zip((sums / counts).tolist(), counts.tolist(), strict=True)]
 
 
 def reduce_sums(accelerator: Accelerator, value: Tensor) -> Tensor:
@@ -106,7 +112,7 @@ class Reporter:
 
     def __init__(self, accelerator: Accelerator, folder: Path, step: int, total: int) -> None:
         self.accelerator = accelerator
-        self.bar = tqdm(
+        self.bar = Progress(
             total=total,
             initial=step,
             unit="step",
@@ -162,7 +168,7 @@ class Reporter:
     def note(self, text: str) -> None:
         """A line above the progress line."""
         if self.accelerator.is_main_process:
-            self.bar.write(text)
+            note(text)
 
     def close(self) -> None:
         """End the progress line and see that every row is on the disk; once more does nothing."""

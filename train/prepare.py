@@ -11,7 +11,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from eagle31_train import artifacts, provenance
-from eagle31_train.checkpoint.contract import caveats
+from eagle31_train.checkpoint.contract import unserved
 from eagle31_train.checkpoint.run_folder import RECORD
 from eagle31_train.config import Config, byte_count
 from eagle31_train.model import vocab
@@ -119,8 +119,8 @@ def launch_processes(config: Config, data: Inputs) -> Accelerator:
     """The processes of the launch: they are what was asked for, and every one trains the same."""
     accelerator = launch.make_accelerator(config, Path(config.run_dir) / "train")
     launch.check_alike(accelerator, data.made_from.inputs, config)
-    for caveat in caveats(data.shape):  # before hours are spent
-        accelerator.print(f"train: {caveat}")
+    for problem in unserved(data.shape):  # before hours are spent
+        accelerator.print(f"train: NOT SERVED: {problem}")
     if len(data.windows) > 1 and not data.shuffled:
         accelerator.print("train: the windows follow the order of the data, which is not shuffled (data.shuffle=SEED)")
     return accelerator

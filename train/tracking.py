@@ -93,6 +93,7 @@ def start(
             "name": config.name,
             "id": known["wandb"],
             "config": inputs,
+            "settings": {"silent": True},  # 30 lines at the end of a run; ours says where it is
             "allow_val_change": True,  # the configuration is shown again at every launch
             # Offline there is nobody to resume from: parts of the same id are joined when they are synchronised.
             "resume": None if mode == "offline" else "allow",
@@ -109,10 +110,17 @@ def start(
             raise
         reason = " ".join(str(error).split())
         raise UserError(f"Weights & Biases does not start: {reason} (train.wandb=offline needs no network)") from None
+    if mode != "disabled":
+        print(f"train: Weights & Biases, {_whereabouts(accelerator.get_tracker('wandb', unwrap=True))}")
     if config.train.tensorboard and not step:
         text = "```\n" + cli.to_yaml(config) + "```"
         accelerator.get_tracker("tensorboard", unwrap=True).add_text("config", text, 0)
     return known
+
+
+def _whereabouts(run: Any) -> str:
+    """Where a run of Weights & Biases is seen: its address, or the command that uploads it."""
+    return f"offline: wandb sync {os.path.relpath(Path(run.dir).parent)}" if run.offline else str(run.url)
 
 
 # ---------------------------------------------------------------- launches

@@ -177,14 +177,21 @@ def check_shape(shape: DrafterShape) -> list[str]:
     return problems + (_yarn_problems(shape) if mla else [])
 
 
-def caveats(shape: DrafterShape) -> list[str]:
-    """What can be trained and exported but does not run everywhere, a sentence each."""
-    found = [
-        "vLLM 0.32's V1 runner (on CPUs, or with VLLM_USE_V2_MODEL_RUNNER=0) drafts in contexts of up to "
-        f"{shape.max_position_embeddings:,} tokens: while one request of a batch is longer, for none of them "
-        "(drafter.max_position_embeddings). V2, on GPUs, drafts in all"
-    ]
-    if (end := table_end(check_rope(shape))) is not None:
+def caveats(shape: DrafterShape, target_positions: int | None = None) -> list[str]:
+    """What can be trained and exported but does not run everywhere, a sentence each.
+
+    Args:
+        target_positions: of the longest context of the target, if that is known: what is beyond it concerns nobody.
+    """
+    found = []
+    if target_positions is None or target_positions > shape.max_position_embeddings:
+        found.append(
+            "vLLM 0.32's V1 runner (on CPUs, or with VLLM_USE_V2_MODEL_RUNNER=0) drafts in contexts of up to "
+            f"{shape.max_position_embeddings:,} tokens: while one request of a batch is longer, for none of them "
+            "(drafter.max_position_embeddings). V2, on GPUs, drafts in all"
+        )
+    end = table_end(check_rope(shape))
+    if end is not None and (target_positions is None or target_positions > end):
         found.append(
             f"vLLM's table of its YaRN ends at {end:,.0f} positions, and V2 does not stop there: serve the target with "
             f"--max-model-len of at most {end:,.0f}"
@@ -195,9 +202,14 @@ def caveats(shape: DrafterShape) -> list[str]:
             "vLLM 0.32 cannot share the target's embedding with pipeline parallelism: to be served so, train with "
             "drafter.share_embedding=false"
         )
+    return found + unserved(shape)
+
+
+def unserved(shape: DrafterShape) -> list[str]:
+    """The worst of them: what vLLM does not serve at all, to be known before hours of training."""
     if shape.architecture == "mla" and shape.q_lora_rank is None:
-        found.append("vLLM 0.32 stops when it loads an MLA draft without drafter.q_lora_rank")
-    return found
+        return ["vLLM 0.32 stops when it loads an MLA draft without drafter.q_lora_rank"]
+    return []
 
 
 def _yarn_problems(shape: DrafterShape) -> list[str]:

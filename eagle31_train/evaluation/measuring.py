@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from eagle31_train.config import EvaluateConfig
+from eagle31_train.console import Progress, note
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation.decoding import (
     Decoded,
@@ -89,7 +89,7 @@ class Measurer:
         outputs: list[list[int]] = [[] for _ in prompts]
         counts: dict[str, list[Any]] = {candidate.name: [None] * len(prompts) for candidate in candidates}
         tokens, seconds = dict.fromkeys(every, 0), dict.fromkeys(every, 0.0)
-        with tqdm(total=len(prompts), desc=f"evaluate {workload.name}", unit="prompt") as bar:
+        with Progress(total=len(prompts), desc=f"evaluate {workload.name}", unit="prompt") as bar:
             for number, batch in enumerate(batches(prompts, options.batch_size, verified)):
                 real = verified is None or max(batch) < verified
                 ways = every if real else [PLAIN]
@@ -215,7 +215,7 @@ def refuse_other_counts(
         problem += f" accepts {seen[at]}, the draft from that position {expected[at]} (narrowest choice {gap:.3g})"
         if gap > TIE:
             raise UserError(f"{problem}; {_advice(prompt, options)}")
-        tqdm.write(f"{problem}: rounding chose between equals")  # from here on the two decodings part
+        note(f"{problem}: rounding chose between equals")  # from here on the two decodings part
 
 
 def _advice(prompt: Prompt, options: EvaluateConfig) -> str:

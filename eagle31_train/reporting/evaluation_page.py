@@ -7,10 +7,24 @@ from typing import Any
 from eagle31_train import artifacts
 from eagle31_train.reporting import html, tables
 from eagle31_train.reporting.evaluation_figures import pictures
-from eagle31_train.reporting.tables import GLOSSARY, Section
+from eagle31_train.reporting.tables import Section
 
 PAGE = "index.html"
 RESULT = "result.json"  # of a comparison: what was drawn, and the files of that
+TERMS = {  # of docs/glossary.md, which has them all
+    "Acceptance length": "tokens per pass of the target, its own included; 1.0 is no gain, 2.0 is two tokens per pass.",
+    "[low, high]": "95 % interval over prompts of this kind, by bootstrap; it does not speak of other trainings.",
+    "Draft tokens": "how many tokens the drafter proposes for one pass (num_speculative_tokens).",
+    "Cumulative, conditional acceptance": "share of drafts whose first k tokens were accepted; of those whose first "
+    "k - 1 were.",
+    "Better": "the interval of the difference leaves out 0, and each training is ahead of each of the other drafter.",
+    "Kept": "acceptance length on a changed form of the prompts, over that on their plain form.",
+    "Attention on …": "where the drafter looks: the first four tokens (sink), the rest of the prompt, what the target "
+    "has verified, and the drafter's own tokens.",
+    "RMS, entropy": "size of the state that a draft step reads; spread of its distribution, in nats.",
+    "Tokens/s/user, speed-up": "tokens after the first over the seconds that their user waited; that over the same "
+    "without a drafter.",
+}
 
 
 def write(folder: Path, result: dict[str, Any]) -> list[Path]:
@@ -34,15 +48,17 @@ def render(result: dict[str, Any], drawn: Mapping[str, str]) -> str:
     parts = [
         html.paragraph(" · ".join(conditions(result))),
         *(_section(section, drawn) for section in tables.sections(result)),
-        html.paragraph(GLOSSARY),
-        html.code(command),
+        html.heading("What the numbers mean"),
+        html.definitions(TERMS),
+        html.folded("The command that repeats this", html.code(command)),
     ]
     return html.document(result["title"], parts)
 
 
 def conditions(result: Mapping[str, Any]) -> list[str]:
     """What was measured on and how, as far as it is known."""
-    shown = [str(result[key]) for key in ("machine", "dtype") if key in result]
+    shown = [f"target {result['target']}"] if "target" in result else []
+    shown += [str(result[key]) for key in ("machine", "dtype") if key in result]
     if "max_new_tokens" in result:
         shown.append(f"at most {result['max_new_tokens']:,} tokens per answer")
     return shown

@@ -77,7 +77,7 @@ class Picture:
 # ---------------------------------------------------------------- curves over steps
 
 
-def noisy(axes: "Axes", steps: Floats, values: Floats, label: str, colour: Any) -> None:
+def noisy(axes: "Axes", steps: Floats, values: Floats, label: str, colour: Any, form: str = "{:.3g}") -> None:
     """A curve [N], pale, and its mean, whose last value the label tells. NaN is left out."""
     valid = np.isfinite(values)
     if not valid.any():
@@ -88,24 +88,28 @@ def noisy(axes: "Axes", steps: Floats, values: Floats, label: str, colour: Any) 
     marker = "o" if len(steps) == 1 else ""
     axes.plot(steps, values, color=colour, alpha=0.25, linewidth=0.5)
     axes.plot(
-        [steps[part].mean() for part in parts], means, color=colour, marker=marker, label=f"{label}  {means[-1]:.3g}"
+        [steps[part].mean() for part in parts],
+        means,
+        color=colour,
+        marker=marker,
+        label=f"{label}  {form.format(means[-1])}",
     )
 
 
-def measured(axes: "Axes", steps: Floats, values: Floats, label: str, colour: Any) -> None:
+def measured(axes: "Axes", steps: Floats, values: Floats, label: str, colour: Any, form: str = "{:.3g}") -> None:
     """A curve [N] without noise, whose last value the label tells."""
     valid = np.isfinite(values)
     if valid.any():
-        axes.plot(steps[valid], values[valid], "o-", color=colour, label=f"{label}  {values[valid][-1]:.3g}")
+        axes.plot(steps[valid], values[valid], "o-", color=colour, label=f"{label}  {form.format(values[valid][-1])}")
 
 
-def by_depth(axes: "Axes", steps: Floats, columns: Sequence[Floats]) -> None:
+def by_depth(axes: "Axes", steps: Floats, columns: Sequence[Floats], form: str) -> None:
     """A noisy curve for each depth, in colours from the first depth to the last."""
     from matplotlib import colormaps
 
     colours = colormaps["viridis"](np.linspace(0, 0.85, len(columns)))
     for depth, (values, colour) in enumerate(zip(columns, colours, strict=True), 1):
-        noisy(axes, steps, values, f"depth {depth}", colour)
+        noisy(axes, steps, values, f"depth {depth}", colour, form)
 
 
 # ---------------------------------------------------------------- numbers with intervals
@@ -123,13 +127,13 @@ def banded(axes: "Axes", intervals: Iterable["Interval"], label: str, index: int
     at, valid = np.arange(1.0, len(values) + 1), np.isfinite(values)
     colour, marker = f"C{index}", MARKERS[index % len(MARKERS)]
     axes.fill_between(at, low, high, color=colour, alpha=0.16, linewidth=0)
-    axes.plot(at[valid], values[valid], color=colour, marker=marker, label=label)
+    axes.plot(at[valid], values[valid], color=colour, marker=marker, label=label, zorder=3)
 
 
-def whiskers(axes: "Axes", intervals: Iterable["Interval"], label: str, index: int, of: int) -> None:
-    """A point with its interval in every row: number `index` of the `of` that share a row."""
+def whiskers(axes: "Axes", intervals: Iterable["Interval"], label: str, index: int, place: int, of: int) -> None:
+    """A point with its interval in every row, in colour `index`, at `place` among the `of` that share a row."""
     values, low, high = columns(intervals)
-    at = np.arange(len(values)) + ((index + 0.5) / of - 0.5) * 0.7
+    at = np.arange(len(values)) + ((place + 0.5) / of - 0.5) * 0.7
     bars = np.nan_to_num([values - low, high - values])
     marker = MARKERS[index % len(MARKERS)]
     axes.errorbar(values, at, xerr=bars, fmt=marker, color=f"C{index}", label=label)
@@ -140,9 +144,20 @@ def whiskers(axes: "Axes", intervals: Iterable["Interval"], label: str, index: i
 
 def logarithmic(axes: "Axes") -> None:
     """A logarithmic vertical axis where all curves are above 0 and span much."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
     low, high = axes.dataLim.intervaly
     if 0 < DECADE * low < high:
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def within(axes: "Axes", low: float, high: float = np.inf, which: str = "y") -> None:
+    """Cut an axis to the values that there can be."""
+    bottom, top = getattr(axes, f"get_{which}lim")()
+    getattr(axes, f"set_{which}lim")(max(bottom, low), min(top, high))
 
 
 def shares(axes: "Axes", which: str = "y") -> None:

@@ -1,13 +1,12 @@
 """HTML that stands alone: no other file, no network, no script."""
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
-from tqdm import tqdm
-
 from eagle31_train import artifacts
+from eagle31_train.console import Progress
 from eagle31_train.reporting.figures import Picture
 
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"  # nothing may ask a network for anything
@@ -15,13 +14,22 @@ POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"  # nothi
 STYLE = """
 :root { color-scheme: light dark; }
 body { margin: 0 auto; max-width: 74rem; padding: 1.25rem; font: 1rem/1.5 system-ui, sans-serif; }
+h1, p, dd, summary { overflow-wrap: anywhere; }
 h2 { margin-top: 2.2rem; border-bottom: 1px solid #8884; }
 p { margin: .3rem 0; color: #777; }
-.pictures { display: flex; flex-wrap: wrap; gap: 1.2rem; }
+dt { font-weight: 600; }
+dd { margin: 0 0 .4rem 1rem; }
+.pictures { display: flex; flex-wrap: wrap; gap: 1.2rem; margin: 1rem 0; }
 img { width: 100%; max-width: 36rem; }
 .scroll, pre { overflow-x: auto; }
+.scroll { background: /* a shadow where there is more to scroll to */
+  linear-gradient(90deg, Canvas, transparent) 0 / 2rem 100% no-repeat local,
+  linear-gradient(-90deg, Canvas, transparent) 100% / 2rem 100% no-repeat local,
+  linear-gradient(90deg, #8886, transparent) 0 / .6rem 100% no-repeat,
+  linear-gradient(-90deg, #8886, transparent) 100% / .6rem 100% no-repeat; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: .3rem .5rem; border-bottom: 1px solid #8884; }
+td:not(:first-child) { white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }
 """
 
@@ -37,7 +45,7 @@ def draw(folder: Path, pictures: Sequence[Picture], earlier: Sequence[Path] = ()
     """
     files, sections = [], dict[str, str]()
     folder.mkdir(parents=True, exist_ok=True)
-    for picture in tqdm(pictures, desc="report", unit="picture", disable=None):
+    for picture in Progress(pictures, desc="report", unit="picture", leave=False):
         png = picture.png()
         files.append(folder / f"{picture.name}.png")
         artifacts.write_bytes(files[-1], png)
@@ -85,6 +93,11 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
     body = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f'<div class="scroll"><table>\n<tr>{head}</tr>\n{body}\n</table></div>'
+
+
+def definitions(terms: Mapping[str, str]) -> str:
+    """Words and what they mean."""
+    return "<dl>" + "".join(f"<dt>{escape(term)}</dt><dd>{escape(text)}</dd>" for term, text in terms.items()) + "</dl>"
 
 
 def folded(title: str, content: str) -> str:

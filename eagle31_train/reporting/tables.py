@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from eagle31_train.evaluation.intervals import Interval, bracket
 
 ALL, SERVING = "All workloads", "Serving"  # sections that are not of one workload
-GLOSSARY = "What the numbers mean: docs/glossary.md. [low, high]: 95 % interval over prompts."
+GLOSSARY = "[low, high]: 95 % interval over prompts. What the numbers mean: docs/glossary.md, and the page."
 NOTHING: Interval = [None, None, None]
 DRIFT = ("sink", "prompt", "verified", "own", "rms", "entropy")  # shares of the attention, and two numbers
 Result = dict[str, Any]
@@ -74,13 +74,25 @@ def _verdicts(workloads: Sequence[Result], depth: str) -> Table:
     rows = []
     for workload in workloads:
         for name, by_depth in workload["differences"].items():
-            better = workload["verdict"][name]["better"]
-            won = [f"{k}: {winner}" for k, winner in better.items() if winner]
             ratio = bracket(by_depth[depth]["ratio"])
-            rows.append([workload["name"], name, ratio, ", ".join(won) or "no difference shown"])
+            rows.append([workload["name"], name, ratio, _winners(workload["verdict"][name]["better"])])
     first = next(iter(workloads[0]["drafters"]))
     header = ["workload", "drafter", f"acceptance length / {first}'s, at {depth}", "better, by draft tokens"]
     return Table("", header, rows)
+
+
+def _winners(better: dict[str, str | None]) -> str:
+    """Who is better, and at which numbers of draft tokens: `3.1 at 1 to 3, 8`; `better` has them in order."""
+    at: dict[str, list[list[str]]] = {}  # by winner: runs of neighbours
+    before = None
+    for tokens, winner in better.items():
+        if winner and winner != before:
+            at.setdefault(winner, []).append([])
+        if winner:
+            at[winner][-1].append(tokens)
+        before = winner
+    ranges = {name: [" to ".join(dict.fromkeys([run[0], run[-1]])) for run in runs] for name, runs in at.items()}
+    return "; ".join(f"{name} at {', '.join(of)}" for name, of in ranges.items()) or "no difference shown"
 
 
 def _overview(workloads: Sequence[Result], depth: str) -> Iterator[Table]:
@@ -116,11 +128,10 @@ def _workload(workload: Result, draft_tokens: str) -> Iterator[Table]:
     columns: Columns = {
         name: [numbers["by_depth"][k]["acceptance_length"] for k in depths] for name, numbers in drafters.items()
     }
-    for name, by_depth in differences.items():
-        better = workload["verdict"][name]["better"]
-        columns[f"{name} - {first}"] = [by_depth[k]["difference"] for k in depths]
-        columns[f"wins, {name} or {first}"] = [better[k] or "–" for k in depths]
     yield _columns("acceptance length", "draft tokens", depths, columns)
+
+    columns = {f"{name} - {first}": [of[k]["difference"] for k in depths] for name, of in differences.items()}
+    yield _columns(f"acceptance length less that of {first}", "draft tokens", depths, columns)
 
     columns = {name: [of["kept"][k] for k in depths] for name, of in drafters.items() if of.get("kept")}
     for name, by_depth in differences.items() if columns else ():

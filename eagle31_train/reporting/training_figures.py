@@ -19,28 +19,30 @@ LEARNING, DEPTH, OPTIMIZER, MACHINE = "Learning", "By depth", "Optimizer", "Mach
 
 class Plot(NamedTuple):
     """name, section, title: as of `Picture`. column: what it shows, of the rows of training or, in section MACHINE, of
-    the timings; a list has a curve for each depth."""
+    the timings; a list has a curve for each depth. low, high: what it cannot leave. form: of numbers in the legend."""
 
     name: str
     section: str
     title: str
     column: str
+    low: float = 0
+    high: float = np.inf
+    form: str = "{:.3g}"
 
 
 PLOTS = [
     Plot("loss", LEARNING, "Loss, in nats: mean over depths", "loss"),
-    Plot(ESTIMATE, LEARNING, ESTIMATED.capitalize(), ESTIMATE),
-    Plot("prefix", DEPTH, "Share of drafts that are right up to this depth", "prefix_at_depth"),
-    Plot("accuracy", DEPTH, "Share of drafted tokens that are right at this depth", "accuracy_at_depth"),
+    Plot(ESTIMATE, LEARNING, ESTIMATED.capitalize(), ESTIMATE, low=1, form="{:.2f}"),
+    Plot("prefix", DEPTH, "Share of drafts that are right up to this depth", "prefix_at_depth", 0, 1, "{:.1%}"),
+    Plot("accuracy", DEPTH, "Share of tokens that are right at this depth", "accuracy_at_depth", 0, 1, "{:.1%}"),
     Plot("loss_at_depth", DEPTH, "Loss at this depth, in nats", "loss_at_depth"),
     Plot("rms", DEPTH, "RMS of the state that this depth reads", "rms_at_depth"),
     Plot("gradient", OPTIMIZER, "Gradient norm, before it is clipped", "grad_norm"),
     Plot("lr", OPTIMIZER, "Learning rate", "lr"),
-    Plot("throughput", MACHINE, "Tokens per second of a step, on all devices", "tokens"),
-    Plot("waiting", MACHINE, "Share of a step's time spent waiting for data", "waited"),
-    Plot("memory", MACHINE, "Memory of the main process, or of its device, GiB", "memory_bytes"),
+    Plot("throughput", MACHINE, "Tokens per second of a step, on all devices", "tokens", form="{:,.0f}"),
+    Plot("waiting", MACHINE, "Share of a step's time spent waiting for data", "waited", 0, 1, "{:.2%}"),
+    Plot("memory", MACHINE, "Memory of the main process, or of its device, GiB", "memory_bytes", form="{:.2f}"),
 ]
-SHARES = ("prefix", "accuracy", "waiting")
 
 
 def pictures(history: History) -> list[Picture]:
@@ -58,18 +60,19 @@ def _draw(plot: Plot, history: History, axes: "Axes") -> None:
     """The curves, and marks for restarts, spikes and steps that were left out."""
     train, heldout = history.train, history.heldout
     if plot.section == MACHINE:
-        figures.noisy(axes, history.timings.steps, _machine(plot, history), "", "C0")
+        figures.noisy(axes, history.timings.steps, _machine(plot, history), "mean", "C0", plot.form)
     elif depths := train.depths(plot.column):
-        figures.by_depth(axes, train.steps, depths)
+        figures.by_depth(axes, train.steps, depths, plot.form)
     else:
-        figures.noisy(axes, train.steps, train[plot.column], "training", "C0")
-        figures.measured(axes, heldout.steps, heldout[plot.column], "held-out", "C1")
-    if plot.name in SHARES:
+        figures.noisy(axes, train.steps, train[plot.column], "training", "C0", plot.form)
+        figures.measured(axes, heldout.steps, heldout[plot.column], "held-out", "C1", plot.form)
+    if plot.high == 1:
         figures.shares(axes)
-    if plot.section == MACHINE or plot.name in (*SHARES, "lr"):
+    if plot.section == MACHINE or plot.high == 1 or plot.name == "lr":
         axes.set_ylim(bottom=0)
     else:
         figures.logarithmic(axes)
+    figures.within(axes, plot.low, plot.high)
     options = history.config.get("train") or {}
     clip = options.get("max_grad_norm", options.get("clip"))  # runs of earlier versions have the old name
     if plot.name == "gradient" and clip:

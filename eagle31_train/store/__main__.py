@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eagle31_train.config import byte_count
+from eagle31_train.console import tidy
 from eagle31_train.errors import UserError
 from eagle31_train.store.backends import Storage, open_storage
 from eagle31_train.store.format import REMAKE
@@ -29,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         most = byte_count(options.cache_bytes, "--cache-bytes")
         # A folder of its own: what is checked is the store, and not copies that were made of it earlier.
-        with tempfile.TemporaryDirectory(prefix="eagle31-", dir=options.cache_dir) as folder:
+        with tidy(), tempfile.TemporaryDirectory(prefix="eagle31-", dir=options.cache_dir) as folder:
             storage = open_storage(options.store, Path(folder), most)
             try:
                 if options.command == "info":

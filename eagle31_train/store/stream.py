@@ -5,11 +5,11 @@ processes write, which concerns these alone). `consumed.json` is the training's:
 first and removed then.
 """
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
+from eagle31_train.console import note
 from eagle31_train.errors import UserError
 from eagle31_train.store.backends import Storage
 from eagle31_train.store.format import CONSUMED, REMAKE, STREAM
@@ -45,7 +45,7 @@ def wait(
     """
     if until():
         return
-    print(f"{what} …", file=sys.stderr, flush=True)
+    note(f"{what} …", error=True)
     began, seen = time.monotonic(), progress()
     while not until():
         if time.monotonic() - began > patience:

@@ -4,9 +4,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from tqdm import tqdm
-
 from eagle31_train import artifacts
+from eagle31_train.console import Progress
 from eagle31_train.errors import UserError
 from eagle31_train.store.backends import Storage
 from eagle31_train.store.format import FILES, PLAN, PROVENANCE, SHARDS, STREAM, TARGET, TARGET_LINE
@@ -75,7 +74,7 @@ def _shards(head: Head, plan: Plan, states: dict[str, Any], checked: Counter[str
     shards = [shard for shard in plan.shards if shard.name in head.lines and shard.name not in gone]
     storage.prefetch([shard.name for shard in shards])
     total = sum(head.lines[shard.name].size for shard in shards)
-    with tqdm(total=total, unit="B", unit_scale=True, desc="verify", disable=None) as bar:
+    with Progress(total=total, unit="B", unit_scale=True, desc="verify", leave=False) as bar:
         for shard in shards:
             line = head.lines[shard.name]
             try:

@@ -1,6 +1,5 @@
 """Writing a store: every shard is committed whole, by any number of processes, and never past a bound of bytes."""
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from eagle31_train import artifacts
+from eagle31_train.console import note
 from eagle31_train.errors import UserError
 from eagle31_train.store.backends import Storage
 from eagle31_train.store.backends.base import FULL
@@ -306,5 +306,5 @@ class StoreWriter:
             merged, more = merged_lines(self.storage, self.plan, self.id)
             lines, problems = merged | lines, problems + more
         for problem in problems:
-            print(f"extract: {problem}", file=sys.stderr)
+            note(f"extract: {problem}", error=True)
         return lines

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from datasets import Dataset, DatasetDict
 from torch import Tensor
-from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from eagle31_train import artifacts, provenance
 from eagle31_train.config import Config, byte_count
+from eagle31_train.console import Progress
 from eagle31_train.errors import UserError
 from eagle31_train.locks import alone
 from eagle31_train.model import vocab
@@ -210,7 +210,7 @@ def extract_shards(
     shards = [shard for shard in shards if not writer.has(shard)]
     committed = total - sum(shard.tokens for shard in shards)  # in an earlier run: part of the total, not of the rate
     options: dict[str, Any] = {"unit": "tok", "unit_scale": True, "smoothing": 0.05}
-    with tqdm(desc="extract", total=total, initial=committed, disable=not shown, **options) as progress:
+    with Progress(desc="extract", total=total, initial=committed, disable=not shown, **options) as progress:
         for shard in shards:
             if not writer.wait_for_quota(shard):
                 return False
@@ -224,7 +224,7 @@ def extract_shards(
 
 
 def run_shard(
-    engine: Engine, rows: Dataset, shape: Shape, gate: Gate | None, progress: tqdm | None = None
+    engine: Engine, rows: Dataset, shape: Shape, gate: Gate | None, progress: Progress | None = None
 ) -> tuple[list[Document], Figures | None]:
     """The documents of a shard's samples, in their order, and the gate's figures."""
     tokens = [torch.tensor(row) for row in rows["input_ids"]]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle31_train import artifacts
+from eagle31_train.console import tidy
 from eagle31_train.errors import UserError
 from eagle31_train.provenance import Provenance
 
@@ -18,7 +19,8 @@ def command(make: Callable[[Path], Any], out: Path, description: str, argv: list
     parser.add_argument("--out", type=Path, default=out, help=f"folder to make [{out}]")
     arguments = parser.parse_args(argv)
     try:
-        make(arguments.out)
+        with tidy():
+            make(arguments.out)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None

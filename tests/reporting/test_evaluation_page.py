@@ -14,7 +14,7 @@ from eagle31_train.reporting import card, evaluation_page
 from eagle31_train.reporting.card_results import CardResult, CardResults
 from eagle31_train.reporting.evaluation_figures import pictures
 from eagle31_train.reporting.markdown import plain
-from eagle31_train.reporting.tables import ALL, SERVING, as_text, sections
+from eagle31_train.reporting.tables import ALL, SERVING, _winners, as_text, sections
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
@@ -69,15 +69,28 @@ def test_tables_have_every_number_with_its_interval(whole):
         lengths = by_title[workload["name"]]["acceptance length"]
         for depth, row in zip(map(str, DEPTHS), lengths.rows, strict=True):
             both = [workload["drafters"][name]["by_depth"][depth]["acceptance_length"] for name in "AB"]
-            difference = workload["differences"]["B"][depth]["difference"]
-            wins = workload["verdict"]["B"]["better"][depth] or "–"
-            assert list(row) == [depth, *map(bracket, both), bracket(difference), wins]
+            assert list(row) == [depth, *map(bracket, both)]
+        less = by_title[workload["name"]]["acceptance length less that of A"]
+        differences = [bracket(of["difference"]) for of in workload["differences"]["B"].values()]
+        assert [list(row) for row in less.rows] == [list(pair) for pair in zip("1234", differences, strict=True)]
     drift = by_title["heldout"]["drift of B: attention on …, and its state"]
     assert list(drift.rows[3]) == ["4", "0.163", "0.325", "0.163", "0.350", "9.500", "2.000"]
     speeds, times, accepted = by_title[SERVING].values()
     assert speeds.rows[3] == ["B", "3", "16", "8.0 [7.0, 9.0]", "0.40", "99.5", "2 of 24"]
     assert times.rows[3][3:] == ["50.0", "41.0", "91.2", "–", "–", "–", "48.7", "12.3"]
     assert accepted.rows[1][3:] == ["1.95", "60.0%, 25.0%, –"]
+
+
+def test_the_verdict_names_ranges(whole):
+    won = {str(depth): winner for depth, winner in enumerate(["B", "B", None, "A", "B"], 1)}
+    assert _winners(won) == "B at 1 to 2, 5; A at 4"
+    assert _winners({"1": None}) == "no difference shown"
+
+
+def test_the_page_names_the_target_and_explains_its_words_after_the_numbers(whole):
+    page = text_of(evaluation_page.render({**whole, "target": "org/target"}, {}))
+    assert "target org/target · a | processor · float32" in page
+    assert page.index("Verdict") < page.index("What the numbers mean") < page.index("tokens per pass of the target")
 
 
 def test_results_of_earlier_versions_are_shown():
@@ -90,6 +103,29 @@ def test_results_of_earlier_versions_are_shown():
 
 
 # ---------------------------------------------------------------- the pictures
+
+
+def test_axes_show_nothing_that_cannot_be(whole):
+    """Acceptance lengths from 1 on, shares between none and all, and no point that next to no draft stands for."""
+    for name, axis, low, high in (
+        ("workloads-acceptance", "x", 1, np.inf),
+        ("heldout-acceptance", "y", 1, np.inf),
+        ("heldout-conditional", "y", 0, 1),
+        ("heldout-own", "y", 0, 1),
+        ("workloads-own", "x", 0, 1),
+        ("heldout-rms", "y", 0, np.inf),
+        ("serving-b", "x", 0, np.inf),
+    ):
+        bottom, top = getattr(drawn(whole, name), f"get_{axis}lim")()
+        assert low <= bottom < top <= high, name
+    conditional = whole["workloads"][0]["drafters"]["A"]["conditional"]
+    kept, conditional[3] = conditional[3], [0.0, 0.0, 0.9]
+    try:
+        axes = drawn(whole, "heldout-conditional")
+        assert [len(line.get_xdata()) for line in axes.lines] == [3, 4]
+        assert "wider than 50%" in axes.get_title(loc="left")
+    finally:
+        conditional[3] = kept
 
 
 def test_curves_are_the_numbers_with_their_intervals(whole):

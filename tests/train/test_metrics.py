@@ -5,8 +5,9 @@ import math
 import random
 
 import pytest
+import torch
 
-from train.metrics import Reporter, Spikes
+from train.metrics import Reporter, Spikes, summarise
 
 
 class Recorder:
@@ -47,6 +48,15 @@ def fill(folder, curve, start=0, timed=True):
 
 def read(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_depth_that_no_slot_reaches_has_no_share_and_not_none_right():
+    sums = torch.ones(8, 2)
+    sums[:, 1] = 0
+    found = summarise(sums)
+    for name in ("loss", "accuracy", "prefix", "rms"):
+        assert found[f"{name}_at_depth"] == [1, None]
+    assert found["acceptance_estimate"] == 2
 
 
 # ---------------------------------------------------------------- spikes

@@ -9,10 +9,9 @@ from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
-
 from eagle31_train import artifacts, provenance
 from eagle31_train.config import Config
+from eagle31_train.console import Progress
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation.measurement import read_checked, write_checked
 from eagle31_train.evaluation.serving import counters, report
@@ -114,7 +113,7 @@ def serve(
     print(f"{what}: vLLM starts ({log})")
     with (
         Server(command, at, log) as server,
-        tqdm(total=sum(map(len, sent.values())), desc=what, unit="request") as bar,
+        Progress(total=sum(map(len, sent.values())), desc=what, unit="request") as bar,
     ):
         model = json.loads(server.get("/v1/models")[1])["data"][0]["id"]
         done = 0  # requests that this server has answered

@@ -7,11 +7,11 @@ kits. The drivers are optional, so the classes of errors that last are known her
 import errno
 import random
 import re
-import sys
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from eagle31_train.console import note
 from eagle31_train.errors import UserError
 from eagle31_train.store.backends.base import FULL
 
@@ -88,7 +88,7 @@ def retry(what: str, where: str, call: Callable[[], T], sleep: Callable[[float],
             # Half of the wait is drawn: ranks that failed together shall not come back together.
             wait = FIRST_WAIT * 2 ** (number - 1) * random.uniform(0.5, 1.0)
             said = f"{where}: {what} failed ({describe(error)}), try {number} of {TRIES}, next in {wait:.1f} s"
-            print(said, file=sys.stderr, flush=True)
+            note(said, error=True)
         sleep(wait)
     raise AssertionError("at least one try")
 

@@ -1,0 +1,162 @@
+"""Draw every picture of docs/ again, from the numbers beside it.
+
+python -m benchmarks.pictures                   # all of docs/results/*.png and docs/pictures/gain-*.svg
+python -m benchmarks.pictures study-gain gain   # some of them
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks import extraction, mla, peers, plot, storage, store_plot
+from eagle31_train import artifacts
+from eagle31_train.errors import UserError
+from eagle31_train.reporting import figures
+from eagle31_train.reporting.evaluation_figures import pictures
+
+RESULTS, README = Path("docs/results"), Path("docs/pictures")
+# Picture of the study: the result, and which of its pictures.
+STUDY = {
+    "study-acceptance": ("study-comparison", "heldout-acceptance"),
+    "study-gain": ("study-comparison", "heldout-gain"),
+    "study-rms": ("study-comparison", "heldout-rms"),
+    "study-own": ("study-comparison", "heldout-own"),
+    "study-passes2": ("study-passes2", "heldout-acceptance"),
+    "study-more": ("study-more", "heldout-acceptance"),
+    "study-perturbed": ("study-forms-seed1", "workloads-gain-3.1"),
+    "study-kept": ("study-forms-seed1", "workloads-kept"),
+    "study-serving": ("study-serving-seed1", "serving-study-3.1-u5-s1"),
+}
+GITHUB = {"light": ("#ffffff", "#1f2328", "#d1d9e0"), "dark": ("#0d1117", "#f0f6fc", "#3d444d")}  # page, text, lines
+GAIN = {"light": ("#5d6873", "#2563c9"), "dark": ("#9198a1", "#6cb0ff")}  # of EAGLE 3 and 3.1
+
+
+def read(name: str) -> dict[str, Any]:
+    """The numbers docs/results/NAME.json."""
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return found
+
+
+def draw(name: str) -> None:
+    """Draw one picture; UserError for a name that is none."""
+    if name not in DRAWN:
+        raise UserError(f"there is no picture {name}: there are {', '.join(DRAWN)}")
+    DRAWN[name](RESULTS / f"{name}.png")
+
+
+def study(source: str, which: str, path: Path) -> None:
+    """A picture of an evaluation, as its page has it."""
+    result = read(source)
+    result = {"serving": result} if "rows" in result else result
+    (chosen,) = [picture for picture in pictures(result) if picture.name == which]
+    artifacts.write_bytes(path, chosen.png())
+
+
+def gain(_: Path) -> None:
+    """The README's: acceptance length of EAGLE 3 and 3.1 by draft tokens, on a light page and on a dark one."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    of = read("study-passes2")["workloads"][0]["drafters"]
+    for theme, (page, text, lines) in GITHUB.items():
+        colours = dict.fromkeys(("text.color", "xtick.labelcolor", "ytick.labelcolor", "axes.labelcolor"), text)
+        colours |= dict.fromkeys(("grid.color", "axes.edgecolor", "xtick.color", "ytick.color"), lines)
+        style = {**figures.STYLE, **colours, "font.size": 10, "axes.facecolor": page, "svg.hashsalt": "gain"}
+        with rc_context(style):
+            figure = Figure((7, 3.3), layout="constrained", facecolor=page)
+            axes = figure.subplots()
+            titles = "EAGLE 3", "EAGLE 3.1"
+            for name, title, colour in zip(("3.0", "3.1"), titles, GAIN[theme], strict=True):
+                rows = of[name]["by_depth"]
+                values, low, high = figures.columns(row["acceptance_length"] for row in rows.values())
+                tokens = [int(depth) for depth in rows]
+                axes.fill_between(tokens, low, high, color=colour, alpha=0.18, linewidth=0)
+                axes.plot(tokens, values, "o-", color=colour, linewidth=2, markersize=5)
+                at = (tokens[-1], values[-1])
+                axes.annotate(f"{title}\n{values[-1]:.2f}", at, (10, 0), color=colour, weight="bold", va="center",
+                              textcoords="offset points", annotation_clip=False)  # fmt: skip
+            axes.axhline(1, color=lines)
+            axes.annotate("without a drafter", (8, 1), (10, 0), va="center", textcoords="offset points")
+            axes.set(xlabel="draft tokens", ylim=(0.9, None), xlim=(0.8, 8.1), xticks=tokens)
+            axes.grid(visible=False, axis="x")
+            axes.set_title("135M target, 40 held-out prompts, greedy; 95 % intervals over prompts", fontsize=8.5)
+            figure.suptitle("Tokens per pass of the target (acceptance length)", x=0.01, ha="left")
+            figure.savefig(README / f"gain-{theme}.svg", metadata={"Date": None})
+
+
+def codecs(path: Path) -> None:
+    """What smaller stored states cost: a drafter trained on each, beside the one of bf16."""
+    found = read("codecs")
+    pairs = {name: {**pair, **next(iter(pair["runs"].values()))} for name, pair in found["pairs"].items()}
+    plain = pairs["bf16:bf16"]
+    with plot.drawn(7, 2.4, "Drafters trained on smaller states, beside bf16", found["machine"], path) as figure:
+        axes = figure.subplots()
+        for at, (key, label) in enumerate({"tau": "acceptance estimate", "acceptance": "acceptance length"}.items()):
+            shares = [pair[key] / plain[key] for pair in pairs.values()]
+            axes.plot(shares, range(len(pairs)), figures.MARKERS[at], color=f"C{at}", label=label)
+        names = [f"{name}, {pair['bytes']['wide'] / 1024:.1f} KiB per token" for name, pair in pairs.items()]
+        axes.set_yticks(range(len(pairs)), names)
+        axes.set_ylim(len(pairs) - 0.5, -0.5)
+        figures.shares(axes, "x")
+        axes.locator_params(axis="x", nbins=5)
+        figure.legend(loc="outside right upper")
+
+
+def beside_peers(path: Path) -> None:
+    """Our training step beside its peers'."""
+    found = read("peers")
+    plot.peers(peers.rows(found["cases"]), found["machine"], path)
+
+
+def growing(path: Path) -> None:
+    """Our training step as things grow."""
+    found = read("growth")
+    plot.growth(found["points"], found["machine"], path)
+
+
+def growing_mla(path: Path) -> None:
+    """The MLA drafter's as documents do."""
+    found = read("mla")
+    plot.lengths(found["lengths"], [mla.OURS, mla.EAGER], found["machine"], path)
+
+
+def stored(path: Path) -> None:
+    """The store beside one file per sample."""
+    found = read("storage")
+    store_plot.storage_rates(storage.named(found["cases"]), found["machine"], path)
+
+
+def extracted(path: Path) -> None:
+    """Extraction beside the bare forward pass."""
+    found = read("extraction")
+    store_plot.extraction(extraction.numbers(found), found["machine"], path)
+
+
+DRAWN: dict[str, Callable[[Path], None]] = {
+    **{name: partial(study, *of) for name, of in STUDY.items()},
+    "gain": gain,
+    "codecs": codecs,
+    "peers": beside_peers,
+    "growth": growing,
+    "mla": growing_mla,
+    "storage": stored,
+    "extraction": extracted,
+}
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", default=list(DRAWN), metavar="NAME", help=f"{', '.join(DRAWN)} [all]")
+    for name in parser.parse_args().names:
+        draw(name)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        raise SystemExit(f"error: {error}") from None

@@ -1,0 +1,81 @@
+"""What a command shows: its lines in order, a bar on a terminal and plain lines in a log, no libraries' chatter."""
+
+import io
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tqdm import tqdm
+
+EVERY = 30.0  # seconds between two lines of a log
+LINE = "{desc}: {percentage:.0f} %, {n_fmt} of {total_fmt}, {rate_fmt}, {remaining} left{postfix}"
+COUNT = "{desc}: {n_fmt} {unit}s, {rate_fmt}{postfix}"  # where nobody knows how many there will be
+NOT_OURS = "Setting accelerator to CPU"  # DeepSpeed says so where a library looks whether it is there
+BARS = {  # of libraries: the module and function that turn them off, and the variable that does before the import
+    "datasets.utils": ("disable_progress_bars", "HF_DATASETS_DISABLE_PROGRESS_BARS"),
+    "huggingface_hub.utils": ("disable_progress_bars", "HF_HUB_DISABLE_PROGRESS_BARS"),
+    "transformers.utils.logging": ("disable_progress_bar", "HF_HUB_DISABLE_PROGRESS_BARS"),
+}
+
+
+@contextmanager
+def tidy() -> Iterator[None]:
+    """Around a command: its lines come in order, and `| head`, which has read enough, ends it without a traceback.
+
+    In a log libraries draw no bars; on a terminal those of downloads and of loading weights stay.
+    """
+    logging.getLogger("DeepSpeed").addFilter(lambda record: NOT_OURS not in record.getMessage())
+    for module, (off, variable) in BARS.items():
+        if module.startswith("datasets") or not sys.stderr.isatty():
+            os.environ.setdefault(variable, "1")
+            if module in sys.modules:
+                getattr(sys.modules[module], off)()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+
+
+class Progress(tqdm):
+    """tqdm's bar on a terminal. In a log a line every EVERY seconds, and none of what is shorter."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.in_log = not sys.stderr.isatty()
+        if self.in_log:
+            total = options.get("total") or (len(args[0]) if args and hasattr(args[0], "__len__") else None)
+            options |= {"bar_format": LINE if total else COUNT, "mininterval": EVERY, "miniters": 1, "delay": EVERY}
+        super().__init__(*args, **options, dynamic_ncols=True)
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> None:
+        """Show how far it is."""
+        if not self.in_log:
+            super().display(msg, pos)
+        elif not self.disable:
+            print(self, file=sys.stderr, flush=True)
+
+    def clear(self, nolock: bool = False) -> None:
+        """Take the bar away for a note; a line stays."""
+        if not self.in_log:
+            super().clear(nolock)
+
+    def close(self) -> None:
+        """End it; what was done is the command's own to say."""
+        if self.in_log:
+            self.delay = float("inf")  # there is no bar to end
+        super().close()
+
+
+def note(text: str, error: bool = False) -> None:
+    """A line of its own, above the bar; `error`: on standard error."""
+    file = sys.stderr if error else sys.stdout
+    if sys.stderr.isatty():
+        tqdm.write(text, file=file)
+    else:
+        print(text, file=file, flush=True)

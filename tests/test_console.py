@@ -1,0 +1,74 @@
+"""What commands show: plain lines in a log, notes on lines of their own, and no traceback where a reader has enough."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from eagle31_train import console
+from eagle31_train.console import Progress, note, tidy
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def work(bar):
+    """Three of four steps, with a note after the second."""
+    with bar:
+        for step in range(3):
+            bar.update()
+            if step == 1:
+                note("train: step 2 was odd")
+
+
+def test_a_log_has_whole_lines_and_notes_between_them(monkeypatch, capsys):
+    monkeypatch.setattr(console, "EVERY", 0.0)
+    work(Progress(total=4, desc="train", unit="step"))
+    said = capsys.readouterr()
+    assert said.out == "train: step 2 was odd\n"
+    assert "\r" not in said.err
+    assert [line.split(", ")[:2] for line in said.err.splitlines()][-1] == ["train: 75 %", "3 of 4"]
+    assert all(line.startswith("train: ") and " left" in line for line in said.err.splitlines())
+    with Progress(iter("ab"), desc="rows", unit="row") as bar:
+        assert list(bar) == ["a", "b"]
+    assert capsys.readouterr().err.splitlines()[-1].startswith("rows: 2 rows, ")
+
+
+def test_short_work_leaves_nothing_in_a_log(capsys):
+    work(Progress(total=4, desc="train", unit="step"))
+    assert capsys.readouterr().err == ""
+
+
+def test_a_terminal_has_a_bar_and_notes_above_it(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    work(Progress(total=4, desc="train", unit="step", mininterval=0))
+    said = capsys.readouterr()
+    assert said.out == "train: step 2 was odd\n"
+    assert "\rtrain:  75%|" in said.err
+
+
+def test_libraries_draw_no_bars_in_a_log():
+    code = (
+        "from transformers.utils import logging; from eagle31_train.console import tidy\n"
+        "with tidy(): list(logging.tqdm(range(3)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+@pytest.mark.parametrize("command", [["--help"], ["completion", "bash"], ["data", "+experiment=kimi_toy", "--cfg"]])
+def test_a_reader_who_has_enough_ends_a_command_without_a_traceback(command):
+    read, write = os.pipe()
+    os.close(read)
+    words = [sys.executable, "-m", "eagle31_train", *command]
+    done = subprocess.run(words, cwd=ROOT, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert "Error" not in done.stderr
+    assert "Exception" not in done.stderr
+    assert done.returncode in (1, 2)
+
+
+def test_an_error_inside_is_not_swallowed():
+    with pytest.raises(ZeroDivisionError), tidy():
+        1 / 0  # noqa: B018
