@@ -32,8 +32,8 @@ def reckon(config: Config) -> tuple[Planned, list[str]]:
     """What the sections speak of, and the table of where the drafter's options are from."""
     target, data = inputs.read_target(config), inputs.read_data(config)
     V, by_coverage = target.description.vocab_size, config.data.draft_vocab_coverage is not None
-    assumed = min(V, inputs.VOCABULARY) if by_coverage else V
-    shape, rows = planned_drafter(config, target.description, data.vocabulary or assumed)
+    size = data.vocabulary or (inputs.VOCABULARY if by_coverage else V)
+    shape, rows = planned_drafter(config, target.description, min(V, size))
     return Planned(complete(config, asdict(target.description)), target, shape, data), rows
 
 

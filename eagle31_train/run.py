@@ -41,6 +41,7 @@ def run(
     """
     if ANY in overrides:
         print(f"run: no recipe is named: {ANY} (configs/experiment/any.yaml; or one of your own, `eagle31 new NAME`)")
+        overrides = [*overrides, *whole_vocabulary(config, overrides)]
     if not (config.data.conversations or config.data.prompts or config.data.sources):
         print("run: no prompts are given (data.prompts=FILE): the target writes them itself, data.prompts=self")
         overrides = [*overrides, *SELF]
@@ -54,6 +55,23 @@ def run(
         if done.returncode:
             print(f"run: stopped at {stage}; the same command goes on from there", file=sys.stderr)
             raise SystemExit(done.returncode)
+
+
+def whole_vocabulary(config: Config, overrides: list[str]) -> list[str]:
+    """The option that makes all tokens of a target draft tokens, where it has fewer than the recipe wants.
+
+    Raises:
+        UserError: there is no target.
+    """
+    from eagle31_train.targets.description import describe_target  # seconds, which `--help` need not wait for
+
+    size, option = config.data.draft_vocab_size, "data.draft_vocab_size"
+    if size is None or any(word.startswith(f"{option}=") for word in overrides):
+        return []
+    if size <= (V := describe_target(config.target).vocab_size):
+        return []
+    print(f"run: the target has {V:,} tokens, and all can be drafted: {option}=null")
+    return [f"{option}=null"]
 
 
 def command(stage: str, profile: str | None = None) -> list[str]:

@@ -1,10 +1,12 @@
 """`eagle31 run`: which words its stages are given, and under which profile it trains."""
 
+import json
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
+from published_targets import FOLDER
 
 from eagle31_train import cli, run
 
@@ -25,26 +27,36 @@ def started(monkeypatch):
 
 
 def test_without_a_recipe_and_prompts_it_says_what_it_takes(started, capsys):
-    commands = started("target.path=t", "name=x")
+    qwen = f"target.path={FOLDER / 'qwen3_8b'}"
+    commands = started(qwen, "name=x")
     said = capsys.readouterr().out
     assert "no recipe is named: +experiment=any" in said
     assert "the target writes them itself" in said
     assert len(commands) == len(run.STAGES)
     for words in commands:
-        assert words[-5:] == ["+experiment=any", "target.path=t", "name=x", *run.SELF]
+        assert words[-5:] == ["+experiment=any", qwen, "name=x", *run.SELF]
     config = cli.load_config(commands[0][-5:])
     assert (config.train.optimizer, config.train.ttt_length, config.data.prompts) == ("muon", 3, "self")
 
     commands = started("+experiment=smollm2", "train.lr=1", "--until", "data")
     assert [words[-2:] for words in commands] == [["+experiment=smollm2", "train.lr=1"]]
     assert "no recipe" not in capsys.readouterr().out
-    (words,) = started("target.path=t", "name=x", "data.conversations=c.jsonl", "--until", "data")
+    (words,) = started(qwen, "name=x", "data.conversations=c.jsonl", "--until", "data")
     assert words[-1] == "data.conversations=c.jsonl", "nothing is answered anew that is given"
+
+
+def test_a_target_with_few_tokens_drafts_them_all(started, tmp_path, capsys):
+    few = json.loads((FOLDER / "qwen3_8b" / "config.json").read_text()) | {"vocab_size": 500}
+    (tmp_path / "config.json").write_text(json.dumps(few))
+    words = [f"target.path={tmp_path}", "name=x", "data.prompts=p.jsonl", "regenerate=true", "--until", "data"]
+    assert started(*words)[0][-1] == "data.draft_vocab_size=null"
+    assert "the target has 500 tokens, and all can be drafted" in capsys.readouterr().out
+    assert started(*words, "data.draft_vocab_size=600")[0][-1] == "data.draft_vocab_size=600", "which stage 1 refuses"
 
 
 def test_a_profile_is_taken_by_its_name(started, monkeypatch, capsys):
     monkeypatch.setattr(run, "launch_profile", lambda: ("ddp", 4))
-    words = started("name=x", "target.path=t", "--from", "train", "--until", "train", "--profile", "zero2")[0]
+    words = started("+experiment=smollm2", "--from", "train", "--until", "train", "--profile", "zero2")[0]
     file = words[words.index("--config_file") + 1]
     assert file == str(cli.CONFIGS / "accelerate" / "zero2.yaml")
     assert words[words.index("--num_processes") + 1] == "4"

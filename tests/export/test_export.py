@@ -16,7 +16,7 @@ from eagle31_train.model import vocab
 
 def test_the_checkpoint_is_the_trained_drafter(run, tiny, tiny_tensors, capsys):
     trained = load_file(run.checkpoint / "model.safetensors")
-    export.export(run.config())
+    export.export(run.config("target.dtype=bfloat16"))
     config, tensors, _ = run.exported()
     assert config == config_json.config_json(tiny, "bfloat16", "someone/a-target")
     assert tensors.keys() == tiny_tensors.keys() | {"d2t", "t2d"}
