@@ -10,6 +10,7 @@ the same RoPE and on the same auxiliary layers; anything else is refused. Two th
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,8 @@ from eagle31_train import artifacts
 from eagle31_train.checkpoint import run_folder
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.checkpoint.run_folder import CHECKPOINTS, RECORD
-from eagle31_train.config import Config, DrafterShape
+from eagle31_train.checkpoint.shape import REQUIRED
+from eagle31_train.config import MLA_WIDTHS, Config, DrafterShape
 from eagle31_train.errors import UserError
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.model.rope import Rope, rope_parameters
@@ -30,6 +32,8 @@ POSITIONS = 512  # of the store, whose states tell what fc has read so far
 ROPE = {"rope_theta", "rope_scaling", "max_position_embeddings"}
 # What two drafters may differ in and still share weights, or is looked at in another way; all else must agree.
 ASIDE = {"draft_vocab_size", "share_embedding", "fc_norm", "norm_output", *ROPE}
+FOLLOWED = [*MLA_WIDTHS, "q_lora_rank", "num_key_value_heads", "head_dim", "rope_scaling"]
+FOLLOWED += [name for name in REQUIRED if name != "max_position_embeddings"]
 Say = Callable[[str], None]
 
 
@@ -49,7 +53,7 @@ def identity(config: Config) -> str | None:
         return None
     if t.fc_init_scale != 1:
         raise UserError(f"train.fc_init_scale={t.fc_init_scale} is for fresh weights: leave it or train.init_from out")
-    if is_continued(config) and not Path(t.init_from).exists():
+    if goes_by_record(config):
         recorded = artifacts.read_json(Path(config.run_dir) / "train" / RECORD, "train.py")
         return recorded["inputs"]["train"]["init_from"]
     return open_source(config).initial_identity
@@ -70,6 +74,12 @@ def is_continued(config: Config) -> bool:
     train, names = Path(config.run_dir) / "train", ("init_from", "init_revision")
     begun_alike = all(run_folder.option(train, f"train.{name}") == getattr(config.train, name) for name in names)
     return begun_alike and bool(run_folder.in_order(train / CHECKPOINTS)) and (train / RECORD).is_file()
+
+
+def goes_by_record(config: Config) -> bool:
+    """Whether a run that goes on cannot look at its first weights any more, or would have to ask the hub for them."""
+    init = config.train.init_from
+    return init is not None and is_continued(config) and not Path(init).exists()
 
 
 def open_source(config: Config) -> DrafterCheckpoint:
@@ -98,6 +108,15 @@ def open_source(config: Config) -> DrafterCheckpoint:
             f"train.init_from={init} is this run's own folder: choose another name=…, or leave train.init_from out"
         )
     return source
+
+
+def options(config: Config) -> dict[str, Any]:
+    """What the weights of the drafter that `train.init_from` names mean something in, as options: what is open follows.
+
+    Not its positions, of which no weight knows: a published draft may have 2,048 beside a target of 131,072.
+    """
+    shape = open_source(config).shape
+    return {name: getattr(shape, name) for name in FOLLOWED}
 
 
 def refuse_other_kind(source: DrafterCheckpoint, shape: DrafterShape, store: Store) -> None:

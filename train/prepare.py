@@ -42,9 +42,7 @@ def prepare(config: Config, resources: ExitStack) -> Trainer | None:
         UserError: an option, an input or the launch is not as it must be; says which.
     """
     check_made(config)
-    record = Path(config.run_dir) / "train" / RECORD
-    drafter = artifacts.read_json(record, "train.py")["inputs"]["drafter"] if record.is_file() else None
-    config = complete(config, _manifest(config).get("target"), None if config.overwrite else drafter)
+    config = complete(config, _manifest(config).get("target"), _begun_with(config))
     t = config.train
     deadline = resources.enter_context(Deadline(parse_limit(t.time_limit)))
     data = read_inputs(config, resources)
@@ -77,6 +75,15 @@ def prepare(config: Config, resources: ExitStack) -> Trainer | None:
     saver = Saver(folder / "checkpoints", data.made_from.fingerprint, t.keep_checkpoints, reporter.note, newest)
     resources.callback(saver.close)  # never in the middle of a save
     return Trainer(config, data, folder, schedule, parallel, usage, state, reporter, saver, deadline)
+
+
+def _begun_with(config: Config) -> dict[str, Any] | None:
+    """The drafter's options in the record of this run, or those of the drafter that it begins from."""
+    record = Path(config.run_dir) / "train" / RECORD
+    if record.is_file() and (not config.overwrite or initial_weights.goes_by_record(config)):
+        recorded: dict[str, Any] = artifacts.read_json(record, "train.py")["inputs"]["drafter"]
+        return recorded
+    return None if config.train.init_from is None else initial_weights.options(config)
 
 
 def read_inputs(config: Config, resources: ExitStack) -> Inputs:

@@ -35,7 +35,7 @@ def complete(config: Config, described: Mapping[str, Any] | None, begun: Mapping
 
     Args:
         described: the target as stage 1's manifest describes it; without it, its config.json is read if it must be.
-        begun: the drafter's options in the record of a training that goes on. What is open stays as it was begun.
+        begun: the options of a drafter that training goes on with, or begins from. What is open is as in it.
     """
     options = config.drafter
     if begun is not None:
