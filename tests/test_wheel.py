@@ -64,6 +64,7 @@ def eagle31(installed, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)  # a dozen processes start in turn
 def test_a_target_is_planned_and_trained_from_an_empty_folder(eagle31):
     assert "eagle31 run" in eagle31("--help")
     planned = eagle31("plan", f"target.path={ROOT / 'tests' / 'published' / 'qwen3_8b'}")

@@ -11,7 +11,7 @@ import speaking
 from eagle31_train.config import TargetConfig
 from eagle31_train.targets.description import describe_target
 
-pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("families")]
+pytestmark = pytest.mark.vllm
 
 CLASSES = {
     "llama-tied": "LlamaForCausalLM",
