@@ -55,15 +55,10 @@ class Progress(tqdm):
 
     def display(self, msg: str | None = None, pos: int | None = None) -> None:
         """Show how far it is."""
-        if not self.in_log:
-            super().display(msg, pos)
-        elif not self.disable:
+        if self.in_log:
             print(self, file=sys.stderr, flush=True)
-
-    def clear(self, nolock: bool = False) -> None:
-        """Take the bar away for a note; a line stays."""
-        if not self.in_log:
-            super().clear(nolock)
+        else:
+            super().display(msg, pos)
 
     def close(self) -> None:
         """End it; what was done is the command's own to say."""
