@@ -24,7 +24,7 @@ class PackedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., inputs] → [..., outputs]."""
-        if x.requires_grad:
+        if x.requires_grad or x.dtype != self._packed.dtype:  # a model may have been converted since
             return super().forward(x)
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
 

@@ -21,7 +21,7 @@ def test_a_packed_layer_computes_what_a_linear_one_does(rows: tuple[int, ...], b
 
 
 def test_all_linear_layers_are_packed_and_weights_stay_shared() -> None:
-    """Tied weights stay tied, names stay names, and a gradient still passes."""
+    """Tied weights stay tied, names stay names, a gradient passes, and models are converted."""
     model = nn.Sequential(nn.Embedding(32, 16), nn.Linear(16, 16), nn.Linear(16, 32, bias=False)).requires_grad_(False)
     model[2].weight = model[0].weight
     names = list(model.state_dict())
@@ -32,6 +32,7 @@ def test_all_linear_layers_are_packed_and_weights_stay_shared() -> None:
     x = torch.randn(3, 16, requires_grad=True)
     model[1](x).sum().backward()
     assert x.grad is not None
+    assert model.double()[1](x.double()).dtype == torch.float64
 
 
 def test_other_dtypes_and_large_models_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
