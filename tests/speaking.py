@@ -168,8 +168,8 @@ def teach(model: Any, follow: dict[int, list[int]], generator: torch.Generator) 
 # On a CPU in seconds, and in float32, in which speculation must change nothing.
 SMALL = ["target.dtype=float32", "target.device=cpu", "train.precision=no", "train.wandb=disabled"]
 SMALL += ["data.self_prompts.count=20", "data.self_prompts.max_new_tokens=32", "data.heldout=0.4"]
-SMALL += ["data.generate.max_new_tokens=32", "train.ttt_length=3", "train.max_steps=6", "train.epochs=6"]
-SMALL += ["train.batch_tokens=256", "train.lr=3e-3", "evaluate.num_prompts=4", "evaluate.max_new_tokens=16"]
+SMALL += ["data.generate.max_new_tokens=32", "train.ttt_length=3", "train.max_steps=24", "train.epochs=24"]
+SMALL += ["train.batch_tokens=256", "train.lr=1e-2", "evaluate.num_prompts=4", "evaluate.max_new_tokens=16"]
 SMALL += ["evaluate.max_speculative_tokens=3"]
 
 
