@@ -182,11 +182,13 @@ def run(
     saved: Path | None = None,
     before: str = "",
     resolve: bool = True,
+    tells: str = "target.dtype",
 ) -> None:
     """Parse the command line, compose the configuration, run the stage.
 
     Args:
-        saved, resolve: see `load_config`; what was resolved is said.
+        saved, resolve: see `load_config`.
+        tells: the option of precision that the stage uses; it is said what was resolved.
         before: what the usage line has before the options; the caller reads it.
 
     Exits with 2 on a user's mistake, with 75 if the stage was told to stop and saved, with 130 on Ctrl-C.
@@ -205,12 +207,12 @@ def run(
     try:
         with tidy():
             config = load_config(arguments.overrides, saved, arguments.config_dir, resolve=False)
-            resolved = precision.resolve(config) if resolve else None
+            resolved = precision.resolve(config) if resolve else {}
             if arguments.cfg:
                 print(to_yaml(config), end="")
                 return
-            if resolved and os.environ.get("RANK", "0") == "0":  # one of several processes speaks for all
-                print(resolved)
+            if tells in resolved and os.environ.get("RANK", "0") == "0":  # one of several processes speaks for all
+                print(resolved[tells])
             stage(config)
     except UserError as error:
         if not isinstance(error, SharedError):

@@ -19,27 +19,27 @@ CPU_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # as Linux calls them; the last
 CPUINFO = Path("/proc/cpuinfo")
 
 
-def resolve(config: Config) -> str | None:
+def resolve(config: Config) -> dict[str, str]:
     """Put a value in the place of every `auto`.
 
     Returns:
-        One line that says what the hardware decided and why; None where it decided nothing.
+        Option → a line that says what the hardware decided and why, of those that it decided.
     """
-    target, t, chosen = config.target, config.train, []
+    target, t, chosen = config.target, config.train, {}
     if target.dtype == AUTO:
         target.dtype = _recorded_dtype(config)
         if target.dtype == AUTO:
             native, why = native_bf16(on_cpu=target.device == "cpu")
             target.dtype = "bfloat16" if native else "float32"
-            chosen.append(f"target.dtype={target.dtype} ({why})")
+            chosen["target.dtype"] = f"auto: target.dtype={target.dtype} ({why})"
     if t.precision == AUTO:
         record = _json(Path(config.run_dir) / "train" / "inputs.json")
         t.precision = _at(record, "inputs", "train", "precision")
         if t.precision == AUTO:
             native, why = native_bf16(on_cpu=_true("ACCELERATE_USE_CPU"))
             t.precision = "bf16" if native else "no"
-            chosen.append(f"train.precision={t.precision} ({why})")
-    return f"auto: {', '.join(chosen)}" if chosen else None
+            chosen["train.precision"] = f"auto: train.precision={t.precision} ({why})"
+    return chosen
 
 
 def native_bf16(on_cpu: bool) -> tuple[bool, str]:

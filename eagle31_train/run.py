@@ -115,6 +115,7 @@ def main() -> None:
         __doc__ or "",
         argv=words,
         before="[--from STAGE] [--until STAGE] [--profile PROFILE] ",
+        resolve=False,  # each stage does
     )
 
 

@@ -15,7 +15,8 @@ from train.prepare import prepare
 
 def main() -> None:
     """Entry point of train.py."""
-    cli.run(train, "Stage 3: fit the drafter to the stored hidden states (run it with `accelerate launch`).")
+    about = "Stage 3: fit the drafter to the stored hidden states (run it with `accelerate launch`)."
+    cli.run(train, about, tells="train.precision")
 
 
 def train(config: Config) -> None:
