@@ -7,6 +7,8 @@ from pathlib import Path
 
 from caching import copies, held
 
+from eagle31_train.store.backends.cache import Cache
+
 # ---------------------------------------------------------------- the quota
 
 
@@ -91,6 +93,17 @@ def test_prefetch_keeps_order_and_bound(fs, open_cache):
         assert storage.local(name).read_bytes() == name.encode() * 100
     assert sorted(fs.fetched) == names  # each of them once
     assert open_cache(600, sharers=3)._cache.ahead == 100
+
+
+def test_a_file_whose_size_is_not_known_yet_counts_as_the_largest(tmp_path, monkeypatch):
+    cache, fits = Cache(tmp_path, "key", 600, lambda _: 100, print, "here"), []
+    monkeypatch.setattr(cache._changed, "wait_for", lambda predicate: fits.append(predicate()))
+    cache._queue.extend("abcd")
+    assert [cache._next(), cache._next()] == ["a", "b"]
+    cache._ready["a"] = cache._largest = 100  # b's is still asked for
+    assert cache._next() == "c"
+    cache._next()
+    assert fits == [True, True, True, False]
 
 
 def test_the_bound_of_prefetch_is_what_keeps_it(fs, open_cache):

@@ -69,10 +69,10 @@ class Cache:
         self._size_of, self._fetch, self._sleep = size_of, fetch, sleep
         self._sizes: dict[str, int] = {}
         # `_changed` guards what follows; `_ready` are the files prefetched, or under way, and not yet used, with their
-        # bytes, or those of the largest so far where they are not known yet.
+        # bytes; None, which counts as the largest so far, where they are not known yet.
         self._changed = threading.Condition()
         self._queue: deque[str] = deque()
-        self._ready: dict[str, int] = {}
+        self._ready: dict[str, int | None] = {}
         self._largest = 0
         self._stopped = False
         self._workers = [threading.Thread(target=self._work, daemon=True) for _ in range(THREADS)]
@@ -276,7 +276,7 @@ class Cache:
         """Wait for the head of the queue to fit into the look-ahead, and take it; None: closed."""
 
         def fits() -> bool:
-            free = self.ahead - sum(self._ready.values())
+            free = self.ahead - sum(self._largest if size is None else size for size in self._ready.values())
             return self._stopped or (bool(self._queue) and (not self._ready or self._largest <= free))
 
         with self._changed:
@@ -284,7 +284,7 @@ class Cache:
             if self._stopped:
                 return None
             name = self._queue.popleft()
-            self._ready[name] = self._largest
+            self._ready[name] = None
             return name
 
 
