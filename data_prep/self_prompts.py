@@ -25,10 +25,9 @@ from data_prep.answers import NO_CHARACTER, Job, Local, Remote
 from data_prep.client import Server
 from data_prep.formats import Message, Refused, Row
 from data_prep.journal import Answer, Journal
-from data_prep.sources import SELF
 from data_prep.template import ChatTemplate
 from eagle31_train import artifacts, provenance
-from eagle31_train.config import Config
+from eagle31_train.config import SELF, Config
 from eagle31_train.console import Progress
 from eagle31_train.errors import UserError
 from eagle31_train.provenance import Provenance

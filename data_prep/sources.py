@@ -18,11 +18,10 @@ from typing import Any
 
 from data_prep.files import File, open_files
 from data_prep.formats import Row, parse
-from eagle31_train.config import FORMATS, Config, DataConfig, check_value
+from eagle31_train.config import FORMATS, SELF, Config, DataConfig, check_value
 from eagle31_train.console import Progress
 from eagle31_train.errors import UserError
 
-SELF = "self"  # data.prompts=self
 OPTIONS = ("path", "weight", "format", "split", "stream_rows")
 
 # ---------------------------------------------------------------- sources

@@ -17,10 +17,10 @@ from data_prep.files import open_files
 from data_prep.masks import NO_ANSWER
 from data_prep.regenerate import read_manifest, regenerate
 from data_prep.self_prompts import write_prompts
-from data_prep.sources import SELF, Corpus, Source, named
+from data_prep.sources import Corpus, Source, named
 from data_prep.template import ChatTemplate
 from eagle31_train import artifacts, provenance
-from eagle31_train.config import Config, DataConfig
+from eagle31_train.config import SELF, Config, DataConfig
 from eagle31_train.errors import UserError
 from eagle31_train.model import vocab
 from eagle31_train.targets.derive import planned_drafter

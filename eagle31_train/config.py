@@ -139,6 +139,9 @@ class SelfPromptsConfig:
     )
 
 
+SELF = "self"  # data.prompts, or a source's path: the target writes them
+
+
 @dataclass
 class DataConfig:
     conversations: str | None = opt(None, "conversations to learn: file, folder, glob, or hub id (regenerate=false)")
@@ -165,6 +168,11 @@ class DataConfig:
     )
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     self_prompts: SelfPromptsConfig = field(default_factory=SelfPromptsConfig)
+
+    @property
+    def given(self) -> bool:
+        """Whether any conversations or prompts are given, or are to be written by the target."""
+        return bool(self.conversations or self.prompts or self.sources)
 
 
 @dataclass

@@ -16,12 +16,12 @@ from typing import Any
 
 from eagle31_train import cli
 from eagle31_train.cli import ANY
-from eagle31_train.config import Config
+from eagle31_train.config import SELF, Config
 from eagle31_train.errors import Stopped
 from eagle31_train.locations import CONFIGS
 
 STAGES = ("data", "extract", "train", "evaluate", "export", "summary")
-SELF = ["regenerate=true", "data.prompts=self"]
+WRITTEN = ["regenerate=true", f"data.prompts={SELF}"]
 ALONE = ("cpu", "gpu")  # profiles of one process
 PROFILES = [*ALONE, "ddp", "fsdp2", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload"]  # of one machine
 
@@ -42,9 +42,9 @@ def run(
     if ANY in overrides:
         print(f"run: no recipe is named: {ANY} (configs/experiment/any.yaml; or one of your own, `eagle31 new NAME`)")
         overrides = [*overrides, *whole_vocabulary(config, overrides)]
-    if not (config.data.conversations or config.data.prompts or config.data.sources):
+    if not config.data.given:
         print("run: no prompts are given (data.prompts=FILE): the target writes them itself, data.prompts=self")
-        overrides = [*overrides, *SELF]
+        overrides = [*overrides, *WRITTEN]
     environment = {"OMP_NUM_THREADS": str(os.cpu_count() or 1), "OMP_WAIT_POLICY": "PASSIVE", **os.environ}
     environment.setdefault("TOKENIZERS_PARALLELISM", "false")
     for stage in STAGES[STAGES.index(first) : STAGES.index(last) + 1]:

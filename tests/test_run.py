@@ -34,7 +34,7 @@ def test_without_a_recipe_and_prompts_it_says_what_it_takes(started, capsys):
     assert "the target writes them itself" in said
     assert len(commands) == len(run.STAGES)
     for words in commands:
-        assert words[-5:] == ["+experiment=any", qwen, "name=x", *run.SELF]
+        assert words[-5:] == ["+experiment=any", qwen, "name=x", *run.WRITTEN]
     config = cli.load_config(commands[0][-5:])
     assert (config.train.optimizer, config.train.ttt_length, config.data.prompts) == ("muon", 3, "self")
 

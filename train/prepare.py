@@ -4,7 +4,9 @@ Each part needs what the part before it returns, so that none can come too early
 before inputs and launch are known to be good.
 """
 
+import os
 from contextlib import ExitStack, closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +44,7 @@ def prepare(config: Config, resources: ExitStack) -> Trainer | None:
         UserError: an option, an input or the launch is not as it must be; says which.
     """
     check_made(config)
-    config = complete(config, _manifest(config).get("target"), _begun_with(config))
+    config = _completed(config)
     t = config.train
     deadline = resources.enter_context(Deadline(parse_limit(t.time_limit)))
     data = read_inputs(config, resources)
@@ -77,13 +79,21 @@ def prepare(config: Config, resources: ExitStack) -> Trainer | None:
     return Trainer(config, data, folder, schedule, parallel, usage, state, reporter, saver, deadline)
 
 
-def _begun_with(config: Config) -> dict[str, Any] | None:
-    """The drafter's options in the record of this run, or those of the drafter that it begins from."""
-    record = Path(config.run_dir) / "train" / RECORD
+def _completed(config: Config) -> Config:
+    """With a drafter of which nothing is left open: as its record says, or the drafter that it begins from, or its
+    target."""
+    record, target = Path(config.run_dir) / "train" / RECORD, _manifest(config).get("target")
     if record.is_file() and (not config.overwrite or initial_weights.goes_by_record(config)):
-        recorded: dict[str, Any] = artifacts.read_json(record, "train.py")["inputs"]["drafter"]
-        return recorded
-    return None if config.train.init_from is None else initial_weights.options(config)
+        return complete(config, target, artifacts.read_json(record, "train.py")["inputs"]["drafter"])
+    if config.train.init_from is None:
+        return complete(config, target)
+    completed = complete(config, target, initial_weights.options(config))
+    ours, targets = asdict(completed.drafter), asdict(complete(config, target).drafter)
+    differ = [name for name, value in targets.items() if value is not None and value != ours[name]]
+    unlike = [f"{name} {ours[name]} (the target's {targets[name]})" for name in differ]
+    if unlike and os.environ.get("RANK", "0") == "0":
+        print(f"train: left open, and as in {config.train.init_from}: {', '.join(unlike)}")
+    return completed
 
 
 def read_inputs(config: Config, resources: ExitStack) -> Inputs:

@@ -1,6 +1,5 @@
 """What a plan is made of: the target's sizes, the drafter's shape and the data, counted where they can be."""
 
-import glob
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from eagle31_train import artifacts
-from eagle31_train.config import Config
+from eagle31_train.config import SELF, Config
 from eagle31_train.errors import UserError
+from eagle31_train.locations import matching
 from eagle31_train.planning.work import Work, count_work, made_mask
 from eagle31_train.targets.description import (
     CHOSEN,
@@ -21,7 +21,6 @@ from eagle31_train.targets.description import (
     text_config,
 )
 
-SELF = "self"  # data.prompts: the target writes them
 EXAMPLE = 100_000_000  # tokens that are planned for where nobody has counted or said how many there are
 LOOKED_AT = 1000  # conversations whose loss masks stand for all of them
 QUANTIZED = {"fp8": 8, "mxfp4": 4}  # methods of config.json that say no number of bits
@@ -152,7 +151,7 @@ def writes_prompts(config: Config) -> bool:
     Prompts of a recipe for which they are still to be set are yours.
     """
     d = config.data
-    return SELF in (d.prompts, *_paths(config)) or not (d.prompts or d.conversations or d.sources or config.regenerate)
+    return SELF in (d.prompts, *_paths(config)) or not (d.given or config.regenerate)
 
 
 def prompts_at_hand(config: Config) -> int | None:
@@ -183,7 +182,7 @@ def _paths(config: Config) -> list[str | None]:
 
 def _rows(spec: str) -> int | None:
     """Rows of local files of JSON; None of anything else."""
-    files = [Path(spec)] if Path(spec).is_file() else [Path(name) for name in glob.glob(spec, recursive=True)]  # noqa: PTH207
+    files = [path for path in matching(spec) if path.is_file()]
     if not files or {file.suffix for file in files} - {".json", ".jsonl"}:
         return None
     texts = {file: file.read_bytes() for file in files}

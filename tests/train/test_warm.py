@@ -1,14 +1,20 @@
 """Initial weights: a drafter that was trained and exported comes back bit for bit, and otherwise as is said."""
 
+import json
+from dataclasses import asdict
+
 import numpy as np
 import pytest
 import torch
 from pipeline import KEPT, VOCAB, assert_equal
 from safetensors.torch import load_file
+from transformers import LlamaConfig
 from warming import begin, edit, with_vocab
 
+from eagle31_train import artifacts
 from eagle31_train.export import export
 from eagle31_train.store.codec import as_encoded
+from eagle31_train.targets.description import description_of
 from train import initial_weights
 
 EAGLE3 = ("drafter.fc_norm=false", "drafter.norm_output=false")
@@ -41,6 +47,27 @@ def test_a_run_and_its_export_come_back_bit_for_bit(learnt, new_run, where):
     assert not torch.equal(begun.fresh["fc.weight"], begun.weights["fc.weight"])
     assert begun.said.startswith("train: starts with the weights of ")
     assert begun.said.count("\n") == 0
+
+
+def test_what_is_left_open_is_as_in_the_first_weights_and_said(learnt, new_run, capsys):
+    """The target has another eps, base and number of positions. No weight knows of positions: they are the target's."""
+    source, run = learnt().folder / "run", new_run()
+    mine = [f"drafter.{name}=null" for name in ("rms_norm_eps", "rope_theta", "max_position_embeddings", "head_dim")]
+    raw = LlamaConfig(
+        hidden_size=32, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64, vocab_size=VOCAB,
+        num_hidden_layers=4, rms_norm_eps=1e-3, max_position_embeddings=512,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+    )  # fmt: skip
+    manifest = run.folder / "run/data/manifest.json"
+    of = asdict(description_of(raw.to_dict(), raw, "target"))
+    artifacts.write_json(manifest, artifacts.read_json(manifest, "") | {"target": of})
+    run.fit(f"train.init_from={source}", *mine)
+    shape = json.loads((run.newest() / "drafter.json").read_text())
+    assert [shape[name] for name in ("rms_norm_eps", "rope_theta", "head_dim")] == [1e-5, 1e4, 8]
+    assert shape["max_position_embeddings"] == 512
+    said = "rms_norm_eps 1e-05 (the target's 0.001), rope_theta 10000.0 (the target's 500000.0)"
+    out = capsys.readouterr().out
+    assert f"train: left open, and as in {source}: {said}\n" in out
 
 
 def test_a_lower_precision_is_widened_exactly(learnt, new_run, tmp_path):
