@@ -32,6 +32,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from eagle31_train import precision
+from eagle31_train.allocator import keep_freed_memory
 from eagle31_train.config import REMOVED, RENAMED, Config, check_value
 from eagle31_train.console import tidy
 from eagle31_train.errors import SharedError, Stopped, UserError
@@ -213,6 +214,7 @@ def run(
                 return
             if tells in resolved and os.environ.get("RANK", "0") == "0":  # one of several processes speaks for all
                 print(resolved[tells])
+            keep_freed_memory()
             stage(config)
     except UserError as error:
         if not isinstance(error, SharedError):
