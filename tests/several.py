@@ -241,11 +241,12 @@ def harm_moments(patches):
 def harm_orthogonality(patches):
     """Muon makes what each of two ranks holds of a matrix orthogonal alone."""
     import torch
-    from torch.optim import _muon
 
-    right = _muon._zeropower_via_newtonschulz
-    alone = lambda whole, *how: torch.cat([right(part, *how) for part in whole.chunk(2)])  # noqa: E731
-    patches.enter_context(patch.object(_muon, "_zeropower_via_newtonschulz", alone))
+    from train import optimizer
+
+    right = optimizer.orthogonal
+    alone = lambda whole: torch.cat([right(part) for part in whole.chunk(2)])  # noqa: E731
+    patches.enter_context(patch.object(optimizer, "orthogonal", alone))
 
 
 def harm_options(patches, rank, option):

@@ -1,16 +1,16 @@
-"""What updates the weights: AdamW, or Muon on the matrices and AdamW on the rest. Both are torch's own.
+"""What updates the weights: AdamW, or Muon on the matrices and AdamW on the rest.
 
 Muon (Jordan et al., 2024; "Muon is Scalable for LLM Training", arXiv 2502.16982) makes the momentum of a matrix
 orthogonal before it is applied. Its steps are scaled to the size of AdamW's, so that train.lr means the same for both.
 lm_head and an embedding, whose rows are tokens, stay with AdamW, as do norms.
 """
 
+import math
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.optim import _muon
 
 from eagle31_train.config import TrainConfig
 
@@ -18,45 +18,79 @@ ADAMW = ("exp_avg", "exp_avg_sq")  # its moments
 MOMENTS = (*ADAMW, "momentum_buffer")  # and Muon's
 BY_TOKEN = ("lm_head", "embed_tokens")
 MOMENTUM = 0.95
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Jordan's coefficients
+ITERATIONS = 5
 
 
-class Muon(torch.optim.Muon):
-    """torch's, with which sharded matrices become orthogonal as one process makes them so, to the bit.
+class Muon(torch.optim.Optimizer):
+    """torch's own Muon to the bit in bf16, and two things that torch 2.13's lacks.
 
-    torch 2.13's own iterates on the shards: 15 exchanges a matrix, sums rounded to bf16 before they are added up, and
-    an error where a matrix has fewer rows than there are ranks. Here momentum and weights stay sharded, and the
-    update is gathered once, in bf16, which is what is iterated on anyway; then every rank iterates, as under DDP.
+    It iterates in float32 where training does: torch's iterates in bf16 everywhere, which on a CPU without such
+    instructions takes twelve times as long as float32, and longer than the rest of a step (docs/log.md). And sharded
+    matrices become orthogonal as one process makes them so, to the bit: torch's iterates on the shards, with 15
+    exchanges a matrix, sums rounded to bf16 before they are added up, and an error where a matrix has fewer rows than
+    there are ranks. Here momentum and weights stay sharded, and the update is gathered once; then every rank iterates.
+
+    Args:
+        dtype: in which Newton-Schulz multiplies.
     """
+
+    def __init__(self, parameters: Any, lr: float, weight_decay: float, dtype: torch.dtype) -> None:
+        super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay})
+        self._dtype = dtype
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Update what has a gradient."""
-        if not any(isinstance(p, DTensor) for group in self.param_groups for p in group["params"]):
-            return super().step(closure)
+        """Update what has a gradient; a closure is not called."""
+        assert closure is None
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._step(parameter, parameter.grad, group)
+                    parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                    parameter.add_(self._direction(parameter), alpha=-group["lr"] * adamw_size(parameter.shape))
         return None
 
-    def _step(self, parameter: DTensor, gradient: Any, group: dict[str, Any]) -> None:
-        """As torch.optim._muon._single_tensor_muon, with what is not element by element done to the whole."""
-        state, lr, momentum = self.state[parameter], group["lr"], group["momentum"]
+    def _direction(self, parameter: Tensor) -> Tensor:
+        """The orthogonal factor of a matrix's Nesterov momentum, sharded as the matrix is."""
+        state, gradient = self.state[parameter], parameter.grad
+        assert gradient is not None
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
-        mean = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
-        whole = gradient.lerp(mean, momentum).bfloat16().full_tensor()
-        whole = _muon._zeropower_via_newtonschulz(whole, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        mean = state["momentum_buffer"].lerp_(gradient, 1 - MOMENTUM)
+        momentum = nesterov(gradient, mean).to(self._dtype)
+        if not isinstance(parameter, DTensor):
+            return orthogonal(momentum)
+        assert isinstance(momentum, DTensor)
+        whole = orthogonal(momentum.full_tensor())
         # Everybody has the whole, so nobody need send: src_data_rank=None.
-        part = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-        parameter.mul_(1 - lr * group["weight_decay"])
-        parameter.add_(part, alpha=-_muon._adjust_lr(lr, group["adjust_lr_fn"], parameter.shape))
+        return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+def nesterov(gradient: Tensor, mean: Tensor) -> Tensor:
+    """The mean of gradients, one step ahead."""
+    return gradient.lerp(mean, MOMENTUM)
+
+
+def adamw_size(shape: torch.Size) -> float:
+    """What an orthogonal matrix is multiplied by to have the RMS of AdamW's updates."""
+    return 0.2 * math.sqrt(max(shape))
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """[m, n] → [m, n], about U·Vᵀ of its singular value decomposition, by Newton-Schulz in its dtype."""
+    a, b, c = NEWTON_SCHULZ
+    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(ITERATIONS):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if matrix.shape[0] > matrix.shape[1] else x
 
 
 class MuonAndAdamW:
     """Two optimizers that look like one: the same groups, state and calls."""
 
-    def __init__(self, muon: torch.optim.Muon, adamw: torch.optim.AdamW) -> None:
+    def __init__(self, muon: Muon, adamw: torch.optim.AdamW) -> None:
         self._both = (muon, adamw)
         adamw.state = self.state = muon.state  # parameters are keys, and none belongs to both
 
@@ -91,5 +125,6 @@ def make_optimizer(module: nn.Module, t: TrainConfig) -> Optimizer:
     adamw = torch.optim.AdamW(groups, lr=t.lr, betas=(t.betas[0], t.betas[1]), fused=True)
     if t.optimizer == "adamw":
         return adamw
-    muon = Muon(matrices.values(), t.lr, t.weight_decay, momentum=MOMENTUM, adjust_lr_fn="match_rms_adamw")
+    dtype = torch.bfloat16 if t.precision == "bf16" else torch.float32
+    muon = Muon(matrices.values(), t.lr, t.weight_decay, dtype)
     return MuonAndAdamW(muon, adamw)

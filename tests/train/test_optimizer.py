@@ -9,6 +9,7 @@ import torch
 from conftest import make_mla_shape, make_objective, make_shape
 
 from eagle31_train.config import DrafterShape, TrainConfig
+from train import optimizer
 from train.metrics import Reporter
 from train.optimizer import make_optimizer
 from train.parallel import Parallel
@@ -68,10 +69,10 @@ def update_of(weights, gradients, t):
     layer = torch.nn.Linear(weights.shape[1], weights.shape[0], bias=False)
     layer.weight.data.copy_(weights)
     layer.weight.requires_grad_(True)
-    optimizer = make_optimizer(layer, t)
+    updater = make_optimizer(layer, t)
     for gradient in gradients:
         before, layer.weight.grad = layer.weight.detach().clone(), gradient.clone()
-        optimizer.step()
+        updater.step()
     return (layer.weight.detach() - before).double(), before.double()
 
 
@@ -95,22 +96,33 @@ def test_an_update_is_the_orthogonal_factor_of_the_nesterov_momentum(size):
     assert (step - u @ inside @ vh).norm() < 0.02 * step.norm(), "and there are no others"
 
 
+@pytest.mark.parametrize(("precision", "most"), [("bf16", 0.0), ("no", 0.02)])
+@pytest.mark.parametrize("size", [(12, 12), (8, 20), (20, 8)])
+def test_updates_are_torchs_own_to_the_bit_in_bf16(size, precision, most):
+    generator = torch.Generator().manual_seed(1)
+    weights, *gradients = (torch.randn(size, generator=generator) for _ in range(4))
+    theirs = torch.nn.Parameter(weights.clone())
+    options = {"momentum": 0.95, "nesterov": True, "adjust_lr_fn": "match_rms_adamw"}
+    reference = torch.optim.Muon([theirs], T.lr, T.weight_decay, **options)
+    for gradient in gradients:
+        before, theirs.grad = theirs.detach().clone(), gradient.clone()
+        reference.step()
+    change = (theirs.detach() - before).double()
+    ours, _ = update_of(weights, gradients, replace(T, precision=precision))
+    assert (ours - change).norm() <= most * change.norm()
+
+
 MISTAKES = {
-    "no Nesterov": {"nesterov": False},
-    "another momentum": {"momentum": 0.5},
-    "not the size of AdamW's": {"adjust_lr_fn": "original"},
-    "one step of Newton-Schulz": {"ns_steps": 1},
+    "no Nesterov": ("nesterov", lambda gradient, mean: mean),
+    "another momentum": ("MOMENTUM", 0.5),
+    "not the size of AdamW's": ("adamw_size", lambda shape: math.sqrt(max(1, shape[0] / shape[1]))),
+    "one step of Newton-Schulz": ("ITERATIONS", 1),
 }
 
 
-@pytest.mark.parametrize("change", MISTAKES.values(), ids=MISTAKES.keys())
-def test_the_check_of_an_update_sees_mistakes(change):
-    right = torch.optim.Muon.__init__
-
-    def wrong(self, *arguments, **options):
-        right(self, *arguments, **{**options, **change})
-
-    with patch.object(torch.optim.Muon, "__init__", wrong), pytest.raises(AssertionError):
+@pytest.mark.parametrize(("name", "wrong"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_the_check_of_an_update_sees_mistakes(name, wrong):
+    with patch.object(optimizer, name, wrong), pytest.raises(AssertionError):
         test_an_update_is_the_orthogonal_factor_of_the_nesterov_momentum((20, 8))
 
 
