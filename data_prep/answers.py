@@ -17,10 +17,11 @@ from data_prep.formats import Message, Refused, Row
 from data_prep.journal import Answer
 from data_prep.masks import to_message
 from data_prep.template import ChatTemplate
-from eagle31_train.config import Config
+from eagle31_train.config import Config, SelfPromptsConfig
 from eagle31_train.errors import UserError
 
 NO_CHARACTER = "\ufffd"  # what bytes that are no character are decoded to
+Texts = dict[str, tuple[list[int], int]]  # key → token ids to go on from, and a seed
 BROKEN = "bytes inside the answer that are no text"
 
 
@@ -81,30 +82,44 @@ class Local:
     def answers(self, jobs: dict[str, Job]) -> Iterator[tuple[str, Answer | Refused]]:
         """Refusals first, then batches of prompts of like length, the longest first: memory trouble shows at once."""
         if not jobs:
-            return
+            return  # without loading the target
         from eagle31_train.targets.generate import Request
 
-        self.load()
-        generate = self.config.data.generate
+        generator, generate = self.load(), self.config.data.generate
         requests = {}
         for key, job in jobs.items():
             try:
                 ids = self.template.prompt_ids(job.messages, job.row.tools)
-                if problem := self.generator.refusal(len(ids), generate.max_new_tokens):
+                if problem := generator.refusal(len(ids), generate.max_new_tokens):
                     raise Refused(problem)
                 requests[key] = Request(ids, job.temperature, job.seed(self.config.seed))
             except Refused as refused:
                 yield key, refused
+        for key, answer in self.draw(requests, generate.max_new_tokens, generate.top_p):
+            try:
+                yield key, self._answer(jobs[key], answer.ids, answer.finish_reason)
+            except Refused as refused:
+                yield key, refused
+
+    def draw(self, requests: dict[Any, Any], *how: Any) -> Iterator[tuple[Any, Any]]:
+        """The tokens of each request, in batches; `how` as in `Generator.answer`."""
         order = sorted(requests, key=lambda key: (-len(requests[key].ids), key))
         for start in range(0, len(order), self.at_once):
             keys = order[start : start + self.at_once]
-            batch = [requests[key] for key in keys]
-            answers = self.generator.answer(batch, generate.max_new_tokens, generate.top_p)
-            for key, answer in zip(keys, answers, strict=True):
-                try:
-                    yield key, self._answer(jobs[key], answer.ids, answer.finish_reason)
-                except Refused as refused:
-                    yield key, refused
+            yield from zip(keys, self.load().answer([requests[key] for key in keys], *how), strict=True)
+
+    def write(
+        self, requests: Texts, how: SelfPromptsConfig, stops: list[int], stop_text: str | None
+    ) -> Iterator[tuple[str, str, str]]:
+        """Key, text and why it ended (stop, length), of texts that go on from token ids up to a stop."""
+        from eagle31_train.targets.generate import Request
+
+        drawn = {key: Request(ids, how.temperature, seed) for key, (ids, seed) in requests.items()}
+        for key, answer in self.draw(drawn, how.max_new_tokens, how.top_p, stops):
+            text, reason = self.template.decode(answer.ids), answer.finish_reason
+            if stop_text and stop_text in text:  # the target writes on after it
+                text, reason = text.partition(stop_text)[0], "stop"
+            yield key, text, reason
 
     def load(self) -> Any:
         """The target's `Generator`, loaded once."""
@@ -170,6 +185,19 @@ class Remote:
             pool.shutdown(wait=False, cancel_futures=True)
         if failed:
             raise failed
+
+    def write(
+        self, requests: Texts, how: SelfPromptsConfig, stops: list[int], stop_text: str | None
+    ) -> Iterator[tuple[str, str, str]]:
+        """See `Local.write`."""
+        drawing = {"max_tokens": how.max_new_tokens, "temperature": how.temperature, "top_p": how.top_p}
+
+        def ask(key: str) -> tuple[str, str, str]:
+            prompt, seed = requests[key]
+            return key, *self.server.complete(prompt=prompt, seed=seed, stop_token_ids=stops, stop=stop_text, **drawing)
+
+        with ThreadPoolExecutor(self.at_once) as pool:
+            yield from pool.map(ask, requests)
 
     def _ask(self, job: Job) -> Answer:
         tools = job.row.tools

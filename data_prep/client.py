@@ -78,37 +78,21 @@ class Server:
         }
         prompt_tokens = len(self.template.prompt_ids(messages, tools))
         answer, prompt_tokens_there = self._read(self._ask(self.url, body))
-        self._compare(prompt_tokens_there, prompt_tokens)
+        if not self.warned and prompt_tokens_there not in (0, prompt_tokens):  # the drafter would learn for others
+            self.warned = True
+            note(
+                f"{self.url} makes {prompt_tokens_there} tokens of a prompt that has {prompt_tokens} here: compare its "
+                "chat template with target.chat_template and target.template_args",
+                error=True,
+            )
         return answer
 
-    def complete(
-        self,
-        prompt: list[int],
-        stops: list[int],
-        max_tokens: int,
-        temperature: float,
-        top_p: float,
-        seed: int,
-        stop_text: str | None = None,
-    ) -> tuple[str, str]:
-        """Go on from token ids up to one of `stops` or to `stop_text`, which are left out.
-
-        Returns:
-            The text, and why it ended (stop, length).
+    def complete(self, **request: Any) -> tuple[str, str]:
+        """Go on from token ids: the text, and why it ended (stop, length); `request` as /v1/completions takes it.
 
         Needs a server that takes token ids and `stop_token_ids`, as vLLM and SGLang do. Raises as `answer` does.
         """
-        body = {
-            "model": self.model,
-            "prompt": prompt,
-            "stop_token_ids": stops,
-            **({"stop": stop_text} if stop_text else {}),
-            "max_tokens": max_tokens,
-            "temperature": temperature,
-            "top_p": top_p,
-            "seed": seed,
-        }
-        content = self._ask(f"{self.base}/completions", body)
+        content = self._ask(f"{self.base}/completions", {"model": self.model, **request})
         try:
             choice = json.loads(content)["choices"][0]
             return str(choice["text"]), str(choice["finish_reason"])
@@ -144,16 +128,6 @@ class Server:
         with urllib.request.urlopen(request, timeout=self.timeout) as response:
             content: bytes = response.read()
         return content
-
-    def _compare(self, there: int, here: int) -> None:
-        """Say it once if prompts have other tokens at the server than here: the drafter would learn for others."""
-        if not self.warned and there not in (0, here):
-            self.warned = True
-            note(
-                f"{self.url} makes {there} tokens of a prompt that has {here} here: compare its chat template with "
-                "target.chat_template and target.template_args",
-                error=True,
-            )
 
     def _read(self, content: bytes) -> tuple[Answer, int]:
         """The answer, and the tokens of its prompt (0 if the server does not say)."""

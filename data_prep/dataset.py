@@ -7,7 +7,7 @@ answers and the seed have no say, and all samples of a prompt fall on the same s
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
@@ -23,7 +23,6 @@ from eagle31_train import artifacts
 from eagle31_train.console import Progress
 
 SPLITS = ("train", "heldout")
-COUNTED_APART = 64  # sources whose tokens are counted apart: rows may name thousands, and each takes V numbers
 FEATURES = Features(
     {
         "id": Value("string"),
@@ -36,10 +35,10 @@ FEATURES = Features(
 
 def prompt_digest(messages: list[Message]) -> bytes:
     """SHA-256 of all that stands before the first answer, white space stripped."""
-    return _digest(list(takewhile(lambda message: message["role"] != "assistant", messages)))
+    return _digest(takewhile(lambda message: message["role"] != "assistant", messages))
 
 
-def _digest(messages: list[Message]) -> bytes:
+def _digest(messages: Iterable[Message]) -> bytes:
     prompt = [[message["role"], message["content"].strip()] for message in messages]
     text = json.dumps(prompt, ensure_ascii=False, separators=(",", ":"))
     return hashlib.sha256(text.encode()).digest()
@@ -61,19 +60,23 @@ class Split:
         order = np.random.Generator(np.random.PCG64(seed)).permutation(len(self.rows)).tolist()
         self.rows = [self.rows[i] for i in order]
 
-    def sources(self) -> set[str]:
-        """Where the samples come from."""
-        return {source for _, source, _ in self.rows}
-
-    def token_counts(self, vocab_size: int) -> dict[str, NDArray[np.int64]]:
-        """[V] int64 by source: how often the assistant wrote each token; all as "" where there are too many sources."""
-        counts: dict[str, NDArray[np.int64]] = {}
-        few = len(self.sources()) <= COUNTED_APART
-        for _, name, sample in self.rows:
-            count = counts.setdefault(name if few else "", np.zeros(vocab_size, dtype=np.int64))
+    def token_counts(self, vocab_size: int) -> NDArray[np.int64]:
+        """[V] int64: how often the assistant wrote each token."""
+        counts = np.zeros(vocab_size, dtype=np.int64)
+        for _, _, sample in self.rows:
             # Not bincount with minlength=V: that would add up V numbers for every sample.
-            np.add.at(count, sample.input_ids[sample.loss_mask], 1)
+            np.add.at(counts, sample.input_ids[sample.loss_mask], 1)
         return counts
+
+    def coverage(self, draft_tokens: NDArray[np.bool_]) -> tuple[float | None, dict[str, float]]:
+        """Share of the assistant's tokens that are in the draft vocabulary ([V] bool): of all, and by source."""
+        inside, counted = Counter[str](), Counter[str]()
+        for _, source, sample in self.rows:
+            drafted = draft_tokens[sample.input_ids[sample.loss_mask]]
+            inside[source] += int(drafted.sum())
+            counted[source] += len(drafted)
+        whole = inside.total() / counted.total() if counted.total() else None
+        return whole, {source: inside[source] / counted[source] for source in sorted(counted)}
 
     def summary(self) -> dict[str, Any]:
         """Conversations (a turn by itself counts as one), tokens and assistant tokens, in all and by source."""
@@ -119,19 +122,15 @@ class Collected:
         that became one sample per assistant turn; inserted: answers before which the template put an empty thought;
         respelt: answers that have not as many tokens as the target wrote; tools_unread: conversations with tools,
         which the template does not write.
-    repeated_prompts: id of a prompt → id of the first of its source that asks the same in every turn. Samples of one
-        prompt are not counted.
-    shared_prompts: ids of the first row with a prompt, and of a row of another source with the same prompt. All are on
-        one side of the split.
+    repeated_prompts: id of a prompt → id of the first that asks the same in every turn, which is on the same side of
+        the split. Samples of one prompt are not counted.
     """
 
     splits: dict[str, Split] = field(default_factory=lambda: {name: Split() for name in SPLITS})
     refused: list[dict[str, str]] = field(default_factory=list)
     counts: dict[str, Counter[str]] = field(default_factory=dict)
     repeated_prompts: dict[str, str] = field(default_factory=dict)
-    shared_prompts: list[list[str]] = field(default_factory=list)
-    first_rows: dict[bytes, tuple[str, str]] = field(default_factory=dict)  # digest of a prompt → source and id
-    first_of_source: dict[bytes, str] = field(default_factory=dict)  # of a source and a prompt → id of the prompt
+    first_prompts: dict[bytes, str] = field(default_factory=dict)  # digest of all that is asked → id of the prompt
 
     def add(self, row: Row, template: ChatTemplate, max_length: int, heldout: float) -> None:
         """Mask, split and count a row; Refused if nothing of it can be used."""
@@ -150,16 +149,8 @@ class Collected:
             respelt=sum(sample.respelt for _, sample in result.samples),
             tools_unread=int(bool(row.tools) and not template.reads_tools),
         )
-        self._compare(row)
-
-    def _compare(self, row: Row) -> None:
-        """Note a prompt that another source, or its own, has already."""
-        source, identity = self.first_rows.setdefault(prompt_digest(row.messages)[:16], (row.source, row.id))
-        if source != row.source:
-            self.shared_prompts.append([identity, row.id])
-        asked = _digest([message for message in row.messages if message["role"] != "assistant"])  # in every turn
-        of_source = hashlib.sha256(asked + row.source.encode()).digest()[:16]
-        first = self.first_of_source.setdefault(of_source, row.prompt_id)
+        asked = _digest(message for message in row.messages if message["role"] != "assistant")
+        first = self.first_prompts.setdefault(asked[:16], row.prompt_id)
         if first != row.prompt_id and row.prompt_id not in self.repeated_prompts:
             self.repeated_prompts[row.prompt_id] = first
             self.counts[row.source]["repeated"] += 1

@@ -15,13 +15,24 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from data_prep.formats import LIST_KEYS, TEXT_KEYS, detect
+import pyarrow
+from pyarrow.parquet import ParquetFile
+
+from data_prep.formats import LIST_KEYS, detect
 from eagle31_train import artifacts
 from eagle31_train.errors import UserError
 from eagle31_train.locations import matching
+from eagle31_train.targets.pretrained import first_line
 
 ROWS_AT_ONCE = 1024  # of Parquet, decoded together
-Numbered = Iterator[tuple[int, Any]]
+DAMAGE = (ValueError, EOFError, OSError, csv.Error, zlib.error, pyarrow.ArrowException)
+
+
+@dataclass
+class Place:
+    """The number of the row that is being read."""
+
+    number: int = 1
 
 
 @dataclass(frozen=True)
@@ -39,11 +50,22 @@ class File:
     dataset: Any = None
     first: int | None = None
 
-    def values(self) -> Numbered:
+    def values(self) -> Iterator[tuple[int, Any]]:
         """(number, JSON value) of every row; a damaged one is a UserError that names its place."""
+        place = Place()
         if self.path is None:
-            return _of_data_set(self)
-        return READERS.get(kind_of(self.path), _json_lines)(self.path)
+            rows = _dataset_rows(islice(self.dataset, self.first), place)
+        else:
+            rows = READERS.get(kind_of(self.path), _json_lines)(self.path, place)
+        try:
+            for value in rows:
+                yield place.number, value
+        except Exception as error:
+            # The hub's client raises a dozen unrelated types.
+            if self.path and not isinstance(error, DAMAGE):
+                raise
+            where = f"{self.path or self.name}:{place.number}"
+            raise UserError(f"{where} cannot be read ({first_line(error)}): mend it, or copy the file anew") from None
 
 
 def open_files(spec: str, split: str, option: str, stream_rows: int | None = None) -> list[File]:
@@ -67,8 +89,9 @@ def open_files(spec: str, split: str, option: str, stream_rows: int | None = Non
         return [_open_file(path, path.name) for path in files]
     if re.fullmatch(r"[\w.-]+/[\w.-]+", spec) and kind_of(Path(spec)) not in READERS:
         return [_open_hub(spec, split, option, stream_rows)]
-    hint = ", with the home folder spelt out" if spec.startswith("~") else ""
-    raise UserError(f"{option}={spec} is missing: give a file, a folder, a glob, or a hub id such as org/name{hint}")
+    raise UserError(
+        f"{option}={spec} is missing: give a file, a folder or a glob (~ is not read), or a hub id such as org/name"
+    )
 
 
 def kind_of(path: Path) -> str:
@@ -102,115 +125,76 @@ def _open_folder(folder: Path, option: str) -> list[File]:
 # ---------------------------------------------------------------- kinds of files
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file, which may be compressed, by number."""
-    number = 0
+def _lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file, which may be compressed."""
     with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
-        try:
-            for number, line in enumerate(file, start=1):
-                yield number, line
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise UserError(
-                f"{path}:{number + 1} cannot be read, gzip is damaged ({error}): copy the file anew"
-            ) from None
+        yield from file
 
 
-def _json_lines(path: Path) -> Numbered:
-    for number, line in _lines(path):
-        if not line.strip():
-            continue
-        try:
-            yield number, json.loads(line)
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise UserError(f"{path}:{number} is not JSON ({error}): mend or remove this line") from None
+def _json_lines(path: Path, place: Place) -> Iterator[Any]:
+    for line in _lines(path):
+        if line.strip():
+            yield json.loads(line)
+        place.number += 1
 
 
-def _json_list(path: Path) -> Numbered:
-    text = b"".join(line for _, line in _lines(path))
+def _json_list(path: Path, place: Place) -> Iterator[Any]:
+    text = b"".join(_lines(path))
     try:
-        value = json.loads(text.decode()) if text.strip() else []
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not JSON ({error}): mend it, or rename JSON lines to .jsonl") from None
-    if not isinstance(value, list):
-        raise UserError(f"{path} holds no JSON list: give a list of conversations, or JSON lines as .jsonl")
-    yield from enumerate(value, start=1)
+        rows = json.loads(text) if text.strip() else []
+    except ValueError as error:
+        raise ValueError(f"{error}; JSON lines are to be named .jsonl") from None
+    if not isinstance(rows, list):
+        raise ValueError("it holds no JSON list; JSON lines are to be named .jsonl")  # noqa: TRY004 (of the file)
+    for row in rows:
+        yield row
+        place.number += 1
 
 
-def _csv(path: Path) -> Numbered:
+def _csv(path: Path, place: Place) -> Iterator[Any]:
     csv.field_size_limit(2**31 - 1)  # bytes of a cell; Python's own limit is smaller than some conversations
-    rows = csv.reader(_text(path), strict=True)
+    # Line by line, so that a byte that is no UTF-8 is found in its row; spreadsheets put a mark before the first.
+    text = (line.decode("utf-8" if number else "utf-8-sig") for number, line in enumerate(_lines(path)))
+    rows = csv.reader(text, strict=True)
     header: list[str] = []
-    number = 1
-    while True:
-        try:
-            cells = next(rows)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            raise UserError(f"{path}:{number} is not CSV ({error}): mend this row") from None
+    for cells in rows:
         if cells and not header:
             header = cells
-            _check_header(header, f"{path}:{number}")
+            if len(set(header)) < len(header):
+                raise ValueError("it names a column twice")
         elif cells and len(cells) != len(header):
-            raise UserError(
-                f"{path}:{number} has {len(cells)} cells, and the first line names {len(header)} columns: mend this "
-                "row (cells with commas, quotes or line breaks stand in double quotes)"
-            )
+            raise ValueError(f"it has {len(cells)} cells, and the first line names {len(header)} columns")
         elif cells:
-            yield number, with_lists(dict(zip(header, cells, strict=True)), f"{path}:{number}")
-        number = rows.line_num + 1
+            yield with_lists(dict(zip(header, cells, strict=True)))
+        place.number = rows.line_num + 1
 
 
-def _text(path: Path) -> Iterator[str]:
-    """Lines as text, so that a byte that is none is found in its line; spreadsheets put a mark before the first."""
-    for number, line in _lines(path):
-        try:
-            yield line.decode("utf-8-sig" if number == 1 else "utf-8")
-        except UnicodeDecodeError as error:
-            raise UserError(f"{path}:{number} is not UTF-8 ({error}): save the file as UTF-8") from None
+def _parquet(path: Path, place: Place) -> Iterator[Any]:
+    with ParquetFile(path) as file:
+        for batch in file.iter_batches(ROWS_AT_ONCE):
+            for row in batch.to_pylist():
+                yield with_lists(row)
+                place.number += 1
 
 
-def _check_header(names: list[str], where: str) -> None:
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UserError(f"{where} names the column {twice!r} twice: rename one of them")
-    if not {*LIST_KEYS, *TEXT_KEYS}.intersection(names):
-        shown = " ".join(", ".join(names).split())[:60]
-        raise UserError(
-            f"{where} names no column of a known format (it is {shown!r}): the first line of a CSV file names its "
-            "columns, with commas between them, such as prompt, or instruction,input,output, or messages"
-        )
-
-
-def _parquet(path: Path) -> Numbered:
-    import pyarrow
-    from pyarrow.parquet import ParquetFile
-
-    number = 0
-    try:
-        with ParquetFile(path) as file:
-            for batch in file.iter_batches(ROWS_AT_ONCE):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield number, with_lists(row, f"{path}:{number}")
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path}:{number + 1} cannot be read as Parquet ({_one_line(error)}): write it anew") from None
+def _dataset_rows(rows: Iterator[Any], place: Place) -> Iterator[Any]:
+    for row in rows:
+        yield row if detect(row) else with_lists(row)
+        place.number += 1
 
 
 READERS = {".jsonl": _json_lines, ".json": _json_list, ".csv": _csv, ".parquet": _parquet}
 
 
-def with_lists(row: dict[str, Any], where: str) -> dict[str, Any]:
+def with_lists(row: dict[str, Any]) -> dict[str, Any]:
     """A table's row; cells that hold a conversation as JSON text, since the table has no lists, become it."""
     for key in LIST_KEYS:
         if isinstance(text := row.get(key), str) and text.strip():
             try:
                 row[key] = json.loads(text)
-            except json.JSONDecodeError as error:
-                raise UserError(f"{where}: the cell of {key} is not JSON ({error}): write it as JSON does") from None
+            except ValueError as error:
+                raise ValueError(f"the cell of {key} is not JSON: {error}") from None
     return row
-
-
-# ---------------------------------------------------------------- hub data sets
 
 
 def _open_hub(spec: str, split: str, option: str, first: int | None) -> File:
@@ -225,27 +209,8 @@ def _open_hub(spec: str, split: str, option: str, first: int | None) -> File:
             dataset = builder.as_streaming_dataset(split)
             content = f"{split}:{builder.config_id}:{builder.hash}:{first}"  # the hash is that of the hub's commit
     except Exception as error:
-        # The hub's client raises a dozen unrelated types: no network, no such set, split or permission.
+        # As above: no network, no such set, split or permission.
         raise UserError(
-            f"{option}={spec} is no file, and no hub data set could be loaded: {_one_line(error)}"
+            f"{option}={spec} is no file, and no hub data set could be loaded: {first_line(error)}"
         ) from None
     return File(spec, content, spec, dataset=dataset, first=first)
-
-
-def _of_data_set(file: File) -> Numbered:
-    number = 0
-    rows = iter(file.dataset if file.first is None else islice(file.dataset, file.first))
-    while True:
-        try:
-            row = next(rows)
-        except StopIteration:
-            return
-        except Exception as error:
-            # As above, and whatever a stream meets on its way.
-            raise UserError(f"{file.name}:{number + 1} cannot be read: {_one_line(error)}") from None
-        number += 1
-        yield number, row if detect(row) else with_lists(row, f"{file.name}:{number}")
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]

@@ -60,14 +60,9 @@ def parse(value: Any, form: str, where: str, default_id: str) -> Row:
     """One row of any known format; a UserError if it is of none, or not of the one that `form` names."""
     form_here = detect(value) if form == "auto" else form
     if form_here is None or not isinstance(value, dict):
-        keys = (
-            ", ".join(" ".join(key.split())[:40] for key in list(value)[:8])
-            if isinstance(value, dict)
-            else type(value).__name__
-        )
-        raise UserError(
-            f"{where}: no known format (has {keys}): a row needs messages, conversations, instruction, turns or prompt"
-        )
+        keys = " ".join(", ".join(value).split()) if isinstance(value, dict) else type(value).__name__
+        needs = "a row needs messages, conversations, instruction, turns or prompt"
+        raise UserError(f"{where}: no known format (has {keys[:200]}): {needs}")
     # Further samples of one prompt share its id; "#1" tells them apart.
     sample = value.get("sample") or 0
     identity = str(value.get("id") or default_id) + (f"#{sample}" if sample else "")

@@ -3,10 +3,13 @@
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from data_prep.formats import Message
+from eagle31_train import artifacts, provenance
 from eagle31_train.errors import UserError
 from eagle31_train.locks import hold
+from eagle31_train.provenance import Provenance
 
 
 @dataclass(frozen=True)
@@ -24,13 +27,38 @@ class Answer:
 
 
 class Journal:
-    """Answers so far, one JSON line each, on disk as soon as they exist; of one run at a time."""
+    """Answers so far, one JSON line each, on disk as soon as they exist; of one run at a time.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    Stands beside the file that is made of them, X.jsonl, as X.jsonl.partial; X.manifest.json is that file's record.
+    """
+
+    def __init__(self, output: Path) -> None:
+        self.output, self.manifest = output, output.with_suffix(".manifest.json")
+        self.path = output.with_name(f"{output.name}.partial")
         self.answers: dict[str, Answer] = {}
 
+    def finished(self, made_from: Provenance, overwrite: bool) -> bool:
+        """Whether the output is there. Its manifest stays until a new one replaces it, so that a kill at any time
+        leaves an output that the next run knows for ours."""
+        if self.manifest.is_file():
+            return provenance.whole(self.output.parent, self.manifest, made_from, overwrite, "python -m data_prep")
+        # Beside a journal it is ours: killed after it, and before its manifest.
+        if self.output.exists() and not self.path.exists() and not overwrite:
+            raise UserError(
+                f"{self.output} is there but was not finished by this command: move it away, or overwrite=true"
+            )
+        return False
+
+    def finish(self, text: str, made_from: Provenance, **facts: Any) -> dict[str, Any]:
+        """Write the output and its manifest, which is returned; the journal goes."""
+        artifacts.write_text(self.output, text)
+        manifest = made_from.record(files=artifacts.list_files(self.output.parent, [self.output]), **facts)
+        artifacts.write_json(self.manifest, manifest)
+        self.path.unlink()  # while it is still ours alone
+        return manifest
+
     def __enter__(self) -> "Journal":
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         self.file = self.path.open("ab")
         try:
             # Before it is read: another run's line half written would look like one that a kill left.

@@ -18,15 +18,13 @@ from data_prep.formats import Refused
 from data_prep.journal import Journal
 from data_prep.sources import Corpus
 from data_prep.template import ChatTemplate
-from eagle31_train import artifacts, provenance
+from eagle31_train import artifacts
 from eagle31_train.config import Config, GenerateConfig
 from eagle31_train.console import Progress
 from eagle31_train.errors import UserError
 from eagle31_train.provenance import Provenance
 
-OUTPUT = "conversations.jsonl"
-JOURNAL = "conversations.jsonl.partial"
-MANIFEST = "conversations.manifest.json"
+OUTPUT, MANIFEST = "conversations.jsonl", "conversations.manifest.json"
 
 
 def regenerate(config: Config, template: ChatTemplate) -> Path:
@@ -35,8 +33,7 @@ def regenerate(config: Config, template: ChatTemplate) -> Path:
     One answer per prompt is drawn at `data.generate.temperature`; of several, the first is greedy and the others are
     drawn at it. Raises UserError without a prompt that can be answered, and for an existing output of other inputs.
     """
-    folder = Path(config.run_dir)
-    output = folder / OUTPUT
+    output = Path(config.run_dir) / OUTPUT
     generate = config.data.generate
     if generate.samples > 1 and not generate.temperature:
         raise UserError(
@@ -48,7 +45,8 @@ def regenerate(config: Config, template: ChatTemplate) -> Path:
     corpus = Corpus.open(config, "prompts")
     settings = _settings(config, template)
     made_from = Provenance({**settings, **_prompts(corpus)})
-    if _up_to_date(folder, made_from, config.overwrite):
+    journal = Journal(output)
+    if journal.finished(made_from, config.overwrite):
         print(f"answers: {output} is up to date")
         return output
     jobs, refused = _jobs(corpus, generate)
@@ -57,8 +55,7 @@ def regenerate(config: Config, template: ChatTemplate) -> Path:
         raise UserError(f"{option}: there is no prompt that can be answered")
     if (count := sum(bool(job.row.tools) for job in jobs)) and not template.reads_tools:
         print(f"answers: {count} are asked for with tools, which the chat template of {template.name} does not write")
-    folder.mkdir(parents=True, exist_ok=True)
-    with Journal(folder / JOURNAL) as journal:
+    with journal:
         answer_all(jobs, journal, settings, config, template)
         refused += [refusal(job.row, job.refusal, job.suffix) for job in jobs if job.refusal]
         jobs = [job for job in jobs if not job.refusal]
@@ -69,18 +66,15 @@ def regenerate(config: Config, template: ChatTemplate) -> Path:
             for job in jobs
             if job.ended
         ]
-        artifacts.write_text(output, "".join(_line(job) for job in jobs))
-        manifest = {
-            **made_from.record(),
-            "files": artifacts.list_files(folder, [output]),
-            "answers": sum(job.answers for job in jobs),
-            "tokens": sum(job.tokens for job in jobs),
-            "sources": corpus.counts,
-            "refused": refused,
-            "ended": ended,
-        }
-        artifacts.write_json(folder / MANIFEST, manifest)
-        journal.path.unlink()  # while it is still ours alone
+        manifest = journal.finish(
+            "".join(map(_line, jobs)),
+            made_from,
+            answers=sum(job.answers for job in jobs),
+            tokens=sum(job.tokens for job in jobs),
+            sources=corpus.counts,
+            refused=refused,
+            ended=ended,
+        )
     print(f"answers: {manifest['answers']} answers, {manifest['tokens']} tokens in {output}")
     for entry in refused:
         print(f"answers: refused {entry['id']} ({entry['where']}): {entry['reason']}")
@@ -123,20 +117,6 @@ def _settings(config: Config, template: ChatTemplate) -> dict[str, Any]:
         "top_p": generate.top_p,
         "samples": generate.samples,
     }
-
-
-def _up_to_date(folder: Path, made_from: Provenance, overwrite: bool) -> bool:
-    """Whether the answers are there. The manifest stays until a new one replaces it, so that a kill
-    at any time leaves answers that the next run knows for ours."""
-    manifest = folder / MANIFEST
-    if manifest.is_file():
-        return provenance.whole(folder, manifest, made_from, overwrite, "python -m data_prep")
-    # Beside a journal the answers are ours: killed after them, and before their manifest.
-    if (folder / OUTPUT).exists() and not (folder / JOURNAL).exists() and not overwrite:
-        raise UserError(
-            f"{folder / OUTPUT} is there but was not finished by this command: move it away, or overwrite=true"
-        )
-    return False
 
 
 def _jobs(corpus: Corpus, generate: GenerateConfig) -> tuple[list[Job], list[dict[str, str]]]:

@@ -14,25 +14,22 @@ import json
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from data_prep.answers import NO_CHARACTER, Job, Local, Remote
-from data_prep.client import Server
 from data_prep.formats import Message, Refused, Row
 from data_prep.journal import Answer, Journal
 from data_prep.template import ChatTemplate
-from eagle31_train import artifacts, provenance
+from eagle31_train import artifacts
 from eagle31_train.config import SELF, Config
 from eagle31_train.console import Progress
 from eagle31_train.errors import UserError
 from eagle31_train.provenance import Provenance
 
-OUTPUT, JOURNAL, MANIFEST = "prompts.jsonl", "prompts.jsonl.partial", "prompts.manifest.json"
+OUTPUT = "prompts.jsonl"
 MARK = "\u2603 the user's words \u2603"  # put where a user speaks, to see what the template writes around it
 MOST_TRIES = 4  # for each prompt that is wanted
 REPETITIVE = 0.15  # zlib's size of a text of words that come again and again, as a share of the text's
@@ -57,16 +54,15 @@ def write_prompts(config: Config, template: ChatTemplate) -> Path:
     Raises:
         UserError: the template writes nothing after a user's words, or too few texts are of use.
     """
-    folder = Path(config.run_dir)
-    output, manifest = folder / OUTPUT, folder / MANIFEST
+    output = Path(config.run_dir) / OUTPUT
     stop = user_stop(template)
     settings = _settings(config, template)
     made_from = Provenance(settings)
-    if provenance.whole(folder, manifest, made_from, config.overwrite, "python -m data_prep"):
+    journal = Journal(output)
+    if journal.finished(made_from, config.overwrite):
         print(f"prompts: {output} is up to date")
         return output
-    folder.mkdir(parents=True, exist_ok=True)
-    with Journal(folder / JOURNAL) as journal:
+    with journal:
         # How many are wanted changes none of them: the journal's texts serve another count, too.
         texts = artifacts.fingerprint({**settings, "count": None})
         writer = Writer(config, template, stop, journal, texts)
@@ -75,13 +71,11 @@ def write_prompts(config: Config, template: ChatTemplate) -> Path:
             {"id": f"{SELF}-{one.number:06}", **({"kind": one.kind} if one.kind else {}), "turns": one.turns}
             for one in done
         ]
-        artifacts.write_text(output, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
-        facts = {"prompts": len(done), "turns": sum(len(one.turns) for one in done), "refused": dict(writer.refused)}
-        record = made_from.record(files=artifacts.list_files(folder, [output]), **facts)
-        artifacts.write_json(manifest, record)
-        journal.path.unlink()
+        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        turns = sum(len(one.turns) for one in done)
+        journal.finish(text, made_from, prompts=len(done), turns=turns, refused=dict(writer.refused))
     refused = ", ".join(f"{count} {reason}" for reason, count in writer.refused.most_common()) or "none"
-    print(f"prompts: the target wrote {facts['prompts']:,} prompts of {facts['turns']:,} turns in {output}")
+    print(f"prompts: the target wrote {len(done):,} prompts of {turns:,} turns in {output}")
     print(f"prompts: refused: {refused}")
     return output
 
@@ -189,10 +183,9 @@ class Writer:
         for turn in range(self.options.turns):
             if turn:
                 going = self._answered(going)
-            texts = dict(self._texts(going))
-            for one in going:
-                text, reason = texts[one.number].message["content"].strip(), texts[one.number].finish_reason
-                problem = "not ended" if reason == "length" else problem_of(text, self.seen)
+            for one, written in zip(going, self._texts(going), strict=True):
+                text = written.message["content"].strip()
+                problem = "not ended" if written.finish_reason == "length" else problem_of(text, self.seen)
                 if problem:
                     self.refused[problem if not turn else f"{problem} (a later turn)"] += 1
                     continue
@@ -202,59 +195,23 @@ class Writer:
             going = [one for one in going if len(one.turns) == turn + 1]
         return [one for one in tries if one.turns]
 
-    def _texts(self, going: list[Written]) -> Iterator[tuple[int, Answer]]:
+    def _texts(self, going: list[Written]) -> list[Answer]:
         """The user's next words in each conversation, from the journal or the target."""
-        keys = {one.number: f"{self.fingerprint}-{one.number}-{len(one.turns)}" for one in going}
-        missing = [one for one in going if keys[one.number] not in self.journal.answers]
-        prompts = {one.number: self._prompt(one) for one in missing}
-        write = self._by_server if isinstance(self.engine, Remote) else self._in_process
-        for number, text, reason in write(prompts):
-            turn = Answer({"role": "user", "content": text}, reason, 0)
-            self.journal.add(keys[number], turn)
-        yield from ((one.number, self.journal.answers[keys[one.number]]) for one in going)
+        keys = [f"{self.fingerprint}-{one.number}-{len(one.turns)}" for one in going]
+        requests: dict[str, tuple[list[int], int]] = {}
+        for key, one in zip(keys, going, strict=True):
+            if key not in self.journal.answers:
+                prompt = self._prompt(one)
+                seed = artifacts.fingerprint([self.config.seed, one.number, len(prompt)])
+                requests[key] = prompt, int(seed[:8], 16)
+        for key, text, reason in self.engine.write(requests, self.options, self.stops, self.stop_text):
+            self.journal.add(key, Answer({"role": "user", "content": text}, reason, 0))
+        return [self.journal.answers[key] for key in keys]
 
     def _prompt(self, one: Written) -> list[int]:
         """Token ids up to where the user speaks. A space before that is the first word's: tokens begin with theirs."""
         messages = [*self.template.history(one.messages), {"role": "user", "content": MARK}]
         return self.template.encode(self.template.render(messages).partition(MARK)[0].rstrip(" "))
-
-    def _seed(self, number: int, prompt: list[int]) -> int:
-        return int(artifacts.fingerprint([self.config.seed, number, len(prompt)])[:8], 16)
-
-    def _in_process(self, prompts: dict[int, list[int]]) -> Iterator[tuple[int, str, str]]:
-        from eagle31_train.targets.generate import Request
-
-        assert isinstance(self.engine, Local)
-        generator = self.engine.load()
-        options, numbers = self.options, sorted(prompts, key=lambda number: (len(prompts[number]), number))
-        for start in range(0, len(numbers), self.engine.at_once):
-            some = numbers[start : start + self.engine.at_once]
-            requests = [Request(prompts[n], options.temperature, self._seed(n, prompts[n])) for n in some]
-            texts = generator.answer(requests, options.max_new_tokens, options.top_p, self.stops)
-            for number, text in zip(some, texts, strict=True):
-                yield number, *self._until_stop(self.template.decode(text.ids), text.finish_reason)
-
-    def _until_stop(self, text: str, reason: str) -> tuple[str, str]:
-        """A text and why it ended, up to the text that ends a user's turn: in process the target writes on after it."""
-        if self.stop_text is None or self.stop_text not in text:
-            return text, reason
-        return text.partition(self.stop_text)[0], "stop"
-
-    def _by_server(self, prompts: dict[int, list[int]]) -> Iterator[tuple[int, str, str]]:
-        assert isinstance(self.engine, Remote)
-        server: Server = self.engine.server
-        options = self.options
-
-        def ask(number: int) -> tuple[int, str, str]:
-            ids = prompts[number]
-            seed = self._seed(number, ids)
-            text, reason = server.complete(
-                ids, self.stops, options.max_new_tokens, options.temperature, options.top_p, seed, self.stop_text
-            )
-            return number, text, reason
-
-        with ThreadPoolExecutor(self.engine.at_once) as pool:
-            yield from pool.map(ask, prompts)
 
     def _answered(self, going: list[Written]) -> list[Written]:
         """The target's answers to what it wrote, before it writes what the user says next."""
@@ -262,19 +219,13 @@ class Writer:
         jobs: dict[str, Job] = {}
         for one in going:
             row = Row(f"{SELF}-{one.number:06}", "", "", one.messages)
-            jobs[f"{self.fingerprint}-{one.number}-{len(one.turns)}-answer"] = Job(
-                row, 0, temperature, [], list(one.messages)
-            )
+            key = f"{self.fingerprint}-{one.number}-{len(one.turns)}-answer"
+            jobs[key] = Job(row, 0, temperature, [], list(one.messages))
         missing = {key: job for key, job in jobs.items() if key not in self.journal.answers}
-        refused = set()
         for key, answer in self.engine.answers(missing):
-            if isinstance(answer, Refused):
-                refused.add(key)
-            else:
+            if not isinstance(answer, Refused):
                 self.journal.add(key, answer)
-        answered = []
-        for one, key in zip(going, jobs, strict=True):
-            if key not in refused:
-                one.messages.append(self.journal.answers[key].message)
-                answered.append(one)
-        return answered
+        answered = {key: one for key, one in zip(jobs, going, strict=True) if key in self.journal.answers}
+        for key, one in answered.items():
+            one.messages.append(self.journal.answers[key].message)
+        return list(answered.values())

@@ -54,9 +54,9 @@ class Source:
         if not seen:
             raise UserError(f"{self.given} is empty: it holds no row")
 
-    def fingerprints(self) -> list[list[str]]:
-        """Name and fingerprint of every file."""
-        return [[file.name, file.fingerprint] for file in self.files]
+    def inputs(self, files: str) -> dict[str, Any]:
+        """All that its rows depend on; name and fingerprint of every file under the key `files`."""
+        return {files: [[file.name, file.fingerprint] for file in self.files], "format": self.format}
 
 
 @dataclass
@@ -76,28 +76,33 @@ class Corpus:
     def open(cls, config: Config, option: str) -> "Corpus":
         """What `data.sources` names or else the option `conversations` or `prompts`; a UserError where it is wrong."""
         data = config.data
-        if named(data):
-            return cls(_open_sources(data), True, config.seed, data.rows)
-        spec: str | None = getattr(data, option)
-        if spec is None:
-            raise UserError(_nothing_given(data, option))
-        if data.rows is not None:
-            raise UserError(f"data.rows={data.rows} is of data.sources, which are not given: set them, or no data.rows")
-        return cls(_streamed([_source_of(data, f"data.{option}", spec)], data))
+        entries = named(data)
+        if entries:
+            if data.conversations is not None or data.prompts is not None:
+                raise UserError("data.sources replaces data.conversations and data.prompts: set both of these to null")
+            sources = [_open_source(name, value, data) for name, value in entries.items()]
+        else:
+            spec: str | None = getattr(data, option)
+            if spec is None:
+                raise UserError(_nothing_given(data, option))
+            if data.rows is not None:
+                raise UserError(f"data.rows={data.rows} is of data.sources, which are not given: leave it out")
+            sources = [_source_of(data, f"data.{option}", spec)]
+        if data.stream_rows is not None and all(file.path for source in sources for file in source.files):
+            given = sources[0].given
+            raise UserError(f"data.stream_rows={data.stream_rows} is of hub data sets, and {given} is none")
+        seen: dict[str, str] = {}
+        for name, file in [(source.name, file) for source in sources for file in source.files]:
+            if (other := seen.setdefault(file.fingerprint, name)) != name:
+                raise UserError(f"data.sources.{other} and .{name} hold the same: {file.name}; name it once")
+        return cls(sources, bool(entries), config.seed, data.rows)
 
     def inputs(self) -> dict[str, Any]:
         """All that the rows depend on."""
         if not self.mixed:
-            (source,) = self.sources
-            return {"sources": source.fingerprints(), "format": source.format}
-        return {
-            "sources": {
-                source.name: {"files": source.fingerprints(), "weight": str(source.weight), "format": source.format}
-                for source in self.sources
-            },
-            "rows": self.rows,
-            "mixed_by": self.seed,
-        }
+            return self.sources[0].inputs("sources")
+        sources = {source.name: {**source.inputs("files"), "weight": str(source.weight)} for source in self.sources}
+        return {"sources": sources, "rows": self.rows, "mixed_by": self.seed}
 
     def read(self) -> Iterator[Row]:
         """The rows; of a mixture, the rows of no use come last. Raises UserError: see `Source.read` and `quotas`."""
@@ -177,30 +182,11 @@ def quotas(weights: Mapping[str, Fraction], have: Mapping[str, int], rows: int |
 
 
 def named(data: DataConfig) -> dict[str, Any]:
-    """The entries of `data.sources`; one that is null is a recipe's that somebody does not want."""
+    """The entries of `data.sources` by name, so that their order in a file or on a command line says nothing.
+
+    One that is null is a recipe's that somebody does not want.
+    """
     return {str(name): value for name, value in sorted(data.sources.items(), key=str) if value is not None}
-
-
-def _open_sources(data: DataConfig) -> list[Source]:
-    """The sources by name, so that their order in a file or on a command line says nothing."""
-    if given := [f"data.{name}=null" for name in ("conversations", "prompts") if getattr(data, name) is not None]:
-        raise UserError(f"data.sources replaces data.conversations and data.prompts: set {' '.join(given)}")
-    sources = [_open_source(name, value, data) for name, value in named(data).items()]
-    seen: dict[str, str] = {}
-    for source in sources:
-        for file in source.files:
-            if (other := seen.setdefault(file.fingerprint, source.name)) != source.name:
-                raise UserError(f"data.sources.{other} and .{source.name} hold the same: {file.name}; name it once")
-    return _streamed(sources, data)
-
-
-def _streamed(sources: list[Source], data: DataConfig) -> list[Source]:
-    """The sources; a UserError where data.stream_rows is given and none of them is a hub data set."""
-    if data.stream_rows is not None and all(file.path for source in sources for file in source.files):
-        raise UserError(
-            f"data.stream_rows={data.stream_rows} is of hub data sets, and {sources[0].given} is none: leave it out"
-        )
-    return sources
 
 
 def _source_of(data: DataConfig, option: str, spec: str) -> Source:
@@ -217,26 +203,19 @@ def _nothing_given(data: DataConfig, option: str) -> str:
         )
     if data.prompts is None or option == "prompts":
         return f"no {option}: set data.{option} or data.sources (data.prompts with regenerate=true)"
-    given = f"data.prompts={data.prompts}"
-    if data.prompts == SELF:
-        return f"{given} has the target write prompts, and answer them: set regenerate=true"
-    rows = _source_of(data, "data.prompts", data.prompts).read()
-    messages = next((row.messages for row in rows if row.problem is None), [])
-    if any(message["role"] == "assistant" for message in messages):
-        return (
-            f"{given} holds conversations with answers: to learn these, give it as data.conversations; for the target "
-            "to answer anew, set regenerate=true"
-        )
-    return f"{given} holds prompts without answers: set regenerate=true, and the target answers them"
+    return (
+        f"data.prompts={data.prompts} is of prompts that the target is to answer: set regenerate=true for that, or, to "
+        "learn answers that are there, give it as data.conversations"
+    )
 
 
 def _open_source(name: str, value: Any, data: DataConfig) -> Source:
     where = f"data.sources.{name}"
-    options = value if isinstance(value, dict) else {}
-    path, weight = options.get("path"), options.get("weight", 1)
-    form, split = options.get("format", data.format), options.get("split", data.split)
-    stream_rows = options.get("stream_rows", data.stream_rows)
-    if not re.fullmatch(r"[\w-]+", name) or not isinstance(path, str) or not path or options.keys() - set(OPTIONS):
+    options: dict[str, Any] = {"weight": 1, "format": data.format, "split": data.split, "stream_rows": data.stream_rows}
+    given = value if isinstance(value, dict) else {}
+    options |= given
+    path, weight, stream_rows = options.get("path"), options["weight"], options["stream_rows"]
+    if not re.fullmatch(r"[\w-]+", name) or not isinstance(path, str) or not path or given.keys() - set(OPTIONS):
         raise UserError(
             f"{where}={value!r} is no source: write data.sources.NAME='{{path: FILE, weight: 1}}', with any of "
             f"{', '.join(OPTIONS)}, NAME of letters, digits, _ and -; or set {where}=null"
@@ -246,12 +225,12 @@ def _open_source(name: str, value: Any, data: DataConfig) -> Source:
     # A boolean is an int to Python.
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
         raise UserError(f"{where}.weight={weight} is no weight: set a number above 0")
-    check_value(f"{where}.format", form, {"choices": FORMATS})
-    if stream_rows is not None and (isinstance(stream_rows, bool) or not isinstance(stream_rows, int)):
+    if stream_rows is not None and type(stream_rows) is not int:
         raise UserError(f"{where}.stream_rows={stream_rows} is no number of rows")
+    check_value(f"{where}.format", options["format"], {"choices": FORMATS})
     check_value(f"{where}.stream_rows", stream_rows, {"bounds": {"at_least": 1}})
-    files = open_files(path, str(split), f"{where}.path", stream_rows)
-    if "stream_rows" in options and files[0].path:
-        raise UserError(f"{where}.stream_rows={stream_rows} is of hub data sets, and {path} is none: leave it out")
+    files = open_files(path, str(options["split"]), f"{where}.path", stream_rows)
+    if "stream_rows" in given and files[0].path:
+        raise UserError(f"{where}.stream_rows={stream_rows} is of hub data sets, and {path} is none")
     # Through its decimal text: 0.7 and 0.3 are to be exactly that.
-    return Source(files, form, f"{where}.path={path}", name, Fraction(str(weight)))
+    return Source(files, options["format"], f"{where}.path={path}", name, Fraction(str(weight)))

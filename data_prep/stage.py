@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 from datasets import DatasetDict
-from numpy.typing import NDArray
 
 from data_prep.dataset import Collected, collect, most_common
 from data_prep.files import open_files
@@ -27,9 +26,9 @@ from eagle31_train.targets.derive import planned_drafter
 from eagle31_train.targets.description import describe_target, serving_doubt
 from eagle31_train.targets.pretrained import vocabulary_fingerprint
 
-SHARED_NAMED = 20  # pairs of rows with one prompt, of each kind, that the manifest names
-NAMED = 5  # refused conversations, or sources, that the summary names; the manifest names all
-LISTED = 20  # sources in the summary's table
+REPEATED_NAMED = 20  # pairs of prompts that ask the same, of those that the manifest names
+NAMED = 5  # refused conversations that the summary names; the manifest names all
+LISTED = 20  # sources that it names
 TOLD = {  # counts of the manifest, where they are not 0
     "cut": "cut at max_length",
     "no_end_of_turn": "answers without end of turn",
@@ -49,11 +48,8 @@ def prepare(config: Config) -> None:
     """
     started = time.monotonic()
     data, folder = config.data, config.data_folder.resolve()
-    if (processes := int(os.environ.get("WORLD_SIZE") or 1)) > 1:
-        raise UserError(
-            f"python -m data_prep is one process, and WORLD_SIZE={processes} is set: start it without a launcher; "
-            "several GPUs answer as a server, data.generate.server"
-        )
+    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        raise UserError("python -m data_prep is one process, and WORLD_SIZE is set: start it without a launcher")
     template = ChatTemplate.load(config.target)
     target = describe_target(config.target)
     vocab_size = target.vocab_size
@@ -63,9 +59,8 @@ def prepare(config: Config) -> None:
     draft = vocab.choose(zeros, template.special_ids(), data.draft_vocab_size, data.draft_vocab_coverage)
     _, rows = planned_drafter(config, target, len(draft))
     if data.conversations is not None and data.prompts is not None:
-        read, other = ("prompts", "conversations") if config.regenerate else ("conversations", "prompts")
-        not_read = f"data.{other} is for regenerate={str(not config.regenerate).lower()}"
-        print(f"data: reading data.{read}={getattr(data, read)}; {not_read}")
+        read = "prompts" if config.regenerate else "conversations"
+        print(f"data: reading data.{read}={getattr(data, read)}, since regenerate={config.regenerate}")
     corpus, answers = _open(_with_written_prompts(config, template), template)
     made_from = provenance.of_data(config, corpus.inputs(), template.fingerprints(), vocab_size)
     ours = (folder / artifacts.MANIFEST).is_file()
@@ -84,8 +79,7 @@ def prepare(config: Config) -> None:
     if data.shuffle is not None:
         collected.splits["train"].shuffle(data.shuffle)
     temporary = folder.with_name(f".{folder.name}.tmp")
-    if temporary.exists():  # left by a run that was killed
-        shutil.rmtree(temporary)
+    shutil.rmtree(temporary, ignore_errors=True)  # left by a run that was killed
     temporary.mkdir(parents=True)
     counts = answers.get("sources") or corpus.counts
     manifest = {
@@ -128,22 +122,16 @@ def _with_written_prompts(config: Config, template: ChatTemplate) -> Config:
 
 
 def _check_splits(collected: Collected, data: DataConfig) -> None:
-    heldout = data.heldout
-    sizes = {name: len(split.rows) for name, split in collected.splits.items()}
-    if not sum(sizes.values()):
+    sources = {source for split in collected.splits.values() for _, source, _ in split.rows}
+    if not sources:
         raise UserError(f"no conversation is left to learn from ({_reasons(collected.refused, data)})")
-    for name in named(data):
-        if not any(name in split.sources() for split in collected.splits.values()):
-            refused = [entry for entry in collected.refused if entry["source"] == name]
-            raise UserError(
-                f"data.sources.{name}: no conversation of it is left to learn from ({_reasons(refused, data)})"
-            )
-    if not sizes["train"]:
-        raise UserError(f"data.heldout={heldout} holds out every prompt: lower it or give more prompts")
-    if heldout > 0 and not sizes["heldout"]:
-        raise UserError(
-            f"data.heldout={heldout} holds out none of {sizes['train']} conversations: raise it, or set it to 0"
-        )
+    for name in sorted(named(data).keys() - sources):
+        reasons = _reasons([entry for entry in collected.refused if entry["source"] == name], data)
+        raise UserError(f"data.sources.{name}: no conversation of it is left to learn from ({reasons})")
+    if not collected.splits["train"].rows:
+        raise UserError(f"data.heldout={data.heldout} holds out every prompt: lower it or give more prompts")
+    if data.heldout > 0 and not collected.splits["heldout"].rows:
+        raise UserError(f"data.heldout={data.heldout} holds out no conversation: raise it, or set it to 0")
 
 
 def _reasons(refused: list[dict[str, Any]], data: DataConfig) -> str:
@@ -158,33 +146,29 @@ def _write(
     folder: Path, collected: Collected, template: ChatTemplate, vocab_size: int, data: DataConfig
 ) -> dict[str, Any]:
     """Write the draft vocabulary and the data set; what the manifest says of them."""
-    by_source = {name: split.token_counts(vocab_size) for name, split in collected.splits.items()}
-    zeros = np.zeros(vocab_size, dtype=np.int64)
-    counts = {name: sum(of_split.values(), start=zeros) for name, of_split in by_source.items()}
-    draft = vocab.choose(counts["train"], template.special_ids(), data.draft_vocab_size, data.draft_vocab_coverage)
+    counts = collected.splits["train"].token_counts(vocab_size)
+    draft = vocab.choose(counts, template.special_ids(), data.draft_vocab_size, data.draft_vocab_coverage)
     vocab.write(folder / "vocab.safetensors", draft)
     datasets = DatasetDict({name: split.dataset(name) for name, split in collected.splits.items()})
     # An empty split would be given no file, and then not load: one file at least.
     shards = {name: None if len(split) else 1 for name, split in datasets.items()}
     datasets.save_to_disk(str(folder / "dataset"), num_shards=shards)
     splits = {name: split.summary() for name, split in collected.splits.items()}
+    coverage = {name: split.coverage(draft.t2d) for name, split in collected.splits.items()}
     not_held_out = sorted(splits["train"]["by_source"].keys() - splits["heldout"]["by_source"])
     repeated = [[first, identity] for identity, first in collected.repeated_prompts.items()]
     fingerprints = [split.fingerprint(name) for name, split in collected.splits.items()]
     return {
         "dataset_fingerprint": artifacts.fingerprint(fingerprints),
         "splits": splits,
-        "shared_prompts": {"rows": len(collected.shared_prompts), "named": collected.shared_prompts[:SHARED_NAMED]},
-        "repeated_prompts": {"prompts": len(repeated), "named": repeated[:SHARED_NAMED]},
+        "repeated_prompts": {"prompts": len(repeated), "named": repeated[:REPEATED_NAMED]},
         "not_held_out": not_held_out if data.heldout else [],
         "draft_vocab": {
             "size": len(draft),
             "target_size": vocab_size,
-            "seen_in_train": int((counts["train"] > 0).sum()),
-            "coverage": {name: coverage(count, draft) for name, count in counts.items()},
-            "coverage_by_source": {
-                name: coverage(count, draft) for name, count in sorted(by_source["train"].items()) if name
-            },
+            "seen_in_train": int((counts > 0).sum()),
+            "coverage": {name: whole for name, (whole, _) in coverage.items()},
+            "coverage_by_source": coverage["train"][1],
         },
         "refused": collected.refused,
         "no_end_of_turn": collected.total("open"),
@@ -192,26 +176,15 @@ def _write(
     }
 
 
-def coverage(counts: NDArray[np.int64], draft: vocab.DraftVocab) -> float | None:
-    """Share of counted tokens that the draft vocabulary holds; None where nothing was counted."""
-    total = int(counts.sum())
-    return int(counts[draft.target_ids].sum()) / total if total else None
-
-
 def _sources(counts: dict[str, dict[str, Any]], collected: Collected) -> dict[str, dict[str, Any]]:
     """What became of every source's rows: read, taken, and of these refused, with a repeated prompt, and cut."""
     refused = Counter(entry["source"] for entry in collected.refused)
-    of_source = {name: collected.counts.get(name, Counter()) for name in sorted(counts)}
-    return {
-        name: {
-            **counts[name],
-            "refused": refused[name],
-            "repeated": count["repeated"],
-            "cut": count["cut"],
-            "no_end_of_turn": count["open"],
-        }
-        for name, count in of_source.items()
-    }
+    result = {}
+    for name, read_and_taken in sorted(counts.items()):
+        of_source = collected.counts.get(name, Counter())
+        result[name] = {**read_and_taken, "refused": refused[name], "repeated": of_source["repeated"]}
+        result[name] |= {"cut": of_source["cut"], "no_end_of_turn": of_source["open"]}
+    return result
 
 
 # ---------------------------------------------------------------- what the user reads
@@ -223,10 +196,9 @@ def summary(folder: Path, manifest: dict[str, Any], target: str) -> str:
     draft, refused = manifest["draft_vocab"], manifest["refused"]
     for name, split in manifest["splits"].items():
         share = draft["coverage"][name]
-        covered = "" if share is None else f", {share:.2%} within the draft vocabulary"
         lines.append(
             f"  {name:<8} {split['conversations']:>7,} conversations, {split['tokens']:>11,} tokens, "
-            f"{split['assistant_tokens']:>11,} of the assistant{covered}"
+            f"{split['assistant_tokens']:>11,} of the assistant, {share or 0:.2%} within the draft vocabulary"
         )
     lines.append(
         f"  draft vocabulary {draft['size']:,} of {draft['target_size']:,} tokens "
@@ -236,12 +208,9 @@ def summary(folder: Path, manifest: dict[str, Any], target: str) -> str:
     lines += [f"  {what.format(target=target)}: {manifest[name]:,}" for name, what in TOLD.items() if manifest[name]]
     if repeated := manifest["repeated_prompts"]["prompts"]:
         pair = " and ".join(manifest["repeated_prompts"]["named"][0])
-        lines.append(f"  prompts that their source has already, kept: {repeated:,} ({pair})")
-    if shared := manifest["shared_prompts"]["rows"]:
-        pair = " and ".join(manifest["shared_prompts"]["named"][0])
-        lines.append(f"  rows whose prompt another source has too, on the same side of the split: {shared} ({pair})")
+        lines.append(f"  prompts that stand there twice, kept on one side of the split: {repeated:,} ({pair})")
     if missing := manifest["not_held_out"]:
-        names = ", ".join(missing[:NAMED]) + " …" * (len(missing) > NAMED)
+        names = ", ".join(missing[:LISTED])
         lines.append(f"  NOT HELD OUT: no prompt of {names}, which evaluation will not measure: raise data.heldout")
     lines.append(f"  REFUSED: {len(refused)}" if refused else "  refused: 0")
     lines += [f"    {n} × {reason}" for reason, n in Counter(entry["reason"] for entry in refused).most_common()]
@@ -257,10 +226,9 @@ def _table(manifest: dict[str, Any]) -> list[str]:
     table = [["source", "read", "taken", "refused", "cut", "train", "held out", "tokens", "assistant's", "in vocab"]]
     for name, counts in list(sources.items())[:LISTED]:
         train, held = (Counter(manifest["splits"][split]["by_source"].get(name, {})) for split in ("train", "heldout"))
-        share = manifest["draft_vocab"]["coverage_by_source"].get(name)
+        share = manifest["draft_vocab"]["coverage_by_source"].get(name, 0.0)
         numbers = [counts[what] for what in ("read", "taken", "refused", "cut")]
         numbers += [train["conversations"], held["conversations"]]
         numbers += [train[what] + held[what] for what in ("tokens", "assistant_tokens")]
-        table.append([name, *(f"{number:,}" for number in numbers), "-" if share is None else f"{share:.2%}"])
-    lines = [f"  {name:<16}" + "".join(f"{cell:>12}" for cell in cells) for name, *cells in table]
-    return lines + [f"  … and {len(sources) - LISTED} more in the manifest"] * (len(sources) > LISTED)
+        table.append([name, *(f"{number:,}" for number in numbers), f"{share:.2%}"])
+    return [f"  {name:<16}" + "".join(f"{cell:>12}" for cell in cells) for name, *cells in table]

@@ -49,11 +49,6 @@ class Target:
     sizes: Parameters
     weight_bytes: float = 2.0
 
-    @property
-    def parameters(self) -> float:
-        """That one token runs through."""
-        return self.sizes.active
-
 
 @dataclass(frozen=True)
 class Data:

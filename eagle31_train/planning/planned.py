@@ -1,5 +1,6 @@
 """What is planned: a configuration, its target, drafter and data, and the numbers that follow from them together."""
 
+import json
 import math
 from dataclasses import dataclass
 
@@ -8,8 +9,8 @@ from eagle31_train.config import Config, DrafterShape
 from eagle31_train.locations import CONFIGS
 from eagle31_train.planning.footprint import FP32, Activations, Step, activations
 from eagle31_train.planning.inputs import Data, Target
-from eagle31_train.planning.profiles import PROFILES, Buffers, Memory, Profile, Setting, State, memory, read_buffers
-from eagle31_train.planning.work import extraction_flops, newton_schulz_flops, training_flops
+from eagle31_train.planning.profiles import PROFILES, Memory, Profile, Setting, State, memory
+from eagle31_train.planning.work import extraction_flops, training_flops
 from eagle31_train.store.codec import CODECS
 from eagle31_train.store.shard_plan import TOKEN_BYTES, Shape
 
@@ -63,14 +64,10 @@ class Planned:
         work = (self.data.work * (self.tokens / self.data.work.tokens)).of_slots(self.trained_share)
         return sum(training_flops(self.shape, work, self.config.drafter.train_lm_head).values())
 
-    def newton_schulz_flops(self) -> float:
-        """Of all of Muon's updates, which every device makes."""
-        return self.steps * newton_schulz_flops(self.orthogonal())
-
     def extraction_flops(self) -> float:
         """Of the training and the held-out split."""
         work, target = self.data.work * (1 + self.data.heldout), self.target.description
-        return extraction_flops(self.target.parameters, target.num_hidden_layers, target.hidden_size, work)
+        return extraction_flops(self.target.sizes.active, target.num_hidden_layers, target.hidden_size, work)
 
     def states(self) -> Shape:
         """What decides the size of stored states."""
@@ -129,7 +126,17 @@ class Planned:
         """Of one device."""
         devices = self.config.plan.devices if profile.several else 1
         micro, batch = self.micro(devices)
-        file = CONFIGS / "deepspeed" / f"{profile.name}.json"
-        buffers = read_buffers(file) if profile.deepspeed else Buffers()
+        bucket, overlap = read_bucket(profile)
         several = self.config.train.gradient_accumulation_steps > 1
-        return memory(profile, Setting(self.state(), devices, self.target_pieces(), micro, batch, buffers, several))
+        return memory(
+            profile, Setting(self.state(), devices, self.target_pieces(), micro, batch, bucket, overlap, several)
+        )
+
+
+def read_bucket(profile: Profile) -> tuple[int, bool]:
+    """Elements of DeepSpeed's reduce bucket, and whether there are two, by a profile's file in configs/deepspeed."""
+    if not profile.deepspeed:
+        return 0, False
+    file = CONFIGS / "deepspeed" / f"{profile.name}.json"
+    settings = json.loads(file.read_text(encoding="utf-8"))["zero_optimization"]
+    return int(settings["reduce_bucket_size"]), bool(settings["overlap_comm"])

@@ -8,16 +8,14 @@ P trained parameters, F frozen ones of the drafter, L the largest of its tensors
 reduce bucket.
 """
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import accumulate
 
 from eagle31_train.planning.footprint import FP32, Activations
 
-BUCKET = 500_000_000  # DeepSpeed's own reduce_bucket_size
-GROUP = 1_000_000_000  # and sub_group_size: what ZeRO-3 updates together
+GROUP = 1_000_000_000  # DeepSpeed's own sub_group_size: elements that ZeRO-3 updates together
 
 
 @dataclass(frozen=True)
@@ -45,26 +43,6 @@ class Profile:
 
 STAGES = {"ddp": 0, "zero1": 1, "zero2": 2, "zero2_offload": 2, "fsdp2": 3, "zero3": 3, "zero3_offload": 3}
 PROFILES = (Profile("gpu", several=False), *(Profile(name, stage) for name, stage in STAGES.items()))
-
-
-@dataclass(frozen=True)
-class Buffers:
-    """DeepSpeed's: elements of a reduce bucket, whether there are two, and what is updated together."""
-
-    bucket: int = BUCKET
-    overlap: bool = False
-    group: int = GROUP
-
-
-def read_buffers(file: Path) -> Buffers:
-    """From one of configs/deepspeed; DeepSpeed's defaults where it says nothing, or `auto`."""
-    settings = json.loads(file.read_text(encoding="utf-8"))["zero_optimization"]
-    numbers = {name: value for name, value in settings.items() if value != "auto"}
-    return Buffers(
-        int(numbers.get("reduce_bucket_size", BUCKET)),
-        bool(numbers.get("overlap_comm", settings["stage"] == 3)),
-        int(numbers.get("sub_group_size", GROUP)),
-    )
 
 
 @dataclass(frozen=True)
@@ -103,16 +81,13 @@ class State:
         ZeRO-2 cuts each group, end to end, into `parts`, and keeps the gradient of every tensor that begins, ends or
         lies in its part as a whole.
         """
-        return max(sum(_touched(group, parts, part) for group in self.groups) for part in range(parts))
-
-
-def _touched(group: Sequence[int], parts: int, part: int) -> int:
-    size = math.ceil(sum(group) / (2 * parts)) * 2  # DeepSpeed aligns the whole group to two elements a part
-    begin, end, at, found = part * size, (part + 1) * size, 0, 0
-    for numel in group:
-        found += numel if at < end and at + numel > begin else 0
-        at += numel
-    return found
+        totals = [0] * parts
+        for group in self.groups:
+            size = math.ceil(sum(group) / (2 * parts)) * 2  # DeepSpeed aligns the whole group to two elements a part
+            for numel, end in zip(group, accumulate(group), strict=True):
+                for part in range((end - numel) // size, math.ceil(end / size)):
+                    totals[part] += numel
+        return max(totals)
 
 
 @dataclass(frozen=True)
@@ -148,7 +123,8 @@ class Setting:
     """What the memory of a profile depends on.
 
     devices: W. target: bytes of the target's pieces. micro, batch: bytes of one micro-batch, worked out and as it
-    comes. buffers: DeepSpeed's. accumulates: a step has several micro-batches.
+    comes. bucket: elements of DeepSpeed's reduce bucket. overlap: whether there are two. accumulates: a step has
+    several micro-batches.
     """
 
     state: State
@@ -156,105 +132,43 @@ class Setting:
     target: float
     micro: Activations
     batch: float
-    buffers: Buffers = Buffers()
+    bucket: int = 0
+    overlap: bool = False
     accumulates: bool = False
 
-    @property
-    def whole(self) -> float:
-        """Bytes of fp32 values of all trained parameters."""
-        return FP32 * self.state.trained
 
-    @property
-    def part(self) -> float:
-        """Of a device's share of them."""
-        return self.whole / self.devices
-
-    @property
-    def gathered(self) -> float:
-        """Of all parameters, frozen ones too."""
-        return FP32 * (self.state.trained + self.state.frozen)
-
-    @property
-    def largest(self) -> float:
-        """Of the largest tensor."""
-        return FP32 * max(size for group in self.state.groups for size in group)
-
-    @property
-    def bucket(self) -> float:
-        """Of DeepSpeed's reduce bucket."""
-        return FP32 * self.buffers.bucket
-
-    @property
-    def flat(self) -> float:
-        """Of what is flattened once more to be sent: what is in the bucket, or a tensor that is larger."""
-        return self.largest if self.largest > self.bucket else min(self.bucket, self.whole)
-
-
-def memory(profile: Profile, setting: Setting) -> Memory:
+def memory(profile: Profile, s: Setting) -> Memory:
     """Of one device under a profile."""
-    if profile.deepspeed:
-        return _zero3(profile, setting) if profile.stage == 3 else _zero12(profile, setting)
-    return _fsdp2(setting) if profile.stage == 3 else _replicated(profile, setting)
-
-
-def _replicated(profile: Profile, s: Setting) -> Memory:
-    """One process, or DDP, whose buckets hold the gradients."""
-    return Memory(
-        weights=s.gathered,
-        moments=FP32 * s.state.moments,
-        copies=s.whole if profile.several else 0,
-        target=s.target,
-        step=s.batch + s.micro.peak + (0 if profile.several else s.accumulates * s.whole),
-        exchange=s.state.iterated + (0 if profile.several else s.whole),
-    )
-
-
-def _fsdp2(s: Setting) -> Memory:
-    """Gathered in one buffer, which lives as long as the tensors that it is copied into; gradients likewise."""
-    return Memory(
-        weights=s.gathered / s.devices,
-        moments=FP32 * s.state.moments / s.devices,
-        copies=0,
-        target=s.target,
-        step=s.batch + s.micro.peak + 2 * s.gathered + s.accumulates * s.part,
-        exchange=max(s.gathered + s.whole, 2 * s.whole + s.part, s.part + s.state.iterated),
-    )
-
-
-def _zero3(profile: Profile, s: Setting) -> Memory:
-    """Gathered in one buffer, then copied into tensors; gradients go bucket by bucket.
-
-    DeepSpeed means to update fp32 weights where they are, but compares a device with its name, and so has a copy.
-    """
-    return Memory(
-        weights=s.gathered / s.devices,
-        moments=0 if profile.offload else 2 * s.part,
-        copies=s.bucket + (0 if profile.offload else 2 * s.part),  # weights, gradients
-        target=s.target,
-        step=s.batch + max(s.micro.after_forward + 2 * s.gathered, s.micro.peak + s.gathered),
-        exchange=max(s.gathered + s.largest + s.flat, min(FP32 * s.buffers.group, s.part)),
-        host=5 * s.part if profile.offload else 0,  # moments, weights, and gradients twice
-    )
-
-
-def _zero12(profile: Profile, s: Setting) -> Memory:
-    """All weights in one flat tensor, and the part that is updated once more."""
-    partial = float(FP32 * s.state.touched(s.devices))
-    pending = s.bucket * (1 + s.buffers.overlap)
+    whole, frozen, bucket = (FP32 * count for count in (s.state.trained, s.state.frozen, s.bucket))
+    gathered, part, largest = whole + frozen, whole / s.devices, FP32 * max(map(max, s.state.groups))
+    flat = largest if largest > bucket else min(bucket, whole)  # flattened once more to be sent
+    step = s.batch + s.micro.peak
+    if not profile.stage:  # one process, or DDP, whose buckets hold the gradients
+        copies, own = (whole, 0) if profile.several else (0, whole)
+        moments, exchange = FP32 * s.state.moments, s.state.iterated + own
+        return Memory(gathered, moments, copies, s.target, step + s.accumulates * own, exchange)
+    if not profile.deepspeed:
+        # FSDP2 gathers in one buffer, which lives as long as the tensors that it is copied into; gradients likewise.
+        step += 2 * gathered + s.accumulates * part
+        exchange = max(gathered + whole, 2 * whole + part, part + s.state.iterated)
+        return Memory(gathered / s.devices, FP32 * s.state.moments / s.devices, 0, s.target, step, exchange)
+    sharded = 0.0 if profile.offload else 2 * part
+    if profile.stage == 3:
+        # Gathered in one buffer, then copied into tensors; gradients go bucket by bucket. DeepSpeed means to update
+        # fp32 weights where they are, but compares a device with its name, and so has a copy.
+        step = s.batch + max(s.micro.after_forward + 2 * gathered, s.micro.peak + gathered)
+        exchange = max(gathered + largest + flat, min(FP32 * GROUP, part))
+        host = 5 * part if profile.offload else 0  # moments, weights, and gradients twice
+        return Memory(gathered / s.devices, sharded, bucket + sharded, s.target, step, exchange, host)
+    # ZeRO-1 and 2: all weights in one flat tensor, and the part that is updated once more.
+    host, partial = 0.0, float(FP32 * s.state.touched(s.devices))
     if profile.stage == 1:  # all gradients, moved into the bucket one after another
-        waiting, between = s.whole + max(0, s.flat - s.bucket), s.whole
+        waiting, between = whole + max(0, flat - bucket), float(whole)
     else:
-        waiting, between = s.largest + s.flat, partial
-    host = 0.0
+        waiting, between = largest + flat, partial
     if profile.offload:
         # On the host: moments, weights, a buffer to send them, gradients; and one gradient on its way.
-        host, partial, between = 5 * s.part + s.largest + s.accumulates * partial, 0.0, 0.0
-    return Memory(
-        weights=s.gathered,
-        moments=0 if profile.offload else 2 * s.part,
-        copies=s.largest if profile.offload else s.part,
-        target=s.target,
-        step=s.batch + s.micro.peak + s.accumulates * between,
-        exchange=max(partial + waiting + pending, partial + s.part),
-        host=host,
-    )
+        host, partial, between = 5 * part + largest + s.accumulates * partial, 0.0, 0.0
+    step += s.accumulates * between
+    exchange = max(partial + waiting + bucket * (1 + s.overlap), partial + part)
+    return Memory(gathered, sharded, largest if profile.offload else part, s.target, step, exchange, host)

@@ -12,6 +12,7 @@ from eagle31_train.checkpoint.contract import weight_shapes
 from eagle31_train.planning import answers
 from eagle31_train.planning.inputs import prompts_at_hand, writes_prompts
 from eagle31_train.planning.planned import Planned
+from eagle31_train.planning.work import newton_schulz_flops
 
 GIB = 2**30
 BUSY = 0.9  # share of the devices' time below which the plan says that they wait
@@ -63,20 +64,23 @@ def answering(plan: Planned) -> list[str]:
     samples, own = config.data.generate.samples, writes_prompts(config)
     most = config.data.generate.max_new_tokens * config.data.self_prompts.turns
     prompt, answer = (work.tokens - work.assistant) / work.conversations, min(work.assistant / work.conversations, most)
-    what = answers.answering(config, work.conversations * (1 + plan.data.heldout), prompt, answer)
-    engine = answers.engine_of(config)
-    least = answers.floor(config, plan.target, what, engine)
+    what = answers.answering(config, plan.target, work.conversations * (1 + plan.data.heldout), prompt, answer)
     there, share = prompts_at_hand(config), config.plan.decode_utilisation
     each = f"{samples} answers" if samples > 1 else "1 answer"
-    several = f"{engine.devices} devices" if engine.devices > 1 else "one device"
+    engine = "a server" if config.data.generate.server else "this process"
+    several = f"{what.devices} devices" if what.devices > 1 else "one device"
     lines = [
-        f"ANSWERS   by {engine.name}, {engine.batch} at once on {several}",
+        f"ANSWERS   by {engine}, {what.batch} at once on {several}",
         _line("prompts", f"{what.prompts:,.0f}", f"{each} to each, of {answer:,.0f} tokens"),
-        _line("tokens to write", _si(what.tokens), "the prompts too, a quarter of which is no good" if own else ""),
-        _line("at the fastest", str(timedelta(seconds=round(least.seconds))), f"{_si(least.flops)}FLOP"),
-        f"    a step of {engine.batch} takes {1000 * least.step:.3g} ms: {_si(least.weights)}B of weights and "
-        f"{_si(least.cache)}B of KV cache",
-        _line("expected", str(timedelta(seconds=round(least.seconds / share))), f"if {share:.0%} of that is reached"),
+        _line(
+            "tokens to write",
+            _si(what.written + what.answers),
+            "the prompts too, a quarter of which is no good" if own else "",
+        ),
+        _line("at the fastest", str(timedelta(seconds=round(what.seconds))), f"{_si(what.flops)}FLOP"),
+        f"    a step of {what.batch} takes {1000 * what.step:.3g} ms: {_si(what.weights)}B of weights and "
+        f"{_si(what.cache)}B of KV cache",
+        _line("expected", str(timedelta(seconds=round(what.seconds / share))), f"if {share:.0%} of that is reached"),
         f"    at {config.plan.bandwidth_gbs:g} GB/s a device (plan.bandwidth_gbs, plan.decode_utilisation); "
         "nobody measured it",
     ]
@@ -100,7 +104,10 @@ def time(plan: Planned) -> list[str]:
     rows = {
         "extraction": (plan.extraction_flops(), 1.0),
         "training": (plan.training_flops(), plan.busy),
-        "Muon's updates": (plan.newton_schulz_flops() * p.devices, 1.0),  # every device makes all of them
+        "Muon's updates": (
+            plan.steps * newton_schulz_flops(plan.orthogonal()) * p.devices,
+            1.0,
+        ),  # every device makes all of them
     }
     lines = [
         f"TIME   if {p.devices} x {p.peak_tflops:g} TFLOP/s are used at {p.utilisation:.0%}, which nobody has measured",

@@ -33,7 +33,6 @@ class Engine(Protocol):
     """What extraction asks of an engine.
 
     longest: tokens of the longest conversation that it takes; None where it sets no bound.
-    longer: what to do about a longer one.
     """
 
     name: str
@@ -42,9 +41,6 @@ class Engine(Protocol):
 
     @property
     def longest(self) -> int | None: ...
-
-    @property
-    def longer(self) -> str: ...
 
     def run(self, tokens: Sequence[Tensor]) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Conversations [T] int64 → (index, aux [T, A, H], last [T, H]) of each, in any order.
@@ -62,5 +58,6 @@ def too_long(engine: Engine, length: int) -> UserError:
     """That an engine does not take a conversation of so many tokens."""
     return UserError(
         f"a conversation of {length} tokens is too long for extract.engine={engine.name}, which takes "
-        f"{engine.longest} here: {engine.longer}"
+        f"{engine.longest} here: cut the data by data.max_length={engine.longest}, or, with vLLM and a target that has "
+        "more positions, set extract.engine_args.max_model_len"
     )

@@ -49,11 +49,6 @@ class TransformersEngine:
         """See `Engine`. Beyond its positions a model still computes something, which no serving engine would."""
         return positions(self.target.model.config)
 
-    @property
-    def longer(self) -> str:
-        """See `Engine`."""
-        return f"cut the data by data.max_length={self.longest} (the target itself has no more positions)"
-
     def run(self, tokens: Sequence[Tensor]) -> Iterator[tuple[int, Tensor, Tensor]]:
         """See `Engine.run`."""
         device = self.target.device

@@ -40,8 +40,8 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 TOP = 20  # tokens whose probabilities the gate asks for
-TARGETS = {"model": "path", "revision": "revision", "dtype": "dtype", "trust_remote_code": "trust_remote_code"}
-OURS = {  # arguments that the engine sets itself, so that states come out, whole, and a run can be repeated
+OURS = {  # arguments that the engine sets itself: from target.*, and so that states come out whole, every time the same
+    "model", "revision", "dtype", "trust_remote_code",
     "speculative_config", "kv_transfer_config", "worker_cls", "enable_prefix_caching", "async_scheduling",
     "pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size",
 }  # fmt: skip
@@ -70,9 +70,10 @@ class VllmEngine:
                 "extract.engine_args.tensor_parallel_size=…; on several machines one on each, with "
                 "extract.part=… extract.parts=…"
             )
-        for name in (OURS | TARGETS.keys()) & config.extract.engine_args.keys():
-            why = f"it is target.{TARGETS[name]}" if name in TARGETS else "it is part of how the states come out"
-            raise UserError(f"extract.engine_args.{name} cannot be set: {why}")
+        for name in OURS & config.extract.engine_args.keys():
+            raise UserError(
+                f"extract.engine_args.{name} cannot be set: it is of target.*, or part of how the states come out"
+            )
         require_path(config.target)
         self.readout = readout_from_checkpoint(config.target, DTYPES[config.target.dtype])
         self.layers = pick_layers(config.target.aux_layers, self.readout.depth)
@@ -83,10 +84,6 @@ class VllmEngine:
         self._llm = _start(config, self._taken)
         self._llm.collective_rpc("open_states", args=(str(self._folder),))
         self.longest: int | None = self._llm.model_config.max_model_len - 1  # one token is generated
-        self.longer = (
-            f"cut the data by data.max_length={self.longest}, or, where the target has more positions, set "
-            "extract.engine_args.max_model_len"
-        )
         self.readout = self.readout.to(pick_device(config.target.device))
 
     def run(self, tokens: Sequence[Tensor]) -> Iterator[tuple[int, Tensor, Tensor]]:

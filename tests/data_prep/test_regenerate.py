@@ -8,12 +8,14 @@ from datasets import load_from_disk
 from data_prep import regenerate as module
 from data_prep.answers import Local
 from data_prep.journal import Answer, Journal
-from data_prep.regenerate import JOURNAL, MANIFEST, OUTPUT, read_manifest, regenerate
+from data_prep.regenerate import MANIFEST, OUTPUT, read_manifest, regenerate
 from data_prep.stage import prepare
 from data_prep.template import ChatTemplate
+from eagle31_train import artifacts
 from eagle31_train.config import Config, DataConfig, GenerateConfig, TargetConfig
 from eagle31_train.errors import UserError
 
+JOURNAL = f"{OUTPUT}.partial"
 PROMPTS = [
     {"id": "one", "category": "chat", "turns": ["hello"]},
     {"id": "two", "category": "chat", "turns": ["the fox", "and?", "so?"]},
@@ -104,7 +106,7 @@ def test_finished_answers_are_not_made_again_and_not_replaced_unasked(config, tm
             with pytest.raises(KeyboardInterrupt):
                 run(config)
 
-    interrupt(module.artifacts, "write_json")  # after the answers, and before their manifest
+    interrupt(artifacts, "write_json")  # after the answers, and before their manifest
     left = output.read_text()
     with monkeypatch.context() as patch:
         patch.setattr(Local, "answers", lambda _, jobs: iter(()) if not jobs else pytest.fail("asked"))
@@ -119,7 +121,7 @@ def test_finished_answers_are_not_made_again_and_not_replaced_unasked(config, tm
     config.data.generate.max_new_tokens = 6
     output.write_text("spoilt")
     interrupt(Journal, "__enter__")
-    interrupt(module.artifacts, "write_json")
+    interrupt(artifacts, "write_json")
     assert run(config) == rows
     manifest.unlink()
     journal.unlink(missing_ok=True)
@@ -131,10 +133,10 @@ def test_finished_answers_are_not_made_again_and_not_replaced_unasked(config, tm
 
 def test_the_journal_is_of_one_run_at_a_time(tmp_path):
     path = tmp_path / JOURNAL
-    with Journal(path) as journal:
+    with Journal(tmp_path / OUTPUT) as journal:
         journal.file.write(b'{"key": "half a li')
         journal.file.flush()
-        with pytest.raises(UserError, match="being written by another run"), Journal(path):
+        with pytest.raises(UserError, match="being written by another run"), Journal(tmp_path / OUTPUT):
             pass
         assert path.read_text().endswith("half a li"), "what the other is writing is left alone"
 

@@ -173,7 +173,7 @@ def test_what_cannot_be_met_is_refused_before_the_work_starts(config, tmp_path, 
         with pytest.raises(UserError, match=reason):
             prepare(config)
     monkeypatch.setenv("WORLD_SIZE", "2")  # each process would answer every prompt, and write over the others
-    with pytest.raises(UserError, match="WORLD_SIZE=2 is set: start it without a launcher"):
+    with pytest.raises(UserError, match="WORLD_SIZE is set: start it without a launcher"):
         prepare(config)
     monkeypatch.undo()
     config.regenerate, config.data.draft_vocab_coverage = False, None
@@ -192,16 +192,8 @@ CALLED = {"role": "assistant", "content": "a fox", "tool_calls": [{"type": "func
 def test_a_file_in_the_wrong_place_says_what_it_is_and_what_to_set(config, tmp_path):
     asked = write(tmp_path / "asked.jsonl", [{"prompt": f"question {i}"} for i in range(3)])
     told = config.data.conversations
-    no_form = write(tmp_path / "mixed.jsonl", [{"messages": []}, {"prompt": "q"}])
     for regenerate, given, words in [
-        (False, {"prompts": asked}, f"data.prompts={asked} holds prompts without answers: set regenerate=true"),
-        (False, {"prompts": no_form}, "holds prompts without answers: set regenerate=true"),
-        (False, {"prompts": told}, "holds conversations with answers: to learn these, give it as data.conversations"),
-        (
-            False,
-            {"prompts": "self"},
-            "data.prompts=self has the target write prompts, and answer them: set regenerate=",
-        ),
+        (False, {"prompts": asked}, f"data.prompts={asked} is of prompts that the target is to answer: set regenerate"),
         (
             False,
             {"conversations": asked},
@@ -235,12 +227,15 @@ def test_repeated_prompts_and_unwritten_tool_calls_are_named(config, tmp_path, c
     config.data.prompts = "prompts.jsonl"
     prepare(config)
     manifest, out = manifest_of(tmp_path), capsys.readouterr().out
-    assert manifest["repeated_prompts"] == {"prompts": 2, "named": [["c0", "again0"], ["c1", "again1"]]}
-    assert [manifest["sources"][name]["repeated"] for name in "abc"] == [1, 1, 0]
-    assert "prompts that their source has already, kept: 2 (c0 and again0)" in out
+    assert manifest["repeated_prompts"] == {
+        "prompts": 3,
+        "named": [["c0", "again0"], ["c1", "again1"], ["c0", "apart"]],
+    }
+    assert [manifest["sources"][name]["repeated"] for name in "abc"] == [1, 1, 1]
+    assert "twice, kept on one side of the split: 3 (c0 and again0)" in out
     name = config.target.name
     assert f"1 × the chat template of {name} writes no tool calls" in out
-    assert f"data: reading data.conversations={config.data.conversations}; data.prompts is for regenerate=true" in out
+    assert f"data: reading data.conversations={config.data.conversations}, since regenerate=False" in out
 
 
 # ---------------------------------------------------------------- several sources

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from pipeline import HIDDEN, LAYERS, VOCAB, tiny_llama
+from pipeline import HIDDEN, VOCAB, tiny_llama
+from random_targets import SIZES, randomised
 from transformers import Gemma2Config, Gemma2ForCausalLM, GemmaConfig, GemmaForCausalLM
 
 from eagle31_train.config import ExtractConfig
@@ -19,23 +20,9 @@ from eagle31_train.targets.fidelity import ROWS, Gate, compare
 from eagle31_train.targets.hf import HiddenStateTarget
 from eagle31_train.targets.transformers_engine import TransformersEngine
 
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 48,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-}
-
 
 def gemma(model=GemmaForCausalLM, config=GemmaConfig, **changes):
-    target = model(config(**SIZES, **changes)).eval()
-    generator = torch.Generator().manual_seed(3)
-    for parameter in target.parameters():
-        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
-    return target
+    return randomised(model(config(**SIZES, **changes)))
 
 
 def conversations():

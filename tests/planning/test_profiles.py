@@ -11,7 +11,8 @@ from launching import ROOT, command, environment
 from eagle31_train.checkpoint.contract import weight_shapes
 from eagle31_train.cli import CONFIGS
 from eagle31_train.planning.footprint import Activations
-from eagle31_train.planning.profiles import PROFILES, Buffers, Setting, State, memory, read_buffers
+from eagle31_train.planning.planned import read_bucket
+from eagle31_train.planning.profiles import PROFILES, Setting, State, memory
 
 NOTHING = Activations(0, 0, 0, 0, 0)
 
@@ -60,10 +61,9 @@ def test_what_two_processes_hold_is_what_is_reckoned(profile, optimizer, tmp_pat
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"held')))
 
-    file = CONFIGS / "deepspeed" / f"{profile.name}.json"
-    buffers = read_buffers(file) if profile.deepspeed else Buffers()
+    bucket, overlap = read_bucket(profile)
     target = 2 * SHAPE.target_hidden_size * (SHAPE.vocab_size + SHAPE.draft_vocab_size)
-    m = memory(profile, setting(state_of(SHAPE, optimizer), target=target, buffers=buffers))
+    m = memory(profile, setting(state_of(SHAPE, optimizer), target=target, bucket=bucket, overlap=overlap))
     # On a CPU device and host are one.
     assert found["held"] == pytest.approx(m.held + m.host, rel=0.01), found
 
@@ -71,7 +71,7 @@ def test_what_two_processes_hold_is_what_is_reckoned(profile, optimizer, tmp_pat
 def test_sharding_divides_what_it_says():
     state = State([[600, 200], [10]])
     P = 4 * 810
-    of = {profile.name: memory(profile, setting(state, 5, buffers=Buffers(0))) for profile in PROFILES}
+    of = {profile.name: memory(profile, setting(state, 5)) for profile in PROFILES}
     assert (of["gpu"].weights, of["gpu"].moments, of["gpu"].copies) == (P, 2 * P, 0)
     assert of["ddp"].held == of["gpu"].held + P
     assert (of["zero1"].weights, of["zero1"].moments, of["zero1"].copies) == (P, 2 * P / 5, P / 5)

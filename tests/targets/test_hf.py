@@ -79,11 +79,6 @@ def test_layers_that_the_target_lacks_or_vllm_reorders_are_refused(layers):
         HiddenStateTarget(tiny_llama(), layers)
 
 
-def test_the_default_layers_are_those_of_vllm():
-    assert pick_layers(None, 30) == [2, 15, 27]
-    assert HiddenStateTarget(tiny_llama(num_hidden_layers=8), None).layers == [2, 4, 5]
-
-
 def rewrite(change):
     """A change of the weights, which maps and returns them, as one of the checkpoint's file."""
 
