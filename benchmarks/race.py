@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks import contenders
 from benchmarks.shapes import Case
 
 ROOT = Path(__file__).parent.parent
@@ -45,7 +44,6 @@ class Worker:
             "OMP_WAIT_POLICY": "PASSIVE",
             "HF_HUB_OFFLINE": "1",
             "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no pool of compiling processes beside the measured one
-            **contenders.environment(name),
         }
         command = [sys.executable, "-m", "benchmarks.worker", name, str(case), str(memory)]
         self.process = subprocess.Popen(
