@@ -13,7 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks import contenders, machine, parity, plot, run_main
-from benchmarks.race import Race
+from benchmarks.race import race
 from benchmarks.shapes import Case
 from eagle31_train import artifacts
 
@@ -71,7 +71,6 @@ def table(results: list[dict[str, Any]]) -> str:
             ratio, size = (f"{row[key]:7.2f}" if row[key] else "       " for key in ("speed", "size"))
             lines.append(
                 f"{start}{row['seconds']:8.3f} {row['spread']:7.1%} {ratio} {row['memory'] / 2**30:7.3f} {size}"
-                + (" (apart)" if result["interleaved"] == "apart" else "")
             )
     return "\n".join(lines)
 
@@ -81,9 +80,9 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--cases", nargs="+", default=CASES, metavar="SHAPE:LENGTH:SHARE", help="default: all of them")
     parser.add_argument("--contenders", nargs="+", default=DEFAULT, choices=contenders.NAMES, metavar="NAME")
-    parser.add_argument("--repeats", type=int, default=3, help="timed steps of each, after one that warms up")
+    parser.add_argument("--repeats", type=int, default=3, help="timed steps of each, each after one that warms up")
     parser.add_argument("--limit", type=float, default=900, help="seconds that one step may take")
-    parser.add_argument("--memory", type=float, help="GiB that all workers may use; default: 90 %% of what is free")
+    parser.add_argument("--memory", type=float, help="GiB that a worker may use; default: 90 %% of what is free")
     parser.add_argument("--out", type=Path, default=Path("runs/bench/peers"), help="without .json and .png")
     parser.add_argument("--keep", action="store_true", help="keep the cases of an earlier run that this one leaves out")
     parser.add_argument("--skip-parity", action="store_true")
@@ -99,7 +98,8 @@ def main() -> None:
     chosen = options()
     cases = [Case.parse(text) for text in chosen.cases]
     here, file = machine.describe(), chosen.out.with_suffix(".json")
-    checked = [] if chosen.skip_parity else parity.run([name for name in parity.RULES if name in chosen.contenders])
+    peers = [name for name in parity.RULES if name in chosen.contenders and not chosen.skip_parity]
+    checked = parity.run(peers) if peers else []
     results: list[dict[str, Any]] = []
     if chosen.keep and file.exists():
         earlier = json.loads(file.read_text())
@@ -110,7 +110,7 @@ def main() -> None:
     with tqdm(cases, unit="case", desc="cases") as progress:
         for case in progress:
             progress.set_postfix_str(str(case))
-            result = Race(case, chosen.contenders, chosen.repeats, chosen.limit, memory).run()
+            result = race(case, chosen.contenders, chosen.repeats, chosen.limit, memory)
             results.append({**result, "machine": here})
             tqdm.write(table([result]).partition("\n")[2])
             artifacts.write_json(file, {"machine": here, "parity": checked, "cases": results})
