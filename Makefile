@@ -82,14 +82,15 @@ bench-peers:
 
 # The MLA drafter's step beside the same with eager attention, as documents grow (ten minutes): runs/bench/mla.{json,png}
 bench-mla: install
-	OMP_NUM_THREADS=2 $(BIN)/python -m benchmarks.mla $(ARGS)
+	TORCHDYNAMO_DISABLE=1 $(BIN)/python -m benchmarks.peers --contenders ours 'ours, eager attention' --out runs/bench/mla \
+		--cases mla:512:1 mla:1024:1 mla:2048:1 mla:4096:1 mla:8192:1 $(ARGS)
 
 # speculators' own trainer on the store of one of our runs (hours), e.g. ARGS='--like runs/study --out runs/peer'
 bench-peer-training:
 	PYTHON=$(PYTHON) benchmarks/install_peers.sh $(PEERS_VENV)
 	$(PEERS_VENV)/bin/python -m benchmarks.peer_training $(ARGS)
 
-# The training step on a GPU (a torch built for one must be in the environment before): runs/bench/gpu.{json,png}
+# The training step on a GPU (a torch built for one must be in the environment before): runs/bench/gpu.json
 bench-gpu: install
 	$(BIN)/python -m benchmarks.gpu $(ARGS)
 

@@ -26,7 +26,7 @@ from datasets import Dataset
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from benchmarks import machine, store_plot, turns
+from benchmarks import machine, run_main, store_plot, turns
 from eagle31_train import artifacts, cli
 from eagle31_train.config import Config
 from eagle31_train.errors import UserError
@@ -208,19 +208,17 @@ def main() -> None:
     if chosen.folder.exists():
         raise UserError(f"--folder {chosen.folder} exists: name a new folder, which is removed in the end")
     config = cli.load_config([f"+experiment={chosen.experiment}", *chosen.options])
-    head = turns.here("safetensors", "xxhash", "datasets")
+    here = machine.describe()
     try:
         result = measure(config, chosen.codecs, chosen.tokens, chosen.folder)
     finally:
         shutil.rmtree(chosen.folder, ignore_errors=True)
-    turns.write(chosen.out, {**head, "experiment": chosen.experiment, **result})
-    print(machine.summary(head["machine"]))
+    artifacts.write_json(chosen.out.with_suffix(".json"), {"machine": here, "experiment": chosen.experiment, **result})
+    store_plot.extraction(numbers(result), here, chosen.out.with_suffix(".png"))
+    print(machine.summary(here))
     print(table(result))
-    print(turns.picture(chosen.out, lambda file: store_plot.extraction(numbers(result), head["machine"], file)))
+    print(f"written: {chosen.out}.json and .png")
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        raise SystemExit(f"error: {error}") from None
+    run_main(main)

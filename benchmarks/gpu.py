@@ -6,17 +6,16 @@ step is the trainer's, optimizer included. See README.md; `--device cpu --quick`
 """
 
 import argparse
-import importlib.util
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from benchmarks import gpu_report, gpu_step, machine
+from benchmarks import gpu_report, gpu_step, machine, run_main
 from benchmarks.gpu_step import VARIANTS, Packed
-from benchmarks.gpu_worker import Task, Worker
 from benchmarks.shapes import Case
 from eagle31_train import artifacts
 from eagle31_train.errors import UserError
@@ -61,55 +60,50 @@ def look(device: str, size: int) -> dict[str, Any]:
     }
 
 
-def limit(gib: float) -> dict[str, Any]:
-    """Let the process take no more than `gib` of the GPU's memory, as if the GPU had no more."""
-    total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, gib * 2**30 / total))
-    return {}
-
-
 def run(chosen: argparse.Namespace) -> dict[str, Any]:
     """All measurements; the results so far are written after each.
 
     Raises:
-        UserError: a case that cannot be, or a device that cannot be looked at.
+        UserError: a case that cannot be.
     """
     packed = [Packed.parse(text) for text in chosen.cases]
     searches = [search_case(text) for text in chosen.longest]
-    worker = Worker()
-    here = machine.describe()
-
-    def do(task: Task, *words: Any) -> dict[str, Any]:
-        if chosen.gib is not None:
-            worker.do(limit, chosen.gib)
-        return worker.do(task, *words)
-
-    device = do(look, chosen.device, 256 if chosen.quick else 8192)
-    if "error" in device:
-        raise UserError(f"the device cannot be used: {device['error']}")
+    if chosen.gib is not None:  # as if the GPU had no more
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, chosen.gib * 2**30 / total))
+    here, device = machine.describe(), look(chosen.device, 256 if chosen.quick else 8192)
     if chosen.gib is not None:
         device["memory"] = min(device["memory"], int(chosen.gib * 2**30))
     device["summary"] = f"{device['name']}, CUDA {device['cuda']}, {machine.summary(here)}"
     results: dict[str, Any] = {"machine": here, "device": device, "steps": [], "longest": []}
-    out: Path = chosen.out
-    try:
-        with tqdm(total=len(packed) * len(chosen.variants) + len(searches), unit="case", desc="gpu") as progress:
-            for case in packed:
-                for variant in chosen.variants:
-                    progress.set_postfix_str(f"{case}, {variant}")
-                    step = do(gpu_step.measure, case, VARIANTS[variant], chosen.device, chosen.repeats)
-                    results["steps"].append({"case": str(case), "variant": variant, **with_limits(step, device)})
-                    artifacts.write_json(out.with_name(out.name + ".json"), results)
-                    progress.update()
-            for end in searches:
-                progress.set_postfix_str(f"longest, {end.shape}, {end.share:g}")
-                found = do(gpu_step.longest, end, chosen.device, chosen.first, chosen.ceiling)
-                results["longest"].append({"shape": end.shape, "share": end.share, **found})
-                artifacts.write_json(out.with_name(out.name + ".json"), results)
+    file = chosen.out.with_suffix(".json")
+    with tqdm(total=len(packed) * len(chosen.variants) + len(searches), unit="case", desc="gpu") as progress:
+        for case in packed:
+            for variant in chosen.variants:
+                progress.set_postfix_str(f"{case}, {variant}")
+                step = guarded(gpu_step.measure, case, VARIANTS[variant], chosen.device, chosen.repeats)
+                results["steps"].append({"case": str(case), "variant": variant, **with_limits(step, device)})
+                artifacts.write_json(file, results)
                 progress.update()
-    finally:
-        worker.close()
+        for end in searches:
+            progress.set_postfix_str(f"longest, {end.shape}, {end.share:g}")
+            found = guarded(gpu_step.longest, end, chosen.device, chosen.first, chosen.ceiling)
+            results["longest"].append({"shape": end.shape, "share": end.share, **found})
+            artifacts.write_json(file, results)
+            progress.update()
     return results
+
+
+def guarded(measure: Callable[..., dict[str, Any]], *words: Any) -> dict[str, Any]:
+    """What `measure(*words)` returns, or {"error": one line}."""
+    try:
+        answer = measure(*words)
+    except torch.OutOfMemoryError:
+        answer = {"error": "out of memory"}
+    except Exception as error:
+        answer = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+    gpu_step.free()  # here, where the exception is gone, and with it the tensors of the frames that it went through
+    return answer
 
 
 def with_limits(step: dict[str, Any], device: dict[str, Any]) -> dict[str, Any]:
@@ -148,7 +142,7 @@ def options(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ceiling", type=int, help=f"tokens that the search ends with (default: {CEILING})")
     parser.add_argument("--gib", type=float, help="use no more than so many GiB of the GPU's memory")
     parser.add_argument("--repeats", type=int, default=3, help="timed steps of each, after two that warm up")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench/gpu"), help="without .json and .png")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench/gpu"), help="without .json")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run, with --quick")
     parser.add_argument("--quick", action="store_true", help="a smoke test at tiny shapes")
     chosen = parser.parse_args(words)
@@ -172,23 +166,13 @@ def options(words: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure, print the tables, write the files."""
+    """Measure, print the tables, write the file."""
     chosen = options()
     results = run(chosen)
-    out: Path = chosen.out
-    written = f"{out}.json"
-    if importlib.util.find_spec("matplotlib") is None:
-        written += " (no picture: matplotlib is not installed)"
-    else:
-        gpu_report.picture(results, out.with_name(out.name + ".png"))
-        written += f", {out}.png"
     print(results["device"]["summary"])
     print(gpu_report.table(results))
-    print(f"written: {written}")
+    print(f"written: {chosen.out}.json")
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        raise SystemExit(f"error: {error}") from None
+    run_main(main)

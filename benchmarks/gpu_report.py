@@ -1,11 +1,9 @@
-"""The results of gpu.py as tables and a picture."""
+"""The results of gpu.py as tables."""
 
-from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_step import GROUPS
 
-COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#f0e442", "#56b4e9", "#999999"]
 GIB = 2**30
 
 
@@ -91,36 +89,3 @@ def _search(found: dict[str, Any]) -> str:
     used = f"{best['memory']['allocated'] / GIB:.1f} GiB in use, " if best["memory"] else ""
     end = f"{found['step']} more do not fit" if found["step"] else "longer ones were not tried"
     return f"{used}{best['seconds']:.1f} s, {end}"
-
-
-def picture(results: dict[str, Any], path: Path) -> None:
-    """Bars per case and variant: tokens per second, utilisation, memory, kernels' shares."""
-    from matplotlib.figure import Figure
-
-    good = [step for step in results["steps"] if "error" not in step]
-    failed = [f"{label(step)}: {step['error']}" for step in results["steps"] if "error" in step]
-    failed += [f"longest, {f['shape']}, {f['share']:g}: {f['error']}" for f in results["longest"] if "error" in f]
-    figure = Figure(figsize=(17, 2.5 + 0.32 * max(len(good), 4)), layout="constrained")
-    axes = figure.subplots(1, 4, sharey=True)
-    notes = [results["device"]["summary"], *lengths(results).splitlines(), *failed]
-    figure.suptitle("One training step with its optimizer, bf16\n" + "\n".join(notes), fontsize=8)
-    rows = range(len(good))
-    axes[0].barh(rows, [step["tokens_per_second"] for step in good], color=COLOURS[0])
-    axes[0].set_title("tokens per second")
-    axes[1].barh(rows, [step["of_measured"] for step in good], color=COLOURS[1], label="of a measured product")
-    nominal = [step["mfu"] or 0.0 for step in good]
-    axes[1].barh(rows, nominal, height=0.4, color=COLOURS[0], label="of the data sheet")
-    axes[1].set(title="model FLOP utilisation", xlim=(0, 1))
-    axes[1].legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2)
-    axes[2].barh(rows, [(step["memory"] or {}).get("allocated", 0) / GIB for step in good], color=COLOURS[2])
-    axes[2].set_title("peak memory, GiB")
-    left = [0.0] * len(good)
-    for name, colour in zip(GROUPS, COLOURS, strict=True):
-        share = [step["kernels"]["groups"][name] for step in good]
-        axes[3].barh(rows, share, left=left, color=colour, label=name)
-        left = [a + b for a, b in zip(left, share, strict=True)]
-    axes[3].set(title="kernels' share of their time", xlim=(0, 1))
-    axes[3].legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=4)
-    axes[0].set_yticks(rows, [label(step) for step in good], fontsize=8)
-    axes[0].invert_yaxis()
-    figure.savefig(path, dpi=110)

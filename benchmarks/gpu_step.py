@@ -1,9 +1,10 @@
 """The trainer's own step on a GPU, measured: time, memory, share of each kernel, and how long a document may be.
 
-These functions run in gpu.py's worker process. The step is that of train/: fp32 masters, bf16 autocast, forward,
+The step is that of train/: fp32 masters, bf16 autocast, forward,
 loss, backward, clipping, AdamW, and the one wait for the device in which the host learns the results.
 """
 
+import gc
 import re
 import statistics
 import time
@@ -19,14 +20,13 @@ from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.flops import count_work, necessary
-from benchmarks.gpu_worker import free
 from benchmarks.shapes import GAMMA, Case, turns
 from eagle31_train.config import DrafterShape, TrainConfig
 from eagle31_train.errors import UserError
 from eagle31_train.model.batch import Batch, build_batch
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.model.loss import Objective, Teacher
+from eagle31_train.planning.work import count_work, training_flops
 from eagle31_train.store.document import Document
 from train.loader import MicroBatch, StepTotals
 from train.parallel import parallelise
@@ -160,6 +160,13 @@ class Trainer:
         self.accelerator.free_memory()
 
 
+def free() -> None:
+    """Give unused device memory back."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 def start_peak() -> None:
     """Let the high-water marks of device memory start anew."""
     if torch.cuda.is_available():
@@ -205,7 +212,7 @@ def measure(packed: Packed, variant: Variant, device: str, repeats: int) -> dict
     finally:
         trainer.close()
     seconds = statistics.median(all_seconds)
-    parts = necessary(packed.drafter, count_work(masks, unroll))
+    parts = training_flops(packed.drafter, count_work([mask.numpy() for mask in masks], unroll))
     return {
         "tokens": batch.tokens,
         "assistant_tokens": batch.assistant_tokens,

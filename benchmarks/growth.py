@@ -1,12 +1,11 @@
 """How our step's cost grows, and how far it is from the machine's limit: `make bench`.
 
-From a base case, one thing grows at a time: length, unroll depth, vocabulary, share of taught tokens; in fp32 and in
-bf16 autocast. "Of the limit" is the necessary FLOPs (flops.py) over the median time times the machine's matrix rate:
-the best of the products that occur in the step, by any library in torch, timed in the same process before each step.
+From a base case, one thing grows at a time: length, TTT length, vocabulary, share of supervised tokens; in fp32 and in
+bf16 autocast. "Of the limit" is the necessary FLOPs (planning/work.py) over the median time times the machine's matrix
+rate: the best of the products that occur in the step, by any library in torch, timed in the same process before each.
 """
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Iterator
@@ -19,12 +18,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from benchmarks import contenders, machine, plot
+from benchmarks import contenders, machine, plot, run_main
 from benchmarks.contenders.ours import Ours
-from benchmarks.flops import count_work, necessary
 from benchmarks.shapes import Case, make_material, turns
+from eagle31_train import artifacts
 from eagle31_train.config import DrafterShape
-from eagle31_train.errors import UserError
+from eagle31_train.planning.work import count_work, training_flops
 
 AXES: dict[str, list[float]] = {
     "length": [512, 1024, 2048, 4096],
@@ -33,7 +32,6 @@ AXES: dict[str, list[float]] = {
     "share": [1.0, 0.5, 0.35, 0.25],
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-HEAD = ("value", "", "seconds", "TFLOP", "GFLOP/s", "machine", "of limit")
 ROWS = 1024  # of the timed products: enough for the full rate
 
 
@@ -85,7 +83,7 @@ def measure(case: Case, precision: str, repeats: int) -> dict[str, Any]:
         name: (torch.randn(rows, a).to(dtype), torch.randn(b, a).to(dtype))
         for name, (rows, a, b) in products(shape).items()
     }
-    parts = necessary(shape, count_work([material.document.loss_mask], case.unroll))
+    parts = training_flops(shape, count_work([material.document.loss_mask.numpy()], case.unroll))
     del material
 
     seconds, measured = [], []
@@ -166,17 +164,12 @@ def main() -> None:
             if (case, precision) not in done:
                 done[case, precision] = measure(case, precision, chosen.repeats)
             results.append({"axis": axis, "value": value, "base": str(base), **done[case, precision]})
-    out: Path = chosen.out
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.with_suffix(".json").write_text(json.dumps({"machine": here, "points": results}, indent=1) + "\n")
-    plot.growth(results, here, out.with_suffix(".png"))
+    artifacts.write_json(chosen.out.with_suffix(".json"), {"machine": here, "points": results})
+    plot.growth(results, here, chosen.out.with_suffix(".png"))
     print(machine.summary(here))
     print(table(results))
-    print(f"written: {out}.json, {out}.png")
+    print(f"written: {chosen.out}.json and .png")
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        raise SystemExit(f"error: {error}") from None
+    run_main(main)

@@ -31,10 +31,11 @@ from unittest import mock
 import torch
 import yaml
 
-from benchmarks import machine, peer_store
+from benchmarks import machine, peer_store, run_main
 from eagle31_train import artifacts
 from eagle31_train.config import DrafterShape
 from eagle31_train.errors import UserError
+from eagle31_train.machine import versions
 from eagle31_train.model import vocab
 from eagle31_train.store import Store
 
@@ -104,7 +105,7 @@ def command(ours: Ours, chosen: argparse.Namespace, ratio: float, epochs: int) -
         "data-path": out / "data",
         "train-data-ratio": repr(ratio),
         "total-seq-len": chosen.batch_tokens,
-        "ttt-steps": ours.options["train"]["unroll"],
+        "ttt-steps": ours.options["train"]["ttt_length"],
         "seed": chosen.seed,
         "max-steps": chosen.steps,
         "epochs": epochs,
@@ -267,7 +268,7 @@ def main() -> None:
         "store": Store(ours.store).fingerprint,
         "like": ours.options | {"run_dir": None, "evaluate": None, "plan": None},
         **{name: getattr(chosen, name) for name in ("steps", "batch_tokens", "lr", "seed", "theirs")},
-        "versions": {name: machine.version(name) for name in ("speculators", "torch", "transformers")},
+        "versions": versions(("speculators", "torch", "transformers")),
     }
     result, inputs = chosen.out / RESULT, chosen.out / "inputs.json"
     if inputs.is_file() and json.loads(inputs.read_text()) != json.loads(json.dumps(wanted)):
@@ -302,7 +303,4 @@ def main() -> None:
 if __name__ == "__main__":
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    try:
-        main()
-    except UserError as error:
-        raise SystemExit(f"error: {error}") from None
+    run_main(main)

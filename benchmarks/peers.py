@@ -1,11 +1,10 @@
-"""Our training step beside its peers: parity first, then time and memory (`make bench-peers`).
+"""Our training step beside others: parity, then time and memory (`make bench-peers`, `make bench-mla`).
 
 Prints a table and writes OUT.json (every raw number, and what it ran on) and OUT.png. The file is written anew after
 each case; `--keep` leaves the cases of an earlier run in it, so that long lists can be measured in pieces.
 """
 
 import argparse
-import itertools
 import json
 import statistics
 from pathlib import Path
@@ -13,10 +12,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks import contenders, machine, parity, plot
-from benchmarks.race import Race
+from benchmarks import contenders, machine, parity, plot, run_main
+from benchmarks.race import race
 from benchmarks.shapes import Case
-from eagle31_train.errors import UserError
+from eagle31_train import artifacts
 
 SHARES = (1.0, 0.5, 0.35, 0.25)
 LENGTHS = {"smollm2": (512, 1024, 2048, 4096), "mid": (512, 1024, 4096), "llama8b": (512,)}
@@ -72,18 +71,8 @@ def table(results: list[dict[str, Any]]) -> str:
             ratio, size = (f"{row[key]:7.2f}" if row[key] else "       " for key in ("speed", "size"))
             lines.append(
                 f"{start}{row['seconds']:8.3f} {row['spread']:7.1%} {ratio} {row['memory'] / 2**30:7.3f} {size}"
-                + (" (apart)" if result["interleaved"] == "apart" else "")
             )
     return "\n".join(lines)
-
-
-def write(out: Path, machine_info: dict[str, Any], checked: list[dict[str, Any]] | None, results: list[Any]) -> None:
-    """OUT.json, replaced in one go."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"machine": machine_info, "parity": checked, "cases": results}, indent=1)
-    scratch = out.with_suffix(".json.partial")
-    scratch.write_text(text + "\n")
-    scratch.replace(out.with_suffix(".json"))
 
 
 def options() -> argparse.Namespace:
@@ -91,9 +80,9 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--cases", nargs="+", default=CASES, metavar="SHAPE:LENGTH:SHARE", help="default: all of them")
     parser.add_argument("--contenders", nargs="+", default=DEFAULT, choices=contenders.NAMES, metavar="NAME")
-    parser.add_argument("--repeats", type=int, default=3, help="timed steps of each, after one that warms up")
+    parser.add_argument("--repeats", type=int, default=3, help="timed steps of each, each after one that warms up")
     parser.add_argument("--limit", type=float, default=900, help="seconds that one step may take")
-    parser.add_argument("--memory", type=float, help="GiB that all workers may use; default: 90 %% of what is free")
+    parser.add_argument("--memory", type=float, help="GiB that a worker may use; default: 90 %% of what is free")
     parser.add_argument("--out", type=Path, default=Path("runs/bench/peers"), help="without .json and .png")
     parser.add_argument("--keep", action="store_true", help="keep the cases of an earlier run that this one leaves out")
     parser.add_argument("--skip-parity", action="store_true")
@@ -108,11 +97,12 @@ def main() -> None:
     """Parity, then every case; the table and files in the end."""
     chosen = options()
     cases = [Case.parse(text) for text in chosen.cases]
-    checked = None if chosen.skip_parity else parity.run()
-    here = machine.describe()
+    here, file = machine.describe(), chosen.out.with_suffix(".json")
+    peers = [name for name in parity.RULES if name in chosen.contenders and not chosen.skip_parity]
+    checked = parity.run(peers) if peers else []
     results: list[dict[str, Any]] = []
-    if chosen.keep and chosen.out.with_suffix(".json").exists():
-        earlier = json.loads(chosen.out.with_suffix(".json").read_text())
+    if chosen.keep and file.exists():
+        earlier = json.loads(file.read_text())
         checked = checked or earlier["parity"]
         results = [r for r in earlier["cases"] if r["case"] not in {str(case) for case in cases}]
 
@@ -120,21 +110,15 @@ def main() -> None:
     with tqdm(cases, unit="case", desc="cases") as progress:
         for case in progress:
             progress.set_postfix_str(str(case))
-            result = Race(case, chosen.contenders, chosen.repeats, chosen.limit, memory).run()
+            result = race(case, chosen.contenders, chosen.repeats, chosen.limit, memory)
             results.append({**result, "machine": here})
             tqdm.write(table([result]).partition("\n")[2])
-            write(chosen.out, here, checked, results)
-    order = {text: i for i, text in enumerate(itertools.chain(QUICK, CASES))}
-    results.sort(key=lambda r: order.get(r["case"], len(order)))
-    write(chosen.out, here, checked, results)
+            artifacts.write_json(file, {"machine": here, "parity": checked, "cases": results})
     plot.peers(rows(results), here, chosen.out.with_suffix(".png"))
     print(machine.summary(here))
     print(table(results))
-    print(f"written: {chosen.out}.json, {chosen.out}.png")
+    print(f"written: {chosen.out}.json and .png")
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        raise SystemExit(f"error: {error}") from None
+    run_main(main)

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import extraction, mla, peers, plot, storage, store_plot
+from benchmarks import extraction, peers, plot, run_main, storage, store_plot
 from eagle31_train import artifacts
 from eagle31_train.errors import UserError
 from eagle31_train.reporting import figures
@@ -105,22 +105,16 @@ def codecs(path: Path) -> None:
         figure.legend(loc="outside right upper")
 
 
-def beside_peers(path: Path) -> None:
-    """Our training step beside its peers'."""
-    found = read("peers")
-    plot.peers(peers.rows(found["cases"]), found["machine"], path)
+def beside(source: str, cases: str, path: Path) -> None:
+    """Our training step beside others."""
+    found = read(source)
+    plot.peers(peers.rows(found[cases]), found["machine"], path)
 
 
 def growing(path: Path) -> None:
     """Our training step as things grow."""
     found = read("growth")
     plot.growth(found["points"], found["machine"], path)
-
-
-def growing_mla(path: Path) -> None:
-    """The MLA drafter's as documents do."""
-    found = read("mla")
-    plot.lengths(found["lengths"], [mla.OURS, mla.EAGER], found["machine"], path)
 
 
 def stored(path: Path) -> None:
@@ -139,9 +133,9 @@ DRAWN: dict[str, Callable[[Path], None]] = {
     **{name: partial(study, *of) for name, of in STUDY.items()},
     "gain": gain,
     "codecs": codecs,
-    "peers": beside_peers,
+    "peers": partial(beside, "peers", "cases"),
     "growth": growing,
-    "mla": growing_mla,
+    "mla": partial(beside, "mla", "lengths"),
     "storage": stored,
     "extraction": extracted,
 }
@@ -156,7 +150,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        raise SystemExit(f"error: {error}") from None
+    run_main(main)

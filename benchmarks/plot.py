@@ -1,6 +1,5 @@
 """The training step's results as pictures, in the project's style. matplotlib is imported where it draws."""
 
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,7 +35,7 @@ def peers(cases: Mapping[str, Sequence[Row]], info: dict[str, Any], path: Path) 
     names = [row["name"] for rows in cases.values() for row in rows if row["name"] not in ("ours", "ours, frozen head")]
     names = list(dict.fromkeys(names))
     failed = [f"{case}, {row['name']}: {row['error']}" for case, rows in cases.items() for row in rows if row["error"]]
-    title = "One training step beside ours (1.0): unroll 7, fp32, without optimizer"
+    title = "A training step beside ours (1.0): TTT length 7, fp32"
     with drawn(8, 1.6 + 0.3 * len(cases), title, info, path) as figure:
         time, memory = figure.subplots(1, 2, sharey=True)
         for axes, key, what in ((time, "speed", "time of a step"), (memory, "size", "memory above model and data")):
@@ -74,30 +73,6 @@ def growth(results: list[Row], info: dict[str, Any], path: Path) -> None:
         axes[0][0].set_ylabel("seconds of a step")
         axes[1][0].set_ylabel("necessary FLOPs /\n(time × matrix rate)")
         figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside right upper")
-
-
-def lengths(results: list[Row], names: list[str], info: dict[str, Any], path: Path) -> None:
-    """Time and memory of contenders as documents grow; one that failed ends where it did."""
-    with drawn(8, 3.4, "One training step of an MLA drafter, unroll 7, fp32", info, path) as figure:
-        both = figure.subplots(1, 2)
-        for axis, what, value in zip(
-            both, ("seconds of a step", "GiB above model and data"), (_seconds, _memory), strict=True
-        ):
-            for at, name in enumerate(names):
-                rows = [(r["length"], r["contenders"][name]) for r in results if "error" not in r["contenders"][name]]
-                line = "-" + MARKERS[at]
-                axis.plot([x for x, _ in rows], [value(m) for _, m in rows], line, color=f"C{at}", label=name)
-            _scale(axis, "length", [r["length"] for r in results])
-            axis.set(ylabel=what, xlabel=LABELS["length"])
-        figure.legend(*both[0].get_legend_handles_labels(), loc="outside right upper")
-
-
-def _seconds(measured: Row) -> float:
-    return statistics.median(measured["seconds"])
-
-
-def _memory(measured: Row) -> float:
-    return (max(measured["peak"]) - statistics.median(measured["base"])) / 2**30
 
 
 def _scale(axis: Any, x: str, ticks: list[float]) -> None:

@@ -1,8 +1,6 @@
 """Time contenders side by side: each in its own process, taking turns, A B C A B C, so that drift hits all alike.
 
-Where all fit into memory at once, each is built once and warmed up by one step. Where they do not, only one is alive at
-a time: every turn builds it anew, warms it up and times one step ("apart" in the results: same order, coarser grain).
-A contender that runs out of memory or time is reported so, by name.
+Only one is alive at a time, so that all of the memory is its own. One that runs out of memory or time is reported so.
 """
 
 import json
@@ -15,7 +13,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks import contenders
 from benchmarks.shapes import Case
 
 ROOT = Path(__file__).parent.parent
@@ -45,7 +42,6 @@ class Worker:
             "OMP_WAIT_POLICY": "PASSIVE",
             "HF_HUB_OFFLINE": "1",
             "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no pool of compiling processes beside the measured one
-            **contenders.environment(name),
         }
         command = [sys.executable, "-m", "benchmarks.worker", name, str(case), str(memory)]
         self.process = subprocess.Popen(
@@ -67,16 +63,12 @@ class Worker:
         """One training step (worker.step).
 
         Raises:
-            ContenderError: it could not, and is gone.
+            ContenderError: it could not.
         """
         assert self.process.stdin
         self.process.stdin.write("step\n")
         self.process.stdin.flush()
-        try:
-            return self._answer(self.limit)
-        except ContenderError:
-            self.stop()
-            raise
+        return self._answer(self.limit)
 
     def stop(self) -> None:
         """End the process and wait for it."""
@@ -109,102 +101,52 @@ def available() -> int:
     raise LookupError("MemAvailable")
 
 
-class Race:
-    """One case, all contenders.
+def race(case: Case, names: list[str], repeats: int, limit: float, memory: int | None = None) -> dict[str, Any]:
+    """One case, all contenders: each turn builds one anew, warms it up by a step and times the next.
 
     Args:
         case: what they step on.
         names: the contenders, in the order in which they take turns.
-        repeats: timed steps each.
+        repeats: turns of each.
         limit: seconds for one step.
-        memory: bytes that all workers together may use; by default RESERVE of what is available.
+        memory: bytes that a worker may use; by default RESERVE of what is available.
+
+    Returns:
+        The case and, by contender, lists over its turns (`_empty`), or error.
     """
-
-    def __init__(self, case: Case, names: list[str], repeats: int, limit: float, memory: int | None = None) -> None:
-        self.case, self.names, self.repeats, self.limit = case, names, repeats, limit
-        self.memory = memory or int(RESERVE * available())
-        self.results: dict[str, dict[str, Any]] = {}
-        self.workers: dict[str, Worker] = {}
-
-    def run(self) -> dict[str, Any]:
-        """The case's result: contenders with lists (`_empty`), or error."""
-        started = time.time()
-        try:
-            together = self._together()
-            if not together:
-                self._stop()
-                self._apart()
-        finally:
-            self._stop()
-        return {
-            "case": str(self.case),
-            "shape": self.case.shape,
-            "length": self.case.length,
-            "share": self.case.share,
-            "unroll": self.case.unroll,
-            "interleaved": "together" if together else "apart",
-            "memory_limit": self.memory,
-            "seconds": time.time() - started,
-            "contenders": self.results,
-        }
-
-    def _together(self) -> bool:
-        """Warm all up and let them take turns. False: they need each other's memory."""
-        idle, need = 0, 0
-        self.results = {name: _empty() for name in self.names}
-        for name in self.names:
-            try:
-                warm = self._start(name, self.memory - idle)
-            except ContenderError as error:
-                if idle and "memory" in str(error):
-                    return False
-                self.results[name] = {"error": str(error)}
+    started, memory = time.time(), memory or int(RESERVE * available())
+    results = {name: _empty() for name in names}
+    for _ in range(repeats):
+        for name in names:
+            if "error" in results[name]:
                 continue
-            idle += warm["idle"]
-            need = max(need, warm["peak"] - warm["idle"])
-            if idle + need > self.memory:
-                return False
-        for _ in range(self.repeats):
-            for name in self.names:
-                self._timed(name)
-        return True
+            try:
+                turn = _turn(name, case, memory, limit)
+            except ContenderError as error:
+                results[name] = {"error": str(error)}
+                continue
+            for field, value in turn.items():
+                results[name][field].append(value)
+    return {
+        "case": str(case),
+        "shape": case.shape,
+        "length": case.length,
+        "share": case.share,
+        "unroll": case.unroll,
+        "memory_limit": memory,
+        "seconds": time.time() - started,
+        "contenders": results,
+    }
 
-    def _apart(self) -> None:
-        self.results = {name: _empty() for name in self.names}
-        for _ in range(self.repeats):
-            for name in self.names:
-                if "error" not in self.results[name]:
-                    try:
-                        self._start(name, self.memory)
-                    except ContenderError as error:
-                        self.results[name] = {"error": str(error)}
-                        continue
-                    self._timed(name)
-                    self._stop()
 
-    def _start(self, name: str, memory: int) -> dict[str, Any]:
-        worker = Worker(name, self.case, memory, self.limit)
-        warm = worker.step()
-        self.workers[name] = worker
-        self.results[name]["warmup_seconds"].append(warm["seconds"])
-        self.results[name]["base"].append(worker.base)
-        return warm
-
-    def _timed(self, name: str) -> None:
-        if name not in self.workers:
-            return
-        try:
-            done = self.workers[name].step()
-        except ContenderError as error:
-            del self.workers[name]
-            self.results[name] = {"error": str(error)}
-            return
-        for field in ("seconds", "cpu_seconds", "peak", "loss"):
-            self.results[name][field].append(done[field])
-
-    def _stop(self) -> None:
-        while self.workers:
-            self.workers.popitem()[1].stop()
+def _turn(name: str, case: Case, memory: int, limit: float) -> dict[str, Any]:
+    worker = Worker(name, case, memory, limit)
+    try:
+        warm, done = worker.step(), worker.step()
+    finally:
+        worker.stop()
+    measured = {field: done[field] for field in ("seconds", "cpu_seconds", "peak", "loss")}
+    return {**measured, "warmup_seconds": warm["seconds"], "base": worker.base}
 
 
 def _empty() -> dict[str, Any]:

@@ -15,7 +15,7 @@ import os
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -25,12 +25,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks import machine, store_plot, turns
+from benchmarks import machine, run_main, store_plot, turns
 from benchmarks.formats import VOCAB, Format, Ours, Safetensors, State, TorchSave, usage
 from benchmarks.shapes import turns as answers
 from eagle31_train import artifacts
 from eagle31_train.errors import UserError
-from eagle31_train.store import sealed, shard, writer
+from eagle31_train.store import shard, writer
 from eagle31_train.store.codec import Encoded, encode
 from eagle31_train.store.document import Document
 
@@ -172,15 +172,6 @@ def joined(states: Sequence[State]) -> Tensor:
     return torch.cat([state for state in states if isinstance(state, Tensor)])
 
 
-def hash_rates(file: Path, rounds: int) -> dict[str, float]:
-    """Bytes per second of the store's checksum, and of SHA-256, over one of its files."""
-    functions: dict[str, Callable[[Path], str]] = {"xxh3": sealed.checksum, "sha256": artifacts.file_sha256}
-    found = turns.in_turns(
-        {n: partial(turns.seconds_of, partial(f, file)) for n, f in functions.items()}, rounds, "hashes"
-    )
-    return {name: file.stat().st_size / statistics.median(seconds) for name, seconds in found.items()}
-
-
 def measure(case: Case, chosen: argparse.Namespace) -> dict[str, Any]:
     """Everything of one case."""
     row = 2 * case.hidden * (AUX + 1)
@@ -213,13 +204,11 @@ def measure(case: Case, chosen: argparse.Namespace) -> dict[str, Any]:
             chosen.repeats,
             f"{case} read",
         )
-        hashes = hash_rates(next((folders["ours, bf16"] / "shards").glob("*.safetensors")), chosen.repeats)
         used = {name: usage(folder) for name, folder in folders.items()}
     finally:
         shutil.rmtree(chosen.folder, ignore_errors=True)
     return {
         "case": str(case), **asdict(case), "samples": len(lengths), "tokens": tokens, "batches": len(batches),
-        "hash_bytes_per_second": hashes,
         "memcpy": {
             name.removeprefix("memcpy, "): sum(sizes["ours, bf16"]) / statistics.median(r["first"] for r in read[name])
             for name in ("memcpy, fresh", "memcpy, warm")
@@ -288,8 +277,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
                 cells += [f"{share[turn]:.0%}" for turn in ("first, fresh", "again, fresh", "again, warm")]
                 cells += [f"{row['open']:.3f}", f"{row['decode']:,.0f}" if row["decode"] else ""]
             rows.append(cells + [""] * (len(head) - len(cells)))
-        rates = {**result["memcpy"], **result["hash_bytes_per_second"]}
-        named = ", ".join(f"{name} {rate / 1e9:.1f}" for name, rate in rates.items())
+        named = ", ".join(f"{name} {rate / 1e9:.1f}" for name, rate in result["memcpy"].items())
         shares = [
             f"{row['name']}: " + ", ".join(f"{part} {share:.0%}" for part, share in row["write_parts"].items())
             for row in numbers(result)
@@ -297,7 +285,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         ]
         parts.append(
             f"H = {result['hidden']}, {result['share']:.0%} of {result['tokens']:,} tokens the assistant's; "
-            f"GB/s of memcpy and checksums: {named}\n\n{turns.markdown(head, rows)}\n\n"
+            f"GB/s of memcpy: {named}\n\n{turns.markdown(head, rows)}\n\n"
             "of writing: " + "; ".join(shares)
         )
     return "\n\n".join(parts)
@@ -329,18 +317,18 @@ def main() -> None:
     if chosen.folder.exists() and any(chosen.folder.iterdir()):
         raise UserError(f"--folder {chosen.folder} is not empty: name a new folder, which is removed in the end")
     cases = [Case.parse(text) for text in chosen.cases]
-    head = turns.here("safetensors", "xxhash")
+    here = machine.describe()
     results: list[dict[str, Any]] = []
     for case in cases:
         results.append(measure(case, chosen))
-        turns.write(chosen.out, {**head, "batch_tokens": BATCH, "cases": results})
-    print(machine.summary(head["machine"]))
+        artifacts.write_json(
+            chosen.out.with_suffix(".json"), {"machine": here, "batch_tokens": BATCH, "cases": results}
+        )
+    store_plot.storage_rates(named(results), here, chosen.out.with_suffix(".png"))
+    print(machine.summary(here))
     print(table(results))
-    print(turns.picture(chosen.out, lambda file: store_plot.storage_rates(named(results), head["machine"], file)))
+    print(f"written: {chosen.out}.json and .png")
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        raise SystemExit(f"error: {error}") from None
+    run_main(main)

@@ -1,20 +1,14 @@
-"""What the benchmarks of the store share: contenders in turns, clocks on functions, results as files."""
+"""What the benchmarks of the store share: contenders in turns, clocks on functions, tables."""
 
-import importlib.util
-import json
 import statistics
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
 
 from tqdm import tqdm
-
-from benchmarks import machine
 
 Measured = TypeVar("Measured")
 
@@ -77,41 +71,9 @@ def seconds_of(call: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def median(values: Sequence[float]) -> float | None:
-    """The median; None of nothing."""
-    return statistics.median(values) if values else None
-
-
 def medians(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
     """The median of each entry over rounds that all have the same ones."""
     return {name: statistics.median(one[name] for one in rounds) for name in rounds[0]} if rounds else {}
-
-
-def here(*packages: str) -> dict[str, Any]:
-    """The machine and the command, for the head of the results; with versions of further packages."""
-    info = machine.describe()
-    info["versions"] |= {name: machine.version(name) for name in packages}
-    module = getattr(sys.modules["__main__"], "__spec__", None)
-    words = ["python", "-m", module.name, *sys.argv[1:]] if module else ["python", *sys.argv]
-    return {"machine": info, "command": " ".join(words)}
-
-
-def write(out: Path, results: dict[str, Any]) -> None:
-    """`out`.json; written whole, since long runs write it after every part."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    file = out.with_name(out.name + ".json")
-    scratch = file.with_name(f".{file.name}.tmp")
-    scratch.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    scratch.replace(file)
-
-
-def picture(out: Path, draw: Callable[[Path], None]) -> str:
-    """Draw `out`.png where matplotlib is there; says what was written, with the JSON."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return f"written: {out}.json (no picture: matplotlib is not installed)"
-    file = out.with_name(out.name + ".png")
-    draw(file)
-    return f"written: {out}.json, {file}"
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

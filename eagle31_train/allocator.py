@@ -12,7 +12,7 @@ KEPT = 2**30  # bytes: blocks up to so many are kept, and so much free memory at
 
 
 def keep_freed_memory() -> None:
-    """Let this process reuse the memory that it frees. Does nothing where the C library has no mallopt (musl, macOS)."""
+    """Let this process reuse the memory that it frees; without mallopt (musl, macOS) nothing changes."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         for parameter, size in ((M_MMAP_THRESHOLD, KEPT), (M_TRIM_THRESHOLD, KEPT), (M_TOP_PAD, 2**26)):

@@ -10,7 +10,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,17 @@ from eagle31_train.errors import UserError
 
 MANIFEST = "manifest.json"
 LARGE, SAMPLES, BLOCK = 1 << 30, 256, 1 << 18  # see `weights_fingerprint`
+
+
+@contextmanager
+def explained(doing: str, remedy: str) -> Iterator[None]:
+    """Around the use of this machine's disk: its errors as UserError, but for that of a file which is absent."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise UserError(f"cannot {doing} ({error.strerror or error}): {remedy}") from None
 
 
 def fingerprint(value: Any) -> str:

@@ -5,7 +5,6 @@ value when the command line is read, so that every record, and what is compared 
 the records of what is there already: a store that one machine has made is trained, and a training goes on, on another.
 """
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ def resolve(config: Config) -> dict[str, str]:
             target.dtype = "bfloat16" if native else "float32"
             chosen["target.dtype"] = f"auto: target.dtype={target.dtype} ({why})"
     if t.precision == AUTO:
-        record = _json(Path(config.run_dir) / "train" / "inputs.json")
+        record = _read(Path(config.run_dir) / "train" / "inputs.json")
         t.precision = _at(record, "inputs", "train", "precision")
         if t.precision == AUTO:
             native, why = native_bf16(on_cpu=_true("ACCELERATE_USE_CPU"))
@@ -59,10 +58,10 @@ def native_bf16(on_cpu: bool) -> tuple[bool, str]:
 def _recorded_dtype(config: Config) -> str:
     """In which the target ran for this run's store, training, answers or prompts, the first that there is."""
     run = Path(config.run_dir)
-    records = [] if "://" in config.store_location else [_json(Path(config.store_location) / "provenance.json")]
+    records = [] if "://" in config.store_location else [_read(Path(config.store_location) / "provenance.json")]
     dtypes = [_at(record, "inputs", "target", "dtype") for record in records]
-    dtypes.append(_at(_yaml(run / "train" / "config.yaml"), "target", "dtype"))
-    dtypes += [_at(_json(run / f"{name}.manifest.json"), "inputs", "dtype") for name in ("conversations", "prompts")]
+    dtypes.append(_at(_read(run / "train" / "config.yaml"), "target", "dtype"))
+    dtypes += [_at(_read(run / f"{name}.manifest.json"), "inputs", "dtype") for name in ("conversations", "prompts")]
     return next((dtype for dtype in dtypes if dtype != AUTO), AUTO)
 
 
@@ -72,15 +71,8 @@ def _at(value: Any, *keys: str) -> str:
     return value if isinstance(value, str) else AUTO
 
 
-def _json(file: Path) -> Any:
-    """What a record says; nothing where it is missing or damaged, which the stage that it belongs to tells."""
-    try:
-        return json.loads(file.read_bytes())
-    except (OSError, ValueError):
-        return None
-
-
-def _yaml(file: Path) -> Any:
+def _read(file: Path) -> Any:
+    """What a record, JSON or YAML, says; nothing where it is missing or damaged, which its stage tells."""
     try:
         return yaml.safe_load(file.read_bytes())
     except (OSError, yaml.YAMLError):

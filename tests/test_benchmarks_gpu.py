@@ -5,34 +5,15 @@ import json
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_report, gpu_worker
-
-
-class Here:
-    """Stands where the worker process stands, without one."""
-
-    def do(self, task, *words):
-        return gpu_worker.guarded(task, *words)
-
-    def close(self):
-        pass
-
+from benchmarks import gpu, gpu_report
 
 SMALL = ["--device", "cpu", "--quick", "--repeats", "2", "--first", "32", "--ceiling", "64", "--out"]
 
 
-@pytest.fixture(scope="module")
-def dry_run(tmp_path_factory):
-    """A small dry run in this process: its results, and what it wrote."""
-    out = tmp_path_factory.mktemp("bench") / "gpu"
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(gpu, "Worker", Here)
-        results = gpu.run(gpu.options([*SMALL, str(out), "--cases", "tiny:2x32:0.5"]))
-    return results, json.loads(out.with_name("gpu.json").read_text())
-
-
-def test_a_dry_run_measures_steps_kernels_and_lengths(dry_run):
-    results, written = dry_run
+def test_a_dry_run_measures_steps_kernels_and_lengths(tmp_path):
+    out = tmp_path / "gpu"
+    results = gpu.run(gpu.options([*SMALL, str(out), "--cases", "tiny:2x32:0.5"]))
+    written = json.loads(out.with_name("gpu.json").read_text())
     plain, recomputed = results["steps"]
     assert plain["case"] == "tiny:2x32:0.5"
     assert (plain["tokens"], plain["assistant_tokens"]) == (64, 32)

@@ -7,27 +7,9 @@ from pathlib import Path
 from eagle31_train import artifacts, locks
 from eagle31_train.checkpoint import run_folder
 from eagle31_train.checkpoint.run_folder import CHECKPOINTS, RECORD
-from eagle31_train.config import Config
-from eagle31_train.errors import UserError
 from eagle31_train.provenance import Provenance
 
 LOCK = ".training"  # beside train/, which may be replaced as a whole
-
-
-def check_made(config: Config) -> None:
-    """Refuse a run without data or without a store, with the command that makes them.
-
-    A store that is elsewhere, or that training is to follow, speaks for itself.
-
-    Raises:
-        UserError: one of them is not there.
-    """
-    made = {config.data_folder: "python -m data_prep"}
-    if "://" not in config.store_location and not config.store.follow:
-        made[Path(config.store_location)] = "python -m eagle31_train.extract"
-    for folder, command in made.items():
-        if not folder.is_dir():
-            raise UserError(f"{folder} is missing: run `{command}` first, with the same options")
 
 
 def alone(run: Path) -> AbstractContextManager[None]:

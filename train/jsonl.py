@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from eagle31_train import artifacts
-from eagle31_train.errors import UserError
 
 Row = dict[str, Any]
 
@@ -18,14 +17,13 @@ class Rows:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def cut(self, step: int, seen: Callable[[Row], None] | None = None, damaged: Callable[[str], None] = print) -> int:
+    def cut(self, step: int, damaged: Callable[[str], None] = print) -> int:
         """Take away rows past `step` and a torn last line, which a kill after the checkpoint left.
 
         Rows lie in the order of their steps, so the file is only shortened: that needs no room, and a
         kill meanwhile does no harm.
 
         Args:
-            seen: is given every row that stays.
             damaged: is told of every whole line that is no row; it stays too.
 
         Returns:
@@ -45,8 +43,6 @@ class Rows:
                     bad.append(number)
                 else:
                     last = row["step"]
-                    if seen is not None:
-                        seen(row)
             file.truncate(size)
         for number in bad:
             damaged(f"{self.path}:{number} is damaged, and its row is lost: remove the line")
@@ -58,14 +54,9 @@ class Rows:
         Raises:
             UserError: the disk is full; half a row that it took is cut off when the run goes on.
         """
-        try:
-            with self.path.open("a") as file:
-                file.write(json.dumps(plain(row), allow_nan=False) + "\n")
-        except OSError as error:
-            raise UserError(
-                f"{self.path} cannot be written ({error.strerror or error}): make room and run the same command, which "
-                "goes on from the last checkpoint"
-            ) from None
+        remedy = "make room and run the same command, which goes on from the last checkpoint"
+        with artifacts.explained(f"write {self.path}", remedy), self.path.open("a") as file:
+            file.write(json.dumps(plain(row), allow_nan=False) + "\n")
 
     def close(self) -> None:
         """Force the file to the disk."""

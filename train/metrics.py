@@ -1,8 +1,6 @@
 """What a run reports: metrics per depth, files of JSON rows, the trackers, the progress line."""
 
-import statistics
 import time
-from collections import deque
 from math import isfinite
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -60,44 +58,6 @@ def fetch(*values: Tensor) -> list[Tensor]:
     return [part.view(value.shape) for part, value in zip(parts, values, strict=True)]
 
 
-class Spikes:
-    """Tells a loss that is far above those of the steps before it.
-
-    Far is measured robustly, so that one spike does not hide the next: `FAR` times the spread around
-    the median of the last `WINDOW` losses (the median distance from it, scaled to a normal
-    distribution's sigma), and at least `LEAST` of the median, where the losses hardly differ.
-    """
-
-    WINDOW, ENOUGH, FAR, LEAST = 50, 10, 6.0, 0.1
-    SIGMA = 1.4826
-
-    def __init__(self) -> None:
-        self.losses: deque[float] = deque(maxlen=self.WINDOW)
-        self.rising = False  # whether the step before was a spike
-
-    def level(self) -> float:
-        """The loss that is usual now."""
-        return statistics.median(self.losses)
-
-    def is_spike(self, loss: float) -> bool:
-        """Whether a loss is far above; never, before there are `ENOUGH` to compare it with."""
-        if len(self.losses) < self.ENOUGH:
-            return False
-        level = self.level()
-        spread = statistics.median(abs(other - level) for other in self.losses)
-        return loss - level > max(self.FAR * self.SIGMA * spread, self.LEAST * abs(level))
-
-    def add(self, loss: float, spike: bool) -> None:
-        """Remember the loss of a step, a spike's too: a level that stays is soon the usual one."""
-        self.losses.append(loss)
-        self.rising = spike
-
-    def recall(self, row: dict[str, Any]) -> None:
-        """`add` a row of an earlier launch: without its losses the rows to come would not be the same."""
-        if _is_number(loss := row.get("loss")):
-            self.add(loss, "spike" in row)
-
-
 class Reporter:
     """Writes metrics on the main process; other ranks' calls do nothing.
 
@@ -123,23 +83,19 @@ class Reporter:
         self.began = time.perf_counter()
         self.tokens = 0
         self.metrics, self.timings = (Rows(folder / name) for name in (METRICS, TIMINGS))
-        self.spikes = Spikes()
         if accelerator.is_main_process:
-            last = self.metrics.cut(step, self.spikes.recall, self.note)
+            last = self.metrics.cut(step, self.note)
             if last < step:  # a full disk or a power cut took them, or somebody removed the file
                 self.note(f"{self.metrics.path} lacks the rows of steps {last + 1:,} to {step:,}")
-            self.timings.cut(step, damaged=self.note)
+            self.timings.cut(step, self.note)
 
     def log(self, step: int, values: dict[str, Any]) -> None:
         """Append one row to metrics.jsonl and send its numbers to the trackers.
 
-        A row with a `loss` far above those before it is given `"spike": true`. Names that begin with
-        `heldout_` are shown as `heldout/…`, others as `train/…`, lists as one curve per depth.
+        Names that begin with `heldout_` are shown as `heldout/…`, others as `train/…`, lists as one curve per depth.
         """
         if not self.accelerator.is_main_process:
             return
-        if _is_number(loss := values.get("loss")):
-            values = self._watched(step, loss, values)
         self.metrics.append({"step": step, **values})
         self.accelerator.log(scalars("train", values), step=step)
 
@@ -176,13 +132,6 @@ class Reporter:
         if self.accelerator.is_main_process:
             self.metrics.close()
             self.timings.close()
-
-    def _watched(self, step: int, loss: float, values: dict[str, Any]) -> dict[str, Any]:
-        spike = self.spikes.is_spike(loss)
-        if spike and not self.spikes.rising:
-            self.note(f"step {step}: the loss jumped to {loss:.3f}, from about {self.spikes.level():.3f}")
-        self.spikes.add(loss, spike)
-        return {**values, "spike": True} if spike else values
 
 
 def scalars(room: str, values: dict[str, Any]) -> dict[str, float]:

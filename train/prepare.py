@@ -23,7 +23,7 @@ from eagle31_train.targets.derive import complete
 from train import checkpoint, initial_weights, launch, order, tracking, windows
 from train.build import build_objective, check_pairs, check_samples, check_store, shape_of
 from train.checkpoint import Saver
-from train.claim import alone, begun, check_made, claim
+from train.claim import alone, begun, claim
 from train.deadline import Deadline, parse_limit
 from train.metrics import Reporter
 from train.parallel import Parallel, parallelise
@@ -43,7 +43,6 @@ def prepare(config: Config, resources: ExitStack) -> Trainer | None:
     Raises:
         UserError: an option, an input or the launch is not as it must be; says which.
     """
-    check_made(config)
     config = _completed(config)
     t = config.train
     deadline = resources.enter_context(Deadline(parse_limit(t.time_limit)))

@@ -10,13 +10,11 @@ that it was sent before, and those are the same again. Offline, every launch lea
 events do not count; its fast loader drops them curve by curve, when the first of the new ones comes.
 """
 
-import importlib.metadata
 import importlib.util
 import json
 import os
 import platform
 import re
-import subprocess
 import sys
 import uuid
 from collections.abc import Mapping
@@ -28,7 +26,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker, TensorBoardTracker
 
-from eagle31_train import artifacts, cli, locations
+from eagle31_train import artifacts, cli, locations, machine
 from eagle31_train.checkpoint.run_folder import CONFIG
 from eagle31_train.config import Config
 from eagle31_train.errors import UserError
@@ -36,7 +34,6 @@ from train.jsonl import plain
 
 LAUNCHES, TRACKERS = "launches.jsonl", "trackers.json"
 PACKAGES = ("eagle31", "torch", "accelerate", "deepspeed", "transformers", "datasets", "numpy", "wandb")
-GIT_SECONDS = 10.0  # a checkout on a slow network disk is not waited for
 
 
 # ---------------------------------------------------------------- trackers
@@ -138,8 +135,8 @@ def record_launch(folder: Path, config: Config, facts: Mapping[str, Any]) -> Non
     launch = {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "argv": sys.argv,
-        "git": checkout(locations.ROOT),
-        "versions": versions(),
+        "git": machine.checkout(locations.ROOT),
+        "versions": {"python": platform.python_version(), **machine.versions(PACKAGES)},
         "host": host(),
         "facts": dict(facts),
     }
@@ -148,55 +145,16 @@ def record_launch(folder: Path, config: Config, facts: Mapping[str, Any]) -> Non
     artifacts.write_text(path, before + json.dumps(plain(launch), ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def versions() -> dict[str, str | None]:
-    """Of Python and of what training rests on; None for a package that is not installed."""
-    result: dict[str, str | None] = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            result[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            result[name] = None
-    return result
-
-
-def checkout(root: Path) -> dict[str, Any] | None:
-    """The commit of the checkout at `root` and whether tracked files differ from it.
-
-    Returns:
-        {"commit": 40 hex digits, "changed": bool}; None if `root` is no checkout's top, for instance
-        an installed package inside another project's checkout, or where git does not answer.
-    """
-    try:
-        if Path(_git(root, "rev-parse", "--show-toplevel")).resolve() != root.resolve():
-            return None
-        changed = _git(root, "status", "--porcelain", "--untracked-files=no")
-        return {"commit": _git(root, "rev-parse", "HEAD"), "changed": bool(changed)}
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def _git(root: Path, *words: str) -> str:
-    command = ["git", "--no-optional-locks", "-C", str(root), *words]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=GIT_SECONDS).stdout.strip()
-
-
 def host() -> dict[str, Any]:
     """The main process's machine."""
     cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return {
         "name": platform.node(),
         "system": platform.platform(),
-        "cpu": _processor(),
+        "cpu": machine.processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         "devices": [torch.cuda.get_device_name(index) for index in range(cuda)],
         "cuda": torch.version.cuda,
     }
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
-    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(models, platform.processor() or platform.machine())

@@ -113,9 +113,10 @@ class Usage:
         if remove and bounded(self._store):
             consume(self._store.storage, shards, self._fingerprint, finished=step == len(self._schedule))
 
-    def needed_after(self, step: int) -> list[str]:
-        """The shards that later steps read, in the order of first use."""
-        return list(dict.fromkeys(self._split.shard_of(i).name for batch in self._schedule[step:] for i in batch))
+    def needed_after(self, step: int) -> dict[str, int]:
+        """The shards that later steps read, in the order of first use, with the bytes that they take at most."""
+        shards = (self._split.shard_of(i) for batch in self._schedule[step:] for i in batch)
+        return {shard.name: shard.bytes for shard in shards}
 
     def used_up(self, step: int) -> list[PlannedShard]:
         """The shards that no later step reads, in order."""

@@ -8,10 +8,8 @@ from importlib import import_module
 from typing import Any, Protocol
 
 from torch import Tensor
-from torch.nn import functional
 
 from benchmarks.shapes import Material
-from eagle31_train.model.linear import linear
 
 
 class Contender(Protocol):
@@ -30,44 +28,24 @@ class Contender(Protocol):
         ...
 
 
-# name: module, class, options, environment of its process
-_CONTENDERS: dict[str, tuple[str, str, dict[str, Any], dict[str, str]]] = {
-    "ours": ("ours", "Ours", {}, {}),
-    "ours, frozen head": ("ours", "Ours", {"train_lm_head": False}, {}),
-    "ours, compiled": ("ours", "Ours", {"compiled": True}, {}),
-    "ours, compiled, frozen head": ("ours", "Ours", {"compiled": True, "train_lm_head": False}, {}),
-    "ours, torch's products": ("ours", "Ours", {"onednn": False}, {}),
-    "ours, torch's products, frozen head": ("ours", "Ours", {"onednn": False, "train_lm_head": False}, {}),
-    "ours, eager attention": ("ours", "Ours", {"eager": True}, {}),
-    "speculators": ("speculators", "Speculators", {}, {}),
-    "speculators, eager": ("speculators", "Speculators", {"attention": "eager"}, {}),
-    "speculators, oneDNN": ("speculators", "Speculators", {"onednn": True}, {}),
-    "specforge": ("specforge", "SpecForge", {}, {}),
-    "specforge, uncompiled": ("specforge", "SpecForge", {}, {"TORCHDYNAMO_DISABLE": "1"}),
-    "specforge, oneDNN": ("specforge", "SpecForge", {"onednn": True}, {}),
+# name: module, class, options
+_CONTENDERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "ours": ("ours", "Ours", {}),
+    "ours, frozen head": ("ours", "Ours", {"train_lm_head": False}),
+    "ours, torch's products": ("ours", "Ours", {"onednn": False}),
+    "ours, torch's products, frozen head": ("ours", "Ours", {"onednn": False, "train_lm_head": False}),
+    "ours, eager attention": ("ours", "Ours", {"eager": True}),
+    "speculators": ("speculators", "Speculators", {}),
+    "specforge": ("specforge", "SpecForge", {}),
 }
 NAMES = list(_CONTENDERS)
 
 
-def environment(name: str) -> dict[str, str]:
-    """What a contender's process needs in its environment."""
-    return _CONTENDERS[name][3]
-
-
-def build(name: str, material: Material, unroll: int, **options: Any) -> Contender:
+def build(name: str, material: Material, unroll: int) -> Contender:
     """Import a trainer and build its model and data."""
-    module, kind, defaults, _ = _CONTENDERS[name]
-    chosen = {**defaults, **options}
-    if module != "ours" and chosen.pop("onednn", False):
-        functional.linear = _without_bias
+    module, kind, options = _CONTENDERS[name]
     maker: Callable[..., Contender] = getattr(import_module(f"benchmarks.contenders.{module}"), kind)
-    return maker(material, unroll, **chosen)
-
-
-def _without_bias(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Stands where functional.linear stands."""
-    assert bias is None
-    return linear(x, weight)
+    return maker(material, unroll, **options)
 
 
 def drop_gradients(contender: Contender) -> None:

@@ -21,7 +21,6 @@ class Ours:
         train_lm_head: speculators freezes its head, SpecForge trains it.
         onednn: False leaves fp32 products to the library that torch chooses (for the whole process).
         eager: attention with all scores at once (for the whole process), see eager.py.
-        compiled: torch.compile what lies between the products (the option train.compile).
         kind: "kl" or "ce".
         weights: [K] weight of each step's summed loss; by default GAMMA^k over the step's pairs.
         low: dtype of what is frozen, embedding and teacher: bf16 where a trainer would train in bf16.
@@ -32,7 +31,6 @@ class Ours:
         material: Material,
         unroll: int,
         train_lm_head: bool = True,
-        compiled: bool = False,
         onednn: bool = True,
         eager: bool = False,
         kind: str = "kl",
@@ -48,8 +46,6 @@ class Ours:
         drafter.lm_head.weight.requires_grad_(train_lm_head)
         teacher = Teacher(material.norm, material.shape.rms_norm_eps, material.head_rows.to(low), material.target_ids)
         self.objective = Objective(drafter, teacher, kind)
-        if compiled:
-            self.objective.compile_kernels()
         self.batch = build_batch([material.document], unroll, material.kept, "mask")
         if weights is None:
             weights = torch.tensor([GAMMA**k / max(n, 1) for k, n in enumerate(self.batch.trained.tolist())])

@@ -34,7 +34,7 @@ class SpecForge:
     feeds back is the one before the norm in any case.
     """
 
-    def __init__(self, material: Material, unroll: int, attention: str = "sdpa") -> None:
+    def __init__(self, material: Material, unroll: int) -> None:
         shape, document = material.shape, material.document
         eagle3.LogSoftmaxLoss = _TorchLoss
         config = llama_config(
@@ -44,7 +44,7 @@ class SpecForge:
             fc_norm=shape.fc_norm,
             norm_output=True,
         )
-        draft = LlamaForCausalLMEagle3(config, attention_backend=attention)
+        draft = LlamaForCausalLMEagle3(config, attention_backend="sdpa")
         target_ids = material.target_ids
         draft.load_state_dict(
             {
@@ -56,7 +56,7 @@ class SpecForge:
             assign=True,
         )
         draft.freeze_embedding()
-        self.model = eagle3.OnlineEagle3Model(draft, length=unroll, attention_backend=attention)
+        self.model = eagle3.OnlineEagle3Model(draft, length=unroll, attention_backend="sdpa")
         self.unroll = unroll
 
         taught = material.teacher_logits()

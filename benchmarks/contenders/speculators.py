@@ -19,10 +19,10 @@ from benchmarks.shapes import GAMMA, Material
 class Speculators:
     """One document in fp32, KL from its pure-torch losses (the fused ones are Triton kernels)."""
 
-    def __init__(self, material: Material, unroll: int, attention: str = "sdpa") -> None:
+    def __init__(self, material: Material, unroll: int) -> None:
         shape, document = material.shape, material.document
         layer = llama_config(shape)
-        layer._attn_implementation = attention
+        layer._attn_implementation = "sdpa"
         config = Eagle3SpeculatorConfig(
             transformer_layer_config=layer,
             draft_vocab_size=shape.draft_vocab_size,

@@ -7,7 +7,6 @@ first K tokens are those of a server that drafts K.
 
 import json
 import os
-import platform
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 
 from eagle31_train import artifacts
 from eagle31_train.errors import UserError
+from eagle31_train.machine import processor
 
 
 @dataclass(frozen=True)
@@ -137,9 +137,5 @@ def machine(device: torch.device, threads: bool = True) -> str:
     """The name of a device; of a CPU with how many threads this process uses, or else how many cores it has."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     count, unit = (torch.get_num_threads(), "thread") if threads else (os.cpu_count() or 1, "core")
-    name = names[0] if names else platform.processor() or platform.machine()
-    return f"{name}, {count} {unit}{'s' if count > 1 else ''}"
+    return f"{processor()}, {count} {unit}{'s' if count > 1 else ''}"

@@ -1,7 +1,7 @@
 """How much arithmetic there is in data: counted from loss masks and a drafter's shape, without a tensor.
 
 FLOPs are those of the matrix products that the recurrence cannot do without; norms, RoPE, softmax and element-wise
-work are not counted. `benchmarks/flops.py` counts the same in another way, and a test compares the two.
+work are not counted.
 
 Letters: A auxiliary layers, D and H hidden sizes of drafter and target, I MLP width, Vd draft vocabulary; K steps.
 """

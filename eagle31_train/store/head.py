@@ -1,6 +1,7 @@
 """A store without its states: what its small files say, complete or begun, and what is wrong with them."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -72,8 +73,8 @@ def read_head(storage: Storage) -> tuple[Head, list[Problem]]:
     except UserError as error:
         problems.append(Problem(str(error)))
     if head.plan is not None and provenance is not None and storage.size(SHARDS) is not None:
-        head.lines, damages = merged_lines(storage, head.plan, provenance["fingerprint"])
-        problems += map(Problem, damages)
+        head.lines, damaged = merged_lines(storage, head.plan, provenance["fingerprint"])
+        problems += damaged
     return head, problems
 
 
@@ -105,7 +106,7 @@ def read_lines(storage: Storage, shards: Sequence[PlannedShard], store: str) -> 
     return lines, problems
 
 
-def merged_lines(storage: Storage, plan: Plan, store: str) -> tuple[dict[str, Line], list[str]]:
+def merged_lines(storage: Storage, plan: Plan, store: str) -> tuple[dict[str, Line], list[Problem]]:
     """The lines in shards.jsonl, by shard, and what is wrong with them; FileNotFoundError before it is written."""
     where = f"{storage.location}/{SHARDS}"
     samples = {shard.name: f"{shard.name} ({shard.samples()})" for shard in plan.shards}
@@ -123,22 +124,19 @@ def merged_lines(storage: Storage, plan: Plan, store: str) -> tuple[dict[str, Li
             problems.append(f"{where} names {samples.get(name, name)} in the place of {samples.get(wanted, 'nothing')}")
             break
     problems += [f"{where} has no line for {text}" for name, text in samples.items() if name not in lines]
-    return {name: line for name, line in lines.items() if name in samples}, problems
+    return {name: line for name, line in lines.items() if name in samples}, list(map(Problem, problems))
 
 
-def read_merged(storage: Storage, plan: Plan, store: str) -> dict[str, Line]:
-    """All lines of a finished store, by shard; empty if they are not merged yet.
-
-    Raises:
-        UserError: a line is damaged, stands twice, or is missing.
-    """
-    try:
-        lines, problems = merged_lines(storage, plan, store)
-    except FileNotFoundError:
-        return {}
-    if problems:
-        raise UserError(f"{problems[0]}: {REMAKE}")
-    return lines
+def committed_lines(
+    storage: Storage, plan: Plan, shards: Sequence[PlannedShard], store: str
+) -> tuple[dict[str, Line], list[Problem]]:
+    """The lines of these shards that are there, in files of their own or merged (then of all), and what is damaged."""
+    lines, problems = read_lines(storage, shards, store)
+    # Merged ones last: the first process may be merging them just now, and removes the others then.
+    with suppress(FileNotFoundError):
+        merged, damaged = merged_lines(storage, plan, store)
+        lines, problems = merged | lines, problems + damaged
+    return lines, problems
 
 
 def read_target_line(storage: Storage, store: str) -> Line:
@@ -186,41 +184,33 @@ def finished(storage: Storage, provenance: Provenance, overwrite: bool) -> dict[
     Raises:
         UserError: the storage holds a store of other inputs and `overwrite` is off.
     """
-    try:
-        manifest = unseal(storage.read(artifacts.MANIFEST))
-    except FileNotFoundError:
-        return None
-    except DamagedError as error:
-        print(f"{storage.location}/{artifacts.MANIFEST} is damaged ({error}); finishing the store again")
-        storage.remove(artifacts.MANIFEST)
-        return None
-    provenance.refuse_other(storage.location, manifest, overwrite)
-    if not provenance.matches(manifest):
-        return None
-    if damage := _first_damaged(storage, manifest):
+    head, problems = read_head(storage)
+    if head.manifest is None:
+        damage = problems[0].text if problems and storage.size(artifacts.MANIFEST) is not None else None
+    else:
+        provenance.refuse_other(storage.location, head.manifest, overwrite)
+        if not provenance.matches(head.manifest):
+            return None
+        damage = problems[0].text if problems else _first_of_another_size(head, head.manifest["fingerprint"])
+    if damage:
         print(f"{damage}; making it again")
         storage.remove(artifacts.MANIFEST)
         return None
-    return manifest
+    return head.manifest
 
 
-def _first_damaged(storage: Storage, manifest: dict[str, Any]) -> str | None:
-    """Name the first file of a complete store that is not as it was written, as far as `finished` looks."""
-    for name, entry in manifest["files"].items():
-        if damage := difference(storage, name, entry):
-            return damage
-    plan = Plan.from_json(unseal(storage.read(PLAN)))
-    wanted = {line.name: line.size for line in read_merged(storage, plan, manifest["fingerprint"]).values()}
-    gone = set(read_consumed(storage).shards)
-    found = storage.sizes("shards")
-    target = read_target_line(storage, manifest["fingerprint"])
+def _first_of_another_size(head: Head, store: str) -> str | None:
+    """Name the first big file of a complete store that is missing or not as long as it was written."""
+    storage, target = head.storage, read_target_line(head.storage, store)
+    wanted = {line.name: line.size for line in head.lines.values() if line.name not in head.consumed}
+    sizes = storage.sizes("shards")
     if storage.remote:  # no download only to compare
-        wanted[TARGET], size = target.size, storage.size(TARGET)
-        found |= {TARGET: size} if size is not None else {}
+        wanted[TARGET] = target.size
+        sizes |= storage.sizes("")
     elif damage := difference(storage, TARGET, target.entry):
         return damage
     for name, size in wanted.items():
-        if found.get(name) != size and name not in gone:
-            what = f"has {found[name]} bytes, not {size}: truncated or replaced" if name in found else "is missing"
+        if sizes.get(name) != size:
+            what = f"has {sizes[name]} bytes, not {size}: truncated or replaced" if name in sizes else "is missing"
             return f"{storage.location}/{name} {what}"
     return None

@@ -16,7 +16,7 @@ from eagle31_train.errors import UserError
 from eagle31_train.store.backends import Storage, open_storage
 from eagle31_train.store.document import Document
 from eagle31_train.store.format import EXTRACT, PLAN, PROVENANCE, REMAKE, TARGET, TARGET_LINE
-from eagle31_train.store.head import difference, read_head, read_lines, read_merged, read_target_line
+from eagle31_train.store.head import committed_lines, difference, read_head, read_target_line
 from eagle31_train.store.shard import ContentError, ShardFile, open_shard
 from eagle31_train.store.shard_plan import PlannedShard, shape_of
 from eagle31_train.store.stream import read_bound, read_consumed, wait
@@ -115,10 +115,10 @@ class Store:
                 )
 
     def _arrived(self, shard: PlannedShard) -> bool:
-        lines, problems = read_lines(self.storage, [shard], self.fingerprint)
-        if problems:
+        lines, problems = committed_lines(self.storage, self.plan, [shard], self.fingerprint)
+        if problems and shard.name not in lines:
             raise UserError(f"{problems[0].text}: {REMAKE}")
-        self._lines |= lines or read_merged(self.storage, self.plan, self.fingerprint)
+        self._lines |= lines
         return shard.name in self._lines
 
     def open(self, shard: PlannedShard) -> ShardFile:

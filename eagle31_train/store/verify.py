@@ -8,7 +8,7 @@ from eagle31_train import artifacts
 from eagle31_train.console import Progress
 from eagle31_train.errors import UserError
 from eagle31_train.store.backends import Storage
-from eagle31_train.store.format import FILES, PLAN, PROVENANCE, SHARDS, STREAM, TARGET, TARGET_LINE
+from eagle31_train.store.format import PLAN, PROVENANCE, SHARDS, TARGET, TARGET_LINE
 from eagle31_train.store.head import Head, Problem, difference, read_head, read_lines, read_target_line
 from eagle31_train.store.shard import ContentError, open_shard
 from eagle31_train.store.shard_plan import Plan, shape_of
@@ -63,7 +63,6 @@ def check(storage: Storage, checked: Counter[str]) -> Iterator[Problem]:
         except UserError as error:
             yield Problem(str(error))
     yield from _shards(head, head.plan, head.provenance["states"], checked)
-    yield from _strays(head, head.plan)
 
 
 def _shards(head: Head, plan: Plan, states: dict[str, Any], checked: Counter[str]) -> Iterator[Problem]:
@@ -72,9 +71,9 @@ def _shards(head: Head, plan: Plan, states: dict[str, Any], checked: Counter[str
     gone = {name for name in head.consumed if storage.size(name) is None}
     checked["consumed"] = len(gone)
     shards = [shard for shard in plan.shards if shard.name in head.lines and shard.name not in gone]
-    storage.prefetch([shard.name for shard in shards])
-    total = sum(head.lines[shard.name].size for shard in shards)
-    with Progress(total=total, unit="B", unit_scale=True, desc="verify", leave=False) as bar:
+    sizes = {shard.name: head.lines[shard.name].size for shard in shards}
+    storage.prefetch(sizes)
+    with Progress(total=sum(sizes.values()), unit="B", unit_scale=True, desc="verify", leave=False) as bar:
         for shard in shards:
             line = head.lines[shard.name]
             try:
@@ -88,15 +87,3 @@ def _shards(head: Head, plan: Plan, states: dict[str, Any], checked: Counter[str
             except ContentError as error:
                 yield Problem(f"{storage.location}/{shard.name} ({shard.samples()}) {error}", shard.name)
             bar.update(line.size)
-
-
-def _strays(head: Head, plan: Plan) -> Iterator[Problem]:
-    """Files that are none of the store's."""
-    storage, ours = head.storage, FILES - ({STREAM} if head.manifest else set())
-    ours |= {shard.name for shard in plan.shards}
-    if head.manifest is None:  # lines have files of their own
-        ours |= {shard.line for shard in plan.shards}
-    for name in [*storage.names("shards"), *storage.names("")]:
-        if name not in ours:
-            stray = name if "/" in name else None  # beside the shards may lie what is somebody else's
-            yield Problem(f"{storage.location}/{name} is no file of this store: remove it", stray)

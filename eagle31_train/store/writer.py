@@ -11,10 +11,9 @@ from eagle31_train import artifacts
 from eagle31_train.console import note
 from eagle31_train.errors import UserError
 from eagle31_train.store.backends import Storage
-from eagle31_train.store.backends.base import FULL
 from eagle31_train.store.document import Document
 from eagle31_train.store.format import PLAN, PROVENANCE, REMAKE, SHARDS, STREAM, TARGET, TARGET_LINE, Line, line_name
-from eagle31_train.store.head import merged_lines, read_lines, read_target_line
+from eagle31_train.store.head import committed_lines, read_lines, read_target_line
 from eagle31_train.store.sealed import DamagedError, checksum, digest, seal, unseal
 from eagle31_train.store.shard import write_shard
 from eagle31_train.store.shard_plan import Plan, PlannedShard, shape_of
@@ -118,7 +117,7 @@ class StoreWriter:
         Raises:
             UserError: the disk is full, or a state cannot be encoded.
         """
-        with self._building(shard.name, shard.bytes) as scratch:
+        with self._building(shard.name) as scratch:
             write_shard(scratch, documents, self.shape)
             size = scratch.stat().st_size
             assert size <= shard.bytes, "the plan is wrong about the size of a shard"
@@ -130,8 +129,7 @@ class StoreWriter:
 
     def write_target(self, weights: dict[str, Tensor]) -> None:
         """Write the target's weights that training needs: embed_tokens, norm and, unless tied, lm_head."""
-        needed = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
-        with self._building(TARGET, needed) as scratch:
+        with self._building(TARGET) as scratch:
             save_file({name: tensor.cpu() for name, tensor in weights.items()}, scratch)
             line, old = Line(TARGET, self.id, scratch.stat().st_size, checksum(scratch)), None
             with suppress(UserError):  # missing, or damaged
@@ -140,18 +138,12 @@ class StoreWriter:
             self._commit(scratch, line, old)
 
     @contextmanager
-    def _building(self, name: str, needed: int) -> Iterator[Path]:
+    def _building(self, name: str) -> Iterator[Path]:
         """Where to build a big file; nothing of it stays there."""
         scratch = self.storage.scratch(name)
         try:
-            yield scratch
-        except OSError as error:
-            if error.errno not in FULL:
-                raise
-            raise UserError(
-                f"{self.storage.location} is full: the next file needs {needed:,} bytes; free some and run the same "
-                "command again, which goes on from here"
-            ) from None
+            with artifacts.explained(f"write {scratch}", "mend that and run the same command again, which goes on"):
+                yield scratch
         finally:
             scratch.unlink(missing_ok=True)
 
@@ -299,12 +291,7 @@ class StoreWriter:
 
         A damaged one, as a kill may leave where files are not replaced whole, is none.
         """
-        lines, damaged = read_lines(self.storage, shards, self.id)
-        problems = [problem.text for problem in damaged]
-        # Merged ones last: rank 0 may be merging them just now, and removes the others then.
-        with suppress(FileNotFoundError):
-            merged, more = merged_lines(self.storage, self.plan, self.id)
-            lines, problems = merged | lines, problems + more
+        lines, problems = committed_lines(self.storage, self.plan, shards, self.id)
         for problem in problems:
-            note(f"extract: {problem}", error=True)
+            note(f"extract: {problem.text}", error=True)
         return lines

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from caching import copies, held
 
-from eagle31_train.store.backends.cache import Cache
-
 # ---------------------------------------------------------------- the quota
 
 
@@ -36,7 +34,7 @@ def test_the_quota_holds_at_every_moment(fs, open_cache, tmp_path):
 
     def read(storage, order):
         for start in range(0, len(order), 10):
-            storage.prefetch(order[start:])
+            storage.prefetch({name: len(contents[name]) for name in order[start:]})
             for name in order[start : start + 10]:
                 assert storage.opened(name, Path.read_bytes) == contents[name]
                 fs.watch()
@@ -84,7 +82,7 @@ def test_prefetch_keeps_order_and_bound(fs, open_cache):
     used = 0
     ahead = []
     fs.watch = lambda: ahead.append(len(fs.fetched) - used)
-    storage.prefetch(names)
+    storage.prefetch(dict.fromkeys(names, 100))
     for i, name in enumerate(names):
         fs.wait(lambda fs, i=i: len(fs.finished) >= min(i + 3, 10))
         assert sorted(fs.finished) == names[: i + 3]  # in their order, but for the two that are fetched at a time
@@ -95,19 +93,8 @@ def test_prefetch_keeps_order_and_bound(fs, open_cache):
     assert open_cache(600, sharers=3)._cache.ahead == 100
 
 
-def test_a_file_whose_size_is_not_known_yet_counts_as_the_largest(tmp_path, monkeypatch):
-    cache, fits = Cache(tmp_path, "key", 600, lambda _: 100, print, "here"), []
-    monkeypatch.setattr(cache._changed, "wait_for", lambda predicate: fits.append(predicate()))
-    cache._queue.extend("abcd")
-    assert [cache._next(), cache._next()] == ["a", "b"]
-    cache._ready["a"] = cache._largest = 100  # b's is still asked for
-    assert cache._next() == "c"
-    cache._next()
-    assert fits == [True, True, True, False]
-
-
 def test_the_bound_of_prefetch_is_what_keeps_it(fs, open_cache):
     storage = open_cache(600)
     storage._cache.ahead = 600  # a planted mistake
-    storage.prefetch("abcdef")
+    storage.prefetch(dict.fromkeys("abcdef", 100))
     fs.wait(lambda fs: len(fs.finished) == 6)

@@ -57,10 +57,7 @@ def instants(machine, every):
     return range(machine.count) if every else sorted({*range(0, machine.count, 7), machine.count - 1})
 
 
-EVERY = pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
-
-
-@EVERY
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_writer_that_dies_at_any_operation_is_continued_to_the_same_bytes(whole, tmp_path, every):
     expected, documents, machine = whole
     assert machine.count > 60

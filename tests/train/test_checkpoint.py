@@ -20,7 +20,6 @@ from train import checkpoint
 def no_power_is_lost(monkeypatch):
     """So that files need not reach the disk, which takes its time."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
-    monkeypatch.delattr(os, "posix_fadvise", raising=False)
 
 
 # ---------------------------------------------------------------- what it holds

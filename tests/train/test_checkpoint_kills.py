@@ -44,7 +44,6 @@ STATES = [first, another, over_a_damaged_one, among_leftovers]
 def no_power_is_lost(monkeypatch):
     """So that files need not reach the disk, which takes its time."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
-    monkeypatch.delattr(os, "posix_fadvise", raising=False)
 
 
 @pytest.fixture
@@ -105,6 +104,3 @@ def test_a_save_that_dies_at_any_operation_loses_nothing(state):
         found = assert_whole(folder, meant, before)
         outcomes.add(found is not None and same(found, meant))
     assert outcomes == {True, False}
-
-
-# ---------------------------------------------------------------- in earnest

@@ -299,9 +299,3 @@ def test_a_damaged_checkpoint_that_were_used_would_be_seen(copy, whole, monkeypa
     flip_bit(copy.checkpoints / "step-000030" / name)
     monkeypatch.setattr(checkpoint, "damage", lambda *_: None)
     assert differences(go_on(copy, SHORT), whole(SHORT)) >= {name}
-
-
-# ---------------------------------------------------------------- a full disk
-
-
-# ---------------------------------------------------------------- for long

@@ -82,8 +82,8 @@ class Storage(ABC):
     def forget(self, name: str) -> None:  # noqa: B027
         """Drop the cached copy, so that `local` fetches it again."""
 
-    def prefetch(self, names: Sequence[str]) -> None:  # noqa: B027
-        """Fetch these in this order in the background, and no others any more; only as many as the cache holds."""
+    def prefetch(self, sizes: Mapping[str, int]) -> None:  # noqa: B027
+        """Fetch these, given with their bytes, in this order in the background; and no others any more."""
 
     def close(self) -> None:  # noqa: B027
         """Stop fetching in the background."""

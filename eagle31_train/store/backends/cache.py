@@ -21,11 +21,11 @@ import re
 import shutil
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
+from eagle31_train import artifacts
 from eagle31_train.errors import UserError
 
 STORE = re.compile(r"store-[0-9a-f]{16}")  # nothing else in the folder is ever counted or removed
@@ -68,12 +68,11 @@ class Cache:
         self.ahead = limit // 2 // sharers
         self._size_of, self._fetch, self._sleep = size_of, fetch, sleep
         self._sizes: dict[str, int] = {}
-        # `_changed` guards what follows; `_ready` are the files prefetched, or under way, and not yet used, with their
-        # bytes; None, which counts as the largest so far, where they are not known yet.
+        # `_changed` guards what follows, files with their bytes: `_queue` are to be prefetched, in this order; `_ready`
+        # are prefetched, or under way, and not yet used.
         self._changed = threading.Condition()
-        self._queue: deque[str] = deque()
-        self._ready: dict[str, int | None] = {}
-        self._largest = 0
+        self._queue: dict[str, int] = {}
+        self._ready: dict[str, int] = {}
         self._stopped = False
         self._workers = [threading.Thread(target=self._work, daemon=True) for _ in range(THREADS)]
         with self._explained():
@@ -86,8 +85,8 @@ class Cache:
             FileNotFoundError: it is absent where it comes from.
             UserError: it does not fit, the disk is full, or fetching failed.
         """
-        with self._changed, suppress(ValueError):  # sooner here than there
-            self._queue.remove(name)
+        with self._changed:  # sooner here than there
+            self._queue.pop(name, None)
             self._changed.notify_all()
         try:
             while not self._obtain(name):
@@ -108,7 +107,7 @@ class Cache:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def scratch(self, name: str) -> Path:
-        """Where to build a file that is then sent away; it counts with the size that it has."""
+        """Where to build a file that is then sent away."""
         path = self.folder / name
         with self._explained():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -167,16 +166,15 @@ class Cache:
 
     def _make_room(self, path: Path, size: int) -> bool:
         """Remove what was not used for longest until a file fits, if it is wanted and can fit now."""
-        files, parts, building = self._scan()
+        files, parts = self._scan()
         path.parent.mkdir(parents=True, exist_ok=True)
         if path in parts or _holds(path, size):
             return False
-        if building + size > self.limit:
+        if size > self.limit:
             raise UserError(
-                f"{self.where}: {path.name} has {size:,} bytes, too many for store.cache_bytes={self.limit} beside "
-                f"{building:,} bytes being built: raise store.cache_bytes"
+                f"{self.where}: {path.name} has {size:,} bytes, more than store.cache_bytes={self.limit}: raise that"
             )
-        excess = sum(held for _, held, _ in files) + sum(parts.values()) + building + size - self.limit
+        excess = sum(held for _, held, _ in files) + sum(parts.values()) + size - self.limit
         if excess > sum(held for _, held, _ in files):
             return False
         for _, held, file in sorted(files):
@@ -186,9 +184,9 @@ class Cache:
             excess -= held
         return True
 
-    def _scan(self) -> tuple[list[tuple[int, int, Path]], dict[Path, int], int]:
-        """Whole files as (last use, bytes, path), bytes of the files being fetched, and bytes being built."""
-        files, parts, building = [], {}, 0
+    def _scan(self) -> tuple[list[tuple[int, int, Path]], dict[Path, int]]:
+        """Whole files as (last use, bytes, path), and bytes of the files being fetched; what kills left is removed."""
+        files, parts = [], {}
         paths = [path for store in self.base.iterdir() if STORE.fullmatch(store.name) for path in store.rglob("*")]
         for path in paths:
             with suppress(FileNotFoundError):  # finished, or forgotten, between two lines
@@ -202,9 +200,7 @@ class Cache:
                     path.unlink(missing_ok=True)
                 elif part:
                     parts[path.with_name(part["name"])] = int(part["bytes"])
-                else:
-                    building += status.st_size
-        return files, parts, building
+        return files, parts
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -213,23 +209,15 @@ class Cache:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Turn errors of this machine's disk into UserError. Other machines' errors are that already."""
-        try:
-            yield
-        except FileNotFoundError:
-            raise
-        except OSError as error:
-            raise UserError(
-                f"{self.base} cannot be used for copies of {self.where} ({error.strerror}): free space there, lower "
-                "store.cache_bytes, or choose another store.cache_dir"
-            ) from None
+    def _explained(self) -> AbstractContextManager[None]:
+        """Errors of this machine's disk. Other machines' are UserError already."""
+        remedy = "free space there, lower store.cache_bytes, or choose another store.cache_dir"
+        return artifacts.explained(f"use {self.base} for copies of {self.where}", remedy)
 
     # ---------------------------------------------------------------- ahead of use
 
-    def prefetch(self, names: Sequence[str]) -> None:
-        """Fetch these in this order in the background, and no others any more.
+    def prefetch(self, sizes: Mapping[str, int]) -> None:
+        """Fetch these, given with the bytes that they take at most, in order in the background, and no others any more.
 
         No more than `ahead` bytes are fetched and not yet used, or one file. What is absent, fetched by another process
         just now, or fails, is left to `get`.
@@ -237,7 +225,7 @@ class Cache:
         with self._changed:
             if self._stopped:
                 return
-            self._queue = deque(dict.fromkeys(names))
+            self._queue = dict(sizes)
             self._ready.clear()
             self._changed.notify_all()
             for worker in self._workers:
@@ -261,12 +249,7 @@ class Cache:
     def _work(self) -> None:
         while (name := self._next()) is not None:
             try:
-                size = self._size(name)
-                with self._changed:
-                    self._largest = max(self._largest, size)
-                    if name in self._ready:
-                        self._ready[name] = size
-                obtained = name in self._ready and self._obtain(name)
+                obtained = self._obtain(name)
             except Exception:  # `get` tries again, and raises it
                 obtained = False
             if not obtained:
@@ -276,15 +259,16 @@ class Cache:
         """Wait for the head of the queue to fit into the look-ahead, and take it; None: closed."""
 
         def fits() -> bool:
-            free = self.ahead - sum(self._largest if size is None else size for size in self._ready.values())
-            return self._stopped or (bool(self._queue) and (not self._ready or self._largest <= free))
+            free = self.ahead - sum(self._ready.values())
+            head = next(iter(self._queue.values()), None)
+            return self._stopped or (head is not None and (not self._ready or head <= free))
 
         with self._changed:
             self._changed.wait_for(fits)
             if self._stopped:
                 return None
-            name = self._queue.popleft()
-            self._ready[name] = None
+            name = next(iter(self._queue))
+            self._ready[name] = self._queue.pop(name)
             return name
 
 

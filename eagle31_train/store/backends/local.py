@@ -3,13 +3,12 @@
 import os
 import shutil
 import stat
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 from eagle31_train import artifacts
-from eagle31_train.errors import UserError
-from eagle31_train.store.backends.base import FULL, Storage, visible
+from eagle31_train.store.backends.base import Storage, visible
 
 
 class LocalStorage(Storage):
@@ -26,10 +25,9 @@ class LocalStorage(Storage):
             return (self.folder / name).read_bytes()
 
     def write(self, name: str, data: bytes) -> None:
-        scratch = self.scratch(name)
-        with self._writing(scratch, name):
-            scratch.write_bytes(data)
-            artifacts.commit(scratch, self.folder / name)
+        with self._explained("write", name):
+            self._make((self.folder / name).parent)
+            artifacts.write_bytes(self.folder / name, data)
 
     def scratch(self, name: str) -> Path:
         path = self.folder / name
@@ -38,17 +36,11 @@ class LocalStorage(Storage):
         return path.with_name(f".{path.name}.tmp")
 
     def put(self, scratch: Path, name: str) -> None:
-        with self._writing(scratch, name):
-            artifacts.commit(scratch, self.folder / name)
-
-    @contextmanager
-    def _writing(self, scratch: Path, name: str) -> Iterator[None]:
         try:
             with self._explained("write", name):
-                yield
-        except BaseException:  # a full disk, Ctrl-C: nothing half-written stays
+                artifacts.commit(scratch, self.folder / name)
+        finally:  # after a full disk, or Ctrl-C
             scratch.unlink(missing_ok=True)
-            raise
 
     def size(self, name: str) -> int | None:
         with self._explained("read", name):
@@ -97,17 +89,6 @@ class LocalStorage(Storage):
             folder.mkdir(exist_ok=True)
             artifacts.fsync_path(folder.parent)
 
-    @contextmanager
-    def _explained(self, what: str, name: str) -> Iterator[None]:
-        try:
-            yield
-        except FileNotFoundError:
-            raise
-        except OSError as error:
-            if error.errno in FULL:
-                raise UserError(
-                    f"no space left to {what} {self.folder / name}: free some, then run the same command again"
-                ) from None
-            raise UserError(
-                f"cannot {what} {self.folder / name} ({error.strerror}): mend that, or choose another store_dir"
-            ) from None
+    def _explained(self, what: str, name: str) -> AbstractContextManager[None]:
+        remedy = "mend that or choose another store_dir, then run the same command again"
+        return artifacts.explained(f"{what} {self.folder / name}", remedy)

@@ -1,7 +1,7 @@
 """A store anywhere that fsspec reaches: every call tried five times in all, every transfer compared with its size."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
@@ -128,8 +128,8 @@ class RemoteStorage(Storage):
     def forget(self, name: str) -> None:
         self._cache.forget(name)
 
-    def prefetch(self, names: Sequence[str]) -> None:
-        self._cache.prefetch(names)
+    def prefetch(self, sizes: Mapping[str, int]) -> None:
+        self._cache.prefetch(sizes)
 
     def close(self) -> None:
         self._cache.close()

@@ -1,10 +1,9 @@
 """Calls to other machines: what is tried again, what is not, and what a person is told in the end.
 
 fsspec's drivers raise what they like: Python's own OSErrors, exceptions of their HTTP libraries, of their vendors'
-kits. The drivers are optional, so the classes of errors that last are known here by name.
+kits. What says by its class that it will stay is raised at once; of all others a later try may succeed.
 """
 
-import errno
 import random
 import re
 import time
@@ -18,45 +17,23 @@ from eagle31_train.store.backends.base import FULL
 T = TypeVar("T")
 TRIES = 5  # in all, the first one included
 FIRST_WAIT = 1.0  # seconds; doubled from try to try
-
-# A request that is wrong in itself stays wrong. s3fs gives EINVAL, ENOSYS, … to S3's codes of that kind.
-WRONG = {errno.EINVAL, errno.ENOSYS, errno.EMSGSIZE, errno.ENAMETOOLONG, errno.EROFS, errno.ENOTEMPTY}
-WRONG.add(getattr(errno, "EREMCHG", errno.ENOENT))  # the bucket lives in another region
 LASTING = (FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError, UserError)
-CREDENTIALS = re.compile("Credential|Token|Unauthorized|ClientAuthentication|ProfileNotFound")
-INVALID = re.compile("Validation|Invalid|Unknown|Unsupported|NotImplemented|NotFound")
 NO_BUCKET = re.compile(r"NoSuchBucket|bucket does not exist", re.IGNORECASE)
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether the same call may succeed a little later: of drivers' own errors, all that do not say otherwise."""
+    """Whether the same call may succeed a little later."""
     if isinstance(error, LASTING):
         return False
-    status = _http_status(error)
-    if status is not None:
-        return status in (408, 429) or status >= 500
     if isinstance(error, OSError):
-        return error.errno not in WRONG | FULL
-    if type(error).__module__ == "builtins":  # this program's mistakes, and arguments that a driver refuses
-        return isinstance(error, EOFError)
-    return not (CREDENTIALS.search(_names(error)) or INVALID.search(_names(error)))
+        return error.errno not in FULL
+    # Python's own are this program's mistakes, and arguments that a driver refuses.
+    return isinstance(error, EOFError) or type(error).__module__ != "builtins"
 
 
 def lacks_bucket(error: Exception) -> bool:
     """Whether it is the bucket that is missing, not a file in it."""
     return isinstance(error, FileNotFoundError) and bool(NO_BUCKET.search(f"{error} {error.__cause__!r}"))
-
-
-def _http_status(error: BaseException) -> int | None:
-    for carrier in (error, getattr(error, "response", None)):
-        for name in ("status", "status_code", "code"):
-            if isinstance(value := getattr(carrier, name, None), int):
-                return value
-    return None
-
-
-def _names(error: BaseException) -> str:
-    return " ".join(kind.__name__ for kind in type(error).__mro__)
 
 
 def describe(error: BaseException) -> str:
@@ -98,20 +75,12 @@ def _explained(error: Exception, what: str, where: str) -> Exception:
     full = isinstance(error, OSError) and error.errno in FULL
     if full or isinstance(error, UserError) or (isinstance(error, FileNotFoundError) and not lacks_bucket(error)):
         return error
-    if type(error).__module__ == "builtins" and not isinstance(
-        error, OSError | ValueError | NotImplementedError | EOFError
-    ):
+    drivers = (OSError, ValueError, NotImplementedError, EOFError)
+    if type(error).__module__ == "builtins" and not isinstance(error, drivers):
         return error
-    denied = isinstance(error, PermissionError) or _http_status(error) in (401, 403)
-    if is_transient(error):
-        advice = f"it was tried {TRIES} times; when it can be reached again, run the same command again"
-    elif lacks_bucket(error):
+    if lacks_bucket(error):
         advice = "its bucket does not exist: create it, or correct the address"
-    elif denied or CREDENTIALS.search(_names(error)):
-        advice = (
-            "check the credentials and what they may do there (for s3: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
-            "or a profile)"
-        )
     else:
-        advice = "correct the address or the driver's settings"
-    return UserError(f"{where}: {what} failed ({describe(error)}): {advice}")
+        advice = "check the address, the network and the credentials, then run the same command again"
+    tried = f", tried {TRIES} times" if is_transient(error) else ""
+    return UserError(f"{where}: {what} failed{tried} ({describe(error)}): {advice}")
