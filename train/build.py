@@ -14,6 +14,10 @@ from eagle31_train.model.loss import Objective, Teacher
 from eagle31_train.model.vocab import DraftVocab
 from eagle31_train.store import Store, StoreSplit
 
+# Of the target's final norm in the drafter's first one. fc passes on a state that says which token was the last: a
+# guess that is surely wrong, and at full size as confident as the target (docs/log.md).
+FIRST_NORM = 0.4
+
 
 def check_store(store: Store, data: dict[str, Any], target: TargetConfig) -> None:
     """Refuse a store of other data or of another target than the configuration's.
@@ -87,8 +91,8 @@ def build_objective(config: Config, shape: DrafterShape, store: Store, vocab: Dr
     """Drafter and teacher with their initial weights, on the CPU; the same for the same seed.
 
     Where the widths agree, the drafter starts as a poor copy of the target's last layers: fc passes the
-    last auxiliary state on, and lm_head and the final norm are the target's, whose rows expect states of
-    that norm's scale. Against random ones: docs/log.md.
+    last auxiliary state on, lm_head is the target's, and so is the final norm, at a part of its size.
+    Against random ones: docs/log.md.
     """
     torch.manual_seed(config.seed)
     weights = store.target
@@ -98,7 +102,7 @@ def build_objective(config: Config, shape: DrafterShape, store: Store, vocab: Dr
     head_rows = weights["lm_head"][ids]
     if shape.hidden_size == shape.target_hidden_size:
         drafter.lm_head.weight.data.copy_(head_rows)
-        drafter.norm.weight.data.copy_(weights["norm"])
+        drafter.norm.weight.data.copy_(FIRST_NORM * weights["norm"])
         # fc passes the last auxiliary state on, a little of the others mixed in.
         drafter.fc.weight.data.mul_(0.25)[:, -shape.hidden_size :] += torch.eye(shape.hidden_size)
     drafter.fc.weight.data.mul_(config.train.fc_init_scale)

@@ -57,7 +57,7 @@ def pictures(history: History) -> list[Picture]:
 
 
 def _draw(plot: Plot, history: History, axes: "Axes") -> None:
-    """The curves, and marks for restarts, spikes and steps that were left out."""
+    """The curves, and marks for restarts and steps that were left out."""
     train, heldout = history.train, history.heldout
     if plot.section == MACHINE:
         figures.noisy(axes, history.timings.steps, _machine(plot, history), "mean", "C0", plot.form)
@@ -81,8 +81,7 @@ def _draw(plot: Plot, history: History, axes: "Axes") -> None:
     top_to_bottom = axes.get_xaxis_transform()
     axes.vlines(history.restarts, 0.95, 1, color="gray", linewidth=0.8, transform=top_to_bottom)
     if plot.name in ("loss", "gradient"):
-        spikes, left_out = train["spike"] == 1, history.marked("left_out")
-        axes.plot(train.steps[spikes], train[plot.column][spikes], "r^", label="spike" * bool(spikes.any()))
+        left_out = history.marked("left_out")
         axes.plot(left_out, np.full(len(left_out), 0.03), "rx", transform=top_to_bottom)
 
 

@@ -86,7 +86,7 @@ def _facts(history: History) -> dict[str, str]:
         facts["hours to go"] = f"{left * seconds / len(timings) / 3600:,.2f}"
     if "memory_bytes" in timings:
         facts["most memory"] = f"{np.nanmax(timings['memory_bytes']) / GIB:.2f} GiB"
-    marks = {"loss spikes": "spike", "steps left out": "left_out", "steps with nothing to train": "no_pairs"}
+    marks = {"steps left out": "left_out", "steps with nothing to train": "no_pairs"}
     facts |= {name: f"{len(history.marked(mark)):,}" for name, mark in marks.items()}
     return facts
 
