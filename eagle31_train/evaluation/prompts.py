@@ -143,13 +143,12 @@ def from_suite(name: str, suite: Suite, option: str, rendering: Rendering) -> tu
     prompts: dict[str, Prompt] = {}
     seen: Counter[str] = Counter()
     named = {key: column for key in ("tools", "id", "source") if (column := getattr(suite, key))}
-    is_file = not Path(suite.path).is_dir() and not suite.is_hub_id  # which may have names of its own for things
+    columns = suite.columns | set(named.values())
     for where, default, source, row in _rows(name, suite, option):
         _require(suite.only, row, where)
         if any(row[column] not in (v if isinstance(v, list) else [v]) for column, v in suite.only.items()):
             continue
-        wanted = suite.columns | (set(named.values()) if is_file else set())
-        stands_in = suite.prompt is not None and not wanted <= row.keys() and bool(row.keys() & set(OWN_FORMS))
+        stands_in = suite.prompt is not None and not columns <= row.keys() and bool(row.keys() & set(OWN_FORMS))
         messages, turns = _messages(replace(suite, prompt=None) if stands_in else suite, row, where)
         if suite.placeholder and any(suite.placeholder in message["content"] for message in messages):
             seen["placeholders"] += 1
@@ -210,11 +209,9 @@ def _lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line.decode("utf-8"))
-        except ValueError as error:  # of JSON or of UTF-8
-            raise UserError(f"{file}, line {number} is not JSON in UTF-8 ({error}): mend or remove it") from None
-        if not isinstance(row, dict):
-            raise UserError(f"{file}, line {number} is no object: give one with prompt, turns or messages")
+            row = dict(json.loads(line.decode("utf-8")))
+        except (ValueError, TypeError) as error:  # of JSON, of UTF-8, or of no object
+            raise UserError(f"{file}, line {number} is no JSON object in UTF-8 ({error}): mend or remove it") from None
         yield number, row
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from eagle31_train.evaluation.intervals import Interval
+from eagle31_train.evaluation.intervals import NOTHING, Interval
 from eagle31_train.reporting import figures, tables
 from eagle31_train.reporting.figures import ROW, Picture
 from eagle31_train.reporting.tables import ALL, SERVING
@@ -24,7 +24,6 @@ Result = dict[str, Any]
 Curves = dict[str, list[Interval]]  # by drafter
 KINDS = ("sink", "prompt", "verified", "own")
 BAND = "95 % intervals shaded"
-NOTHING: Interval = [None, None, None]
 WIDE = 0.5  # a share whose interval is wider is not worth a point
 
 
