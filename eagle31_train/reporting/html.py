@@ -34,15 +34,8 @@ th:first-child, td:first-child { text-align: left; }
 """
 
 
-def draw(folder: Path, pictures: Sequence[Picture], earlier: Sequence[Path] = ()) -> tuple[list[Path], dict[str, str]]:
-    """Write every picture as a PNG file, whole or not at all.
-
-    Args:
-        earlier: files of an earlier result, which go if this one does not have them.
-
-    Returns:
-        The files; and by section its pictures as HTML.
-    """
+def draw(folder: Path, pictures: Sequence[Picture]) -> tuple[list[Path], dict[str, str]]:
+    """Write every picture as a PNG file, whole or not at all; the files, and by section its pictures as HTML."""
     files, sections = [], dict[str, str]()
     folder.mkdir(parents=True, exist_ok=True)
     for picture in Progress(pictures, desc="report", unit="picture", leave=False):
@@ -52,8 +45,6 @@ def draw(folder: Path, pictures: Sequence[Picture], earlier: Sequence[Path] = ()
         source = "data:image/png;base64," + base64.b64encode(png).decode()
         image = f'<img src="{source}" alt="{escape(picture.title)}: {escape(picture.section)}">\n'
         sections[picture.section] = sections.get(picture.section, "") + image
-    for file in set(earlier) - set(files):
-        file.unlink(missing_ok=True)
     return files, {name: f'<div class="pictures">\n{images}</div>' for name, images in sections.items()}
 
 
