@@ -52,12 +52,6 @@ def named(words: Sequence[str]) -> Named:
     return drafters_by_name
 
 
-def in_place(run: str) -> str:
-    """The option by which a run's configuration speaks of the folder where the run lies now."""
-    quoted = re.sub(r"(['\\])", r"\\\1", run)
-    return f"run_dir='{quoted}'"
-
-
 def read(drafter: str, config: Config, data: dict[str, Any]) -> DrafterCheckpoint:
     """The checkpoint of a run, or of an exported or published draft, its weights read.
 
@@ -67,7 +61,7 @@ def read(drafter: str, config: Config, data: dict[str, Any]) -> DrafterCheckpoin
     checkpoint = DrafterCheckpoint.open(drafter, target_layers=lambda: read_config(config.target).num_hidden_layers)
     checkpoint.tensors  # noqa: B018 (or damaged weights are refused after the target is loaded)
     if checkpoint.train is not None and (saved := checkpoint.train / "config.yaml").is_file():
-        store = read_manifest(cli.load_config([in_place(str(checkpoint.train.parent))], saved))
+        store = read_manifest(cli.load_config([f"run_dir={checkpoint.train.parent}"], saved))
         checkpoint.check_store(store, config.target)
     inputs = checkpoint.inputs
     if config.evaluate.prompts is None and inputs is not None and inputs.get("data") != data["dataset_fingerprint"]:
@@ -96,8 +90,7 @@ def folder_of(trainings: Named, config: Config, result: str) -> Path:
     if config.overwrite or not (out / result).is_file():
         return out
     earlier = artifacts.read_json(out / result, "this command").get("trainings", {})
-    there, here = ([[Path(one).resolve() for one in some] for some in of.values()] for of in (earlier, trainings))
-    if there != here:
+    if earlier != trainings:
         words = shlex.join(f"{name}:{','.join(some)}" for name, some in earlier.items())
         raise UserError(f"{out} compares {words}: give another compare.out=…, or replace it with overwrite=true")
     return out
