@@ -22,7 +22,6 @@ Floats = NDArray[np.float64]
 Interval = list[float | None]  # value, low, high; None where there is none
 NOTHING: Interval = [None, None, None]
 LEVEL, RESAMPLES, SEED = 0.95, 2000, 0
-FEW = 10  # prompts, below which an interval itself is a guess
 
 
 @dataclass(frozen=True)

@@ -90,12 +90,9 @@ class Measurer:
         counts: dict[str, list[Any]] = {candidate.name: [None] * len(prompts) for candidate in candidates}
         tokens, seconds = dict.fromkeys(every, 0), dict.fromkeys(every, 0.0)
         with Progress(total=len(prompts), desc=f"evaluate {workload.name}", unit="prompt") as bar:
-            for number, batch in enumerate(batches(prompts, options.batch_size, verified)):
+            for batch in batches(prompts, options.batch_size, verified):
                 real = verified is None or max(batch) < verified
-                ways = every if real else [PLAIN]
-                # In turns, so that a busy machine slows both alike.
-                turns = ways if number % 2 == 0 else ways[::-1]
-                decoded = {way: self._decode(way, workload, batch, candidates) for way in turns}
+                decoded = {way: self._decode(way, workload, batch, candidates) for way in (every if real else [PLAIN])}
                 for row, at in enumerate(batch):
                     of_prompt = {way: answers[row] for way, answers in decoded.items()}
                     outputs[at] = of_prompt[PLAIN].tokens

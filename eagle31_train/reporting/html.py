@@ -22,11 +22,6 @@ dd { margin: 0 0 .4rem 1rem; }
 .pictures { display: flex; flex-wrap: wrap; gap: 1.2rem; margin: 1rem 0; }
 img { width: 100%; max-width: 36rem; }
 .scroll, pre { overflow-x: auto; }
-.scroll { background: /* a shadow where there is more to scroll to */
-  linear-gradient(90deg, Canvas, transparent) 0 / 2rem 100% no-repeat local,
-  linear-gradient(-90deg, Canvas, transparent) 100% / 2rem 100% no-repeat local,
-  linear-gradient(90deg, #8886, transparent) 0 / .6rem 100% no-repeat,
-  linear-gradient(-90deg, #8886, transparent) 100% / .6rem 100% no-repeat; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: .3rem .5rem; border-bottom: 1px solid #8884; }
 td:not(:first-child) { white-space: nowrap; }

@@ -67,25 +67,18 @@ def render(history: History, drawn: Mapping[str, str]) -> str:
 def _facts(history: History) -> dict[str, str]:
     """The numbers that are looked for first."""
     train, timings = history.train, history.timings
-    facts: dict[str, str] = {}
-    for rows, label in ((history.heldout, "held-out"), (train, "training")):
-        if ESTIMATE in rows and not facts:
-            facts[f"{ESTIMATED}, {label}"] = f"{_last(rows[ESTIMATE]):.3f}"
-            facts[f"loss, {label}"] = f"{_last(rows['loss']):.3f}"
-    if "tokens" in train:
-        facts["tokens read"] = f"{_last(train['tokens']):,.0f}"
-    seconds = float(timings["seconds"].sum()) if len(timings) else float((history.manifest or {}).get("seconds") or 0)
-    facts["hours"] = f"{seconds / 3600:,.2f}"
-    left = max((history.total or 0) - history.last_step, 0)
+    rows, label = (history.heldout, "held-out") if ESTIMATE in history.heldout else (train, "training")
+    facts = {f"{ESTIMATED}, {label}": _shown(_last(rows[ESTIMATE])), f"loss, {label}": _shown(_last(rows["loss"]))}
+    facts["tokens read"] = f"{_last(train['tokens']):,.0f}"
     if len(timings) and (busy := float(np.nansum(history.busy))):
+        seconds, left = float(timings["seconds"].sum()), max((history.total or 0) - history.last_step, 0)
+        facts["hours"] = f"{seconds / 3600:,.2f}"
+        facts["hours to go"] = f"{left * seconds / len(timings) / 3600:,.2f}"
         facts["tokens per second"] = f"{np.nansum(timings['tokens']) / busy:,.0f}"
         facts["waiting for data"] = f"{np.nansum(timings['waited']) / busy:.1%}"
-        facts["hours to go"] = f"{left * seconds / len(timings) / 3600:,.2f}"
-    if "memory_bytes" in timings:
-        facts["most memory"] = f"{np.nanmax(timings['memory_bytes']) / GIB:.2f} GiB"
+        facts["most memory"] = f"{np.nanmax(timings['memory_bytes'], initial=0) / GIB:.2f} GiB"
     marks = {"loss spikes": "spike", "steps left out": "left_out", "steps with nothing to train": "no_pairs"}
-    facts |= {name: f"{len(history.marked(mark)):,}" for name, mark in marks.items()}
-    return facts
+    return facts | {name: f"{len(history.marked(mark)):,}" for name, mark in marks.items()}
 
 
 def _numbers(history: History) -> str:

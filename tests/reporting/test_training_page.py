@@ -71,7 +71,7 @@ def test_the_page_stands_alone_and_says_where_the_curves_ended(tmp_path):
     for words in (
         f"loss {loss:.4g} 3.04 3.005 (step 5)",
         "prefix_at_depth 0.25 0.125 0.0625",
-        "acceptance estimate (teacher-forced), held-out 1.540",
+        "acceptance estimate (teacher-forced), held-out 1.54",
         "tokens per second 50",
         "waiting for data 25.0%",
         "loss spikes 2 steps left out 1",
