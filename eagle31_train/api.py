@@ -167,14 +167,12 @@ class Speculator:
         Depth k is the share of drafts whose first k tokens were accepted.
         """
         answers = [self.generate(prompt, num_speculative_tokens, max_new_tokens) for prompt in prompts]
-        depths = range(1, num_speculative_tokens + 1)
-        counts = [[len(a.accepted), *(sum(n >= depth for n in a.accepted) for depth in depths)] for a in answers]
-        drafts, accepted = [float(row[0]) for row in counts], [float(sum(row[1:])) for row in counts]
-        (ratio,) = intervals.ratios([[n] for n in accepted], drafts).intervals()
-        totals = [sum(column) for column in zip(*counts, strict=True)]
+        gained = [[sum(answer.accepted) + len(answer.accepted)] for answer in answers]
+        accepted = [count for answer in answers for count in answer.accepted]
+        reached = [sum(count >= depth for count in accepted) for depth in range(1, num_speculative_tokens + 1)]
         return {
-            "acceptance_length": [None if value is None else 1 + value for value in ratio],
-            "acceptance_at_depth": [count / max(totals[0], 1) for count in totals[1:]],
+            "acceptance_length": intervals.ratios(gained, [len(answer.accepted) for answer in answers]).intervals()[0],
+            "acceptance_at_depth": [count / max(len(accepted), 1) for count in reached],
             "prompts": len(answers),
             "tokens": sum(len(answer.tokens) for answer in answers),
         }

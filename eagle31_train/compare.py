@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> None:
         firsts = [trainings[0] for _, trainings in map(comparison.parted, given)]
         first = next((one for one in firsts if Path(one, "train", "config.yaml").is_file()), firsts[0])
         # That a training may replace its outputs does not let its comparisons do so.
-        options, saved = [comparison.in_place(first), "overwrite=false", *options], Path(first, "train", "config.yaml")
+        options, saved = [f"run_dir={first}", "overwrite=false", *options], Path(first, "train", "config.yaml")
     cli.run(lambda config: compare(named(given), config), __doc__ or "", options, saved, DRAFTERS)
 
 

@@ -60,7 +60,7 @@ def evaluate(config: Config) -> None:
 
     # Measurements stay outside the stage's folder, so that adding a suite does not decode the others again.
     evaluation = evaluating.evaluate(config, {config.name: [checkpoint]}, data, run_dir / "workloads")
-    command = recipe.command("eagle31_train.evaluate", config)
+    command = recipe.command(recipe.EVALUATE, config)
     result = {**evaluation.result, "title": config.name, "target": config.target.name, "command": command}
     files = evaluation_page.write(folder, result)
     seconds = time.perf_counter() - began
@@ -116,7 +116,7 @@ def serve(config: Config) -> None:
     serving |= {
         "workload": workload.name,
         "notes": [*workload.remarks, *serving["notes"]],
-        "command": recipe.command("eagle31_train.evaluate", config),
+        "command": recipe.command(recipe.EVALUATE, config),
     }
     files = evaluation_page.write(folder, {"title": config.name, "target": config.target.name, "serving": serving})
     manifest = {

@@ -58,8 +58,8 @@ def export(config: Config) -> None:
     if provenance.whole(run, run / RECORD, made_from, config.overwrite, EXPORT):
         print("export: up to date")
     else:
-        facts = card.Facts(config, shape, checkpoint.manifest, data, results)
-        write(checkpoint, facts, run / "export")
+        text = card.render(config, shape, checkpoint.manifest, data, results)
+        write(checkpoint, shape, config, text, results, run / "export")
         files = artifacts.list_files(run, (file for file in (run / "export").rglob("*") if file.is_file()))
         record = made_from.record(files=files, checkpoint=fingerprint)
         record["serve"] = recipe.serve_command(config, str(run / "export"))
@@ -123,18 +123,24 @@ def read_data(config: Config, checkpoint: DrafterCheckpoint) -> dict[str, Any] |
 # ---------------------------------------------------------------- writing
 
 
-def write(checkpoint: DrafterCheckpoint, facts: card.Facts, final: Path) -> None:
-    """Write the export into a temporary folder, and only then give it its name."""
-    target = facts.config.target
+def write(
+    checkpoint: DrafterCheckpoint,
+    shape: DrafterShape,
+    config: Config,
+    text: str,
+    results: card_results.CardResults,
+    final: Path,
+) -> None:
+    """Write the export, with the card's text, into a temporary folder, and only then give it its name."""
     temporary = final.with_name(".export.tmp")
     shutil.rmtree(temporary, ignore_errors=True)  # left by a run that was killed
     temporary.mkdir(parents=True)
     try:
-        write_checkpoint(checkpoint, facts.shape, DTYPES[target.dtype], target.name, temporary)
-        for picture in facts.results.pictures:
-            (temporary / picture.name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(picture.file, temporary / picture.name)
-        artifacts.write_text(temporary / "README.md", card.render(facts))
+        write_checkpoint(checkpoint, shape, DTYPES[config.target.dtype], config.target.name, temporary)
+        for _, file, name in results.pictures:
+            (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, temporary / name)
+        artifacts.write_text(temporary / "README.md", text)
         final.with_name(RECORD).unlink(missing_ok=True)  # it is the old folder's
         artifacts.commit(temporary, final)
     finally:

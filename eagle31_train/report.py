@@ -29,8 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         with tidy():
-            page, notes = write(options.run, options.out)
-            print(*notes, page, sep="\n")
+            print(write(options.run, options.out))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -8,11 +8,11 @@ them itself (data.prompts=self), and without a recipe +experiment=any is taken. 
 or its CPU; --profile ddp, fsdp2, zero2 … says how they share it (docs/launch.md).
 """
 
+import argparse
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 from eagle31_train import cli
 from eagle31_train.cli import ANY
@@ -40,7 +40,8 @@ def run(
         SystemExit: a stage ended with this status, and has said why.
     """
     if ANY in overrides:
-        print(f"run: no recipe is named: {ANY} (configs/experiment/any.yaml; or one of your own, `eagle31 new NAME`)")
+        if ANY not in sys.argv:
+            print(f"run: no recipe is named: {ANY} (configs/experiment/any.yaml; or your own: `eagle31 new NAME`)")
         overrides = [*overrides, *whole_vocabulary(config, overrides)]
     if not config.data.given:
         print("run: no prompts are given (data.prompts=FILE): the target writes them itself, data.prompts=self")
@@ -80,8 +81,8 @@ def command(stage: str, profile: str | None = None) -> list[str]:
     program = [str(script)] if script.is_file() else ["-m", "eagle31_train"]
     if stage != "train":
         return [sys.executable, *program, stage]
-    found, devices = launch_profile()
-    profile = profile or found
+    fitting, devices = launch_profile()
+    profile = profile or fitting
     processes = 1 if profile in ALONE else max(1, devices)
     where = "the CPU" if profile == "cpu" or not devices else f"{processes} GPU{'s' * (processes > 1)}"
     print(f"run: training on {where}, profile {profile}", flush=True)
@@ -100,18 +101,14 @@ def launch_profile() -> tuple[str, int]:
 
 def main() -> None:
     """Command line: --from and --until beside the options of every stage."""
-    words = cli.with_recipe(sys.argv[1:])
-    ends: dict[str, Any] = {"--from": STAGES[0], "--until": STAGES[-1], "--profile": None}
-    for flag in ends:
-        if flag in words:
-            at = words.index(flag)
-            ends[flag] = words[at + 1] if at + 1 < len(words) else ""
-            if ends[flag] not in (allowed := PROFILES if flag == "--profile" else STAGES):
-                print(f"error: {flag} takes one of {', '.join(allowed)}", file=sys.stderr)
-                raise SystemExit(2)
-            del words[at : at + 2]
+    parser = argparse.ArgumentParser("eagle31 run", add_help=False, allow_abbrev=False)
+    parser.add_argument("--from", dest="first", choices=STAGES, default=STAGES[0])
+    parser.add_argument("--until", dest="last", choices=STAGES, default=STAGES[-1])
+    parser.add_argument("--profile", choices=PROFILES)
+    ends, words = parser.parse_known_args()
+    words = cli.with_recipe(words)
     cli.run(
-        lambda config: run(config, [word for word in words if word != "--cfg"], *ends.values()),
+        lambda config: run(config, [word for word in words if word != "--cfg"], **vars(ends)),
         __doc__ or "",
         argv=words,
         before="[--from STAGE] [--until STAGE] [--profile PROFILE] ",

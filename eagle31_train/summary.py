@@ -12,7 +12,6 @@ from eagle31_train.checkpoint.writer import read_record
 from eagle31_train.config import Config
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation.intervals import LEVEL, bracket
-from eagle31_train.reporting.tables import sampling
 from eagle31_train.store import EXTRACT, read_manifest
 
 STAGES = ("data", "extract", "train", "evaluate", "export")
@@ -37,21 +36,16 @@ def summarise(config: Config) -> None:
 def table(config: Config, manifests: dict[str, dict[str, Any]]) -> str:
     """The summary as text, from the stages' manifests. Older evaluations lack some of it."""
     report, trained = manifests["evaluate"]["report"], manifests["train"]
-    speed = report["tokens_per_second"]
-    workloads = manifests["evaluate"].get("result", {}).get("workloads")
-    depth, by_depth, by_source = str(report["draft_tokens"]), report.get("by_depth", {}), report.get("by_source", {})
-    length = by_depth[depth]["acceptance_length"] if by_depth else [report["acceptance_length"], None, None]
-    workload = report.get("workload", "heldout")
-    prompts = "held-out prompts" if workload == "heldout" else f"prompts of {workload}"
-    brackets = f"; [low, high]: {LEVEL:.0%} interval over prompts" if length[1] is not None else ""
+    speed, depth, by_depth = report["tokens_per_second"], str(report["draft_tokens"]), report.get("by_depth", {})
+    lengths = {k: of["acceptance_length"] for k, of in by_depth.items()}
+    length = bracket(lengths.get(depth, [report["acceptance_length"], None, None]))
+    by_source = {name: [of["acceptance_length"], None, None] for name, of in report.get("by_source", {}).items()}
     rows = {
-        "acceptance length": f"{bracket(length)} at {depth} draft tokens, "
-        f"{sampling(workloads[0]) if workloads else 'greedy'}, bonus token included",
-        "  by draft tokens": _listed({k: of["acceptance_length"][0] for k, of in by_depth.items()}),
-        "  measured on": f"{report['prompts']} {prompts}, {report['generated_tokens']:,} tokens, {report['dtype']}"
-        + brackets,
-        "accepted at depth": _listed(dict(enumerate(report["acceptance_at_depth"], 1)), "{:.1%}"),
-        "  by source": _listed({name: of["acceptance_length"] for name, of in by_source.items()}),
+        "acceptance length": f"{length} at {depth} draft tokens, bonus token included ({LEVEL:.0%} interval)",
+        "  by draft tokens": "   ".join(f"{k}: {value[0]:.3f}" for k, value in lengths.items() if value[0]),
+        "  by source": "   ".join(f"{name}: {bracket(value)}" for name, value in by_source.items()),
+        "  measured on": f"{report['prompts']} prompts of {report.get('workload', 'heldout')}, "
+        f"{report['generated_tokens']:,} tokens, {report['dtype']}",
         "speed": f"{speed['speculative']:.1f} tokens/s with the drafter, {speed['plain']:.1f} without",
         "trained on": f"{trained['tokens']:,} tokens ({trained['pairs']:,} slot-steps) in {trained['steps']} steps",
         "seconds": "   ".join(f"{stage} {manifests[stage]['seconds']:,.0f}" for stage in STAGES),
@@ -60,12 +54,6 @@ def table(config: Config, manifests: dict[str, dict[str, Any]]) -> str:
     }
     body = [f"{name:<17}  {value}" for name, value in rows.items() if value]
     return "\n".join([f"{config.name}: an EAGLE drafter for {config.target.path}", "-" * 100, *body, "-" * 100])
-
-
-def _listed(values: dict[Any, float | None], form: str = "{:.3f}") -> str:
-    """Several numbers on a line; nothing where there are fewer than two."""
-    shown = [f"{name}: {bracket([value, None, None], form)}" for name, value in values.items()]
-    return "   ".join(shown) if len(shown) > 1 else ""
 
 
 if __name__ == "__main__":

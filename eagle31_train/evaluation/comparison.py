@@ -32,30 +32,21 @@ def parted(word: str) -> tuple[str | None, list[str]]:
 
 
 def named(words: Sequence[str]) -> Named:
-    """Drafters by name: as NAME:… says, else the last part of the path, or as many as tell it from the others.
+    """Drafters by name: as NAME:… says, else the last part of the path.
 
     Raises:
         UserError: a name or training that stands there twice, or a training without a name.
     """
-    arguments = [parted(word) for word in words]
-    # Never all of an absolute path: names stand in pictures and on public cards.
-    paths = [Path(trainings[0]).absolute().parts[1:] for _, trainings in arguments]
     drafters_by_name: Named = {}
-    for (given, trainings), path in zip(arguments, paths, strict=True):
-        count = next((n for n in range(1, len(path)) if sum(path[-n:] == other[-n:] for other in paths) == 1), 1)
-        name = given or "/".join(path[-count:]) or trainings[0]
+    for given, trainings in map(parted, words):
+        # Never all of an absolute path: names stand in pictures and on public cards.
+        name = given or Path(trainings[0]).absolute().name
         if name in drafters_by_name or name == "plain":  # which decoding without a drafter is called
             raise UserError(f"two drafters are called {name}: tell them apart as NAME:{trainings[0]}")
         if "" in trainings or len(set(trainings)) < len(trainings):
             raise UserError(f"{name} is {','.join(trainings)}, which has a training twice or none: give each once")
         drafters_by_name[name] = trainings
     return drafters_by_name
-
-
-def in_place(run: str) -> str:
-    """The option by which a run's configuration speaks of the folder where the run lies now."""
-    quoted = re.sub(r"(['\\])", r"\\\1", run)
-    return f"run_dir='{quoted}'"
 
 
 def read(drafter: str, config: Config, data: dict[str, Any]) -> DrafterCheckpoint:
@@ -67,7 +58,7 @@ def read(drafter: str, config: Config, data: dict[str, Any]) -> DrafterCheckpoin
     checkpoint = DrafterCheckpoint.open(drafter, target_layers=lambda: read_config(config.target).num_hidden_layers)
     checkpoint.tensors  # noqa: B018 (or damaged weights are refused after the target is loaded)
     if checkpoint.train is not None and (saved := checkpoint.train / "config.yaml").is_file():
-        store = read_manifest(cli.load_config([in_place(str(checkpoint.train.parent))], saved))
+        store = read_manifest(cli.load_config([f"run_dir={checkpoint.train.parent}"], saved))
         checkpoint.check_store(store, config.target)
     inputs = checkpoint.inputs
     if config.evaluate.prompts is None and inputs is not None and inputs.get("data") != data["dataset_fingerprint"]:
@@ -96,8 +87,7 @@ def folder_of(trainings: Named, config: Config, result: str) -> Path:
     if config.overwrite or not (out / result).is_file():
         return out
     earlier = artifacts.read_json(out / result, "this command").get("trainings", {})
-    there, here = ([[Path(one).resolve() for one in some] for some in of.values()] for of in (earlier, trainings))
-    if there != here:
+    if earlier != trainings:
         words = shlex.join(f"{name}:{','.join(some)}" for name, some in earlier.items())
         raise UserError(f"{out} compares {words}: give another compare.out=…, or replace it with overwrite=true")
     return out

@@ -11,12 +11,12 @@ A sequence that has ended leaves its batch.
 
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from eagle31_train.evaluation.sampling import Chooser, Sampling
+from eagle31_train.evaluation.sampling import Chooser, Sampling, agreeing
 from eagle31_train.model.decode import DraftDecoder
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.targets.cached import CachedTarget
@@ -105,7 +105,7 @@ def decode_plain(
         if states:
             one.aux = torch.cat(rows)[: len(prompt) + len(one.tokens) - 2].to(target.device)
     assert over is not None
-    return _timed(decoded, over - began)
+    return [replace(one, seconds=(over - began) / len(decoded)) for one in decoded]
 
 
 def decode_speculative(
@@ -143,8 +143,8 @@ def speculate(
 
     aux, logits = target.read(prompts, 1)
     new = [[token] for token in chooser.next(logits)]  # what every sequence goes on with
-    # What the drafter has not been told: states of positions, and the token that follows each.
-    told = [aux[row, aux.shape[1] - len(prompt) :] for row, prompt in enumerate(prompts)]
+    # What the drafter has not read: states of positions, and the token that follows each.
+    states = [aux[row, aux.shape[1] - len(prompt) :] for row, prompt in enumerate(prompts)]
     after = [[*prompt[1:], *tokens] for prompt, tokens in zip(prompts, new, strict=True)]
     while True:
         ended = [limits.append(decoded[index].tokens, tokens) for index, tokens in zip(batch, new, strict=True)]
@@ -153,28 +153,27 @@ def speculate(
             break
         if len(going) < len(batch):
             drafts.select(going)
-            told, after = [told[row] for row in going], [after[row] for row in going]
+            states, after = [states[row] for row in going], [after[row] for row in going]
         batch = _leave(going, batch, target, chooser)
 
-        drafts.extend(*_flat(told, after, target.device))
+        tokens_after = torch.tensor([token for tokens in after for token in tokens], device=target.device)
+        drafts.extend(torch.cat(states).to(target.device), tokens_after, [len(tokens) for tokens in after])
         proposed = drafts.propose(draft_tokens, chooser.draft)
         newest = torch.tensor([tokens[-1:] for tokens in after], device=proposed.device)
         aux, logits = target.read(torch.cat([newest, proposed], 1).tolist(), draft_tokens + 1)
         new = after = chooser.verify(logits, proposed, target_ids)
         # The target's own token follows the last that it agreed with; the rest never happened.
         target.forget([draft_tokens + 1 - len(tokens) for tokens in new])
-        told = [aux[row, : len(tokens)] for row, tokens in enumerate(new)]
+        states = [aux[row, : len(tokens)] for row, tokens in enumerate(new)]
         for index, tokens in zip(batch, new, strict=True):
             decoded[index].accepted.append(len(tokens) - 1)
-    return _timed(decoded, _now(target) - began)
+    seconds = (_now(target) - began) / len(decoded)
+    return [replace(one, seconds=seconds) for one in decoded]
 
 
 def first_difference(plain: list[int], speculative: list[int]) -> int | None:
     """The first position at which two outputs differ, or at which only one goes on; None if they are equal."""
-    if plain == speculative:
-        return None
-    pairs = zip(plain, speculative, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(plain), len(speculative)))
+    return None if plain == speculative else agreeing(plain, speculative)
 
 
 def logit_gap(target: CachedTarget, prefix: list[int], plain: int, speculative: int) -> float:
@@ -195,18 +194,6 @@ def _leave(going: list[int], batch: list[int], target: CachedTarget, chooser: Ch
         target.select(going)
         chooser.select(going)
     return [batch[row] for row in going]
-
-
-def _flat(told: list[Tensor], after: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor, list[int]]:
-    """What a drafter is told of some sequences, one after the other: states, the token after each, how many of each."""
-    tokens = torch.tensor([token for new in after for token in new], device=device)
-    return torch.cat(told).to(device), tokens, [len(new) for new in after]
-
-
-def _timed(decoded: list[Decoded], seconds: float) -> list[Decoded]:
-    for one in decoded:
-        one.seconds = seconds / len(decoded)
-    return decoded
 
 
 def _now(target: CachedTarget) -> float:

@@ -165,7 +165,7 @@ def measure(
                 write_checked(files[name], "outcome", one.to_json(), key=keys[name], workload=workload.name)
             known = new | known
         if measurer.one_output(workload):
-            _refuse_other_outputs(workload, known, files, here)
+            _refuse_other_outputs(workload, known, files)
         there = {name: "" if one.machine == here else one.machine for name, one in known.items()}
         measurements.append(
             {one.name: dataclasses.replace(known[one.name], machine=there[one.name]) for one in candidates}
@@ -173,22 +173,13 @@ def measure(
     return measurements
 
 
-def _refuse_other_outputs(
-    workload: Workload, measurements: dict[str, Measurement], files: dict[str, Path], here: str
-) -> None:
-    """UserError where the target wrote otherwise beside one drafter than beside another: they cannot be compared.
-
-    To be removed is what differs from the first that was measured here; just now, if any was.
-    """
-    first, *others = sorted(measurements, key=lambda name: measurements[name].machine != here)
-    stale = [name for name in others if measurements[name].outputs != measurements[first].outputs]
-    if not stale:
-        return
-    one, other = measurements[first], measurements[stale[0]]
-    pairs = zip(workload.prompts, one.outputs, other.outputs, strict=True)
-    prompt = next(prompt.id for prompt, ours, theirs in pairs if ours != theirs)
-    raise UserError(
-        f"{workload.name}, prompt {prompt}: the target's output is not the same for {', '.join(stale)} (measured on "
-        f"{other.machine}) as for {first} (on {one.machine}), so these cannot be compared: remove "
-        f"{', '.join(str(files[name]) for name in stale)} and run the same command again"
-    )
+def _refuse_other_outputs(workload: Workload, measurements: dict[str, Measurement], files: dict[str, Path]) -> None:
+    """UserError where the target wrote otherwise beside one drafter than beside another: they cannot be compared."""
+    outputs = [one.outputs for one in measurements.values()]
+    for prompt, *answers in zip(workload.prompts, *outputs, strict=True):
+        if any(answer != answers[0] for answer in answers):
+            machines = ", ".join(f"{name} on {one.machine}" for name, one in measurements.items())
+            raise UserError(
+                f"{workload.name}, prompt {prompt.id}: the target's output is not the same for all drafters (measured: "
+                f"{machines}): remove {', '.join(map(str, files.values()))} and run the same command again"
+            )

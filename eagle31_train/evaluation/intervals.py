@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Interval = list[float | None]  # value, low, high; None where there is none
+NOTHING: Interval = [None, None, None]
 LEVEL, RESAMPLES, SEED = 0.95, 2000, 0
-FEW = 10  # prompts, below which an interval itself is a guess
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Estimate:
         value, prompts = float(self.values[i]), int(self.prompts[i])
         draws = self.draws[:, i][np.isfinite(self.draws[:, i])]
         if not np.isfinite(value):
-            return [None, None, None]
+            return NOTHING
         if prompts < 2 or not len(draws):
             return [value, None, None]
         tail = tail_of(prompts)

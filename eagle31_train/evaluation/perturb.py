@@ -4,7 +4,6 @@ Each makes other token ids of the same prompt, or has it sampled otherwise; each
 what is given around it. `find` knows them by name, `KNOWN` is what a user may read.
 """
 
-import difflib
 import hashlib
 import re
 from collections.abc import Callable
@@ -61,15 +60,13 @@ class Perturbation:
 
 def find(name: str) -> Perturbation:
     """The perturbation of a name; context_ and temperature_ take any number, context_N_tokens any whole one. UserError
-    where there is none, with the nearest."""
+    where there is none."""
     if name in KNOWN:
         return KNOWN[name]
     for form, make in OF_NUMBERS.items():
         if (match := re.fullmatch(form, name)) and float(match[1]) > 0:
             return make(float(match[1]))
-    close = difflib.get_close_matches(name, KNOWN, n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(KNOWN)}; other numbers will do, too"
-    raise UserError(f"evaluate.perturbations has no {name!r}: {hint}")
+    raise UserError(f"evaluate.perturbations has no {name!r}: there are {', '.join(KNOWN)}, and other numbers")
 
 
 # ---------------------------------------------------------------- template
@@ -126,16 +123,13 @@ def _long_context(messages: list[Message], prompt: Prompt, context: Context, len
     if missing < 0:
         raise UnfitError(f"it is longer than {wanted} tokens without anything before it")
     filling = _filling(prompt, context, wanted)
-    best: list[int] = []
     for _ in range(8):  # cutting between tokens may cost or save some at the seam
         # A character of several tokens may be cut in two; what is left of it decodes to U+FFFD.
         ids = built(rendering.decode(filling[:missing]).rstrip("\ufffd"))
-        if not best or abs(len(ids) - wanted) < abs(len(best) - wanted):
-            best = ids
         if len(ids) == wanted:
             break
         missing = max(missing + wanted - len(ids), 0)
-    return best
+    return ids
 
 
 def _filling(prompt: Prompt, context: Context, length: int) -> list[int]:

@@ -6,7 +6,6 @@ a file of them can stand in for any suite.
 
 import json
 import re
-import string
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -58,13 +57,9 @@ class Suite:
     @property
     def columns(self) -> set[str]:
         """The columns that the question is made of."""
-        if self.prompt is None or "{" not in self.prompt:
-            return {self.prompt} if self.prompt else set()
-        try:
-            names = [name for _, name, _, _ in string.Formatter().parse(self.prompt) if name is not None]
-        except ValueError as error:
-            raise UserError(f"prompt={self.prompt!r} is no template ({error}): write {{column}}") from None
-        return {re.split(r"[.\[]", name)[0] for name in names}
+        text = self.prompt or ""
+        names = re.findall(r"\{([^{}.\[!:]+)", text.replace("{{", ""))
+        return set(names) if "{" in text else {text} - {""}
 
     @property
     def is_hub_id(self) -> bool:
@@ -143,13 +138,12 @@ def from_suite(name: str, suite: Suite, option: str, rendering: Rendering) -> tu
     prompts: dict[str, Prompt] = {}
     seen: Counter[str] = Counter()
     named = {key: column for key in ("tools", "id", "source") if (column := getattr(suite, key))}
-    is_file = not Path(suite.path).is_dir() and not suite.is_hub_id  # which may have names of its own for things
+    columns = suite.columns | set(named.values())
     for where, default, source, row in _rows(name, suite, option):
         _require(suite.only, row, where)
         if any(row[column] not in (v if isinstance(v, list) else [v]) for column, v in suite.only.items()):
             continue
-        wanted = suite.columns | (set(named.values()) if is_file else set())
-        stands_in = suite.prompt is not None and not wanted <= row.keys() and bool(row.keys() & set(OWN_FORMS))
+        stands_in = suite.prompt is not None and not columns <= row.keys() and bool(row.keys() & set(OWN_FORMS))
         messages, turns = _messages(replace(suite, prompt=None) if stands_in else suite, row, where)
         if suite.placeholder and any(suite.placeholder in message["content"] for message in messages):
             seen["placeholders"] += 1
@@ -210,11 +204,9 @@ def _lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line.decode("utf-8"))
-        except ValueError as error:  # of JSON or of UTF-8
-            raise UserError(f"{file}, line {number} is not JSON in UTF-8 ({error}): mend or remove it") from None
-        if not isinstance(row, dict):
-            raise UserError(f"{file}, line {number} is no object: give one with prompt, turns or messages")
+            row = dict(json.loads(line.decode("utf-8")))
+        except (ValueError, TypeError) as error:  # of JSON, of UTF-8, or of no object
+            raise UserError(f"{file}, line {number} is no JSON object in UTF-8 ({error}): mend or remove it") from None
         yield number, row
 
 

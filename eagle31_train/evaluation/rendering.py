@@ -117,8 +117,8 @@ class Rendering:
         around = re.split("|".join(marks), form)
         if re.findall("|".join(marks), form) != marks:
             return None
-        found = re.fullmatch("(.*?)".join(re.escape(piece) for piece in around), text, re.DOTALL)
-        return found.groups() if found else None
+        match = re.fullmatch("(.*?)".join(re.escape(piece) for piece in around), text, re.DOTALL)
+        return match.groups() if match else None
 
     def without_system(self, messages: list[Message], tools: list[Tool] | None = None) -> str:
         """The conversation without any system turn, be it its own or one that the template puts in by itself.
@@ -140,17 +140,13 @@ class Rendering:
     def _user_header(self) -> str:
         """What begins a user's turn: what such a turn adds to a conversation, up to the user's words."""
         mark = {"role": "user", "content": "the-user-says"}
-        question = {"role": "user", "content": "an-earlier-question"}
-        answer = {"role": "assistant", "content": "an-earlier-answer"}
-        system = {"role": "system", "content": "a-system-message"}
-        for earlier in ([question, answer], [system]):
-            try:
-                so_far = self.text(earlier, generation=False)
-                before, _, _ = self.text([*earlier, mark], generation=False).partition(mark["content"])
-            except UnfitError:
-                continue
-            header = before.removeprefix(so_far)
-            # Templates may rewrite what is over, or put the system message into the user's turn.
-            if header and not any(message["content"] in header for message in earlier):
-                return header
-        raise UnfitError("what begins a user's turn cannot be told from the chat template")
+        # After an answer, since templates may put a system message into the first turn.
+        earlier = [
+            {"role": "user", "content": "an-earlier-question"},
+            {"role": "assistant", "content": "an-earlier-answer"},
+        ]
+        so_far = self.text(earlier, generation=False)
+        before, _, _ = self.text([*earlier, mark], generation=False).partition(mark["content"])
+        if not before.startswith(so_far) or before == so_far:  # templates may rewrite what is over
+            raise UnfitError("what begins a user's turn cannot be told from the chat template")
+        return before.removeprefix(so_far)

@@ -87,12 +87,12 @@ class Chooser:
             target_ids: [Vd] int64, the target's id of each draft token.
         """
         if self.sampling.drawn_drafts:
-            kept = self._reject(logits, proposed, target_ids)
+            tokens = self._reject(logits, proposed, target_ids)
         else:
             pairs = zip(proposed.tolist(), self._targets(logits).tolist(), strict=True)
-            kept = [chosen[: agreeing(ours, chosen) + 1] for ours, chosen in pairs]
-        self.numbers = [number + len(new) for number, new in zip(self.numbers, kept, strict=True)]
-        return kept
+            tokens = [chosen[: agreeing(ours, chosen) + 1] for ours, chosen in pairs]
+        self.numbers = [number + len(new) for number, new in zip(self.numbers, tokens, strict=True)]
+        return tokens
 
     def _targets(self, logits: Tensor) -> Tensor:
         """[B, n] int64: the target's choice at positions of which the first is each sequence's next token."""
@@ -172,7 +172,5 @@ def probabilities(logits: Tensor, temperature: float, top_p: float) -> Tensor:
 
 def agreeing(proposed: list[int], chosen: list[int]) -> int:
     """How many proposals, from the first on, are the target's own choice."""
-    for index, (ours, theirs) in enumerate(zip(proposed, chosen, strict=False)):
-        if ours != theirs:
-            return index
-    return len(proposed)
+    pairs = zip(proposed, chosen, strict=False)
+    return next((at for at, (ours, theirs) in enumerate(pairs) if ours != theirs), min(len(proposed), len(chosen)))

@@ -6,7 +6,7 @@ Everything on the card is a recorded fact: hyper-parameters and counts come from
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from html import escape
 from typing import Any
 
@@ -22,41 +22,35 @@ from eagle31_train.reporting.recipe import commands, serve_command
 from eagle31_train.reporting.tables import Section
 
 
-@dataclass(frozen=True)
-class Facts:
-    """What the card tells; data: None where the stage left no manifest, or one that is not of this checkpoint."""
-
-    config: Config
-    shape: DrafterShape
-    train: Mapping[str, Any]
-    data: Mapping[str, Any] | None
-    results: CardResults
-
-
-def render(facts: Facts) -> str:
-    """The card as Markdown with YAML front matter."""
-    config = facts.config
+def render(
+    config: Config,
+    shape: DrafterShape,
+    train: Mapping[str, Any],
+    data: Mapping[str, Any] | None,
+    measured: CardResults,
+) -> str:
+    """The card as Markdown with YAML front matter; train, data: manifests, of data None where the stage left none."""
     target = plain(config.target.name)
     parts = [
-        _front_matter(config, facts.shape),
-        f"# {_kind(facts.shape)} drafter{' with MLA' * (facts.shape.architecture == 'mla')} for {target}",
+        _front_matter(config, shape),
+        f"# {_kind(shape)} drafter{' with MLA' * (shape.architecture == 'mla')} for {target}",
         f"A one-layer drafter for speculative decoding with {target}: it proposes tokens, the target verifies them, "
         "and with greedy decoding the output is the target's own, token for token. Made with eagle31; served by vLLM.",
         "## Serve",
         code(serve_command(config, config.repo or "PATH_TO_THIS_FOLDER", published=True)),
-        *(f"{plain(caveat)}." for caveat in caveats(facts.shape)),
+        *(f"{plain(caveat)}." for caveat in caveats(shape)),
         "To go back, serve without `--speculative-config`; the target itself is unchanged:",
         code(serve_command(config, None, published=True)),
-        *results(facts.results),
+        *results(measured),
         "## Drafter",
-        _table("field", _drafter(facts.shape)),
+        _table("field", asdict(shape) if shape.architecture == "mla" else _without(asdict(shape), *MLA_DEFAULTS)),
         "## Data",
-        _table("count", _without(facts.data, "files", "inputs", "fingerprint", "seconds"))
-        if facts.data is not None
+        _table("count", _without(data, "files", "inputs", "fingerprint", "seconds"))
+        if data is not None
         else "The data stage left no manifest beside this checkpoint.",
         "## Training",
-        _table("hyper-parameter", facts.train.get("inputs", {})),
-        _table("result", {key: facts.train[key] for key in TRAINED if key in facts.train}),
+        _table("hyper-parameter", train.get("inputs", {})),
+        _table("result", {key: train[key] for key in TRAINED if key in train}),
         "## Repeat",
         "With the same version of eagle31, from its checkout; folders outside it are shown as `/path/to/…`:",
         code("\n".join(commands(config))),
@@ -73,8 +67,10 @@ def render(facts: Facts) -> str:
 def results(measured: CardResults) -> Iterator[str]:
     """Acceptance, serving and comparisons, as tables; what was not measured is said, too."""
     yield "## Measured acceptance"
-    nothing = ["The acceptance of this checkpoint was not measured."]
-    yield from _acceptance(measured.evaluation) if measured.evaluation else nothing
+    if measured.evaluation:
+        yield from _acceptance(measured.evaluation)
+    else:
+        yield "The acceptance of this checkpoint was not measured."
     yield "## Measured in vLLM"
     if served := measured.serving:
         yield from _result({"serving": served.content["serving"]}, served)
@@ -118,8 +114,8 @@ def _result(result: Mapping[str, Any], source: CardResult) -> Iterator[str]:
             summary = f"<details>\n<summary>{escape(scrubbed(section.title))}</summary>"
             shown = [summary, *shown, "</details>"]
         yield from shown
-    for picture in source.pictures:
-        yield image(picture.name, f"{picture.picture.title} ({picture.picture.section})")
+    for picture, _, name in source.pictures:
+        yield image(name, f"{picture.title} ({picture.section})")
 
 
 def _section(section: Section) -> Iterator[str]:
@@ -152,11 +148,6 @@ def _kind(shape: DrafterShape) -> str:
     if shape.fc_norm and shape.norm_output:
         return "EAGLE 3.1"
     return " with ".join(["EAGLE 3", *(name for name in ("fc_norm", "norm_output") if getattr(shape, name))])
-
-
-def _drafter(shape: DrafterShape) -> dict[str, Any]:
-    """The shape's fields; those of MLA only where it has them."""
-    return asdict(shape) if shape.architecture == "mla" else _without(asdict(shape), *MLA_DEFAULTS)
 
 
 def _without(values: Mapping[str, Any], *names: str) -> dict[str, Any]:

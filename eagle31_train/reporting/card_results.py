@@ -7,7 +7,7 @@ result that belongs to another checkpoint says nothing of this one.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from eagle31_train import artifacts
 from eagle31_train.errors import UserError
@@ -17,17 +17,7 @@ from eagle31_train.reporting.figures import Picture
 from eagle31_train.reporting.tables import ALL, SERVING
 
 EVALUATE, COMPARE = "python -m eagle31_train.evaluate", "python -m eagle31_train.compare"
-COMPARISON = [  # what the card needs of one
-    *("draft_tokens", "drafters", "workloads", "title", "trainings", "identities", "command", "files"),
-]
-
-
-class CardPicture(NamedTuple):
-    """file: where it lies. name: where the card has it, as an address below the exported folder."""
-
-    file: Path
-    name: str
-    picture: Picture
+CardPicture = tuple[Picture, Path, str]  # where it lies, and where the card has it, below the exported folder
 
 
 @dataclass(frozen=True)
@@ -44,7 +34,7 @@ class CardResult:
     @property
     def fingerprint(self) -> str:
         """Changes with every word and picture."""
-        drawn = [(shown.name, artifacts.file_sha256(shown.file)) for shown in self.pictures]
+        drawn = [(name, artifacts.file_sha256(file)) for _, file, name in self.pictures]
         return artifacts.fingerprint([self.content, drawn])
 
 
@@ -101,23 +91,18 @@ def _stage(folder: Path, key: str, identity: str, images: str, command: str) -> 
 
 def _comparison(folder: Path, number: int, identity: str) -> CardResult:
     """The card's comparison number 1, 2, …, that the checkpoint is part of."""
-    again = f"`{COMPARE} …` again, which measures nothing twice"
     if not (folder / RESULT).is_file():
         raise UserError(f"comparisons: {folder} has no {RESULT}: give the folder that `{COMPARE}` wrote")
     result = artifacts.read_json(folder / RESULT, COMPARE)
-    if lacking := [key for key in COMPARISON if key not in result]:
+    names = [name for name, identities in result.get("identities", {}).items() if identity in identities]
+    if not names:
         raise UserError(
-            f"comparisons: {folder / RESULT} has no {lacking[0]}, so it is no comparison, or one of an earlier "
-            f"version: run {again}"
-        )
-    if not (names := [name for name, identities in result["identities"].items() if identity in identities]):
-        raise UserError(
-            f"comparisons: {folder} compares {', '.join(result['drafters'])}, none of which has the weights in train/: "
-            f"compare this run as `{COMPARE} RUN_DIR …`, again where it was, or leave the folder out"
+            f"comparisons: {folder} compares {', '.join(result.get('drafters', []))}, none of which has the weights in "
+            f"train/: compare this run as `{COMPARE} RUN_DIR …`, again where it was, or leave the folder out"
         )
     # Those of an earlier comparison, or a later one that was stopped, have the same names.
     if damage := artifacts.first_damaged(folder, result["files"]):
-        raise UserError(f"comparisons: {damage}: run {again}")
+        raise UserError(f"comparisons: {damage}: run `{COMPARE} …` again, which measures nothing twice")
     return CardResult(result, list(_pictures(folder, result, f"comparison-{number}", f"{COMPARE} …")), names)
 
 
@@ -129,4 +114,4 @@ def _pictures(folder: Path, result: Mapping[str, Any], images: str, command: str
             file = folder / f"{picture.name}.png"
             if not file.is_file():
                 raise UserError(f"{file} is missing: run `{command}` again")
-            yield CardPicture(file, f"images/{images}/{file.name}", picture)
+            yield picture, file, f"images/{images}/{file.name}"

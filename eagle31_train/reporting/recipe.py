@@ -5,10 +5,11 @@ import json
 import re
 import shlex
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from hydra.core.override_parser.types import Quote, QuotedString
 
 from eagle31_train import cli
 from eagle31_train.config import Config
@@ -16,6 +17,9 @@ from eagle31_train.errors import UserError
 from eagle31_train.evaluation.serving.command import flags, speculation, target_arguments
 from eagle31_train.reporting.markdown import public
 
+EVALUATE = "python -m eagle31_train.evaluate"
+PROGRAMS = ["python -m data_prep", "python -m eagle31_train.extract", "accelerate launch --quiet train.py"]
+PROGRAMS += [EVALUATE, "python -m eagle31_train.export"]
 # Options that say where things go or whether to upload, not what is made.
 _NOT_THE_RECIPE = ("overwrite", "push", "repo", "private", "comparisons")
 
@@ -36,22 +40,23 @@ def serve_command(config: Config, drafter: str | None, published: bool = False) 
 
 def commands(config: Config) -> list[str]:
     """The commands of all five stages that make this drafter again."""
-    stages = ("data_prep", "eagle31_train.extract", "", "eagle31_train.evaluate", "eagle31_train.export")
-    training = f"accelerate launch --quiet train.py {shlex.join(overrides(config))}"
-    return [command(stage, config) if stage else training for stage in stages]
+    return [command(program, config) for program in PROGRAMS]
 
 
-def command(stage: str, config: Config) -> str:
+def command(program: str, config: Config) -> str:
     """The command that runs a stage with this configuration."""
-    return f"python -m {stage} {shlex.join(overrides(config))}"
+    return f"{program} {shlex.join(overrides(config))}"
 
 
 def overrides(config: Config) -> list[str]:
     """The fewest `key=value` options that give this configuration, starting from a recipe or from the defaults."""
     wanted = dict(_leaves(config))
+    recipes = cli.choices("experiment")
+    # A composition takes a third of a second: one that bears the recipe's name is not compared with all others.
+    bases = {recipe: _base(recipe) for recipe in ([config.name] if config.name in recipes else ["", *recipes])}
     candidates = []
-    bases = {recipe: {**base, "run_dir": f"runs/{wanted['name']}"} for recipe, base in _recipes().items()}
     for recipe, base in bases.items():
+        base = {**base, "run_dir": f"runs/{config.name}"}
         changed = [key for key in wanted if wanted[key] != base[key] and key not in _NOT_THE_RECIPE]
         candidates.append((len(changed), recipe, changed))
     _, recipe, changed = min(candidates)
@@ -68,13 +73,14 @@ def _option(key: str, value: Any, base: Any) -> Iterator[str]:
 
 
 @cache
-def _recipes() -> dict[str, dict[str, Any]]:
-    """The options of every recipe by its name; one that needs options of its own is no starting point. "": defaults."""
-    recipes = {"": dict(_leaves(cli.load_config(["target.path=none", "name=none"])))}
-    for recipe in cli.choices("experiment"):
-        with suppress(UserError):
-            recipes[recipe] = dict(_leaves(cli.load_config([f"+experiment={recipe}"], resolve=False)))
-    return recipes
+def _base(recipe: str) -> dict[str, Any]:
+    """The options of a recipe, or with "" the defaults; a target or a name that it leaves open is none."""
+    start = [f"+experiment={recipe}"] if recipe else []
+    try:
+        config = cli.load_config(start, resolve=False)
+    except UserError:
+        config = cli.load_config([*start, "target.path=none", "name=none"], resolve=False)
+    return dict(_leaves(config))
 
 
 def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -88,21 +94,15 @@ def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def _hydra(value: Any) -> str:
     """A value in Hydra's grammar; absolute paths lose what a public card should not tell."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
     if isinstance(value, list):
         return f"[{','.join(map(_hydra, value))}]"
     if isinstance(value, dict):
         return "{" + ",".join(f"{key}:{_hydra(inner)}" for key, inner in value.items()) + "}"
     if not isinstance(value, str):
-        return str(value)
+        return "null" if value is None else str(value).lower()
     value = public(value)
     # Bare words only where Hydra can read nothing else (a number, a boolean) into them.
     others = ("null", "true", "false", "nan", "inf")
     if re.fullmatch(r"[A-Za-z_/.][\w./:@-]*", value) and value.lower() not in others:
         return value
-    # Hydra takes a backslash for itself, except before a quote.
-    escaped = re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), value)
-    return f"'{escaped}'"
+    return QuotedString(text=value, quote=Quote.single).with_quotes()

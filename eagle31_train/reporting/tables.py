@@ -3,14 +3,13 @@
 `evaluation/results.py` describes the result, `evaluation/serving/report.py` its `serving`.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from eagle31_train.evaluation.intervals import Interval, bracket
+from eagle31_train.evaluation.intervals import NOTHING, bracket
 
 ALL, SERVING = "All workloads", "Serving"  # sections that are not of one workload
 GLOSSARY = "[low, high]: 95 % interval over prompts. What the numbers mean: docs/glossary.md, and the page."
-NOTHING: Interval = [None, None, None]
 DRIFT = ("sink", "prompt", "verified", "own", "rms", "entropy")  # shares of the attention, and two numbers
 Result = dict[str, Any]
 Columns = dict[str, list[Any]]  # of intervals or text
@@ -35,29 +34,30 @@ class Section(NamedTuple):
 def sections(result: Result) -> Iterator[Section]:
     """All of a result, but its definitions and what was not measured."""
     workloads, depth = result.get("workloads", []), str(result.get("draft_tokens"))
+    whole = []
     if workloads:
-        yield from _section("Verdict", [], [_verdicts(workloads, depth)])
+        whole.append(Section("Verdict", [], [_verdicts(workloads, depth)]))
     if len(workloads) > 1:
-        yield from _section(ALL, [], _overview(workloads, depth))
-    for workload in workloads:
-        yield from _section(workload["name"], _remarks(workload, depth), _workload(workload, depth))
+        whole.append(Section(ALL, [], list(_overview(workloads, depth))))
+    whole += [Section(one["name"], list(_remarks(one, depth)), list(_workload(one, depth))) for one in workloads]
     if serving := result.get("serving"):
-        yield from _section(SERVING, _serving_remarks(serving), _serving(serving))
-
-
-def _section(title: str, remarks: Iterable[str], tables: Iterable[Table]) -> Iterator[Section]:
-    """With the tables that have a number; none if there is nothing to say."""
-    shown = [table for table in tables if any(cell != "–" for row in table.rows for cell in row[1:])]
-    if shown or remarks:
-        yield Section(title, list(remarks), shown)
+        whole.append(Section(SERVING, list(_serving_remarks(serving)), list(_serving(serving))))
+    for section in whole:
+        # A table of what was not measured has no number.
+        shown = [table for table in section.tables if any(cell != "–" for row in table.rows for cell in row[1:])]
+        if shown or section.remarks:
+            yield section._replace(tables=shown)
 
 
 def as_text(result: Result) -> str:
-    """The result for a terminal."""
+    """The headline for a terminal: the first table of every section but those of further workloads."""
     lines: list[str] = []
+    further = [workload["name"] for workload in result.get("workloads", [])[1:]]
     for section in sections(result):
+        if section.title in further:
+            continue
         lines += [section.title, *(f"  {remark}" for remark in section.remarks)]
-        for table in section.tables:
+        for table in section.tables[:1]:
             lines += ["", *([f"  {table.title}"] if table.title else [])]
             widths = [max(map(len, column)) for column in zip(table.header, *table.rows, strict=True)]
             for first, *others in (table.header, *table.rows):
@@ -82,17 +82,9 @@ def _verdicts(workloads: Sequence[Result], depth: str) -> Table:
 
 
 def _winners(better: dict[str, str | None]) -> str:
-    """Who is better, and at which numbers of draft tokens: `3.1 at 1 to 3, 8`; `better` has them in order."""
-    at: dict[str, list[list[str]]] = {}  # by winner: runs of neighbours
-    before = None
-    for tokens, winner in better.items():
-        if winner and winner != before:
-            at.setdefault(winner, []).append([])
-        if winner:
-            at[winner][-1].append(tokens)
-        before = winner
-    ranges = {name: [" to ".join(dict.fromkeys([run[0], run[-1]])) for run in runs] for name, runs in at.items()}
-    return "; ".join(f"{name} at {', '.join(of)}" for name, of in ranges.items()) or "no difference shown"
+    """Who is better, and at which numbers of draft tokens: `3.1 at 1, 2, 8`."""
+    at = {name: [k for k, winner in better.items() if winner == name] for name in better.values() if name}
+    return "; ".join(f"{name} at {', '.join(depths)}" for name, depths in at.items()) or "no difference shown"
 
 
 def _overview(workloads: Sequence[Result], depth: str) -> Iterator[Table]:
@@ -105,18 +97,15 @@ def _overview(workloads: Sequence[Result], depth: str) -> Iterator[Table]:
     yield _columns(f"acceptance length with {depth} draft tokens", "workload", rows, columns)
     columns = {name: [one.get("kept", {}).get(depth, NOTHING) for one in some] for name, some in of.items()}
     yield _columns("kept of the plain form's acceptance length", "workload", rows, columns)
-    columns = {
-        name: [one["drift"]["own"][-1] if one["drift"] else NOTHING for one in some] for name, some in of.items()
-    }
-    yield _columns("attention on its own drafts, at the last step", "workload", rows, columns)
 
 
 def _remarks(workload: Result, draft_tokens: str) -> Iterator[str]:
-    yield f"{count(workload['prompts'], 'prompt')}, {sampling(workload)}, {decoded(workload)}"
+    prompts, verified = count(workload["prompts"], "prompt"), f"{workload['verified']:,}"
+    yield f"{prompts}, {sampling(workload)}, {verified} decoded by real speculation"
     yield from workload["notes"]
     if speeds := workload.get("tokens_per_second"):
-        told = ", ".join(f"{name} {speed:.1f} ({speed / speeds['plain']:.2f}x)" for name, speed in speeds.items())
-        yield f"tokens per second, at {draft_tokens}: {told}"
+        ratios = ", ".join(f"{name} {speed:.1f} ({speed / speeds['plain']:.2f}x)" for name, speed in speeds.items())
+        yield f"tokens per second, at {draft_tokens}: {ratios}"
 
 
 def _workload(workload: Result, draft_tokens: str) -> Iterator[Table]:
@@ -175,13 +164,6 @@ def sampling(workload: Result) -> str:
     return f"sampled at temperature {workload['temperature']:g}{nucleus}"
 
 
-def decoded(workload: Result) -> str:
-    """Of how many prompts real speculation has shown that it changes nothing."""
-    verified = workload["verified"]
-    share = "all" if verified == workload["prompts"] else f"{verified:,} of them" if verified else "none"
-    return f"{share} decoded by real speculation"
-
-
 # ---------------------------------------------------------------- serving
 
 
@@ -207,9 +189,9 @@ def _serving(serving: Result) -> Iterator[Table]:
         seconds = [row[kind].get(of) for kind in ("ttft", "tpot") for of in ("mean", "p50", "p95")]
         seconds += [row.get("counted", {}).get(kind) for kind in ("ttft", "tpot")]
         times.append([*key, *(_number(value and 1000 * value, "{:.1f}") for value in seconds)])
-        if found := row["acceptance"]:
-            shares = ", ".join(_number(share, "{:.1%}") for share in found["acceptance_at_depth"])
-            accepted.append([*key, _number(found["acceptance_length"], "{:.2f}"), shares])
+        if acceptance := row["acceptance"]:
+            shares = ", ".join(_number(share, "{:.1%}") for share in acceptance["acceptance_at_depth"])
+            accepted.append([*key, _number(acceptance["acceptance_length"], "{:.2f}"), shares])
     yield Table("speed", [*which, "tokens/s/user", "speed-up", "total tokens/s", "different answers"], speeds)
     heads = ["TTFT, ms", "p50", "p95", "TPOT, ms", "p50", "p95", "TTFT by vLLM", "TPOT by vLLM"]
     yield Table("times", [*which, *heads], times)

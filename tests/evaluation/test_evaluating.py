@@ -125,8 +125,8 @@ def test_drafters_beside_which_the_target_wrote_otherwise_are_not_compared(candi
     (file,) = tmp_path.iterdir()
     monkeypatch.setattr(Recorded, "machine", "elsewhere")
     monkeypatch.setattr(Recorded, "output", (1, 3))
-    for _ in range(2):  # just measured, and read again: what is to go is of the other machine
-        with pytest.raises(UserError, match=rf"prompt p0: .* not the same for llama .*here.*remove {file}"):
+    for _ in range(2):  # just measured, and read again
+        with pytest.raises(UserError, match=rf"prompt p0: .* not the same .*llama on here.*remove {file}"):
             measurer.run(tmp_path, candidates, [ONE])
     file.unlink()
     measurer.run(tmp_path, candidates, [ONE])

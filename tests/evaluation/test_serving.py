@@ -73,7 +73,6 @@ def test_counts_are_the_servers_without_its_warming(launch, tmp_path):
     assert left(tmp_path) == []
     for row in report["rows"]:
         assert 0 < row["ttft"]["p50"] <= row["ttft"]["p95"] <= row["seconds"]
-        assert 0.2 < row["in_flight"] <= row["concurrency"]
 
 
 def test_counts_read_too_early_would_be_others(monkeypatch, measure):
@@ -130,7 +129,7 @@ import subprocess, sys, time
 from pathlib import Path
 from eagle31_train.evaluation.serving import server
 server.GRACE_SECONDS = 0.2
-port = server.pick_port(None)
+port = server.pick_port()
 command = [sys.executable, "-m", server.MODULE, "--model", "m", "--port", str(port)]
 if sys.argv[1] == "unkept":
     subprocess.Popen(command, start_new_session=True)

@@ -37,7 +37,6 @@ def test_times_and_speeds_are_what_they_are_called():
     assert row["seconds"] == pytest.approx(5.0)
     assert row["total"] == pytest.approx(15 / 5)
     assert row["per_user"][0] == pytest.approx((4 + 4 + 3 + 0) / (2.0 + 1.0 + 1.5 + 0.0))
-    assert row["in_flight"] == pytest.approx((3 + 3 + 2 + 0.5) / 5)
     assert row["speedup"] is None
     assert report.notes([row]) == []
 

@@ -16,7 +16,7 @@ def rendered(*options, results=None, **shape):
     config = load_config(["+experiment=smollm2", *options])
     train = {"inputs": {"train": {"lr": 0.001}}, "tokens": 12345, "heldout": {"tau": 1.5}}
     data = {"coverage": 0.975, "refused": [{"where": "/home/me/x.jsonl:3"}], "files": {}}
-    text = card.render(card.Facts(config, shape_of(**shape), train, data, results or CardResults()))
+    text = card.render(config, shape_of(**shape), train, data, results or CardResults())
     _, head, body = text.split("---\n", 2)
     return yaml.safe_load(head), body
 

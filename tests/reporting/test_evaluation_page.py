@@ -14,7 +14,7 @@ from eagle31_train.reporting import card, evaluation_page
 from eagle31_train.reporting.card_results import CardResult, CardResults
 from eagle31_train.reporting.evaluation_figures import pictures
 from eagle31_train.reporting.markdown import plain
-from eagle31_train.reporting.tables import ALL, SERVING, _winners, as_text, sections
+from eagle31_train.reporting.tables import ALL, SERVING, as_text, sections
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
@@ -37,22 +37,27 @@ def text_of(html):
 # ---------------------------------------------------------------- tables, wherever they are shown
 
 
-def test_terminal_page_and_card_show_the_same_tables(whole):
+def test_the_terminal_shows_the_headline(whole):
+    lines = as_text(whole).splitlines()
+    for name in ("Verdict", ALL, "heldout", SERVING):
+        assert name in lines
+    assert not any("drift" in line for line in lines)
+    assert len(lines) < 45
+
+
+def test_page_and_card_show_the_same_tables(whole):
     """Every cell and every remark; nothing is taken for HTML or Markdown."""
-    html, text = evaluation_page.render(whole, {}), as_text(whole)
+    html = evaluation_page.render(whole, {})
     shown = "\n".join(card.results(CardResults(comparisons=[CardResult(whole, names=["B"])])))
-    page, words = text_of(html), " ".join(text.split())
+    page = text_of(html)
     for section in sections(whole):
         for remark in section.remarks:
             assert remark in page
             assert f"- {plain(remark)}" in shown
-            assert " ".join(remark.split()) in words
         for table in section.tables:
             for row in table.rows:
                 assert " ".join(" ".join(row).split()) in page
                 assert f"| {' | '.join(map(plain, row))} |" in shown
-                assert " ".join(row[0].split()) in words
-                assert " ".join(row[-1].split()) in words
     for part in (html, shown):
         assert "<A>" not in part
     assert [section.title for section in sections(whole)] == [
@@ -81,12 +86,6 @@ def test_tables_have_every_number_with_its_interval(whole):
     assert accepted.rows[1][3:] == ["1.95", "60.0%, 25.0%, –"]
 
 
-def test_the_verdict_names_ranges(whole):
-    won = {str(depth): winner for depth, winner in enumerate(["B", "B", None, "A", "B"], 1)}
-    assert _winners(won) == "B at 1 to 2, 5; A at 4"
-    assert _winners({"1": None}) == "no difference shown"
-
-
 def test_the_page_names_the_target_and_explains_its_words_after_the_numbers(whole):
     page = text_of(evaluation_page.render({**whole, "target": "org/target"}, {}))
     assert "target org/target · a | processor · float32" in page
@@ -97,35 +96,9 @@ def test_results_of_earlier_versions_are_shown():
     for file in RESULTS.glob("study*.json"):
         given = json.loads(file.read_text())
         given = given if "workloads" in given else {"title": "served", "serving": given}
-        assert len(as_text(given)) > 1000
+        assert len(as_text(given)) > 300
         assert len(evaluation_page.render(given, {})) > 1000
         assert list(pictures(given))
-
-
-# ---------------------------------------------------------------- the pictures
-
-
-def test_axes_show_nothing_that_cannot_be(whole):
-    """Acceptance lengths from 1 on, shares between none and all, and no point that next to no draft stands for."""
-    for name, axis, low, high in (
-        ("workloads-acceptance", "x", 1, np.inf),
-        ("heldout-acceptance", "y", 1, np.inf),
-        ("heldout-conditional", "y", 0, 1),
-        ("heldout-own", "y", 0, 1),
-        ("workloads-own", "x", 0, 1),
-        ("heldout-rms", "y", 0, np.inf),
-        ("serving-b", "x", 0, np.inf),
-    ):
-        bottom, top = getattr(drawn(whole, name), f"get_{axis}lim")()
-        assert low <= bottom < top <= high, name
-    conditional = whole["workloads"][0]["drafters"]["A"]["conditional"]
-    kept, conditional[3] = conditional[3], [0.0, 0.0, 0.9]
-    try:
-        axes = drawn(whole, "heldout-conditional")
-        assert [len(line.get_xdata()) for line in axes.lines] == [3, 4]
-        assert "wider than 50%" in axes.get_title(loc="left")
-    finally:
-        conditional[3] = kept
 
 
 def test_curves_are_the_numbers_with_their_intervals(whole):

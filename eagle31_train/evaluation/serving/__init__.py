@@ -4,7 +4,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,14 +29,6 @@ WARM_TOKENS = 16  # of an answer that is thrown away
 SETTLED_SECONDS = 60.0  # until the counters know of the last answer
 
 
-@dataclass(frozen=True)
-class Served:
-    """What one server did: answers, and what vLLM counted meanwhile, by concurrency."""
-
-    answers: dict[int, list[Answer]]
-    counted: dict[int, Counter[str]]
-
-
 def measure_serving(
     config: Config,
     drafts: Mapping[str, Path],
@@ -58,11 +50,9 @@ def measure_serving(
         folder: of the records and of each server's log; default: run_dir/servers.
 
     Raises:
-        UserError: prompts that measure nothing, a server that does not start or breaks off, a damaged record.
+        UserError: a server that does not start or breaks off, a damaged record.
     """
     options = config.evaluate
-    if not prompts:
-        raise UserError("0 prompts have no time per token: give some")
     folder = Path(config.run_dir) / "servers" if folder is None else folder
     sent = {users: questions(config, prompts, end_ids, users) for users in options.concurrency}
     servers = [(None, 0), *((name, depth) for name in drafts for depth in options.serve_speculative_tokens)]
@@ -75,16 +65,16 @@ def measure_serving(
         file = folder / f"server-{depth}-{fingerprint(config, draft, depth, sent, engine)}.json"
         if (record := read_checked(file, "served")) is not None:
             print(f"{what}: measured before ({file})")
-            served = from_json(record)
         else:
-            served = serve(config, draft, depth, sent, what, folder / f"{name or 'none'}-{depth}.log")
-            write_checked(file, "served", to_json(served), drafter=name)
-        plain = plain or served.answers
+            record = serve(config, draft, depth, sent, what, folder / f"{name or 'none'}-{depth}.log")
+            write_checked(file, "served", record, drafter=name)
+        served = {users: [Answer(**one) for one in record["answers"][str(users)]] for users in options.concurrency}
+        plain = plain or served
         for users in options.concurrency:
             # Sampled answers differ: with a drafter, other random numbers choose.
             reference = None if options.temperature else plain[options.concurrency[0]]
-            answers, counted = served.answers[users], served.counted[users]
-            rows.append(report.row(name, depth, users, answers, counted, plain[users] if name else None, reference))
+            counted, before = Counter(record["counted"][str(users)]), plain[users] if name else None
+            rows.append(report.row(name, depth, users, served[users], counted, before, reference))
     best = report.best(rows)
     return {
         "vllm": engine.version,
@@ -97,19 +87,23 @@ def measure_serving(
         "top_p": options.top_p,
         "rows": rows,
         "best": best,
-        "verdict": report.verdict(best, len(prompts)),
+        "verdict": report.verdict(best),
         "notes": report.notes(rows),
     }
 
 
 def serve(
     config: Config, draft: Path | None, depth: int, sent: Mapping[int, Sequence[Question]], what: str, log: Path
-) -> Served:
-    """Start one server, have it answer what is sent at every concurrency, and end it; `what`: what to call it."""
+) -> dict[str, Any]:
+    """Start one server, have it answer what is sent at every concurrency, and end it; `what`: what to call it.
+
+    Returns:
+        Its answers, and what vLLM counted meanwhile, by concurrency, in JSON's types.
+    """
     options = config.evaluate
-    at = pick_port(options.vllm_args.get("port"))
+    at = pick_port()
     command = [options.vllm_python, "-m", MODULE, *flags(server_arguments(config, draft, depth, at))]
-    served = Served({}, {})
+    served: dict[str, Any] = {"answers": {}, "counted": {}}
     print(f"{what}: vLLM starts ({log})")
     with (
         Server(command, at, log) as server,
@@ -131,7 +125,8 @@ def serve(
             if speed is None:
                 raise UserError(f"{what}: every answer ended with its first token: choose other prompts")
             bar.set_postfix_str(f"{speed:.1f} tokens/s/user of {users}")
-            served.answers[users], served.counted[users] = answers, counted
+            served["answers"][str(users)] = [asdict(answer) for answer in answers]
+            served["counted"][str(users)] = dict(counted)
     return served
 
 
@@ -173,8 +168,8 @@ def settled(server: Server, answered: int) -> Counter[str]:
         if now == before and now[counters.FINISHED] >= answered:
             return now
         if time.monotonic() > deadline:
-            found = f"{now[counters.FINISHED]:.0f} finished requests, not {answered}"
-            raise UserError(f"vLLM's /metrics (HTTP {status}) know of {found}: see {server.log}")
+            finished = f"{now[counters.FINISHED]:.0f} finished requests, not {answered}"
+            raise UserError(f"vLLM's /metrics (HTTP {status}) know of {finished}: see {server.log}")
         before = now
         time.sleep(0.1)
 
@@ -191,19 +186,3 @@ def fingerprint(
         arguments["speculative_config"]["model"] = artifacts.weights_fingerprint(str(drafter))
     requests = {str(users): [asdict(question) for question in asked] for users, asked in sent.items()}
     return artifacts.fingerprint(provenance.of_server(config, arguments, requests, asdict(engine)))  # its port is none
-
-
-def to_json(served: Served) -> dict[str, Any]:
-    """As a record holds it."""
-    return {
-        "answers": {str(users): [asdict(answer) for answer in answers] for users, answers in served.answers.items()},
-        "counted": {str(users): dict(counted) for users, counted in served.counted.items()},
-    }
-
-
-def from_json(record: dict[str, Any]) -> Served:
-    """What a record holds."""
-    return Served(
-        {int(users): [Answer(**answer) for answer in answers] for users, answers in record["answers"].items()},
-        {int(users): Counter(counted) for users, counted in record["counted"].items()},
-    )

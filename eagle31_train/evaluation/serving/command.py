@@ -9,7 +9,7 @@ from eagle31_train.config import Config
 from eagle31_train.errors import UserError
 
 # Arguments that the measurement sets itself.
-OURS = {"model", "revision", "trust_remote_code", "speculative_config", "host", "api_key"}
+OURS = {"model", "revision", "trust_remote_code", "speculative_config", "host", "port", "api_key"}
 OURS |= {"enable_prefix_caching", "disable_log_stats"}  # prompts are sent again and again; the counters are read
 
 
@@ -18,6 +18,11 @@ def target_arguments(config: Config) -> dict[str, Any]:
     target, engine = config.target, config.extract.engine_args if config.extract.engine == "vllm" else {}
     wanted: dict[str, Any] = {"revision": target.revision, "trust_remote_code": target.trust_remote_code or None}
     return wanted | {name: engine.get(name) for name in ("tensor_parallel_size", "quantization")}
+
+
+def extra_arguments(config: Config) -> dict[str, Any]:
+    """evaluate.vllm_args as vLLM's own names."""
+    return {name.replace("-", "_"): value for name, value in config.evaluate.vllm_args.items()}
 
 
 def speculation(config: Config, drafter: str, draft_tokens: int) -> dict[str, Any]:
@@ -30,7 +35,7 @@ def speculation(config: Config, drafter: str, draft_tokens: int) -> dict[str, An
 
 def server_arguments(config: Config, drafter: Path | None, draft_tokens: int, port: int) -> dict[str, Any]:
     """All arguments of one server, by name; UserError where evaluate.vllm_args has one that is ours to set."""
-    given = {name.replace("-", "_"): value for name, value in config.evaluate.vllm_args.items()}
+    given = extra_arguments(config)
     for name in OURS & given.keys():
         raise UserError(f"evaluate.vllm_args.{name} cannot be set: it is the measurement's own, or target.*'s")
     wanted = {
@@ -55,8 +60,7 @@ def max_model_len(config: Config) -> int | None:
     Raises:
         UserError: it is told by words that only vLLM knows, as 32k or auto.
     """
-    given = {name.replace("-", "_"): value for name, value in config.evaluate.vllm_args.items()}
-    limit = given.get("max_model_len")
+    limit = extra_arguments(config).get("max_model_len")
     if limit is not None and (type(limit) is not int or limit < 1):
         raise UserError(f"evaluate.vllm_args.max_model_len={limit} is no number from 1 on, as 32768: give one, or none")
     return limit

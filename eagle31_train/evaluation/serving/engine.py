@@ -12,7 +12,7 @@ from eagle31_train.config import Config
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation.measurement import machine
 from eagle31_train.evaluation.serving.command import max_model_len, server_arguments
-from eagle31_train.evaluation.serving.server import ENVIRONMENT, pick_port
+from eagle31_train.evaluation.serving.server import ENVIRONMENT
 
 PROBE_SECONDS = 600.0  # importing torch from a cold shared disk takes minutes
 # What it prints last is the answer, after anything that vLLM says of itself.
@@ -46,7 +46,6 @@ def check(config: Config) -> Engine:
             raise UserError(f"evaluate.{name}={values} measures nothing: list numbers from 1 on, each once")
     arguments = server_arguments(config, None, 0, 0)
     max_model_len(config)
-    pick_port(options.vllm_args.get("port"))
     version, gpu = ask(options.vllm_python)
     if gpu is None:  # as vLLM's torch sees it, and not this environment's
         return Engine(version, machine(torch.device("cpu"), threads=False))
@@ -64,9 +63,9 @@ def ask(python: str) -> tuple[str, str | None]:
         )
         done.check_returncode()
     except (OSError, subprocess.SubprocessError) as error:
-        said = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip().splitlines()
+        lines = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip().splitlines()
         raise UserError(
-            f"evaluate.vllm_python={python} cannot import vLLM ({[str(error), *said][-1]}): set it to the python of "
+            f"evaluate.vllm_python={python} cannot import vLLM ({[str(error), *lines][-1]}): set it to the python of "
             "vLLM's environment, e.g. .venv-vllm/bin/python"
         ) from None
     version, gpu = json.loads(done.stdout.decode().splitlines()[-1])

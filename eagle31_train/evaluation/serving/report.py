@@ -5,8 +5,8 @@ As JSON (`measure_serving` makes it):
     {"vllm": version, "machine": what it ran on, "dtype", "arguments": evaluate.vllm_args,
      "prompts", "max_new_tokens", "temperature", "top_p",
      "rows": [{"drafter": NAME or null, "draft_tokens": 0 without one, "concurrency", "requests", "output_tokens",
-               "seconds", "in_flight", "ttft": {"mean", "p50", "p95"}, "tpot": likewise, "per_user": [value, low, high],
-               "total": tokens/s, "speedup": [value, low, high] or null without a drafter, "total_speedup": or null,
+               "seconds", "ttft": {"mean", "p50", "p95"}, "tpot": likewise, "per_user": [value, low, high],
+               "total": tokens/s, "speedup": [value, low, high] or null without a drafter,
                "different": how many, or null when sampling, "acceptance": `counters.speculation` or null,
                "counted": {"requests", "output_tokens", "ttft", "tpot", "preemptions"} of vLLM itself}],
      "best": [{"drafter", "concurrency", "draft_tokens": 0 if speculation does not pay, "speedup": [value, low, high]
@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from eagle31_train.evaluation.intervals import FEW, Estimate, Interval, bracket, ratios
+from eagle31_train.evaluation.intervals import Estimate, Interval, bracket, ratios
 from eagle31_train.evaluation.serving import counters
 from eagle31_train.evaluation.serving.load import Answer
 
@@ -58,7 +58,6 @@ def row(
         reference: the answers that these are compared with, by prompt; None where they need not be equal.
     """
     tokens = sum(len(answer.tokens) for answer in answers)
-    seconds = tokens / total(answers)
     expected = {answer.prompt: answer.tokens for answer in reference or ()}
     return {
         "drafter": drafter,
@@ -66,14 +65,12 @@ def row(
         "concurrency": concurrency,
         "requests": len(answers),
         "output_tokens": tokens,
-        "seconds": seconds,
-        "in_flight": sum(answer.last - answer.sent for answer in answers) / seconds,
+        "seconds": tokens / total(answers),
         "ttft": _spread([answer.ttft for answer in answers]),
         "tpot": _spread([answer.tpot for answer in answers if answer.tpot is not None]),
         "per_user": speed(answers).intervals()[0],
         "total": total(answers),
         "speedup": None if plain is None else speed(answers, plain).intervals()[0],
-        "total_speedup": None if plain is None else total(answers) / total(plain),
         "different": None if reference is None else sum(a.tokens != expected[a.prompt] for a in answers),
         "acceptance": counters.speculation(counted, draft_tokens) if draft_tokens else None,
         "counted": {
@@ -126,13 +123,12 @@ def _pays(speedup: Interval) -> bool:
     return low is not None and low > 1
 
 
-def verdict(chosen: Sequence[Row], prompts: int) -> list[str]:
+def verdict(chosen: Sequence[Row]) -> list[str]:
     """How many tokens to draft, a line for each drafter and concurrency."""
-    few = f"; only {prompts} prompts" if prompts < FEW else ""
     return [
         f"{one['drafter']} at concurrency {one['concurrency']}: "
         f"{'' if one['draft_tokens'] else 'no gain shown, '}best with num_speculative_tokens={one['tried']}, "
-        f"{bracket(one['speedup'], '{:.2f}')} × the tokens/s/user{few}"
+        f"{bracket(one['speedup'], '{:.2f}')} × the tokens/s/user"
         for one in chosen
     ]
 

@@ -20,14 +20,11 @@ USELESS = ("initialization failed", "engine dead", "EngineDeadError")  # errors 
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "PYTHONSAFEPATH": "1"}  # where nobody says otherwise
 
 
-def pick_port(wanted: int | None) -> int:
-    """A port of loopback that nobody listens on; UserError where what is wanted is no such port."""
+def pick_port() -> int:
+    """A port of loopback that nobody listens on."""
     with closing(socket.socket()) as free:
         free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            free.bind(("127.0.0.1", wanted or 0))
-        except (OSError, OverflowError, TypeError) as error:
-            raise UserError(f"evaluate.vllm_args.port={wanted} cannot be had ({error}): set another") from None
+        free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]
     return port
 
@@ -115,5 +112,5 @@ class Server:
         with self.log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 1_000_000))
             lines = file.read().decode(errors="replace").splitlines()[1:]
-        told = [line.strip() for line in lines if "rror" in line and not any(word in line for word in USELESS)]
-        return ([*lines[-1:], *told] or ["it said nothing"])[-1][-300:]
+        errors = [line.strip() for line in lines if "rror" in line and not any(word in line for word in USELESS)]
+        return ([*lines[-1:], *errors] or ["it said nothing"])[-1][-300:]
