@@ -32,15 +32,18 @@ def parted(word: str) -> tuple[str | None, list[str]]:
 
 
 def named(words: Sequence[str]) -> Named:
-    """Drafters by name: as NAME:… says, else the last part of the path.
+    """Drafters by name: as NAME:… says, else the last part of the path, or as many as tell it from the others.
 
     Raises:
         UserError: a name or training that stands there twice, or a training without a name.
     """
+    arguments = [parted(word) for word in words]
+    # Never all of an absolute path: names stand in pictures and on public cards.
+    paths = [Path(trainings[0]).absolute().parts[1:] for _, trainings in arguments]
     drafters_by_name: Named = {}
-    for given, trainings in map(parted, words):
-        # Never all of an absolute path: names stand in pictures and on public cards.
-        name = given or Path(trainings[0]).absolute().name
+    for (given, trainings), path in zip(arguments, paths, strict=True):
+        count = next((n for n in range(1, len(path)) if sum(path[-n:] == other[-n:] for other in paths) == 1), 1)
+        name = given or "/".join(path[-count:]) or trainings[0]
         if name in drafters_by_name or name == "plain":  # which decoding without a drafter is called
             raise UserError(f"two drafters are called {name}: tell them apart as NAME:{trainings[0]}")
         if "" in trainings or len(set(trainings)) < len(trainings):
