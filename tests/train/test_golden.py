@@ -29,7 +29,7 @@ def test_the_losses_of_a_hundred_steps_are_the_golden_ones(tmp_path, monkeypatch
     losses = train(tmp_path, 1, monkeypatch=monkeypatch)
     assert len(losses) == len(KEPT) == golden.STEPS
     assert losses == pytest.approx(KEPT, rel=TOLERANCE)
-    assert losses[-1] < 0.5 * losses[0], "and something was learnt"
+    assert losses[-1] < losses[0] - 1, "and something was learnt: more than a nat"
 
 
 @pytest.mark.slow
