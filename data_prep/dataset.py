@@ -76,7 +76,7 @@ class Split:
             inside[source] += int(drafted.sum())
             counted[source] += len(drafted)
         whole = inside.total() / counted.total() if counted.total() else None
-        return whole, {source: inside[source] / counted[source] for source in sorted(counted)}
+        return whole, {source: inside[source] / counted[source] for source in sorted(counted) if counted[source]}
 
     def summary(self) -> dict[str, Any]:
         """Conversations (a turn by itself counts as one), tokens and assistant tokens, in all and by source."""

@@ -196,9 +196,10 @@ def summary(folder: Path, manifest: dict[str, Any], target: str) -> str:
     draft, refused = manifest["draft_vocab"], manifest["refused"]
     for name, split in manifest["splits"].items():
         share = draft["coverage"][name]
+        covered = "" if share is None else f", {share:.2%} within the draft vocabulary"
         lines.append(
             f"  {name:<8} {split['conversations']:>7,} conversations, {split['tokens']:>11,} tokens, "
-            f"{split['assistant_tokens']:>11,} of the assistant, {share or 0:.2%} within the draft vocabulary"
+            f"{split['assistant_tokens']:>11,} of the assistant{covered}"
         )
     lines.append(
         f"  draft vocabulary {draft['size']:,} of {draft['target_size']:,} tokens "
@@ -210,7 +211,7 @@ def summary(folder: Path, manifest: dict[str, Any], target: str) -> str:
         pair = " and ".join(manifest["repeated_prompts"]["named"][0])
         lines.append(f"  prompts that stand there twice, kept on one side of the split: {repeated:,} ({pair})")
     if missing := manifest["not_held_out"]:
-        names = ", ".join(missing[:LISTED])
+        names = ", ".join(missing[:LISTED]) + " …" * (len(missing) > LISTED)
         lines.append(f"  NOT HELD OUT: no prompt of {names}, which evaluation will not measure: raise data.heldout")
     lines.append(f"  REFUSED: {len(refused)}" if refused else "  refused: 0")
     lines += [f"    {n} × {reason}" for reason, n in Counter(entry["reason"] for entry in refused).most_common()]
@@ -226,9 +227,10 @@ def _table(manifest: dict[str, Any]) -> list[str]:
     table = [["source", "read", "taken", "refused", "cut", "train", "held out", "tokens", "assistant's", "in vocab"]]
     for name, counts in list(sources.items())[:LISTED]:
         train, held = (Counter(manifest["splits"][split]["by_source"].get(name, {})) for split in ("train", "heldout"))
-        share = manifest["draft_vocab"]["coverage_by_source"].get(name, 0.0)
+        share = manifest["draft_vocab"]["coverage_by_source"].get(name)
         numbers = [counts[what] for what in ("read", "taken", "refused", "cut")]
         numbers += [train["conversations"], held["conversations"]]
         numbers += [train[what] + held[what] for what in ("tokens", "assistant_tokens")]
-        table.append([name, *(f"{number:,}" for number in numbers), f"{share:.2%}"])
-    return [f"  {name:<16}" + "".join(f"{cell:>12}" for cell in cells) for name, *cells in table]
+        table.append([name, *(f"{number:,}" for number in numbers), "-" if share is None else f"{share:.2%}"])
+    lines = [f"  {name:<16}" + "".join(f"{cell:>12}" for cell in cells) for name, *cells in table]
+    return lines + [f"  … and {len(sources) - LISTED} more in the manifest"] * (len(sources) > LISTED)

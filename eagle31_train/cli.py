@@ -12,7 +12,6 @@ import difflib
 import errno
 import functools
 import operator
-import os
 import re
 import shutil
 import sys
@@ -34,7 +33,7 @@ from yaml import YAMLError
 from eagle31_train import precision
 from eagle31_train.allocator import keep_freed_memory
 from eagle31_train.config import REMOVED, RENAMED, Config, check_value
-from eagle31_train.console import tidy
+from eagle31_train.console import is_main, tidy
 from eagle31_train.errors import SharedError, Stopped, UserError
 from eagle31_train.locations import CONFIGS, as_called_here, project
 
@@ -212,7 +211,7 @@ def run(
             if arguments.cfg:
                 print(to_yaml(config), end="")
                 return
-            if tells in resolved and os.environ.get("RANK", "0") == "0":  # one of several processes speaks for all
+            if tells in resolved and is_main():
                 print(resolved[tells])
             keep_freed_memory()
             stage(config)

@@ -21,6 +21,11 @@ BARS = {  # of libraries: the module and function that turn them off, and the va
 }
 
 
+def is_main() -> bool:
+    """Whether this is the first process of its launch, which speaks for all."""
+    return int(os.environ.get("RANK", 0)) == 0
+
+
 @contextmanager
 def tidy() -> Iterator[None]:
     """Around a command: its lines come in order, and `| head`, which has read enough, ends it without a traceback.

@@ -5,6 +5,7 @@ value when the command line is read, so that every record, and what is compared 
 the records of what is there already: a store that one machine has made is trained, and a training goes on, on another.
 """
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -74,8 +75,9 @@ def _at(value: Any, *keys: str) -> str:
 def _read(file: Path) -> Any:
     """What a record, JSON or YAML, says; nothing where it is missing or damaged, which its stage tells."""
     try:
-        return yaml.safe_load(file.read_bytes())
-    except (OSError, yaml.YAMLError):
+        text = file.read_bytes()
+        return yaml.safe_load(text) if file.suffix == ".yaml" else json.loads(text)  # YAML takes minutes for megabytes
+    except (OSError, ValueError, yaml.YAMLError):
         return None
 
 

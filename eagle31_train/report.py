@@ -29,7 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         with tidy():
-            print(write(options.run, options.out))
+            page, notes = write(options.run, options.out)
+            print(*notes, page, sep="\n")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -4,7 +4,6 @@ Each part needs what the part before it returns, so that none can come too early
 before inputs and launch are known to be good.
 """
 
-import os
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +15,7 @@ from eagle31_train import artifacts, provenance
 from eagle31_train.checkpoint.contract import unserved
 from eagle31_train.checkpoint.run_folder import RECORD
 from eagle31_train.config import Config, byte_count
+from eagle31_train.console import is_main
 from eagle31_train.model import vocab
 from eagle31_train.store import Store, storage_of
 from eagle31_train.store.stream import check_consumer
@@ -90,7 +90,7 @@ def _completed(config: Config) -> Config:
     ours, targets = asdict(completed.drafter), asdict(complete(config, target).drafter)
     differ = [name for name, value in targets.items() if value is not None and value != ours[name]]
     unlike = [f"{name} {ours[name]} (the target's {targets[name]})" for name in differ]
-    if unlike and os.environ.get("RANK", "0") == "0":
+    if unlike and is_main():
         print(f"train: left open, and as in {config.train.init_from}: {', '.join(unlike)}")
     return completed
 

@@ -90,7 +90,8 @@ def folder_of(trainings: Named, config: Config, result: str) -> Path:
     if config.overwrite or not (out / result).is_file():
         return out
     earlier = artifacts.read_json(out / result, "this command").get("trainings", {})
-    if earlier != trainings:
+    there, here = ([[Path(one).resolve() for one in some] for some in of.values()] for of in (earlier, trainings))
+    if there != here:
         words = shlex.join(f"{name}:{','.join(some)}" for name, some in earlier.items())
         raise UserError(f"{out} compares {words}: give another compare.out=…, or replace it with overwrite=true")
     return out

@@ -6,6 +6,7 @@ a file of them can stand in for any suite.
 
 import json
 import re
+import string
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -57,9 +58,13 @@ class Suite:
     @property
     def columns(self) -> set[str]:
         """The columns that the question is made of."""
-        text = self.prompt or ""
-        names = re.findall(r"\{([^{}.\[!:]+)", text.replace("{{", ""))
-        return set(names) if "{" in text else {text} - {""}
+        if self.prompt is None or "{" not in self.prompt:
+            return {self.prompt} if self.prompt else set()
+        try:
+            names = [name for _, name, _, _ in string.Formatter().parse(self.prompt) if name is not None]
+        except ValueError as error:
+            raise UserError(f"prompt={self.prompt!r} is no template ({error}): write {{column}}") from None
+        return {re.split(r"[.\[]", name)[0] for name in names}
 
     @property
     def is_hub_id(self) -> bool:

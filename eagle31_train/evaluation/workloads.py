@@ -3,6 +3,7 @@
 `configs/suite/` has the suites that the field reports.
 """
 
+import re
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -80,28 +81,27 @@ def workloads(config: Config, data: dict[str, Any] | None, longest: int, caveats
     known = [prompt.id for prompts, _ in sets.values() for prompt in prompts]
     if unknown := set(config.evaluate.leave_out).difference(known):
         raise UserError(f"evaluate.leave_out has {min(unknown)!r}: ids of prompts are {', '.join(known[:5])}, …")
-    return [
-        replace(form, notes=[*form.notes, *caveats])
-        for name, (prompts, notes) in sets.items()
-        for form in maker.forms(name, prompts, notes, perturbations)
+    made = [
+        form for name, (prompts, notes) in sets.items() for form in maker.forms(name, prompts, notes, perturbations)
     ]
+    return [replace(one, notes=[*one.notes, *caveats]) for one in made]
 
 
 def inputs(config: Config) -> dict[str, Any]:
     """What the workloads depend on beside stage 1's data: options, and the contents of files by their hashes."""
     options, target = config.evaluate, config.target
-    known: dict[str, Any] = {"perturbations": [perturbation.name for perturbation in _perturbations(config)]}
+    found: dict[str, Any] = {"perturbations": [perturbation.name for perturbation in _perturbations(config)]}
     if options.leave_out:  # without it, all is as it was before there was such an option
-        known["leave_out"] = sorted(set(options.leave_out))
+        found["leave_out"] = sorted(set(options.leave_out))
     suites = {_option(name): suite for name, suite in _suites(config).items()}
     if options.prompts is not None:
         suites["evaluate.prompts"] = Suite(options.prompts)
     if suites or options.perturbations:
-        known |= {"rendering": artifacts.rendering_fingerprint(target.path), "template_args": target.template_args}
+        found |= {"rendering": artifacts.rendering_fingerprint(target.path), "template_args": target.template_args}
         if target.chat_template is not None:
-            known["template"] = artifacts.file_sha256(Path(target.chat_template))[:16]
+            found["template"] = artifacts.file_sha256(Path(target.chat_template))[:16]
     if options.perturbations:
-        known["max_length"] = config.data.max_length
+        found["max_length"] = config.data.max_length
     for option, suite in suites.items():
         content: Any = suite.path
         if (folder := Path(suite.path)).is_dir():
@@ -110,20 +110,24 @@ def inputs(config: Config) -> dict[str, Any]:
             content = files_of(suite.path, option)
         if isinstance(content, list):
             content = [artifacts.file_sha256(file)[:16] for file in content]
-        known[option] = {**{key: value for key, value in vars(suite).items() if value}, "path": content}
-    return known
+        found[option] = {**{key: value for key, value in vars(suite).items() if value}, "path": content}
+    return found
 
 
 def _perturbations(config: Config) -> list[Perturbation]:
-    by_name = {one.name: one for one in map(perturb.find, config.evaluate.perturbations)}
+    names = config.evaluate.perturbations
+    by_name = {perturbation.name: perturbation for perturbation in map(perturb.find, names)}
+    if len(by_name) < len(names):
+        raise UserError(f"evaluate.perturbations={names} has one of them twice: once is enough")
     return list(by_name.values())
 
 
 def _suites(config: Config) -> dict[str, Suite]:
     """The suites by name; one that is null leaves out what a recipe has."""
     given = {name: suite for name, suite in config.evaluate.suites.items() if suite is not None}
-    for name in {HELDOUT, PROMPTS} & given.keys():
-        raise UserError(f"evaluate.suites.{name} is the name of another set of prompts: choose another")
+    for name in given:
+        if name in (HELDOUT, PROMPTS) or not re.fullmatch(r"[\w.-]+", name):
+            raise UserError(f"evaluate.suites has {name!r}, which is no name for one: choose another, of letters and _")
     return {name: suite_of(name, suite) for name, suite in given.items()}
 
 
@@ -150,8 +154,9 @@ class _Maker:
 
     @cached_property
     def training_split(self) -> TrainingSplit | None:
-        trained = self.data is not None and self.data["splits"].get("train", {}).get("conversations")
-        return TrainingSplit(self.config.data_folder / "dataset") if trained else None
+        if self.data is None or not self.data["splits"].get("train", {}).get("conversations"):
+            return None
+        return TrainingSplit(self.config.data_folder / "dataset")
 
     def heldout(self, with_messages: bool) -> list[Prompt]:
         """The held-out prompts, with the messages that their tokens say where perturbations are to transform them."""
@@ -169,14 +174,16 @@ class _Maker:
         named = [prompt for prompt in prompts if prompt.id in options.leave_out]
         texts = {tuple(prompt.ids) for prompt in named}  # which others may have too: a question that was asked twice
         left = [prompt for prompt in prompts if tuple(prompt.ids) not in texts]
+        if not left:
+            raise UserError(f"evaluate.leave_out names all {len(prompts)} prompts of {suite}: leave out fewer")
         chosen, too_long = choose(left, options.num_prompts, self.longest)
         left_out = {**{prompt.id: LEFT_OUT for prompt in named}, **dict.fromkeys(too_long, self._too_long)}
-        split = self.training_split if suite != HELDOUT else None
-        if split and (known := sum(prompt.ids in split for prompt in chosen)):
+        split = self.training_split
+        if suite != HELDOUT and split and (known := sum(prompt.ids in split for prompt in chosen)):
             notes = [*notes, f"{known} of {len(chosen)} prompts are in the training data, too"]
         plain = Workload(suite, suite, None, chosen, options.temperature, options.top_p, left_out, notes)
-        yield plain
-        yield from (self._perturbed(plain, prompts, perturbation) for perturbation in perturbations)
+        for one in (plain, *(self._perturbed(plain, prompts, perturbation) for perturbation in perturbations)):
+            yield replace(one, notes=[*one.notes, *self._beyond_training(one)])
 
     def _perturbed(self, plain: Workload, prompts: list[Prompt], perturbation: Perturbation) -> Workload:
         name = f"{plain.suite} · {perturbation.name}"
@@ -205,6 +212,13 @@ class _Maker:
             notes.append(f"{same} of {len(perturbed)} prompts are the same as without it")
         temperature = plain.temperature if perturbation.temperature is None else perturbation.temperature
         return Workload(name, plain.suite, perturbation.name, perturbed, temperature, plain.top_p, left_out, notes)
+
+    def _beyond_training(self, workload: Workload) -> list[str]:
+        """A note where prompts with their answers may be longer than any sample that was trained on."""
+        longest = max(len(prompt.ids) for prompt in workload.prompts) + self.config.evaluate.max_new_tokens
+        if self.training_split is None or longest <= (limit := self.training_split.lengths.max()):
+            return []
+        return [f"prompts and answers of up to {longest:,} tokens; samples trained on have at most {limit:,}"]
 
     @property
     def _too_long(self) -> str:

@@ -37,9 +37,7 @@ def write(folder: Path, result: dict[str, Any]) -> list[Path]:
     """
     earlier = artifacts.read_json(folder / RESULT, "this command") if (folder / RESULT).is_file() else {}
     listed = [folder / name for name in earlier.get("files", {}) if name.endswith(".png")]
-    files, drawn = html.draw(folder, list(pictures(result)))
-    for file in set(listed) - set(files):
-        file.unlink(missing_ok=True)
+    files, drawn = html.draw(folder, list(pictures(result)), listed)
     artifacts.write_text(folder / PAGE, render(result, drawn))
     return [*files, folder / PAGE]
 

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 WIDTH, HEIGHT, ROW = 5.6, 3.25, 0.25  # inches: of a picture, and of one row of a chart that has rows
 MEANS = 64  # points of a noisy curve's mean
+DECADE = 8.0  # curves that span more than this factor get a logarithmic axis
 MARKERS = "os^Dvp"
 STYLE: Any = {
     # The colour-blind tell training (C0) from held-out (C1) by brightness, too.
     "axes.prop_cycle": "cycler('color', ['#2563c9', '#d9650b', '#0e8a6a', '#a8379b', '#8a6d00', '#5d6873'])",
     "font.size": 8,
-    "axes.formatter.min_exponent": 4,
     "axes.titlesize": 7.5,
     "axes.titlelocation": "left",
     "figure.titlesize": 11,
@@ -140,6 +140,24 @@ def whiskers(axes: "Axes", intervals: Iterable["Interval"], label: str, index: i
 
 
 # ---------------------------------------------------------------- axes
+
+
+def logarithmic(axes: "Axes") -> None:
+    """A logarithmic vertical axis where all curves are above 0 and span much."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    low, high = axes.dataLim.intervaly
+    if 0 < DECADE * low < high:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def within(axes: "Axes", low: float, high: float = np.inf, which: str = "y") -> None:
+    """Cut an axis to the values that there can be."""
+    bottom, top = getattr(axes, f"get_{which}lim")()
+    getattr(axes, f"set_{which}lim")(max(bottom, low), min(top, high))
 
 
 def shares(axes: "Axes", which: str = "y") -> None:

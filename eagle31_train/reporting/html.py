@@ -22,6 +22,11 @@ dd { margin: 0 0 .4rem 1rem; }
 .pictures { display: flex; flex-wrap: wrap; gap: 1.2rem; margin: 1rem 0; }
 img { width: 100%; max-width: 36rem; }
 .scroll, pre { overflow-x: auto; }
+.scroll { background: /* a shadow where there is more to scroll to */
+  linear-gradient(90deg, Canvas, transparent) 0 / 2rem 100% no-repeat local,
+  linear-gradient(-90deg, Canvas, transparent) 100% / 2rem 100% no-repeat local,
+  linear-gradient(90deg, #8886, transparent) 0 / .6rem 100% no-repeat,
+  linear-gradient(-90deg, #8886, transparent) 100% / .6rem 100% no-repeat; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: .3rem .5rem; border-bottom: 1px solid #8884; }
 td:not(:first-child) { white-space: nowrap; }
@@ -29,8 +34,15 @@ th:first-child, td:first-child { text-align: left; }
 """
 
 
-def draw(folder: Path, pictures: Sequence[Picture]) -> tuple[list[Path], dict[str, str]]:
-    """Write every picture as a PNG file, whole or not at all; the files, and by section its pictures as HTML."""
+def draw(folder: Path, pictures: Sequence[Picture], earlier: Sequence[Path] = ()) -> tuple[list[Path], dict[str, str]]:
+    """Write every picture as a PNG file, whole or not at all.
+
+    Args:
+        earlier: files of an earlier result, which go if this one does not have them.
+
+    Returns:
+        The files; and by section its pictures as HTML.
+    """
     files, sections = [], dict[str, str]()
     folder.mkdir(parents=True, exist_ok=True)
     for picture in Progress(pictures, desc="report", unit="picture", leave=False):
@@ -40,6 +52,8 @@ def draw(folder: Path, pictures: Sequence[Picture]) -> tuple[list[Path], dict[st
         source = "data:image/png;base64," + base64.b64encode(png).decode()
         image = f'<img src="{source}" alt="{escape(picture.title)}: {escape(picture.section)}">\n'
         sections[picture.section] = sections.get(picture.section, "") + image
+    for file in set(earlier) - set(files):
+        file.unlink(missing_ok=True)
     return files, {name: f'<div class="pictures">\n{images}</div>' for name, images in sections.items()}
 
 

@@ -50,7 +50,7 @@ def _number(value: Any) -> float:
 @dataclass(frozen=True)
 class History:
     """All that is known of a training: its folder, run/train; what was measured; launches, newest last; the resolved
-    config, {} if it was not saved; the manifest, None before the end."""
+    config, {} if it was not saved; the manifest, None before the end; notes on the files, a line each."""
 
     folder: Path
     train: Table
@@ -60,6 +60,7 @@ class History:
     config: dict[str, Any]
     config_text: str
     manifest: dict[str, Any] | None
+    notes: list[str]
 
     @property
     def name(self) -> str:
@@ -76,6 +77,12 @@ class History:
         return next((int(source["steps"]) for source in sources if source.get("steps")), None)
 
     @property
+    def restarts(self) -> list[int]:
+        """The steps after which launches but the first went on."""
+        steps = [(launch.get("facts") or {}).get("after_step") for launch in self.launches]
+        return [int(step) for step in steps if step]
+
+    @property
     def busy(self) -> Floats:
         """Seconds of each timed step, without those `aside`, for evaluating and saving, where these are known."""
         return self.timings["seconds"] - np.nan_to_num(self.timings["aside"])
@@ -90,9 +97,10 @@ def read(run: Path) -> History:
     folder = next((folder for folder in (run / "train", run) if (folder / METRICS).is_file()), None)
     if folder is None:
         raise UserError(f"there is no training in {run}: {run / 'train' / METRICS} is missing")
+    notes: list[str] = []
     train: list[Row] = []
     heldout: list[Row] = []
-    for row in _rows(folder / METRICS):
+    for row in _rows(folder / METRICS, notes):
         measured: Row = {"step": row["step"]}
         trained: Row = {}
         for name, value in row.items():
@@ -104,20 +112,28 @@ def read(run: Path) -> History:
         raise UserError(f"{folder / METRICS} holds no step yet: wait for the first one")
     text, config = _config(folder / CONFIG)
     manifest = folder / artifacts.MANIFEST
-    ended = artifacts.read_json(manifest, "train.py") if manifest.exists() else None
-    tables = Table(train), Table(heldout), Table(list(_rows(folder / TIMINGS)))
-    return History(folder, *tables, list(_rows(folder / LAUNCHES)), config, text, ended)
+    told = artifacts.read_json(manifest, "train.py") if manifest.exists() else None
+    timings, launches = _rows(folder / TIMINGS, notes), _rows(folder / LAUNCHES, notes, needs=None)
+    tables = Table(train), Table(heldout), Table(list(timings))
+    return History(folder, *tables, list(launches), config, text, told, notes)
 
 
-def _rows(path: Path) -> Iterator[Row]:
+def _rows(path: Path, notes: list[str], needs: str | None = "step") -> Iterator[Row]:
     """The rows of a file, none of one that is missing; a torn last line is what a running training leaves."""
-    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
-    for number, line in enumerate(lines, 1):
-        try:
-            yield dict(json.loads(line))
-        except (ValueError, TypeError):  # of JSON, of UTF-8, or of no object
-            if line.endswith(b"\n"):
-                raise UserError(f"{path}:{number} is damaged: remove the line, and the report lacks its row") from None
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                row = json.loads(line)
+            except ValueError:  # of JSON or of UTF-8
+                row = None
+            if isinstance(row, dict) and (needs is None or isinstance(row.get(needs), int)):
+                yield row
+            elif line.endswith(b"\n"):
+                raise UserError(f"{path}:{number} is damaged: remove the line, and the report lacks its row")
+            else:
+                notes.append(f"{path}:{number} is only half written and was left out: it is being written, or torn")
 
 
 def _config(path: Path) -> tuple[str, dict[str, Any]]:

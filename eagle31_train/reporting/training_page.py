@@ -1,7 +1,7 @@
 """What a training run looks like: its curves as pictures, and one HTML page that shows all of it."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +10,8 @@ from eagle31_train import artifacts
 from eagle31_train.errors import UserError
 from eagle31_train.reporting import html
 from eagle31_train.reporting.figures import Floats
-from eagle31_train.reporting.training_figures import ESTIMATED, GIB, pictures
-from eagle31_train.reporting.training_log import ESTIMATE, History, read
+from eagle31_train.reporting.training_figures import ESTIMATED, GIB, PLOTS, pictures
+from eagle31_train.reporting.training_log import ESTIMATE, History, Table, read
 
 PAGE = "report.html"
 RECENT = 50  # training rows that the table's means are taken over
@@ -19,7 +19,7 @@ NUMBERS = ("loss", ESTIMATE, "oov_share", "grad_norm", "lr")
 BY_DEPTH = ("prefix_at_depth", "accuracy_at_depth", "loss_at_depth", "rms_at_depth")
 
 
-def write(run: Path, out: Path | None = None) -> Path:
+def write(run: Path, out: Path | None = None) -> tuple[Path, list[str]]:
     """Draw a run, whether it has ended or not.
 
     Args:
@@ -27,7 +27,7 @@ def write(run: Path, out: Path | None = None) -> Path:
         out: where the page and the pictures go; default: the folder `report` in the run's.
 
     Returns:
-        The page.
+        The page, and what the reader should know of the files that it was made from, a line each.
 
     Raises:
         UserError: there is no run, or one of its files is damaged.
@@ -36,9 +36,10 @@ def write(run: Path, out: Path | None = None) -> Path:
     out = out or history.folder.parent / "report"
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file: give another --out")
-    _, drawn = html.draw(out, pictures(history))
+    earlier = [out / f"{plot.name}.png" for plot in PLOTS]
+    _, drawn = html.draw(out, pictures(history), [*earlier, out / "tau.png"])  # as the estimate was called once
     artifacts.write_text(out / PAGE, render(history, drawn))
-    return out / PAGE
+    return out / PAGE, history.notes
 
 
 # ---------------------------------------------------------------- the page
@@ -52,10 +53,12 @@ def render(history: History, drawn: Mapping[str, str]) -> str:
     state = "Training ended" if history.manifest is not None else "Training had not ended when this page was made"
     parts = [
         html.paragraph(f"{state}; the last step was {history.last_step:,}{total}."),
+        *map(html.paragraph, history.notes),
         html.table(["", ""], list(_facts(history).items())),
         *(part for name, shown in drawn.items() for part in (html.heading(name), shown)),
         html.heading("Numbers"),
         _numbers(history),
+        _depths(history),
         html.heading("How it was made"),
         html.folded(f"Launches ({len(history.launches):,})", html.code(launches)),
         html.folded("Configuration", html.code(history.config_text)),
@@ -67,18 +70,25 @@ def render(history: History, drawn: Mapping[str, str]) -> str:
 def _facts(history: History) -> dict[str, str]:
     """The numbers that are looked for first."""
     train, timings = history.train, history.timings
-    rows, label = (history.heldout, "held-out") if ESTIMATE in history.heldout else (train, "training")
-    facts = {f"{ESTIMATED}, {label}": _shown(_last(rows[ESTIMATE])), f"loss, {label}": _shown(_last(rows["loss"]))}
-    facts["tokens read"] = f"{_last(train['tokens']):,.0f}"
+    facts: dict[str, str] = {}
+    for rows, label in ((history.heldout, "held-out"), (train, "training")):
+        if ESTIMATE in rows and not facts:
+            facts[f"{ESTIMATED}, {label}"] = f"{_last(rows[ESTIMATE]):.3f}"
+            facts[f"loss, {label}"] = f"{_last(rows['loss']):.3f}"
+    if "tokens" in train:
+        facts["tokens read"] = f"{_last(train['tokens']):,.0f}"
+    seconds = float(timings["seconds"].sum()) if len(timings) else float((history.manifest or {}).get("seconds") or 0)
+    facts["hours"] = f"{seconds / 3600:,.2f}"
+    left = max((history.total or 0) - history.last_step, 0)
     if len(timings) and (busy := float(np.nansum(history.busy))):
-        seconds, left = float(timings["seconds"].sum()), max((history.total or 0) - history.last_step, 0)
-        facts["hours"] = f"{seconds / 3600:,.2f}"
-        facts["hours to go"] = f"{left * seconds / len(timings) / 3600:,.2f}"
         facts["tokens per second"] = f"{np.nansum(timings['tokens']) / busy:,.0f}"
         facts["waiting for data"] = f"{np.nansum(timings['waited']) / busy:.1%}"
-        facts["most memory"] = f"{np.nanmax(timings['memory_bytes'], initial=0) / GIB:.2f} GiB"
+        facts["hours to go"] = f"{left * seconds / len(timings) / 3600:,.2f}"
+    if "memory_bytes" in timings:
+        facts["most memory"] = f"{np.nanmax(timings['memory_bytes']) / GIB:.2f} GiB"
     marks = {"steps left out": "left_out", "steps with nothing to train": "no_pairs"}
-    return facts | {name: f"{len(history.marked(mark)):,}" for name, mark in marks.items()}
+    facts |= {name: f"{len(history.marked(mark)):,}" for name, mark in marks.items()}
+    return facts
 
 
 def _numbers(history: History) -> str:
@@ -92,9 +102,22 @@ def _numbers(history: History) -> str:
             row[-1] = f"{heldout[name][at]:.4g} (step {heldout.steps[at]:,.0f})"
         rows.append(row)
     recent = f"training, mean of the last {min(RECENT, len(train)):,} steps"
-    depths = [[name, *(_shown(_last(column)) for column in heldout.depths(name))] for name in BY_DEPTH]
-    heads = [f"depth {depth}" for depth in range(1, len(depths[0]))]
-    return html.table(["", recent, "held-out, last", "held-out, best"], rows) + html.table(["held-out", *heads], depths)
+    return html.table(["", recent, "held-out, last", "held-out, best"], rows)
+
+
+def _depths(history: History) -> str:
+    """The same for each depth."""
+    sources: list[tuple[Table, str, Callable[[Floats], float]]] = [
+        (history.train, "training", _recent),
+        (history.heldout, "held-out", _last),
+    ]
+    rows = [
+        [f"{name}, {where}", *(_shown(end(column)) for column in depths)]
+        for name in BY_DEPTH
+        for table, where, end in sources
+        if (depths := table.depths(name))
+    ]
+    return html.table(["", *(f"depth {depth}" for depth in range(1, len(rows[0])))], rows) if rows else ""
 
 
 def _last(values: Floats) -> float:

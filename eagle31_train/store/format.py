@@ -18,6 +18,7 @@ on a disk or in a bucket.
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from eagle31_train import artifacts
 from eagle31_train.store.sealed import DamagedError, seal, unseal
 
 PROVENANCE = "provenance.json"
@@ -27,6 +28,7 @@ TARGET = "target.safetensors"
 TARGET_LINE = "target.json"
 SHARDS = "shards.jsonl"
 CONSUMED = "consumed.json"
+FILES = {artifacts.MANIFEST, PROVENANCE, PLAN, SHARDS, TARGET, TARGET_LINE, STREAM, CONSUMED}  # beside shards/
 
 EXTRACT = "python -m eagle31_train.extract"
 REMAKE = f"run `{EXTRACT}` again, which makes what is damaged or missing anew"

@@ -8,7 +8,7 @@ from eagle31_train import artifacts
 from eagle31_train.console import Progress
 from eagle31_train.errors import UserError
 from eagle31_train.store.backends import Storage
-from eagle31_train.store.format import PLAN, PROVENANCE, SHARDS, TARGET, TARGET_LINE
+from eagle31_train.store.format import FILES, PLAN, PROVENANCE, SHARDS, STREAM, TARGET, TARGET_LINE
 from eagle31_train.store.head import Head, Problem, difference, read_head, read_lines, read_target_line
 from eagle31_train.store.shard import ContentError, open_shard
 from eagle31_train.store.shard_plan import Plan, shape_of
@@ -63,6 +63,7 @@ def check(storage: Storage, checked: Counter[str]) -> Iterator[Problem]:
         except UserError as error:
             yield Problem(str(error))
     yield from _shards(head, head.plan, head.provenance["states"], checked)
+    yield from _strays(head, head.plan)
 
 
 def _shards(head: Head, plan: Plan, states: dict[str, Any], checked: Counter[str]) -> Iterator[Problem]:
@@ -87,3 +88,15 @@ def _shards(head: Head, plan: Plan, states: dict[str, Any], checked: Counter[str
             except ContentError as error:
                 yield Problem(f"{storage.location}/{shard.name} ({shard.samples()}) {error}", shard.name)
             bar.update(line.size)
+
+
+def _strays(head: Head, plan: Plan) -> Iterator[Problem]:
+    """Files that are none of the store's."""
+    storage, ours = head.storage, FILES - ({STREAM} if head.manifest else set())
+    ours |= {shard.name for shard in plan.shards}
+    if head.manifest is None:  # lines have files of their own
+        ours |= {shard.line for shard in plan.shards}
+    for name in [*storage.names("shards"), *storage.names("")]:
+        if name not in ours:
+            stray = name if "/" in name else None  # beside the shards may lie what is somebody else's
+            yield Problem(f"{storage.location}/{name} is no file of this store: remove it", stray)

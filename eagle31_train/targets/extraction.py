@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 
 from eagle31_train import artifacts, provenance
 from eagle31_train.config import Config, byte_count
-from eagle31_train.console import Progress
+from eagle31_train.console import Progress, is_main
 from eagle31_train.errors import UserError
 from eagle31_train.locks import alone
 from eagle31_train.model import vocab
@@ -114,11 +114,6 @@ def rank_of(config: Config) -> tuple[int, int]:
     if part >= parts:
         raise UserError(f"extract.part={part}: with extract.parts={parts} they are numbered from 0 to {parts - 1}")
     return part * launched() + int(os.environ.get("RANK", 0)), parts * launched()
-
-
-def is_main() -> bool:
-    """Whether this is the first process of its launch, which speaks for it."""
-    return int(os.environ.get("RANK", 0)) == 0
 
 
 def load_data(config: Config) -> DatasetDict:

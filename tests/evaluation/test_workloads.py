@@ -79,8 +79,9 @@ def test_inputs_tell_what_the_prompts_are_made_of(place):
 # ---------------------------------------------------------------- what was trained on
 
 
-def test_samples_are_known_by_their_prompts(tmp_path):
-    generator, rows = np.random.default_rng(0), 7
+@pytest.mark.parametrize("rows", [7, 2500])  # more than are read at a time
+def test_samples_are_known_by_their_prompts_and_lengths(tmp_path, rows):
+    generator = np.random.default_rng(0)
     asked = [generator.integers(0, 50_000, size=generator.integers(3, 9)).tolist() for _ in range(rows)]
     answers = [generator.integers(0, 50_000, size=generator.integers(1, 9)).tolist() for _ in range(rows)]
     # In samples of several turns, answers are not all at the end.
@@ -91,6 +92,7 @@ def test_samples_are_known_by_their_prompts(tmp_path):
     split = Dataset.from_dict(columns)
     DatasetDict({"train": split, "heldout": split.select([])}).save_to_disk(str(tmp_path))
     known = TrainingSplit(tmp_path)
+    assert known.lengths.tolist() == [len(ids) for ids in columns["input_ids"]]
     assert all(ids in known for ids in asked)
     assert not any(ids[:-1] in known or [*ids, 7] in known or ids[::-1] in known for ids in asked)
 
@@ -102,11 +104,19 @@ AGAIN, WARM = {**OURS, "seed": 1}, {**OURS, "train": {**OURS["train"], "init_fro
 @pytest.mark.parametrize(
     ("trainings", "expected"),
     [
-        ([OURS, AGAIN], []),
+        ([OURS, AGAIN, {**AGAIN, "seed": 2}], []),
         ([None], ["a may have been trained on these prompts"]),
-        ([OURS, {**AGAIN, "data": "d2"}], ["a may have been trained on these prompts"]),
+        (
+            [OURS, {**AGAIN, "data": "d2"}],
+            ["a may have been trained", "differ in more than their seed: data: d1 there"],
+        ),
         ([WARM], ["the weights that a was initialised from may have been trained on these prompts"]),
+        # An option that an older training did not know is a difference only where it changes what is trained.
+        ([OURS, {**AGAIN, "train": {**OURS["train"], "optimizer": "adamw"}}], []),
+        ([OURS, {**AGAIN, "train": {**OURS["train"], "optimizer": "muon"}}], ["optimizer: adamw there, muon here"]),
     ],
 )
 def test_caveats(trainings, expected):
-    assert list(training_data.caveats({"a": trainings}, "d1")) == expected
+    found = list(training_data.caveats({"a": trainings}, "d1"))
+    assert len(found) == len(expected)
+    assert all(words in caveat for words, caveat in zip(expected, found, strict=True))

@@ -101,6 +101,32 @@ def test_results_of_earlier_versions_are_shown():
         assert list(pictures(given))
 
 
+# ---------------------------------------------------------------- the pictures
+
+
+def test_axes_show_nothing_that_cannot_be(whole):
+    """Acceptance lengths from 1 on, shares between none and all, and no point that next to no draft stands for."""
+    for name, axis, low, high in (
+        ("workloads-acceptance", "x", 1, np.inf),
+        ("heldout-acceptance", "y", 1, np.inf),
+        ("heldout-conditional", "y", 0, 1),
+        ("heldout-own", "y", 0, 1),
+        ("workloads-own", "x", 0, 1),
+        ("heldout-rms", "y", 0, np.inf),
+        ("serving-b", "x", 0, np.inf),
+    ):
+        bottom, top = getattr(drawn(whole, name), f"get_{axis}lim")()
+        assert low <= bottom < top <= high, name
+    conditional = whole["workloads"][0]["drafters"]["A"]["conditional"]
+    kept, conditional[3] = conditional[3], [0.0, 0.0, 0.9]
+    try:
+        axes = drawn(whole, "heldout-conditional")
+        assert [len(line.get_xdata()) for line in axes.lines] == [3, 4]
+        assert "wider than 50%" in axes.get_title(loc="left")
+    finally:
+        conditional[3] = kept
+
+
 def test_curves_are_the_numbers_with_their_intervals(whole):
     numbers = whole["workloads"][0]["drafters"]
     axes = drawn(whole, "heldout-acceptance")

@@ -59,19 +59,19 @@ def text_of(page):
 
 def test_the_page_stands_alone_and_says_where_the_curves_ended(tmp_path):
     run = make_run(tmp_path / "run", left_out=[7])
-    page = write(run)
-    assert page == run / "report" / "report.html"
+    page, notes = write(run)
+    assert (page, notes) == (run / "report" / "report.html", [])
     assert {path.stem for path in page.parent.glob("*.png")} == EVERYTHING
     html = page.read_text()
     for word in ("http:", "https:", "<script", "<link", "@import", "url("):
         assert word not in html
     assert "<b>mine</b>" not in html, "a name is not taken for HTML"
     rows = [row for row in metrics(40, left_out=[7]) if "loss" in row]
-    loss = np.mean([row["loss"] for row in rows])
+    loss, depth = np.mean([row["loss"] for row in rows]), np.mean([row["prefix_at_depth"][2] for row in rows])
     for words in (
         f"loss {loss:.4g} 3.04 3.005 (step 5)",
-        "prefix_at_depth 0.25 0.125 0.0625",
-        "acceptance estimate (teacher-forced), held-out 1.54",
+        f"{depth:.4g} prefix_at_depth, held-out 0.25 0.125 0.0625",
+        "acceptance estimate (teacher-forced), held-out 1.540",
         "tokens per second 50",
         "waiting for data 25.0%",
         "steps left out 1",
@@ -82,12 +82,13 @@ def test_the_page_stands_alone_and_says_where_the_curves_ended(tmp_path):
 # ---------------------------------------------------------------- files that are not whole
 
 
-def test_the_torn_last_line_of_a_running_training_is_left_out(tmp_path, capsys):
+def test_the_torn_last_line_of_a_running_training_is_left_out_and_said(tmp_path, capsys):
     run = make_run(tmp_path / "run")
     with (run / "train" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 41, "lo')
     assert main([str(run), "--out", str(tmp_path / "out")]) == 0
-    page = Path(capsys.readouterr().out.strip())
-    assert page == tmp_path / "out" / "report.html"
-    assert "the last step was 40 of 40" in text_of(page.read_text())
+    said, page = capsys.readouterr().out.splitlines()
+    assert said.startswith(f"{run / 'train' / 'metrics.jsonl'}:49 is only half written and was left out")
+    assert page == str(tmp_path / "out" / "report.html")
+    assert said in text_of(Path(page).read_text())
     assert not (run / "report").exists()

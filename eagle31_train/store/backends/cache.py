@@ -107,7 +107,7 @@ class Cache:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def scratch(self, name: str) -> Path:
-        """Where to build a file that is then sent away."""
+        """Where to build a file that is then sent away; it counts with the size that it has."""
         path = self.folder / name
         with self._explained():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -166,15 +166,16 @@ class Cache:
 
     def _make_room(self, path: Path, size: int) -> bool:
         """Remove what was not used for longest until a file fits, if it is wanted and can fit now."""
-        files, parts = self._scan()
+        files, parts, building = self._scan()
         path.parent.mkdir(parents=True, exist_ok=True)
         if path in parts or _holds(path, size):
             return False
-        if size > self.limit:
+        if building + size > self.limit:
             raise UserError(
-                f"{self.where}: {path.name} has {size:,} bytes, more than store.cache_bytes={self.limit}: raise that"
+                f"{self.where}: {path.name} has {size:,} bytes, too many for store.cache_bytes={self.limit} beside "
+                f"{building:,} bytes being built: raise store.cache_bytes"
             )
-        excess = sum(held for _, held, _ in files) + sum(parts.values()) + size - self.limit
+        excess = sum(held for _, held, _ in files) + sum(parts.values()) + building + size - self.limit
         if excess > sum(held for _, held, _ in files):
             return False
         for _, held, file in sorted(files):
@@ -184,9 +185,9 @@ class Cache:
             excess -= held
         return True
 
-    def _scan(self) -> tuple[list[tuple[int, int, Path]], dict[Path, int]]:
-        """Whole files as (last use, bytes, path), and bytes of the files being fetched; what kills left is removed."""
-        files, parts = [], {}
+    def _scan(self) -> tuple[list[tuple[int, int, Path]], dict[Path, int], int]:
+        """Whole files as (last use, bytes, path), bytes of the files being fetched, and bytes being built."""
+        files, parts, building = [], {}, 0
         paths = [path for store in self.base.iterdir() if STORE.fullmatch(store.name) for path in store.rglob("*")]
         for path in paths:
             with suppress(FileNotFoundError):  # finished, or forgotten, between two lines
@@ -200,7 +201,9 @@ class Cache:
                     path.unlink(missing_ok=True)
                 elif part:
                     parts[path.with_name(part["name"])] = int(part["bytes"])
-        return files, parts
+                else:
+                    building += status.st_size
+        return files, parts, building
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
