@@ -137,7 +137,7 @@ def main() -> None:
             future.result()
             bar.update()
     print("compare them:")
-    print(f"  python -m eagle31_train.compare {shlex.join(groups(planned))} compare.out=runs/{FIRST}/comparison")
+    print(f"  eagle31 compare {shlex.join(groups(planned))} compare.out=runs/{FIRST}/comparison")
 
 
 if __name__ == "__main__":

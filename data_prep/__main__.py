@@ -1,6 +1,6 @@
 """STAGE 1: text → conversations → tokens and loss masks; the draft vocabulary.
 
-python -m data_prep +experiment=smollm2 [regenerate=true]
+eagle31 data +experiment=smollm2 [regenerate=true]
 """
 
 from data_prep.stage import prepare

@@ -41,7 +41,7 @@ class Journal:
         """Whether the output is there. Its manifest stays until a new one replaces it, so that a kill at any time
         leaves an output that the next run knows for ours."""
         if self.manifest.is_file():
-            return provenance.whole(self.output.parent, self.manifest, made_from, overwrite, "python -m data_prep")
+            return provenance.whole(self.output.parent, self.manifest, made_from, overwrite, "eagle31 data")
         # Beside a journal it is ours: killed after it, and before its manifest.
         if self.output.exists() and not self.path.exists() and not overwrite:
             raise UserError(

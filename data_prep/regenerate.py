@@ -85,7 +85,7 @@ def regenerate(config: Config, template: ChatTemplate) -> Path:
 
 def read_manifest(run_dir: Path) -> dict[str, Any]:
     """What `regenerate` recorded; `refused` are prompts without an answer, as id, source, where, reason."""
-    return artifacts.read_json(run_dir / MANIFEST, "python -m data_prep")
+    return artifacts.read_json(run_dir / MANIFEST, "eagle31 data")
 
 
 def _prompts(corpus: Corpus) -> dict[str, Any]:

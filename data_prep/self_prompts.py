@@ -158,13 +158,15 @@ class Writer:
         wanted, tries = self.options.count, MOST_TRIES * self.options.count
         done: list[Written] = []
         numbers = iter(range(tries))
-        with Progress(total=wanted, desc="prompts", unit="prompt") as bar:
+        # Of texts, since all prompts of a batch are judged together; how many it takes is known better and better.
+        with Progress(total=wanted * self.options.turns, desc="prompts", unit="text") as self.bar:
             # A batch larger than the engine's, so that texts of like length share one; as many as may be missing.
             while len(done) < wanted and (batch := list(islice(numbers, max(self.engine.at_once, wanted - len(done))))):
                 for one in self._turns([self._begin(number) for number in batch]):
                     if len(done) < wanted:
                         done.append(one)
-                        bar.update()
+                if done:
+                    self.bar.total = max(self.bar.n, round(self.bar.n * wanted / len(done)))
         if len(done) < wanted:
             reasons = ", ".join(f"{count} {reason}" for reason, count in self.refused.most_common(3))
             raise UserError(
@@ -204,8 +206,10 @@ class Writer:
                 prompt = self._prompt(one)
                 seed = artifacts.fingerprint([self.config.seed, one.number, len(prompt)])
                 requests[key] = prompt, int(seed[:8], 16)
+        self.bar.update(len(keys) - len(requests))
         for key, text, reason in self.engine.write(requests, self.options, self.stops, self.stop_text):
             self.journal.add(key, Answer({"role": "user", "content": text}, reason, 0))
+            self.bar.update()
         return [self.journal.answers[key] for key in keys]
 
     def _prompt(self, one: Written) -> list[int]:

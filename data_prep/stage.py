@@ -49,7 +49,7 @@ def prepare(config: Config) -> None:
     started = time.monotonic()
     data, folder = config.data, config.data_folder.resolve()
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
-        raise UserError("python -m data_prep is one process, and WORLD_SIZE is set: start it without a launcher")
+        raise UserError("eagle31 data is one process, and WORLD_SIZE is set: start it without a launcher")
     template = ChatTemplate.load(config.target)
     target = describe_target(config.target)
     vocab_size = target.vocab_size

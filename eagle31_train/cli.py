@@ -1,6 +1,6 @@
 """The one way every stage is called: Hydra's configuration from `configs/`, checked, then the stage.
 
-    python -m eagle31_train.extract +experiment=smollm2 target.dtype=float32
+    eagle31 extract +experiment=smollm2 target.dtype=float32
 
 `+experiment=NAME` picks a whole recipe from `configs/experiment/`; `key=value` changes one option.
 A mistake by the user ends with one line on standard error and exit status 2.
@@ -35,7 +35,7 @@ from eagle31_train.allocator import keep_freed_memory
 from eagle31_train.config import REMOVED, RENAMED, Config, check_value
 from eagle31_train.console import is_main, tidy
 from eagle31_train.errors import SharedError, Stopped, UserError
-from eagle31_train.locations import CONFIGS, as_called_here, project
+from eagle31_train.locations import CONFIGS, project
 
 
 def load_config(
@@ -217,7 +217,7 @@ def run(
             stage(config)
     except UserError as error:
         if not isinstance(error, SharedError):
-            print(f"error: {as_called_here(str(error))}", file=sys.stderr)
+            print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     except OSError as error:
         if error.errno not in MENDABLE:

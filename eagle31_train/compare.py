@@ -1,9 +1,9 @@
 """Drafters side by side, on the same words of the same target: which is better, on what, at which depth.
 
-    python -m eagle31_train.compare runs/a runs/b
-    python -m eagle31_train.compare runs/a runs/b '+suite=[mt_bench]' 'evaluate.perturbations=[no_template,context_2]'
-    python -m eagle31_train.compare before:runs/a1,runs/a2 after:runs/b1,runs/b2 evaluate.num_prompts=100
-    python -m eagle31_train.compare runs/a me/draft evaluate.backend=vllm evaluate.vllm_python=.venv-vllm/bin/python
+    eagle31 compare runs/a runs/b
+    eagle31 compare runs/a runs/b '+suite=[mt_bench]' 'evaluate.perturbations=[no_template,context_2]'
+    eagle31 compare before:runs/a1,runs/a2 after:runs/b1,runs/b2 evaluate.num_prompts=100
+    eagle31 compare runs/a me/draft evaluate.backend=vllm evaluate.vllm_python=.venv-vllm/bin/python
 
 Every DRAFTER is a run, an exported checkpoint, or a published one (a folder, or an id of the hub); the others are
 compared with the first. NAME:… calls it so, and several trainings of one recipe, with commas between them, are measured
@@ -34,7 +34,7 @@ from eagle31_train.reporting import evaluation_page, recipe, tables
 from eagle31_train.reporting.markdown import public
 
 DRAFTERS = "DRAFTER DRAFTER … "  # of the usage line
-FEWER = "give two drafters or more: python -m eagle31_train.compare runs/a runs/b"
+FEWER = "give two drafters or more: eagle31 compare runs/a runs/b"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -105,7 +105,7 @@ def write(out: Path, result: dict[str, Any]) -> None:
 def command(trainings: Named, config: Config) -> str:
     """The command line that compares these, with paths as others may see them."""
     words = [f"{name}:{','.join(map(public, some))}" for name, some in trainings.items()]
-    return f"python -m eagle31_train.compare {shlex.join([*words, *recipe.overrides(config)])}"
+    return f"eagle31 compare {shlex.join([*words, *recipe.overrides(config)])}"
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """STAGE 4: how many drafted tokens the target accepts, by real speculative decoding.
 
-    python -m eagle31_train.evaluate +experiment=smollm2
-    python -m eagle31_train.evaluate +experiment=smollm2 '+suite=[mt_bench,gsm8k]' 'evaluate.perturbations=[context_2]'
-    python -m eagle31_train.evaluate +experiment=smollm2 evaluate.backend=vllm evaluate.vllm_python=PYTHON_WITH_VLLM
+    eagle31 evaluate +experiment=smollm2
+    eagle31 evaluate +experiment=smollm2 '+suite=[mt_bench,gsm8k]' 'evaluate.perturbations=[context_2]'
+    eagle31 evaluate +experiment=smollm2 evaluate.backend=vllm evaluate.vllm_python=PYTHON_WITH_VLLM
 
 Reads run_dir/data and run_dir/train; writes run_dir/evaluate (the manifest, a page and its pictures) and
 run_dir/workloads (the counts of each). Every prompt is decoded with the drafter and without; the two outputs must be

@@ -1,7 +1,7 @@
 """STAGE 5: the trained drafter as a checkpoint that vLLM serves.
 
-    python -m eagle31_train.export +experiment=smollm2
-    python -m eagle31_train.export +experiment=smollm2 push=true repo=me/my-draft private=true
+    eagle31 export +experiment=smollm2
+    eagle31 export +experiment=smollm2 push=true repo=me/my-draft private=true
 
 Reads `train/`'s newest weights and the draft vocabulary, holds them against the contract, and
 writes `export/` (config.json, model.safetensors, README.md and its pictures) whole or not at all.
@@ -115,7 +115,7 @@ def read_data(config: Config, checkpoint: DrafterCheckpoint) -> dict[str, Any] |
     file = config.data_folder / artifacts.MANIFEST
     if not file.is_file():
         return None
-    data = artifacts.read_json(file, "python -m data_prep")
+    data = artifacts.read_json(file, "eagle31 data")
     checkpoint.check_data(data, config.data_folder)
     return data
 

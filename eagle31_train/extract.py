@@ -1,8 +1,8 @@
 """STAGE 2: run the target over the conversations and store its hidden states.
 
-    python -m eagle31_train.extract +experiment=smollm2
+    eagle31 extract +experiment=smollm2
     accelerate launch --num_processes 8 -m eagle31_train.extract +experiment=qwen3_8b
-    python -m eagle31_train.extract +experiment=kimi extract.parts=4 extract.part=0    # 1, 2, 3 on other machines
+    eagle31 extract +experiment=kimi extract.parts=4 extract.part=0    # 1, 2, 3 on other machines
 
 Reads run_dir/data, writes the store (see `store/`). A killed run goes on at the first shard that is not committed.
 Several processes share the shards and meet through the store's files alone; the store has the same bytes whatever

@@ -11,8 +11,6 @@ CONFIGS = ROOT / "configs" if IN_CHECKOUT else PACKAGE / "configs"
 STAGES = ROOT if IN_CHECKOUT else PACKAGE / "stages"
 # Of targets that the project makes itself; never within an installation.
 MODELS = (ROOT if IN_CHECKOUT else Path.cwd()) / "models"
-# What a message calls a stage, and what it is where there is no checkout.
-INSTALLED = {"python -m data_prep": "eagle31 data", "accelerate launch train.py": "eagle31 train"}
 
 
 def project(path: str) -> str:
@@ -33,10 +31,3 @@ def matching(pattern: str) -> list[Path]:
     root = Path(*parts[:literal])
     found = glob.glob(str(Path(*parts[literal:])), root_dir=root, recursive=True)  # noqa: PTH207 (takes hidden files too)
     return [root / name for name in sorted(found)]
-
-
-def as_called_here(message: str) -> str:
-    """A message that names commands, with those that there are here."""
-    for command, installed in INSTALLED.items():
-        message = message if IN_CHECKOUT else message.replace(command, installed)
-    return message

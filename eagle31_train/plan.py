@@ -1,8 +1,8 @@
 """Reckon what a run will take, before anything is spent.
 
-    python -m eagle31_train.plan target.path=Qwen/Qwen3-8B
-    python -m eagle31_train.plan +experiment=llama31_8b
-    python -m eagle31_train.plan +experiment=kimi plan.tokens=5e8 plan.devices=4 plan.device_gib=141
+    eagle31 plan target.path=Qwen/Qwen3-8B
+    eagle31 plan +experiment=llama31_8b
+    eagle31 plan +experiment=kimi plan.tokens=5e8 plan.devices=4 plan.device_gib=141
 
 Without a recipe +experiment=any is taken, as by `eagle31 run`. Of a hub id config.json is downloaded, and nothing else;
 nothing is written.

@@ -1,7 +1,7 @@
 """Draw a training run: pictures, and one HTML page that needs nothing else.
 
-python -m eagle31_train.report runs/smollm2
-python -m eagle31_train.report runs/smollm2 --out /somewhere/else
+eagle31 report runs/smollm2
+eagle31 report runs/smollm2 --out /somewhere/else
 
 The run may still be going on. The page shows loss, acceptance and state per depth, the optimizer, the
 speed and the numbers at the end; it stands alone and can be mailed.
@@ -20,7 +20,7 @@ from eagle31_train.reporting.training_page import write
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status: 0, or 2 for what the user can mend."""
     parser = argparse.ArgumentParser(
-        prog="python -m eagle31_train.report",
+        prog="eagle31 report",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

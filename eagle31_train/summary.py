@@ -1,6 +1,6 @@
 """The table at the end: what a run's five stages made, how well it drafts, and how to serve it.
 
-python -m eagle31_train.summary +experiment=smollm2
+eagle31 summary +experiment=smollm2
 """
 
 from pathlib import Path
@@ -19,10 +19,10 @@ STAGES = ("data", "extract", "train", "evaluate", "export")
 
 def summarise(config: Config) -> None:
     """Print the table; UserError if a stage has not been run, or not on what was trained last."""
-    run_dir, evaluate = Path(config.run_dir), "python -m eagle31_train.evaluate"
+    run_dir, evaluate = Path(config.run_dir), "eagle31 evaluate"
     manifests = {
-        "data": artifacts.read_json(config.data_folder / artifacts.MANIFEST, "python -m data_prep"),
-        "train": artifacts.read_json(run_dir / "train" / artifacts.MANIFEST, "accelerate launch train.py"),
+        "data": artifacts.read_json(config.data_folder / artifacts.MANIFEST, "eagle31 data"),
+        "train": artifacts.read_json(run_dir / "train" / artifacts.MANIFEST, "eagle31 train"),
         "evaluate": artifacts.read_json(run_dir / "evaluate" / artifacts.MANIFEST, evaluate),
     }
     if (store := read_manifest(config)) is None:

@@ -29,14 +29,14 @@ def check_store(store: Store, data: dict[str, Any], target: TargetConfig) -> Non
     if made["data"] != data["dataset_fingerprint"]:
         raise UserError(
             f"{store.location} was made from other data than is in its run now: "
-            "run `python -m eagle31_train.extract` again with overwrite=true"
+            "run `eagle31 extract` again with overwrite=true"
         )
     there = {name: value for name, value in made["target"].items() if name != "weights"}
     here = {name: getattr(target, name) for name in there}
     if change := artifacts.describe_change(there, here, "target."):
         raise UserError(
             f"{store.location} was made for another target ({change}): choose its run_dir=…, "
-            "or run `python -m eagle31_train.extract` for this one"
+            "or run `eagle31 extract` for this one"
         )
 
 
@@ -47,7 +47,7 @@ def check_samples(split: StoreSplit, batch_tokens: int) -> None:
         UserError: a sample is longer than `batch_tokens`, or there is none.
     """
     if not len(split):
-        raise UserError(f"{split.store.location} holds no sample to train on: run `python -m data_prep` with more data")
+        raise UserError(f"{split.store.location} holds no sample to train on: run `eagle31 data` with more data")
     if (longest := max(split.lengths)) > batch_tokens:
         raise UserError(
             f"row {split.lengths.index(longest)} of the train split in {split.store.location} has {longest} tokens: "
@@ -82,7 +82,7 @@ def shape_of(config: DrafterConfig, store: Store, vocab: DraftVocab) -> DrafterS
     if vocab.target_size != V:
         raise UserError(
             f"the draft vocabulary is of a target with {vocab.target_size} tokens, the store's target has {V}: "
-            "run `python -m data_prep` and `python -m eagle31_train.extract` for the same target"
+            "run `eagle31 data` and `eagle31 extract` for the same target"
         )
     return drafter_shape(config, H, V, len(vocab), list(store.states["aux_layers"]))
 

@@ -28,7 +28,7 @@ from accelerate.utils import (
 from eagle31_train import artifacts
 from eagle31_train.config import Config, TrainConfig
 from eagle31_train.errors import SharedError, UserError
-from eagle31_train.locations import CONFIGS, as_called_here
+from eagle31_train.locations import CONFIGS
 from train import tracking
 
 SEE = "see docs/launch.md"
@@ -239,6 +239,6 @@ def stop_all(accelerator: Accelerator, problem: str) -> NoReturn:
         SharedError: always.
     """
     if accelerator.is_main_process:  # before any rank is gone, whereupon a launcher ends the others
-        print(f"error: {as_called_here(problem)}", file=sys.stderr, flush=True)
+        print(f"error: {problem}", file=sys.stderr, flush=True)
     accelerator.wait_for_everyone()
     raise SharedError(problem)

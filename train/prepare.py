@@ -128,7 +128,7 @@ def read_inputs(config: Config, resources: ExitStack) -> Inputs:
 
 def _manifest(config: Config) -> dict[str, Any]:
     """What stage 1 says of its data and of the target."""
-    return artifacts.read_json(config.data_folder / artifacts.MANIFEST, "python -m data_prep")
+    return artifacts.read_json(config.data_folder / artifacts.MANIFEST, "eagle31 data")
 
 
 def launch_processes(config: Config, data: Inputs) -> Accelerator:

@@ -181,7 +181,7 @@ class Trainer:
         if final and not self.state.pairs:
             self._abort(
                 f"none of the {step} steps had a pair to train, so there is no drafter: raise data.draft_vocab_size, "
-                "and see what the loss masks cover (`python -m data_prep` counts the assistant's tokens)"
+                "and see what the loss masks cover (`eagle31 data` counts the assistant's tokens)"
             )
         main = self.accelerator.is_main_process
         if main:

@@ -24,7 +24,7 @@ from eagle31_train.model import vocab
 from eagle31_train.model.vocab import DraftVocab
 from eagle31_train.store.sealed import DamagedError, checksum, unseal
 
-TRAIN = "accelerate launch train.py"
+TRAIN = "eagle31 train"
 RECORD, CONFIG, CHECKPOINTS = "inputs.json", "config.yaml", "checkpoints"
 MODEL, OPTIMIZER, SHAPE = "model.safetensors", "optimizer.safetensors", "drafter.json"
 RNG = "rng.safetensors"  # in checkpoints of earlier versions

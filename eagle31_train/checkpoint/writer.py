@@ -18,7 +18,7 @@ from eagle31_train.checkpoint.run_folder import MODEL, TRAIN
 from eagle31_train.config import DrafterShape
 from eagle31_train.errors import UserError
 
-EXPORT = "python -m eagle31_train.export"
+EXPORT = "eagle31 export"
 RECORD = "export.json"
 
 

@@ -27,7 +27,7 @@ from eagle31_train.evaluation.workloads import Workload, workloads
 from eagle31_train.targets.cached import CachedTarget
 from eagle31_train.targets.hf import load_model, pick_device
 
-DATA = "python -m data_prep"
+DATA = "eagle31 data"
 
 
 @dataclass(frozen=True)

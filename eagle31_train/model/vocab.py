@@ -117,6 +117,6 @@ def read(path: Path) -> DraftVocab:
         maps = load_file(path)
         return from_maps(maps["d2t"], maps["t2d"])
     except UserError as error:
-        raise UserError(f"{path} does not fit: {error}: run `python -m data_prep` again") from None
+        raise UserError(f"{path} does not fit: {error}: run `eagle31 data` again") from None
     except (OSError, SafetensorError, KeyError) as error:
-        raise UserError(f"{path} is missing or damaged ({error}): run `python -m data_prep` again") from None
+        raise UserError(f"{path} is missing or damaged ({error}): run `eagle31 data` again") from None

@@ -115,21 +115,21 @@ def count_parameters(text: Any) -> Parameters | None:
 
 
 def read_data(config: Config) -> Data:
-    """As python -m data_prep counted it, if it has run; else as plan.* says, or as many as there are prompts."""
+    """As eagle31 data counted it, if it has run; else as plan.* says, or as many as there are prompts."""
     p, d = config.plan, config.data
     manifest = config.data_folder / artifacts.MANIFEST
     if not manifest.is_file():
         length = min(p.sample_tokens, d.max_length)
         tokens, origin = p.tokens, "as plan.* says"
         if tokens is None:
-            tokens, origin = EXAMPLE, "an EXAMPLE: not counted (python -m data_prep) or given (plan.tokens)"
+            tokens, origin = EXAMPLE, "an EXAMPLE: not counted (eagle31 data) or given (plan.tokens)"
             if rows := conversations_at_hand(config):
                 tokens = rows * (1 - d.heldout) * length
                 origin = f"{rows:,} conversations of {length:,} tokens (plan.sample_tokens), until they are counted"
         work = count_work([made_mask(length, p.share)], config.train.ttt_length) * (tokens / length)
         vocabulary = d.draft_vocab_size
         return Data(origin, work, d.heldout / max(1 - d.heldout, 0.01), d.max_length, vocabulary)
-    counted = artifacts.read_json(manifest, "python -m data_prep")
+    counted = artifacts.read_json(manifest, "eagle31 data")
     train, heldout = counted["splits"]["train"], counted["splits"]["heldout"]
     looked, longest = _look_at(config.data_folder / "dataset", config.train.ttt_length)
     work = looked * (train["tokens"] / looked.tokens)
@@ -183,7 +183,7 @@ def _rows(spec: str) -> int | None:
     texts = {file: file.read_bytes() for file in files}
     try:
         return sum(len(json.loads(t) if f.suffix == ".json" else t.splitlines()) for f, t in texts.items())
-    except ValueError:  # python -m data_prep says what is wrong with it
+    except ValueError:  # eagle31 data says what is wrong with it
         return None
 
 

@@ -52,7 +52,7 @@ def render(
         _table("hyper-parameter", train.get("inputs", {})),
         _table("result", {key: train[key] for key in TRAINED if key in train}),
         "## Repeat",
-        "With the same version of eagle31, from its checkout; folders outside it are shown as `/path/to/…`:",
+        "With the same version of eagle31; on several devices `eagle31 run` trains. Folders are shown as `/path/to/…`:",
         code("\n".join(commands(config))),
         "## Licence",
         "None is stated: whoever publishes these weights chooses one that the target's licence and the data "

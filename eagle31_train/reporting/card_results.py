@@ -16,7 +16,7 @@ from eagle31_train.reporting.evaluation_page import RESULT
 from eagle31_train.reporting.figures import Picture
 from eagle31_train.reporting.tables import ALL, SERVING
 
-EVALUATE, COMPARE = "python -m eagle31_train.evaluate", "python -m eagle31_train.compare"
+EVALUATE, COMPARE = "eagle31 evaluate", "eagle31 compare"
 CardPicture = tuple[Picture, Path, str]  # where it lies, and where the card has it, below the exported folder
 
 

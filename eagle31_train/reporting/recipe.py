@@ -17,9 +17,8 @@ from eagle31_train.errors import UserError
 from eagle31_train.evaluation.serving.command import flags, speculation, target_arguments
 from eagle31_train.reporting.markdown import public
 
-EVALUATE = "python -m eagle31_train.evaluate"
-PROGRAMS = ["python -m data_prep", "python -m eagle31_train.extract", "accelerate launch --quiet train.py"]
-PROGRAMS += [EVALUATE, "python -m eagle31_train.export"]
+EVALUATE = "eagle31 evaluate"
+PROGRAMS = ("eagle31 data", "eagle31 extract", "eagle31 train", EVALUATE, "eagle31 export")
 # Options that say where things go or whether to upload, not what is made.
 _NOT_THE_RECIPE = ("overwrite", "push", "repo", "private", "comparisons")
 

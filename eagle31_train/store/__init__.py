@@ -3,7 +3,7 @@
 The files are described in `format.py`. A shard is committed once its line is there. While a training follows a store
 that is still being written, consumed.json says which shards it has used up and removed.
 
-Reading starts at `reader.py`, writing at `writer.py`; `python -m eagle31_train.store --help` looks into a store.
+Reading starts at `reader.py`, writing at `writer.py`; `eagle31 store --help` looks into a store.
 """
 
 import os

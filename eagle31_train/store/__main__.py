@@ -1,7 +1,7 @@
 """Look into a store of hidden states: is it whole, and what does it hold?
 
-python -m eagle31_train.store verify runs/smollm2/store
-python -m eagle31_train.store info s3://bucket/store
+eagle31 store verify runs/smollm2/store
+eagle31 store info s3://bucket/store
 
 verify compares every byte with the checksums that were written with it, and reads every shard. It works for a store
 that is still being written, too: what is committed is checked. It prints what was checked and exits with 0, or
@@ -63,7 +63,7 @@ def _verify(storage: Storage, take_away: bool) -> int:
     )
     if problems and not take_away:
         print(
-            f"`python -m eagle31_train.store verify {storage.location} --remove` takes away what is damaged, "
+            f"`eagle31 store verify {storage.location} --remove` takes away what is damaged, "
             "and the extraction's own command then makes it anew"
         )
     elif problems:
@@ -81,7 +81,7 @@ def _describe(storage: Storage) -> str:
         UserError: there is no store, or its small files are damaged.
     """
     head, problems = inspect(storage)
-    verify = f"see `python -m eagle31_train.store verify {storage.location}`"
+    verify = f"see `eagle31 store verify {storage.location}`"
     if head.plan is None or head.provenance is None:
         raise UserError(f"{problems[0].text}: {verify}")
     rows = [*_contents(head, head.plan), *head.provenance["inputs"].items(), *head.provenance["states"].items()]
@@ -106,7 +106,7 @@ def _contents(head: Head, plan: Plan) -> Iterator[tuple[str, Any]]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m eagle31_train.store",
+        prog="eagle31 store",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -30,7 +30,7 @@ SHARDS = "shards.jsonl"
 CONSUMED = "consumed.json"
 FILES = {artifacts.MANIFEST, PROVENANCE, PLAN, SHARDS, TARGET, TARGET_LINE, STREAM, CONSUMED}  # beside shards/
 
-EXTRACT = "python -m eagle31_train.extract"
+EXTRACT = "eagle31 extract"
 REMAKE = f"run `{EXTRACT}` again, which makes what is damaged or missing anew"
 
 

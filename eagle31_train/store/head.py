@@ -178,7 +178,7 @@ def difference(storage: Storage, name: str, entry: dict[str, Any]) -> str | None
 def finished(storage: Storage, provenance: Provenance, overwrite: bool) -> dict[str, Any] | None:
     """The manifest of a complete store of these inputs; None if there is work to do.
 
-    Of shards only sizes are compared; `python -m eagle31_train.store verify` reads every byte. A store that is
+    Of shards only sizes are compared; `eagle31 store verify` reads every byte. A store that is
     damaged is complete no more: its manifest is removed.
 
     Raises:

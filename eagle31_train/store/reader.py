@@ -146,7 +146,7 @@ class Store:
                     f"{where} was used up and removed by the training {consumed.by}: remove the store and run "
                     f"`{EXTRACT}` again"
                 ) from None
-        raise UserError(f"{where} {what}: see `python -m eagle31_train.store verify {self.location}`")
+        raise UserError(f"{where} {what}: see `eagle31 store verify {self.location}`")
 
     def release(self, shards: Sequence[PlannedShard]) -> None:
         """Unmap shards that are needed no more, so that their bytes are free once they are removed."""

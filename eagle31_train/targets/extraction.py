@@ -120,7 +120,7 @@ def load_data(config: Config) -> DatasetDict:
     """Stage 1's conversations, once their files are known to be whole."""
     folder = config.data_folder
     if damage := artifacts.first_damaged(folder, _data_manifest(config).get("files", {})):
-        raise UserError(f"{damage}: run `python -m data_prep` again")
+        raise UserError(f"{damage}: run `eagle31 data` again")
     return DatasetDict.load_from_disk(str(folder / "dataset"))
 
 
@@ -147,13 +147,13 @@ def check_vocab_size(config: Config, data: dict[str, Any], vocab_size: int) -> N
 def _other_target(config: Config, how: str) -> UserError:
     return UserError(
         f"{config.data_folder} was not made for target.path={config.target.path} but {how}: correct data_dir or "
-        "target.path, or run `python -m data_prep` for this target"
+        "target.path, or run `eagle31 data` for this target"
     )
 
 
 def _data_manifest(config: Config) -> dict[str, Any]:
     """What stage 1 says of its conversations."""
-    return artifacts.read_json(config.data_folder / artifacts.MANIFEST, "python -m data_prep")
+    return artifacts.read_json(config.data_folder / artifacts.MANIFEST, "eagle31 data")
 
 
 def make_engine(config: Config) -> Engine:

@@ -119,7 +119,7 @@ def test_data_of_another_tokenizer_is_refused_before_the_target_is_loaded(run, m
     monkeypatch.setattr(stage, "make_engine", None)
     message = message_of(run, f"store_dir={run / 'other'}")
     assert message.startswith(f"{run / 'run' / 'data'} was not made for target.path={run / 'target'} but with another")
-    assert message.endswith("run `python -m data_prep` for this target")
+    assert message.endswith("run `eagle31 data` for this target")
     assert not (run / "other").exists()
 
 

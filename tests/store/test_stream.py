@@ -93,9 +93,7 @@ def test_a_kill_between_a_new_file_and_its_line_does_not_leave_the_old_line(tmp_
 
 
 def test_a_follower_waits_for_what_is_not_there_yet_and_gives_up_in_the_end(tmp_path):
-    assert "to be begun by `python -m eagle31_train.extract`: nothing came" in message_of(
-        Store, tmp_path, follow=True, patience=0.0
-    )
+    assert "to be begun by `eagle31 extract`: nothing came" in message_of(Store, tmp_path, follow=True, patience=0.0)
     MADE.write(tmp_path, stop_after=3)
     reader = Store(tmp_path, follow=True, patience=0.0)
     assert f"train: waiting for {NAMES[4]}: nothing came for 0 s" in message_of(reader.wait_for, MADE.plan.shards[4:])

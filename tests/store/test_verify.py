@@ -1,4 +1,4 @@
-"""`python -m eagle31_train.store verify --remove`: what is damaged goes, and extraction makes it anew."""
+"""`eagle31 store verify --remove`: what is damaged goes, and extraction makes it anew."""
 
 import shutil
 
