@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle31_train import artifacts, cli, provenance
-from eagle31_train.checkpoint import contract, hub
+from eagle31_train.checkpoint import hub
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.checkpoint.run_folder import MODEL, TRAIN
 from eagle31_train.checkpoint.writer import EXPORT, RECORD, write_checkpoint
@@ -65,8 +65,7 @@ def export(config: Config) -> None:
         record["serve"] = recipe.serve_command(config, str(run / "export"))
         artifacts.write_json(run / RECORD, record | {"seconds": round(time.monotonic() - started, 1)})
         print(f"export: wrote {run / 'export'}")
-    positions = (data or {}).get("target", {}).get("max_position_embeddings")
-    for caveat in contract.caveats(shape, positions):
+    for caveat in card.caveats_of(shape, data):
         print(f"export: {caveat}")
     drafter = str(run / "export")
     if config.push:

@@ -177,11 +177,12 @@ def check_shape(shape: DrafterShape) -> list[str]:
     return problems + (_yarn_problems(shape) if mla else [])
 
 
-def caveats(shape: DrafterShape, target_positions: int | None = None) -> list[str]:
+def caveats(shape: DrafterShape, target_positions: int | None = None, target_window: int | None = None) -> list[str]:
     """What can be trained and exported but does not run everywhere, a sentence each.
 
     Args:
         target_positions: of the longest context of the target, if that is known: what is beyond it concerns nobody.
+        target_window: tokens that every layer of the target sees, if each has a sliding window.
     """
     found = []
     if target_positions is None or target_positions > shape.max_position_embeddings:
@@ -202,7 +203,17 @@ def caveats(shape: DrafterShape, target_positions: int | None = None) -> list[st
             "vLLM 0.32 cannot share the target's embedding with pipeline parallelism: to be served so, train with "
             "drafter.share_embedding=false"
         )
-    return found + unserved(shape)
+    return [*found, *window_caveat(target_window, target_positions), *unserved(shape)]
+
+
+def window_caveat(target_window: int | None, target_positions: int | None) -> list[str]:
+    """What is to know of a target all of whose layers have a sliding window; a sentence, or none."""
+    if target_window is None or (target_positions is not None and target_window >= target_positions):
+        return []
+    return [
+        f"every layer of the target sees {target_window:,} tokens, and vLLM 0.32 limits the drafter to these too: past "
+        "them it does not draft as it was trained and measured (outputs stay the target's)"
+    ]
 
 
 def unserved(shape: DrafterShape) -> list[str]:

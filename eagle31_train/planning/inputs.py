@@ -1,11 +1,15 @@
 """What a plan is made of: the target's sizes, the drafter's shape and the data, counted where they can be."""
 
+import csv
+import gzip
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pyarrow import ArrowException
+from pyarrow.parquet import ParquetFile
 
 from eagle31_train import artifacts
 from eagle31_train.config import SELF, Config
@@ -176,15 +180,27 @@ def _paths(config: Config) -> list[str | None]:
 
 
 def _rows(spec: str) -> int | None:
-    """Rows of local files of JSON; None of anything else."""
-    files = [path for path in matching(spec) if path.is_file()]
-    if not files or {file.suffix for file in files} - {".json", ".jsonl"}:
-        return None
-    texts = {file: file.read_bytes() for file in files}
+    """Rows of local files and folders; None of what is none or cannot be read: `eagle31 data` says what is wrong."""
+    files = [file for path in matching(spec) for file in ([path] if path.is_file() else path.rglob("*"))]
     try:
-        return sum(len(json.loads(t) if f.suffix == ".json" else t.splitlines()) for f, t in texts.items())
-    except ValueError:  # eagle31 data says what is wrong with it
+        counts = [_rows_of(file) for file in files if file.is_file() and not file.name.startswith((".", "_"))]
+    except (ValueError, OSError, EOFError, csv.Error, ArrowException):
         return None
+    return sum(counts) if counts else None
+
+
+def _rows_of(file: Path) -> int:
+    """Rows of one file, which is not decoded further than it takes."""
+    if file.suffix.lower() == ".parquet":
+        return ParquetFile(file).metadata.num_rows
+    packed = file.suffix.lower() == ".gz"
+    kind = (file.with_suffix("") if packed else file).suffix.lower()
+    with gzip.open(file, "rt", encoding="utf-8") if packed else file.open(encoding="utf-8") as text:
+        if kind == ".json":
+            return len(json.load(text))
+        if kind == ".csv":  # a header; a cell may hold lines
+            return max(0, sum(1 for cells in csv.reader(text) if cells) - 1)
+        return sum(1 for line in text if line.strip())
 
 
 def _look_at(dataset: Path, ttt_length: int) -> tuple[Work, int]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from eagle31_train.checkpoint.contract import weight_shapes
 from eagle31_train.config import Config, DrafterShape
+from eagle31_train.errors import UserError
 from eagle31_train.locations import CONFIGS
 from eagle31_train.planning.footprint import FP32, Activations, Step, activations
 from eagle31_train.planning.inputs import Data, Target
@@ -139,4 +140,7 @@ def read_bucket(profile: Profile) -> tuple[int, bool]:
         return 0, False
     file = CONFIGS / "deepspeed" / f"{profile.name}.json"
     settings = json.loads(file.read_text(encoding="utf-8"))["zero_optimization"]
-    return int(settings["reduce_bucket_size"]), bool(settings["overlap_comm"])
+    size, overlap = settings.get("reduce_bucket_size"), settings.get("overlap_comm")
+    if not isinstance(size, int | float) or not isinstance(overlap, bool):
+        raise UserError(f"{file}: the plan needs numbers, and it has reduce_bucket_size={size}, overlap_comm={overlap}")
+    return int(size), overlap

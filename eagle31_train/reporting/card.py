@@ -38,7 +38,7 @@ def render(
         "and with greedy decoding the output is the target's own, token for token. Made with eagle31; served by vLLM.",
         "## Serve",
         code(serve_command(config, config.repo or "PATH_TO_THIS_FOLDER", published=True)),
-        *(f"{plain(caveat)}." for caveat in caveats(shape)),
+        *(f"{plain(caveat)}." for caveat in caveats_of(shape, data)),
         "To go back, serve without `--speculative-config`; the target itself is unchanged:",
         code(serve_command(config, None, published=True)),
         *results(measured),
@@ -59,6 +59,12 @@ def render(
         "allow, and adds it as `license:` at the top of this file.",
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def caveats_of(shape: DrafterShape, data: Mapping[str, Any] | None) -> list[str]:
+    """What the drafter does not do everywhere, beside its target as stage 1's manifest describes it, if it does."""
+    target = (data or {}).get("target", {})
+    return caveats(shape, target.get("max_position_embeddings"), target.get("sliding_window"))
 
 
 # ---------------------------------------------------------------- results

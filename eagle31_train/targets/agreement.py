@@ -16,10 +16,12 @@ class Agreement:
     """Supervised positions so far: those whose next token is the target's arg-max, and whose arg-max no draft can be.
 
     draft_tokens: [V] bool, tokens of the draft vocabulary. conversations: counted so far. bare: those of them with
-    nothing to train, at train.oov=mask: no supervised position has an arg-max that a draft can be.
+    nothing to train, at train.oov=mask: no supervised position has an arg-max that a draft can be. regenerated: the
+    target of stage 1 wrote the answers.
     """
 
     draft_tokens: NDArray
+    regenerated: bool = False
     positions: int = 0
     own: int = 0
     outside: int = 0
@@ -52,9 +54,12 @@ class Agreement:
         if self.bare:
             lines.append(f"{bare}: no choice of the target's in their answers is in the draft vocabulary")
         if own < FOREIGN:
+            why = "under another chat template, or not regenerated (regenerate=true)"
+            if self.regenerated:
+                why = "by a server of other weights, or drawn at too high a data.generate.temperature"
             lines.append(
-                "extract: WARNING: hardly its own answers: are they of another target, under another chat template, or "
-                "not regenerated (regenerate=true)? A drafter learns little from them"
+                f"extract: WARNING: hardly its own answers: are they of another target, {why}? A drafter learns little "
+                "from them"
             )
         if outside > OUTSIDE:
             lines.append(

@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from eagle31_train.checkpoint.contract import window_caveat
 from eagle31_train.checkpoint.shape import REQUIRED, drafter_shape
 from eagle31_train.config import MLA_WIDTHS, Config, DrafterConfig, DrafterShape
 from eagle31_train.model.rope import SCALINGS
-from eagle31_train.targets.description import TargetDescription, describe_target, pick_layers, window_caveat
+from eagle31_train.targets.description import TargetDescription, describe_target, pick_layers
 
 # Options of which another value than the target's makes a drafter that reads its states at a loss.
 CONTRADICTIONS = {
@@ -61,7 +62,8 @@ def planned_drafter(config: Config, target: TargetDescription, draft_vocab_size:
     shape = drafter_shape(options, target.hidden_size, target.vocab_size, draft_vocab_size, layers)
     source = f"of {target.num_hidden_layers}" + ("" if config.target.aux_layers else ", by default")
     lines = table([Derived("aux_layers", ", ".join(map(str, layers)), source), *rows])
-    return shape, [*lines, *window_caveat(target)]
+    window = window_caveat(target.sliding_window, target.max_position_embeddings)
+    return shape, [*lines, *(f"  {caveat}" for caveat in window)]
 
 
 def derive(options: DrafterConfig, target: TargetDescription) -> tuple[DrafterConfig, list[Derived]]:

@@ -190,16 +190,6 @@ def serving_doubt(target: TargetConfig, model_type: str) -> str | None:
     )
 
 
-def window_caveat(target: TargetDescription) -> list[str]:
-    """What is to know of a target all of whose layers have a sliding window; a line, or none."""
-    if target.sliding_window is None or target.sliding_window >= target.max_position_embeddings:
-        return []
-    return [
-        f"  every layer of the target sees {target.sliding_window:,} tokens, and vLLM 0.32 limits the drafter to these "
-        "too: past them it does not draft as it was trained and measured here (outputs stay the target's)"
-    ]
-
-
 def pick_layers(aux_layers: Sequence[int] | None, depth: int, kind: str = "") -> list[int]:
     """The auxiliary layers of a target of N layers and of a model_type; by default `default_layers`.
 

@@ -87,7 +87,7 @@ def _extract(config: Config, rank: int, ranks: int, storage: Storage, provenance
     if first:
         writer.write_target(engine.readout.weights())
     gate = Gate(engine, config.extract, len(plan.shards))
-    agreement = Agreement(vocab.read(config.data_folder / "vocab.safetensors").t2d)
+    agreement = Agreement(vocab.read(config.data_folder / "vocab.safetensors").t2d, config.regenerate)
     wanted = extract_shards(engine, splits, writer, gate, agreement, is_main())
     lines = writer.gather() if wanted and first else None
     if lines is not None:

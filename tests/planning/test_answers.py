@@ -1,13 +1,16 @@
 """What the target's answers take, beside numbers that were worked out by hand."""
 
+import gzip
 import json
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from published_targets import FOLDER
 
 from eagle31_train import cli
 from eagle31_train.plan import reckon
-from eagle31_train.planning import answers, sections
+from eagle31_train.planning import answers, inputs, sections
 
 QWEN = ["name=x", f"target.path={FOLDER / 'qwen3_8b'}", "run_dir=/nowhere/at/all"]
 
@@ -76,3 +79,18 @@ def test_prompts_at_hand_are_counted_and_those_that_are_wanted_are_said(tmp_path
     assert "none: the conversations" in section(f"data.conversations={prompts}")
     # Of a data set on the hub nobody knows without a download.
     assert "NOT ENOUGH" not in section("regenerate=true", "data.prompts=org/name", "plan.tokens=6e7")
+
+
+def test_rows_are_counted_as_stage_1_reads_them(tmp_path):
+    table = pyarrow.table({"prompt": ["one", "two"]})
+    (tmp_path / "inner").mkdir()
+    pyarrow.parquet.write_table(table, tmp_path / "inner" / "a.parquet")
+    (tmp_path / "b.csv").write_text('prompt\n"one, of\ntwo lines"\ntwo\n\n')
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "one"}\n\n{"prompt": "two"}'))
+    (tmp_path / "d.json").write_text('[{"prompt": "one"}, {"prompt": "two"}]')
+    (tmp_path / "_notes").write_text("none of it")
+    for name in ("inner/a.parquet", "b.csv", "c.jsonl.gz", "d.json"):
+        assert inputs.prompts_at_hand(cli.load_config([*QWEN, f"data.conversations={tmp_path / name}"])) == 2
+    assert inputs.prompts_at_hand(cli.load_config([*QWEN, f"data.conversations={tmp_path}"])) == 8
+    (tmp_path / "d.json").write_text("no JSON")
+    assert inputs.prompts_at_hand(cli.load_config([*QWEN, f"data.conversations={tmp_path}"])) is None
