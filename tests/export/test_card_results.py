@@ -112,7 +112,5 @@ def test_acceptance_of_other_weights_is_not_claimed(trained, run, capsys):
         assert artifacts.read_json(file, "")["fingerprint"] == "e" * 16
     export.export(run.config("overwrite=true"))
     assert "The acceptance of this checkpoint was not measured." in run.exported()[2]
-    warning = (
-        f"{run.folder}/evaluate is of other weights or an earlier version, and not on the card: run"
-    )
+    warning = f"{run.folder}/evaluate is of other weights or an earlier version, and not on the card: run"
     assert capsys.readouterr().out.count(warning) == 1

@@ -24,34 +24,33 @@ AUX = [2, 15, 27]
 LENGTHS = [250, 250, 100, 37, 3, 2, 250, 180]  # of what is compared; equal ones could be mixed up unseen otherwise
 
 
-@pytest.fixture(scope="module")
-def arguments(tmp_path_factory, real_target):
-    """The options of a small run, whose data are there."""
-    folder = tmp_path_factory.mktemp("engine")
+def prepared(folder, real_target, count, max_length):
+    """The options of a small run, whose data are there: of the first `count` conversations."""
     source = ROOT / "data_prep" / "prompts" / "smollm2_conversations.jsonl"
     some = folder / "conversations.jsonl"
-    some.write_text("".join(source.read_text(encoding="utf-8").splitlines(keepends=True)[:24]), encoding="utf-8")
+    some.write_text("".join(source.read_text(encoding="utf-8").splitlines(keepends=True)[:count]), encoding="utf-8")
     common = [
         "+experiment=smollm2",
         f"target.path={real_target}",
         f"run_dir={folder / 'run'}",
         f"data.conversations={some}",
-        "data.max_length=256",
+        f"data.max_length={max_length}",
         "data.heldout=0.2",
-        "extract.shard_tokens=2048",
+        "extract.shard_tokens=1024",
     ]
     command(sys.executable, "-m", "data_prep", *common)
     return common
 
 
 @pytest.fixture(scope="module")
-def run_dir(arguments):
-    return Path(next(option for option in arguments if option.startswith("run_dir="))[8:])
+def arguments(tmp_path_factory, real_target):
+    return prepared(tmp_path_factory.mktemp("engine"), real_target, 24, 256)
 
 
 @pytest.fixture(scope="module")
-def conversations(run_dir):
-    rows = DatasetDict.load_from_disk(str(run_dir / "data" / "dataset"))["train"]["input_ids"]
+def conversations(arguments):
+    run_dir = next(option for option in arguments if option.startswith("run_dir=")).removeprefix("run_dir=")
+    rows = DatasetDict.load_from_disk(f"{run_dir}/data/dataset")["train"]["input_ids"]
     long = [row for row in rows if len(row) >= max(LENGTHS)]
     return [torch.tensor(row[:length]) for row, length in zip(long[: len(LENGTHS)], LENGTHS, strict=True)]
 
@@ -131,11 +130,12 @@ def test_planted_mistakes_are_seen(mistake, vllm, exact, engine_of, conversation
 
 
 def test_a_whole_extraction_in_bfloat16_is_as_near_to_float32_as_transformers(
-    arguments, run_dir, vllm_python, engine_of, tell
+    tmp_path, real_target, vllm_python, engine_of, tell
 ):
+    options = prepared(tmp_path, real_target, 12, 160)  # few: bf16 is ten times as slow on a CPU without it
     more = ["target.dtype=bfloat16", "extract.engine=vllm", "extract.engine_args.enforce_eager=true"]
-    said = command(vllm_python, "-m", "eagle31_train.extract", *arguments, *more)
-    store = Store(run_dir / "store")
+    said = command(vllm_python, "-m", "eagle31_train.extract", *options, *more)
+    store = Store(tmp_path / "run" / "store")
     assert store.inputs["engine"] == {"name": "vllm", "args": {}}, "eager or compiled, the states are the same"
     figures = store.manifest["fidelity"]
     assert figures["top1_agreement"] >= 0.99
