@@ -147,7 +147,8 @@ def claim_folder(config: Config, data: Inputs, accelerator: Accelerator, resourc
     folder = Path(config.run_dir) / "train"
 
     def up_to_date() -> bool:
-        check_consumer(data.store.storage, data.made_from.fingerprint)  # before anything of an earlier run is replaced
+        # Before anything of an earlier run is replaced.
+        check_consumer(data.store.storage, data.store.fingerprint, data.made_from.fingerprint)
         resources.enter_context(alone(folder.parent))
         claim(folder, data.made_from, config.overwrite)
         return provenance.up_to_date(folder, data.made_from, overwrite=False)

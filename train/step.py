@@ -8,6 +8,8 @@ from torch import Tensor
 
 from eagle31_train.config import TrainConfig
 from eagle31_train.model.loss import MEASURES
+from eagle31_train.store import StoreSplit
+from eagle31_train.store.codec import as_encoded
 from train.loader import GlobalBatch, MicroBatch, StepTotals
 from train.metrics import reduce_sums
 from train.parallel import Parallel
@@ -57,8 +59,16 @@ def learning_rate(step: int, total: int, t: TrainConfig) -> float:
     return t.lr * (t.min_lr_ratio + (1 - t.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
+def broken_samples(batch: GlobalBatch, split: StoreSplit) -> list[int]:
+    """Samples of a step, on any rank, of which a stored state is not finite."""
+    mine = [i for micro in batch.micro_batches if micro.real for i in micro.samples]
+    documents = [(i, split.read(i)) for i in mine]
+    found = [i for i, one in documents if not (as_encoded(one.aux).finite and as_encoded(one.last).finite)]
+    return sorted(gather_object(found))
+
+
 def samples_to_blame(parallel: Parallel, batch: GlobalBatch) -> list[int]:
-    """Samples of a step whose loss is not finite, on any rank; all of the step's if each alone is finite."""
+    """Samples of a step whose micro-batch has a loss that is not finite, on any rank; all if none has."""
     device, guilty = parallel.accelerator.device, []
     for micro in batch.micro_batches:
         weights = torch.ones(micro.batch.ttt_length, device=device)

@@ -24,7 +24,7 @@ from train.jsonl import plain
 from train.loader import GlobalBatch, StepTotals, load
 from train.metrics import HELDOUT, Reporter, summarise
 from train.parallel import Parallel
-from train.step import accumulate, learning_rate, samples_to_blame
+from train.step import accumulate, broken_samples, learning_rate, samples_to_blame
 from train.windows import Usage, Window
 
 
@@ -242,8 +242,16 @@ class Trainer:
         left_out.append(batch.step)
         if len(left_out) <= self.t.skip_nonfinite:
             return
-        samples = samples_to_blame(self.parallel, batch)
+        split = self.data.train_split
         before = f", after {len(left_out) - 1} steps that were left out" if len(left_out) > 1 else ""
+        if broken := broken_samples(batch, split):
+            where = ", ".join(f"{i} ({split.shard_of(i).name})" for i in broken)
+            self._abort(
+                f"step {batch.step}: stored states are not finite, of sample {where} of the train split{before}; "
+                f"nothing was updated or saved: `eagle31 store verify {split.store.location} --remove`, and extract "
+                "those again"
+            )
+        samples = samples_to_blame(self.parallel, batch)
         self._abort(
             f"step {batch.step}: loss or gradient is not finite (samples {samples} of the train split){before}; "
             "nothing was updated or saved: look at them, lower train.lr, or leave out such steps by "

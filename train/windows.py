@@ -90,7 +90,7 @@ class Usage:
         """
         store = self._store
         needed = self.needed_after(done)
-        if gone := set(check_consumer(store.storage, self._fingerprint).shards) & set(needed):
+        if gone := set(check_consumer(store.storage, store.fingerprint, self._fingerprint).shards) & set(needed):
             raise UserError(
                 f"{len(gone)} shards of {store.location} that the steps after {done} need were used up and removed: a "
                 "later checkpoint of this run is missing or damaged; restore it, or begin again without store and "
@@ -111,7 +111,8 @@ class Usage:
         shards = self.used_up(step)
         self._store.release(shards)
         if remove and bounded(self._store):
-            consume(self._store.storage, shards, self._fingerprint, finished=step == len(self._schedule))
+            finished, store = step == len(self._schedule), self._store
+            consume(store.storage, store.fingerprint, shards, self._fingerprint, finished)
 
     def needed_after(self, step: int) -> dict[str, int]:
         """The shards that later steps read, in the order of first use, with the bytes that they take at most."""

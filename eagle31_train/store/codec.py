@@ -69,6 +69,14 @@ class Encoded:
         """Some of the rows, by slice or index."""
         return Encoded(self.codec, self.width, self.values[rows], self.scale[rows])
 
+    @property
+    def finite(self) -> bool:
+        """Whether every state is a number: NaN and infinity are kept as values, or as scales."""
+        values = self.values
+        if values.dtype == torch.float8_e4m3fn:  # it has no infinity, and torch compares none of its values
+            values = torch.where((values.view(torch.uint8) & 127) == 127, torch.nan, 0.0)
+        return all(_is_finite(part) for part in (values, self.scale) if part.is_floating_point())
+
     def unbind(self) -> list["Encoded"]:
         """[N, A, W] → A times [N, W]: layer by layer, so that they need not be decoded all at once."""
         pairs = zip(self.values.unbind(1), self.scale.unbind(1), strict=True)
@@ -116,9 +124,13 @@ def encode(states: Tensor, codec: str) -> Encoded:
 
 
 def _finite(values: Tensor) -> Tensor:
-    if values.numel() and not torch.stack(values.aminmax()).isfinite().all():  # forty times as fast as all of them
+    if not _is_finite(values):
         raise UserError("the target's hidden states are not finite (NaN, infinite or next to it): check target.dtype")
     return values
+
+
+def _is_finite(values: Tensor) -> bool:
+    return not values.numel() or bool(torch.stack(values.aminmax()).isfinite().all())  # forty times as fast as of each
 
 
 def plain(states: Tensor) -> Encoded:

@@ -68,10 +68,11 @@ def read_head(storage: Storage) -> tuple[Head, list[Problem]]:
     head = Head(storage, manifest, provenance, None if plan is None else Plan.from_json(plan))
     if manifest is None:
         _read(storage, STREAM, problems)
-    try:
-        head.consumed = set(read_consumed(storage).shards)
-    except UserError as error:
-        problems.append(Problem(str(error)))
+    if provenance is not None:
+        try:
+            head.consumed = set(read_consumed(storage, provenance["fingerprint"]).shards)
+        except UserError as error:
+            problems.append(Problem(str(error)))
     if head.plan is not None and provenance is not None and storage.size(SHARDS) is not None:
         head.lines, damaged = merged_lines(storage, head.plan, provenance["fingerprint"])
         problems += damaged

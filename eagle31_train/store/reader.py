@@ -140,7 +140,7 @@ class Store:
         except ContentError as error:
             what = str(error)
         except FileNotFoundError:
-            consumed, what = read_consumed(self.storage), "is missing"
+            consumed, what = read_consumed(self.storage, self.fingerprint), "is missing"
             if shard.name in consumed.shards:
                 raise UserError(
                     f"{where} was used up and removed by the training {consumed.by}: remove the store and run "

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from eagle31_train.errors import UserError
 from eagle31_train.store.backends import Storage
 from eagle31_train.store.codec import Encoded, as_encoded, concatenate, encode
 from eagle31_train.store.document import Document
@@ -31,10 +32,19 @@ class ContentError(ValueError):
     """A shard's file is not what its plan says; says how, in words that follow its name."""
 
 
-def write_shard(path: Path, documents: Sequence[Document], shape: Shape) -> None:
-    """Write samples (with states in any float dtype, on any device) into a file."""
-    aux = [kept(document.attended_states, shape.aux_codec) for document in documents]
-    last = [kept(document.supervised_states, shape.last_codec) for document in documents]
+def write_shard(path: Path, documents: Sequence[Document], shape: Shape, first: int = 0) -> None:
+    """Write samples (with states in any float dtype, on any device) into a file; `first` is the first one's number.
+
+    Raises:
+        UserError: a state cannot be encoded; the message has the sample's number.
+    """
+    aux, last = [], []
+    for number, document in enumerate(documents, first):
+        try:
+            aux.append(kept(document.attended_states, shape.aux_codec))
+            last.append(kept(document.supervised_states, shape.last_codec))
+        except UserError as error:
+            raise UserError(f"sample {number}: {error}") from None
     tensors = {
         "tokens": torch.cat([document.tokens for document in documents]).int(),
         "loss_mask": torch.cat([document.loss_mask for document in documents]),
@@ -117,6 +127,15 @@ class ShardFile:
                 )
         if (self.top1[self._taught(self._edges)] < 0).any():
             raise ContentError("lacks the target's arg-max (top1) before some of the assistant's tokens")
+
+    def not_finite(self) -> list[int]:
+        """Samples, counted from the shard's first, of which a state is NaN or infinite."""
+        pairs = zip(pairwise(self._aux_edges), pairwise(self._last_edges), strict=True)
+        return [
+            index
+            for index, (aux, last) in enumerate(pairs)
+            if not (self.aux[slice(*aux)].finite and self.last[slice(*last)].finite)
+        ]
 
     def read(self, index: int, states: bool = True) -> Document:
         """Sample `index` of the shard; without `states`, those are empty."""

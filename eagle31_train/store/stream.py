@@ -66,32 +66,39 @@ def wait(
 class Consumed:
     """What a training that follows a store has used up and removed.
 
-    by: fingerprint of the training. finished: it wants no more.
+    store: its fingerprint. by: that of the training. finished: it wants no more.
     """
 
+    store: str
     by: str
     shards: list[str]
     finished: bool
 
 
-def read_consumed(storage: Storage) -> Consumed:
-    """Which shards a training has used up; none where no training follows the store."""
+def read_consumed(storage: Storage, store: str) -> Consumed:
+    """Which shards of the store with this fingerprint a training has used up; none where none follows it.
+
+    Raises:
+        UserError: the record is damaged, or of another store.
+    """
+    where = f"{storage.location}/{CONSUMED}"
     try:
-        value = read_sealed(
-            storage.read(CONSUMED), f"{storage.location}/{CONSUMED}", "remove the store and extract again"
-        )
+        value = read_sealed(storage.read(CONSUMED), where, "remove the store and extract again")
     except FileNotFoundError:
-        return Consumed("", [], False)
-    return Consumed(**value)
+        return Consumed(store, "", [], False)
+    consumed = Consumed(**{"store": store, **value})  # that of earlier versions does not say of which store it is
+    if consumed.store != store:
+        raise UserError(f"{where} belongs to another store, {consumed.store} (this is {store}): remove that file")
+    return consumed
 
 
-def check_consumer(storage: Storage, by: str) -> Consumed:
+def check_consumer(storage: Storage, store: str, by: str) -> Consumed:
     """What is used up already, if by this training.
 
     Raises:
         UserError: it was another.
     """
-    found = read_consumed(storage)
+    found = read_consumed(storage, store)
     if found.by not in ("", by):
         raise UserError(
             f"parts of {storage.location} were used up and removed by another training ({found.by}, this is {by}): "
@@ -100,15 +107,15 @@ def check_consumer(storage: Storage, by: str) -> Consumed:
     return found
 
 
-def consume(storage: Storage, shards: Sequence[PlannedShard], by: str, finished: bool) -> None:
+def consume(storage: Storage, store: str, shards: Sequence[PlannedShard], by: str, finished: bool) -> None:
     """Record that a training has used up shards (these, and what it had before), and remove them.
 
     Raises:
         UserError: another training has used up parts of this store.
     """
-    before = check_consumer(storage, by)
+    before = check_consumer(storage, store, by)
     known, there = set(before.shards), storage.sizes("shards")
-    after = Consumed(by, before.shards + [shard.name for shard in shards if shard.name not in known], finished)
+    after = Consumed(store, by, before.shards + [s.name for s in shards if s.name not in known], finished)
     if after != before:
         storage.write(CONSUMED, seal(asdict(after), indent=2))
     for shard in shards:

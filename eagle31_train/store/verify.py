@@ -62,13 +62,14 @@ def check(storage: Storage, checked: Counter[str]) -> Iterator[Problem]:
                 yield Problem(damage)
         except UserError as error:
             yield Problem(str(error))
-    yield from _shards(head, head.plan, head.provenance["states"], checked)
+    yield from _shards(head, head.plan, head.provenance, checked)
     yield from _strays(head, head.plan)
 
 
-def _shards(head: Head, plan: Plan, states: dict[str, Any], checked: Counter[str]) -> Iterator[Problem]:
+def _shards(head: Head, plan: Plan, provenance: dict[str, Any], checked: Counter[str]) -> Iterator[Problem]:
     """Open every committed shard, and count those that were used up."""
-    storage, shape = head.storage, shape_of(states)
+    storage, states = head.storage, provenance["states"]
+    shape = shape_of(states)
     gone = {name for name in head.consumed if storage.size(name) is None}
     checked["consumed"] = len(gone)
     shards = [shard for shard in plan.shards if shard.name in head.lines and shard.name not in gone]
@@ -78,16 +79,28 @@ def _shards(head: Head, plan: Plan, states: dict[str, Any], checked: Counter[str
         for shard in shards:
             line = head.lines[shard.name]
             try:
-                open_shard(storage, line, plan.lengths_of(shard), shape, states["vocab_size"], {})
-                checked.update(shards=1, tokens=shard.tokens, bytes=line.size)
+                file = open_shard(storage, line, plan.lengths_of(shard), shape, states["vocab_size"], {})
+                if bad := [str(shard.first + index) for index in file.not_finite()]:
+                    where = f"{storage.location}/{shard.name}"
+                    text = f"{where} holds states that are not finite, in sample {', '.join(bad)} of {shard.split}"
+                    yield Problem(text, shard.name)
+                else:
+                    checked.update(shards=1, tokens=shard.tokens, bytes=line.size)
             except FileNotFoundError:
-                if shard.name in read_consumed(storage).shards:  # by a training, since we looked
+                if _used_up(storage, provenance["fingerprint"], shard.name):  # by a training, since we looked
                     checked["consumed"] += 1
                 else:
                     yield Problem(f"{storage.location}/{shard.name} ({shard.samples()}) is missing")
             except ContentError as error:
                 yield Problem(f"{storage.location}/{shard.name} ({shard.samples()}) {error}", shard.name)
             bar.update(line.size)
+
+
+def _used_up(storage: Storage, store: str, name: str) -> bool:
+    try:
+        return name in read_consumed(storage, store).shards
+    except UserError:  # which was named already
+        return False
 
 
 def _strays(head: Head, plan: Plan) -> Iterator[Problem]:

@@ -64,7 +64,7 @@ class StoreWriter:
         # Others may be at theirs already: a continued store is prepared from the start.
         storage.clean([name for shard in self.mine() for name in (shard.name, shard.line)])
         self._sizes = storage.sizes("shards")
-        self._consumed = set(read_consumed(storage).shards)
+        self._consumed = set(read_consumed(storage, self.id).shards)
         self._gone: set[str] = set()  # of these, what certainly lies there no more
         self.lines = self._committed(plan.shards if rank == 0 else self.mine())
 
@@ -96,7 +96,7 @@ class StoreWriter:
 
         def fits() -> bool:
             nonlocal ended
-            consumed = read_consumed(self.storage)
+            consumed = read_consumed(self.storage, self.id)
             ended = consumed.finished and shard.split == "train"
             # The training records first and removes then: what it had no time for would lie beside what comes.
             if new := set(consumed.shards) - self._gone:
@@ -118,7 +118,10 @@ class StoreWriter:
             UserError: the disk is full, or a state cannot be encoded.
         """
         with self._building(shard.name) as scratch:
-            write_shard(scratch, documents, self.shape)
+            try:
+                write_shard(scratch, documents, self.shape, shard.first)
+            except UserError as error:
+                raise UserError(f"{self.storage.location}/{shard.name}: {error}") from None
             size = scratch.stat().st_size
             assert size <= shard.bytes, "the plan is wrong about the size of a shard"
             line = Line(shard.name, self.id, size, checksum(scratch), list(fidelity) if fidelity is not None else None)
@@ -175,7 +178,7 @@ class StoreWriter:
                 if shard.line not in found
                 or (shard.name in old and sizes.get(shard.name) != old[shard.name] and not self._used_up(shard))
             ]
-            return not missing or read_consumed(self.storage).finished
+            return not missing or read_consumed(self.storage, self.id).finished
 
         if missing:
             wait(complete, "extract: waiting for the other processes' shards", self.patience, lambda: len(there()))
@@ -283,7 +286,7 @@ class StoreWriter:
 
     def _used_up(self, shard: PlannedShard) -> bool:
         if shard.name not in self._consumed:
-            self._consumed = set(read_consumed(self.storage).shards)
+            self._consumed = set(read_consumed(self.storage, self.id).shards)
         return shard.name in self._consumed
 
     def _committed(self, shards: Sequence[PlannedShard]) -> dict[str, Line]:

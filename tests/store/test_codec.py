@@ -1,6 +1,7 @@
 """Codecs beside a slow reference that shares no code with them, and the bytes that they are for."""
 
 import math
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -157,3 +158,15 @@ def test_what_teaches_nothing_costs_its_ids_only():
     # The answer's first token is the 51st: position 49 teaches, and slots attend to the 49 before it.
     assert sample_bytes([False] * 50 + [True] + [False] * 49, shape) == 900 + 49 * aux + last
     assert sample_bytes([False] * 50 + [True] * 50, shape) == 900 + 98 * aux + 50 * last
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_stored_state_that_is_no_number_is_seen(codec):
+    good = encode(torch.randn(4, 2, 150), codec)
+    assert good.finite
+    assert good[:0].finite
+    parts = [name for name in ("values", "scale") if getattr(good, name).is_floating_point() and len(good.scale[0, 0])]
+    for name in parts or ["values"]:
+        bad = getattr(good, name).clone()
+        bad[2, 1, -1] = float("nan")
+        assert not replace(good, **{name: bad}).finite, name

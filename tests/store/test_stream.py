@@ -1,6 +1,7 @@
 """A store that is bounded, and followed while it is written: room, patience, what is used up, and kills between."""
 
 import threading
+from collections import Counter
 from unittest.mock import patch
 
 import pytest
@@ -11,6 +12,7 @@ from eagle31_train.provenance import Provenance
 from eagle31_train.store import Store, finished, stream
 from eagle31_train.store.backends import LocalStorage
 from eagle31_train.store.stream import consume
+from eagle31_train.store.verify import check
 
 MADE = Made()
 NAMES = [planned.name for planned in MADE.plan.shards]
@@ -43,7 +45,7 @@ def test_extraction_waits_for_room_and_training_makes_it(tmp_path):
             assert torch.equal(got.aux.decode(), wanted.aux[: wanted.attended].bfloat16())
         largest.append(sum(path.stat().st_size for path in (tmp_path / "shards").glob("*.safetensors")))
         reader.release([planned])
-        consume(reader.storage, [planned], "t" * 16, planned is train[-1])
+        consume(reader.storage, reader.fingerprint, [planned], "t" * 16, planned is train[-1])
     thread.join()
     assert not failures
     assert max(largest) <= bound
@@ -62,12 +64,26 @@ def test_extraction_waits_for_room_and_training_makes_it(tmp_path):
 def test_another_training_does_not_use_up_the_same_store(tmp_path):
     MADE.write(tmp_path, stop_after=3)
     storage = LocalStorage("the store", tmp_path)
-    consume(storage, MADE.plan.shards[:1], "one", False)
-    consume(storage, MADE.plan.shards[:1], "one", False)
+    store = MADE.provenance["fingerprint"]
+    consume(storage, store, MADE.plan.shards[:1], "one", False)
+    consume(storage, store, MADE.plan.shards[:1], "one", False)
     assert "used up and removed by another training (one, this is two)" in message_of(
-        consume, storage, MADE.plan.shards[1:2], "two", False
+        consume, storage, store, MADE.plan.shards[1:2], "two", False
     )
     assert (tmp_path / NAMES[1]).exists()
+
+
+def test_what_was_used_up_of_another_store_hides_no_missing_shard(tmp_path):
+    MADE.write(tmp_path)
+    consume(LocalStorage("another store", tmp_path / "another"), "a" * 16, MADE.plan.shards[:1], "one", False)
+    (tmp_path / "another" / "consumed.json").rename(tmp_path / "consumed.json")
+    (tmp_path / NAMES[0]).unlink()
+    checked = Counter()
+    first, missing = (problem.text for problem in check(LocalStorage("the store", tmp_path), checked))
+    assert "the store/consumed.json belongs to another store, aaaaaaaaaaaaaaaa" in first
+    assert f"{NAMES[0]} " in missing
+    assert missing.endswith(" is missing")
+    assert checked["consumed"] == 0
 
 
 def test_a_kill_between_a_new_file_and_its_line_does_not_leave_the_old_line(tmp_path):
