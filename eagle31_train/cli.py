@@ -9,7 +9,6 @@ A mistake by the user ends with one line on standard error and exit status 2.
 import argparse
 import dataclasses
 import difflib
-import errno
 import functools
 import operator
 import re
@@ -33,8 +32,8 @@ from yaml import YAMLError
 from eagle31_train import precision
 from eagle31_train.allocator import keep_freed_memory
 from eagle31_train.config import REMOVED, RENAMED, Config, check_value
-from eagle31_train.console import is_main, tidy
-from eagle31_train.errors import SharedError, Stopped, UserError
+from eagle31_train.console import explained, is_main, tidy
+from eagle31_train.errors import UserError
 from eagle31_train.locations import CONFIGS, project
 
 
@@ -169,12 +168,6 @@ def _composed(overrides: list[str], root: str = "config") -> Any:
         return _composed([o.removeprefix("+") if o in given else o for o in overrides], root)
 
 
-# What a user can mend: no room, and a path that leads where it cannot be used.
-MENDABLE = {errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG}
-MENDABLE |= {errno.EACCES, errno.EPERM, errno.EROFS}
-STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later
-
-
 def run(
     stage: Callable[[Config], None],
     description: str,
@@ -204,33 +197,16 @@ def run(
     parser.add_argument("--cfg", action="store_true", help="print the resolved configuration and stop")
     parser.add_argument("--config-dir", type=Path, help="a folder of recipes and groups of your own, like configs/")
     arguments = parser.parse_intermixed_args(argv)
-    try:
-        with tidy():
-            config = load_config(arguments.overrides, saved, arguments.config_dir, resolve=False)
-            resolved = precision.resolve(config) if resolve else {}
-            if arguments.cfg:
-                print(to_yaml(config), end="")
-                return
-            if tells in resolved and is_main():
-                print(resolved[tells])
-            keep_freed_memory()
-            stage(config)
-    except UserError as error:
-        if not isinstance(error, SharedError):
-            print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-    except OSError as error:
-        if error.errno not in MENDABLE:
-            raise
-        print(f"error: {error}: make room, or correct the option that names it, or its permissions", file=sys.stderr)
-        raise SystemExit(2) from None
-    except Stopped as stopped:
-        if str(stopped):  # one of several processes speaks for all
-            print(stopped, file=sys.stderr)
-        raise SystemExit(STOPPED) from None
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on from here", file=sys.stderr)
-        raise SystemExit(130) from None
+    with explained(), tidy():
+        config = load_config(arguments.overrides, saved, arguments.config_dir, resolve=False)
+        resolved = precision.resolve(config) if resolve else {}
+        if arguments.cfg:
+            print(to_yaml(config), end="")
+            return
+        if tells in resolved and is_main():
+            print(resolved[tells])
+        keep_freed_memory()
+        stage(config)
 
 
 ANY = "+experiment=any"  # the recipe of a command line that names none

@@ -1,5 +1,6 @@
 """What a command shows: its lines in order, a bar on a terminal and plain lines in a log, no libraries' chatter."""
 
+import errno
 import io
 import logging
 import os
@@ -9,6 +10,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from tqdm import tqdm
+
+from eagle31_train.errors import SharedError, Stopped, UserError
 
 EVERY = 30.0  # seconds between two lines of a log
 LINE = "{desc}: {percentage:.0f} %, {n_fmt} of {total_fmt}, {rate_fmt}, {remaining} left{postfix}"
@@ -21,9 +24,39 @@ BARS = {  # of libraries: the module and function that turn them off, and the va
 }
 
 
+# What a user can mend: no room, and a path that leads where it cannot be used.
+MENDABLE = {errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG}
+MENDABLE |= {errno.EACCES, errno.EPERM, errno.EROFS}
+STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later
+
+
 def is_main() -> bool:
     """Whether this is the first process of its launch, which speaks for all."""
     return int(os.environ.get("RANK", 0)) == 0
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Around a command: it ends with 2 and one line on a user's mistake, with 75 if it was told to stop and saved, and
+    with 130 on Ctrl-C."""
+    try:
+        yield
+    except UserError as error:
+        if not isinstance(error, SharedError):
+            print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except OSError as error:
+        if error.errno not in MENDABLE:
+            raise
+        print(f"error: {error}: make room, or correct the option that names it, or its permissions", file=sys.stderr)
+        raise SystemExit(2) from None
+    except Stopped as stopped:
+        if str(stopped):  # one of several processes speaks for all
+            print(stopped, file=sys.stderr)
+        raise SystemExit(STOPPED) from None
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from here", file=sys.stderr)
+        raise SystemExit(130) from None
 
 
 @contextmanager

@@ -8,17 +8,15 @@ speed and the numbers at the end; it stands alone and can be mailed.
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from eagle31_train.console import tidy
-from eagle31_train.errors import UserError
+from eagle31_train.console import explained, tidy
 from eagle31_train.reporting.training_page import write
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status: 0, or 2 for what the user can mend."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command; exits with 2 on what the user can mend."""
     parser = argparse.ArgumentParser(
         prog="eagle31 report",
         description=__doc__,
@@ -27,15 +25,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run", type=Path, help="the run's folder, such as runs/smollm2, or the folder train in it")
     parser.add_argument("--out", type=Path, help="where page and pictures go (default: the folder report in the run's)")
     options = parser.parse_args(arguments)
-    try:
-        with tidy():
-            page, notes = write(options.run, options.out)
-            print(*notes, page, sep="\n")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    with explained(), tidy():
+        page, notes = write(options.run, options.out)
+        print(*notes, page, sep="\n")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -17,6 +17,7 @@ from pathlib import Path
 from eagle31_train import cli
 from eagle31_train.cli import ANY
 from eagle31_train.config import SELF, Config
+from eagle31_train.console import STOPPED
 from eagle31_train.errors import Stopped
 from eagle31_train.locations import CONFIGS
 
@@ -51,7 +52,7 @@ def run(
     for stage in STAGES[STAGES.index(first) : STAGES.index(last) + 1]:
         print(f"run: {stage}", flush=True)
         done = subprocess.run([*command(stage, profile), *overrides], env=environment, check=False)
-        if done.returncode == cli.STOPPED:
+        if done.returncode == STOPPED:
             raise Stopped(f"run: {stage} was stopped and saved; the same command goes on from there")
         if done.returncode:
             print(f"run: stopped at {stage}; the same command goes on from there", file=sys.stderr)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from eagle31_train import artifacts
 from eagle31_train.checkpoint import config_json, contract
@@ -17,6 +17,7 @@ from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.checkpoint.run_folder import MODEL, TRAIN
 from eagle31_train.config import DrafterShape
 from eagle31_train.errors import UserError
+from eagle31_train.store.tensors import save_file
 
 EXPORT = "eagle31 export"
 RECORD = "export.json"
@@ -43,8 +44,6 @@ def write_checkpoint(
     config = config_json.config_json(shape, str(dtype).removeprefix("torch."), target_name)
     artifacts.write_json(folder / "config.json", config)
     save_file(tensors, folder / MODEL, metadata={"format": "pt"})
-    # safetensors gives its files to their owner alone, which a server run by another user cannot read.
-    (folder / MODEL).chmod((folder / "config.json").stat().st_mode & 0o777)
     _verify(folder, shape, tensors)
 
 

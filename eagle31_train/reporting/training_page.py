@@ -1,6 +1,7 @@
 """What a training run looks like: its curves as pictures, and one HTML page that shows all of it."""
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -37,8 +38,15 @@ def write(run: Path, out: Path | None = None) -> tuple[Path, list[str]]:
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file: give another --out")
     earlier = [out / f"{plot.name}.png" for plot in PLOTS]
-    _, drawn = html.draw(out, pictures(history), [*earlier, out / "tau.png"])  # as the estimate was called once
-    artifacts.write_text(out / PAGE, render(history, drawn))
+    made = out if out.exists() else out.with_name(f".{out.name}.tmp")  # a new folder is there whole or not at all
+    try:
+        _, drawn = html.draw(made, pictures(history), [*earlier, out / "tau.png"])  # as the estimate was called once
+        artifacts.write_text(made / PAGE, render(history, drawn))
+        if made != out:
+            artifacts.commit(made, out)
+    finally:
+        if made != out:
+            shutil.rmtree(made, ignore_errors=True)
     return out / PAGE, history.notes
 
 

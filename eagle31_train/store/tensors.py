@@ -21,24 +21,27 @@ NAMES = {
     torch.float16: "F16",
     torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3",
+    torch.int64: "I64",
     torch.int32: "I32",
     torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-DTYPES = {name: dtype for dtype, name in NAMES.items()} | {"I64": torch.int64}
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
 POPULATE = 22  # MADV_POPULATE_READ of Linux
 
 
-def save_file(tensors: dict[str, Tensor], path: Path) -> None:
+def save_file(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
     """Write tensors of the CPU at `path`: the same bytes for the same tensors.
+
+    `metadata`: of the whole file, for its readers; transformers refuses a file without {"format": "pt"}.
 
     Raises:
         OSError: the disk is full, or another error of the file system.
     """
     # Wide elements first, so that each stands at a multiple of its size, where it can be mapped.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    entries: dict[str, dict[str, Any]] = {}
+    entries: dict[str, dict[str, Any]] = {"__metadata__": metadata} if metadata else {}
     end = 0
     for name in order:
         tensor, begin = tensors[name], end

@@ -17,7 +17,7 @@ from eagle31_train.evaluation.sampling import TARGET, stream
 from eagle31_train.targets.cached import CachedTarget
 from tests.evaluation.conftest import PROMPTS, workload_of
 
-TOKENS = 20
+TOKENS = 14
 GREEDY = workload_of()
 
 

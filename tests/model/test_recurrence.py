@@ -1,5 +1,7 @@
 """The unrolled training pass against a reference written apart from it, and every known mistake planted."""
 
+from functools import partial
+
 import pytest
 import torch
 from conftest import kept_mask, make_document, make_objective, make_shape
@@ -219,9 +221,15 @@ def loss_and_gradients(objective, documents):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [pytest.param(torch.float64, 1e-9, marks=pytest.mark.slow), (torch.float32, 1e-5)]
+    ("backend", "dtype", "tolerance"),
+    [
+        ("aot_eager", torch.float32, 1e-5),  # what is traced, without half a minute of a C++ compiler
+        pytest.param("inductor", torch.float32, 1e-5, marks=pytest.mark.slow),
+        pytest.param("inductor", torch.float64, 1e-9, marks=pytest.mark.slow),
+    ],
 )
-def test_compiled_kernels_equal_the_eager_ones(tiny, dtype, tolerance):
+def test_compiled_kernels_equal_the_eager_ones(tiny, monkeypatch, backend, dtype, tolerance):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     objective, documents = tiny
     objective.to(dtype)
     documents = [type(d)(d.tokens, d.loss_mask, d.top1, d.aux.to(dtype), d.last.to(dtype)) for d in documents]

@@ -15,15 +15,8 @@ from eagle31_train.errors import Stopped
 
 # A relay: one process stops after this step, then each profile goes on until its own, and one process ends the run.
 FIRST = 2
-RELAY = {
-    "ddp": 6,
-    "fsdp2": 8,
-    "zero1": 10,
-    "zero2": 12,
-    "zero2_offload": 14,
-    "zero3": 16,
-    "zero3_offload": 18,
-}
+RELAY = {"ddp": 6, "fsdp2": 8, "zero2": 12, "zero3": 16}
+WHOLE_RELAY = {"zero3": 4, "zero2_offload": 6, "fsdp2": 8, "zero1": 10, "ddp": 12, "zero3_offload": 14, "zero2": 18}
 RECIPE = ["train.epochs=5", "train.eval_every=5"]  # 20 steps
 # Batches of one to four samples in four parts: empty parts, and a sample that trains nothing (LENGTHS has one).
 SHARED = ["train.gradient_accumulation_steps=2"]
@@ -121,12 +114,13 @@ def came(copy_of, tmp_path_factory):
 def more(copy_of, tmp_path_factory):
     """What the slow tests ask of two processes."""
     folder = tmp_path_factory.mktemp("more")
-    runs = {"muon forgetful": copy_of(folder / "muon forgetful")}
+    runs = {name: copy_of(folder / name) for name in ("whole relay", "muon forgetful")}
     with on_cpu(), ExitStack() as patches:
         several.disturb(patches, FIRST)
-        with pytest.raises(Stopped):
-            runs["muon forgetful"].fit(*MUON)
-    trainings = []
+        for name, run in runs.items():
+            with pytest.raises(Stopped):
+                run.fit(*(RECIPE if name == "whole relay" else MUON))
+    trainings = [("whole relay", kind, [*RECIPE, *SHARED], {"stop_after": stop}) for kind, stop in WHOLE_RELAY.items()]
     for kind in KINDS:
         trainings += [(f"others {kind}", kind, OTHERS, {}), (f"mla {kind}", kind, MLA, {})]
     trainings += [
@@ -135,7 +129,10 @@ def more(copy_of, tmp_path_factory):
     ]
     for profile, stop, harm in (("zero1", 4, []), ("zero3", 6, ["moments"]), ("fsdp2", 8, ["moments"])):
         trainings.append(("forgetful", profile, [*RECIPE, *SHARED], {"stop_after": stop, "harm": harm}))
-    return launch_all(copy_of, folder, trainings, runs)
+    result = launch_all(copy_of, folder, trainings, runs)
+    with on_cpu():
+        runs["whole relay"].fit(*RECIPE)
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -159,10 +156,19 @@ def one(by_one):
 # ---------------------------------------------------------------- alike
 
 
-def test_a_relay_of_all_profiles_ends_where_one_process_does(came, one):
-    """Weights, moments and every metric of 20 steps, saved and restored by eight profiles in turn."""
-    assert [[status for status, _ in ranks] for ranks in came.results["relay"]] == [["stopped"] * 2] * len(RELAY)
-    relay = came.runs["relay"]
+def test_a_relay_of_profiles_ends_where_one_process_does(came, one):
+    assert_relayed(came, "relay", len(RELAY), one)
+
+
+@pytest.mark.slow
+def test_a_relay_of_all_profiles_in_another_order_does_too(more, one):
+    assert_relayed(more, "whole relay", len(WHOLE_RELAY), one)
+
+
+def assert_relayed(came, name, length, one):
+    """Weights, moments and every metric of 20 steps, saved and restored by each profile in turn."""
+    assert [[status for status, _ in ranks] for ranks in came.results[name]] == [["stopped"] * 2] * length
+    relay = came.runs[name]
     assert_close(relay.weights(), one.weights(), 5e-6)
     moments = [load_file(run.newest() / "optimizer.safetensors") for run in (relay, one)]
     assert error(*moments) < 1e-5

@@ -13,7 +13,7 @@ from pipeline import assert_close
 from surviving import calling, launched, training, wait_until
 from watching import updates_of
 
-from eagle31_train.cli import STOPPED
+from eagle31_train.console import STOPPED
 from eagle31_train.errors import Stopped
 from eagle31_train.extract import extract
 from eagle31_train.store.writer import StoreWriter
