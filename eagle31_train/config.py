@@ -80,6 +80,9 @@ RENAMED: dict[str, str] = {
     "evaluate.depths": "evaluate.max_speculative_tokens",
     "evaluate.serve_depths": "evaluate.serve_speculative_tokens",
 }
+# Options that came later, with the value that everything had until then. It is not recorded, so that outputs of before
+# stay up to date.
+ADDED: dict[str, Any] = {"drafter.norm_before_fc": False, "drafter.num_layers": 1, "drafter.qk_norm": False}
 # Options of before that are read from the target's config.json now; given, they say so.
 REMOVED = ("plan.hidden_size", "plan.vocab_size", "plan.layers")
 
@@ -212,7 +215,10 @@ class DrafterConfig:
     architecture: str = opt("llama", "attention of the drafter: llama (GQA) or mla", choices=("llama", "mla"))
     fc_norm: bool = opt(True, "EAGLE 3.1: an RMSNorm on each auxiliary state before fc")
     norm_output: bool = opt(True, "EAGLE 3.1: feed the post-norm state into the next step")
-    norm_before_residual: bool = opt(False, "the layer's residual is hidden_norm(h) instead of h")
+    norm_before_residual: bool = opt(False, "the first layer's residual is hidden_norm(h) instead of h")
+    norm_before_fc: bool = opt(False, "one RMSNorm on all auxiliary states together before fc (llama only)")
+    num_layers: int = opt(1, "layers of the drafter, each of which costs its time in every draft step", at_least=1)
+    qk_norm: bool = opt(False, "an RMSNorm on every query and key head, as in Qwen3 (llama only)")
     # What is null follows from the target's config.json (targets/derive.py)
     hidden_size: int | None = opt(None, "default: the target's", above=0)
     intermediate_size: int | None = opt(
@@ -369,6 +375,11 @@ class Config:
     push: bool = opt(False, "export: upload to the Hugging Face Hub")
     repo: str | None = opt(None, "export: hub repository, e.g. me/my-eagle31-draft")
     private: bool = opt(False, "export: make the hub repository private")
+    export_format: str = opt(
+        "vllm",
+        "export: vllm, or speculators, in which the checkpoint names its target: `vllm serve FOLDER` is enough",
+        choices=("vllm", "speculators"),
+    )
     comparisons: list[str] = opt([], "export: folders that eagle31_train.compare wrote, for the card")
     target: TargetConfig = field(default_factory=TargetConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -379,6 +390,12 @@ class Config:
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     compare: CompareConfig = field(default_factory=CompareConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
+
+    @property
+    def target_name(self) -> str:
+        """The target as an export names it: as others know it, or as `vllm serve FOLDER` finds it here."""
+        here = self.export_format == "speculators" and not self.target.is_hub_id
+        return str(Path(self.target.path).resolve()) if here else self.target.name
 
     @property
     def data_folder(self) -> Path:
@@ -424,6 +441,9 @@ class DrafterShape:
     norm_output: bool
     norm_before_residual: bool
     share_embedding: bool
+    norm_before_fc: bool = False
+    num_layers: int = 1
+    qk_norm: bool = False
     # MLA only
     q_lora_rank: int | None = None
     kv_lora_rank: int | None = None

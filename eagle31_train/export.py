@@ -24,7 +24,6 @@ from eagle31_train.config import Config, DrafterShape
 from eagle31_train.errors import UserError
 from eagle31_train.reporting import card, card_results, recipe
 from eagle31_train.store import read_manifest
-from eagle31_train.targets.hf import DTYPES
 
 
 def export(config: Config) -> None:
@@ -135,7 +134,7 @@ def write(
     shutil.rmtree(temporary, ignore_errors=True)  # left by a run that was killed
     temporary.mkdir(parents=True)
     try:
-        write_checkpoint(checkpoint, shape, DTYPES[config.target.dtype], config.target.name, temporary)
+        write_checkpoint(checkpoint, shape, config, temporary)
         for _, file, name in results.pictures:
             (temporary / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, temporary / name)

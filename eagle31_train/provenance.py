@@ -13,7 +13,7 @@ from typing import Any
 
 from eagle31_train import artifacts
 from eagle31_train.artifacts import MANIFEST, describe_change, discard, fingerprint, first_damaged, read_json
-from eagle31_train.config import RENAMED, Config, TargetConfig
+from eagle31_train.config import ADDED, RENAMED, Config, TargetConfig
 from eagle31_train.errors import UserError
 
 # Raise a number when the same inputs make another output. Outputs of a lower one are then no longer up to date.
@@ -113,9 +113,15 @@ def up_to_date(folder: Path, provenance: Provenance, overwrite: bool, checksums:
 
 
 def recorded(section: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options under the names that records keep: those that they had before they were renamed."""
+    """Options under the names that records keep: those that they had before they were renamed. Later ones only where
+    they have another value than everything had before them."""
     old_names = {new: old for old, new in RENAMED.items()}
-    return {old_names.get(f"{section}.{name}", f"{section}.{name}").split(".")[-1]: v for name, v in options.items()}
+    told = {f"{section}.{name}": value for name, value in options.items()}
+    return {
+        old_names.get(name, name).split(".")[-1]: value
+        for name, value in told.items()
+        if name not in ADDED or value != ADDED[name]
+    }
 
 
 # ---------------------------------------------------------------- what each stage's output depends on
@@ -265,9 +271,11 @@ def of_export(
         "train": train["fingerprint"],
         "checkpoint": train["checkpoint"],
         "weights": weights_sha256,
-        "shape": shape,
+        "shape": recorded("drafter", shape),
         "vocab": fingerprint(target_ids),
-        "target": config.target.name,
+        "target": config.target_name,
         "dtype": config.target.dtype,
     }
+    if config.export_format != "vllm":  # it names the draft tokens, too
+        checkpoint |= {"format": config.export_format, "draft_tokens": config.evaluate.num_speculative_tokens}
     return Provenance(checkpoint)

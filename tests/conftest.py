@@ -137,9 +137,10 @@ def make_objective(shape, dtype=torch.float64, seed=0, exact=True):
         scale = 0.3 if parameter.dim() > 1 else 0.2
         parameter.data = (random(*parameter.shape) * scale + (parameter.dim() == 1)).to(dtype)
     if exact:
-        rope, wanted = drafter.midlayer.self_attn.rope, frequencies(shape)
-        torch.testing.assert_close(rope.inv_freq, wanted.to(rope.inv_freq.dtype), rtol=1e-6, atol=0)
-        rope.exact = rope.inv_freq = wanted.to(torch.promote_types(dtype, torch.float32))
+        wanted = frequencies(shape)
+        for rope in (layer.self_attn.rope for layer in drafter.stack):
+            torch.testing.assert_close(rope.inv_freq, wanted.to(rope.inv_freq.dtype), rtol=1e-6, atol=0)
+            rope.exact = rope.inv_freq = wanted.to(torch.promote_types(dtype, torch.float32))
     ids = torch.randperm(shape.vocab_size, generator=generator)[: shape.draft_vocab_size].sort().values
     teacher = Teacher(
         (random(shape.target_hidden_size) * 0.2 + 1).to(dtype),

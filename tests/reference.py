@@ -39,56 +39,77 @@ class ReferenceDrafter:
     def fused(self, aux):
         """aux [A, H] → g_0 [D]."""
         eps = self.s.rms_norm_eps
+        if self.s.norm_before_fc:
+            aux = norm(torch.cat(list(aux)), self.w["input_norm.weight"], eps).split(self.s.target_hidden_size)
         if self.s.fc_norm:
             aux = [norm(a, self.w[f"fc_norm.{i}.weight"], eps) for i, a in enumerate(aux)]
         return self.w["fc.weight"] @ torch.cat(list(aux))
 
-    def attention_weight(self, name):
-        return self.w[f"midlayer.self_attn.{name}.weight"]
+    def of_layer(self, layer, name):
+        """A weight of the first layer (0) or of one above it."""
+        return self.w[f"layers.{layer}.{name}.weight" if layer else f"midlayer.{name}.weight"]
 
-    def heads(self, name, x, position=None):
-        """Project x [2D] into heads, rotated if a position is given."""
-        rows = (self.attention_weight(name) @ x).view(-1, self.s.head_dim)
-        return rows if position is None else torch.stack([rotate(r, position, self.s.rope_theta) for r in rows])
+    def attention_weight(self, layer, name):
+        return self.of_layer(layer, f"self_attn.{name}")
 
-    def row(self, x, position):
-        """What attention keeps of a position whose input is x [2D]: keys and values of every group."""
-        return self.heads("k_proj", x, position), self.heads("v_proj", x)
+    def heads(self, layer, name, x, position=None):
+        """Project x into heads, normed with qk_norm and rotated if a position is given."""
+        rows = (self.attention_weight(layer, f"{name}_proj") @ x).view(-1, self.s.head_dim)
+        if position is None:
+            return rows
+        if self.s.qk_norm:
+            weight = self.attention_weight(layer, f"{name}_norm")
+            rows = [norm(row, weight, self.s.rms_norm_eps) for row in rows]
+        return torch.stack([rotate(row, position, self.s.rope_theta) for row in rows])
 
-    def attend(self, x, position, rows):
+    def row(self, layer, x, position):
+        """What attention keeps of a position whose input is x: keys and values of every group."""
+        return self.heads(layer, "k", x, position), self.heads(layer, "v", x)
+
+    def attend(self, layer, x, position, rows):
         """What every head sees in the rows, end to end."""
-        queries, seen = self.heads("q_proj", x, position), []
+        queries, seen = self.heads(layer, "q", x, position), []
         for head, q in enumerate(queries):
             group = head // (self.s.num_attention_heads // self.s.num_key_value_heads)
             scores = torch.stack([q @ keys[group] for keys, _ in rows]) * self.s.head_dim**-0.5
             seen.append(weighted(scores, [values[group] for _, values in rows]))
         return torch.cat(seen)
 
-    def layer_input(self, token, g):
+    def layer_input(self, layer, token, g):
         eps = self.s.rms_norm_eps
+        if layer:
+            return norm(g, self.of_layer(layer, "input_layernorm"), eps), g
         e = norm(self.embedding[token], self.w["midlayer.input_layernorm.weight"], eps)
         n = norm(g, self.w["midlayer.hidden_norm.weight"], eps)
         return torch.cat([e, n]), n if self.s.norm_before_residual else g
 
     def slot(self, tokens, aux, t, steps):
         """The outputs z_0..z_{steps-1} of slot t of one document, each [D], and the states it read."""
-        s, eps = self.s, self.s.rms_norm_eps
-        rows = [self.row(self.layer_input(tokens[p + 1], self.fused(aux[p]))[0], p) for p in range(t + 1)]
+        rows = [[] for _ in range(self.s.num_layers)]  # of each layer
+        for p in range(t):
+            self.through(tokens[p + 1], self.fused(aux[p]), p, rows, keys_only=True)
         g, outputs, states = self.fused(aux[t]), [], []
         for k in range(steps):
             states.append(g)
-            x, residual = self.layer_input(tokens[t + 1 + k], g)
-            if k > 0:
-                rows.append(self.row(x, t + k))
-            u = residual + self.attention_weight("o_proj") @ self.attend(x, t + k, rows)
-            n = norm(u, self.w["midlayer.post_attention_layernorm.weight"], eps)
-            gate = self.w["midlayer.mlp.gate_proj.weight"] @ n
-            gate = gate * torch.sigmoid(gate) * (self.w["midlayer.mlp.up_proj.weight"] @ n)
-            h = u + self.w["midlayer.mlp.down_proj.weight"] @ gate
-            z = norm(h, self.w["norm.weight"], eps)
+            h = self.through(tokens[t + 1 + k], g, t + k, rows)
+            z = norm(h, self.w["norm.weight"], self.s.rms_norm_eps)
             outputs.append(z)
-            g = z if s.norm_output else h
+            g = z if self.s.norm_output else h
         return outputs, states
+
+    def through(self, token, g, position, rows, keys_only=False):
+        """One state through all layers, each of which keeps a row of it → h [D]; keys_only: nobody needs h."""
+        for layer in range(self.s.num_layers):
+            x, residual = self.layer_input(layer, token, g)
+            rows[layer].append(self.row(layer, x, position))
+            if keys_only and layer == self.s.num_layers - 1:
+                return None
+            u = residual + self.attention_weight(layer, "o_proj") @ self.attend(layer, x, position, rows[layer])
+            n = norm(u, self.of_layer(layer, "post_attention_layernorm"), self.s.rms_norm_eps)
+            gate = self.of_layer(layer, "mlp.gate_proj") @ n
+            gate = gate * torch.sigmoid(gate) * (self.of_layer(layer, "mlp.up_proj") @ n)
+            g = u + self.of_layer(layer, "mlp.down_proj") @ gate
+        return g
 
     def loss(self, documents, steps, gamma, kept_ids, teacher, oov="mask", cost=kl, taken=None):
         """The unrolled loss over documents, pair by pair; teacher(y) → logits over the draft vocabulary.

@@ -80,27 +80,33 @@ def rotate_pairs(x, position, shape):
 class ReferenceMla(ReferenceDrafter):
     """weights: checkpoint tensors by name; embedding [V, D]."""
 
-    def row(self, x, position):
+    def row(self, layer, x, position):
         """The normed latent [kv_lora] and the rotated key [rope] that all heads share."""
         rank = self.s.kv_lora_rank
-        both = self.attention_weight("kv_a_proj_with_mqa") @ x
-        latent = norm(both[:rank], self.attention_weight("kv_a_layernorm"), self.s.rms_norm_eps)
+        both = self.attention_weight(layer, "kv_a_proj_with_mqa") @ x
+        latent = norm(both[:rank], self.attention_weight(layer, "kv_a_layernorm"), self.s.rms_norm_eps)
         return latent, rotate_pairs(both[rank:], position, self.s)
 
-    def attend(self, x, position, rows):
+    def attend(self, layer, x, position, rows):
         s = self.s
         if s.q_lora_rank:
-            low = norm(self.attention_weight("q_a_proj") @ x, self.attention_weight("q_a_layernorm"), s.rms_norm_eps)
-            queries = self.attention_weight("q_b_proj") @ low
+            low = norm(
+                self.attention_weight(layer, "q_a_proj") @ x,
+                self.attention_weight(layer, "q_a_layernorm"),
+                s.rms_norm_eps,
+            )
+            queries = self.attention_weight(layer, "q_b_proj") @ low
         else:
-            queries = self.attention_weight("q_proj") @ x
+            queries = self.attention_weight(layer, "q_proj") @ x
         nope, width = s.qk_nope_head_dim, s.qk_nope_head_dim + s.qk_rope_head_dim
         seen = []
         for head in range(s.num_attention_heads):
             query = queries[head * width : (head + 1) * width]
             asked, turned = query[:nope], rotate_pairs(query[nope:], position, s)
             begin = head * (nope + s.v_head_dim)
-            read = self.attention_weight("kv_b_proj")[begin : begin + nope + s.v_head_dim]  # its own part of kv_b
+            read = self.attention_weight(layer, "kv_b_proj")[
+                begin : begin + nope + s.v_head_dim
+            ]  # its own part of kv_b
             keys, values = read[:nope], read[nope:]
             scores = [(keys.T @ asked) @ latent + turned @ rotated for latent, rotated in rows]
             seen.append(values @ weighted(torch.stack(scores) * softmax_scale(s), [latent for latent, _ in rows]))

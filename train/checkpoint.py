@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from eagle31_train import artifacts
-from eagle31_train.checkpoint.run_folder import MODEL, OPTIMIZER, SHAPE, in_order, name_of, step_of
+from eagle31_train.checkpoint.run_folder import MODEL, OPTIMIZER, SHAPE, in_order, name_of, read_shape, step_of
 from eagle31_train.config import DrafterShape
 from eagle31_train.errors import UserError
 from eagle31_train.store.sealed import DamagedError, checksum, seal, unseal
@@ -66,10 +66,9 @@ def load(path: Path, shape: DrafterShape) -> Snapshot:
     Raises:
         UserError: it is of a drafter of another shape.
     """
-    there, here = artifacts.read_json(path / SHAPE, "train.py"), asdict(shape)
-    there = {name: there.get(name) for name in {**here, **there}}  # fields that came later were null
-    if there != here:
-        raise UserError(f"{path} is a drafter of another shape: {artifacts.describe_change(there, here)}")
+    if (there := read_shape(path)) != shape:
+        change = artifacts.describe_change(asdict(there), asdict(shape))
+        raise UserError(f"{path} is a drafter of another shape: {change}")
     manifest = unseal((path / artifacts.MANIFEST).read_bytes())
     return Snapshot(manifest["step"], load_file(path / MODEL), load_file(path / OPTIMIZER), shape, manifest["extra"])
 

@@ -14,8 +14,13 @@ from eagle31_train.config import MLA_WIDTHS, DrafterShape, default_aux_layers
 from eagle31_train.errors import UserError
 
 Fields = Mapping[str, Any]
-# architecture → the name under which vLLM's registry finds the drafter, and the model_type of its config.json.
-WRITTEN = {"llama": ("LlamaForCausalLMEagle3", "llama"), "mla": ("Eagle3DeepseekV2ForCausalLM", "kimi_k2")}
+# Kind of drafter → the name under which vLLM's registry finds it, and the model_type of its config.json. A qwen3 is a
+# drafter of `architecture: llama` with `qk_norm`.
+WRITTEN = {
+    "llama": ("LlamaForCausalLMEagle3", "llama"),
+    "qwen3": ("Eagle3Qwen3ForCausalLM", "qwen3"),
+    "mla": ("Eagle3DeepseekV2ForCausalLM", "kimi_k2"),
+}
 # Other names of the same drafters there. Before the name of any other kind of model vLLM puts Eagle3 first:
 # LlamaForCausalLM, which drafters of EAGLE 1 and 2 carry too, is one of them.
 NAMES = {
@@ -26,16 +31,21 @@ NAMES = {
         "Eagle3Qwen2_5vlForCausalLM",
         "Eagle3Qwen3vlForCausalLM",
     ),
+    "qwen3": ("Eagle3Qwen3ForCausalLM",),
     "mla": ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM"),
 }
 # model_type → longest position where config.json does not say. vLLM takes a deepseek_v3 for a layer of DeepSeek's own
 # MTP and refuses it, but trainers write it, and it means the same.
 MODEL_TYPES = {
     "llama": {"llama": 2048},
+    "qwen3": {"qwen3": 32768},
     "mla": {"kimi_k2": 4096, "deepseek_v2": 2048, "deepseek_v3": 4096},
 }
 # What vLLM and transformers take where config.json does not say.
 MLA_DEFAULTS = dict(zip(("q_lora_rank", *MLA_WIDTHS), (1536, 512, 128, 64, 128), strict=True))
+# Fields of which, in the format of speculators, vLLM passes over what stands inside transformer_layer_config.
+SPECULATORS_OWN = ("draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+MOST_LAYERS = 64  # of a drafter; a number beyond it is no drafter's
 YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
 
 
@@ -50,7 +60,7 @@ def config_json(shape: DrafterShape, dtype: str, target_name: str) -> dict[str, 
         dtype: precision of the weights in the file; vLLM itself takes the target's.
         target_name: for people and other tools; vLLM does not read it.
     """
-    name, model_type = WRITTEN[shape.architecture]
+    name, model_type = WRITTEN[kind_of(shape)]
     scaling = rope_scaling(shape)
     if scaling and shape.architecture == "mla":
         scaling["type"] = scaling["rope_type"]  # where DeepSeek's own code looks
@@ -61,7 +71,7 @@ def config_json(shape: DrafterShape, dtype: str, target_name: str) -> dict[str, 
         "torch_dtype": dtype,  # transformers 4 and 5 both read this spelling
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": shape.num_layers,
         "num_attention_heads": shape.num_attention_heads,
         "num_key_value_heads": shape.num_key_value_heads,
         **_attention_fields(shape),
@@ -83,7 +93,44 @@ def config_json(shape: DrafterShape, dtype: str, target_name: str) -> dict[str, 
         "fc_norm": shape.fc_norm,
         "norm_output": shape.norm_output,
         "norm_before_residual": shape.norm_before_residual,
+        **({"norm_before_fc": True} if shape.norm_before_fc else {}),
     }
+
+
+def speculators_json(shape: DrafterShape, dtype: str, target_name: str, draft_tokens: int) -> dict[str, Any]:
+    """The config.json of the same checkpoint in the format of `speculators`: `vllm serve FOLDER` finds target and draft
+    tokens in it.
+
+    Args:
+        shape, dtype: as of `config_json`.
+        target_name: hub id or folder, which vLLM loads.
+        draft_tokens: drafted per verification.
+
+    Raises:
+        UserError: MLA, which the format does not have.
+    """
+    if shape.architecture == "mla":
+        raise UserError("export_format=speculators has no MLA drafters: export with export_format=vllm")
+    return {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "torch_dtype": dtype,
+        "transformer_layer_config": config_json(shape, dtype, target_name),
+        **{name: getattr(shape, name) for name in SPECULATORS_OWN},
+        "target_hidden_size": shape.target_hidden_size,
+        LAYER_IDS: sorted(shape.aux_layers),
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": draft_tokens}],
+            "verifier": {"name_or_path": target_name, "architectures": []},
+        },
+    }
+
+
+def kind_of(shape: DrafterShape) -> str:
+    """A key of `WRITTEN`."""
+    return "qwen3" if shape.qk_norm else shape.architecture
 
 
 def _attention_fields(shape: DrafterShape) -> dict[str, Any]:
@@ -125,11 +172,12 @@ def shape_from_config(
         target_layers: layers of the target, for a config that leaves the auxiliary layers to vLLM.
 
     Raises:
-        UserError: a config that is no single-layer EAGLE 3 drafter of a known kind, or says too little.
+        UserError: a config that is no EAGLE 3 drafter of a known kind, or says too little.
     """
     layer, flags, residual_default = _flatten(config)
-    architecture = _architecture(layer)
-    _refuse_unsupported(layer, flags, architecture)
+    kind = _kind(layer)
+    architecture = "mla" if kind == "mla" else "llama"
+    _refuse_unsupported(layer, flags, kind)
     try:
         D, heads = int(layer["hidden_size"]), int(layer["num_attention_heads"])
         V, I = int(layer["vocab_size"]), int(layer["intermediate_size"])  # noqa: E741
@@ -139,7 +187,7 @@ def shape_from_config(
     count = flags.get("num_aux_hidden_states")
     if count is not None and count != len(aux_layers):
         raise UserError(f"config.json has num_aux_hidden_states {count}, but the layer ids {aux_layers}")
-    longest = MODEL_TYPES[architecture][layer.get("model_type", "llama")]
+    longest = MODEL_TYPES[kind][layer.get("model_type", "llama")]
     positions = layer.get("max_position_embeddings", longest)
     theta, scaling = _rope(layer, architecture, positions)
     return DrafterShape(
@@ -158,17 +206,33 @@ def shape_from_config(
         fc_norm=bool(flags.get("fc_norm", False)),
         norm_output=bool(flags.get("norm_output", False)),
         norm_before_residual=bool(flags.get("norm_before_residual", residual_default)),
+        norm_before_fc=_norm_before_fc(flags),
+        num_layers=_number_of_layers(layer),
+        qk_norm=kind == "qwen3",
         share_embedding="embed_tokens.weight" not in tensor_names,
-        **_head_fields(layer, architecture, D, heads),
+        **_head_fields(layer, kind, D, heads),
     )
 
 
-def _head_fields(layer: Fields, architecture: str, D: int, heads: int) -> dict[str, Any]:
+def _norm_before_fc(flags: Fields) -> bool:
+    """As vLLM looks for it: eagle_config's word counts first."""
+    return bool((flags.get("eagle_config") or {}).get("norm_before_fc", flags.get("norm_before_fc", False)))
+
+
+def _number_of_layers(layer: Fields) -> int:
+    number = layer.get("num_hidden_layers", 1)
+    if not isinstance(number, int) or not 1 <= number <= MOST_LAYERS:
+        raise UserError(f"config.json has num_hidden_layers {number}: a drafter has one layer, or a few")
+    return number
+
+
+def _head_fields(layer: Fields, kind: str, D: int, heads: int) -> dict[str, Any]:
     """The drafter's heads. MLA has as many key heads as query heads, whatever config.json says of their number."""
-    if architecture == "llama":
+    if kind != "mla":
+        default = 128 if kind == "qwen3" else D // heads
         return {
             "num_key_value_heads": layer.get("num_key_value_heads") or heads,
-            "head_dim": layer.get("head_dim") or D // heads,
+            "head_dim": layer.get("head_dim") or default,
         }
     widths = {name: layer.get(name, default) for name, default in MLA_DEFAULTS.items()}
     for name, value in widths.items():
@@ -200,47 +264,52 @@ def _flatten(config: Fields) -> tuple[Fields, Fields, bool]:
     if config["speculators_model_type"] != "eagle3":
         raise UserError(f"a speculators checkpoint of kind {config['speculators_model_type']!r} is no EAGLE 3 drafter")
     layer = config.get("transformer_layer_config") or {}
-    return {"num_hidden_layers": 1, **layer, "architectures": [WRITTEN["llama"][0]]}, config, True
+    named = WRITTEN.get(layer.get("model_type", "llama"), WRITTEN["llama"])[0]
+    flags = {name: value for name, value in layer.items() if name not in SPECULATORS_OWN}
+    flags |= {name: config[name] for name in SPECULATORS_OWN if name in config}
+    flags |= {
+        name: config[name] for name in ("target_hidden_size", LAYER_IDS, "quantization_config") if config.get(name)
+    }
+    return {"num_hidden_layers": 1, **layer, "architectures": [named]}, flags, True
 
 
-def _architecture(layer: Fields) -> str:
-    """Which of the two attentions; UserError for other models."""
+def _kind(layer: Fields) -> str:
+    """Which of `NAMES`; UserError for other models."""
     name = (layer.get("architectures") or [""])[0]
     registered = name if name.startswith("Eagle3") or name.endswith("Eagle3") else f"Eagle3{name}"
-    for architecture, names in NAMES.items():
+    for kind, names in NAMES.items():
         if registered in names:
-            return architecture
+            return kind
     raise UserError(
         f"config.json is of {name or 'no architecture'}: {' or '.join(name for name, _ in WRITTEN.values())} is needed"
     )
 
 
-def _refuse_unsupported(layer: Fields, flags: Fields, architecture: str) -> None:
+def _refuse_unsupported(layer: Fields, flags: Fields, kind: str) -> None:
     eagle = flags.get("eagle_config") or {}
     rope = layer.get("rope_scaling") or layer.get("rope_parameters") or {}
-    known = layer.get("model_type", "llama") in MODEL_TYPES[architecture]
+    known = layer.get("model_type", "llama") in MODEL_TYPES[kind]
     unsupported = {
         f"model_type {layer.get('model_type')}": not known,
-        "num_hidden_layers": layer.get("num_hidden_layers", 1) != 1,
         "hidden_act": layer.get("hidden_act", "silu") != "silu",
         "attention_bias": bool(layer.get("attention_bias")),
         "mlp_bias": bool(layer.get("mlp_bias")),
-        "norm_before_fc": bool(eagle.get("norm_before_fc", flags.get("norm_before_fc"))),
+        "norm_before_fc": kind == "mla" and _norm_before_fc(flags),
         "use_aux_hidden_state": not eagle.get("use_aux_hidden_state", True),
         "logit_scale": layer.get("logit_scale", 1.0) != 1.0,
         "partial_rotary_factor": rope.get("partial_rotary_factor", layer.get("partial_rotary_factor")) not in (None, 1),
         "layer_types": "sliding_attention" in (layer.get("layer_types") or []),
         "quantization_config": bool(layer.get("quantization_config") or flags.get("quantization_config")),
     }
-    if architecture == "mla":
+    if kind == "mla":
         # Half-split RoPE, which vLLM would interleave; DeepSeek's sparse attention; attention to later tokens.
         unsupported["rope_interleave"] = layer.get("rope_interleave", True) is False
         unsupported["index_topk"] = "index_topk" in layer
         unsupported["is_causal"] = layer.get("is_causal", True) is False
     if wrong := [name for name, refused in unsupported.items() if refused]:
         raise UserError(
-            f"config.json sets {', '.join(wrong)}: only one dense Llama or MLA layer of full attention on auxiliary "
-            "states, unquantized, without biases or norm_before_fc, is supported"
+            f"config.json sets {', '.join(wrong)}: only dense layers of Llama, Qwen3 or MLA, of full attention on "
+            "auxiliary states, unquantized and without biases, are supported (norm_before_fc not with MLA)"
         )
 
 

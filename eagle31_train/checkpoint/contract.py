@@ -8,6 +8,7 @@ Letters: A auxiliary layers, D and H hidden sizes of drafter and target, I MLP w
 target and draft vocabulary.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -19,13 +20,11 @@ from eagle31_train.model import vocab
 from eagle31_train.model.rope import check_rope, mla_factors, rope_parameters, table_end
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-# Weights that vLLM also takes joined, row after row.
+# Weights of a layer that vLLM also takes joined, row after row.
 _JOINED = {
-    "midlayer.self_attn.qkv_proj.weight": [f"midlayer.self_attn.{part}_proj.weight" for part in "qkv"],
-    "midlayer.self_attn.fused_qkv_a_proj.weight": [
-        f"midlayer.self_attn.{part}.weight" for part in ("q_a_proj", "kv_a_proj_with_mqa")
-    ],
-    "midlayer.mlp.gate_up_proj.weight": [f"midlayer.mlp.{part}_proj.weight" for part in ("gate", "up")],
+    "self_attn.qkv_proj": [f"self_attn.{part}_proj" for part in "qkv"],
+    "self_attn.fused_qkv_a_proj": ["self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"],
+    "mlp.gate_up_proj": [f"mlp.{part}_proj" for part in ("gate", "up")],
 }
 # Tables of RoPE that old trainers saved, and vLLM passes over.
 _TABLES = ("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
@@ -40,36 +39,56 @@ def weight_shapes(shape: DrafterShape) -> dict[str, tuple[int, ...]]:
         UserError: MLA lacks a width.
     """
     D, H, A = shape.hidden_size, shape.target_hidden_size, len(shape.aux_layers)
-    I = shape.intermediate_size  # noqa: E741
-    attention = _mla_shapes(shape) if shape.architecture == "mla" else _llama_shapes(shape)
-    tensors: dict[str, tuple[int, ...]] = {
-        "fc.weight": (D, A * H),
-        "midlayer.input_layernorm.weight": (D,),
-        "midlayer.hidden_norm.weight": (D,),
-        **{f"midlayer.self_attn.{name}.weight": size for name, size in attention.items()},
-        "midlayer.post_attention_layernorm.weight": (D,),
-        "midlayer.mlp.gate_proj.weight": (I, D),
-        "midlayer.mlp.up_proj.weight": (I, D),
-        "midlayer.mlp.down_proj.weight": (D, I),
-        "norm.weight": (D,),
-        "lm_head.weight": (shape.draft_vocab_size, D),
-    }
+    tensors: dict[str, tuple[int, ...]] = {"fc.weight": (D, A * H)}
+    for number in range(shape.num_layers):
+        tensors |= {layer_name(number, name): size for name, size in _layer_shapes(shape, number == 0).items()}
+    tensors |= {"norm.weight": (D,), "lm_head.weight": (shape.draft_vocab_size, D)}
     if shape.fc_norm:
         tensors |= {f"fc_norm.{i}.weight": (H,) for i in range(A)}
+    if shape.norm_before_fc:
+        tensors["input_norm.weight"] = (A * H,)
     if not shape.share_embedding:
         tensors["embed_tokens.weight"] = (shape.vocab_size, D)
     return tensors
 
 
-def _llama_shapes(shape: DrafterShape) -> dict[str, tuple[int, ...]]:
-    """Grouped-query attention; it reads cat(embedding, state), hence 2 D."""
-    D = shape.hidden_size
-    queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-    return {"q_proj": (queries, 2 * D), "k_proj": (keys, 2 * D), "v_proj": (keys, 2 * D), "o_proj": (D, queries)}
+def layer_name(number: int, name: str) -> str:
+    """The name in the file of a weight `name` of a layer."""
+    return f"layers.{number}.{name}.weight" if number else f"midlayer.{name}.weight"
 
 
-def _mla_shapes(shape: DrafterShape) -> dict[str, tuple[int, ...]]:
-    """DeepSeek's latent attention on the same input; without q_lora_rank queries are of full rank.
+def _layer_shapes(shape: DrafterShape, first: bool) -> dict[str, tuple[int, ...]]:
+    """One layer. The attention of the first reads cat(embedding, state), hence 2 D."""
+    D, I = shape.hidden_size, shape.intermediate_size  # noqa: E741
+    inputs = D * (1 + first)
+    attention = _mla_shapes(shape, inputs) if shape.architecture == "mla" else _llama_shapes(shape, inputs)
+    return {
+        "input_layernorm": (D,),
+        **({"hidden_norm": (D,)} if first else {}),
+        **{f"self_attn.{name}": size for name, size in attention.items()},
+        "post_attention_layernorm": (D,),
+        "mlp.gate_proj": (I, D),
+        "mlp.up_proj": (I, D),
+        "mlp.down_proj": (D, I),
+    }
+
+
+def _llama_shapes(shape: DrafterShape, inputs: int) -> dict[str, tuple[int, ...]]:
+    """Grouped-query attention; as in Qwen3 with norms of the heads."""
+    d = shape.head_dim
+    queries, keys = shape.num_attention_heads * d, shape.num_key_value_heads * d
+    norms = {"q_norm": (d,), "k_norm": (d,)} if shape.qk_norm else {}
+    return {
+        "q_proj": (queries, inputs),
+        "k_proj": (keys, inputs),
+        "v_proj": (keys, inputs),
+        "o_proj": (shape.hidden_size, queries),
+        **norms,
+    }
+
+
+def _mla_shapes(shape: DrafterShape, inputs: int) -> dict[str, tuple[int, ...]]:
+    """DeepSeek's latent attention; without q_lora_rank queries are of full rank.
 
     Raises:
         UserError: a width of it is not given.
@@ -78,13 +97,13 @@ def _mla_shapes(shape: DrafterShape) -> dict[str, tuple[int, ...]]:
     D, heads, rank = shape.hidden_size, shape.num_attention_heads, shape.q_lora_rank
     full = heads * (nope + rope)
     query = (
-        {"q_a_proj": (rank, 2 * D), "q_a_layernorm": (rank,), "q_b_proj": (full, rank)}
+        {"q_a_proj": (rank, inputs), "q_a_layernorm": (rank,), "q_b_proj": (full, rank)}
         if rank
-        else {"q_proj": (full, 2 * D)}
+        else {"q_proj": (full, inputs)}
     )
     return {
         **query,
-        "kv_a_proj_with_mqa": (latent + rope, 2 * D),
+        "kv_a_proj_with_mqa": (latent + rope, inputs),
         "kv_a_layernorm": (latent,),
         "kv_b_proj": (heads * (nope + value), latent),
         "o_proj": (D, heads * value),
@@ -110,9 +129,21 @@ def canonical_name(name: str) -> str:
     return "midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name
 
 
-def is_table(name: str) -> bool:
-    """Whether a tensor is no weight but a table that every reader makes for itself."""
-    return any(table in name for table in _TABLES)
+def speculators_name(name: str) -> str:
+    """The name that the library `speculators` reads, and vLLM too."""
+    return "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
+
+
+def _of_layer(name: str) -> tuple[str, str]:
+    """A weight's name as its layer, with a dot, and what it is there; ("", the name) if it is of no layer."""
+    found = re.fullmatch(r"(midlayer\.|layers\.\d+\.)(.+)\.weight", name)
+    return (found[1], found[2]) if found else ("", name)
+
+
+def is_idle(name: str) -> bool:
+    """Whether a tensor is no weight but a table that every reader makes for itself, or one that nobody reads."""
+    above = name.startswith("layers.") and name.endswith(".hidden_norm.weight")  # of the first layer alone it is read
+    return above or any(table in name for table in _TABLES)
 
 
 def separate(tensors: Mapping[str, torch.Tensor], shape: DrafterShape) -> dict[str, torch.Tensor]:
@@ -120,7 +151,8 @@ def separate(tensors: Mapping[str, torch.Tensor], shape: DrafterShape) -> dict[s
     rows = {name: size[0] for name, size in weight_shapes(shape).items()}
     apart: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
-        parts = _JOINED.get(name, [])
+        layer, part = _of_layer(name)
+        parts = [f"{layer}{one}.weight" for one in _JOINED.get(part, [])]
         sizes = [rows.get(part, 0) for part in parts]
         if sizes and all(sizes) and sum(sizes) == len(tensor):
             apart |= dict(zip(parts, tensor.split(sizes), strict=True))
@@ -166,7 +198,9 @@ def check_shape(shape: DrafterShape) -> list[str]:
     if shape.share_embedding and shape.hidden_size != shape.target_hidden_size:
         problems.append("share_embedding is on, and vLLM shares no embedding with a drafter of another hidden_size")
     D, heads, mla = shape.hidden_size, shape.num_attention_heads, shape.architecture == "mla"
-    if not mla and D % heads:
+    if mla and (shape.qk_norm or shape.norm_before_fc):
+        problems.append("vLLM serves no MLA draft with qk_norm or norm_before_fc")
+    if not mla and not shape.qk_norm and D % heads:
         problems.append(f"hidden_size {D} is no multiple of {heads} heads: transformers refuses the config.json")
     if mla and (shape.num_key_value_heads, shape.head_dim) != (heads, sum(mla_widths(shape)[1:3])):
         problems.append("MLA gives each head a key of its own, of qk_nope_head_dim and qk_rope_head_dim together")

@@ -86,9 +86,9 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
 def _canonical(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     named: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        if contract.is_table(name):
+        if contract.is_idle(canonical := contract.canonical_name(name)):
             continue
-        if (canonical := contract.canonical_name(name)) in named:
+        if canonical in named:
             raise UserError(f"{canonical} is there twice, once as {name}: remove one of them")
         named[canonical] = tensor
     return named

@@ -15,7 +15,7 @@ from eagle31_train import artifacts
 from eagle31_train.checkpoint import config_json, contract
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.checkpoint.run_folder import MODEL, TRAIN
-from eagle31_train.config import DrafterShape
+from eagle31_train.config import Config, DrafterShape
 from eagle31_train.errors import UserError
 from eagle31_train.store.tensors import save_file
 
@@ -23,26 +23,30 @@ EXPORT = "eagle31 export"
 RECORD = "export.json"
 
 
-def write_checkpoint(
-    checkpoint: DrafterCheckpoint, shape: DrafterShape, dtype: torch.dtype, target_name: str, folder: Path
-) -> None:
+def write_checkpoint(checkpoint: DrafterCheckpoint, shape: DrafterShape, config: Config, folder: Path) -> None:
     """Write what vLLM serves, and read it back.
 
     Args:
         shape: the checkpoint's; max_position_embeddings may be another one.
-        dtype: the target's, to which the weights are rounded.
-        target_name: for config.json.
+        config: its target, to whose dtype the weights are rounded, and the export's format.
 
     Raises:
-        UserError: the weights break the contract in this dtype, or the disk did not keep what was written.
+        UserError: the weights break the contract in this dtype, the format has no such drafters, or the disk did not
+            keep what was written.
     """
-    tensors = {name: tensor.to(dtype) for name, tensor in checkpoint.tensors.items()}
+    dtype = config.target.dtype
+    tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in checkpoint.tensors.items()}
     if contract.map_tensors(shape):
         tensors["d2t"] = torch.from_numpy(checkpoint.vocab.d2t)
         tensors["t2d"] = torch.from_numpy(checkpoint.vocab.t2d)
     contract.require(tensors, shape, str(checkpoint.folder / MODEL))
-    config = config_json.config_json(shape, str(dtype).removeprefix("torch."), target_name)
-    artifacts.write_json(folder / "config.json", config)
+    if config.export_format == "speculators":
+        draft_tokens = config.evaluate.num_speculative_tokens
+        fields = config_json.speculators_json(shape, dtype, config.target_name, draft_tokens)
+        tensors = {contract.speculators_name(name): tensor for name, tensor in tensors.items()}
+    else:
+        fields = config_json.config_json(shape, dtype, config.target_name)
+    artifacts.write_json(folder / "config.json", fields)
     save_file(tensors, folder / MODEL, metadata={"format": "pt"})
     _verify(folder, shape, tensors)
 
@@ -58,7 +62,7 @@ def _verify(folder: Path, shape: DrafterShape, tensors: dict[str, torch.Tensor])
             raise UserError(f"{folder}: {name} did not read back as it was written: check the disk and export again")
     config = artifacts.read_json(folder / "config.json", EXPORT)
     meant = dataclasses.replace(shape, rope_scaling=config_json.rope_scaling(shape))  # in config.json's words
-    if config_json.shape_from_config(config, written) != meant:
+    if config_json.shape_from_config(config, {contract.canonical_name(name) for name in written}) != meant:
         raise UserError(f"{folder / 'config.json'} does not read back as the drafter's shape: check drafter.*")
 
 

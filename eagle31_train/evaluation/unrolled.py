@@ -23,11 +23,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from eagle31_train.evaluation.measurement import Drift
-from eagle31_train.model.attention import unrolled_attention
 from eagle31_train.model.batch import each_tensor
-from eagle31_train.model.drafter import Drafter
+from eagle31_train.model.drafter import AttendingLayer, Drafter, Read, call
 from eagle31_train.model.gqa import applied_to
-from eagle31_train.model.packing import make_layout
+from eagle31_train.model.layer import Layer
+from eagle31_train.model.packing import Layout, make_layout
 from eagle31_train.store.codec import plain
 
 SINKS = 4  # positions at the start of a sequence, which attention falls back upon
@@ -62,8 +62,8 @@ class Step:
     """One step of every slot.
 
     tokens: [S] int64, drafted, as target ids. read, written: [S, D], the state g_k and the output z_k.
-    shares: [S, h, KINDS], of each head's attention; entropy: [S] fp64, of the draft distribution, in nats. Both are
-        empty without drift.
+    shares: [S, h, KINDS], of the attention of each head, of all layers; entropy: [S] fp64, of the draft distribution,
+        in nats. Both are empty without drift.
     """
 
     tokens: Tensor
@@ -124,36 +124,83 @@ def narrowest(drafter: Drafter, target_ids: Tensor, trajectory: Trajectory, slot
 def steps(drafter: Drafter, target_ids: Tensor, trajectory: Trajectory, depth: int, drift: bool) -> Iterator[Step]:
     """Steps 0 .. depth-1 of all slots (at least one); arguments as of `unroll`."""
     device, prompt = target_ids.device, len(trajectory.prompt)
-    layer, attention = drafter.midlayer, drafter.midlayer.self_attn
-
     # Row p: the state of position p beside the token at p + 1. The first slot is at the prompt's last position.
     first, N = prompt - 1, prompt - 1 + trajectory.slots
     positions = torch.arange(N, device=device)
     tokens = torch.tensor([*trajectory.prompt, *trajectory.output][1 : N + 1], device=device)
-    g = drafter.fuse(plain(trajectory.aux[:N]))
-    x, residual = layer.attention_input(drafter.embed(tokens), g)
-    k0, v0 = attention.keys_values(applied_to(x), positions)
-    width = v0.shape[-1]
-    if drift:
-        v0 = _marked(v0, kinds(positions, prompt))
-    layout = each_tensor(make_layout([(0, N)], torch.arange(first, N)), lambda tensor: tensor.to(device))
+    every, layout = (
+        each_tensor(make_layout([(0, N)], slots), lambda tensor: tensor.to(device))
+        for slots in (torch.arange(N), torch.arange(first, N))
+    )
+    layers = [MarkedLayer(layer, kinds(positions, prompt) if drift else None) for layer in drafter.stack]
+    *below, last = layers
 
-    g, x, residual, positions = g[first:], x[first:], residual[first:], positions[first:]
-    own_k: list[Tensor] = []
-    own_v: list[Tensor] = []
+    # As in training: step 0 of every position in the layers below the last; from there on, slots alone.
+    g = h = drafter.fuse(plain(trajectory.aux[:N]))
+    read = _beside(drafter, tokens)
+    for layer in below:
+        layer.keep_context(h, read, positions)
+        h = layer.finish(*layer.attend(h, read, positions, every))
+        layer.shares = layer.shares[first:]
+        read = applied_to
+    last.keep_context(h, read, positions)
+    g, h, tokens, positions = g[first:], h[first:], tokens[first:], positions[first:]
+
     for k in range(depth):
-        if k > 0:  # the key of step 0 is among k0
-            key, value = attention.keys_values(applied_to(x), positions + k)
-            own_k.append(key)
-            own_v.append(_marked(value, torch.full_like(positions, KINDS - 1)) if drift else value)
-        q = attention.queries(applied_to(x), positions + k)
-        attended = unrolled_attention(q, k0, v0, own_k, own_v, layout, attention.scale)
-        h = layer.finish(residual, attended[..., :width])
+        read = _beside(drafter, tokens)
+        for layer in below:
+            if k > 0:
+                h = layer.finish(*layer.attend(h, read, positions + k, layout, own=True))
+            read = applied_to
+        h = last.finish(*last.attend(h, read, positions + k, layout, own=k > 0))
         z = drafter.norm(h)
         choice, entropy = _read_out(drafter, z, drift)
-        yield Step(target_ids[choice], g, z, attended[..., width:][..., :KINDS], entropy)
-        g = drafter.feedback(h, z)
-        x, residual = layer.attention_input(drafter.embed(target_ids[choice]), g)
+        tokens = target_ids[choice]
+        yield Step(tokens, g, z, torch.cat([layer.shares for layer in layers], 1), entropy)
+        g = h = drafter.feedback(h, z)
+
+
+class MarkedLayer(AttendingLayer):
+    """A layer whose values tell of what kind their keys are.
+
+    Args:
+        kind: [N] int64, of every position; None marks nothing.
+
+    Attributes:
+        shares: [S, h, KINDS], what the newest step's attention gave each kind; [S, h, 0] where nothing is marked.
+    """
+
+    def __init__(self, layer: Layer, kind: Tensor | None) -> None:
+        super().__init__(layer, call)
+        self._kind = kind
+        self.shares: Tensor
+
+    def keep_context(self, states: Tensor, read: Read, positions: Tensor) -> None:
+        """As without marks."""
+        super().keep_context(states, read, positions)
+        self._width = self._v0.shape[-1]
+        if self._kind is not None:
+            self._v0 = _marked(self._v0, self._kind)
+
+    def keep_own(self, key: Tensor, value: Tensor) -> None:
+        """As without marks."""
+        if self._kind is not None:
+            value = _marked(value, torch.full_like(self._kind[: len(value)], KINDS - 1))
+        super().keep_own(key, value)
+
+    def attend(
+        self, states: Tensor, read: Read, positions: Tensor, layout: Layout, own: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """As without marks."""
+        residual, attended = super().attend(states, read, positions, layout, own)
+        self.shares = attended[..., self._width :][..., :KINDS]
+        return residual, attended[..., : self._width]
+
+
+def _beside(drafter: Drafter, tokens: Tensor) -> Read:
+    """How the first layer reads states [n, D]: beside the embeddings of tokens [n]."""
+    e = drafter.midlayer.input_layernorm(drafter.embed(tokens))
+    return lambda normed: applied_to(torch.cat([e, normed], -1))
 
 
 def kinds(positions: Tensor, prompt: int) -> Tensor:

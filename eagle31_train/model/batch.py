@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eagle31_train.model.packing import Layout, make_layout
+from eagle31_train.model.packing import Layout, everywhere, make_layout
 from eagle31_train.store.codec import Encoded, as_encoded, concatenate
 from eagle31_train.store.document import Document
 
@@ -69,7 +69,8 @@ class Batch:
     read: Tensor  # [R] int64, ascending: where the tokens stand that slots read
     reads: Tensor  # [K, S] int64 into [R]: which of them slot t reads at step k (x[t+1+k])
     positions: Tensor  # [C] int64: position within the document
-    layout: Layout  # of the C positions
+    layout: Layout  # of the slots among the C positions
+    everywhere: Layout  # of all C positions, as the layers below a drafter's last read them at step 0
     teacher: Encoded  # [J, H] last hidden state of the target at the supervised positions
     top1: Tensor  # [J] int64, full vocabulary
     pair_row: Tensor  # [P] int64 into the flattened [K, S]
@@ -155,6 +156,7 @@ def build_batch(
     context_edges = [0, *contexts.cumsum(0).tolist()]
     position = torch.cat([torch.arange(count) for count in contexts.tolist()])
     begins = edges[:-1].repeat_interleave(contexts)
+    spans = [span for span in pairwise(context_edges) if span[0] < span[1]]
 
     return Batch(
         aux=concatenate([as_encoded(d.aux)[:count] for d, count in zip(documents, contexts.tolist(), strict=True)]),
@@ -163,10 +165,8 @@ def build_batch(
         read=read,
         reads=reads,
         positions=position,
-        layout=make_layout(
-            [span for span in pairwise(context_edges) if span[0] < span[1]],
-            slot - edges[owner] + torch.tensor(context_edges)[owner],
-        ),
+        layout=make_layout(spans, slot - edges[owner] + torch.tensor(context_edges)[owner]),
+        everywhere=everywhere(spans),
         teacher=concatenate([as_encoded(d.supervised_states) for d in documents])[teacher_rows],
         top1=torch.cat([d.top1 for d in documents])[teachers],
         pair_row=ks * len(slot) + rows,

@@ -2,8 +2,8 @@
 
 As vLLM aligns it: the row of position p holds the token at p+1 and the target's states of p, has
 RoPE position p, and predicts the token at p+2; draft step j is at position p+j. The keys and
-values of such rows (step 0) stay in the cache. Those of steps 1.. lie behind them during one round
-and are overwritten by the next round's rows, once the target has spoken.
+values of such rows (step 0) stay in the cache of each layer. Those of steps 1.. lie behind them during one
+round and are overwritten by the next round's rows, once the target has spoken.
 
 Several sequences are drafted for together, each of its own length.
 
@@ -12,6 +12,7 @@ g key/value heads; h query heads; d and dv widths of a key and a value.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch.nn import functional as F
 
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.model.gqa import applied_to
+from eagle31_train.model.layer import Layer
 from eagle31_train.store.codec import plain
 
 Choose = Callable[[int, Tensor], Tensor]  # step and logits [B, Vd] → which draft tokens [B] int64
@@ -44,9 +46,8 @@ class DraftDecoder:
         self.target_ids = target_ids
         self.capacity = capacity
         self.lengths = [0] * sequences  # positions with a step-0 row
-        self._keys: Tensor | None = None  # [B, capacity, g, d], made when the first keys tell its shape
-        self._values: Tensor | None = None  # [B, capacity, g, dv]
-        self._newest: tuple[Tensor, Tensor] | None = None  # attention input [B, 2D] and residual [B, D]
+        self._caches = [Cache(layer, sequences, capacity) for layer in drafter.stack]
+        self._newest: tuple[Tensor, Tensor] | None = None  # the last layer's attention input and residual, [B, ...]
 
     @torch.no_grad()
     def extend(self, aux: Tensor, next_tokens: Tensor, counts: Sequence[int] | None = None) -> None:
@@ -62,9 +63,13 @@ class DraftDecoder:
         rows = torch.cat([torch.full((count,), row, device=device) for row, count in enumerate(counts)])
         starts = zip(self.lengths, counts, strict=True)
         positions = torch.cat([torch.arange(start, start + count, device=device) for start, count in starts])
-        layer = self.drafter.midlayer
-        x, residual = layer.attention_input(self.drafter.embed(next_tokens), self.drafter.fuse(plain(aux)))
-        self._write(x, rows, positions)
+        x, residual = self._through(
+            self.drafter.embed(next_tokens),
+            self.drafter.fuse(plain(aux)),
+            rows,
+            positions,
+            partial(Cache.attend_each, positions=positions, counts=counts),
+        )
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
         last = torch.tensor(counts, device=device).cumsum(0) - 1
         self._newest = x[last], residual[last]
@@ -73,9 +78,10 @@ class DraftDecoder:
         """Keep these sequences alone, in this order."""
         rows = list(sequences)
         self.lengths = [self.lengths[row] for row in rows]
-        if self._keys is not None and self._values is not None and self._newest is not None:
-            self._keys, self._values = self._keys[rows], self._values[rows]
+        if self._newest is not None:
             self._newest = self._newest[0][rows], self._newest[1][rows]
+        for cache in self._caches:
+            cache.select(rows)
 
     def draft(self, count: int) -> list[int]:
         """The next `count` tokens (target ids) that the drafter expects after the newest token of the only sequence."""
@@ -90,41 +96,95 @@ class DraftDecoder:
     def unroll(self, count: int, choose: Choose = most_likely) -> Iterator[tuple[Tensor, Tensor]]:
         """Steps 0 .. count-1 of the newest rows: drafted tokens [B] int64 (target ids), outputs z [B, D]."""
         assert self._newest is not None, "extend() gives the rows to draft from"
-        drafter, layer, attention = self.drafter, self.drafter.midlayer, self.drafter.midlayer.self_attn
+        drafter, top = self.drafter, self._caches[-1]
         x, residual = self._newest
         everyone, ends = torch.arange(len(x), device=x.device), torch.tensor(self.lengths, device=x.device)
+        positions, lengths = ends - 1, self.lengths
         for step in range(count):
-            positions = ends - 1 + step
-            if step > 0:
-                self._write(x, everyone, positions)
-            q = attention.queries(applied_to(x), positions)
-            h = layer.finish(residual, self._attend(q, step))
+            h = top.layer.finish(residual, top.attend(x, positions, lengths))
             z = drafter.norm(h)
             token = self.target_ids[choose(step, drafter.lm_head(z))]
             yield token, z
-            x, residual = layer.attention_input(drafter.embed(token), drafter.feedback(h, z))
+            if step + 1 < count:
+                positions, lengths = positions + 1, [length + 1 for length in lengths]
+                attend = partial(Cache.attend, positions=positions, lengths=lengths)
+                x, residual = self._through(drafter.embed(token), drafter.feedback(h, z), everyone, positions, attend)
 
-    def _write(self, x: Tensor, rows: Tensor, positions: Tensor) -> None:
-        """Keys and values of attention inputs [n, 2D], at their positions [n] of their sequences `rows` [n]."""
-        keys, values = self.drafter.midlayer.self_attn.keys_values(applied_to(x), positions)
+    def _through(
+        self,
+        embedded: Tensor,
+        state: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        attend: Callable[["Cache", Tensor], Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """Run embeddings and states [n, D] through the layers below the last, and keep keys and values in all.
+
+        Returns:
+            The last layer's attention input [n, I] and residual [n, D].
+        """
+        *below, top = self._caches
+        for cache in below:
+            x, residual = cache.layer.attention_input(embedded, state)
+            cache.write(x, rows, positions)
+            state = cache.layer.finish(residual, attend(cache, x))
+        x, residual = top.layer.attention_input(embedded, state)
+        top.write(x, rows, positions)
+        return x, residual
+
+
+class Cache:
+    """Keys and values of one layer, of every sequence. `layer`: reads attention inputs x of width I."""
+
+    def __init__(self, layer: Layer, sequences: int, capacity: int) -> None:
+        self.layer = layer
+        self._rows = sequences, capacity
+        self._keys: Tensor | None = None  # [B, capacity, g, d], made when the first keys tell its shape
+        self._values: Tensor | None = None  # [B, capacity, g, dv]
+
+    def select(self, rows: list[int]) -> None:
+        """Keep these sequences alone, in this order."""
+        if self._keys is not None and self._values is not None:
+            self._keys, self._values = self._keys[rows], self._values[rows]
+
+    def write(self, x: Tensor, rows: Tensor, positions: Tensor) -> None:
+        """Keys and values of attention inputs x [n, I], at their positions [n] of their sequences `rows` [n]."""
+        keys, values = self.layer.self_attn.keys_values(applied_to(x), positions)
         if self._keys is None or self._values is None:
-            shape = len(self.lengths), self.capacity
             # Zeros, since a masked key of garbage may be NaN, which no mask undoes.
-            self._keys = keys.new_zeros(*shape, *keys.shape[1:])
-            self._values = values.new_zeros(*shape, *values.shape[1:])
+            self._keys = keys.new_zeros(*self._rows, *keys.shape[1:])
+            self._values = values.new_zeros(*self._rows, *values.shape[1:])
         self._keys[rows, positions], self._values[rows, positions] = keys, values
 
-    def _attend(self, q: Tensor, step: int) -> Tensor:
-        """One query [B, h, d] of every sequence over all its rows, `step` own ones included → [B, h, dv]."""
+    def attend(self, x: Tensor, positions: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Inputs x [B, I], one of every sequence, over the first lengths[b] of its rows → [B, h, dv]."""
         assert self._keys is not None
         assert self._values is not None
-        lengths = [length + step for length in self.lengths]
+        q = self.layer.self_attn.queries(applied_to(x), positions)
         longest, mask = max(lengths), None
         if min(lengths) < longest:
             ends = torch.tensor(lengths, device=q.device)
             mask = (torch.arange(longest, device=q.device) < ends[:, None])[:, None, None]
         keys, values = self._keys[:, :longest].transpose(1, 2), self._values[:, :longest].transpose(1, 2)
-        scale = self.drafter.midlayer.self_attn.scale
         # All heads of a group share keys, and there is one query: heads can stand where queries do.
         grouped = q.unflatten(1, (keys.shape[1], -1))
-        return F.scaled_dot_product_attention(grouped, keys, values, mask, scale=scale).flatten(1, 2)
+        return F.scaled_dot_product_attention(grouped, keys, values, mask, scale=self.layer.self_attn.scale).flatten(
+            1, 2
+        )
+
+    def attend_each(self, x: Tensor, positions: Tensor, counts: Sequence[int]) -> Tensor:
+        """Inputs x [n, I] of every sequence's newest positions, counts[b] each; all see what is before → [n, h, dv]."""
+        assert self._keys is not None
+        assert self._values is not None
+        q = self.layer.self_attn.queries(applied_to(x), positions)
+        outputs = []
+        for row, (queries, at) in enumerate(zip(q.split(list(counts)), positions.split(list(counts)), strict=True)):
+            end = int(at[-1]) + 1
+            keys, values = (cache[row, :end].transpose(0, 1)[None] for cache in (self._keys, self._values))
+            seen = torch.arange(end, device=at.device) <= at[:, None]
+            outputs.append(
+                F.scaled_dot_product_attention(
+                    queries.transpose(0, 1)[None], keys, values, seen, scale=self.layer.self_attn.scale, enable_gqa=True
+                )[0].transpose(0, 1)
+            )
+        return torch.cat(outputs)

@@ -1,11 +1,14 @@
 """The EAGLE 3.1 drafter and its unrolled training pass. Symbols as in docs/recurrence.md.
 
-    g_0   = fc(concat(fc_norm_i(aux_i)))
-    h_k   = layer(embed(x[t+1+k]), g_k)        attention as in attention.py
+    g_0   = fc(concat(fc_norm_i(aux_i)))       norm_before_fc norms concat(aux_i) before that
+    h_k   = layers(embed(x[t+1+k]), g_k)       attention as in attention.py, in each of them
     z_k   = norm(h_k)                          what lm_head reads
     g_k+1 = z_k with norm_output (EAGLE 3.1), h_k without (EAGLE 3)
 
 Nothing is detached: gradients flow through every step's state, keys and values.
+
+At step 0 every position has a key and a value in every layer. So the layers below the last read all positions there,
+and slots alone from step 1 on. The last one, in most drafters the only one, reads slots alone.
 """
 
 from collections.abc import Callable
@@ -20,11 +23,14 @@ from torch.utils.checkpoint import checkpoint
 from eagle31_train.config import DrafterShape
 from eagle31_train.model.attention import unrolled_attention
 from eagle31_train.model.batch import Batch
-from eagle31_train.model.gqa import Project
-from eagle31_train.model.layer import MidLayer
+from eagle31_train.model.gqa import Project, applied_to
+from eagle31_train.model.layer import Layer, MidLayer
 from eagle31_train.model.linear import Linear, compute_dtype, linear
 from eagle31_train.model.norm import RMSNorm
+from eagle31_train.model.packing import Layout
 from eagle31_train.store.codec import Encoded
+
+Read = Callable[[Tensor], Project]  # normed states [n, D] → projections of the attention's input that they are part of
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,7 @@ class Unrolled:
 
 
 class Drafter(nn.Module):
-    """A one-layer drafter. Parameters carry the checkpoint's names.
+    """A drafter of one layer or more. Parameters carry the checkpoint's names.
 
     Args:
         shape: the architecture.
@@ -56,7 +62,9 @@ class Drafter(nn.Module):
         D, H, A, eps = shape.hidden_size, shape.target_hidden_size, len(shape.aux_layers), shape.rms_norm_eps
         self.fc = Linear(A * H, D)
         self.fc_norm = nn.ModuleList(RMSNorm(H, eps) for _ in range(A)) if shape.fc_norm else None
+        self.input_norm = RMSNorm(A * H, eps) if shape.norm_before_fc else None
         self.midlayer = MidLayer(shape)
+        self.layers = nn.ModuleDict({str(i): Layer(shape) for i in range(1, shape.num_layers)})
         self.norm = RMSNorm(D, eps)
         self.lm_head = Linear(D, shape.draft_vocab_size)
         for module in self.modules():
@@ -72,6 +80,11 @@ class Drafter(nn.Module):
             if embedding is not None and embedding.shape[1] == D:
                 self.embed_tokens.weight.data.copy_(embedding)
 
+    @property
+    def stack(self) -> list[Layer]:
+        """All layers, the first one first."""
+        return [self.midlayer, *(layer for layer in self.layers.values() if isinstance(layer, Layer))]
+
     def embed(self, tokens: Tensor) -> Tensor:
         """tokens [...] int64, target ids → [..., D], in the dtype that products are worked out in."""
         rows = self.shared_embedding if self.shape.share_embedding else self.embed_tokens.weight
@@ -79,10 +92,12 @@ class Drafter(nn.Module):
 
     def fuse(self, aux: Encoded) -> Tensor:
         """Auxiliary states [n, A, H] of the target → g_0 [n, D]. They are decoded here, one layer at a time."""
-        dtype = compute_dtype(self.fc.weight)
+        dtype, states = compute_dtype(self.fc.weight), (layer.decode() for layer in aux.unbind())
+        if self.input_norm is not None:
+            together = self.input_norm(torch.cat([state.to(dtype) for state in states], dim=-1))
+            states = (state for state in together.chunk(len(self.shape.aux_layers), dim=-1))
         norms = self.fc_norm if self.fc_norm is not None else [nn.Identity()] * len(self.shape.aux_layers)
-        states = [norm(layer.decode().to(dtype)) for norm, layer in zip(norms, aux.unbind(), strict=True)]
-        return self.fc(torch.cat(states, dim=-1))
+        return self.fc(torch.cat([norm(state.to(dtype)) for norm, state in zip(norms, states, strict=True)], dim=-1))
 
     def feedback(self, h: Tensor, z: Tensor) -> Tensor:
         """The state that the next step reads, from this step's pre-norm h and post-norm z."""
@@ -90,46 +105,89 @@ class Drafter(nn.Module):
 
     def forward(self, batch: Batch) -> Unrolled:
         """Run all K steps of every slot of a packed batch."""
-        slots, scale = batch.layout.slots, self.midlayer.self_attn.scale
         run = partial(checkpoint, use_reentrant=False, preserve_rng_state=False) if self.recompute else call
-        tokens = TokenHalf(self.midlayer, self.embed(batch.ids), batch.read)
+        *below, last = (AttendingLayer(layer, run) for layer in self.stack)
+        tokens = TokenHalf(self.midlayer, self.embed(batch.ids), batch.read, all_queries=bool(below))
+        slots, positions = batch.layout.slots, batch.positions
 
         # Step 0: every position up to the last slot gives a key and a value; from here on, only slots count.
-        g = self.fuse(batch.aux)  # [C, D]
-        k0, v0 = run(self._context, g, tokens, batch.following, batch.positions)
-        g, positions = g.index_select(0, slots), batch.positions[slots]
+        g = h = self.fuse(batch.aux)  # [C, D]
+        read: Read = partial(tokens.context, batch.following)
+        for layer in below:
+            layer.keep_context(h, read, positions)
+            h = run(layer.finish, *layer.attend(h, read, positions, batch.everywhere))
+            read = applied_to
+        last.keep_context(h, read, positions)
+        g, h, positions = g.index_select(0, slots), h.index_select(0, slots), positions[slots]
 
-        own_k: list[Tensor] = []
-        own_v: list[Tensor] = []
         outputs, rms = [], []
         for k in range(batch.ttt_length):
             rms.append(g.detach().float().square().mean(-1).sqrt().sum() / max(len(g), 1))  # no slot: 0, not NaN
-            q, residual, *own = run(self._ask, g, tokens, batch.reads[k], positions + k, k > 0)
-            if own:  # at step 0 it is among k0
-                own_k.append(own[0])
-                own_v.append(own[1])
-            attended = unrolled_attention(q, k0, v0, own_k, own_v, batch.layout, scale)
-            h, z = run(self._answer, residual, attended)
+            read = partial(tokens.step, batch.reads[k])
+            for layer in below:
+                if k > 0:  # at step 0 it has read every position
+                    h = run(layer.finish, *layer.attend(h, read, positions + k, batch.layout, own=True))
+                read = applied_to
+            h, z = run(self._answer, *last.attend(h, read, positions + k, batch.layout, own=k > 0))
             outputs.append(z)
-            g = self.feedback(h, z)
+            g = h = self.feedback(h, z)
         return Unrolled(torch.stack(outputs), torch.stack(rms))
-
-    def _context(self, g: Tensor, tokens: "TokenHalf", following: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Step-0 keys and values of every position of a context, from g_0 [C, D]."""
-        normed, _ = self.midlayer.state_input(g)
-        return self.midlayer.self_attn.keys_values(tokens.context(normed, following), positions)
-
-    def _ask(self, g: Tensor, tokens: "TokenHalf", reads: Tensor, positions: Tensor, own: bool) -> tuple[Tensor, ...]:
-        """Query and residual of every slot at one step, and its own key and value, from g_k [S, D]."""
-        normed, residual = self.midlayer.state_input(g)
-        project, attention = tokens.step(normed, reads), self.midlayer.self_attn
-        key_value = attention.keys_values(project, positions) if own else ()
-        return attention.queries(project, positions), residual, *key_value
 
     def _answer(self, residual: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
         """h_k and z_k, [S, D] each."""
-        h = self.midlayer.finish(residual, attended)
+        h = self.stack[-1].finish(residual, attended)
         return h, self.norm(h)
+
+
+class AttendingLayer:
+    """One layer on its way through the steps, with the keys and values that its attention sees.
+
+    Args:
+        run: calls a function with arguments, and keeps its activations for the gradient or works them out again.
+    """
+
+    def __init__(self, layer: Layer, run: Callable[..., Any]) -> None:
+        self._layer, self._run = layer, run
+        self.finish = layer.finish
+        self._own_k: list[Tensor] = []
+        self._own_v: list[Tensor] = []
+
+    def keep_context(self, states: Tensor, read: Read, positions: Tensor) -> None:
+        """Keep the step-0 keys and values of every position, from the states [C, D] that the layer reads."""
+        self._k0, self._v0 = self._run(self._keys_values, states, read, positions)
+
+    def attend(
+        self, states: Tensor, read: Read, positions: Tensor, layout: Layout, own: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """One step of the slots of a layout, from their states [S, D].
+
+        Args:
+            own: keep their keys and values of this step, which they see from now on; at step 0 they are in the context.
+
+        Returns:
+            The residual [S, D], and the attention's output [S, h, dv].
+        """
+        q, residual, *key_value = self._run(self._ask, states, read, positions, own)
+        if own:
+            self.keep_own(*key_value)
+        scale = self._layer.self_attn.scale
+        return residual, unrolled_attention(q, self._k0, self._v0, self._own_k, self._own_v, layout, scale)
+
+    def keep_own(self, key: Tensor, value: Tensor) -> None:
+        """Keep the slots' keys [S, g, d] and values [S, g, dv] of one step."""
+        self._own_k.append(key)
+        self._own_v.append(value)
+
+    def _keys_values(self, states: Tensor, read: Read, positions: Tensor) -> tuple[Tensor, Tensor]:
+        normed, _ = self._layer.state_input(states)
+        return self._layer.self_attn.keys_values(read(normed), positions)
+
+    def _ask(self, states: Tensor, read: Read, positions: Tensor, own: bool) -> tuple[Tensor, ...]:
+        """Query and residual, and the key and the value if they are wanted."""
+        normed, residual = self._layer.state_input(states)
+        project, attention = read(normed), self._layer.self_attn
+        key_value = attention.keys_values(project, positions) if own else ()
+        return attention.queries(project, positions), residual, *key_value
 
 
 class TokenHalf:
@@ -142,26 +200,29 @@ class TokenHalf:
         layer: the drafter's layer.
         embedded: [N, D] embeddings of all packed tokens.
         read: [R] int64, which of them slots read.
+        all_queries: every position asks, too: there are layers above.
     """
 
-    def __init__(self, layer: MidLayer, embedded: Tensor, read: Tensor) -> None:
+    def __init__(self, layer: MidLayer, embedded: Tensor, read: Tensor, all_queries: bool = False) -> None:
         attention, D = layer.self_attn, embedded.shape[-1]
         e = layer.input_layernorm(embedded)
         dtype = compute_dtype(e)
         everyone = attention.query_inputs + attention.key_inputs
         halves = {projection: projection.weight.to(dtype).split(D, 1) for projection in everyone}
         self._state = {projection: half[1].contiguous() for projection, half in halves.items()}
-        # Keys and values are needed of all tokens [N, width], queries only of those that slots read [R, width].
-        self._all = {projection: linear(e, halves[projection][0]) for projection in attention.key_inputs}
+        # Keys and values are needed of all tokens [N, width], queries often only of those that slots read [R, width].
+        of_all = everyone if all_queries else attention.key_inputs
+        self._all = {projection: linear(e, halves[projection][0]) for projection in of_all}
         self._read = {projection: rows.index_select(0, read) for projection, rows in self._all.items()}
         e_read = e.index_select(0, read)
-        self._read |= {projection: linear(e_read, halves[projection][0]) for projection in attention.query_inputs}
+        of_read = [projection for projection in everyone if projection not in self._all]
+        self._read |= {projection: linear(e_read, halves[projection][0]) for projection in of_read}
 
-    def context(self, normed: Tensor, following: Tensor) -> Project:
+    def context(self, following: Tensor, normed: Tensor) -> Project:
         """Projections of every position of a context: normed states [C, D], beside the tokens at `following` [C]."""
         return lambda projection: self._join(projection, self._all[projection].index_select(0, following), normed)
 
-    def step(self, normed: Tensor, reads: Tensor) -> Project:
+    def step(self, reads: Tensor, normed: Tensor) -> Project:
         """Projections of every slot: normed states [S, D], beside the tokens that `reads` [S] picks of those read."""
         return lambda projection: self._join(projection, self._read[projection].index_select(0, reads), normed)
 

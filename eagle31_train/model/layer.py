@@ -1,4 +1,4 @@
-"""The drafter's one layer: attention's projections, MLP, norms and residuals.
+"""The drafter's layers: attention's projections, MLP, norms and residuals.
 
 Parameter names are those of the checkpoint (`contract.py`): saving a drafter renames nothing.
 
@@ -51,17 +51,42 @@ class _SiluTimes(torch.autograd.Function):
         return torch.ops.aten.silu_backward(grads[0] * up, gate), grads[0] * F.silu(gate)
 
 
-class MidLayer(nn.Module):
-    """The drafter's one layer, split where training and decoding differ: around the attention."""
+class Layer(nn.Module):
+    """A layer above the first: as a Llama's. Split where training and decoding differ: around the attention."""
+
+    reads_tokens = False
 
     def __init__(self, shape: DrafterShape) -> None:
         super().__init__()
         D, eps = shape.hidden_size, shape.rms_norm_eps
         self.input_layernorm = RMSNorm(D, eps)
-        self.hidden_norm = RMSNorm(D, eps)
-        self.self_attn: Attention = ATTENTIONS[shape.architecture](shape)
+        if self.reads_tokens:
+            self.hidden_norm = RMSNorm(D, eps)
+        self.self_attn: Attention = ATTENTIONS[shape.architecture](shape, D * (1 + self.reads_tokens))
         self.post_attention_layernorm = RMSNorm(D, eps)
         self.mlp = Mlp(shape)
+
+    def state_input(self, g: Tensor) -> tuple[Tensor, Tensor]:
+        """State g [n, D] → what the attention reads of it, and the residual, [n, D] each."""
+        return self.input_layernorm(g), g
+
+    def attention_input(self, e: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG002 (the first layer's)
+        """State g [n, D] of the layer below → the attention's input and the residual, [n, D] each; no embedding."""
+        return self.state_input(g)
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """Residual [n, D] and attention output [n, h, d] → h_k [n, D], before the final norm."""
+        u = residual + self.self_attn.output(attended)
+        return u + self.mlp(self.post_attention_layernorm(u))
+
+
+class MidLayer(Layer):
+    """The first layer, in most drafters the only one: it reads a token's embedding beside the state."""
+
+    reads_tokens = True
+
+    def __init__(self, shape: DrafterShape) -> None:
+        super().__init__(shape)
         self.norm_before_residual = shape.norm_before_residual
 
     def state_input(self, g: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,8 +98,3 @@ class MidLayer(nn.Module):
         """Embedding e [n, D] and state g [n, D] → the attention's input [n, 2D] and the residual [n, D]."""
         normed, residual = self.state_input(g)
         return torch.cat([self.input_layernorm(e), normed], dim=-1), residual
-
-    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        """Residual [n, D] and attention output [n, h, d] → h_k [n, D], before the final norm."""
-        u = residual + self.self_attn.output(attended)
-        return u + self.mlp(self.post_attention_layernorm(u))

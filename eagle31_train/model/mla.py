@@ -24,19 +24,19 @@ from eagle31_train.model.rope import Rope
 class LatentAttention(nn.Module):
     """Projections of an MLA drafter; the same interface as `GroupedQueryAttention`."""
 
-    def __init__(self, shape: DrafterShape) -> None:
+    def __init__(self, shape: DrafterShape, inputs: int) -> None:
         super().__init__()
         D, eps, rank = shape.hidden_size, shape.rms_norm_eps, shape.q_lora_rank
         latent, nope, rope, value = mla_widths(shape)
         self.heads = shape.num_attention_heads
         self.query_parts, self.latent_parts, self.head_parts = [nope, rope], [latent, rope], [nope, value]
         if rank is None:
-            self.q_proj = Linear(2 * D, self.heads * (nope + rope))
+            self.q_proj = Linear(inputs, self.heads * (nope + rope))
         else:
-            self.q_a_proj = Linear(2 * D, rank)
+            self.q_a_proj = Linear(inputs, rank)
             self.q_a_layernorm = RMSNorm(rank, eps)
             self.q_b_proj = Linear(rank, self.heads * (nope + rope))
-        self.kv_a_proj_with_mqa = Linear(2 * D, latent + rope)
+        self.kv_a_proj_with_mqa = Linear(inputs, latent + rope)
         self.kv_a_layernorm = RMSNorm(latent, eps)
         self.kv_b_proj = Linear(latent, self.heads * (nope + value))
         self.o_proj = Linear(self.heads * value, D)

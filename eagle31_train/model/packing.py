@@ -62,6 +62,11 @@ class Layout:
     segments: Segments | None
 
 
+def everywhere(documents: list[tuple[int, int]]) -> Layout:
+    """The layout in which every position is a slot."""
+    return make_layout(documents, torch.arange(documents[-1][1] if documents else 0))
+
+
 def make_layout(documents: list[tuple[int, int]], slots: Tensor) -> Layout:
     """Find the runs of slots [S] (on the CPU, ascending)."""
     starts = torch.tensor([start for start, _ in documents])

@@ -76,7 +76,7 @@ def activations(shape: DrafterShape, work: Work, step: Step) -> Activations:
     # but of those that work is repeated with.
     entering = shape.hidden_size * (w.query_in + w.key_in)
     everything = sum(sizes.values())
-    fused = sizes["fc.weight"] * shape.fc_norm  # without it nothing goes back through fc
+    fused = sizes["fc.weight"] * (shape.fc_norm or shape.norm_before_fc)  # without one nothing goes back through fc
     cast = 2 * entering + fused if step.recompute else everything - sizes["fc.weight"] + fused
     S, K = work.slots[0], work.ttt_length
     outputs = S * K * shape.hidden_size
@@ -114,7 +114,7 @@ def _loss(shape: DrafterShape, work: Work, step: Step) -> float:
 def _backward(shape: DrafterShape, w: Widths, work: Work, step: Step) -> float:
     """Values: gradients of all keys and values, and of one step's MLP; with recomputation also what that keeps."""
     S, D, inner = work.slots[0], shape.hidden_size, shape.intermediate_size
-    keys = (w.keys + w.values) * (work.positions + S * (work.ttt_length - 1))
+    keys = shape.num_layers * (w.keys + w.values) * (work.positions + S * (work.ttt_length - 1))
     return keys + S * (4 * D + 6 * inner if step.recompute else inner)
 
 
@@ -132,18 +132,21 @@ def _kept(shape: DrafterShape, w: Widths, work: Work, step: Step) -> float:
       product: 3I; query, RoPE's, attention's output; of MLA the query's latent, and that normed | 3, and attention's
       log-sum-exp per head |
     | slot-step but the first | its own key and value, RoPE's, of MLA as above | |
+
+    Of several layers each has its norm, keys and values; those below the last take every position for the slots of
+    step 0. With norm_before_fc what goes into fc is kept before and after it.
     """
-    D, H, A = shape.hidden_size, shape.target_hidden_size, len(shape.aux_layers)
-    S, K = work.slots[0], work.ttt_length
+    D, A = shape.hidden_size, len(shape.aux_layers)
+    S, K, L, rows = work.slots[0], work.ttt_length, shape.num_layers, _rows(shape, work)
     latents = w.key_in + w.key_up[0] if w.key_up[0] else 0
     key, key_numbers = w.keys + w.values + w.rope + latents, bool(w.key_up[0])
     query, query_numbers = w.queries + w.rope + 2 * w.query_up[0], bool(w.query_up[0])
     states = K if shape.norm_output else 1
     values = work.tokens * 2 * D + work.read * D
-    values += work.positions * (A * H * (1 + shape.fc_norm * step.decodes) + 2 * D + key)
-    values += S * states * D + S * K * (4 * D + 3 * shape.intermediate_size + query + w.out) + S * (K - 1) * key
-    numbers = work.tokens + work.positions * (A * shape.fc_norm + 1 + key_numbers)
-    numbers += S * K * (3 + w.heads + query_numbers) + S * (K - 1) * key_numbers
+    values += work.positions * (_fused(shape, step) + D + L * (D + key))
+    values += S * states * D + rows * (4 * D + 3 * shape.intermediate_size + query + w.out) + L * S * (K - 1) * key
+    numbers = work.tokens + work.positions * (A * shape.fc_norm + shape.norm_before_fc + L * (1 + key_numbers))
+    numbers += rows * (3 + w.heads + query_numbers) + L * S * (K - 1) * key_numbers
     return step.value * values + FP32 * numbers
 
 
@@ -159,10 +162,25 @@ def _kept_recomputing(shape: DrafterShape, w: Widths, work: Work, step: Step) ->
       head, and the position: two |
     | slot-step but the first | its own key and value | |
     """
-    D, H, A = shape.hidden_size, shape.target_hidden_size, len(shape.aux_layers)
-    S, K = work.slots[0], work.ttt_length
-    values = work.tokens * (2 * D + w.key_in) + work.read * (D + w.key_in + w.query_in)
-    values += work.positions * (A * H * (1 + shape.fc_norm * step.decodes) + D + w.keys + w.values)
-    values += S * K * (D * (1 + shape.norm_before_residual) + w.queries + w.out) + S * (K - 1) * (w.keys + w.values)
-    numbers = work.tokens + work.positions * A * shape.fc_norm + S * K * (w.heads + 2)
+    D, A = shape.hidden_size, len(shape.aux_layers)
+    S, K, L, rows = work.slots[0], work.ttt_length, shape.num_layers, _rows(shape, work)
+    asking = work.tokens if L > 1 else work.read
+    values = work.tokens * (2 * D + w.key_in) + work.read * (D + w.key_in) + asking * w.query_in
+    values += work.positions * (_fused(shape, step) + D + L * (w.keys + w.values))
+    values += S * K * D * shape.norm_before_residual + rows * (D + w.queries + w.out)
+    values += L * S * (K - 1) * (w.keys + w.values)
+    numbers = work.tokens + work.positions * (A * shape.fc_norm + shape.norm_before_fc) + rows * (w.heads + 2)
     return step.value * values + FP32 * numbers
+
+
+def _rows(shape: DrafterShape, work: Work) -> float:
+    """Rows that pass through the layers, counted once for each: slots at every step, in the layers below the last at
+    step 0 every position."""
+    S, K = work.slots[0], work.ttt_length
+    return S * K + (shape.num_layers - 1) * (work.positions + S * (K - 1))
+
+
+def _fused(shape: DrafterShape, step: Step) -> float:
+    """Values of a position that wait for the gradient of fc and of the norms before it."""
+    wide = len(shape.aux_layers) * shape.target_hidden_size
+    return wide * (1 + shape.fc_norm * step.decodes + shape.norm_before_fc)

@@ -147,6 +147,8 @@ def training_flops(shape: DrafterShape, work: Work, train_lm_head: bool = True) 
       later step, and the embedding of every token once; second projection: without the embeddings | twice |
     | queries | likewise: states of the step's slots at every step; each token read, once | twice |
     | output, mlp | the step's slots, at every step | twice |
+    | layers | of several, those below the last at step 0 every position instead of the slots, and those above the
+      first no embeddings | |
     | attention | scores and weighted values: each slot's own step-0 keys and k later ones | twice |
     | lm_head | each pair, D → Vd | once for the states, once more for the weights if they are trained |
     | teacher | each taught position once, H → Vd | none |
@@ -157,15 +159,20 @@ def training_flops(shape: DrafterShape, work: Work, train_lm_head: bool = True) 
     later = steps - work.slots[0]
     seen = sum(keys + k * slots for k, (keys, slots) in enumerate(zip(work.keys, work.slots, strict=True)))
     fc = 2 * work.positions * A * H * D
-    keyed, asked = work.positions + later, steps
+    L, below = shape.num_layers, shape.num_layers - 1
+    keyed = L * (work.positions + later)
+    asked = steps + below * (work.positions + later)
+    embedded = work.positions if below else work.read  # tokens whose embeddings ask
+    # Every position of a conversation up to its last slot sees those before it: half their square, on average.
+    everywhere = work.squares * (work.positions / max(work.tokens, 1)) ** 2 / 2
     key_up, query_up = (a * b for a, b in (w.key_up, w.query_up))
     return {
-        "fc": fc * (3 if shape.fc_norm else 2),
+        "fc": fc * (3 if shape.fc_norm or shape.norm_before_fc else 2),
         "keys, values": 3 * 2 * ((keyed + work.positions) * D * w.key_in + keyed * key_up),
-        "queries": 3 * 2 * ((asked + work.read) * D * w.query_in + asked * query_up),
-        "attention": 3 * 2 * seen * (w.queries + w.out),
-        "output": 3 * 2 * steps * w.out * D,
-        "mlp": 3 * 2 * steps * 3 * D * shape.intermediate_size,
+        "queries": 3 * 2 * ((asked + embedded) * D * w.query_in + asked * query_up),
+        "attention": 3 * 2 * (L * seen + below * (everywhere - work.keys[0])) * (w.queries + w.out),
+        "output": 3 * 2 * asked * w.out * D,
+        "mlp": 3 * 2 * asked * 3 * D * shape.intermediate_size,
         "lm_head": (3 if train_lm_head else 2) * 2 * sum(work.pairs) * D * Vd,
         "teacher": 2 * work.taught * H * Vd,
     }

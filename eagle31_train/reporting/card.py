@@ -34,8 +34,9 @@ def render(
     parts = [
         _front_matter(config, shape),
         f"# {_kind(shape)} drafter{' with MLA' * (shape.architecture == 'mla')} for {target}",
-        f"A one-layer drafter for speculative decoding with {target}: it proposes tokens, the target verifies them, "
-        "and with greedy decoding the output is the target's own, token for token. Made with eagle31; served by vLLM.",
+        f"A drafter of {tables.count(shape.num_layers, 'layer')} for speculative decoding with {target}: it proposes "
+        "tokens, the target verifies them, and with greedy decoding the output is the target's own, token for token. "
+        "Made with eagle31; served by vLLM.",
         "## Serve",
         code(serve_command(config, config.repo or "PATH_TO_THIS_FOLDER", published=True)),
         *(f"{plain(caveat)}." for caveat in caveats_of(shape, data)),

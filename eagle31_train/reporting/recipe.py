@@ -29,9 +29,10 @@ def serve_command(config: Config, drafter: str | None, published: bool = False) 
     Args:
         published: with paths as others may see them.
     """
-    path = config.target.path
-    command = ["vllm", "serve", public(path) if published else path, *flags(target_arguments(config))]
-    if drafter:
+    self_describing = drafter is not None and config.export_format == "speculators"
+    path = drafter if drafter and self_describing else public(config.target.path) if published else config.target.path
+    command = ["vllm", "serve", path, *flags(target_arguments(config))]
+    if drafter and not self_describing:
         options = speculation(config, drafter, config.evaluate.num_speculative_tokens)
         command += ["--speculative-config", json.dumps(options, ensure_ascii=False)]
     return shlex.join(command)

@@ -83,8 +83,9 @@ def standing_positions(decoder, aux, tokens):
 
 
 def blind_to_own_steps(decoder, aux, tokens):
-    attend = decoder._attend
-    decoder._attend = lambda q, step: attend(q, 0)
+    (cache,), first = decoder._caches, 9
+    attend = cache.attend
+    cache.attend = lambda x, positions, lengths: attend(x, positions, [first] * len(lengths))
     decoder.extend(aux[:9], tokens[1:10])
 
 

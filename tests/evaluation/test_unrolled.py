@@ -12,6 +12,7 @@ from conftest import make_document, make_mla_shape, make_objective, make_shape
 from eagle31_train.evaluation import unrolled
 from eagle31_train.evaluation.measurement import Counts, Drift
 from eagle31_train.evaluation.unrolled import SINKS, Trajectory, narrowest, unroll
+from eagle31_train.model import drafter as drafting
 from eagle31_train.model.decode import DraftDecoder
 
 DEPTH = 5
@@ -21,7 +22,10 @@ SHAPES = {
     "EAGLE 3": make_shape(norm_output=False, fc_norm=False),
     "norm_output alone": make_shape(fc_norm=False),
     "normed residual": make_shape(norm_before_residual=True),
+    "two layers": make_shape(num_layers=2),
+    "three layers, normed": make_shape(num_layers=3, norm_before_fc=True, qk_norm=True, norm_output=False),
     "MLA": make_mla_shape(),
+    "MLA, two layers": make_mla_shape(num_layers=2),
     "MLA, EAGLE 3": make_mla_shape(norm_output=False, fc_norm=False, q_lora_rank=None),
 }
 
@@ -120,7 +124,8 @@ def test_the_narrowest_gap_is_that_of_the_draft_at_its_slot(drafted):
 
 def from_scratch(objective, trajectory):
     """Counts and drift by the drafter that is written apart: one slot, one step, one head, one softmax at a time."""
-    ids, heads = objective.teacher.target_ids.tolist(), objective.drafter.shape.num_attention_heads
+    shape, ids = objective.drafter.shape, objective.teacher.target_ids.tolist()
+    heads = shape.num_attention_heads * shape.num_layers
     spelled_out = written_apart(objective.drafter)
     lm_head = spelled_out.w["lm_head.weight"]
     told = [*trajectory.prompt, *trajectory.output, *trajectory.beyond]
@@ -132,6 +137,7 @@ def from_scratch(objective, trajectory):
             with watched_softmax() as shares:
                 outputs, states = spelled_out.slot([*told[: t + 2], *draft], trajectory.aux, t, len(draft) + 1)
             draft.append(ids[int((lm_head @ outputs[-1]).argmax())])
+        del shares[: -DEPTH * heads]  # those of the positions before, in the layers below the last
         wrong = [a != b for a, b in zip(draft, told[t + 2 :], strict=False)]
         accepted.append(wrong.index(True) if True in wrong else DEPTH)
         for k in range(DEPTH):
@@ -226,8 +232,8 @@ def own_keys_pass_for_verified(monkeypatch, drafter):
 
 def attention_of(change):
     def plant(monkeypatch, drafter):
-        right = unrolled.unrolled_attention
-        monkeypatch.setattr(unrolled, "unrolled_attention", lambda *args: right(*change(*args)))
+        right = drafting.unrolled_attention
+        monkeypatch.setattr(drafting, "unrolled_attention", lambda *args: right(*change(*args)))
 
     return plant
 

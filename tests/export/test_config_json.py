@@ -49,10 +49,25 @@ def test_config_json_has_every_field(smollm2):
     }
 
 
-@pytest.mark.parametrize("change", [{}, {"fc_norm": False, "norm_output": False}, {"norm_before_residual": True}])
-def test_config_json_reads_back(change, tiny):
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"fc_norm": False, "norm_output": False},
+        {"norm_before_residual": True},
+        {"norm_before_fc": True, "num_layers": 2},
+        {"qk_norm": True, "num_layers": 3, "head_dim": 24},
+    ],
+)
+def test_config_json_reads_back_in_both_formats(change, tiny):
     shape = replace(tiny, **change)
     assert config_json.shape_from_config(config_json.config_json(shape, "float32", "x")) == shape
+    assert config_json.shape_from_config(config_json.speculators_json(shape, "float32", "x", 3)) == shape
+
+
+def test_the_format_of_speculators_has_no_mla(tiny_mla):
+    with pytest.raises(UserError, match="export_format=vllm"):
+        config_json.speculators_json(tiny_mla, "float32", "x", 3)
 
 
 # The config of a public EAGLE 3 drafter for an 8 B Llama, as far as it bears on the shape.
@@ -94,11 +109,12 @@ def test_what_a_config_leaves_out_is_read_as_vllm_does(smollm2):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"architectures": ["MistralForCausalLM"]}, "of MistralForCausalLM: LlamaForCausalLMEagle3 or Eagle3Deepseek"),
+        ({"architectures": ["MistralForCausalLM"]}, "of MistralForCausalLM: LlamaForCausalLMEagle3 or Eagle3Qwen3"),
         ({"logit_scale": 0.5}, "logit_scale"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"layer_types": ["sliding_attention"], "sliding_window": 64}, "layer_types"),
-        ({"norm_before_fc": True}, "norm_before_fc"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers 0"),
+        ({"num_hidden_layers": 10**15}, "num_hidden_layers 1000000000000000"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
         ({"num_aux_hidden_states": 4}, "num_aux_hidden_states 4"),
         ({"hidden_size": None, "speculators_model_type": "dflash"}, "no EAGLE 3 drafter"),

@@ -169,8 +169,8 @@ def test_the_reference_attends_as_transformers_deepseek_v3_does(rank, shares):
 
     weights = {f"midlayer.self_attn.{name}": p for name, p in theirs.named_parameters()}
     reference = ReferenceMla(shape, weights, None)
-    rows = [reference.row(x[t], t) for t in range(T)]
-    seen = torch.stack([reference.attend(x[t], t, rows[: t + 1]) for t in range(T)])
+    rows = [reference.row(0, x[t], t) for t in range(T)]
+    seen = torch.stack([reference.attend(0, x[t], t, rows[: t + 1]) for t in range(T)])
     assert theirs.scaling == pytest.approx(softmax_scale(shape), rel=1e-12)
     # Frequencies, sines and cosines are fp32 there.
     torch.testing.assert_close(seen @ theirs.o_proj.weight.T, wanted[0], rtol=1e-5, atol=1e-5)

@@ -46,8 +46,8 @@ def made(change):
     def plant(patch):
         right = LatentAttention.__init__
 
-        def wrong(self, shape):
-            right(self, shape)
+        def wrong(self, shape, inputs):
+            right(self, shape, inputs)
             change(self)
 
         patch.setattr(LatentAttention, "__init__", wrong)
@@ -147,16 +147,16 @@ def own_keys_at(change):
     """The keys of steps 1, 2, … stand elsewhere; those of step 0 where they should."""
 
     def plant(patch):
-        right = drafter.Drafter._ask
+        right = drafter.AttendingLayer._ask
 
-        def wrong(self, g, tokens, reads, positions, own):
-            q, residual, *key_value = right(self, g, tokens, reads, positions, own)
+        def wrong(self, states, read, positions, own):
+            q, residual, *key_value = right(self, states, read, positions, own)
             if own:
-                normed, _ = self.midlayer.state_input(g)
-                key_value = self.midlayer.self_attn.keys_values(tokens.step(normed, reads), change(positions))
+                normed, _ = self._layer.state_input(states)
+                key_value = self._layer.self_attn.keys_values(read(normed), change(positions))
             return q, residual, *key_value
 
-        patch.setattr(drafter.Drafter, "_ask", wrong)
+        patch.setattr(drafter.AttendingLayer, "_ask", wrong)
 
     return plant
 

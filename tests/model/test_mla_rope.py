@@ -35,7 +35,7 @@ WIDTHS = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 def attention_of(scaling, theta=50000.0):
     """A drafter's attention with few heads, and its shape."""
     shape = make_mla_shape(**WIDTHS, num_attention_heads=2, rope_theta=theta, rope_scaling=scaling)
-    return LatentAttention(shape), shape
+    return LatentAttention(shape, 2 * shape.hidden_size), shape
 
 
 @pytest.mark.parametrize("theta", [50000.0, 10000.0])

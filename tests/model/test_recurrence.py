@@ -4,11 +4,11 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import kept_mask, make_document, make_objective, make_shape
+from conftest import kept_mask, make_document, make_mla_shape, make_objective, make_shape
 from reference import dense_scores
 from reference_mla import reference_for
 
-from eagle31_train.model import batch, drafter
+from eagle31_train.model import batch, drafter, gqa, layer
 from eagle31_train.model import loss as loss_module
 from eagle31_train.model.batch import build_batch
 from eagle31_train.model.packing import make_layout
@@ -67,6 +67,30 @@ def test_loss_and_gradients_equal_the_reference_in_every_variant(fc_norm, norm_o
     generator = torch.Generator().manual_seed(2)
     documents = [make_document(shape, length, generator) for length in (8, 12)]
     ours, theirs = gradients(make_objective(shape), documents)
+    assert_same(ours, theirs, 1e-9)
+
+
+VARIANTS = {
+    "norm_before_fc": make_shape(norm_before_fc=True, fc_norm=False),
+    "norm_before_fc before fc_norm": make_shape(norm_before_fc=True),
+    "qk_norm": make_shape(qk_norm=True),
+    "two layers": make_shape(num_layers=2),
+    "two layers, pre-norm": make_shape(num_layers=2, norm_output=False),
+    "three layers, normed": make_shape(num_layers=3, norm_before_fc=True, qk_norm=True, norm_before_residual=True),
+    "MLA, two layers": make_mla_shape(num_layers=2),
+}
+
+
+def variant(name):
+    generator = torch.Generator().manual_seed(5)
+    return make_objective(VARIANTS[name]), [make_document(VARIANTS[name], length, generator) for length in (7, 10)]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_loss_and_gradients_equal_the_reference_in_further_shapes(name):
+    objective, documents = variant(name)
+    ours, theirs = gradients(objective, documents, unroll=3)
+    assert theirs[1].keys() == ours[1].keys()
     assert_same(ours, theirs, 1e-9)
 
 
@@ -205,6 +229,68 @@ def test_a_planted_mistake_is_caught(tiny, mistake, monkeypatch):
 
     def compare():
         assert_same(*gradients(objective, documents), 1e-5)
+
+    with pytest.raises(AssertionError):
+        compare()
+
+
+def own_keys_in_the_first_layer_alone(monkeypatch):
+    right = drafter.AttendingLayer.keep_own
+
+    def wrong(self, key, value):
+        if isinstance(self._layer, layer.MidLayer):
+            right(self, key, value)
+
+    monkeypatch.setattr(drafter.AttendingLayer, "keep_own", wrong)
+
+
+def upper_layers_keep_their_normed_input(monkeypatch):
+    right = layer.Layer.state_input
+    monkeypatch.setattr(layer.Layer, "state_input", lambda self, g: right(self, g)[:1] * 2)
+
+
+def upper_layers_read_the_slots_state_of_step_0(monkeypatch):
+    """Step-0 keys of the layers above from g_0, not from what the layer below makes of it."""
+    right = drafter.AttendingLayer.keep_context
+
+    def wrong(self, states, read, positions):
+        first = wrong.first = states if isinstance(self._layer, layer.MidLayer) else wrong.first
+        right(self, first, read, positions)
+
+    monkeypatch.setattr(drafter.AttendingLayer, "keep_context", wrong)
+
+
+def heads_normed_after_their_rotation(monkeypatch):
+    def wrong(self, project, positions):
+        return self.q_norm(self.rope(project(self.q_proj).unflatten(-1, (self.heads, self.width)), positions))
+
+    monkeypatch.setattr(gqa.GroupedQueryAttention, "queries", wrong)
+
+
+def norm_before_fc_after_fc_norm(monkeypatch):
+    def wrong(self, aux):
+        states = [norm(layer.decode()) for norm, layer in zip(self.fc_norm, aux.unbind(), strict=True)]
+        return self.fc(self.input_norm(torch.cat(states, -1)))
+
+    monkeypatch.setattr(drafter.Drafter, "fuse", wrong)
+
+
+MISTAKES_OF_FURTHER_SHAPES = [
+    own_keys_in_the_first_layer_alone,
+    upper_layers_keep_their_normed_input,
+    upper_layers_read_the_slots_state_of_step_0,
+    heads_normed_after_their_rotation,
+    norm_before_fc_after_fc_norm,
+]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES_OF_FURTHER_SHAPES)
+def test_a_mistake_planted_in_a_further_shape_is_caught(mistake, monkeypatch):
+    objective, documents = variant("three layers, normed")
+    mistake(monkeypatch)
+
+    def compare():
+        assert_same(*gradients(objective, documents, unroll=3), 1e-5)
 
     with pytest.raises(AssertionError):
         compare()

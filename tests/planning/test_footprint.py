@@ -44,6 +44,8 @@ CASES = [
     ({"draft_vocab_size": 2000, "num_key_value_heads": 8}, BF16, False, "bf16", 3),
     (SMALL_MLA, BF16, True, "bf16", 3),
     ({**SMALL_MLA, "norm_before_residual": True}, FP32, True, "int8", 3),
+    ({"num_layers": 3, "norm_before_fc": True, "norm_output": False}, BF16, False, "bf16", 3),
+    ({"num_layers": 2, "norm_before_fc": True, "fc_norm": False}, BF16, True, "int8", 3),
 ]
 
 
@@ -77,7 +79,17 @@ def test_freezing_lm_head_saves_its_gradient_and_a_gpu_holds_as_many_logits_as_t
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"fc_norm": False}, {"share_embedding": False}, {"hidden_size": 128}, SMALL_MLA, MLA]
+    "changes",
+    [
+        {},
+        {"fc_norm": False},
+        {"share_embedding": False},
+        {"hidden_size": 128},
+        {"num_layers": 3, "norm_before_fc": True, "qk_norm": True},
+        SMALL_MLA,
+        {**SMALL_MLA, "num_layers": 2},
+        MLA,
+    ],
 )
 def test_parameters_are_those_of_the_drafter(changes):
     shape = shape_of(**changes)

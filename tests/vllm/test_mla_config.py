@@ -165,7 +165,7 @@ def test_vllm_reads_the_fields_that_were_meant(name, seen):
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_vllm_turns_and_scales_as_the_drafter_does(name, seen):
-    attention, theirs = LatentAttention(SHAPES[name]), seen[name]
+    attention, theirs = LatentAttention(SHAPES[name], 2 * SHAPES[name].hidden_size), seen[name]
     assert theirs["interleaved"]
     assert theirs["scale"] == pytest.approx(attention.scale, rel=1e-9)
     table = torch.tensor(theirs["cos_sin"])
