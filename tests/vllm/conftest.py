@@ -1,4 +1,5 @@
-"""Finished runs, and what real vLLM makes of each with and without its drafter: a Llama draft and two of MLA.
+"""Finished runs, and what real vLLM makes of each with and without its drafter: a Llama draft, one as Qwen3's with two
+layers, and two of MLA.
 
 EAGLE31_RUN=runs/NAME takes a run of yours instead. runs/smollm2 is taken if the demo has been run; the others are
 trained for a minute each with the stages' own commands.
@@ -54,6 +55,9 @@ EAGLE_3 = ["drafter.fc_norm=false", "drafter.norm_output=false", "drafter.norm_b
 # Run → its options: EAGLE 3.1 on the whole vocabulary, and EAGLE 3 on some of it.
 TOYS = {"MLA": TOY, "MLA, EAGLE 3, pruned": [*TOY, *EAGLE_3, "data.draft_vocab_size=120"]}
 
+DEEP = ["drafter.num_layers=2", "drafter.qk_norm=true", "drafter.norm_before_fc=true", "export_format=speculators"]
+SMALL = {"Llama": SMOLLM2, "Qwen3, two layers, self-describing": [*SMOLLM2, *DEEP, "train.max_steps=40"]}
+
 # vLLM binds its threads to cores: of several tests at a time each has a core of its own.
 if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     cores = sorted(os.sched_getaffinity(0))
@@ -83,7 +87,7 @@ def tell(record_property):
     return lambda *lines: record_property("measured", "\n".join(lines))
 
 
-@pytest.fixture(scope="session", params=["Llama", *TOYS])
+@pytest.fixture(scope="session", params=[*SMALL, *TOYS])
 def finished_run(request, tmp_path_factory) -> Path:
     """A run folder with train/, evaluate/ and export/."""
     if wanted := os.environ.get("EAGLE31_RUN"):
@@ -92,12 +96,13 @@ def finished_run(request, tmp_path_factory) -> Path:
         return Path(wanted).resolve()
     folder = tmp_path_factory.mktemp("served")
     some = folder / "some.jsonl"
-    if request.param == "Llama":
+    if request.param in SMALL:
         demo = ROOT / "runs" / "smollm2"
-        if (demo / "export.json").is_file():
+        if request.param == "Llama" and (demo / "export.json").is_file():
             return demo
         request.getfixturevalue("real_target")
-        lines, options = one_answer_each(CONVERSATIONS, 64), [*SMOLLM2, f"data.conversations={some}"]
+        lines = one_answer_each(CONVERSATIONS, 64)
+        options = [*SMALL[request.param], f"data.conversations={some}"]
     else:
         lines = PROMPTS.read_text(encoding="utf-8").splitlines()[:64]
         options = [*TOYS[request.param], f"target.path={toy.make(folder / 'target')}", f"data.sources.chat.path={some}"]
@@ -120,9 +125,14 @@ def one_answer_each(file: Path, count: int) -> list[str]:
 @pytest.fixture(scope="session")
 def llama_run(finished_run) -> Path:
     """The run of the Llama draft; what asks for it is skipped for the others."""
-    if "kv_lora_rank" in json.loads((finished_run / "export" / "config.json").read_text()):
+    if config_of(finished_run)["architectures"] != ["LlamaForCausalLMEagle3"]:
         pytest.skip("a server takes a minute to start: one draft says it")
     return finished_run
+
+
+def config_of(run: Path) -> dict:
+    """The exported config.json."""
+    return dict(json.loads((run / "export" / "config.json").read_text()))
 
 
 @pytest.fixture(scope="session")
@@ -197,7 +207,7 @@ def vllm_python() -> Path:
 def answers_of(tmp_path_factory, vllm_python):
     """Run vLLM in a process of its own, with so many tokens of a drafter's at a time, or none (see run_vllm.py)."""
 
-    def run(target: str, draft: str, draft_tokens: int, asked_for: list[dict]) -> dict:
+    def run(target: str, draft: str | None, draft_tokens: int, asked_for: list[dict]) -> dict:
         folder = tmp_path_factory.mktemp("vllm")
         asked, answer, log = (folder / name for name in ("request.json", "answer.json", "log"))
         request = {
@@ -223,10 +233,15 @@ def answers_of(tmp_path_factory, vllm_python):
 
 @pytest.fixture(scope="session")
 def serve(answers_of, finished_run, target, requests):
-    """What vLLM answers with the exported drafter, or without."""
-    return lambda draft_tokens, asked_for=requests: answers_of(
-        target, str(finished_run / "export"), draft_tokens, asked_for
-    )
+    """What vLLM answers with the exported drafter, or without; one that names its target is all that vLLM is told."""
+    export = str(finished_run / "export")
+
+    def answers(draft_tokens: int, asked_for: list[dict] = requests) -> dict:
+        if draft_tokens and "speculators_config" in config_of(finished_run):
+            return answers_of(export, None, draft_tokens, asked_for)
+        return answers_of(target, export, draft_tokens, asked_for)
+
+    return answers
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,7 @@
 
     .venv-vllm/bin/python tests/vllm/run_vllm.py REQUEST.json ANSWER.json
 
-REQUEST: {"target", "draft" (null for none), "draft_tokens",
+REQUEST: {"target", "draft" (null for none, or where "target" is a draft that names its own), "draft_tokens",
           "requests": [{"prompt": [token ids], "max_new_tokens", "end_ids"}]}
 ANSWER: {"outputs": [[token ids]], "seconds": [of each request], "async_scheduling",
          "counters": [{"drafts", "proposed", "accepted", "accepted_per_position"}]}
