@@ -82,7 +82,12 @@ RENAMED: dict[str, str] = {
 }
 # Options that came later, with the value that everything had until then. It is not recorded, so that outputs of before
 # stay up to date.
-ADDED: dict[str, Any] = {"drafter.norm_before_fc": False, "drafter.num_layers": 1, "drafter.qk_norm": False}
+ADDED: dict[str, Any] = {
+    "drafter.norm_before_fc": False,
+    "drafter.num_layers": 1,
+    "drafter.qk_norm": False,
+    "evaluate.timed_prompts": 5,
+}
 # Options of before that are read from the target's config.json now; given, they say so.
 REMOVED = ("plan.hidden_size", "plan.vocab_size", "plan.layers")
 
@@ -323,6 +328,7 @@ class EvaluateConfig:
         "greedy", "how drafts are made, as vLLM's draft_sample_method", choices=("greedy", "probabilistic")
     )
     batch_size: int = opt(8, "prompts decoded together", at_least=1)
+    timed_prompts: int = opt(5, "prompts decoded one at a time, and timed: tokens/s are those of one user", at_least=1)
     dtype: str = opt("float32", "precision; the equality check is exact in float32 only", choices=DTYPES)
     warmup: bool = opt(True, "decode the first prompt once before timing")
     drift: bool = opt(True, "tell where the drafter's attention goes, and how its state changes, at every depth")

@@ -136,7 +136,7 @@ WITHOUT_EFFECT |= {"keep_checkpoints", "time_limit", "skip_nonfinite", "wandb", 
 # Options of evaluation that choose prompts, and are recorded with the workloads.
 CHOOSE_PROMPTS = {"warmup", "prompts", "suites", "perturbations", "leave_out"}
 SERVING_ONLY = {"serve_depths", "concurrency", "vllm_python", "vllm_args"}
-DECODING_ONLY = {"depths", "batch_size", "drift"}
+DECODING_ONLY = {"depths", "batch_size", "timed_prompts", "drift"}
 
 
 def target_identity(target: TargetConfig) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def table(config: Config, manifests: dict[str, dict[str, Any]]) -> str:
         "  by source": "   ".join(f"{name}: {bracket(value)}" for name, value in by_source.items()),
         "  measured on": f"{report['prompts']} prompts of {report.get('workload', 'heldout')}, "
         f"{report['generated_tokens']:,} tokens, {report['dtype']}",
-        "speed": f"{speed['speculative']:.1f} tokens/s with the drafter, {speed['plain']:.1f} without",
+        "speed": f"{speed['speculative']:.1f} tokens/s with the drafter, {speed['plain']:.1f} without, for one user",
         "trained on": f"{trained['tokens']:,} tokens ({trained['pairs']:,} slot-steps) in {trained['steps']} steps",
         "seconds": "   ".join(f"{stage} {manifests[stage]['seconds']:,.0f}" for stage in STAGES),
         "checkpoint": str(Path(config.run_dir) / "export"),

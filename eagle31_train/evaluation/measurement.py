@@ -71,8 +71,9 @@ class Measurement:
     """One drafter on one workload.
 
     outputs: the target's token ids of every prompt. counts: of every prompt, in the same order.
-    tokens: of the prompts that were decoded both ways. plain, speculative: seconds that this took without the drafter
-        and with it at evaluate.num_speculative_tokens, for as many tokens (outputs of sampled drafts differ in length).
+    tokens: of the prompts that were timed, decoded one at a time. plain, speculative: seconds that this took without
+        the drafter and with it at evaluate.num_speculative_tokens, for as many tokens (outputs of sampled drafts
+        differ in length).
     machine: what was measured on; empty for the present machine.
     """
 

@@ -90,8 +90,9 @@ class Measurer:
         counts: dict[str, list[Any]] = {candidate.name: [None] * len(prompts) for candidate in candidates}
         tokens, seconds = dict.fromkeys(every, 0), dict.fromkeys(every, 0.0)
         with Progress(total=len(prompts), desc=f"evaluate {workload.name}", unit="prompt") as bar:
-            for number, batch in enumerate(batches(prompts, options.batch_size, verified)):
+            for number, batch in enumerate(batches(prompts, options, verified)):
                 real = verified is None or max(batch) < verified
+                timed = real and max(batch) < options.timed_prompts
                 ways = every if real else [PLAIN]
                 # In turns, so that a busy machine slows both alike.
                 turns = ways if number % 2 == 0 else ways[::-1]
@@ -101,7 +102,7 @@ class Measurer:
                     outputs[at] = of_prompt[PLAIN].tokens
                     for candidate in candidates:
                         counts[candidate.name][at] = self._count(workload, at, of_prompt, candidate, candidates)
-                for way, answers in decoded.items() if real else ():
+                for way, answers in decoded.items() if timed else ():
                     tokens[way] += sum(len(one.tokens) for one in answers)
                     seconds[way] += sum(one.seconds for one in answers)
                 bar.update(len(batch))
@@ -182,12 +183,15 @@ def _layers(candidates: list[Candidate]) -> list[int]:
     return sorted({layer for candidate in candidates for layer in candidate.aux_layers})
 
 
-def batches(prompts: list[Prompt], size: int, verified: int | None) -> Iterator[list[int]]:
-    """Indices of prompts to be decoded together: of like length, and those that are decoded in every way apart."""
+def batches(prompts: list[Prompt], options: EvaluateConfig, verified: int | None) -> Iterator[list[int]]:
+    """Indices of prompts to be decoded together: those that are timed alone, others of like length together, and those
+    that are decoded in every way apart."""
     cut = len(prompts) if verified is None else min(verified, len(prompts))
-    for part in (range(cut), range(cut, len(prompts))):
+    timed = min(options.timed_prompts, cut)
+    yield from ([index] for index in range(timed))
+    for part in (range(timed, cut), range(cut, len(prompts))):
         ordered = sorted(part, key=lambda i: len(prompts[i].ids))
-        yield from (ordered[at : at + size] for at in range(0, len(ordered), size))
+        yield from (ordered[at : at + options.batch_size] for at in range(0, len(ordered), options.batch_size))
 
 
 def seed_of(seed: int, prompt: Prompt) -> int:

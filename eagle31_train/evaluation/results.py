@@ -8,7 +8,7 @@ is a drafter's name:
     workloads       [workload, …], of which each has
         name, suite, perturbation (or null), temperature, top_p, prompts, notes
         verified    prompts that were decoded by real speculation with every drafter
-        tokens_per_second  {"plain" or N: of real decoding}, of a drafter that was measured alone
+        tokens_per_second  {"plain" or N: of real decoding, one prompt at a time}, of a drafter that was measured alone
         drafters    {N: numbers}
         differences {N: {K: {difference: interval, ratio: interval}}}  of acceptance lengths, N - first and N / first;
                     of a perturbed workload kept_ratio: interval, too, which is kept of N / kept of the first

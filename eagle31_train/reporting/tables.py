@@ -105,7 +105,7 @@ def _remarks(workload: Result, draft_tokens: str) -> Iterator[str]:
     yield from workload["notes"]
     if speeds := workload.get("tokens_per_second"):
         ratios = ", ".join(f"{name} {speed:.1f} ({speed / speeds['plain']:.2f}x)" for name, speed in speeds.items())
-        yield f"tokens per second, at {draft_tokens}: {ratios}"
+        yield f"tokens per second of one user, at {draft_tokens}: {ratios}"
 
 
 def _workload(workload: Result, draft_tokens: str) -> Iterator[Table]:

@@ -22,7 +22,8 @@ GREEDY = workload_of()
 
 
 def measurer_of(model, *options, ends=(), tokens=TOKENS, seed=0):
-    config = configured("evaluate.max_speculative_tokens=5", "evaluate.batch_size=3", "evaluate.drift=false", *options)
+    usual = ("max_speculative_tokens=5", "batch_size=3", "timed_prompts=1", "drift=false")
+    config = configured(*(f"evaluate.{option}" for option in usual), *options)
     return Measurer(model, Limits(tokens, frozenset(ends)), config.evaluate, seed)
 
 
@@ -154,7 +155,7 @@ def test_drawn_drafts_are_decoded_at_every_depth_for_every_prompt(model, candida
             assert one.accepted == []
             assert all(0 <= count <= depth for depth, counts in one.seen.items() for count in counts)
             assert all(counts for counts in one.seen.values())
-        assert measurement.tokens == sum(map(len, measurement.outputs))
+        assert measurement.tokens == len(measurement.outputs[0])  # of the one that was timed
     assert any(max(counts) > 1 for one in found["llama"].counts for counts in one.seen.values())
 
 
@@ -193,6 +194,22 @@ def test_nothing_depends_on_what_is_decoded_beside_a_prompt(model, candidates, t
                     other.id, other.source, other.accepted, other.seen,
                 )  # fmt: skip
                 assert one.drift.sink == pytest.approx(other.drift.sink, rel=1e-4)
+
+
+def test_prompts_that_are_timed_are_decoded_alone(model, candidates, monkeypatch):
+    """And tokens per second are theirs, whatever else is decoded."""
+    decoded = []
+
+    def seen(target, prompts, *rest, **options):
+        decoded.append(len(prompts))
+        answers = decode_plain(target, prompts, *rest, **options)
+        return [dataclasses.replace(one, seconds=100.0 if len(prompts) > 1 else 1.0) for one in answers]
+
+    monkeypatch.setattr(measuring, "decode_plain", seen)
+    (found,) = measurer_of(model, "evaluate.timed_prompts=2").measure(GREEDY, candidates[:1]).values()
+    assert decoded == [1, 1, 3]
+    assert found.plain == 2.0
+    assert found.tokens == sum(map(len, found.outputs[:2]))
 
 
 # ---------------------------------------------------------------- refusals
