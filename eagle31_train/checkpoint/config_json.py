@@ -107,10 +107,12 @@ def speculators_json(shape: DrafterShape, dtype: str, target_name: str, draft_to
         draft_tokens: drafted per verification.
 
     Raises:
-        UserError: MLA, which the format does not have.
+        UserError: MLA, or fc_norm and norm_before_fc together, which the library does not have.
     """
-    if shape.architecture == "mla":
-        raise UserError("export_format=speculators has no MLA drafters: export with export_format=vllm")
+    both = shape.fc_norm and shape.norm_before_fc
+    if shape.architecture == "mla" or both:
+        lacks = "drafters with fc_norm and norm_before_fc" if both else "MLA drafters"
+        raise UserError(f"export_format=speculators has no {lacks}: export with export_format=vllm")
     return {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",

@@ -55,7 +55,7 @@ def test_config_json_has_every_field(smollm2):
         {},
         {"fc_norm": False, "norm_output": False},
         {"norm_before_residual": True},
-        {"norm_before_fc": True, "num_layers": 2},
+        {"norm_before_fc": True, "fc_norm": False, "num_layers": 2},
         {"qk_norm": True, "num_layers": 3, "head_dim": 24},
     ],
 )
@@ -65,9 +65,10 @@ def test_config_json_reads_back_in_both_formats(change, tiny):
     assert config_json.shape_from_config(config_json.speculators_json(shape, "float32", "x", 3)) == shape
 
 
-def test_the_format_of_speculators_has_no_mla(tiny_mla):
-    with pytest.raises(UserError, match="export_format=vllm"):
-        config_json.speculators_json(tiny_mla, "float32", "x", 3)
+def test_what_the_format_of_speculators_does_not_have_is_refused(tiny, tiny_mla):
+    for shape, what in ((tiny_mla, "MLA"), (replace(tiny, norm_before_fc=True), "fc_norm and norm_before_fc")):
+        with pytest.raises(UserError, match=f"no .*{what}.*export_format=vllm"):
+            config_json.speculators_json(shape, "float32", "x", 3)
 
 
 # The config of a public EAGLE 3 drafter for an 8 B Llama, as far as it bears on the shape.
