@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -28,6 +28,7 @@ from accelerate.utils import (
 from eagle31_train import artifacts
 from eagle31_train.config import Config, TrainConfig
 from eagle31_train.errors import SharedError, UserError
+from eagle31_train.evaluation.unrolled import Trajectory
 from eagle31_train.locations import CONFIGS
 from train import tracking
 
@@ -184,11 +185,13 @@ def check_accelerator(accelerator: Accelerator) -> None:
         )
 
 
-def check_alike(accelerator: Accelerator, inputs: dict[str, Any], config: Config) -> None:
+def check_alike(
+    accelerator: Accelerator, inputs: dict[str, Any], config: Config, trajectories: Sequence[Trajectory]
+) -> None:
     """Refuse ranks that would train something else than the first, or would not do it in step with it.
 
     Args:
-        inputs: what the trained weights depend on.
+        inputs: what the trained weights depend on. trajectories: what acceptance is measured on.
 
     Raises:
         SharedError: names the first rank that differs and how.
@@ -203,6 +206,8 @@ def check_alike(accelerator: Accelerator, inputs: dict[str, Any], config: Config
     }
     facts = {**inputs, "train": options, "store.follow": config.store.follow, "profile": profile}
     facts["torch"] = torch.__version__
+    facts["prompts of trajectories"] = [one.prompt for one in trajectories]
+    facts["evaluate"] = {"dtype": config.evaluate.dtype, "draft_tokens": config.evaluate.num_speculative_tokens}
     everyone = gather_object([facts])
     for rank, other in enumerate(everyone):
         if change := artifacts.describe_change(everyone[0], other):
