@@ -49,9 +49,14 @@ PLOTS = [
 
 def pictures(history: History) -> list[Picture]:
     """The pictures that there are numbers for, in the order of the page."""
-    remark = f"strokes above: {len(history.restarts):,} restarts" if history.restarts else ""
+    restarts = [f"strokes above: {len(history.restarts):,} restarts"] if history.restarts else []
+    drafted = {LENGTH: [f"{len(history.heldout.depths('acceptance_at_depth'))} draft tokens"]}
     return [
-        Picture(plot.name, plot.section, plot.title, partial(_draw, plot, history), remark)
+        Picture(
+            *(plot.name, plot.section, plot.title),
+            partial(_draw, plot, history),
+            "; ".join([*drafted.get(plot.name, []), *restarts]),
+        )
         for plot in PLOTS
         if any(plot.column in table for table in ([history.timings] if plot.section == MACHINE else history.learning))
         or history.train.depths(plot.column)

@@ -82,7 +82,8 @@ def _facts(history: History) -> dict[str, str]:
     if history.best is not None:
         step, length = history.best
         facts[MEASURED] = f"{_last(history.heldout[LENGTH]):.3f}"
-        facts["its best"] = f"{length:.3f}, at step {step:,.0f}" + (", which is kept" if history.keeps_best else "")
+        kept = ", which is kept" if history.keeps_best else ""
+        facts["greatest acceptance length"] = f"{length:.3f}, at step {step:,.0f}{kept}"
     for rows, label in ((history.heldout, "held-out"), (train, "training")):
         if ESTIMATE in rows and f"{ESTIMATED}, held-out" not in facts:
             facts[f"{ESTIMATED}, {label}"] = f"{_last(rows[ESTIMATE]):.3f}"

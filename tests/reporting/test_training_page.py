@@ -72,7 +72,7 @@ def test_the_page_stands_alone_and_says_where_the_curves_ended(tmp_path):
     for words in (
         f"loss {loss:.4g} 3.04 3.005 (step 5)",
         f"{depth:.4g} prefix_at_depth, held-out 0.25 0.125 0.0625",
-        "acceptance length (decoding of held-out prompts) 1.750 its best 1.900, at step 25 ",
+        "acceptance length (decoding of held-out prompts) 1.750 greatest acceptance length 1.900, at step 25 ",
         "acceptance_length 1.75 1.9 (step 25)",
         "acceptance_at_depth, held-out 0.5 0.25",
         "acceptance estimate (teacher-forced), held-out 1.540",
