@@ -111,18 +111,18 @@ def read_inputs(config: Config, resources: ExitStack) -> Inputs:
     vocab_file = data_dir / "vocab.safetensors"
     draft_vocab = vocab.read(vocab_file)
     vocab_sha, start = artifacts.file_sha256(vocab_file), initial_weights.identity(config)
+    train_split = store.split("train")
+    cut = windows.cut(train_split, t.window_tokens)
+    windows.check(store, cut, t.epochs, byte_count(config.store.cache_bytes, "store.cache_bytes"))
     measured = trajectories.read(store, config.evaluate.num_speculative_tokens)
     chosen_on = chosen_by(config, store, measured)
     made_from = provenance.of_training(config, store.fingerprint, store.inputs["data"], vocab_sha, start, chosen_on)
     shape = shape_of(config.drafter, store, draft_vocab)
-    train_split = store.split("train")
     check_samples(train_split, t.batch_tokens)
     if not begun(Path(config.run_dir) / "train", made_from):
         initial_weights.check(config, shape, store)
         if store.manifest is not None and not windows.bounded(store):  # else it would be waited for, or used up
             check_pairs(train_split, draft_vocab, t.oov)
-    cut = windows.cut(train_split, t.window_tokens)
-    windows.check(store, cut, t.epochs, byte_count(config.store.cache_bytes, "store.cache_bytes"))
     return Inputs(
         store=store,
         draft_vocab=draft_vocab,
