@@ -193,7 +193,7 @@ class ExtractConfig:
     shard_tokens: int = opt(16384, "tokens in one shard of the store", at_least=1)
     trajectories: int = opt(
         8,
-        "held-out prompts that the target answers, at most half of them, so that training measures acceptance; 0: none",
+        "held-out prompts that the target answers, for acceptance during training: at most half of a source; 0: none",
         at_least=0,
     )
     gate_batches: int = opt(3, "batches that the fidelity gate compares with the target's own logits", at_least=0)

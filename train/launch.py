@@ -28,7 +28,6 @@ from accelerate.utils import (
 from eagle31_train import artifacts
 from eagle31_train.config import Config, TrainConfig
 from eagle31_train.errors import SharedError, UserError
-from eagle31_train.evaluation.unrolled import Trajectory
 from eagle31_train.locations import CONFIGS
 from train import tracking
 
@@ -185,13 +184,11 @@ def check_accelerator(accelerator: Accelerator) -> None:
         )
 
 
-def check_alike(
-    accelerator: Accelerator, inputs: dict[str, Any], config: Config, trajectories: Sequence[Trajectory]
-) -> None:
+def check_alike(accelerator: Accelerator, inputs: dict[str, Any], config: Config, measured_on: Sequence[str]) -> None:
     """Refuse ranks that would train something else than the first, or would not do it in step with it.
 
     Args:
-        inputs: what the trained weights depend on. trajectories: what acceptance is measured on.
+        inputs: what the trained weights depend on. measured_on: prompts, by their digests.
 
     Raises:
         SharedError: names the first rank that differs and how.
@@ -206,7 +203,7 @@ def check_alike(
     }
     facts = {**inputs, "train": options, "store.follow": config.store.follow, "profile": profile}
     facts["torch"] = torch.__version__
-    facts["prompts of trajectories"] = [one.prompt for one in trajectories]
+    facts["trajectories"] = measured_on
     facts["evaluate"] = {"dtype": config.evaluate.dtype, "draft_tokens": config.evaluate.num_speculative_tokens}
     everyone = gather_object([facts])
     for rank, other in enumerate(everyone):

@@ -161,7 +161,7 @@ def _manifest(config: Config) -> dict[str, Any]:
 def launch_processes(config: Config, data: Inputs) -> Accelerator:
     """The processes of the launch: they are what was asked for, and every one trains the same."""
     accelerator = launch.make_accelerator(config, Path(config.run_dir) / "train")
-    launch.check_alike(accelerator, data.made_from.inputs, config, data.trajectories)
+    launch.check_alike(accelerator, data.made_from.inputs, config, [digest(one.prompt) for one in data.trajectories])
     for problem in unserved(data.shape):  # before hours are spent
         accelerator.print(f"train: NOT SERVED: {problem}")
     if len(data.windows) > 1 and not data.shuffled:
@@ -228,6 +228,7 @@ def make_meter(config: Config, data: Inputs, parallel: Parallel, state: State) -
             "version, or of extract.trajectories=0, or its extraction said why)"
         )
         return None
-    state.measured_on = [digest(one.prompt) for one in data.trajectories]
+    now = [digest(one.prompt) for one in data.trajectories]
+    state.measured_on = list(dict.fromkeys([*state.measured_on, *now]))  # and on others before, of a store made anew
     ids = torch.from_numpy(data.draft_vocab.target_ids)
     return AcceptanceMeter(config, parallel, data.store, data.shape, ids, data.trajectories)

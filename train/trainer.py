@@ -20,6 +20,7 @@ from eagle31_train.store import Store, StoreSplit
 from train import launch
 from train.acceptance import AcceptanceMeter
 from train.checkpoint import Saver, Snapshot
+from train.checkpoint import best as best_checkpoint
 from train.deadline import Deadline
 from train.heldout import evaluate
 from train.jsonl import plain
@@ -46,12 +47,11 @@ class State:
     best: dict[str, Any] | None = None  # the measurement of the greatest acceptance length: step, that, and `heldout`
     since_best: int = 0  # measurements after it
     measured_on: list[str] = field(default_factory=list)  # prompts, as `trajectories.digest` knows them
+    trackers: dict[str, str] = field(default_factory=dict)  # tracker → id of the run there
 
     def stale(self, early_stop: int | None) -> bool:
         """Whether acceptance has not risen for as many measurements as `train.early_stop` allows."""
         return early_stop is not None and self.since_best >= early_stop
-
-    trackers: dict[str, str] = field(default_factory=dict)  # tracker → id of the run there
 
 
 @dataclass(frozen=True)
@@ -241,29 +241,40 @@ class Trainer:
             raise Stopped(f"train: stopped by {why}; the same command goes on" if main else "")
         if not main:
             return
-        checkpoint = (self.saver.best if self.t.keep_best else None) or self.saver.committed
-        assert checkpoint is not None
-        if checkpoint == self.saver.best and state.best is not None:
-            state.heldout = state.best["heldout"]  # of the drafter that the run leaves
+        checkpoint, kept = self._left()
         manifest = self.data.made_from.record(
             checkpoint=str(checkpoint.relative_to(self.folder)),
             steps=steps,
-            **{name: value for name, value in asdict(state).items() if name not in ("step", "since_best")},
+            **{name: value for name, value in asdict(state).items() if name not in ("step", "best", "since_best")},
+            **({"kept": {"step": kept["step"], "acceptance_length": kept["acceptance_length"]}} if kept else {}),
             files=artifacts.list_files(self.folder, checkpoint.iterdir()),
         )
         artifacts.write_json(self.folder / artifacts.MANIFEST, manifest)
         if state.without_pairs:
             print(f"train: {len(state.without_pairs):,} of {steps:,} steps had nothing to train, and changed nothing")
-        if checkpoint == self.saver.best and state.best is not None:
+        if kept:
             print(
-                f"train: step {state.best['step']} of {steps} is kept, of the greatest acceptance length on held-out "
-                f"prompts, {state.best['acceptance_length']:.3f} (train.keep_best)"
+                f"train: step {kept['step']} of {steps} is kept, of the greatest acceptance length on held-out "
+                f"prompts, {kept['acceptance_length']:.3f} (train.keep_best)"
             )
         idle = state.waited / max(state.seconds, 1e-9)
         print(
             f"train: {steps} steps, {state.tokens:,} tokens, {idle:.1%} of the time waiting for data; "
             f"drafter in {checkpoint}"
         )
+
+    def _left(self) -> tuple[Path, dict[str, Any] | None]:
+        """The checkpoint that a finished run leaves; and, of one that `train.keep_best` chose, what was measured."""
+        last = self.saver.committed
+        assert last is not None
+        if not self.t.keep_best or self.state.heldout is None:
+            return last, None
+        best, measured = best_checkpoint(last.parent, self.data.made_from.fingerprint, self.state.step)
+        # A greater one may have been measured and not written, on a full disk: then the last may be the best of these.
+        if best is None or measured is None or measured["acceptance_length"] < self.state.heldout["acceptance_length"]:
+            return last, None
+        self.state.heldout = measured["heldout"]
+        return best, measured
 
     def _compare(self, step: int, length: float) -> None:
         """Compare a measured acceptance length with the best so far; where it has not risen for long, end the run."""

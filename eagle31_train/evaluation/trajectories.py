@@ -79,16 +79,19 @@ def decode(config: Config, engine: Engine, heldout: Dataset) -> list[Trajectory]
 
 
 def choose_prompts(heldout: Sequence[Prompt], count: int, longest: int) -> list[list[int]]:
-    """At most `count`, and at most half of the distinct ones, from the end of each source.
+    """At most `count`, from the end of each source, and at most half of its distinct ones: evaluation has the others.
 
     Raises:
-        UserError: none has at most `longest` tokens, or there is but one.
+        UserError: no source has two, or none of these has at most `longest` tokens.
     """
-    half = len({tuple(prompt.ids) for prompt in heldout}) // 2
-    if not half:
-        raise UserError("one held-out prompt is left for evaluation: raise data.heldout")
-    chosen, _ = choose(list(heldout[::-1]), min(count, half), longest)
-    return [prompt.ids for prompt in chosen]
+    distinct = {tuple(prompt.ids): prompt for prompt in heldout[::-1]}.values()
+    by_source: dict[str, list[Prompt]] = {}
+    for prompt in distinct:
+        by_source.setdefault(prompt.source, []).append(prompt)
+    ours = [prompt for prompts in by_source.values() for prompt in prompts[: len(prompts) // 2]]
+    if not ours:
+        raise UserError("no source has two held-out prompts, one of them for evaluation: raise data.heldout")
+    return [prompt.ids for prompt in choose(ours, count, longest)[0]]
 
 
 # ---------------------------------------------------------------- on the disk

@@ -120,13 +120,15 @@ def test_another_engine_says_that_it_does_not_decode(capsys):
 # ---------------------------------------------------------------- which prompts
 
 
-def test_at_most_half_of_the_prompts_are_taken_from_the_end_of_each_source():
-    heldout = [Prompt(f"{source}{i}", source, [ord(source), i]) for source in "ab" for i in range(3)]
-    assert choose_prompts(heldout, 8, 9) == [[97, 2], [98, 2], [97, 1]]
-    assert choose_prompts(heldout, 1, 9) == [[97, 2]]
-    assert choose_prompts([*heldout, Prompt("long", "a", [97] * 10)], 2, 9) == [[97, 2], [98, 2]]
-    with pytest.raises(UserError, match="one held-out prompt is left for evaluation"):
-        choose_prompts([heldout[0], Prompt("again", "a", heldout[0].ids)], 8, 9)
+def test_at_most_half_of_each_sources_prompts_are_taken_from_its_end():
+    counts = {"a": 5, "b": 2, "c": 1}
+    heldout = [Prompt(f"{name}{i}", name, [ord(name), i]) for name, count in counts.items() for i in range(count)]
+    assert choose_prompts(heldout, 8, 9) == [[97, 4], [98, 1], [97, 3]]
+    assert choose_prompts([*heldout, *heldout], 8, 9) == [[97, 4], [98, 1], [97, 3]], "asked twice, and once a prompt"
+    assert choose_prompts(heldout, 1, 9) == [[97, 4]]
+    assert choose_prompts([*heldout, Prompt("long", "a", [97] * 10)], 8, 9) == [[97, 4], [98, 1], [97, 3]]
+    with pytest.raises(UserError, match="no source has two held-out prompts"):
+        choose_prompts([heldout[-1], Prompt("again", "c", heldout[-1].ids)], 8, 9)
 
 
 def test_stage_4_leaves_out_what_training_was_measured_on(place):

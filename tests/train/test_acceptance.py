@@ -19,7 +19,7 @@ from eagle31_train.store import Store
 from eagle31_train.targets.cached import CachedTarget
 from eagle31_train.targets.hf import load_model
 from train import acceptance as during
-from train import prepare
+from train import checkpoint, prepare
 from train.acceptance import AcceptanceMeter
 
 # ---------------------------------------------------------------- it is real decoding's
@@ -47,10 +47,10 @@ def last_measured(run):
 def really_decoded(run, config):
     """Stage 4's way: the target in memory, and the drafter as it is loaded there."""
     target = CachedTarget(load_model(config.target, config.evaluate.dtype), AUX)
-    checkpoint = DrafterCheckpoint.of_run(run.folder / "run", config.data_folder)
-    drafter = checkpoint.load(target, getattr(torch, config.target.dtype), getattr(torch, config.evaluate.dtype))
+    trained = DrafterCheckpoint.of_run(run.folder / "run", config.data_folder)
+    drafter = trained.load(target, getattr(torch, config.target.dtype), getattr(torch, config.evaluate.dtype))
     prompts = [one.prompt for one in trajectories.read(Store(run.folder / "run" / "store"), 3)]
-    ids = torch.from_numpy(checkpoint.vocab.target_ids)
+    ids = torch.from_numpy(trained.vocab.target_ids)
     decoded = decode_speculative(target, drafter, ids, prompts, 3, Limits(config.evaluate.max_new_tokens, {END}))
     accepted = [number for one in decoded for number in one.accepted]
     shares = acceptance(len(accepted), [sum(number > depth for number in accepted) for depth in range(3)])
@@ -110,10 +110,10 @@ def test_the_weights_are_rounded_as_they_are_served(new_run, monkeypatch):
     monkeypatch.setattr(AcceptanceMeter, "__init__", in_bf16)
     run = new_run().fit()
     config = run.config()
-    checkpoint = DrafterCheckpoint.of_run(run.folder / "run", config.data_folder)
-    served = checkpoint.load(CachedTarget(load_model(config.target), AUX), torch.bfloat16, torch.float32)
+    trained = DrafterCheckpoint.of_run(run.folder / "run", config.data_folder)
+    served = trained.load(CachedTarget(load_model(config.target), AUX), torch.bfloat16, torch.float32)
     assert_equal(seen[-1], served.state_dict())
-    assert not torch.equal(served.fc.weight, checkpoint.tensors["fc.weight"]), "the rounding shows"
+    assert not torch.equal(served.fc.weight, trained.tensors["fc.weight"]), "the rounding shows"
 
 
 def test_measuring_changes_nothing_else(new_run, monkeypatch):
@@ -173,10 +173,11 @@ def test_the_best_step_is_kept_and_is_what_the_run_leaves(new_run, capsys):
     manifest = run.manifest()
     assert manifest["checkpoint"] == "checkpoints/step-000008"
     assert manifest["heldout"]["acceptance_length"] == 1.5
+    assert manifest["kept"] == {"step": 8, "acceptance_length": 1.5}
     (row,) = [row for row in run.rows() if row["step"] == 8 and "heldout_loss" in row]
     assert manifest["heldout"]["loss"] == row["heldout_loss"]
-    checkpoint = DrafterCheckpoint.of_run(run.folder / "run", run.folder / "run" / "data")
-    assert checkpoint.folder == run.checkpoints / "step-000008"
+    left = DrafterCheckpoint.of_run(run.folder / "run", run.folder / "run" / "data")
+    assert left.folder == run.checkpoints / "step-000008"
     every = new_run().fit(*RECIPE, "train.checkpoint_every=8", "train.keep_checkpoints=9")
     assert every.manifest()["checkpoint"] == "checkpoints/step-000020", "the last one, where nobody asks for the best"
     assert_equal(run.weights(), every.weights_of(8))
@@ -185,7 +186,7 @@ def test_the_best_step_is_kept_and_is_what_the_run_leaves(new_run, capsys):
     stopped(again, 10, *RECIPE, "train.keep_best=true")
     assert steps_kept(again) == [8, 10]
     unfinished = DrafterCheckpoint.open(again.folder / "run", allow_unfinished=True)
-    assert unfinished.measured_on == checkpoint.measured_on == manifest["measured_on"]
+    assert unfinished.measured_on == left.measured_on == manifest["measured_on"]
     again.fit(*RECIPE, "train.keep_best=true")
     assert again.rows() == run.rows()
     assert steps_kept(again) == [8, 20]
@@ -200,6 +201,24 @@ def test_a_best_checkpoint_that_is_damaged_is_the_best_no_more(new_run, capsys):
     run.fit(*RECIPE, "train.keep_best=true")
     assert "the best checkpoint so far is missing or damaged: another one is the best now" in capsys.readouterr().out
     assert run.manifest()["checkpoint"] == "checkpoints/step-000016"
+
+
+@pytest.mark.usefixtures("scripted")
+def test_a_best_step_that_could_not_be_written_is_not_left(new_run, monkeypatch, capsys):
+    right = checkpoint._write
+
+    def write(snapshot, *rest):
+        if snapshot.step in (8, 16):
+            raise OSError(28, "No space left on device")
+        right(snapshot, *rest)
+
+    monkeypatch.setattr(checkpoint, "_write", write)
+    run = new_run().fit(*RECIPE, "train.keep_best=true")
+    assert "step-000008 could not be written" in capsys.readouterr().out
+    # 1.1 at step 4 was the best that was written as such; the last has 1.4.
+    assert run.manifest()["checkpoint"] == "checkpoints/step-000020"
+    assert run.manifest()["heldout"]["acceptance_length"] == 1.4
+    assert "kept" not in run.manifest()
 
 
 @pytest.mark.usefixtures("scripted")
