@@ -85,13 +85,14 @@ def test_an_extraction_that_goes_on_keeps_them_and_makes_what_is_damaged(run, ca
     extract(tiny_config(run))
     store = store_of(run)
     before = contents(store)
-    for damage in (False, True):
-        (store / artifacts.MANIFEST).unlink()
-        if damage:
-            (store / "trajectories.safetensors").write_bytes(b"no")
+    for damage in (None, *FILES):
+        if damage:  # a store that is complete, too, is found wanting
+            (store / damage).write_bytes(b"no")
+        else:
+            (store / artifacts.MANIFEST).unlink()
         capsys.readouterr()
         extract(tiny_config(run))
-        assert ("answered 2 held-out prompts" in capsys.readouterr().out) == damage
+        assert ("answered 2 held-out prompts" in capsys.readouterr().out) == (damage is not None)
         assert {name: contents(store)[name] for name in FILES} == {name: before[name] for name in FILES}
 
 
