@@ -199,6 +199,11 @@ class ExtractConfig:
     )
     batch_tokens: int = opt(4096, "padded tokens in one forward pass of the target", at_least=1)
     shard_tokens: int = opt(16384, "tokens in one shard of the store", at_least=1)
+    trajectories: int = opt(
+        8,
+        "held-out prompts that the target answers, for acceptance during training: at most half of a source; 0: none",
+        at_least=0,
+    )
     gate_batches: int = opt(3, "batches that the fidelity gate compares with the target's own logits", at_least=0)
     gate_top1: float = opt(0.99, "least top-1 agreement, before the codec of the store")
     gate_kl: float = opt(0.02, "largest mean KL, in nats, after it too")
@@ -301,6 +306,14 @@ class TrainConfig:
     compile: bool = opt(False, "torch.compile norms, RoPE and the loss between its products; a minute at the start")
     eval_every: int = opt(100, "steps between evaluations on the held-out split; so is the last step", at_least=1)
     eval_samples: int = opt(64, "held-out conversations per evaluation; the last step reads all of them", at_least=1)
+    keep_best: bool = opt(
+        False, "keep the checkpoint of the greatest acceptance length measured in training, and let it be the run's"
+    )
+    early_stop: int | None = opt(
+        None,
+        "end the run after so many measurements of acceptance without a rise (the learning rate follows all steps)",
+        at_least=1,
+    )
     checkpoint_every: int = opt(100, "steps between checkpoints", at_least=1)
     keep_checkpoints: int = opt(2, "newest checkpoints kept", at_least=1)
     time_limit: str | None = opt(None, "save and leave with exit status 75 after so long: 3h50m, 90m, 30s")

@@ -100,12 +100,13 @@ def serve(config: Config) -> None:
     if provenance.up_to_date(folder, made_of, config.overwrite):
         print(f"evaluate: up to date ({folder})")
         return
-    trained = None
+    trained: dict[str, Any] | None = None
     if (train := run_dir / "train" / artifacts.MANIFEST).is_file():  # vLLM can do without
         trained = artifacts.read_json(train, TRAIN)
         refuse_other_data(trained["inputs"], data, config.data_folder)
     positions = [exported["inputs"]["shape"]["max_position_embeddings"]]
-    chosen = evaluating.choose_workloads(config, {config.name: [trained and trained["inputs"]]}, positions, data)
+    trainings, measured_on = {config.name: [trained and trained["inputs"]]}, (trained or {}).get("measured_on", [])
+    chosen = evaluating.choose_workloads(config, trainings, positions, data, measured_on=measured_on)
     if len(chosen) > 1:
         raise UserError(
             "evaluate.backend=vllm measures one workload at a time: leave out evaluate.perturbations, and give one set "

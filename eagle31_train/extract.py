@@ -11,7 +11,15 @@ the machines.
 """
 
 from eagle31_train import cli
-from eagle31_train.targets.extraction import extract
+from eagle31_train.config import Config
+from eagle31_train.evaluation import trajectories
+from eagle31_train.targets import extraction
+
+
+def extract(config: Config) -> None:
+    """Run the stage; raises as `extraction.extract`."""
+    extraction.extract(config, trajectories.record)
+
 
 if __name__ == "__main__":
     cli.run(extract, __doc__ or "")

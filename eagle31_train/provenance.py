@@ -181,10 +181,22 @@ def of_store(config: Config, data: Mapping[str, Any]) -> Provenance:
     )
 
 
-def of_training(config: Config, store: str, dataset: str, vocab_sha256: str, initial_weights: str | None) -> Provenance:
-    """Stage 3's weights. store, dataset: fingerprints. initial_weights: the identity of `train.init_from`'s, if set."""
+def of_training(
+    config: Config,
+    store: str,
+    dataset: str,
+    vocab_sha256: str,
+    initial_weights: str | None,
+    chosen_on: list[str] | None = None,
+) -> Provenance:
+    """Stage 3's weights. store, dataset: fingerprints. initial_weights: the identity of `train.init_from`'s, if set.
+    chosen_on: the prompts whose measured acceptance chooses the step, if one is chosen."""
     options = recorded("train", asdict(config.train))
     recipe = {name: value for name, value in options.items() if name not in WITHOUT_EFFECT | {"init_revision"}}
+    choice = {name: recipe.pop(name) for name in ("keep_best", "early_stop")}
+    if chosen_on is not None:  # without it, all is as it was before there were such options
+        choice |= {"prompts": chosen_on, "every": config.train.eval_every, "dtype": config.evaluate.dtype}
+        recipe["choice"] = {**choice, "draft_tokens": config.evaluate.num_speculative_tokens}
     return Provenance(
         {
             "layout": LAYOUTS["train"],

@@ -47,7 +47,8 @@ def table(config: Config, manifests: dict[str, dict[str, Any]]) -> str:
         "  measured on": f"{report['prompts']} prompts of {report.get('workload', 'heldout')}, "
         f"{report['generated_tokens']:,} tokens, {report['dtype']}",
         "speed": f"{speed['speculative']:.1f} tokens/s with the drafter, {speed['plain']:.1f} without, for one user",
-        "trained on": f"{trained['tokens']:,} tokens ({trained['pairs']:,} slot-steps) in {trained['steps']} steps",
+        "trained on": f"{trained['tokens']:,} tokens ({trained['pairs']:,} slot-steps) in {trained['steps']} steps"
+        + (f", of which step {trained['kept']['step']} is kept" if "kept" in trained else ""),
         "seconds": "   ".join(f"{stage} {manifests[stage]['seconds']:,.0f}" for stage in STAGES),
         "checkpoint": str(Path(config.run_dir) / "export"),
         "serve it": manifests["export"]["serve"],

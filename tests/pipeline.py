@@ -20,6 +20,7 @@ from eagle31_train.store.sealed import checksum, seal, unseal
 
 LAYERS, HIDDEN, VOCAB = 6, 32, 40
 AUX = [1, 3, 5]
+END = 3
 KEPT = [i for i in range(VOCAB) if i % 5]
 LENGTHS = {"train": [12, 7, 25, 9, 18, 3, 30, 11, 8, 16, 14, 21], "heldout": [10, 14, 6, 13]}
 COLUMNS = Features(
@@ -60,8 +61,9 @@ def tiny_llama(seed=0, **changes):
     return model
 
 
-def write_data(run_dir, lengths=LENGTHS, seed=0, kept=KEPT, target_size=VOCAB):
-    """run_dir/data with random tokens: a question, an answer, and sometimes a second turn."""
+def write_data(run_dir, lengths=LENGTHS, seed=0, kept=KEPT, target_size=VOCAB, model=None):
+    """run_dir/data with random tokens: a question, an answer, and sometimes a second turn; or, with a `model`, an
+    answer that it writes itself."""
     rng = random.Random(seed)
     folder = Path(run_dir) / "data"
     splits = {}
@@ -72,6 +74,9 @@ def write_data(run_dir, lengths=LENGTHS, seed=0, kept=KEPT, target_size=VOCAB):
             "input_ids": [[rng.randrange(VOCAB) for _ in range(size)] for size in sizes],
             "loss_mask": [[i >= 3 and not size - 6 <= i < size - 4 for i in range(size)] for size in sizes],
         }
+        if model is not None:
+            rows["input_ids"] = [answered(model, ids[:3], len(ids)) for ids in rows["input_ids"]]
+            rows["loss_mask"] = [[i >= 3 for i in range(size)] for size in sizes]
         splits[split] = Dataset.from_dict(rows, features=COLUMNS)
     # An empty split would be given no file, and then not load.
     DatasetDict(splits).save_to_disk(str(folder / "dataset"), num_shards=dict.fromkeys(splits, 1))
@@ -83,9 +88,17 @@ def write_data(run_dir, lengths=LENGTHS, seed=0, kept=KEPT, target_size=VOCAB):
             "fingerprint": artifacts.fingerprint(inputs),
             "inputs": inputs,
             "dataset_fingerprint": artifacts.fingerprint([inputs, "rows"]),
+            "end_ids": [END],
             "files": artifacts.list_files(folder, [file for file in folder.rglob("*") if file.is_file()]),
         },
     )
+
+
+def answered(model, ids, length):
+    """Tokens that a model goes on with, greedily and one at a time, until there are `length`."""
+    for _ in range(length - len(ids)):
+        ids = [*ids, int(model(torch.tensor([ids])).logits[0, -1].argmax())]
+    return ids
 
 
 def make_run(folder, seed=0, **changes):
@@ -125,6 +138,7 @@ def options(folder, *more):
         "train.lr=0.01",
         "train.precision=no",
         "train.wandb=disabled",
+        "evaluate.max_new_tokens=24",
         *more,
     ]
 

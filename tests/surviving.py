@@ -57,10 +57,10 @@ def saves_on(machine):
 
     original = Saver._save
 
-    def save(self, snapshot):
+    def save(self, *given):
         machine.thread = threading.get_ident()
         with running(machine):
-            original(self, snapshot)
+            original(self, *given)
         machine.counts.append(machine.count)
 
     with patch.object(Saver, "_save", save):

@@ -85,3 +85,17 @@ def test_what_steers_no_weight_is_no_input_of_training():
     assert inputs("train.wandb=disabled", "train.time_limit=1h", "train.num_workers=4").matches(inputs().record())
     assert not inputs("train.lr=1").matches(inputs().record())
     assert not inputs("seed=9").matches(inputs().record())
+
+
+def test_what_chooses_the_step_is_an_input_where_one_is_chosen_and_nowhere_else():
+    """Else no run from before there were such options would be up to date."""
+
+    def inputs(chosen_on, *options):
+        config = load_config(["+experiment=smollm2", *options])
+        return provenance.of_training(config, "s", "d", "v" * 64, None, chosen_on).inputs["train"]
+
+    assert not {"keep_best", "early_stop", "choice"} & inputs(None, "train.eval_every=7").keys()
+    assert inputs(["prompt"], "train.early_stop=3", "train.eval_every=7")["choice"] == {
+        **{"keep_best": False, "early_stop": 3, "prompts": ["prompt"], "every": 7},
+        **{"dtype": "float32", "draft_tokens": 3},
+    }

@@ -60,6 +60,20 @@ def newest(folder: Path, fingerprint: str, say: Callable[[str], None]) -> Path |
     return None
 
 
+def best(folder: Path, fingerprint: str, last: int) -> tuple[Path | None, dict[str, Any] | None]:
+    """Of the whole checkpoints up to step `last` that were the best of their run when they were saved, the best; and
+    what its state says of it."""
+    found: dict[Path, dict[str, Any]] = {}
+    for path in in_order(folder):
+        if step_of(path) <= last and damage(path, fingerprint) is None:
+            then = unseal((path / artifacts.MANIFEST).read_bytes())["extra"]["state"].get("best")
+            if then and then["step"] == step_of(path):
+                found[path] = then
+    if not found:
+        return None, None
+    return max(found.items(), key=lambda one: one[1]["acceptance_length"])
+
+
 def load(path: Path, shape: DrafterShape) -> Snapshot:
     """Read a checkpoint that `newest` returned; any number of processes may.
 
@@ -93,7 +107,7 @@ def damage(path: Path, fingerprint: str) -> str | None:
 
 
 class Saver:
-    """Writes the checkpoints of a run in a background thread, and keeps the newest ones.
+    """Writes the checkpoints of a run in a background thread, and keeps the newest ones, and the best.
 
     A full disk, or another error of the file system, does not stop the run: it is said in one line, the older
     checkpoints stay, and the next save tries again.
@@ -104,14 +118,23 @@ class Saver:
         keep: how many checkpoints stay.
         say: prints a line; called from the background thread.
         committed: the checkpoint that the run goes on from, as `newest` has just returned it.
+        best: the one to be kept beside the newest, if there is one.
 
     Attributes:
         committed: the newest checkpoint that was written whole.
+        best: the newest of these that was saved as the best.
     """
 
     def __init__(
-        self, folder: Path, fingerprint: str, keep: int, say: Callable[[str], None], committed: Path | None = None
+        self,
+        folder: Path,
+        fingerprint: str,
+        keep: int,
+        say: Callable[[str], None],
+        committed: Path | None = None,
+        best: Path | None = None,
     ) -> None:
+        self.best = best
         self.folder, self.fingerprint, self.keep, self.say = folder, fingerprint, keep, say
         # What lies behind the one that the run goes on from is damaged.
         last = 0 if committed is None else step_of(committed)
@@ -126,18 +149,19 @@ class Saver:
         """See the class."""
         return self._whole[-1] if self._whole else None
 
-    def save(self, snapshot: Snapshot, required: bool = False) -> None:
+    def save(self, snapshot: Snapshot, required: bool = False, best: bool = False) -> None:
         """Wait for the save before this one, then begin to write; the snapshot is the saver's from now on.
 
         Args:
             required: return once it is on the disk.
+            best: keep it until another one is; the best before may go then.
 
         Raises:
             UserError: it is required, and cannot be written.
             BaseException: whatever but an OSError stopped the save before.
         """
         self.wait()
-        self._saving = self._thread.submit(self._save, snapshot)
+        self._saving = self._thread.submit(self._save, snapshot, best)
         if required:
             self.wait()
             if self._failed:
@@ -163,7 +187,7 @@ class Saver:
         finally:
             self._thread.shutdown()
 
-    def _save(self, snapshot: Snapshot) -> None:
+    def _save(self, snapshot: Snapshot, best: bool) -> None:
         path = self.folder / name_of(snapshot.step)
         try:
             self._remove_leftovers()  # whose bytes may be needed
@@ -178,10 +202,11 @@ class Saver:
             )
             return
         self._failed = None
+        self.best = path if best else self.best
         self._whole = [*self._whole, path][-self.keep :]
         try:
             for other in in_order(self.folder) if len(self._whole) == self.keep else ():
-                if step_of(other) < snapshot.step and other not in self._whole:
+                if step_of(other) < snapshot.step and other not in (*self._whole, self.best):
                     artifacts.discard(other)
             self._remove_leftovers()
         except OSError as error:

@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -184,11 +184,11 @@ def check_accelerator(accelerator: Accelerator) -> None:
         )
 
 
-def check_alike(accelerator: Accelerator, inputs: dict[str, Any], config: Config) -> None:
+def check_alike(accelerator: Accelerator, inputs: dict[str, Any], config: Config, measured_on: Sequence[str]) -> None:
     """Refuse ranks that would train something else than the first, or would not do it in step with it.
 
     Args:
-        inputs: what the trained weights depend on.
+        inputs: what the trained weights depend on. measured_on: prompts, by their digests.
 
     Raises:
         SharedError: names the first rank that differs and how.
@@ -203,6 +203,8 @@ def check_alike(accelerator: Accelerator, inputs: dict[str, Any], config: Config
     }
     facts = {**inputs, "train": options, "store.follow": config.store.follow, "profile": profile}
     facts["torch"] = torch.__version__
+    facts["trajectories"] = measured_on
+    facts["evaluate"] = {"dtype": config.evaluate.dtype, "draft_tokens": config.evaluate.num_speculative_tokens}
     everyone = gather_object([facts])
     for rank, other in enumerate(everyone):
         if change := artifacts.describe_change(everyone[0], other):

@@ -35,6 +35,6 @@ def train(config: Config) -> None:
             trainer.log(result)
             trainer.maybe_evaluate(result.step)
             trainer.maybe_save(result.step, result.stop_requested)
-            if result.stop_requested:
+            if result.stop_requested or result.step == trainer.last_step:
                 break
         trainer.finish()

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 
 from eagle31_train import artifacts, provenance
@@ -16,11 +17,16 @@ from eagle31_train.checkpoint.contract import unserved
 from eagle31_train.checkpoint.run_folder import RECORD
 from eagle31_train.config import Config, byte_count
 from eagle31_train.console import is_main
+from eagle31_train.errors import UserError
+from eagle31_train.evaluation import trajectories
+from eagle31_train.evaluation.trajectories import digest
+from eagle31_train.evaluation.unrolled import Trajectory
 from eagle31_train.model import vocab
 from eagle31_train.store import Store, storage_of
 from eagle31_train.store.stream import check_consumer
 from eagle31_train.targets.derive import complete
 from train import checkpoint, initial_weights, launch, order, tracking, windows
+from train.acceptance import AcceptanceMeter
 from train.build import build_objective, check_pairs, check_samples, check_store, shape_of
 from train.checkpoint import Saver
 from train.claim import alone, begun, claim
@@ -54,10 +60,10 @@ def prepare(config: Config, resources: ExitStack) -> Trainer | None:
     schedule = order.schedule(
         data.train_split.lengths, t.batch_tokens, config.seed, t.epochs, t.max_steps, windows.samples(data.windows)
     )
-    newest, state, parallel = restore(config, data, accelerator, folder)
+    newest, best, state, parallel = restore(config, data, accelerator, folder)
     main, steps = accelerator.is_main_process, len(schedule)
     usage = Usage(data.store, data.train_split, schedule, data.windows, data.made_from.fingerprint)
-    usage.begin(state.step, remove=main)
+    usage.begin(state.step, remove=main, ended=state.stale(t.early_stop))
     state.trackers = tracking.start(accelerator, config, folder, data.made_from.inputs, state.step, state.trackers)
     if main:
         tracking.record_launch(
@@ -73,9 +79,10 @@ def prepare(config: Config, resources: ExitStack) -> Trainer | None:
             },
         )
     reporter = resources.enter_context(closing(Reporter(accelerator, folder, state.step, steps)))
-    saver = Saver(folder / "checkpoints", data.made_from.fingerprint, t.keep_checkpoints, reporter.note, newest)
+    saver = Saver(folder / "checkpoints", data.made_from.fingerprint, t.keep_checkpoints, reporter.note, newest, best)
     resources.callback(saver.close)  # never in the middle of a save
-    return Trainer(config, data, folder, schedule, parallel, usage, state, reporter, saver, deadline)
+    meter = make_meter(config, data, parallel, state)
+    return Trainer(config, data, folder, schedule, parallel, usage, state, reporter, saver, deadline, meter)
 
 
 def _completed(config: Config) -> Config:
@@ -104,16 +111,18 @@ def read_inputs(config: Config, resources: ExitStack) -> Inputs:
     vocab_file = data_dir / "vocab.safetensors"
     draft_vocab = vocab.read(vocab_file)
     vocab_sha, start = artifacts.file_sha256(vocab_file), initial_weights.identity(config)
-    made_from = provenance.of_training(config, store.fingerprint, store.inputs["data"], vocab_sha, start)
-    shape = shape_of(config.drafter, store, draft_vocab)
     train_split = store.split("train")
+    cut = windows.cut(train_split, t.window_tokens)
+    windows.check(store, cut, t.epochs, byte_count(config.store.cache_bytes, "store.cache_bytes"))
+    measured = trajectories.read(store, config.evaluate.num_speculative_tokens)
+    chosen_on = chosen_by(config, store, measured)
+    made_from = provenance.of_training(config, store.fingerprint, store.inputs["data"], vocab_sha, start, chosen_on)
+    shape = shape_of(config.drafter, store, draft_vocab)
     check_samples(train_split, t.batch_tokens)
     if not begun(Path(config.run_dir) / "train", made_from):
         initial_weights.check(config, shape, store)
         if store.manifest is not None and not windows.bounded(store):  # else it would be waited for, or used up
             check_pairs(train_split, draft_vocab, t.oov)
-    cut = windows.cut(train_split, t.window_tokens)
-    windows.check(store, cut, t.epochs, byte_count(config.store.cache_bytes, "store.cache_bytes"))
     return Inputs(
         store=store,
         draft_vocab=draft_vocab,
@@ -123,7 +132,25 @@ def read_inputs(config: Config, resources: ExitStack) -> Inputs:
         heldout=store.split("heldout"),
         windows=cut,
         shuffled=data["inputs"].get("shuffle") is not None,
+        trajectories=measured,
     )
+
+
+def chosen_by(config: Config, store: Store, measured: list[Trajectory]) -> list[str] | None:
+    """The prompts, by their digests, whose measurements choose what the run leaves; None where none do.
+
+    Raises:
+        UserError: they are to, and there are none.
+    """
+    t = config.train
+    if not t.keep_best and t.early_stop is None:
+        return None
+    if not measured:
+        raise UserError(
+            f"train.keep_best and train.early_stop go by measured acceptance, and {store.location} has no trajectories "
+            "to measure it on: leave them out, or extract with extract.trajectories above 0 (and data.heldout)"
+        )
+    return [digest(one.prompt) for one in measured]
 
 
 def _manifest(config: Config) -> dict[str, Any]:
@@ -134,7 +161,7 @@ def _manifest(config: Config) -> dict[str, Any]:
 def launch_processes(config: Config, data: Inputs) -> Accelerator:
     """The processes of the launch: they are what was asked for, and every one trains the same."""
     accelerator = launch.make_accelerator(config, Path(config.run_dir) / "train")
-    launch.check_alike(accelerator, data.made_from.inputs, config)
+    launch.check_alike(accelerator, data.made_from.inputs, config, [digest(one.prompt) for one in data.trajectories])
     for problem in unserved(data.shape):  # before hours are spent
         accelerator.print(f"train: NOT SERVED: {problem}")
     if len(data.windows) > 1 and not data.shuffled:
@@ -161,12 +188,12 @@ def claim_folder(config: Config, data: Inputs, accelerator: Accelerator, resourc
 
 def restore(
     config: Config, data: Inputs, accelerator: Accelerator, folder: Path
-) -> tuple[Path | None, State, Parallel]:
-    """The newest whole checkpoint of the run and its state, or none and the initial state, on the launch's devices."""
+) -> tuple[Path | None, Path | None, State, Parallel]:
+    """The newest whole checkpoint of the run, its best one (`train.keep_best`) and its state, or none and the initial
+    state, on the launch's devices."""
     objective = build_objective(config, data.shape, data.store, data.draft_vocab)
-    newest = launch.agreed(
-        accelerator, lambda: checkpoint.newest(folder / "checkpoints", data.made_from.fingerprint, print)
-    )
+    fingerprint, best = data.made_from.fingerprint, None
+    newest = launch.agreed(accelerator, lambda: checkpoint.newest(folder / "checkpoints", fingerprint, print))
     if newest is None:
         drafter = objective.drafter
         initial_weights.copy_initial_weights(
@@ -178,7 +205,30 @@ def restore(
         objective.drafter.load_state_dict(loaded.weights)
         state, parallel = State(**loaded.extra["state"]), parallelise(accelerator, objective, config.train)
         parallel.set_moments(loaded.moments, state.updates)
+        if config.train.keep_best:
+            best, found = launch.agreed(
+                accelerator, lambda: checkpoint.best(folder / "checkpoints", fingerprint, state.step)
+            )
+            if found != state.best:
+                accelerator.print(
+                    "train: the best checkpoint so far is missing or damaged: another one is the best now"
+                )
+                state.best = found
         accelerator.print(f"train: going on after step {state.step} ({newest})")
     processes = f", {accelerator.num_processes} processes" if accelerator.num_processes > 1 else ""
     accelerator.print(f"train: {parallel.kind}{processes} on {accelerator.device.type}")
-    return newest, state, parallel
+    return newest, best, state, parallel
+
+
+def make_meter(config: Config, data: Inputs, parallel: Parallel, state: State) -> AcceptanceMeter | None:
+    """What measures acceptance, on prompts that `state` is told; None, which is said, without trajectories."""
+    if not data.trajectories:
+        parallel.accelerator.print(
+            f"train: acceptance is not measured: {data.store.location} has no trajectories (it is of an earlier "
+            "version, or of extract.trajectories=0, or its extraction said why)"
+        )
+        return None
+    now = [digest(one.prompt) for one in data.trajectories]
+    state.measured_on = list(dict.fromkeys([*state.measured_on, *now]))  # and on others before, of a store made anew
+    ids = torch.from_numpy(data.draft_vocab.target_ids)
+    return AcceptanceMeter(config, parallel, data.store, data.shape, ids, data.trajectories)

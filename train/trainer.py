@@ -13,11 +13,14 @@ import torch
 from eagle31_train import artifacts
 from eagle31_train.config import Config, DrafterShape
 from eagle31_train.errors import Stopped
+from eagle31_train.evaluation.unrolled import Trajectory
 from eagle31_train.model.vocab import DraftVocab
 from eagle31_train.provenance import Provenance
 from eagle31_train.store import Store, StoreSplit
 from train import launch
+from train.acceptance import AcceptanceMeter
 from train.checkpoint import Saver, Snapshot
+from train.checkpoint import best as best_checkpoint
 from train.deadline import Deadline
 from train.heldout import evaluate
 from train.jsonl import plain
@@ -41,7 +44,14 @@ class State:
     left_out: list[int] = field(default_factory=list)  # steps whose gradient was not finite
     without_pairs: list[int] = field(default_factory=list)  # steps that had nothing to train, and changed nothing
     heldout: dict[str, Any] | None = None  # the newest evaluation
+    best: dict[str, Any] | None = None  # the measurement of the greatest acceptance length: step, that, and `heldout`
+    since_best: int = 0  # measurements after it
+    measured_on: list[str] = field(default_factory=list)  # prompts, as `trajectories.digest` knows them
     trackers: dict[str, str] = field(default_factory=dict)  # tracker → id of the run there
+
+    def stale(self, early_stop: int | None) -> bool:
+        """Whether acceptance has not risen for as many measurements as `train.early_stop` allows."""
+        return early_stop is not None and self.since_best >= early_stop
 
 
 @dataclass(frozen=True)
@@ -63,6 +73,7 @@ class Inputs:
     """What a run trains on, found to fit together.
 
     made_from: what the trained weights depend on. shuffled: whether the data was, before windows were cut.
+    trajectories: what acceptance is measured on; none where the store has none.
     """
 
     store: Store
@@ -73,13 +84,17 @@ class Inputs:
     heldout: StoreSplit
     windows: list[Window]
     shuffled: bool
+    trajectories: list[Trajectory]
 
 
 @dataclass
 class Trainer:
     """A run that is ready to train; `train.prepare.prepare` makes it.
 
-    folder: run_dir/train. schedule: the samples of every step.
+    folder: run_dir/train. schedule: the samples of every step. meter: of acceptance, where the store has trajectories.
+
+    Attributes:
+        last_step: of the run, which ends with the schedule, or earlier (`train.early_stop`).
     """
 
     config: Config
@@ -92,11 +107,13 @@ class Trainer:
     reporter: Reporter
     saver: Saver
     deadline: Deadline
+    meter: AcceptanceMeter | None = None
 
     def __post_init__(self) -> None:
         self.t, self.heldout, self.accelerator = self.config.train, self.data.heldout, self.parallel.accelerator
         self.keep_mask = torch.from_numpy(self.data.draft_vocab.t2d)  # [V] bool
-        self.first_step, self.last_step = self.state.step + 1, len(self.schedule)
+        self.first_step = self.state.step + 1
+        self.last_step = self.state.step if self.state.stale(self.t.early_stop) else len(self.schedule)
         self.lap = time.perf_counter()  # when the step before was logged; its evaluation and checkpoint come later
         self.aside = 0.0  # seconds that these took
         self.lengths = self.data.train_split.lengths
@@ -105,7 +122,9 @@ class Trainer:
         """This rank's part of every step that is left."""
         self.lap = time.perf_counter()
         split, seed, done = self.data.train_split, self.config.seed, self.state.step
-        return load(split, self.schedule, done, self.t, seed, self.keep_mask, self.accelerator, self.deadline)
+        return load(
+            split, self.schedule[: self.last_step], done, self.t, seed, self.keep_mask, self.accelerator, self.deadline
+        )
 
     def train_step(self, batch: GlobalBatch) -> StepResult:
         """Update the weights; not where the step has nothing to train, or its loss or gradient is not finite.
@@ -117,7 +136,7 @@ class Trainer:
         if self.deadline.reason is not None:
             batch.totals.request_stop()
         step, state = batch.step, self.state
-        lr = learning_rate(step, self.last_step, self.t)
+        lr = learning_rate(step, len(self.schedule), self.t)
         sums, totals = accumulate(self.parallel, batch.micro_batches, batch.totals, self.t.gamma)
         norm, packed, sums = self.parallel.update(lr, totals.pairs, totals.packed, sums)
         totals = StepTotals(packed)  # on the host, as the others
@@ -151,29 +170,41 @@ class Trainer:
     def maybe_evaluate(self, step: int) -> None:
         """Evaluate the held-out split every `train.eval_every` steps and after the last one.
 
-        A curve is of the same conversations at every step; what training leaves behind is of all.
+        A curve is of the same conversations at every step; what training leaves behind is of all. A measurement of
+        acceptance may make this the last step.
         """
-        final = step == self.last_step
-        if not len(self.heldout) or not (final or step % self.t.eval_every == 0):
+        if not len(self.heldout) or not (step == self.last_step or step % self.t.eval_every == 0):
             return
+        measured = self.meter.measure() if self.meter else {}
         metrics = evaluate(self.parallel, self.heldout, self.t, self.keep_mask)
-        self.reporter.log(step, {f"{HELDOUT}{name}": value for name, value in metrics.items()})
-        if final and len(self.heldout) > self.t.eval_samples:
+        self.reporter.log(step, {f"{HELDOUT}{name}": value for name, value in {**metrics, **measured}.items()})
+        if self.meter:
+            self._compare(step, measured["acceptance_length"])
+        if step == self.last_step and len(self.heldout) > self.t.eval_samples:
             metrics = evaluate(self.parallel, self.heldout, self.t, self.keep_mask, everything=True)
+        self.state.heldout = plain({**metrics, **measured})
+        if self.state.best and self.state.best["step"] == step:
+            self.state.best["heldout"] = self.state.heldout
         loss, estimate = metrics["loss"], metrics["acceptance_estimate"]
-        self.reporter.note(f"step {step}: held-out loss {loss:.3f}, acceptance estimate {estimate:.3f}")
-        self.state.heldout = plain(metrics)
+        text = f"step {step}: held-out loss {loss:.3f}, acceptance estimate {estimate:.3f}"
+        if self.meter:
+            text += (
+                f", acceptance length {measured['acceptance_length']:.3f} with {self.meter.draft_tokens} draft tokens"
+            )
+        self.reporter.note(text)
 
     def maybe_save(self, step: int, stop_requested: bool) -> None:
-        """Save every `train.checkpoint_every` steps, and where the run ends, stops, or shards are to be removed.
+        """Save every `train.checkpoint_every` steps, and where the run ends, stops, or shards are to be removed; with
+        `train.keep_best` the best so far, too.
 
         Raises:
             SharedError: ranks do not hold the same weights, or no step of the whole run had anything to train.
             UserError: the run cannot go on without this checkpoint, and it cannot be written.
         """
         final = step == self.last_step
+        best = self.t.keep_best and self.state.best is not None and self.state.best["step"] == step
         required = final or stop_requested or self.usage.frees_shards(step)
-        saving = required or step % self.t.checkpoint_every == 0
+        saving = required or best or step % self.t.checkpoint_every == 0
         if (saving or step == self.first_step) and (problem := self.parallel.differs()):
             self._abort(f"step {step}: {problem}: the ranks do not train together as they should, nothing was saved")
         if not saving:
@@ -188,9 +219,9 @@ class Trainer:
             self.saver.wait()  # for the checkpoint before, so that there are never two in memory
         snapshot = take_snapshot(self.parallel, self.state, self.data.shape)
         if main:
-            self.saver.save(snapshot, required)
+            self.saver.save(snapshot, required, best)
         # No step after a checkpoint reads these; before it is saved, a kill would need them again.
-        self.usage.let_go(step, remove=main and required)
+        self.usage.let_go(step, remove=main and required, ended=final)
 
     def finish(self) -> None:
         """Close the run's files; of one that is at its end, write what later stages read.
@@ -210,22 +241,54 @@ class Trainer:
             raise Stopped(f"train: stopped by {why}; the same command goes on" if main else "")
         if not main:
             return
-        checkpoint = self.saver.committed
-        assert checkpoint is not None
+        checkpoint, kept = self._left()
         manifest = self.data.made_from.record(
             checkpoint=str(checkpoint.relative_to(self.folder)),
             steps=steps,
-            **{name: value for name, value in asdict(state).items() if name != "step"},
+            **{name: value for name, value in asdict(state).items() if name not in ("step", "best", "since_best")},
+            **({"kept": {"step": kept["step"], "acceptance_length": kept["acceptance_length"]}} if kept else {}),
             files=artifacts.list_files(self.folder, checkpoint.iterdir()),
         )
         artifacts.write_json(self.folder / artifacts.MANIFEST, manifest)
         if state.without_pairs:
             print(f"train: {len(state.without_pairs):,} of {steps:,} steps had nothing to train, and changed nothing")
+        if kept:
+            print(
+                f"train: step {kept['step']} of {steps} is kept, of the greatest acceptance length on held-out "
+                f"prompts, {kept['acceptance_length']:.3f} (train.keep_best)"
+            )
         idle = state.waited / max(state.seconds, 1e-9)
         print(
             f"train: {steps} steps, {state.tokens:,} tokens, {idle:.1%} of the time waiting for data; "
             f"drafter in {checkpoint}"
         )
+
+    def _left(self) -> tuple[Path, dict[str, Any] | None]:
+        """The checkpoint that a finished run leaves; and, of one that `train.keep_best` chose, what was measured."""
+        last = self.saver.committed
+        assert last is not None
+        if not self.t.keep_best or self.state.heldout is None:
+            return last, None
+        best, measured = best_checkpoint(last.parent, self.data.made_from.fingerprint, self.state.step)
+        # A greater one may have been measured and not written, on a full disk: then the last may be the best of these.
+        if best is None or measured is None or measured["acceptance_length"] < self.state.heldout["acceptance_length"]:
+            return last, None
+        self.state.heldout = measured["heldout"]
+        return best, measured
+
+    def _compare(self, step: int, length: float) -> None:
+        """Compare a measured acceptance length with the best so far; where it has not risen for long, end the run."""
+        state = self.state
+        if state.best is None or length > state.best["acceptance_length"]:
+            state.best, state.since_best = {"step": step, "acceptance_length": length}, 0
+            return
+        state.since_best += 1
+        if state.stale(self.t.early_stop) and step < self.last_step:
+            self.last_step = step
+            self.reporter.note(
+                f"step {step} is the last of {len(self.schedule)}: the acceptance length has not risen since step "
+                f"{state.best['step']} (train.early_stop={self.t.early_stop})"
+            )
 
     def _pass_over(self, batch: GlobalBatch) -> None:
         """Count a step without a pair; the first is named."""

@@ -82,8 +82,10 @@ class Usage:
                 self._last_use[split.shard_of(index)] = step
         self._window_ends = {max(self._last_use.get(shard, 0) for shard in window) for window in windows}
 
-    def begin(self, done: int, remove: bool) -> None:
+    def begin(self, done: int, remove: bool, ended: bool = False) -> None:
         """Before the step after `done`: let go of what earlier runs used up, fetch ahead what later steps need.
+
+        Arguments as `let_go`'s.
 
         Raises:
             UserError: what is needed was removed, by another training or before a checkpoint that is damaged now.
@@ -100,18 +102,22 @@ class Usage:
             store.wait_for(store.plan.of("heldout"))  # here, and not between the exchanges of an evaluation
         else:
             store.storage.prefetch(needed)
-        self.let_go(done, remove)
+        self.let_go(done, remove, ended)
 
     def frees_shards(self, step: int) -> bool:
         """Whether a window of a bounded store is used up after this step, so that extraction waits for its removal."""
         return step in self._window_ends and bounded(self._store)
 
-    def let_go(self, step: int, remove: bool) -> None:
-        """Unmap what no step after `step` reads; of a bounded store `remove` it too. Only one process removes."""
+    def let_go(self, step: int, remove: bool, ended: bool = False) -> None:
+        """Unmap what no step after `step` reads; of a bounded store `remove` it too. Only one process removes.
+
+        Args:
+            ended: the run ends here, before its schedule does: extraction need store no more.
+        """
         shards = self.used_up(step)
         self._store.release(shards)
         if remove and bounded(self._store):
-            finished, store = step == len(self._schedule), self._store
+            finished, store = ended or step == len(self._schedule), self._store
             consume(store.storage, store.fingerprint, shards, self._fingerprint, finished)
 
     def needed_after(self, step: int) -> dict[str, int]:

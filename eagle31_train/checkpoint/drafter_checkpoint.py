@@ -190,6 +190,14 @@ class DrafterCheckpoint:
         return run_folder.identity(self.manifest or {"fingerprint": self._content})
 
     @cached_property
+    def measured_on(self) -> list[str]:
+        """Prompts that its training was measured on, by their digests; of a published draft nobody knows."""
+        state = self.manifest
+        if state is None and self.train is not None:
+            state = run_folder.sealed_manifest(self.folder)["extra"].get("state")
+        return list((state or {}).get("measured_on", []))
+
+    @cached_property
     def initial_identity(self) -> str:
         """What a training that begins with these weights records of them; for the hub, repository and commit."""
         return f"{self.where}@{self.commit}" if self.commit else self._content

@@ -6,7 +6,7 @@ whatever name: a run that was stopped goes on with what is left, and one more dr
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,15 +53,17 @@ def choose_workloads(
     positions: Sequence[int | None],
     data: dict[str, Any],
     drafted: Sequence[int] = (),
+    measured_on: Collection[str] = (),
 ) -> list[Workload]:
     """The workloads that the configuration asks for, with prompts that every drafter has positions for.
 
     Args:
         trainings: of each drafter, what each training was made from; None of a published draft.
         positions: of every training, where they are limited. drafted: numbers of draft tokens that are tried here.
+        measured_on: prompts that some training was measured on, by their digests.
     """
     caveats = list(training_data.caveats(trainings, data["dataset_fingerprint"]))
-    chosen = workloads(config, data, drafters.longest_prompt(config, positions, drafted), caveats)
+    chosen = workloads(config, data, drafters.longest_prompt(config, positions, drafted), caveats, measured_on)
     for workload in chosen:
         for remark in workload.remarks:
             print(f"{workload.name}: {remark}")
@@ -94,9 +96,9 @@ def evaluate(
     }
     positions = [one.shape.max_position_embeddings for one in trainings.values()]
     inputs = {name: [one.inputs for one in some] for name, some in checkpoints.items()}
-    chosen = choose_workloads(
-        config, inputs, positions, data, [options.num_speculative_tokens, options.max_speculative_tokens]
-    )
+    drafted = [options.num_speculative_tokens, options.max_speculative_tokens]
+    measured_on = {prompt for one in trainings.values() for prompt in one.measured_on}
+    chosen = choose_workloads(config, inputs, positions, data, drafted, measured_on)
 
     # Prompts before the target: what is wrong with them is reported within seconds.
     model = load_model(config.target, options.dtype)

@@ -124,12 +124,13 @@ def from_heldout(dataset: Path, rendering: Rendering | None = None) -> list[Prom
     The data have tokens alone; with `rendering` the messages are read off them, where they are the user's, perhaps
     after a system message.
     """
-    prompts = []
-    for row in DatasetDict.load_from_disk(str(dataset))["heldout"]:
-        ids = row["input_ids"][: row["loss_mask"].index(True)]
-        messages = rendering.messages_of(ids) if rendering else None
-        prompts.append(Prompt(row["id"], row["source"], ids, messages))
-    return prompts
+    prompts = [prompt_of(row) for row in DatasetDict.load_from_disk(str(dataset))["heldout"]]
+    return [replace(one, messages=rendering.messages_of(one.ids)) for one in prompts] if rendering else prompts
+
+
+def prompt_of(row: Mapping[str, Any]) -> Prompt:
+    """What stands in a conversation of stage 1 before the assistant's first word."""
+    return Prompt(row["id"], row["source"], row["input_ids"][: row["loss_mask"].index(True)])
 
 
 def from_suite(name: str, suite: Suite, option: str, rendering: Rendering) -> tuple[list[Prompt], list[str]]:

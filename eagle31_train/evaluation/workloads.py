@@ -5,7 +5,7 @@
 
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,10 +21,12 @@ from eagle31_train.evaluation.perturb import Context, Filler, Perturbation
 from eagle31_train.evaluation.prompts import Prompt, Suite, choose, files_of, from_heldout, from_suite, suite_of
 from eagle31_train.evaluation.rendering import Rendering, UnfitError
 from eagle31_train.evaluation.training_data import TrainingSplit
+from eagle31_train.evaluation.trajectories import digest
 
 HELDOUT = "heldout"
 PROMPTS = "prompts"  # those of evaluate.prompts
 LEFT_OUT = "evaluate.leave_out names it"
+MEASURED = "acceptance was measured on it during training"
 LOOPING = 0.3  # compressed share of a text; of the demo's held-out answers 14 % are under it
 
 
@@ -53,16 +55,23 @@ class Workload:
             yield f"left out {len(ids)} ({', '.join(ids[:5])}{', …' * (len(ids) > 5)}): {why}"
 
 
-def workloads(config: Config, data: dict[str, Any] | None, longest: int, caveats: Sequence[str] = ()) -> list[Workload]:
+def workloads(
+    config: Config,
+    data: dict[str, Any] | None,
+    longest: int,
+    caveats: Sequence[str] = (),
+    measured_on: Collection[str] = (),
+) -> list[Workload]:
     """Everything that the configuration wants decoded, the held-out prompts (or evaluate.prompts) first.
 
-    A suite's prompts are chosen as they are, of those that evaluate.leave_out does not name; its perturbed forms are
-    of the same prompts, less those that do not fit.
+    A suite's prompts are chosen as they are, of those that evaluate.leave_out does not name and no training was
+    measured on; its perturbed forms are of the same prompts, less those that do not fit.
 
     Args:
         data: stage 1's manifest; None where there is none, and evaluate.prompts is given.
         longest: tokens that a prompt may have.
         caveats: notes for all of them (`training_data.caveats`).
+        measured_on: prompts, as `trajectories.digest` knows them.
 
     Raises:
         UserError: an unknown suite, perturbation or id to be left out, an unreadable or empty set, or a workload that
@@ -70,7 +79,7 @@ def workloads(config: Config, data: dict[str, Any] | None, longest: int, caveats
     """
     perturbations = _perturbations(config)
     suites = _suites(config)
-    maker = _Maker(config, data, longest)
+    maker = _Maker(config, data, longest, measured_on)
     sets: dict[str, tuple[list[Prompt], list[str]]] = {}
     if config.evaluate.prompts is None:
         sets[HELDOUT] = maker.heldout(any(perturbation.transform for perturbation in perturbations)), []
@@ -142,6 +151,7 @@ class _Maker:
     config: Config
     data: dict[str, Any] | None
     longest: int
+    measured_on: Collection[str]
 
     @cached_property
     def rendering(self) -> Rendering:
@@ -176,8 +186,13 @@ class _Maker:
         left = [prompt for prompt in prompts if tuple(prompt.ids) not in texts]
         if not left:
             raise UserError(f"evaluate.leave_out names all {len(prompts)} prompts of {suite}: leave out fewer")
+        measured = [prompt for prompt in left if digest(prompt.ids) in self.measured_on]
+        left = [prompt for prompt in left if prompt not in measured]
+        if not left:
+            raise UserError(f"{suite}: training was measured on all prompts that are left: give others")
         chosen, too_long = choose(left, options.num_prompts, self.longest)
-        left_out = {**{prompt.id: LEFT_OUT for prompt in named}, **dict.fromkeys(too_long, self._too_long)}
+        left_out = {**{prompt.id: LEFT_OUT for prompt in named}, **{prompt.id: MEASURED for prompt in measured}}
+        left_out |= dict.fromkeys(too_long, self._too_long)
         split = self.training_split
         if suite != HELDOUT and split and (known := sum(prompt.ids in split for prompt in chosen)):
             notes = [*notes, f"{known} of {len(chosen)} prompts are in the training data, too"]
@@ -193,7 +208,7 @@ class _Maker:
             texts = self._fillers(prompts) if perturbation.length else []
             context = Context(self.rendering, self.config.data.max_length, texts)
         perturbed: list[Prompt] = []
-        left_out = {prompt: why for prompt, why in plain.left_out.items() if why == LEFT_OUT}
+        left_out = {prompt: why for prompt, why in plain.left_out.items() if why in (LEFT_OUT, MEASURED)}
         for prompt in plain.prompts:
             try:
                 one = perturbation.apply(prompt, context)

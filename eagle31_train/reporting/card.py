@@ -137,7 +137,7 @@ def _section(section: Section) -> Iterator[str]:
 
 # ---------------------------------------------------------------- facts
 
-TRAINED = ("steps", "slots", "tokens", "seconds", "stage_seconds", "heldout")
+TRAINED = ("steps", "kept", "slots", "tokens", "seconds", "stage_seconds", "heldout")
 
 
 def _front_matter(config: Config, shape: DrafterShape) -> str:

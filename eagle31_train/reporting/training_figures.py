@@ -7,19 +7,20 @@ import numpy as np
 
 from eagle31_train.reporting import figures
 from eagle31_train.reporting.figures import Floats, Picture
-from eagle31_train.reporting.training_log import ESTIMATE, History
+from eagle31_train.reporting.training_log import ESTIMATE, LENGTH, History
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 GIB = 2**30
 ESTIMATED = "acceptance estimate (teacher-forced)"
+MEASURED = "acceptance length (decoding of held-out prompts)"
 LEARNING, DEPTH, OPTIMIZER, MACHINE = "Learning", "By depth", "Optimizer", "Machine"
 
 
 class Plot(NamedTuple):
-    """name, section, title: as of `Picture`. column: what it shows, of the rows of training or, in section MACHINE, of
-    the timings; a list has a curve for each depth. low, high: what it cannot leave. form: of numbers in the legend."""
+    """name, section, title: as of `Picture`. column: what it shows, of metrics.jsonl or, in section MACHINE, of the
+    timings; a list has a curve for each depth. low, high: what it cannot leave. form: of numbers in the legend."""
 
     name: str
     section: str
@@ -33,6 +34,7 @@ class Plot(NamedTuple):
 PLOTS = [
     Plot("loss", LEARNING, "Loss, in nats: mean over depths", "loss"),
     Plot(ESTIMATE, LEARNING, ESTIMATED.capitalize(), ESTIMATE, low=1, form="{:.2f}"),
+    Plot(LENGTH, LEARNING, MEASURED.capitalize(), LENGTH, low=1, form="{:.2f}"),
     Plot("prefix", DEPTH, "Share of drafts that are right up to this depth", "prefix_at_depth", 0, 1, "{:.1%}"),
     Plot("accuracy", DEPTH, "Share of tokens that are right at this depth", "accuracy_at_depth", 0, 1, "{:.1%}"),
     Plot("loss_at_depth", DEPTH, "Loss at this depth, in nats", "loss_at_depth"),
@@ -47,11 +49,16 @@ PLOTS = [
 
 def pictures(history: History) -> list[Picture]:
     """The pictures that there are numbers for, in the order of the page."""
-    remark = f"strokes above: {len(history.restarts):,} restarts" if history.restarts else ""
+    restarts = [f"strokes above: {len(history.restarts):,} restarts"] if history.restarts else []
+    drafted = {LENGTH: [f"{len(history.heldout.depths('acceptance_at_depth'))} draft tokens"]}
     return [
-        Picture(plot.name, plot.section, plot.title, partial(_draw, plot, history), remark)
+        Picture(
+            *(plot.name, plot.section, plot.title),
+            partial(_draw, plot, history),
+            "; ".join([*drafted.get(plot.name, []), *restarts]),
+        )
         for plot in PLOTS
-        if plot.column in (history.timings if plot.section == MACHINE else history.train)
+        if any(plot.column in table for table in ([history.timings] if plot.section == MACHINE else history.learning))
         or history.train.depths(plot.column)
     ]
 
@@ -66,6 +73,9 @@ def _draw(plot: Plot, history: History, axes: "Axes") -> None:
     else:
         figures.noisy(axes, train.steps, train[plot.column], "training", "C0", plot.form)
         figures.measured(axes, heldout.steps, heldout[plot.column], "held-out", "C1", plot.form)
+    if plot.name == LENGTH and (best := history.best) is not None:
+        label = f"{'kept' if history.keeps_best else 'best'}, step {best[0]:,.0f}  {plot.form.format(best[1])}"
+        axes.plot(*best, "*", color="C2", markersize=9, label=label)
     if plot.high == 1:
         figures.shares(axes)
     if plot.section == MACHINE or plot.high == 1 or plot.name == "lr":

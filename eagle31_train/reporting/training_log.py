@@ -16,6 +16,7 @@ from eagle31_train.reporting.figures import Floats
 METRICS, TIMINGS, LAUNCHES, CONFIG = "metrics.jsonl", "timings.jsonl", "launches.jsonl", "config.yaml"
 HELDOUT = "heldout_"
 ESTIMATE = "acceptance_estimate"  # runs of earlier versions call it tau
+LENGTH = "acceptance_length"  # on held-out prompts; of runs whose store had trajectories
 Row = dict[str, Any]
 
 
@@ -86,6 +87,24 @@ class History:
     def busy(self) -> Floats:
         """Seconds of each timed step, without those `aside`, for evaluating and saving, where these are known."""
         return self.timings["seconds"] - np.nan_to_num(self.timings["aside"])
+
+    @property
+    def learning(self) -> tuple[Table, Table]:
+        """The rows of metrics.jsonl."""
+        return self.train, self.heldout
+
+    @property
+    def best(self) -> tuple[float, float] | None:
+        """The step of the greatest acceptance length that was measured, the first of equals, and that length."""
+        if LENGTH not in self.heldout:
+            return None
+        at = int(np.nanargmax(self.heldout[LENGTH]))
+        return float(self.heldout.steps[at]), float(self.heldout[LENGTH][at])
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the run leaves that step's drafter."""
+        return bool((self.config.get("train") or {}).get("keep_best"))
 
     def marked(self, name: str) -> Floats:
         """Steps whose rows say `"name": true`."""

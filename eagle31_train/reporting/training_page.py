@@ -11,13 +11,13 @@ from eagle31_train import artifacts
 from eagle31_train.errors import UserError
 from eagle31_train.reporting import html
 from eagle31_train.reporting.figures import Floats
-from eagle31_train.reporting.training_figures import ESTIMATED, GIB, PLOTS, pictures
-from eagle31_train.reporting.training_log import ESTIMATE, History, Table, read
+from eagle31_train.reporting.training_figures import ESTIMATED, GIB, MEASURED, PLOTS, pictures
+from eagle31_train.reporting.training_log import ESTIMATE, LENGTH, History, Table, read
 
 PAGE = "report.html"
 RECENT = 50  # training rows that the table's means are taken over
-NUMBERS = ("loss", ESTIMATE, "oov_share", "grad_norm", "lr")
-BY_DEPTH = ("prefix_at_depth", "accuracy_at_depth", "loss_at_depth", "rms_at_depth")
+NUMBERS = (LENGTH, "loss", ESTIMATE, "oov_share", "grad_norm", "lr")
+BY_DEPTH = ("prefix_at_depth", "accuracy_at_depth", "loss_at_depth", "rms_at_depth", "acceptance_at_depth")
 
 
 def write(run: Path, out: Path | None = None) -> tuple[Path, list[str]]:
@@ -79,8 +79,13 @@ def _facts(history: History) -> dict[str, str]:
     """The numbers that are looked for first."""
     train, timings = history.train, history.timings
     facts: dict[str, str] = {}
+    if history.best is not None:
+        step, length = history.best
+        facts[MEASURED] = f"{_last(history.heldout[LENGTH]):.3f}"
+        kept = ", which is kept" if history.keeps_best else ""
+        facts["greatest acceptance length"] = f"{length:.3f}, at step {step:,.0f}{kept}"
     for rows, label in ((history.heldout, "held-out"), (train, "training")):
-        if ESTIMATE in rows and not facts:
+        if ESTIMATE in rows and f"{ESTIMATED}, held-out" not in facts:
             facts[f"{ESTIMATED}, {label}"] = f"{_last(rows[ESTIMATE]):.3f}"
             facts[f"loss, {label}"] = f"{_last(rows['loss']):.3f}"
     if "tokens" in train:
@@ -105,7 +110,7 @@ def _numbers(history: History) -> str:
     rows = []
     for name in NUMBERS:
         row = [name, _shown((_last if name == "lr" else _recent)(train[name])), _shown(_last(heldout[name])), ""]
-        if name in ("loss", ESTIMATE) and name in heldout:
+        if name in ("loss", ESTIMATE, LENGTH) and name in heldout:
             at = int((np.nanargmin if name == "loss" else np.nanargmax)(heldout[name]))
             row[-1] = f"{heldout[name][at]:.4g} (step {heldout.steps[at]:,.0f})"
         rows.append(row)
@@ -125,7 +130,9 @@ def _depths(history: History) -> str:
         for table, where, end in sources
         if (depths := table.depths(name))
     ]
-    return html.table(["", *(f"depth {depth}" for depth in range(1, len(rows[0])))], rows) if rows else ""
+    width = max(map(len, rows), default=0)  # as deep as was trained, or drafted
+    rows = [[*row, *[""] * (width - len(row))] for row in rows]
+    return html.table(["", *(f"depth {depth}" for depth in range(1, width))], rows) if rows else ""
 
 
 def _last(values: Floats) -> float:

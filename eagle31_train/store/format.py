@@ -4,6 +4,8 @@
     plan.json           every sample's length and every shard's samples (`shard_plan.Plan`)
     stream.json         how many bytes the extraction may keep, and how many processes share it, while it runs
     target.safetensors  the target's embedding rows, final norm and lm_head; target.json is its line
+    trajectories.safetensors  the target's own answers to some held-out prompts, where training is to measure acceptance
+                        (`evaluation/trajectories.py`); trajectories.json is its line
     shards/train-00000.safetensors …   many samples each, concatenated without padding (see `shard`)
     shards/train-00000.json …          one `Line` for each committed shard, with its checksum
     shards.jsonl        those lines together, in the order of the plan, in their place, once all are there
@@ -26,9 +28,12 @@ PLAN = "plan.json"
 STREAM = "stream.json"
 TARGET = "target.safetensors"
 TARGET_LINE = "target.json"
+TRAJECTORIES = "trajectories.safetensors"
+TRAJECTORIES_LINE = "trajectories.json"
 SHARDS = "shards.jsonl"
 CONSUMED = "consumed.json"
-FILES = {artifacts.MANIFEST, PROVENANCE, PLAN, SHARDS, TARGET, TARGET_LINE, STREAM, CONSUMED}  # beside shards/
+FILES = {artifacts.MANIFEST, PROVENANCE, PLAN, SHARDS, STREAM, CONSUMED}  # beside shards/
+FILES |= {TARGET, TARGET_LINE, TRAJECTORIES, TRAJECTORIES_LINE}
 
 EXTRACT = "eagle31 extract"
 REMAKE = f"run `{EXTRACT}` again, which makes what is damaged or missing anew"
@@ -41,7 +46,7 @@ def line_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class Line:
-    """What commits a shard, or the target's weights. `fidelity` is the gate's result where it compared the shard."""
+    """What commits a shard, or another big file. `fidelity` is the gate's result where it compared the shard."""
 
     name: str
     store: str  # fingerprint of the store that it belongs to

@@ -18,8 +18,9 @@ from eagle31_train.store.format import (
     SHARDS,
     STREAM,
     TARGET,
-    TARGET_LINE,
+    TRAJECTORIES,
     Line,
+    line_name,
     parse_line,
 )
 from eagle31_train.store.sealed import DamagedError, checksum, unseal
@@ -140,15 +141,15 @@ def committed_lines(
     return lines, problems
 
 
-def read_target_line(storage: Storage, store: str) -> Line:
-    """The line of the target's weights.
+def read_line(storage: Storage, name: str, store: str) -> Line:
+    """The line of a big file beside the shards.
 
     Raises:
         UserError: it is missing or damaged.
     """
-    where = f"{storage.location}/{TARGET_LINE}"
+    where = f"{storage.location}/{line_name(name)}"
     try:
-        return parse_line(storage.read(TARGET_LINE), store, TARGET)
+        return parse_line(storage.read(line_name(name)), store, name)
     except FileNotFoundError:
         raise UserError(f"{where} is missing: {REMAKE}") from None
     except DamagedError as error:
@@ -202,13 +203,18 @@ def finished(storage: Storage, provenance: Provenance, overwrite: bool) -> dict[
 
 def _first_of_another_size(head: Head, store: str) -> str | None:
     """Name the first big file of a complete store that is missing or not as long as it was written."""
-    storage, target = head.storage, read_target_line(head.storage, store)
+    storage = head.storage
+    whole = [name for name in (TARGET, TRAJECTORIES) if name == TARGET or storage.size(line_name(name)) is not None]
+    try:
+        lines = [read_line(storage, name, store) for name in whole]
+    except UserError as error:  # the manifest does not list that of trajectories
+        return str(error)
     wanted = {line.name: line.size for line in head.lines.values() if line.name not in head.consumed}
     sizes = storage.sizes("shards")
     if storage.remote:  # no download only to compare
-        wanted[TARGET] = target.size
+        wanted |= {line.name: line.size for line in lines}
         sizes |= storage.sizes("")
-    elif damage := difference(storage, TARGET, target.entry):
+    elif damage := next(filter(None, (difference(storage, line.name, line.entry) for line in lines)), None):
         return damage
     for name, size in wanted.items():
         if sizes.get(name) != size:

@@ -15,8 +15,17 @@ from eagle31_train import artifacts
 from eagle31_train.errors import UserError
 from eagle31_train.store.backends import Storage, open_storage
 from eagle31_train.store.document import Document
-from eagle31_train.store.format import EXTRACT, PLAN, PROVENANCE, REMAKE, TARGET, TARGET_LINE
-from eagle31_train.store.head import committed_lines, difference, read_head, read_target_line
+from eagle31_train.store.format import (
+    EXTRACT,
+    PLAN,
+    PROVENANCE,
+    REMAKE,
+    TARGET,
+    TARGET_LINE,
+    TRAJECTORIES,
+    TRAJECTORIES_LINE,
+)
+from eagle31_train.store.head import committed_lines, difference, read_head, read_line
 from eagle31_train.store.shard import ContentError, ShardFile, open_shard
 from eagle31_train.store.shard_plan import PlannedShard, shape_of
 from eagle31_train.store.stream import read_bound, read_consumed, wait
@@ -72,15 +81,24 @@ class Store:
     @cached_property
     def target(self) -> dict[str, Tensor]:
         """The target's weights: embed_tokens [V, H], norm [H] (effective), lm_head [V, H]."""
-        line = read_target_line(self.storage, self.fingerprint)
-        if damage := difference(self.storage, TARGET, line.entry):
-            raise UserError(f"{damage}: {REMAKE}")
-        try:
-            weights = load_file(self.storage.local(TARGET))
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{self.location}/{TARGET} cannot be read ({error}): {REMAKE}") from None
+        weights = self._tensors(TARGET)
         weights.setdefault("lm_head", weights["embed_tokens"])
         return weights
+
+    @cached_property
+    def trajectories(self) -> dict[str, Tensor]:
+        """The target's own answers to some held-out prompts, as `evaluation/trajectories.py` names them; {} without."""
+        return self._tensors(TRAJECTORIES) if self.storage.size(TRAJECTORIES_LINE) is not None else {}
+
+    def _tensors(self, name: str) -> dict[str, Tensor]:
+        """A big file beside the shards, once its bytes are known to be those that were written."""
+        line = read_line(self.storage, name, self.fingerprint)
+        if damage := difference(self.storage, name, line.entry):
+            raise UserError(f"{damage}: {REMAKE}")
+        try:
+            return load_file(self.storage.local(name))
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{self.location}/{name} cannot be read ({error}): {REMAKE}") from None
 
     @property
     def max_bytes(self) -> int | None:

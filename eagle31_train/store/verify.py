@@ -8,8 +8,17 @@ from eagle31_train import artifacts
 from eagle31_train.console import Progress
 from eagle31_train.errors import UserError
 from eagle31_train.store.backends import Storage
-from eagle31_train.store.format import FILES, PLAN, PROVENANCE, SHARDS, STREAM, TARGET, TARGET_LINE
-from eagle31_train.store.head import Head, Problem, difference, read_head, read_lines, read_target_line
+from eagle31_train.store.format import (
+    FILES,
+    PLAN,
+    PROVENANCE,
+    SHARDS,
+    STREAM,
+    TARGET,
+    TRAJECTORIES,
+    line_name,
+)
+from eagle31_train.store.head import Head, Problem, difference, read_head, read_line, read_lines
 from eagle31_train.store.shard import ContentError, open_shard
 from eagle31_train.store.shard_plan import Plan, shape_of
 from eagle31_train.store.stream import read_consumed
@@ -54,11 +63,13 @@ def check(storage: Storage, checked: Counter[str]) -> Iterator[Problem]:
         checked["complete"] = 1
     else:
         checked["coming"] = len(head.plan.shards) - len(head.lines)
-    # In an unfinished store the target's weights may be still to come.
-    if head.manifest is not None or storage.size(TARGET_LINE) is not None:
+    for name in (TARGET, TRAJECTORIES):
+        # In an unfinished store the target's weights may be still to come; not every store has trajectories.
+        if storage.size(line_name(name)) is None and (name == TRAJECTORIES or head.manifest is None):
+            continue
         try:
-            line = read_target_line(storage, head.provenance["fingerprint"])
-            if damage := difference(storage, TARGET, line.entry):
+            line = read_line(storage, name, head.provenance["fingerprint"])
+            if damage := difference(storage, name, line.entry):
                 yield Problem(damage)
         except UserError as error:
             yield Problem(str(error))

@@ -12,8 +12,19 @@ from eagle31_train.console import note
 from eagle31_train.errors import UserError
 from eagle31_train.store.backends import Storage
 from eagle31_train.store.document import Document
-from eagle31_train.store.format import PLAN, PROVENANCE, REMAKE, SHARDS, STREAM, TARGET, TARGET_LINE, Line, line_name
-from eagle31_train.store.head import committed_lines, read_lines, read_target_line
+from eagle31_train.store.format import (
+    PLAN,
+    PROVENANCE,
+    REMAKE,
+    SHARDS,
+    STREAM,
+    TARGET,
+    TARGET_LINE,
+    TRAJECTORIES,
+    Line,
+    line_name,
+)
+from eagle31_train.store.head import committed_lines, difference, read_line, read_lines
 from eagle31_train.store.sealed import DamagedError, checksum, digest, seal, unseal
 from eagle31_train.store.shard import write_shard
 from eagle31_train.store.shard_plan import Plan, PlannedShard, shape_of
@@ -132,11 +143,26 @@ class StoreWriter:
 
     def write_target(self, weights: dict[str, Tensor]) -> None:
         """Write the target's weights that training needs: embed_tokens, norm and, unless tied, lm_head."""
-        with self._building(TARGET) as scratch:
-            save_file({name: tensor.cpu() for name, tensor in weights.items()}, scratch)
-            line, old = Line(TARGET, self.id, scratch.stat().st_size, checksum(scratch)), None
+        self._write_tensors(TARGET, weights)
+
+    def write_trajectories(self, tensors: dict[str, Tensor]) -> None:
+        """Write the target's own answers to held-out prompts; before its weights, for which a training waits."""
+        self._write_tensors(TRAJECTORIES, tensors)
+
+    @property
+    def has_trajectories(self) -> bool:
+        """Whether they are there, as an earlier start wrote them."""
+        with suppress(UserError):  # missing, or damaged
+            line = read_line(self.storage, TRAJECTORIES, self.id)
+            return difference(self.storage, TRAJECTORIES, line.entry) is None
+        return False
+
+    def _write_tensors(self, file: str, tensors: dict[str, Tensor]) -> None:
+        with self._building(file) as scratch:
+            save_file({name: tensor.cpu() for name, tensor in tensors.items()}, scratch)
+            line, old = Line(file, self.id, scratch.stat().st_size, checksum(scratch)), None
             with suppress(UserError):  # missing, or damaged
-                old = read_target_line(self.storage, self.id)
+                old = read_line(self.storage, file, self.id)
             # The same bytes replace those of an earlier start: a training that begins meanwhile finds them all along.
             self._commit(scratch, line, old)
 
@@ -236,7 +262,7 @@ class StoreWriter:
             self._check_replaced(begun, overwrite)
             storage.discard()
         storage.remove(artifacts.MANIFEST)  # whoever reads it now finds it unfinished
-        storage.clean([TARGET])
+        storage.clean([TARGET, TRAJECTORIES])
         storage.write(PLAN, seal(self.plan.as_json()))
         storage.write(STREAM, seal({"max_bytes": self.max_bytes, "processes": self.ranks}))
         storage.write(PROVENANCE, seal(self.provenance, indent=2))

@@ -10,6 +10,7 @@ Shapes: T tokens of one conversation; A auxiliary layers; H hidden.
 import importlib.util
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,11 @@ from eagle31_train.targets.vllm_engine import VllmEngine
 LOGIT_ROWS = 512  # rows of [rows, V] logits alive at once
 
 
-def extract(config: Config) -> None:
+# What the first process does with the target before it stores states.
+Prelude = Callable[[Config, Engine, StoreWriter, DatasetDict], None]
+
+
+def extract(config: Config, prelude: Prelude | None = None) -> None:
     """Run the stage, as one of `WORLD_SIZE` processes of one of `extract.parts` launches.
 
     Raises:
@@ -57,10 +62,12 @@ def extract(config: Config) -> None:
         return
     who = f"another process extracts the same shards of {storage.location} now"
     with alone(Path(config.run_dir) / f".extracting-{rank}", who):
-        _extract(config, rank, ranks, storage, made_from.record())
+        _extract(config, rank, ranks, storage, made_from.record(), prelude)
 
 
-def _extract(config: Config, rank: int, ranks: int, storage: Storage, provenance: dict[str, Any]) -> None:
+def _extract(
+    config: Config, rank: int, ranks: int, storage: Storage, provenance: dict[str, Any], prelude: Prelude | None
+) -> None:
     """This process's part of a store that is not finished."""
     began = time.perf_counter()
     splits, data = load_data(config), _data_manifest(config)
@@ -85,6 +92,8 @@ def _extract(config: Config, rank: int, ranks: int, storage: Storage, provenance
     )
     first = rank == 0
     if first:
+        if prelude is not None:
+            prelude(config, engine, writer, splits)
         writer.write_target(engine.readout.weights())
     gate = Gate(engine, config.extract, len(plan.shards))
     agreement = Agreement(vocab.read(config.data_folder / "vocab.safetensors").t2d, config.regenerate)

@@ -125,7 +125,7 @@ class TinyRun:
         }
         artifacts.write_json(data / "manifest.json", manifest)
 
-    def finish_training(self):
+    def finish_training(self, **more):
         folder = self.folder / "train"
         manifest = {
             "fingerprint": "e" * 16,
@@ -136,6 +136,7 @@ class TinyRun:
             },
             "checkpoint": "checkpoints/step-000007",
             "files": artifacts.list_files(folder, self.weights.parent.iterdir()),
+            **more,
         }
         artifacts.write_json(folder / "manifest.json", manifest)
 

@@ -47,8 +47,8 @@ class Place:
             return load_config(["+experiment=smollm2", *target, *more])
         return configured(*target, *more)
 
-    def workloads(self, *more, longest=5000, data=MANIFEST):
-        return workloads(self.config(*more), data, longest)
+    def workloads(self, *more, longest=5000, data=MANIFEST, measured_on=()):
+        return workloads(self.config(*more), data, longest, measured_on=measured_on)
 
     def suite(self, *more, **options):
         """The workload of one suite, called `s`."""

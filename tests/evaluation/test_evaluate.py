@@ -4,12 +4,15 @@ import itertools
 
 import pytest
 import torch
+from datasets import DatasetDict
 from safetensors.torch import load_file, save_file
 
 from eagle31_train import artifacts, evaluate
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation import drafters, evaluating, measuring
+from eagle31_train.evaluation.trajectories import digest
+from eagle31_train.evaluation.workloads import MEASURED
 from eagle31_train.model import vocab
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.targets.cached import CachedTarget
@@ -58,6 +61,15 @@ def test_report(run, capsys):
     assert manifest["seconds"] > 0
     row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  3   "))
     assert f"{report['acceptance_length']:.3f}" in row
+
+
+def test_prompts_that_training_was_measured_on_are_left_out_and_named(run, capsys):
+    asked = DatasetDict.load_from_disk(str(run.folder / "data" / "dataset"))["heldout"][1]["input_ids"][:5]
+    run.finish_training(measured_on=[digest(asked)])
+    evaluate.evaluate(run.config(*FEW))
+    assert [prompt["id"] for prompt in run.manifest["per_prompt"]] == ["c0", "c2"]
+    assert run.manifest["left_out"] == {"heldout": {"c1": MEASURED}}
+    assert f"heldout: left out 1 (c1): {MEASURED}" in capsys.readouterr().out
 
 
 def test_weights_are_rounded_as_the_exporter_rounds_them(run, model):

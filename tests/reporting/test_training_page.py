@@ -31,6 +31,7 @@ def metrics(steps, left_out=()):
             yield {**row, "grad_norm": loss / 3}
         if step % 5 == 0:
             measured = {"loss": 3.0 + step / 1000, ESTIMATE: 1.5 + step / 1000, "oov_share": 0.02}
+            measured |= {"acceptance_length": 1.9 - abs(step - 25) / 100, "acceptance_at_depth": [0.5, 0.25]}
             measured |= {f"{name}_at_depth": [0.25, 0.125, 0.0625] for name in ("loss", "accuracy", "prefix", "rms")}
             yield {"step": step, **{f"heldout_{name}": value for name, value in measured.items()}}
 
@@ -71,6 +72,9 @@ def test_the_page_stands_alone_and_says_where_the_curves_ended(tmp_path):
     for words in (
         f"loss {loss:.4g} 3.04 3.005 (step 5)",
         f"{depth:.4g} prefix_at_depth, held-out 0.25 0.125 0.0625",
+        "acceptance length (decoding of held-out prompts) 1.750 greatest acceptance length 1.900, at step 25 ",
+        "acceptance_length 1.75 1.9 (step 25)",
+        "acceptance_at_depth, held-out 0.5 0.25",
         "acceptance estimate (teacher-forced), held-out 1.540",
         "tokens per second 50",
         "waiting for data 25.0%",

@@ -51,6 +51,9 @@ class Fitted:
     def weights(self):
         return load_file(self.newest() / "model.safetensors")
 
+    def weights_of(self, step):
+        return load_file(self.checkpoints / f"step-{step:06d}" / "model.safetensors")
+
 
 @pytest.fixture(scope="session")
 def extracted(tmp_path_factory):
@@ -73,8 +76,8 @@ def alone(monkeypatch):
 
 @pytest.fixture(scope="session")
 def copy_of(extracted):
-    """A function that copies the extracted run into a folder."""
-    return lambda folder: Fitted(extracted, folder)
+    """A function that copies the extracted run, or another one, into a folder."""
+    return lambda folder, source=extracted: Fitted(source, folder)
 
 
 @pytest.fixture

@@ -21,6 +21,8 @@ RECIPE = ["train.epochs=5", "train.eval_every=5"]  # 20 steps
 # Batches of one to four samples in four parts: empty parts, and a sample that trains nothing (LENGTHS has one).
 SHARED = ["train.gradient_accumulation_steps=2"]
 KINDS = ("ddp", "fsdp2", "zero2", "zero3")
+# Both ranks end at the same early step, and leave the same one: acceptance is of the prompts of both.
+CHOOSING = ["train.epochs=5", "train.eval_every=2", "train.keep_best=true", "train.early_stop=2"]
 # All samples in one step.
 SPLIT = ["train.batch_tokens=200", "train.max_steps=1"]
 OTHERS = ["train.weight_decay=0.1", "drafter.train_lm_head=false", "drafter.share_embedding=false", "train.max_steps=4"]
@@ -97,6 +99,7 @@ def came(copy_of, tmp_path_factory):
     trainings = [("relay", profile, [*RECIPE, *SHARED], {"stop_after": stop}) for profile, stop in RELAY.items()]
     trainings += [("muon relay", p, [*MUON, *SHARED], {"stop_after": stop}) for p, stop in MUON_RELAY.items()]
     trainings += [
+        ("choosing", "fsdp2", CHOOSING, {}),
         ("muon zero1", "zero1", MUON, {}),
         ("no exchange", "ddp", SPLIT, {"harm": ["exchange"]}),
         ("no sharding", "fsdp2", SPLIT, {"harm": ["sharding"]}),
@@ -158,6 +161,17 @@ def one(by_one):
 
 def test_a_relay_of_profiles_ends_where_one_process_does(came, one):
     assert_relayed(came, "relay", len(RELAY), one)
+
+
+def test_several_processes_end_early_and_keep_the_best_step_as_one_does(came, by_one):
+    assert came.results["choosing"] == [[["done", ""]] * 2]
+    run, one = came.runs["choosing"], by_one(*CHOOSING)
+    found, wanted = run.manifest(), one.manifest()
+    assert wanted["steps"] < 20, "it ended early"
+    assert wanted["kept"]["step"] < wanted["steps"]
+    names = ("steps", "kept", "checkpoint")
+    assert [found[name] for name in names] == [wanted[name] for name in names]
+    assert_same_rows(run, one, 2e-6)
 
 
 @pytest.mark.slow

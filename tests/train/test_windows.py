@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -76,3 +77,14 @@ def test_a_shard_is_used_up_when_no_later_step_reads_it_and_not_before(lengths, 
     ends = [step for step in range(len(batches) + 1) if usage.frees_shards(step)]
     if most is None:
         assert ends[-1] == len(batches)
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_extraction_is_told_that_a_run_ended_before_its_schedule(monkeypatch, ended):
+    split, told = split_of([10] * 6, 2), []
+    cut = windows.cut(split, 20)
+    batches = schedule([10] * 6, 20, 1, 1, None, windows.samples(cut))
+    store = SimpleNamespace(follow=True, max_bytes=1, storage=None, fingerprint="", release=lambda _: None)
+    monkeypatch.setattr(windows, "consume", lambda *given: told.append(given[-1]))
+    windows.Usage(store, split, batches, cut, "").let_go(1, remove=True, ended=ended)
+    assert told == [ended]

@@ -1,0 +1,150 @@
+"""Acceptance without the target: its own answers to some held-out prompts, with the auxiliary states on the way.
+
+Greedily, speculation changes no token, so these say what a real decoding with any drafter would accept (`unrolled.py`).
+Extraction, which has the target in memory, decodes them as stage 4 does and writes them beside the shards; training
+measures its drafter on them and needs no target.
+
+The file holds, for trajectory i: i.prompt, i.output, i.beyond, [n] int32 each, and i.aux, in the target's dtype,
+[len(prompt) + len(output) - 2, A, H].
+
+The prompts are the last ones of each source, of which stage 4 takes the first; it leaves out those that a run was
+measured on, by their `digest`.
+"""
+
+import hashlib
+import time
+from collections.abc import Iterable, Sequence
+
+import torch
+from datasets import Dataset, DatasetDict
+from torch import Tensor
+
+from eagle31_train import artifacts
+from eagle31_train.config import Config
+from eagle31_train.errors import UserError
+from eagle31_train.evaluation.decoding import Limits, decode_plain
+from eagle31_train.evaluation.measurement import Counts
+from eagle31_train.evaluation.prompts import Prompt, choose, prompt_of
+from eagle31_train.evaluation.unrolled import Trajectory, unroll
+from eagle31_train.model.drafter import Drafter
+from eagle31_train.store import Store, StoreWriter
+from eagle31_train.targets.cached import CachedTarget
+from eagle31_train.targets.engine import Engine
+from eagle31_train.targets.transformers_engine import TransformersEngine, batches_by_length
+
+WITHOUT = "extract: no trajectories are stored, so training will not measure acceptance"
+
+
+def record(config: Config, engine: Engine, writer: StoreWriter, splits: DatasetDict) -> None:
+    """Decode `extract.trajectories` held-out prompts greedily and write the trajectories; say so where that cannot be.
+
+    Those that an earlier start of this extraction wrote stay.
+    """
+    if not config.extract.trajectories or not len(splits["heldout"]) or writer.has_trajectories:
+        return
+    began = time.perf_counter()
+    try:
+        made = decode(config, engine, splits["heldout"])
+    except Exception as error:
+        # Whatever a target's own code makes of a cache, or a GPU of its size: its states can be extracted all the same.
+        print(f"{WITHOUT}: {'' if isinstance(error, UserError) else type(error).__name__ + ': '}{error}")
+        return
+    writer.write_trajectories(as_tensors(made))
+    print(f"extract: answered {len(made)} held-out prompts for training, in {time.perf_counter() - began:.1f} s")
+
+
+def decode(config: Config, engine: Engine, heldout: Dataset) -> list[Trajectory]:
+    """The target's own answers to held-out prompts, of which a draft can be made.
+
+    Raises:
+        UserError: this engine or target does not decode here, or there is no such answer.
+    """
+    if not isinstance(engine, TransformersEngine):
+        raise UserError(f"extract.engine={engine.name} does not decode")
+    target, options = CachedTarget(engine.target.model, engine.layers), config.evaluate
+    beyond = options.max_speculative_tokens - 1
+    end_ids = artifacts.read_json(config.data_folder / artifacts.MANIFEST, "eagle31 data")["end_ids"]
+    longest = (engine.longest or 1 << 40) - options.max_new_tokens - beyond
+    prompts = choose_prompts([prompt_of(row) for row in heldout], config.extract.trajectories, longest)
+    limits = Limits(options.max_new_tokens, frozenset(end_ids))
+    made: list[Trajectory] = []
+    for batch in batches_by_length(list(map(len, prompts)), 1 if target.alone else config.extract.batch_tokens):
+        rows = [prompts[index] for index in batch]
+        for prompt, one in zip(rows, decode_plain(target, rows, limits, beyond=beyond, states=True), strict=True):
+            assert one.aux is not None
+            made.append(Trajectory(prompt, one.tokens, one.beyond, one.aux))
+    if not any(one.slots for one in made):
+        raise UserError("every answer ends with its first token")
+    return [one for one in made if one.slots]
+
+
+def choose_prompts(heldout: Sequence[Prompt], count: int, longest: int) -> list[list[int]]:
+    """At most `count`, from the end of each source, and at most half of its distinct ones: evaluation has the others.
+
+    Raises:
+        UserError: no source has two, or none of these has at most `longest` tokens.
+    """
+    distinct = {tuple(prompt.ids): prompt for prompt in heldout[::-1]}.values()
+    by_source: dict[str, list[Prompt]] = {}
+    for prompt in distinct:
+        by_source.setdefault(prompt.source, []).append(prompt)
+    ours = [prompt for prompts in by_source.values() for prompt in prompts[: len(prompts) // 2]]
+    if not ours:
+        raise UserError("no source has two held-out prompts, one of them for evaluation: raise data.heldout")
+    return [prompt.ids for prompt in choose(ours, count, longest)[0]]
+
+
+# ---------------------------------------------------------------- on the disk
+
+
+def as_tensors(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
+    """As the file holds them."""
+    tensors: dict[str, Tensor] = {}
+    for i, one in enumerate(trajectories):
+        ids = {"prompt": one.prompt, "output": one.output, "beyond": one.beyond}
+        tensors |= {f"{i}.{name}": torch.tensor(values, dtype=torch.int32) for name, values in ids.items()}
+        tensors[f"{i}.aux"] = one.aux
+    return tensors
+
+
+def read(store: Store, draft_tokens: int) -> list[Trajectory]:
+    """Those of a store, none where it has none.
+
+    Raises:
+        UserError: they are damaged, or followed too short a way to draft so many tokens at their end.
+    """
+    tensors, made = store.trajectories, []
+    for i in range(len(tensors) // 4):
+        prompt, output, beyond = (tensors[f"{i}.{name}"].tolist() for name in ("prompt", "output", "beyond"))
+        made.append(Trajectory(prompt, output, beyond, tensors[f"{i}.aux"]))
+    if made and (most := 1 + min(len(one.beyond) for one in made)) < draft_tokens:
+        raise UserError(
+            f"evaluate.num_speculative_tokens={draft_tokens}: the trajectories of {store.location} are for at most "
+            f"{most} (evaluate.max_speculative_tokens of their extraction): train with {most} or fewer"
+        )
+    return made
+
+
+def digest(prompt: Sequence[int]) -> str:
+    """What a run keeps of a prompt that it was measured on."""
+    return hashlib.sha256(repr(list(prompt)).encode()).hexdigest()[:16]
+
+
+# ---------------------------------------------------------------- measured
+
+
+def reached(drafter: Drafter, target_ids: Tensor, trajectories: Iterable[Trajectory], draft_tokens: int) -> list[int]:
+    """Of the verifications that decoding with the drafter would make: how many there are, and of how many the first 1,
+    2, … drafted tokens are accepted. [draft_tokens + 1].
+
+    Args:
+        drafter, target_ids: as `unroll`'s, on one device.
+    """
+    counts = [0] * (draft_tokens + 1)
+    for one in trajectories:
+        there = Trajectory(one.prompt, one.output, one.beyond, one.aux.to(target_ids.device))
+        accepted, _ = unroll(drafter, target_ids, there, draft_tokens, drift=False)
+        for number in Counts("", "", len(one.output), accepted).rounds(draft_tokens):
+            for position in range(number + 1):
+                counts[position] += 1
+    return counts

@@ -1,0 +1,148 @@
+"""What extraction stores of the target's own answers, and that stage 4 decodes other prompts."""
+
+# ruff: noqa: F811 (fixtures)
+
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+from datasets import DatasetDict
+from pipeline import AUX, END, answered, contents, make_run, tiny_config, tiny_llama
+
+from eagle31_train import artifacts
+from eagle31_train.errors import UserError
+from eagle31_train.evaluation import trajectories
+from eagle31_train.evaluation.prompts import Prompt
+from eagle31_train.evaluation.trajectories import choose_prompts, digest, read
+from eagle31_train.evaluation.workloads import MEASURED
+from eagle31_train.extract import extract
+from eagle31_train.store import Store, StoreWriter, open_storage
+from eagle31_train.store.verify import check
+from eagle31_train.targets.hf import HiddenStateTarget
+from tests.evaluation.prompting import QUESTIONS, place  # noqa: F401 (fixtures)
+
+FILES = {"trajectories.safetensors", "trajectories.json"}
+
+
+@pytest.fixture
+def run(tmp_path):
+    make_run(tmp_path)
+    return tmp_path
+
+
+def store_of(folder):
+    return folder / "run" / "store"
+
+
+# ---------------------------------------------------------------- what is stored
+
+
+@torch.no_grad()
+def test_each_is_the_targets_own_answer_and_its_states(run):
+    extract(tiny_config(run, "evaluate.max_new_tokens=20", "evaluate.max_speculative_tokens=5"))
+    found = read(Store(store_of(run)), 5)
+    heldout = DatasetDict.load_from_disk(str(run / "run" / "data" / "dataset"))["heldout"]
+    assert [one.prompt for one in found] == [heldout[at]["input_ids"][:3] for at in (3, 2)], "half, from the end"
+    model = tiny_llama()
+    target = HiddenStateTarget(model, AUX)
+    for one in found:
+        text = answered(model, one.prompt, 3 + 20 + 4)[3:]  # the reference: the whole text is read for each token
+        end = text.index(END) + 1 if END in text[:20] else 20
+        assert (one.output, one.beyond) == (text[:end], text[end : end + 4])
+        tokens = torch.tensor([[*one.prompt, *one.output]])
+        states = target.states(tokens, torch.ones_like(tokens)).aux[0]
+        torch.testing.assert_close(one.aux, states[: len(one.aux)], rtol=1e-4, atol=1e-4)
+        assert len(one.aux) == 3 + end - 2
+
+
+def test_the_shards_know_nothing_of_them(run, tmp_path_factory):
+    extract(tiny_config(run))
+    other = tmp_path_factory.mktemp("other")
+    make_run(other)
+    extract(tiny_config(other, "extract.trajectories=0"))
+    ours, theirs = contents(store_of(run)), contents(store_of(other))
+    assert ours.keys() - theirs.keys() == FILES
+    shards = {name for name in theirs if name.startswith("shards/")}
+    assert {name: ours[name] for name in shards} == {name: theirs[name] for name in shards}
+    assert read(Store(store_of(other)), 3) == []
+    assert not list(check(open_storage(str(store_of(run)), run, 0), Counter()))
+
+
+def test_they_are_there_before_a_training_that_follows_may_begin(run, monkeypatch):
+    right, there = StoreWriter.write_target, []
+
+    def write_target(self, weights):
+        there.append(self.has_trajectories)
+        right(self, weights)
+
+    monkeypatch.setattr(StoreWriter, "write_target", write_target)
+    extract(tiny_config(run))
+    assert there == [True]
+
+
+def test_an_extraction_that_goes_on_keeps_them_and_makes_what_is_damaged(run, capsys):
+    extract(tiny_config(run))
+    store = store_of(run)
+    before = contents(store)
+    for damage in (None, *FILES):
+        if damage:  # a store that is complete, too, is found wanting
+            (store / damage).write_bytes(b"no")
+        else:
+            (store / artifacts.MANIFEST).unlink()
+        capsys.readouterr()
+        extract(tiny_config(run))
+        assert ("answered 2 held-out prompts" in capsys.readouterr().out) == (damage is not None)
+        assert {name: contents(store)[name] for name in FILES} == {name: before[name] for name in FILES}
+
+
+# ---------------------------------------------------------------- where there are none
+
+
+@pytest.mark.parametrize("error", [UserError("the target has states that cannot go back"), TypeError("no such cache")])
+def test_a_target_that_cannot_decode_here_is_extracted_all_the_same(run, monkeypatch, capsys, error):
+    def refuse(*_, **__):
+        raise error
+
+    monkeypatch.setattr(trajectories, "decode_plain", refuse)
+    extract(tiny_config(run))
+    said = capsys.readouterr().out
+    assert f"training will not measure acceptance: {'TypeError: ' * isinstance(error, TypeError)}{error}" in said
+    assert Store(store_of(run)).trajectories == {}
+
+
+def test_another_engine_says_that_it_does_not_decode(capsys):
+    writer = SimpleNamespace(has_trajectories=False)
+    config = SimpleNamespace(extract=SimpleNamespace(trajectories=8), evaluate=None)
+    trajectories.record(config, SimpleNamespace(name="vllm"), writer, {"heldout": [1]})
+    assert "training will not measure acceptance: extract.engine=vllm does not decode" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------- which prompts
+
+
+def test_at_most_half_of_each_sources_prompts_are_taken_from_its_end():
+    counts = {"a": 5, "b": 2, "c": 1}
+    heldout = [Prompt(f"{name}{i}", name, [ord(name), i]) for name, count in counts.items() for i in range(count)]
+    assert choose_prompts(heldout, 8, 9) == [[97, 4], [98, 1], [97, 3]]
+    assert choose_prompts([*heldout, *heldout], 8, 9) == [[97, 4], [98, 1], [97, 3]], "asked twice, and once a prompt"
+    assert choose_prompts(heldout, 1, 9) == [[97, 4]]
+    assert choose_prompts([*heldout, Prompt("long", "a", [97] * 10)], 8, 9) == [[97, 4], [98, 1], [97, 3]]
+    with pytest.raises(UserError, match="no source has two held-out prompts"):
+        choose_prompts([heldout[-1], Prompt("again", "c", heldout[-1].ids)], 8, 9)
+
+
+def test_stage_4_leaves_out_what_training_was_measured_on(place):
+    plain, *_ = place.workloads()
+    measured = [digest(prompt.ids) for prompt in plain.prompts if prompt.id in ("c1", "c2")]
+    file = place.write("more.jsonl", {"prompt": QUESTIONS[1]}, {"prompt": "another"})
+    options = (f"evaluate.suites.more.path={file}", "evaluate.perturbations=[system_long]")
+    heldout, long, more, *_ = place.workloads(*options, measured_on=measured)
+    assert sorted(prompt.id for prompt in heldout.prompts) == ["c0", "c3"]
+    assert heldout.left_out == long.left_out == {"c1": MEASURED, "c2": MEASURED}
+    assert "left out 2 (c1, c2): acceptance was measured on it during training" in heldout.remarks
+    assert place.texts(more) == ["another"]
+    assert list(more.left_out.values()) == [MEASURED]
+    everything = [digest(prompt.ids) for prompt in plain.prompts]
+    with pytest.raises(UserError, match="heldout: training was measured on all prompts that are left"):
+        place.workloads(measured_on=everything)

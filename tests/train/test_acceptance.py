@@ -1,0 +1,265 @@
+"""Acceptance measured during training is real decoding's, changes nothing, and chooses what the run leaves."""
+
+from contextlib import ExitStack
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import several
+import torch
+from pipeline import AUX, END, assert_equal, flip_bit, message_of, save_quietly, tiny_config, tiny_llama, write_data
+
+from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
+from eagle31_train.errors import Stopped
+from eagle31_train.evaluation import trajectories
+from eagle31_train.evaluation.decoding import Limits, decode_speculative
+from eagle31_train.evaluation.measurement import Counts, acceptance
+from eagle31_train.extract import extract
+from eagle31_train.store import Store
+from eagle31_train.targets.cached import CachedTarget
+from eagle31_train.targets.hf import load_model
+from train import acceptance as during
+from train import checkpoint, prepare
+from train.acceptance import AcceptanceMeter
+
+# ---------------------------------------------------------------- it is real decoding's
+
+# A drafter learns to be accepted where the answers are the target's own.
+LENGTHS = {"train": [25] * 24, "heldout": [9] * 16}
+LEARNING = ["train.epochs=8", "train.batch_tokens=80", "train.eval_every=1000"]
+SHARES = ("acceptance_length", "acceptance_at_depth")
+
+
+@pytest.fixture(scope="module")
+def answered(tmp_path_factory):
+    """folder/target, run/data with its own answers, and run/store; not to be changed."""
+    folder, model = tmp_path_factory.mktemp("answered"), tiny_llama()
+    save_quietly(model, folder / "target")
+    write_data(folder / "run", LENGTHS, model=model)
+    extract(tiny_config(folder))
+    return folder
+
+
+def last_measured(run):
+    return {name: run.rows()[-1][f"heldout_{name}"] for name in SHARES}
+
+
+def really_decoded(run, config):
+    """Stage 4's way: the target in memory, and the drafter as it is loaded there."""
+    target = CachedTarget(load_model(config.target, config.evaluate.dtype), AUX)
+    trained = DrafterCheckpoint.of_run(run.folder / "run", config.data_folder)
+    drafter = trained.load(target, getattr(torch, config.target.dtype), getattr(torch, config.evaluate.dtype))
+    prompts = [one.prompt for one in trajectories.read(Store(run.folder / "run" / "store"), 3)]
+    ids = torch.from_numpy(trained.vocab.target_ids)
+    decoded = decode_speculative(target, drafter, ids, prompts, 3, Limits(config.evaluate.max_new_tokens, {END}))
+    accepted = [number for one in decoded for number in one.accepted]
+    shares = acceptance(len(accepted), [sum(number > depth for number in accepted) for depth in range(3)])
+    return {name: shares[name] for name in SHARES}
+
+
+def late_states(monkeypatch):
+    right = trajectories.read
+    monkeypatch.setattr(
+        trajectories, "read", lambda *given: [replace(one, aux=one.aux.roll(1, 0)) for one in right(*given)]
+    )
+
+
+def every_slot(monkeypatch):
+    monkeypatch.setattr(Counts, "rounds", lambda self, depth: [min(number, depth) for number in self.accepted])
+
+
+def first_weights(monkeypatch):
+    right = AcceptanceMeter.__init__
+
+    def begin(self, config, parallel, *rest):
+        right(self, config, parallel, *rest)
+        weights = {name: tensor.clone() for name, tensor in parallel.weights()}
+        self.parallel = SimpleNamespace(accelerator=parallel.accelerator, weights=weights.items)
+
+    monkeypatch.setattr(AcceptanceMeter, "__init__", begin)
+
+
+@pytest.mark.parametrize(
+    "mistake", [pytest.param(None, marks=pytest.mark.core), late_states, every_slot, first_weights]
+)
+def test_what_training_reports_is_what_real_decoding_accepts(answered, copy_of, tmp_path, monkeypatch, mistake):
+    with monkeypatch.context() as planted:
+        if mistake is not None:
+            mistake(planted)
+        run = copy_of(tmp_path, answered).fit(*LEARNING)
+    expected = really_decoded(run, run.config())
+    assert expected["acceptance_length"] > 1.3, "a drafter that is never accepted shows nothing"
+    assert (last_measured(run) == expected) == (mistake is None)
+
+
+def test_the_weights_are_rounded_as_they_are_served(new_run, monkeypatch):
+    seen = []
+
+    def looked_at(drafter, *rest):
+        seen.append({name: tensor.clone() for name, tensor in drafter.state_dict().items()})
+        return trajectories.reached(drafter, *rest)
+
+    monkeypatch.setattr(during, "reached", looked_at)
+    monkeypatch.setattr(prepare, "check_store", lambda *_: None)
+    right = AcceptanceMeter.__init__
+
+    def in_bf16(self, *given):
+        right(self, *given)
+        self.served_in = torch.bfloat16
+
+    monkeypatch.setattr(AcceptanceMeter, "__init__", in_bf16)
+    run = new_run().fit()
+    config = run.config()
+    trained = DrafterCheckpoint.of_run(run.folder / "run", config.data_folder)
+    served = trained.load(CachedTarget(load_model(config.target), AUX), torch.bfloat16, torch.float32)
+    assert_equal(seen[-1], served.state_dict())
+    assert not torch.equal(served.fc.weight, trained.tensors["fc.weight"]), "the rounding shows"
+
+
+def test_measuring_changes_nothing_else(new_run, monkeypatch):
+    right, states = AcceptanceMeter.measure, []
+
+    def measure(self):
+        states.append(torch.get_rng_state())
+        measured = right(self)
+        states.append(torch.get_rng_state())
+        return measured
+
+    monkeypatch.setattr(AcceptanceMeter, "measure", measure)
+    run, other = new_run().fit("train.eval_every=4"), new_run()
+    assert len(states) == 6
+    assert all(torch.equal(state, states[0]) for state in states)
+    for file in (other.folder / "run" / "store").glob("trajectories.*"):
+        file.unlink()
+    other.fit("train.eval_every=4")
+    assert_equal(run.weights(), other.weights())
+    without = [{name: value for name, value in row.items() if "acceptance_" not in name} for row in run.rows()]
+    assert without == [{n: v for n, v in row.items() if "acceptance_" not in n} for row in other.rows()]
+
+
+# ---------------------------------------------------------------- what it chooses
+
+RECIPE = ["train.epochs=5", "train.eval_every=4", "train.checkpoint_every=3", "train.keep_checkpoints=1"]  # 20 steps
+SCRIPT = {4: 1.1, 8: 1.5, 12: 1.3, 16: 1.5, 20: 1.4}
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    """Measurements by step, in place of real ones."""
+
+    def measure(self):
+        return {"acceptance_length": SCRIPT[self.parallel.updates], "acceptance_at_depth": [0.5]}
+
+    monkeypatch.setattr(AcceptanceMeter, "measure", measure)
+
+
+def stopped(run, step, *options):
+    """Train, and stop after a step."""
+    with ExitStack() as patches:
+        several.disturb(patches, step)
+        with pytest.raises(Stopped):
+            run.fit(*options)
+
+
+def steps_kept(run):
+    return sorted(int(path.name.removeprefix("step-")) for path in run.checkpoints.iterdir())
+
+
+@pytest.mark.usefixtures("scripted")
+def test_the_best_step_is_kept_and_is_what_the_run_leaves(new_run, capsys):
+    run = new_run().fit(*RECIPE, "train.keep_best=true")
+    assert "train: step 8 of 20 is kept, of the greatest acceptance length" in capsys.readouterr().out
+    assert steps_kept(run) == [8, 20]
+    manifest = run.manifest()
+    assert manifest["checkpoint"] == "checkpoints/step-000008"
+    assert manifest["heldout"]["acceptance_length"] == 1.5
+    assert manifest["kept"] == {"step": 8, "acceptance_length": 1.5}
+    (row,) = [row for row in run.rows() if row["step"] == 8 and "heldout_loss" in row]
+    assert manifest["heldout"]["loss"] == row["heldout_loss"]
+    left = DrafterCheckpoint.of_run(run.folder / "run", run.folder / "run" / "data")
+    assert left.folder == run.checkpoints / "step-000008"
+    every = new_run().fit(*RECIPE, "train.checkpoint_every=8", "train.keep_checkpoints=9")
+    assert every.manifest()["checkpoint"] == "checkpoints/step-000020", "the last one, where nobody asks for the best"
+    assert_equal(run.weights(), every.weights_of(8))
+
+    again = new_run()
+    stopped(again, 10, *RECIPE, "train.keep_best=true")
+    assert steps_kept(again) == [8, 10]
+    unfinished = DrafterCheckpoint.open(again.folder / "run", allow_unfinished=True)
+    assert unfinished.measured_on == left.measured_on == manifest["measured_on"]
+    again.fit(*RECIPE, "train.keep_best=true")
+    assert again.rows() == run.rows()
+    assert steps_kept(again) == [8, 20]
+    assert_equal(again.weights(), run.weights())
+
+
+@pytest.mark.usefixtures("scripted")
+def test_a_best_checkpoint_that_is_damaged_is_the_best_no_more(new_run, capsys):
+    run = new_run()
+    stopped(run, 10, *RECIPE, "train.keep_best=true")
+    flip_bit(run.checkpoints / "step-000008" / "model.safetensors")
+    run.fit(*RECIPE, "train.keep_best=true")
+    assert "the best checkpoint so far is missing or damaged: another one is the best now" in capsys.readouterr().out
+    assert run.manifest()["checkpoint"] == "checkpoints/step-000016"
+
+
+@pytest.mark.usefixtures("scripted")
+def test_a_best_step_that_could_not_be_written_is_not_left(new_run, monkeypatch, capsys):
+    right = checkpoint._write
+
+    def write(snapshot, *rest):
+        if snapshot.step in (8, 16):
+            raise OSError(28, "No space left on device")
+        right(snapshot, *rest)
+
+    monkeypatch.setattr(checkpoint, "_write", write)
+    run = new_run().fit(*RECIPE, "train.keep_best=true")
+    assert "step-000008 could not be written" in capsys.readouterr().out
+    # 1.1 at step 4 was the best that was written as such; the last has 1.4.
+    assert run.manifest()["checkpoint"] == "checkpoints/step-000020"
+    assert run.manifest()["heldout"]["acceptance_length"] == 1.4
+    assert "kept" not in run.manifest()
+
+
+@pytest.mark.usefixtures("scripted")
+def test_a_run_ends_where_acceptance_rises_no_more(new_run, capsys):
+    options = [*RECIPE, "train.early_stop=2"]
+    run = new_run().fit(*options)
+    assert "step 16 is the last of 20: the acceptance length has not risen since step 8" in capsys.readouterr().out
+    manifest, rows = run.manifest(), run.rows()
+    assert (manifest["steps"], manifest["checkpoint"], rows[-1]["step"]) == (16, "checkpoints/step-000016", 16)
+    whole = new_run().fit(*RECIPE)
+    assert rows == whole.rows()[: len(rows)], "the learning rate is planned for all steps"
+    run.fit(*options)
+    assert "train: up to date" in capsys.readouterr().out
+    # Killed between the last checkpoint and the manifest: nothing is left to be trained.
+    (run.train / "manifest.json").unlink()
+    run.fit(*options)
+    assert run.rows() == rows
+    assert run.manifest()["checkpoint"] == manifest["checkpoint"]
+
+
+# ---------------------------------------------------------------- where it cannot be measured
+
+
+def test_a_store_without_trajectories_trains_and_says_so(new_run, capsys):
+    run = new_run()
+    for file in (run.folder / "run" / "store").glob("trajectories.*"):
+        file.unlink()
+    run.fit("train.max_steps=1")
+    assert f"acceptance is not measured: {run.folder / 'run' / 'store'} has no trajectories" in capsys.readouterr().out
+    assert "acceptance_length" not in run.manifest()["heldout"]
+    assert "has no trajectories to measure it on" in message_of(run, "train.keep_best=true", "overwrite=true")
+
+
+def test_more_draft_tokens_than_trajectories_go_on_for_are_refused(new_run):
+    message = message_of(new_run(), "evaluate.num_speculative_tokens=9")
+    assert message.endswith(
+        "are for at most 8 (evaluate.max_speculative_tokens of their extraction): train with 8 or fewer"
+    )
+
+
+def test_damaged_trajectories_are_refused(new_run):
+    run = new_run()
+    flip_bit(run.folder / "run" / "store" / "trajectories.safetensors")
+    assert "trajectories.safetensors is not as it was written" in message_of(run)
