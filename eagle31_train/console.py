@@ -11,6 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from eagle31_train import shown
 from eagle31_train.errors import SharedError, Stopped, UserError
 
 EVERY = 30.0  # seconds between two lines of a log
@@ -43,19 +44,20 @@ def explained() -> Iterator[None]:
         yield
     except UserError as error:
         if not isinstance(error, SharedError):
-            print(f"error: {error}", file=sys.stderr)
+            note(f"error: {error}", error=True)
         raise SystemExit(2) from None
     except OSError as error:
         if error.errno not in MENDABLE:
             raise
-        print(f"error: {error}: make room, or correct the option that names it, or its permissions", file=sys.stderr)
+        remedy = "make room, or correct the option that names it, or its permissions"
+        note(f"error: {shown.line(error)}: {remedy}", error=True)
         raise SystemExit(2) from None
     except Stopped as stopped:
         if str(stopped):  # one of several processes speaks for all
-            print(stopped, file=sys.stderr)
+            note(str(stopped), error=True)
         raise SystemExit(STOPPED) from None
     except KeyboardInterrupt:
-        print("stopped; the same command goes on from here", file=sys.stderr)
+        note("stopped; the same command goes on from here", error=True)
         raise SystemExit(130) from None
 
 
@@ -86,6 +88,7 @@ class Progress(tqdm):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self.in_log = not sys.stderr.isatty()
+        options["desc"] = shown.clean(options.get("desc", ""))
         if self.in_log:
             total = options.get("total") or (len(args[0]) if args and hasattr(args[0], "__len__") else None)
             options |= {"bar_format": LINE if total else COUNT, "mininterval": EVERY, "miniters": 1, "delay": EVERY}
@@ -106,7 +109,8 @@ class Progress(tqdm):
 
 
 def note(text: str, error: bool = False) -> None:
-    """A line of its own, above the bar; `error`: on standard error."""
+    """What a command says: lines of their own, above the bar; `error`: on standard error."""
+    text = shown.clean(text)
     file = sys.stderr if error else sys.stdout
     if sys.stderr.isatty():
         tqdm.write(text, file=file)

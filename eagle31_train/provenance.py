@@ -14,6 +14,7 @@ from typing import Any
 from eagle31_train import artifacts
 from eagle31_train.artifacts import MANIFEST, describe_change, discard, fingerprint, first_damaged, read_json
 from eagle31_train.config import RENAMED, Config, TargetConfig
+from eagle31_train.console import note
 from eagle31_train.errors import UserError
 
 # Raise a number when the same inputs make another output. Outputs of a lower one are then no longer up to date.
@@ -95,7 +96,7 @@ def whole(
     if record.get("fingerprint") != provenance.fingerprint:
         return False
     if damage := first_damaged(folder, record.get("files", {}), checksums):
-        print(f"{damage}; making {output} again")
+        note(f"{damage}; making {output} again")
     return damage is None
 
 

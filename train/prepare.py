@@ -15,7 +15,7 @@ from eagle31_train import artifacts, provenance
 from eagle31_train.checkpoint.contract import unserved
 from eagle31_train.checkpoint.run_folder import RECORD
 from eagle31_train.config import Config, byte_count
-from eagle31_train.console import is_main
+from eagle31_train.console import is_main, note
 from eagle31_train.model import vocab
 from eagle31_train.store import Store, storage_of
 from eagle31_train.store.stream import check_consumer
@@ -91,7 +91,7 @@ def _completed(config: Config) -> Config:
     differ = [name for name, value in targets.items() if value is not None and value != ours[name]]
     unlike = [f"{name} {ours[name]} (the target's {targets[name]})" for name in differ]
     if unlike and is_main():
-        print(f"train: left open, and as in {config.train.init_from}: {', '.join(unlike)}")
+        note(f"train: left open, and as in {config.train.init_from}: {', '.join(unlike)}")
     return completed
 
 
@@ -136,9 +136,9 @@ def launch_processes(config: Config, data: Inputs) -> Accelerator:
     accelerator = launch.make_accelerator(config, Path(config.run_dir) / "train")
     launch.check_alike(accelerator, data.made_from.inputs, config)
     for problem in unserved(data.shape):  # before hours are spent
-        accelerator.print(f"train: NOT SERVED: {problem}")
+        _say(f"train: NOT SERVED: {problem}")
     if len(data.windows) > 1 and not data.shuffled:
-        accelerator.print("train: the windows follow the order of the data, which is not shuffled (data.shuffle=SEED)")
+        _say("train: the windows follow the order of the data, which is not shuffled (data.shuffle=SEED)")
     return accelerator
 
 
@@ -154,7 +154,7 @@ def claim_folder(config: Config, data: Inputs, accelerator: Accelerator, resourc
         return provenance.up_to_date(folder, data.made_from, overwrite=False)
 
     if launch.agreed(accelerator, up_to_date):
-        accelerator.print(f"train: up to date ({folder})")
+        _say(f"train: up to date ({folder})")
         return None
     return folder
 
@@ -165,20 +165,24 @@ def restore(
     """The newest whole checkpoint of the run and its state, or none and the initial state, on the launch's devices."""
     objective = build_objective(config, data.shape, data.store, data.draft_vocab)
     newest = launch.agreed(
-        accelerator, lambda: checkpoint.newest(folder / "checkpoints", data.made_from.fingerprint, print)
+        accelerator, lambda: checkpoint.newest(folder / "checkpoints", data.made_from.fingerprint, note)
     )
     if newest is None:
         drafter = objective.drafter
-        initial_weights.copy_initial_weights(
-            config, data.shape, data.draft_vocab, data.store, drafter, accelerator.print
-        )
+        initial_weights.copy_initial_weights(config, data.shape, data.draft_vocab, data.store, drafter, _say)
         state, parallel = State(), parallelise(accelerator, objective, config.train)
     else:
         loaded = checkpoint.load(newest, data.shape)
         objective.drafter.load_state_dict(loaded.weights)
         state, parallel = State(**loaded.extra["state"]), parallelise(accelerator, objective, config.train)
         parallel.set_moments(loaded.moments, state.updates)
-        accelerator.print(f"train: going on after step {state.step} ({newest})")
+        _say(f"train: going on after step {state.step} ({newest})")
     processes = f", {accelerator.num_processes} processes" if accelerator.num_processes > 1 else ""
-    accelerator.print(f"train: {parallel.kind}{processes} on {accelerator.device.type}")
+    _say(f"train: {parallel.kind}{processes} on {accelerator.device.type}")
     return newest, state, parallel
+
+
+def _say(text: str) -> None:
+    """A line, of one process alone."""
+    if is_main():
+        note(text)

@@ -12,6 +12,7 @@ import torch
 
 from eagle31_train import artifacts
 from eagle31_train.config import Config, DrafterShape
+from eagle31_train.console import note
 from eagle31_train.errors import Stopped
 from eagle31_train.model.vocab import DraftVocab
 from eagle31_train.provenance import Provenance
@@ -220,9 +221,9 @@ class Trainer:
         )
         artifacts.write_json(self.folder / artifacts.MANIFEST, manifest)
         if state.without_pairs:
-            print(f"train: {len(state.without_pairs):,} of {steps:,} steps had nothing to train, and changed nothing")
+            note(f"train: {len(state.without_pairs):,} of {steps:,} steps had nothing to train, and changed nothing")
         idle = state.waited / max(state.seconds, 1e-9)
-        print(
+        note(
             f"train: {steps} steps, {state.tokens:,} tokens, {idle:.1%} of the time waiting for data; "
             f"drafter in {checkpoint}"
         )

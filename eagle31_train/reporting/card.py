@@ -7,7 +7,6 @@ Everything on the card is a recorded fact: hyper-parameters and counts come from
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from html import escape
 from typing import Any
 
 from eagle31_train.checkpoint.config_json import MLA_DEFAULTS
@@ -17,6 +16,7 @@ from eagle31_train.evaluation.intervals import bracket
 from eagle31_train.reporting import tables
 from eagle31_train.reporting.card_results import CardResult, CardResults
 from eagle31_train.reporting.evaluation_page import conditions
+from eagle31_train.reporting.html import escape
 from eagle31_train.reporting.markdown import code, grid, image, plain, scrubbed
 from eagle31_train.reporting.recipe import commands, serve_command
 from eagle31_train.reporting.tables import Section

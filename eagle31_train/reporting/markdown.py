@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eagle31_train import locations
+from eagle31_train import locations, shown
 
 # An absolute path in a text, which neither 3/4 nor https://… has, but file:///… does.
 _PATH = re.compile(r"(?:(?<=\bfile://)|(?<![\w./~\\-]))/(?!/)[^\s'\",;|<>(){}\[\]=]+")
@@ -28,13 +28,14 @@ def scrubbed(text: str) -> str:
 
 def plain(value: Any) -> str:
     """Text that Markdown shows as it is, also inside a table; absolute paths lose all that is nobody's business."""
-    line = " ".join(str(value).split())
+    line = shown.clean(" ".join(str(value).split()))
     line = Path(line).name if line.startswith("/") else scrubbed(line)
     return re.sub(r"([\\`*_\[\]|<>#&~$!])", r"\\\1", line)
 
 
 def code(text: str) -> str:
     """A block of shell."""
+    text = shown.clean(text)
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}sh\n{text}\n{fence}"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle31_train import artifacts
+from eagle31_train.console import note
 from eagle31_train.errors import UserError
 from eagle31_train.provenance import Provenance
 from eagle31_train.store.backends import Storage
@@ -194,7 +195,7 @@ def finished(storage: Storage, provenance: Provenance, overwrite: bool) -> dict[
             return None
         damage = problems[0].text if problems else _first_of_another_size(head, head.manifest["fingerprint"])
     if damage:
-        print(f"{damage}; making it again")
+        note(f"{damage}; making it again")
         storage.remove(artifacts.MANIFEST)
         return None
     return head.manifest

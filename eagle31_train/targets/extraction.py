@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 
 from eagle31_train import artifacts, provenance
 from eagle31_train.config import Config, byte_count
-from eagle31_train.console import Progress, is_main
+from eagle31_train.console import Progress, is_main, note
 from eagle31_train.errors import UserError
 from eagle31_train.locks import alone
 from eagle31_train.model import vocab
@@ -53,7 +53,7 @@ def extract(config: Config) -> None:
     storage = storage_of(config)
     if finished(storage, made_from, config.overwrite):
         if is_main():
-            print(f"extract: up to date ({storage.location})")
+            note(f"extract: up to date ({storage.location})")
         return
     who = f"another process extracts the same shards of {storage.location} now"
     with alone(Path(config.run_dir) / f".extracting-{rank}", who):
@@ -93,15 +93,16 @@ def _extract(config: Config, rank: int, ranks: int, storage: Storage, provenance
     if lines is not None:
         fidelity = report([line.fidelity for line in lines if line.fidelity is not None])
         manifest = writer.finish({"fidelity": fidelity, "seconds": time.perf_counter() - began})
-        print(
+        note(
             f"extract: {manifest['tokens']:,} tokens, {manifest['bytes_per_token']:,.0f} bytes each, "
             f"in {storage.location}; {summary(fidelity)}"
         )
-        print("\n".join(agreement.lines()), end="\n" if agreement.positions else "")
+        for line in agreement.lines():
+            note(line)
     elif is_main() and wanted and not first:
-        print(f"extract: extract.part={config.extract.part} is done; part 0 finishes {storage.location}")
+        note(f"extract: extract.part={config.extract.part} is done; part 0 finishes {storage.location}")
     elif is_main():
-        print(f"extract: the training that follows {storage.location} wants no more of it: stopped, unfinished")
+        note(f"extract: the training that follows {storage.location} wants no more of it: stopped, unfinished")
 
 
 def rank_of(config: Config) -> tuple[int, int]:
