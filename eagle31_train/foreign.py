@@ -15,6 +15,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_confi
 from typing_extensions import NotRequired, TypedDict
 
 MOST = 1 << 28  # bytes of a JSON file: indices and tokenizers have a tenth
+TEXTS = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")  # that libraries read whole
 DEEPEST = 100  # objects and lists within each other: no format in use has more than a dozen; Python gives up at 1000
 
 # The types of fields, and what nothing real goes beyond: what is allocated by such a number stays small.
@@ -22,6 +23,9 @@ Count = Annotated[int, Field(ge=0, le=1 << 16)]  # layers, heads, experts, label
 Width = Annotated[int, Field(ge=0, le=1 << 24)]  # hidden sizes; tokens of a vocabulary
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Positions = Annotated[int, Field(ge=0, le=1 << 40)]
+Theta = Annotated[float, Field(gt=0, le=1e30)]  # the base of RoPE
+# RoPE's scaling; its values are checked by its kind (`model.rope`).
+Scaling = dict[str, str | bool | Annotated[int, Field(le=1 << 53)] | Number | list[Number | int] | None]
 
 
 def check_file(path: Path, most: int | None = MOST) -> None:
@@ -37,14 +41,15 @@ def check_file(path: Path, most: int | None = MOST) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise a ValueError that names the first entry of a folder that is neither a regular file nor a folder.
+    """Raise a ValueError that names the first entry of a folder that is neither a regular file nor a folder, or a text
+    of more than MOST bytes.
 
     For folders that a library reads, file by file, in its own ways.
     """
     for path in sorted(folder.iterdir()):
         try:
             if not path.is_dir():
-                check_file(path, None if path.suffix in (".safetensors", ".bin", ".gguf", ".pt", ".pth") else MOST)
+                check_file(path, MOST if path.suffix in TEXTS else None)
         except (OSError, ValueError) as error:
             raise ValueError(f"{path.name}: {getattr(error, 'strerror', None) or error}") from None
 

@@ -96,7 +96,7 @@ def at(value, path):
 def documents(draw, good, names=(), values=()):
     """A JSON document with up to three mistakes; `names`: of keys that may come beside those there."""
     value = {"top": copy.deepcopy(draw(st.sampled_from(good)))}
-    hostile = st.sampled_from([*VALUES, *values])
+    hostile = st.sampled_from([*VALUES, *values]).map(copy.deepcopy)
     for _ in range(draw(st.integers(0, 3))):
         *path, key = draw(st.sampled_from([path for path in places(value) if path]))
         holder = at(value, path)

@@ -8,18 +8,16 @@ from typing_extensions import TypedDict
 
 from eagle31_train import foreign
 from eagle31_train.errors import UserError
-from eagle31_train.foreign import Count, Number, Positions, Width
+from eagle31_train.foreign import Count, Positions, Scaling, Theta, Width
 
 Size = Annotated[Width, Field(ge=1)]
 LayerIds = Annotated[list[Count], Field(max_length=1024)] | None
-# A scaling's own values are checked by its kind (`model.rope`).
-Scaling = dict[str, str | bool | Annotated[int, Field(le=1 << 53)] | Number | list[Number | int] | None]
 
 
 class _Rope(TypedDict, total=False):
     rope_type: str | None
     type: str | None
-    rope_theta: Annotated[float, Field(gt=0, le=1e30)] | None
+    rope_theta: Theta | None
 
 
 class _Eagle(TypedDict, total=False):
@@ -52,7 +50,7 @@ class _Layer(TypedDict, total=False):
     qk_rope_head_dim: Width
     v_head_dim: Width
     rms_norm_eps: Annotated[float, Field(gt=0, lt=1)]
-    rope_theta: Annotated[float, Field(gt=0, le=1e30)] | None
+    rope_theta: Theta | None
     rope_scaling: _Rope | None
     rope_parameters: _Rope | None
     max_position_embeddings: Annotated[Positions, Field(ge=1)]

@@ -24,6 +24,7 @@ from eagle31_train.targets.description import (
     read_raw,
     text_config,
 )
+from eagle31_train.targets.pretrained import first_line
 
 EXAMPLE = 100_000_000  # tokens that are planned for where nobody has counted or said how many there are
 LOOKED_AT = 1000  # conversations whose loss masks stand for all of them
@@ -90,7 +91,7 @@ def read_target(config: Config) -> Target:
 
 def weight_bytes(raw: dict[str, Any], dtype: str) -> float:
     """Bytes of a weight: as config.json says it is quantized, else those of the dtype; `auto` is bf16 on a GPU."""
-    found, inner = [], [raw.get("quantization_config") or raw.get("text_config", {}).get("quantization_config")]
+    found, inner = [], [raw.get("quantization_config") or (raw.get("text_config") or {}).get("quantization_config")]
     while inner:
         if isinstance(value := inner.pop(), dict):
             found += [value[key] for key in ("bits", "num_bits") if isinstance(value.get(key), int)]
@@ -112,6 +113,8 @@ def count_parameters(text: Any) -> Parameters | None:
             model = AutoModelForCausalLM.from_config(text)
     except ValueError:  # no class for it
         return None
+    except Exception as error:  # sizes that its class makes nothing of
+        raise UserError(f"the target's config.json makes no model ({first_line(error)}): copy it again") from None
     count = {name: parameter.numel() for name, parameter in model.named_parameters()}
     experts = sum(size for name, size in count.items() if ".experts." in name)
     chosen, of = (next((n for key in keys if (n := getattr(text, key, None))), 1) for keys in (CHOSEN, EXPERTS))
