@@ -54,7 +54,7 @@ def check_folder(folder: Path) -> None:
             raise ValueError(f"{path.name}: {getattr(error, 'strerror', None) or error}") from None
 
 
-def parse_json(data: str | bytes) -> Any:
+def parse_json(data: str | bytes | bytearray) -> Any:
     """The value of a JSON text; a ValueError if it is none, or nested more than DEEPEST deep."""
     try:
         value = json.loads(data)
