@@ -17,7 +17,7 @@ from eagle31_train.store.head import committed_lines, read_lines, read_target_li
 from eagle31_train.store.sealed import DamagedError, checksum, digest, seal, unseal
 from eagle31_train.store.shard import write_shard
 from eagle31_train.store.shard_plan import Plan, PlannedShard, shape_of
-from eagle31_train.store.stream import check_bound, read_consumed, wait
+from eagle31_train.store.stream import check_bound, read_bound, read_consumed, wait
 from eagle31_train.store.tensors import save_file
 
 
@@ -237,8 +237,8 @@ class StoreWriter:
             storage.discard()
         storage.remove(artifacts.MANIFEST)  # whoever reads it now finds it unfinished
         storage.clean([TARGET])
-        storage.write(PLAN, seal(self.plan.as_json()))
-        storage.write(STREAM, seal({"max_bytes": self.max_bytes, "processes": self.ranks}))
+        storage.write(PLAN, seal({**self.plan.as_json(), "store": self.id}))
+        storage.write(STREAM, seal({"max_bytes": self.max_bytes, "processes": self.ranks, "store": self.id}))
         storage.write(PROVENANCE, seal(self.provenance, indent=2))
         if storage.size(SHARDS) is not None:  # a store that was complete: its lines get files of their own again
             for line in self._committed(self.plan.shards).values():
@@ -279,10 +279,10 @@ class StoreWriter:
     def _processes(self) -> int | None:
         """How many processes share the store, as far as rank 0 has said so."""
         try:
-            found: int | None = unseal(self.storage.read(STREAM)).get("processes")
-        except (FileNotFoundError, DamagedError):
+            bound = read_bound(self.storage, self.id)
+        except UserError:  # damaged, or another store's: rank 0 is about to replace it
             return None
-        return found
+        return bound and bound.get("processes")
 
     def _used_up(self, shard: PlannedShard) -> bool:
         if shard.name not in self._consumed:
