@@ -7,7 +7,7 @@ stage by stage.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ LAYOUTS = {
     "server": 1,
     "export": 1,
 }
+REPLACE = "choose another name=… or run_dir=…, or replace it with overwrite=true"
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,12 @@ class Provenance:
     """What an output is made from.
 
     inputs: of JSON's types. card: inputs of the words and pictures around an output, which may change without it.
+    pointers: name of an input → the option, as it was given, that says where it lies: it may be what is wrong.
     """
 
     inputs: dict[str, Any]
     card: dict[str, Any] | None = None
+    pointers: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def all_inputs(self) -> dict[str, Any]:
@@ -70,10 +73,14 @@ class Provenance:
             change = describe_change(record.get("inputs", {}), self.all_inputs)
             for old, new in RENAMED.items():
                 change = change.replace(f"{old}: ", f"{new}: ")
-            raise UserError(
-                f"{where} was made from other inputs ({change}): "
-                "choose another name=… or run_dir=…, or replace it with overwrite=true"
-            )
+            raise UserError(f"{where} was made from other inputs ({change}): {self.remedy(record)}")
+
+    def remedy(self, record: Mapping[str, Any]) -> str:
+        """What to do about an output of other inputs; it is replaced only where no option may have led astray."""
+        before = record.get("inputs", {})
+        if led := [given for name, given in self.pointers.items() if before.get(name) != self.inputs.get(name)]:
+            return f"correct {' or '.join(led)}, or choose another name=… or run_dir=…"
+        return REPLACE
 
 
 def whole(
@@ -172,7 +179,8 @@ def of_store(config: Config, data: Mapping[str, Any]) -> Provenance:
             "engine": {"name": config.extract.engine, "args": arguments},
             "codecs": {"aux": config.store.aux_codec, "last": config.store.last_codec},
             "shard_tokens": config.extract.shard_tokens,
-        }
+        },
+        pointers={"data": f"data_dir={config.data_dir}"} if config.data_dir else {},
     )
 
 
@@ -189,7 +197,8 @@ def of_training(config: Config, store: str, dataset: str, vocab_sha256: str, ini
             "drafter": recorded("drafter", asdict(config.drafter)),
             "train": {**recipe, "init_from": initial_weights},
             "seed": config.seed,
-        }
+        },
+        pointers={"store": f"store_dir={config.store_dir}"} if config.store_dir else {},
     )
 
 

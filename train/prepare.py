@@ -23,7 +23,7 @@ from eagle31_train.targets.derive import complete
 from train import checkpoint, initial_weights, launch, order, tracking, windows
 from train.build import build_objective, check_pairs, check_samples, check_store, shape_of
 from train.checkpoint import Saver
-from train.claim import alone, begun, claim
+from train.claim import alone, begun, claim, join
 from train.deadline import Deadline, parse_limit
 from train.metrics import Reporter
 from train.parallel import Parallel, parallelise
@@ -100,7 +100,7 @@ def read_inputs(config: Config, resources: ExitStack) -> Inputs:
     t, data_dir = config.train, config.data_folder
     store = resources.enter_context(closing(Store(storage_of(config), config.store.follow, config.store.patience)))
     data = _manifest(config)
-    check_store(store, data, config.target)
+    check_store(store, data, config)
     vocab_file = data_dir / "vocab.safetensors"
     draft_vocab = vocab.read(vocab_file)
     vocab_sha, start = artifacts.file_sha256(vocab_file), initial_weights.identity(config)
@@ -153,7 +153,10 @@ def claim_folder(config: Config, data: Inputs, accelerator: Accelerator, resourc
         claim(folder, data.made_from, config.overwrite)
         return provenance.up_to_date(folder, data.made_from, overwrite=False)
 
-    if launch.agreed(accelerator, up_to_date):
+    finished = launch.agreed(accelerator, up_to_date)
+    if not accelerator.is_main_process:  # so that whoever is refused while they run can name them all
+        resources.enter_context(join(folder.parent))
+    if finished:
         _say(f"train: up to date ({folder})")
         return None
     return folder

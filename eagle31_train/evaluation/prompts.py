@@ -125,7 +125,7 @@ def from_heldout(dataset: Path, rendering: Rendering | None = None) -> list[Prom
     after a system message.
     """
     prompts = []
-    for row in DatasetDict.load_from_disk(str(dataset))["heldout"]:
+    for row in DatasetDict.load_from_disk(str(dataset.absolute()))["heldout"]:
         ids = row["input_ids"][: row["loss_mask"].index(True)]
         messages = rendering.messages_of(ids) if rendering else None
         prompts.append(Prompt(row["id"], row["source"], ids, messages))

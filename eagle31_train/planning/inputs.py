@@ -210,7 +210,7 @@ def _look_at(dataset: Path, ttt_length: int) -> tuple[Work, int]:
     """Work of some of the training conversations, evenly spread, and the tokens of the longest of all."""
     from datasets import Dataset, load_from_disk  # a second to import
 
-    split = load_from_disk(str(dataset))["train"]
+    split = load_from_disk(str(dataset.absolute()))["train"]
     assert isinstance(split, Dataset)
     longest = max(chunk.value_lengths().to_numpy().max(initial=0) for chunk in split.data.column("loss_mask").chunks)
     rows = np.unique(np.linspace(0, len(split) - 1, min(LOOKED_AT, len(split))).astype(int))

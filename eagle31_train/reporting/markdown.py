@@ -22,8 +22,13 @@ def public(path: str) -> str:
 
 
 def scrubbed(text: str) -> str:
-    """A text whose absolute paths are as others may see them."""
-    return _PATH.sub(lambda found: public(found[0]), text)
+    """A text whose absolute paths are as others may see them; `</b` is what ends a tag, and may be in a name."""
+
+    def shown_to_others(found: re.Match[str]) -> str:
+        ends_tag = text[: found.start()].endswith("<") and found[0].count("/") == 1
+        return found[0] if ends_tag else public(found[0])
+
+    return _PATH.sub(shown_to_others, text)
 
 
 def plain(value: Any) -> str:

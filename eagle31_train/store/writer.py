@@ -1,6 +1,6 @@
 """Writing a store: every shard is committed whole, by any number of processes, and never past a bound of bytes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from torch import Tensor
 from eagle31_train import artifacts
 from eagle31_train.console import note
 from eagle31_train.errors import UserError
+from eagle31_train.provenance import REPLACE
 from eagle31_train.store.backends import Storage
 from eagle31_train.store.document import Document
 from eagle31_train.store.format import PLAN, PROVENANCE, REMAKE, SHARDS, STREAM, TARGET, TARGET_LINE, Line, line_name
@@ -33,6 +34,7 @@ class StoreWriter:
         overwrite: replace a store of another provenance.
         max_bytes: keep no more than this; shards wait until a training has used up earlier ones.
         patience: seconds to wait for another process, or for free bytes.
+        remedy: what to do about a begun store of another provenance, given that.
 
     Raises:
         UserError: the storage holds a begun store of another provenance, or the bound is too small for any training.
@@ -49,7 +51,9 @@ class StoreWriter:
         overwrite: bool = False,
         max_bytes: int | None = None,
         patience: float = 3600.0,
+        remedy: Callable[[dict[str, Any]], str] = lambda _: REPLACE,
     ) -> None:
+        self.remedy = remedy
         self.storage, self.plan, self.rank, self.ranks = storage, plan, rank, ranks
         self.provenance, self.patience = provenance, patience
         self.shape = shape_of(provenance["states"])
@@ -249,8 +253,7 @@ class StoreWriter:
         if not overwrite:
             change = artifacts.describe_change(begun, self.provenance)
             raise UserError(
-                f"{self.storage.location} holds a begun store of another run ({change}): "
-                "choose another run_dir=… or replace it with overwrite=true"
+                f"{self.storage.location} holds a begun store of another run ({change}): {self.remedy(begun)}"
             )
 
     def _await_first(self, overwrite: bool) -> None:

@@ -25,6 +25,7 @@ from eagle31_train.console import Progress, is_main, note
 from eagle31_train.errors import UserError
 from eagle31_train.locks import alone
 from eagle31_train.model import vocab
+from eagle31_train.provenance import Provenance
 from eagle31_train.store import Storage, StoreWriter, finished, make_plan, shape_of, storage_of
 from eagle31_train.store.document import Document
 from eagle31_train.store.shard import kept
@@ -57,10 +58,10 @@ def extract(config: Config) -> None:
         return
     who = f"another process extracts the same shards of {storage.location} now"
     with alone(Path(config.run_dir) / f".extracting-{rank}", who):
-        _extract(config, rank, ranks, storage, made_from.record())
+        _extract(config, rank, ranks, storage, made_from)
 
 
-def _extract(config: Config, rank: int, ranks: int, storage: Storage, provenance: dict[str, Any]) -> None:
+def _extract(config: Config, rank: int, ranks: int, storage: Storage, made_from: Provenance) -> None:
     """This process's part of a store that is not finished."""
     began = time.perf_counter()
     splits, data = load_data(config), _data_manifest(config)
@@ -75,13 +76,14 @@ def _extract(config: Config, rank: int, ranks: int, storage: Storage, provenance
         raise too_long(engine, longest)
     writer = StoreWriter(
         storage,
-        {**provenance, "states": states},
+        {**made_from.record(), "states": states},
         plan,
         rank=rank,
         ranks=ranks,
         overwrite=config.overwrite,
         max_bytes=byte_count(config.store.max_bytes, "store.max_bytes") if config.store.max_bytes else None,
         patience=config.store.patience,
+        remedy=made_from.remedy,
     )
     first = rank == 0
     if first:
@@ -122,7 +124,7 @@ def load_data(config: Config) -> DatasetDict:
     folder = config.data_folder
     if damage := artifacts.first_damaged(folder, _data_manifest(config).get("files", {})):
         raise UserError(f"{damage}: run `eagle31 data` again")
-    return DatasetDict.load_from_disk(str(folder / "dataset"))
+    return DatasetDict.load_from_disk(str((folder / "dataset").absolute()))
 
 
 def check_tokenizer(config: Config, data: dict[str, Any]) -> None:
