@@ -5,8 +5,9 @@ import io
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from tqdm import tqdm
@@ -75,12 +76,25 @@ def tidy() -> Iterator[None]:
                 getattr(sys.modules[module], off)()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
+    record, warning = logging.getLogRecordFactory(), warnings.formatwarning
+    logging.setLogRecordFactory(lambda *given, **named: _cleaned(record(*given, **named)))
+    warnings.formatwarning = lambda *given, **named: shown.clean(warning(*given, **named))
     try:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
+    finally:
+        logging.setLogRecordFactory(record)
+        warnings.formatwarning = warning
+
+
+def _cleaned(record: logging.LogRecord) -> logging.LogRecord:
+    """What a library logs, which may quote files that others made."""
+    with suppress(Exception):  # a message that does not fit its values: logging itself says so
+        record.msg, record.args = shown.clean(record.getMessage()), None
+    return record
 
 
 class Progress(tqdm):

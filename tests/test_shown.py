@@ -1,14 +1,16 @@
 """What others wrote reaches no terminal, page or card raw."""
 
 import ast
+import logging
 import sys
 import unicodedata
+import warnings
 from pathlib import Path
 
 import pytest
 
 from eagle31_train import shown
-from eagle31_train.console import Progress, explained, note
+from eagle31_train.console import Progress, explained, note, tidy
 from eagle31_train.errors import UserError
 from eagle31_train.reporting import html, markdown
 from eagle31_train.reporting.figures import Picture
@@ -60,6 +62,19 @@ def test_a_terminal_sees_no_command(capsys, monkeypatch):
     with Progress(total=3, desc=HOSTILE, mininterval=0) as bar:
         bar.update()
     assert "\u202e" not in capsys.readouterr().err
+
+
+def test_what_libraries_log_and_warn_of_is_cleaned_too(capsys):
+    handler = logging.StreamHandler(sys.stderr)
+    logger = logging.getLogger("somebody")
+    logger.addHandler(handler)
+    with tidy():
+        logger.error("of %s", HOSTILE)
+        print(warnings.formatwarning(HOSTILE, UserWarning, "file", 1), file=sys.stderr)
+    logger.removeHandler(handler)
+    said = capsys.readouterr().err
+    assert f"of {SPELT}\n" in said
+    assert f"UserWarning: {SPELT}\n" in said
 
 
 def test_pages_and_cards_show_it_spelt():

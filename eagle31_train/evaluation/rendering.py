@@ -58,6 +58,7 @@ class Rendering:
                 add_generation_prompt=generation,
                 **arguments,
             )
+            str(text).encode()  # half a surrogate pair, which JSON can spell, is none
         except Exception as error:  # a template is a program: say, "+" between text and none
             raise UnfitError(f"the chat template refuses it ({first_line(error)})") from None
         return str(text)

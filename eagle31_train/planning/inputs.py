@@ -2,7 +2,7 @@
 
 import csv
 import gzip
-import json
+import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import numpy as np
 from pyarrow import ArrowException
 from pyarrow.parquet import ParquetFile
 
-from eagle31_train import artifacts
+from eagle31_train import artifacts, foreign
 from eagle31_train.config import SELF, Config
 from eagle31_train.errors import UserError
 from eagle31_train.locations import matching
@@ -187,7 +187,7 @@ def _rows(spec: str) -> int | None:
     files = [file for path in matching(spec) for file in ([path] if path.is_file() else path.rglob("*"))]
     try:
         counts = [_rows_of(file) for file in files if file.is_file() and not file.name.startswith((".", "_"))]
-    except (ValueError, OSError, EOFError, csv.Error, ArrowException):
+    except (ValueError, TypeError, OSError, EOFError, csv.Error, zlib.error, ArrowException):
         return None
     return sum(counts) if counts else None
 
@@ -200,7 +200,7 @@ def _rows_of(file: Path) -> int:
     kind = (file.with_suffix("") if packed else file).suffix.lower()
     with gzip.open(file, "rt", encoding="utf-8") if packed else file.open(encoding="utf-8") as text:
         if kind == ".json":
-            return len(json.load(text))
+            return len(foreign.parse_json(text.read()))
         if kind == ".csv":  # a header; a cell may hold lines
             return max(0, sum(1 for cells in csv.reader(text) if cells) - 1)
         return sum(1 for line in text if line.strip())

@@ -143,7 +143,7 @@ def _front_matter(config: Config, shape: DrafterShape) -> str:
     """YAML; every value as a JSON string, which YAML reads as such whatever it holds."""
     lines = ["---"]
     if config.target.is_hub_id:  # a local folder's name would link to somebody else's model
-        lines.append(f"base_model: {json.dumps(config.target.path, ensure_ascii=False)}")
+        lines.append(f"base_model: {json.dumps(config.target.path)}")
     tags = ["eagle3", *(["eagle-3.1"] if _kind(shape) == "EAGLE 3.1" else []), "speculative-decoding", "vllm"]
     lines += ["library_name: vllm", "pipeline_tag: text-generation", f"tags: {json.dumps(tags)}", "---"]
     return "\n".join(lines)
