@@ -6,7 +6,7 @@ import re
 from functools import cached_property
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from data_prep.formats import Message, Refused, Tool, arguments
 from data_prep.markup import MARKUP, apart
@@ -14,7 +14,7 @@ from eagle31_train import artifacts
 from eagle31_train.config import TargetConfig
 from eagle31_train.errors import UserError
 from eagle31_train.targets.chat_template import templates_of
-from eagle31_train.targets.pretrained import end_ids, first_line, from_pretrained
+from eagle31_train.targets.pretrained import end_ids, first_line, load_tokenizer
 
 
 class ChatTemplate:
@@ -70,7 +70,7 @@ class ChatTemplate:
     @classmethod
     def load(cls, target: TargetConfig) -> "ChatTemplate":
         """The tokenizer and template of a target; a UserError where one of them is missing, or an argument unknown."""
-        tokenizer = from_pretrained(AutoTokenizer, target)
+        tokenizer = load_tokenizer(target)
         if not tokenizer.is_fast:  # Kimi's warns at each call that it is called with options
             logging.getLogger(type(tokenizer).__module__).setLevel(logging.ERROR)
         named = templates_of(target, tokenizer)

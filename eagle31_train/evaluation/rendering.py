@@ -4,11 +4,9 @@ import re
 from functools import cached_property
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from eagle31_train.config import TargetConfig
 from eagle31_train.targets.chat_template import templates_of
-from eagle31_train.targets.pretrained import first_line, from_pretrained
+from eagle31_train.targets.pretrained import first_line, load_tokenizer
 
 Message = dict[str, Any]  # role and content, as OpenAI's API has them
 Tool = dict[str, Any]
@@ -30,7 +28,7 @@ class Rendering:
     @classmethod
     def load(cls, target: TargetConfig) -> "Rendering":
         """The tokenizer and template of a target; UserError where it has none."""
-        tokenizer = from_pretrained(AutoTokenizer, target)
+        tokenizer = load_tokenizer(target)
         template = templates_of(target, tokenizer)["default"]
         return cls(tokenizer, None if target.chat_template is None else template, target.template_args)
 

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from datasets import Dataset, DatasetDict
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from eagle31_train import artifacts, provenance
 from eagle31_train.config import Config, byte_count
@@ -34,7 +33,7 @@ from eagle31_train.targets.agreement import Agreement
 from eagle31_train.targets.engine import Engine, too_long
 from eagle31_train.targets.fidelity import Figures, Gate, report, summary
 from eagle31_train.targets.hf import ranks as launched
-from eagle31_train.targets.pretrained import from_pretrained, require_path, vocabulary_fingerprint
+from eagle31_train.targets.pretrained import load_tokenizer, require_path, vocabulary_fingerprint
 from eagle31_train.targets.readout import Readout
 from eagle31_train.targets.transformers_engine import load_engine
 from eagle31_train.targets.vllm_engine import VllmEngine
@@ -137,7 +136,7 @@ def check_tokenizer(config: Config, data: dict[str, Any]) -> None:
     if fingerprint is None:  # of an earlier version, which did not record it
         return
     require_path(config.target)
-    if vocabulary_fingerprint(from_pretrained(AutoTokenizer, config.target)) != fingerprint:
+    if vocabulary_fingerprint(load_tokenizer(config.target)) != fingerprint:
         raise _other_target(config, "with another tokenizer than it has")
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from eagle31_train import artifacts, foreign
 from eagle31_train.config import TargetConfig
@@ -27,6 +27,22 @@ def from_pretrained(kind: Any, target: TargetConfig, **options: Any) -> Any:
         return kind.from_pretrained(target.path, **where, **options)
     except Exception as error:  # of files that others made, in which libraries stumble over anything
         raise not_loaded(target, error) from None
+
+
+def load_tokenizer(target: TargetConfig) -> Any:
+    """The target's tokenizer, which makes tokens of a word and a word of tokens.
+
+    Raises:
+        UserError: there is none, or it does not.
+    """
+    tokenizer = from_pretrained(AutoTokenizer, target)
+    try:
+        for special in (False, True):
+            tokenizer.decode(tokenizer.encode("Hello", add_special_tokens=special))
+        tokenizer.convert_ids_to_tokens(tokenizer.all_special_ids)
+    except Exception as error:  # settings that nobody looked at until now
+        raise not_loaded(target, error) from None
+    return tokenizer
 
 
 def require_path(target: TargetConfig) -> None:
@@ -72,7 +88,7 @@ def end_ids(tokenizer: PreTrainedTokenizerBase, target: TargetConfig) -> list[in
     try:
         generation: Any = GenerationConfig
         eos = generation.from_pretrained(target.path, revision=target.revision).eos_token_id
-        ids += foreign.typed(list[int | None], eos if isinstance(eos, list) else [eos])
+        ids += foreign.typed(list[foreign.Width | None], eos if isinstance(eos, list) else [eos])
     except OSError:  # a target without generation_config.json: the tokenizer alone says it
         pass
     except Exception as error:
