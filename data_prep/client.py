@@ -23,12 +23,25 @@ from data_prep.formats import Message, Refused, Tool, check_text, tool_calls
 from data_prep.journal import Answer
 from data_prep.markup import apart
 from data_prep.template import ChatTemplate
+from eagle31_train import foreign
 from eagle31_train.console import note
 from eagle31_train.errors import UserError
+from eagle31_train.foreign import Positions as Count
 
 SLOWEST = 2  # tokens a second that a server is waited for
+LETTER = 64  # bytes of an answer for each of its tokens, and more than any of them takes as JSON
 BUSY = (408, 409, 425, 429, 500, 502, 503, 504)  # asked again
 REFUSED = (400, 413, 422)  # this request's fault: a prompt past the context, or a filter's objection
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """What is sent, the key too, is for the server that was named, and for no other that it names."""
+
+    def redirect_request(self, *_: Any) -> None:
+        """None: the answer is the error that it is."""
+
+
+OPENER = urllib.request.build_opener(_NoRedirects)
 
 
 @dataclass
@@ -50,6 +63,8 @@ class Server:
     warned: bool = False
 
     def __post_init__(self) -> None:
+        if not self.url.startswith(("http://", "https://")):
+            raise UserError(f"data.generate.server={self.url} is no address: http://HOST:PORT/v1")
         self.base = self.url.rstrip("/")
         self.url = f"{self.base}/chat/completions"
         # A server says nothing until an answer is whole, and a long thought at a busy one may take hours.
@@ -94,7 +109,7 @@ class Server:
         """
         content = self._ask(f"{self.base}/completions", {"model": self.model, **request})
         try:
-            choice = json.loads(content)["choices"][0]
+            choice = foreign.parse_json(content)["choices"][0]
             return str(choice["text"]), str(choice["finish_reason"])
         except (ValueError, KeyError, IndexError, TypeError):
             raise UserError(f"{self.base}/completions answered no completion: data.prompts=self needs one") from None
@@ -110,7 +125,7 @@ class Server:
             try:
                 return self._post(url, body)
             except urllib.error.HTTPError as error:
-                detail = " ".join(error.read().decode(errors="replace").split())[:200]
+                detail = " ".join(_start(error).decode(errors="replace").split())[:200]
                 problem = f"HTTP {error.code} {detail}"
                 if error.code in REFUSED:
                     raise Refused(f"the server refuses it: {problem}") from None
@@ -125,20 +140,30 @@ class Server:
         if key := os.environ.get("OPENAI_API_KEY"):
             headers["Authorization"] = f"Bearer {key}"
         request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request, timeout=self.timeout) as response:
-            content: bytes = response.read()
-        return content
+        most, content = (1 << 24) + LETTER * self.max_tokens, bytearray()
+        until = time.monotonic() + self.timeout
+        with OPENER.open(request, timeout=self.timeout) as response:
+            while part := response.read1(1 << 16):
+                content += part
+                if len(content) > most:
+                    raise UserError(f"{url} answers without end (more than {most:,} bytes): see to the server")
+                if time.monotonic() > until:  # a byte now and then, and no timeout of the socket's
+                    raise TimeoutError("timed out")
+        return bytes(content)
 
     def _read(self, content: bytes) -> tuple[Answer, int]:
         """The answer, and the tokens of its prompt (0 if the server does not say)."""
         try:
-            value = json.loads(content)
+            value = foreign.parse_json(content)
             choice = value["choices"][0]
             said, reason = choice["message"], choice["finish_reason"]
             text, calls = said.get("content"), said.get("tool_calls")
             thought = said.get("reasoning_content") or said.get("reasoning")
             usage = value.get("usage") or {}
-            tokens, prompt_tokens = (int(usage.get(key) or 0) for key in ("completion_tokens", "prompt_tokens"))
+            counts = [usage.get(key) or 0 for key in ("completion_tokens", "prompt_tokens")]
+            tokens, prompt_tokens = foreign.typed(list[Count], counts)
+            foreign.typed(str | None, thought)
+            foreign.typed(str | None, text)
         except (ValueError, KeyError, IndexError, TypeError, AttributeError):
             raise UserError(f"{self.url} answered no chat completion: is the server OpenAI-compatible?") from None
         if thought and not self.template.reads_thoughts:
@@ -160,6 +185,14 @@ class Server:
         if tokens:
             message["tokens"] = tokens
         return Answer(message, reason, tokens), prompt_tokens
+
+
+def _start(error: urllib.error.HTTPError) -> bytes:
+    """The first words of an answer that is an error, if it has any."""
+    try:
+        return error.read(1000)
+    except (OSError, http.client.HTTPException):
+        return b""
 
 
 def _sent(message: Message) -> Message:

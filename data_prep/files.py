@@ -6,7 +6,6 @@ hub data sets, from 1. With the name of the file it makes the row's default id, 
 
 import csv
 import gzip
-import json
 import re
 import zlib
 from collections.abc import Iterator
@@ -19,13 +18,14 @@ import pyarrow
 from pyarrow.parquet import ParquetFile
 
 from data_prep.formats import LIST_KEYS, detect
-from eagle31_train import artifacts
+from eagle31_train import artifacts, foreign
 from eagle31_train.errors import UserError
 from eagle31_train.locations import matching
 from eagle31_train.targets.pretrained import first_line
 
 ROWS_AT_ONCE = 1024  # of Parquet, decoded together
-DAMAGE = (ValueError, EOFError, OSError, csv.Error, zlib.error, pyarrow.ArrowException)
+LINE, LIST = 1 << 28, 1 << 32  # bytes of a line, and of a JSON list, once unpacked: what is read whole
+DAMAGE = (ValueError, EOFError, OSError, ArithmeticError, csv.Error, zlib.error, pyarrow.ArrowException)
 
 
 @dataclass
@@ -125,23 +125,35 @@ def _open_folder(folder: Path, option: str) -> list[File]:
 # ---------------------------------------------------------------- kinds of files
 
 
+def _opened(path: Path) -> Any:
+    return gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb")
+
+
 def _lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file, which may be compressed."""
-    with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
-        yield from file
+    """The lines of a file, which may be compressed; a few bytes of zip may be a line that no memory holds."""
+    with _opened(path) as file:
+        while line := file.readline(LINE):
+            if len(line) == LINE:
+                raise ValueError(f"a line of {LINE:,} bytes or more")
+            yield line
 
 
 def _json_lines(path: Path, place: Place) -> Iterator[Any]:
     for line in _lines(path):
         if line.strip():
-            yield json.loads(line)
+            yield foreign.parse_json(line)
         place.number += 1
 
 
 def _json_list(path: Path, place: Place) -> Iterator[Any]:
-    text = b"".join(_lines(path))
+    text = bytearray()
+    with _opened(path) as file:
+        while part := file.read(1 << 20):
+            text += part
+            if len(text) >= LIST:
+                raise ValueError(f"a list of {LIST:,} bytes or more is too large: write JSON lines, .jsonl")
     try:
-        rows = json.loads(text) if text.strip() else []
+        rows = foreign.parse_json(text) if text.strip() else []
     except ValueError as error:
         raise ValueError(f"{error}; JSON lines are to be named .jsonl") from None
     if not isinstance(rows, list):
@@ -191,7 +203,7 @@ def with_lists(row: dict[str, Any]) -> dict[str, Any]:
     for key in LIST_KEYS:
         if isinstance(text := row.get(key), str) and text.strip():
             try:
-                row[key] = json.loads(text)
+                row[key] = foreign.parse_json(text)
             except ValueError as error:
                 raise ValueError(f"the cell of {key} is not JSON: {error}") from None
     return row

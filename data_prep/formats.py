@@ -8,6 +8,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from eagle31_train import foreign
 from eagle31_train.config import FORMATS
 from eagle31_train.errors import UserError
 
@@ -21,7 +22,7 @@ ROLES = {
 }
 ROLE_OF = {alias: role for role, aliases in ROLES.items() for alias in aliases}
 # Beside role and content: what chat templates may read, and what is known of an answer.
-PASSED_ON = ("name", "tool_call_id", "finish_reason", "tokens")
+PASSED_ON = {"name": str, "tool_call_id": str, "finish_reason": str, "tokens": int}
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names in use for what was thought before an answer
 
 Message = dict[str, Any]
@@ -65,6 +66,8 @@ def parse(value: Any, form: str, where: str, default_id: str) -> Row:
         raise UserError(f"{where}: no known format (has {keys[:200]}): {needs}")
     # Further samples of one prompt share its id; "#1" tells them apart.
     sample = value.get("sample") or 0
+    if not isinstance(sample, int):
+        raise UserError(f"{where}: sample is no number: which answer to its prompt a row has, from 0")
     identity = str(value.get("id") or default_id) + (f"#{sample}" if sample else "")
     source = str(value.get("source") or value.get("category") or default_id.rsplit("-", 1)[0])
     # Refusals name the row by these two, so they are mended, and not refused themselves.
@@ -80,7 +83,7 @@ def parse(value: Any, form: str, where: str, default_id: str) -> Row:
         return row
     if not row.messages:
         row.problem = "no messages"
-    elif (reason := value.get("finish_reason")) and row.messages[-1]["role"] == "assistant":
+    elif isinstance(reason := value.get("finish_reason"), str) and row.messages[-1]["role"] == "assistant":
         row.messages[-1].setdefault("finish_reason", reason)
     return row
 
@@ -150,6 +153,8 @@ def _message(role: Any, content: Any, extra: dict[str, Any]) -> Message:
         content = "".join(part["text"] for part in content)
     message: Message = {"role": ROLE_OF[role], "content": content}
     message |= {key: extra[key] for key in PASSED_ON if extra.get(key) is not None}
+    if wrong := [key for key, kind in PASSED_ON.items() if not isinstance(message.get(key, kind()), kind)]:
+        raise Refused(f"{wrong[0]} of a turn is not {'a number' if wrong[0] == 'tokens' else 'text'}")
     if message["role"] == "assistant":
         thought = next((extra[key] for key in THOUGHTS if extra.get(key)), None)
         if thought is not None and not isinstance(thought, str):
@@ -186,7 +191,7 @@ def arguments(value: Any) -> dict[str, Any]:
         return {}
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = foreign.parse_json(value)
         except ValueError:
             value = None
     if not isinstance(value, dict):
@@ -199,7 +204,7 @@ def _tools(value: Any) -> list[Tool] | None:
     """Tool definitions, or JSON text of them; none, and an empty list, are None."""
     if isinstance(value, str):
         try:
-            value = json.loads(value) if value.strip() else None
+            value = foreign.parse_json(value) if value.strip() else None
         except ValueError:
             raise Refused("tools is no JSON") from None
     if not value:

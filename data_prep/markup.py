@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from data_prep.formats import Message, Refused, arguments
+from eagle31_train import foreign
 
 OPEN, CLOSE = "<think>", "</think>"
 KIMI, HERMES, PYTHON, CHANNEL = "<|tool_calls_section_begin|>", "<tool_call>", "<|python_tag|>", "<|channel|>"
@@ -171,7 +172,7 @@ def _all_matches(pattern: str, text: str) -> list[tuple[str, ...]]:
 
 def _json(text: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
+        value = foreign.parse_json(text)
     except ValueError:
         raise Refused("a tool call that is no JSON") from None
     if not isinstance(value, dict):

@@ -20,7 +20,7 @@ from data_prep.sources import Corpus
 from data_prep.template import ChatTemplate
 from eagle31_train import artifacts
 from eagle31_train.config import Config, GenerateConfig
-from eagle31_train.console import Progress
+from eagle31_train.console import Progress, note
 from eagle31_train.errors import UserError
 from eagle31_train.provenance import Provenance
 
@@ -47,14 +47,14 @@ def regenerate(config: Config, template: ChatTemplate) -> Path:
     made_from = Provenance({**settings, **_prompts(corpus)})
     journal = Journal(output)
     if journal.finished(made_from, config.overwrite):
-        print(f"answers: {output} is up to date")
+        note(f"answers: {output} is up to date")
         return output
     jobs, refused = _jobs(corpus, generate)
     option = "data.sources" if corpus.mixed else f"data.prompts={config.data.prompts}"
     if not jobs:
         raise UserError(f"{option}: there is no prompt that can be answered")
     if (count := sum(bool(job.row.tools) for job in jobs)) and not template.reads_tools:
-        print(f"answers: {count} are asked for with tools, which the chat template of {template.name} does not write")
+        note(f"answers: {count} are asked for with tools, which the chat template of {template.name} does not write")
     with journal:
         answer_all(jobs, journal, settings, config, template)
         refused += [refusal(job.row, job.refusal, job.suffix) for job in jobs if job.refusal]
@@ -75,11 +75,11 @@ def regenerate(config: Config, template: ChatTemplate) -> Path:
             refused=refused,
             ended=ended,
         )
-    print(f"answers: {manifest['answers']} answers, {manifest['tokens']} tokens in {output}")
+    note(f"answers: {manifest['answers']} answers, {manifest['tokens']} tokens in {output}")
     for entry in refused:
-        print(f"answers: refused {entry['id']} ({entry['where']}): {entry['reason']}")
+        note(f"answers: refused {entry['id']} ({entry['where']}): {entry['reason']}")
     if ended:
-        print(f"answers: {len(ended)} conversations end before their prompts do ({most_common(ended)})")
+        note(f"answers: {len(ended)} conversations end before their prompts do ({most_common(ended)})")
     return output
 
 

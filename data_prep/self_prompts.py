@@ -25,7 +25,7 @@ from data_prep.journal import Answer, Journal
 from data_prep.template import ChatTemplate
 from eagle31_train import artifacts
 from eagle31_train.config import SELF, Config
-from eagle31_train.console import Progress
+from eagle31_train.console import Progress, note
 from eagle31_train.errors import UserError
 from eagle31_train.provenance import Provenance
 
@@ -60,7 +60,7 @@ def write_prompts(config: Config, template: ChatTemplate) -> Path:
     made_from = Provenance(settings)
     journal = Journal(output)
     if journal.finished(made_from, config.overwrite):
-        print(f"prompts: {output} is up to date")
+        note(f"prompts: {output} is up to date")
         return output
     with journal:
         # How many are wanted changes none of them: the journal's texts serve another count, too.
@@ -75,8 +75,8 @@ def write_prompts(config: Config, template: ChatTemplate) -> Path:
         turns = sum(len(one.turns) for one in done)
         journal.finish(text, made_from, prompts=len(done), turns=turns, refused=dict(writer.refused))
     refused = ", ".join(f"{count} {reason}" for reason, count in writer.refused.most_common()) or "none"
-    print(f"prompts: the target wrote {len(done):,} prompts of {turns:,} turns in {output}")
-    print(f"prompts: refused: {refused}")
+    note(f"prompts: the target wrote {len(done):,} prompts of {turns:,} turns in {output}")
+    note(f"prompts: refused: {refused}")
     return output
 
 

@@ -20,6 +20,7 @@ from data_prep.sources import Corpus, Source, named
 from data_prep.template import ChatTemplate
 from eagle31_train import artifacts, provenance
 from eagle31_train.config import SELF, Config, DataConfig
+from eagle31_train.console import note
 from eagle31_train.errors import UserError
 from eagle31_train.model import vocab
 from eagle31_train.targets.derive import planned_drafter
@@ -60,19 +61,19 @@ def prepare(config: Config) -> None:
     _, rows = planned_drafter(config, target, len(draft))
     if data.conversations is not None and data.prompts is not None:
         read = "prompts" if config.regenerate else "conversations"
-        print(f"data: reading data.{read}={getattr(data, read)}, since regenerate={config.regenerate}")
+        note(f"data: reading data.{read}={getattr(data, read)}, since regenerate={config.regenerate}")
     corpus, answers = _open(_with_written_prompts(config, template), template)
     made_from = provenance.of_data(config, corpus.inputs(), template.fingerprints(), vocab_size)
     ours = (folder / artifacts.MANIFEST).is_file()
     if provenance.up_to_date(folder, made_from, config.overwrite):
-        print(f"data: {folder} is up to date")
+        note(f"data: {folder} is up to date")
         return
     if not ours and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         # commit() replaces the folder, and without our manifest what it holds may be the user's own.
         raise UserError(f"{folder} exists and is no output of this stage: move it away or choose run_dir=…")
-    print("\n".join([f"data: the drafter for {config.target.name}, as its config.json has it", *rows]))
+    note("\n".join([f"data: the drafter for {config.target.name}, as its config.json has it", *rows]))
     if doubt := serving_doubt(config.target, target.model_type):
-        print(f"data: NOT SERVED: {doubt}")
+        note(f"data: NOT SERVED: {doubt}")
     collected = collect(corpus.read(), template, data.max_length, data.heldout)
     collected.refused = answers.get("refused", []) + collected.refused
     _check_splits(collected, data)
@@ -94,7 +95,7 @@ def prepare(config: Config) -> None:
     }
     artifacts.write_json(temporary / artifacts.MANIFEST, manifest)
     artifacts.commit(temporary, folder)
-    print(summary(folder, manifest, template.name))
+    note(summary(folder, manifest, template.name))
 
 
 def _open(config: Config, template: ChatTemplate) -> tuple[Corpus, dict[str, Any]]:

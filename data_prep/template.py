@@ -4,18 +4,17 @@ import json
 import logging
 import re
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
-import jinja2
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from data_prep.formats import Message, Refused, Tool, arguments
 from data_prep.markup import MARKUP, apart
 from eagle31_train import artifacts
 from eagle31_train.config import TargetConfig
 from eagle31_train.errors import UserError
-from eagle31_train.targets.pretrained import end_ids, from_pretrained
+from eagle31_train.targets.chat_template import templates_of
+from eagle31_train.targets.pretrained import end_ids, first_line, load_tokenizer
 
 
 class ChatTemplate:
@@ -41,7 +40,7 @@ class ChatTemplate:
         self.tools_template = tools_template
         self.template_args = dict(template_args or {})
         # Whether it reads thoughts from a field of their own, under one of the names in use.
-        thoughts = r"\b(reasoning_content|reasoning|[\w.]+\.thinking)\b|[\"']thinking"
+        thoughts = r"\b(reasoning_content|reasoning)\b|\w\.thinking\b|[\"']thinking"
         self.reads_thoughts = bool(re.search(thoughts, template + (tools_template or "")))
 
     @property
@@ -71,22 +70,11 @@ class ChatTemplate:
     @classmethod
     def load(cls, target: TargetConfig) -> "ChatTemplate":
         """The tokenizer and template of a target; a UserError where one of them is missing, or an argument unknown."""
-        tokenizer = from_pretrained(AutoTokenizer, target)
+        tokenizer = load_tokenizer(target)
         if not tokenizer.is_fast:  # Kimi's warns at each call that it is called with options
             logging.getLogger(type(tokenizer).__module__).setLevel(logging.ERROR)
-        with_tools = None
-        if target.chat_template is not None:
-            if not Path(target.chat_template).is_file():
-                raise UserError(f"target.chat_template={target.chat_template} is missing: give a Jinja file")
-            template = Path(target.chat_template).read_text(encoding="utf-8")
-        else:
-            own = tokenizer.chat_template
-            named = own if isinstance(own, dict) else {"default": own}
-            template, with_tools = named.get("default") or "", named.get("tool_use")
-            if not template:
-                raise UserError(
-                    f"the tokenizer of {target.path} has no chat template: give one as target.chat_template=FILE"
-                )
+        named = templates_of(target, tokenizer)
+        template, with_tools = named["default"], named.get("tool_use")
         _check_args(target, template + (with_tools or ""))
         ends = end_ids(tokenizer, target)
         if not ends:
@@ -118,8 +106,8 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **self.template_args,
             )
-        except (jinja2.TemplateError, TypeError) as error:  # TypeError: say, "+" between text and none
-            raise Refused(f"the template refuses it: {error}") from None
+        except Exception as error:  # a template is a program: say, "+" between text and none
+            raise Refused(f"the template refuses it: {first_line(error)}") from None
         assert isinstance(text, str)
         return text
 
@@ -145,7 +133,7 @@ class ChatTemplate:
 
     def check_fits(self, target: TargetConfig, vocab_size: int) -> None:
         """Refuse a tokenizer with more tokens than the target's embedding has rows."""
-        if (largest := max(self.tokenizer.get_vocab().values())) >= vocab_size:
+        if (largest := max(self.tokenizer.get_vocab().values(), default=0)) >= vocab_size:
             raise UserError(
                 f"the tokenizer of {target.path} has token {largest}, its model only {vocab_size} rows: "
                 "they do not belong together"

@@ -8,7 +8,7 @@ from pathlib import Path
 from sphinx.application import Sphinx
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md", "docs/*.md"]
+PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md", "docs/*.md"]
 # Title of each part of the navigation → its pages. A page that stands in none of them is an error.
 NAVIGATION = {
     "Use": {
@@ -29,7 +29,12 @@ NAVIGATION = {
         "How to run the benchmarks": "benchmarks/README",
         "Log": "docs/log",
     },
-    "Understand": {"The recurrence": "docs/recurrence", "Contributing": "CONTRIBUTING"},
+    "Understand": {
+        "The recurrence": "docs/recurrence",
+        "Contributing": "CONTRIBUTING",
+        "Security": "SECURITY",
+        "Dependencies": "docs/dependencies",
+    },
 }
 
 project = "eagle31"

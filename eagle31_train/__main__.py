@@ -9,7 +9,7 @@
 import runpy
 import sys
 
-from eagle31_train.console import tidy
+from eagle31_train.console import note, tidy
 from eagle31_train.locations import STAGES
 
 # Command → the module that is run, and what it does. The stages first, in their order.
@@ -35,10 +35,10 @@ def main() -> None:
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if command in ("-h", "--help"):
         with tidy():
-            print(usage())
+            note(usage())
         return
     if command not in COMMANDS:
-        print(f"error: no command {command!r}: there are {', '.join(COMMANDS)}", file=sys.stderr)
+        note(f"error: no command {command!r}: there are {', '.join(COMMANDS)}", error=True)
         raise SystemExit(2)
     sys.argv = [f"eagle31 {command}", *sys.argv[2:]]
     sys.path.insert(0, str(STAGES))  # before a train.py or data_prep/ of the user's own

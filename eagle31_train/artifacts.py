@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from eagle31_train import foreign
 from eagle31_train.errors import UserError
 
 MANIFEST = "manifest.json"
@@ -101,8 +102,8 @@ def read_json(path: Path, made_by: str) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"{path} is missing: run `{made_by}` first")
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:  # not UTF-8, or JSON, or an object
+        return foreign.read_object(path)
+    except ValueError as error:
         raise UserError(f"{path} is damaged ({error}): remove it and run `{made_by}` again") from None
 
 

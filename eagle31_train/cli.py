@@ -32,7 +32,7 @@ from yaml import YAMLError
 from eagle31_train import precision
 from eagle31_train.allocator import keep_freed_memory
 from eagle31_train.config import REMOVED, RENAMED, Config, check_value
-from eagle31_train.console import explained, is_main, tidy
+from eagle31_train.console import explained, is_main, note, tidy
 from eagle31_train.errors import UserError
 from eagle31_train.locations import CONFIGS, project
 
@@ -138,9 +138,9 @@ def _with_new_names(composed: DictConfig) -> DictConfig:
         if (value := holder.pop(key)) is None:
             continue
         if new is None:
-            print(f"{old} is read from the target's config.json now: leave it out", file=sys.stderr)
+            note(f"{old} is read from the target's config.json now: leave it out", error=True)
             continue
-        print(f"{old} is called {new} now", file=sys.stderr)
+        note(f"{old} is called {new} now", error=True)
         holder, key = section(new)
         holder[key] = value
     renamed: Any = OmegaConf.merge(OmegaConf.structured(Config), values)
@@ -201,10 +201,10 @@ def run(
         config = load_config(arguments.overrides, saved, arguments.config_dir, resolve=False)
         resolved = precision.resolve(config) if resolve else {}
         if arguments.cfg:
-            print(to_yaml(config), end="")
+            note(to_yaml(config).rstrip("\n"))
             return
         if tells in resolved and is_main():
-            print(resolved[tells])
+            note(resolved[tells])
         keep_freed_memory()
         stage(config)
 

@@ -24,6 +24,7 @@ import torch
 
 from eagle31_train import artifacts, cli
 from eagle31_train.config import Config
+from eagle31_train.console import note
 from eagle31_train.evaluation import comparison
 from eagle31_train.evaluation.comparison import Named, named
 from eagle31_train.evaluation.evaluating import evaluate, read_data
@@ -43,7 +44,7 @@ def main(argv: list[str] | None = None) -> None:
     given = [word for word in words if not word.startswith(("-", "+", "~")) and comparison.is_drafter(word)]
     options = [word for word in words if word not in given]
     if len(given) < 2 and not any(word.startswith("-") for word in words):  # --help wants none
-        print(f"error: {FEWER}", file=sys.stderr)
+        note(f"error: {FEWER}", error=True)
         raise SystemExit(2)
     saved = None
     if given and not any(word.lstrip("+").startswith("experiment=") for word in options):
@@ -81,7 +82,7 @@ def compare(trainings: Named, config: Config) -> None:
         "command": command(trainings, config),
         "verified": config.compare.verified,
     }
-    print(tables.as_text(result))
+    note(tables.as_text(result))
     write(out, result)  # before vLLM, which may fail after hours
     if engine is None:
         return
@@ -91,7 +92,7 @@ def compare(trainings: Named, config: Config) -> None:
     served = measure_serving(config, drafts, workload.prompts, data["end_ids"], engine, shared / "serving")
     firsts = [f"of {name}, the first of {len(some)} trainings" for name, some in trainings.items() if len(some) > 1]
     result["serving"] = {**served, "notes": [*firsts, *served["notes"]], "workload": workload.name}
-    print("\n" + tables.as_text({"serving": result["serving"]}))
+    note("\n" + tables.as_text({"serving": result["serving"]}))
     write(out, result)
 
 
@@ -99,7 +100,7 @@ def write(out: Path, result: dict[str, Any]) -> None:
     """The page and its pictures, and then RESULT, by which readers know whether the pictures are its own."""
     files = evaluation_page.write(out, result)
     artifacts.write_json(out / evaluation_page.RESULT, {**result, "files": artifacts.list_files(out, files)})
-    print(f"compare: {out / evaluation_page.PAGE}")
+    note(f"compare: {out / evaluation_page.PAGE}")
 
 
 def command(trainings: Named, config: Config) -> str:

@@ -7,7 +7,7 @@ import argparse
 
 from eagle31_train import cli
 from eagle31_train.__main__ import COMMANDS
-from eagle31_train.console import tidy
+from eagle31_train.console import note, tidy
 
 SCRIPT = """{zsh}_eagle31() {{
   local word="${{COMP_WORDS[COMP_CWORD]}}"
@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("shell", choices=("bash", "zsh"))
     shell = parser.parse_args(argv).shell
     with tidy():
-        print(script(shell))
+        note(script(shell))
 
 
 if __name__ == "__main__":

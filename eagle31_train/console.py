@@ -5,12 +5,14 @@ import io
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from tqdm import tqdm
 
+from eagle31_train import shown
 from eagle31_train.errors import SharedError, Stopped, UserError
 
 EVERY = 30.0  # seconds between two lines of a log
@@ -43,19 +45,20 @@ def explained() -> Iterator[None]:
         yield
     except UserError as error:
         if not isinstance(error, SharedError):
-            print(f"error: {error}", file=sys.stderr)
+            note(f"error: {error}", error=True)
         raise SystemExit(2) from None
     except OSError as error:
         if error.errno not in MENDABLE:
             raise
-        print(f"error: {error}: make room, or correct the option that names it, or its permissions", file=sys.stderr)
+        remedy = "make room, or correct the option that names it, or its permissions"
+        note(f"error: {shown.line(error)}: {remedy}", error=True)
         raise SystemExit(2) from None
     except Stopped as stopped:
         if str(stopped):  # one of several processes speaks for all
-            print(stopped, file=sys.stderr)
+            note(str(stopped), error=True)
         raise SystemExit(STOPPED) from None
     except KeyboardInterrupt:
-        print("stopped; the same command goes on from here", file=sys.stderr)
+        note("stopped; the same command goes on from here", error=True)
         raise SystemExit(130) from None
 
 
@@ -73,12 +76,25 @@ def tidy() -> Iterator[None]:
                 getattr(sys.modules[module], off)()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
+    record, warning = logging.getLogRecordFactory(), warnings.formatwarning
+    logging.setLogRecordFactory(lambda *given, **named: _cleaned(record(*given, **named)))
+    warnings.formatwarning = lambda *given, **named: shown.clean(warning(*given, **named))
     try:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
+    finally:
+        logging.setLogRecordFactory(record)
+        warnings.formatwarning = warning
+
+
+def _cleaned(record: logging.LogRecord) -> logging.LogRecord:
+    """What a library logs, which may quote files that others made."""
+    with suppress(Exception):  # a message that does not fit its values: logging itself says so
+        record.msg, record.args = shown.clean(record.getMessage()), None
+    return record
 
 
 class Progress(tqdm):
@@ -86,6 +102,7 @@ class Progress(tqdm):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self.in_log = not sys.stderr.isatty()
+        options["desc"] = shown.clean(options.get("desc", ""))
         if self.in_log:
             total = options.get("total") or (len(args[0]) if args and hasattr(args[0], "__len__") else None)
             options |= {"bar_format": LINE if total else COUNT, "mininterval": EVERY, "miniters": 1, "delay": EVERY}
@@ -106,7 +123,8 @@ class Progress(tqdm):
 
 
 def note(text: str, error: bool = False) -> None:
-    """A line of its own, above the bar; `error`: on standard error."""
+    """What a command says: lines of their own, above the bar; `error`: on standard error."""
+    text = shown.clean(text)
     file = sys.stderr if error else sys.stdout
     if sys.stderr.isatty():
         tqdm.write(text, file=file)

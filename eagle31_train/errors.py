@@ -1,8 +1,13 @@
 """How a stage ends early: what the user can mend, and a stop that the user asked for."""
 
+from eagle31_train import shown
+
 
 class UserError(ValueError):
     """Something the user can mend. The text says what, where, and what to do, in one line."""
+
+    def __init__(self, text: object) -> None:
+        super().__init__(shown.line(text))
 
 
 class SharedError(UserError):

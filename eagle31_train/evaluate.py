@@ -21,6 +21,7 @@ from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint, refus
 from eagle31_train.checkpoint.run_folder import TRAIN
 from eagle31_train.checkpoint.writer import read_record
 from eagle31_train.config import Config
+from eagle31_train.console import note
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation import evaluating, perturb, results, workloads
 from eagle31_train.evaluation.measuring import check_options
@@ -52,7 +53,7 @@ def evaluate(config: Config) -> None:
     made_of = made_from(config, data, {"train": trained["fingerprint"], "checkpoint": checkpoint.identity})
     folder = run_dir / "evaluate"
     if provenance.up_to_date(folder, made_of, config.overwrite):
-        print(f"evaluate: up to date ({folder})")
+        note(f"evaluate: up to date ({folder})")
         return
     checkpoint.check_data(data, config.data_folder)
     checkpoint.check_store(read_manifest(config), config.target)
@@ -77,10 +78,10 @@ def evaluate(config: Config) -> None:
         "seconds": seconds,
     }
     artifacts.write_json(folder / artifacts.MANIFEST, manifest)
-    print(tables.as_text(result))
+    note(tables.as_text(result))
     if missing := report["not_measured"]:
-        print(f"not measured: {', '.join(missing)} (no prompt of these sources was decoded)")
-    print(f"evaluate: {folder / evaluation_page.PAGE}")
+        note(f"not measured: {', '.join(missing)} (no prompt of these sources was decoded)")
+    note(f"evaluate: {folder / evaluation_page.PAGE}")
 
 
 def serve(config: Config) -> None:
@@ -98,7 +99,7 @@ def serve(config: Config) -> None:
     made_of = made_from(config, data, {"train": exported["inputs"]["train"], "export": exported["checkpoint"]}, engine)
     folder = run_dir / "serving"
     if provenance.up_to_date(folder, made_of, config.overwrite):
-        print(f"evaluate: up to date ({folder})")
+        note(f"evaluate: up to date ({folder})")
         return
     trained: dict[str, Any] | None = None
     if (train := run_dir / "train" / artifacts.MANIFEST).is_file():  # vLLM can do without
@@ -127,8 +128,8 @@ def serve(config: Config) -> None:
         "seconds": time.perf_counter() - began,
     }
     artifacts.write_json(folder / artifacts.MANIFEST, manifest)
-    print(tables.as_text({"serving": serving}))
-    print(f"evaluate: {folder / evaluation_page.PAGE}")
+    note(tables.as_text({"serving": serving}))
+    note(f"evaluate: {folder / evaluation_page.PAGE}")
 
 
 def made_from(

@@ -21,6 +21,7 @@ from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.checkpoint.run_folder import MODEL, TRAIN
 from eagle31_train.checkpoint.writer import EXPORT, RECORD, write_checkpoint
 from eagle31_train.config import Config, DrafterShape
+from eagle31_train.console import note
 from eagle31_train.errors import UserError
 from eagle31_train.reporting import card, card_results, recipe
 from eagle31_train.store import read_manifest
@@ -55,7 +56,7 @@ def export(config: Config) -> None:
     }
     made_from = dataclasses.replace(made_from, card=card_inputs)
     if provenance.whole(run, run / RECORD, made_from, config.overwrite, EXPORT):
-        print("export: up to date")
+        note("export: up to date")
     else:
         text = card.render(config, shape, checkpoint.manifest, data, results)
         write(checkpoint, shape, config, text, results, run / "export")
@@ -63,17 +64,17 @@ def export(config: Config) -> None:
         record = made_from.record(files=files, checkpoint=fingerprint)
         record["serve"] = recipe.serve_command(config, str(run / "export"))
         artifacts.write_json(run / RECORD, record | {"seconds": round(time.monotonic() - started, 1)})
-        print(f"export: wrote {run / 'export'}")
+        note(f"export: wrote {run / 'export'}")
     for caveat in card.caveats_of(shape, data):
-        print(f"export: {caveat}")
+        note(f"export: {caveat}")
     drafter = str(run / "export")
     if config.push:
         assert config.repo is not None
         address = hub.push(run / "export", config.repo, config.private)
-        print(f"export: uploaded to {address}")
+        note(f"export: uploaded to {address}")
         drafter = config.repo
-    print("serve it with:")
-    print("  " + recipe.serve_command(config, drafter))
+    note("serve it with:")
+    note("  " + recipe.serve_command(config, drafter))
 
 
 # ---------------------------------------------------------------- reading
@@ -88,7 +89,7 @@ def exported_shape(config: Config, checkpoint: DrafterCheckpoint) -> DrafterShap
     """
     shape, positions = checkpoint.shape, config.drafter.max_position_embeddings
     if positions is not None and positions > shape.max_position_embeddings:
-        print(f"export: max_position_embeddings is {positions:,} now, {shape.max_position_embeddings:,} in training")
+        note(f"export: max_position_embeddings is {positions:,} now, {shape.max_position_embeddings:,} in training")
         shape = dataclasses.replace(shape, max_position_embeddings=positions)
     options = {
         **dataclasses.asdict(config.drafter),

@@ -1,8 +1,9 @@
 """One process at a time, by locks of the file system: they go with the process that holds them, however it ends."""
 
 import fcntl
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -16,14 +17,27 @@ def hold(file: IO[Any], who: str) -> None:
         who: what is said where another process holds it, such as "another process trains in runs/a now".
 
     Raises:
-        UserError: another process holds it.
+        UserError: another process holds it; names it, if it is of this machine and ours.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise UserError(f"{who}: wait for it, or choose another name=… or run_dir=…") from None
+        # Whose launcher was killed go on without it, and nobody knows.
+        found = " ".join(map(str, users_of(file)))
+        which, end = (f" (process {found})", f", end it with `kill {found}`") if found else ("", "")
+        raise UserError(f"{who}{which}: wait for it{end}, or choose another name=… or run_dir=…") from None
     except OSError:  # a file system without locks: go on as the only one, which most are
         pass
+
+
+def users_of(file: IO[Any]) -> list[int]:
+    """The other processes of this machine that have an open file open too, as far as /proc shows us."""
+    wanted, found = os.fstat(file.fileno()), set()
+    for entry in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):  # ended meanwhile, or somebody else's
+            if os.path.samestat(entry.stat(), wanted):
+                found.add(int(entry.parts[2]))
+    return sorted(found - {os.getpid()})
 
 
 @contextmanager

@@ -5,9 +5,9 @@ eagle31 run +experiment=mine.yaml
 """
 
 import argparse
-import sys
 from pathlib import Path
 
+from eagle31_train.console import note
 from eagle31_train.locations import PACKAGE
 
 TEMPLATE = PACKAGE / "recipe.yaml"
@@ -27,10 +27,10 @@ def main(argv: list[str] | None = None) -> None:
         with file.open("x", encoding="utf-8") as written:
             written.write(TEMPLATE.read_text(encoding="utf-8").replace("NAME", name))
     except FileExistsError:
-        print(f"error: {file} exists: choose another name, or move it away", file=sys.stderr)
+        note(f"error: {file} exists: choose another name, or move it away", error=True)
         raise SystemExit(2) from None
-    print(f"wrote {file}: set target.path in it, then")
-    print(f"  eagle31 plan +experiment={file}\n  eagle31 run +experiment={file}")
+    note(f"wrote {file}: set target.path in it, then")
+    note(f"  eagle31 plan +experiment={file}\n  eagle31 run +experiment={file}")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from dataclasses import asdict
 
 from eagle31_train import cli
 from eagle31_train.config import Config
+from eagle31_train.console import note
 from eagle31_train.planning import inputs, sections
 from eagle31_train.planning.planned import Planned
 from eagle31_train.targets.derive import complete, planned_drafter
@@ -22,10 +23,10 @@ from eagle31_train.targets.description import serving_doubt
 def plan(config: Config) -> None:
     """Print the plan; UserError for a target that cannot be read or a drafter that cannot be made."""
     planned, rows = reckon(config)
-    print("\n".join([f"TARGET   {config.target.name}: the drafter's shape follows from its config.json", *rows, ""]))
-    print(sections.text(planned))
+    note("\n".join([f"TARGET   {config.target.name}: the drafter's shape follows from its config.json", *rows, ""]))
+    note(sections.text(planned))
     if doubt := serving_doubt(config.target, planned.target.description.model_type):
-        print(f"\nNOT SERVED   {doubt}")
+        note(f"\nNOT SERVED   {doubt}")
 
 
 def reckon(config: Config) -> tuple[Planned, list[str]]:

@@ -7,13 +7,14 @@ stage by stage.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from eagle31_train import artifacts
 from eagle31_train.artifacts import MANIFEST, describe_change, discard, fingerprint, first_damaged, read_json
 from eagle31_train.config import ADDED, RENAMED, Config, TargetConfig
+from eagle31_train.console import note
 from eagle31_train.errors import UserError
 
 # Raise a number when the same inputs make another output. Outputs of a lower one are then no longer up to date.
@@ -28,6 +29,7 @@ LAYOUTS = {
     "server": 1,
     "export": 1,
 }
+REPLACE = "choose another name=… or run_dir=…, or replace it with overwrite=true"
 
 
 @dataclass(frozen=True)
@@ -35,10 +37,12 @@ class Provenance:
     """What an output is made from.
 
     inputs: of JSON's types. card: inputs of the words and pictures around an output, which may change without it.
+    pointers: name of an input → the option, as it was given, that says where it lies: it may be what is wrong.
     """
 
     inputs: dict[str, Any]
     card: dict[str, Any] | None = None
+    pointers: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def all_inputs(self) -> dict[str, Any]:
@@ -69,10 +73,14 @@ class Provenance:
             change = describe_change(record.get("inputs", {}), self.all_inputs)
             for old, new in RENAMED.items():
                 change = change.replace(f"{old}: ", f"{new}: ")
-            raise UserError(
-                f"{where} was made from other inputs ({change}): "
-                "choose another name=… or run_dir=…, or replace it with overwrite=true"
-            )
+            raise UserError(f"{where} was made from other inputs ({change}): {self.remedy(record)}")
+
+    def remedy(self, record: Mapping[str, Any]) -> str:
+        """What to do about an output of other inputs; it is replaced only where no option may have led astray."""
+        before = record.get("inputs", {})
+        if led := [given for name, given in self.pointers.items() if before.get(name) != self.inputs.get(name)]:
+            return f"correct {' or '.join(led)}, or choose another name=… or run_dir=…"
+        return REPLACE
 
 
 def whole(
@@ -95,7 +103,7 @@ def whole(
     if record.get("fingerprint") != provenance.fingerprint:
         return False
     if damage := first_damaged(folder, record.get("files", {}), checksums):
-        print(f"{damage}; making {output} again")
+        note(f"{damage}; making {output} again")
     return damage is None
 
 
@@ -177,7 +185,8 @@ def of_store(config: Config, data: Mapping[str, Any]) -> Provenance:
             "engine": {"name": config.extract.engine, "args": arguments},
             "codecs": {"aux": config.store.aux_codec, "last": config.store.last_codec},
             "shard_tokens": config.extract.shard_tokens,
-        }
+        },
+        pointers={"data": f"data_dir={config.data_dir}"} if config.data_dir else {},
     )
 
 
@@ -206,7 +215,8 @@ def of_training(
             "drafter": recorded("drafter", asdict(config.drafter)),
             "train": {**recipe, "init_from": initial_weights},
             "seed": config.seed,
-        }
+        },
+        pointers={"store": f"store_dir={config.store_dir}"} if config.store_dir else {},
     )
 
 

@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from eagle31_train.console import explained, tidy
+from eagle31_train.console import explained, note, tidy
 from eagle31_train.reporting.training_page import write
 
 
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     with explained(), tidy():
         page, notes = write(options.run, options.out)
-        print(*notes, page, sep="\n")
+        note("\n".join([*notes, str(page)]))
 
 
 if __name__ == "__main__":

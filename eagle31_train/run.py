@@ -17,7 +17,7 @@ from pathlib import Path
 from eagle31_train import cli
 from eagle31_train.cli import ANY
 from eagle31_train.config import SELF, Config
-from eagle31_train.console import STOPPED
+from eagle31_train.console import STOPPED, note
 from eagle31_train.errors import Stopped
 from eagle31_train.locations import CONFIGS
 
@@ -42,20 +42,20 @@ def run(
     """
     if ANY in overrides:
         if ANY not in sys.argv:
-            print(f"run: no recipe is named: {ANY} (configs/experiment/any.yaml; or your own: `eagle31 new NAME`)")
+            note(f"run: no recipe is named: {ANY} (configs/experiment/any.yaml; or your own: `eagle31 new NAME`)")
         overrides = [*overrides, *whole_vocabulary(config, overrides)]
     if not config.data.given:
-        print("run: no prompts are given (data.prompts=FILE): the target writes them itself, data.prompts=self")
+        note("run: no prompts are given (data.prompts=FILE): the target writes them itself, data.prompts=self")
         overrides = [*overrides, *WRITTEN]
     environment = {"OMP_NUM_THREADS": str(os.cpu_count() or 1), "OMP_WAIT_POLICY": "PASSIVE", **os.environ}
     environment.setdefault("TOKENIZERS_PARALLELISM", "false")
     for stage in STAGES[STAGES.index(first) : STAGES.index(last) + 1]:
-        print(f"run: {stage}", flush=True)
+        note(f"run: {stage}")
         done = subprocess.run([*command(stage, profile), *overrides], env=environment, check=False)
         if done.returncode == STOPPED:
             raise Stopped(f"run: {stage} was stopped and saved; the same command goes on from there")
         if done.returncode:
-            print(f"run: stopped at {stage}; the same command goes on from there", file=sys.stderr)
+            note(f"run: stopped at {stage}; the same command goes on from there", error=True)
             raise SystemExit(done.returncode)
 
 
@@ -72,7 +72,7 @@ def whole_vocabulary(config: Config, overrides: list[str]) -> list[str]:
         return []
     if size <= (V := describe_target(config.target).vocab_size):
         return []
-    print(f"run: the target has {V:,} tokens, and all can be drafted: {option}=null")
+    note(f"run: the target has {V:,} tokens, and all can be drafted: {option}=null")
     return [f"{option}=null"]
 
 
@@ -86,7 +86,7 @@ def command(stage: str, profile: str | None = None) -> list[str]:
     profile = profile or fitting
     processes = 1 if profile in ALONE else max(1, devices)
     where = "the CPU" if profile == "cpu" or not devices else f"{processes} GPU{'s' * (processes > 1)}"
-    print(f"run: training on {where}, profile {profile}", flush=True)
+    note(f"run: training on {where}, profile {profile}")
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--quiet"]
     launch += ["--config_file", str(CONFIGS / "accelerate" / f"{profile}.yaml"), "--num_processes", str(processes)]
     return [*launch, *(["--module", "eagle31_train"] if program[0] == "-m" else program), stage]

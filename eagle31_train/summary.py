@@ -10,6 +10,7 @@ from eagle31_train import artifacts, cli
 from eagle31_train.checkpoint import run_folder
 from eagle31_train.checkpoint.writer import read_record
 from eagle31_train.config import Config
+from eagle31_train.console import note
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation.intervals import LEVEL, bracket
 from eagle31_train.store import EXTRACT, read_manifest
@@ -30,7 +31,7 @@ def summarise(config: Config) -> None:
     manifests |= {"extract": store, "export": read_record(run_dir)}
     if manifests["evaluate"]["inputs"].get("checkpoint") != run_folder.identity(manifests["train"]):
         raise UserError(f"evaluate was last run on another training: run `{evaluate}` again")
-    print("\n" + table(config, manifests) + "\n")
+    note("\n" + table(config, manifests) + "\n")
 
 
 def table(config: Config, manifests: dict[str, dict[str, Any]]) -> str:

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tomllib
 import yaml
 
 from eagle31_train import cli, new
@@ -23,8 +24,9 @@ from eagle31_train.errors import UserError
 from eagle31_train.evaluation.comparison import is_drafter
 
 ROOT = Path(__file__).resolve().parent.parent
-BUILT = ["README.md", "CONTRIBUTING.md", "CITATION.cff", "LICENSE", "benchmarks/README.md", "docs"]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/README.md", *sorted(ROOT.glob("docs/*.md"))]
+BUILT = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "CITATION.cff", "LICENSE", "benchmarks/README.md", "docs"]
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md")]
+PAGES += sorted(ROOT.glob("docs/*.md"))
 TEXTS = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES if page.name != "log.md"}
 SECTIONS = {name.partition(".")[0] for name in cli.option_names() if "." in name}
 
@@ -75,6 +77,14 @@ def test_the_citation_is_of_this_version():
     for key in ("version", "license"):
         assert f'\n{key} = "{citation[key]}"\n' in (ROOT / "pyproject.toml").read_text()
     assert f"version = {{{citation['version']}}}" in (ROOT / "README.md").read_text()
+
+
+def test_every_dependency_is_listed_with_its_bounds():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = set(project["dependencies"]).union(*project["optional-dependencies"].values())
+    rows = re.findall(r"^\| `([^`]+)` \| ([^|]+) \| ([^|]+) \|$", TEXTS["docs/dependencies.md"], re.MULTILINE)
+    assert {name for name, _, _ in rows} == wanted
+    assert all(licence.strip() and reason.strip() for _, licence, reason in rows)
 
 
 def test_the_front_page_stays_short():

@@ -6,7 +6,7 @@ import torch
 
 from eagle31_train import artifacts
 from eagle31_train.checkpoint.shape import drafter_shape
-from eagle31_train.config import Config, DrafterConfig, DrafterShape, TargetConfig
+from eagle31_train.config import Config, DrafterConfig, DrafterShape
 from eagle31_train.errors import UserError
 from eagle31_train.model.batch import has_pairs
 from eagle31_train.model.drafter import Drafter
@@ -19,7 +19,7 @@ from eagle31_train.store import Store, StoreSplit
 FIRST_NORM = 0.4
 
 
-def check_store(store: Store, data: dict[str, Any], target: TargetConfig) -> None:
+def check_store(store: Store, data: dict[str, Any], config: Config) -> None:
     """Refuse a store of other data or of another target than the configuration's.
 
     Args:
@@ -27,12 +27,14 @@ def check_store(store: Store, data: dict[str, Any], target: TargetConfig) -> Non
     """
     made = store.inputs
     if made["data"] != data["dataset_fingerprint"]:
+        given = {"data_dir": config.data_dir, "store_dir": config.store_dir}
+        led = " or ".join(f"{name}={value}" for name, value in given.items() if value)  # not the store may be wrong
         raise UserError(
-            f"{store.location} was made from other data than is in its run now: "
-            "run `eagle31 extract` again with overwrite=true"
+            f"{store.location} was made from other data than lies in {config.data_folder} now: "
+            + (f"correct {led}" if led else "run `eagle31 extract` again with overwrite=true")
         )
     there = {name: value for name, value in made["target"].items() if name != "weights"}
-    here = {name: getattr(target, name) for name in there}
+    here = {name: getattr(config.target, name) for name in there}
     if change := artifacts.describe_change(there, here, "target."):
         raise UserError(
             f"{store.location} was made for another target ({change}): choose its run_dir=…, "

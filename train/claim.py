@@ -1,8 +1,9 @@
 """Whose the folder is: what a run's weights depend on, and the record of it that its folder carries."""
 
 import shutil
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 from eagle31_train import artifacts, locks
 from eagle31_train.checkpoint import run_folder
@@ -19,6 +20,11 @@ def alone(run: Path) -> AbstractContextManager[None]:
         UserError: another one does.
     """
     return locks.alone(run / LOCK, f"another process trains in {run / 'train'} now")
+
+
+def join(run: Path) -> AbstractContextManager[Any]:
+    """While this lasts, the lock of the run's folder, if it is here, is open here too: `locks.users_of` names us."""
+    return (run / LOCK).open("a") if (run / LOCK).exists() else nullcontext()
 
 
 def begun(folder: Path, made_from: Provenance) -> bool:

@@ -21,6 +21,7 @@ from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.checkpoint.run_folder import CHECKPOINTS, RECORD
 from eagle31_train.checkpoint.shape import REQUIRED
 from eagle31_train.config import MLA_WIDTHS, Config, DrafterShape
+from eagle31_train.console import note
 from eagle31_train.errors import UserError
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.model.rope import Rope, rope_parameters
@@ -159,7 +160,7 @@ def _same_rope(there: DrafterShape, here: DrafterShape) -> bool:
 
 @torch.no_grad()
 def copy_initial_weights(
-    config: Config, shape: DrafterShape, vocab: DraftVocab, store: Store, drafter: Drafter, say: Say = print
+    config: Config, shape: DrafterShape, vocab: DraftVocab, store: Store, drafter: Drafter, say: Say = note
 ) -> None:
     """Copy the weights of `train.init_from` into a drafter that has its own initial weights and is not wrapped yet.
 

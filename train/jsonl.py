@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle31_train import artifacts
+from eagle31_train.console import note
 
 Row = dict[str, Any]
 
@@ -17,7 +18,7 @@ class Rows:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def cut(self, step: int, damaged: Callable[[str], None] = print) -> int:
+    def cut(self, step: int, damaged: Callable[[str], None] = note) -> int:
         """Take away rows past `step` and a torn last line, which a kill after the checkpoint left.
 
         Rows lie in the order of their steps, so the file is only shortened: that needs no room, and a

@@ -6,7 +6,6 @@ that do not exist on a CPU. So what came is compared with what the launch asked 
 
 import logging
 import os
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -27,6 +26,7 @@ from accelerate.utils import (
 
 from eagle31_train import artifacts
 from eagle31_train.config import Config, TrainConfig
+from eagle31_train.console import note
 from eagle31_train.errors import SharedError, UserError
 from eagle31_train.locations import CONFIGS
 from train import tracking
@@ -241,6 +241,6 @@ def stop_all(accelerator: Accelerator, problem: str) -> NoReturn:
         SharedError: always.
     """
     if accelerator.is_main_process:  # before any rank is gone, whereupon a launcher ends the others
-        print(f"error: {problem}", file=sys.stderr, flush=True)
+        note(f"error: {problem}", error=True)
     accelerator.wait_for_everyone()
     raise SharedError(problem)

@@ -16,7 +16,7 @@ from eagle31_train import artifacts, provenance
 from eagle31_train.checkpoint.contract import unserved
 from eagle31_train.checkpoint.run_folder import RECORD
 from eagle31_train.config import Config, byte_count
-from eagle31_train.console import is_main
+from eagle31_train.console import is_main, note
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation import trajectories
 from eagle31_train.evaluation.trajectories import digest
@@ -29,7 +29,7 @@ from train import checkpoint, initial_weights, launch, order, tracking, windows
 from train.acceptance import AcceptanceMeter
 from train.build import build_objective, check_pairs, check_samples, check_store, shape_of
 from train.checkpoint import Saver
-from train.claim import alone, begun, claim
+from train.claim import alone, begun, claim, join
 from train.deadline import Deadline, parse_limit
 from train.metrics import Reporter
 from train.parallel import Parallel, parallelise
@@ -98,7 +98,7 @@ def _completed(config: Config) -> Config:
     differ = [name for name, value in targets.items() if value is not None and value != ours[name]]
     unlike = [f"{name} {ours[name]} (the target's {targets[name]})" for name in differ]
     if unlike and is_main():
-        print(f"train: left open, and as in {config.train.init_from}: {', '.join(unlike)}")
+        note(f"train: left open, and as in {config.train.init_from}: {', '.join(unlike)}")
     return completed
 
 
@@ -107,7 +107,7 @@ def read_inputs(config: Config, resources: ExitStack) -> Inputs:
     t, data_dir = config.train, config.data_folder
     store = resources.enter_context(closing(Store(storage_of(config), config.store.follow, config.store.patience)))
     data = _manifest(config)
-    check_store(store, data, config.target)
+    check_store(store, data, config)
     vocab_file = data_dir / "vocab.safetensors"
     draft_vocab = vocab.read(vocab_file)
     vocab_sha, start = artifacts.file_sha256(vocab_file), initial_weights.identity(config)
@@ -163,9 +163,9 @@ def launch_processes(config: Config, data: Inputs) -> Accelerator:
     accelerator = launch.make_accelerator(config, Path(config.run_dir) / "train")
     launch.check_alike(accelerator, data.made_from.inputs, config, [digest(one.prompt) for one in data.trajectories])
     for problem in unserved(data.shape):  # before hours are spent
-        accelerator.print(f"train: NOT SERVED: {problem}")
+        _say(f"train: NOT SERVED: {problem}")
     if len(data.windows) > 1 and not data.shuffled:
-        accelerator.print("train: the windows follow the order of the data, which is not shuffled (data.shuffle=SEED)")
+        _say("train: the windows follow the order of the data, which is not shuffled (data.shuffle=SEED)")
     return accelerator
 
 
@@ -180,8 +180,11 @@ def claim_folder(config: Config, data: Inputs, accelerator: Accelerator, resourc
         claim(folder, data.made_from, config.overwrite)
         return provenance.up_to_date(folder, data.made_from, overwrite=False)
 
-    if launch.agreed(accelerator, up_to_date):
-        accelerator.print(f"train: up to date ({folder})")
+    finished = launch.agreed(accelerator, up_to_date)
+    if not accelerator.is_main_process:  # so that whoever is refused while they run can name them all
+        resources.enter_context(join(folder.parent))
+    if finished:
+        _say(f"train: up to date ({folder})")
         return None
     return folder
 
@@ -193,12 +196,10 @@ def restore(
     state, on the launch's devices."""
     objective = build_objective(config, data.shape, data.store, data.draft_vocab)
     fingerprint, best = data.made_from.fingerprint, None
-    newest = launch.agreed(accelerator, lambda: checkpoint.newest(folder / "checkpoints", fingerprint, print))
+    newest = launch.agreed(accelerator, lambda: checkpoint.newest(folder / "checkpoints", fingerprint, note))
     if newest is None:
         drafter = objective.drafter
-        initial_weights.copy_initial_weights(
-            config, data.shape, data.draft_vocab, data.store, drafter, accelerator.print
-        )
+        initial_weights.copy_initial_weights(config, data.shape, data.draft_vocab, data.store, drafter, _say)
         state, parallel = State(), parallelise(accelerator, objective, config.train)
     else:
         loaded = checkpoint.load(newest, data.shape)
@@ -210,20 +211,18 @@ def restore(
                 accelerator, lambda: checkpoint.best(folder / "checkpoints", fingerprint, state.step)
             )
             if found != state.best:
-                accelerator.print(
-                    "train: the best checkpoint so far is missing or damaged: another one is the best now"
-                )
+                _say("train: the best checkpoint so far is missing or damaged: another one is the best now")
                 state.best = found
-        accelerator.print(f"train: going on after step {state.step} ({newest})")
+        _say(f"train: going on after step {state.step} ({newest})")
     processes = f", {accelerator.num_processes} processes" if accelerator.num_processes > 1 else ""
-    accelerator.print(f"train: {parallel.kind}{processes} on {accelerator.device.type}")
+    _say(f"train: {parallel.kind}{processes} on {accelerator.device.type}")
     return newest, best, state, parallel
 
 
 def make_meter(config: Config, data: Inputs, parallel: Parallel, state: State) -> AcceptanceMeter | None:
     """What measures acceptance, on prompts that `state` is told; None, which is said, without trajectories."""
     if not data.trajectories:
-        parallel.accelerator.print(
+        _say(
             f"train: acceptance is not measured: {data.store.location} has no trajectories (it is of an earlier "
             "version, or of extract.trajectories=0, or its extraction said why)"
         )
@@ -232,3 +231,9 @@ def make_meter(config: Config, data: Inputs, parallel: Parallel, state: State) -
     state.measured_on = list(dict.fromkeys([*state.measured_on, *now]))  # and on others before, of a store made anew
     ids = torch.from_numpy(data.draft_vocab.target_ids)
     return AcceptanceMeter(config, parallel, data.store, data.shape, ids, data.trajectories)
+
+
+def _say(text: str) -> None:
+    """A line, of one process alone."""
+    if is_main():
+        note(text)

@@ -29,6 +29,7 @@ from accelerate.tracking import GeneralTracker, TensorBoardTracker
 from eagle31_train import artifacts, cli, locations, machine
 from eagle31_train.checkpoint.run_folder import CONFIG
 from eagle31_train.config import Config
+from eagle31_train.console import note
 from eagle31_train.errors import UserError
 from train.jsonl import plain
 
@@ -108,7 +109,7 @@ def start(
         reason = " ".join(str(error).split())
         raise UserError(f"Weights & Biases does not start: {reason} (train.wandb=offline needs no network)") from None
     if mode != "disabled":
-        print(f"train: Weights & Biases, {_whereabouts(accelerator.get_tracker('wandb', unwrap=True))}")
+        note(f"train: Weights & Biases, {_whereabouts(accelerator.get_tracker('wandb', unwrap=True))}")
     if config.train.tensorboard and not step:
         text = "```\n" + cli.to_yaml(config) + "```"
         accelerator.get_tracker("tensorboard", unwrap=True).add_text("config", text, 0)

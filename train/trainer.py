@@ -12,6 +12,7 @@ import torch
 
 from eagle31_train import artifacts
 from eagle31_train.config import Config, DrafterShape
+from eagle31_train.console import note
 from eagle31_train.errors import Stopped
 from eagle31_train.evaluation.unrolled import Trajectory
 from eagle31_train.model.vocab import DraftVocab
@@ -251,14 +252,14 @@ class Trainer:
         )
         artifacts.write_json(self.folder / artifacts.MANIFEST, manifest)
         if state.without_pairs:
-            print(f"train: {len(state.without_pairs):,} of {steps:,} steps had nothing to train, and changed nothing")
+            note(f"train: {len(state.without_pairs):,} of {steps:,} steps had nothing to train, and changed nothing")
         if kept:
-            print(
+            note(
                 f"train: step {kept['step']} of {steps} is kept, of the greatest acceptance length on held-out "
                 f"prompts, {kept['acceptance_length']:.3f} (train.keep_best)"
             )
         idle = state.waited / max(state.seconds, 1e-9)
-        print(
+        note(
             f"train: {steps} steps, {state.tokens:,} tokens, {idle:.1%} of the time waiting for data; "
             f"drafter in {checkpoint}"
         )

@@ -154,7 +154,7 @@ def separate(tensors: Mapping[str, torch.Tensor], shape: DrafterShape) -> dict[s
         layer, part = _of_layer(name)
         parts = [f"{layer}{one}.weight" for one in _JOINED.get(part, [])]
         sizes = [rows.get(part, 0) for part in parts]
-        if sizes and all(sizes) and sum(sizes) == len(tensor):
+        if sizes and all(sizes) and tensor.shape[:1] == (sum(sizes),):
             apart |= dict(zip(parts, tensor.split(sizes), strict=True))
         else:  # one of another size stays what it is, and `check` names it
             apart[name] = tensor
@@ -204,6 +204,10 @@ def check_shape(shape: DrafterShape) -> list[str]:
         problems.append(f"hidden_size {D} is no multiple of {heads} heads: transformers refuses the config.json")
     if mla and (shape.num_key_value_heads, shape.head_dim) != (heads, sum(mla_widths(shape)[1:3])):
         problems.append("MLA gives each head a key of its own, of qk_nope_head_dim and qk_rope_head_dim together")
+    if heads % (keys := shape.num_key_value_heads):
+        problems.append(f"{heads} heads are no multiple of {keys} key heads")
+    if (turned := mla_widths(shape)[2] if mla else shape.head_dim) % 2:
+        problems.append(f"heads of width {turned} are turned by RoPE, which needs pairs")
     try:
         check_rope(shape)
     except UserError as error:
@@ -279,8 +283,8 @@ def _check_tensor(name: str, value: TensorOrShape, expected: tuple[int, ...]) ->
     if name in ("d2t", "t2d"):
         wanted = torch.int64 if name == "d2t" else torch.bool
         return [] if value.dtype == wanted else [f"{name} is {value.dtype}, not {wanted}"]
-    if not value.is_floating_point():
-        return [f"{name} is {value.dtype}, not a floating-point type"]
+    if not value.is_floating_point() or value.element_size() < 2:  # 8 bits and fewer are quantized
+        return [f"{name} is {value.dtype}, not a floating-point type of 16 bits or more"]
     if bad := int((~torch.isfinite(value)).sum()):
         return [f"{name} holds {bad} NaN or infinite values"]
     return []

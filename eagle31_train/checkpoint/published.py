@@ -3,7 +3,7 @@
 What names and fields may be called stands in `contract.py` and `config_json.py`. Nothing is ever unpickled.
 """
 
-import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from eagle31_train.checkpoint import config_json, contract
+from eagle31_train import foreign
+from eagle31_train.checkpoint import config_fields, config_json, contract
 from eagle31_train.config import DrafterShape
 from eagle31_train.errors import UserError
 from eagle31_train.model.vocab import DraftVocab
@@ -39,6 +40,7 @@ def read(
         UserError: it is damaged, of another kind, or says one thing in two ways that differ.
     """
     config = _read_object(folder / CONFIG)
+    config_fields.check(config)
     tensors = _canonical(_read_tensors(folder))
     _refuse_older(tensors)
     depth = target_layers() if target_layers and config_json.leaves_layers_open(config) else None
@@ -52,16 +54,19 @@ def read(
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:  # missing; not UTF-8, or JSON, or an object
+        return foreign.read_object(path)
+    except (OSError, ValueError) as error:
         raise UserError(f"{path.name} is missing or damaged ({error}): get it again") from None
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
     """Every tensor of the folder's safetensors, or of those that an index names."""
     files, listed = sorted(folder.glob("*.safetensors")), set()
-    if (folder / INDEX).is_file():
-        places = _read_object(folder / INDEX).get("weight_map", {})
+    if os.path.lexists(folder / INDEX):  # even a link to nowhere is not passed over
+        try:
+            places = foreign.typed(dict[str, str], _read_object(folder / INDEX).get("weight_map"))
+        except ValueError as error:
+            raise UserError(f"weight_map of {INDEX} names no files ({error}): get it again") from None
         files, listed = [folder / Path(name).name for name in sorted(set(places.values()))], set(places)
     if not files:
         raise UserError(
@@ -71,9 +76,10 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for file in files:
         try:
+            foreign.check_file(file, None)
             with safe_open(file, "pt") as opened:
                 part = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)
-        except (OSError, SafetensorError) as error:
+        except (OSError, ValueError, SafetensorError) as error:
             raise UserError(f"{file.name} is missing or damaged ({error}): get it again") from None
         if twice := tensors.keys() & part.keys():
             raise UserError(f"{min(twice)} is in two files: remove the one that does not belong there")

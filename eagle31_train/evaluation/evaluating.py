@@ -16,6 +16,7 @@ import torch
 from eagle31_train import artifacts, provenance
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.config import Config
+from eagle31_train.console import note
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation import drafters, training_data
 from eagle31_train.evaluation.decoding import Limits
@@ -66,7 +67,7 @@ def choose_workloads(
     chosen = workloads(config, data, drafters.longest_prompt(config, positions, drafted), caveats, measured_on)
     for workload in chosen:
         for remark in workload.remarks:
-            print(f"{workload.name}: {remark}")
+            note(f"{workload.name}: {remark}")
     return chosen
 
 

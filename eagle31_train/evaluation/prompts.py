@@ -4,7 +4,6 @@ A `Suite` says how a row becomes a question. Rows of our own forms, with prompt,
 a file of them can stand in for any suite.
 """
 
-import json
 import re
 import string
 from collections import Counter, deque
@@ -15,6 +14,7 @@ from typing import Any
 
 from datasets import DatasetDict, load_dataset, load_from_disk
 
+from eagle31_train import foreign
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation.rendering import Message, Rendering, Tool, UnfitError
 from eagle31_train.locations import matching
@@ -124,7 +124,7 @@ def from_heldout(dataset: Path, rendering: Rendering | None = None) -> list[Prom
     The data have tokens alone; with `rendering` the messages are read off them, where they are the user's, perhaps
     after a system message.
     """
-    prompts = [prompt_of(row) for row in DatasetDict.load_from_disk(str(dataset))["heldout"]]
+    prompts = [prompt_of(row) for row in DatasetDict.load_from_disk(str(dataset.absolute()))["heldout"]]
     return [replace(one, messages=rendering.messages_of(one.ids)) for one in prompts] if rendering else prompts
 
 
@@ -210,7 +210,7 @@ def _lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         if not line.strip():
             continue
         try:
-            row = dict(json.loads(line.decode("utf-8")))
+            row = dict(foreign.parse_json(line.decode("utf-8")))
         except (ValueError, TypeError) as error:  # of JSON, of UTF-8, or of no object
             raise UserError(f"{file}, line {number} is no JSON object in UTF-8 ({error}): mend or remove it") from None
         yield number, row
@@ -276,9 +276,9 @@ def _rendered(
     """The prompt of a row's messages; `name` and `source` stand in for what the row does not say."""
     tools = row.get("tools")
     try:
-        tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
+        tools = foreign.parse_json(tools) if isinstance(tools, str) and tools.strip() else tools
         ids = rendering.ids(messages, tools or None)
-    except (UnfitError, json.JSONDecodeError) as error:
+    except (UnfitError, ValueError) as error:
         raise UserError(f"{where} cannot be rendered ({error}): change it, or its tools") from None
     named = row.get("id", row.get("question_id", name))
     return Prompt(str(named), str(row.get("source") or row.get("category") or source), ids, messages, tools or None)

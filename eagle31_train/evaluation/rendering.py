@@ -2,15 +2,11 @@
 
 import re
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
-import jinja2
-from transformers import AutoTokenizer
-
 from eagle31_train.config import TargetConfig
-from eagle31_train.errors import UserError
-from eagle31_train.targets.pretrained import from_pretrained
+from eagle31_train.targets.chat_template import templates_of
+from eagle31_train.targets.pretrained import first_line, load_tokenizer
 
 Message = dict[str, Any]  # role and content, as OpenAI's API has them
 Tool = dict[str, Any]
@@ -32,11 +28,9 @@ class Rendering:
     @classmethod
     def load(cls, target: TargetConfig) -> "Rendering":
         """The tokenizer and template of a target; UserError where it has none."""
-        tokenizer = from_pretrained(AutoTokenizer, target)
-        file = Path(target.chat_template) if target.chat_template is not None else None
-        if (file is None and not tokenizer.chat_template) or (file and not file.is_file()):
-            raise UserError(f"{file or f'the template of {target.path}'} is missing: give target.chat_template=FILE")
-        return cls(tokenizer, file.read_text(encoding="utf-8") if file else None, target.template_args)
+        tokenizer = load_tokenizer(target)
+        template = templates_of(target, tokenizer)["default"]
+        return cls(tokenizer, None if target.chat_template is None else template, target.template_args)
 
     # ------------------------------------------------------------ messages to tokens
 
@@ -62,8 +56,9 @@ class Rendering:
                 add_generation_prompt=generation,
                 **arguments,
             )
-        except (jinja2.TemplateError, TypeError) as error:  # TypeError: say, "+" between text and none
-            raise UnfitError(f"the chat template refuses it ({error})") from None
+            str(text).encode()  # half a surrogate pair, which JSON can spell, is none
+        except Exception as error:  # a template is a program: say, "+" between text and none
+            raise UnfitError(f"the chat template refuses it ({first_line(error)})") from None
         return str(text)
 
     def ids(self, messages: list[Message], tools: list[Tool] | None = None) -> list[int]:

@@ -20,7 +20,7 @@ class TrainingSplit:
     """A training split, read from Arrow's arrays, since lists of all of its tokens may not fit in memory."""
 
     def __init__(self, dataset: Path) -> None:
-        self._rows = Dataset.load_from_disk(str(dataset / "train"))
+        self._rows = Dataset.load_from_disk(str((dataset / "train").absolute()))
 
     def __contains__(self, ids: Sequence[int]) -> bool:
         """Whether a sample has just these tokens before its first answer."""

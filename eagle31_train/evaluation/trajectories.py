@@ -21,6 +21,7 @@ from torch import Tensor
 
 from eagle31_train import artifacts
 from eagle31_train.config import Config
+from eagle31_train.console import note
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation.decoding import Limits, decode_plain
 from eagle31_train.evaluation.measurement import Counts
@@ -47,10 +48,10 @@ def record(config: Config, engine: Engine, writer: StoreWriter, splits: DatasetD
         made = decode(config, engine, splits["heldout"])
     except Exception as error:
         # Whatever a target's own code makes of a cache, or a GPU of its size: its states can be extracted all the same.
-        print(f"{WITHOUT}: {'' if isinstance(error, UserError) else type(error).__name__ + ': '}{error}")
+        note(f"{WITHOUT}: {'' if isinstance(error, UserError) else type(error).__name__ + ': '}{error}")
         return
     writer.write_trajectories(as_tensors(made))
-    print(f"extract: answered {len(made)} held-out prompts for training, in {time.perf_counter() - began:.1f} s")
+    note(f"extract: answered {len(made)} held-out prompts for training, in {time.perf_counter() - began:.1f} s")
 
 
 def decode(config: Config, engine: Engine, heldout: Dataset) -> list[Trajectory]:

@@ -250,7 +250,7 @@ class _Maker:
         """Answers of the held-out split, less those that end in a loop, as many of small targets do: in front of a
         prompt it would draw the target into one, too."""
         fillers = []
-        for row in DatasetDict.load_from_disk(str(self.config.data_folder / "dataset"))["heldout"]:
+        for row in DatasetDict.load_from_disk(str((self.config.data_folder / "dataset").absolute()))["heldout"]:
             ids, mask = row["input_ids"], row["loss_mask"]
             text = self.rendering.decode([token for token, supervised in zip(ids, mask, strict=True) if supervised])
             for token in self.rendering.special:  # where answers end

@@ -81,10 +81,14 @@ class Rope(nn.Module):
 
 
 def frequencies(shape: DrafterShape, width: int) -> tuple[Tensor, float]:
-    """Inverse frequencies [width / 2] fp32, and what transformers multiplies cos and sin by; of a checked RoPE."""
-    parameters = rope_parameters(shape)
+    """Inverse frequencies [width / 2] fp32, and what transformers multiplies cos and sin by; of a checked RoPE.
+
+    Raises:
+        UserError: its numbers give none.
+    """
+    parameters, theta = rope_parameters(shape), shape.rope_theta
     if parameters["rope_type"] == "default":
-        return 1.0 / shape.rope_theta ** (torch.arange(0, width, 2).float() / width), 1.0
+        return 1.0 / theta ** (torch.arange(0, width, 2).float() / width), 1.0
     from transformers import LlamaConfig  # seconds to import, which plain RoPE need not wait for
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -95,7 +99,12 @@ def frequencies(shape: DrafterShape, width: int) -> tuple[Tensor, float]:
         max_position_embeddings=shape.max_position_embeddings,
         rope_parameters=parameters,
     )
-    inverse, factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, torch.device("cpu"))
+    try:
+        inverse, factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, torch.device("cpu"))
+    except (ArithmeticError, ValueError):  # of a base of 1, say, or numbers near the largest
+        inverse, factor = torch.full((1,), torch.nan), 1.0
+    if not torch.isfinite(inverse).all():
+        raise UserError(f"drafter.rope_scaling={shape.rope_scaling} gives no frequencies with rope_theta={theta}")
     return inverse, float(factor)
 
 

@@ -2,7 +2,7 @@
 
 import csv
 import gzip
-import json
+import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import numpy as np
 from pyarrow import ArrowException
 from pyarrow.parquet import ParquetFile
 
-from eagle31_train import artifacts
+from eagle31_train import artifacts, foreign
 from eagle31_train.config import SELF, Config
 from eagle31_train.errors import UserError
 from eagle31_train.locations import matching
@@ -24,6 +24,7 @@ from eagle31_train.targets.description import (
     read_raw,
     text_config,
 )
+from eagle31_train.targets.pretrained import first_line
 
 EXAMPLE = 100_000_000  # tokens that are planned for where nobody has counted or said how many there are
 LOOKED_AT = 1000  # conversations whose loss masks stand for all of them
@@ -90,7 +91,7 @@ def read_target(config: Config) -> Target:
 
 def weight_bytes(raw: dict[str, Any], dtype: str) -> float:
     """Bytes of a weight: as config.json says it is quantized, else those of the dtype; `auto` is bf16 on a GPU."""
-    found, inner = [], [raw.get("quantization_config") or raw.get("text_config", {}).get("quantization_config")]
+    found, inner = [], [raw.get("quantization_config") or (raw.get("text_config") or {}).get("quantization_config")]
     while inner:
         if isinstance(value := inner.pop(), dict):
             found += [value[key] for key in ("bits", "num_bits") if isinstance(value.get(key), int)]
@@ -112,6 +113,8 @@ def count_parameters(text: Any) -> Parameters | None:
             model = AutoModelForCausalLM.from_config(text)
     except ValueError:  # no class for it
         return None
+    except Exception as error:  # sizes that its class makes nothing of
+        raise UserError(f"the target's config.json makes no model ({first_line(error)}): copy it again") from None
     count = {name: parameter.numel() for name, parameter in model.named_parameters()}
     experts = sum(size for name, size in count.items() if ".experts." in name)
     chosen, of = (next((n for key in keys if (n := getattr(text, key, None))), 1) for keys in (CHOSEN, EXPERTS))
@@ -184,7 +187,7 @@ def _rows(spec: str) -> int | None:
     files = [file for path in matching(spec) for file in ([path] if path.is_file() else path.rglob("*"))]
     try:
         counts = [_rows_of(file) for file in files if file.is_file() and not file.name.startswith((".", "_"))]
-    except (ValueError, OSError, EOFError, csv.Error, ArrowException):
+    except (ValueError, TypeError, OSError, EOFError, csv.Error, zlib.error, ArrowException):
         return None
     return sum(counts) if counts else None
 
@@ -197,7 +200,7 @@ def _rows_of(file: Path) -> int:
     kind = (file.with_suffix("") if packed else file).suffix.lower()
     with gzip.open(file, "rt", encoding="utf-8") if packed else file.open(encoding="utf-8") as text:
         if kind == ".json":
-            return len(json.load(text))
+            return len(foreign.parse_json(text.read()))
         if kind == ".csv":  # a header; a cell may hold lines
             return max(0, sum(1 for cells in csv.reader(text) if cells) - 1)
         return sum(1 for line in text if line.strip())
@@ -207,7 +210,7 @@ def _look_at(dataset: Path, ttt_length: int) -> tuple[Work, int]:
     """Work of some of the training conversations, evenly spread, and the tokens of the longest of all."""
     from datasets import Dataset, load_from_disk  # a second to import
 
-    split = load_from_disk(str(dataset))["train"]
+    split = load_from_disk(str(dataset.absolute()))["train"]
     assert isinstance(split, Dataset)
     longest = max(chunk.value_lengths().to_numpy().max(initial=0) for chunk in split.data.column("loss_mask").chunks)
     rows = np.unique(np.linspace(0, len(split) - 1, min(LOOKED_AT, len(split))).astype(int))

@@ -7,7 +7,6 @@ Everything on the card is a recorded fact: hyper-parameters and counts come from
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from html import escape
 from typing import Any
 
 from eagle31_train.checkpoint.config_json import MLA_DEFAULTS
@@ -17,6 +16,7 @@ from eagle31_train.evaluation.intervals import bracket
 from eagle31_train.reporting import tables
 from eagle31_train.reporting.card_results import CardResult, CardResults
 from eagle31_train.reporting.evaluation_page import conditions
+from eagle31_train.reporting.html import escape
 from eagle31_train.reporting.markdown import code, grid, image, plain, scrubbed
 from eagle31_train.reporting.recipe import commands, serve_command
 from eagle31_train.reporting.tables import Section
@@ -144,7 +144,7 @@ def _front_matter(config: Config, shape: DrafterShape) -> str:
     """YAML; every value as a JSON string, which YAML reads as such whatever it holds."""
     lines = ["---"]
     if config.target.is_hub_id:  # a local folder's name would link to somebody else's model
-        lines.append(f"base_model: {json.dumps(config.target.path, ensure_ascii=False)}")
+        lines.append(f"base_model: {json.dumps(config.target.path)}")
     tags = ["eagle3", *(["eagle-3.1"] if _kind(shape) == "EAGLE 3.1" else []), "speculative-decoding", "vllm"]
     lines += ["library_name: vllm", "pipeline_tag: text-generation", f"tags: {json.dumps(tags)}", "---"]
     return "\n".join(lines)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle31_train import artifacts
+from eagle31_train.console import note
 from eagle31_train.errors import UserError
 from eagle31_train.reporting.evaluation_figures import pictures
 from eagle31_train.reporting.evaluation_page import RESULT
@@ -81,7 +82,7 @@ def _stage(folder: Path, key: str, identity: str, images: str, command: str) -> 
         return None
     manifest = artifacts.read_json(path, command)
     if manifest.get("inputs", {}).get(key) != identity:
-        print(f"export: {folder} is of other weights or an earlier version, and not on the card: run `{command}` again")
+        note(f"export: {folder} is of other weights or an earlier version, and not on the card: run `{command}` again")
         return None
     if damage := artifacts.first_damaged(folder, manifest.get("files", {})):
         raise UserError(f"{damage}: run `{command}` again")

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from eagle31_train import shown
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -35,6 +37,7 @@ STYLE: Any = {
     "lines.markersize": 4,
     "legend.frameon": False,
     "savefig.dpi": 200,
+    "text.parse_math": False,  # names may hold a $
 }
 
 
@@ -53,6 +56,7 @@ class Picture:
         """The picture as a matplotlib figure."""
         from matplotlib import rc_context
         from matplotlib.figure import Figure
+        from matplotlib.text import Text
 
         with rc_context(STYLE):
             figure = Figure((WIDTH, self.height), layout="constrained")
@@ -62,6 +66,8 @@ class Picture:
             figure.suptitle(self.title, x=0.02, ha="left")
             if axes.get_legend_handles_labels()[1]:
                 axes.legend(loc="upper left", bbox_to_anchor=(1.02, 1))
+            for text in figure.findobj(Text):
+                text.set_text(shown.clean(text.get_text()))
             return figure
 
     def png(self) -> bytes:

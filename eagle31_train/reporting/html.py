@@ -2,10 +2,10 @@
 
 import base64
 from collections.abc import Mapping, Sequence
-from html import escape
+from html import escape as escaped
 from pathlib import Path
 
-from eagle31_train import artifacts
+from eagle31_train import artifacts, shown
 from eagle31_train.console import Progress
 from eagle31_train.reporting.figures import Picture
 
@@ -32,6 +32,11 @@ th, td { text-align: right; padding: .3rem .5rem; border-bottom: 1px solid #8884
 td:not(:first-child) { white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }
 """
+
+
+def escape(text: str) -> str:
+    """Text as HTML shows it."""
+    return escaped(shown.clean(text))
 
 
 def draw(folder: Path, pictures: Sequence[Picture], earlier: Sequence[Path] = ()) -> tuple[list[Path], dict[str, str]]:

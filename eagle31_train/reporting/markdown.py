@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eagle31_train import locations
+from eagle31_train import locations, shown
 
 # An absolute path in a text, which neither 3/4 nor https://… has, but file:///… does.
 _PATH = re.compile(r"(?:(?<=\bfile://)|(?<![\w./~\\-]))/(?!/)[^\s'\",;|<>(){}\[\]=]+")
@@ -22,19 +22,25 @@ def public(path: str) -> str:
 
 
 def scrubbed(text: str) -> str:
-    """A text whose absolute paths are as others may see them."""
-    return _PATH.sub(lambda found: public(found[0]), text)
+    """A text whose absolute paths are as others may see them; `</b` is what ends a tag, and may be in a name."""
+
+    def shown_to_others(found: re.Match[str]) -> str:
+        ends_tag = text[: found.start()].endswith("<") and found[0].count("/") == 1
+        return found[0] if ends_tag else public(found[0])
+
+    return _PATH.sub(shown_to_others, text)
 
 
 def plain(value: Any) -> str:
     """Text that Markdown shows as it is, also inside a table; absolute paths lose all that is nobody's business."""
-    line = " ".join(str(value).split())
+    line = shown.clean(" ".join(str(value).split()))
     line = Path(line).name if line.startswith("/") else scrubbed(line)
     return re.sub(r"([\\`*_\[\]|<>#&~$!])", r"\\\1", line)
 
 
 def code(text: str) -> str:
     """A block of shell."""
+    text = shown.clean(text)
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}sh\n{text}\n{fence}"

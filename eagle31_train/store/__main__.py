@@ -20,7 +20,7 @@ from typing import Any
 from tqdm import tqdm
 
 from eagle31_train.config import byte_count
-from eagle31_train.console import tidy
+from eagle31_train.console import note, tidy
 from eagle31_train.errors import UserError
 from eagle31_train.store.backends import Storage, open_storage
 from eagle31_train.store.format import EXTRACT, REMAKE
@@ -39,13 +39,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             storage = open_storage(options.store, Path(folder), most)
             try:
                 if options.command == "info":
-                    print(_describe(storage))
+                    note(_describe(storage))
                     return 0
                 return _verify(storage, options.remove)
             finally:
                 storage.close()
     except (UserError, FileNotFoundError) as error:  # the latter where there is no --cache-dir
-        print(f"error: {error}", file=sys.stderr)
+        note(f"error: {error}", error=True)
         return 2
 
 
@@ -53,16 +53,16 @@ def _verify(storage: Storage, take_away: bool) -> int:
     """Print what is wrong, a line each, and a summary; returns the exit status."""
     checked, problems = Counter[str](), []
     for problem in check(storage, checked):
-        print(problem.text, flush=True)
+        note(problem.text)
         problems.append(problem)
     state = "complete and whole" if checked["complete"] else "unfinished, and whole as far as it goes"
-    print(
+    note(
         f"{storage.location}: {f'problems: {len(problems)}' if problems else state}; shards checked: "
         f"{checked['shards']:,} of {checked['tokens']:,} tokens and {checked['bytes']:,} bytes, used up by a training: "
         f"{checked['consumed']:,}, still to come: {checked['coming']:,}"
     )
     if problems and not take_away:
-        print(
+        note(
             f"`eagle31 store verify {storage.location} --remove` takes away what is damaged, "
             "and the extraction's own command then makes it anew"
         )
@@ -70,7 +70,7 @@ def _verify(storage: Storage, take_away: bool) -> int:
         files = [problem.file for problem in problems if problem.file]
         for name in files:
             storage.remove(name)
-        print(f"removed: {len(files)} files; {REMAKE}")
+        note(f"removed: {len(files)} files; {REMAKE}")
     return 1 if problems else 0
 
 

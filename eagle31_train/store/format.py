@@ -18,9 +18,13 @@ on a disk or in a bucket.
 """
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from eagle31_train import artifacts
+from pydantic import Field
+from typing_extensions import NotRequired, TypedDict
+
+from eagle31_train import artifacts, foreign
+from eagle31_train.foreign import Count, Number, Positions, Width
 from eagle31_train.store.sealed import DamagedError, seal, unseal
 
 PROVENANCE = "provenance.json"
@@ -37,6 +41,55 @@ FILES |= {TARGET, TARGET_LINE, TRAJECTORIES, TRAJECTORIES_LINE}
 
 EXTRACT = "eagle31 extract"
 REMAKE = f"run `{EXTRACT}` again, which makes what is damaged or missing anew"
+
+Codec = Literal["bf16", "fp8", "int8", "int4"]
+
+
+class Entry(TypedDict):
+    """What a manifest lists of a file."""
+
+    bytes: int
+    checksum: str
+
+
+class Manifest(TypedDict):
+    """Of a complete store; what else it says concerns people."""
+
+    fingerprint: str
+    inputs: dict[str, Any]
+    files: dict[str, Entry]
+
+
+class Norm(TypedDict):
+    kind: str
+    eps: Number
+
+
+class States(TypedDict):
+    """What the states mean; see `targets.extraction.describe`."""
+
+    aux_layers: Annotated[list[Count], Field(min_length=1, max_length=1024)]
+    hidden_size: Annotated[Width, Field(ge=1)]
+    vocab_size: Annotated[Width, Field(ge=1)]
+    aux_codec: Codec
+    last_codec: Codec
+    norm: NotRequired[Norm]
+
+
+class Origin(TypedDict):
+    """Of provenance.json."""
+
+    fingerprint: str
+    inputs: dict[str, Any]
+    states: States
+
+
+class Bound(TypedDict):
+    """Of stream.json. `store`: the fingerprint of the store that it belongs to; earlier versions did not say."""
+
+    max_bytes: Positions | None
+    processes: NotRequired[Count]
+    store: NotRequired[str]
 
 
 def line_name(name: str) -> str:
@@ -71,8 +124,10 @@ def parse_line(data: bytes, store: str, name: str | None = None) -> Line:
         DamagedError: it is torn or altered, or of another store or file.
     """
     try:
-        line = Line(**unseal(data))
-    except TypeError as error:
+        line: Line = foreign.typed(Line, unseal(data))
+    except DamagedError:
+        raise
+    except ValueError as error:
         raise DamagedError(str(error)) from None
     if line.store != store:
         raise DamagedError(f"it belongs to another store, {line.store}")

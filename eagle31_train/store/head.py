@@ -7,7 +7,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from eagle31_train import artifacts
+from eagle31_train import artifacts, foreign
+from eagle31_train.console import note
 from eagle31_train.errors import UserError
 from eagle31_train.provenance import Provenance
 from eagle31_train.store.backends import Storage
@@ -16,16 +17,17 @@ from eagle31_train.store.format import (
     PROVENANCE,
     REMAKE,
     SHARDS,
-    STREAM,
     TARGET,
     TRAJECTORIES,
     Line,
+    Manifest,
+    Origin,
     line_name,
     parse_line,
 )
 from eagle31_train.store.sealed import DamagedError, checksum, unseal
 from eagle31_train.store.shard_plan import Plan, PlannedShard
-from eagle31_train.store.stream import read_consumed
+from eagle31_train.store.stream import read_bound, read_consumed
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Head:
 def read_head(storage: Storage) -> tuple[Head, list[Problem]]:
     """The small files, with the lines of a complete store, and what is wrong with them; missing files are not."""
     problems: list[Problem] = []
-    manifest = _read(storage, artifacts.MANIFEST, problems)
+    manifest = _read(storage, artifacts.MANIFEST, Manifest, problems)
     bad = set()
     if manifest is not None:  # a changed length or layer id would be read as wrong states, and silently
         files = manifest["files"]
@@ -65,12 +67,13 @@ def read_head(storage: Storage) -> tuple[Head, list[Problem]]:
             if damage := difference(storage, name, files[name]) if name in files else unlisted:
                 problems.append(Problem(damage))
                 bad.add(name)
-    provenance, plan = (None if name in bad else _read(storage, name, problems) for name in (PROVENANCE, PLAN))
-    head = Head(storage, manifest, provenance, None if plan is None else Plan.from_json(plan))
-    if manifest is None:
-        _read(storage, STREAM, problems)
+    provenance = None if PROVENANCE in bad else _read(storage, PROVENANCE, Origin, problems)
+    raw = None if PLAN in bad else _read(storage, PLAN, dict[str, Any], problems)
+    head = Head(storage, manifest, provenance, None if raw is None else _plan(storage, raw, provenance, problems))
     if provenance is not None:
         try:
+            if manifest is None:
+                read_bound(storage, provenance["fingerprint"])
             head.consumed = set(read_consumed(storage, provenance["fingerprint"]).shards)
         except UserError as error:
             problems.append(Problem(str(error)))
@@ -80,12 +83,31 @@ def read_head(storage: Storage) -> tuple[Head, list[Problem]]:
     return head, problems
 
 
-def _read(storage: Storage, name: str, problems: list[Problem]) -> dict[str, Any] | None:
+def _plan(
+    storage: Storage, raw: dict[str, Any], provenance: dict[str, Any] | None, problems: list[Problem]
+) -> Plan | None:
+    where, store = f"{storage.location}/{PLAN}", (provenance or {}).get("fingerprint")
     try:
-        return unseal(storage.read(name))
+        plan = Plan.from_json(raw)
+    except ValueError as error:
+        problems.append(Problem(f"{where} is damaged ({error})"))
+        return None
+    # Of a complete store the manifest knows its checksum; that of earlier versions does not say whose it is.
+    if store is not None and (other := raw.get("store", store)) != store:
+        problems.append(Problem(f"{where} belongs to another store, {other} (this is {store})"))
+        return None
+    return plan
+
+
+def _read(storage: Storage, name: str, kind: Any, problems: list[Problem]) -> dict[str, Any] | None:
+    """A sealed file of a kind, with all that it holds."""
+    try:
+        value = unseal(storage.read(name))
+        foreign.typed(kind, value)
+        return value
     except FileNotFoundError:
         return None
-    except DamagedError as error:
+    except ValueError as error:
         problems.append(Problem(f"{storage.location}/{name} is damaged ({error})"))
         return None
 
@@ -195,7 +217,7 @@ def finished(storage: Storage, provenance: Provenance, overwrite: bool) -> dict[
             return None
         damage = problems[0].text if problems else _first_of_another_size(head, head.manifest["fingerprint"])
     if damage:
-        print(f"{damage}; making it again")
+        note(f"{damage}; making it again")
         storage.remove(artifacts.MANIFEST)
         return None
     return head.manifest

@@ -82,7 +82,12 @@ class Store:
     def target(self) -> dict[str, Tensor]:
         """The target's weights: embed_tokens [V, H], norm [H] (effective), lm_head [V, H]."""
         weights = self._tensors(TARGET)
-        weights.setdefault("lm_head", weights["embed_tokens"])
+        if "embed_tokens" in weights:
+            weights.setdefault("lm_head", weights["embed_tokens"])
+        V, H = self.states["vocab_size"], self.shape.hidden_size
+        for name, size in (("embed_tokens", (V, H)), ("norm", (H,)), ("lm_head", (V, H))):
+            if name not in weights or tuple(weights[name].shape) != size or not weights[name].is_floating_point():
+                raise UserError(f"{self.location}/{TARGET} has no {name} of {list(size)} numbers: {REMAKE}")
         return weights
 
     @cached_property
@@ -103,8 +108,9 @@ class Store:
     @property
     def max_bytes(self) -> int | None:
         """The bound that the extraction keeps, or kept last: then, who follows removes what it used up."""
-        if (bound := read_bound(self.storage)) is not None:
-            self._bound = bound  # gone once the extraction is over, and what is left is to be used up all the same
+        bound = read_bound(self.storage, self.fingerprint)
+        if bound and bound["max_bytes"] is not None:  # gone once it is over, and what is left is used up all the same
+            self._bound = bound["max_bytes"]
         return self._bound
 
     def close(self) -> None:

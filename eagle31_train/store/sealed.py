@@ -6,6 +6,7 @@ from typing import Any
 
 import xxhash
 
+from eagle31_train import foreign
 from eagle31_train.errors import UserError
 
 CHECK = "check"
@@ -28,14 +29,16 @@ def unseal(data: bytes) -> dict[str, Any]:
         DamagedError: it is torn, altered, or was never sealed.
     """
     try:
-        value = json.loads(data)
+        value = foreign.parse_json(data)
+        if not isinstance(value, dict) or CHECK not in value:
+            raise DamagedError("it carries no checksum of itself")
+        found = value.pop(CHECK)
+        if found != _check(value):
+            raise DamagedError("its checksum does not match")
+    except DamagedError:
+        raise
     except ValueError as error:  # of JSON or of UTF-8
         raise DamagedError(str(error)) from None
-    if not isinstance(value, dict) or CHECK not in value:
-        raise DamagedError("it carries no checksum of itself")
-    found = value.pop(CHECK)
-    if found != _check(value):
-        raise DamagedError("its checksum does not match")
     if data != seal(value) and data != seal(value, indent=2):  # blanks and line ends, which the checksum cannot see
         raise DamagedError("it is not as it was written, though its values are")
     return value

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from eagle31_train.errors import UserError
 from eagle31_train.store.backends import Storage
-from eagle31_train.store.codec import Encoded, as_encoded, concatenate, encode
+from eagle31_train.store.codec import CODECS, Encoded, as_encoded, concatenate, encode
 from eagle31_train.store.document import Document
 from eagle31_train.store.format import Line
 from eagle31_train.store.sealed import digest
@@ -89,6 +89,7 @@ class ShardFile:
             self.last = Encoded(shape.last_codec, shape.hidden_size, found["last.values"], found["last.scale"])
         except (FormatError, KeyError) as error:
             raise ContentError(f"cannot be read ({error})") from None
+        self._check_types(shape)
         total = sum(lengths)
         if not len(self.tokens) == len(self.loss_mask) == len(self.top1) == total:
             raise ContentError(f"holds {len(self.tokens)} tokens, not {total}")
@@ -97,6 +98,24 @@ class ShardFile:
         if (len(self.aux), len(self.last)) != (self._aux_edges[-1], self._last_edges[-1]):
             raise ContentError("holds other states than its loss mask asks for")
         self._check_ids(vocab_size)
+
+    def _check_types(self, shape: Shape) -> None:
+        """Refuse tensors of other types and widths than states of this shape have: they would fail far from here."""
+        rows = {"tokens": (self.tokens, torch.int32), "loss_mask": (self.loss_mask, torch.bool)}
+        for name, (tensor, dtype) in {**rows, "top1": (self.top1, torch.int32)}.items():
+            if tensor.dim() != 1 or tensor.dtype != dtype:
+                raise ContentError(f"holds {name} {list(tensor.shape)} {tensor.dtype}, not a list of {dtype}")
+        for name, states, outer in (("aux", self.aux, (shape.aux_layers,)), ("last", self.last, ())):
+            codec = CODECS[states.codec]
+            blocks = -(-states.width // codec.block) if codec.block else 0
+            values, scale = (*outer, -(-states.width // codec.packed)), (*outer, blocks)
+            if (
+                (states.values.shape[1:], states.values.dtype) != (values, codec.dtype)
+                or (states.scale.shape[1:], states.scale.dtype) != (scale, torch.bfloat16)
+                or states.values.dim() == 0
+                or len(states.values) != len(states.scale)
+            ):
+                raise ContentError(f"holds {name} of another shape or type than states of its store")
 
     def _find_rows(self, lengths: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
         edges = [0, *accumulate(lengths)]

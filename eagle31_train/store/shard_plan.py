@@ -8,10 +8,13 @@ training knows every step before the first shard is there.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field
+from typing_extensions import NotRequired, TypedDict
 
+from eagle31_train import foreign
 from eagle31_train.store.codec import CODECS
 from eagle31_train.store.format import line_name
 
@@ -45,7 +48,7 @@ def shape_of(states: dict[str, Any]) -> Shape:
 class PlannedShard:
     """Samples first to end - 1 of a split, in one file; `bytes` is what that takes at most."""
 
-    name: str
+    name: Annotated[str, Field(pattern=r"^shards/(heldout|train)-[0-9]{5,9}\.safetensors$")]
     split: str
     number: int  # in the order of extraction, over all splits
     first: int
@@ -104,8 +107,35 @@ class Plan:
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> "Plan":
-        """Raises KeyError or TypeError where the JSON is not a plan."""
-        return Plan(value["lengths"], [PlannedShard(**shard) for shard in value["shards"]])
+        """Raises ValueError where the JSON is not a plan."""
+        foreign.typed(_PlanFields, value)
+        plan = Plan(value["lengths"], [foreign.typed(PlannedShard, shard) for shard in value["shards"]])
+        for number, shard in enumerate(plan.shards):
+            if shard.number != number or shard.split not in plan.lengths or shard.bytes < 0:
+                raise ValueError(f"{shard.name} is not in its place")
+        for split, lengths in plan.lengths.items():
+            shards = plan.of(split)
+            edges = [0, *(shard.end for shard in shards)]
+            if [s.first for s in shards] != edges[:-1] or edges[-1] != len(lengths) or edges != sorted(edges):
+                raise ValueError(f"the shards of {split} do not hold its {len(lengths):,} samples, each once")
+            if wrong := [s.name for s in shards if s.tokens != sum(lengths[s.first : s.end])]:
+                raise ValueError(f"{wrong[0]} has another number of tokens than its samples")
+        if len({shard.name for shard in plan.shards}) < len(plan.shards):
+            raise ValueError("two shards have one name")
+        return plan
+
+
+class _Lengths(TypedDict):
+    heldout: list[foreign.Positions]
+    train: list[foreign.Positions]
+
+
+class _PlanFields(TypedDict):
+    """`store`: as in `format.Bound`."""
+
+    lengths: _Lengths
+    shards: list[dict[str, Any]]
+    store: NotRequired[str]
 
 
 def make_plan(loss_masks: Mapping[str, Iterable[Sequence[bool]]], shard_tokens: int, shape: Shape) -> Plan:

@@ -9,10 +9,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
+from eagle31_train import foreign
 from eagle31_train.console import note
 from eagle31_train.errors import UserError
 from eagle31_train.store.backends import Storage
-from eagle31_train.store.format import CONSUMED, REMAKE, STREAM
+from eagle31_train.store.format import CONSUMED, REMAKE, STREAM, Bound
 from eagle31_train.store.sealed import read_sealed, seal
 from eagle31_train.store.shard_plan import Plan, PlannedShard
 
@@ -86,7 +87,10 @@ def read_consumed(storage: Storage, store: str) -> Consumed:
         value = read_sealed(storage.read(CONSUMED), where, "remove the store and extract again")
     except FileNotFoundError:
         return Consumed(store, "", [], False)
-    consumed = Consumed(**{"store": store, **value})  # that of earlier versions does not say of which store it is
+    try:  # that of earlier versions does not say of which store it is
+        consumed: Consumed = foreign.typed(Consumed, {"store": store, **value})
+    except ValueError as error:
+        raise UserError(f"{where} is damaged ({error}): remove the store and extract again") from None
     if consumed.store != store:
         raise UserError(f"{where} belongs to another store, {consumed.store} (this is {store}): remove that file")
     return consumed
@@ -126,13 +130,25 @@ def consume(storage: Storage, store: str, shards: Sequence[PlannedShard], by: st
 # ---------------------------------------------------------------- the bound
 
 
-def read_bound(storage: Storage) -> int | None:
-    """How many bytes the extraction keeps at most; None if it keeps all, or is over."""
+def read_bound(storage: Storage, store: str) -> Bound | None:
+    """How many bytes the extraction of the store with this fingerprint keeps at most (None: all), and how many
+    processes share it; None if it is over.
+
+    Raises:
+        UserError: the record is damaged, or of another store.
+    """
+    where = f"{storage.location}/{STREAM}"
     try:
-        bound = read_sealed(storage.read(STREAM), f"{storage.location}/{STREAM}", REMAKE)["max_bytes"]
+        bound: Bound = foreign.typed(Bound, read_sealed(storage.read(STREAM), where, REMAKE))
     except FileNotFoundError:
         return None
-    return int(bound) if bound is not None else None
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f"{where} is damaged ({error}): {REMAKE}") from None
+    if (other := bound.get("store", store)) != store:
+        raise UserError(f"{where} belongs to another store, {other} (this is {store}): {REMAKE}")
+    return bound
 
 
 def check_bound(plan: Plan, max_bytes: int) -> None:

@@ -1,6 +1,6 @@
 """Writing a store: every shard is committed whole, by any number of processes, and never past a bound of bytes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from torch import Tensor
 from eagle31_train import artifacts
 from eagle31_train.console import note
 from eagle31_train.errors import UserError
+from eagle31_train.provenance import REPLACE
 from eagle31_train.store.backends import Storage
 from eagle31_train.store.document import Document
 from eagle31_train.store.format import (
@@ -28,7 +29,7 @@ from eagle31_train.store.head import committed_lines, difference, read_line, rea
 from eagle31_train.store.sealed import DamagedError, checksum, digest, seal, unseal
 from eagle31_train.store.shard import write_shard
 from eagle31_train.store.shard_plan import Plan, PlannedShard, shape_of
-from eagle31_train.store.stream import check_bound, read_consumed, wait
+from eagle31_train.store.stream import check_bound, read_bound, read_consumed, wait
 from eagle31_train.store.tensors import save_file
 
 
@@ -44,6 +45,7 @@ class StoreWriter:
         overwrite: replace a store of another provenance.
         max_bytes: keep no more than this; shards wait until a training has used up earlier ones.
         patience: seconds to wait for another process, or for free bytes.
+        remedy: what to do about a begun store of another provenance, given that.
 
     Raises:
         UserError: the storage holds a begun store of another provenance, or the bound is too small for any training.
@@ -60,7 +62,9 @@ class StoreWriter:
         overwrite: bool = False,
         max_bytes: int | None = None,
         patience: float = 3600.0,
+        remedy: Callable[[dict[str, Any]], str] = lambda _: REPLACE,
     ) -> None:
+        self.remedy = remedy
         self.storage, self.plan, self.rank, self.ranks = storage, plan, rank, ranks
         self.provenance, self.patience = provenance, patience
         self.shape = shape_of(provenance["states"])
@@ -263,8 +267,8 @@ class StoreWriter:
             storage.discard()
         storage.remove(artifacts.MANIFEST)  # whoever reads it now finds it unfinished
         storage.clean([TARGET, TRAJECTORIES])
-        storage.write(PLAN, seal(self.plan.as_json()))
-        storage.write(STREAM, seal({"max_bytes": self.max_bytes, "processes": self.ranks}))
+        storage.write(PLAN, seal({**self.plan.as_json(), "store": self.id}))
+        storage.write(STREAM, seal({"max_bytes": self.max_bytes, "processes": self.ranks, "store": self.id}))
         storage.write(PROVENANCE, seal(self.provenance, indent=2))
         if storage.size(SHARDS) is not None:  # a store that was complete: its lines get files of their own again
             for line in self._committed(self.plan.shards).values():
@@ -275,8 +279,7 @@ class StoreWriter:
         if not overwrite:
             change = artifacts.describe_change(begun, self.provenance)
             raise UserError(
-                f"{self.storage.location} holds a begun store of another run ({change}): "
-                "choose another run_dir=… or replace it with overwrite=true"
+                f"{self.storage.location} holds a begun store of another run ({change}): {self.remedy(begun)}"
             )
 
     def _await_first(self, overwrite: bool) -> None:
@@ -305,10 +308,10 @@ class StoreWriter:
     def _processes(self) -> int | None:
         """How many processes share the store, as far as rank 0 has said so."""
         try:
-            found: int | None = unseal(self.storage.read(STREAM)).get("processes")
-        except (FileNotFoundError, DamagedError):
+            bound = read_bound(self.storage, self.id)
+        except UserError:  # damaged, or another store's: rank 0 is about to replace it
             return None
-        return found
+        return bound and bound.get("processes")
 
     def _used_up(self, shard: PlannedShard) -> bool:
         if shard.name not in self._consumed:

@@ -4,15 +4,21 @@ A drafter's shape follows from it (`derive`), a plan reckons with it, and what c
 anything is spent. Imports no torch.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from transformers import CONFIG_MAPPING, PretrainedConfig
+from typing_extensions import TypedDict
 
+from eagle31_train import foreign
 from eagle31_train.config import MLA_WIDTHS, TargetConfig, default_aux_layers
 from eagle31_train.errors import UserError
-from eagle31_train.targets.pretrained import not_loaded, require_path
+from eagle31_train.foreign import Count, Number, Positions, Theta, Width
+from eagle31_train.targets.pretrained import first_line, not_loaded, require_path
 
 # Kinds whose configuration is another's, under a name that transformers does not know.
 KNOWN_AS = {"kimi_k2": "deepseek_v3"}
@@ -29,6 +35,53 @@ NOT_DERIVED = {"llama4", "llama4_text"}
 EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 CHOSEN = ("num_experts_per_tok", "experts_per_token", "moe_topk")
 EXPERT_WIDTH = ("moe_intermediate_size", "intermediate_size")
+# Of what transformers makes a list, or a module, for each; and more than any model has.
+MOST = {
+    re.compile(r"^(n|num)_\w*(layer|expert|head|block|group)|layers$|depth$"): 4096,
+    re.compile("num_labels"): 1 << 16,
+}
+
+
+class _Raw(TypedDict, total=False):
+    model_type: str
+    text_config: dict[str, Any] | None
+    architectures: list[str] | None
+    quantization_config: dict[str, Any] | None
+
+
+class _Text(TypedDict, total=False):
+    """What is read of transformers' configuration."""
+
+    hidden_size: Width
+    vocab_size: Width
+    num_hidden_layers: Count
+    intermediate_size: Width | list[Width]  # of each layer
+    num_attention_heads: Count
+    num_key_value_heads: Count
+    head_dim: Count
+    max_position_embeddings: Positions
+    rms_norm_eps: Number
+    norm_eps: Number
+    rope_theta: Theta
+    rope_scaling: dict[str, Any]
+    rope_parameters: dict[str, Any]
+    q_lora_rank: Width
+    kv_lora_rank: Width
+    qk_nope_head_dim: Width
+    qk_rope_head_dim: Width
+    v_head_dim: Width
+    layer_types: list[str]
+    sliding_window: Positions | bool
+    n_routed_experts: Count
+    num_experts: Count
+    num_local_experts: Count
+    num_experts_per_tok: Count
+    experts_per_token: Count
+    moe_topk: Count | list[Count]
+    moe_intermediate_size: Width | list[Width]
+    n_shared_experts: Count
+    first_k_dense_replace: Count
+    mlp_only_layers: list[Count]
 
 
 @dataclass(frozen=True)
@@ -65,23 +118,53 @@ def read_raw(target: TargetConfig) -> dict[str, Any]:
     """The target's config.json; of a hub id this one file is downloaded, or found in the hub's cache.
 
     Raises:
-        UserError: there is none at target.path.
+        UserError: there is none at target.path, or one of impossible sizes.
     """
     require_path(target)
+    where = f"target.path={target.path}"
     try:
+        if (file := Path(target.path) / "config.json").exists():
+            foreign.read_object(file)  # transformers looks into it before it knows what it is
         raw: dict[str, Any] = PretrainedConfig.get_config_dict(target.path, revision=target.revision)[0]
-    except (OSError, ValueError) as error:
+        foreign.check_depth(raw)
+    except Exception as error:  # of a file that others made
         raise not_loaded(target, error) from None
     if not raw.get("model_type"):
-        raise UserError(
-            f"target.path={target.path} has no config.json that names a model_type: is it a whole checkpoint?"
-        )
+        raise UserError(f"{where} has no config.json that names a model_type: is it a whole checkpoint?")
+    try:
+        foreign.typed(_Raw, raw)
+        _check_counts(raw)
+    except ValueError as error:
+        raise UserError(f"{where}: its config.json gives {error}: copy it again") from None
     return raw
+
+
+def _check_counts(value: Any, name: str = "config.json") -> None:
+    """Raise a ValueError for a number of layers, experts, … of which transformers would make a list without end."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            _check_counts(inner, str(key))
+    elif isinstance(value, int) and any(value > most for pattern, most in MOST.items() if pattern.search(name)):
+        raise ValueError(f"{name}, a count beyond all models'")
 
 
 def text_config(raw: dict[str, Any]) -> Any:
     """transformers' configuration of the text model, with the defaults that config.json leaves out; without any code
-    of the target's own. Of a kind that transformers does not know, what config.json says."""
+    of the target's own. Of a kind that transformers does not know, what config.json says.
+
+    Raises:
+        UserError: transformers refuses it.
+    """
+    try:
+        return _text_config(raw)
+    except Exception as error:  # each class checks its fields in its own way
+        raise UserError(
+            f"transformers makes nothing of the target's config.json, a {raw['model_type']}'s ({first_line(error)}): "
+            "copy it again"
+        ) from None
+
+
+def _text_config(raw: dict[str, Any]) -> Any:
     kind = KNOWN_AS.get(raw["model_type"], raw["model_type"])
     if kind in CONFIG_MAPPING:
         return CONFIG_MAPPING[kind].from_dict({**raw, "model_type": kind}).get_text_config()
@@ -103,10 +186,20 @@ def describe_target(target: TargetConfig) -> TargetDescription:
 
 
 def description_of(raw: dict[str, Any], text: Any, where: str) -> TargetDescription:
-    """A description from config.json and transformers' reading of it; `where` names it in errors."""
+    """A description from config.json and transformers' reading of it; `where` names it in errors.
 
+    Raises:
+        UserError: it lacks a size, or gives one that is none.
+    """
     if raw["model_type"] in NOT_DERIVED:
         raise UserError(f"{where} is a {raw['model_type']}, for which no drafter is made here: nothing of it was tried")
+
+    try:
+        given = {name: value for name in _Text.__annotations__ if (value := getattr(text, name, None)) is not None}
+        text = SimpleNamespace(**foreign.typed(_Text, given))
+        theta, scaling = _rope(text)
+    except ValueError as error:
+        raise UserError(f"{where}: its config.json gives {error}: copy it again") from None
 
     def size(name: str, *others: str) -> int:
         value = next((v for key in (name, *others) if isinstance(v := getattr(text, key, None), int)), None)
@@ -125,9 +218,8 @@ def description_of(raw: dict[str, Any], text: Any, where: str) -> TargetDescript
     elif not head_dim:
         head_dim, sources["head_dim"] = hidden // heads, "hidden_size / num_attention_heads"
     width, sources["intermediate_size"] = _mlp_width(text, size)
-    theta, scaling = _rope(text)
     return TargetDescription(
-        model_type=(raw.get("text_config") or raw).get("model_type", raw["model_type"]),
+        model_type=(raw.get("text_config") or raw).get("model_type") or raw["model_type"],
         hidden_size=hidden,
         vocab_size=size("vocab_size"),
         num_hidden_layers=size("num_hidden_layers"),
@@ -169,10 +261,11 @@ def _window(text: Any) -> int | None:
 def _rope(text: Any) -> tuple[float, dict[str, Any]]:
     """theta and scaling; where layers differ, those of full attention. transformers 5 keeps both in rope_parameters."""
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    rope = dict(rope.get("full_attention", rope))
+    rope = dict(foreign.typed(foreign.Scaling, rope.get("full_attention", rope)))
     theta = rope.pop("rope_theta", None) or getattr(text, "rope_theta", None) or 10000.0
+    foreign.typed(Theta, theta)
     kind = rope.pop("type", None), rope.pop("rope_type", None)
-    name = kind[1] or kind[0] or "default"
+    name = foreign.typed(str, kind[1] or kind[0] or "default")
     return float(theta), {} if name == "default" else {"rope_type": name, **rope}
 
 

@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from datasets import Dataset, DatasetDict
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from eagle31_train import artifacts, provenance
 from eagle31_train.config import Config, byte_count
-from eagle31_train.console import Progress, is_main
+from eagle31_train.console import Progress, is_main, note
 from eagle31_train.errors import UserError
 from eagle31_train.locks import alone
 from eagle31_train.model import vocab
+from eagle31_train.provenance import Provenance
 from eagle31_train.store import Storage, StoreWriter, finished, make_plan, shape_of, storage_of
 from eagle31_train.store.document import Document
 from eagle31_train.store.shard import kept
@@ -34,7 +34,7 @@ from eagle31_train.targets.agreement import Agreement
 from eagle31_train.targets.engine import Engine, too_long
 from eagle31_train.targets.fidelity import Figures, Gate, report, summary
 from eagle31_train.targets.hf import ranks as launched
-from eagle31_train.targets.pretrained import from_pretrained, require_path, vocabulary_fingerprint
+from eagle31_train.targets.pretrained import load_tokenizer, require_path, vocabulary_fingerprint
 from eagle31_train.targets.readout import Readout
 from eagle31_train.targets.transformers_engine import load_engine
 from eagle31_train.targets.vllm_engine import VllmEngine
@@ -58,15 +58,15 @@ def extract(config: Config, prelude: Prelude | None = None) -> None:
     storage = storage_of(config)
     if finished(storage, made_from, config.overwrite):
         if is_main():
-            print(f"extract: up to date ({storage.location})")
+            note(f"extract: up to date ({storage.location})")
         return
     who = f"another process extracts the same shards of {storage.location} now"
     with alone(Path(config.run_dir) / f".extracting-{rank}", who):
-        _extract(config, rank, ranks, storage, made_from.record(), prelude)
+        _extract(config, rank, ranks, storage, made_from, prelude)
 
 
 def _extract(
-    config: Config, rank: int, ranks: int, storage: Storage, provenance: dict[str, Any], prelude: Prelude | None
+    config: Config, rank: int, ranks: int, storage: Storage, made_from: Provenance, prelude: Prelude | None
 ) -> None:
     """This process's part of a store that is not finished."""
     began = time.perf_counter()
@@ -82,13 +82,14 @@ def _extract(
         raise too_long(engine, longest)
     writer = StoreWriter(
         storage,
-        {**provenance, "states": states},
+        {**made_from.record(), "states": states},
         plan,
         rank=rank,
         ranks=ranks,
         overwrite=config.overwrite,
         max_bytes=byte_count(config.store.max_bytes, "store.max_bytes") if config.store.max_bytes else None,
         patience=config.store.patience,
+        remedy=made_from.remedy,
     )
     first = rank == 0
     if first:
@@ -102,15 +103,16 @@ def _extract(
     if lines is not None:
         fidelity = report([line.fidelity for line in lines if line.fidelity is not None])
         manifest = writer.finish({"fidelity": fidelity, "seconds": time.perf_counter() - began})
-        print(
+        note(
             f"extract: {manifest['tokens']:,} tokens, {manifest['bytes_per_token']:,.0f} bytes each, "
             f"in {storage.location}; {summary(fidelity)}"
         )
-        print("\n".join(agreement.lines()), end="\n" if agreement.positions else "")
+        for line in agreement.lines():
+            note(line)
     elif is_main() and wanted and not first:
-        print(f"extract: extract.part={config.extract.part} is done; part 0 finishes {storage.location}")
+        note(f"extract: extract.part={config.extract.part} is done; part 0 finishes {storage.location}")
     elif is_main():
-        print(f"extract: the training that follows {storage.location} wants no more of it: stopped, unfinished")
+        note(f"extract: the training that follows {storage.location} wants no more of it: stopped, unfinished")
 
 
 def rank_of(config: Config) -> tuple[int, int]:
@@ -130,7 +132,7 @@ def load_data(config: Config) -> DatasetDict:
     folder = config.data_folder
     if damage := artifacts.first_damaged(folder, _data_manifest(config).get("files", {})):
         raise UserError(f"{damage}: run `eagle31 data` again")
-    return DatasetDict.load_from_disk(str(folder / "dataset"))
+    return DatasetDict.load_from_disk(str((folder / "dataset").absolute()))
 
 
 def check_tokenizer(config: Config, data: dict[str, Any]) -> None:
@@ -143,7 +145,7 @@ def check_tokenizer(config: Config, data: dict[str, Any]) -> None:
     if fingerprint is None:  # of an earlier version, which did not record it
         return
     require_path(config.target)
-    if vocabulary_fingerprint(from_pretrained(AutoTokenizer, config.target)) != fingerprint:
+    if vocabulary_fingerprint(load_tokenizer(config.target)) != fingerprint:
         raise _other_target(config, "with another tokenizer than it has")
 
 

@@ -2,13 +2,12 @@
 
 import argparse
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from eagle31_train import artifacts
-from eagle31_train.console import tidy
+from eagle31_train.console import note, tidy
 from eagle31_train.errors import UserError
 from eagle31_train.provenance import Provenance
 
@@ -22,7 +21,7 @@ def command(make: Callable[[Path], Any], out: Path, description: str, argv: list
         with tidy():
             make(arguments.out)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        note(f"error: {error}", error=True)
         raise SystemExit(2) from None
 
 
@@ -48,7 +47,7 @@ def make_folder(out: Path, identity: str, recipe: dict[str, Any], fill: Callable
     if not ours and not empty:
         raise UserError(f"{out} exists and was not made by this command: move it away or choose another --out")
     if ours and recipe.items() <= inputs.items() and artifacts.first_damaged(out, manifest["files"]) is None:
-        print(f"target: {out} is up to date")
+        note(f"target: {out} is up to date")
         return out
     temporary = out.with_name(f".{out.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -57,5 +56,5 @@ def make_folder(out: Path, identity: str, recipe: dict[str, Any], fill: Callable
     files = artifacts.list_files(temporary, [file for file in temporary.iterdir() if file.is_file()])
     artifacts.write_json(temporary / artifacts.MANIFEST, Provenance(inputs).record(files=files))
     artifacts.commit(temporary, out)
-    print(f"target: made {out}")
+    note(f"target: made {out}")
     return out

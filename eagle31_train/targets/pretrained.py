@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from eagle31_train import artifacts
+from eagle31_train import artifacts, foreign
 from eagle31_train.config import TargetConfig
 from eagle31_train.errors import UserError
 
@@ -22,9 +22,27 @@ def from_pretrained(kind: Any, target: TargetConfig, **options: Any) -> Any:
     """
     where = {"revision": target.revision, "trust_remote_code": target.trust_remote_code}
     try:
+        if Path(target.path).is_dir():
+            foreign.check_folder(Path(target.path))
         return kind.from_pretrained(target.path, **where, **options)
-    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
+    except Exception as error:  # of files that others made, in which libraries stumble over anything
         raise not_loaded(target, error) from None
+
+
+def load_tokenizer(target: TargetConfig) -> Any:
+    """The target's tokenizer, which makes tokens of a word and a word of tokens.
+
+    Raises:
+        UserError: there is none, or it does not.
+    """
+    tokenizer = from_pretrained(AutoTokenizer, target)
+    try:
+        for special in (False, True):
+            tokenizer.decode(tokenizer.encode("Hello", add_special_tokens=special))
+        tokenizer.convert_ids_to_tokens(tokenizer.all_special_ids)
+    except Exception as error:  # settings that nobody looked at until now
+        raise not_loaded(target, error) from None
+    return tokenizer
 
 
 def require_path(target: TargetConfig) -> None:
@@ -61,12 +79,18 @@ def vocabulary_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def end_ids(tokenizer: PreTrainedTokenizerBase, target: TargetConfig) -> list[int]:
-    """The ids at which the target stops: the tokenizer's and those of generation_config.json."""
-    ids = {tokenizer.eos_token_id}
+    """The ids at which the target stops: the tokenizer's and those of generation_config.json.
+
+    Raises:
+        UserError: generation_config.json is damaged.
+    """
+    ids = [tokenizer.eos_token_id]
     try:
         generation: Any = GenerationConfig
         eos = generation.from_pretrained(target.path, revision=target.revision).eos_token_id
-        ids |= set(eos) if isinstance(eos, list) else {eos}
+        ids += foreign.typed(list[foreign.Width | None], eos if isinstance(eos, list) else [eos])
     except OSError:  # a target without generation_config.json: the tokenizer alone says it
         pass
-    return sorted(int(i) for i in ids if i is not None)
+    except Exception as error:
+        raise not_loaded(target, error) from None
+    return sorted({i for i in ids if i is not None})

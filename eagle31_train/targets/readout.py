@@ -7,7 +7,6 @@ Shapes: n rows; H hidden; V vocabulary.
 """
 
 import copy
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from eagle31_train import foreign
 from eagle31_train.config import TargetConfig
 from eagle31_train.errors import UserError
 from eagle31_train.model.norm import rms_norm
+from eagle31_train.targets.description import read_raw
 from eagle31_train.targets.pretrained import NOT_WHOLE, first_line, not_loaded
 
 QUIRKS = ("final_logit_softcapping", "logit_scale")
@@ -113,11 +114,13 @@ def readout_from_checkpoint(target: TargetConfig, dtype: torch.dtype) -> Readout
         UserError: no such checkpoint, or it does not hold these tensors plainly (quantized, say).
     """
     folder = checkpoint_folder(target)
+    read_raw(target)  # refuses sizes of which the skeleton would be huge
     try:
+        foreign.check_folder(folder)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of files that others made
         settings = _settings(folder)
         if settings is None:
             raise not_loaded(target, error) from None
@@ -149,10 +152,10 @@ def _quirk(settings: dict[str, Any]) -> str | None:
 def _settings(folder: Path) -> dict[str, Any] | None:
     """What config.json says of the text model, if it says what is needed; None otherwise."""
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError):
+        config = foreign.read_object(folder / "config.json")
+        text: dict[str, Any] = foreign.typed(dict[str, Any], config.get("text_config", config))
+    except (OSError, ValueError):
         return None
-    text: dict[str, Any] = config.get("text_config", config)
     needed = {"vocab_size": int, "hidden_size": int, "num_hidden_layers": int, "rms_norm_eps": float}
     return text if all(isinstance(text.get(name), kind) for name, kind in needed.items()) else None
 
@@ -251,11 +254,11 @@ def _files(folder: Path) -> dict[str, str]:
     """Which file of a checkpoint holds which tensor."""
     try:
         if (folder / INDEX).is_file():
-            weight_map: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
-            return weight_map
+            weight_map: dict[str, str] = foreign.read_object(folder / INDEX)["weight_map"]
+            return {name: Path(file).name for name, file in foreign.typed(dict[str, str], weight_map).items()}
         with safe_open(folder / SINGLE, framework="pt") as file:
             return dict.fromkeys(file.keys(), SINGLE)
-    except (OSError, SafetensorError, KeyError, json.JSONDecodeError) as error:
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise _broken(folder, error) from None
 
 

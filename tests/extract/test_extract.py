@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from datasets import DatasetDict
-from pipeline import AUX, HIDDEN, LENGTHS, VOCAB, contents, make_run, save_quietly, tiny_config, tiny_llama
+from pipeline import AUX, HIDDEN, LENGTHS, VOCAB, contents, make_run, save_quietly, tiny_config, tiny_llama, write_data
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
@@ -92,6 +92,17 @@ def test_a_store_of_another_target_is_refused_or_replaced(run, tmp_path_factory)
     assert not [name for name in replaced if name.startswith("shards/") and name not in shards], (
         "nothing of the old one"
     )
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_where_data_dir_may_be_wrong_a_good_store_is_not_to_be_replaced(run, stopped):
+    write_data(run / "other", seed=1)
+    config = tiny_config(run)
+    extract(config)
+    if stopped:
+        (run / "run" / "store" / "manifest.json").unlink()
+    wrong = f"data_dir={run / 'other' / 'data'}"
+    assert message_of(run, wrong).endswith(f": correct {wrong}, or choose another name=… or run_dir=…")
 
 
 def give_words(folder, swapped=False):

@@ -1,5 +1,7 @@
 """The model card: its facts, its escaping, and commands that repeat the run."""
 
+import shlex
+
 import pytest
 import yaml
 from plan_cases import shape_of
@@ -8,7 +10,7 @@ from sample_results import alone, comparison, serving
 from eagle31_train.cli import load_config
 from eagle31_train.evaluation.intervals import bracket
 from eagle31_train.locations import ROOT
-from eagle31_train.reporting import card, recipe
+from eagle31_train.reporting import card, markdown, recipe
 from eagle31_train.reporting.card_results import CardResult, CardResults
 
 
@@ -95,12 +97,13 @@ def test_the_card_knows_the_target_that_the_drafter_serves():
         ["+experiment=kimi", "drafter.rope_scaling={factor:4.0}", "run_dir=elsewhere/x", "name='true'"],
         ["+experiment=kimi_toy", "~drafter.rope_scaling.beta_fast"],
         ["+experiment=smollm2", r"data.split='back\\slash \\\'quote\' end\\\\'"],
+        ["+experiment=smollm2", "name='my (run)=1~ größe </b'", "run_dir=~x/</details>"],
         ["+experiment=smollm2", 'data.conversations="it\'s \\\\ here"', f"data.prompts={ROOT}/README.md"],
     ],
 )
 def test_the_options_on_the_card_give_the_same_configuration(options):
     config = load_config(options)
-    again = load_config(recipe.overrides(config))
+    again = load_config(shlex.split(markdown.scrubbed(recipe.command("eagle31 data", config)))[2:])
     assert recipe.overrides(config)[0].startswith("+experiment=") == options[0].startswith("+experiment=")
     if config.data.prompts and str(ROOT / "README") in config.data.prompts:
         assert again.data.prompts == "README.md"

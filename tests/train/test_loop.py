@@ -78,7 +78,15 @@ def test_a_store_of_other_data_is_refused(new_run):
     write_data(run.folder / "run", seed=1)
     message = message_of(run)
     assert message.startswith(f"{run.folder / 'run' / 'store'} was made from other data")
+    assert message.endswith("run `eagle31 extract` again with overwrite=true")
     assert not run.train.exists()
+
+
+def test_where_data_dir_may_be_wrong_a_good_store_is_not_to_be_replaced(new_run):
+    run, other = new_run(), new_run()
+    write_data(other.folder / "run", seed=1)
+    message = message_of(run, f"data_dir={other.folder / 'run' / 'data'}")
+    assert message.endswith(f": correct data_dir={other.folder / 'run' / 'data'}")
 
 
 # ---------------------------------------------------------------- arithmetic

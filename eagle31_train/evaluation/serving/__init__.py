@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from eagle31_train import artifacts, provenance
 from eagle31_train.config import Config
-from eagle31_train.console import Progress
+from eagle31_train.console import Progress, note
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation.measurement import read_checked, write_checked
 from eagle31_train.evaluation.serving import counters, report
@@ -64,7 +64,7 @@ def measure_serving(
         # A drafter may be called otherwise beside others, so its name is no part of the file's.
         file = folder / f"server-{depth}-{fingerprint(config, draft, depth, sent, engine)}.json"
         if (record := read_checked(file, "served")) is not None:
-            print(f"{what}: measured before ({file})")
+            note(f"{what}: measured before ({file})")
         else:
             record = serve(config, draft, depth, sent, what, folder / f"{name or 'none'}-{depth}.log")
             write_checked(file, "served", record, drafter=name)
@@ -104,7 +104,7 @@ def serve(
     at = pick_port()
     command = [options.vllm_python, "-m", MODULE, *flags(server_arguments(config, draft, depth, at))]
     served: dict[str, Any] = {"answers": {}, "counted": {}}
-    print(f"{what}: vLLM starts ({log})")
+    note(f"{what}: vLLM starts ({log})")
     with (
         Server(command, at, log) as server,
         Progress(total=sum(map(len, sent.values())), desc=what, unit="request") as bar,

@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
-from eagle31_train import artifacts
+from eagle31_train import artifacts, foreign
+from eagle31_train.errors import UserError
 from eagle31_train.store.backends.base import Storage, visible
+
+MOST = 1 << 32  # bytes of a small file: the plan of a hundred million samples
 
 
 class LocalStorage(Storage):
@@ -22,6 +25,10 @@ class LocalStorage(Storage):
 
     def read(self, name: str) -> bytes:
         with self._explained("read", name):
+            try:
+                foreign.check_file(self.folder / name, MOST)
+            except ValueError as error:
+                raise UserError(f"{self.folder / name} cannot be read ({error}): remove it") from None
             return (self.folder / name).read_bytes()
 
     def write(self, name: str, data: bytes) -> None:

@@ -1,0 +1,121 @@
+"""What others made (files of the hub, answers of a server, rows of data), read within bounds of size, depth and type.
+
+Everything here raises ValueError or OSError with a text that follows the name of what was read; the caller knows what
+to do about it and makes a UserError.
+"""
+
+import json
+import stat
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from typing_extensions import NotRequired, TypedDict
+
+MOST = 1 << 28  # bytes of a JSON file: indices and tokenizers have a tenth
+TEXTS = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")  # that libraries read whole
+DEEPEST = 100  # objects and lists within each other: no format in use has more than a dozen; Python gives up at 1000
+
+# The types of fields, and what nothing real goes beyond: what is allocated by such a number stays small.
+Count = Annotated[int, Field(ge=0, le=1 << 16)]  # layers, heads, experts, labels
+Width = Annotated[int, Field(ge=0, le=1 << 24)]  # hidden sizes; tokens of a vocabulary
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Positions = Annotated[int, Field(ge=0, le=1 << 40)]
+Theta = Annotated[float, Field(gt=0, le=1e30)]  # the base of RoPE
+# RoPE's scaling; its values are checked by its kind (`model.rope`).
+Scaling = dict[str, str | bool | Annotated[int, Field(le=1 << 53)] | Number | list[Number | int] | None]
+
+
+def check_file(path: Path, most: int | None = MOST) -> None:
+    """Raise an OSError or ValueError unless it is a regular file of at most so many bytes; links are followed.
+
+    A pipe would be waited for, and a device such as /dev/zero has no end.
+    """
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError("it is no regular file")
+    if most is not None and status.st_size > most:
+        raise ValueError(f"it has {status.st_size:,} bytes, and at most {most:,} are read")
+
+
+def check_folder(folder: Path) -> None:
+    """Raise a ValueError that names the first entry of a folder that is neither a regular file nor a folder, or a text
+    of more than MOST bytes.
+
+    For folders that a library reads, file by file, in its own ways.
+    """
+    for path in sorted(folder.iterdir()):
+        try:
+            if not path.is_dir():
+                check_file(path, MOST if path.suffix in TEXTS else None)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path.name}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def parse_json(data: str | bytes | bytearray) -> Any:
+    """The value of a JSON text; a ValueError if it is none, or nested more than DEEPEST deep."""
+    try:
+        value = json.loads(data)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    opened = data.count("[") + data.count("{") if isinstance(data, str) else data.count(b"[") + data.count(b"{")
+    if opened > DEEPEST:  # seldom: most rows cost no walk
+        check_depth(value)
+    return value
+
+
+def check_depth(value: Any) -> None:
+    """Raise a ValueError if lists and dicts lie more than DEEPEST deep in each other."""
+    layer, depth = [value], 0
+    while layer := [i for v in layer if isinstance(v, dict | list) for i in (v.values() if isinstance(v, dict) else v)]:
+        depth += 1
+        if depth > DEEPEST:
+            raise ValueError(f"it is nested more than {DEEPEST} deep")
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON file that holds an object.
+
+    Raises:
+        OSError: there is none.
+        ValueError: it is no regular file, too large, or no JSON object.
+    """
+    check_file(path)
+    value = parse_json(path.read_bytes())
+    if not isinstance(value, dict):
+        raise ValueError(f"it holds {_name(value)}, not an object")  # noqa: TRY004 (of the file)
+    return value
+
+
+def typed(kind: Any, value: Any) -> Any:
+    """The value itself, known to be of a type; of a dataclass, made of an object that has its fields and no others.
+
+    Raises:
+        ValueError: names the first field that is missing or of another type.
+    """
+    try:
+        _adapter(kind).validate_python(value, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{where}: {first['msg']}" if where else first["msg"]) from None
+    make: Any = kind  # of what it was: 5 among floats stays 5
+    return make(**value) if is_dataclass(kind) else value
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    if not is_dataclass(kind):
+        return TypeAdapter(kind)
+    hints = get_type_hints(kind, include_extras=True)
+    optional = {field.name for field in fields(kind) if field.default is not MISSING}
+    entries = {name: NotRequired[hint] if name in optional else hint for name, hint in hints.items()}
+    make: Any = TypedDict  # mypy knows no fields of run time
+    return TypeAdapter(with_config(ConfigDict(extra="forbid"))(make("fields", entries)))
+
+
+def _name(value: Any) -> str:
+    kinds = {list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+    return kinds.get(type(value), "a number")

@@ -1,0 +1,95 @@
+"""A chat template is a program of its author's: how it is read, and that it ends.
+
+Jinja's sandbox, in which transformers renders it, keeps it from files and from Python; nothing keeps it from a loop
+without end or a product of gigabytes. So it is tried once in a process of its own, with bounds, before any other use.
+"""
+
+import os
+import resource
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+from eagle31_train import foreign
+from eagle31_train.config import TargetConfig
+from eagle31_train.errors import UserError
+
+MOST = 1 << 20  # bytes of a template: the longest in use have some 30,000
+SECONDS, MEMORY = 10.0, 1 << 30  # of one rendering of TRIED: bounds a thousand times what templates take
+TRIED: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": "Hello"}],
+    [{"role": role, "content": "Hello"} for role in ("system", "user", "assistant", "user")],
+]
+
+
+def templates_of(target: TargetConfig, tokenizer: Any) -> dict[str, str]:
+    """A target's templates by name, `default` and perhaps `tool_use`: target.chat_template, or its tokenizer's own.
+
+    Raises:
+        UserError: there is none, it is no template, or it takes too much to render a word.
+    """
+    try:
+        if target.chat_template is not None:
+            where = f"target.chat_template={target.chat_template}"
+            foreign.check_file(Path(target.chat_template), MOST)
+            named = {"default": Path(target.chat_template).read_text(encoding="utf-8")}
+        else:
+            where = f"the chat template of {target.path}"
+            own = tokenizer.chat_template
+            named = foreign.typed(dict[str, str], own if isinstance(own, dict) else {"default": own or ""})
+    except FileNotFoundError:
+        raise UserError(f"{where} is missing: give a Jinja file") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{where} cannot be read ({error}): give a Jinja file as target.chat_template") from None
+    if not named.get("default"):
+        raise UserError(f"the tokenizer of {target.path} has no chat template: give one as target.chat_template=FILE")
+    for text in named.values():
+        _check_ends(partial(_render, tokenizer, text, target.template_args), len(text), where)
+    return named
+
+
+def _render(tokenizer: Any, template: str, arguments: dict[str, Any]) -> None:
+    for messages in TRIED:
+        tokenizer.apply_chat_template(
+            messages, chat_template=template, tokenize=False, add_generation_prompt=True, **arguments
+        )
+
+
+def _check_ends(render: Callable[[], None], size: int, where: str) -> None:
+    """Refuse a rendering that is killed at a bound; what it raises, real conversations will raise where they are."""
+    if size > MOST:
+        raise UserError(f"{where} has {size:,} letters, and at most {MOST:,} are read: give another")
+    if (child := os.fork()) == 0:
+        _tried(render)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status:
+        raise UserError(
+            f"{where} takes more than {SECONDS:g} s or {MEMORY >> 20:,} MiB to render a conversation of few words: a "
+            "loop or a product in it is huge; give another as target.chat_template=FILE"
+        )
+
+
+def _tried(render: Callable[[], None]) -> NoReturn:
+    """The process of its own: it exits with 0, or is killed, or exits with 1 where memory ended."""
+    status = 1
+    try:
+        there = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (there + MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        # The kernel ends it, even amid a product that Python does not leave.
+        for timer, name, seconds in (
+            (signal.ITIMER_PROF, signal.SIGPROF, SECONDS),
+            (signal.ITIMER_REAL, signal.SIGALRM, 20 * SECONDS),  # where it waits for what another thread held
+        ):
+            signal.signal(name, signal.SIG_DFL)
+            signal.setitimer(timer, seconds)
+        render()
+        status = 0
+    except MemoryError:
+        pass
+    except Exception:
+        status = 0
+    finally:
+        os._exit(status)

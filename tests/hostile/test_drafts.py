@@ -1,0 +1,168 @@
+"""A draft from the hub, broken: its config.json, its safetensors and their index."""
+
+import json
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from mutating import cases, documents, outcome, texts, torn
+from safetensors.torch import save
+
+from eagle31_train.checkpoint import contract
+from eagle31_train.checkpoint.config_json import config_json
+from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
+from eagle31_train.config import DrafterShape
+from eagle31_train.errors import UserError
+from eagle31_train.model import vocab
+
+LLAMA = DrafterShape(
+    architecture="llama",
+    hidden_size=16,
+    target_hidden_size=16,
+    aux_layers=[1, 2],
+    vocab_size=40,
+    draft_vocab_size=12,
+    intermediate_size=24,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=6,
+    rms_norm_eps=1e-5,
+    rope_theta=5000.0,
+    rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    max_position_embeddings=128,
+    fc_norm=True,
+    norm_output=True,
+    norm_before_residual=False,
+    share_embedding=True,
+)
+MLA = {"q_lora_rank": 9, "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
+SHAPES = {
+    "llama": LLAMA,
+    "mla": DrafterShape(**{**vars(LLAMA), "architecture": "mla", "num_key_value_heads": 4, "head_dim": 10, **MLA}),
+}
+TARGET = SimpleNamespace(
+    embedding=torch.nn.Embedding(40, 16), head=torch.nn.Linear(16, 40, bias=False), depth=4
+)  # of a drafter that is whole
+
+
+def speculators(config):
+    ours = {key: config[key] for key in ("draft_vocab_size", "fc_norm", "norm_output", "norm_before_residual")}
+    layers = {"eagle_aux_hidden_state_layer_ids": [1, 2]}
+    verifier = {"verifier": {"name_or_path": "someone/a-target"}}
+    kind = {"speculators_model_type": "eagle3", "speculators_config": verifier}
+    return {**ours, **layers, **kind, "transformer_layer_config": config}
+
+
+CONFIGS = {name: config_json(shape, "float32", "a/target") for name, shape in SHAPES.items()}
+CONFIGS["speculators"] = speculators(CONFIGS["llama"])
+NAMES = ["eagle_config", "rope_scaling", "rope_parameters", "type", "layer_ids", "rope_theta", "layer_types"]
+NAMES += ["quantization_config", "logit_scale", "partial_rotary_factor", "attention_factor", "speculators_model_type"]
+
+
+def tensors_of(shape):
+    generator = torch.Generator().manual_seed(0)
+    weights = {name: torch.randn(size, generator=generator) for name, size in contract.weight_shapes(shape).items()}
+    kept = vocab.DraftVocab(torch.arange(0, 36, 3).numpy(), 40)
+    return weights | {"d2t": torch.from_numpy(kept.d2t), "t2d": torch.from_numpy(kept.t2d)}
+
+
+FILES = {name: save(tensors_of(SHAPES.get(name, LLAMA))) for name in CONFIGS}
+
+
+def parts(data):
+    """Header and tensors of a safetensors file."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    return json.loads(data[8:end]), data[end:]
+
+
+def read(folder):
+    """All that is done with a draft before it drafts."""
+    checkpoint = DrafterCheckpoint.open(folder, target_layers=lambda: 4)
+    assert checkpoint.tensors
+    checkpoint.check_fits(TARGET)
+    contract.caveats(checkpoint.shape, 4096)
+    return checkpoint.load(TARGET, torch.float32, torch.float32)
+
+
+@pytest.fixture
+def draft(tmp_path):
+    """Writes a draft of one of the kinds, with files of a case in the place of its own; the folder."""
+    last = []
+
+    def write(kind, **files):
+        for path in last:
+            path.unlink(missing_ok=True)
+        good = {"config.json": json.dumps(CONFIGS[kind]).encode(), "model.safetensors": FILES[kind]}
+        written = good | {name.replace("__", "."): data for name, data in files.items()}
+        last[:] = [tmp_path / name for name in written]
+        for path, data in zip(last, written.values(), strict=True):
+            path.write_bytes(data)
+        return tmp_path
+
+    return write
+
+
+KINDS = st.sampled_from(sorted(CONFIGS))
+
+
+def configs(kind):
+    return texts(documents([CONFIGS[kind]], NAMES)).map(lambda data: (kind, data))
+
+
+@cases(KINDS.flatmap(configs), quick=150, thorough=20_000)
+def test_config_json(case, draft):
+    kind, data = case
+    outcome(lambda: read(draft(kind, config__json=data)))
+
+
+@pytest.mark.parametrize("kind", sorted(CONFIGS))
+def test_a_whole_draft_is_read(kind, draft):
+    assert not isinstance(outcome(lambda: read(draft(kind))), UserError)
+
+
+@st.composite
+def headers(draw, kind):
+    header, data = parts(FILES[kind])
+    if draw(st.integers(0, 3)) == 0:
+        return kind, draw(torn(FILES[kind]))
+    dtypes = ["F8_E4M3", "F8_E8M0", "F4", "BOOL", "I64", "F64", "BF16", "U8", "C64"]
+    names = ["model.norm.weight", "layers.0.fc.weight", "midlayer.self_attn.qkv_proj.weight", "embed_tokens.weight"]
+    text = draw(texts(documents([header], names, dtypes)))
+    length = draw(st.sampled_from([len(text)] * 8 + [0, 2**63, 10**9, len(text) + 8]))
+    return kind, length.to_bytes(8, "little") + text + data
+
+
+@cases(KINDS.flatmap(headers), quick=100, thorough=15_000)
+def test_safetensors(case, draft):
+    kind, data = case
+    outcome(lambda: read(draft(kind, model__safetensors=data)))
+
+
+INDICES = [{"metadata": {"total_size": 9}, "weight_map": dict.fromkeys(parts(FILES["llama"])[0], "model.safetensors")}]
+
+
+@cases(texts(documents(INDICES, ["weight_map"], ["config.json", "model.safetensors"])), quick=70, thorough=8_000)
+def test_index(case, draft):
+    outcome(lambda: read(draft("llama", **{"model__safetensors__index__json": case})))
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json"])
+@pytest.mark.parametrize("kind", ["itself", "/dev/zero", "pipe", "folder"])
+def test_links_to_nowhere_and_to_what_never_ends(name, kind, draft):
+    folder = draft("llama")
+    (folder / name).unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(folder / name)
+    elif kind == "folder":
+        (folder / name).mkdir()
+    else:
+        (folder / name).symlink_to(name if kind == "itself" else kind)
+    assert isinstance(outcome(lambda: read(folder)), UserError)
+
+
+def test_sizes_beyond_all_real_ones_are_refused_by_name(draft):
+    config = {**CONFIGS["llama"], "vocab_size": 10**15, "draft_vocab_size": 10**15}
+    found = outcome(lambda: read(draft("llama", config__json=json.dumps(config).encode())))
+    assert "config.json gives draft_vocab_size" in str(found) or "config.json gives vocab_size" in str(found)

@@ -1,0 +1,119 @@
+"""Rows of data, broken: JSON lines and lists of every format, CSV, Parquet, compressed files; prompts of evaluation."""
+
+import gzip
+import json
+import os
+from contextlib import suppress
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import strategies as st
+from mutating import VALUES, cases, documents, outcome, texts, torn
+from talking import make_rendering, make_tokenizer
+
+from data_prep import files
+from data_prep.files import open_files
+from data_prep.formats import Refused, parse
+from data_prep.masks import samples
+from data_prep.sources import Source
+from data_prep.template import ChatTemplate
+from eagle31_train.config import FORMATS
+from eagle31_train.errors import UserError
+from eagle31_train.evaluation import prompts
+
+CALL = {"id": "c", "type": "function", "function": {"name": "find", "arguments": '{"a": 1}'}}
+TURNS = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+    {"role": "assistant", "content": "hello", "reasoning_content": "hm", "tool_calls": [CALL]},
+    {"role": "tool", "content": "3", "tool_call_id": "c"},
+    {"role": "assistant", "content": "it is 3", "tokens": 4, "finish_reason": "stop"},
+]
+TOOLS = [{"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}]
+ROWS = {
+    "messages": {"id": "a", "messages": TURNS, "tools": TOOLS, "source": "x", "sample": 1},
+    "sharegpt": {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]},
+    "alpaca": {"instruction": "say", "input": "this", "output": "that", "system": "Be brief."},
+    "turns": {"turns": ["hi", "and then?"], "category": "y", "question_id": 3},
+    "prompt": {"prompt": "hi", "id": 7, "finish_reason": "stop"},
+}
+assert set(ROWS) | {"auto"} == set(FORMATS) | {"auto"}
+NAMES = ["messages", "conversations", "turns", "prompt", "tools", "tool_calls", "sample", "name", "tokens", "thinking"]
+TEXTS = ['{"a": ' * 200 + "1" + "}" * 200, "[" * 5000, '{"a": "\\ud800"}', "\ud800", "<|im_end|>", "user", "gpt"]
+TOKENIZER = make_tokenizer()
+TEMPLATE = ChatTemplate(TOKENIZER, [TOKENIZER.eos_token_id], TOKENIZER.chat_template)
+RENDERING = make_rendering()
+
+
+def learned(row):
+    with suppress(Refused):
+        if row.problem is None:
+            samples(TEMPLATE, row.messages, 512, row.tools)
+
+
+ROW = documents(list(ROWS.values()), NAMES, TEXTS)
+
+
+@cases(st.tuples(ROW, st.sampled_from(["auto", *FORMATS])), quick=150, thorough=15_000)
+def test_rows(case):
+    value, form = case
+    outcome(lambda: learned(parse(value, form, "f.jsonl:1", "f-1")))
+
+
+@st.composite
+def data_files(draw):
+    """Name and bytes of a file with a few rows."""
+    rows = draw(st.lists(texts(ROW), min_size=1, max_size=3))
+    kind = draw(st.sampled_from(["jsonl", "json", "csv", "parquet", "jsonl.gz"]))
+    if kind == "csv":
+        cells = [json.dumps(value) for value in draw(st.lists(st.sampled_from(VALUES[:20]), min_size=1, max_size=4))]
+        data = "\n".join(["prompt,messages", *(f'"{cell}",{cell}' for cell in cells)]).encode("utf-8", "replace")
+    elif kind == "parquet":
+        sink = pyarrow.BufferOutputStream()
+        columns = {"prompt": ["hi", None, "x"], "messages": ["[]", "[[[", json.dumps(TURNS)]}
+        columns["when"] = pyarrow.array([0, 2**62, -(2**62)], pyarrow.timestamp("us"))
+        pyarrow.parquet.write_table(pyarrow.table(columns), sink)
+        data = sink.getvalue().to_pybytes()
+    else:
+        data = b"[" + b",".join(rows) + b"]" if kind == "json" else b"\n".join(rows)
+        data = gzip.compress(data, 1) if kind == "jsonl.gz" else data
+    return f"rows.{kind}", draw(torn(data)) if draw(st.booleans()) else data
+
+
+@cases(data_files(), quick=120, thorough=12_000)
+def test_files(case, tmp_path):
+    name, data = case
+    (tmp_path / name).write_bytes(data)
+
+    def read():
+        source = Source(open_files(str(tmp_path / name), "train", "data.prompts"), "auto", "data.prompts")
+        for row in source.read():
+            learned(row)
+
+    outcome(read)
+
+
+@cases(st.tuples(texts(ROW), st.sampled_from([None, "prompt", "{prompt} {id!r:>9}"])), quick=80, thorough=8_000)
+def test_prompts_of_an_evaluation(case, tmp_path):
+    data, column = case
+    (tmp_path / "suite.jsonl").write_bytes(data + b"\n")
+    suite = prompts.Suite(path=str(tmp_path / "suite.jsonl"), prompt=column)
+    outcome(lambda: prompts.from_suite("s", suite, "evaluate.suites.s", RENDERING))
+
+
+def test_a_few_bytes_that_unpack_to_a_line_without_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "LINE", 1 << 20)
+    monkeypatch.setattr(files, "LIST", 1 << 20)
+    for name in ("bomb.jsonl.gz", "bomb.json.gz", "bomb.csv.gz"):
+        (tmp_path / name).write_bytes(gzip.compress(b" " * (1 << 24)))
+        found = outcome(lambda name=name: list(open_files(str(tmp_path / name), "train", "o")[0].values()))
+        assert "1,048,576 bytes or more" in str(found)
+
+
+@pytest.mark.parametrize("kind", ["itself", "/dev/zero", "pipe"])
+def test_links_to_nowhere_and_to_what_never_ends(kind, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    os.mkfifo(path) if kind == "pipe" else path.symlink_to("rows.jsonl" if kind == "itself" else kind)
+    for spec in (path, tmp_path, tmp_path / "*.jsonl"):
+        assert isinstance(outcome(lambda spec=spec: open_files(str(spec), "train", "data.prompts")), UserError)

@@ -1,0 +1,154 @@
+"""A server of answers that is slow, endless, of another kind, or answers nonsense."""
+
+import http.server
+import json
+import threading
+from contextlib import suppress
+
+import pytest
+from hypothesis import strategies as st
+from mutating import cases, documents, outcome, texts
+from talking import make_tokenizer
+
+from data_prep import client
+from data_prep.client import Server
+from data_prep.formats import Refused
+from data_prep.masks import samples
+from data_prep.template import ChatTemplate
+from eagle31_train.errors import UserError
+
+CALL = {"id": "c", "type": "function", "function": {"name": "find", "arguments": '{"a": 1}'}}
+MESSAGE = {"role": "assistant", "content": "hello", "reasoning_content": None, "tool_calls": None}
+GOOD = {
+    "id": "x",
+    "model": "m",
+    "choices": [{"index": 0, "message": MESSAGE, "finish_reason": "stop"}],
+    "usage": {"completion_tokens": 3, "prompt_tokens": 9},
+}
+CALLING = {**GOOD, "choices": [{"message": {"content": None, "tool_calls": [CALL]}, "finish_reason": "tool_calls"}]}
+THINKING = {**GOOD, "choices": [{"message": {**MESSAGE, "reasoning": "hm"}, "finish_reason": "length"}]}
+COMPLETION = {"choices": [{"text": "hello", "finish_reason": "stop"}]}
+ASK = [{"role": "user", "content": "hi"}]
+TOKENIZER = make_tokenizer()
+READS = "{% for m in messages %}{{ m.reasoning_content }}{{ m.content }}<|im_end|>{% endfor %}"
+TEMPLATES = [ChatTemplate(TOKENIZER, [TOKENIZER.eos_token_id], text) for text in (TOKENIZER.chat_template, READS)]
+SAID = ["error", "object", "length", "tool_calls", "content_filter", "\ud800", 10**15, [CALL], {"a": {}}]
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.asked.append(dict(self.headers))
+        with suppress(OSError):
+            self.server.reply(self)
+        self.close_connection = True
+
+    do_GET = do_POST
+
+    def log_message(self, *_):
+        pass
+
+    def send(self, status, content, **headers):
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        self.wfile.write(content)
+
+
+@pytest.fixture
+def server(monkeypatch):
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.asked, server.url = [], f"http://127.0.0.1:{server.server_address[1]}/v1"
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def ask(server, template=TEMPLATES[0], timeout=None):
+    """One answer and what is learned of it; a prompt that is refused is passed over."""
+    asking = Server(server.url, "m", template, max_tokens=8, attempts=3, wait=lambda _: None)
+    asking.timeout = timeout or asking.timeout
+    with suppress(Refused):
+        answer = asking.answer(ASK, 0.7, 1)
+        json.dumps(answer.message)
+        samples(template, [*ASK, answer.message], 512)
+        return answer
+    return None
+
+
+@st.composite
+def replies(draw):
+    """Statuses and bodies in the order in which a server gives them; then it repeats the last."""
+    bodies = texts(documents([GOOD, CALLING, THINKING], ["reasoning", "usage", "content", "tool_calls"], SAID))
+    statuses = st.sampled_from([200, 200, 200, 200, 429, 500, 503, 400, 404, 302, 204])
+    return draw(st.lists(st.tuples(statuses, bodies), min_size=1, max_size=4)), draw(st.sampled_from([0, 1]))
+
+
+@cases(replies(), quick=100, thorough=10_000)
+def test_answers(case, server):
+    queue, template = case
+    queue = list(queue)
+
+    def reply(handler):
+        status, body = queue.pop(0) if len(queue) > 1 else queue[0]
+        handler.send(status, b"" if status == 204 else body, Location=f"{server.url}/elsewhere")
+
+    server.reply = reply
+    outcome(lambda: ask(server, TEMPLATES[template]))
+
+
+@cases(texts(documents([COMPLETION], ["text"], SAID)), quick=40, thorough=3_000)
+def test_completions(case, server):
+    server.reply = lambda handler: handler.send(200, case)
+    asking = Server(server.url, "m", TEMPLATES[0], max_tokens=8, attempts=2, wait=lambda _: None)
+    outcome(lambda: asking.complete(prompt=[1]))
+
+
+def endless(part, status=200):
+    def reply(handler):
+        handler.send(status, b"")
+        while True:
+            handler.wfile.write(part)
+
+    return reply
+
+
+def test_an_answer_without_end_is_cut_and_so_is_an_error(server, monkeypatch):
+    server.reply = endless(b" " * 65536)
+    assert "answers without end" in str(outcome(lambda: ask(server)))
+    server.reply = endless(b"x" * 65536, 500)
+    assert "gives no answer (HTTP 500 xxx" in str(outcome(lambda: ask(server)))
+
+
+def test_an_answer_that_trickles_is_given_up(server, monkeypatch):
+    now = iter(range(10**9))
+    monkeypatch.setattr(client.time, "monotonic", lambda: float(next(now)))
+    server.reply = endless(b" ")
+    assert "gives no answer (timed out)" in str(outcome(lambda: ask(server, timeout=5)))
+
+
+def test_a_burst_of_429_and_500_is_waited_out(server):
+    failures = [429, 500]
+    good = json.dumps(GOOD).encode()
+    server.reply = lambda handler: handler.send(failures.pop() if failures else 200, good)
+    assert ask(server).message["content"] == "hello"
+
+
+def test_a_redirection_takes_the_key_nowhere(server, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    server.reply = lambda handler: handler.send(302, b"", Location=f"{server.url}/elsewhere")
+    assert "gives no answer (HTTP 302" in str(outcome(lambda: ask(server)))
+    assert len(server.asked) == 1
+
+
+@pytest.mark.parametrize("url", ["file:///etc/passwd", "localhost:8000/v1", "", "ftp://a/v1"])
+def test_what_is_no_address_is_asked_nothing(url):
+    assert isinstance(outcome(lambda: Server(url, "m", TEMPLATES[0], 8)), UserError)

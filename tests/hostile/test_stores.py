@@ -1,0 +1,151 @@
+"""A store of somebody else's whose checksums are right, and whose content is not."""
+
+import json
+import os
+import shutil
+from collections import Counter
+
+import pytest
+from hypothesis import strategies as st
+from made import Made
+from mutating import cases, documents, outcome, torn
+
+from eagle31_train.artifacts import MANIFEST
+from eagle31_train.errors import UserError
+from eagle31_train.store import Store, stream
+from eagle31_train.store.__main__ import _describe
+from eagle31_train.store.backends import LocalStorage
+from eagle31_train.store.format import CONSUMED, PLAN, PROVENANCE, SHARDS, STREAM, TARGET, TARGET_LINE
+from eagle31_train.store.sealed import digest, seal, unseal
+from eagle31_train.store.verify import check
+
+MADE = Made({"train": [9, 4, 6], "heldout": [5, 3]}, 16, "fp8", "bf16")
+SMALL = [MANIFEST, PLAN, PROVENANCE, SHARDS, TARGET_LINE, CONSUMED, STREAM]
+LINES = [shard.line for shard in MADE.plan.shards]
+BIG = [TARGET, *(shard.name for shard in MADE.plan.shards)]
+OURS = {"store": MADE.fingerprint, "by": "t" * 16, "shards": [], "finished": False}
+NAMES = ["store", "bytes", "files", "lengths", "fidelity", "norm", PLAN, "x"]
+VALUES = ["fp8", "int4", "../../x", "/etc/passwd", "train", "heldout", MADE.fingerprint, BIG[1], BIG[2], -5, 2**40]
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory):
+    """A complete store, and one that was begun."""
+    whole, begun = tmp_path_factory.mktemp("whole"), tmp_path_factory.mktemp("begun")
+    MADE.write(whole)
+    MADE.write(begun, stop_after=2)
+    for folder in (whole, begun):
+        (folder / CONSUMED).write_bytes(seal(OURS, indent=2))
+    return {False: whole, True: begun}
+
+
+def resealed(folder):
+    """Give the small files that list others the checksums of what lies there."""
+    path = folder / MANIFEST
+    if not path.exists():
+        return
+    manifest = unseal(path.read_bytes())
+    for name in manifest["files"]:
+        data = (folder / name).read_bytes()
+        manifest["files"][name] = {"bytes": len(data), "checksum": digest(data)}
+    path.write_bytes(seal(manifest, indent=2))
+
+
+def read(folder, **options):
+    """All that training reads; how many samples."""
+    store, samples = Store(folder, **options), 0
+    assert store.target
+    assert store.max_bytes is None or store.max_bytes >= 0
+    for name in ("heldout", "train"):
+        split = store.split(name)
+        for index in range(len(split)):
+            document = split.read(index)
+            for states in (document.aux, document.last):
+                states.decode()
+            samples += 1
+    return samples
+
+
+@st.composite
+def stores_with_a_fault(draw):
+    """Whether the store is only begun; which file is harmed, and how."""
+    begun = draw(st.booleans())
+    kind = draw(st.sampled_from([SMALL, SMALL, BIG, LINES if begun else SMALL]))
+    return begun, draw(st.sampled_from(kind)), draw(st.data())
+
+
+def harm(folder, name, data):
+    """Change a file of a store, and make its checksums right again."""
+    path = folder / name
+    if not path.exists():
+        return
+    before = path.read_bytes()
+    if name in BIG:
+        end = 8 + int.from_bytes(before[:8], "little")
+        header = json.loads(before[8:end])
+        text = json.dumps(data.draw(documents([header], NAMES, ["I64", "F32", "BF16", "U8", [0, 8]]))).encode()
+        after = len(text).to_bytes(8, "little") + text + before[end:]
+        line = {"name": name, "store": MADE.fingerprint, "size": len(after), "checksum": digest(after)}
+        path.write_bytes(after)
+        if name == TARGET or (folder / name.replace(".safetensors", ".json")).exists():
+            (folder / name.replace(".safetensors", ".json")).write_bytes(seal({**line, "fidelity": None}))
+        else:
+            lines = [unseal(text) for text in (folder / SHARDS).read_bytes().splitlines(keepends=True)]
+            written = [{**old, **line} if old["name"] == name else old for old in lines]
+            (folder / SHARDS).write_bytes(b"".join(map(seal, written)))
+    elif data.draw(st.integers(0, 3)) == 0:
+        path.write_bytes(data.draw(torn(before)))
+    else:
+        indent = None if name in (SHARDS, PLAN, STREAM, TARGET_LINE, *LINES) else 2
+        values = [unseal(line) for line in ([before] if indent else before.splitlines(keepends=True))]
+        at = data.draw(st.integers(0, len(values) - 1))
+        values[at] = data.draw(documents([values[at]], NAMES, VALUES))
+        try:
+            path.write_bytes(b"".join(seal(value, indent) for value in values))
+        except (TypeError, UnicodeEncodeError):  # no object, or no text: nobody can have sealed that
+            path.write_text(json.dumps(values[at]))
+
+
+@cases(stores_with_a_fault(), quick=100, thorough=4_000)
+def test_stores(case, stores, tmp_path, monkeypatch):
+    begun, name, data = case
+    monkeypatch.setattr(stream, "POLL", 0)
+    folder, outside = tmp_path / "store", tmp_path / "x"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(stores[begun], folder)
+    outside.write_bytes(b"somebody else's")
+    harm(folder, name, data)
+    if name != MANIFEST:
+        resealed(folder)
+    storage = LocalStorage(str(folder), folder)
+    outcome(lambda: read(folder, follow=begun, patience=-1))
+    outcome(lambda: list(check(storage, Counter())))
+    outcome(lambda: _describe(storage))
+    if begun:
+        outcome(lambda: MADE.write(folder, patience=-1))
+    assert outside.read_bytes() == b"somebody else's"
+
+
+@pytest.mark.parametrize("name", [MANIFEST, PLAN, TARGET_LINE, BIG[1]])
+@pytest.mark.parametrize("kind", ["itself", "/dev/zero", "pipe"])
+def test_links_to_nowhere_and_to_what_never_ends(name, kind, stores, tmp_path):
+    folder = tmp_path / "store"
+    shutil.copytree(stores[False], folder)
+    (folder / name).unlink()
+    if kind == "pipe":
+        os.mkfifo(folder / name)
+    else:
+        (folder / name).symlink_to((folder / name).name if kind == "itself" else kind)
+    assert isinstance(outcome(lambda: read(folder)), UserError)
+
+
+@pytest.mark.parametrize("name", [PLAN, STREAM])
+def test_files_of_another_store_are_not_believed(name, tmp_path):
+    """Its plan says which samples a shard holds, and its stream.json how many bytes there may be."""
+    Made(MADE.lengths, 16, "fp8", "bf16", fingerprint="e" * 16).write(tmp_path / "other", stop_after=1)
+    MADE.write(tmp_path / "store", stop_after=2)
+    shutil.copy(tmp_path / "other" / name, tmp_path / "store" / name)
+    with pytest.raises(UserError, match=rf"{name} belongs to another store, e+ \(this is f+\)"):
+        Store(tmp_path / "store", follow=True)
+    MADE.write(tmp_path / "store")  # the extraction makes them anew
+    assert read(tmp_path / "store")

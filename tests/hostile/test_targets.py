@@ -1,0 +1,193 @@
+"""A target from the hub, broken: its config.json, its tokenizer, its chat template."""
+
+import json
+import os
+import shutil
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+from hypothesis import strategies as st
+from mutating import cases, documents, outcome, texts
+from published_targets import FOLDER
+from talking import make_tokenizer
+
+from data_prep.formats import Refused
+from data_prep.template import ChatTemplate
+from eagle31_train.cli import load_config
+from eagle31_train.config import TargetConfig
+from eagle31_train.errors import UserError
+from eagle31_train.evaluation.rendering import Rendering
+from eagle31_train.targets import chat_template
+from eagle31_train.targets.derive import planned_drafter
+from eagle31_train.targets.description import describe_target, read_raw, text_config
+
+CONFIGS = [json.loads(file.read_text()) for file in sorted(FOLDER.glob("*/config.json"))]
+assert len(CONFIGS) >= 8
+NAMES = ["num_labels", "layer_types", "rope_parameters", "rope_scaling", "text_config", "id2label", "n_layer"]
+NAMES += ["sliding_window", "mlp_only_layers", "head_dim", "quantization_config", "configuration_files", "auto_map"]
+VALUES = ["llama", "gpt2", "gemma3", "deepseek_v3", "config.json", "full_attention", 4096, 60000]
+CONFIG = load_config(["+experiment=any", "target.path=x", "name=x"], resolve=False)
+ASK = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture
+def target(tmp_path_factory):
+    """A folder with a tokenizer and a config.json; and how a case's files replace those of the one before."""
+    good, folder = tmp_path_factory.mktemp("good"), tmp_path_factory.mktemp("target") / "target"
+    make_tokenizer().save_pretrained(good)
+    (good / "config.json").write_text(json.dumps(CONFIGS[0]))
+
+    def write(**files):
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(good, folder)
+        for name, data in files.items():
+            (folder / name.replace("__", ".")).write_bytes(data)
+        return folder
+
+    return write
+
+
+def described(folder):
+    target = TargetConfig(path=str(folder))
+    found = describe_target(target)
+    text_config(read_raw(target))
+    return planned_drafter(replace(CONFIG, target=target), found, min(8, found.vocab_size))
+
+
+@cases(texts(documents(CONFIGS, NAMES, VALUES)), quick=120, thorough=10_000)
+def test_config_json(case, target):
+    outcome(lambda: described(target(config__json=case)))
+
+
+def talked(folder, template=None):
+    """All that is done with a tokenizer and a template."""
+    config = TargetConfig(path=str(folder), chat_template=template)
+    loaded = ChatTemplate.load(config)
+    loaded.special_ids(), loaded.fingerprints(), loaded.hides_markup, loaded.check_fits(config, 1 << 20)
+    with suppress(Refused):
+        loaded.decode(loaded.prompt_ids(ASK))
+    return Rendering.load(config)
+
+
+TOKENIZER = make_tokenizer()
+SERIAL = json.loads(TOKENIZER.backend_tokenizer.to_str())
+# Few of its letters and merges, or no mistake would fall on anything else.
+SERIAL["model"]["vocab"] = {token: i for token, i in SERIAL["model"]["vocab"].items() if i < 12}
+SERIAL["model"]["merges"] = []
+SETTINGS = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "bos_token": None}
+SETTINGS |= {
+    "chat_template": "{{ messages[0]['content'] }}",
+    "model_max_length": 10**30,
+    "clean_up_tokenization_spaces": False,
+}
+SETTINGS |= {"added_tokens_decoder": {"3": {"content": "<|im_end|>", "special": True, "lstrip": False}}}
+GENERATION = {"eos_token_id": [1, 2], "temperature": 0.6, "transformers_version": "5.0"}
+FILES = {"tokenizer.json": SERIAL, "tokenizer_config.json": SETTINGS, "generation_config.json": GENERATION}
+FILES["special_tokens_map.json"] = {"eos_token": {"content": "<|im_end|>", "lstrip": False}}
+
+
+@st.composite
+def tokenizer_files(draw):
+    name = draw(st.sampled_from(sorted(FILES)))
+    names = ["chat_template", "auto_map", "tokenizer_class", "extra_special_tokens", "additional_special_tokens"]
+    return name, draw(texts(documents([FILES[name]], names, ["BertTokenizer", "LlamaTokenizerFast"])))
+
+
+@cases(tokenizer_files(), quick=40, thorough=3_000)
+def test_tokenizer(case, target):
+    name, data = case
+    files = {key: json.dumps(FILES[key]).encode() for key in ("tokenizer.json", "tokenizer_config.json")} | {name: data}
+    outcome(lambda: talked(target(**{key.replace(".", "__"): data for key, data in files.items()})))
+
+
+# ---------------------------------------------------------------- chat templates
+
+NUMBERS = ["0", "1", "-1", "99999", "10**9", "9**(9**9)", "1/0", "2.5", "messages|length"]
+STRINGS = ["'a'", "messages[0].content", "message['content']", "none", "namespace", "undefined_name", "bos_token"]
+CONSTANTS = st.sampled_from(NUMBERS + STRINGS + ["messages", "[]", "{}", "range(99999)", "messages[0]", "tools"])
+FILTERS = ["upper", "list", "tojson", "join", "length", "center(10**10)", "indent(10**9)", "batch(2)|list", "int"]
+FILTERS += ["replace('a', 'aaaaaaaa')", "sort", "trim", "items", "unknown", "attr('__class__')", "map('upper')|list"]
+EXPRESSIONS = st.recursive(
+    CONSTANTS,
+    lambda inner: st.one_of(
+        st.tuples(inner, st.sampled_from(["+", "~", "*", "**", "%", "/", "==", "in", "and"]), inner).map(" ".join),
+        st.tuples(inner, st.sampled_from(FILTERS)).map("|".join),
+        inner.map("({})".format),
+        inner.map("range({})".format),
+        inner.map("{}.__class__.__mro__".format),
+        inner.map("raise_exception({})".format),
+    ),
+    max_leaves=5,
+)
+DOUBLED = "{{% set ns = namespace(s=[1]) %}}{{% for i in range(60) %}}{{% set ns.s = {} %}}{{% endfor %}}{{{{ ns.s }}}}"
+TEMPLATES = st.recursive(
+    st.one_of(EXPRESSIONS.map("{{{{ {} }}}}".format), st.sampled_from(["text", "{{", "{% if %}", "{% endfor %}"])),
+    lambda inner: st.one_of(
+        st.tuples(EXPRESSIONS, inner).map(lambda p: f"{{% for message in {p[0]} %}}{p[1]}{{% endfor %}}"),
+        st.tuples(EXPRESSIONS, inner).map(lambda p: f"{{% if {p[0]} %}}{p[1]}{{% endif %}}"),
+        inner.map(lambda body: f"{{% macro f(n) %}}{body}{{{{ f(n) }}}}{{{{ f(n) }}}}{{% endmacro %}}{{{{ f(1) }}}}"),
+        EXPRESSIONS.map(lambda value: f"{{% set ns = namespace(s={value}) %}}"),
+        st.sampled_from(["ns.s ~ ns.s", "[ns.s, ns.s]", "ns.s + ns.s"]).map(DOUBLED.format),
+        st.lists(inner, max_size=3).map("".join),
+    ),
+    max_leaves=4,
+)
+
+
+@pytest.fixture
+def template_file(target, monkeypatch):
+    monkeypatch.setattr(chat_template, "SECONDS", 0.05)
+    monkeypatch.setattr(chat_template, "MEMORY", 64 << 20)
+    folder = target()
+    config = TargetConfig(path=str(folder), chat_template=str(folder / "case.jinja"))
+
+    def write(text):
+        (folder / "case.jinja").write_text(text, encoding="utf-8")
+        return config
+
+    return write
+
+
+@cases(TEMPLATES, quick=60, thorough=4_000)
+def test_templates(case, template_file):
+    def rendered():
+        config = template_file(case)
+        text = chat_template.templates_of(config, TOKENIZER)["default"]
+        try:
+            return ChatTemplate(TOKENIZER, [2], text).prompt_ids(chat_template.TRIED[0])
+        except Refused:
+            return None
+
+    outcome(rendered)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ 9**(9**9) }}",
+        "{{ 'a' * 10**10 }}",
+        "{{ 'a'|center(10**10) }}",
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}",
+        "{% set ns = namespace(s=[]) %}{% for i in range(60) %}{% set ns.s = [ns.s, ns.s] %}{% endfor %}{{ ns.s }}",
+    ],
+)
+def test_a_template_without_end_is_refused_in_one_line(text, template_file):
+    problem = outcome(lambda: ChatTemplate.load(template_file(text)))
+    assert "case.jinja takes more than 0.05 s or 64 MiB" in str(problem)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors"])
+@pytest.mark.parametrize("kind", ["itself", "/dev/zero", "pipe"])
+def test_links_to_nowhere_and_to_what_never_ends(name, kind, target):
+    folder = target()
+    (folder / name).unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(folder / name)
+    else:
+        (folder / name).symlink_to(name if kind == "itself" else kind)
+    config = TargetConfig(path=str(folder))
+    assert isinstance(outcome(lambda: ChatTemplate.load(config)), UserError)
+    if name == "config.json":
+        assert isinstance(outcome(lambda: describe_target(config)), UserError)
