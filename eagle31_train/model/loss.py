@@ -110,8 +110,15 @@ class Objective(nn.Module):
         """Let torch.compile fuse norms, RoPE and the divergence, each of which is many small kernels otherwise."""
         torch._dynamo.config.optimize_ddp = False  # it would cut the compiled parts where gradients are exchanged
         self.divergence = torch.compile(divergence, dynamic=True)
+        # Of one function torch compiles eight variants and no more. All norms share one, for any width; it still has
+        # some ten: with and without gradients, of its input and at all, of parts of a tensor, of a single row.
+        torch._dynamo.config.recompile_limit = 32
+        torch._dynamo.config.force_parameter_static_shapes = False
+        compiled_norm = torch.compile(rms_norm, dynamic=True)
         for module in self.drafter.modules():
-            if isinstance(module, RMSNorm | Rope):
+            if isinstance(module, RMSNorm):
+                module.function = compiled_norm
+            elif isinstance(module, Rope):
                 module.compile(dynamic=True)
 
     def forward(self, batch: Batch, weights: Tensor) -> tuple[Tensor, BatchMetrics]:
@@ -227,7 +234,7 @@ class _ChunkedDivergence(torch.autograd.Function):
                 if dhead is not None:
                     states = (states * weight).to(compute).T
                     for some in parts(len(head), part // head.shape[1]):
-                        dhead[some] += product(logits[:, some].T, states)
+                        dhead[some].add_(product(logits[:, some].T, states))
         total = (sums * weights.to(wide)).sum()
         ctx.save_for_backward(*(g for g in (dz, dhead) if g is not None))
         ctx.wanted = (want_z, want_head)
