@@ -288,6 +288,11 @@ class TrainConfig:
     num_workers: int = opt(1, "threads that read steps ahead of the training; 0 reads them in turn", at_least=0)
     activation_checkpointing: bool = opt(False, "work activations out again: less memory, some more time")
     compile: bool = opt(False, "torch.compile norms, RoPE and the loss between its products; a minute at the start")
+    kernels: str = opt(
+        "auto",
+        "divergence and norms by fused Triton kernels, or by plain torch; auto: fused where CUDA and Triton are there",
+        choices=("auto", "fused", "plain"),
+    )
     deterministic: bool = opt(
         False, "on GPUs, allow only kernels that give the same bits every time, which are slower; a CPU's always do"
     )

@@ -18,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import fake_cuda
 from benchmarks.fake_cuda import DEVICE, Count, FakeStep, Options
+from benchmarks.gpu_step import Packed
 from benchmarks.shapes import Case
 from eagle31_train.model import norm
 from eagle31_train.model.decode import DraftDecoder
@@ -106,7 +107,7 @@ def taps() -> dict[str, Any]:
 def planted(owner: Any, name: str, wrong: Callable[[Any], Any]) -> dict[str, Any]:
     """A step in which `owner.name` is `wrong` of what it was."""
     with patch.object(owner, name, wrong(getattr(owner, name))):
-        return step(GQA)
+        return step(GQA, kernels="plain")
 
 
 def added(x: Any) -> Any:
@@ -125,7 +126,8 @@ PLANTED: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "double precision": (norm, "rms_norm", lambda right: lambda x, w, eps: right(x.double(), w, eps).to(x.dtype)),
 }  # fmt: skip
 OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
+    "fused": {},
+    "plain": {"kernels": "plain"},
     "fp32": {"precision": "no"},
     **{codec: {"codec": codec} for codec in ("fp8", "int8", "int4")},
     "muon": {"optimizer": "muon"},
@@ -149,6 +151,12 @@ CASES |= {
     "long mla, 4 turns, recomputed": lambda: planned(KIMI, 8192, 4, ttt_length=4, recompute=True),
     "long mla, 14 turns": lambda: planned(KIMI, 8192, 14, ttt_length=4),
     "long mla, 30 turns, recomputed": lambda: planned(KIMI, 8192, 30, ttt_length=4, recompute=True),
+}
+
+EIGHT_B = Packed.parse("llama8b:2x4096:0.35")
+CASES |= {
+    f"llama8b:2x4096:0.35, {kernels}": lambda k=kernels: step(EIGHT_B.drafter, EIGHT_B.masks, ttt_length=7, kernels=k)
+    for kernels in ("fused", "plain")
 }
 
 

@@ -74,3 +74,15 @@ def test_the_plan_knows_what_a_gpu_holds(came, name):
     assert result["planned peak"] == pytest.approx(result["peak"], rel=0.1)
     if "mla, 14" in name:  # 14 turns make seven and a half copies, 30 would make more than are made
         assert result["without attention"] < 0.85 * result["peak"]
+
+
+# Llama-8B's drafter on two conversations of 4,096 tokens, a third of them answers.
+TRAFFIC = {"fused": (1710, 113.4), "plain": (2330, 208.2)}  # operators but products and attention, and their GB
+
+
+@pytest.mark.parametrize("kernels", TRAFFIC)
+def test_a_step_moves_no_more_than_it_did(came, kernels):
+    """Where a change saves some, write the new numbers down; `make bench-gpu-model` says where they are moved."""
+    result, (operators, gigabytes) = came[f"llama8b:2x4096:0.35, {kernels}"], TRAFFIC[kernels]
+    assert 0.98 * gigabytes < result["bytes"] / 1e9 < 1.01 * gigabytes
+    assert result["operations"] <= 1.01 * operators

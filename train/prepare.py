@@ -21,7 +21,7 @@ from eagle31_train.store import Store, storage_of
 from eagle31_train.store.stream import check_consumer
 from eagle31_train.targets.derive import complete
 from train import checkpoint, initial_weights, launch, order, tracking, windows
-from train.build import build_objective, check_pairs, check_samples, check_store, shape_of
+from train.build import build_objective, check_pairs, check_samples, check_store, choose_kernels, shape_of
 from train.checkpoint import Saver
 from train.claim import alone, begun, claim
 from train.deadline import Deadline, parse_limit
@@ -164,6 +164,7 @@ def restore(
 ) -> tuple[Path | None, State, Parallel]:
     """The newest whole checkpoint of the run and its state, or none and the initial state, on the launch's devices."""
     objective = build_objective(config, data.shape, data.store, data.draft_vocab)
+    kernels = choose_kernels(objective, config.train, accelerator.device)
     newest = launch.agreed(
         accelerator, lambda: checkpoint.newest(folder / "checkpoints", data.made_from.fingerprint, print)
     )
@@ -180,5 +181,5 @@ def restore(
         parallel.set_moments(loaded.moments, state.updates)
         accelerator.print(f"train: going on after step {state.step} ({newest})")
     processes = f", {accelerator.num_processes} processes" if accelerator.num_processes > 1 else ""
-    accelerator.print(f"train: {parallel.kind}{processes} on {accelerator.device.type}")
+    accelerator.print(f"train: {parallel.kind}{processes} on {accelerator.device.type}, {kernels}")
     return newest, state, parallel
