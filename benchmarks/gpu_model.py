@@ -24,13 +24,8 @@ from eagle31_train.model.packing import Layout
 from eagle31_train.planning.work import count_work, training_flops
 
 GIB = 2**30
-# Case → train's options there. Kimi's are those of configs/experiment/kimi.yaml.
-CASES: dict[str, dict[str, Any]] = {
-    "llama8b:2x4096:1": {},
-    "llama8b:2x4096:0.35": {},
-    "llama8b:1x32768:1": {"recompute": True},
-    "kimi:1x20480:0.35": {"recompute": True, "ttt_length": 4},
-}
+# Whether activations are recomputed there.
+CASES = {"llama8b:2x4096:1": False, "llama8b:2x4096:0.35": False, "llama8b:1x32768:1": True, "kimi:1x20480:0.35": True}
 
 
 @dataclass(frozen=True)
@@ -134,7 +129,7 @@ def run(chosen: argparse.Namespace) -> dict[str, Any]:
     both = [(text, kernels) for text in chosen.cases for kernels in chosen.kernels]
     for text, kernels in tqdm(both, unit="case", desc="gpu model"):
         packed = Packed.parse(text)
-        options = Options(**CASES.get(text, {}), kernels=kernels)
+        options = Options(packed.case.unroll, recompute=CASES.get(text, False), kernels=kernels)
         name = f"{text}, {kernels}{'+recompute' * options.recompute}"
         results["cases"][name] = estimate(packed.drafter, packed.masks, options, rates)
     return results

@@ -46,7 +46,7 @@ def test_kernels_are_fused_where_they_can_be(tiny, monkeypatch, device, capabili
     assert choose_kernels(objective, TrainConfig(kernels="plain"), device) == "plain kernels"
     assert not objective.fused
     if says != "fused kernels":
-        with pytest.raises(UserError, match="train.kernels=fused cannot be"):
+        with pytest.raises(UserError, match=r"train\.kernels=fused cannot be"):
             choose_kernels(objective, TrainConfig(kernels="fused"), device)
     assert choose_kernels(objective, TrainConfig(), device) == says
     assert objective.fused == (says == "fused kernels")
