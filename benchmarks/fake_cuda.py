@@ -43,6 +43,8 @@ from train.step import accumulate
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 ROOT = SOURCE.parent.parent
+# What CUDA has a kernel for, and torch without CUDA takes apart before it can be counted.
+KERNELS, IN_ONE_KERNEL = torch.library.Library("aten", "IMPL"), ("silu_backward",)
 OURS = tuple(f"{ROOT / name}/" for name in ("eagle31_train", "train", "tests"))
 DEVICE = torch.device("cuda", 0)
 
@@ -97,6 +99,8 @@ def enter(folder: Path = ROOT / "build") -> None:
         os.execve(sys.executable, sys.orig_argv, {**os.environ, "LD_PRELOAD": library})
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False  # else autocast turns itself off
     torch.cuda.is_bf16_supported = lambda *_, **__: True
+    for name in IN_ONE_KERNEL:
+        KERNELS.impl(name, lambda *_: None, "CUDA")
 
 
 # ---------------------------------------------------------------- what a step asks of the device

@@ -22,12 +22,23 @@ from triton.runtime.jit import JITFunction
 
 from benchmarks import run_main
 from eagle31_train import artifacts
-from eagle31_train.kernels import divergence, rms_norm, triton_kernels
+from eagle31_train.kernels import divergence, rms_norm, swiglu, triton_kernels
 
 ARCHITECTURES = (80, 90, 100)  # Ampere, Hopper, Blackwell
-TYPES = {"supervised": "*i64", "best_out": "*i64", "width": "i32", "rows": "i32", "row_stride": "i32"}
+TYPES = {"supervised": "*i64", "best_out": "*i64", "width": "i32", "rows": "i32", "row_stride": "i32", "count": "i32"}
 TYPES |= {"eps": "fp32", "lk": "fp32", "weights": "*fp32", "weight": "*fp32"}
-LOW = {"logits", "teacher", "x", "out", "dout", "dx"}  # in 16 bits; other pointers are fp32's
+LOW = {
+    "logits",
+    "teacher",
+    "x",
+    "out",
+    "dout",
+    "dx",
+    "gate",
+    "up",
+    "dgate",
+    "dup",
+}  # in 16 bits; other pointers are fp32's
 
 
 @dataclass(frozen=True)
@@ -46,6 +57,8 @@ def variants() -> Iterator[tuple[str, Any, dict[str, Any], int]]:
     for lk in (False, True):
         constants = {"KL": True, "LK": lk, **block}
         yield f"divergence_kernel{', lk' * lk}", triton_kernels.divergence_kernel, constants, divergence.WARPS
+    for name in ("silu_times_kernel", "silu_times_backward_kernel"):
+        yield name, getattr(triton_kernels, name), {"BLOCK": swiglu.BLOCK}, 4
     for width in (512, 4096, 7168):
         how = rms_norm.launch_options(width)
         warps = how.pop("num_warps")

@@ -130,3 +130,27 @@ def norm_backward_kernel(
             result = (dscaled - scaled * along) * one_over
             tl.store(dx + row * width + columns, result.to(dx.dtype.element_ty), mask=inside)
     tl.store(dweight + program * width + columns, sums, mask=inside)
+
+
+@triton.jit
+def silu_times_kernel(gate, up, out, count, BLOCK: tl.constexpr):
+    """silu(gate) * up."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, (g / (1 + tl.exp(-g)) * u).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def silu_times_backward_kernel(dout, gate, up, dgate, dup, count, BLOCK: tl.constexpr):
+    """Gradients of silu(gate) * up."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    down = tl.load(dout + at, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
+    share = 1 / (1 + tl.exp(-g))
+    slope = share * (1 + g * (1 - share))  # of silu
+    tl.store(dgate + at, (down * u * slope).to(dgate.dtype.element_ty), mask=inside)
+    tl.store(dup + at, (down * g * share).to(dup.dtype.element_ty), mask=inside)

@@ -20,8 +20,10 @@ from torch import Tensor, nn
 
 from eagle31_train.kernels.divergence import fused_divergence, teacher_sums
 from eagle31_train.kernels.rms_norm import fused_rms_norm
+from eagle31_train.kernels.swiglu import fused_silu_times
 from eagle31_train.model.batch import Batch
 from eagle31_train.model.drafter import Drafter
+from eagle31_train.model.layer import Mlp
 from eagle31_train.model.linear import compute_dtype, linear, product
 from eagle31_train.model.norm import RMSNorm, rms_norm
 from eagle31_train.model.rope import Rope
@@ -116,11 +118,13 @@ class Objective(nn.Module):
         return LOGITS["fused" if self.fused else "cpu" if device.type == "cpu" else "other"]
 
     def fuse_kernels(self) -> None:
-        """Let the kernels of eagle31_train/kernels work out divergence and norms, in fp32 inside."""
+        """Let the kernels of eagle31_train/kernels work out divergence, norms and SwiGLU, in fp32 inside."""
         self.fused = True
         for module in self.drafter.modules():
             if isinstance(module, RMSNorm):
                 module.function = fused_rms_norm
+            elif isinstance(module, Mlp):
+                module.function = fused_silu_times
 
     def compile_kernels(self) -> None:
         """Let torch.compile fuse norms, RoPE and the divergence, each of which is many small kernels otherwise.
@@ -211,37 +215,36 @@ def divergence(
     return (1 - lk) * value - lk * alpha[:, 0].log(), (1 - lk) * (q - p_pairs) + lk * through_alpha
 
 
-def plain_pairs(
-    logits: Tensor, teacher: Tensor, supervised: Tensor, weights: Tensor, objective: Objective
-) -> tuple[Tensor, Tensor]:
-    """What each pair of a block costs and what it guesses; its logits become weight times that cost's slope in them.
+def plain_pairs(logits: Tensor, teacher: Tensor, supervised: Tensor, objective: Objective) -> tuple[Tensor, Tensor]:
+    """What each pair of a block costs and what it guesses; its logits become the slope of that cost in them.
 
     Args:
         logits: [P, Vd] of the drafter.
         teacher: [J, Vd] logits of the target.
         supervised: [P] which row of `teacher` supervises each pair.
-        weights: [P] fp32 or fp64; so is what is worked out.
 
     Returns:
-        value [P] in nats, not weighted; arg-max [P] int64.
+        value [P] in nats, fp32 or wider; arg-max [P] int64.
     """
-    log_p = teacher.to(weights.dtype).log_softmax(-1)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    log_p = teacher.to(wide).log_softmax(-1)
     p = log_p.exp()
     negentropy = torch.linalg.vecdot(p, log_p)
     del log_p
-    value, best = torch.empty_like(weights), torch.empty_like(supervised)
+    value, best = torch.empty_like(supervised, dtype=wide), torch.empty_like(supervised)
     for some in parts(len(logits), objective.logit_counts(logits.device)[1] // logits.shape[1]):
-        exact = logits[some].to(weights.dtype)
+        exact = logits[some].to(wide)
         best[some] = exact.argmax(-1)
-        value[some], slope = objective.divergence(exact, p, negentropy, supervised[some], objective.kind, objective.lk)
-        logits[some] = slope.mul_(weights[some, None])
+        value[some], logits[some] = objective.divergence(
+            exact, p, negentropy, supervised[some], objective.kind, objective.lk
+        )
     return value, best
 
 
 def fused_pairs(
     logits: Tensor, teacher: Tensor, supervised: Tensor, weights: Tensor, objective: Objective
 ) -> tuple[Tensor, Tensor]:
-    """As `plain_pairs`, by one kernel that goes through a pair's logits row by row; in fp32 inside."""
+    """As `plain_pairs` by one kernel, but that the slopes are multiplied by weights [P] fp32."""
     assert weights.dtype == torch.float32, "the kernel works in fp32"
     lse, negentropy = teacher_sums(teacher)
     return fused_divergence(logits, teacher, lse, negentropy, supervised, weights, objective.kind == "kl", objective.lk)
@@ -263,7 +266,6 @@ class _ChunkedDivergence(torch.autograd.Function):
         dhead = torch.zeros_like(head, dtype=wide) if want_head else None
         sums = torch.zeros(batch.ttt_length, dtype=wide, device=z.device)
         hits = torch.zeros(len(z), dtype=torch.bool, device=z.device)
-        pairs = fused_pairs if objective.fused else plain_pairs
         block, part = objective.logit_counts(z.device)
 
         with torch.autocast(z.device.type, enabled=False):
@@ -273,15 +275,21 @@ class _ChunkedDivergence(torch.autograd.Function):
                 teacher = objective.teacher.logits(batch.teacher[first:last].decode())
                 states = z_low.index_select(0, rows)
                 logits = product(states, head_low)  # and then their slope
-                value, best = pairs(logits, teacher, supervised, weights.to(wide).index_select(0, steps), objective)
+                weight = weights.to(wide).index_select(0, steps)
+                if objective.fused:
+                    value, best = fused_pairs(logits, teacher, supervised, weight, objective)
+                else:
+                    value, best = plain_pairs(logits, teacher, supervised, objective)
+                outside = None if objective.fused else weight  # else it is in the slope
                 del teacher
                 hits[rows] = objective.teacher.target_ids[best] == batch.top1[first:last][supervised]
                 sums.index_add_(0, steps, value)
                 if dz is not None:
-                    dz.index_copy_(0, rows, product(logits, head_low.T).to(dz.dtype))
+                    dz.index_copy_(0, rows, weighted(product(logits, head_low.T), outside).to(dz.dtype))
                 if dhead is not None:
+                    states = weighted(states, outside).to(compute).T
                     for some in parts(len(head), part // head.shape[1]):
-                        dhead[some].add_(product(logits[:, some].T, states.T))
+                        dhead[some].add_(product(logits[:, some].T, states))
         total = (sums * weights.to(wide)).sum()
         ctx.save_for_backward(*(g for g in (dz, dhead) if g is not None))
         ctx.wanted = (want_z, want_head)
@@ -297,6 +305,11 @@ class _ChunkedDivergence(torch.autograd.Function):
         dz = saved.pop(0).mul_(grads[0]) if want_z else None
         dhead = saved.pop(0).mul_(grads[0]).to(ctx.head_dtype) if want_head else None
         return dz, dhead, None, None, None, None
+
+
+def weighted(x: Tensor, weights: Tensor | None) -> Tensor:
+    """Rows of x [P, w] times weights [P]; as they are without."""
+    return x if weights is None else x * weights[:, None]
 
 
 def blocks(chunks: list[tuple[int, int, int, int]], rows: int) -> list[tuple[int, int, int, int]]:

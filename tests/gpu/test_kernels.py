@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from eagle31_train.kernels import missing
 from eagle31_train.kernels.divergence import fused_divergence, teacher_sums
 from eagle31_train.kernels.rms_norm import fused_rms_norm
+from eagle31_train.kernels.swiglu import fused_silu_times
 from eagle31_train.model import loss
 from eagle31_train.model.norm import rms_norm
 
@@ -36,6 +38,19 @@ def test_divergence_slope_and_arg_max(dtype, width, lk):
     slope = slope * weights[:, None]
     assert (low.double() - slope).norm() < STORED[dtype] * slope.norm()
     assert torch.equal(logits.gather(1, best[:, None])[:, 0], logits.amax(-1))
+
+
+@pytest.mark.parametrize("dtype", STORED)
+def test_swiglu_and_its_gradients(dtype):
+    torch.manual_seed(0)
+    gate, up, dout = ((torch.randn(3000, 14336, device=CUDA)).to(dtype) for _ in range(3))
+    results = []
+    for function, exact in ((fused_silu_times, False), (lambda g, u: F.silu(g) * u, True)):
+        leaves = [(x.double() if exact else x).clone().requires_grad_() for x in (gate, up)]
+        out = function(*leaves)
+        results.append([out, *torch.autograd.grad(out, leaves, dout.to(out.dtype))])
+    for ours, truth in zip(*results, strict=True):
+        assert (ours.double() - truth).norm() < STORED[dtype] * truth.norm()
 
 
 @pytest.mark.parametrize("dtype", STORED)
