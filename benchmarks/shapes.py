@@ -36,6 +36,7 @@ _LATENT = {
     "kimi": (1536, 512, 128, 64, 128),
 }
 _LATENT_NAMES = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_UNROLLS = {"kimi": 4}  # TTT steps where they are not UNROLL: as configs/experiment/kimi.yaml
 _YARN = {"rope_type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096, "mscale_all_dim": 1.0}
 
 
@@ -61,7 +62,7 @@ class Case:
         """
         try:
             shape, length, share = text.split(":")
-            case = Case(shape, int(length), float(share))
+            case = Case(shape, int(length), float(share), _UNROLLS.get(shape, UNROLL))
         except ValueError:
             raise UserError(f"case {text!r} is not shape:length:share, e.g. smollm2:512:0.5") from None
         if shape not in _SHAPES:

@@ -304,6 +304,14 @@ class TrainConfig:
     num_workers: int = opt(1, "threads that read steps ahead of the training; 0 reads them in turn", at_least=0)
     activation_checkpointing: bool = opt(False, "work activations out again: less memory, some more time")
     compile: bool = opt(False, "torch.compile norms, RoPE and the loss between its products; a minute at the start")
+    kernels: str = opt(
+        "auto",
+        "divergence, norms and SwiGLU by fused Triton kernels or plain torch; auto: fused where CUDA and Triton are",
+        choices=("auto", "fused", "plain"),
+    )
+    deterministic: bool = opt(
+        False, "on GPUs, allow only kernels that give the same bits every time, which are slower; a CPU's always do"
+    )
     eval_every: int = opt(100, "steps between evaluations on the held-out split; so is the last step", at_least=1)
     eval_samples: int = opt(64, "held-out conversations per evaluation; the last step reads all of them", at_least=1)
     keep_best: bool = opt(

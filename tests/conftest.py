@@ -23,6 +23,10 @@ from eagle31_train.model.drafter import Drafter
 from eagle31_train.model.loss import Objective, Teacher
 from eagle31_train.store.document import Document
 
+# Without a GPU, Triton's kernels are interpreted; read where triton is first imported.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 # How fast a machine is, or how busy, fails no test. `make test-slow` tries five times as many random cases.
 ANY_SPEED = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
 hypothesis.settings.register_profile("quick", max_examples=16, **ANY_SPEED)

@@ -31,7 +31,8 @@ def environment(profile, on_gpus=False, **more):
     mine = {name: value for name, value in os.environ.items() if name != "ACCELERATE_USE_CPU"}
     cpu = {} if on_gpus or profile.startswith("zero") else {"ACCELERATE_USE_CPU": "true"}
     cpu |= {} if on_gpus else {"CUDA_VISIBLE_DEVICES": ""}
-    fixed = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    paths = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    fixed = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(paths)}
     return {**mine, **fixed, **cpu, **more}
 
 

@@ -26,5 +26,5 @@ def test_a_dry_run_measures_steps_kernels_and_lengths(tmp_path):
     assert [found["tokens"] for found in results["longest"]] == [64]
     assert written == results
     table = gpu_report.table(results)
-    assert "tiny:2x32:0.5, recompute" in table
+    assert "tiny:2x32:0.5, plain+recompute" in table
     assert "longer ones were not tried" in table

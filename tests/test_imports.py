@@ -17,6 +17,7 @@ LAYERS = [
     ["eagle31_train.precision"],
     ["eagle31_train.provenance", "eagle31_train.cli"],
     ["eagle31_train.store"],
+    ["eagle31_train.kernels"],
     ["eagle31_train.model"],
     ["eagle31_train.checkpoint"],
     ["eagle31_train.targets"],

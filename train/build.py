@@ -6,8 +6,9 @@ import torch
 
 from eagle31_train import artifacts
 from eagle31_train.checkpoint.shape import drafter_shape
-from eagle31_train.config import Config, DrafterConfig, DrafterShape
+from eagle31_train.config import Config, DrafterConfig, DrafterShape, TrainConfig
 from eagle31_train.errors import UserError
+from eagle31_train.kernels import missing
 from eagle31_train.model.batch import has_pairs
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.model.loss import Objective, Teacher
@@ -113,6 +114,22 @@ def build_objective(config: Config, shape: DrafterShape, store: Store, vocab: Dr
     drafter.recompute = config.train.activation_checkpointing
     objective = Objective(drafter, teacher, config.train.loss, config.train.lk)
     objective.autocast = torch.bfloat16 if config.train.precision == "bf16" else None
-    if config.train.compile:
-        objective.compile_kernels()
     return objective
+
+
+def choose_kernels(objective: Objective, t: TrainConfig, device: torch.device) -> str:
+    """Have an objective worked out as train.kernels and train.compile say; how, in words.
+
+    Raises:
+        UserError: fused kernels were asked for, and cannot run on this device.
+    """
+    lack = missing(device)
+    if t.kernels == "fused" and lack:
+        raise UserError(f"train.kernels=fused cannot be: {lack}; set train.kernels=auto or plain")
+    fused = t.kernels != "plain" and not lack
+    if fused:
+        objective.fuse_kernels()
+    if t.compile:
+        objective.compile_kernels()
+    told = lack and t.kernels == "auto" and device.type == "cuda"  # on a CPU nobody expects others
+    return "fused kernels" if fused else "plain kernels" + (f" ({lack})" if told else "")

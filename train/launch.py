@@ -44,6 +44,8 @@ def make_accelerator(config: Config, folder: Path) -> Accelerator:
         UserError: it is not, or it is nothing that this trainer serves; says what to do.
     """
     check_environment(config.train)
+    if config.train.deterministic:
+        make_deterministic()
     # Libraries tell one another's authors what will change: nothing that a user could mend.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|accelerate|deepspeed)\.")
     # Nor does ZeRO-3 need to understand what the drafter's modules return: the objective is gathered as a whole.
@@ -96,6 +98,15 @@ def check_environment(t: TrainConfig) -> None:
     for name, (harmless, option) in ours.items():
         if (value := asked(f"ACCELERATE_{name.upper()}", harmless[0])) not in harmless:
             raise UserError(f"accelerate's {name} is {value}: leave it out of its configuration, and set {option}")
+
+
+def make_deterministic() -> None:
+    """Let torch choose kernels that give the same bits every time, and raise where it has none.
+
+    Before CUDA is used: cuBLAS reads its variable when it starts.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
 
 
 def leave_out_extension() -> None:

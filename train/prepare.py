@@ -27,7 +27,7 @@ from eagle31_train.store.stream import check_consumer
 from eagle31_train.targets.derive import complete
 from train import checkpoint, initial_weights, launch, order, tracking, windows
 from train.acceptance import AcceptanceMeter
-from train.build import build_objective, check_pairs, check_samples, check_store, shape_of
+from train.build import build_objective, check_pairs, check_samples, check_store, choose_kernels, shape_of
 from train.checkpoint import Saver
 from train.claim import alone, begun, claim, join
 from train.deadline import Deadline, parse_limit
@@ -195,6 +195,7 @@ def restore(
     """The newest whole checkpoint of the run, its best one (`train.keep_best`) and its state, or none and the initial
     state, on the launch's devices."""
     objective = build_objective(config, data.shape, data.store, data.draft_vocab)
+    kernels = choose_kernels(objective, config.train, accelerator.device)
     fingerprint, best = data.made_from.fingerprint, None
     newest = launch.agreed(accelerator, lambda: checkpoint.newest(folder / "checkpoints", fingerprint, note))
     if newest is None:
@@ -215,7 +216,7 @@ def restore(
                 state.best = found
         _say(f"train: going on after step {state.step} ({newest})")
     processes = f", {accelerator.num_processes} processes" if accelerator.num_processes > 1 else ""
-    _say(f"train: {parallel.kind}{processes} on {accelerator.device.type}")
+    _say(f"train: {parallel.kind}{processes} on {accelerator.device.type}, {kernels}")
     return newest, best, state, parallel
 
 

@@ -83,7 +83,7 @@ class _MergedAttention(torch.autograd.Function):
             return dq, dk0, dv0, None, None
 
         own_k, own_v = _halves(own)
-        mean = torch.linalg.vecdot(dout.to(lse.dtype), out.to(lse.dtype))
+        mean = _dots(dout, out)
         q, do = _grouped(q, g), _grouped(dout, g)
         shares = (_own_scores(q, own_k, scale) - _grouped(lse, g)[..., None]).exp()
         slopes = shares * (_own_scores(do, own_v, 1.0) - _grouped(mean, g)[..., None]) * scale
@@ -110,7 +110,13 @@ def _grouped(x: Tensor, g: int) -> Tensor:
 
 
 def _own_scores(q: Tensor, own: Sequence[Tensor], scale: float) -> Tensor:
-    """q [S, g, r, w] against k times [S, g, w] → [S, g, r, k], fp32 or wider: a sharp score must not be rounded."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    q = q.to(wide)
-    return torch.stack([torch.linalg.vecdot(q, row.to(wide)[:, :, None]) for row in own], -1) * scale
+    """q [S, g, r, w] against k times [S, g, w] → [S, g, r, k], fp32 or wider."""
+    q = q.to(torch.promote_types(q.dtype, torch.float32))
+    return torch.stack([_dots(q, row[:, :, None]) for row in own], -1) * scale
+
+
+def _dots(a: Tensor, b: Tensor) -> Tensor:
+    """Sums of a * b over the last dimension in fp32 or wider, under autocast too: a sharp score must not be rounded."""
+    wide = torch.promote_types(a.dtype, torch.float32)
+    with torch.autocast(a.device.type, enabled=False):
+        return torch.linalg.vecdot(a.to(wide), b.to(wide))

@@ -55,9 +55,9 @@ def context_backward(
         for rows, keys, causal in _pieces(run, q):
             piece = (dout[rows], q[rows], k0[keys], v0[keys], out[rows], lse[rows])
             dq_piece, dk, dv = _piece_backward(*piece, causal, scale)
-            dq[rows] += dq_piece
-            dk0[keys] += dk
-            dv0[keys] += dv
+            dq[rows].add_(dq_piece)
+            dk0[keys].add_(dk)
+            dv0[keys].add_(dv)
     return dq, dk0, dv0
 
 
@@ -165,7 +165,8 @@ def _flash_cuda(q: Tensor, v: Tensor) -> bool:
 
 
 def _cuda_forward(q: Tensor, k0: Tensor, v0: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
-    queries, keys, values = _same_width(_spread(q, segments), *_copies(k0, v0, segments))
+    queries, keys, values = _same_width(q, k0, v0)
+    queries, (keys, values) = _spread(queries, segments), _copies(keys, values, segments)
     edges = (segments.query_edges, segments.key_edges, segments.queries, segments.keys)
     # Causal here means aligned at the end: the last query of a stretch sees all keys of its stretch.
     flash = torch.ops.aten._flash_attention_forward
@@ -177,9 +178,9 @@ def _cuda_forward(q: Tensor, k0: Tensor, v0: Tensor, segments: Segments, scale: 
 def _cuda_backward(
     dout: Tensor, q: Tensor, k0: Tensor, v0: Tensor, out: Tensor, lse: Tensor, segments: Segments, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    keys, values = _copies(k0, v0, segments)
-    spread = [_spread(x, segments) for x in (q, dout, out)]
-    queries, keys, values, dout, out = _same_width(spread[0], keys, values, spread[1], spread[2])
+    queries, keys, values, dout, out = _same_width(q, k0, v0, dout, out)
+    keys, values = _copies(keys, values, segments)
+    queries, dout, out = (_spread(x, segments) for x in (queries, dout, out))
     edges = (segments.query_edges, segments.key_edges, segments.queries, segments.keys)
     none = torch.empty(0, dtype=torch.uint64, device=q.device)  # the state of a dropout that there is not
     # Idle rows have dout = 0 and out = 0, and so no gradient, whatever their log-sum-exp.
@@ -199,13 +200,7 @@ def _cuda_backward(
         scale=scale,
     )
     dq = _gather(down[0], segments)[..., : q.shape[-1]]
-    if segments.key_rows is None:
-        return dq, down[1][..., : k0.shape[-1]], down[2][..., : v0.shape[-1]]
-    # Copies of one key add up in fp32: a key of a long document may be in many runs.
-    dk0, dv0 = (torch.zeros_like(x, dtype=torch.float32) for x in (k0, v0))
-    dk0.index_add_(0, segments.key_rows, down[1][..., : k0.shape[-1]].float())
-    dv0.index_add_(0, segments.key_rows, down[2][..., : v0.shape[-1]].float())
-    return dq, dk0.to(k0.dtype), dv0.to(v0.dtype)
+    return dq, _added(down[1], k0, segments), _added(down[2], v0, segments)
 
 
 def _copies(k0: Tensor, v0: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
@@ -213,6 +208,18 @@ def _copies(k0: Tensor, v0: Tensor, segments: Segments) -> tuple[Tensor, Tensor]
     if segments.key_rows is None:
         return k0, v0
     return k0.index_select(0, segments.key_rows), v0.index_select(0, segments.key_rows)
+
+
+def _added(copies: Tensor, x: Tensor, segments: Segments) -> Tensor:
+    """Gradients of the copies of x [N, g, w] → that of x. In fp32: a key of a long document may be in many runs."""
+    copies = copies[..., : x.shape[-1]]
+    if segments.key_rows is None:
+        return copies
+    total = torch.zeros_like(x, dtype=torch.float32)
+    # Part by part: there may be eight times as many copies as keys, and each part is made fp32 first.
+    for rows, some in zip(segments.key_rows.split(len(x)), copies.split(len(x)), strict=True):
+        total.index_add_(0, rows, some.float())
+    return total.to(x.dtype)
 
 
 def _spread(x: Tensor, segments: Segments) -> Tensor:

@@ -22,7 +22,11 @@ ATTENTIONS: dict[str, type[Attention]] = {"llama": GroupedQueryAttention, "mla":
 
 
 class Mlp(nn.Module):
-    """SwiGLU."""
+    """SwiGLU.
+
+    Attributes:
+        function: what works out silu(gate) * up.
+    """
 
     def __init__(self, shape: DrafterShape) -> None:
         super().__init__()
@@ -30,11 +34,17 @@ class Mlp(nn.Module):
         self.gate_proj = Linear(D, inner)
         self.up_proj = Linear(D, inner)
         self.down_proj = Linear(inner, D)
+        self.function = silu_times
 
     def forward(self, x: Tensor) -> Tensor:
         """x [n, D] → [n, D]."""
-        gated: Tensor = _SiluTimes.apply(self.gate_proj(x), self.up_proj(x))
-        return self.down_proj(gated)
+        return self.down_proj(self.function(self.gate_proj(x), self.up_proj(x)))
+
+
+def silu_times(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up of two tensors alike."""
+    out: Tensor = _SiluTimes.apply(gate, up)
+    return out
 
 
 class _SiluTimes(torch.autograd.Function):

@@ -18,8 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from eagle31_train.kernels.divergence import fused_divergence, teacher_sums
+from eagle31_train.kernels.rms_norm import fused_rms_norm
+from eagle31_train.kernels.swiglu import fused_silu_times
 from eagle31_train.model.batch import Batch
 from eagle31_train.model.drafter import Drafter
+from eagle31_train.model.layer import Mlp
 from eagle31_train.model.linear import compute_dtype, linear, product
 from eagle31_train.model.norm import RMSNorm, rms_norm
 from eagle31_train.model.rope import Rope
@@ -79,8 +83,9 @@ class BatchMetrics:
 MEASURES = len(fields(BatchMetrics))
 
 # Logits alive at once, by device: in one matrix product, and while probabilities of them are worked out, of which
-# several copies live. A product wants many rows; a CPU wants little enough for memory to be used again.
-LOGITS = {"cpu": (2**23, 2**22), "other": (2**28, 2**26)}
+# several copies live. A product wants many rows; a CPU wants little enough for memory to be used again. A fused kernel
+# makes no copies, and leaves room for more.
+LOGITS = {"cpu": (2**23, 2**22), "other": (2**28, 2**26), "fused": (2**29, 2**26)}
 
 
 class Objective(nn.Module):
@@ -94,9 +99,11 @@ class Objective(nn.Module):
     Attributes:
         autocast: dtype in which products are worked out; None: the caller's autocast, or that of the weights. It
             stands here and not with those who train, so that a recipe means the same however devices share the work.
+        fused: work out divergence and norms by the kernels of eagle31_train/kernels, see `fuse_kernels`.
     """
 
     autocast: torch.dtype | None = None
+    fused: bool = False
 
     def __init__(self, drafter: Drafter, teacher: Teacher, loss: str, lk: float = 0.0) -> None:
         super().__init__()
@@ -106,13 +113,39 @@ class Objective(nn.Module):
         self.lk = lk
         self.divergence = divergence
 
-    def compile_kernels(self) -> None:
-        """Let torch.compile fuse norms, RoPE and the divergence, each of which is many small kernels otherwise."""
-        torch._dynamo.config.optimize_ddp = False  # it would cut the compiled parts where gradients are exchanged
-        self.divergence = torch.compile(divergence, dynamic=True)
+    def logit_counts(self, device: torch.device) -> tuple[int, int]:
+        """LOGITS as they hold for this objective on a device."""
+        return LOGITS["fused" if self.fused else "cpu" if device.type == "cpu" else "other"]
+
+    def fuse_kernels(self) -> None:
+        """Let the kernels of eagle31_train/kernels work out divergence, norms and SwiGLU, in fp32 inside."""
+        self.fused = True
         for module in self.drafter.modules():
-            if isinstance(module, RMSNorm | Rope):
+            if isinstance(module, RMSNorm):
+                module.function = fused_rms_norm
+            elif isinstance(module, Mlp):
+                module.function = fused_silu_times
+
+    def compile_kernels(self) -> None:
+        """Let torch.compile fuse norms, RoPE and the divergence, each of which is many small kernels otherwise.
+
+        What is fused already stays so: call `fuse_kernels` before.
+        """
+        torch._dynamo.config.optimize_ddp = False  # it would cut the compiled parts where gradients are exchanged
+        for module in self.drafter.modules():
+            if isinstance(module, Rope):
                 module.compile(dynamic=True)
+        if self.fused:
+            return
+        self.divergence = torch.compile(divergence, dynamic=True)
+        # Of one function torch compiles eight variants and no more. All norms share one, for any width; it still has
+        # some ten: with and without gradients, of its input and at all, of parts of a tensor, of a single row.
+        torch._dynamo.config.recompile_limit = 32
+        torch._dynamo.config.force_parameter_static_shapes = False
+        compiled_norm = torch.compile(rms_norm, dynamic=True)
+        for module in self.drafter.modules():
+            if isinstance(module, RMSNorm):
+                module.function = compiled_norm
 
     def forward(self, batch: Batch, weights: Tensor) -> tuple[Tensor, BatchMetrics]:
         """The weighted loss of a batch.
@@ -182,6 +215,41 @@ def divergence(
     return (1 - lk) * value - lk * alpha[:, 0].log(), (1 - lk) * (q - p_pairs) + lk * through_alpha
 
 
+def plain_pairs(logits: Tensor, teacher: Tensor, supervised: Tensor, objective: Objective) -> tuple[Tensor, Tensor]:
+    """What each pair of a block costs and what it guesses; its logits become the slope of that cost in them.
+
+    Args:
+        logits: [P, Vd] of the drafter.
+        teacher: [J, Vd] logits of the target.
+        supervised: [P] which row of `teacher` supervises each pair.
+
+    Returns:
+        value [P] in nats, fp32 or wider; arg-max [P] int64.
+    """
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    log_p = teacher.to(wide).log_softmax(-1)
+    p = log_p.exp()
+    negentropy = torch.linalg.vecdot(p, log_p)
+    del log_p
+    value, best = torch.empty_like(supervised, dtype=wide), torch.empty_like(supervised)
+    for some in parts(len(logits), objective.logit_counts(logits.device)[1] // logits.shape[1]):
+        exact = logits[some].to(wide)
+        best[some] = exact.argmax(-1)
+        value[some], logits[some] = objective.divergence(
+            exact, p, negentropy, supervised[some], objective.kind, objective.lk
+        )
+    return value, best
+
+
+def fused_pairs(
+    logits: Tensor, teacher: Tensor, supervised: Tensor, weights: Tensor, objective: Objective
+) -> tuple[Tensor, Tensor]:
+    """As `plain_pairs` by one kernel, but that the slopes are multiplied by weights [P] fp32."""
+    assert weights.dtype == torch.float32, "the kernel works in fp32"
+    lse, negentropy = teacher_sums(teacher)
+    return fused_divergence(logits, teacher, lse, negentropy, supervised, weights, objective.kind == "kl", objective.lk)
+
+
 class _ChunkedDivergence(torch.autograd.Function):
     """Loss and gradients together: the slope is at hand with the logits, so nothing need be kept for later."""
 
@@ -198,36 +266,30 @@ class _ChunkedDivergence(torch.autograd.Function):
         dhead = torch.zeros_like(head, dtype=wide) if want_head else None
         sums = torch.zeros(batch.ttt_length, dtype=wide, device=z.device)
         hits = torch.zeros(len(z), dtype=torch.bool, device=z.device)
-        block, part = LOGITS["cpu" if z.device.type == "cpu" else "other"]
+        block, part = objective.logit_counts(z.device)
 
         with torch.autocast(z.device.type, enabled=False):
             for first, last, begin, end in blocks(batch.chunks, block // len(head)):
-                log_p = objective.teacher.logits(batch.teacher[first:last].decode()).to(wide).log_softmax(-1)
-                p = log_p.exp()
-                negentropy = torch.linalg.vecdot(p, log_p)
-                del log_p
-                top1 = batch.top1[first:last]
-                rows = batch.pair_row[begin:end]
-                steps = batch.pair_step[begin:end]
+                rows, steps = batch.pair_row[begin:end], batch.pair_step[begin:end]
                 supervised = batch.pair_teacher[begin:end] - first
+                teacher = objective.teacher.logits(batch.teacher[first:last].decode())
                 states = z_low.index_select(0, rows)
-                logits = product(states, head_low)  # and then, part by part, their slope
-                for some in parts(end - begin, part // len(head)):
-                    exact = logits[some].to(wide)
-                    guess = objective.teacher.target_ids[exact.argmax(-1)]
-                    hits[rows[some]] = guess == top1[supervised[some]]
-                    value, slope = objective.divergence(
-                        exact, p, negentropy, supervised[some], objective.kind, objective.lk
-                    )
-                    sums.index_add_(0, steps[some], value)
-                    logits[some] = slope
-                weight = weights[steps, None].to(wide)
+                logits = product(states, head_low)  # and then their slope
+                weight = weights.to(wide).index_select(0, steps)
+                if objective.fused:
+                    value, best = fused_pairs(logits, teacher, supervised, weight, objective)
+                else:
+                    value, best = plain_pairs(logits, teacher, supervised, objective)
+                outside = None if objective.fused else weight  # else it is in the slope
+                del teacher
+                hits[rows] = objective.teacher.target_ids[best] == batch.top1[first:last][supervised]
+                sums.index_add_(0, steps, value)
                 if dz is not None:
-                    dz.index_copy_(0, rows, (product(logits, head_low.T) * weight).to(dz.dtype))
+                    dz.index_copy_(0, rows, weighted(product(logits, head_low.T), outside).to(dz.dtype))
                 if dhead is not None:
-                    states = (states * weight).to(compute).T
+                    states = weighted(states, outside).to(compute).T
                     for some in parts(len(head), part // head.shape[1]):
-                        dhead[some] += product(logits[:, some].T, states)
+                        dhead[some].add_(product(logits[:, some].T, states))
         total = (sums * weights.to(wide)).sum()
         ctx.save_for_backward(*(g for g in (dz, dhead) if g is not None))
         ctx.wanted = (want_z, want_head)
@@ -243,6 +305,11 @@ class _ChunkedDivergence(torch.autograd.Function):
         dz = saved.pop(0).mul_(grads[0]) if want_z else None
         dhead = saved.pop(0).mul_(grads[0]).to(ctx.head_dtype) if want_head else None
         return dz, dhead, None, None, None, None
+
+
+def weighted(x: Tensor, weights: Tensor | None) -> Tensor:
+    """Rows of x [P, w] times weights [P]; as they are without."""
+    return x if weights is None else x * weights[:, None]
 
 
 def blocks(chunks: list[tuple[int, int, int, int]], rows: int) -> list[tuple[int, int, int, int]]:

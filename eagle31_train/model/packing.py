@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+MOST_COPIES = 8.0  # of every key, on average: see `make_segments`
+
 
 @dataclass(frozen=True)
 class Run:
@@ -32,7 +34,8 @@ class Segments:
     """The runs as a flash kernel for packed sequences wants them: query and key stretches, end to end.
 
     query_edges, key_edges: [R + 1] int32, where each run's queries and keys begin.
-    queries, keys: their longest stretch.
+    queries, keys: their longest stretch, or more. `queries` is two at least: asked for one, torch's kernel turns to
+        another algorithm, made for decoding, where query heads share keys.
     key_rows: [M] int64, the position whose key stands in each row; None if the keys stand as they are.
     query_rows: [S] int64, the row of each slot's query among `query_total`; None if queries stand as they are.
     """
@@ -80,12 +83,12 @@ def make_layout(documents: list[tuple[int, int]], slots: Tensor) -> Layout:
 
 
 def make_segments(
-    documents: list[tuple[int, int]], slots: Tensor, runs: list[Run], most_copies: float = 8.0
+    documents: list[tuple[int, int]], slots: Tensor, runs: list[Run], most_copies: float = MOST_COPIES
 ) -> Segments:
     """The runs (at least one) for a kernel that takes packed sequences.
 
-    Runs of one document see overlapping keys, so each run gets a copy of what it sees. Where that
-    would be more than `most_copies` times the batch (slots scattered over long documents), the
+    Runs of one document see overlapping keys, so each run gets a copy of what it sees, but for documents of
+    one run each. Where that would be more than `most_copies` times the batch (slots scattered over long documents), the
     queries are spread over whole documents instead, with idle rows between the slots.
     """
     total = documents[-1][1]
@@ -93,15 +96,17 @@ def make_segments(
     if sum(span.stop - span.start for span in spans) > most_copies * total:
         edges = torch.tensor([0, *(end for _, end in documents)], dtype=torch.int32)
         longest = int(edges.diff().max())
-        return Segments(edges, edges, longest, longest, None, slots, total)
+        return Segments(edges, edges, max(2, longest), longest, None, slots, total)
+    copies = torch.cat([torch.arange(span.start, span.stop) for span in spans])
+    whole = torch.equal(copies, torch.arange(total))  # every run sees all of its document
     queries = torch.tensor([0, *(run.end for run in runs)], dtype=torch.int32)
     sizes = torch.tensor([span.stop - span.start for span in spans])
     return Segments(
         query_edges=queries,
         key_edges=torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]).int(),
-        queries=int(queries.diff().max()),
+        queries=max(2, int(queries.diff().max())),
         keys=int(sizes.max()),
-        key_rows=torch.cat([torch.arange(span.start, span.stop) for span in spans]),
+        key_rows=None if whole else copies,
         query_rows=None,
         query_total=len(slots),
     )

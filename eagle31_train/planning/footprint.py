@@ -16,6 +16,7 @@ from eagle31_train.checkpoint.contract import weight_shapes
 from eagle31_train.config import DrafterShape
 from eagle31_train.planning.work import Widths, Work, widths
 
+MOST_COPIES = 8.0  # of the keys for attention on a GPU: make_segments of drafter/packing.py
 LOGITS = (2**28, 2**26)  # loss.LOGITS on a GPU: in one matrix product, and while probabilities are worked out
 FP32 = 4
 
@@ -55,7 +56,8 @@ class Step:
 
     value: bytes of a value in the precision of the products, 2 with bf16 and 4 with fp32. decodes: the store's
     states are made values of that precision on the device, where bf16 ones are used as they came. logits: how many
-    are alive at once, see LOGITS. The others are options of train and drafter.
+    are alive at once, see LOGITS. flash: attention is CUDA's flash kernel in 16 bits. The others are options of train
+    and drafter.
     """
 
     value: int = 2
@@ -64,6 +66,7 @@ class Step:
     train_lm_head: bool = True
     lk: bool = False
     logits: tuple[int, int] = LOGITS
+    flash: bool = True
 
 
 def activations(shape: DrafterShape, work: Work, step: Step) -> Activations:
@@ -112,10 +115,31 @@ def _loss(shape: DrafterShape, work: Work, step: Step) -> float:
 
 
 def _backward(shape: DrafterShape, w: Widths, work: Work, step: Step) -> float:
-    """Values: gradients of all keys and values, and of one step's MLP; with recomputation also what that keeps."""
+    """Values: gradients of all keys and values, and of one step's MLP, with recomputation also what that keeps; or of
+    one step's attention."""
     S, D, inner = work.slots[0], shape.hidden_size, shape.intermediate_size
     keys = shape.num_layers * (w.keys + w.values) * (work.positions + S * (work.ttt_length - 1))
-    return keys + S * (4 * D + 6 * inner if step.recompute else inner)
+    mlp = S * (4 * D + 6 * inner if step.recompute else inner)
+    return keys + max(mlp, _flash(shape, w, work) if step.flash and step.value < FP32 else 0)
+
+
+def _flash(shape: DrafterShape, w: Widths, work: Work) -> float:
+    """Values while attention's gradient is worked out by CUDA's flash kernel; an fp32 number is two.
+
+    In the kernel, all as wide as the wider of a key and a value: copies of keys and values and the gradients of both,
+    where heads share keys once more for every query head; of the queries gradient (in fp32 too), and padded what
+    comes and goes. After it, with copies, still these gradients, and those of the keys twice in fp32. Slots too
+    scattered for copies stand among all positions instead.
+    """
+    h, g = w.heads, shape.num_key_value_heads
+    key, value = w.keys // g, w.values // g
+    width, copied = max(key, value), work.positions < work.copies <= MOST_COPIES * work.positions
+    spread = work.copies > MOST_COPIES * work.positions
+    copies, rows = work.copies if copied else work.positions, work.positions if spread else work.slots[0]
+    gradients = copies * 2 * g * width + rows * h * width
+    inside = copied * copies * 2 * g * width + (g != h) * copies * 2 * h * width
+    inside += rows * h * width * (2 + 2 * (value < width or spread) + (key < width or spread))
+    return gradients + max(inside, copied * 2 * 2 * work.positions * g * max(key, value))
 
 
 def _kept(shape: DrafterShape, w: Widths, work: Work, step: Step) -> float:

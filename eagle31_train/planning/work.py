@@ -26,7 +26,8 @@ class Work:
     """How often a batch has to do what; averages where it stands for a part of the data.
 
     conversations, tokens, assistant: what it holds. squares: of each conversation's tokens, added up. positions: C,
-    up to each conversation's last slot. taught: J, positions whose target distribution is needed. read: R, tokens
+    up to each conversation's last slot. copies: step-0 keys that stretches of neighbouring slots see, added up over the
+    stretches. taught: J, positions whose target distribution is needed. read: R, tokens
     that slots read, at any step. Over k = 0..K-1: slots: those with a prediction at step k or later; keys: step-0
     keys that these see, together; pairs: predictions that count, if the draft vocabulary holds every arg-max.
     """
@@ -36,6 +37,7 @@ class Work:
     squares: float
     assistant: float
     positions: float
+    copies: float
     taught: float
     read: float
     slots: Sequence[float]
@@ -57,14 +59,15 @@ class Work:
         """With a random share of the slots trained, as train.slots_per_batch draws them: in stretches."""
         touched = min(1.0, share * (1 + self.ttt_length / STRETCH))  # neighbours read and are taught by the same tokens
         slots, keys, pairs = ([value * share for value in steps] for steps in (self.slots, self.keys, self.pairs))
-        return replace(
-            self, taught=self.taught * touched, read=self.read * touched, slots=slots, keys=keys, pairs=pairs
-        )
+        # Each of the stretches drawn ends in what its last slot sees; where a stretch of the data ends, it ends too.
+        copies = share * (self.copies + self.keys[0] / STRETCH) if share < 1 else self.copies
+        taught, read = self.taught * touched, self.read * touched
+        return replace(self, copies=copies, taught=taught, read=read, slots=slots, keys=keys, pairs=pairs)
 
 
 def count_work(masks: Iterable[NDArray[np.bool_]], ttt_length: int) -> Work:
     """From the loss masks [T] of conversations; each is looked at once."""
-    single = np.zeros(7)
+    single = np.zeros(8)
     slots, keys, pairs = np.zeros(ttt_length), np.zeros(ttt_length), np.zeros(ttt_length)
     for mask in masks:
         T = len(mask)
@@ -74,7 +77,9 @@ def count_work(masks: Iterable[NDArray[np.bool_]], ttt_length: int) -> Work:
         needed = np.logical_or.accumulate(pair[:, ::-1], axis=1)[:, ::-1]  # at step k or later
         used = pair.any(1).nonzero()[0]
         reach = int(used[-1]) + 1 if len(used) else 0
-        single += [1, T, T * T, int(mask.sum()), reach, *(len(np.unique((t + 1 + k)[some])) for some in (pair, needed))]
+        last = np.append(np.diff(used) != 1, True)[: len(used)]  # of each stretch of neighbouring slots
+        touched = [len(np.unique((t + 1 + k)[some])) for some in (pair, needed)]
+        single += [1, T, T * T, int(mask.sum()), reach, int((used[last] + 1).sum()), *touched]
         slots += needed.sum(0)
         keys += (needed * (t + 1)).sum(0)
         pairs += pair.sum(0)

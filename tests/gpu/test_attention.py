@@ -47,6 +47,20 @@ def test_output_and_gradients_stay_within_the_rounding_of_16_bits(slots, d, dv, 
         assert error < (0.01 if index == 0 else 0.03), index
 
 
+@pytest.mark.parametrize("lengths", [[40] * 30, [1] * 50])
+def test_runs_of_one_slot_with_shared_keys(lengths):
+    """At one query per run the kernel would turn to an algorithm for decoding, were it told of no more than one."""
+    slots = [sum(lengths[: i + 1]) - 1 for i in range(len(lengths))]  # each document's last position
+    tensors, layout, direction = make((lengths, slots, 2, 4, 3, 64, 64, 0), torch.bfloat16)
+    tensors = [tensors[0] / 8, *tensors[1:]]
+    layout, direction = each_tensor(layout, lambda x: x.to("cuda")), direction.to("cuda")
+    ours = run(unrolled_attention, moved(tensors, torch.bfloat16), layout, direction)
+    truth = run(dense_attention, moved(tensors, torch.float64), layout, direction.double())
+    for index, (mine, theirs) in enumerate(zip(ours, truth, strict=True)):
+        error = (mine.double() - theirs).norm() / theirs.norm()
+        assert error < (0.01 if index == 0 else 0.03), index
+
+
 @pytest.mark.parametrize("g", [1, 4])
 def test_many_slots_are_as_right_as_few(g):
     """Tens of thousands of slots: past 65,535 small products in one call, where kernels of some versions go wrong."""

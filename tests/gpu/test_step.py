@@ -71,12 +71,14 @@ def test_loss_and_gradients_equal_the_cpus(dtype, tolerance):
         torch.testing.assert_close(ours[name], theirs[name], rtol=near, atol=near, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def one_step(precision):
+def one_step(precision, kernels="plain"):
     """A function that queues one whole step, the moving of its batches included; the results stay on the device."""
     shape = make_shape(hidden_size=32, target_hidden_size=32, head_dim=16, num_attention_heads=2)
     objective = make_objective(shape, torch.float32)
     documents, kept = documents_of(shape), kept_mask(objective)
     objective.autocast = torch.bfloat16 if precision == "bf16" else None
+    if kernels == "fused":
+        objective.fuse_kernels()
     spread = parallelise(Accelerator(), objective, TrainConfig(weight_decay=0.1))
     batches = [build_batch(part, K, kept, "mask").pinned() for part in (documents[:2], documents[2:])]
     assert all(batch.aux.values.is_pinned() and batch.layout.slots.is_pinned() for batch in batches)
@@ -94,8 +96,9 @@ def one_step(precision):
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_a_step_never_waits_for_the_device(precision, waits_are_errors):
-    step = one_step(precision)
+@pytest.mark.parametrize("kernels", ["plain", "fused"])
+def test_a_step_never_waits_for_the_device(precision, kernels, waits_are_errors):
+    step = one_step(precision, kernels)
     step()  # libraries are loaded, workspaces and the optimizer's state are made
     waits_are_errors()
     results = step()

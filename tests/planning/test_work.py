@@ -21,13 +21,20 @@ from eagle31_train.planning.work import (
 from eagle31_train.store.codec import plain
 
 # Slots 0..3 of a document of six tokens, two of which run a second step, and a document without slots.
-WORK = Work(2, 10, 6**2 + 4**2, 2, 4, 2, 4, slots=[4, 2], keys=[1 + 2 + 3 + 4, 1 + 3], pairs=[2, 2])
+WORK = Work(2, 10, 6**2 + 4**2, 2, 4, 4, 2, 4, slots=[4, 2], keys=[1 + 2 + 3 + 4, 1 + 3], pairs=[2, 2])
 
 
 def test_work_counted_by_hand():
     # Tokens 0..5, the assistant wrote 3 and 5. Pairs (t, k) predict t+2+k: (1,0) (0,1) for 3, (3,0) (2,1) for 5.
     mask = np.array([False, False, False, True, False, True])
     assert count_work([mask, np.zeros(4, dtype=bool)], 2) == WORK
+
+
+def test_copies_of_keys_are_those_that_a_layout_has():
+    masks = [turns(128, 0.5), turns(96, 1.0), turns(64, 0.2)]
+    _, batch = objective_and_batch(shape_of(), masks, 7)
+    copies = count_work([mask.numpy() for mask in masks], 7).copies
+    assert copies == len(batch.layout.segments.key_rows) > 1.5 * len(batch.positions)
 
 
 def test_flops_counted_by_hand():

@@ -6,9 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.utils import DistributedType
+from conftest import kept_mask
 
 from eagle31_train.config import TrainConfig
 from eagle31_train.errors import UserError
+from eagle31_train.model.batch import build_batch
 from train import launch
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -48,6 +50,21 @@ REFUSED = {
 def test_what_this_trainer_would_do_otherwise_is_refused(monkeypatch, variables, words):
     use(monkeypatch, variables)
     assert words in refusal(launch.check_environment, TrainConfig())
+
+
+def test_deterministic_kernels_are_asked_for_before_cuda_starts(monkeypatch, tiny):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    objective, documents = tiny
+    try:
+        launch.make_deterministic()
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        batch = build_batch(documents, 3, kept_mask(objective), "mask")
+        objective(batch, torch.ones(3))[0].backward()  # nothing in it is refused
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -1,0 +1,165 @@
+"""What a training step should take on a GPU, estimated without one: `make bench-gpu-model`.
+
+A whole step runs on fake CUDA tensors (fake_cuda.py), which counts operators, FLOPs of products and attention, bytes
+that everything else reads and writes, and memory. Rates that a device is taken to reach make a time of them. Nothing is
+measured: an estimate of `make bench-gpu`, and a way to see what a change saves or adds. See README.md.
+"""
+
+import argparse
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from benchmarks import fake_cuda, run_main
+from benchmarks.fake_cuda import FLASH, PRODUCTS, Count, FakeStep, Options, Sums
+from benchmarks.gpu_step import Packed
+from eagle31_train import artifacts
+from eagle31_train.config import DrafterShape
+from eagle31_train.errors import UserError
+from eagle31_train.model.packing import Layout
+from eagle31_train.planning.work import count_work, training_flops
+
+GIB = 2**30
+# Whether activations are recomputed there.
+CASES = {"llama8b:2x4096:1": False, "llama8b:2x4096:0.35": False, "llama8b:1x32768:1": True, "kimi:1x20480:0.35": True}
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device is taken to reach. FLOP/s in products, and in attention forward and backward; bytes/s; and the
+    maker's FLOP/s, of which utilisation is a share."""
+
+    products: float = 720e12
+    forward: float = 330e12
+    backward: float = 270e12
+    memory: float = 4.0e12
+    nominal: float = 989e12
+
+
+def attention_pairs(layout: Layout) -> int:
+    """Pairs of a query and a key that the flash kernel works out for one head, at one step."""
+    segments = layout.segments
+    if segments is None:
+        return 0
+    if segments.query_rows is not None:  # whole documents, for the slots in them
+        return sum((end - start) * (end - start + 1) // 2 for start, end in layout.documents)
+    lengths = [(run.end - run.first, run.keys.stop - run.keys.start) for run in layout.runs]
+    return sum(n * (m - n) + n * (n + 1) // 2 for n, m in lengths)
+
+
+def estimate(shape: DrafterShape, masks: list[torch.Tensor], options: Options, rates: Rates) -> dict[str, Any]:
+    """Counts and estimates of one step."""
+    step = FakeStep(shape, masks, options)
+    count = step.run()
+    products = count.total(lambda *key: key[2] in PRODUCTS)
+    between = count.total(lambda *key: key[2] not in PRODUCTS | FLASH)
+    # As wide as the wider of a key and a value: 2 products forward, 5 backward.
+    width = max(shape.head_dim, shape.v_head_dim or 0)
+    one = 2.0 * attention_pairs(step.layout) * shape.num_attention_heads * width
+    calls = {name: count.total(lambda *key, name=name: key[2] == name).operations for name in FLASH}
+    flash = {
+        "forward": 2 * one * calls["_flash_attention_forward"],
+        "backward": 5 * one * calls["_flash_attention_backward"],
+    }
+    seconds = {
+        "products": products.flops / rates.products,
+        "attention": flash["forward"] / rates.forward + flash["backward"] / rates.backward,
+        "memory": between.bytes / rates.memory,
+    }
+    work = count_work([mask.numpy() for mask in masks], options.ttt_length)
+    necessary = sum(training_flops(shape, work, options.train_lm_head).values())
+    total = sum(seconds.values())
+    return {
+        "operations": count.total().operations,
+        "product_flops": products.flops,
+        "attention_flops": sum(flash.values()),
+        "bytes": between.bytes,
+        "memory": count.before + count.peak,
+        "before": count.before,
+        "seconds": {**seconds, "total": total},
+        "necessary_flops": necessary,
+        "utilisation": necessary / (total * rates.nominal),
+        "places": places(count),
+    }
+
+
+def places(count: Count) -> dict[str, dict[str, float]]:
+    """Operators and bytes between products by file and function of ours, the most bytes first."""
+    sums: dict[str, Sums] = defaultdict(Sums)
+    for (phase, place, name), one in count.sums.items():
+        if name not in PRODUCTS | FLASH:
+            sums[f"{phase}, {place}"].add(one)
+    ordered = sorted(sums.items(), key=lambda item: -item[1].bytes)
+    return {place: {"operations": one.operations, "bytes": one.bytes} for place, one in ordered}
+
+
+def table(results: dict[str, Any], top: int) -> str:
+    """All cases, and where the bytes between the products are moved."""
+    r = Rates(**results["rates"])
+    lines = [
+        f"Estimated, not measured. Rates: products {r.products / 1e12:g} TFLOP/s, attention {r.forward / 1e12:g} "
+        f"forward and {r.backward / 1e12:g} backward, memory {r.memory / 1e12:g} TB/s; all in turn, no wait for "
+        f"the host. Utilisation: necessary FLOPs over time × {r.nominal / 1e12:g} TFLOP/s.",
+        f"{'':42s} {'operators':>9s} {'TFLOP':>7s} {'attn.':>7s} {'GB':>7s} {'GiB':>6s} "
+        f"{'ms':>7s} = {'products':>8s} + {'attn.':>6s} + {'memory':>6s}  {'util.':>6s}",
+    ]
+    for name, one in results["cases"].items():
+        ms = {part: value * 1e3 for part, value in one["seconds"].items()}
+        products, attention = one["product_flops"] / 1e12, one["attention_flops"] / 1e12
+        lines.append(
+            f"{name:42s} {one['operations']:9d} {products:7.1f} {attention:7.1f} "
+            f"{one['bytes'] / 1e9:7.1f} {one['memory'] / GIB:6.1f} {ms['total']:7.1f} = {ms['products']:8.1f} + "
+            f"{ms['attention']:6.1f} + {ms['memory']:6.1f}  {one['utilisation']:6.1%}"
+        )
+    for name, one in results["cases"].items() if top else ():
+        lines.append(f"\n{name}: GB, operators")
+        for place, sums in list(one["places"].items())[:top]:
+            lines.append(f"  {sums['bytes'] / 1e9:8.2f} {sums['operations']:6.0f}  {place}")
+    return "\n".join(lines)
+
+
+def run(chosen: argparse.Namespace) -> dict[str, Any]:
+    """All cases."""
+    rates = Rates(*(getattr(chosen, name) * 1e12 for name in Rates.__dataclass_fields__))
+    results: dict[str, Any] = {"rates": asdict(rates), "torch": torch.__version__, "cases": {}}
+    both = [(text, kernels) for text in chosen.cases for kernels in chosen.kernels]
+    for text, kernels in tqdm(both, unit="case", desc="gpu model"):
+        packed = Packed.parse(text)
+        options = Options(packed.case.unroll, recompute=CASES.get(text, False), kernels=kernels)
+        name = f"{text}, {kernels}{'+recompute' * options.recompute}"
+        results["cases"][name] = estimate(packed.drafter, packed.masks, options, rates)
+    return results
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--cases", nargs="+", default=list(CASES), metavar="SHAPE:DOCUMENTSxLENGTH:SHARE")
+    for name, rate in asdict(Rates()).items():
+        unit = "TB/s" if name == "memory" else "TFLOP/s"
+        parser.add_argument(f"--{name}", type=float, default=rate / 1e12, help=f"{unit}, default %(default)g")
+    parser.add_argument("--kernels", nargs="+", default=["plain", "fused"], choices=("plain", "fused"))
+    parser.add_argument("--top", type=int, default=12, help="places listed of each case, default %(default)s")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench/gpu_model"), help="without .json")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Count, print the table, write the file."""
+    chosen = arguments()
+    try:
+        fake_cuda.enter()
+    except fake_cuda.UnavailableError as error:
+        raise UserError(f"this needs a torch without CUDA, and a C++ compiler: {error}") from None
+    results = run(chosen)
+    artifacts.write_json(chosen.out.with_suffix(".json"), results)
+    print(table(results, chosen.top))
+    print(f"written: {chosen.out}.json")
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,137 @@
+"""What our Triton kernels take on GPUs of several generations, compiled for each without one: registers and memory.
+
+    python -m benchmarks.kernel_resources        # the table of docs/benchmarks.md; needs triton
+
+They are those of the compiled program, and do not say how fast it is.
+"""
+
+import argparse
+import re
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from benchmarks import run_main
+from eagle31_train import artifacts
+from eagle31_train.kernels import divergence, rms_norm, swiglu, triton_kernels
+
+ARCHITECTURES = (80, 90, 100)  # Ampere, Hopper, Blackwell
+TYPES = {"supervised": "*i64", "best_out": "*i64", "width": "i32", "rows": "i32", "row_stride": "i32", "count": "i32"}
+TYPES |= {"eps": "fp32", "lk": "fp32", "weights": "*fp32", "weight": "*fp32"}
+LOW = {
+    "logits",
+    "teacher",
+    "x",
+    "out",
+    "dout",
+    "dx",
+    "gate",
+    "up",
+    "dgate",
+    "dup",
+}  # in 16 bits; other pointers are fp32's
+
+
+@dataclass(frozen=True)
+class Resources:
+    """Of one compiled kernel: registers of a thread, bytes of its stack and spilled, bytes of shared memory."""
+
+    registers: int
+    stack: int
+    shared: int
+
+
+def variants() -> Iterator[tuple[str, Any, dict[str, Any], int]]:
+    """Name, kernel, constants and warps of what a step launches, at Llama-8B's and Kimi's widths."""
+    block = {"BLOCK": divergence.BLOCK}
+    yield "teacher_kernel", triton_kernels.teacher_kernel, block, divergence.WARPS
+    for lk in (False, True):
+        constants = {"KL": True, "LK": lk, **block}
+        yield f"divergence_kernel{', lk' * lk}", triton_kernels.divergence_kernel, constants, divergence.WARPS
+    for name in ("silu_times_kernel", "silu_times_backward_kernel"):
+        yield name, getattr(triton_kernels, name), {"BLOCK": swiglu.BLOCK}, 4
+    for width in (512, 4096, 7168):
+        how = rms_norm.launch_options(width)
+        warps = how.pop("num_warps")
+        yield f"norm_kernel, {width} wide", triton_kernels.norm_kernel, how, warps
+        yield f"norm_backward_kernel, {width} wide", triton_kernels.norm_backward_kernel, {"DX": True, **how}, warps
+
+
+def compiled(kernel: Any, constants: dict[str, Any], warps: int, architecture: int) -> Resources:
+    """Compile a kernel, interpreted in this process or not, for an architecture that need not be here."""
+    function = JITFunction(kernel.fn)
+    signature = {name: _type(name, constants) for name in function.arg_names}
+    places = {name: (place,) for place, name in enumerate(function.arg_names)}
+    # As a launch finds them: memory and widths are multiples of 16, so that loads are of several values.
+    even = [name for name, kind in signature.items() if kind.startswith("*") or name in ("width", "row_stride")]
+    source = ASTSource(
+        function,
+        signature,
+        {places[name]: value for name, value in constants.items()},
+        {places[name]: [["tt.divisibility", 16]] for name in even},
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Triton's coming defaults
+        made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": warps})
+    return Resources(*_usage(made.asm["cubin"]), made.metadata.shared)
+
+
+def _type(name: str, constants: dict[str, Any]) -> str:
+    return "constexpr" if name in constants else TYPES.get(name, "*bf16" if name in LOW else "*fp32")
+
+
+def _usage(cubin: bytes) -> tuple[int, int]:
+    """Registers and stack by NVIDIA's own tool, which comes with triton."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        said = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", said.stdout)
+    assert found is not None, said.stdout
+    return int(found[1]), int(found[2])
+
+
+def measure(architectures: Sequence[int]) -> dict[str, Any]:
+    """Every variant on every architecture."""
+    kernels = {}
+    for name, kernel, constants, warps in variants():
+        one = {str(sm): asdict(compiled(kernel, constants, warps, sm)) for sm in architectures}
+        kernels[name] = {"warps": warps, **one}
+    return {"triton": triton.__version__, "dtype": "bf16", "kernels": kernels}
+
+
+def table(results: dict[str, Any], architectures: Sequence[int]) -> str:
+    """The same as Markdown."""
+    heads = " | ".join(f"sm_{sm}" for sm in architectures)
+    lines = [f"| kernel | warps | {heads} |", "| --- | --- |" + " --- |" * len(architectures)]
+    for name, found in results["kernels"].items():
+        cells = " | ".join("{registers}, {stack}, {shared}".format(**found[str(sm)]) for sm in architectures)
+        lines.append(f"| {name} | {found['warps']} | {cells} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Compile, print the table, write the file."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--architectures", nargs="+", type=int, default=ARCHITECTURES, help="default: %(default)s")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench/kernels"), help="without .json")
+    chosen = parser.parse_args()
+    results = measure(chosen.architectures)
+    artifacts.write_json(chosen.out.with_suffix(".json"), results)
+    print("registers of a thread, bytes of stack (what is spilled), bytes of shared memory")
+    print(table(results, chosen.architectures))
+    print(f"written: {chosen.out}.json")
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,89 @@
+"""RMSNorm and its gradient, each in one kernel. In plain torch: model/norm.py.
+
+Shapes: n rows; W their width.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PROGRAMS = 256  # that share the rows in the gradient; as many sums of the weight's gradient are left to add up
+
+
+def fused_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """As `model.norm.rms_norm`, for rows [..., W] of fp32 or 16 bits."""
+    assert x.dtype != torch.float64, "the kernel works in fp32"
+    out: Tensor = rms_norm_op(x.reshape(-1, x.shape[-1]), weight, eps)[0]
+    return out.view(x.shape)
+
+
+@torch.library.custom_op("eagle31::rms_norm", mutates_args=())
+def rms_norm_op(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x [n, W] (each row's values side by side), weight [W] → norm [n, W] in x's dtype, 1 / rms [n] fp32."""
+    from eagle31_train.kernels.triton_kernels import norm_kernel
+
+    x = _in_rows(x)
+    out, inverse = _outputs(x)
+    if len(x):
+        norm_kernel[(len(x),)](x, weight, out, inverse, x.shape[1], x.stride(0), eps, **launch_options(x.shape[1]))
+    return out, inverse
+
+
+rms_norm_op.register_fake(lambda x, *_: _outputs(x))
+
+
+@torch.library.custom_op("eagle31::rms_norm_backward", mutates_args=())
+def rms_norm_backward_op(
+    dout: Tensor, x: Tensor, weight: Tensor, inverse: Tensor, wants_dx: bool
+) -> tuple[Tensor, Tensor]:
+    """→ dx [n, W] in x's dtype (of no rows, unless wanted), dweight [W] fp32."""
+    from eagle31_train.kernels.triton_kernels import norm_backward_kernel
+
+    x, dout = _in_rows(x), dout.contiguous()
+    dx, dweight = _gradients(x, wants_dx)
+    if not len(x):
+        return dx, dweight.zero_()
+    parts = dweight.new_empty(min(PROGRAMS, len(x)), x.shape[1])
+    norm_backward_kernel[(len(parts),)](
+        dout, x, weight, inverse, dx, parts, len(x), x.shape[1], x.stride(0), DX=wants_dx, **launch_options(x.shape[1])
+    )
+    return dx, parts.sum(0)
+
+
+rms_norm_backward_op.register_fake(lambda _dout, x, _weight, _inverse, wants_dx: _gradients(x, wants_dx))
+
+
+def _setup(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: tuple[Tensor, Tensor]) -> None:
+    x, weight, _ = inputs
+    ctx.set_materialize_grads(False)  # nobody differentiates 1 / rms
+    ctx.save_for_backward(x, weight, output[1])
+
+
+def _backward(ctx: Any, dout: Tensor, _dinverse: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    x, weight, inverse = ctx.saved_tensors
+    wants_dx, wants_dweight = ctx.needs_input_grad[:2]
+    dx, dweight = rms_norm_backward_op(dout, x, weight, inverse, wants_dx)
+    return dx if wants_dx else None, dweight.to(weight.dtype) if wants_dweight else None, None
+
+
+rms_norm_op.register_autograd(_backward, setup_context=_setup)
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _outputs(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(len(x), dtype=torch.float32)
+
+
+def _gradients(x: Tensor, wants_dx: bool) -> tuple[Tensor, Tensor]:
+    dx = x.new_empty(x.shape if wants_dx else (0, x.shape[1]))
+    return dx, x.new_empty(x.shape[1], dtype=torch.float32)
+
+
+def launch_options(width: int) -> dict[str, int]:
+    """Block and warps of a launch whose programs hold rows of this width."""
+    block = 1 << max(width - 1, 1).bit_length()
+    return {"BLOCK": block, "num_warps": min(max(block // 512, 1), 16)}

@@ -1,0 +1,156 @@
+"""The kernels themselves. Each program has whole rows, reads them in blocks, and works in fp32.
+
+Offsets of rows are int64: logits of a step are more than 2**31.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def teacher_kernel(logits, lse_out, negentropy_out, width, BLOCK: tl.constexpr):
+    """Log-sum-exp of a row, and sum(p log p) of its softmax p, in one pass."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    largest, total, weighted = float("-inf"), 0.0, 0.0
+    for start in range(0, width, BLOCK):
+        inside = start + columns < width
+        x = tl.load(logits + row * width + start + columns, mask=inside, other=float("-inf")).to(tl.float32)
+        new = tl.maximum(largest, tl.max(x, 0))
+        shrunk = tl.exp(largest - new)
+        e = tl.exp(x - new)
+        total = total * shrunk + tl.sum(e, 0)
+        weighted = weighted * shrunk + tl.sum(tl.where(e > 0, e * x, 0.0), 0)
+        largest = new
+    lse = largest + tl.log(total)
+    tl.store(lse_out + row, lse)
+    tl.store(negentropy_out + row, weighted / total - lse)
+
+
+@triton.jit
+def divergence_kernel(
+    logits,
+    teacher,
+    teacher_lse,
+    negentropy,
+    supervised,
+    weights,
+    value_out,
+    best_out,
+    width,
+    lk,
+    KL: tl.constexpr,
+    LK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A pair's divergence and arg-max; its row of logits becomes weight times the divergence's slope in them."""
+    pair = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mine = logits + pair * width
+    position = tl.load(supervised + pair)
+    theirs = teacher + position * width
+    lse_p, weight = tl.load(teacher_lse + position), tl.load(weights + pair)
+
+    largest, total, dot = float("-inf"), 0.0, 0.0
+    best, where_best = float("-inf"), 0
+    for start in range(0, width, BLOCK):
+        inside = start + columns < width
+        x = tl.load(mine + start + columns, mask=inside, other=float("-inf")).to(tl.float32)
+        t = tl.load(theirs + start + columns, mask=inside, other=float("-inf")).to(tl.float32)
+        p = tl.exp(t - lse_p)
+        here = tl.max(x, 0)
+        first = tl.min(tl.where(x == here, start + columns, width), 0)
+        where_best = tl.where(here > best, first, where_best)
+        best = tl.maximum(here, best)
+        new = tl.maximum(largest, here)
+        total = total * tl.exp(largest - new) + tl.sum(tl.exp(x - new), 0)
+        dot += tl.sum(tl.where(inside, p * x, 0.0), 0)
+        largest = new
+    lse_q = largest + tl.log(total)
+    value = lse_q - dot
+    if KL:
+        value += tl.load(negentropy + position)
+
+    if LK:
+        alpha, short = 0.0, 0.0
+        for start in range(0, width, BLOCK):
+            inside = start + columns < width
+            x = tl.load(mine + start + columns, mask=inside, other=float("-inf")).to(tl.float32)
+            t = tl.load(theirs + start + columns, mask=inside, other=float("-inf")).to(tl.float32)
+            p, q = tl.exp(t - lse_p), tl.exp(x - lse_q)
+            alpha += tl.sum(tl.minimum(p, q), 0)
+            short += tl.sum(tl.where(q < p, q, 0.0), 0)
+        alpha = tl.maximum(alpha, 1.1754943508222875e-38)  # fp32's smallest normal number
+        value = (1 - lk) * value - lk * tl.log(alpha)
+    tl.store(value_out + pair, value)
+    tl.store(best_out + pair, where_best)
+
+    for start in range(0, width, BLOCK):
+        inside = start + columns < width
+        x = tl.load(mine + start + columns, mask=inside, other=float("-inf")).to(tl.float32)
+        t = tl.load(theirs + start + columns, mask=inside, other=float("-inf")).to(tl.float32)
+        p, q = tl.exp(t - lse_p), tl.exp(x - lse_q)
+        slope = q - p
+        if LK:
+            slope = (1 - lk) * slope + lk * (q * short - tl.where(q < p, q, 0.0)) / alpha
+        tl.store(mine + start + columns, (slope * weight).to(logits.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def norm_kernel(x, weight, out, inverse_out, width, row_stride, eps, BLOCK: tl.constexpr):
+    """A row's RMSNorm, and 1 / rms."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    wide = tl.load(x + row * row_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
+    tl.store(inverse_out + row, inverse)
+    tl.store(out + row * width + columns, (wide * inverse * scale).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def norm_backward_kernel(
+    dout, x, weight, inverse, dx, dweight, rows, width, row_stride, DX: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Gradients of some rows, every so many; each program leaves its own sum of the weight's [programs, width]."""
+    program = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    sums = tl.zeros([BLOCK], dtype=tl.float32)
+    for row in range(program, rows, tl.num_programs(0)):
+        one_over = tl.load(inverse + row)
+        scaled = tl.load(x + row * row_stride + columns, mask=inside, other=0.0).to(tl.float32) * one_over
+        down = tl.load(dout + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+        sums += down * scaled
+        if DX:
+            dscaled = down * scale
+            along = tl.sum(dscaled * scaled, 0) / width  # what lies along x cannot change x / rms(x)
+            result = (dscaled - scaled * along) * one_over
+            tl.store(dx + row * width + columns, result.to(dx.dtype.element_ty), mask=inside)
+    tl.store(dweight + program * width + columns, sums, mask=inside)
+
+
+@triton.jit
+def silu_times_kernel(gate, up, out, count, BLOCK: tl.constexpr):
+    """silu(gate) * up."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, (g / (1 + tl.exp(-g)) * u).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def silu_times_backward_kernel(dout, gate, up, dgate, dup, count, BLOCK: tl.constexpr):
+    """Gradients of silu(gate) * up."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    down = tl.load(dout + at, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
+    share = 1 / (1 + tl.exp(-g))
+    slope = share * (1 + g * (1 - share))  # of silu
+    tl.store(dgate + at, (down * u * slope).to(dgate.dtype.element_ty), mask=inside)
+    tl.store(dup + at, (down * g * share).to(dup.dtype.element_ty), mask=inside)

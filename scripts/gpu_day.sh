@@ -1,0 +1,82 @@
+#!/usr/bin/env bash
+# What to run first where a GPU is at hand for an hour or less: stages of under ten minutes, the most important first.
+# Each writes OUT/STAGE.log and OUT/STAGE.json, whether it ends well or not, and summary.json has them all beside the
+# estimates of `make bench-gpu-model`, where OUT/model.json (copied from another machine: it needs a torch without CUDA)
+# is there. Nothing here needs the network.
+#
+#   scripts/gpu_day.sh OUT                    all stages
+#   scripts/gpu_day.sh OUT steps kimi_step    some
+#
+# PYTHON: an environment with the project's dependencies and a torch built for CUDA (default .venv/bin/python).
+# SECONDS_EACH: after so many a stage is ended (default 540). REHEARSE=1: the same on a CPU, at tiny sizes.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+if [ $# -lt 1 ]; then
+    echo "usage: scripts/gpu_day.sh OUT [STAGE ...]" >&2
+    exit 2
+fi
+mkdir -p "$1" && OUT=$(cd "$1" && pwd) && shift || exit 2
+PYTHON=${PYTHON:-.venv/bin/python}
+SECONDS_EACH=${SECONDS_EACH:-540}
+REHEARSE=${REHEARSE:-}
+export PYTHONPATH="$PWD:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1 WANDB_MODE=offline
+
+STAGES=(correct memory steps kimi_toy kimi_step longest)
+BENCH="-m benchmarks.gpu --repeats 3"
+KIMI="+experiment=kimi_toy run_dir=$OUT/kimi_toy target.path=$OUT/kimi_target train.wandb=disabled"
+PROFILE=gpu
+CASES="llama8b:2x4096:1 llama8b:2x4096:0.35"
+FULL=kimi:1x20480:0.35 FULL_AS="fused+recompute"
+if [ -n "$REHEARSE" ]; then
+    BENCH="-m benchmarks.gpu --repeats 1 --device cpu --quick"
+    KIMI="$KIMI data.rows=24 data.generate.max_new_tokens=16 data.generate.samples=1"
+    KIMI="$KIMI train.max_steps=2 evaluate.num_prompts=2 evaluate.max_new_tokens=8"
+    PROFILE=cpu
+    CASES="tiny:2x64:1"
+    FULL=tiny-mla:1x64:0.35 FULL_AS="plain+recompute"
+fi
+
+toy() {
+    "$PYTHON" -m eagle31_train.targets.toy --out "$OUT/kimi_target" &&
+        "$PYTHON" -m eagle31_train data $KIMI &&
+        "$PYTHON" -m eagle31_train extract $KIMI &&
+        "$PYTHON" -m accelerate.commands.launch --config_file configs/accelerate/$PROFILE.yaml train.py $KIMI &&
+        "$PYTHON" -m eagle31_train evaluate $KIMI &&
+        "$PYTHON" -m eagle31_train export $KIMI
+}
+
+tests() { # files of tests/gpu
+    local name=$1
+    shift
+    "$PYTHON" -m pytest -m gpu -rs -p no:cacheprovider --junitxml "$OUT/$name.xml" "${@/#/tests/gpu/test_}"
+}
+
+run() { # one stage
+    case $1 in
+        correct) tests correct attention.py kernels.py step.py codec.py mla.py ;;
+        memory) tests memory memory.py profiles.py ;;
+        steps) "$PYTHON" $BENCH --out "$OUT/steps_measured" --cases $CASES --longest ;;
+        kimi_toy) toy ;;
+        kimi_step) "$PYTHON" $BENCH --out "$OUT/kimi_step_measured" --cases $FULL --longest --variants $FULL_AS ;;
+        longest) "$PYTHON" $BENCH --out "$OUT/longest_measured" --cases ;;
+    esac
+}
+
+for stage in "${@:-${STAGES[@]}}"; do
+    if [[ " ${STAGES[*]} " != *" $stage "* ]]; then
+        echo "gpu_day: no stage $stage: they are ${STAGES[*]}" >&2
+        exit 2
+    fi
+done
+export -f run tests toy
+export OUT PYTHON BENCH KIMI PROFILE CASES FULL FULL_AS
+failed=0
+for stage in "${@:-${STAGES[@]}}"; do
+    echo "gpu_day: $stage ($(date -u +%H:%M:%S))"
+    SECONDS=0
+    timeout --kill-after 10 "$SECONDS_EACH" bash -c "run $stage" >"$OUT/$stage.log" 2>&1
+    status=$?
+    "$PYTHON" -m benchmarks.gpu_day stage "$OUT" "$stage" "$status" "$SECONDS" || failed=1
+done
+"$PYTHON" -m benchmarks.gpu_day summary "$OUT" || failed=1
+exit $failed

@@ -1,0 +1,176 @@
+"""Whole steps on fake CUDA tensors: `python fake_cuda_cases.py` prints {name: what came of it} as one line of JSON.
+
+A process of its own, since it gives torch a device that it must not have in other tests. See benchmarks/fake_cuda.py.
+"""
+
+import json
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from plan_cases import MLA as KIMIS
+from plan_cases import SMALL_MLA, shape_of
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks import fake_cuda
+from benchmarks.fake_cuda import DEVICE, Count, FakeStep, Options
+from benchmarks.gpu_step import Packed
+from benchmarks.shapes import Case
+from eagle31_train.model import norm
+from eagle31_train.model.decode import DraftDecoder
+from eagle31_train.model.rope import Rope
+from eagle31_train.planning.footprint import Step, activations
+from eagle31_train.planning.work import count_work
+from eagle31_train.targets.hf import HiddenStateTarget
+from eagle31_train.targets.readout import Readout
+from train import step as arithmetic
+
+GQA, MLA = shape_of(), shape_of(**SMALL_MLA)
+KIMI, LLAMA = shape_of(**KIMIS), Case("llama8b", 8192, 0.35).drafter()
+
+
+def conversation(tokens: int, turns: int, share: float) -> torch.Tensor:
+    """[tokens] bool: so many prompts, each with an answer that is `share` of the two."""
+    place = torch.arange(tokens) % (tokens // turns) * turns / tokens
+    return place >= 1 - share
+
+
+SHORT = [conversation(48, 3, 0.5), conversation(20, 1, 0.4), torch.ones(7, dtype=torch.bool)]
+
+
+def outcome(count: Count) -> dict[str, Any]:
+    """What a test wants to know of a step."""
+    between = count.total(lambda phase, place, name: name not in fake_cuda.PRODUCTS | fake_cuda.FLASH)
+    flash = count.total(lambda phase, place, name: name in fake_cuda.FLASH)
+    return {
+        **asdict(between),
+        "flash": flash.operations,
+        "peak": count.peak,
+        "on_host": count.on_host,
+        "onto_itself": count.onto_itself,
+        "dtypes": sorted(str(dtype) for dtype in count.dtypes),
+        "names": sorted({name for _, _, name in count.sums}),
+    }
+
+
+def step(shape: Any, masks: Any = SHORT, **options: Any) -> dict[str, Any]:
+    return outcome(FakeStep(shape, masks, Options(**{"ttt_length": 2, **options})).run())
+
+
+def planned(shape: Any, tokens: int, turns: int, **options: Any) -> dict[str, Any]:
+    """Bytes that a step of one conversation keeps and takes at most, counted and by the plan."""
+    masks, how = [conversation(tokens, turns, 0.35)], Options(codec="int8", **options)
+    count, work = FakeStep(shape, masks, how).run(), count_work([mask.numpy() for mask in masks], how.ttt_length)
+    reckoned = activations(shape, work, Step(recompute=how.recompute))
+    alone = activations(shape, work, Step(recompute=how.recompute, flash=False))  # as if attention took nothing
+    return {
+        "kept": count.after_forward,
+        "peak": count.peak,
+        "planned kept": reckoned.after_forward,
+        "planned peak": reckoned.peak,
+        "without attention": alone.peak,
+    }
+
+
+def decoder(shape: Any) -> dict[str, Any]:
+    """Drafts of two sequences of unlike length."""
+    made = FakeStep(shape, SHORT, Options(precision="no"))
+    with made.mode, DEVICE, Count() as count:
+        decode = DraftDecoder(made.objective.drafter, made.objective.teacher.target_ids, 32, sequences=2)
+        for counts in ([9, 4], [1, 3]):
+            aux = torch.empty(sum(counts), 3, shape.target_hidden_size)
+            decode.extend(aux, torch.zeros(sum(counts), dtype=torch.int64), counts)
+            proposed = decode.propose(4)
+            assert (proposed.shape, proposed.device) == ((2, 4), DEVICE)
+    return outcome(count)
+
+
+def taps() -> dict[str, Any]:
+    """States of a target, as extraction catches them, and its arg-max."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 300}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    with FakeTensorMode(), DEVICE, Count() as count:
+        target = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
+        states = HiddenStateTarget(target, [1, 2, 3]).states(torch.zeros(2, 16, dtype=torch.int64), None)
+        for x, shape in ((states.aux, (2, 16, 3, 64)), (states.last, (2, 16, 64))):
+            assert (x.shape, x.dtype, x.device) == (shape, torch.bfloat16, DEVICE)
+        embedding, head, norm = target.model.embed_tokens.weight, target.lm_head.weight, target.model.norm.weight
+        best = Readout(embedding, norm.float(), "w", 1e-5, head, 4).best(states.last.flatten(0, 1))
+        assert (best.shape, best.device) == ((32,), DEVICE)
+    return outcome(count)
+
+
+def planted(owner: Any, name: str, wrong: Callable[[Any], Any]) -> dict[str, Any]:
+    """A step in which `owner.name` is `wrong` of what it was."""
+    with patch.object(owner, name, wrong(getattr(owner, name))):
+        return step(GQA, kernels="plain")
+
+
+def added(x: Any) -> Any:
+    x[:] += 1
+    return x
+
+
+PLANTED: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
+    "a wait": (arithmetic, "step_weights", lambda right: lambda n, gamma: right(n, gamma) * (n.sum().item() > 0)),
+    "numbers of the host": (
+        arithmetic, "step_weights", lambda right: lambda n, gamma: right(n, gamma) * torch.tensor([1.0] * 2).to(DEVICE)
+    ),
+    "another device": (arithmetic, "step_weights", lambda right: lambda n, gamma: right(n, gamma).cpu()),
+    "another dtype": (Rope, "forward", lambda right: lambda self, x, positions: right(self, x, positions).float()),
+    "a copy onto itself": (arithmetic, "step_weights", lambda right: lambda n, gamma: added(right(n, gamma))),
+    "double precision": (norm, "rms_norm", lambda right: lambda x, w, eps: right(x.double(), w, eps).to(x.dtype)),
+}  # fmt: skip
+OPTIONS: dict[str, dict[str, Any]] = {
+    "fused": {},
+    "plain": {"kernels": "plain"},
+    "fp32": {"precision": "no"},
+    **{codec: {"codec": codec} for codec in ("fp8", "int8", "int4")},
+    "muon": {"optimizer": "muon"},
+    "recomputed": {"recompute": True},
+    "lk": {"lk": 0.5},
+    "cross entropy": {"loss": "ce"},
+    "frozen head": {"train_lm_head": False},
+    "some slots": {"slots": 20},
+}
+CASES: dict[str, Callable[[], dict[str, Any]]] = {
+    f"{kind}, {name}": lambda shape=shape, options=options: step(shape, **options)
+    for kind, shape in (("gqa", GQA), ("mla", MLA))
+    for name, options in OPTIONS.items()
+}
+CASES |= {f"{kind}, drafting": lambda shape=shape: decoder(shape) for kind, shape in (("gqa", GQA), ("mla", MLA))}
+CASES |= {"extraction": taps}
+CASES |= {f"planted: {name}": lambda plant=plant: planted(*plant) for name, plant in PLANTED.items()}
+CASES |= {
+    "long gqa, 1 turn": lambda: planned(LLAMA, 8192, 1),
+    "long gqa, 14 turns": lambda: planned(LLAMA, 8192, 14),
+    "long mla, 4 turns, recomputed": lambda: planned(KIMI, 8192, 4, ttt_length=4, recompute=True),
+    "long mla, 14 turns": lambda: planned(KIMI, 8192, 14, ttt_length=4),
+    "long mla, 30 turns, recomputed": lambda: planned(KIMI, 8192, 30, ttt_length=4, recompute=True),
+}
+
+EIGHT_B = Packed.parse("llama8b:2x4096:0.35")
+CASES |= {
+    f"llama8b:2x4096:0.35, {kernels}": lambda k=kernels: step(EIGHT_B.drafter, EIGHT_B.masks, ttt_length=7, kernels=k)
+    for kernels in ("fused", "plain")
+}
+
+
+def main() -> None:
+    """Run all cases; what one raises is what came of it."""
+    fake_cuda.enter()
+    came: dict[str, Any] = {}
+    for name, run in CASES.items():
+        try:
+            came[name] = run()
+        except Exception as error:
+            came[name] = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+    print(json.dumps(came))
+
+
+if __name__ == "__main__":
+    main()

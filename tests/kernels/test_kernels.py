@@ -1,0 +1,212 @@
+"""The fused kernels in Triton's interpreter, on the CPU, against plain torch in fp64; and compiled for GPUs."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import kept_mask, make_document, make_mla_shape, make_objective, make_shape
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from eagle31_train.kernels import divergence as fused
+from eagle31_train.kernels import rms_norm as fused_norm
+from eagle31_train.kernels import swiglu
+from eagle31_train.model import loss
+from eagle31_train.model.batch import build_batch
+from eagle31_train.model.norm import rms_norm
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted on the CPU only: see tests/gpu"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered"),  # NumPy's, of lanes past the end of a row
+]
+ROOT = Path(__file__).resolve().parents[2]
+# By how much of itself a number is off once it is stored; of fp32, after sums of some ten terms. The interpreter cuts
+# bf16's digits off, where a GPU rounds to the nearest.
+STORED = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-11}
+DTYPES = st.sampled_from(list(STORED))
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Rows of several blocks, at widths that an interpreter can do."""
+    monkeypatch.setattr(fused, "BLOCK", 8)
+    monkeypatch.setattr(fused_norm, "PROGRAMS", 3)
+    monkeypatch.setattr(swiglu, "BLOCK", 16)
+
+
+def both(pairs, positions, width, dtype, kind, lk, seed=0, sharp=3.0):
+    """(value, slope, arg-max) of the kernel, and in fp64 of the same logits; and the latter."""
+    generator = torch.Generator().manual_seed(seed)
+    logits, teacher = ((torch.randn(n, width, generator=generator) * sharp).to(dtype) for n in (pairs, positions))
+    supervised = torch.randint(0, positions, (pairs,), generator=generator).sort().values
+    weights = torch.rand(pairs, generator=generator) * 1e-4
+    low = logits.clone()
+    value, best = fused.fused_divergence(
+        low, teacher, *fused.teacher_sums(teacher), supervised, weights, kind == "kl", lk
+    )
+    log_p = teacher.double().log_softmax(-1)
+    truth = loss.divergence(logits.double(), log_p.exp(), (log_p.exp() * log_p).sum(-1), supervised, kind, lk)
+    return (value, low, best), (truth[0], truth[1] * weights[:, None]), logits
+
+
+@settings(derandomize=True, max_examples=24)
+@given(
+    pairs=st.integers(0, 3),
+    width=st.integers(1, 20),
+    dtype=DTYPES,
+    kind=st.sampled_from(["kl", "ce"]),
+    lk=st.sampled_from([0.0, 0.3, 1.0]),
+    seed=st.integers(0, 99),
+)
+def test_divergence_slope_and_arg_max_are_those_of_fp64(pairs, width, dtype, kind, lk, seed):
+    (value, slope, best), (true_value, true_slope), logits = both(pairs, 3, width, dtype, kind, lk, seed)
+    assert (value.dtype, slope.dtype, best.dtype) == (torch.float32, dtype, torch.int64)
+    torch.testing.assert_close(value.double(), true_value, rtol=1e-5, atol=3e-6)
+    # Each element to the rounding of what is stored, and of the two shares whose difference it is; in fp16 such small
+    # numbers have fewer digits.
+    near = STORED[dtype] * true_slope.abs() + 1e-10 + 2**-25 * (dtype == torch.float16)
+    if lk != 1.0:
+        assert ((slope.double() - true_slope).abs() <= near).all()
+    else:  # divided by alpha, which may be small
+        torch.testing.assert_close(slope.double(), true_slope, rtol=2 * STORED[dtype], atol=3e-8)
+    assert torch.equal(best, logits.double().argmax(-1))
+
+
+def test_of_equal_logits_the_first_is_the_arg_max():
+    logits = torch.tensor([[0.0] * 9 + [5.0] + [1.0] * 7 + [5.0] * 4, [2.0] * 21])
+    teacher = torch.zeros(1, 21)
+    best = fused.fused_divergence(
+        logits, teacher, *fused.teacher_sums(teacher), torch.tensor([0, 0]), torch.ones(2), True, 0.0
+    )[1]
+    assert best.tolist() == [9, 0]
+
+
+def test_what_is_not_a_number_stays_so():
+    """The step's loss is not finite then, and it is left out."""
+    logits, teacher = torch.zeros(2, 20), torch.zeros(1, 20)
+    logits[1, 17] = torch.nan
+    value, best = fused.fused_divergence(
+        logits, teacher, *fused.teacher_sums(teacher), torch.tensor([0, 0]), torch.ones(2), True, 0.0
+    )
+    assert value.isfinite().tolist() == [True, False]
+    assert logits.isfinite().all(-1).tolist() == [True, False]
+    assert 0 <= best.min() <= best.max() < 20
+
+
+@st.composite
+def rows(draw):
+    """A shape, and by how many values its rows lie further apart than they are wide."""
+    leading = draw(st.sampled_from([(0,), (1,), (7,), (2, 3)]))
+    return (*leading, draw(st.sampled_from([1, 5, 16, 33]))), draw(st.sampled_from([0, 3])) * (len(leading) == 1)
+
+
+@settings(derandomize=True, max_examples=24)
+@given(shape=rows(), dtype=DTYPES, eps=st.sampled_from([1e-6, 1e-2]), seed=st.integers(0, 99), wants=st.booleans())
+def test_norms_and_their_gradients_are_those_of_fp64(shape, dtype, eps, seed, wants):
+    (*leading, width), apart = shape
+    generator = torch.Generator().manual_seed(seed)
+    whole = (torch.randn(*leading, width + apart, generator=generator) * 3).to(dtype)
+    dout = torch.randn(*leading, width, generator=generator).to(dtype)
+    weight = torch.rand(width, generator=generator) + 0.5
+    results = []
+    for function, exact in ((fused_norm.fused_rms_norm, False), (rms_norm, True)):
+        x = (whole.double() if exact else whole)[..., :width].detach().requires_grad_(wants)
+        scale = (weight.double() if exact else weight).clone().requires_grad_()
+        out = function(x, scale, eps)
+        results.append([out, *torch.autograd.grad(out, [x, scale][1 - wants :], dout.to(out.dtype))])
+    for name, ours, truth in zip(("out", *["dx"] * wants, "dweight"), *results, strict=True):
+        near = 3e-6 if name == "dweight" else max(STORED[dtype], 3e-6)  # summed in fp32, and kept so
+        torch.testing.assert_close(ours.double(), truth, rtol=near, atol=near * max(1.0, len(dout) ** 0.5))
+
+
+@settings(derandomize=True, max_examples=24)
+@given(shape=st.sampled_from([(0, 4), (1, 1), (3, 50), (2, 3, 7)]), dtype=DTYPES, seed=st.integers(0, 99))
+def test_swiglu_and_its_gradients_are_those_of_fp64(shape, dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    gate, up, dout = ((torch.randn(shape, generator=generator) * 4).to(dtype) for _ in range(3))
+    results = []
+    for function, exact in ((swiglu.fused_silu_times, False), (lambda g, u: F.silu(g) * u, True)):
+        leaves = [(x.double() if exact else x).clone().requires_grad_() for x in (gate, up)]
+        out = function(*leaves)
+        results.append([out, *torch.autograd.grad(out, leaves, dout.to(out.dtype))])
+    for ours, truth in zip(*results, strict=True):
+        # silu's slope passes through zero as a difference of numbers of order one
+        torch.testing.assert_close(ours.double(), truth, rtol=STORED[dtype], atol=1e-5)
+
+
+def test_torch_knows_the_operators():
+    """Their schema, what they do to fake tensors, and their gradients."""
+    x, weight = torch.randn(4, 9, requires_grad=True), torch.rand(9, requires_grad=True)
+    torch.library.opcheck(fused_norm.rms_norm_op, (x, weight, 1e-5))
+    backward = (torch.randn(4, 9), x.detach(), weight.detach(), torch.rand(4), True)
+    torch.library.opcheck(fused_norm.rms_norm_backward_op, backward)
+    torch.library.opcheck(swiglu.silu_times_op, (x, torch.randn(4, 9, requires_grad=True)))
+    torch.library.opcheck(swiglu.silu_times_backward_op, tuple(torch.randn(3, 4, 9)))
+    teacher = torch.randn(2, 9)
+    torch.library.opcheck(fused.teacher_sums, (teacher,))
+    pairs = (torch.randn(3, 9), teacher, torch.rand(2), torch.rand(2), torch.tensor([0, 1, 1]), torch.rand(3))
+    torch.library.opcheck(fused.fused_divergence, (*pairs, True, 0.3))
+
+
+def losses_and_gradients(objective, batch):
+    objective.zero_grad()
+    total, measured = objective(batch, torch.full((3,), 0.1))
+    total.backward()
+    return {"loss": total.detach(), "measured": measured.stacked()} | {
+        name: p.grad.clone() for name, p in objective.drafter.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("make", [make_shape, make_mla_shape])
+def test_a_fused_objective_is_the_plain_one(make):
+    shape = make()
+    objective, generator = make_objective(shape, torch.float32), torch.Generator().manual_seed(1)
+    objective.lk = 0.3
+    documents = [make_document(shape, length, generator) for length in (9, 1, 14)]
+    documents = [replace(d, aux=d.aux.float(), last=d.last.float()) for d in documents]
+    batch = build_batch(documents, 3, kept_mask(objective), "mask")
+    plain = losses_and_gradients(objective, batch)
+    objective.fuse_kernels()
+    for name, ours in losses_and_gradients(objective, batch).items():
+        torch.testing.assert_close(ours, plain[name], rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("wrong", ["log-sum-exp", "negative entropy"])
+def test_planted_mistakes_are_found(wrong, monkeypatch):
+    right = fused.teacher_sums
+
+    def planted(teacher):
+        lse, negentropy = right(teacher)
+        return (lse + 1e-3, negentropy) if wrong == "log-sum-exp" else (lse, negentropy + 1e-3)
+
+    monkeypatch.setattr(fused, "teacher_sums", planted)
+    (value, _, _), (truth, _), _ = both(5, 3, 20, torch.float32, "kl", 0.0)
+    assert (value.double() - truth).abs().max() > 3e-4
+
+
+def test_the_kernels_compile_for_gpus_that_are_not_here_and_hardly_spill(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    words = [
+        sys.executable,
+        "-m",
+        "benchmarks.kernel_resources",
+        "--architectures",
+        "90",
+        "--out",
+        str(tmp_path / "found"),
+    ]
+    done = subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())["kernels"]
+    assert len(found) == 11
+    for name, made in found.items():
+        assert made["90"]["registers"] <= 128, name
+        assert made["90"]["stack"] <= 32, name

@@ -1,0 +1,88 @@
+"""Whole steps, drafting and extraction on fake CUDA tensors: what would fail on a GPU, or wait for one, fails here.
+
+And the plan's memory against what such a step allocates, and the bytes that it moves. The cases run in a process of
+their own, fake_cuda_cases.py.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import fake_cuda_cases
+import pytest
+
+from benchmarks import fake_cuda
+
+CASES = fake_cuda_cases.CASES
+STEPS = [name for name in CASES if name.startswith(("gqa, ", "mla, ")) and "drafting" not in name]
+PLANNED = [name for name in CASES if name.startswith("long ")]
+# Of torch's operators, those that raise on CUDA with train.deterministic=true, by the manual of
+# torch.use_deterministic_algorithms; cumsum of floats besides.
+NOT_DETERMINISTIC = {"scatter_reduce", "put_", "histc", "bincount", "kthvalue", "median", "max_unpool2d", "cumsum"}
+
+
+@pytest.fixture(scope="module")
+def came():
+    try:
+        library = fake_cuda.build(fake_cuda.ROOT / "build")
+    except fake_cuda.UnavailableError as error:
+        pytest.skip(f"no fake CUDA: {error}")
+    script = Path(fake_cuda_cases.__file__)
+    environment = {**os.environ, "LD_PRELOAD": str(library)}
+    environment["PYTHONPATH"] = f"{fake_cuda.ROOT}:{script.parent}"
+    done = subprocess.run(
+        [sys.executable, script], env=environment, capture_output=True, text=True, check=False, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_runs_on_the_device_alone(came, name):
+    result = came[name]
+    assert "error" not in result, result["trace"]
+    assert result["on_host"] == result["onto_itself"] == []
+    assert "torch.float64" not in result["dtypes"]
+    # Forward and backward at every step by the kernel with linear memory; in fp32 there is none.
+    assert result["flash"] == (0 if "fp32" in name else 4)
+    assert not NOT_DETERMINISTIC & set(result["names"])
+
+
+@pytest.mark.parametrize("name", ["gqa, drafting", "mla, drafting", "extraction"])
+def test_drafting_and_extraction_run_on_the_device(came, name):
+    assert "error" not in came[name], came[name]["trace"]
+    assert "torch.float64" not in came[name]["dtypes"]
+
+
+def test_planted_mistakes_are_found(came):
+    assert "DataDependentOutputException" in came["planted: a wait"]["error"]
+    assert came["planted: numbers of the host"]["on_host"] == ["_to_copy in fake_cuda_cases.py:<lambda>"]
+    assert "at least two devices" in came["planted: another device"]["error"]
+    assert "expected scalar type" in came["planted: another dtype"]["error"]
+    assert came["planted: a copy onto itself"]["onto_itself"] == ["fake_cuda_cases.py:added"]
+    assert "torch.float64" in came["planted: double precision"]["dtypes"]
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_the_plan_knows_what_a_gpu_holds(came, name):
+    """Also of conversations of many turns, whose keys attention copies for every turn."""
+    result = came[name]
+    assert "error" not in result, result["trace"]
+    assert result["planned kept"] == pytest.approx(result["kept"], rel=0.02)
+    assert result["planned peak"] == pytest.approx(result["peak"], rel=0.1)
+    if "mla, 14" in name:  # 14 turns make seven and a half copies, 30 would make more than are made
+        assert result["without attention"] < 0.85 * result["peak"]
+
+
+# Llama-8B's drafter on two conversations of 4,096 tokens, a third of them answers.
+TRAFFIC = {"fused": (1640, 100.6), "plain": (2293, 196.9)}  # operators but products and attention, and their GB
+
+
+@pytest.mark.parametrize("kernels", TRAFFIC)
+def test_a_step_moves_no_more_than_it_did(came, kernels):
+    """Where a change saves some, write the new numbers down; `make bench-gpu-model` says where they are moved."""
+    result, (operators, gigabytes) = came[f"llama8b:2x4096:0.35, {kernels}"], TRAFFIC[kernels]
+    assert 0.98 * gigabytes < result["bytes"] / 1e9 < 1.01 * gigabytes
+    assert result["operations"] <= 1.01 * operators

@@ -1,0 +1,45 @@
+"""What scripts/gpu_day.sh leaves behind where stages end well, fail, or run out of time. Its stages need a GPU."""
+
+import json
+import subprocess
+from pathlib import Path
+
+from benchmarks import gpu_day
+
+SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "gpu_day.sh"
+XML = """<testsuites><testsuite><testcase classname="a" name="x"/>
+<testcase classname="a" name="y"><failure message="no"/></testcase>
+<testcase classname="a" name="z"><skipped message="none"/></testcase></testsuite></testsuites>"""
+STEP = {"case": "llama8b:2x4096:1", "variant": "fused", "seconds": 0.5, "mfu": 0.4, "memory": {"allocated": 1}}
+MODEL = {"seconds": {"total": 0.25}, "utilisation": 0.5, "memory": 7}
+
+
+def test_stages_are_told_as_they_ended_and_steps_beside_their_estimates(tmp_path, capsys):
+    (tmp_path / "correct.xml").write_text(XML)
+    (tmp_path / "correct.log").write_text("".join(f"line {i}\n" for i in range(50)))
+    broken = {"case": "kimi:1x20480:0.35", "variant": "fused", "error": "out of memory"}
+    (tmp_path / "steps_measured.json").write_text(json.dumps({"steps": [STEP, broken]}))
+    (tmp_path / "model.json").write_text(json.dumps({"cases": {"llama8b:2x4096:1, fused": MODEL}}))
+    (tmp_path / "late.log").write_bytes(b"began\n\xff\n")
+    assert gpu_day.main(["stage", str(tmp_path), "correct", "1", "12"]) == 1
+    assert gpu_day.main(["stage", str(tmp_path), "late", "124", "540"]) == 1
+    assert gpu_day.main(["stage", str(tmp_path), "steps", "0", "60"]) == 0
+    assert gpu_day.main(["summary", str(tmp_path)]) == 0
+    correct = json.loads((tmp_path / "correct.json").read_text())
+    assert correct["tests"] == {"passed": 1, "failed": ["a::y"], "skipped": ["a::z"]}
+    assert correct["log"] == [f"line {i}" for i in range(30, 50)]
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"][0]["times_the_estimate"] == 2
+    assert capsys.readouterr().out.splitlines() == [
+        "correct      failed after 12 s, 1 passed, 1 failed, 1 skipped",
+        "late         out of time after 540 s",
+        "steps        done after 60 s",
+        "llama8b:2x4096:1, fused: 0.5000 s, 2.00 times the estimate",
+        "kimi:1x20480:0.35, fused: out of memory",
+    ]
+
+
+def test_a_stage_that_there_is_not_is_refused_before_any_runs(tmp_path):
+    done = subprocess.run([SCRIPT, tmp_path, "correct", "corect"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("gpu_day: no stage corect: they are correct memory steps ")
+    assert list(tmp_path.iterdir()) == []
