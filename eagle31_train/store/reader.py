@@ -85,9 +85,16 @@ class Store:
         if "embed_tokens" in weights:
             weights.setdefault("lm_head", weights["embed_tokens"])
         V, H = self.states["vocab_size"], self.shape.hidden_size
-        for name, size in (("embed_tokens", (V, H)), ("norm", (H,)), ("lm_head", (V, H))):
-            if name not in weights or tuple(weights[name].shape) != size or not weights[name].is_floating_point():
-                raise UserError(f"{self.location}/{TARGET} has no {name} of {list(size)} numbers: {REMAKE}")
+        for name, size in (
+            ("embed_tokens", (-1, H)),
+            ("norm", (H,)),
+            ("lm_head", (V, H)),
+        ):  # an embedding may be padded
+            weight = weights.get(name)
+            if weight is None or weight.dim() != len(size) or not weight.is_floating_point():
+                raise UserError(f"{self.location}/{TARGET} has no {name} of {len(size)} axes of numbers: {REMAKE}")
+            if any(wanted not in (-1, there) for wanted, there in zip(size, weight.shape, strict=True)):
+                raise UserError(f"{self.location}/{TARGET} holds {name} {list(weight.shape)}, for {V} tokens: {REMAKE}")
         return weights
 
     @cached_property
