@@ -46,9 +46,11 @@ class Drafter(nn.Module):
     Attributes:
         recompute: work activations out again for the gradient instead of keeping them, but for the
             attention and the states: less memory, one more forward pass of the layer.
+        fused: see `unrolled_attention`.
     """
 
     recompute = False
+    fused = False
 
     def __init__(self, shape: DrafterShape, embedding: Tensor | None = None) -> None:
         super().__init__()
@@ -99,6 +101,7 @@ class Drafter(nn.Module):
         k0, v0 = run(self._context, g, tokens, batch.following, batch.positions)
         g, positions = g.index_select(0, slots), batch.positions[slots]
 
+        attend = partial(unrolled_attention, fused=True) if self.fused else unrolled_attention
         own_k: list[Tensor] = []
         own_v: list[Tensor] = []
         outputs, rms = [], []
@@ -108,7 +111,7 @@ class Drafter(nn.Module):
             if own:  # at step 0 it is among k0
                 own_k.append(own[0])
                 own_v.append(own[1])
-            attended = unrolled_attention(q, k0, v0, own_k, own_v, batch.layout, scale)
+            attended = attend(q, k0, v0, own_k, own_v, batch.layout, scale)
             h, z = run(self._answer, residual, attended)
             outputs.append(z)
             g = self.feedback(h, z)
