@@ -29,20 +29,9 @@ def teacher_kernel(logits, lse_out, negentropy_out, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def divergence_kernel(
-    logits,
-    teacher,
-    teacher_lse,
-    negentropy,
-    supervised,
-    weights,
-    value_out,
-    best_out,
-    width,
-    lk,
-    KL: tl.constexpr,
-    LK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    logits, teacher, teacher_lse, negentropy, supervised, weights, value_out, best_out, width, lk,
+    KL: tl.constexpr, LK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """A pair's divergence and arg-max; its row of logits becomes weight times the divergence's slope in them."""
     pair = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
