@@ -22,23 +22,14 @@ from triton.runtime.jit import JITFunction
 
 from benchmarks import run_main
 from eagle31_train import artifacts
-from eagle31_train.kernels import divergence, rms_norm, swiglu, triton_kernels
+from eagle31_train.kernels import divergence, own_keys, rms_norm, swiglu, triton_kernels
 
 ARCHITECTURES = (80, 90, 100)  # Ampere, Hopper, Blackwell
-TYPES = {"supervised": "*i64", "best_out": "*i64", "width": "i32", "rows": "i32", "row_stride": "i32", "count": "i32"}
-TYPES |= {"eps": "fp32", "lk": "fp32", "weights": "*fp32", "weight": "*fp32"}
-LOW = {
-    "logits",
-    "teacher",
-    "x",
-    "out",
-    "dout",
-    "dx",
-    "gate",
-    "up",
-    "dgate",
-    "dup",
-}  # in 16 bits; other pointers are fp32's
+TYPES = {"supervised": "*i64", "best_out": "*i64", "weights": "*fp32", "weight": "*fp32"}
+TYPES |= dict.fromkeys(("width", "rows", "row_stride", "count", "slots"), "i32")
+TYPES |= dict.fromkeys(("eps", "lk", "scale"), "fp32")
+LOW = {"logits", "teacher", "x", "out", "dout", "dx", "gate", "up", "dgate", "dup"}  # in 16 bits; the rest is fp32's
+LOW |= {"q", "keys", "values", "merged", "dq", "dq_out", "dkeys", "dvalues"}
 
 
 @dataclass(frozen=True)
@@ -59,6 +50,11 @@ def variants() -> Iterator[tuple[str, Any, dict[str, Any], int]]:
         yield f"divergence_kernel{', lk' * lk}", triton_kernels.divergence_kernel, constants, divergence.WARPS
     for name in ("silu_times_kernel", "silu_times_backward_kernel"):
         yield name, getattr(triton_kernels, name), {"BLOCK": swiglu.BLOCK}, 4
+    for heads, (h, g, d, dv) in {"32/8 heads": (32, 8, 128, 128), "64 MLA heads": (64, 64, 192, 128)}.items():
+        _, how = own_keys.launch_options((1, h, d), (6, 1, g, d), (6, 1, g, dv))
+        warps = how.pop("num_warps")
+        for name in ("merge_kernel", "merge_backward_kernel"):
+            yield f"{name}, {heads}", getattr(triton_kernels, name), how, warps
     for width in (512, 4096, 7168):
         how = rms_norm.launch_options(width)
         warps = how.pop("num_warps")

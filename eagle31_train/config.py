@@ -306,7 +306,7 @@ class TrainConfig:
     compile: bool = opt(False, "torch.compile norms, RoPE and the loss between its products; a minute at the start")
     kernels: str = opt(
         "auto",
-        "divergence, norms and SwiGLU by fused Triton kernels or plain torch; auto: fused where CUDA and Triton are",
+        "loss, norms, SwiGLU, own keys by fused Triton kernels, or by plain torch; auto: fused where these can run",
         choices=("auto", "fused", "plain"),
     )
     deterministic: bool = opt(

@@ -29,20 +29,9 @@ def teacher_kernel(logits, lse_out, negentropy_out, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def divergence_kernel(
-    logits,
-    teacher,
-    teacher_lse,
-    negentropy,
-    supervised,
-    weights,
-    value_out,
-    best_out,
-    width,
-    lk,
-    KL: tl.constexpr,
-    LK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    logits, teacher, teacher_lse, negentropy, supervised, weights, value_out, best_out, width, lk,
+    KL: tl.constexpr, LK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """A pair's divergence and arg-max; its row of logits becomes weight times the divergence's slope in them."""
     pair = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -154,3 +143,60 @@ def silu_times_backward_kernel(dout, gate, up, dgate, dup, count, BLOCK: tl.cons
     slope = share * (1 + g * (1 - share))  # of silu
     tl.store(dgate + at, (down * u * slope).to(dgate.dtype.element_ty), mask=inside)
     tl.store(dup + at, (down * g * share).to(dup.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def merge_kernel(
+    q, out, lse, keys, values, merged, merged_lse, slots, scale,
+    OWN: tl.constexpr, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    R_BLOCK: tl.constexpr, D_BLOCK: tl.constexpr, DV_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A slot's own keys, one after another, into the softmax of the query heads [R] that share them."""
+    slot, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    r, c, cv = tl.arange(0, R_BLOCK), tl.arange(0, D_BLOCK), tl.arange(0, DV_BLOCK)
+    heads = (slot * G + group) * R + r
+    here, herev = (r < R)[:, None] & (c < D)[None, :], (r < R)[:, None] & (cv < DV)[None, :]
+    query = tl.load(q + heads[:, None] * D + c[None, :], mask=here, other=0.0).to(tl.float32)
+    result = tl.load(out + heads[:, None] * DV + cv[None, :], mask=herev, other=0.0).to(tl.float32)
+    total = tl.load(lse + heads, mask=r < R, other=0.0)
+    for own in range(OWN):
+        row = (own * slots + slot) * G + group
+        key = tl.load(keys + row * D + c, mask=c < D, other=0.0).to(tl.float32)
+        value = tl.load(values + row * DV + cv, mask=cv < DV, other=0.0).to(tl.float32)
+        score = tl.sum(query * key[None, :], 1) * scale
+        larger = tl.maximum(total, score)
+        new = larger + tl.log(tl.exp(total - larger) + tl.exp(score - larger))
+        result = result * tl.exp(total - new)[:, None] + tl.exp(score - new)[:, None] * value[None, :]
+        total = new
+    tl.store(merged + heads[:, None] * DV + cv[None, :], result.to(merged.dtype.element_ty), mask=herev)
+    tl.store(merged_lse + heads, total, mask=r < R)
+
+
+@triton.jit
+def merge_backward_kernel(
+    dout, q, out, lse, keys, values, dq, dq_out, dkeys, dvalues, slots, scale,
+    OWN: tl.constexpr, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    R_BLOCK: tl.constexpr, D_BLOCK: tl.constexpr, DV_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The gradient of that: every share is exp(score - lse), and every score's slope share * (do·v - do·o)."""
+    slot, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    r, c, cv = tl.arange(0, R_BLOCK), tl.arange(0, D_BLOCK), tl.arange(0, DV_BLOCK)
+    heads = (slot * G + group) * R + r
+    here, herev = (r < R)[:, None] & (c < D)[None, :], (r < R)[:, None] & (cv < DV)[None, :]
+    query = tl.load(q + heads[:, None] * D + c[None, :], mask=here, other=0.0).to(tl.float32)
+    down = tl.load(dout + heads[:, None] * DV + cv[None, :], mask=herev, other=0.0).to(tl.float32)
+    result = tl.load(out + heads[:, None] * DV + cv[None, :], mask=herev, other=0.0).to(tl.float32)
+    dquery = tl.load(dq + heads[:, None] * D + c[None, :], mask=here, other=0.0).to(tl.float32)
+    total = tl.load(lse + heads, mask=r < R, other=float("inf"))  # heads that there are not have no share
+    mean = tl.sum(down * result, 1)
+    for own in range(OWN):
+        row = (own * slots + slot) * G + group
+        key = tl.load(keys + row * D + c, mask=c < D, other=0.0).to(tl.float32)
+        value = tl.load(values + row * DV + cv, mask=cv < DV, other=0.0).to(tl.float32)
+        share = tl.exp(tl.sum(query * key[None, :], 1) * scale - total)
+        slope = share * (tl.sum(down * value[None, :], 1) - mean) * scale
+        dquery += slope[:, None] * key[None, :]
+        dkey, dvalue = tl.sum(slope[:, None] * query, 0), tl.sum(share[:, None] * down, 0)
+        tl.store(dkeys + row * D + c, dkey.to(dkeys.dtype.element_ty), mask=c < D)
+        tl.store(dvalues + row * DV + cv, dvalue.to(dvalues.dtype.element_ty), mask=cv < DV)
+    tl.store(dq_out + heads[:, None] * D + c[None, :], dquery.to(dq_out.dtype.element_ty), mask=here)

@@ -4,7 +4,8 @@ Slot t at step k attends to the step-0 keys of every position s <= t of its own 
 its own keys of steps 1..k (its query's own step included). Nothing else.
 
 The two parts are softmaxed apart and merged by their log-sum-exp: the first by the kernels of
-`context_attention.py`, the second, k keys per slot, by small products. Memory is linear in the number of slots.
+`context_attention.py`, the second, k keys per slot, by small products or a fused kernel. Memory is
+linear in the number of slots.
 
 Shapes: N packed positions; S slots; h query heads; g key/value heads; r = h / g; d key width;
 dv value width; k own keys.
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eagle31_train.kernels.own_keys import merge_own_keys, merge_own_keys_backward
 from eagle31_train.model.context_attention import context_backward, context_forward
 from eagle31_train.model.packing import Layout
 
@@ -28,6 +30,7 @@ def unrolled_attention(
     own_v: Sequence[Tensor],
     layout: Layout,
     scale: float,
+    fused: bool = False,
 ) -> Tensor:
     """Attention of every slot at one step; exact, forward and backward.
 
@@ -37,11 +40,12 @@ def unrolled_attention(
         own_k, own_v: for each step 1..k, [S, g, d] and [S, g, dv]: the slots' own keys and values.
         layout: documents and slots.
         scale: softmax scale.
+        fused: merge own keys by the kernel of eagle31_train/kernels/own_keys.py, in fp32 inside.
 
     Returns:
         [S, h, dv].
     """
-    out: Tensor = _MergedAttention.apply(q, k0, v0, layout, scale, *own_k, *own_v)
+    out: Tensor = _MergedAttention.apply(q, k0, v0, layout, scale, fused, *own_k, *own_v)
     return out
 
 
@@ -54,10 +58,14 @@ class _MergedAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k0: Tensor, v0: Tensor, layout: Layout, scale: float, *own: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k0: Tensor, v0: Tensor, layout: Layout, scale: float, fused: bool, *own: Tensor
+    ) -> Tensor:
         """own: k keys [S, g, d], then k values [S, g, dv] → [S, h, dv]."""
         result, lse = context_forward(q, k0, v0, layout, scale)
-        if own:
+        if own and fused:
+            result, lse = merge_own_keys(q, result, lse, *_stacked(own), scale)
+        elif own:
             own_k, own_v = _halves(own)
             g = k0.shape[1]
             scores = _own_scores(_grouped(q, g), own_k, scale)
@@ -69,7 +77,7 @@ class _MergedAttention(torch.autograd.Function):
             result, lse = result.flatten(1, 2), merged
         result = result.to(q.dtype)
         ctx.save_for_backward(q, k0, v0, result, lse, *own)
-        ctx.layout, ctx.scale = layout, scale
+        ctx.layout, ctx.scale, ctx.fused = layout, scale, fused
         return result
 
     @staticmethod
@@ -80,7 +88,10 @@ class _MergedAttention(torch.autograd.Function):
         dout = grads[0].to(q.dtype).contiguous()
         dq, dk0, dv0 = context_backward(dout, q, k0, v0, out, lse, ctx.layout, scale)
         if not own:
-            return dq, dk0, dv0, None, None
+            return dq, dk0, dv0, None, None, None
+        if ctx.fused:
+            dq, down_keys, down_values = merge_own_keys_backward(dout, q, out, lse, *_stacked(own), dq, scale)
+            return dq, dk0, dv0, None, None, None, *down_keys, *down_values
 
         own_k, own_v = _halves(own)
         mean = _dots(dout, out)
@@ -92,7 +103,7 @@ class _MergedAttention(torch.autograd.Function):
             down_q.addcmul_(slope[..., None], key[:, :, None])
             down_k.append((slope[..., None].to(q.dtype) * q).sum(2))
             down_v.append((share[..., None].to(do.dtype) * do).sum(2))
-        return down_q.flatten(1, 2).to(dq.dtype), dk0, dv0, None, None, *down_k, *down_v
+        return down_q.flatten(1, 2).to(dq.dtype), dk0, dv0, None, None, None, *down_k, *down_v
 
 
 # A slot's own keys are few, and other slots' are others. As matrix products they would be S * g tiny ones, of stacked
@@ -102,6 +113,12 @@ class _MergedAttention(torch.autograd.Function):
 def _halves(own: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """k keys, then k values, of the slots."""
     return own[: len(own) // 2], own[len(own) // 2 :]
+
+
+def _stacked(own: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """[k, S, g, d] and [k, S, g, dv]."""
+    keys, values = _halves(own)
+    return torch.stack(list(keys)), torch.stack(list(values))
 
 
 def _grouped(x: Tensor, g: int) -> Tensor:

@@ -52,9 +52,11 @@ class Drafter(nn.Module):
     Attributes:
         recompute: work activations out again for the gradient instead of keeping them, but for the
             attention and the states: less memory, one more forward pass of the layer.
+        fused: see `unrolled_attention`.
     """
 
     recompute = False
+    fused = False
 
     def __init__(self, shape: DrafterShape, embedding: Tensor | None = None) -> None:
         super().__init__()
@@ -106,7 +108,7 @@ class Drafter(nn.Module):
     def forward(self, batch: Batch) -> Unrolled:
         """Run all K steps of every slot of a packed batch."""
         run = partial(checkpoint, use_reentrant=False, preserve_rng_state=False) if self.recompute else call
-        *below, last = (AttendingLayer(layer, run) for layer in self.stack)
+        *below, last = (AttendingLayer(layer, run, self.fused) for layer in self.stack)
         tokens = TokenHalf(self.midlayer, self.embed(batch.ids), batch.read, all_queries=bool(below))
         slots, positions = batch.layout.slots, batch.positions
 
@@ -144,10 +146,12 @@ class AttendingLayer:
 
     Args:
         run: calls a function with arguments, and keeps its activations for the gradient or works them out again.
+        fused: attention's own keys are worked out by a fused kernel.
     """
 
-    def __init__(self, layer: Layer, run: Callable[..., Any]) -> None:
+    def __init__(self, layer: Layer, run: Callable[..., Any], fused: bool = False) -> None:
         self._layer, self._run = layer, run
+        self._attention = partial(unrolled_attention, fused=True) if fused else unrolled_attention
         self.finish = layer.finish
         self._own_k: list[Tensor] = []
         self._own_v: list[Tensor] = []
@@ -171,7 +175,7 @@ class AttendingLayer:
         if own:
             self.keep_own(*key_value)
         scale = self._layer.self_attn.scale
-        return residual, unrolled_attention(q, self._k0, self._v0, self._own_k, self._own_v, layout, scale)
+        return residual, self._attention(q, self._k0, self._v0, self._own_k, self._own_v, layout, scale)
 
     def keep_own(self, key: Tensor, value: Tensor) -> None:
         """Keep the slots' keys [S, g, d] and values [S, g, dv] of one step."""

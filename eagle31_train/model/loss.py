@@ -118,8 +118,8 @@ class Objective(nn.Module):
         return LOGITS["fused" if self.fused else "cpu" if device.type == "cpu" else "other"]
 
     def fuse_kernels(self) -> None:
-        """Let the kernels of eagle31_train/kernels work out divergence, norms and SwiGLU, in fp32 inside."""
-        self.fused = True
+        """Let the kernels of eagle31_train/kernels work out divergence, norms, SwiGLU and own keys, in fp32 inside."""
+        self.fused = self.drafter.fused = True
         for module in self.drafter.modules():
             if isinstance(module, RMSNorm):
                 module.function = fused_rms_norm

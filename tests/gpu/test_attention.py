@@ -1,5 +1,7 @@
 """CUDA's flash kernel, merged with the slots' own keys, against one dense softmax in fp64."""
 
+from functools import partial
+
 import pytest
 import torch
 from model.test_attention import make, run
@@ -30,9 +32,9 @@ def moved(tensors, dtype):
 
 @pytest.mark.parametrize("slots", SLOTS.keys())
 @pytest.mark.parametrize(("d", "dv"), [(64, 64), (128, 128), (192, 128)])
-@pytest.mark.parametrize("own", [0, 3])
+@pytest.mark.parametrize(("own", "fused"), [(0, False), (3, False), (3, True)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_output_and_gradients_stay_within_the_rounding_of_16_bits(slots, d, dv, own, dtype):
+def test_output_and_gradients_stay_within_the_rounding_of_16_bits(slots, d, dv, own, fused, dtype):
     """Outputs to 1 %, gradients to 3 % of their norm, as on the CPU."""
     tensors, layout, direction = make((LENGTHS, SLOTS[slots], 2, 4, own, d, dv, 0), torch.bfloat16)
     tensors = [tensors[0] * d**-0.5, *tensors[1:]]  # scores of a model's size: softer than one key taking all
@@ -40,7 +42,7 @@ def test_output_and_gradients_stay_within_the_rounding_of_16_bits(slots, d, dv, 
     assert (layout.segments.key_rows is None) == (slots == "scattered")
     low, exact = moved(tensors, dtype), moved(tensors, torch.float64)
     assert context_attention._flash_cuda(low[0], low[2])
-    ours = run(unrolled_attention, low, layout, direction.to(dtype))
+    ours = run(partial(unrolled_attention, fused=fused), low, layout, direction.to(dtype))
     truth = run(dense_attention, exact, layout, direction.double())
     for index, (mine, theirs) in enumerate(zip(ours, truth, strict=True)):
         error = (mine.double() - theirs).norm() / theirs.norm()
