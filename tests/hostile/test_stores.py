@@ -158,4 +158,5 @@ def test_a_plan_that_names_files_elsewhere_is_refused(stores, tmp_path):
     plan = unseal((folder / PLAN).read_bytes())
     plan["shards"][0]["name"] = "../x"
     (folder / PLAN).write_bytes(seal(plan))
-    assert "plan.json is damaged (name: String should match" in str(outcome(lambda: read(folder, follow=True, patience=-1)))
+    problem = outcome(lambda: read(folder, follow=True, patience=-1))
+    assert "plan.json is damaged (name: String should match" in str(problem)
