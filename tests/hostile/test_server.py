@@ -152,3 +152,10 @@ def test_a_redirection_takes_the_key_nowhere(server, monkeypatch):
 @pytest.mark.parametrize("url", ["file:///etc/passwd", "localhost:8000/v1", "", "ftp://a/v1"])
 def test_what_is_no_address_is_asked_nothing(url):
     assert isinstance(outcome(lambda: Server(url, "m", TEMPLATES[0], 8)), UserError)
+
+
+def test_an_answer_nested_without_end_is_no_answer(server):
+    server.reply = lambda handler: handler.send(200, b'{"choices":' * 5000)
+    assert "answered no chat completion" in str(outcome(lambda: ask(server)))
+    server.reply = lambda handler: handler.send(200, b"[" * 200 + b"]" * 200)
+    assert "answered no chat completion" in str(outcome(lambda: ask(server)))

@@ -149,3 +149,14 @@ def test_files_of_another_store_are_not_believed(name, tmp_path):
         Store(tmp_path / "store", follow=True)
     MADE.write(tmp_path / "store")  # the extraction makes them anew
     assert read(tmp_path / "store")
+
+
+def test_a_plan_that_names_files_elsewhere_is_refused(stores, tmp_path):
+    """Shards that are used up, or damaged, are removed by their names."""
+    folder = tmp_path / "store"
+    shutil.copytree(stores[True], folder)
+    plan = unseal((folder / PLAN).read_bytes())
+    plan["shards"][0]["name"] = "../x"
+    (folder / PLAN).write_bytes(seal(plan))
+    problem = outcome(lambda: read(folder, follow=True, patience=-1))
+    assert "plan.json is damaged (name: String should match" in str(problem)
