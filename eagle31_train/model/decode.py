@@ -138,12 +138,13 @@ class Cache:
 
     def __init__(self, layer: Layer, sequences: int, capacity: int) -> None:
         self.layer = layer
-        self._rows = sequences, capacity
+        self._sequences, self._capacity = sequences, capacity
         self._keys: Tensor | None = None  # [B, capacity, g, d], made when the first keys tell its shape
         self._values: Tensor | None = None  # [B, capacity, g, dv]
 
     def select(self, rows: list[int]) -> None:
         """Keep these sequences alone, in this order."""
+        self._sequences = len(rows)
         if self._keys is not None and self._values is not None:
             self._keys, self._values = self._keys[rows], self._values[rows]
 
@@ -152,8 +153,8 @@ class Cache:
         keys, values = self.layer.self_attn.keys_values(applied_to(x), positions)
         if self._keys is None or self._values is None:
             # Zeros, since a masked key of garbage may be NaN, which no mask undoes.
-            self._keys = keys.new_zeros(*self._rows, *keys.shape[1:])
-            self._values = values.new_zeros(*self._rows, *values.shape[1:])
+            self._keys = keys.new_zeros(self._sequences, self._capacity, *keys.shape[1:])
+            self._values = values.new_zeros(self._sequences, self._capacity, *values.shape[1:])
         self._keys[rows, positions], self._values[rows, positions] = keys, values
 
     def attend(self, x: Tensor, positions: Tensor, lengths: Sequence[int]) -> Tensor:
