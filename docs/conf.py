@@ -8,7 +8,7 @@ from pathlib import Path
 from sphinx.application import Sphinx
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md", "docs/*.md"]
+PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md", "examples/README.md", "docs/*.md"]
 # Title of each part of the navigation → its pages. A page that stands in none of them is an error.
 NAVIGATION = {
     "Use": {
@@ -17,6 +17,7 @@ NAVIGATION = {
         "Data": "docs/data",
         "Hidden states": "docs/store",
         "Training": "docs/launch",
+        "Schedulers": "examples/README",
         "Evaluation": "docs/evaluation",
         "Serving": "docs/serving",
         "Kimi K2.6": "docs/kimi",
@@ -41,7 +42,7 @@ project = "eagle31"
 root_doc = "README"
 include_patterns = PAGES
 # Not even walked: environments and runs hold many files.
-exclude_patterns = [path.name for path in ROOT.iterdir() if path.is_dir() and path.name not in ("docs", "benchmarks")]
+exclude_patterns = [p.name for p in ROOT.iterdir() if p.is_dir() and p.name not in ("docs", "benchmarks", "examples")]
 extensions = ["myst_parser"]
 myst_heading_anchors = 4  # headings are link targets, by GitHub's names for them
 nitpicky = True

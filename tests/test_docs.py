@@ -24,8 +24,9 @@ from eagle31_train.errors import UserError
 from eagle31_train.evaluation.comparison import is_drafter
 
 ROOT = Path(__file__).resolve().parent.parent
-BUILT = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "CITATION.cff", "LICENSE", "benchmarks/README.md", "docs"]
-PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md")]
+PAGES_ELSEWHERE = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md", "examples/README.md"]
+BUILT = [*PAGES_ELSEWHERE, "CITATION.cff", "LICENSE", "docs"]
+PAGES = [ROOT / name for name in PAGES_ELSEWHERE]
 PAGES += sorted(ROOT.glob("docs/*.md"))
 TEXTS = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES if page.name != "log.md"}
 SECTIONS = {name.partition(".")[0] for name in cli.option_names() if "." in name}

@@ -85,7 +85,7 @@ MEASURES = len(fields(BatchMetrics))
 # Logits alive at once, by device: in one matrix product, and while probabilities of them are worked out, of which
 # several copies live. A product wants many rows; a CPU wants little enough for memory to be used again. A fused kernel
 # makes no copies, and leaves room for more.
-LOGITS = {"cpu": (2**23, 2**22), "other": (2**28, 2**26), "fused": (2**29, 2**26)}
+LOGITS = {"cpu": (2**23, 2**19), "other": (2**28, 2**26), "fused": (2**29, 2**26)}
 
 
 class Objective(nn.Module):
