@@ -12,7 +12,7 @@ import argparse
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,8 +24,6 @@ from eagle31_train.console import note, tidy
 from eagle31_train.errors import UserError
 from eagle31_train.store.backends import Storage, open_storage
 from eagle31_train.store.format import EXTRACT, REMAKE
-from eagle31_train.store.head import Head
-from eagle31_train.store.shard_plan import Plan
 from eagle31_train.store.verify import check, inspect
 
 
@@ -38,10 +36,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with tidy(), tempfile.TemporaryDirectory(prefix="eagle31-", dir=options.cache_dir) as folder:
             storage = open_storage(options.store, Path(folder), most)
             try:
-                if options.command == "info":
-                    note(_describe(storage))
-                    return 0
-                return _verify(storage, options.remove)
+                if options.command == "verify":
+                    return _verify(storage, options.remove)
+                note(_describe(storage))
+                return 0
             finally:
                 storage.close()
     except (UserError, FileNotFoundError) as error:  # the latter where there is no --cache-dir
@@ -49,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _verify(storage: Storage, take_away: bool) -> int:
+def _verify(storage: Storage, remove: bool) -> int:
     """Print what is wrong, a line each, and a summary; returns the exit status."""
     checked, problems = Counter[str](), []
     for problem in check(storage, checked):
@@ -61,21 +59,18 @@ def _verify(storage: Storage, take_away: bool) -> int:
         f"{checked['shards']:,} of {checked['tokens']:,} tokens and {checked['bytes']:,} bytes, used up by a training: "
         f"{checked['consumed']:,}, still to come: {checked['coming']:,}"
     )
-    if problems and not take_away:
-        note(
-            f"`eagle31 store verify {storage.location} --remove` takes away what is damaged, "
-            "and the extraction's own command then makes it anew"
-        )
-    elif problems:
+    if problems and remove:
         files = [problem.file for problem in problems if problem.file]
         for name in files:
             storage.remove(name)
         note(f"removed: {len(files)} files; {REMAKE}")
+    elif problems:
+        note(f"remove what is damaged by `eagle31 store verify {storage.location} --remove`, then {REMAKE}")
     return 1 if problems else 0
 
 
 def _describe(storage: Storage) -> str:
-    """Everything worth knowing of a store, some twenty lines.
+    """What a store holds, some twenty lines.
 
     Raises:
         UserError: there is no store, or its small files are damaged.
@@ -84,24 +79,22 @@ def _describe(storage: Storage) -> str:
     verify = f"see `eagle31 store verify {storage.location}`"
     if head.plan is None or head.provenance is None:
         raise UserError(f"{problems[0].text}: {verify}")
-    rows = [*_contents(head, head.plan), *head.provenance["inputs"].items(), *head.provenance["states"].items()]
-    rows += [("fidelity", (head.manifest or {}).get("fidelity")), ("damaged", verify if problems else None)]
-    return "\n".join(f"{name:<17}  {value}" for name, value in rows if value not in (None, {}))
-
-
-def _contents(head: Head, plan: Plan) -> Iterator[tuple[str, Any]]:
-    yield "store", f"{head.storage.location}, fingerprint {head.provenance and head.provenance['fingerprint']}"
-    done = [shard for shard in plan.shards if shard.name in head.lines]
-    state = f"{len(done)} of {len(plan.shards)} committed, {len(head.consumed)} of them used up by a training"
-    yield "shards", state if head.manifest else f"{state}; unfinished, `{EXTRACT}` goes on with it"
-    for split, lengths in plan.lengths.items():
-        text = f"{len(lengths):,} samples, {sum(lengths):,} tokens"
+    done = [shard for shard in head.plan.shards if shard.name in head.lines]
+    state = f"{len(done)} of {len(head.plan.shards)} committed, {len(head.consumed)} of them used up by a training"
+    rows: dict[str, Any] = {
+        "store": f"{storage.location}, fingerprint {head.provenance['fingerprint']}",
+        "shards": state if head.manifest else f"{state}; unfinished, `{EXTRACT}` goes on with it",
+    }
+    for split, lengths in head.plan.lengths.items():
+        rows[split] = f"{len(lengths):,} samples, {sum(lengths):,} tokens"
         if lengths:
-            text += f"; of a sample: {min(lengths):,} to {max(lengths):,} tokens, median {median(lengths):,.0f}"
-        yield split, text
+            rows[split] += f"; of a sample: {min(lengths):,} to {max(lengths):,}, median {median(lengths):,.0f}"
     if tokens := sum(shard.tokens for shard in done):
         size = sum(head.lines[shard.name].size for shard in done)
-        yield "bytes", f"{tqdm.format_sizeof(size, 'B')}, {size / tokens:,.0f} per token"
+        rows["bytes"] = f"{tqdm.format_sizeof(size, 'B')}, {size / tokens:,.0f} per token"
+    rows |= {**head.provenance["inputs"], **head.provenance["states"]}
+    rows |= {"fidelity": (head.manifest or {}).get("fidelity"), "damaged": verify if problems else None}
+    return "\n".join(f"{name:<17}  {value}" for name, value in rows.items() if value not in (None, {}))
 
 
 def _parser() -> argparse.ArgumentParser:

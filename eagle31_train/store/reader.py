@@ -25,7 +25,7 @@ from eagle31_train.store.format import (
     TRAJECTORIES,
     TRAJECTORIES_LINE,
 )
-from eagle31_train.store.head import committed_lines, difference, read_head, read_line
+from eagle31_train.store.head import committed_lines, damage_of, read_head
 from eagle31_train.store.shard import ContentError, ShardFile, open_shard
 from eagle31_train.store.shard_plan import PlannedShard, shape_of
 from eagle31_train.store.stream import read_bound, read_consumed, wait
@@ -64,8 +64,7 @@ class Store:
         if problems:
             raise UserError(f"{problems[0].text}: {REMAKE}")
         if head.provenance is None or head.plan is None:
-            lost = PROVENANCE if head.provenance is None else PLAN
-            raise UserError(f"{self.location}/{lost} is missing: {REMAKE}")
+            raise UserError(f"{self.location} lacks {PROVENANCE} or {PLAN}: {REMAKE}")
         self.manifest, self.plan = head.manifest, head.plan
         self.fingerprint: str = head.provenance["fingerprint"]
         self.inputs: dict[str, Any] = head.provenance["inputs"]
@@ -73,7 +72,7 @@ class Store:
         self.shape = shape_of(self.states)
         self._lines = head.lines
         self._bound: int | None = None
-        self._verified: dict[str, int] = {}
+        self._verified: set[str] = set()  # shards whose checksums this process has compared
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._open: OrderedDict[str, ShardFile] = OrderedDict()
@@ -85,16 +84,12 @@ class Store:
         if "embed_tokens" in weights:
             weights.setdefault("lm_head", weights["embed_tokens"])
         V, H = self.states["vocab_size"], self.shape.hidden_size
-        for name, size in (
-            ("embed_tokens", (-1, H)),
-            ("norm", (H,)),
-            ("lm_head", (V, H)),
-        ):  # an embedding may be padded
+        # An embedding may be padded.
+        for name, size in (("embed_tokens", (-1, H)), ("norm", (H,)), ("lm_head", (V, H))):
             weight = weights.get(name)
-            if weight is None or weight.dim() != len(size) or not weight.is_floating_point():
-                raise UserError(f"{self.location}/{TARGET} has no {name} of {len(size)} axes of numbers: {REMAKE}")
-            if any(wanted not in (-1, there) for wanted, there in zip(size, weight.shape, strict=True)):
-                raise UserError(f"{self.location}/{TARGET} holds {name} {list(weight.shape)}, for {V} tokens: {REMAKE}")
+            shape = list(weight.shape) if weight is not None and weight.is_floating_point() else []
+            if len(shape) != len(size) or any(n not in (-1, there) for n, there in zip(size, shape, strict=True)):
+                raise UserError(f"{self.location}/{TARGET} holds {name} {shape}, for {V} tokens: {REMAKE}")
         return weights
 
     @cached_property
@@ -104,8 +99,7 @@ class Store:
 
     def _tensors(self, name: str) -> dict[str, Tensor]:
         """A big file beside the shards, once its bytes are known to be those that were written."""
-        line = read_line(self.storage, name, self.fingerprint)
-        if damage := difference(self.storage, name, line.entry):
+        if damage := damage_of(self.storage, name, self.fingerprint):
             raise UserError(f"{damage}: {REMAKE}")
         try:
             return load_file(self.storage.local(name))
@@ -114,14 +108,14 @@ class Store:
 
     @property
     def max_bytes(self) -> int | None:
-        """The bound that the extraction keeps, or kept last: then, who follows removes what it used up."""
+        """The bound that the extraction keeps, or kept last: with one, who follows removes what it used up."""
         bound = read_bound(self.storage, self.fingerprint)
         if bound and bound["max_bytes"] is not None:  # gone once it is over, and what is left is used up all the same
             self._bound = bound["max_bytes"]
         return self._bound
 
     def close(self) -> None:
-        """Nothing more is read: whoever waits for a shard, or fetches one ahead, is wanted no more."""
+        """Nothing more is read: waits for a shard end, and nothing is fetched ahead any more."""
         self._stopped.set()
         self.storage.close()
 
@@ -166,8 +160,11 @@ class Store:
     def _map(self, shard: PlannedShard) -> ShardFile:
         line, lengths = self._lines[shard.name], self.plan.lengths_of(shard)
         where = f"{self.location}/{shard.name} ({shard.samples()})"
+        known = shard.name in self._verified and not self.storage.remote
         try:
-            return open_shard(self.storage, line, lengths, self.shape, self.states["vocab_size"], self._verified)
+            file = open_shard(self.storage, line, lengths, self.shape, self.states["vocab_size"], known)
+            self._verified.add(shard.name)
+            return file
         except ContentError as error:
             what = str(error)
         except FileNotFoundError:

@@ -1,7 +1,8 @@
 """Writing a store: every shard is committed whole, by any number of processes, and never past a bound of bytes."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,11 @@ from eagle31_train.store.format import (
     TRAJECTORIES,
     Line,
     line_name,
+    read_line,
+    read_record,
 )
-from eagle31_train.store.head import committed_lines, difference, read_line, read_lines
-from eagle31_train.store.sealed import DamagedError, checksum, digest, seal, unseal
+from eagle31_train.store.head import committed_lines, damage_of, read_lines
+from eagle31_train.store.sealed import DamagedError, checksum, digest, seal
 from eagle31_train.store.shard import write_shard
 from eagle31_train.store.shard_plan import Plan, PlannedShard, shape_of
 from eagle31_train.store.stream import check_bound, read_bound, read_consumed, wait
@@ -64,18 +67,17 @@ class StoreWriter:
         patience: float = 3600.0,
         remedy: Callable[[dict[str, Any]], str] = lambda _: REPLACE,
     ) -> None:
-        self.remedy = remedy
         self.storage, self.plan, self.rank, self.ranks = storage, plan, rank, ranks
-        self.provenance, self.patience = provenance, patience
+        self.provenance, self.patience, self.max_bytes = provenance, patience, max_bytes
+        self._overwrite, self._remedy = overwrite, remedy
         self.shape = shape_of(provenance["states"])
         self.id: str = provenance["fingerprint"]
-        self.max_bytes = max_bytes
         if max_bytes is not None:
             check_bound(plan, max_bytes)
         if rank == 0:
-            self._prepare(overwrite)
+            self._prepare()
         else:
-            self._await_first(overwrite)
+            self._await_first()
         # Others may be at theirs already: a continued store is prepared from the start.
         storage.clean([name for shard in self.mine() for name in (shard.name, shard.line)])
         self._sizes = storage.sizes("shards")
@@ -90,9 +92,7 @@ class StoreWriter:
     def has(self, shard: PlannedShard) -> bool:
         """Whether the shard was committed and is of its listed size, or has been used up, when this writer began."""
         line = self.lines.get(shard.name)
-        if line is None:
-            return False
-        return self._sizes.get(shard.name) == line.size or self._used_up(shard)
+        return line is not None and (self._sizes.get(shard.name) == line.size or self._used_up(shard))
 
     def wait_for_quota(self, shard: PlannedShard) -> bool:
         """Return once a shard fits under the bound; False if the training that follows wants no more.
@@ -156,17 +156,16 @@ class StoreWriter:
     @property
     def has_trajectories(self) -> bool:
         """Whether they are there, as an earlier start wrote them."""
-        with suppress(UserError):  # missing, or damaged
-            line = read_line(self.storage, TRAJECTORIES, self.id)
-            return difference(self.storage, TRAJECTORIES, line.entry) is None
-        return False
+        return damage_of(self.storage, TRAJECTORIES, self.id) is None
 
     def _write_tensors(self, file: str, tensors: dict[str, Tensor]) -> None:
         with self._building(file) as scratch:
             save_file({name: tensor.cpu() for name, tensor in tensors.items()}, scratch)
-            line, old = Line(file, self.id, scratch.stat().st_size, checksum(scratch)), None
-            with suppress(UserError):  # missing, or damaged
+            line = Line(file, self.id, scratch.stat().st_size, checksum(scratch))
+            try:
                 old = read_line(self.storage, file, self.id)
+            except DamagedError:
+                old = None
             # The same bytes replace those of an earlier start: a training that begins meanwhile finds them all along.
             self._commit(scratch, line, old)
 
@@ -195,23 +194,21 @@ class StoreWriter:
         # Of shards that are damaged or gone, which their own process makes again, an old line may still be there.
         old = {shard.name: self.lines[shard.name].size for shard in missing if shard.name in self.lines}
 
-        def there() -> set[str]:
-            return set(self.storage.names("shards"))
-
         def complete() -> bool:
             nonlocal missing
             sizes = self.storage.sizes("shards") if old else {}  # before the lines: a shard's new line is after it
-            found = there()
+            names = set(self.storage.names("shards"))
             missing = [
                 shard
                 for shard in missing
-                if shard.line not in found
+                if shard.line not in names
                 or (shard.name in old and sizes.get(shard.name) != old[shard.name] and not self._used_up(shard))
             ]
             return not missing or read_consumed(self.storage, self.id).finished
 
+        what = "extract: waiting for the other processes' shards"
         if missing:
-            wait(complete, "extract: waiting for the other processes' shards", self.patience, lambda: len(there()))
+            wait(complete, what, self.patience, lambda: len(self.storage.names("shards")))
         if missing:
             return None
         lines, problems = read_lines(self.storage, awaited, self.id)
@@ -233,8 +230,7 @@ class StoreWriter:
         assert self.rank == 0
         lines = self.gather()
         assert lines is not None, "a store that is not complete cannot be finished"
-        merged = b"".join(line.sealed() for line in lines)
-        self.storage.write(SHARDS, merged)
+        self.storage.write(SHARDS, b"".join(line.sealed() for line in lines))
         for shard in self.plan.shards:  # now that their lines stand elsewhere
             self.storage.remove(shard.line)
         self.storage.remove(STREAM)
@@ -244,30 +240,26 @@ class StoreWriter:
             "inputs": self.provenance["inputs"],
             "samples": {split: len(lengths) for split, lengths in self.plan.lengths.items()},
             "tokens": self.plan.tokens,
-            "bytes_per_token": sum(line.size for line in self.lines.values()) / max(1, self.plan.tokens),
+            "bytes_per_token": sum(line.size for line in lines) / max(1, self.plan.tokens),
             **totals,
             "files": {name: {"bytes": len(data), "checksum": digest(data)} for name, data in files.items()},
         }
         self.storage.write(artifacts.MANIFEST, seal(manifest, indent=2))
         return manifest
 
-    def _prepare(self, overwrite: bool) -> None:
+    def _prepare(self) -> None:
         """Begin the store, or check that what was begun is this one."""
         storage = self.storage
-        try:
-            begun = unseal(storage.read(PROVENANCE))
-        except (FileNotFoundError, DamagedError) as error:
-            # Shards of unknown origin pass for nobody's; but their lines tell whose they are, too.
-            if storage.names("shards") and not self._committed(self.plan.shards):
-                lack = "no" if isinstance(error, FileNotFoundError) else f"a damaged ({error})"
-                raise UserError(f"{storage.location} holds shards but {lack} {PROVENANCE}: remove it") from None
-            begun = None
+        begun = self._begun()
+        # Shards of unknown origin pass for nobody's; but their lines tell whose they are, too.
+        if begun is None and storage.names("shards") and not self._committed(self.plan.shards):
+            raise UserError(f"{storage.location} holds shards, but no whole {PROVENANCE}: remove it")
         if begun is not None and begun != self.provenance:
-            self._check_replaced(begun, overwrite)
             storage.discard()
         storage.remove(artifacts.MANIFEST)  # whoever reads it now finds it unfinished
         storage.clean([TARGET, TRAJECTORIES])
-        storage.write(PLAN, seal({**self.plan.as_json(), "store": self.id}))
+        shards = [asdict(shard) for shard in self.plan.shards]
+        storage.write(PLAN, seal({"lengths": self.plan.lengths, "shards": shards, "store": self.id}))
         storage.write(STREAM, seal({"max_bytes": self.max_bytes, "processes": self.ranks, "store": self.id}))
         storage.write(PROVENANCE, seal(self.provenance, indent=2))
         if storage.size(SHARDS) is not None:  # a store that was complete: its lines get files of their own again
@@ -275,14 +267,23 @@ class StoreWriter:
                 storage.write(line_name(line.name), line.sealed())
             storage.remove(SHARDS)
 
-    def _check_replaced(self, begun: dict[str, Any], overwrite: bool) -> None:
-        if not overwrite:
-            change = artifacts.describe_change(begun, self.provenance)
-            raise UserError(
-                f"{self.storage.location} holds a begun store of another run ({change}): {self.remedy(begun)}"
-            )
+    def _begun(self) -> dict[str, Any] | None:
+        """The provenance of the store that was begun; None without one, or where it is damaged.
 
-    def _await_first(self, overwrite: bool) -> None:
+        Raises:
+            UserError: it is another's, which is not to be overwritten.
+        """
+        try:
+            begun = read_record(self.storage, PROVENANCE, dict)
+        except DamagedError:
+            return None
+        if begun is not None and begun != self.provenance and not self._overwrite:
+            change = artifacts.describe_change(begun, self.provenance)
+            where = self.storage.location
+            raise UserError(f"{where} holds a begun store of another run ({change}): {self._remedy(begun)}")
+        return begun
+
+    def _await_first(self) -> None:
         """Wait until rank 0 has prepared the store, and for as many processes: else shards would be nobody's, or two's.
 
         Raises:
@@ -291,15 +292,10 @@ class StoreWriter:
         what = "extract: waiting for the first process to prepare the store"
         if (others := self._processes()) not in (None, self.ranks):
             what += f" for {self.ranks} processes; {others} share it so far (extract.parts is the same for every part)"
-        wait(lambda: self._prepared(overwrite), what, self.patience)
+        wait(self._prepared, what, self.patience)
 
-    def _prepared(self, overwrite: bool) -> bool:
-        try:
-            begun = unseal(self.storage.read(PROVENANCE))
-        except (FileNotFoundError, DamagedError):
-            return False
-        if begun != self.provenance:
-            self._check_replaced(begun, overwrite)
+    def _prepared(self) -> bool:
+        if self._begun() != self.provenance:
             return False
         if self.storage.size(artifacts.MANIFEST) is not None:  # complete since this process asked (`finished`)
             return True
@@ -319,10 +315,7 @@ class StoreWriter:
         return shard.name in self._consumed
 
     def _committed(self, shards: Sequence[PlannedShard]) -> dict[str, Line]:
-        """The lines of these shards, as far as they are there.
-
-        A damaged one, as a kill may leave where files are not replaced whole, is none.
-        """
+        """The lines of these shards, as far as they are there; a damaged one is none."""
         lines, problems = committed_lines(self.storage, self.plan, shards, self.id)
         for problem in problems:
             note(f"extract: {problem.text}", error=True)

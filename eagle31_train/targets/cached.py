@@ -17,8 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from eagle31_train.errors import UserError
-from eagle31_train.targets.hf import HiddenStateTarget
-from eagle31_train.targets.transformers_engine import rope_by_length
+from eagle31_train.targets.hf import HiddenStateTarget, rope_by_length
 
 TOGETHER = {"full_attention", "sliding_attention"}  # types of layers of which rows of unequal length are tested
 RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}  # those that keep a state, not keys of each token

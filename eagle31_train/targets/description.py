@@ -1,7 +1,6 @@
 """What a target's config.json says: its sizes, its RoPE, its layers. Read without its weights and without its code.
 
-A drafter's shape follows from it (`derive`), a plan reckons with it, and what cannot be served is known by it, before
-anything is spent. Imports no torch.
+A drafter's shape (`derive`) and a plan follow from it. Imports no torch.
 """
 
 import re
@@ -30,7 +29,7 @@ NO_EAGLE3 = {
     "glm4", "glm4_moe", "glm4_moe_lite", "glm4v", "glm4v_moe", "granitemoe", "granitemoehybrid", "granitemoeshared",
     "hy_v3", "internvl", "longcat_flash", "mixtral", "olmoe", "qwen2_moe", "qwen2_vl",
 }  # fmt: skip
-# Kinds of whose layers (dense and of experts in turn, attention in chunks) no drafter's shape follows that was tried.
+# Kinds whose layers (dense and of experts in turn, attention in chunks) nothing here was tried with.
 NOT_DERIVED = {"llama4", "llama4_text"}
 EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 CHOSEN = ("num_experts_per_tok", "experts_per_token", "moe_topk")
@@ -49,39 +48,23 @@ class _Raw(TypedDict, total=False):
     quantization_config: dict[str, Any] | None
 
 
-class _Text(TypedDict, total=False):
-    """What is read of transformers' configuration."""
-
-    hidden_size: Width
-    vocab_size: Width
-    num_hidden_layers: Count
-    intermediate_size: Width | list[Width]  # of each layer
-    num_attention_heads: Count
-    num_key_value_heads: Count
-    head_dim: Count
-    max_position_embeddings: Positions
-    rms_norm_eps: Number
-    norm_eps: Number
-    rope_theta: Theta
-    rope_scaling: dict[str, Any]
-    rope_parameters: dict[str, Any]
-    q_lora_rank: Width
-    kv_lora_rank: Width
-    qk_nope_head_dim: Width
-    qk_rope_head_dim: Width
-    v_head_dim: Width
-    layer_types: list[str]
-    sliding_window: Positions | bool
-    n_routed_experts: Count
-    num_experts: Count
-    num_local_experts: Count
-    num_experts_per_tok: Count
-    experts_per_token: Count
-    moe_topk: Count | list[Count]
-    moe_intermediate_size: Width | list[Width]
-    n_shared_experts: Count
-    first_k_dense_replace: Count
-    mlp_only_layers: list[Count]
+COUNTS = ["num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "first_k_dense_replace"]
+COUNTS += ["n_routed_experts", "num_experts", "num_local_experts", "n_shared_experts"]
+COUNTS += ["num_experts_per_tok", "experts_per_token"]
+WIDTHS = ["hidden_size", "vocab_size", "q_lora_rank", *MLA_WIDTHS]
+TYPES: dict[str, Any] = {  # of what is read of transformers' configuration
+    **dict.fromkeys(COUNTS, Count),
+    **dict.fromkeys(WIDTHS, Width),
+    **dict.fromkeys(EXPERT_WIDTH, Width | list[Width]),  # of each layer
+    **dict.fromkeys(["rms_norm_eps", "norm_eps"], Number),
+    **dict.fromkeys(["rope_scaling", "rope_parameters"], dict[str, Any]),
+    "moe_topk": Count | list[Count],
+    "mlp_only_layers": list[Count],
+    "layer_types": list[str],
+    "max_position_embeddings": Positions,
+    "rope_theta": Theta,
+    "sliding_window": Positions | bool,
+}
 
 
 @dataclass(frozen=True)
@@ -186,17 +169,11 @@ def describe_target(target: TargetConfig) -> TargetDescription:
 
 
 def description_of(raw: dict[str, Any], text: Any, where: str) -> TargetDescription:
-    """A description from config.json and transformers' reading of it; `where` names it in errors.
-
-    Raises:
-        UserError: it lacks a size, or gives one that is none.
-    """
+    """From config.json and transformers' reading of it; UserError, naming `where`, where a size is missing or none."""
     if raw["model_type"] in NOT_DERIVED:
         raise UserError(f"{where} is a {raw['model_type']}, for which no drafter is made here: nothing of it was tried")
-
     try:
-        given = {name: value for name in _Text.__annotations__ if (value := getattr(text, name, None)) is not None}
-        text = SimpleNamespace(**foreign.typed(_Text, given))
+        text = _checked(text)
         theta, scaling = _rope(text)
     except ValueError as error:
         raise UserError(f"{where}: its config.json gives {error}: copy it again") from None
@@ -237,6 +214,18 @@ def description_of(raw: dict[str, Any], text: Any, where: str) -> TargetDescript
     )
 
 
+def _checked(text: Any) -> SimpleNamespace:
+    """What is read of transformers' configuration, as far as it is there; ValueError for a value of another type."""
+    checked = SimpleNamespace()
+    for name, kind in TYPES.items():
+        if (value := getattr(text, name, None)) is not None:
+            try:
+                setattr(checked, name, foreign.typed(kind, value))
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+    return checked
+
+
 def _mlp_width(text: Any, size: Any) -> tuple[int, str]:
     """The MLP width that a drafter takes over, and where it is from.
 
@@ -267,9 +256,6 @@ def _rope(text: Any) -> tuple[float, dict[str, Any]]:
     kind = rope.pop("type", None), rope.pop("rope_type", None)
     name = foreign.typed(str, kind[1] or kind[0] or "default")
     return float(theta), {} if name == "default" else {"rope_type": name, **rope}
-
-
-# ---------------------------------------------------------------- what follows for serving
 
 
 def serving_doubt(target: TargetConfig, model_type: str) -> str | None:

@@ -10,13 +10,14 @@ Shapes: T tokens of one conversation; A auxiliary layers; H hidden.
 import importlib.util
 import os
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset, DatasetDict
+from numpy.typing import NDArray
 from torch import Tensor
 
 from eagle31_train import artifacts, provenance
@@ -28,19 +29,19 @@ from eagle31_train.model import vocab
 from eagle31_train.provenance import Provenance
 from eagle31_train.store import Storage, StoreWriter, finished, make_plan, shape_of, storage_of
 from eagle31_train.store.document import Document
-from eagle31_train.store.shard import kept
+from eagle31_train.store.shard import encode_to_cpu
 from eagle31_train.store.shard_plan import SPLITS, Shape
-from eagle31_train.targets.agreement import Agreement
-from eagle31_train.targets.engine import Engine, too_long
-from eagle31_train.targets.fidelity import Figures, Gate, report, summary
+from eagle31_train.targets.engine import Engine, check_length
+from eagle31_train.targets.fidelity import Figures, Gate, report
+from eagle31_train.targets.hf import load_engine
 from eagle31_train.targets.hf import ranks as launched
 from eagle31_train.targets.pretrained import load_tokenizer, require_path, vocabulary_fingerprint
 from eagle31_train.targets.readout import Readout
-from eagle31_train.targets.transformers_engine import load_engine
 from eagle31_train.targets.vllm_engine import VllmEngine
 
 LOGIT_ROWS = 512  # rows of [rows, V] logits alive at once
-
+FOREIGN = 0.5  # share of the answers' tokens that the target would write itself, below which it hardly wrote them
+OUTSIDE = 0.2  # share of its choices outside the draft vocabulary, above which that was counted on other words
 
 # What the first process does with the target before it stores states.
 Prelude = Callable[[Config, Engine, StoreWriter, DatasetDict], None]
@@ -74,12 +75,11 @@ def _extract(
     check_tokenizer(config, data)
     engine = make_engine(config)
     states = describe(engine, config)
-    check_vocab_size(config, data, states["vocab_size"])
+    if (size := data["inputs"]["vocab_size"]) != states["vocab_size"]:
+        raise _other_target(config, f"for a target with {size} tokens, and it has {states['vocab_size']}")
     masks = {split: splits[split]["loss_mask"] for split in SPLITS}
     plan = make_plan(masks, config.extract.shard_tokens, shape_of(states))
-    longest = max((length for lengths in plan.lengths.values() for length in lengths), default=0)
-    if engine.longest is not None and longest > engine.longest:
-        raise too_long(engine, longest)
+    check_length(engine, max((length for lengths in plan.lengths.values() for length in lengths), default=0))
     writer = StoreWriter(
         storage,
         {**made_from.record(), "states": states},
@@ -97,15 +97,19 @@ def _extract(
             prelude(config, engine, writer, splits)
         writer.write_target(engine.readout.weights())
     gate = Gate(engine, config.extract, len(plan.shards))
-    agreement = Agreement(vocab.read(config.data_folder / "vocab.safetensors").t2d, config.regenerate)
+    agreement = Agreement(vocab.read(config.data_folder / "vocab.safetensors").t2d)
     wanted = extract_shards(engine, splits, writer, gate, agreement, is_main())
     lines = writer.gather() if wanted and first else None
     if lines is not None:
         fidelity = report([line.fidelity for line in lines if line.fidelity is not None])
         manifest = writer.finish({"fidelity": fidelity, "seconds": time.perf_counter() - began})
+        compared = "fidelity: not compared (extract.gate_batches=0)"
+        if fidelity["batches"]:
+            top1, kl = fidelity["top1_agreement"], fidelity["kl"]
+            compared = f"fidelity: top-1 {top1:.2%}, KL {kl:.2g} over {fidelity['positions']} positions"
         note(
             f"extract: {manifest['tokens']:,} tokens, {manifest['bytes_per_token']:,.0f} bytes each, "
-            f"in {storage.location}; {summary(fidelity)}"
+            f"in {storage.location}; {compared}"
         )
         for line in agreement.lines():
             note(line)
@@ -147,12 +151,6 @@ def check_tokenizer(config: Config, data: dict[str, Any]) -> None:
     require_path(config.target)
     if vocabulary_fingerprint(load_tokenizer(config.target)) != fingerprint:
         raise _other_target(config, "with another tokenizer than it has")
-
-
-def check_vocab_size(config: Config, data: dict[str, Any], vocab_size: int) -> None:
-    """Refuse conversations for a target of other than `vocab_size` tokens."""
-    if (size := data["inputs"]["vocab_size"]) != vocab_size:
-        raise _other_target(config, f"for a target with {size} tokens, and it has {vocab_size}")
 
 
 def _other_target(config: Config, how: str) -> UserError:
@@ -200,6 +198,50 @@ def describe(engine: Engine, config: Config) -> dict[str, Any]:
         "aux_codec": config.store.aux_codec,
         "last_codec": config.store.last_codec,
     }
+
+
+@dataclass
+class Agreement:
+    """How far answers are the target's own, and its choices in the draft vocabulary, at the supervised positions.
+
+    draft_tokens: [V] bool, tokens of the draft vocabulary. own: positions whose next token is the target's arg-max.
+    outside: those whose arg-max no draft can be.
+    """
+
+    draft_tokens: NDArray
+    positions: int = 0
+    own: int = 0
+    outside: int = 0
+
+    def add(self, documents: Iterable[Document]) -> None:
+        """Count some documents."""
+        for document in documents:
+            where = document.supervised
+            top1 = document.top1[where]
+            self.positions += len(where)
+            self.own += int((top1 == document.tokens[where + 1]).sum())
+            self.outside += int((~self.draft_tokens[top1.numpy()]).sum())
+
+    def lines(self) -> list[str]:
+        """What is to be said of it; nothing where nothing was counted."""
+        if not self.positions:
+            return []
+        own, outside = self.own / self.positions, self.outside / self.positions
+        lines = [
+            f"extract: the target would itself write {own:.1%} of the {self.positions:,} answer tokens seen here; "
+            f"{outside:.1%} of its choices lie outside the draft vocabulary"
+        ]
+        if own < FOREIGN:
+            lines.append(
+                "extract: WARNING: hardly its own answers, from which a drafter learns little: were they made by this "
+                "target (regenerate=true), with this chat template, at a moderate data.generate.temperature?"
+            )
+        if outside > OUTSIDE:
+            lines.append(
+                "extract: WARNING: many of its choices can never be drafted: raise data.draft_vocab_size, or count it "
+                "on the target's own answers"
+            )
+        return lines
 
 
 def extract_shards(
@@ -250,8 +292,11 @@ def document_of(
     """One sample with the stored rows of aux [T, A, H] and last [T, H], encoded on their device, then on the CPU."""
     whole = Document(tokens, loss_mask, top1_of(readout, last, loss_mask), aux, last)
     # A GPU holds the states of one batch at a time, not those of a shard.
-    kept_aux, kept_last = kept(whole.attended_states, shape.aux_codec), kept(whole.supervised_states, shape.last_codec)
-    return replace(whole, aux=kept_aux, last=kept_last)
+    return replace(
+        whole,
+        aux=encode_to_cpu(whole.attended_states, shape.aux_codec),
+        last=encode_to_cpu(whole.supervised_states, shape.last_codec),
+    )
 
 
 def top1_of(readout: Readout, last: Tensor, loss_mask: Tensor) -> Tensor:

@@ -17,16 +17,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from eagle31_train.config import TargetConfig
 from eagle31_train.errors import UserError
 from eagle31_train.targets.description import pick_layers
+from eagle31_train.targets.engine import Reference
 from eagle31_train.targets.packed import pack_linears
 from eagle31_train.targets.pretrained import from_pretrained, require_path
-from eagle31_train.targets.readout import Readout, find_parts, readout_of
+from eagle31_train.targets.readout import Readout, find_parts, readout_from_checkpoint, readout_of
 
 STRETCHED = {"linear", "dynamic"}  # RoPE of which max_position_embeddings is the length before its factor
+LENGTH_ROPES = {"longrope", "dynamic", "su"}  # that follow the length of a batch
+PADS = 8  # padding that makes the gate's own forward pass take the model's masked path
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -75,20 +79,18 @@ def load_model(config: TargetConfig, dtype: str | None = None) -> Any:
         raise UserError(
             "target.device_map spreads one target over the devices: start one process, and leave target.device=auto"
         )
+    options: dict[str, Any] = {"device_map": config.device_map} if config.device_map else {}
     device = None if config.device_map else pick_device(config.device)
-    options: dict[str, Any] = {"dtype": DTYPES[dtype or config.dtype]}
-    if config.device_map:
-        options["device_map"] = config.device_map
     # Tensors of another size than the model's are refused below, by name.
-    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    options |= {"dtype": DTYPES[dtype or config.dtype], "output_loading_info": True, "ignore_mismatched_sizes": True}
     model, info = from_pretrained(_model_class(_whole_config(config)), config, **options)
     # transformers makes up what is missing, and nothing later could notice: states, fidelity gate and evaluation would
     # all be of the same wrong target.
     if wrong := sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}):
         raise UserError(
-            f"target.path={config.path}: {len(wrong)} of its weights are missing or of another size ({wrong[0]}"
-            f"{', …' if len(wrong) > 1 else ''}), and transformers would make up random ones: is the checkpoint whole, "
-            "and of the architecture that its config.json names?"
+            f"target.path={config.path}: {len(wrong)} of its weights are missing or of another size (such as "
+            f"{wrong[0]}), and transformers would make up random ones: is the checkpoint whole, and of the "
+            "architecture that its config.json names?"
         )
     if device is not None:
         model.to(device)
@@ -102,10 +104,11 @@ def _model_class(config: Any) -> Any:
 
     Of some multimodal targets (Mistral 3, Qwen3-VL) it has no causal LM, only the whole, with the decoder in it.
     """
-    kinds = (AutoModelForCausalLM, AutoModelForImageTextToText)
-    # transformers' own table of them; where a version has none, the first says itself what it does not know.
-    known = [kind for kind in kinds if type(config) in getattr(kind, "_model_mapping", ())]
-    return known[0] if known else AutoModelForCausalLM  # which may know code of the target's own
+    # transformers' own table; where a version has none, the first class says itself what it does not know.
+    if type(config) in getattr(AutoModelForCausalLM, "_model_mapping", ()):
+        return AutoModelForCausalLM
+    multimodal = type(config) in getattr(AutoModelForImageTextToText, "_model_mapping", ())
+    return AutoModelForImageTextToText if multimodal else AutoModelForCausalLM  # which may know code of its own
 
 
 def read_config(config: TargetConfig) -> Any:
@@ -215,3 +218,103 @@ def _catch(caught: dict[int, Tensor], index: int) -> Any:
         caught[index] = args[0] if args else kwargs["hidden_states"]
 
     return hook
+
+
+# ---------------------------------------------------------------- the engine of extraction
+
+
+class TransformersEngine:
+    """A transformers model in this process, in batches of conversations of similar length; see `Engine`.
+
+    Args:
+        target: the model with its taps.
+        readout: its readout; default: read off the model.
+        batch_tokens: padded tokens in one forward pass.
+    """
+
+    name = "transformers"
+
+    def __init__(self, target: HiddenStateTarget, readout: Readout | None = None, batch_tokens: int = 4096) -> None:
+        self.target = target
+        self.readout = target.readout if readout is None else readout
+        self.layers = target.layers
+        self.batch_tokens = batch_tokens
+        # Beyond its positions a model still computes something, which no serving engine would.
+        self.longest = positions(target.model.config)
+        self._causal = causal(target.model.config)
+        self._alone = rope_by_length(target.model.config)
+
+    def run(self, tokens: Sequence[Tensor]) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """See `Engine.run`."""
+        device = self.target.device
+        lengths = [len(row) for row in tokens]
+        for batch in batches_by_length(lengths, 1 if self._alone else self.batch_tokens):
+            self._forget_lengths()
+            padded = pad_sequence([tokens[i] for i in batch], batch_first=True).to(device)
+            lengths_B1 = torch.tensor([[len(tokens[i])] for i in batch], device=device)
+            mask = (torch.arange(padded.shape[1], device=device) < lengths_B1).long()
+            states = self.target.states(padded, None if self._causal else mask)
+            for row, index in enumerate(batch):
+                length = len(tokens[index])
+                yield index, states.aux[row, :length], states.last[row, :length]
+
+    def reference(self, tokens: Tensor, positions: Tensor) -> Reference:
+        """See `Engine.reference`. The model's ordinary call, norm, lm_head and attention mask included."""
+        device = self.target.device
+        self._forget_lengths()
+        padded = torch.nn.functional.pad(tokens, (0, 0 if self._alone else PADS))[None].to(device)
+        mask = (torch.arange(padded.shape[1], device=device) < len(tokens)).long()[None]
+        return Reference(self.target.own_logits(padded, mask, positions)[0])
+
+    def _forget_lengths(self) -> None:
+        """Let a RoPE that follows the length follow the next conversation's alone: it keeps the longest one's."""
+        if not self._alone:
+            return
+        for module in self.target.model.modules():
+            for name in [name for name in vars(module) if name.endswith("max_seq_len_cached")]:
+                setattr(module, name, 0)
+
+
+def load_engine(config: TargetConfig, batch_tokens: int) -> TransformersEngine:
+    """The target, loaded; weights that a device map left on the disk are read from its checkpoint.
+
+    Raises:
+        UserError: it cannot be loaded or read.
+    """
+    target = HiddenStateTarget(load_model(config), config.aux_layers)
+    offloaded = any(module.weight.is_meta for module in (target.embedding, target.final_norm, target.head))
+    readout = readout_from_checkpoint(config, DTYPES[config.dtype]) if offloaded else target.readout
+    device = pick_device(config.device) if offloaded else target.head.weight.device
+    return TransformersEngine(target, readout.to(device), batch_tokens)
+
+
+def causal(config: Any) -> bool:
+    """Whether no token of a target sees a later one.
+
+    Padding at the end is then never seen by a real token, and need not be masked: without a mask,
+    torch's attention takes its causal fast path instead of reading a [T, T] mask.
+    """
+    config = config.get_text_config()
+    if getattr(config, "is_causal", True) is False:
+        return False
+    return not getattr(config, "use_bidirectional_attention", None)
+
+
+def rope_by_length(config: Any) -> bool:
+    """Whether a target's RoPE follows the length of a batch, padding included: such conversations run alone."""
+    config = config.get_text_config()
+    found = [getattr(config, name, None) or {} for name in ("rope_parameters", "rope_scaling")]
+    found += [value for each in found for value in each.values() if isinstance(value, dict)]  # by type of layer
+    return any(each.get(key) in LENGTH_ROPES for each in found for key in ("rope_type", "type"))
+
+
+def batches_by_length(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
+    """Group samples of similar length so that padded batches stay under `batch_tokens`."""
+    batches: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (lengths[i], i)):
+        # Ascending lengths: the newest sample is the longest, and sets the padded width.
+        if batches and (len(batches[-1]) + 1) * lengths[index] <= batch_tokens:
+            batches[-1].append(index)
+        else:
+            batches.append([index])
+    return batches

@@ -24,7 +24,7 @@ from torch import Tensor
 from eagle31_train.config import Config
 from eagle31_train.errors import UserError
 from eagle31_train.targets.description import pick_layers
-from eagle31_train.targets.engine import Reference, too_long
+from eagle31_train.targets.engine import Reference, check_length
 from eagle31_train.targets.hf import DTYPES, pick_device, ranks
 from eagle31_train.targets.pretrained import require_path
 from eagle31_train.targets.readout import readout_from_checkpoint
@@ -109,9 +109,7 @@ class VllmEngine:
         """As they come: which of the conversations, vLLM's output, and the file that belongs to it."""
         from vllm import SamplingParams
 
-        longest = max((len(row) for row in tokens), default=0)
-        if self.longest is not None and longest > self.longest:
-            raise too_long(self, longest)
+        check_length(self, max((len(row) for row in tokens), default=0))
         sampling = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, **more)
         try:
             prompts = [{"prompt_token_ids": row.tolist()} for row in tokens]

@@ -7,7 +7,7 @@ from pipeline import make_run, tiny_config
 from eagle31_train.extract import extract
 from eagle31_train.store import Store
 from eagle31_train.store.document import Document
-from eagle31_train.targets.agreement import FOREIGN, Agreement
+from eagle31_train.targets.extraction import FOREIGN, Agreement
 
 VOCAB = 40
 

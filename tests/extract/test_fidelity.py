@@ -17,8 +17,7 @@ from eagle31_train.targets import fidelity
 from eagle31_train.targets.engine import Reference
 from eagle31_train.targets.extraction import run_shard
 from eagle31_train.targets.fidelity import ROWS, Gate, compare
-from eagle31_train.targets.hf import HiddenStateTarget
-from eagle31_train.targets.transformers_engine import TransformersEngine
+from eagle31_train.targets.hf import HiddenStateTarget, TransformersEngine
 
 
 def gemma(model=GemmaForCausalLM, config=GemmaConfig, **changes):

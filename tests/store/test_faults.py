@@ -91,12 +91,6 @@ class Fault:
         self.change(one, contents[1])
         self.change(other, contents[0])
 
-    def leave_a_stray(self):
-        name = self.rng.choice(SHARD_FILES[: self.committed])
-        stray = name.replace(".", self.rng.choice([".bak.", "-copy.", f"-{self.rng.randrange(9999)}."]))
-        self.put(self.rng.choice([stray, stray.removeprefix("shards/"), "shards/notes.txt"]), self.content(name))
-        self.read = False
-
     def drop_a_line(self):
         lines = self.content(SHARDS).splitlines(True)
         del lines[self.rng.randrange(len(lines))]
@@ -106,7 +100,6 @@ class Fault:
         lines = self.content(SHARDS).splitlines(True)
         one, other = sorted(self.rng.sample(range(len(lines)), 2))
         lines[one], lines[other] = lines[other], lines[one]
-        self.shards.append(SHARD_FILES[one])  # now too far down
         self.put(SHARDS, b"".join(lines))
 
     def swap_line_files(self):
@@ -121,7 +114,7 @@ class Fault:
 
 
 BOTH = [
-    *[Fault.flip_a_bit] * 4, Fault.truncate, Fault.append, Fault.lose_a_file, Fault.swap_shards, Fault.leave_a_stray,
+    *[Fault.flip_a_bit] * 4, Fault.truncate, Fault.append, Fault.lose_a_file, Fault.swap_shards,
 ]  # fmt: skip
 COMPLETE = [*BOTH, Fault.drop_a_line, Fault.swap_lines]
 BEGUN = [*BOTH, Fault.swap_line_files]

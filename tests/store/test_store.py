@@ -134,7 +134,7 @@ def test_a_copy_that_is_damaged_on_its_way_is_fetched_again_or_named(store, tmp_
         times, spoilt[:] = 9, []
         storage.forget(NAMES[3])
         found, message = read_whole(storage)
-        assert "train-00001.safetensors (sample 3 of train) is not as it was written" in message
+        assert "train-00001.safetensors (samples 3 to 3 of train) is not as it was written" in message
         assert len(found["train"]) == 3
     finally:
         storage.discard()

@@ -17,9 +17,8 @@ from transformers import (
 
 from eagle31_train.config import TargetConfig
 from eagle31_train.targets import hf
-from eagle31_train.targets.hf import HiddenStateTarget, load_model
+from eagle31_train.targets.hf import HiddenStateTarget, TransformersEngine, load_model, rope_by_length
 from eagle31_train.targets.readout import readout_from_checkpoint
-from eagle31_train.targets.transformers_engine import TransformersEngine, rope_by_length
 
 LENGTHS = [5, 13, 1, 8, 21, 13]
 

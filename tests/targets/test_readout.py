@@ -24,9 +24,8 @@ from eagle31_train.errors import UserError
 from eagle31_train.store.shard_plan import Shape
 from eagle31_train.targets.extraction import run_shard
 from eagle31_train.targets.fidelity import Gate
-from eagle31_train.targets.hf import HiddenStateTarget, load_model
+from eagle31_train.targets.hf import HiddenStateTarget, TransformersEngine, load_model
 from eagle31_train.targets.readout import readout_from_checkpoint
-from eagle31_train.targets.transformers_engine import TransformersEngine
 
 TEXT = {
     "model_type": "kimi_k2",

@@ -96,5 +96,5 @@ class Storage(ABC):
 
 def visible(folder: str, sizes: Mapping[str, int]) -> dict[str, int]:
     """The entries of a folder as `Storage.sizes` gives them."""
-    prefix = f"{folder.strip('/')}/" if folder.strip("/") else ""
+    prefix = f"{folder}/" if folder else ""
     return {prefix + name: size for name, size in sizes.items() if name and not name.startswith(".")}

@@ -21,30 +21,30 @@ import re
 import shutil
 import threading
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from eagle31_train import artifacts
 from eagle31_train.errors import UserError
+from eagle31_train.store.backends.base import Storage
 
 STORE = re.compile(r"store-[0-9a-f]{16}")  # nothing else in the folder is ever counted or removed
 PART = re.compile(r"\.(?P<name>.+)\.(?P<bytes>\d+)\.part")
 ABANDONED = 24 * 3600  # seconds after which a file built for upload is what a kill left
 POLL = 0.05  # seconds between looks for what others fetch, or for the space that they hold
 THREADS = 2  # files fetched at a time in the background
+GRACE = 5.0  # seconds that `close` waits for what is being fetched
 
 
-class Cache:
-    """Fetches files into a folder of bounded size, in the background too.
+class CachedStorage(Storage):
+    """A storage whose files are fetched into a folder of bounded size, in the background too.
 
     Args:
         base: the folder that the bound holds for; several stores may share it.
         key: 16 hex digits that stand for the store.
         limit: bytes that all files of all stores under `base` may take.
-        size_of: the size of a file where it comes from; None if it is absent.
-        fetch: `fetch(name, path, size)` puts the file's content at `path`, or raises.
-        where: the store's address, for messages.
         sharers: how many processes of this machine prefetch into `base`; each takes its part of the look-ahead.
         sleep: waits the given seconds.
 
@@ -52,21 +52,13 @@ class Cache:
         UserError: the folder cannot be made.
     """
 
-    def __init__(
-        self,
-        base: Path,
-        key: str,
-        limit: int,
-        size_of: Callable[[str], int | None],
-        fetch: Callable[[str, Path, int], None],
-        where: str,
-        sharers: int = 1,
-        sleep: Callable[[float], object] = time.sleep,
-    ) -> None:
-        self.base, self.folder, self.limit, self.where = base, base / f"store-{key}", limit, where
+    remote = True
+
+    def __init__(self, base: Path, key: str, limit: int, sharers: int, sleep: Callable[[float], object]) -> None:
+        self.base, self.folder, self.limit = base, base / f"store-{key}", limit
         # The other half is for what is being read, and for files that are fetched on demand.
         self.ahead = limit // 2 // sharers
-        self._size_of, self._fetch, self._sleep = size_of, fetch, sleep
+        self._sleep = sleep
         self._sizes: dict[str, int] = {}
         # `_changed` guards what follows, files with their bytes: `_queue` are to be prefetched, in this order; `_ready`
         # are prefetched, or under way, and not yet used.
@@ -78,7 +70,11 @@ class Cache:
         with self._explained():
             self.folder.mkdir(parents=True, exist_ok=True)
 
-    def get(self, name: str) -> Path:
+    @abstractmethod
+    def _download(self, name: str, path: Path, size: int) -> None:
+        """Put a file's content at `path`, or raise."""
+
+    def local(self, name: str) -> Path:
         """The file on this machine, fetched if it is not there with its right size.
 
         Raises:
@@ -113,17 +109,13 @@ class Cache:
             path.parent.mkdir(parents=True, exist_ok=True)
         return path.with_name(f".{path.name}.tmp")
 
-    def _size(self, name: str) -> int:
-        if name not in self._sizes:  # files of a store are written once: one question per file and process
-            size = self._size_of(name)
-            if size is None:
-                raise FileNotFoundError(f"{self.where}/{name}")
-            self._sizes[name] = size
-        return self._sizes[name]
-
     def _obtain(self, name: str) -> bool:
         """Whether the file is there now, if need be because it was fetched here."""
-        size, path = self._size(name), self.folder / name
+        if name not in self._sizes:  # files of a store are written once: one question per file and process
+            if (found := self.size(name)) is None:
+                raise FileNotFoundError(f"{self.location}/{name}")
+            self._sizes[name] = found
+        size, path = self._sizes[name], self.folder / name
         if _holds(path, size):
             with suppress(FileNotFoundError):  # just evicted
                 _touch(path)
@@ -132,7 +124,7 @@ class Cache:
             with self._explained(), self._reserved(path, size) as part:
                 if part is None:
                     return False
-                self._fetch(name, part, size)
+                self._download(name, part, size)
                 _touch(part)
                 with self._locked():  # whoever counts sees the part or the file, never none or both
                     part.replace(path)
@@ -172,17 +164,18 @@ class Cache:
             return False
         if building + size > self.limit:
             raise UserError(
-                f"{self.where}: {path.name} has {size:,} bytes, too many for store.cache_bytes={self.limit} beside "
+                f"{self.location}: {path.name} has {size:,} bytes, too many for store.cache_bytes={self.limit} beside "
                 f"{building:,} bytes being built: raise store.cache_bytes"
             )
-        excess = sum(held for _, held, _ in files) + sum(parts.values()) + building + size - self.limit
-        if excess > sum(held for _, held, _ in files):
+        held = sum(bytes_ for _, bytes_, _ in files)
+        excess = held + sum(parts.values()) + building + size - self.limit
+        if excess > held:
             return False
-        for _, held, file in sorted(files):
+        for _, bytes_, file in sorted(files):
             if excess <= 0:
                 break
             file.unlink(missing_ok=True)
-            excess -= held
+            excess -= bytes_
         return True
 
     def _scan(self) -> tuple[list[tuple[int, int, Path]], dict[Path, int], int]:
@@ -215,7 +208,7 @@ class Cache:
     def _explained(self) -> AbstractContextManager[None]:
         """Errors of this machine's disk. Other machines' are UserError already."""
         remedy = "free space there, lower store.cache_bytes, or choose another store.cache_dir"
-        return artifacts.explained(f"use {self.base} for copies of {self.where}", remedy)
+        return artifacts.explained(f"use {self.base} for copies of {self.location}", remedy)
 
     # ---------------------------------------------------------------- ahead of use
 
@@ -223,7 +216,7 @@ class Cache:
         """Fetch these, given with the bytes that they take at most, in order in the background, and no others any more.
 
         No more than `ahead` bytes are fetched and not yet used, or one file. What is absent, fetched by another process
-        just now, or fails, is left to `get`.
+        just now, or fails, is left to `local`.
         """
         with self._changed:
             if self._stopped:
@@ -235,14 +228,14 @@ class Cache:
                 if worker.ident is None:
                     worker.start()
 
-    def close(self, grace: float = 5.0) -> None:
-        """Fetch nothing more in the background; wait up to `grace` seconds for what is under way."""
+    def close(self) -> None:
+        """Fetch nothing more in the background; wait a moment for what is under way."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
         for worker in self._workers:
             if worker.ident is not None:
-                worker.join(grace)
+                worker.join(GRACE)
 
     def _used(self, name: str) -> None:
         with self._changed:
@@ -253,7 +246,7 @@ class Cache:
         while (name := self._next()) is not None:
             try:
                 obtained = self._obtain(name)
-            except Exception:  # `get` tries again, and raises it
+            except Exception:  # `local` tries again, and raises it
                 obtained = False
             if not obtained:
                 self._used(name)

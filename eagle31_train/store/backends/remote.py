@@ -1,32 +1,35 @@
 """A store anywhere that fsspec reaches: every call tried five times in all, every transfer compared with its size."""
 
+import random
+import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from eagle31_train import artifacts
+from eagle31_train.console import note
 from eagle31_train.errors import UserError
-from eagle31_train.store.backends.base import FULL, Storage, visible
-from eagle31_train.store.backends.cache import Cache
-from eagle31_train.store.backends.retries import describe, lacks_bucket, retry
+from eagle31_train.store.backends.base import FULL, visible
+from eagle31_train.store.backends.cache import CachedStorage
 
 T = TypeVar("T")
+TRIES = 5  # in all, the first one included
+FIRST_WAIT = 1.0  # seconds; doubled from try to try
+LASTING = (FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError, UserError)
+NO_BUCKET = re.compile(r"NoSuchBucket|bucket does not exist", re.IGNORECASE)
 
 
-class RemoteStorage(Storage):
+class RemoteStorage(CachedStorage):
     """A folder of any fsspec file system, with a bounded cache of its files on this machine.
 
     Args:
         location: the address.
         fs: the file system, an instance of our own.
         root: the address within it.
-        cache_dir, cache_bytes: the cache's folder, and what it may take; see `Cache`.
-        sharers: how many processes of this machine read through `cache_dir`.
+        cache_dir, cache_bytes, sharers: see `CachedStorage`.
         sleep: waits the given seconds.
     """
-
-    remote = True
 
     def __init__(
         self,
@@ -41,9 +44,8 @@ class RemoteStorage(Storage):
         # fsspec remembers listings; what another process has just written would be missing from them.
         fs.dircache.use_listings_cache = False
         self.location, self.fs, self.root = location.rstrip("/"), fs, root.rstrip("/")
-        self._sleep = sleep
         key = artifacts.fingerprint(fs.unstrip_protocol(self.root))
-        self._cache = Cache(cache_dir, key, cache_bytes, self.size, self._download, self.location, sharers, sleep)
+        super().__init__(cache_dir, key, cache_bytes, sharers, sleep)
 
     def read(self, name: str) -> bytes:
         def call() -> bytes:
@@ -56,9 +58,6 @@ class RemoteStorage(Storage):
     def write(self, name: str, data: bytes) -> None:
         path = self._path(name)
         self._send("writing", name, lambda: self.fs.pipe_file(path, data), len(data))
-
-    def scratch(self, name: str) -> Path:
-        return self._cache.scratch(name)
 
     def put(self, scratch: Path, name: str) -> None:
         path = self._path(name)
@@ -81,18 +80,15 @@ class RemoteStorage(Storage):
                 if lacks_bucket(error):
                     raise
                 return {}
-            found = {}
+            sizes = {}
             for entry in entries:
                 file = PurePosixPath(entry["name"].lstrip("/"))
                 # Asked for a file, drivers list the file itself.
                 if entry["type"] == "file" and str(file.parent) == path.lstrip("/"):
-                    found[file.name] = int(entry["size"] or 0)  # a web server's listing knows no sizes
-            return found
+                    sizes[file.name] = int(entry["size"] or 0)  # a web server's listing knows no sizes
+            return visible(folder, sizes)
 
-        try:
-            return visible(folder, self._call("listing", folder, call))
-        except FileNotFoundError:
-            return {}
+        return self._call("listing", folder, call)
 
     def remove(self, name: str) -> None:
         try:
@@ -100,13 +96,13 @@ class RemoteStorage(Storage):
         except FileNotFoundError:
             pass
         finally:
-            self._cache.forget(name)
-
-    def local(self, name: str) -> Path:
-        return self._cache.get(name)
+            self.forget(name)
 
     def discard(self) -> None:
-        """Remove every file, the manifest first. Empty folders stay, where the file system knows such a thing."""
+        """Remove every file, the manifest first: what a kill leaves is never taken for a complete store.
+
+        Empty folders stay, where the file system knows such a thing.
+        """
         self.remove(artifacts.MANIFEST)
 
         def call() -> None:
@@ -123,16 +119,7 @@ class RemoteStorage(Storage):
                 raise OSError(f"{len(left)} files are still there")
 
         self._call("removing", "", call)
-        self._cache.clear()
-
-    def forget(self, name: str) -> None:
-        self._cache.forget(name)
-
-    def prefetch(self, sizes: Mapping[str, int]) -> None:
-        self._cache.prefetch(sizes)
-
-    def close(self) -> None:
-        self._cache.close()
+        self.clear()
 
     def _path(self, name: str) -> str:
         return f"{self.root}/{name}".rstrip("/")
@@ -167,7 +154,7 @@ class RemoteStorage(Storage):
                 send()
             self._compare(self._size(name), size)
 
-        self._cache.forget(name)
+        self.forget(name)
         try:
             self._call(what, name, call)
         except OSError as error:  # all others are UserError by now
@@ -185,3 +172,71 @@ class RemoteStorage(Storage):
         """A file cut short looks like any other to most drivers."""
         if found != expected:
             raise OSError(f"{found} bytes came, not {expected}")
+
+
+# ---------------------------------------------------------------- what is tried again
+#
+# fsspec's drivers raise what they like: Python's own OSErrors, exceptions of their HTTP libraries, of their vendors'
+# kits. What says by its class that it will stay is raised at once; of all others a later try may succeed.
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether the same call may succeed a little later."""
+    if isinstance(error, LASTING):
+        return False
+    if isinstance(error, OSError):
+        return error.errno not in FULL
+    # Python's own are this program's mistakes, and arguments that a driver refuses.
+    return isinstance(error, EOFError) or type(error).__module__ != "builtins"
+
+
+def lacks_bucket(error: Exception) -> bool:
+    """Whether it is the bucket that is missing, not a file in it."""
+    return isinstance(error, FileNotFoundError) and bool(NO_BUCKET.search(f"{error} {error.__cause__!r}"))
+
+
+def describe(error: BaseException) -> str:
+    """An exception in one line of moderate length."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def retry(what: str, where: str, call: Callable[[], T], sleep: Callable[[float], object] = time.sleep) -> T:
+    """The result of `call()`, tried TRIES times in all where it fails for a passing reason.
+
+    Every failed try but the last prints a line on standard error.
+
+    Args:
+        what, where: for messages, such as "reading" and an address.
+        call: the call.
+        sleep: waits the given seconds.
+
+    Raises:
+        FileNotFoundError: nothing is there (but a bucket that is missing is a UserError).
+        OSError: with an errno of FULL: a disk is full, and only the caller knows which.
+        UserError: anything else that stays, or passes not soon enough.
+    """
+    for number in range(1, TRIES + 1):
+        try:
+            return call()
+        except Exception as error:
+            if number == TRIES or not is_transient(error):
+                raise _explained(error, what, where) from error
+            # Half of the wait is drawn: ranks that failed together shall not come back together.
+            wait = FIRST_WAIT * 2 ** (number - 1) * random.uniform(0.5, 1.0)
+            said = f"{where}: {what} failed ({describe(error)}), try {number} of {TRIES}, next in {wait:.1f} s"
+            note(said, error=True)
+        sleep(wait)
+    raise AssertionError("at least one try")
+
+
+def _explained(error: Exception, what: str, where: str) -> Exception:
+    """What to raise in the end; mistakes of this program keep their own face."""
+    if lacks_bucket(error):
+        return UserError(f"{where}: {what} failed, its bucket does not exist: create it, or correct the address")
+    full = isinstance(error, OSError) and error.errno in FULL
+    drivers = (OSError, ValueError, NotImplementedError, EOFError)
+    ours = type(error).__module__ == "builtins" and not isinstance(error, drivers)
+    if full or ours or isinstance(error, UserError | FileNotFoundError):
+        return error
+    advice = "check the address, the network and the credentials, then run the same command again"
+    return UserError(f"{where}: {what} failed ({describe(error)}): {advice}")
