@@ -29,10 +29,7 @@ Scaling = dict[str, str | bool | Annotated[int, Field(le=1 << 53)] | Number | li
 
 
 def check_file(path: Path, most: int | None = MOST) -> None:
-    """Raise an OSError or ValueError unless it is a regular file of at most so many bytes; links are followed.
-
-    A pipe would be waited for, and a device such as /dev/zero has no end.
-    """
+    """OSError or ValueError unless it is a regular file (a pipe would be waited for) of at most so many bytes."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise ValueError("it is no regular file")
@@ -41,11 +38,7 @@ def check_file(path: Path, most: int | None = MOST) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise a ValueError that names the first entry of a folder that is neither a regular file nor a folder, or a text
-    of more than MOST bytes.
-
-    For folders that a library reads, file by file, in its own ways.
-    """
+    """ValueError, naming the first entry, unless all are folders, or regular files and texts of at most MOST bytes."""
     for path in sorted(folder.iterdir()):
         try:
             if not path.is_dir():
@@ -76,12 +69,7 @@ def check_depth(value: Any) -> None:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A JSON file that holds an object.
-
-    Raises:
-        OSError: there is none.
-        ValueError: it is no regular file, too large, or no JSON object.
-    """
+    """A JSON file that holds an object; ValueError if it is too large or holds none, OSError if there is none."""
     check_file(path)
     value = parse_json(path.read_bytes())
     if not isinstance(value, dict):
@@ -92,8 +80,7 @@ def read_object(path: Path) -> dict[str, Any]:
 def typed(kind: Any, value: Any) -> Any:
     """The value itself, known to be of a type; of a dataclass, made of an object that has its fields and no others.
 
-    Raises:
-        ValueError: names the first field that is missing or of another type.
+    ValueError names the first field that is missing or of another type.
     """
     try:
         _adapter(kind).validate_python(value, strict=True)

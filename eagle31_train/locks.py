@@ -42,11 +42,7 @@ def users_of(file: IO[Any]) -> list[int]:
 
 @contextmanager
 def alone(path: Path, who: str) -> Iterator[None]:
-    """While this lasts, no other process is within the same: `path` is a file for this alone, and stays.
-
-    Raises:
-        UserError: another one is, as `hold` says it.
-    """
+    """While this lasts, no other process holds `path`, a file for this alone, which stays; UserError as `hold`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         hold(file, who)

@@ -141,11 +141,7 @@ def parse_record(data: bytes, where: str, parse: Callable[[Any], T], store: str 
 
 
 def read_line(storage: Storage, name: str, store: str) -> Line | None:
-    """The line that commits a big file; None if it is missing.
-
-    Raises:
-        DamagedError: as `parse_record`, or it is of another file.
-    """
+    """The line that commits a big file; None if it is missing; DamagedError as `parse_record`."""
     line = read_record(storage, line_name(name), partial(foreign.typed, Line), store)
     if line is not None and line.name != name:
         raise DamagedError(f"{storage.location}/{line_name(name)} is damaged (it belongs to {line.name})")

@@ -40,11 +40,9 @@ class Problem:
 
 @dataclass
 class Head:
-    """What the small files of a store say.
+    """What the small files of a store say, as far as they are there and whole.
 
-    manifest: None while it is unfinished, or damaged. provenance, plan: None where they are missing or damaged.
-    lines: of committed shards, by shard; of an unfinished store read by `read_lines`.
-    consumed: names of shards that a training has used up.
+    lines: of committed shards, by shard. consumed: names of shards that a training has used up.
     """
 
     storage: Storage
@@ -56,7 +54,7 @@ class Head:
 
 
 def read_head(storage: Storage) -> tuple[Head, list[Problem]]:
-    """The small files, with the lines of a complete store, and what is wrong with them; missing files are not."""
+    """The small files, and what is wrong with them; missing files are not."""
     problems: list[Problem] = []
 
     def read(name: str, parse: Callable[[Any], Any], store: str | None = None) -> Any:
@@ -85,59 +83,43 @@ def read_head(storage: Storage) -> tuple[Head, list[Problem]]:
         head.consumed = set(read_consumed(storage, store).shards)
     except UserError as error:
         problems.append(Problem(str(error)))
-    if head.plan is not None and storage.size(SHARDS) is not None:
-        head.lines, damaged = merged_lines(storage, head.plan, store)
+    if head.plan is not None:
+        head.lines, damaged = read_lines(storage, head.plan, head.plan.shards, store)
         problems += damaged
     return head, problems
 
 
-def read_lines(storage: Storage, shards: Sequence[PlannedShard], store: str) -> tuple[dict[str, Line], list[Problem]]:
-    """The lines of an unfinished store that are there, by shard, and those that are damaged."""
+def read_lines(
+    storage: Storage, plan: Plan, shards: Sequence[PlannedShard], store: str
+) -> tuple[dict[str, Line], list[Problem]]:
+    """The lines of these shards that are there, in files of their own or merged (then of all), and what is damaged."""
     lines: dict[str, Line] = {}
     problems: list[Problem] = []
     there = set(storage.names("shards")) if len(shards) > 1 else {shard.line for shard in shards}
     for shard in shards:
         try:
-            line = read_line(storage, shard.name, store) if shard.line in there else None
+            if shard.line in there and (line := read_line(storage, shard.name, store)) is not None:
+                lines[shard.name] = line
         except DamagedError as error:
             problems.append(Problem(f"{error}, of {shard.samples()}", shard.line))
-        else:
-            lines |= {shard.name: line} if line is not None else {}
-    return lines, problems
-
-
-def merged_lines(storage: Storage, plan: Plan, store: str) -> tuple[dict[str, Line], list[Problem]]:
-    """The lines in shards.jsonl, by shard, and what is wrong with them; none before it is written."""
-    where = f"{storage.location}/{SHARDS}"
+    # Merged ones last: the first process may be merging them just now, and removes the others then.
     try:
         texts = storage.read(SHARDS).splitlines(keepends=True)
     except FileNotFoundError:
-        return {}, []
-    found: dict[str, Line] = {}
-    problems = []
+        return lines, problems
+    where, merged = f"{storage.location}/{SHARDS}", dict[str, Line]()
     for number, text in enumerate(texts, 1):
         try:
             line = parse_record(text, f"{where}:{number}", partial(foreign.typed, Line), store)
-            found[line.name] = line
+            merged[line.name] = line
         except DamagedError as error:
             problems.append(Problem(str(error)))
-    lines = {}
     for shard in plan.shards:
-        if shard.name in found:
-            lines[shard.name] = found[shard.name]
-        else:
+        if shard.name in merged:
+            lines.setdefault(shard.name, merged[shard.name])
+        elif shard.name not in lines:
             problems.append(Problem(f"{where} has no line for {shard.name} ({shard.samples()})"))
     return lines, problems
-
-
-def committed_lines(
-    storage: Storage, plan: Plan, shards: Sequence[PlannedShard], store: str
-) -> tuple[dict[str, Line], list[Problem]]:
-    """The lines of these shards that are there, in files of their own or merged (then of all), and what is damaged."""
-    lines, problems = read_lines(storage, shards, store)
-    # Merged ones last: the first process may be merging them just now, and removes the others then.
-    merged, damaged = merged_lines(storage, plan, store)
-    return merged | lines, problems + damaged
 
 
 def difference(storage: Storage, name: str, size: int, expected: str) -> str | None:
@@ -184,12 +166,11 @@ def finished(storage: Storage, provenance: Provenance, overwrite: bool) -> dict[
     Raises:
         UserError: the storage holds a store of other inputs and `overwrite` is off.
     """
+    if storage.size(artifacts.MANIFEST) is None:
+        return None
     head, problems = read_head(storage)
     damage = problems[0].text if problems else None
-    if head.manifest is None:
-        if storage.size(artifacts.MANIFEST) is None:
-            return None
-    else:
+    if head.manifest is not None:
         provenance.refuse_other(storage.location, head.manifest, overwrite)
         if not provenance.matches(head.manifest):
             return None
@@ -204,15 +185,15 @@ def finished(storage: Storage, provenance: Provenance, overwrite: bool) -> dict[
 def _first_damage(head: Head, store: str) -> str | None:
     """Name the first big file of a complete store that is missing or not as long as it was written."""
     storage = head.storage
-    wanted = {line.name: line.size for line in head.lines.values() if line.name not in head.consumed}
-    sizes = storage.sizes("shards") | storage.sizes("")
     for name in big_files(storage):
-        if not storage.remote:  # no download only to compare
-            if damage := damage_of(storage, name, store):
-                return damage
-        elif name not in sizes:
-            return f"{storage.location}/{name} is missing"
-    for name, size in wanted.items():
-        if sizes.get(name) != size:
-            return f"{storage.location}/{name} has {sizes.get(name, 'no')} bytes, not {size}"
+        if storage.remote:  # no download only to compare
+            damage = f"{storage.location}/{name} is missing" if storage.size(name) is None else None
+        else:
+            damage = damage_of(storage, name, store)
+        if damage:
+            return damage
+    sizes = storage.sizes("shards")
+    for line in head.lines.values():
+        if line.name not in head.consumed and sizes.get(line.name) != line.size:
+            return f"{storage.location}/{line.name} has {sizes.get(line.name, 'no')} bytes, not {line.size}"
     return None

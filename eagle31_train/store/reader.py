@@ -25,7 +25,7 @@ from eagle31_train.store.format import (
     TRAJECTORIES,
     TRAJECTORIES_LINE,
 )
-from eagle31_train.store.head import committed_lines, damage_of, read_head
+from eagle31_train.store.head import damage_of, read_head, read_lines
 from eagle31_train.store.shard import ContentError, ShardFile, open_shard
 from eagle31_train.store.shard_plan import PlannedShard, shape_of
 from eagle31_train.store.stream import read_bound, read_consumed, wait
@@ -124,11 +124,7 @@ class Store:
         return StoreSplit(self, name)
 
     def wait_for(self, shards: Iterable[PlannedShard]) -> None:
-        """Return once all of these shards are committed; at once in a complete store.
-
-        Raises:
-            UserError: one was used up and removed, or did not come.
-        """
+        """Return once all of these shards are committed; UserError if one does not come."""
         for shard in shards:
             if shard.name not in self._lines:
                 wait(
@@ -140,7 +136,7 @@ class Store:
                 )
 
     def _arrived(self, shard: PlannedShard) -> bool:
-        lines, problems = committed_lines(self.storage, self.plan, [shard], self.fingerprint)
+        lines, problems = read_lines(self.storage, self.plan, [shard], self.fingerprint)
         if problems and shard.name not in lines:
             raise UserError(f"{problems[0].text}: {REMAKE}")
         self._lines |= lines
@@ -184,10 +180,7 @@ class Store:
 
 
 class StoreSplit:
-    """The samples of one split, in the order of the data set.
-
-    lengths: tokens of every sample. shards: which hold them.
-    """
+    """The samples of one split, in the order of the data set: `lengths` in tokens, and the `shards` that hold them."""
 
     def __init__(self, store: Store, name: str) -> None:
         self.store = store

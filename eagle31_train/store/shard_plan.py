@@ -73,11 +73,7 @@ class _Lengths(TypedDict):
 
 @dataclass(frozen=True)
 class Plan:
-    """A store's samples and shards.
-
-    lengths: tokens of every sample, per split.
-    shards: in the order of extraction.
-    """
+    """A store's samples and shards: tokens of every sample per split, and the shards in the order of extraction."""
 
     lengths: dict[str, list[int]]
     shards: list[PlannedShard]

@@ -62,11 +62,7 @@ def wait(
 
 @dataclass(frozen=True)
 class Consumed:
-    """What a training that follows a store has used up and removed.
-
-    by: the training's fingerprint. finished: it wants no more. store: the store's fingerprint; earlier versions did not
-    record it.
-    """
+    """What the training `by` (a fingerprint) has used up and removed of a store; `finished`: it wants no more."""
 
     by: str
     shards: list[str]
@@ -75,11 +71,7 @@ class Consumed:
 
 
 def read_consumed(storage: Storage, store: str) -> Consumed:
-    """Which shards of the store with this fingerprint a training has used up; none where none follows it.
-
-    Raises:
-        UserError: the record is damaged, or of another store.
-    """
+    """What a training has used up of the store with this fingerprint; UserError if the record is damaged."""
     try:
         return read_record(storage, CONSUMED, partial(foreign.typed, Consumed), store) or Consumed("", [], False)
     except DamagedError as error:
@@ -87,11 +79,7 @@ def read_consumed(storage: Storage, store: str) -> Consumed:
 
 
 def check_consumer(storage: Storage, store: str, by: str) -> Consumed:
-    """What is used up already, if by this training.
-
-    Raises:
-        UserError: it was another.
-    """
+    """What is used up already; UserError if it was by another training than `by`."""
     consumed = read_consumed(storage, store)
     if consumed.by not in ("", by):
         raise UserError(
@@ -102,11 +90,7 @@ def check_consumer(storage: Storage, store: str, by: str) -> Consumed:
 
 
 def consume(storage: Storage, store: str, shards: Sequence[PlannedShard], by: str, finished: bool) -> None:
-    """Record that a training has used up shards (these, and what it had before), and remove them.
-
-    Raises:
-        UserError: another training has used up parts of this store.
-    """
+    """Record that training `by` has used up shards, beside what it had before, and remove them."""
     before = check_consumer(storage, store, by)
     names = list(dict.fromkeys([*before.shards, *(shard.name for shard in shards)]))
     after = Consumed(by, names, finished, store)
@@ -119,10 +103,9 @@ def consume(storage: Storage, store: str, shards: Sequence[PlannedShard], by: st
 
 
 def read_bound(storage: Storage, store: str) -> Bound | None:
-    """What an extraction of the store with this fingerprint keeps to while it runs; None if it is over.
+    """What a running extraction of the store with this fingerprint keeps to; None if it is over.
 
-    Raises:
-        UserError: the record is damaged, or of another store.
+    UserError if the record is damaged, or of another store.
     """
     try:
         return read_record(storage, STREAM, partial(foreign.typed, Bound), store)

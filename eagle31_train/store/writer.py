@@ -28,7 +28,7 @@ from eagle31_train.store.format import (
     read_line,
     read_record,
 )
-from eagle31_train.store.head import committed_lines, damage_of, read_lines
+from eagle31_train.store.head import damage_of, read_lines
 from eagle31_train.store.sealed import DamagedError, checksum, digest, seal
 from eagle31_train.store.shard import write_shard
 from eagle31_train.store.shard_plan import Plan, PlannedShard, shape_of
@@ -127,11 +127,7 @@ class StoreWriter:
     def write(
         self, shard: PlannedShard, documents: Sequence[Document], fidelity: Sequence[float] | None = None
     ) -> None:
-        """Commit one shard: its file, then its line.
-
-        Raises:
-            UserError: the disk is full, or a state cannot be encoded.
-        """
+        """Commit one shard: its file, then its line; UserError if the disk is full or a state cannot be encoded."""
         with self._building(shard.name) as scratch:
             try:
                 write_shard(scratch, documents, self.shape, shard.first)
@@ -186,10 +182,7 @@ class StoreWriter:
         self.storage.write(line_name(line.name), line.sealed())
 
     def gather(self) -> list[Line] | None:
-        """The lines of all shards, in order, once every process has committed its own.
-
-        None if the training that follows wants no more, so that some will not come.
-        """
+        """The lines of all shards, in order, once all are there; None if the training that follows wants no more."""
         awaited = missing = [shard for shard in self.plan.shards if not self.has(shard)]
         # Of shards that are damaged or gone, which their own process makes again, an old line may still be there.
         old = {shard.name: self.lines[shard.name].size for shard in missing if shard.name in self.lines}
@@ -211,7 +204,7 @@ class StoreWriter:
             wait(complete, what, self.patience, lambda: len(self.storage.names("shards")))
         if missing:
             return None
-        lines, problems = read_lines(self.storage, awaited, self.id)
+        lines, problems = read_lines(self.storage, self.plan, awaited, self.id)
         if problems:
             raise UserError(f"{problems[0].text}: {REMAKE}")
         self.lines |= lines
@@ -268,11 +261,7 @@ class StoreWriter:
             storage.remove(SHARDS)
 
     def _begun(self) -> dict[str, Any] | None:
-        """The provenance of the store that was begun; None without one, or where it is damaged.
-
-        Raises:
-            UserError: it is another's, which is not to be overwritten.
-        """
+        """The provenance of the store that was begun, if it is whole; UserError for another's that must stay."""
         try:
             begun = read_record(self.storage, PROVENANCE, dict)
         except DamagedError:
@@ -284,11 +273,7 @@ class StoreWriter:
         return begun
 
     def _await_first(self) -> None:
-        """Wait until rank 0 has prepared the store, and for as many processes: else shards would be nobody's, or two's.
-
-        Raises:
-            UserError: it did not come, or a store of another provenance was begun.
-        """
+        """Wait until rank 0 has prepared the store for as many processes: else shards would be nobody's, or two's."""
         what = "extract: waiting for the first process to prepare the store"
         if (others := self._processes()) not in (None, self.ranks):
             what += f" for {self.ranks} processes; {others} share it so far (extract.parts is the same for every part)"
@@ -316,7 +301,7 @@ class StoreWriter:
 
     def _committed(self, shards: Sequence[PlannedShard]) -> dict[str, Line]:
         """The lines of these shards, as far as they are there; a damaged one is none."""
-        lines, problems = committed_lines(self.storage, self.plan, shards, self.id)
+        lines, problems = read_lines(self.storage, self.plan, shards, self.id)
         for problem in problems:
             note(f"extract: {problem.text}", error=True)
         return lines

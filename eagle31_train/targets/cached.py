@@ -47,10 +47,9 @@ class CachedTarget(HiddenStateTarget):
         return None
 
     def reset(self, rows: int = 1) -> None:
-        """Forget everything; sequences to come: `rows`.
+        """Forget everything; `rows` sequences come.
 
-        Raises:
-            UserError: more than one, of a target that cannot keep them apart; or a target that cannot forget.
+        UserError for more than one of a target that decodes alone, or for a target that cannot forget.
         """
         if states := self._types & RECURRENT:
             raise UserError(

@@ -159,11 +159,7 @@ def _text_config(raw: dict[str, Any]) -> Any:
 
 
 def describe_target(target: TargetConfig) -> TargetDescription:
-    """Read `target.path`'s config.json.
-
-    Raises:
-        UserError: there is none, or it lacks a size.
-    """
+    """Read `target.path`'s config.json; UserError if there is none, or it lacks a size."""
     raw = read_raw(target)
     return description_of(raw, text_config(raw), f"target.path={target.path}")
 
@@ -229,8 +225,8 @@ def _checked(text: Any) -> SimpleNamespace:
 def _mlp_width(text: Any, size: Any) -> tuple[int, str]:
     """The MLP width that a drafter takes over, and where it is from.
 
-    A dense target's own. Of experts: its dense layers' width if it has such layers (DeepSeek, Kimi: their first),
-    else what one token runs through, experts per token × an expert's width, shared ones included.
+    Dense layers' own if there are any (DeepSeek, Kimi: the first), else an expert's times those of a token, shared ones
+    included.
     """
     experts = next((n for key in EXPERTS if (n := getattr(text, key, None))), 0)
     dense_layers = getattr(text, "first_k_dense_replace", 0) or getattr(text, "mlp_only_layers", None)

@@ -59,11 +59,7 @@ def find_gguf() -> Path:
 
 
 def load_gguf(source: Path) -> "tuple[LlamaForCausalLM, PreTrainedTokenizerFast]":
-    """The model (bf16, dense) and its tokenizer.
-
-    save_pretrained refuses a model that was loaded from quantized weights, so the dequantized tensors move into a
-    fresh one.
-    """
+    """The model (bf16, dense) and its tokenizer."""
     import torch
     import transformers
     from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM

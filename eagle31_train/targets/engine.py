@@ -30,10 +30,7 @@ class Reference:
 
 
 class Engine(Protocol):
-    """What extraction asks of an engine.
-
-    longest: tokens of the longest conversation that it takes; None where it sets no bound.
-    """
+    """What extraction asks of an engine; `longest`: tokens that a conversation may have, None for any number."""
 
     name: str
     readout: Readout

@@ -120,11 +120,7 @@ def _extract(
 
 
 def rank_of(config: Config) -> tuple[int, int]:
-    """Which of how many processes that share the shards this is, by the launcher's environment and the part.
-
-    Raises:
-        UserError: there is no such part.
-    """
+    """Which of how many processes that share the shards this is, by the launcher's environment and the part."""
     part, parts = config.extract.part, config.extract.parts
     if part >= parts:
         raise UserError(f"extract.part={part}: with extract.parts={parts} they are numbered from 0 to {parts - 1}")
@@ -140,11 +136,7 @@ def load_data(config: Config) -> DatasetDict:
 
 
 def check_tokenizer(config: Config, data: dict[str, Any]) -> None:
-    """Refuse conversations of another tokenizer: to this target their ids are other words, and the gate cannot tell.
-
-    Raises:
-        UserError: they are, or the target has no tokenizer to compare with.
-    """
+    """Refuse conversations of another tokenizer: to this target their ids are other words, and the gate cannot tell."""
     fingerprint = data.get("vocabulary")
     if fingerprint is None:  # of an earlier version, which did not record it
         return
@@ -166,11 +158,7 @@ def _data_manifest(config: Config) -> dict[str, Any]:
 
 
 def make_engine(config: Config) -> Engine:
-    """The engine that `extract.engine` names, with the target loaded.
-
-    Raises:
-        UserError: it is not installed, or cannot load the target.
-    """
+    """The engine that `extract.engine` names; UserError if it is not installed, or cannot load the target."""
     arguments = config.extract.engine_args
     if config.extract.engine == "transformers":
         if arguments:
@@ -202,10 +190,9 @@ def describe(engine: Engine, config: Config) -> dict[str, Any]:
 
 @dataclass
 class Agreement:
-    """How far answers are the target's own, and its choices in the draft vocabulary, at the supervised positions.
+    """How far answers are the target's own, and its choices in the draft vocabulary ([V] bool), where supervised.
 
-    draft_tokens: [V] bool, tokens of the draft vocabulary. own: positions whose next token is the target's arg-max.
-    outside: those whose arg-max no draft can be.
+    own: positions whose next token is the target's arg-max. outside: those whose arg-max no draft can be.
     """
 
     draft_tokens: NDArray

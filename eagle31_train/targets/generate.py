@@ -81,10 +81,9 @@ def _until_end(ids: list[int], end_ids: list[int]) -> Answer:
 
 
 class SeededSampling(LogitsProcessor):
-    """Nucleus sampling with a seed per row, dressed as a processor under greedy search.
+    """Nucleus sampling with a seed per row, as a processor under greedy search: only the drawn token stays finite.
 
-    It draws the token itself and leaves only that one finite: `generate` has one global random
-    state, with which a row's answer would depend on the rows beside it. Greedy rows pass through.
+    `generate` has one global random state, with which a row's answer would depend on the rows beside it.
     """
 
     def __init__(self, requests: list[Request], prompt_length: int, max_new_tokens: int, top_p: float) -> None:

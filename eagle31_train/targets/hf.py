@@ -100,10 +100,7 @@ def load_model(config: TargetConfig, dtype: str | None = None) -> Any:
 
 
 def _model_class(config: Any) -> Any:
-    """Which of transformers' classes loads a target.
-
-    Of some multimodal targets (Mistral 3, Qwen3-VL) it has no causal LM, only the whole, with the decoder in it.
-    """
+    """Which of transformers' classes loads a target: of some multimodal ones (Mistral 3) it has no causal LM."""
     # transformers' own table; where a version has none, the first class says itself what it does not know.
     if type(config) in getattr(AutoModelForCausalLM, "_model_mapping", ()):
         return AutoModelForCausalLM
@@ -112,11 +109,7 @@ def _model_class(config: Any) -> Any:
 
 
 def read_config(config: TargetConfig) -> Any:
-    """The configuration of the target's text model, as transformers reads it.
-
-    Raises:
-        UserError: there is none at target.path.
-    """
+    """transformers' configuration of the target's text model; UserError if there is none at target.path."""
     return _whole_config(config).get_text_config()
 
 
@@ -226,10 +219,7 @@ def _catch(caught: dict[int, Tensor], index: int) -> Any:
 class TransformersEngine:
     """A transformers model in this process, in batches of conversations of similar length; see `Engine`.
 
-    Args:
-        target: the model with its taps.
-        readout: its readout; default: read off the model.
-        batch_tokens: padded tokens in one forward pass.
+    batch_tokens: padded tokens in one forward pass. readout: read off the model where it is not given.
     """
 
     name = "transformers"
@@ -276,11 +266,7 @@ class TransformersEngine:
 
 
 def load_engine(config: TargetConfig, batch_tokens: int) -> TransformersEngine:
-    """The target, loaded; weights that a device map left on the disk are read from its checkpoint.
-
-    Raises:
-        UserError: it cannot be loaded or read.
-    """
+    """The target, loaded; weights that a device map left on the disk are read from its checkpoint."""
     target = HiddenStateTarget(load_model(config), config.aux_layers)
     offloaded = any(module.weight.is_meta for module in (target.embedding, target.final_norm, target.head))
     readout = readout_from_checkpoint(config, DTYPES[config.dtype]) if offloaded else target.readout
@@ -289,11 +275,7 @@ def load_engine(config: TargetConfig, batch_tokens: int) -> TransformersEngine:
 
 
 def causal(config: Any) -> bool:
-    """Whether no token of a target sees a later one.
-
-    Padding at the end is then never seen by a real token, and need not be masked: without a mask,
-    torch's attention takes its causal fast path instead of reading a [T, T] mask.
-    """
+    """Whether no token of a target sees a later one: then padding at the end needs no mask, and attention is faster."""
     config = config.get_text_config()
     if getattr(config, "is_causal", True) is False:
         return False

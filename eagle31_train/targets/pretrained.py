@@ -30,11 +30,7 @@ def from_pretrained(kind: Any, target: TargetConfig, **options: Any) -> Any:
 
 
 def load_tokenizer(target: TargetConfig) -> Any:
-    """The target's tokenizer, which makes tokens of a word and a word of tokens.
-
-    Raises:
-        UserError: there is none, or it does not.
-    """
+    """The target's tokenizer; UserError if there is none, or it does not encode and decode a word."""
     tokenizer = from_pretrained(AutoTokenizer, target)
     try:
         for special in (False, True):
@@ -79,11 +75,7 @@ def vocabulary_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def end_ids(tokenizer: PreTrainedTokenizerBase, target: TargetConfig) -> list[int]:
-    """The ids at which the target stops: the tokenizer's and those of generation_config.json.
-
-    Raises:
-        UserError: generation_config.json is damaged.
-    """
+    """The ids at which the target stops: the tokenizer's and those of generation_config.json."""
     ids = [tokenizer.eos_token_id]
     try:
         generation: Any = GenerationConfig

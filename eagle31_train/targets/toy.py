@@ -98,9 +98,8 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 def make_config(tokenizer: PreTrainedTokenizerFast, **changes: Any) -> DeepseekV3Config:
     """Kimi's configuration with smaller sizes (kimi_toy.json).
 
-    kv_lora_rank and qk_rope_head_dim are Kimi's own: vLLM's MLA takes no others on a CPU. The positions that YaRN
-    starts from are few, so that conversations of some hundred tokens lie beyond them as Kimi's longest do.
-    scoring_func and topk_method are what transformers' class always does, and vLLM only where config.json says so.
+    kv_lora_rank and qk_rope_head_dim are Kimi's own: vLLM's MLA takes no others on a CPU. YaRN starts from few
+    positions, so that conversations of some hundred tokens lie beyond them as Kimi's longest do.
     """
     fields: dict[str, Any] = {"vocab_size": VOCAB, **json.loads(SIZES.read_text(encoding="utf-8"))}
     for name in ("bos", "eos", "pad"):
@@ -137,10 +136,9 @@ def _gain(name: str) -> float:
 
 
 def _head(embedding: Tensor, followers: dict[int, list[int]], generator: Generator) -> Tensor:
-    """lm_head [V, D]: a token's row lies along those that it may follow, and somewhere of its own beside that.
+    """lm_head [V, D]: a token's row lies along those that it may follow, and somewhere of its own, orthogonal to them.
 
-    What is of its own has nothing of any of these tokens in it, so that the context chooses among the followers of
-    one. Tokens that follow none stay zero.
+    So the context chooses among the followers of a token. Tokens that follow none stay zero.
     """
     own = torch.randn(embedding.shape, generator=generator)
     basis = torch.linalg.qr(embedding[sorted(followers)].T)[0]
@@ -155,8 +153,7 @@ def _head(embedding: Tensor, followers: dict[int, list[int]], generator: Generat
 def _grammar(tokenizer: PreTrainedTokenizerFast, generator: Generator) -> dict[int, list[int]]:
     """Which tokens may follow which: thoughts are made of one half of the words, answers of the other.
 
-    A thought and an answer begin with a capital. Word by word they are read back as they were written: each of
-    these tokens is a whole word, with the space before it.
+    Each of these tokens is a whole word, with the space before it, so that text is read back as it was written.
     """
     vocabulary = tokenizer.get_vocab()
     begins = _spelt(tokenizer, [t for t in vocabulary if re.fullmatch("[A-Z][a-z]+", t)])

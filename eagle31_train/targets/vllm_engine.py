@@ -55,11 +55,7 @@ MEMORY = (
 
 
 class VllmEngine:
-    """vLLM in this process.
-
-    Raises:
-        UserError: vLLM does not start with this target and these arguments.
-    """
+    """vLLM in this process; UserError if it does not start with this target and these arguments."""
 
     name = "vllm"
 

@@ -32,11 +32,7 @@ class StatesWorker(PlatformWorker):
     _states: StatesWriter | None = None
 
     def load_model(self, **options: Any) -> None:
-        """Load the target with its auxiliary outputs on.
-
-        Raises:
-            ValueError: vLLM's model class has none, or not of layer 0.
-        """
+        """Load the target with its auxiliary outputs on; ValueError if vLLM's class has none, or not of layer 0."""
         super().load_model(**options)
         model = self.model_runner.get_model()
         layers = self.vllm_config.additional_config[LAYERS]

@@ -13,7 +13,7 @@ from mutating import cases, documents, outcome, torn
 from eagle31_train.artifacts import MANIFEST
 from eagle31_train.errors import UserError
 from eagle31_train.store import Store, stream
-from eagle31_train.store.__main__ import _describe
+from eagle31_train.store.verify import _describe
 from eagle31_train.store.backends import LocalStorage
 from eagle31_train.store.format import CONSUMED, PLAN, PROVENANCE, SHARDS, STREAM, TARGET, TARGET_LINE
 from eagle31_train.store.sealed import digest, seal, unseal

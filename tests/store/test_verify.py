@@ -5,7 +5,7 @@ from made import Made, message_of
 from pipeline import contents, flip_bit
 
 from eagle31_train.store import codec
-from eagle31_train.store.__main__ import main
+from eagle31_train.store.verify import main
 
 MADE = Made(aux_codec="fp8", last_codec="int8")
 NAMES = [planned.name for planned in MADE.plan.shards]

@@ -3,7 +3,7 @@
     base/.lock                                                     held while space is reserved, or a file gets its name
     base/store-<hash>/shards/train-00000.safetensors
     base/store-<hash>/shards/.train-00000.safetensors.<bytes>.part    being fetched, by whoever holds a lock on it
-    base/store-<hash>/shards/.train-00000.safetensors.tmp             being built for upload
+    base/store-<hash>/shards/.train-00000.safetensors.tmp             being built for upload; not counted
 
 All processes of a machine that use the folder keep its bound together, and share the work: one of them fetches a file,
 the others that want it now wait for it, and fetch it only if the first one failed or died. A file counts with its full
@@ -32,7 +32,6 @@ from eagle31_train.store.backends.base import Storage
 
 STORE = re.compile(r"store-[0-9a-f]{16}")  # nothing else in the folder is ever counted or removed
 PART = re.compile(r"\.(?P<name>.+)\.(?P<bytes>\d+)\.part")
-ABANDONED = 24 * 3600  # seconds after which a file built for upload is what a kill left
 POLL = 0.05  # seconds between looks for what others fetch, or for the space that they hold
 THREADS = 2  # files fetched at a time in the background
 GRACE = 5.0  # seconds that `close` waits for what is being fetched
@@ -103,7 +102,7 @@ class CachedStorage(Storage):
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def scratch(self, name: str) -> Path:
-        """Where to build a file that is then sent away; it counts with the size that it has."""
+        """Where to build a file that is then sent away."""
         path = self.folder / name
         with self._explained():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -137,11 +136,7 @@ class CachedStorage(Storage):
 
     @contextmanager
     def _reserved(self, path: Path, size: int) -> Iterator[Path | None]:
-        """A part file for an absent file, to be filled; None if that is there by now, is fetched, or has no room yet.
-
-        Raises:
-            UserError: there never will be room.
-        """
+        """A part file for an absent file, to be filled; None if that is there, or being fetched, or has no room yet."""
         part = path.with_name(f".{path.name}.{size}.part")
         with self._locked():
             file = part.open("xb") if self._make_room(path, size) else None
@@ -158,45 +153,41 @@ class CachedStorage(Storage):
 
     def _make_room(self, path: Path, size: int) -> bool:
         """Remove what was not used for longest until a file fits, if it is wanted and can fit now."""
-        files, parts, building = self._scan()
+        if size > self.limit:
+            raise UserError(
+                f"{self.location}: {path.name} has {size:,} bytes, too many for store.cache_bytes={self.limit:,}: "
+                "raise store.cache_bytes"
+            )
+        files, parts = self._scan()
         path.parent.mkdir(parents=True, exist_ok=True)
         if path in parts or _holds(path, size):
             return False
-        if building + size > self.limit:
-            raise UserError(
-                f"{self.location}: {path.name} has {size:,} bytes, too many for store.cache_bytes={self.limit} beside "
-                f"{building:,} bytes being built: raise store.cache_bytes"
-            )
-        held = sum(bytes_ for _, bytes_, _ in files)
-        excess = held + sum(parts.values()) + building + size - self.limit
-        if excess > held:
+        evictable = sum(held for _, held, _ in files)
+        excess = evictable + sum(parts.values()) + size - self.limit
+        if excess > evictable:
             return False
-        for _, bytes_, file in sorted(files):
+        for _, held, file in sorted(files):
             if excess <= 0:
                 break
             file.unlink(missing_ok=True)
-            excess -= bytes_
+            excess -= held
         return True
 
-    def _scan(self) -> tuple[list[tuple[int, int, Path]], dict[Path, int], int]:
-        """Whole files as (last use, bytes, path), bytes of the files being fetched, and bytes being built."""
-        files, parts, building = [], {}, 0
-        paths = [path for store in self.base.iterdir() if STORE.fullmatch(store.name) for path in store.rglob("*")]
-        for path in paths:
+    def _scan(self) -> tuple[list[tuple[int, int, Path]], dict[Path, int]]:
+        """Whole files as (last use, bytes, path), and bytes of the files being fetched."""
+        files, parts = [], {}
+        stores = [folder for folder in self.base.iterdir() if STORE.fullmatch(folder.name)]
+        for path in [path for folder in stores for path in folder.rglob("*")]:
+            part = PART.fullmatch(path.name)
             with suppress(FileNotFoundError):  # finished, or forgotten, between two lines
-                status = path.stat()
-                if path.is_dir():
-                    continue
-                part = PART.fullmatch(path.name)
-                if not path.name.startswith("."):
-                    files.append((status.st_mtime_ns, status.st_size, path))
-                elif _abandoned(path) if part else time.time() - status.st_mtime > ABANDONED:
-                    path.unlink(missing_ok=True)
+                if part and _abandoned(path):
+                    path.unlink()
                 elif part:
                     parts[path.with_name(part["name"])] = int(part["bytes"])
-                else:
-                    building += status.st_size
-        return files, parts, building
+                elif path.is_file() and not path.name.startswith("."):
+                    status = path.stat()
+                    files.append((status.st_mtime_ns, status.st_size, path))
+        return files, parts
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

@@ -99,10 +99,7 @@ class RemoteStorage(CachedStorage):
             self.forget(name)
 
     def discard(self) -> None:
-        """Remove every file, the manifest first: what a kill leaves is never taken for a complete store.
-
-        Empty folders stay, where the file system knows such a thing.
-        """
+        """Remove every file, the manifest first: what a kill leaves is never taken for a complete store."""
         self.remove(artifacts.MANIFEST)
 
         def call() -> None:
