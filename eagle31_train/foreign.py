@@ -73,7 +73,7 @@ def read_object(path: Path) -> dict[str, Any]:
     check_file(path)
     value = parse_json(path.read_bytes())
     if not isinstance(value, dict):
-        raise ValueError(f"it holds {_name(value)}, not an object")  # noqa: TRY004 (of the file)
+        raise ValueError(f"it holds a {type(value).__name__}, not an object")  # noqa: TRY004 (of the file)
     return value
 
 
@@ -101,8 +101,3 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
     entries = {name: NotRequired[hint] if name in optional else hint for name, hint in hints.items()}
     make: Any = TypedDict  # mypy knows no fields of run time
     return TypeAdapter(with_config(ConfigDict(extra="forbid"))(make("fields", entries)))
-
-
-def _name(value: Any) -> str:
-    kinds = {list: "a list", str: "a text", bool: "true or false", type(None): "null"}
-    return kinds.get(type(value), "a number")

@@ -13,11 +13,8 @@ from eagle31_train.errors import UserError
 def hold(file: IO[Any], who: str) -> None:
     """Lock an open file until it is closed; where the file system has no locks, nothing is locked.
 
-    Args:
-        who: what is said where another process holds it, such as "another process trains in runs/a now".
-
-    Raises:
-        UserError: another process holds it; names it, if it is of this machine and ours.
+    UserError if another process holds it: says `who` ("another process trains in runs/a now"), and its number if it is
+    a process of this machine and ours.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -10,21 +10,9 @@ from eagle31_train import artifacts, foreign
 from eagle31_train.console import note
 from eagle31_train.errors import UserError
 from eagle31_train.provenance import Provenance
+from eagle31_train.store import format as files
 from eagle31_train.store.backends import Storage
-from eagle31_train.store.format import (
-    PLAN,
-    PROVENANCE,
-    SHARDS,
-    TARGET,
-    TRAJECTORIES,
-    Line,
-    Manifest,
-    Origin,
-    line_name,
-    parse_record,
-    read_line,
-    read_record,
-)
+from eagle31_train.store.format import Line
 from eagle31_train.store.sealed import DamagedError, checksum
 from eagle31_train.store.shard_plan import Plan, PlannedShard
 from eagle31_train.store.stream import read_bound, read_consumed
@@ -59,22 +47,22 @@ def read_head(storage: Storage) -> tuple[Head, list[Problem]]:
 
     def read(name: str, parse: Callable[[Any], Any], store: str | None = None) -> Any:
         try:
-            return None if name in changed else read_record(storage, name, parse, store)
+            return None if name in changed else files.read_record(storage, name, parse, store)
         except DamagedError as error:
             problems.append(Problem(str(error)))
             return None
 
     changed: set[str] = set()
     head = Head(storage)
-    head.manifest = read(artifacts.MANIFEST, partial(foreign.typed, Manifest))
+    head.manifest = read(artifacts.MANIFEST, partial(foreign.typed, files.Manifest))
     if head.manifest is not None:  # a changed length or layer id would be read as wrong states, and silently
         for name, entry in head.manifest["files"].items():
             if damage := difference(storage, name, entry["bytes"], entry["checksum"]):
                 problems.append(Problem(damage))
                 changed.add(name)
-    head.provenance = read(PROVENANCE, partial(foreign.typed, Origin))
+    head.provenance = read(files.PROVENANCE, partial(foreign.typed, files.Origin))
     store = head.provenance["fingerprint"] if head.provenance is not None else None
-    head.plan = read(PLAN, Plan.from_json, store)
+    head.plan = read(files.PLAN, Plan.from_json, store)
     if store is None:
         return head, problems
     try:
@@ -98,19 +86,19 @@ def read_lines(
     there = set(storage.names("shards")) if len(shards) > 1 else {shard.line for shard in shards}
     for shard in shards:
         try:
-            if shard.line in there and (line := read_line(storage, shard.name, store)) is not None:
+            if shard.line in there and (line := files.read_line(storage, shard.name, store)) is not None:
                 lines[shard.name] = line
         except DamagedError as error:
             problems.append(Problem(f"{error}, of {shard.samples()}", shard.line))
     # Merged ones last: the first process may be merging them just now, and removes the others then.
     try:
-        texts = storage.read(SHARDS).splitlines(keepends=True)
+        texts = storage.read(files.SHARDS).splitlines(keepends=True)
     except FileNotFoundError:
         return lines, problems
-    where, merged = f"{storage.location}/{SHARDS}", dict[str, Line]()
+    where, merged = f"{storage.location}/{files.SHARDS}", dict[str, Line]()
     for number, text in enumerate(texts, 1):
         try:
-            line = parse_record(text, f"{where}:{number}", partial(foreign.typed, Line), store)
+            line = files.parse_record(text, f"{where}:{number}", partial(foreign.typed, Line), store)
             merged[line.name] = line
         except DamagedError as error:
             problems.append(Problem(str(error)))
@@ -143,17 +131,21 @@ def difference(storage: Storage, name: str, size: int, expected: str) -> str | N
 
 def big_files(storage: Storage) -> list[str]:
     """The big files beside the shards: the target's weights, and the trajectories of stores that have them."""
-    return [TARGET, TRAJECTORIES] if storage.size(line_name(TRAJECTORIES)) is not None else [TARGET]
+    return (
+        [files.TARGET, files.TRAJECTORIES]
+        if storage.size(files.line_name(files.TRAJECTORIES)) is not None
+        else [files.TARGET]
+    )
 
 
 def damage_of(storage: Storage, name: str, store: str) -> str | None:
     """What is wrong with a big file beside the shards, in words; None if nothing is."""
     try:
-        line = read_line(storage, name, store)
+        line = files.read_line(storage, name, store)
     except DamagedError as error:
         return str(error)
     if line is None:
-        return f"{storage.location}/{line_name(name)} is missing"
+        return f"{storage.location}/{files.line_name(name)} is missing"
     return difference(storage, name, line.size, line.checksum)
 
 

@@ -13,18 +13,9 @@ from torch import Tensor
 
 from eagle31_train import artifacts
 from eagle31_train.errors import UserError
+from eagle31_train.store import format as files
 from eagle31_train.store.backends import Storage, open_storage
 from eagle31_train.store.document import Document
-from eagle31_train.store.format import (
-    EXTRACT,
-    PLAN,
-    PROVENANCE,
-    REMAKE,
-    TARGET,
-    TARGET_LINE,
-    TRAJECTORIES,
-    TRAJECTORIES_LINE,
-)
 from eagle31_train.store.head import damage_of, read_head, read_lines
 from eagle31_train.store.shard import ContentError, ShardFile, open_shard
 from eagle31_train.store.shard_plan import PlannedShard, shape_of
@@ -52,19 +43,17 @@ class Store:
         head, problems = read_head(self.storage)
         if head.manifest is None and not problems:
             if not follow:
-                begun = self.storage.size(PROVENANCE) is not None
+                begun = self.storage.size(files.PROVENANCE) is not None
                 hint = ", or give store.follow=true to train while it is being written" if begun else ""
-                raise UserError(f"{self.location}/{artifacts.MANIFEST} is missing: run `{EXTRACT}` first{hint}")
-            wait(
-                lambda: self.storage.size(PROVENANCE) is not None and self.storage.size(TARGET_LINE) is not None,
-                f"train: waiting for {self.location} to be begun by `{EXTRACT}`",
-                patience,
-            )
+                raise UserError(f"{self.location}/{artifacts.MANIFEST} is missing: run `{files.EXTRACT}` first{hint}")
+            first = {files.PROVENANCE, files.TARGET_LINE}
+            what = f"train: waiting for {self.location} to be begun by `{files.EXTRACT}`"
+            wait(lambda: first <= self.storage.sizes("").keys(), what, patience)
             head, problems = read_head(self.storage)
         if problems:
-            raise UserError(f"{problems[0].text}: {REMAKE}")
+            raise UserError(f"{problems[0].text}: {files.REMAKE}")
         if head.provenance is None or head.plan is None:
-            raise UserError(f"{self.location} lacks {PROVENANCE} or {PLAN}: {REMAKE}")
+            raise UserError(f"{self.location} lacks {files.PROVENANCE} or {files.PLAN}: {files.REMAKE}")
         self.manifest, self.plan = head.manifest, head.plan
         self.fingerprint: str = head.provenance["fingerprint"]
         self.inputs: dict[str, Any] = head.provenance["inputs"]
@@ -80,7 +69,7 @@ class Store:
     @cached_property
     def target(self) -> dict[str, Tensor]:
         """The target's weights: embed_tokens [V, H], norm [H] (effective), lm_head [V, H]."""
-        weights = self._tensors(TARGET)
+        weights = self._tensors(files.TARGET)
         if "embed_tokens" in weights:
             weights.setdefault("lm_head", weights["embed_tokens"])
         V, H = self.states["vocab_size"], self.shape.hidden_size
@@ -89,22 +78,22 @@ class Store:
             weight = weights.get(name)
             shape = list(weight.shape) if weight is not None and weight.is_floating_point() else []
             if len(shape) != len(size) or any(n not in (-1, there) for n, there in zip(size, shape, strict=True)):
-                raise UserError(f"{self.location}/{TARGET} holds {name} {shape}, for {V} tokens: {REMAKE}")
+                raise UserError(f"{self.location}/{files.TARGET} holds {name} {shape}, for {V} tokens: {files.REMAKE}")
         return weights
 
     @cached_property
     def trajectories(self) -> dict[str, Tensor]:
         """The target's own answers to some held-out prompts, as `evaluation/trajectories.py` names them; {} without."""
-        return self._tensors(TRAJECTORIES) if self.storage.size(TRAJECTORIES_LINE) is not None else {}
+        return self._tensors(files.TRAJECTORIES) if self.storage.size(files.TRAJECTORIES_LINE) is not None else {}
 
     def _tensors(self, name: str) -> dict[str, Tensor]:
         """A big file beside the shards, once its bytes are known to be those that were written."""
         if damage := damage_of(self.storage, name, self.fingerprint):
-            raise UserError(f"{damage}: {REMAKE}")
+            raise UserError(f"{damage}: {files.REMAKE}")
         try:
             return load_file(self.storage.local(name))
         except (SafetensorError, OSError) as error:
-            raise UserError(f"{self.location}/{name} cannot be read ({error}): {REMAKE}") from None
+            raise UserError(f"{self.location}/{name} cannot be read ({error}): {files.REMAKE}") from None
 
     @property
     def max_bytes(self) -> int | None:
@@ -138,7 +127,7 @@ class Store:
     def _arrived(self, shard: PlannedShard) -> bool:
         lines, problems = read_lines(self.storage, self.plan, [shard], self.fingerprint)
         if problems and shard.name not in lines:
-            raise UserError(f"{problems[0].text}: {REMAKE}")
+            raise UserError(f"{problems[0].text}: {files.REMAKE}")
         self._lines |= lines
         return shard.name in self._lines
 
@@ -168,7 +157,7 @@ class Store:
             if shard.name in consumed.shards:
                 raise UserError(
                     f"{where} was used up and removed by the training {consumed.by}: remove the store and run "
-                    f"`{EXTRACT}` again"
+                    f"`{files.EXTRACT}` again"
                 ) from None
         raise UserError(f"{where} {what}: see `eagle31 store verify {self.location}`")
 

@@ -22,8 +22,8 @@ from eagle31_train import artifacts
 from eagle31_train.config import byte_count
 from eagle31_train.console import Progress, note, tidy
 from eagle31_train.errors import UserError
+from eagle31_train.store import format as files
 from eagle31_train.store.backends import Storage, open_storage
-from eagle31_train.store.format import EXTRACT, PLAN, PROVENANCE, REMAKE, SHARDS, TARGET, line_name
 from eagle31_train.store.head import Head, Problem, big_files, damage_of, read_head
 from eagle31_train.store.shard import ContentError, open_shard
 from eagle31_train.store.shard_plan import Plan, shape_of
@@ -34,11 +34,11 @@ def inspect(storage: Storage) -> tuple[Head, list[Problem]]:
     head, problems = read_head(storage)
     if not problems and head.manifest is head.provenance is None and not storage.names("shards"):
         raise UserError(f"there is no store in {storage.location}: correct the address")  # a plan alone is none yet
-    if head.manifest is None and storage.size(SHARDS) is not None and storage.size(artifacts.MANIFEST) is None:
+    if head.manifest is None and storage.size(files.SHARDS) is not None and storage.size(artifacts.MANIFEST) is None:
         problems.append(Problem(f"{storage.location}/{artifacts.MANIFEST} is missing, though all shards were there"))
     if head.provenance is None or head.plan is None:
-        text = f"{storage.location} lacks a whole {PROVENANCE} or {PLAN}, without which no shard can be checked"
-        problems.append(Problem(text))
+        what = f"{files.PROVENANCE} or {files.PLAN}"
+        problems.append(Problem(f"{storage.location} lacks a whole {what}, without which no shard can be checked"))
     return head, problems
 
 
@@ -60,7 +60,7 @@ def check(storage: Storage, checked: Counter[str]) -> Iterator[Problem]:
     else:
         checked["coming"] = len(head.plan.shards) - len(head.lines)
     for name in big_files(storage):
-        coming = name == TARGET and head.manifest is None and storage.size(line_name(name)) is None
+        coming = name == files.TARGET and head.manifest is None and storage.size(files.line_name(name)) is None
         if not coming and (damage := damage_of(storage, name, head.provenance["fingerprint"])):
             yield Problem(damage)
     yield from _shards(head, head.plan, head.provenance["states"], checked)
@@ -127,12 +127,12 @@ def _verify(storage: Storage, remove: bool) -> int:
         f"{checked['consumed']:,}, still to come: {checked['coming']:,}"
     )
     if problems and remove:
-        files = [problem.file for problem in problems if problem.file]
-        for name in files:
+        damaged = [problem.file for problem in problems if problem.file]
+        for name in damaged:
             storage.remove(name)
-        note(f"removed: {len(files)} files; {REMAKE}")
+        note(f"removed: {len(damaged)} files; {files.REMAKE}")
     elif problems:
-        note(f"remove what is damaged by `eagle31 store verify {storage.location} --remove`, then {REMAKE}")
+        note(f"remove what is damaged by `eagle31 store verify {storage.location} --remove`, then {files.REMAKE}")
     return 1 if problems else 0
 
 
@@ -146,7 +146,7 @@ def _describe(storage: Storage) -> str:
     state = f"{len(done)} of {len(head.plan.shards)} committed, {len(head.consumed)} of them used up by a training"
     rows: dict[str, Any] = {
         "store": f"{storage.location}, fingerprint {head.provenance['fingerprint']}",
-        "shards": state if head.manifest else f"{state}; unfinished, `{EXTRACT}` goes on with it",
+        "shards": state if head.manifest else f"{state}; unfinished, `{files.EXTRACT}` goes on with it",
     }
     for split, lengths in head.plan.lengths.items():
         rows[split] = f"{len(lengths):,} samples, {sum(lengths):,} tokens"

@@ -12,22 +12,10 @@ from eagle31_train import artifacts
 from eagle31_train.console import note
 from eagle31_train.errors import UserError
 from eagle31_train.provenance import REPLACE
+from eagle31_train.store import format as files
 from eagle31_train.store.backends import Storage
 from eagle31_train.store.document import Document
-from eagle31_train.store.format import (
-    PLAN,
-    PROVENANCE,
-    REMAKE,
-    SHARDS,
-    STREAM,
-    TARGET,
-    TARGET_LINE,
-    TRAJECTORIES,
-    Line,
-    line_name,
-    read_line,
-    read_record,
-)
+from eagle31_train.store.format import Line
 from eagle31_train.store.head import damage_of, read_lines
 from eagle31_train.store.sealed import DamagedError, checksum, digest, seal
 from eagle31_train.store.shard import write_shard
@@ -143,23 +131,23 @@ class StoreWriter:
 
     def write_target(self, weights: dict[str, Tensor]) -> None:
         """Write the target's weights that training needs: embed_tokens, norm and, unless tied, lm_head."""
-        self._write_tensors(TARGET, weights)
+        self._write_tensors(files.TARGET, weights)
 
     def write_trajectories(self, tensors: dict[str, Tensor]) -> None:
         """Write the target's own answers to held-out prompts; before its weights, for which a training waits."""
-        self._write_tensors(TRAJECTORIES, tensors)
+        self._write_tensors(files.TRAJECTORIES, tensors)
 
     @property
     def has_trajectories(self) -> bool:
         """Whether they are there, as an earlier start wrote them."""
-        return damage_of(self.storage, TRAJECTORIES, self.id) is None
+        return damage_of(self.storage, files.TRAJECTORIES, self.id) is None
 
     def _write_tensors(self, file: str, tensors: dict[str, Tensor]) -> None:
         with self._building(file) as scratch:
             save_file({name: tensor.cpu() for name, tensor in tensors.items()}, scratch)
             line = Line(file, self.id, scratch.stat().st_size, checksum(scratch))
             try:
-                old = read_line(self.storage, file, self.id)
+                old = files.read_line(self.storage, file, self.id)
             except DamagedError:
                 old = None
             # The same bytes replace those of an earlier start: a training that begins meanwhile finds them all along.
@@ -177,9 +165,9 @@ class StoreWriter:
 
     def _commit(self, scratch: Path, line: Line, old: Line | None) -> None:
         if old not in (None, line):  # a kill must not leave the line of another file beside the new one
-            self.storage.remove(line_name(line.name))
+            self.storage.remove(files.line_name(line.name))
         self.storage.put(scratch, line.name)
-        self.storage.write(line_name(line.name), line.sealed())
+        self.storage.write(files.line_name(line.name), line.sealed())
 
     def gather(self) -> list[Line] | None:
         """The lines of all shards, in order, once all are there; None if the training that follows wants no more."""
@@ -206,7 +194,7 @@ class StoreWriter:
             return None
         lines, problems = read_lines(self.storage, self.plan, awaited, self.id)
         if problems:
-            raise UserError(f"{problems[0].text}: {REMAKE}")
+            raise UserError(f"{problems[0].text}: {files.REMAKE}")
         self.lines |= lines
         self._sizes |= {name: line.size for name, line in lines.items()}
         return [self.lines[shard.name] for shard in self.plan.shards]
@@ -223,11 +211,12 @@ class StoreWriter:
         assert self.rank == 0
         lines = self.gather()
         assert lines is not None, "a store that is not complete cannot be finished"
-        self.storage.write(SHARDS, b"".join(line.sealed() for line in lines))
+        self.storage.write(files.SHARDS, b"".join(line.sealed() for line in lines))
         for shard in self.plan.shards:  # now that their lines stand elsewhere
             self.storage.remove(shard.line)
-        self.storage.remove(STREAM)
-        files = {name: self.storage.read(name) for name in (PROVENANCE, PLAN, SHARDS, TARGET_LINE)}
+        self.storage.remove(files.STREAM)
+        small = [files.PROVENANCE, files.PLAN, files.SHARDS, files.TARGET_LINE]
+        contents = {name: self.storage.read(name) for name in small}
         manifest = {
             "fingerprint": self.id,
             "inputs": self.provenance["inputs"],
@@ -235,7 +224,7 @@ class StoreWriter:
             "tokens": self.plan.tokens,
             "bytes_per_token": sum(line.size for line in lines) / max(1, self.plan.tokens),
             **totals,
-            "files": {name: {"bytes": len(data), "checksum": digest(data)} for name, data in files.items()},
+            "files": {name: {"bytes": len(data), "checksum": digest(data)} for name, data in contents.items()},
         }
         self.storage.write(artifacts.MANIFEST, seal(manifest, indent=2))
         return manifest
@@ -246,24 +235,24 @@ class StoreWriter:
         begun = self._begun()
         # Shards of unknown origin pass for nobody's; but their lines tell whose they are, too.
         if begun is None and storage.names("shards") and not self._committed(self.plan.shards):
-            raise UserError(f"{storage.location} holds shards, but no whole {PROVENANCE}: remove it")
+            raise UserError(f"{storage.location} holds shards, but no whole {files.PROVENANCE}: remove it")
         if begun is not None and begun != self.provenance:
             storage.discard()
         storage.remove(artifacts.MANIFEST)  # whoever reads it now finds it unfinished
-        storage.clean([TARGET, TRAJECTORIES])
+        storage.clean([files.TARGET, files.TRAJECTORIES])
         shards = [asdict(shard) for shard in self.plan.shards]
-        storage.write(PLAN, seal({"lengths": self.plan.lengths, "shards": shards, "store": self.id}))
-        storage.write(STREAM, seal({"max_bytes": self.max_bytes, "processes": self.ranks, "store": self.id}))
-        storage.write(PROVENANCE, seal(self.provenance, indent=2))
-        if storage.size(SHARDS) is not None:  # a store that was complete: its lines get files of their own again
+        storage.write(files.PLAN, seal({"lengths": self.plan.lengths, "shards": shards, "store": self.id}))
+        storage.write(files.STREAM, seal({"max_bytes": self.max_bytes, "processes": self.ranks, "store": self.id}))
+        storage.write(files.PROVENANCE, seal(self.provenance, indent=2))
+        if storage.size(files.SHARDS) is not None:  # a store that was complete: its lines get files of their own again
             for line in self._committed(self.plan.shards).values():
-                storage.write(line_name(line.name), line.sealed())
-            storage.remove(SHARDS)
+                storage.write(files.line_name(line.name), line.sealed())
+            storage.remove(files.SHARDS)
 
     def _begun(self) -> dict[str, Any] | None:
         """The provenance of the store that was begun, if it is whole; UserError for another's that must stay."""
         try:
-            begun = read_record(self.storage, PROVENANCE, dict)
+            begun = files.read_record(self.storage, files.PROVENANCE, dict)
         except DamagedError:
             return None
         if begun is not None and begun != self.provenance and not self._overwrite:
@@ -284,7 +273,7 @@ class StoreWriter:
             return False
         if self.storage.size(artifacts.MANIFEST) is not None:  # complete since this process asked (`finished`)
             return True
-        return self.storage.size(SHARDS) is None and self._processes() == self.ranks
+        return self.storage.size(files.SHARDS) is None and self._processes() == self.ranks
 
     def _processes(self) -> int | None:
         """How many processes share the store, as far as rank 0 has said so."""

@@ -3,8 +3,6 @@
 vLLM loads a worker of ours (`vllm_worker.py`), which hands out what it would give a draft model: each conversation's
 states in a file, which is read here and removed at once. The engine runs in this process, where what it batches
 together depends on the requests alone: a run repeated gives the same bits.
-
-Shapes: T tokens of one conversation; A auxiliary layers; H hidden.
 """
 
 import atexit
@@ -40,11 +38,10 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 TOP = 20  # tokens whose probabilities the gate asks for
-OURS = {  # arguments that the engine sets itself: from target.*, and so that states come out whole, every time the same
-    "model", "revision", "dtype", "trust_remote_code",
-    "speculative_config", "kv_transfer_config", "worker_cls", "enable_prefix_caching", "async_scheduling",
-    "pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size",
-}  # fmt: skip
+# Arguments that the engine sets itself: from target.*, and so that states come out whole, every time the same.
+OURS = {"model", "revision", "dtype", "trust_remote_code", "speculative_config", "kv_transfer_config", "worker_cls"}
+OURS |= {"enable_prefix_caching", "async_scheduling"}
+OURS |= {"pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size"}
 RAM_DISK = Path("/dev/shm")
 FOLDER = "eagle31-states"
 DISK = "free some, point TMPDIR elsewhere, or lower extract.shard_tokens"
@@ -62,14 +59,11 @@ class VllmEngine:
     def __init__(self, config: Config) -> None:
         if ranks() > 1:
             raise UserError(
-                "extract.engine=vllm spreads over devices itself: start one process, with "
-                "extract.engine_args.tensor_parallel_size=…; on several machines one on each, with "
-                "extract.part=… extract.parts=…"
+                "extract.engine=vllm spreads over devices itself: start one process on each machine, with "
+                "extract.engine_args.tensor_parallel_size=…, and extract.part=… extract.parts=…"
             )
         for name in OURS & config.extract.engine_args.keys():
-            raise UserError(
-                f"extract.engine_args.{name} cannot be set: it is of target.*, or part of how the states come out"
-            )
+            raise UserError(f"extract.engine_args.{name} cannot be set: the engine sets it itself")
         require_path(config.target)
         self.readout = readout_from_checkpoint(config.target, DTYPES[config.target.dtype])
         self.layers = pick_layers(config.target.aux_layers, self.readout.depth)

@@ -1,4 +1,4 @@
-"""A remote place whose calls end early, or tell of what is gone."""
+"""A remote storage whose calls end early, or tell of what is gone."""
 
 import os
 
@@ -8,22 +8,7 @@ from storage_contract import CACHE, build, never
 
 from eagle31_train.store.backends.remote import RemoteStorage
 
-
-@pytest.fixture
-def fs():
-    return MemoryFileSystem(global_store=False, skip_instance_cache=True)
-
-
-@pytest.fixture
-def naps():
-    return []
-
-
-@pytest.fixture
-def storage(fs, naps, tmp_path):
-    return RemoteStorage("flaky://bucket/store", fs, "/bucket/store", tmp_path / "cache", 1000, sleep=naps.append)
-
-
+naps = []
 WAYS = {
     "cat_file": lambda storage: storage.read("a"),
     "get_file": lambda storage: storage.local("a").read_bytes(),
@@ -32,8 +17,20 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("call", ["cat_file", "get_file", "pipe_file", "put_file"])
-def test_what_is_cut_short_is_seen_and_tried_again(storage, fs, naps, monkeypatch, call):
+@pytest.fixture
+def fs():
+    return MemoryFileSystem(global_store=False, skip_instance_cache=True)
+
+
+@pytest.fixture
+def storage(fs, tmp_path):
+    storage = RemoteStorage("flaky://bucket/store", fs, "/bucket/store", tmp_path / "cache", 1000, sleep=naps.append)
+    naps.clear()
+    return storage
+
+
+@pytest.mark.parametrize("call", WAYS)
+def test_what_is_cut_short_is_seen_and_tried_again(storage, fs, monkeypatch, call):
     storage.write("a", b"content")
     whole = getattr(fs, call)
     lengths = [3, 0, None]

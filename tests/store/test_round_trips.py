@@ -137,20 +137,15 @@ def last_one_position_early(patch):
     patch.setattr(Document, "supervised_states", property(wrong))
 
 
-def scale_of_the_neighbouring_block(patch):
-    def wrong(parts):
-        joined = concatenate(parts)
-        return replace(joined, scale=joined.scale.roll(1, -1))
+def scale_of_the_neighbour(axis):
+    def plant(patch):
+        def wrong(parts):
+            joined = concatenate(parts)
+            return replace(joined, scale=joined.scale.roll(1, axis))
 
-    patch.setattr(shard, "concatenate", wrong)
+        patch.setattr(shard, "concatenate", wrong)
 
-
-def scale_of_the_neighbouring_row(patch):
-    def wrong(parts):
-        joined = concatenate(parts)
-        return replace(joined, scale=joined.scale.roll(1, 0))
-
-    patch.setattr(shard, "concatenate", wrong)
+    return plant
 
 
 def layers_in_another_order(patch):
@@ -163,23 +158,19 @@ def layers_in_another_order(patch):
     patch.setattr(Document, "attended_states", property(wrong))
 
 
-def rows_of_all_positions(patch):
-    patch.setattr(Document, "attended", property(len))
+MISTAKES = {
+    "states of the neighbour": states_of_the_neighbour,
+    "aux one row short": aux_one_row_short,
+    "last one position early": last_one_position_early,
+    "scale of the neighbouring block": scale_of_the_neighbour(-1),
+    "scale of the neighbouring row": scale_of_the_neighbour(0),
+    "layers in another order": layers_in_another_order,
+    "rows of all positions": lambda patch: patch.setattr(Document, "attended", property(len)),
+}
 
 
-MISTAKES = [
-    states_of_the_neighbour,
-    aux_one_row_short,
-    last_one_position_early,
-    scale_of_the_neighbouring_block,
-    scale_of_the_neighbouring_row,
-    layers_in_another_order,
-    rows_of_all_positions,
-]
-
-
-@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
+@pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_planted_mistake_is_found(tmp_path, monkeypatch, mistake):
-    mistake(monkeypatch)
+    MISTAKES[mistake](monkeypatch)
     with pytest.raises((AssertionError, ContentError)):
         round_trips(tmp_path, 0, 300)

@@ -9,8 +9,6 @@ from storage_contract import CACHE, StorageContract
 from eagle31_train import artifacts
 from eagle31_train.store.backends import open_storage
 
-# ---------------------------------------------------------------- the contract
-
 
 class TestLocal(StorageContract):
     @pytest.fixture
@@ -29,17 +27,9 @@ class TestLocal(StorageContract):
         return lambda storage: monkeypatch.setattr(os, "fsync", full)
 
 
-# ---------------------------------------------------------------- local: whole or not at all
-
-
-@pytest.fixture
-def local(tmp_path):
-    return open_storage(str(tmp_path / "store"), tmp_path, 1)
-
-
 @pytest.mark.core
-def test_nothing_has_its_name_before_it_and_its_folder_are_on_the_disk(local, monkeypatch):
-    steps = []
+def test_nothing_has_its_name_before_it_and_its_folder_are_on_the_disk(tmp_path, monkeypatch):
+    local, steps = open_storage(str(tmp_path / "store"), tmp_path, 1), []
     fsync, replace = artifacts.fsync_path, os.replace
     monkeypatch.setattr(artifacts, "fsync_path", lambda path: (steps.append(path.name), fsync(path)))
     monkeypatch.setattr(os, "replace", lambda a, b: (steps.append("replace"), replace(a, b)))

@@ -29,11 +29,7 @@ def said(capsys):
     return run
 
 
-# ---------------------------------------------------------------- damaged
-
-
 def spoil(store):
-    """Several faults at once."""
     flip_bit(store / NAMES[0])
     contents = [(store / name).read_bytes() for name in NAMES[2:4]]
     for name, data in zip(NAMES[2:4], reversed(contents), strict=True):

@@ -54,7 +54,7 @@ ROUNDS = [[2, 0, 3, 3], [1, 1, 1, 1], [0, 3, 2, 0], [3, 3, 0, 1], [0, 0, 0, 0]] 
 
 
 def random(model):
-    """A target in fp64, every parameter random and wide enough that a wrong key tells."""
+    """A target in fp64 with random parameters."""
     generator = torch.Generator().manual_seed(3)
     for parameter in model.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
