@@ -17,16 +17,12 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def random_mask(rng, length):
-    kind = rng.choice(["all", "none", "first", "last", "turn", "turns", "random"])
-    if kind in ("all", "none"):
-        return [kind == "all"] * length
-    if kind in ("first", "last"):  # only this token
-        return [i == (0 if kind == "first" else length - 1) for i in range(length)]
-    if kind == "turn":
-        begin, end = sorted(rng.choices(range(length + 1), k=2))
-        return [begin <= i < end for i in range(length)]
+    """A turn, which may be all, nothing, or one token; or any tokens."""
+    begin, end = sorted(rng.choices(range(length + 1), k=2))
     share = rng.random()
-    return [rng.random() < share for _ in range(length)]
+    turns = [(begin, end), (0, length), (0, 0), (0, 1), (length - 1, length), None]
+    turn = rng.choice(turns)
+    return [turn[0] <= i < turn[1] if turn else rng.random() < share for i in range(length)]
 
 
 def random_document(rng, generator, shape):

@@ -87,7 +87,7 @@ def test_what_was_used_up_of_another_store_hides_no_missing_shard(tmp_path):
 
 
 def test_a_kill_between_a_new_file_and_its_line_does_not_leave_the_old_line(tmp_path):
-    """A shard made again need not have the same bytes: a GPU rounds otherwise the second time."""
+    """A shard made again need not have the same bytes, as on a GPU."""
     MADE.write(tmp_path)
     planned = MADE.plan.of("train")[1]
     (tmp_path / planned.name).unlink()

@@ -104,13 +104,8 @@ class RemoteStorage(CachedStorage):
 
         def call() -> None:
             self.fs.invalidate_cache()
-            files = [str(path) for path in self.fs.find(self.root)]
-            depth = {path: path.count("/") for path in files}
-            # What stands at the top says what the rest is: it goes last.
-            for top in (False, True):
-                some = [path for path in files if (depth[path] == min(depth.values())) == top]
-                if some:
-                    self.fs.rm(some)
+            if files := self.fs.find(self.root):
+                self.fs.rm(files)
             self.fs.invalidate_cache()
             if left := self.fs.find(self.root):  # S3's bulk delete keeps quiet about what it could not delete
                 raise OSError(f"{len(left)} files are still there")
