@@ -200,14 +200,7 @@ class StoreWriter:
         return [self.lines[shard.name] for shard in self.plan.shards]
 
     def finish(self, totals: dict[str, Any]) -> dict[str, Any]:
-        """Rank 0: gather all lines and write the manifest, which makes the store complete.
-
-        Args:
-            totals: what else the manifest says.
-
-        Returns:
-            The manifest.
-        """
+        """Rank 0: gather all lines and write the manifest, with `totals`, which makes the store complete."""
         assert self.rank == 0
         lines = self.gather()
         assert lines is not None, "a store that is not complete cannot be finished"

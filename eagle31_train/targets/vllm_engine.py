@@ -146,13 +146,14 @@ def _refusals(folder: Path) -> Iterator[None]:
 def _start(config: Config, layers: list[int]) -> Any:
     """The vLLM engine, set to hand out the inputs of `layers`."""
     from vllm import LLM
+    from vllm.transformers_utils.config import get_config
 
-    wanted = dict(config.extract.engine_args)
+    target, wanted = config.target, config.extract.engine_args
     arguments: dict[str, Any] = {
-        "model": config.target.path,
-        "revision": config.target.revision,
-        "dtype": config.target.dtype,
-        "trust_remote_code": config.target.trust_remote_code,
+        "model": target.path,
+        "revision": target.revision,
+        "dtype": target.dtype,
+        "trust_remote_code": target.trust_remote_code,
         "enable_prefix_caching": False,
         "max_logprobs": TOP,
         "seed": config.seed,
@@ -164,22 +165,16 @@ def _start(config: Config, layers: list[int]) -> Any:
     more = {"additional_config": {**wanted.get("additional_config", {}), LAYERS: layers}}
     try:
         # No more than the data needs: vLLM reserves memory for a conversation of the greatest length.
-        arguments["max_model_len"] = min(config.data.max_length + 1, _positions(config))
+        # vLLM's own reading of the configuration, which knows more kinds than transformers.
+        text = get_config(target.path, target.trust_remote_code, revision=target.revision).get_text_config()
+        positions = getattr(text, "max_position_embeddings", None) or float("inf")
+        arguments["max_model_len"] = min(config.data.max_length + 1, positions)
         return LLM(**{**arguments, **wanted, **more})
     except (ValueError, TypeError, RuntimeError, AssertionError, NotImplementedError, OSError) as error:
         raise UserError(
-            f"vLLM does not start with target.path={config.target.path} and extract.engine_args={wanted}: "
+            f"vLLM does not start with target.path={target.path} and extract.engine_args={wanted}: "
             f"{_one_line(error)}"
         ) from error
-
-
-def _positions(config: Config) -> float:
-    """How many the target has, by vLLM's own reading of its configuration, which knows more kinds than transformers."""
-    from vllm.transformers_utils.config import get_config
-
-    target = config.target
-    text = get_config(target.path, target.trust_remote_code, revision=target.revision).get_text_config()
-    return getattr(text, "max_position_embeddings", None) or float("inf")
 
 
 def states_folder(size: int) -> Path:

@@ -62,10 +62,8 @@ class StatesWriter:
     def add(self, layers: Sequence[Tensor], tokens: Tensor, pieces: Sequence[Piece]) -> None:
         """Take one step: L states [≥ n, H] and the tokens [≥ n] that the model was given, row by row.
 
-        The tensors may be written over as soon as this returns, by work on the current stream.
-
-        Raises:
-            RuntimeError: these or earlier states cannot be written, or positions were left out.
+        The tensors may be written over, by work on the current stream, as soon as this returns. RuntimeError if these
+        or earlier states cannot be written, or positions were left out.
         """
         count = sum(piece.count for piece in pieces)
         cuda = layers[0].is_cuda

@@ -146,13 +146,6 @@ def test_an_answer_that_trickles_is_given_up(server, monkeypatch):
     assert "gives no answer (timed out)" in str(outcome(lambda: ask(server, timeout=5)))
 
 
-def test_a_burst_of_429_and_500_is_waited_out(server):
-    failures = [429, 500]
-    good = json.dumps(GOOD).encode()
-    server.reply = lambda handler: handler.send(failures.pop() if failures else 200, good)
-    assert ask(server).message["content"] == "hello"
-
-
 def test_a_redirection_takes_the_key_nowhere(server, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     server.reply = lambda handler: handler.send(302, b"", Location=f"{server.url}/elsewhere")

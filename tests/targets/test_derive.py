@@ -100,9 +100,7 @@ def test_given_options_stay_and_contradictions_are_named():
     assert said["rope_theta"] == "given, UNLIKE the target's 150000.0"
     assert said["rope_scaling"] == "given, UNLIKE the target's yarn, factor 32"
     assert said["intermediate_size"] == "given"
-
-
-def test_a_part_of_a_scaling_goes_over_the_targets_and_another_type_replaces_it():
+    # A part of a scaling goes over the target's, and another type replaces it.
     target = describe_target(target_of("gpt_oss_20b"))
     part = derive(DrafterConfig(rope_scaling={"beta_fast": 1.0}), target)[0]
     assert part.rope_scaling == {**GPT_OSS, "beta_fast": 1.0}

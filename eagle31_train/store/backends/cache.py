@@ -7,12 +7,10 @@
 
 All processes of a machine that use the folder keep its bound together, and share the work: one of them fetches a file,
 the others that want it now wait for it, and fetch it only if the first one failed or died. A file counts with its full
-size from the moment that its part file exists: space is reserved first, and filled then. A part that nobody holds is
-what a kill left, and goes. Nobody waits for anything while holding a part, so all waiting ends. Files leave in the
-order of their last use; a mapping that is open stays valid.
-
-Nothing is forced to the disk here. What a power cut spoils has another size, or another checksum, which the reader of
-the store compares; `forget` then lets it be fetched again.
+size from the moment that its part file exists. A part that nobody holds is what a kill left, and goes. Nobody waits for
+anything while holding a part, so all waiting ends. Files leave in the order of their last use; a mapping that is open
+stays valid. What a power cut spoils has another size or checksum, which the reader compares; `forget` then lets it be
+fetched again.
 """
 
 import fcntl
@@ -23,7 +21,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from eagle31_train import artifacts
@@ -119,10 +117,14 @@ class CachedStorage(Storage):
             with suppress(FileNotFoundError):  # just evicted
                 _touch(path)
                 return True
+        part = path.with_name(f".{path.name}.{size}.part")
         try:
-            with self._explained(), self._reserved(path, size) as part:
-                if part is None:
-                    return False
+            with self._explained(), ExitStack() as held:
+                with self._locked():
+                    if not self._make_room(path, size):
+                        return False
+                    fcntl.flock(held.enter_context(part.open("xb")), fcntl.LOCK_EX)
+                    held.callback(part.unlink, missing_ok=True)  # before the lock goes
                 self._download(name, part, size)
                 _touch(part)
                 with self._locked():  # whoever counts sees the part or the file, never none or both
@@ -134,25 +136,11 @@ class CachedStorage(Storage):
 
     # ---------------------------------------------------------------- the bound
 
-    @contextmanager
-    def _reserved(self, path: Path, size: int) -> Iterator[Path | None]:
-        """A part file for an absent file, to be filled; None if that is there, or being fetched, or has no room yet."""
-        part = path.with_name(f".{path.name}.{size}.part")
-        with self._locked():
-            file = part.open("xb") if self._make_room(path, size) else None
-            if file is not None:
-                fcntl.flock(file, fcntl.LOCK_EX)
-        if file is None:
-            yield None
-            return
-        try:
-            yield part
-        finally:
-            part.unlink(missing_ok=True)
-            file.close()
-
     def _make_room(self, path: Path, size: int) -> bool:
-        """Remove what was not used for longest until a file fits, if it is wanted and can fit now."""
+        """Remove what was not used for longest until a file fits, if it is wanted and can fit now.
+
+        UserError if it never will.
+        """
         if size > self.limit:
             raise UserError(
                 f"{self.location}: {path.name} has {size:,} bytes, too many for store.cache_bytes={self.limit:,}: "
