@@ -94,11 +94,7 @@ class Encoded:
 
 
 def encode(states: Tensor, codec: str) -> Encoded:
-    """States [N, ..., W] of any float dtype, encoded on their device.
-
-    Raises:
-        UserError: a state is not finite, or too large for bf16.
-    """
+    """States [N, ..., W] of any float dtype, encoded on their device; UserError if one is not finite in bf16."""
     how = CODECS[codec]
     width = states.shape[-1]
     if not how.block:

@@ -120,15 +120,11 @@ def read_record(storage: Storage, name: str, parse: Callable[[Any], T], store: s
 
 
 def parse_record(data: bytes, where: str, parse: Callable[[Any], T], store: str | None = None) -> T:
-    """A sealed JSON object, made a T.
+    """A sealed JSON object, made a T by `parse`, which raises ValueError if it cannot.
 
-    Args:
-        where: what was read, for errors.
-        parse: makes a T; ValueError if it cannot.
-        store: fingerprint of the store that it must belong to; earlier versions did not record it in every file.
+    store: fingerprint of the store that it must belong to; earlier versions did not record it in every file.
 
-    Raises:
-        DamagedError: it is torn, altered, of another type, or of another store.
+    DamagedError, naming `where`, if it is torn, altered, of another type, or of another store.
     """
     try:
         value = unseal(data)

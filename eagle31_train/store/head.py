@@ -152,11 +152,8 @@ def damage_of(storage: Storage, name: str, store: str) -> str | None:
 def finished(storage: Storage, provenance: Provenance, overwrite: bool) -> dict[str, Any] | None:
     """The manifest of a complete store of these inputs; None if there is work to do.
 
-    Of shards only sizes are compared; `eagle31 store verify` reads every byte. A store that is
-    damaged is complete no more: its manifest is removed.
-
-    Raises:
-        UserError: the storage holds a store of other inputs and `overwrite` is off.
+    Of shards only sizes are compared; `eagle31 store verify` reads every byte. A damaged store loses its manifest.
+    UserError if the storage holds a store of other inputs and `overwrite` is off.
     """
     if storage.size(artifacts.MANIFEST) is None:
         return None

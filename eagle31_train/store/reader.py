@@ -32,8 +32,7 @@ class Store:
         follow: read it while it is being written, waiting for shards that are not there yet.
         patience: seconds to wait for one.
 
-    Raises:
-        UserError: the store is missing, incomplete (without `follow`) or damaged, or, while reading, a shard is.
+    UserError if the store is missing, incomplete (without `follow`) or damaged, or, while reading, a shard is.
     """
 
     def __init__(self, storage: Storage | Path, follow: bool = False, patience: float = 3600.0) -> None:

@@ -22,11 +22,7 @@ def seal(value: dict[str, Any], indent: int | None = None) -> bytes:
 
 
 def unseal(data: bytes) -> dict[str, Any]:
-    """The object without its checksum.
-
-    Raises:
-        DamagedError: it is torn, altered, or was never sealed.
-    """
+    """The object without its checksum; DamagedError if it is torn, altered, or was never sealed."""
     try:
         value = foreign.parse_json(data)
         if not isinstance(value, dict) or CHECK not in value:

@@ -37,8 +37,7 @@ class ContentError(ValueError):
 def write_shard(path: Path, documents: Sequence[Document], shape: Shape, first: int = 0) -> None:
     """Write samples (with states in any float dtype, on any device) into a file; `first` is the first one's number.
 
-    Raises:
-        UserError: a state cannot be encoded; the message has the sample's number.
+    UserError, with the sample's number, if a state cannot be encoded.
     """
     aux, last = [], []
     for number, document in enumerate(documents, first):
@@ -65,16 +64,9 @@ def encode_to_cpu(states: Tensor | Encoded, codec: str) -> Encoded:
 
 
 class ShardFile:
-    """A shard, mapped into memory: what is read from it is copied only when it is used.
+    """A shard of samples of these lengths, mapped into memory: what is read is copied only when it is used.
 
-    Args:
-        path: its file.
-        lengths: tokens of each of its samples.
-        shape: of the store's states.
-        vocab_size: V, for ids that are none.
-
-    Raises:
-        ContentError: the file is no shard, or not one of such samples.
+    ContentError if the file is no shard, or not one of such samples and states, or holds ids beyond `vocab_size`.
     """
 
     def __init__(self, path: Path, lengths: Sequence[int], shape: Shape, vocab_size: int) -> None:
@@ -162,15 +154,8 @@ def open_shard(
 ) -> ShardFile:
     """A shard's file, if it is what its line says; a cached copy that is not is fetched once more.
 
-    Args:
-        storage: where it lies.
-        line: what committed it.
-        lengths, shape, vocab_size: see `ShardFile`.
-        verified: its checksum was compared already.
-
-    Raises:
-        ContentError: it is damaged.
-        FileNotFoundError: it is missing.
+    Its checksum is compared unless it is `verified` already. ContentError if it is damaged, FileNotFoundError if it is
+    missing.
     """
 
     def checked(path: Path) -> ShardFile:

@@ -36,13 +36,8 @@ def wait(
     Args:
         until: the condition.
         what: who waits for what, for people.
-        patience: seconds to wait without any progress.
-        progress: anything that changes as the others get on; asked when patience is over.
-        pause: sleeps so many seconds; returns True to be waited for no more.
-
-    Raises:
-        UserError: nothing came of it.
-        StoppedError: `pause` said so.
+        patience: seconds without any change of `progress()` before a UserError.
+        pause: sleeps so many seconds; returns True to be waited for no more, which raises StoppedError.
     """
     if until():
         return
@@ -103,10 +98,7 @@ def consume(storage: Storage, store: str, shards: Sequence[PlannedShard], by: st
 
 
 def read_bound(storage: Storage, store: str) -> Bound | None:
-    """What a running extraction of the store with this fingerprint keeps to; None if it is over.
-
-    UserError if the record is damaged, or of another store.
-    """
+    """What a running extraction of the store keeps to; None if it is over; UserError if the record is damaged."""
     try:
         return read_record(storage, STREAM, partial(foreign.typed, Bound), store)
     except DamagedError as error:

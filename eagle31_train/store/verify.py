@@ -43,13 +43,10 @@ def inspect(storage: Storage) -> tuple[Head, list[Problem]]:
 
 
 def check(storage: Storage, checked: Counter[str]) -> Iterator[Problem]:
-    """Everything that is wrong with a store, complete or begun; on the way, `checked` counts what is whole.
+    """Everything that is wrong with a store, complete or begun; UserError if there is none.
 
-    It counts the shards, tokens and bytes that are whole; shards that are coming, not being committed yet, and those
-    consumed by a training, which removed them. It holds `complete` where the store is.
-
-    Raises:
-        UserError: there is no store, or it cannot be read at all.
+    On the way `checked` counts the shards, tokens and bytes that are whole; shards that are coming; those consumed by a
+    training, which removed them; and `complete` where the store is.
     """
     head, problems = inspect(storage)
     yield from problems

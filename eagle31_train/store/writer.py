@@ -85,12 +85,9 @@ class StoreWriter:
     def wait_for_quota(self, shard: PlannedShard) -> bool:
         """Return once a shard fits under the bound; False if the training that follows wants no more.
 
-        Counted by the plan and not by what lies there: a shard may be written once it and all before it that are not
-        used up fit together. So several processes cannot pass the bound together, and the shards that training needs
-        first always fit.
-
-        Raises:
-            UserError: training used up nothing for `patience` seconds.
+        Counted by the plan, not by what lies there: a shard may be written once it and all before it that are not used
+        up fit together. So processes cannot pass the bound together, and the shards that training needs first always
+        fit.
         """
         if (most := self.max_bytes) is None:
             return True

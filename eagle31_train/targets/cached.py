@@ -67,9 +67,8 @@ class CachedTarget(HiddenStateTarget):
     def read(self, rows: Sequence[Sequence[int]], logit_rows: int) -> tuple[Tensor, Tensor]:
         """Read new tokens of every sequence: as many of each, but for the first time.
 
-        Returns:
-            aux [B, n, A, H] of the new tokens and logits [B, logit_rows, V] fp32 of the last of them. A row with
-            fewer tokens than others is meaningless on its left.
+        Returns aux [B, n, A, H] of the new tokens and logits [B, logit_rows, V] fp32 of the last of them. A row with
+        fewer tokens than others is meaningless on its left.
         """
         with self._tapped(self._taps) as caught:
             logits = self._forward(rows, logit_rows)

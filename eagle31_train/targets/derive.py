@@ -29,9 +29,8 @@ class Derived:
 def complete(config: Config, described: Mapping[str, Any] | None, begun: Mapping[str, Any] | None = None) -> Config:
     """The configuration with a drafter of which nothing is left open that its target decides.
 
-    Args:
-        described: the target as stage 1's manifest describes it; without it, its config.json is read if it must be.
-        begun: the options of a drafter that training goes on with, or begins from. What is open is as in it.
+    described: the target as stage 1's manifest describes it; without it, its config.json is read if it must be.
+    begun: the options of a drafter that training goes on with, or begins from. What is open is as in it.
     """
     options = config.drafter
     if begun is not None:
@@ -48,8 +47,7 @@ def complete(config: Config, described: Mapping[str, Any] | None, begun: Mapping
 def planned_drafter(config: Config, target: TargetDescription, draft_vocab_size: int) -> tuple[DrafterShape, list[str]]:
     """The drafter that a configuration makes for a target, and the table of where its options are from.
 
-    Raises:
-        UserError: auxiliary layers that the target does not have, or a drafter that vLLM could not serve.
+    UserError for auxiliary layers that the target does not have, or a drafter that vLLM could not serve.
     """
     options, rows = derive(config.drafter, target)
     layers = pick_layers(config.target.aux_layers, target.num_hidden_layers, target.model_type)

@@ -100,8 +100,7 @@ class TargetDescription:
 def read_raw(target: TargetConfig) -> dict[str, Any]:
     """The target's config.json; of a hub id this one file is downloaded, or found in the hub's cache.
 
-    Raises:
-        UserError: there is none at target.path, or one of impossible sizes.
+    UserError if there is none at target.path, or one of impossible sizes.
     """
     require_path(target)
     where = f"target.path={target.path}"
@@ -132,11 +131,9 @@ def _check_counts(value: Any, name: str = "config.json") -> None:
 
 
 def text_config(raw: dict[str, Any]) -> Any:
-    """transformers' configuration of the text model, with the defaults that config.json leaves out; without any code
-    of the target's own. Of a kind that transformers does not know, what config.json says.
+    """transformers' configuration of the text model, with its defaults, and without any code of the target's own.
 
-    Raises:
-        UserError: transformers refuses it.
+    Of a kind that transformers does not know, what config.json says. UserError if transformers refuses it.
     """
     try:
         return _text_config(raw)
@@ -268,8 +265,7 @@ def serving_doubt(target: TargetConfig, model_type: str) -> str | None:
 def pick_layers(aux_layers: Sequence[int] | None, depth: int, kind: str = "") -> list[int]:
     """The auxiliary layers of a target of N layers and of a model_type; by default `default_layers`.
 
-    Raises:
-        UserError: layers that it does not have or that vLLM could not give, or not in ascending order.
+    UserError for layers that it does not have or that vLLM could not give, or not in ascending order.
     """
     layers = list(aux_layers) if aux_layers is not None else default_layers(depth)
     if layers != sorted(set(layers)) or not layers:

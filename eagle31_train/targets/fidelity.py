@@ -32,13 +32,7 @@ Figures = Sequence[float]  # of one shard: top-1 agreement, mean KL in nats, pos
 
 
 class Gate:
-    """Compares what is stored with the target's own logits: in a sample of shards, and where a run begins.
-
-    Args:
-        engine: what made the states.
-        config: how many comparisons there are, and their bounds.
-        shards: how many the store has.
-    """
+    """Compares what is stored with the target's own logits: in a sample of the shards, and where a run begins."""
 
     def __init__(self, engine: Engine, config: ExtractConfig, shards: int) -> None:
         self.engine = engine
@@ -56,8 +50,7 @@ class Gate:
     def check(self, documents: Sequence[Document]) -> Figures:
         """Compare some supervised positions, in some of a shard's documents, as they are stored.
 
-        Raises:
-            UserError: they are not what the target says there; the message names the likely cause.
+        UserError, naming the likely cause, if they are not what the target says there.
         """
         own, states, top1 = [], [], []
         for document in choose(documents):

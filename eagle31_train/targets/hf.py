@@ -42,8 +42,7 @@ def ranks() -> int:
 def pick_device(name: str) -> torch.device:
     """The device of a config: `auto` is CUDA where there is one; of several processes, each takes its own.
 
-    Raises:
-        UserError: no such device here, or the same one for several processes.
+    UserError if there is no such device here, or the same one for several processes.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     try:
@@ -72,8 +71,7 @@ def pick_device(name: str) -> torch.device:
 def load_model(config: TargetConfig, dtype: str | None = None) -> Any:
     """The target as a transformers causal LM in eval mode, on its device or spread over several.
 
-    Raises:
-        UserError: there is none at target.path, some of its weights are not, or it cannot be placed as asked.
+    UserError if there is none at target.path, some of its weights are not, or it cannot be placed as asked.
     """
     if config.device_map and (ranks() > 1 or config.device != "auto"):
         raise UserError(
@@ -139,9 +137,7 @@ class States:
 class HiddenStateTarget:
     """A transformers model with taps on its residual stream.
 
-    Raises:
-        UserError: layer ids that the model does not have, or parts that EAGLE cannot read
-            (no RMSNorm before lm_head, a biased lm_head).
+    UserError for layer ids that the model does not have, no RMSNorm before lm_head, or a biased lm_head.
     """
 
     def __init__(self, model: Any, aux_layers: Sequence[int] | None) -> None:
@@ -168,8 +164,7 @@ class HiddenStateTarget:
     def states(self, tokens: Tensor, attention_mask: Tensor | None) -> States:
         """Run the decoder, without lm_head, on tokens [B, T] int64, padded at the end by mask 0.
 
-        Without a mask, rows padded at the end are right all the same in a causal decoder (see `causal`), and
-        attention takes its fast path.
+        Without a mask, which is faster, rows padded at the end are right all the same in a `causal` decoder.
         """
         with self._tapped([*self._taps, self.final_norm]) as caught:
             self.decoder(input_ids=tokens, attention_mask=attention_mask, use_cache=False)

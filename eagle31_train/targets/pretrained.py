@@ -17,8 +17,7 @@ NOT_WHOLE = "a file is cut short, or only git-lfs's pointer to one (`git lfs pul
 def from_pretrained(kind: Any, target: TargetConfig, **options: Any) -> Any:
     """`kind`, one of transformers' classes that load by a name, as the target has it.
 
-    Raises:
-        UserError: there is none at target.path, or its code lacks a package or the permission to run.
+    UserError if there is none at target.path, or its code lacks a package or the permission to run.
     """
     where = {"revision": target.revision, "trust_remote_code": target.trust_remote_code}
     try:
@@ -66,11 +65,7 @@ def first_line(error: Exception) -> str:
 
 
 def vocabulary_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """What tells two vocabularies apart: every token's spelling and id.
-
-    Unlike the text in which a tokenizer is saved, no version of transformers alters it, and stages may run in
-    different environments.
-    """
+    """What tells two vocabularies apart, in any version of transformers: every token's spelling and id."""
     return artifacts.fingerprint(tokenizer.get_vocab())
 
 

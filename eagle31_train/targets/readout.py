@@ -106,13 +106,10 @@ def readout_of(model: Any) -> Readout:
 
 
 def readout_from_checkpoint(target: TargetConfig, dtype: torch.dtype) -> Readout:
-    """The same without loading the model: its skeleton says which three tensors of the checkpoint to read.
+    """The same without loading the model, or running its code: its skeleton says which tensors to read.
 
-    No code that came with the checkpoint is run. Of a model that transformers has no causal LM for (Kimi-K2.6: a
-    multimodal wrapper around DeepSeek-V3), config.json alone must do: see `_unknown`.
-
-    Raises:
-        UserError: no such checkpoint, or it does not hold these tensors plainly (quantized, say).
+    Of a model that transformers has no causal LM for (Kimi-K2.6: a wrapper around DeepSeek-V3), config.json must do.
+    UserError if there is no checkpoint, or it does not hold these tensors plainly (quantized, say).
     """
     folder = checkpoint_folder(target)
     raw = read_raw(target)  # refuses sizes of which the skeleton would be huge

@@ -51,15 +51,9 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def make(out: Path = OUT, seed: int = 0, **changes: Any) -> Path:
-    """Write the target to `out`: weights (bf16 safetensors), tokenizer with chat template, configuration.
+    """Write the target to `out`: bf16 weights, tokenizer with chat template, configuration with `changes`.
 
-    Does nothing where `out` is that target already.
-
-    Args:
-        changes: to the model's configuration.
-
-    Raises:
-        UserError: `out` holds something else.
+    Does nothing where `out` is that target already; UserError if it holds something else.
     """
     recipe = {"made_by": MADE_BY, "layout": LAYOUTS["toy_target"], "seed": seed, "changes": changes}
     recipe["files"] = [artifacts.file_sha256(file) for file in (*CORPUS, TEMPLATE)]

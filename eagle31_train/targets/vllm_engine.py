@@ -172,8 +172,7 @@ def _start(config: Config, layers: list[int]) -> Any:
         return LLM(**{**arguments, **wanted, **more})
     except (ValueError, TypeError, RuntimeError, AssertionError, NotImplementedError, OSError) as error:
         raise UserError(
-            f"vLLM does not start with target.path={target.path} and extract.engine_args={wanted}: "
-            f"{_one_line(error)}"
+            f"vLLM does not start with target.path={target.path} and extract.engine_args={wanted}: {_one_line(error)}"
         ) from error
 
 

@@ -43,13 +43,9 @@ class _Growing:
 class StatesWriter:
     """Sorts the states of steps by conversation, and writes each conversation's once it is whole.
 
-    A GPU goes on meanwhile: copies are queued behind the step that made the states, into pinned memory,
-    and a thread waits for them. On a CPU nothing would be gained; it is done at once.
-
-    Args:
-        folder: gets NAME.safetensors with `hidden_states` [L, T, H] and `token_ids` [T]; a file is whole
-            as soon as it is there.
-        aside: whether a thread writes; by default for states on a GPU.
+    A GPU goes on meanwhile: copies are queued behind the step that made the states, into pinned memory, and a thread
+    (`aside`) waits for them. `folder` gets NAME.safetensors with `hidden_states` [L, T, H] and `token_ids` [T]; a file
+    is whole as soon as it is there.
     """
 
     def __init__(self, folder: Path, aside: bool | None = None) -> None:

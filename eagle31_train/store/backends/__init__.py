@@ -32,12 +32,8 @@ def open_storage(
 ) -> Storage:
     """The storage at a local path, a `file://` URL, or any other URL that fsspec has a driver for.
 
-    Args:
-        location: as the user wrote it.
-        cache_dir, cache_bytes, sharers, sleep: see `RemoteStorage`; a local folder needs none of them.
-
-    Raises:
-        UserError: no such driver, or one that is not installed; an address that cannot be reached or listed.
+    The other arguments are `RemoteStorage`'s. UserError for a driver that is unknown or not installed, and for an
+    address that cannot be reached or listed.
     """
     protocol, separator, rest = location.partition("://")
     if not separator:

@@ -44,9 +44,6 @@ class CachedStorage(Storage):
         limit: bytes that all files of all stores under `base` may take.
         sharers: how many processes of this machine prefetch into `base`; each takes its part of the look-ahead.
         sleep: waits the given seconds.
-
-    Raises:
-        UserError: the folder cannot be made.
     """
 
     remote = True
@@ -74,9 +71,7 @@ class CachedStorage(Storage):
     def local(self, name: str) -> Path:
         """The file on this machine, fetched if it is not there with its right size.
 
-        Raises:
-            FileNotFoundError: it is absent where it comes from.
-            UserError: it does not fit, the disk is full, or fetching failed.
+        FileNotFoundError if it is absent where it comes from; UserError if it does not fit, or fetching failed.
         """
         with self._changed:  # sooner here than there
             self._queue.pop(name, None)
@@ -194,8 +189,7 @@ class CachedStorage(Storage):
     def prefetch(self, sizes: Mapping[str, int]) -> None:
         """Fetch these, given with the bytes that they take at most, in order in the background, and no others any more.
 
-        No more than `ahead` bytes are fetched and not yet used, or one file. What is absent, fetched by another process
-        just now, or fails, is left to `local`.
+        No more than `ahead` bytes, or one file, are fetched and not yet used. What is not obtained is left to `local`.
         """
         with self._changed:
             if self._stopped:

@@ -23,12 +23,7 @@ NO_BUCKET = re.compile(r"NoSuchBucket|bucket does not exist", re.IGNORECASE)
 class RemoteStorage(CachedStorage):
     """A folder of any fsspec file system, with a bounded cache of its files on this machine.
 
-    Args:
-        location: the address.
-        fs: the file system, an instance of our own.
-        root: the address within it.
-        cache_dir, cache_bytes, sharers: see `CachedStorage`.
-        sleep: waits the given seconds.
+    fs is an instance of our own, root the address within it; the cache is described in `CachedStorage`.
     """
 
     def __init__(
@@ -195,17 +190,9 @@ def describe(error: BaseException) -> str:
 def retry(what: str, where: str, call: Callable[[], T], sleep: Callable[[float], object] = time.sleep) -> T:
     """The result of `call()`, tried TRIES times in all where it fails for a passing reason.
 
-    Every failed try but the last prints a line on standard error.
-
-    Args:
-        what, where: for messages, such as "reading" and an address.
-        call: the call.
-        sleep: waits the given seconds.
-
-    Raises:
-        FileNotFoundError: nothing is there (but a bucket that is missing is a UserError).
-        OSError: with an errno of FULL: a disk is full, and only the caller knows which.
-        UserError: anything else that stays, or passes not soon enough.
+    `what` and `where` are for messages, such as "reading" and an address. FileNotFoundError if nothing is there;
+    OSError with an errno of FULL if a disk is full, and only the caller knows which; UserError for anything else that
+    stays.
     """
     for number in range(1, TRIES + 1):
         try:
