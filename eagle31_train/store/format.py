@@ -19,6 +19,7 @@ written each line is a file of its own, so that processes commit shards independ
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
@@ -27,7 +28,7 @@ from typing_extensions import NotRequired, TypedDict
 from eagle31_train import foreign
 from eagle31_train.foreign import Count, Number, Positions, Width
 from eagle31_train.store.backends import Storage
-from eagle31_train.store.sealed import DamagedError, seal, unseal
+from eagle31_train.store.sealed import DamagedError, checksum, seal, unseal
 
 T = TypeVar("T")
 PROVENANCE = "provenance.json"
@@ -105,6 +106,10 @@ class Line:
         return seal(asdict(self))
 
 
+class ContentError(ValueError):
+    """A big file is not what it should be; says how, in words that follow its name."""
+
+
 def line_name(name: str) -> str:
     """The file that commits a shard's file of this name."""
     return name.replace(".safetensors", ".json")
@@ -142,3 +147,25 @@ def read_line(storage: Storage, name: str, store: str) -> Line | None:
     if line is not None and line.name != name:
         raise DamagedError(f"{storage.location}/{line_name(name)} is damaged (it belongs to {line.name})")
     return line
+
+
+def open_checked(storage: Storage, name: str, size: int, expected: str | None, opener: Callable[[Path], T]) -> T:
+    """`opener` of a file of this size and checksum (None if that is known); a copy that is not is fetched once more.
+
+    ContentError if the file is another, FileNotFoundError if it is missing.
+    """
+
+    def checked(path: Path) -> T:
+        if (found := path.stat().st_size) != size:
+            raise ContentError(f"has {found} bytes, not {size}: truncated or replaced")
+        if expected is not None and checksum(path) != expected:
+            raise ContentError("is not as it was written (its checksum differs)")
+        return opener(path)
+
+    try:
+        return storage.opened(name, checked)
+    except ContentError:
+        if not storage.remote:
+            raise
+        storage.forget(name)
+        return storage.opened(name, checked)

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from eagle31_train import artifacts, foreign
@@ -13,7 +12,7 @@ from eagle31_train.provenance import Provenance
 from eagle31_train.store import format as files
 from eagle31_train.store.backends import Storage
 from eagle31_train.store.format import Line
-from eagle31_train.store.sealed import DamagedError, checksum
+from eagle31_train.store.sealed import DamagedError
 from eagle31_train.store.shard_plan import Plan, PlannedShard
 from eagle31_train.store.stream import read_bound, read_consumed
 
@@ -110,32 +109,22 @@ def read_lines(
     return lines, problems
 
 
-def difference(storage: Storage, name: str, size: int, expected: str) -> str | None:
+def difference(storage: Storage, name: str, size: int, checksum: str) -> str | None:
     """How a file differs from its listed size and checksum, in words; None if it does not."""
     where = f"{storage.location}/{name}"
-
-    def damage(path: Path) -> str | None:
-        if (found := path.stat().st_size) != size:
-            return f"{where} has {found} bytes, not {size}: truncated or replaced"
-        return f"{where} is not as it was written (its checksum differs)" if checksum(path) != expected else None
-
     try:
-        text = storage.opened(name, damage)
-        if text and storage.remote:  # the copy may be damaged, or of an earlier store, where the original is not
-            storage.forget(name)
-            text = storage.opened(name, damage)
-        return text
+        files.open_checked(storage, name, size, checksum, lambda _: None)
+    except files.ContentError as error:
+        return f"{where} {error}"
     except FileNotFoundError:
         return f"{where} is missing"
+    return None
 
 
 def big_files(storage: Storage) -> list[str]:
     """The big files beside the shards: the target's weights, and the trajectories of stores that have them."""
-    return (
-        [files.TARGET, files.TRAJECTORIES]
-        if storage.size(files.line_name(files.TRAJECTORIES)) is not None
-        else [files.TARGET]
-    )
+    trajectories = storage.size(files.TRAJECTORIES_LINE) is not None
+    return [files.TARGET, files.TRAJECTORIES] if trajectories else [files.TARGET]
 
 
 def damage_of(storage: Storage, name: str, store: str) -> str | None:

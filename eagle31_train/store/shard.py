@@ -22,16 +22,11 @@ from eagle31_train.errors import UserError
 from eagle31_train.store.backends import Storage
 from eagle31_train.store.codec import CODECS, Encoded, as_encoded, concatenate, encode
 from eagle31_train.store.document import Document
-from eagle31_train.store.format import Line
-from eagle31_train.store.sealed import checksum
+from eagle31_train.store.format import ContentError, Line, open_checked
 from eagle31_train.store.shard_plan import Shape
 from eagle31_train.store.tensors import save_file
 
 NONE = torch.empty(0)
-
-
-class ContentError(ValueError):
-    """A shard's file is not what its plan says; says how, in words that follow its name."""
 
 
 def write_shard(path: Path, documents: Sequence[Document], shape: Shape, first: int = 0) -> None:
@@ -152,23 +147,11 @@ class ShardFile:
 def open_shard(
     storage: Storage, line: Line, lengths: Sequence[int], shape: Shape, vocab_size: int, verified: bool = False
 ) -> ShardFile:
-    """A shard's file, if it is what its line says; a cached copy that is not is fetched once more.
+    """A shard's file, if it is what its line says; its checksum is compared unless it is `verified` already.
 
-    Its checksum is compared unless it is `verified` already. ContentError if it is damaged, FileNotFoundError if it is
-    missing.
+    ContentError if it is damaged, FileNotFoundError if it is missing.
     """
-
-    def checked(path: Path) -> ShardFile:
-        if (size := path.stat().st_size) != line.size:
-            raise ContentError(f"has {size} bytes, not {line.size}: truncated or replaced")
-        if not verified and checksum(path) != line.checksum:
-            raise ContentError("is not as it was written (its checksum differs)")
-        return ShardFile(path, lengths, shape, vocab_size)
-
-    try:
-        return storage.opened(line.name, checked)
-    except ContentError:
-        if not storage.remote:
-            raise
-        storage.forget(line.name)
-        return storage.opened(line.name, checked)
+    expected = None if verified else line.checksum
+    return open_checked(
+        storage, line.name, line.size, expected, lambda path: ShardFile(path, lengths, shape, vocab_size)
+    )

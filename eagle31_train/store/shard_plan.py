@@ -1,8 +1,7 @@
 """What a store will hold, worked out from the data alone: which samples each shard has, and how many bytes.
 
-The plan depends on the data set, the shard size and the codecs alone. So a killed extraction goes on at the first
-shard that is not committed, processes share the work without exchanging messages, and training knows every step before
-the first shard is there.
+So a killed extraction goes on at the first shard that is not committed, processes share the work without exchanging
+messages, and training knows every step before the first shard is there.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

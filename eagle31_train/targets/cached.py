@@ -1,8 +1,8 @@
 """A target that decodes: transformers' key/value cache, and the taps of `hf.py` on the new tokens only.
 
 Several sequences are read together. Their keys stand flush right in the cache: a shorter sequence is padded on its
-left, as transformers has it when it generates, so that masks, sliding windows and RoPE are its own. Tokens that a
-sequence forgets are the last of its row: the row moves right over them.
+left, as when transformers generates. Tokens that a sequence forgets are the last of its row, which moves right over
+them.
 
 Shapes: B sequences; n new tokens; A auxiliary layers; H hidden; V vocabulary.
 """

@@ -74,13 +74,16 @@ def derive(options: DrafterConfig, target: TargetDescription) -> tuple[DrafterCo
         if all(getattr(options, name) is None for name in MLA_WIDTHS):  # else null may mean queries of full rank
             widths.append("q_lora_rank")
         values |= {name: (target.mla[name], name) for name in widths}
+    # One who gives a base or a type of RoPE of their own gives the whole scaling too, or wants none.
+    kind = values["rope_scaling"][0].get("rope_type")
+    completes = options.rope_theta is None and options.rope_scaling.get("rope_type", kind) == kind
     rows, filled = [], {}
     for name, (value, source) in values.items():
         given = getattr(options, name)
         if given is None:
             filled[name] = value
             rows.append(Derived(name, value, f"the target's {source}"))
-        elif name == "rope_scaling" and _completes(options, value):
+        elif name == "rope_scaling" and completes:
             filled[name] = value | given
             but = f", but {_shown(given)}" if given else ""
             rows.append(Derived(name, filled[name], f"the target's {source}{but}"))
@@ -88,13 +91,6 @@ def derive(options: DrafterConfig, target: TargetDescription) -> tuple[DrafterCo
             differs = name in CONTRADICTIONS and given != value
             rows.append(Derived(name, given, f"given, UNLIKE the target's {_shown(value)}" if differs else "given"))
     return replace(options, **filled), rows
-
-
-def _completes(options: DrafterConfig, scaling: dict[str, Any]) -> bool:
-    """Whether what is given of RoPE's scaling, or nothing, goes over the target's: one who gives a base or a type of
-    their own gives the whole scaling too, or wants none."""
-    given = options.rope_scaling
-    return options.rope_theta is None and given.get("rope_type", scaling.get("rope_type")) == scaling.get("rope_type")
 
 
 def _scaling(architecture: str, target: TargetDescription) -> tuple[dict[str, Any], str]:

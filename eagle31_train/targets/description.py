@@ -135,24 +135,19 @@ def text_config(raw: dict[str, Any]) -> Any:
 
     Of a kind that transformers does not know, what config.json says. UserError if transformers refuses it.
     """
+    kind, text = KNOWN_AS.get(raw["model_type"], raw["model_type"]), raw.get("text_config", raw)
     try:
-        return _text_config(raw)
+        if kind in CONFIG_MAPPING:
+            return CONFIG_MAPPING[kind].from_dict({**raw, "model_type": kind}).get_text_config()
+        kind = KNOWN_AS.get(text.get("model_type", ""), text.get("model_type"))
+        if kind in CONFIG_MAPPING:
+            return CONFIG_MAPPING[kind].from_dict({**text, "model_type": kind})
+        return PretrainedConfig.from_dict(text)
     except Exception as error:  # each class checks its fields in its own way
         raise UserError(
             f"transformers makes nothing of the target's config.json, a {raw['model_type']}'s ({first_line(error)}): "
             "copy it again"
         ) from None
-
-
-def _text_config(raw: dict[str, Any]) -> Any:
-    kind = KNOWN_AS.get(raw["model_type"], raw["model_type"])
-    if kind in CONFIG_MAPPING:
-        return CONFIG_MAPPING[kind].from_dict({**raw, "model_type": kind}).get_text_config()
-    text = raw.get("text_config", raw)
-    kind = KNOWN_AS.get(text.get("model_type", ""), text.get("model_type"))
-    if kind in CONFIG_MAPPING:
-        return CONFIG_MAPPING[kind].from_dict({**text, "model_type": kind})
-    return PretrainedConfig.from_dict(text)
 
 
 def describe_target(target: TargetConfig) -> TargetDescription:
@@ -188,6 +183,7 @@ def description_of(raw: dict[str, Any], text: Any, where: str) -> TargetDescript
     elif not head_dim:
         head_dim, sources["head_dim"] = hidden // heads, "hidden_size / num_attention_heads"
     width, sources["intermediate_size"] = _mlp_width(text, size)
+    kinds = set(getattr(text, "layer_types", None) or ["sliding_attention"])
     return TargetDescription(
         model_type=(raw.get("text_config") or raw).get("model_type") or raw["model_type"],
         hidden_size=hidden,
@@ -203,7 +199,8 @@ def description_of(raw: dict[str, Any], text: Any, where: str) -> TargetDescript
         max_position_embeddings=size("max_position_embeddings"),
         mla=mla,
         sources=sources,
-        sliding_window=_window(text),
+        # As vLLM tells targets all of whose layers have a window.
+        sliding_window=getattr(text, "sliding_window", None) if kinds == {"sliding_attention"} else None,
     )
 
 
@@ -232,12 +229,6 @@ def _mlp_width(text: Any, size: Any) -> tuple[int, str]:
     shared = getattr(text, "n_shared_experts", 0) or 0
     active, key = size(*CHOSEN), next(key for key in EXPERT_WIDTH if getattr(text, key, None))
     return (active + shared) * size(key), f"{active + shared} experts of a token × {key}"
-
-
-def _window(text: Any) -> int | None:
-    """The window of a target all of whose layers have one, as vLLM tells such targets."""
-    kinds = getattr(text, "layer_types", None) or ["sliding_attention"]
-    return getattr(text, "sliding_window", None) if set(kinds) == {"sliding_attention"} else None
 
 
 def _rope(text: Any) -> tuple[float, dict[str, Any]]:

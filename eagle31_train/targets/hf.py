@@ -53,17 +53,13 @@ def pick_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError, NotImplementedError):
         raise UserError(f"target.device={name} is no device here: use cpu, cuda, cuda:N or auto") from None
     # A launcher may show each process one device, its own: then all may name the same.
-    if device.index is not None and ranks() > 1 and count > 1:
-        raise UserError(
-            f"target.device={name}: each of {ranks()} processes would load the target there; "
-            "with target.device=auto each takes a device of its own"
-        )
+    shared = device.index is not None and ranks() > 1 and count > 1
     if device.index is None and ranks() > 1:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-    if (device.index or 0) >= count:
+    if shared or (device.index or 0) >= count:
         raise UserError(
-            f"target.device={name}: there is no {device} here, where torch sees {count} CUDA devices: use "
-            "target.device=auto and no more processes than devices"
+            f"target.device={name}: {ranks()} processes cannot load the target so, where torch sees {count} CUDA "
+            "devices: use target.device=auto and no more processes than devices"
         )
     return device
 
@@ -164,7 +160,7 @@ class HiddenStateTarget:
     def states(self, tokens: Tensor, attention_mask: Tensor | None) -> States:
         """Run the decoder, without lm_head, on tokens [B, T] int64, padded at the end by mask 0.
 
-        Without a mask, which is faster, rows padded at the end are right all the same in a `causal` decoder.
+        Without a mask, which is faster, rows padded at the end are right all the same in a causal decoder.
         """
         with self._tapped([*self._taps, self.final_norm]) as caught:
             self.decoder(input_ids=tokens, attention_mask=attention_mask, use_cache=False)
@@ -226,7 +222,9 @@ class TransformersEngine:
         self.batch_tokens = batch_tokens
         # Beyond its positions a model still computes something, which no serving engine would.
         self.longest = positions(target.model.config)
-        self._causal = causal(target.model.config)
+        config = target.model.config.get_text_config()
+        # A causal decoder's tokens see no padding at the end: without a mask attention takes its fast path.
+        self._causal = getattr(config, "is_causal", True) and not getattr(config, "use_bidirectional_attention", None)
         self._alone = rope_by_length(target.model.config)
 
     def run(self, tokens: Sequence[Tensor]) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -267,14 +265,6 @@ def load_engine(config: TargetConfig, batch_tokens: int) -> TransformersEngine:
     readout = readout_from_checkpoint(config, DTYPES[config.dtype]) if offloaded else target.readout
     device = pick_device(config.device) if offloaded else target.head.weight.device
     return TransformersEngine(target, readout.to(device), batch_tokens)
-
-
-def causal(config: Any) -> bool:
-    """Whether no token of a target sees a later one: then padding at the end needs no mask, and attention is faster."""
-    config = config.get_text_config()
-    if getattr(config, "is_causal", True) is False:
-        return False
-    return not getattr(config, "use_bidirectional_attention", None)
 
 
 def rope_by_length(config: Any) -> bool:

@@ -2,9 +2,8 @@
 
     python -m eagle31_train.targets.toy
 
-Made by transformers' own class and its own seed: MLA with YaRN, one dense layer, then experts with a shared one. It
-says nothing, but not just anything: after every word one of three others follows, which of them the context decides.
-So a drafter can learn it within a minute, and its answers think, end, and survive being written and read again.
+Made by transformers' own class: MLA with YaRN, one dense layer, then experts with a shared one. After every word one of
+three others follows, which of them the context decides. So a drafter can learn it within a minute.
 """
 
 import json
@@ -113,20 +112,15 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0, **changes: Any
         if tensor.dim() == 1:  # norms, and the bias by which experts are chosen
             tensor.data = 0.1 * random + ("norm" in name)
         else:
-            tensor.data = random * _gain(name) / tensor.shape[-1] ** 0.5
+            # How much larger than keeping its input's size: the context has a say, and the last word the most.
+            gain = 0.5 if "o_proj" in name or "down_proj" in name else 3.0 if "gate.weight" in name else 1.0
+            tensor.data = random * gain / tensor.shape[-1] ** 0.5
     embedding = torch.randn(config.vocab_size, config.hidden_size, generator=generator)
     model.model.embed_tokens.weight.data = embedding
     model.lm_head.weight.data = _head(embedding, _grammar(tokenizer, generator), generator)
     ends = [tokenizer.convert_tokens_to_ids(name) for name in ("[EOS]", "<|im_end|>")]
     model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=config.pad_token_id)
     return model.bfloat16()
-
-
-def _gain(name: str) -> float:
-    """How much larger than keeping its input's size a matrix is: the context has a say, and the last word the most."""
-    if "o_proj" in name or "down_proj" in name:
-        return 0.5
-    return 3.0 if "gate.weight" in name else 1.0  # experts are chosen clearly
 
 
 def _head(embedding: Tensor, followers: dict[int, list[int]], generator: Generator) -> Tensor:

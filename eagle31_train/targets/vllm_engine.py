@@ -1,8 +1,8 @@
 """vLLM as the engine: tensor parallelism, quantized targets, targets too large for transformers.
 
-vLLM loads a worker of ours (`vllm_worker.py`), which hands out what it would give a draft model: each conversation's
-states in a file, which is read here and removed at once. The engine runs in this process, where what it batches
-together depends on the requests alone: a run repeated gives the same bits.
+A worker of ours (`vllm_worker.py`) writes each conversation's states to a file, which is read here and removed at once.
+The engine runs in this process, where what it batches together depends on the requests alone: a run repeated gives the
+same bits.
 """
 
 import atexit
@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -110,11 +110,17 @@ class VllmEngine:
         engine, finished = self._llm.llm_engine, list[Any]()
         while finished or engine.has_unfinished_requests():
             running = engine.has_unfinished_requests()
-            with _refusals(self._folder):
+            try:
                 if running:
                     finished += [output for output in engine.step() if output.finished]
                 else:
                     self._llm.collective_rpc("flush_states")
+            except RuntimeError as error:  # of a worker in another process no more than its text arrives
+                if CANNOT in str(error):
+                    raise UserError(f"vLLM: {_one_line(error)} ({self._folder}): {DISK}") from None
+                if "out of memory" in str(error):
+                    raise UserError(f"vLLM: {_one_line(error)}: {MEMORY}") from None
+                raise
             # On a GPU a file is written while the next steps run.
             there = [output for output in finished if self._file(output).exists()]
             if not there and not running:
@@ -128,19 +134,6 @@ class VllmEngine:
 
     def _file(self, output: Any) -> Path:
         return self._folder / f"{number(output.request_id)}.safetensors"
-
-
-@contextmanager
-def _refusals(folder: Path) -> Iterator[None]:
-    """What users can do something about, of all that may go wrong in a step."""
-    try:
-        yield
-    except RuntimeError as error:  # of a worker in another process no more than its text arrives
-        if CANNOT in str(error):
-            raise UserError(f"vLLM: {_one_line(error)} ({folder}): {DISK}") from None
-        if "out of memory" in str(error):
-            raise UserError(f"vLLM: {_one_line(error)}: {MEMORY}") from None
-        raise
 
 
 def _start(config: Config, layers: list[int]) -> Any:

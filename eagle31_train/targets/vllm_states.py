@@ -1,7 +1,6 @@
-"""From the flat batches of an engine's steps to one file of hidden states per conversation.
+"""From the flat batches of an engine's steps to one file of hidden states per conversation; needs nothing of vLLM.
 
-Runs in vLLM's first worker (`vllm_worker.py`), and needs nothing of vLLM. A step's batch holds pieces
-of conversations one behind the other: chunks of long ones, many short ones, and padding at the end.
+A step's batch holds pieces of conversations one behind the other: chunks of long ones, many short ones, and padding.
 
 Shapes: n tokens of a step; T of one conversation; L layers that are taken; H hidden.
 """
@@ -106,15 +105,13 @@ class StatesWriter:
         whole.done = piece.start + piece.count
         whole.states[:, piece.start : whole.done] = states
         whole.tokens[piece.start : whole.done] = tokens
-        if whole.done == piece.length:
-            self._write(self._folder / f"{piece.name}.safetensors", self._growing.pop(piece.name))
-
-    @staticmethod
-    def _write(file: Path, whole: _Growing) -> None:
-        part = file.with_suffix(".part")
+        if whole.done < piece.length:
+            return
+        del self._growing[piece.name]
+        part = self._folder / f"{piece.name}.part"
         try:
             save_file({"hidden_states": whole.states, "token_ids": whole.tokens}, part)
-            part.rename(file)
+            part.rename(part.with_suffix(".safetensors"))
         except (OSError, SafetensorError) as error:
             raise RuntimeError(f"{CANNOT}: {error}") from error
 

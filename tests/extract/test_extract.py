@@ -6,7 +6,7 @@ import pytest
 import torch
 from datasets import DatasetDict
 from made import message_of
-from pipeline import AUX, HIDDEN, LENGTHS, VOCAB, contents, make_run, save_quietly, tiny_config, tiny_llama, write_data
+from pipeline import AUX, LENGTHS, VOCAB, contents, make_run, save_quietly, tiny_config, tiny_llama, write_data
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
@@ -137,23 +137,3 @@ def test_data_of_another_tokenizer_is_refused_before_the_target_is_loaded(run, m
     assert message.startswith(f"{run / 'run' / 'data'} was not made for target.path={run / 'target'} but with another")
     assert message.endswith("run `eagle31 data` for this target")
     assert not (run / "other").exists()
-
-
-# ---------------------------------------------------------------- refused
-
-
-def test_a_target_whose_states_do_not_rebuild_its_logits_leaves_no_finished_store(run, monkeypatch):
-    right = HiddenStateTarget.states
-
-    def after_the_norm(self, tokens, mask):
-        states = right(self, tokens, mask)
-        return type(states)(states.aux, self.final_norm(states.last))
-
-    model = tiny_llama()
-    model.model.norm.weight.data = torch.linspace(-3, 3, HIDDEN)
-    save_quietly(model, run / "target")
-    monkeypatch.setattr(HiddenStateTarget, "states", after_the_norm)
-    message = refused(run)
-    assert message.startswith("fidelity gate: ")
-    assert "taken after the final norm" in message
-    assert "manifest.json is missing" in message_of(Store, run / "run" / "store")

@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from extracting import timeless
@@ -109,3 +110,4 @@ def test_the_gate_looks_at_every_part(command, monkeypatch):
     message = message_of(extract, command(1, 2, "extract.gate_batches=1"))
     assert "likely cause: the last hidden state was taken after the final norm" in message
     assert theirs == []
+    assert not (Path(command(1, 2).run_dir) / "store" / "manifest.json").exists()

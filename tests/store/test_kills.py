@@ -8,8 +8,8 @@ from made import Made, read_whole, right_so_far
 from pipeline import contents
 
 from eagle31_train.errors import UserError
+from eagle31_train.store.__main__ import check
 from eagle31_train.store.backends import LocalStorage
-from eagle31_train.store.verify import check
 
 MADE = Made({"train": [9, 4, 6], "heldout": [5, 3]}, 16, "fp8", "int8", 13)
 

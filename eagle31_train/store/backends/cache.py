@@ -16,7 +16,6 @@ fetched again.
 import fcntl
 import os
 import re
-import shutil
 import threading
 import time
 from abc import abstractmethod
@@ -88,11 +87,6 @@ class CachedStorage(Storage):
         self._sizes.pop(name, None)
         (self.folder / name).unlink(missing_ok=True)
         self._used(name)
-
-    def clear(self) -> None:
-        """Drop every copy of this store's files."""
-        self._sizes.clear()
-        shutil.rmtree(self.folder, ignore_errors=True)
 
     def scratch(self, name: str) -> Path:
         """Where to build a file that is then sent away."""

@@ -2,6 +2,7 @@
 
 import random
 import re
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
@@ -16,7 +17,7 @@ from eagle31_train.store.backends.cache import CachedStorage
 T = TypeVar("T")
 TRIES = 5  # in all, the first one included
 FIRST_WAIT = 1.0  # seconds; doubled from try to try
-LASTING = (FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError, UserError)
+LASTING = (PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError)
 NO_BUCKET = re.compile(r"NoSuchBucket|bucket does not exist", re.IGNORECASE)
 
 
@@ -106,7 +107,8 @@ class RemoteStorage(CachedStorage):
                 raise OSError(f"{len(left)} files are still there")
 
         self._call("removing", "", call)
-        self.clear()
+        self._sizes.clear()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _path(self, name: str) -> str:
         return f"{self.root}/{name}".rstrip("/")
@@ -167,16 +169,6 @@ class RemoteStorage(CachedStorage):
 # kits. What says by its class that it will stay is raised at once; of all others a later try may succeed.
 
 
-def is_transient(error: BaseException) -> bool:
-    """Whether the same call may succeed a little later."""
-    if isinstance(error, LASTING):
-        return False
-    if isinstance(error, OSError):
-        return error.errno not in FULL
-    # Python's own are this program's mistakes, and arguments that a driver refuses.
-    return isinstance(error, EOFError) or type(error).__module__ != "builtins"
-
-
 def lacks_bucket(error: Exception) -> bool:
     """Whether it is the bucket that is missing, not a file in it."""
     return isinstance(error, FileNotFoundError) and bool(NO_BUCKET.search(f"{error} {error.__cause__!r}"))
@@ -198,24 +190,20 @@ def retry(what: str, where: str, call: Callable[[], T], sleep: Callable[[float],
         try:
             return call()
         except Exception as error:
-            if number == TRIES or not is_transient(error):
-                raise _explained(error, what, where) from error
+            if lacks_bucket(error):
+                raise UserError(f"{where}: {what} failed, its bucket does not exist: create it") from error
+            if isinstance(error, UserError | FileNotFoundError) or (isinstance(error, OSError) and error.errno in FULL):
+                raise
+            # Python's own are this program's mistakes, but for what a driver says of its arguments.
+            builtin = type(error).__module__ == "builtins" and not isinstance(error, OSError | EOFError)
+            if builtin and not isinstance(error, ValueError | NotImplementedError):
+                raise
+            if number == TRIES or builtin or isinstance(error, LASTING):
+                advice = "check the address, the network and the credentials, then run the same command again"
+                raise UserError(f"{where}: {what} failed ({describe(error)}): {advice}") from error
             # Half of the wait is drawn: ranks that failed together shall not come back together.
             wait = FIRST_WAIT * 2 ** (number - 1) * random.uniform(0.5, 1.0)
             said = f"{where}: {what} failed ({describe(error)}), try {number} of {TRIES}, next in {wait:.1f} s"
             note(said, error=True)
         sleep(wait)
     raise AssertionError("at least one try")
-
-
-def _explained(error: Exception, what: str, where: str) -> Exception:
-    """What to raise in the end; mistakes of this program keep their own face."""
-    if lacks_bucket(error):
-        return UserError(f"{where}: {what} failed, its bucket does not exist: create it, or correct the address")
-    full = isinstance(error, OSError) and error.errno in FULL
-    drivers = (OSError, ValueError, NotImplementedError, EOFError)
-    ours = type(error).__module__ == "builtins" and not isinstance(error, drivers)
-    if full or ours or isinstance(error, UserError | FileNotFoundError):
-        return error
-    advice = "check the address, the network and the credentials, then run the same command again"
-    return UserError(f"{where}: {what} failed ({describe(error)}): {advice}")
