@@ -20,7 +20,7 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, GenerationConf
 from eagle31_train import artifacts, locations
 from eagle31_train.errors import UserError
 from eagle31_train.provenance import LAYOUTS
-from eagle31_train.targets import local
+from eagle31_train.targets.embedded import command, make_folder
 
 OUT = locations.MODELS / "kimi-toy"
 PROMPTS = locations.STAGES / "data_prep" / "prompts"
@@ -46,7 +46,7 @@ REACH = 6  # how far ahead these are: some thirty words make a thought
 
 def main(argv: list[str] | None = None) -> None:
     """Command line: make the target in `--out`."""
-    local.command(make, OUT, "Make the random target of +experiment=kimi_toy.", argv)
+    command(make, OUT, "Make the random target of +experiment=kimi_toy.", argv)
 
 
 def make(out: Path = OUT, seed: int = 0, **changes: Any) -> Path:
@@ -63,7 +63,7 @@ def make(out: Path = OUT, seed: int = 0, **changes: Any) -> Path:
         tokenizer.save_pretrained(folder)
         return {}
 
-    return local.make_folder(out, "made_by", recipe, fill)
+    return make_folder(out, "made_by", recipe, fill)
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
