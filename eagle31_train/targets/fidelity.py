@@ -94,6 +94,7 @@ class Gate:
             top1, divergence = self._compare(own, states, **mistake)
             if top1 >= MOSTLY and divergence <= self.config.gate_kl:
                 cause = f"likely cause: {name}"
+                break
         if quirk := self.engine.readout.quirk:
             cause = f"the target's config has {quirk}, which EAGLE 3's loss does not model"
         return UserError(
