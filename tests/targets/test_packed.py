@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from eagle31_train.targets import packed
-from eagle31_train.targets.packed import PackedLinear, pack_linears
+from eagle31_train.targets import hf
+from eagle31_train.targets.hf import PackedLinear, pack_linears
 
 
 @pytest.mark.parametrize("rows", [(1,), (4,), (2, 3), (0,), (1500,)])
@@ -36,6 +36,6 @@ def test_all_linear_layers_are_packed_and_weights_stay_shared():
 def test_other_dtypes_and_large_models_stay_as_they_are(monkeypatch):
     half, large = nn.Sequential(nn.Linear(16, 16).half()), nn.Sequential(nn.Linear(16, 16))
     pack_linears(half)
-    monkeypatch.setattr(packed, "MOST_BYTES", large[0].weight.nbytes - 1)
+    monkeypatch.setattr(hf, "MOST_BYTES", large[0].weight.nbytes - 1)
     pack_linears(large)
     assert type(half[0]) is type(large[0]) is nn.Linear
