@@ -33,8 +33,7 @@ from eagle31_train.errors import UserError
 from eagle31_train.store import PlannedShard, StoreWriter, make_plan, shape_of, shard, writer
 from eagle31_train.store.backends import open_storage
 from eagle31_train.targets import extraction
-from eagle31_train.targets.hf import HiddenStateTarget
-from eagle31_train.targets.transformers_engine import TransformersEngine, batches_by_length
+from eagle31_train.targets.hf import HiddenStateTarget, TransformersEngine, batches_by_length
 
 PAIRS = ["bf16:bf16", "fp8:fp8", "int8:int8", "int4:int8"]
 PARTS = {

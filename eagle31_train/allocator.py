@@ -1,7 +1,7 @@
 """How the C library keeps memory that was freed, for work on large tensors on a CPU.
 
-glibc gives large blocks back to the system at once and asks for them again at the next operation; the kernel then
-clears every page anew. It was a fifth to a quarter of a forward pass of a small target (docs/log.md).
+glibc gives large blocks back to the system and asks for them again at the next operation, and the kernel clears every
+page anew: a fifth to a quarter of a forward pass of a small target (docs/log.md).
 """
 
 import ctypes

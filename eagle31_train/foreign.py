@@ -29,10 +29,7 @@ Scaling = dict[str, str | bool | Annotated[int, Field(le=1 << 53)] | Number | li
 
 
 def check_file(path: Path, most: int | None = MOST) -> None:
-    """Raise an OSError or ValueError unless it is a regular file of at most so many bytes; links are followed.
-
-    A pipe would be waited for, and a device such as /dev/zero has no end.
-    """
+    """OSError or ValueError unless it is a regular file (a pipe would be waited for) of at most so many bytes."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise ValueError("it is no regular file")
@@ -41,11 +38,7 @@ def check_file(path: Path, most: int | None = MOST) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise a ValueError that names the first entry of a folder that is neither a regular file nor a folder, or a text
-    of more than MOST bytes.
-
-    For folders that a library reads, file by file, in its own ways.
-    """
+    """ValueError, naming the first entry, unless all are folders, or regular files and texts of at most MOST bytes."""
     for path in sorted(folder.iterdir()):
         try:
             if not path.is_dir():
@@ -76,24 +69,18 @@ def check_depth(value: Any) -> None:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A JSON file that holds an object.
-
-    Raises:
-        OSError: there is none.
-        ValueError: it is no regular file, too large, or no JSON object.
-    """
+    """A JSON file that holds an object; ValueError if it is too large or holds none, OSError if there is none."""
     check_file(path)
     value = parse_json(path.read_bytes())
     if not isinstance(value, dict):
-        raise ValueError(f"it holds {_name(value)}, not an object")  # noqa: TRY004 (of the file)
+        raise ValueError(f"it holds a {type(value).__name__}, not an object")  # noqa: TRY004 (of the file)
     return value
 
 
 def typed(kind: Any, value: Any) -> Any:
     """The value itself, known to be of a type; of a dataclass, made of an object that has its fields and no others.
 
-    Raises:
-        ValueError: names the first field that is missing or of another type.
+    ValueError names the first field that is missing or of another type.
     """
     try:
         _adapter(kind).validate_python(value, strict=True)
@@ -114,8 +101,3 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
     entries = {name: NotRequired[hint] if name in optional else hint for name, hint in hints.items()}
     make: Any = TypedDict  # mypy knows no fields of run time
     return TypeAdapter(with_config(ConfigDict(extra="forbid"))(make("fields", entries)))
-
-
-def _name(value: Any) -> str:
-    kinds = {list: "a list", str: "a text", bool: "true or false", type(None): "null"}
-    return kinds.get(type(value), "a number")

@@ -13,11 +13,8 @@ from eagle31_train.errors import UserError
 def hold(file: IO[Any], who: str) -> None:
     """Lock an open file until it is closed; where the file system has no locks, nothing is locked.
 
-    Args:
-        who: what is said where another process holds it, such as "another process trains in runs/a now".
-
-    Raises:
-        UserError: another process holds it; names it, if it is of this machine and ours.
+    UserError if another process holds it: says `who` ("another process trains in runs/a now"), and its number if it is
+    a process of this machine and ours.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -42,11 +39,7 @@ def users_of(file: IO[Any]) -> list[int]:
 
 @contextmanager
 def alone(path: Path, who: str) -> Iterator[None]:
-    """While this lasts, no other process is within the same: `path` is a file for this alone, and stays.
-
-    Raises:
-        UserError: another one is, as `hold` says it.
-    """
+    """While this lasts, no other process holds `path`, a file for this alone, which stays; UserError as `hold`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         hold(file, who)

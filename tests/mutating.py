@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import resource
 from contextlib import contextmanager
 from pathlib import Path
@@ -73,6 +74,20 @@ def outcome(call):
     assert 0 < len(text) < LONGEST, text[:LONGEST]
     assert problem.__suppress_context__ or problem.__context__ is None
     return problem
+
+
+UNREADABLE = ["itself", "/dev/zero", "pipe"]  # in the place of a file: links to nowhere, and what never ends
+
+
+def spoil(path, kind):
+    """Put one of UNREADABLE, or a folder, in the place of a file."""
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to(path.name if kind == "itself" else kind)
 
 
 # ---------------------------------------------------------------- JSON

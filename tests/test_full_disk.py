@@ -100,15 +100,12 @@ def fill(disk: Disk, stages: dict, stage: str, at: int, folder: Path) -> None:
     assert not differ, f"{where}: {differ}"
 
 
-@pytest.mark.parametrize("stage", ["extract", "export", "report"])
-def test_a_full_disk_costs_nothing_but_time(disk, stages, stage, tmp_path):
+SOME = [(stage, FEW) for stage in ("extract", "export", "report")]
+
+
+@pytest.mark.parametrize(("stage", "few"), [*SOME, *(pytest.param(s, None, marks=pytest.mark.slow) for s in STAGES)])
+def test_a_full_disk_costs_nothing_but_time(disk, stages, stage, few, tmp_path):
     operations = stages[stage][2]
-    for at in sorted({1 + n * (operations - 1) // (FEW - 1) for n in range(FEW)}):
-        fill(disk, stages, stage, at, tmp_path / "full")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_full_disk_costs_nothing_but_time_whenever_it_fills(disk, stages, stage, tmp_path):
-    for at in range(1, stages[stage][2] + 1):
+    few = few or operations
+    for at in sorted({1 + n * (operations - 1) // (few - 1) for n in range(few)}):
         fill(disk, stages, stage, at, tmp_path / "full")

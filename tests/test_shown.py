@@ -34,12 +34,9 @@ def test_exactly_what_acts_unseen_is_spelt():
         assert not acts or (shown.clean(letter).isascii() and shown.clean(letter).isprintable())
 
 
-def test_the_same_text_twice_is_the_same_text():
+def test_an_error_is_one_line_of_bounded_length_and_spelt_once():
     assert shown.clean(HOSTILE) == SPELT == shown.clean(SPELT)
     assert shown.clean("Größe, 你好, 👩\u200d👧\n\tx") == "Größe, 你好, 👩\u200d👧\n\tx"
-
-
-def test_an_error_is_one_line_of_bounded_length():
     assert str(UserError(f"{HOSTILE}\nsecond\u2028third")) == SPELT.replace(r"\r", " ") + " second third"
     long = str(UserError("what: " + "x" * 10**6 + ": do this"))
     assert len(long) < 2000
@@ -77,16 +74,12 @@ def test_what_libraries_log_and_warn_of_is_cleaned_too(capsys):
     assert f"UserWarning: {SPELT}\n" in said
 
 
-def test_pages_and_cards_show_it_spelt():
+def test_pages_cards_and_pictures_show_it_spelt():
     page = html.document(HOSTILE, [html.heading(HOSTILE), html.table([HOSTILE], [[HOSTILE]]), html.code(HOSTILE)])
     card = "".join([markdown.plain(HOSTILE), markdown.code(HOSTILE), markdown.grid([HOSTILE], [[HOSTILE]])])
     for text in (page, card):
         assert shown.clean(text) == text
         assert "gpj.exe" in text
-        text.encode()
-
-
-def test_pictures_take_any_name():
     picture = Picture("p", "s", rf"{HOSTILE} $\frac{{$", lambda axes: axes.set_xlabel(r"$\bad{"), HOSTILE)
     assert picture.figure().get_suptitle() == rf"{SPELT} $\frac{{$"
     assert picture.png().startswith(b"\x89PNG")

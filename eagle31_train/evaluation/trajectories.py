@@ -31,7 +31,7 @@ from eagle31_train.model.drafter import Drafter
 from eagle31_train.store import Store, StoreWriter
 from eagle31_train.targets.cached import CachedTarget
 from eagle31_train.targets.engine import Engine
-from eagle31_train.targets.transformers_engine import TransformersEngine, batches_by_length
+from eagle31_train.targets.hf import TransformersEngine, batches_by_length
 
 WITHOUT = "extract: no trajectories are stored, so training will not measure acceptance"
 

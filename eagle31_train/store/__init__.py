@@ -1,9 +1,7 @@
-"""The store of hidden states: sharded safetensors, written once, by any number of processes, anywhere, and checked.
+"""The store of hidden states: sharded safetensors, written once by any number of processes, and checked when read.
 
-The files are described in `format.py`. A shard is committed once its line is there. While a training follows a store
-that is still being written, consumed.json says which shards it has used up and removed.
-
-Reading starts at `reader.py`, writing at `writer.py`; `eagle31 store --help` looks into a store.
+The files are described in `format.py`. Reading starts at `reader.py`, writing at `writer.py`; `eagle31 store --help`
+looks into a store.
 """
 
 import os
@@ -11,19 +9,17 @@ from typing import Any
 
 from eagle31_train import artifacts
 from eagle31_train.config import Config, byte_count
+from eagle31_train.errors import UserError
 from eagle31_train.store.backends import Storage, open_storage
-from eagle31_train.store.format import EXTRACT, REMAKE, TARGET
+from eagle31_train.store.format import EXTRACT, REMAKE, read_record
 from eagle31_train.store.head import finished
 from eagle31_train.store.reader import Store, StoreSplit
-from eagle31_train.store.sealed import read_sealed
-from eagle31_train.store.shard_plan import Plan, PlannedShard, make_plan, plan_shards, shape_of
+from eagle31_train.store.sealed import DamagedError
+from eagle31_train.store.shard_plan import PlannedShard, make_plan, plan_shards, shape_of
 from eagle31_train.store.writer import StoreWriter
 
 __all__ = [
     "EXTRACT",
-    "REMAKE",
-    "TARGET",
-    "Plan",
     "PlannedShard",
     "Store",
     "StoreSplit",
@@ -46,8 +42,7 @@ def storage_of(config: Config) -> Storage:
 
 def read_manifest(config: Config) -> dict[str, Any] | None:
     """The manifest of the configuration's store, or None if there is no complete store."""
-    storage = storage_of(config)
     try:
-        return read_sealed(storage.read(artifacts.MANIFEST), f"{storage.location}/{artifacts.MANIFEST}", REMAKE)
-    except FileNotFoundError:
-        return None
+        return read_record(storage_of(config), artifacts.MANIFEST, dict)
+    except DamagedError as error:
+        raise UserError(f"{error}: {REMAKE}") from None

@@ -19,14 +19,77 @@ from typing import Any
 
 from tqdm import tqdm
 
+from eagle31_train import artifacts
 from eagle31_train.config import byte_count
-from eagle31_train.console import note, tidy
+from eagle31_train.console import Progress, note, tidy
 from eagle31_train.errors import UserError
+from eagle31_train.store import format as files
 from eagle31_train.store.backends import Storage, open_storage
-from eagle31_train.store.format import EXTRACT, REMAKE
-from eagle31_train.store.head import Head
-from eagle31_train.store.shard_plan import Plan
-from eagle31_train.store.verify import check, inspect
+from eagle31_train.store.head import Head, Problem, big_files, damage_of, read_head
+from eagle31_train.store.shard import ContentError, open_shard
+from eagle31_train.store.shard_plan import Plan, shape_of
+
+
+def inspect(storage: Storage) -> tuple[Head, list[Problem]]:
+    """The head of a store, and what is wrong or missing; UserError if there is no store."""
+    head, problems = read_head(storage)
+    if not problems and head.manifest is head.provenance is None and not storage.names("shards"):
+        raise UserError(f"there is no store in {storage.location}: correct the address")  # a plan alone is none yet
+    if head.manifest is None and storage.size(files.SHARDS) is not None and storage.size(artifacts.MANIFEST) is None:
+        problems.append(Problem(f"{storage.location}/{artifacts.MANIFEST} is missing, though all shards were there"))
+    if head.provenance is None or head.plan is None:
+        what = f"{files.PROVENANCE} or {files.PLAN}"
+        problems.append(Problem(f"{storage.location} lacks a whole {what}, without which no shard can be checked"))
+    return head, problems
+
+
+def check(storage: Storage, checked: Counter[str]) -> Iterator[Problem]:
+    """Everything that is wrong with a store, complete or begun; UserError if there is none.
+
+    On the way `checked` counts the shards, tokens and bytes that are whole; shards that are coming; those consumed by a
+    training, which removed them; and `complete` where the store is.
+    """
+    head, problems = inspect(storage)
+    yield from problems
+    if head.plan is None or head.provenance is None:
+        return
+    if head.manifest is not None:
+        checked["complete"] = 1
+    else:
+        checked["coming"] = len(head.plan.shards) - len(head.lines)
+    for name in big_files(storage):
+        coming = name == files.TARGET and head.manifest is None and storage.size(files.line_name(name)) is None
+        if not coming and (damage := damage_of(storage, name, head.provenance["fingerprint"])):
+            yield Problem(damage)
+    yield from _shards(head, head.plan, head.provenance["states"], checked)
+
+
+def _shards(head: Head, plan: Plan, states: dict[str, Any], checked: Counter[str]) -> Iterator[Problem]:
+    """Open every committed shard, and count those that were used up."""
+    storage, shape = head.storage, shape_of(states)
+    gone = {name for name in head.consumed if storage.size(name) is None}
+    checked["consumed"] = len(gone)
+    shards = [shard for shard in plan.shards if shard.name in head.lines and shard.name not in gone]
+    sizes = {shard.name: head.lines[shard.name].size for shard in shards}
+    storage.prefetch(sizes)
+    with Progress(total=sum(sizes.values()), unit="B", unit_scale=True, desc="verify", leave=False) as bar:
+        for shard in shards:
+            line, where = head.lines[shard.name], f"{storage.location}/{shard.name}"
+            try:
+                file = open_shard(storage, line, plan.lengths_of(shard), shape, states["vocab_size"])
+                if bad := [str(shard.first + index) for index in file.not_finite()]:
+                    text = f"{where} holds states that are not finite, in sample {', '.join(bad)} of {shard.split}"
+                    yield Problem(text, shard.name)
+                else:
+                    checked.update(shards=1, tokens=shard.tokens, bytes=line.size)
+            except FileNotFoundError:
+                yield Problem(f"{where} ({shard.samples()}) is missing")
+            except ContentError as error:
+                yield Problem(f"{where} ({shard.samples()}) {error}", shard.name)
+            bar.update(line.size)
+
+
+# ---------------------------------------------------------------- the command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,10 +101,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with tidy(), tempfile.TemporaryDirectory(prefix="eagle31-", dir=options.cache_dir) as folder:
             storage = open_storage(options.store, Path(folder), most)
             try:
-                if options.command == "info":
-                    note(_describe(storage))
-                    return 0
-                return _verify(storage, options.remove)
+                if options.command == "verify":
+                    return _verify(storage, options.remove)
+                note(_describe(storage))
+                return 0
             finally:
                 storage.close()
     except (UserError, FileNotFoundError) as error:  # the latter where there is no --cache-dir
@@ -49,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _verify(storage: Storage, take_away: bool) -> int:
+def _verify(storage: Storage, remove: bool) -> int:
     """Print what is wrong, a line each, and a summary; returns the exit status."""
     checked, problems = Counter[str](), []
     for problem in check(storage, checked):
@@ -61,47 +124,38 @@ def _verify(storage: Storage, take_away: bool) -> int:
         f"{checked['shards']:,} of {checked['tokens']:,} tokens and {checked['bytes']:,} bytes, used up by a training: "
         f"{checked['consumed']:,}, still to come: {checked['coming']:,}"
     )
-    if problems and not take_away:
-        note(
-            f"`eagle31 store verify {storage.location} --remove` takes away what is damaged, "
-            "and the extraction's own command then makes it anew"
-        )
-    elif problems:
-        files = [problem.file for problem in problems if problem.file]
-        for name in files:
+    if problems and remove:
+        damaged = [problem.file for problem in problems if problem.file]
+        for name in damaged:
             storage.remove(name)
-        note(f"removed: {len(files)} files; {REMAKE}")
+        note(f"removed: {len(damaged)} files; {files.REMAKE}")
+    elif problems:
+        note(f"remove what is damaged by `eagle31 store verify {storage.location} --remove`, then {files.REMAKE}")
     return 1 if problems else 0
 
 
 def _describe(storage: Storage) -> str:
-    """Everything worth knowing of a store, some twenty lines.
-
-    Raises:
-        UserError: there is no store, or its small files are damaged.
-    """
+    """What a store holds, some twenty lines; UserError if there is none, or its small files are damaged."""
     head, problems = inspect(storage)
     verify = f"see `eagle31 store verify {storage.location}`"
     if head.plan is None or head.provenance is None:
         raise UserError(f"{problems[0].text}: {verify}")
-    rows = [*_contents(head, head.plan), *head.provenance["inputs"].items(), *head.provenance["states"].items()]
-    rows += [("fidelity", (head.manifest or {}).get("fidelity")), ("damaged", verify if problems else None)]
-    return "\n".join(f"{name:<17}  {value}" for name, value in rows if value not in (None, {}))
-
-
-def _contents(head: Head, plan: Plan) -> Iterator[tuple[str, Any]]:
-    yield "store", f"{head.storage.location}, fingerprint {head.provenance and head.provenance['fingerprint']}"
-    done = [shard for shard in plan.shards if shard.name in head.lines]
-    state = f"{len(done)} of {len(plan.shards)} committed, {len(head.consumed)} of them used up by a training"
-    yield "shards", state if head.manifest else f"{state}; unfinished, `{EXTRACT}` goes on with it"
-    for split, lengths in plan.lengths.items():
-        text = f"{len(lengths):,} samples, {sum(lengths):,} tokens"
+    done = [shard for shard in head.plan.shards if shard.name in head.lines]
+    state = f"{len(done)} of {len(head.plan.shards)} committed, {len(head.consumed)} of them used up by a training"
+    rows: dict[str, Any] = {
+        "store": f"{storage.location}, fingerprint {head.provenance['fingerprint']}",
+        "shards": state if head.manifest else f"{state}; unfinished, `{files.EXTRACT}` goes on with it",
+    }
+    for split, lengths in head.plan.lengths.items():
+        rows[split] = f"{len(lengths):,} samples, {sum(lengths):,} tokens"
         if lengths:
-            text += f"; of a sample: {min(lengths):,} to {max(lengths):,} tokens, median {median(lengths):,.0f}"
-        yield split, text
+            rows[split] += f"; of a sample: {min(lengths):,} to {max(lengths):,}, median {median(lengths):,.0f}"
     if tokens := sum(shard.tokens for shard in done):
         size = sum(head.lines[shard.name].size for shard in done)
-        yield "bytes", f"{tqdm.format_sizeof(size, 'B')}, {size / tokens:,.0f} per token"
+        rows["bytes"] = f"{tqdm.format_sizeof(size, 'B')}, {size / tokens:,.0f} per token"
+    rows |= {**head.provenance["inputs"], **head.provenance["states"]}
+    rows |= {"fidelity": (head.manifest or {}).get("fidelity"), "damaged": verify if problems else None}
+    return "\n".join(f"{name:<17}  {value}" for name, value in rows.items() if value not in (None, {}))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,12 +1,12 @@
-"""Codecs: how hidden states are kept in fewer bytes, and made tensors again on the device that trains.
+"""Codecs: how hidden states are stored in fewer bytes, and decoded on the device that trains.
 
     bf16  2 bytes a value, bit for bit
     fp8   1 byte, float8 e4m3, one scale per token and block of 128 values
     int8  1 byte, -127 to 127, likewise: finer than fp8 where the values of a block are of one size
-    int4  half a byte, -8 to 7, one scale per block of 32: an experiment
+    int4  half a byte, -8 to 7, one scale per block of 32; measured for auxiliary states only
 
 A value is `values * scale`: one product of two numbers that bf16 holds exactly, rounded once to bf16. So every
-device decodes the same bits. What a codec costs in fidelity and acceptance: docs/log.md.
+device decodes the same bits. What a codec costs in fidelity and acceptance: docs/benchmarks.md.
 
 Shapes: N rows, [...] further axes, W the width of a state, B the width of a block.
 """
@@ -22,7 +22,7 @@ from eagle31_train.errors import UserError
 
 @dataclass(frozen=True)
 class Codec:
-    """One way to keep states. `largest` is what the largest value of a block becomes; blocks are `block` wide."""
+    """One way to store states. `largest` is what the largest value of a block becomes; blocks are `block` wide."""
 
     dtype: torch.dtype
     block: int
@@ -45,7 +45,7 @@ CODECS = {
 
 @dataclass(frozen=True)
 class Encoded:
-    """States of N rows, [N, ..., W] once decoded, as a codec keeps them.
+    """States of N rows, [N, ..., W] once decoded, as a codec stores them.
 
     values: [N, ..., w] in the codec's dtype; with bf16 (and in tests with any float dtype) the states themselves.
     scale: [N, ..., blocks] bf16; no blocks with bf16.
@@ -71,7 +71,7 @@ class Encoded:
 
     @property
     def finite(self) -> bool:
-        """Whether every state is a number: NaN and infinity are kept as values, or as scales."""
+        """Whether no state is NaN or infinite."""
         values = self.values
         if values.dtype == torch.float8_e4m3fn:  # it has no infinity, and torch compares none of its values
             values = torch.where((values.view(torch.uint8) & 127) == 127, torch.nan, 0.0)
@@ -94,11 +94,7 @@ class Encoded:
 
 
 def encode(states: Tensor, codec: str) -> Encoded:
-    """States [N, ..., W] of any float dtype, kept by a codec, on their device.
-
-    Raises:
-        UserError: a state is not finite, or too large for bf16.
-    """
+    """States [N, ..., W] of any float dtype, encoded on their device; UserError if one is not finite in bf16."""
     how = CODECS[codec]
     width = states.shape[-1]
     if not how.block:
@@ -139,7 +135,7 @@ def plain(states: Tensor) -> Encoded:
 
 
 def as_encoded(states: "Tensor | Encoded") -> Encoded:
-    """What is encoded stays so; a tensor is kept as it is."""
+    """What is encoded stays so; a tensor is taken as it is."""
     return states if isinstance(states, Encoded) else plain(states)
 
 

@@ -16,9 +16,9 @@ class Document:
     top1: [T] int64, the target's arg-max over the full vocabulary at this position, that is its
         prediction of the next token; -1 where the next token is not the assistant's.
     aux: [T, A, H] auxiliary hidden states, or only the first `attended` rows: no slot sees the others.
-    last: [T, H] last hidden state, before the final norm, or only the rows of `taught`: no other teaches.
+    last: [T, H] last hidden state, before the final norm, or only the rows of `supervised`.
 
-    Positions count from 0. States are tensors of any float dtype, or as a codec keeps them.
+    Positions count from 0. States are tensors of any float dtype, or as a codec encodes them.
     """
 
     tokens: Tensor
@@ -32,17 +32,14 @@ class Document:
 
     @property
     def supervised(self) -> Tensor:
-        """[M] int64, ascending: positions whose distribution teaches some slot.
-
-        The next token is the assistant's, and at least one position comes before, where a slot can be.
-        """
+        """[M] int64, ascending: positions whose next token is the assistant's, with a position before for a slot."""
         return self.loss_mask[2:].nonzero()[:, 0] + 1
 
     @property
     def attended(self) -> int:
-        """How many positions slots attend to: the last slot is one before the last position that teaches."""
-        taught = self.supervised
-        return int(taught[-1]) if len(taught) else 0
+        """How many positions slots attend to: the last slot is one before the last supervised position."""
+        supervised = self.supervised
+        return int(supervised[-1]) if len(supervised) else 0
 
     @property
     def attended_states(self) -> Tensor | Encoded:
@@ -51,6 +48,6 @@ class Document:
 
     @property
     def supervised_states(self) -> Tensor | Encoded:
-        """The last hidden states that are needed, [M, H]: in order of `taught`."""
-        # There are always fewer that teach than tokens, so the number of rows tells the two forms apart.
+        """The last hidden states that are needed, [M, H]: in order of `supervised`."""
+        # Fewer positions are supervised than there are tokens, so the number of rows tells the two forms apart.
         return self.last[self.supervised.to(self.last.device)] if len(self.last) == len(self) else self.last

@@ -1,32 +1,36 @@
-"""What the files of a store are called, and the lines by which shards are committed.
+"""The files of a store, and how its small ones are read.
 
     provenance.json     what the states are of: {"fingerprint", "inputs", "states"}; written first
     plan.json           every sample's length and every shard's samples (`shard_plan.Plan`)
     stream.json         how many bytes the extraction may keep, and how many processes share it, while it runs
     target.safetensors  the target's embedding rows, final norm and lm_head; target.json is its line
-    trajectories.safetensors  the target's own answers to some held-out prompts, where training is to measure acceptance
+    trajectories.safetensors  the target's answers to some held-out prompts, by which training measures acceptance
                         (`evaluation/trajectories.py`); trajectories.json is its line
     shards/train-00000.safetensors …   many samples each, concatenated without padding (see `shard`)
     shards/train-00000.json …          one `Line` for each committed shard, with its checksum
-    shards.jsonl        those lines together, in the order of the plan, in their place, once all are there
+    shards.jsonl        those lines together, in the order of the plan; replaces them once all are there
     consumed.json       which shards a training has used up and removed (`stream.Consumed`)
     manifest.json       written last: the store is complete; lists the small files with their checksums
 
 Every JSON file carries a checksum of itself (`sealed`). A shard is committed once its line is there. While a store is
-written each line is a file of its own, so that any number of processes can commit shards without a word to each other,
-on a disk or in a bucket.
+written each line is a file of its own, so that processes commit shards independently, on a disk or in a bucket.
 """
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Literal
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
 from typing_extensions import NotRequired, TypedDict
 
-from eagle31_train import artifacts, foreign
+from eagle31_train import foreign
 from eagle31_train.foreign import Count, Number, Positions, Width
-from eagle31_train.store.sealed import DamagedError, seal, unseal
+from eagle31_train.store.backends import Storage
+from eagle31_train.store.sealed import DamagedError, checksum, seal, unseal
 
+T = TypeVar("T")
 PROVENANCE = "provenance.json"
 PLAN = "plan.json"
 STREAM = "stream.json"
@@ -36,13 +40,9 @@ TRAJECTORIES = "trajectories.safetensors"
 TRAJECTORIES_LINE = "trajectories.json"
 SHARDS = "shards.jsonl"
 CONSUMED = "consumed.json"
-FILES = {artifacts.MANIFEST, PROVENANCE, PLAN, SHARDS, STREAM, CONSUMED}  # beside shards/
-FILES |= {TARGET, TARGET_LINE, TRAJECTORIES, TRAJECTORIES_LINE}
 
 EXTRACT = "eagle31 extract"
 REMAKE = f"run `{EXTRACT}` again, which makes what is damaged or missing anew"
-
-Codec = Literal["bf16", "fp8", "int8", "int4"]
 
 
 class Entry(TypedDict):
@@ -71,8 +71,8 @@ class States(TypedDict):
     aux_layers: Annotated[list[Count], Field(min_length=1, max_length=1024)]
     hidden_size: Annotated[Width, Field(ge=1)]
     vocab_size: Annotated[Width, Field(ge=1)]
-    aux_codec: Codec
-    last_codec: Codec
+    aux_codec: Literal["bf16", "fp8", "int8", "int4"]
+    last_codec: Literal["bf16", "fp8", "int8", "int4"]
     norm: NotRequired[Norm]
 
 
@@ -85,16 +85,10 @@ class Origin(TypedDict):
 
 
 class Bound(TypedDict):
-    """Of stream.json. `store`: the fingerprint of the store that it belongs to; earlier versions did not say."""
+    """Of stream.json."""
 
     max_bytes: Positions | None
     processes: NotRequired[Count]
-    store: NotRequired[str]
-
-
-def line_name(name: str) -> str:
-    """The file that commits a shard's file of this name."""
-    return name.replace(".safetensors", ".json")
 
 
 @dataclass(frozen=True)
@@ -111,26 +105,67 @@ class Line:
         """One line of JSON with a checksum of itself."""
         return seal(asdict(self))
 
-    @property
-    def entry(self) -> dict[str, Any]:
-        """As a manifest lists it."""
-        return {"bytes": self.size, "checksum": self.checksum}
+
+class ContentError(ValueError):
+    """A big file is not what it should be; says how, in words that follow its name."""
 
 
-def parse_line(data: bytes, store: str, name: str | None = None) -> Line:
-    """One line, of the store with this fingerprint, and of the file of this name.
+def line_name(name: str) -> str:
+    """The file that commits a shard's file of this name."""
+    return name.replace(".safetensors", ".json")
 
-    Raises:
-        DamagedError: it is torn or altered, or of another store or file.
+
+def read_record(storage: Storage, name: str, parse: Callable[[Any], T], store: str | None = None) -> T | None:
+    """A small file of a store, as `parse_record` reads it; None if it is missing."""
+    try:
+        data = storage.read(name)
+    except FileNotFoundError:
+        return None
+    return parse_record(data, f"{storage.location}/{name}", parse, store)
+
+
+def parse_record(data: bytes, where: str, parse: Callable[[Any], T], store: str | None = None) -> T:
+    """A sealed JSON object, made a T by `parse`, which raises ValueError if it cannot.
+
+    store: fingerprint of the store that it must belong to; earlier versions did not record it in every file.
+
+    DamagedError, naming `where`, if it is torn, altered, of another type, or of another store.
     """
     try:
-        line: Line = foreign.typed(Line, unseal(data))
-    except DamagedError:
-        raise
+        value = unseal(data)
+        record = parse(value)
     except ValueError as error:
-        raise DamagedError(str(error)) from None
-    if line.store != store:
-        raise DamagedError(f"it belongs to another store, {line.store}")
-    if name not in (None, line.name):
-        raise DamagedError(f"it belongs to {line.name}")
+        raise DamagedError(f"{where} is damaged ({error})") from None
+    if store is not None and (other := value.get("store", store)) != store:
+        raise DamagedError(f"{where} belongs to another store, {other} (this is {store})")
+    return record
+
+
+def read_line(storage: Storage, name: str, store: str) -> Line | None:
+    """The line that commits a big file; None if it is missing; DamagedError as `parse_record`."""
+    line = read_record(storage, line_name(name), partial(foreign.typed, Line), store)
+    if line is not None and line.name != name:
+        raise DamagedError(f"{storage.location}/{line_name(name)} is damaged (it belongs to {line.name})")
     return line
+
+
+def open_checked(storage: Storage, name: str, size: int, expected: str | None, opener: Callable[[Path], T]) -> T:
+    """`opener` of a file of this size and checksum (None if that is known); a copy that is not is fetched once more.
+
+    ContentError if the file is another, FileNotFoundError if it is missing.
+    """
+
+    def checked(path: Path) -> T:
+        if (found := path.stat().st_size) != size:
+            raise ContentError(f"has {found} bytes, not {size}: truncated or replaced")
+        if expected is not None and checksum(path) != expected:
+            raise ContentError("is not as it was written (its checksum differs)")
+        return opener(path)
+
+    try:
+        return storage.opened(name, checked)
+    except ContentError:
+        if not storage.remote:
+            raise
+        storage.forget(name)
+        return storage.opened(name, checked)

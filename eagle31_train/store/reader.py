@@ -13,19 +13,10 @@ from torch import Tensor
 
 from eagle31_train import artifacts
 from eagle31_train.errors import UserError
+from eagle31_train.store import format as files
 from eagle31_train.store.backends import Storage, open_storage
 from eagle31_train.store.document import Document
-from eagle31_train.store.format import (
-    EXTRACT,
-    PLAN,
-    PROVENANCE,
-    REMAKE,
-    TARGET,
-    TARGET_LINE,
-    TRAJECTORIES,
-    TRAJECTORIES_LINE,
-)
-from eagle31_train.store.head import committed_lines, difference, read_head, read_line
+from eagle31_train.store.head import damage_of, read_head, read_lines
 from eagle31_train.store.shard import ContentError, ShardFile, open_shard
 from eagle31_train.store.shard_plan import PlannedShard, shape_of
 from eagle31_train.store.stream import read_bound, read_consumed, wait
@@ -41,8 +32,7 @@ class Store:
         follow: read it while it is being written, waiting for shards that are not there yet.
         patience: seconds to wait for one.
 
-    Raises:
-        UserError: the store is missing, incomplete (without `follow`) or damaged, or, while reading, a shard is.
+    UserError if the store is missing, incomplete (without `follow`) or damaged, or, while reading, a shard is.
     """
 
     def __init__(self, storage: Storage | Path, follow: bool = False, patience: float = 3600.0) -> None:
@@ -52,20 +42,18 @@ class Store:
         head, problems = read_head(self.storage)
         if head.manifest is None and not problems:
             if not follow:
-                begun = self.storage.size(PROVENANCE) is not None
+                begun = self.storage.size(files.PROVENANCE) is not None
                 hint = ", or give store.follow=true to train while it is being written" if begun else ""
-                raise UserError(f"{self.location}/{artifacts.MANIFEST} is missing: run `{EXTRACT}` first{hint}")
-            wait(
-                lambda: self.storage.size(PROVENANCE) is not None and self.storage.size(TARGET_LINE) is not None,
-                f"train: waiting for {self.location} to be begun by `{EXTRACT}`",
-                patience,
-            )
+                raise UserError(f"{self.location}/{artifacts.MANIFEST} is missing: run `{files.EXTRACT}` first{hint}")
+            first = {files.PROVENANCE, files.TARGET_LINE}
+            what = f"train: waiting for {self.location} to be begun by `{files.EXTRACT}`"
+            wait(lambda: first <= self.storage.sizes("").keys(), what, patience)
             head, problems = read_head(self.storage)
-        if problems:
-            raise UserError(f"{problems[0].text}: {REMAKE}")
+        # Lines of an unfinished store are looked at where they are needed: one may be under way.
+        if problems := [problem for problem in problems if head.manifest is not None or problem.file is None]:
+            raise UserError(f"{problems[0].text}: {files.REMAKE}")
         if head.provenance is None or head.plan is None:
-            lost = PROVENANCE if head.provenance is None else PLAN
-            raise UserError(f"{self.location}/{lost} is missing: {REMAKE}")
+            raise UserError(f"{self.location} lacks {files.PROVENANCE} or {files.PLAN}: {files.REMAKE}")
         self.manifest, self.plan = head.manifest, head.plan
         self.fingerprint: str = head.provenance["fingerprint"]
         self.inputs: dict[str, Any] = head.provenance["inputs"]
@@ -73,7 +61,7 @@ class Store:
         self.shape = shape_of(self.states)
         self._lines = head.lines
         self._bound: int | None = None
-        self._verified: dict[str, int] = {}
+        self._verified: set[str] = set()  # shards whose checksums this process has compared
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._open: OrderedDict[str, ShardFile] = OrderedDict()
@@ -81,47 +69,42 @@ class Store:
     @cached_property
     def target(self) -> dict[str, Tensor]:
         """The target's weights: embed_tokens [V, H], norm [H] (effective), lm_head [V, H]."""
-        weights = self._tensors(TARGET)
+        weights = self._tensors(files.TARGET)
         if "embed_tokens" in weights:
             weights.setdefault("lm_head", weights["embed_tokens"])
         V, H = self.states["vocab_size"], self.shape.hidden_size
-        for name, size in (
-            ("embed_tokens", (-1, H)),
-            ("norm", (H,)),
-            ("lm_head", (V, H)),
-        ):  # an embedding may be padded
+        # An embedding may be padded.
+        for name, size in (("embed_tokens", (-1, H)), ("norm", (H,)), ("lm_head", (V, H))):
             weight = weights.get(name)
-            if weight is None or weight.dim() != len(size) or not weight.is_floating_point():
-                raise UserError(f"{self.location}/{TARGET} has no {name} of {len(size)} axes of numbers: {REMAKE}")
-            if any(wanted not in (-1, there) for wanted, there in zip(size, weight.shape, strict=True)):
-                raise UserError(f"{self.location}/{TARGET} holds {name} {list(weight.shape)}, for {V} tokens: {REMAKE}")
+            shape = list(weight.shape) if weight is not None and weight.is_floating_point() else []
+            if len(shape) != len(size) or any(n not in (-1, there) for n, there in zip(size, shape, strict=True)):
+                raise UserError(f"{self.location}/{files.TARGET} holds {name} {shape}, for {V} tokens: {files.REMAKE}")
         return weights
 
     @cached_property
     def trajectories(self) -> dict[str, Tensor]:
         """The target's own answers to some held-out prompts, as `evaluation/trajectories.py` names them; {} without."""
-        return self._tensors(TRAJECTORIES) if self.storage.size(TRAJECTORIES_LINE) is not None else {}
+        return self._tensors(files.TRAJECTORIES) if self.storage.size(files.TRAJECTORIES_LINE) is not None else {}
 
     def _tensors(self, name: str) -> dict[str, Tensor]:
         """A big file beside the shards, once its bytes are known to be those that were written."""
-        line = read_line(self.storage, name, self.fingerprint)
-        if damage := difference(self.storage, name, line.entry):
-            raise UserError(f"{damage}: {REMAKE}")
+        if damage := damage_of(self.storage, name, self.fingerprint):
+            raise UserError(f"{damage}: {files.REMAKE}")
         try:
             return load_file(self.storage.local(name))
         except (SafetensorError, OSError) as error:
-            raise UserError(f"{self.location}/{name} cannot be read ({error}): {REMAKE}") from None
+            raise UserError(f"{self.location}/{name} cannot be read ({error}): {files.REMAKE}") from None
 
     @property
     def max_bytes(self) -> int | None:
-        """The bound that the extraction keeps, or kept last: then, who follows removes what it used up."""
+        """The bound that the extraction keeps, or kept last: with one, who follows removes what it used up."""
         bound = read_bound(self.storage, self.fingerprint)
         if bound and bound["max_bytes"] is not None:  # gone once it is over, and what is left is used up all the same
             self._bound = bound["max_bytes"]
         return self._bound
 
     def close(self) -> None:
-        """Nothing more is read: whoever waits for a shard, or fetches one ahead, is wanted no more."""
+        """Nothing more is read: waits for a shard end, and nothing is fetched ahead any more."""
         self._stopped.set()
         self.storage.close()
 
@@ -130,11 +113,7 @@ class Store:
         return StoreSplit(self, name)
 
     def wait_for(self, shards: Iterable[PlannedShard]) -> None:
-        """Return once all of these shards are committed; at once in a complete store.
-
-        Raises:
-            UserError: one was used up and removed, or did not come.
-        """
+        """Return once all of these shards are committed; UserError if one does not come."""
         for shard in shards:
             if shard.name not in self._lines:
                 wait(
@@ -146,9 +125,9 @@ class Store:
                 )
 
     def _arrived(self, shard: PlannedShard) -> bool:
-        lines, problems = committed_lines(self.storage, self.plan, [shard], self.fingerprint)
+        lines, problems = read_lines(self.storage, self.plan, [shard], self.fingerprint)
         if problems and shard.name not in lines:
-            raise UserError(f"{problems[0].text}: {REMAKE}")
+            raise UserError(f"{problems[0].text}: {files.REMAKE}")
         self._lines |= lines
         return shard.name in self._lines
 
@@ -166,8 +145,11 @@ class Store:
     def _map(self, shard: PlannedShard) -> ShardFile:
         line, lengths = self._lines[shard.name], self.plan.lengths_of(shard)
         where = f"{self.location}/{shard.name} ({shard.samples()})"
+        known = shard.name in self._verified and not self.storage.remote
         try:
-            return open_shard(self.storage, line, lengths, self.shape, self.states["vocab_size"], self._verified)
+            file = open_shard(self.storage, line, lengths, self.shape, self.states["vocab_size"], known)
+            self._verified.add(shard.name)
+            return file
         except ContentError as error:
             what = str(error)
         except FileNotFoundError:
@@ -175,7 +157,7 @@ class Store:
             if shard.name in consumed.shards:
                 raise UserError(
                     f"{where} was used up and removed by the training {consumed.by}: remove the store and run "
-                    f"`{EXTRACT}` again"
+                    f"`{files.EXTRACT}` again"
                 ) from None
         raise UserError(f"{where} {what}: see `eagle31 store verify {self.location}`")
 
@@ -187,10 +169,7 @@ class Store:
 
 
 class StoreSplit:
-    """The samples of one split, in the order of the data set.
-
-    lengths: tokens of every sample. shards: which hold them.
-    """
+    """The samples of one split, in the order of the data set: `lengths` in tokens, and the `shards` that hold them."""
 
     def __init__(self, store: Store, name: str) -> None:
         self.store = store

@@ -7,7 +7,6 @@ from typing import Any
 import xxhash
 
 from eagle31_train import foreign
-from eagle31_train.errors import UserError
 
 CHECK = "check"
 CHUNK = 1 << 22
@@ -23,33 +22,18 @@ def seal(value: dict[str, Any], indent: int | None = None) -> bytes:
 
 
 def unseal(data: bytes) -> dict[str, Any]:
-    """The object without its checksum.
-
-    Raises:
-        DamagedError: it is torn, altered, or was never sealed.
-    """
+    """The object without its checksum; DamagedError if it is torn, altered, or was never sealed."""
     try:
         value = foreign.parse_json(data)
         if not isinstance(value, dict) or CHECK not in value:
-            raise DamagedError("it carries no checksum of itself")
-        found = value.pop(CHECK)
-        if found != _check(value):
-            raise DamagedError("its checksum does not match")
-    except DamagedError:
-        raise
-    except ValueError as error:  # of JSON or of UTF-8
+            raise ValueError("it carries no checksum of itself")
+        if value.pop(CHECK) != _check(value):
+            raise ValueError("its checksum does not match")
+    except ValueError as error:  # of JSON or of UTF-8, too
         raise DamagedError(str(error)) from None
-    if data != seal(value) and data != seal(value, indent=2):  # blanks and line ends, which the checksum cannot see
+    if data not in (seal(value), seal(value, indent=2)):  # blanks and line ends, which the checksum cannot see
         raise DamagedError("it is not as it was written, though its values are")
     return value
-
-
-def read_sealed(data: bytes, where: str, remedy: str) -> dict[str, Any]:
-    """`unseal` for a file that must be whole."""
-    try:
-        return unseal(data)
-    except DamagedError as error:
-        raise UserError(f"{where} is damaged ({error}): {remedy}") from None
 
 
 def checksum(path: Path) -> str:

@@ -1,11 +1,11 @@
 """One shard's file: many samples end to end, without padding, their states encoded.
 
-For S samples of N tokens together, of which slots attend to C and M teach (see `Document`):
+For S samples of N tokens together, of which slots attend to C and M are supervised (see `Document`):
 
     tokens [N] int32, loss_mask [N] bool, top1 [N] int32
     aux.values [C, A, …], aux.scale [C, A, …]; last.values [M, …], last.scale [M, …]
 
-Where a sample's rows begin follows from the lengths and the loss mask, and is kept nowhere else.
+Where a sample's rows begin follows from the lengths and the loss mask, and is stored nowhere else.
 """
 
 from collections.abc import Sequence
@@ -14,35 +14,31 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from eagle31_train.errors import UserError
 from eagle31_train.store.backends import Storage
 from eagle31_train.store.codec import CODECS, Encoded, as_encoded, concatenate, encode
 from eagle31_train.store.document import Document
-from eagle31_train.store.format import Line
-from eagle31_train.store.sealed import digest
+from eagle31_train.store.format import ContentError, Line, open_checked
 from eagle31_train.store.shard_plan import Shape
-from eagle31_train.store.tensors import FormatError, map_bytes, save_file, tensors_in
+from eagle31_train.store.tensors import save_file
 
 NONE = torch.empty(0)
-
-
-class ContentError(ValueError):
-    """A shard's file is not what its plan says; says how, in words that follow its name."""
 
 
 def write_shard(path: Path, documents: Sequence[Document], shape: Shape, first: int = 0) -> None:
     """Write samples (with states in any float dtype, on any device) into a file; `first` is the first one's number.
 
-    Raises:
-        UserError: a state cannot be encoded; the message has the sample's number.
+    UserError, with the sample's number, if a state cannot be encoded.
     """
     aux, last = [], []
     for number, document in enumerate(documents, first):
         try:
-            aux.append(kept(document.attended_states, shape.aux_codec))
-            last.append(kept(document.supervised_states, shape.last_codec))
+            aux.append(encode_to_cpu(document.attended_states, shape.aux_codec))
+            last.append(encode_to_cpu(document.supervised_states, shape.last_codec))
         except UserError as error:
             raise UserError(f"sample {number}: {error}") from None
     tensors = {
@@ -56,38 +52,25 @@ def write_shard(path: Path, documents: Sequence[Document], shape: Shape, first: 
     save_file(tensors, path)
 
 
-def kept(states: Tensor | Encoded, codec: str) -> Encoded:
+def encode_to_cpu(states: Tensor | Encoded, codec: str) -> Encoded:
     """Encoded where the states are, since a GPU does it in passing, and brought here in fewer bytes."""
     encoded = states if isinstance(states, Encoded) else encode(states, codec)
     return replace(encoded, values=encoded.values.cpu(), scale=encoded.scale.cpu())
 
 
 class ShardFile:
-    """A shard, mapped into memory: what is read from it is copied only when it is used.
+    """A shard of samples of these lengths, mapped into memory: what is read is copied only when it is used.
 
-    Args:
-        path: its file.
-        lengths: tokens of each of its samples.
-        shape: of the store's states.
-        vocab_size: V, for ids that are none.
-        expected: the checksum that its bytes must have; None if that is known.
-
-    Raises:
-        ContentError: the file is not as it was written, no shard, or not one of such samples.
+    ContentError if the file is no shard, or not one of such samples and states, or holds ids beyond `vocab_size`.
     """
 
-    def __init__(
-        self, path: Path, lengths: Sequence[int], shape: Shape, vocab_size: int, expected: str | None = None
-    ) -> None:
+    def __init__(self, path: Path, lengths: Sequence[int], shape: Shape, vocab_size: int) -> None:
         try:
-            data = map_bytes(path, whole=expected is not None)
-            if expected is not None and digest(data.numpy().data) != expected:
-                raise ContentError("is not as it was written (its checksum differs)")
-            found = tensors_in(data)
-            self.tokens, self.loss_mask, self.top1 = found["tokens"], found["loss_mask"], found["top1"]
-            self.aux = Encoded(shape.aux_codec, shape.hidden_size, found["aux.values"], found["aux.scale"])
-            self.last = Encoded(shape.last_codec, shape.hidden_size, found["last.values"], found["last.scale"])
-        except (FormatError, KeyError) as error:
+            tensors = load_file(path)  # maps it
+            self.tokens, self.loss_mask, self.top1 = tensors["tokens"], tensors["loss_mask"], tensors["top1"]
+            self.aux = Encoded(shape.aux_codec, shape.hidden_size, tensors["aux.values"], tensors["aux.scale"])
+            self.last = Encoded(shape.last_codec, shape.hidden_size, tensors["last.values"], tensors["last.scale"])
+        except (SafetensorError, RuntimeError, ValueError, KeyError) as error:
             raise ContentError(f"cannot be read ({error})") from None
         self._check_types(shape)
         total = sum(lengths)
@@ -101,50 +84,43 @@ class ShardFile:
 
     def _check_types(self, shape: Shape) -> None:
         """Refuse tensors of other types and widths than states of this shape have: they would fail far from here."""
-        rows = {"tokens": (self.tokens, torch.int32), "loss_mask": (self.loss_mask, torch.bool)}
-        for name, (tensor, dtype) in {**rows, "top1": (self.top1, torch.int32)}.items():
+        for tensor, dtype in ((self.tokens, torch.int32), (self.loss_mask, torch.bool), (self.top1, torch.int32)):
             if tensor.dim() != 1 or tensor.dtype != dtype:
-                raise ContentError(f"holds {name} {list(tensor.shape)} {tensor.dtype}, not a list of {dtype}")
-        for name, states, outer in (("aux", self.aux, (shape.aux_layers,)), ("last", self.last, ())):
+                raise ContentError(f"holds {list(tensor.shape)} {tensor.dtype} for a list of {dtype}")
+        for states, outer in ((self.aux, (shape.aux_layers,)), (self.last, ())):
             codec = CODECS[states.codec]
             blocks = -(-states.width // codec.block) if codec.block else 0
-            values, scale = (*outer, -(-states.width // codec.packed)), (*outer, blocks)
-            if (
-                (states.values.shape[1:], states.values.dtype) != (values, codec.dtype)
-                or (states.scale.shape[1:], states.scale.dtype) != (scale, torch.bfloat16)
-                or states.values.dim() == 0
-                or len(states.values) != len(states.scale)
-            ):
-                raise ContentError(f"holds {name} of another shape or type than states of its store")
+            rows = len(states.values) if states.values.dim() else 0
+            values, scale = (rows, *outer, -(-states.width // codec.packed)), (rows, *outer, blocks)
+            expected = (values, codec.dtype, scale, torch.bfloat16)
+            if (states.values.shape, states.values.dtype, states.scale.shape, states.scale.dtype) != expected:
+                raise ContentError("holds states of another shape or type than its store's")
 
     def _find_rows(self, lengths: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
         edges = [0, *accumulate(lengths)]
-        taught = self._taught(edges)
-        counts = torch.searchsorted(taught, torch.tensor(edges)).tolist()
+        supervised = self._supervised(edges)
+        counts = torch.searchsorted(supervised, torch.tensor(edges)).tolist()
         attended = [
-            int(taught[end - 1]) - start if end > begin else 0
+            int(supervised[end - 1]) - start if end > begin else 0
             for (begin, end), start in zip(pairwise(counts), edges[:-1], strict=True)
         ]
         return edges, [0, *accumulate(attended)], counts
 
-    def _taught(self, edges: Sequence[int]) -> Tensor:
-        """[M] int64: positions, counted over the shard, whose distribution teaches."""
-        teaches = torch.zeros(len(self.loss_mask), dtype=torch.bool)
-        teaches[:-1] = self.loss_mask[1:]
+    def _supervised(self, edges: Sequence[int]) -> Tensor:
+        """[M] int64: supervised positions, counted over the shard."""
+        marks = torch.zeros(len(self.loss_mask), dtype=torch.bool)
+        marks[:-1] = self.loss_mask[1:]
         starts, ends = torch.tensor(edges[:-1]), torch.tensor(edges[1:])
-        teaches[starts[ends > starts]] = False  # no slot comes before a sample's first token
-        teaches[ends[ends > starts] - 1] = False  # what follows is another sample
-        return teaches.nonzero()[:, 0]
+        marks[starts[ends > starts]] = False  # no slot comes before a sample's first token
+        marks[ends[ends > starts] - 1] = False  # what follows is another sample
+        return marks.nonzero()[:, 0]
 
     def _check_ids(self, vocab_size: int) -> None:
         """Refuse ids that the target's vocabulary lacks: as indices they fail far from here, or silently wrap."""
         for name, ids, least in (("tokens", self.tokens, 0), ("top1", self.top1, -1)):
             if len(ids) and (ids.min() < least or ids.max() >= vocab_size):
-                raise ContentError(
-                    f"holds {name} from {int(ids.min())} to {int(ids.max())}, outside the {vocab_size} tokens of "
-                    "its target's vocabulary"
-                )
-        if (self.top1[self._taught(self._edges)] < 0).any():
+                raise ContentError(f"holds {name} outside the {vocab_size} tokens of its target's vocabulary")
+        if (self.top1[self._supervised(self._edges)] < 0).any():
             raise ContentError("lacks the target's arg-max (top1) before some of the assistant's tokens")
 
     def not_finite(self) -> list[int]:
@@ -169,36 +145,13 @@ class ShardFile:
 
 
 def open_shard(
-    storage: Storage, line: Line, lengths: Sequence[int], shape: Shape, vocab_size: int, verified: dict[str, int]
+    storage: Storage, line: Line, lengths: Sequence[int], shape: Shape, vocab_size: int, verified: bool = False
 ) -> ShardFile:
-    """A shard's file, if it is what its line says; a cached copy that is not is fetched once more.
+    """A shard's file, if it is what its line says; its checksum is compared unless it is `verified` already.
 
-    Args:
-        storage: where it lies.
-        line: what committed it.
-        lengths, shape, vocab_size: see `ShardFile`.
-        verified: by shard, the inode of the file whose checksum was compared already; added to.
-
-    Raises:
-        ContentError: it is damaged.
-        FileNotFoundError: it is missing.
+    ContentError if it is damaged, FileNotFoundError if it is missing.
     """
-
-    def checked(path: Path) -> ShardFile:
-        status = path.stat()
-        if status.st_size != line.size:
-            raise ContentError(f"has {status.st_size} bytes, not {line.size}: truncated or replaced")
-        # A copy that was fetched anew may have the number of the one before.
-        known = not storage.remote and verified.get(line.name) == status.st_ino
-        opened = ShardFile(path, lengths, shape, vocab_size, None if known else line.checksum)
-        verified[line.name] = status.st_ino
-        return opened
-
-    try:
-        return storage.opened(line.name, checked)
-    except ContentError:
-        if not storage.remote:
-            raise
-        verified.pop(line.name, None)
-        storage.forget(line.name)
-        return storage.opened(line.name, checked)
+    expected = None if verified else line.checksum
+    return open_checked(
+        storage, line.name, line.size, expected, lambda path: ShardFile(path, lengths, shape, vocab_size)
+    )

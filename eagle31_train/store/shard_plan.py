@@ -1,18 +1,17 @@
 """What a store will hold, worked out from the data alone: which samples each shard has, and how many bytes.
 
-A pure function of the data set, the shard size and the codecs. So a killed extraction goes on at the first
-shard that is not committed, any number of processes can share the work without speaking to each other, and
-training knows every step before the first shard is there.
+So a killed extraction goes on at the first shard that is not committed, processes share the work without exchanging
+messages, and training knows every step before the first shard is there.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field
-from typing_extensions import NotRequired, TypedDict
+from typing_extensions import TypedDict
 
 from eagle31_train import foreign
 from eagle31_train.store.codec import CODECS
@@ -58,8 +57,7 @@ class PlannedShard:
 
     def samples(self) -> str:
         """Its samples, for messages."""
-        several = f"samples {self.first} to {self.end - 1}" if self.end - self.first > 1 else f"sample {self.first}"
-        return f"{several} of {self.split}"
+        return f"samples {self.first} to {self.end - 1} of {self.split}"
 
     @property
     def line(self) -> str:
@@ -67,13 +65,14 @@ class PlannedShard:
         return line_name(self.name)
 
 
+class _Lengths(TypedDict):
+    heldout: list[foreign.Positions]
+    train: list[foreign.Positions]
+
+
 @dataclass(frozen=True)
 class Plan:
-    """A store's samples and shards.
-
-    lengths: tokens of every sample, per split.
-    shards: in the order of extraction.
-    """
+    """A store's samples and shards: tokens of every sample per split, and the shards in the order of extraction."""
 
     lengths: dict[str, list[int]]
     shards: list[PlannedShard]
@@ -101,15 +100,12 @@ class Plan:
                 mine.append(shard)
         return mine
 
-    def as_json(self) -> dict[str, Any]:
-        """For plan.json."""
-        return {"lengths": self.lengths, "shards": [asdict(shard) for shard in self.shards]}
-
     @staticmethod
     def from_json(value: dict[str, Any]) -> "Plan":
         """Raises ValueError where the JSON is not a plan."""
-        foreign.typed(_PlanFields, value)
-        plan = Plan(value["lengths"], [foreign.typed(PlannedShard, shard) for shard in value["shards"]])
+        lengths = foreign.typed(_Lengths, value.get("lengths"))
+        shards = foreign.typed(list[dict[str, Any]], value.get("shards"))
+        plan = Plan(lengths, [foreign.typed(PlannedShard, shard) for shard in shards])
         for number, shard in enumerate(plan.shards):
             if shard.number != number or shard.split not in plan.lengths or shard.bytes < 0:
                 raise ValueError(f"{shard.name} is not in its place")
@@ -123,19 +119,6 @@ class Plan:
         if len({shard.name for shard in plan.shards}) < len(plan.shards):
             raise ValueError("two shards have one name")
         return plan
-
-
-class _Lengths(TypedDict):
-    heldout: list[foreign.Positions]
-    train: list[foreign.Positions]
-
-
-class _PlanFields(TypedDict):
-    """`store`: as in `format.Bound`."""
-
-    lengths: _Lengths
-    shards: list[dict[str, Any]]
-    store: NotRequired[str]
 
 
 def make_plan(loss_masks: Mapping[str, Iterable[Sequence[bool]]], shard_tokens: int, shape: Shape) -> Plan:
@@ -166,8 +149,8 @@ def plan_shards(lengths: Sequence[int], shard_tokens: int) -> list[tuple[int, in
 
 
 def sample_bytes(loss_mask: Sequence[bool], shape: Shape) -> int:
-    """What a sample takes in its shard, see `Document` for which states are kept."""
-    taught = np.flatnonzero(np.asarray(loss_mask, dtype=bool)[2:]) + 1
-    attended = int(taught[-1]) if len(taught) else 0
+    """What a sample takes in its shard, see `Document` for which states are stored."""
+    supervised = np.flatnonzero(np.asarray(loss_mask, dtype=bool)[2:]) + 1
+    attended = int(supervised[-1]) if len(supervised) else 0
     aux, last = shape.row_bytes
-    return len(loss_mask) * TOKEN_BYTES + attended * aux + len(taught) * last
+    return len(loss_mask) * TOKEN_BYTES + attended * aux + len(supervised) * last

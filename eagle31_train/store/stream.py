@@ -1,20 +1,20 @@
 """A store that is written and read at once: waiting for the other side, the bound of bytes, and what is used up.
 
-The two sides meet in two small files. `stream.json` is the extraction's: how many bytes it may keep (and how many
-processes write, which concerns these alone). `consumed.json` is the training's: which shards it has used up, recorded
-first and removed then.
+The two sides meet in two small files. `stream.json` is the extraction's: how many bytes it may keep, and how many
+processes write. `consumed.json` is the training's: which shards it has used up, recorded first and removed then.
 """
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 
 from eagle31_train import foreign
 from eagle31_train.console import note
 from eagle31_train.errors import UserError
 from eagle31_train.store.backends import Storage
-from eagle31_train.store.format import CONSUMED, REMAKE, STREAM, Bound
-from eagle31_train.store.sealed import read_sealed, seal
+from eagle31_train.store.format import CONSUMED, REMAKE, STREAM, Bound, read_record
+from eagle31_train.store.sealed import DamagedError, seal
 from eagle31_train.store.shard_plan import Plan, PlannedShard
 
 POLL = 0.5  # seconds between looks at what other processes have done
@@ -31,18 +31,13 @@ def wait(
     progress: Callable[[], object] = lambda: None,
     pause: Callable[[float], bool | None] = time.sleep,
 ) -> None:
-    """Look again and again until it is so; say once that we wait, and give up in the end.
+    """Poll until a condition holds; says once that it waits.
 
     Args:
-        until: whether it is so.
+        until: the condition.
         what: who waits for what, for people.
-        patience: seconds to wait without any progress.
-        progress: anything that changes as the others get on; asked when patience is over.
-        pause: sleeps so many seconds; returns True to be waited for no more.
-
-    Raises:
-        UserError: nothing came of it.
-        StoppedError: `pause` said so.
+        patience: seconds without any change of `progress()` before a UserError.
+        pause: sleeps so many seconds; returns True to be waited for no more, which raises StoppedError.
     """
     if until():
         return
@@ -60,103 +55,62 @@ def wait(
             raise StoppedError(what)
 
 
-# ---------------------------------------------------------------- what is used up
-
-
 @dataclass(frozen=True)
 class Consumed:
-    """What a training that follows a store has used up and removed.
+    """What the training `by` (a fingerprint) has used up and removed of a store; `finished`: it wants no more."""
 
-    store: its fingerprint. by: that of the training. finished: it wants no more.
-    """
-
-    store: str
     by: str
     shards: list[str]
     finished: bool
+    store: str = ""
 
 
 def read_consumed(storage: Storage, store: str) -> Consumed:
-    """Which shards of the store with this fingerprint a training has used up; none where none follows it.
-
-    Raises:
-        UserError: the record is damaged, or of another store.
-    """
-    where = f"{storage.location}/{CONSUMED}"
+    """What a training has used up of the store with this fingerprint; UserError if the record is damaged."""
     try:
-        value = read_sealed(storage.read(CONSUMED), where, "remove the store and extract again")
-    except FileNotFoundError:
-        return Consumed(store, "", [], False)
-    try:  # that of earlier versions does not say of which store it is
-        consumed: Consumed = foreign.typed(Consumed, {"store": store, **value})
-    except ValueError as error:
-        raise UserError(f"{where} is damaged ({error}): remove the store and extract again") from None
-    if consumed.store != store:
-        raise UserError(f"{where} belongs to another store, {consumed.store} (this is {store}): remove that file")
-    return consumed
+        return read_record(storage, CONSUMED, partial(foreign.typed, Consumed), store) or Consumed("", [], False)
+    except DamagedError as error:
+        raise UserError(f"{error}: remove the store and extract again") from None
 
 
 def check_consumer(storage: Storage, store: str, by: str) -> Consumed:
-    """What is used up already, if by this training.
-
-    Raises:
-        UserError: it was another.
-    """
-    found = read_consumed(storage, store)
-    if found.by not in ("", by):
+    """What is used up already; UserError if it was by another training than `by`."""
+    consumed = read_consumed(storage, store)
+    if consumed.by not in ("", by):
         raise UserError(
-            f"parts of {storage.location} were used up and removed by another training ({found.by}, this is {by}): "
+            f"parts of {storage.location} were used up and removed by another training ({consumed.by}, this is {by}): "
             "go on with that one, or remove the store and extract again"
         )
-    return found
+    return consumed
 
 
 def consume(storage: Storage, store: str, shards: Sequence[PlannedShard], by: str, finished: bool) -> None:
-    """Record that a training has used up shards (these, and what it had before), and remove them.
-
-    Raises:
-        UserError: another training has used up parts of this store.
-    """
+    """Record that training `by` has used up shards, beside what it had before, and remove them."""
     before = check_consumer(storage, store, by)
-    known, there = set(before.shards), storage.sizes("shards")
-    after = Consumed(store, by, before.shards + [s.name for s in shards if s.name not in known], finished)
+    names = list(dict.fromkeys([*before.shards, *(shard.name for shard in shards)]))
+    after = Consumed(by, names, finished, store)
     if after != before:
         storage.write(CONSUMED, seal(asdict(after), indent=2))
+    there = storage.sizes("shards")
     for shard in shards:
         if shard.name in there:
             storage.remove(shard.name)
 
 
-# ---------------------------------------------------------------- the bound
-
-
 def read_bound(storage: Storage, store: str) -> Bound | None:
-    """How many bytes the extraction of the store with this fingerprint keeps at most (None: all), and how many
-    processes share it; None if it is over.
-
-    Raises:
-        UserError: the record is damaged, or of another store.
-    """
-    where = f"{storage.location}/{STREAM}"
+    """What a running extraction of the store keeps to; None if it is over; UserError if the record is damaged."""
     try:
-        bound: Bound = foreign.typed(Bound, read_sealed(storage.read(STREAM), where, REMAKE))
-    except FileNotFoundError:
-        return None
-    except UserError:
-        raise
-    except ValueError as error:
-        raise UserError(f"{where} is damaged ({error}): {REMAKE}") from None
-    if (other := bound.get("store", store)) != store:
-        raise UserError(f"{where} belongs to another store, {other} (this is {store}): {REMAKE}")
-    return bound
+        return read_record(storage, STREAM, partial(foreign.typed, Bound), store)
+    except DamagedError as error:
+        raise UserError(f"{error}: {REMAKE}") from None
 
 
 def check_bound(plan: Plan, max_bytes: int) -> None:
     """Refuse a bound of the extraction's bytes that is too small for any training."""
-    kept = sum(shard.bytes for shard in plan.of("heldout"))
+    heldout = sum(shard.bytes for shard in plan.of("heldout"))
     largest = max((shard.bytes for shard in plan.of("train")), default=0)
-    if kept + largest > max_bytes:
+    if heldout + largest > max_bytes:
         raise UserError(
-            f"store.max_bytes={max_bytes:,} cannot hold the held-out split and one shard, which take {kept:,} and "
+            f"store.max_bytes={max_bytes:,} cannot hold the held-out split and one shard, which take {heldout:,} and "
             f"{largest:,} bytes: raise it, or lower extract.shard_tokens or data.heldout"
         )

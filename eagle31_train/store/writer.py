@@ -1,7 +1,8 @@
 """Writing a store: every shard is committed whole, by any number of processes, and never past a bound of bytes."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +12,12 @@ from eagle31_train import artifacts
 from eagle31_train.console import note
 from eagle31_train.errors import UserError
 from eagle31_train.provenance import REPLACE
+from eagle31_train.store import format as files
 from eagle31_train.store.backends import Storage
 from eagle31_train.store.document import Document
-from eagle31_train.store.format import (
-    PLAN,
-    PROVENANCE,
-    REMAKE,
-    SHARDS,
-    STREAM,
-    TARGET,
-    TARGET_LINE,
-    TRAJECTORIES,
-    Line,
-    line_name,
-)
-from eagle31_train.store.head import committed_lines, difference, read_line, read_lines
-from eagle31_train.store.sealed import DamagedError, checksum, digest, seal, unseal
+from eagle31_train.store.format import Line
+from eagle31_train.store.head import damage_of, read_lines
+from eagle31_train.store.sealed import DamagedError, checksum, digest, seal
 from eagle31_train.store.shard import write_shard
 from eagle31_train.store.shard_plan import Plan, PlannedShard, shape_of
 from eagle31_train.store.stream import check_bound, read_bound, read_consumed, wait
@@ -64,18 +55,17 @@ class StoreWriter:
         patience: float = 3600.0,
         remedy: Callable[[dict[str, Any]], str] = lambda _: REPLACE,
     ) -> None:
-        self.remedy = remedy
         self.storage, self.plan, self.rank, self.ranks = storage, plan, rank, ranks
-        self.provenance, self.patience = provenance, patience
+        self.provenance, self.patience, self.max_bytes = provenance, patience, max_bytes
+        self._overwrite, self._remedy = overwrite, remedy
         self.shape = shape_of(provenance["states"])
         self.id: str = provenance["fingerprint"]
-        self.max_bytes = max_bytes
         if max_bytes is not None:
             check_bound(plan, max_bytes)
         if rank == 0:
-            self._prepare(overwrite)
+            self._prepare()
         else:
-            self._await_first(overwrite)
+            self._await_first()
         # Others may be at theirs already: a continued store is prepared from the start.
         storage.clean([name for shard in self.mine() for name in (shard.name, shard.line)])
         self._sizes = storage.sizes("shards")
@@ -90,19 +80,14 @@ class StoreWriter:
     def has(self, shard: PlannedShard) -> bool:
         """Whether the shard was committed and is of its listed size, or has been used up, when this writer began."""
         line = self.lines.get(shard.name)
-        if line is None:
-            return False
-        return self._sizes.get(shard.name) == line.size or self._used_up(shard)
+        return line is not None and (self._sizes.get(shard.name) == line.size or self._used_up(shard))
 
     def wait_for_quota(self, shard: PlannedShard) -> bool:
         """Return once a shard fits under the bound; False if the training that follows wants no more.
 
-        Counted by the plan and not by what lies there: a shard may be written once it and all before it that are not
-        used up fit together. So several processes cannot pass the bound together, and the shards that training needs
-        first always fit.
-
-        Raises:
-            UserError: training used up nothing for `patience` seconds.
+        Counted by the plan, not by what lies there: a shard may be written once it and all before it that are not used
+        up fit together. So processes cannot pass the bound together, and the shards that training needs first always
+        fit.
         """
         if (most := self.max_bytes) is None:
             return True
@@ -127,11 +112,7 @@ class StoreWriter:
     def write(
         self, shard: PlannedShard, documents: Sequence[Document], fidelity: Sequence[float] | None = None
     ) -> None:
-        """Commit one shard: its file, then its line.
-
-        Raises:
-            UserError: the disk is full, or a state cannot be encoded.
-        """
+        """Commit one shard: its file, then its line; UserError if the disk is full or a state cannot be encoded."""
         with self._building(shard.name) as scratch:
             try:
                 write_shard(scratch, documents, self.shape, shard.first)
@@ -147,26 +128,25 @@ class StoreWriter:
 
     def write_target(self, weights: dict[str, Tensor]) -> None:
         """Write the target's weights that training needs: embed_tokens, norm and, unless tied, lm_head."""
-        self._write_tensors(TARGET, weights)
+        self._write_tensors(files.TARGET, weights)
 
     def write_trajectories(self, tensors: dict[str, Tensor]) -> None:
         """Write the target's own answers to held-out prompts; before its weights, for which a training waits."""
-        self._write_tensors(TRAJECTORIES, tensors)
+        self._write_tensors(files.TRAJECTORIES, tensors)
 
     @property
     def has_trajectories(self) -> bool:
         """Whether they are there, as an earlier start wrote them."""
-        with suppress(UserError):  # missing, or damaged
-            line = read_line(self.storage, TRAJECTORIES, self.id)
-            return difference(self.storage, TRAJECTORIES, line.entry) is None
-        return False
+        return damage_of(self.storage, files.TRAJECTORIES, self.id) is None
 
     def _write_tensors(self, file: str, tensors: dict[str, Tensor]) -> None:
         with self._building(file) as scratch:
             save_file({name: tensor.cpu() for name, tensor in tensors.items()}, scratch)
-            line, old = Line(file, self.id, scratch.stat().st_size, checksum(scratch)), None
-            with suppress(UserError):  # missing, or damaged
-                old = read_line(self.storage, file, self.id)
+            line = Line(file, self.id, scratch.stat().st_size, checksum(scratch))
+            try:
+                old = files.read_line(self.storage, file, self.id)
+            except DamagedError:
+                old = None
             # The same bytes replace those of an earlier start: a training that begins meanwhile finds them all along.
             self._commit(scratch, line, old)
 
@@ -182,128 +162,108 @@ class StoreWriter:
 
     def _commit(self, scratch: Path, line: Line, old: Line | None) -> None:
         if old not in (None, line):  # a kill must not leave the line of another file beside the new one
-            self.storage.remove(line_name(line.name))
+            self.storage.remove(files.line_name(line.name))
         self.storage.put(scratch, line.name)
-        self.storage.write(line_name(line.name), line.sealed())
+        self.storage.write(files.line_name(line.name), line.sealed())
 
     def gather(self) -> list[Line] | None:
-        """The lines of all shards, in order, once every process has committed its own.
-
-        None if the training that follows wants no more, so that some will not come.
-        """
+        """The lines of all shards, in order, once all are there; None if the training that follows wants no more."""
         awaited = missing = [shard for shard in self.plan.shards if not self.has(shard)]
         # Of shards that are damaged or gone, which their own process makes again, an old line may still be there.
         old = {shard.name: self.lines[shard.name].size for shard in missing if shard.name in self.lines}
 
-        def there() -> set[str]:
-            return set(self.storage.names("shards"))
-
         def complete() -> bool:
             nonlocal missing
             sizes = self.storage.sizes("shards") if old else {}  # before the lines: a shard's new line is after it
-            found = there()
+            names = set(self.storage.names("shards"))
             missing = [
                 shard
                 for shard in missing
-                if shard.line not in found
+                if shard.line not in names
                 or (shard.name in old and sizes.get(shard.name) != old[shard.name] and not self._used_up(shard))
             ]
             return not missing or read_consumed(self.storage, self.id).finished
 
+        what = "extract: waiting for the other processes' shards"
         if missing:
-            wait(complete, "extract: waiting for the other processes' shards", self.patience, lambda: len(there()))
+            wait(complete, what, self.patience, lambda: len(self.storage.names("shards")))
         if missing:
             return None
-        lines, problems = read_lines(self.storage, awaited, self.id)
+        lines, problems = read_lines(self.storage, self.plan, awaited, self.id)
         if problems:
-            raise UserError(f"{problems[0].text}: {REMAKE}")
+            raise UserError(f"{problems[0].text}: {files.REMAKE}")
         self.lines |= lines
         self._sizes |= {name: line.size for name, line in lines.items()}
         return [self.lines[shard.name] for shard in self.plan.shards]
 
     def finish(self, totals: dict[str, Any]) -> dict[str, Any]:
-        """Rank 0: gather all lines and write the manifest, which makes the store complete.
-
-        Args:
-            totals: what else the manifest says.
-
-        Returns:
-            The manifest.
-        """
+        """Rank 0: gather all lines and write the manifest, with `totals`, which makes the store complete."""
         assert self.rank == 0
         lines = self.gather()
         assert lines is not None, "a store that is not complete cannot be finished"
-        merged = b"".join(line.sealed() for line in lines)
-        self.storage.write(SHARDS, merged)
+        self.storage.write(files.SHARDS, b"".join(line.sealed() for line in lines))
         for shard in self.plan.shards:  # now that their lines stand elsewhere
             self.storage.remove(shard.line)
-        self.storage.remove(STREAM)
-        files = {name: self.storage.read(name) for name in (PROVENANCE, PLAN, SHARDS, TARGET_LINE)}
+        self.storage.remove(files.STREAM)
+        small = [files.PROVENANCE, files.PLAN, files.SHARDS, files.TARGET_LINE]
+        contents = {name: self.storage.read(name) for name in small}
         manifest = {
             "fingerprint": self.id,
             "inputs": self.provenance["inputs"],
             "samples": {split: len(lengths) for split, lengths in self.plan.lengths.items()},
             "tokens": self.plan.tokens,
-            "bytes_per_token": sum(line.size for line in self.lines.values()) / max(1, self.plan.tokens),
+            "bytes_per_token": sum(line.size for line in lines) / max(1, self.plan.tokens),
             **totals,
-            "files": {name: {"bytes": len(data), "checksum": digest(data)} for name, data in files.items()},
+            "files": {name: {"bytes": len(data), "checksum": digest(data)} for name, data in contents.items()},
         }
         self.storage.write(artifacts.MANIFEST, seal(manifest, indent=2))
         return manifest
 
-    def _prepare(self, overwrite: bool) -> None:
+    def _prepare(self) -> None:
         """Begin the store, or check that what was begun is this one."""
         storage = self.storage
-        try:
-            begun = unseal(storage.read(PROVENANCE))
-        except (FileNotFoundError, DamagedError) as error:
-            # Shards of unknown origin pass for nobody's; but their lines tell whose they are, too.
-            if storage.names("shards") and not self._committed(self.plan.shards):
-                lack = "no" if isinstance(error, FileNotFoundError) else f"a damaged ({error})"
-                raise UserError(f"{storage.location} holds shards but {lack} {PROVENANCE}: remove it") from None
-            begun = None
+        begun = self._begun()
+        # Shards of unknown origin pass for nobody's; but their lines tell whose they are, too.
+        if begun is None and storage.names("shards") and not self._committed(self.plan.shards):
+            raise UserError(f"{storage.location} holds shards, but no whole {files.PROVENANCE}: remove it")
         if begun is not None and begun != self.provenance:
-            self._check_replaced(begun, overwrite)
             storage.discard()
         storage.remove(artifacts.MANIFEST)  # whoever reads it now finds it unfinished
-        storage.clean([TARGET, TRAJECTORIES])
-        storage.write(PLAN, seal({**self.plan.as_json(), "store": self.id}))
-        storage.write(STREAM, seal({"max_bytes": self.max_bytes, "processes": self.ranks, "store": self.id}))
-        storage.write(PROVENANCE, seal(self.provenance, indent=2))
-        if storage.size(SHARDS) is not None:  # a store that was complete: its lines get files of their own again
+        storage.clean([files.TARGET, files.TRAJECTORIES])
+        shards = [asdict(shard) for shard in self.plan.shards]
+        storage.write(files.PLAN, seal({"lengths": self.plan.lengths, "shards": shards, "store": self.id}))
+        storage.write(files.STREAM, seal({"max_bytes": self.max_bytes, "processes": self.ranks, "store": self.id}))
+        storage.write(files.PROVENANCE, seal(self.provenance, indent=2))
+        if storage.size(files.SHARDS) is not None:  # a store that was complete: its lines get files of their own again
             for line in self._committed(self.plan.shards).values():
-                storage.write(line_name(line.name), line.sealed())
-            storage.remove(SHARDS)
+                storage.write(files.line_name(line.name), line.sealed())
+            storage.remove(files.SHARDS)
 
-    def _check_replaced(self, begun: dict[str, Any], overwrite: bool) -> None:
-        if not overwrite:
+    def _begun(self) -> dict[str, Any] | None:
+        """The provenance of the store that was begun, if it is whole; UserError for another's that must stay."""
+        try:
+            begun = files.read_record(self.storage, files.PROVENANCE, dict)
+        except DamagedError:
+            return None
+        if begun is not None and begun != self.provenance and not self._overwrite:
             change = artifacts.describe_change(begun, self.provenance)
-            raise UserError(
-                f"{self.storage.location} holds a begun store of another run ({change}): {self.remedy(begun)}"
-            )
+            where = self.storage.location
+            raise UserError(f"{where} holds a begun store of another run ({change}): {self._remedy(begun)}")
+        return begun
 
-    def _await_first(self, overwrite: bool) -> None:
-        """Wait until rank 0 has prepared the store, and for as many processes: else shards would be nobody's, or two's.
-
-        Raises:
-            UserError: it did not come, or a store of another provenance was begun.
-        """
+    def _await_first(self) -> None:
+        """Wait until rank 0 has prepared the store for as many processes: else shards would be nobody's, or two's."""
         what = "extract: waiting for the first process to prepare the store"
         if (others := self._processes()) not in (None, self.ranks):
             what += f" for {self.ranks} processes; {others} share it so far (extract.parts is the same for every part)"
-        wait(lambda: self._prepared(overwrite), what, self.patience)
+        wait(self._prepared, what, self.patience)
 
-    def _prepared(self, overwrite: bool) -> bool:
-        try:
-            begun = unseal(self.storage.read(PROVENANCE))
-        except (FileNotFoundError, DamagedError):
-            return False
-        if begun != self.provenance:
-            self._check_replaced(begun, overwrite)
+    def _prepared(self) -> bool:
+        if self._begun() != self.provenance:
             return False
         if self.storage.size(artifacts.MANIFEST) is not None:  # complete since this process asked (`finished`)
             return True
-        return self.storage.size(SHARDS) is None and self._processes() == self.ranks
+        return self.storage.size(files.SHARDS) is None and self._processes() == self.ranks
 
     def _processes(self) -> int | None:
         """How many processes share the store, as far as rank 0 has said so."""
@@ -319,11 +279,8 @@ class StoreWriter:
         return shard.name in self._consumed
 
     def _committed(self, shards: Sequence[PlannedShard]) -> dict[str, Line]:
-        """The lines of these shards, as far as they are there.
-
-        A damaged one, as a kill may leave where files are not replaced whole, is none.
-        """
-        lines, problems = committed_lines(self.storage, self.plan, shards, self.id)
+        """The lines of these shards, as far as they are there; a damaged one is none."""
+        lines, problems = read_lines(self.storage, self.plan, shards, self.id)
         for problem in problems:
             note(f"extract: {problem.text}", error=True)
         return lines

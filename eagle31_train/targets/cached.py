@@ -1,8 +1,8 @@
 """A target that decodes: transformers' key/value cache, and the taps of `hf.py` on the new tokens only.
 
 Several sequences are read together. Their keys stand flush right in the cache: a shorter sequence is padded on its
-left, as transformers has it when it generates, so that masks, sliding windows and RoPE are its own. Tokens that a
-sequence forgets are the last of its row: the row moves right over them.
+left, as when transformers generates. Tokens that a sequence forgets are the last of its row, which moves right over
+them.
 
 Shapes: B sequences; n new tokens; A auxiliary layers; H hidden; V vocabulary.
 """
@@ -17,8 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from eagle31_train.errors import UserError
-from eagle31_train.targets.hf import HiddenStateTarget
-from eagle31_train.targets.transformers_engine import rope_by_length
+from eagle31_train.targets.hf import HiddenStateTarget, rope_by_length
 
 TOGETHER = {"full_attention", "sliding_attention"}  # types of layers of which rows of unequal length are tested
 RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}  # those that keep a state, not keys of each token
@@ -48,10 +47,9 @@ class CachedTarget(HiddenStateTarget):
         return None
 
     def reset(self, rows: int = 1) -> None:
-        """Forget everything; sequences to come: `rows`.
+        """Forget everything; `rows` sequences come.
 
-        Raises:
-            UserError: more than one, of a target that cannot keep them apart; or a target that cannot forget.
+        UserError for more than one of a target that decodes alone, or for a target that cannot forget.
         """
         if states := self._types & RECURRENT:
             raise UserError(
@@ -69,9 +67,8 @@ class CachedTarget(HiddenStateTarget):
     def read(self, rows: Sequence[Sequence[int]], logit_rows: int) -> tuple[Tensor, Tensor]:
         """Read new tokens of every sequence: as many of each, but for the first time.
 
-        Returns:
-            aux [B, n, A, H] of the new tokens and logits [B, logit_rows, V] fp32 of the last of them. A row with
-            fewer tokens than others is meaningless on its left.
+        Returns aux [B, n, A, H] of the new tokens and logits [B, logit_rows, V] fp32 of the last of them. A row with
+        fewer tokens than others is meaningless on its left.
         """
         with self._tapped(self._taps) as caught:
             logits = self._forward(rows, logit_rows)

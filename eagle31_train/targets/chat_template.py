@@ -27,8 +27,7 @@ TRIED: list[list[dict[str, Any]]] = [
 def templates_of(target: TargetConfig, tokenizer: Any) -> dict[str, str]:
     """A target's templates by name, `default` and perhaps `tool_use`: target.chat_template, or its tokenizer's own.
 
-    Raises:
-        UserError: there is none, it is no template, or it takes too much to render a word.
+    UserError if there is none, it is no template, or it takes too much to render a word.
     """
     try:
         if target.chat_template is not None:
@@ -45,19 +44,14 @@ def templates_of(target: TargetConfig, tokenizer: Any) -> dict[str, str]:
         raise UserError(f"{where} cannot be read ({error}): give a Jinja file as target.chat_template") from None
     if not named.get("default"):
         raise UserError(f"the tokenizer of {target.path} has no chat template: give one as target.chat_template=FILE")
+    options = {"tokenize": False, "add_generation_prompt": True, **target.template_args}
     for text in named.values():
-        _check_ends(partial(_render, tokenizer, text, target.template_args), len(text), where)
+        render = partial(tokenizer.apply_chat_template, chat_template=text, **options)
+        _check_ends(render, len(text), where)
     return named
 
 
-def _render(tokenizer: Any, template: str, arguments: dict[str, Any]) -> None:
-    for messages in TRIED:
-        tokenizer.apply_chat_template(
-            messages, chat_template=template, tokenize=False, add_generation_prompt=True, **arguments
-        )
-
-
-def _check_ends(render: Callable[[], None], size: int, where: str) -> None:
+def _check_ends(render: Callable[[Any], object], size: int, where: str) -> None:
     """Refuse a rendering that is killed at a bound; what it raises, real conversations will raise where they are."""
     if size > MOST:
         raise UserError(f"{where} has {size:,} letters, and at most {MOST:,} are read: give another")
@@ -71,7 +65,7 @@ def _check_ends(render: Callable[[], None], size: int, where: str) -> None:
         )
 
 
-def _tried(render: Callable[[], None]) -> NoReturn:
+def _tried(render: Callable[[Any], object]) -> NoReturn:
     """The process of its own: it exits with 0, or is killed, or exits with 1 where memory ended."""
     status = 1
     try:
@@ -85,7 +79,8 @@ def _tried(render: Callable[[], None]) -> NoReturn:
         ):
             signal.signal(name, signal.SIG_DFL)
             signal.setitimer(timer, seconds)
-        render()
+        for messages in TRIED:
+            render(messages)
         status = 0
     except MemoryError:
         pass

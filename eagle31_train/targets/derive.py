@@ -1,4 +1,4 @@
-"""A drafter's options from its target: what is left open is the target's own, and where that is read is told."""
+"""A drafter's options from its target: what is left open is the target's own."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,15 +11,7 @@ from eagle31_train.model.rope import SCALINGS
 from eagle31_train.targets.description import TargetDescription, describe_target, pick_layers
 
 # Options of which another value than the target's makes a drafter that reads its states at a loss.
-CONTRADICTIONS = {
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "rms_norm_eps",
-    "rope_theta",
-    "rope_scaling",
-    "max_position_embeddings",
-}
+CONTRADICTIONS = {*REQUIRED, "num_key_value_heads", "head_dim", "rope_scaling"} - {"intermediate_size"}
 
 
 @dataclass(frozen=True)
@@ -30,19 +22,20 @@ class Derived:
     value: Any
     source: str
 
+    def __str__(self) -> str:
+        return f"  {self.name:<23}  {_shown(self.value):<22}  {self.source}"
+
 
 def complete(config: Config, described: Mapping[str, Any] | None, begun: Mapping[str, Any] | None = None) -> Config:
     """The configuration with a drafter of which nothing is left open that its target decides.
 
-    Args:
-        described: the target as stage 1's manifest describes it; without it, its config.json is read if it must be.
-        begun: the options of a drafter that training goes on with, or begins from. What is open is as in it.
+    described: the target as stage 1's manifest describes it; without it, its config.json is read if it must be.
+    begun: the options of a drafter that training goes on with, or begins from. What is open is as in it.
     """
     options = config.drafter
     if begun is not None:
-        opened = {name for name in begun if getattr(options, name, 0) is None}
-        values = {name: begun[name] for name in opened}
-        if "rope_theta" in opened:  # what is given of a scaling goes over the one that it was begun with
+        values = {name: value for name, value in begun.items() if getattr(options, name, 0) is None}
+        if "rope_theta" in values:  # what is given of a scaling goes over the one that it was begun with
             values["rope_scaling"] = {**(begun.get("rope_scaling") or {}), **options.rope_scaling}
         options = replace(options, **values)
     if None in (getattr(options, name) for name in REQUIRED):
@@ -54,16 +47,15 @@ def complete(config: Config, described: Mapping[str, Any] | None, begun: Mapping
 def planned_drafter(config: Config, target: TargetDescription, draft_vocab_size: int) -> tuple[DrafterShape, list[str]]:
     """The drafter that a configuration makes for a target, and the table of where its options are from.
 
-    Raises:
-        UserError: auxiliary layers that the target does not have, or a drafter that vLLM could not serve.
+    UserError for auxiliary layers that the target does not have, or a drafter that vLLM could not serve.
     """
     options, rows = derive(config.drafter, target)
     layers = pick_layers(config.target.aux_layers, target.num_hidden_layers, target.model_type)
     shape = drafter_shape(options, target.hidden_size, target.vocab_size, draft_vocab_size, layers)
     source = f"of {target.num_hidden_layers}" + ("" if config.target.aux_layers else ", by default")
-    lines = table([Derived("aux_layers", ", ".join(map(str, layers)), source), *rows])
+    rows = [Derived("aux_layers", ", ".join(map(str, layers)), source), *rows]
     window = window_caveat(target.sliding_window, target.max_position_embeddings)
-    return shape, [*lines, *(f"  {caveat}" for caveat in window)]
+    return shape, [*map(str, rows), *(f"  {caveat}" for caveat in window)]
 
 
 def derive(options: DrafterConfig, target: TargetDescription) -> tuple[DrafterConfig, list[Derived]]:
@@ -72,44 +64,33 @@ def derive(options: DrafterConfig, target: TargetDescription) -> tuple[DrafterCo
     Given values stay. Heads that are given alone have as many keys, and share `hidden_size` among them.
     """
     mla = options.architecture == "mla"
-    values: dict[str, tuple[Any, str]] = {}
-
-    def of_target(name: str, value: Any = None) -> None:
-        values[name] = getattr(target, name) if value is None else value, target.sources.get(name, name)
-
-    for name in REQUIRED:
-        of_target(name)
+    names = list(REQUIRED)
     if options.num_attention_heads is None and not mla:
-        of_target("num_key_value_heads")
-        if options.hidden_size is None:
-            of_target("head_dim")
+        names += ["num_key_value_heads"] if options.hidden_size else ["num_key_value_heads", "head_dim"]
+    values = {name: (getattr(target, name), target.sources.get(name, name)) for name in names}
     values["rope_scaling"] = _scaling(options.architecture, target)
     if mla and target.mla:
-        for name in MLA_WIDTHS:
-            of_target(name, target.mla[name])
+        widths = [*MLA_WIDTHS]
         if all(getattr(options, name) is None for name in MLA_WIDTHS):  # else null may mean queries of full rank
-            of_target("q_lora_rank", target.mla["q_lora_rank"])
+            widths.append("q_lora_rank")
+        values |= {name: (target.mla[name], name) for name in widths}
+    # One who gives a base or a type of RoPE of their own gives the whole scaling too, or wants none.
+    kind = values["rope_scaling"][0].get("rope_type")
+    completes = options.rope_theta is None and options.rope_scaling.get("rope_type", kind) == kind
     rows, filled = [], {}
     for name, (value, source) in values.items():
         given = getattr(options, name)
         if given is None:
             filled[name] = value
             rows.append(Derived(name, value, f"the target's {source}"))
-        elif name == "rope_scaling" and _completes(options, value):
+        elif name == "rope_scaling" and completes:
             filled[name] = value | given
-            but = f", but {', '.join(f'{key} {of}' for key, of in given.items())}" if given else ""
+            but = f", but {_shown(given)}" if given else ""
             rows.append(Derived(name, filled[name], f"the target's {source}{but}"))
         else:
             differs = name in CONTRADICTIONS and given != value
             rows.append(Derived(name, given, f"given, UNLIKE the target's {_shown(value)}" if differs else "given"))
     return replace(options, **filled), rows
-
-
-def _completes(options: DrafterConfig, scaling: dict[str, Any]) -> bool:
-    """Whether what is given of RoPE's scaling, or nothing, goes over the target's: one who gives a base or a type of
-    their own gives the whole scaling too, or wants none."""
-    given = options.rope_scaling
-    return options.rope_theta is None and given.get("rope_type", scaling.get("rope_type")) == scaling.get("rope_type")
 
 
 def _scaling(architecture: str, target: TargetDescription) -> tuple[dict[str, Any], str]:
@@ -121,16 +102,8 @@ def _scaling(architecture: str, target: TargetDescription) -> tuple[dict[str, An
     if kind not in SCALINGS[architecture]:
         return {}, f"rope_scaling {kind}, which no {architecture} drafter is served with: none"
     needed, allowed = SCALINGS[architecture][kind]
-    kept = {name: value for name, value in scaling.items() if name in needed | allowed and value is not None}
-    return {"rope_type": kind, **kept}, "rope_scaling"
-
-
-def table(rows: list[Derived]) -> list[str]:
-    """The rows as lines of text."""
-    names = max(len(row.name) for row in rows)
-    values = [_shown(row.value) for row in rows]
-    width = max(map(len, values))
-    return [f"  {row.name:<{names}}  {value:<{width}}  {row.source}" for row, value in zip(rows, values, strict=True)]
+    taken = {name: value for name, value in scaling.items() if name in needed | allowed and value is not None}
+    return {"rope_type": kind, **taken}, "rope_scaling"
 
 
 def _shown(value: Any) -> str:

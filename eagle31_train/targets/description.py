@@ -1,7 +1,6 @@
 """What a target's config.json says: its sizes, its RoPE, its layers. Read without its weights and without its code.
 
-A drafter's shape follows from it (`derive`), a plan reckons with it, and what cannot be served is known by it, before
-anything is spent. Imports no torch.
+A drafter's shape (`derive`) and a plan follow from it. Imports no torch.
 """
 
 import re
@@ -30,7 +29,7 @@ NO_EAGLE3 = {
     "glm4", "glm4_moe", "glm4_moe_lite", "glm4v", "glm4v_moe", "granitemoe", "granitemoehybrid", "granitemoeshared",
     "hy_v3", "internvl", "longcat_flash", "mixtral", "olmoe", "qwen2_moe", "qwen2_vl",
 }  # fmt: skip
-# Kinds of whose layers (dense and of experts in turn, attention in chunks) no drafter's shape follows that was tried.
+# Kinds whose layers (dense and of experts in turn, attention in chunks) nothing here was tried with.
 NOT_DERIVED = {"llama4", "llama4_text"}
 EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 CHOSEN = ("num_experts_per_tok", "experts_per_token", "moe_topk")
@@ -49,39 +48,23 @@ class _Raw(TypedDict, total=False):
     quantization_config: dict[str, Any] | None
 
 
-class _Text(TypedDict, total=False):
-    """What is read of transformers' configuration."""
-
-    hidden_size: Width
-    vocab_size: Width
-    num_hidden_layers: Count
-    intermediate_size: Width | list[Width]  # of each layer
-    num_attention_heads: Count
-    num_key_value_heads: Count
-    head_dim: Count
-    max_position_embeddings: Positions
-    rms_norm_eps: Number
-    norm_eps: Number
-    rope_theta: Theta
-    rope_scaling: dict[str, Any]
-    rope_parameters: dict[str, Any]
-    q_lora_rank: Width
-    kv_lora_rank: Width
-    qk_nope_head_dim: Width
-    qk_rope_head_dim: Width
-    v_head_dim: Width
-    layer_types: list[str]
-    sliding_window: Positions | bool
-    n_routed_experts: Count
-    num_experts: Count
-    num_local_experts: Count
-    num_experts_per_tok: Count
-    experts_per_token: Count
-    moe_topk: Count | list[Count]
-    moe_intermediate_size: Width | list[Width]
-    n_shared_experts: Count
-    first_k_dense_replace: Count
-    mlp_only_layers: list[Count]
+COUNTS = ["num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "first_k_dense_replace"]
+COUNTS += ["n_routed_experts", "num_experts", "num_local_experts", "n_shared_experts"]
+COUNTS += ["num_experts_per_tok", "experts_per_token"]
+WIDTHS = ["hidden_size", "vocab_size", "q_lora_rank", *MLA_WIDTHS]
+TYPES: dict[str, Any] = {  # of what is read of transformers' configuration
+    **dict.fromkeys(COUNTS, Count),
+    **dict.fromkeys(WIDTHS, Width),
+    **dict.fromkeys(EXPERT_WIDTH, Width | list[Width]),  # of each layer
+    **dict.fromkeys(["rms_norm_eps", "norm_eps"], Number),
+    **dict.fromkeys(["rope_scaling", "rope_parameters"], dict[str, Any]),
+    "moe_topk": Count | list[Count],
+    "mlp_only_layers": list[Count],
+    "layer_types": list[str],
+    "max_position_embeddings": Positions,
+    "rope_theta": Theta,
+    "sliding_window": Positions | bool,
+}
 
 
 @dataclass(frozen=True)
@@ -117,8 +100,7 @@ class TargetDescription:
 def read_raw(target: TargetConfig) -> dict[str, Any]:
     """The target's config.json; of a hub id this one file is downloaded, or found in the hub's cache.
 
-    Raises:
-        UserError: there is none at target.path, or one of impossible sizes.
+    UserError if there is none at target.path, or one of impossible sizes.
     """
     require_path(target)
     where = f"target.path={target.path}"
@@ -149,14 +131,18 @@ def _check_counts(value: Any, name: str = "config.json") -> None:
 
 
 def text_config(raw: dict[str, Any]) -> Any:
-    """transformers' configuration of the text model, with the defaults that config.json leaves out; without any code
-    of the target's own. Of a kind that transformers does not know, what config.json says.
+    """transformers' configuration of the text model, with its defaults, and without any code of the target's own.
 
-    Raises:
-        UserError: transformers refuses it.
+    Of a kind that transformers does not know, what config.json says. UserError if transformers refuses it.
     """
+    kind, text = KNOWN_AS.get(raw["model_type"], raw["model_type"]), raw.get("text_config", raw)
     try:
-        return _text_config(raw)
+        if kind in CONFIG_MAPPING:
+            return CONFIG_MAPPING[kind].from_dict({**raw, "model_type": kind}).get_text_config()
+        kind = KNOWN_AS.get(text.get("model_type", ""), text.get("model_type"))
+        if kind in CONFIG_MAPPING:
+            return CONFIG_MAPPING[kind].from_dict({**text, "model_type": kind})
+        return PretrainedConfig.from_dict(text)
     except Exception as error:  # each class checks its fields in its own way
         raise UserError(
             f"transformers makes nothing of the target's config.json, a {raw['model_type']}'s ({first_line(error)}): "
@@ -164,39 +150,18 @@ def text_config(raw: dict[str, Any]) -> Any:
         ) from None
 
 
-def _text_config(raw: dict[str, Any]) -> Any:
-    kind = KNOWN_AS.get(raw["model_type"], raw["model_type"])
-    if kind in CONFIG_MAPPING:
-        return CONFIG_MAPPING[kind].from_dict({**raw, "model_type": kind}).get_text_config()
-    text = raw.get("text_config", raw)
-    kind = KNOWN_AS.get(text.get("model_type", ""), text.get("model_type"))
-    if kind in CONFIG_MAPPING:
-        return CONFIG_MAPPING[kind].from_dict({**text, "model_type": kind})
-    return PretrainedConfig.from_dict(text)
-
-
 def describe_target(target: TargetConfig) -> TargetDescription:
-    """Read `target.path`'s config.json.
-
-    Raises:
-        UserError: there is none, or it lacks a size.
-    """
+    """Read `target.path`'s config.json; UserError if there is none, or it lacks a size."""
     raw = read_raw(target)
     return description_of(raw, text_config(raw), f"target.path={target.path}")
 
 
 def description_of(raw: dict[str, Any], text: Any, where: str) -> TargetDescription:
-    """A description from config.json and transformers' reading of it; `where` names it in errors.
-
-    Raises:
-        UserError: it lacks a size, or gives one that is none.
-    """
+    """From config.json and transformers' reading of it; UserError, naming `where`, where a size is missing or none."""
     if raw["model_type"] in NOT_DERIVED:
         raise UserError(f"{where} is a {raw['model_type']}, for which no drafter is made here: nothing of it was tried")
-
     try:
-        given = {name: value for name in _Text.__annotations__ if (value := getattr(text, name, None)) is not None}
-        text = SimpleNamespace(**foreign.typed(_Text, given))
+        text = _checked(text)
         theta, scaling = _rope(text)
     except ValueError as error:
         raise UserError(f"{where}: its config.json gives {error}: copy it again") from None
@@ -218,6 +183,7 @@ def description_of(raw: dict[str, Any], text: Any, where: str) -> TargetDescript
     elif not head_dim:
         head_dim, sources["head_dim"] = hidden // heads, "hidden_size / num_attention_heads"
     width, sources["intermediate_size"] = _mlp_width(text, size)
+    kinds = set(getattr(text, "layer_types", None) or ["sliding_attention"])
     return TargetDescription(
         model_type=(raw.get("text_config") or raw).get("model_type") or raw["model_type"],
         hidden_size=hidden,
@@ -233,15 +199,28 @@ def description_of(raw: dict[str, Any], text: Any, where: str) -> TargetDescript
         max_position_embeddings=size("max_position_embeddings"),
         mla=mla,
         sources=sources,
-        sliding_window=_window(text),
+        # As vLLM tells targets all of whose layers have a window.
+        sliding_window=getattr(text, "sliding_window", None) if kinds == {"sliding_attention"} else None,
     )
+
+
+def _checked(text: Any) -> SimpleNamespace:
+    """What is read of transformers' configuration, as far as it is there; ValueError for a value of another type."""
+    checked = SimpleNamespace()
+    for name, kind in TYPES.items():
+        if (value := getattr(text, name, None)) is not None:
+            try:
+                setattr(checked, name, foreign.typed(kind, value))
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+    return checked
 
 
 def _mlp_width(text: Any, size: Any) -> tuple[int, str]:
     """The MLP width that a drafter takes over, and where it is from.
 
-    A dense target's own. Of experts: its dense layers' width if it has such layers (DeepSeek, Kimi: their first),
-    else what one token runs through, experts per token × an expert's width, shared ones included.
+    Dense layers' own if there are any (DeepSeek, Kimi: the first), else an expert's times those of a token, shared ones
+    included.
     """
     experts = next((n for key in EXPERTS if (n := getattr(text, key, None))), 0)
     dense_layers = getattr(text, "first_k_dense_replace", 0) or getattr(text, "mlp_only_layers", None)
@@ -250,12 +229,6 @@ def _mlp_width(text: Any, size: Any) -> tuple[int, str]:
     shared = getattr(text, "n_shared_experts", 0) or 0
     active, key = size(*CHOSEN), next(key for key in EXPERT_WIDTH if getattr(text, key, None))
     return (active + shared) * size(key), f"{active + shared} experts of a token × {key}"
-
-
-def _window(text: Any) -> int | None:
-    """The window of a target all of whose layers have one, as vLLM tells such targets."""
-    kinds = getattr(text, "layer_types", None) or ["sliding_attention"]
-    return getattr(text, "sliding_window", None) if set(kinds) == {"sliding_attention"} else None
 
 
 def _rope(text: Any) -> tuple[float, dict[str, Any]]:
@@ -267,9 +240,6 @@ def _rope(text: Any) -> tuple[float, dict[str, Any]]:
     kind = rope.pop("type", None), rope.pop("rope_type", None)
     name = foreign.typed(str, kind[1] or kind[0] or "default")
     return float(theta), {} if name == "default" else {"rope_type": name, **rope}
-
-
-# ---------------------------------------------------------------- what follows for serving
 
 
 def serving_doubt(target: TargetConfig, model_type: str) -> str | None:
@@ -286,8 +256,7 @@ def serving_doubt(target: TargetConfig, model_type: str) -> str | None:
 def pick_layers(aux_layers: Sequence[int] | None, depth: int, kind: str = "") -> list[int]:
     """The auxiliary layers of a target of N layers and of a model_type; by default `default_layers`.
 
-    Raises:
-        UserError: layers that it does not have or that vLLM could not give, or not in ascending order.
+    UserError for layers that it does not have or that vLLM could not give, or not in ascending order.
     """
     layers = list(aux_layers) if aux_layers is not None else default_layers(depth)
     if layers != sorted(set(layers)) or not layers:

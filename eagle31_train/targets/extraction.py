@@ -1,8 +1,7 @@
 """Stage 2, extraction: conversations → the target's hidden states in a store (`eagle31_train/extract.py`).
 
-The target's own logits are computed by the fidelity gate alone. `top1`, the target's arg-max over the full
-vocabulary, is computed once, from the states before the codec rounds them, at the supervised positions: training
-then needs no product with the whole lm_head.
+`top1`, the target's arg-max over the full vocabulary, is computed once, at the supervised positions, from the states
+before the codec rounds them: training needs no product with the whole lm_head.
 
 Shapes: T tokens of one conversation; A auxiliary layers; H hidden.
 """
@@ -10,13 +9,14 @@ Shapes: T tokens of one conversation; A auxiliary layers; H hidden.
 import importlib.util
 import os
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset, DatasetDict
+from numpy.typing import NDArray
 from torch import Tensor
 
 from eagle31_train import artifacts, provenance
@@ -28,19 +28,19 @@ from eagle31_train.model import vocab
 from eagle31_train.provenance import Provenance
 from eagle31_train.store import Storage, StoreWriter, finished, make_plan, shape_of, storage_of
 from eagle31_train.store.document import Document
-from eagle31_train.store.shard import kept
+from eagle31_train.store.shard import encode_to_cpu
 from eagle31_train.store.shard_plan import SPLITS, Shape
-from eagle31_train.targets.agreement import Agreement
-from eagle31_train.targets.engine import Engine, too_long
-from eagle31_train.targets.fidelity import Figures, Gate, report, summary
+from eagle31_train.targets.engine import Engine, check_length
+from eagle31_train.targets.fidelity import Figures, Gate, report
+from eagle31_train.targets.hf import load_engine
 from eagle31_train.targets.hf import ranks as launched
 from eagle31_train.targets.pretrained import load_tokenizer, require_path, vocabulary_fingerprint
 from eagle31_train.targets.readout import Readout
-from eagle31_train.targets.transformers_engine import load_engine
 from eagle31_train.targets.vllm_engine import VllmEngine
 
 LOGIT_ROWS = 512  # rows of [rows, V] logits alive at once
-
+FOREIGN = 0.5  # share of the answers' tokens that the target would write itself, below which it hardly wrote them
+OUTSIDE = 0.2  # share of its choices outside the draft vocabulary, above which that was counted on other words
 
 # What the first process does with the target before it stores states.
 Prelude = Callable[[Config, Engine, StoreWriter, DatasetDict], None]
@@ -49,9 +49,8 @@ Prelude = Callable[[Config, Engine, StoreWriter, DatasetDict], None]
 def extract(config: Config, prelude: Prelude | None = None) -> None:
     """Run the stage, as one of `WORLD_SIZE` processes of one of `extract.parts` launches.
 
-    Raises:
-        UserError: missing or damaged input, or input for another target; output of other inputs; a failed fidelity
-            gate; a full disk; no such part; another process at this one's shards.
+    UserError for missing or damaged input, or input for another target; output of other inputs; a failed fidelity gate;
+    a full disk; no such part; another process at this one's shards.
     """
     rank, ranks = rank_of(config)
     made_from = provenance.of_store(config, _data_manifest(config))
@@ -74,12 +73,11 @@ def _extract(
     check_tokenizer(config, data)
     engine = make_engine(config)
     states = describe(engine, config)
-    check_vocab_size(config, data, states["vocab_size"])
+    if (size := data["inputs"]["vocab_size"]) != states["vocab_size"]:
+        raise _other_target(config, f"for a target with {size} tokens, and it has {states['vocab_size']}")
     masks = {split: splits[split]["loss_mask"] for split in SPLITS}
     plan = make_plan(masks, config.extract.shard_tokens, shape_of(states))
-    longest = max((length for lengths in plan.lengths.values() for length in lengths), default=0)
-    if engine.longest is not None and longest > engine.longest:
-        raise too_long(engine, longest)
+    check_length(engine, max((length for lengths in plan.lengths.values() for length in lengths), default=0))
     writer = StoreWriter(
         storage,
         {**made_from.record(), "states": states},
@@ -97,15 +95,19 @@ def _extract(
             prelude(config, engine, writer, splits)
         writer.write_target(engine.readout.weights())
     gate = Gate(engine, config.extract, len(plan.shards))
-    agreement = Agreement(vocab.read(config.data_folder / "vocab.safetensors").t2d, config.regenerate)
+    agreement = Agreement(vocab.read(config.data_folder / "vocab.safetensors").t2d)
     wanted = extract_shards(engine, splits, writer, gate, agreement, is_main())
     lines = writer.gather() if wanted and first else None
     if lines is not None:
         fidelity = report([line.fidelity for line in lines if line.fidelity is not None])
         manifest = writer.finish({"fidelity": fidelity, "seconds": time.perf_counter() - began})
+        compared = "fidelity: not compared (extract.gate_batches=0)"
+        if fidelity["batches"]:
+            top1, kl = fidelity["top1_agreement"], fidelity["kl"]
+            compared = f"fidelity: top-1 {top1:.2%}, KL {kl:.2g} over {fidelity['positions']} positions"
         note(
             f"extract: {manifest['tokens']:,} tokens, {manifest['bytes_per_token']:,.0f} bytes each, "
-            f"in {storage.location}; {summary(fidelity)}"
+            f"in {storage.location}; {compared}"
         )
         for line in agreement.lines():
             note(line)
@@ -116,11 +118,7 @@ def _extract(
 
 
 def rank_of(config: Config) -> tuple[int, int]:
-    """Which of how many processes that share the shards this is, by the launcher's environment and the part.
-
-    Raises:
-        UserError: there is no such part.
-    """
+    """Which of how many processes that share the shards this is, by the launcher's environment and the part."""
     part, parts = config.extract.part, config.extract.parts
     if part >= parts:
         raise UserError(f"extract.part={part}: with extract.parts={parts} they are numbered from 0 to {parts - 1}")
@@ -136,23 +134,13 @@ def load_data(config: Config) -> DatasetDict:
 
 
 def check_tokenizer(config: Config, data: dict[str, Any]) -> None:
-    """Refuse conversations of another tokenizer: to this target their ids are other words, and the gate cannot tell.
-
-    Raises:
-        UserError: they are, or the target has no tokenizer to compare with.
-    """
+    """Refuse conversations of another tokenizer: to this target their ids are other words, and the gate cannot tell."""
     fingerprint = data.get("vocabulary")
     if fingerprint is None:  # of an earlier version, which did not record it
         return
     require_path(config.target)
     if vocabulary_fingerprint(load_tokenizer(config.target)) != fingerprint:
         raise _other_target(config, "with another tokenizer than it has")
-
-
-def check_vocab_size(config: Config, data: dict[str, Any], vocab_size: int) -> None:
-    """Refuse conversations for a target of other than `vocab_size` tokens."""
-    if (size := data["inputs"]["vocab_size"]) != vocab_size:
-        raise _other_target(config, f"for a target with {size} tokens, and it has {vocab_size}")
 
 
 def _other_target(config: Config, how: str) -> UserError:
@@ -168,11 +156,7 @@ def _data_manifest(config: Config) -> dict[str, Any]:
 
 
 def make_engine(config: Config) -> Engine:
-    """The engine that `extract.engine` names, with the target loaded.
-
-    Raises:
-        UserError: it is not installed, or cannot load the target.
-    """
+    """The engine that `extract.engine` names; UserError if it is not installed, or cannot load the target."""
     arguments = config.extract.engine_args
     if config.extract.engine == "transformers":
         if arguments:
@@ -202,14 +186,55 @@ def describe(engine: Engine, config: Config) -> dict[str, Any]:
     }
 
 
+@dataclass
+class Agreement:
+    """How far answers are the target's own, and its choices in the draft vocabulary ([V] bool), where supervised.
+
+    own: positions whose next token is the target's arg-max. outside: those whose arg-max no draft can be.
+    """
+
+    draft_tokens: NDArray
+    positions: int = 0
+    own: int = 0
+    outside: int = 0
+
+    def add(self, documents: Iterable[Document]) -> None:
+        """Count some documents."""
+        for document in documents:
+            where = document.supervised
+            top1 = document.top1[where]
+            self.positions += len(where)
+            self.own += int((top1 == document.tokens[where + 1]).sum())
+            self.outside += int((~self.draft_tokens[top1.numpy()]).sum())
+
+    def lines(self) -> list[str]:
+        """What is to be said of it; nothing where nothing was counted."""
+        if not self.positions:
+            return []
+        own, outside = self.own / self.positions, self.outside / self.positions
+        lines = [
+            f"extract: the target would itself write {own:.1%} of the {self.positions:,} answer tokens seen here; "
+            f"{outside:.1%} of its choices lie outside the draft vocabulary"
+        ]
+        if own < FOREIGN:
+            lines.append(
+                "extract: WARNING: hardly its own answers, from which a drafter learns little: were they made by this "
+                "target (regenerate=true), with this chat template, at a moderate data.generate.temperature?"
+            )
+        if outside > OUTSIDE:
+            lines.append(
+                "extract: WARNING: many of its choices can never be drafted: raise data.draft_vocab_size, or count it "
+                "on the target's own answers"
+            )
+        return lines
+
+
 def extract_shards(
     engine: Engine, splits: DatasetDict, writer: StoreWriter, gate: Gate, agreement: Agreement, shown: bool
 ) -> bool:
     """Commit this process's shards; false if a training that follows the store wants no more before the last.
 
-    Args:
-        agreement: is given every document.
-        shown: whether to show a progress bar over this process's tokens.
+    `agreement` is given every document; `shown`: show a progress bar over this process's tokens.
     """
     shards = writer.mine()
     total = sum(shard.tokens for shard in shards)
@@ -237,21 +262,17 @@ def run_shard(
     masks = [torch.tensor(row, dtype=torch.bool) for row in rows["loss_mask"]]
     by_index: dict[int, Document] = {}
     for index, aux, last in engine.run(tokens):
-        by_index[index] = document_of(tokens[index], masks[index], aux, last, engine.readout, shape)
+        whole = Document(tokens[index], masks[index], top1_of(engine.readout, last, masks[index]), aux, last)
+        # Encoded here, a GPU holds the states of one batch at a time, not those of a shard.
+        by_index[index] = replace(
+            whole,
+            aux=encode_to_cpu(whole.attended_states, shape.aux_codec),
+            last=encode_to_cpu(whole.supervised_states, shape.last_codec),
+        )
         if progress is not None:
             progress.update(len(tokens[index]))
     documents = [by_index[index] for index in range(len(tokens))]
     return documents, gate.check(documents) if gate else None
-
-
-def document_of(
-    tokens: Tensor, loss_mask: Tensor, aux: Tensor, last: Tensor, readout: Readout, shape: Shape
-) -> Document:
-    """One sample with the stored rows of aux [T, A, H] and last [T, H], encoded on their device, then on the CPU."""
-    whole = Document(tokens, loss_mask, top1_of(readout, last, loss_mask), aux, last)
-    # A GPU holds the states of one batch at a time, not those of a shard.
-    kept_aux, kept_last = kept(whole.attended_states, shape.aux_codec), kept(whole.supervised_states, shape.last_codec)
-    return replace(whole, aux=kept_aux, last=kept_last)
 
 
 def top1_of(readout: Readout, last: Tensor, loss_mask: Tensor) -> Tensor:

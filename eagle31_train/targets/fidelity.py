@@ -22,18 +22,17 @@ from eagle31_train.targets.engine import Engine, Reference
 COMPARED = 4  # conversations compared per shard, from the shortest to the longest
 ROWS = 256  # positions compared per shard
 MOSTLY = 0.5  # a codec blurs states: they still choose most tokens rightly, which those of other positions do not
+MISTAKES: dict[str, dict[str, Any]] = {  # known ones, and how `Readout.logits` makes them
+    "the last hidden state was taken after the final norm": {"after_norm": True},
+    "the final norm is of the form (1 + w) but was read as w": {"shift": 1.0},
+    "the final norm was read as (1 + w) but is w": {"shift": -1.0},
+}
 
 Figures = Sequence[float]  # of one shard: top-1 agreement, mean KL in nats, positions compared
 
 
 class Gate:
-    """Compares what is stored with the target's own logits: in a sample of shards, and where a run begins.
-
-    Args:
-        engine: what made the states.
-        config: how many comparisons there are, and their bounds.
-        shards: how many the store has.
-    """
+    """Compares what is stored with the target's own logits: in a sample of the shards, and where a run begins."""
 
     def __init__(self, engine: Engine, config: ExtractConfig, shards: int) -> None:
         self.engine = engine
@@ -51,8 +50,7 @@ class Gate:
     def check(self, documents: Sequence[Document]) -> Figures:
         """Compare some supervised positions, in some of a shard's documents, as they are stored.
 
-        Raises:
-            UserError: they are not what the target says there; the message names the likely cause.
+        UserError, naming the likely cause, if they are not what the target says there.
         """
         own, states, top1 = [], [], []
         for document in choose(documents):
@@ -84,32 +82,25 @@ class Gate:
     def _failure(
         self, own: Sequence[Reference], states: Sequence[Tensor], agreement: float, kl: float, codec: str
     ) -> UserError:
-        """What to say of states that do not pass."""
+        """What to say of states that do not pass: the codec, or the known mistake that explains the failure."""
         right = agreement >= self.config.gate_top1
         if right and codec != "bf16" and self._compare(own, states)[0] >= MOSTLY:
             return UserError(
                 f"fidelity gate: store.last_codec={codec} keeps too little of the last hidden states (KL {kl:.3g} "
                 f"to the target's distribution): use int8 or bf16 (extract.gate_kl={self.config.gate_kl} is the bound)"
             )
+        cause = "no known mistake explains it: check target.dtype and whether the model changes its logits"
+        for name, mistake in MISTAKES.items():
+            top1, divergence = self._compare(own, states, **mistake)
+            if top1 >= MOSTLY and divergence <= self.config.gate_kl:
+                cause = f"likely cause: {name}"
+                break
+        if quirk := self.engine.readout.quirk:
+            cause = f"the target's config has {quirk}, which EAGLE 3's loss does not model"
         return UserError(
             f"fidelity gate: top-1 tokens agree with the target's in {agreement:.1%} of positions, and the stored "
-            f"hidden states' distribution is KL {kl:.3g} from its own; {self._cause(own, states)}"
+            f"hidden states' distribution is KL {kl:.3g} from its own; {cause}"
         )
-
-    def _cause(self, own: Sequence[Reference], states: Sequence[Tensor]) -> str:
-        """Try the known mistakes and name the one that explains the failure."""
-        if quirk := self.engine.readout.quirk:
-            return f"the target's config has {quirk}, which EAGLE 3's loss does not model"
-        mistakes: dict[str, dict[str, Any]] = {
-            "the last hidden state was taken after the final norm": {"after_norm": True},
-            "the final norm is of the form (1 + w) but was read as w": {"shift": 1.0},
-            "the final norm was read as (1 + w) but is w": {"shift": -1.0},
-        }
-        for cause, mistake in mistakes.items():
-            agreement, kl = self._compare(own, states, **mistake)
-            if agreement >= MOSTLY and kl <= self.config.gate_kl:
-                return f"likely cause: {cause}"
-        return "no known mistake explains it: check target.dtype and whether the model changes its logits"
 
 
 def report(figures: Sequence[Figures]) -> dict[str, Any]:
@@ -120,14 +111,6 @@ def report(figures: Sequence[Figures]) -> dict[str, Any]:
         "top1_agreement": min((a for a, _, _ in figures), default=None),
         "kl": max((k for _, k, _ in figures), default=None),
     }
-
-
-def summary(report: dict[str, Any]) -> str:
-    """A report as one line for people."""
-    if not report["batches"]:
-        return "fidelity: not compared (extract.gate_batches=0)"
-    top1, kl, positions = report["top1_agreement"], report["kl"], report["positions"]
-    return f"fidelity: top-1 {top1:.2%}, KL {kl:.2g} over {positions} positions"
 
 
 def compare(reference: Reference, rebuilt: Tensor, top1: Tensor | None = None) -> tuple[float, float]:
@@ -143,14 +126,13 @@ def compare(reference: Reference, rebuilt: Tensor, top1: Tensor | None = None) -
     own = reference.own.to(rebuilt.device)
     chose = (rebuilt.argmax(-1) if top1 is None else top1.to(rebuilt.device))[:, None]
     choice = chose.clamp_min(0)
-    log_rebuilt = rebuilt.log_softmax(-1)
+    best, log_rebuilt = own.max(-1).values, rebuilt.log_softmax(-1)
     if reference.ids is None:
-        best, chosen = own.max(-1).values, own.gather(1, choice)[:, 0]
+        chosen = own.gather(1, choice)[:, 0]
         size = best.abs()
         log_own = own.log_softmax(-1)
     else:
         ids = reference.ids.to(rebuilt.device)
-        best = own.max(-1).values
         chosen = own.masked_fill(ids != choice, float("-inf")).max(-1).values
         size = rebuilt.gather(1, choice)[:, 0].abs()  # a log-probability does not tell its logit's size
         log_own, log_rebuilt = _with_rest(own), _with_rest(log_rebuilt.gather(1, ids))

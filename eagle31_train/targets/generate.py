@@ -51,10 +51,9 @@ class Generator:
     def answer(
         self, requests: list[Request], max_new_tokens: int, top_p: float, end_ids: list[int] | None = None
     ) -> list[Answer]:
-        """Answer one batch; prompts of like length waste least. `end_ids`: other tokens that end an answer.
+        """Answer one batch of prompts that `refusal` does not refuse; those of like length waste least.
 
-        A row's draws come from its own seed, so they do not depend on which rows share its batch. None is a prompt that
-        `refusal` refuses.
+        A row's draws come from its own seed, so they do not depend on which rows share its batch.
         """
         longest = max(len(request.ids) for request in requests)
         device, end_ids = self.model.device, end_ids or self.end_ids
@@ -70,21 +69,17 @@ class Generator:
             attention_mask=torch.tensor(masks, device=device),
             logits_processor=LogitsProcessorList([SeededSampling(requests, longest, max_new_tokens, top_p)]),
         )
-        return [_until_end(row, end_ids) for row in output_BT[:, longest:].tolist()]
-
-
-def _until_end(ids: list[int], end_ids: list[int]) -> Answer:
-    for position, token in enumerate(ids):
-        if token in end_ids:
-            return Answer(ids[:position], "stop")
-    return Answer(ids, "length")
+        answers = []
+        for ids in output_BT[:, longest:].tolist():
+            end = next((position for position, token in enumerate(ids) if token in end_ids), None)
+            answers.append(Answer(ids[:end], "length" if end is None else "stop"))
+        return answers
 
 
 class SeededSampling(LogitsProcessor):
-    """Nucleus sampling with a seed per row, dressed as a processor under greedy search.
+    """Nucleus sampling with a seed per row, as a processor under greedy search: only the drawn token stays finite.
 
-    It draws the token itself and leaves only that one finite: `generate` has one global random
-    state, with which a row's answer would depend on the rows beside it. Greedy rows pass through.
+    `generate` has one global random state, with which a row's answer would depend on the rows beside it.
     """
 
     def __init__(self, requests: list[Request], prompt_length: int, max_new_tokens: int, top_p: float) -> None:
@@ -93,9 +88,8 @@ class SeededSampling(LogitsProcessor):
         self.rows = torch.tensor([i for i, request in enumerate(requests) if request.temperature > 0])
         sampled = [requests[i] for i in self.rows.tolist()]
         self.temperatures = torch.tensor([request.temperature for request in sampled])
-        draws = [
-            torch.rand(max_new_tokens, generator=torch.Generator().manual_seed(request.seed)) for request in sampled
-        ]
+        generators = [torch.Generator().manual_seed(request.seed) for request in sampled]
+        draws = [torch.rand(max_new_tokens, generator=generator) for generator in generators]
         self.uniforms = torch.stack(draws) if draws else torch.empty(0, max_new_tokens)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -114,15 +108,9 @@ class SeededSampling(LogitsProcessor):
 
 
 def draw(logits_BV: Tensor, uniform_B: Tensor, top_p: float) -> Tensor:
-    """Sample by inverse CDF over the nucleus.
+    """Token ids [B] int64, sampled by inverse CDF over the nucleus: the fewest most likely tokens of mass `top_p`.
 
-    Args:
-        logits_BV: [B, V] float32, temperature applied.
-        uniform_B: [B] float32 in [0, 1).
-        top_p: the nucleus is the fewest most likely tokens whose mass reaches this.
-
-    Returns:
-        [B] int64 token ids.
+    logits_BV: [B, V] float32, temperature applied. uniform_B: [B] float32 in [0, 1).
     """
     V = logits_BV.shape[1]
     if top_p == 1.0:  # all tokens, in any order: nothing is sorted

@@ -17,16 +17,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from eagle31_train.config import TargetConfig
 from eagle31_train.errors import UserError
 from eagle31_train.targets.description import pick_layers
-from eagle31_train.targets.packed import pack_linears
+from eagle31_train.targets.engine import Reference
 from eagle31_train.targets.pretrained import from_pretrained, require_path
-from eagle31_train.targets.readout import Readout, find_parts, readout_of
+from eagle31_train.targets.readout import Readout, find_parts, readout_from_checkpoint, readout_of
 
 STRETCHED = {"linear", "dynamic"}  # RoPE of which max_position_embeddings is the length before its factor
+LENGTH_ROPES = {"longrope", "dynamic", "su"}  # that follow the length of a batch
+PADS = 8  # padding that makes the gate's own forward pass take the model's masked path
+PACKED_ROWS = 48  # that the packed layout is meant for; as good for one row and for a thousand
+MOST_BYTES = 4 * 2**30  # of weights that are held twice
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -38,8 +43,7 @@ def ranks() -> int:
 def pick_device(name: str) -> torch.device:
     """The device of a config: `auto` is CUDA where there is one; of several processes, each takes its own.
 
-    Raises:
-        UserError: no such device here, or the same one for several processes.
+    UserError if there is no such device here, or the same one for several processes.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     try:
@@ -50,17 +54,13 @@ def pick_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError, NotImplementedError):
         raise UserError(f"target.device={name} is no device here: use cpu, cuda, cuda:N or auto") from None
     # A launcher may show each process one device, its own: then all may name the same.
-    if device.index is not None and ranks() > 1 and count > 1:
-        raise UserError(
-            f"target.device={name}: each of {ranks()} processes would load the target there; "
-            "with target.device=auto each takes a device of its own"
-        )
+    shared = device.index is not None and ranks() > 1 and count > 1
     if device.index is None and ranks() > 1:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-    if (device.index or 0) >= count:
+    if shared or (device.index or 0) >= count:
         raise UserError(
-            f"target.device={name}: there is no {device} here, where torch sees {count} CUDA devices: use "
-            "target.device=auto and no more processes than devices"
+            f"target.device={name}: {ranks()} processes cannot load the target so, where torch sees {count} CUDA "
+            "devices: use target.device=auto and no more processes than devices"
         )
     return device
 
@@ -68,27 +68,24 @@ def pick_device(name: str) -> torch.device:
 def load_model(config: TargetConfig, dtype: str | None = None) -> Any:
     """The target as a transformers causal LM in eval mode, on its device or spread over several.
 
-    Raises:
-        UserError: there is none at target.path, some of its weights are not, or it cannot be placed as asked.
+    UserError if there is none at target.path, some of its weights are not, or it cannot be placed as asked.
     """
     if config.device_map and (ranks() > 1 or config.device != "auto"):
         raise UserError(
             "target.device_map spreads one target over the devices: start one process, and leave target.device=auto"
         )
+    options: dict[str, Any] = {"device_map": config.device_map} if config.device_map else {}
     device = None if config.device_map else pick_device(config.device)
-    options: dict[str, Any] = {"dtype": DTYPES[dtype or config.dtype]}
-    if config.device_map:
-        options["device_map"] = config.device_map
     # Tensors of another size than the model's are refused below, by name.
-    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    options |= {"dtype": DTYPES[dtype or config.dtype], "output_loading_info": True, "ignore_mismatched_sizes": True}
     model, info = from_pretrained(_model_class(_whole_config(config)), config, **options)
     # transformers makes up what is missing, and nothing later could notice: states, fidelity gate and evaluation would
     # all be of the same wrong target.
     if wrong := sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}):
         raise UserError(
-            f"target.path={config.path}: {len(wrong)} of its weights are missing or of another size ({wrong[0]}"
-            f"{', …' if len(wrong) > 1 else ''}), and transformers would make up random ones: is the checkpoint whole, "
-            "and of the architecture that its config.json names?"
+            f"target.path={config.path}: {len(wrong)} of its weights are missing or of another size (such as "
+            f"{wrong[0]}), and transformers would make up random ones: is the checkpoint whole, and of the "
+            "architecture that its config.json names?"
         )
     if device is not None:
         model.to(device)
@@ -98,22 +95,16 @@ def load_model(config: TargetConfig, dtype: str | None = None) -> Any:
 
 
 def _model_class(config: Any) -> Any:
-    """Which of transformers' classes loads a target.
-
-    Of some multimodal targets (Mistral 3, Qwen3-VL) it has no causal LM, only the whole, with the decoder in it.
-    """
-    kinds = (AutoModelForCausalLM, AutoModelForImageTextToText)
-    # transformers' own table of them; where a version has none, the first says itself what it does not know.
-    known = [kind for kind in kinds if type(config) in getattr(kind, "_model_mapping", ())]
-    return known[0] if known else AutoModelForCausalLM  # which may know code of the target's own
+    """Which of transformers' classes loads a target: of some multimodal ones (Mistral 3) it has no causal LM."""
+    # transformers' own table; where a version has none, the first class says itself what it does not know.
+    if type(config) in getattr(AutoModelForCausalLM, "_model_mapping", ()):
+        return AutoModelForCausalLM
+    multimodal = type(config) in getattr(AutoModelForImageTextToText, "_model_mapping", ())
+    return AutoModelForImageTextToText if multimodal else AutoModelForCausalLM  # which may know code of its own
 
 
 def read_config(config: TargetConfig) -> Any:
-    """The configuration of the target's text model, as transformers reads it.
-
-    Raises:
-        UserError: there is none at target.path.
-    """
+    """transformers' configuration of the target's text model; UserError if there is none at target.path."""
     return _whole_config(config).get_text_config()
 
 
@@ -143,9 +134,7 @@ class States:
 class HiddenStateTarget:
     """A transformers model with taps on its residual stream.
 
-    Raises:
-        UserError: layer ids that the model does not have, or parts that EAGLE cannot read
-            (no RMSNorm before lm_head, a biased lm_head).
+    UserError for layer ids that the model does not have, no RMSNorm before lm_head, or a biased lm_head.
     """
 
     def __init__(self, model: Any, aux_layers: Sequence[int] | None) -> None:
@@ -172,8 +161,7 @@ class HiddenStateTarget:
     def states(self, tokens: Tensor, attention_mask: Tensor | None) -> States:
         """Run the decoder, without lm_head, on tokens [B, T] int64, padded at the end by mask 0.
 
-        Without a mask, rows padded at the end are right all the same in a causal decoder (see `causal`), and
-        attention takes its fast path.
+        Without a mask, which is faster, rows padded at the end are right all the same in a causal decoder.
         """
         with self._tapped([*self._taps, self.final_norm]) as caught:
             self.decoder(input_ids=tokens, attention_mask=attention_mask, use_cache=False)
@@ -215,3 +203,127 @@ def _catch(caught: dict[int, Tensor], index: int) -> Any:
         caught[index] = args[0] if args else kwargs["hidden_states"]
 
     return hook
+
+
+# ---------------------------------------------------------------- on a CPU
+#
+# torch lays a weight out anew for every product of more than one row, so that verifying four tokens costs half as much
+# again as decoding one (docs/log.md). Laid out once, as oneDNN reads it, the numbers are the same to rounding.
+
+
+class PackedLinear(nn.Linear):
+    """A linear layer with a second copy of its weight; not for use where the weight changes."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight, self.bias = linear.weight, linear.bias
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), PACKED_ROWS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., inputs] → [..., outputs]."""
+        if x.requires_grad or x.dtype != self._packed.dtype:  # a model may have been converted since
+            return super().forward(x)
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+
+
+def pack_linears(model: Any) -> None:
+    """Pack the linear layers of a model on a CPU, in place, where oneDNN has their dtype and memory is no matter."""
+    linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+    if not all(_packable(linear.weight) for linear in linears.values()):
+        return
+    if sum(linear.weight.nbytes for linear in linears.values()) > MOST_BYTES:
+        return
+    for name, linear in linears.items():
+        model.set_submodule(name, PackedLinear(linear))
+
+
+def _packable(weight: Tensor) -> bool:
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype == torch.float32
+
+
+# ---------------------------------------------------------------- the engine of extraction
+
+
+class TransformersEngine:
+    """A transformers model in this process, in batches of conversations of similar length; see `Engine`.
+
+    batch_tokens: padded tokens in one forward pass. readout: read off the model where it is not given.
+    """
+
+    name = "transformers"
+
+    def __init__(self, target: HiddenStateTarget, readout: Readout | None = None, batch_tokens: int = 4096) -> None:
+        self.target = target
+        self.readout = target.readout if readout is None else readout
+        self.layers = target.layers
+        self.batch_tokens = batch_tokens
+        # Beyond its positions a model still computes something, which no serving engine would.
+        self.longest = positions(target.model.config)
+        config = target.model.config.get_text_config()
+        # A causal decoder's tokens see no padding at the end: without a mask attention takes its fast path.
+        self._causal = getattr(config, "is_causal", True) and not getattr(config, "use_bidirectional_attention", None)
+        self._alone = rope_by_length(target.model.config)
+
+    def run(self, tokens: Sequence[Tensor]) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """See `Engine.run`."""
+        device = self.target.device
+        lengths = [len(row) for row in tokens]
+        for batch in batches_by_length(lengths, 1 if self._alone else self.batch_tokens):
+            self._forget_lengths()
+            padded = pad_sequence([tokens[i] for i in batch], batch_first=True).to(device)
+            lengths_B1 = torch.tensor([[len(tokens[i])] for i in batch], device=device)
+            mask = (torch.arange(padded.shape[1], device=device) < lengths_B1).long()
+            states = self.target.states(padded, None if self._causal else mask)
+            for row, index in enumerate(batch):
+                length = len(tokens[index])
+                yield index, states.aux[row, :length], states.last[row, :length]
+
+    def reference(self, tokens: Tensor, positions: Tensor) -> Reference:
+        """See `Engine.reference`. The model's ordinary call, norm, lm_head and attention mask included."""
+        device = self.target.device
+        self._forget_lengths()
+        padded = torch.nn.functional.pad(tokens, (0, 0 if self._alone else PADS))[None].to(device)
+        mask = (torch.arange(padded.shape[1], device=device) < len(tokens)).long()[None]
+        return Reference(self.target.own_logits(padded, mask, positions)[0])
+
+    def _forget_lengths(self) -> None:
+        """Let a RoPE that follows the length follow the next conversation's alone: it keeps the longest one's."""
+        if not self._alone:
+            return
+        for module in self.target.model.modules():
+            for name in [name for name in vars(module) if name.endswith("max_seq_len_cached")]:
+                setattr(module, name, 0)
+
+
+def load_engine(config: TargetConfig, batch_tokens: int) -> TransformersEngine:
+    """The target, loaded; weights that a device map left on the disk are read from its checkpoint."""
+    target = HiddenStateTarget(load_model(config), config.aux_layers)
+    offloaded = any(module.weight.is_meta for module in (target.embedding, target.final_norm, target.head))
+    readout = readout_from_checkpoint(config, DTYPES[config.dtype]) if offloaded else target.readout
+    device = pick_device(config.device) if offloaded else target.head.weight.device
+    return TransformersEngine(target, readout.to(device), batch_tokens)
+
+
+def rope_by_length(config: Any) -> bool:
+    """Whether a target's RoPE follows the length of a batch, padding included: such conversations run alone."""
+    config = config.get_text_config()
+    found = [getattr(config, name, None) or {} for name in ("rope_parameters", "rope_scaling")]
+    found += [value for each in found for value in each.values() if isinstance(value, dict)]  # by type of layer
+    return any(each.get(key) in LENGTH_ROPES for each in found for key in ("rope_type", "type"))
+
+
+def batches_by_length(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
+    """Group samples of similar length so that padded batches stay under `batch_tokens`."""
+    batches: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (lengths[i], i)):
+        # Ascending lengths: the newest sample is the longest, and sets the padded width.
+        if batches and (len(batches[-1]) + 1) * lengths[index] <= batch_tokens:
+            batches[-1].append(index)
+        else:
+            batches.append([index])
+    return batches

@@ -17,8 +17,7 @@ NOT_WHOLE = "a file is cut short, or only git-lfs's pointer to one (`git lfs pul
 def from_pretrained(kind: Any, target: TargetConfig, **options: Any) -> Any:
     """`kind`, one of transformers' classes that load by a name, as the target has it.
 
-    Raises:
-        UserError: there is none at target.path, or its code lacks a package or the permission to run.
+    UserError if there is none at target.path, or its code lacks a package or the permission to run.
     """
     where = {"revision": target.revision, "trust_remote_code": target.trust_remote_code}
     try:
@@ -30,11 +29,7 @@ def from_pretrained(kind: Any, target: TargetConfig, **options: Any) -> Any:
 
 
 def load_tokenizer(target: TargetConfig) -> Any:
-    """The target's tokenizer, which makes tokens of a word and a word of tokens.
-
-    Raises:
-        UserError: there is none, or it does not.
-    """
+    """The target's tokenizer; UserError if there is none, or it does not encode and decode a word."""
     tokenizer = from_pretrained(AutoTokenizer, target)
     try:
         for special in (False, True):
@@ -70,20 +65,12 @@ def first_line(error: Exception) -> str:
 
 
 def vocabulary_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """What tells two vocabularies apart: every token's spelling and id.
-
-    Unlike the text in which a tokenizer is saved, no version of transformers alters it, and stages may run in
-    different environments.
-    """
+    """What tells two vocabularies apart, in any version of transformers: every token's spelling and id."""
     return artifacts.fingerprint(tokenizer.get_vocab())
 
 
 def end_ids(tokenizer: PreTrainedTokenizerBase, target: TargetConfig) -> list[int]:
-    """The ids at which the target stops: the tokenizer's and those of generation_config.json.
-
-    Raises:
-        UserError: generation_config.json is damaged.
-    """
+    """The ids at which the target stops: the tokenizer's and those of generation_config.json."""
     ids = [tokenizer.eos_token_id]
     try:
         generation: Any = GenerationConfig

@@ -27,6 +27,7 @@ QUIRKS = ("final_logit_softcapping", "logit_scale")
 DIVISOR = "logits_scaling"  # by which a Granite divides its logits
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 EMBEDDING = "embed_tokens.weight"
+SETTINGS = {"vocab_size": int, "hidden_size": int, "num_hidden_layers": int, "rms_norm_eps": float}  # see `_unknown`
 
 
 @dataclass(frozen=True)
@@ -105,26 +106,23 @@ def readout_of(model: Any) -> Readout:
 
 
 def readout_from_checkpoint(target: TargetConfig, dtype: torch.dtype) -> Readout:
-    """The same without loading the model: its skeleton says which three tensors of the checkpoint to read.
+    """The same without loading the model, or running its code: its skeleton says which tensors to read.
 
-    No code that came with the checkpoint is run. Of a model that transformers has no causal LM for (Kimi-K2.6: a
-    multimodal wrapper around DeepSeek-V3), config.json alone must do: see `_unknown`.
-
-    Raises:
-        UserError: no such checkpoint, or it does not hold these tensors plainly (quantized, say).
+    Of a model that transformers has no causal LM for (Kimi-K2.6: a wrapper around DeepSeek-V3), config.json must do.
+    UserError if there is no checkpoint, or it does not hold these tensors plainly (quantized, say).
     """
     folder = checkpoint_folder(target)
-    read_raw(target)  # refuses sizes of which the skeleton would be huge
+    raw = read_raw(target)  # refuses sizes of which the skeleton would be huge
     try:
         foreign.check_folder(folder)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # of files that others made
-        settings = _settings(folder)
-        if settings is None:
-            raise not_loaded(target, error) from None
-        return _unknown(folder, settings, dtype)
+        settings = raw.get("text_config") or raw
+        if all(isinstance(settings.get(name), kind) for name, kind in SETTINGS.items()):
+            return _unknown(folder, settings, dtype)
+        raise not_loaded(target, error) from None
     parts = find_parts(model)
     names = {id(p): name for name, p in model.named_parameters()}
     modules: tuple[Any, ...] = (parts.norm, parts.embedding, parts.head)
@@ -149,22 +147,10 @@ def _quirk(settings: dict[str, Any]) -> str | None:
     return next((f"{name}={value}" for name, value in settings.items() if value not in (None, 1, 1.0)), None)
 
 
-def _settings(folder: Path) -> dict[str, Any] | None:
-    """What config.json says of the text model, if it says what is needed; None otherwise."""
-    try:
-        config = foreign.read_object(folder / "config.json")
-        text: dict[str, Any] = foreign.typed(dict[str, Any], config.get("text_config", config))
-    except (OSError, ValueError):
-        return None
-    needed = {"vocab_size": int, "hidden_size": int, "num_hidden_layers": int, "rms_norm_eps": float}
-    return text if all(isinstance(text.get(name), kind) for name, kind in needed.items()) else None
-
-
 def _unknown(folder: Path, settings: dict[str, Any], dtype: torch.dtype) -> Readout:
-    """The readout of a model without a class: names as nearly every causal LM has them, and an ordinary RMSNorm.
+    """The readout of a model without a class, by the usual names, and with an ordinary RMSNorm.
 
-    That the norm is one (and not 1 + w) cannot be seen here; the fidelity gate, which compares with the engine's own
-    logits, refuses the store where it is another.
+    Where the norm is another (1 + w), the fidelity gate refuses the store.
     """
     V, H = settings["vocab_size"], settings["hidden_size"]
     shapes: dict[str, tuple[int, ...]] = {"model.norm.weight": (H,), "model.embed_tokens.weight": (V, H)}
@@ -191,11 +177,7 @@ def checkpoint_folder(target: TargetConfig) -> Path:
 
 
 def find_parts(model: Any) -> Parts:
-    """The parts of a causal LM.
-
-    Raises:
-        UserError: it has no .layers and .norm, or a biased lm_head.
-    """
+    """The parts of a causal LM; UserError if it has no .layers and .norm, or a biased lm_head."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.model
     decoder = getattr(decoder, "language_model", decoder)
     layers, norm = getattr(decoder, "layers", None), getattr(decoder, "norm", None)
@@ -208,10 +190,7 @@ def find_parts(model: Any) -> Parts:
 
 
 def norm_weight(norm: nn.Module) -> tuple[Tensor, str]:
-    """A final norm's effective weight [H] fp32, and its kind: "w", or "1+w" as in Gemma.
-
-    The kind is read off the norm's answer to a vector of ones, not off the model's name.
-    """
+    """A final norm's effective weight [H] fp32, and its kind by its answer to ones: "w", or "1+w" as in Gemma."""
     weight = norm.weight
     assert isinstance(weight, Tensor)
     weight = weight.detach()
@@ -254,8 +233,8 @@ def _files(folder: Path) -> dict[str, str]:
     """Which file of a checkpoint holds which tensor."""
     try:
         if (folder / INDEX).is_file():
-            weight_map: dict[str, str] = foreign.read_object(folder / INDEX)["weight_map"]
-            return {name: Path(file).name for name, file in foreign.typed(dict[str, str], weight_map).items()}
+            weight_map = foreign.typed(dict[str, str], foreign.read_object(folder / INDEX)["weight_map"])
+            return {name: Path(file).name for name, file in weight_map.items()}
         with safe_open(folder / SINGLE, framework="pt") as file:
             return dict.fromkeys(file.keys(), SINGLE)
     except (OSError, SafetensorError, KeyError, ValueError) as error:
@@ -276,6 +255,7 @@ def _key(name: str, keys: list[str]) -> str:
         stems = [key.removesuffix(EMBEDDING) for key in keys if key.endswith(EMBEDDING)]
         alike = [key for key in alike if key.removesuffix(".".join(tail)) in stems] or alike
     if len(alike) != 1:
-        count = f"{len(alike)} that end so" if alike else "none"
-        raise UserError(f"the target's checkpoint has no tensor {name} ({count}): use extract.engine=transformers")
+        raise UserError(
+            f"the target's checkpoint has {len(alike)} tensors for {name}, not one: use extract.engine=transformers"
+        )
     return alike[0]

@@ -2,9 +2,8 @@
 
     python -m eagle31_train.targets.toy
 
-Made by transformers' own class and its own seed: MLA with YaRN, one dense layer, then experts with a shared one. It
-says nothing, but not just anything: after every word one of three others follows, which of them the context decides.
-So a drafter can learn it within a minute, and its answers think, end, and survive being written and read again.
+Made by transformers' own class: MLA with YaRN, one dense layer, then experts with a shared one. After every word one of
+three others follows, which of them the context decides. So a drafter can learn it within a minute.
 """
 
 import json
@@ -21,7 +20,7 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, GenerationConf
 from eagle31_train import artifacts, locations
 from eagle31_train.errors import UserError
 from eagle31_train.provenance import LAYOUTS
-from eagle31_train.targets import local
+from eagle31_train.targets.embedded import command, make_folder
 
 OUT = locations.MODELS / "kimi-toy"
 PROMPTS = locations.STAGES / "data_prep" / "prompts"
@@ -47,19 +46,13 @@ REACH = 6  # how far ahead these are: some thirty words make a thought
 
 def main(argv: list[str] | None = None) -> None:
     """Command line: make the target in `--out`."""
-    local.command(make, OUT, "Make the random target of +experiment=kimi_toy.", argv)
+    command(make, OUT, "Make the random target of +experiment=kimi_toy.", argv)
 
 
 def make(out: Path = OUT, seed: int = 0, **changes: Any) -> Path:
-    """Write the target to `out`: weights (bf16 safetensors), tokenizer with chat template, configuration.
+    """Write the target to `out`: bf16 weights, tokenizer with chat template, configuration with `changes`.
 
-    Does nothing where `out` is that target already.
-
-    Args:
-        changes: to the model's configuration.
-
-    Raises:
-        UserError: `out` holds something else.
+    Does nothing where `out` is that target already; UserError if it holds something else.
     """
     recipe = {"made_by": MADE_BY, "layout": LAYOUTS["toy_target"], "seed": seed, "changes": changes}
     recipe["files"] = [artifacts.file_sha256(file) for file in (*CORPUS, TEMPLATE)]
@@ -70,7 +63,7 @@ def make(out: Path = OUT, seed: int = 0, **changes: Any) -> Path:
         tokenizer.save_pretrained(folder)
         return {}
 
-    return local.make_folder(out, "made_by", recipe, fill)
+    return make_folder(out, "made_by", recipe, fill)
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -98,9 +91,8 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 def make_config(tokenizer: PreTrainedTokenizerFast, **changes: Any) -> DeepseekV3Config:
     """Kimi's configuration with smaller sizes (kimi_toy.json).
 
-    kv_lora_rank and qk_rope_head_dim are Kimi's own: vLLM's MLA takes no others on a CPU. The positions that YaRN
-    starts from are few, so that conversations of some hundred tokens lie beyond them as Kimi's longest do.
-    scoring_func and topk_method are what transformers' class always does, and vLLM only where config.json says so.
+    kv_lora_rank and qk_rope_head_dim are Kimi's own: vLLM's MLA takes no others on a CPU. YaRN starts from few
+    positions, so that conversations of some hundred tokens lie beyond them as Kimi's longest do.
     """
     fields: dict[str, Any] = {"vocab_size": VOCAB, **json.loads(SIZES.read_text(encoding="utf-8"))}
     for name in ("bos", "eos", "pad"):
@@ -120,7 +112,9 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0, **changes: Any
         if tensor.dim() == 1:  # norms, and the bias by which experts are chosen
             tensor.data = 0.1 * random + ("norm" in name)
         else:
-            tensor.data = random * _gain(name) / tensor.shape[-1] ** 0.5
+            # How much larger than keeping its input's size: the context has a say, and the last word the most.
+            gain = 0.5 if "o_proj" in name or "down_proj" in name else 3.0 if "gate.weight" in name else 1.0
+            tensor.data = random * gain / tensor.shape[-1] ** 0.5
     embedding = torch.randn(config.vocab_size, config.hidden_size, generator=generator)
     model.model.embed_tokens.weight.data = embedding
     model.lm_head.weight.data = _head(embedding, _grammar(tokenizer, generator), generator)
@@ -129,18 +123,10 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0, **changes: Any
     return model.bfloat16()
 
 
-def _gain(name: str) -> float:
-    """How much larger than keeping its input's size a matrix is: the context has a say, and the last word the most."""
-    if "o_proj" in name or "down_proj" in name:
-        return 0.5
-    return 3.0 if "gate.weight" in name else 1.0  # experts are chosen clearly
-
-
 def _head(embedding: Tensor, followers: dict[int, list[int]], generator: Generator) -> Tensor:
-    """lm_head [V, D]: a token's row lies along those that it may follow, and somewhere of its own beside that.
+    """lm_head [V, D]: a token's row lies along those that it may follow, and somewhere of its own, orthogonal to them.
 
-    What is of its own has nothing of any of these tokens in it, so that the context chooses among the followers of
-    one. Tokens that follow none stay zero.
+    So the context chooses among the followers of a token. Tokens that follow none stay zero.
     """
     own = torch.randn(embedding.shape, generator=generator)
     basis = torch.linalg.qr(embedding[sorted(followers)].T)[0]
@@ -155,8 +141,7 @@ def _head(embedding: Tensor, followers: dict[int, list[int]], generator: Generat
 def _grammar(tokenizer: PreTrainedTokenizerFast, generator: Generator) -> dict[int, list[int]]:
     """Which tokens may follow which: thoughts are made of one half of the words, answers of the other.
 
-    A thought and an answer begin with a capital. Word by word they are read back as they were written: each of
-    these tokens is a whole word, with the space before it.
+    Each of these tokens is a whole word, with the space before it, so that text is read back as it was written.
     """
     vocabulary = tokenizer.get_vocab()
     begins = _spelt(tokenizer, [t for t in vocabulary if re.fullmatch("[A-Z][a-z]+", t)])

@@ -1,10 +1,8 @@
 """vLLM as the engine: tensor parallelism, quantized targets, targets too large for transformers.
 
-vLLM loads a worker of ours (`vllm_worker.py`), which hands out what it would give a draft model: each conversation's
-states in a file, which is read here and removed at once. The engine runs in this process, where what it batches
-together depends on the requests alone: a run repeated gives the same bits.
-
-Shapes: T tokens of one conversation; A auxiliary layers; H hidden.
+A worker of ours (`vllm_worker.py`) writes each conversation's states to a file, which is read here and removed at once.
+The engine runs in this process, where what it batches together depends on the requests alone: a run repeated gives the
+same bits.
 """
 
 import atexit
@@ -13,7 +11,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from torch import Tensor
 from eagle31_train.config import Config
 from eagle31_train.errors import UserError
 from eagle31_train.targets.description import pick_layers
-from eagle31_train.targets.engine import Reference, too_long
+from eagle31_train.targets.engine import Reference, check_length
 from eagle31_train.targets.hf import DTYPES, pick_device, ranks
 from eagle31_train.targets.pretrained import require_path
 from eagle31_train.targets.readout import readout_from_checkpoint
@@ -40,11 +38,10 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 TOP = 20  # tokens whose probabilities the gate asks for
-OURS = {  # arguments that the engine sets itself: from target.*, and so that states come out whole, every time the same
-    "model", "revision", "dtype", "trust_remote_code",
-    "speculative_config", "kv_transfer_config", "worker_cls", "enable_prefix_caching", "async_scheduling",
-    "pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size",
-}  # fmt: skip
+# Arguments that the engine sets itself: from target.*, and so that states come out whole, every time the same.
+OURS = {"model", "revision", "dtype", "trust_remote_code", "speculative_config", "kv_transfer_config", "worker_cls"}
+OURS |= {"enable_prefix_caching", "async_scheduling"}
+OURS |= {"pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size"}
 RAM_DISK = Path("/dev/shm")
 FOLDER = "eagle31-states"
 DISK = "free some, point TMPDIR elsewhere, or lower extract.shard_tokens"
@@ -55,25 +52,18 @@ MEMORY = (
 
 
 class VllmEngine:
-    """vLLM in this process.
-
-    Raises:
-        UserError: vLLM does not start with this target and these arguments.
-    """
+    """vLLM in this process; UserError if it does not start with this target and these arguments."""
 
     name = "vllm"
 
     def __init__(self, config: Config) -> None:
         if ranks() > 1:
             raise UserError(
-                "extract.engine=vllm spreads over devices itself: start one process, with "
-                "extract.engine_args.tensor_parallel_size=…; on several machines one on each, with "
-                "extract.part=… extract.parts=…"
+                "extract.engine=vllm spreads over devices itself: start one process on each machine, with "
+                "extract.engine_args.tensor_parallel_size=…, and extract.part=… extract.parts=…"
             )
         for name in OURS & config.extract.engine_args.keys():
-            raise UserError(
-                f"extract.engine_args.{name} cannot be set: it is of target.*, or part of how the states come out"
-            )
+            raise UserError(f"extract.engine_args.{name} cannot be set: the engine sets it itself")
         require_path(config.target)
         self.readout = readout_from_checkpoint(config.target, DTYPES[config.target.dtype])
         self.layers = pick_layers(config.target.aux_layers, self.readout.depth)
@@ -109,9 +99,7 @@ class VllmEngine:
         """As they come: which of the conversations, vLLM's output, and the file that belongs to it."""
         from vllm import SamplingParams
 
-        longest = max((len(row) for row in tokens), default=0)
-        if self.longest is not None and longest > self.longest:
-            raise too_long(self, longest)
+        check_length(self, max((len(row) for row in tokens), default=0))
         sampling = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, **more)
         try:
             prompts = [{"prompt_token_ids": row.tolist()} for row in tokens]
@@ -122,11 +110,17 @@ class VllmEngine:
         engine, finished = self._llm.llm_engine, list[Any]()
         while finished or engine.has_unfinished_requests():
             running = engine.has_unfinished_requests()
-            with _refusals(self._folder):
+            try:
                 if running:
                     finished += [output for output in engine.step() if output.finished]
                 else:
                     self._llm.collective_rpc("flush_states")
+            except RuntimeError as error:  # of a worker in another process no more than its text arrives
+                if CANNOT in str(error):
+                    raise UserError(f"vLLM: {_one_line(error)} ({self._folder}): {DISK}") from None
+                if "out of memory" in str(error):
+                    raise UserError(f"vLLM: {_one_line(error)}: {MEMORY}") from None
+                raise
             # On a GPU a file is written while the next steps run.
             there = [output for output in finished if self._file(output).exists()]
             if not there and not running:
@@ -142,29 +136,17 @@ class VllmEngine:
         return self._folder / f"{number(output.request_id)}.safetensors"
 
 
-@contextmanager
-def _refusals(folder: Path) -> Iterator[None]:
-    """What users can do something about, of all that may go wrong in a step."""
-    try:
-        yield
-    except RuntimeError as error:  # of a worker in another process no more than its text arrives
-        if CANNOT in str(error):
-            raise UserError(f"vLLM: {_one_line(error)} ({folder}): {DISK}") from None
-        if "out of memory" in str(error):
-            raise UserError(f"vLLM: {_one_line(error)}: {MEMORY}") from None
-        raise
-
-
 def _start(config: Config, layers: list[int]) -> Any:
     """The vLLM engine, set to hand out the inputs of `layers`."""
     from vllm import LLM
+    from vllm.transformers_utils.config import get_config
 
-    wanted = dict(config.extract.engine_args)
+    target, wanted = config.target, config.extract.engine_args
     arguments: dict[str, Any] = {
-        "model": config.target.path,
-        "revision": config.target.revision,
-        "dtype": config.target.dtype,
-        "trust_remote_code": config.target.trust_remote_code,
+        "model": target.path,
+        "revision": target.revision,
+        "dtype": target.dtype,
+        "trust_remote_code": target.trust_remote_code,
         "enable_prefix_caching": False,
         "max_logprobs": TOP,
         "seed": config.seed,
@@ -176,22 +158,15 @@ def _start(config: Config, layers: list[int]) -> Any:
     more = {"additional_config": {**wanted.get("additional_config", {}), LAYERS: layers}}
     try:
         # No more than the data needs: vLLM reserves memory for a conversation of the greatest length.
-        arguments["max_model_len"] = min(config.data.max_length + 1, _positions(config))
+        # vLLM's own reading of the configuration, which knows more kinds than transformers.
+        text = get_config(target.path, target.trust_remote_code, revision=target.revision).get_text_config()
+        positions = getattr(text, "max_position_embeddings", None) or float("inf")
+        arguments["max_model_len"] = min(config.data.max_length + 1, positions)
         return LLM(**{**arguments, **wanted, **more})
     except (ValueError, TypeError, RuntimeError, AssertionError, NotImplementedError, OSError) as error:
         raise UserError(
-            f"vLLM does not start with target.path={config.target.path} and extract.engine_args={wanted}: "
-            f"{_one_line(error)}"
+            f"vLLM does not start with target.path={target.path} and extract.engine_args={wanted}: {_one_line(error)}"
         ) from error
-
-
-def _positions(config: Config) -> float:
-    """How many the target has, by vLLM's own reading of its configuration, which knows more kinds than transformers."""
-    from vllm.transformers_utils.config import get_config
-
-    target = config.target
-    text = get_config(target.path, target.trust_remote_code, revision=target.revision).get_text_config()
-    return getattr(text, "max_position_embeddings", None) or float("inf")
 
 
 def states_folder(size: int) -> Path:

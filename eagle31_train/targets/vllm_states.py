@@ -1,7 +1,6 @@
-"""From the flat batches of an engine's steps to one file of hidden states per conversation.
+"""From the flat batches of an engine's steps to one file of hidden states per conversation; needs nothing of vLLM.
 
-Runs in vLLM's first worker (`vllm_worker.py`), and needs nothing of vLLM. A step's batch holds pieces
-of conversations one behind the other: chunks of long ones, many short ones, and padding at the end.
+A step's batch holds pieces of conversations one behind the other: chunks of long ones, many short ones, and padding.
 
 Shapes: n tokens of a step; T of one conversation; L layers that are taken; H hidden.
 """
@@ -43,13 +42,9 @@ class _Growing:
 class StatesWriter:
     """Sorts the states of steps by conversation, and writes each conversation's once it is whole.
 
-    A GPU goes on meanwhile: copies are queued behind the step that made the states, into pinned memory,
-    and a thread waits for them. On a CPU nothing would be gained; it is done at once.
-
-    Args:
-        folder: gets NAME.safetensors with `hidden_states` [L, T, H] and `token_ids` [T]; a file is whole
-            as soon as it is there.
-        aside: whether a thread writes; by default for states on a GPU.
+    A GPU goes on meanwhile: copies are queued behind the step that made the states, into pinned memory, and a thread
+    (`aside`) waits for them. `folder` gets NAME.safetensors with `hidden_states` [L, T, H] and `token_ids` [T]; a file
+    is whole as soon as it is there.
     """
 
     def __init__(self, folder: Path, aside: bool | None = None) -> None:
@@ -62,10 +57,8 @@ class StatesWriter:
     def add(self, layers: Sequence[Tensor], tokens: Tensor, pieces: Sequence[Piece]) -> None:
         """Take one step: L states [≥ n, H] and the tokens [≥ n] that the model was given, row by row.
 
-        The tensors may be written over as soon as this returns, by work on the current stream.
-
-        Raises:
-            RuntimeError: these or earlier states cannot be written, or positions were left out.
+        The tensors may be written over, by work on the current stream, as soon as this returns. RuntimeError if these
+        or earlier states cannot be written, or positions were left out.
         """
         count = sum(piece.count for piece in pieces)
         cuda = layers[0].is_cuda
@@ -112,15 +105,13 @@ class StatesWriter:
         whole.done = piece.start + piece.count
         whole.states[:, piece.start : whole.done] = states
         whole.tokens[piece.start : whole.done] = tokens
-        if whole.done == piece.length:
-            self._write(self._folder / f"{piece.name}.safetensors", self._growing.pop(piece.name))
-
-    @staticmethod
-    def _write(file: Path, whole: _Growing) -> None:
-        part = file.with_suffix(".part")
+        if whole.done < piece.length:
+            return
+        del self._growing[piece.name]
+        part = self._folder / f"{piece.name}.part"
         try:
             save_file({"hidden_states": whole.states, "token_ids": whole.tokens}, part)
-            part.rename(file)
+            part.rename(part.with_suffix(".safetensors"))
         except (OSError, SafetensorError) as error:
             raise RuntimeError(f"{CANNOT}: {error}") from error
 

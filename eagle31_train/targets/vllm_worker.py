@@ -1,13 +1,9 @@
 """vLLM's worker, which hands out what it would give a draft model.
 
-vLLM loads the class by its name (`worker_cls`) into each of its processes. The target's own auxiliary
-outputs are switched on (`SupportsEagle3`, which every target that can be served with an EAGLE 3 draft
-has) before it is profiled, compiled or captured in CUDA graphs, so that the states are those of
-serving: residuals added and rounded by the model's own code, in whatever quantisation it runs in. They
-are read where a draft would get them, after each step.
-
-vLLM's method `extract_hidden_states` keeps states in a KV cache group of their own instead, which is not
-possible beside the compressed cache of MLA (DeepSeek, Kimi). This way asks nothing of the cache.
+vLLM loads the class by its name (`worker_cls`) into each of its processes. The target's own auxiliary outputs
+(`SupportsEagle3`) are switched on before it is profiled, compiled or captured in CUDA graphs, and read where a draft
+would get them, after each step: the states are those of serving. vLLM's method `extract_hidden_states` would keep them
+in a KV cache group of their own, which is not possible beside the compressed cache of MLA (DeepSeek, Kimi).
 """
 
 from pathlib import Path
@@ -32,11 +28,7 @@ class StatesWorker(PlatformWorker):
     _states: StatesWriter | None = None
 
     def load_model(self, **options: Any) -> None:
-        """Load the target with its auxiliary outputs on.
-
-        Raises:
-            ValueError: vLLM's model class has none, or not of layer 0.
-        """
+        """Load the target with its auxiliary outputs on; ValueError if vLLM's class has none, or not of layer 0."""
         super().load_model(**options)
         model = self.model_runner.get_model()
         layers = self.vllm_config.additional_config[LAYERS]

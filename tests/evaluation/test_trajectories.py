@@ -18,7 +18,7 @@ from eagle31_train.evaluation.trajectories import choose_prompts, digest, read
 from eagle31_train.evaluation.workloads import MEASURED
 from eagle31_train.extract import extract
 from eagle31_train.store import Store, StoreWriter, open_storage
-from eagle31_train.store.verify import check
+from eagle31_train.store.__main__ import check
 from eagle31_train.targets.hf import HiddenStateTarget
 from tests.evaluation.prompting import QUESTIONS, place  # noqa: F401 (fixtures)
 

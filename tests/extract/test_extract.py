@@ -5,14 +5,15 @@ import json
 import pytest
 import torch
 from datasets import DatasetDict
-from pipeline import AUX, HIDDEN, LENGTHS, VOCAB, contents, make_run, save_quietly, tiny_config, tiny_llama, write_data
+from made import message_of
+from pipeline import AUX, LENGTHS, VOCAB, contents, make_run, save_quietly, tiny_config, tiny_llama, write_data
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from eagle31_train.errors import UserError
 from eagle31_train.store import Store
+from eagle31_train.store.document import Document
 from eagle31_train.targets import extraction as stage
-from eagle31_train.targets.extraction import extract
+from eagle31_train.targets.extraction import Agreement, extract
 from eagle31_train.targets.hf import HiddenStateTarget
 from eagle31_train.targets.pretrained import vocabulary_fingerprint
 
@@ -24,12 +25,9 @@ def run(tmp_path):
     return tmp_path
 
 
-def message_of(folder, *more):
+def refused(folder, *more):
     """The one line of an extraction that is refused."""
-    with pytest.raises(UserError) as error:
-        extract(tiny_config(folder, *more))
-    assert "\n" not in str(error.value)
-    return str(error.value)
+    return message_of(extract, tiny_config(folder, *more))
 
 
 # ---------------------------------------------------------------- what is stored
@@ -57,6 +55,22 @@ def test_every_sample_is_stored_with_the_states_of_running_it_alone(whole):
             torch.testing.assert_close(document.last.decode().float(), last, rtol=0.008, atol=1e-5)
 
 
+def test_how_far_answers_are_the_targets_own_is_counted_and_said(run, capsys):
+    drafted = torch.arange(VOCAB) < 10
+    states = torch.zeros(5, 1, 4)
+    agreement = Agreement(drafted.numpy())
+    assert agreement.lines() == []
+    # Supervised are positions 1 to 3: the next token is the assistant's, and one comes before.
+    mask, top1 = torch.tensor([False, False, True, True, True]), torch.tensor([-1, 7, 30, 9, -1])
+    agreement.add([Document(torch.tensor([5, 6, 7, 8, 9]), mask, top1, states, states[:, 0])])
+    assert (agreement.positions, agreement.own, agreement.outside) == (3, 2, 1)
+    line, warning = agreement.lines()
+    assert "write 66.7% of the 3 answer tokens seen here; 33.3% of its choices" in line
+    assert "can never be drafted" in warning
+    extract(tiny_config(run))
+    assert "WARNING: hardly its own answers" in capsys.readouterr().out  # they are random
+
+
 @torch.no_grad()
 def test_top1_is_the_targets_choice_where_the_next_token_is_the_assistants(whole):
     model, taught = tiny_llama(), 0
@@ -78,31 +92,22 @@ def test_top1_is_the_targets_choice_where_the_next_token_is_the_assistants(whole
 def test_a_store_of_another_target_is_refused_or_replaced(run, tmp_path_factory):
     extract(tiny_config(run))
     save_quietly(tiny_llama(seed=1), run / "target")
-    message = message_of(run)
+    message = refused(run)
     assert str(run / "run" / "store") in message
     assert "target.weights: " in message
-
     extract(tiny_config(run, "overwrite=true"))
     other = tmp_path_factory.mktemp("other")
     make_run(other, seed=1)
     extract(tiny_config(other))
-    shards = {name: data for name, data in contents(other / "run" / "store").items() if name.startswith("shards/")}
-    replaced = contents(run / "run" / "store")
-    assert {name: replaced[name] for name in shards} == shards
-    assert not [name for name in replaced if name.startswith("shards/") and name not in shards], (
-        "nothing of the old one"
-    )
+    shards, replaced = (contents(folder / "run" / "store" / "shards") for folder in (other, run))
+    assert replaced == shards, "nothing of the old one"
 
 
-@pytest.mark.parametrize("stopped", [False, True])
-def test_where_data_dir_may_be_wrong_a_good_store_is_not_to_be_replaced(run, stopped):
+def test_where_data_dir_may_be_wrong_a_good_store_is_not_to_be_replaced(run):
     write_data(run / "other", seed=1)
-    config = tiny_config(run)
-    extract(config)
-    if stopped:
-        (run / "run" / "store" / "manifest.json").unlink()
+    extract(tiny_config(run))
     wrong = f"data_dir={run / 'other' / 'data'}"
-    assert message_of(run, wrong).endswith(f": correct {wrong}, or choose another name=… or run_dir=…")
+    assert refused(run, wrong).endswith(f": correct {wrong}, or choose another name=… or run_dir=…")
 
 
 def give_words(folder, swapped=False):
@@ -128,28 +133,7 @@ def test_data_of_another_tokenizer_is_refused_before_the_target_is_loaded(run, m
     extract(tiny_config(run))
     give_words(run, swapped=True)
     monkeypatch.setattr(stage, "make_engine", None)
-    message = message_of(run, f"store_dir={run / 'other'}")
+    message = refused(run, f"store_dir={run / 'other'}")
     assert message.startswith(f"{run / 'run' / 'data'} was not made for target.path={run / 'target'} but with another")
     assert message.endswith("run `eagle31 data` for this target")
     assert not (run / "other").exists()
-
-
-# ---------------------------------------------------------------- refused
-
-
-def test_a_target_whose_states_do_not_rebuild_its_logits_leaves_no_finished_store(run, monkeypatch):
-    right = HiddenStateTarget.states
-
-    def after_the_norm(self, tokens, mask):
-        states = right(self, tokens, mask)
-        return type(states)(states.aux, self.final_norm(states.last))
-
-    model = tiny_llama()
-    model.model.norm.weight.data = torch.linspace(-3, 3, HIDDEN)
-    save_quietly(model, run / "target")
-    monkeypatch.setattr(HiddenStateTarget, "states", after_the_norm)
-    message = message_of(run)
-    assert message.startswith("fidelity gate: ")
-    assert "taken after the final norm" in message
-    with pytest.raises(UserError, match=r"manifest\.json is missing"):
-        Store(run / "run" / "store")

@@ -17,8 +17,7 @@ from eagle31_train.targets import fidelity
 from eagle31_train.targets.engine import Reference
 from eagle31_train.targets.extraction import run_shard
 from eagle31_train.targets.fidelity import ROWS, Gate, compare
-from eagle31_train.targets.hf import HiddenStateTarget
-from eagle31_train.targets.transformers_engine import TransformersEngine
+from eagle31_train.targets.hf import HiddenStateTarget, TransformersEngine
 
 
 def gemma(model=GemmaForCausalLM, config=GemmaConfig, **changes):
@@ -128,24 +127,23 @@ def test_a_planted_mistake_stops_the_run_and_is_named(make, plant, cause, known,
     assert "\n" not in str(error.value)
 
 
-def keep_rows(by):
-    """The states of other positions than those that teach go into the document; top1 is right."""
+def of_rows(change):
+    """What a document gives of its last states is changed by `change(document, rows)`; top1 is right."""
 
     def plant(patch):
         right = Document.supervised_states.fget
 
         def wrong(document):
-            if len(document.last) != len(document):  # as they are kept
-                return right(document)
-            return document.last[document.supervised + by]
+            rows = right(document)
+            return rows if len(document.last) != len(document) else change(document, rows)  # encoded: as before
 
         patch.setattr(Document, "supervised_states", property(wrong))
 
     return plant
 
 
-def teach_elsewhere(by):
-    """Positions are taken for those that teach, all along, which are not."""
+def supervise_elsewhere(by):
+    """Positions are taken for supervised ones, all along, which are not."""
 
     def plant(patch):
         right = Document.supervised.fget
@@ -156,16 +154,8 @@ def teach_elsewhere(by):
     return plant
 
 
-def swap_neighbours(patch):
-    right = Document.supervised_states.fget
-
-    def wrong(document):
-        rows = right(document)
-        if len(document.last) != len(document):
-            return rows
-        return rows[torch.arange(len(rows)).view(-1, 2).flip(1).flatten()] if len(rows) % 2 == 0 else rows.flip(0)
-
-    patch.setattr(Document, "supervised_states", property(wrong))
+def swapped(_document, rows):
+    return rows[torch.arange(len(rows)).view(-1, 2).flip(1).flatten()] if len(rows) % 2 == 0 else rows.flip(0)
 
 
 def take_top1_of_the_neighbour(patch):
@@ -189,26 +179,15 @@ def swap_samples(patch):
     patch.setattr(TransformersEngine, "run", wrong)
 
 
-def store_the_state_after_the_norm(patch):
-    """After top1 was taken of the right one."""
-    norm, right = wide_norm().model.norm, Document.supervised_states.fget
-
-    def wrong(document):
-        rows = right(document)
-        return norm(rows) if isinstance(rows, torch.Tensor) else rows
-
-    patch.setattr(Document, "supervised_states", property(wrong))
-
-
 SELECTIONS = {
-    "the rows after those that teach": keep_rows(1),
-    "the rows before those that teach": keep_rows(-1),
-    "positions after those that teach": teach_elsewhere(1),
-    "positions before those that teach": teach_elsewhere(-1),
-    "rows swapped": swap_neighbours,
+    "the rows after the supervised ones": of_rows(lambda document, _: document.last[document.supervised + 1]),
+    "the rows before the supervised ones": of_rows(lambda document, _: document.last[document.supervised - 1]),
+    "positions after the supervised ones": supervise_elsewhere(1),
+    "positions before the supervised ones": supervise_elsewhere(-1),
+    "rows swapped": of_rows(swapped),
     "top1 of the neighbour": take_top1_of_the_neighbour,
     "samples swapped": swap_samples,
-    "the state after the norm": store_the_state_after_the_norm,
+    "the state after the norm": of_rows(lambda _, rows: wide_norm().model.norm(rows)),  # top1 is of the right one
 }
 
 
@@ -223,31 +202,18 @@ def test_a_mistake_in_what_is_stored_stops_the_run_and_no_codec_is_blamed(mistak
     assert named == (mistake == "the state after the norm")
 
 
-def test_softcapped_logits_stop_the_run_and_are_named():
-    cap = {"final_logit_softcapping": 2.0}
-    with pytest.raises(
-        UserError, match=r"config has final_logit_softcapping=2\.0, which EAGLE 3's loss does not model"
-    ):
-        check(gemma(Gemma2ForCausalLM, Gemma2Config, **cap))
-
-
-def test_logits_that_are_not_numbers_do_not_pass():
+def test_softcapped_logits_and_those_that_are_not_numbers_do_not_pass():
+    with pytest.raises(UserError, match=r"config has final_logit_softcapping=2\.0, which EAGLE 3's loss does not"):
+        check(gemma(Gemma2ForCausalLM, Gemma2Config, final_logit_softcapping=2.0))
     with pytest.raises(UserError, match="fidelity gate"):
         check(tiny_llama(), ExtractConfig(gate_top1=0.0), misread_norm(float("nan")))
 
 
-def test_a_codec_that_swaps_near_equal_tokens_but_keeps_the_distribution_passes():
-    """top1 is taken before the codec: of what it leaves only the distribution counts."""
-    chosen = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fidelity, "compare", lambda *given: chosen.append(compare(*given[:2])[0]) or compare(*given))
-        rough = check(tiny_llama(), ExtractConfig(gate_top1=1.0, gate_kl=0.05), codec="int4")
-    assert min(chosen) < 1.0
-    assert rough[0] == 1.0
-
-
-def test_states_are_compared_as_the_codec_keeps_them():
-    exact, rough = check(tiny_llama()), check(tiny_llama(), ExtractConfig(gate_kl=9, gate_top1=0), codec="int4")
+def test_states_are_compared_as_the_codec_keeps_them_and_top1_is_taken_before(monkeypatch):
+    exact, chosen = check(tiny_llama()), []
+    monkeypatch.setattr(fidelity, "compare", lambda *given: chosen.append(compare(*given[:2])[0]) or compare(*given))
+    rough = check(tiny_llama(), ExtractConfig(gate_top1=1.0, gate_kl=0.05), codec="int4")
+    assert min(chosen) < 1.0 == rough[0]
     assert rough[1] > 10 * exact[1]
     with pytest.raises(UserError, match=r"store\.last_codec=int4 keeps too little .* use int8 or bf16"):
         check(tiny_llama(), ExtractConfig(gate_kl=2 * exact[1]), codec="int4")
@@ -258,19 +224,14 @@ def test_agreement_and_kl_of_known_logits():
     rebuilt = torch.tensor([[1.0, 0.0, 0.0], [5.0, 3.0, 0.0], [0.0, 9.0, 0.0], [0.0, 0.0, 5.0]])
     agreement, kl = compare(Reference(own), rebuilt)
     assert agreement == 0.75, "the tie of the third row counts as agreement, the second row is a miss"
-    by_hand = (
-        sum(
-            torch.nn.functional.kl_div(r.log_softmax(-1), o.softmax(-1), reduction="sum")
-            for o, r in zip(own, rebuilt, strict=True)
-        )
-        / 4
-    )
-    assert kl == pytest.approx(by_hand.item())
+    each = zip(own, rebuilt, strict=True)
+    divergences = [
+        torch.nn.functional.kl_div(r.log_softmax(-1), o.softmax(-1), reduction="sum").item() for o, r in each
+    ]
+    assert kl == pytest.approx(sum(divergences) / 4)
     given = compare(Reference(own), rebuilt, torch.tensor([0, 1, -1, 2]))
     assert given == (0.75, kl), "the choices are those given, and none agrees with nothing"
-
-
-def test_a_choice_within_one_rounding_step_of_the_store_agrees_and_one_beyond_does_not():
+    # A choice within one rounding step of bf16 agrees, and one beyond does not.
     second = torch.tensor([[0.0, 1.0, 0.0]])
     assert compare(Reference(torch.tensor([[100.0, 99.5, 0.0]])), second)[0] == 1.0
     assert compare(Reference(torch.tensor([[100.0, 99.0, 0.0]])), second)[0] == 0.0

@@ -6,16 +6,15 @@ from pathlib import Path
 
 import pytest
 from extracting import timeless
+from made import message_of
 from pipeline import contents, make_run, options
 
 from eagle31_train.cli import load_config
-from eagle31_train.errors import UserError
 from eagle31_train.store import StoreWriter, stream
 from eagle31_train.targets import extraction as stage
 from eagle31_train.targets.extraction import extract
 from eagle31_train.targets.hf import HiddenStateTarget
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 AT_ONCE = "store.patience=0.01"  # who would wait gives up
 
 
@@ -52,13 +51,6 @@ def at_once(*configs):
     """Run commands together; what each raised, or None."""
     with ThreadPoolExecutor(len(configs)) as pool:
         return [done.exception() for done in [pool.submit(extract, config) for config in configs]]
-
-
-def message_of(config):
-    with pytest.raises(UserError) as error:
-        extract(config)
-    assert "\n" not in str(error.value)
-    return str(error.value)
 
 
 def written(monkeypatch, stop_after=None):
@@ -106,7 +98,7 @@ def test_stopped_parts_are_carried_on_by_any_number(whole, tmp_path, command, pa
 
 def test_the_gate_looks_at_every_part(command, monkeypatch):
     """Though the one shard that the store records a comparison of is part 0's, and right."""
-    message_of(command(0, 2, AT_ONCE, "extract.gate_batches=1"))
+    message_of(extract, command(0, 2, AT_ONCE, "extract.gate_batches=1"))
     right = HiddenStateTarget.states
 
     def after_the_norm(self, tokens, mask):
@@ -115,6 +107,7 @@ def test_the_gate_looks_at_every_part(command, monkeypatch):
 
     monkeypatch.setattr(HiddenStateTarget, "states", after_the_norm)
     theirs = written(monkeypatch)
-    message = message_of(command(1, 2, "extract.gate_batches=1"))
+    message = message_of(extract, command(1, 2, "extract.gate_batches=1"))
     assert "likely cause: the last hidden state was taken after the final norm" in message
     assert theirs == []
+    assert not (Path(command(1, 2).run_dir) / "store" / "manifest.json").exists()

@@ -2,14 +2,13 @@
 
 import gzip
 import json
-import os
 from contextlib import suppress
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 from hypothesis import strategies as st
-from mutating import VALUES, cases, documents, outcome, texts, torn
+from mutating import UNREADABLE, VALUES, cases, documents, outcome, spoil, texts, torn
 from talking import make_rendering, make_tokenizer
 
 from data_prep import files
@@ -111,9 +110,9 @@ def test_a_few_bytes_that_unpack_to_a_line_without_end(tmp_path, monkeypatch):
         assert "1,048,576 bytes or more" in str(found)
 
 
-@pytest.mark.parametrize("kind", ["itself", "/dev/zero", "pipe"])
+@pytest.mark.parametrize("kind", UNREADABLE)
 def test_links_to_nowhere_and_to_what_never_ends(kind, tmp_path):
     path = tmp_path / "rows.jsonl"
-    os.mkfifo(path) if kind == "pipe" else path.symlink_to("rows.jsonl" if kind == "itself" else kind)
+    spoil(path, kind)
     for spec in (path, tmp_path, tmp_path / "*.jsonl"):
         assert isinstance(outcome(lambda spec=spec: open_files(str(spec), "train", "data.prompts")), UserError)

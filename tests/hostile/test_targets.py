@@ -1,14 +1,13 @@
 """A target from the hub, broken: its config.json, its tokenizer, its chat template."""
 
 import json
-import os
 import shutil
 from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 from hypothesis import strategies as st
-from mutating import cases, documents, outcome, texts
+from mutating import UNREADABLE, cases, documents, outcome, spoil, texts
 from published_targets import FOLDER
 from talking import make_tokenizer
 
@@ -179,14 +178,10 @@ def test_a_template_without_end_is_refused_in_one_line(text, template_file):
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors"])
-@pytest.mark.parametrize("kind", ["itself", "/dev/zero", "pipe"])
+@pytest.mark.parametrize("kind", UNREADABLE)
 def test_links_to_nowhere_and_to_what_never_ends(name, kind, target):
     folder = target()
-    (folder / name).unlink(missing_ok=True)
-    if kind == "pipe":
-        os.mkfifo(folder / name)
-    else:
-        (folder / name).symlink_to(name if kind == "itself" else kind)
+    spoil(folder / name, kind)
     config = TargetConfig(path=str(folder))
     assert isinstance(outcome(lambda: ChatTemplate.load(config)), UserError)
     if name == "config.json":

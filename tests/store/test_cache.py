@@ -2,10 +2,77 @@
 
 import fcntl
 import random
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from pathlib import Path
 
-from caching import copies, held
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from eagle31_train.store.backends.cache import PART
+from eagle31_train.store.backends.remote import RemoteStorage
+
+LONG = 30  # seconds after which something that was to happen did not
+
+
+class Gated(MemoryFileSystem):
+    """Notes which files are fetched."""
+
+    def __init__(self, **kwargs):
+        super().__init__(global_store=False, **kwargs)
+        self.fetched, self.finished = [], []
+        self.changed = threading.Condition()
+        self.watch = lambda: None  # called while a fetch is under way
+
+    def get_file(self, path, target, **kwargs):
+        name = path.removeprefix("/store/")
+        with self.changed:
+            self.fetched.append(name)
+            self.changed.notify_all()
+        self.watch()
+        # Not MemoryFileSystem's own way: its open files share one position among all threads.
+        Path(target).write_bytes(self.store[path].getvalue())
+        self.watch()
+        with self.changed:
+            self.finished.append(name)
+            self.changed.notify_all()
+
+    def wait(self, condition):
+        with self.changed:
+            assert self.changed.wait_for(lambda: condition(self), LONG)
+
+
+def copies(folder):
+    """The whole files in a cache."""
+    return sorted(path.name for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
+
+
+def held(folder):
+    """Bytes that a cache folder takes, or is about to take; counted while nobody renames."""
+    with (folder / "cache" / ".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        files = [path for path in (folder / "cache").rglob("*") if path.is_file()]
+        parts = [(PART.fullmatch(path.name), path) for path in files]
+        return sum(int(part["bytes"]) if part else path.stat().st_size for part, path in parts)
+
+
+@pytest.fixture
+def fs():
+    fs = Gated(skip_instance_cache=True)
+    for name in "abcdefghijkl":
+        fs.pipe_file(f"/store/{name}", name.encode() * 100)
+    return fs
+
+
+@pytest.fixture
+def open_cache(fs, tmp_path):
+    """`open_cache(bytes)`: another storage with the same cache folder."""
+    with ExitStack() as opened:
+        yield lambda limit, **options: opened.enter_context(
+            closing(RemoteStorage("gated://store", fs, "/store", tmp_path / "cache", limit, **options))
+        )
+
 
 # ---------------------------------------------------------------- the quota
 
@@ -90,11 +157,11 @@ def test_prefetch_keeps_order_and_bound(fs, open_cache):
         used += 1  # before the storage may know of it
         assert storage.local(name).read_bytes() == name.encode() * 100
     assert sorted(fs.fetched) == names  # each of them once
-    assert open_cache(600, sharers=3)._cache.ahead == 100
+    assert open_cache(600, sharers=3).ahead == 100
 
 
 def test_the_bound_of_prefetch_is_what_keeps_it(fs, open_cache):
     storage = open_cache(600)
-    storage._cache.ahead = 600  # a planted mistake
+    storage.ahead = 600  # a planted mistake
     storage.prefetch(dict.fromkeys("abcdef", 100))
     fs.wait(lambda fs: len(fs.finished) == 6)

@@ -10,13 +10,10 @@ import torch
 
 from eagle31_train.errors import UserError
 from eagle31_train.store.codec import CODECS, Encoded, concatenate, encode
-from eagle31_train.store.shard_plan import Shape, sample_bytes
 
 LOSSY = ("fp8", "int8", "int4")
 BLOCK = {"fp8": 128, "int8": 128, "int4": 32}  # as the format says: other blocks are another format
 WIDTHS = (1, 2, 33, 127, 128, 129, 300)
-
-
 REFUSED = r"hidden states are not finite \(NaN, infinite or next to it\): check target\.dtype"
 
 # ---------------------------------------------------------------- the reference
@@ -146,18 +143,6 @@ def test_neither_layout_nor_neighbours_change_a_row(codec, dtype):
         assert torch.equal(part.decode(), wanted[:, layer])
     lying = Encoded(codec, 130, whole.values.transpose(0, 1).contiguous().transpose(0, 1), whole.scale.clone())
     assert torch.equal(lying.decode(), wanted)
-
-
-# ---------------------------------------------------------------- bytes
-
-
-def test_what_teaches_nothing_costs_its_ids_only():
-    shape = Shape(4096, 3, "fp8", "fp8")
-    aux, last = shape.row_bytes
-    assert sample_bytes([False] * 100, shape) == sample_bytes([True, True] + [False] * 98, shape) == 900
-    # The answer's first token is the 51st: position 49 teaches, and slots attend to the 49 before it.
-    assert sample_bytes([False] * 50 + [True] + [False] * 49, shape) == 900 + 49 * aux + last
-    assert sample_bytes([False] * 50 + [True] * 50, shape) == 900 + 98 * aux + 50 * last
 
 
 @pytest.mark.parametrize("codec", CODECS)

@@ -1,4 +1,4 @@
-"""A thousand seeded faults: each is found by `verify`, and none gets past an ordinary reader."""
+"""Seeded faults, each found by `verify` and by readers; and a writer that dies at any operation, and is continued."""
 
 import os
 import random
@@ -6,12 +6,15 @@ import shutil
 from collections import Counter
 
 import pytest
+from dying import Kill, Killed, Machine, running
 from made import Made, read_whole, right_so_far
+from pipeline import contents
 
 from eagle31_train.artifacts import MANIFEST
+from eagle31_train.errors import UserError
+from eagle31_train.store.__main__ import check
 from eagle31_train.store.backends import LocalStorage
 from eagle31_train.store.format import PLAN, PROVENANCE, SHARDS, STREAM, TARGET, TARGET_LINE
-from eagle31_train.store.verify import check
 
 MADE = Made({"train": [9, 4, 1, 12, 6, 8, 11], "heldout": [5, 7, 3]}, 64, "fp8", "int8")
 SHARD_FILES = [shard.name for shard in MADE.plan.shards]
@@ -22,22 +25,14 @@ class Fault:
     """Harms a copy of a store.
 
     shards: in whose files or lines it did. files: in whose files.
-    read: whether reading all samples must find it; stray files are read by nobody.
     """
 
     def __init__(self, folder, rng):
         self.folder, self.rng = folder, rng
-        self.shards, self.files, self.read = [], [], True
+        self.shards, self.files = [], []
 
     def content(self, name):
         return (self.folder / name).read_bytes()
-
-    def put(self, name, data):
-        """Replace a file, not its content: the other copies of the store share that."""
-        path = self.folder / name
-        assert not path.exists() or path.read_bytes() != data, "a fault that is none"
-        path.unlink(missing_ok=True)
-        path.write_bytes(data)
 
     def change(self, name, data):
         """Give a file of the store another content, and note whose it was."""
@@ -46,7 +41,9 @@ class Fault:
             self.shards += [SHARD_FILES[i] for i, line in enumerate(before) if line not in after]
         self.shards += [shard.name for shard in MADE.plan.shards if name in (shard.name, shard.line)]
         self.files += [name] if name in SHARD_FILES else []
-        self.put(name, data)
+        assert self.content(name) != data, "a fault that is none"
+        (self.folder / name).unlink()  # not its content, which the other copies of the store share
+        (self.folder / name).write_bytes(data)
 
     def any_file(self):
         """Every kind as often as any other."""
@@ -91,40 +88,18 @@ class Fault:
         self.change(one, contents[1])
         self.change(other, contents[0])
 
-    def leave_a_stray(self):
-        name = self.rng.choice(SHARD_FILES[: self.committed])
-        stray = name.replace(".", self.rng.choice([".bak.", "-copy.", f"-{self.rng.randrange(9999)}."]))
-        self.put(self.rng.choice([stray, stray.removeprefix("shards/"), "shards/notes.txt"]), self.content(name))
-        self.read = False
-
     def drop_a_line(self):
         lines = self.content(SHARDS).splitlines(True)
         del lines[self.rng.randrange(len(lines))]
         self.change(SHARDS, b"".join(lines))
 
-    def swap_lines(self):
-        lines = self.content(SHARDS).splitlines(True)
-        one, other = sorted(self.rng.sample(range(len(lines)), 2))
-        lines[one], lines[other] = lines[other], lines[one]
-        self.shards.append(SHARD_FILES[one])  # now too far down
-        self.put(SHARDS, b"".join(lines))
-
-    def swap_line_files(self):
-        one, other = (
-            name.replace(".safetensors", ".json") for name in self.rng.sample(SHARD_FILES[: self.committed], 2)
-        )
-        contents = self.content(one), self.content(other)
-        self.change(one, contents[1])
-        self.change(other, contents[0])
-
     committed = len(SHARD_FILES)
 
 
 BOTH = [
-    *[Fault.flip_a_bit] * 4, Fault.truncate, Fault.append, Fault.lose_a_file, Fault.swap_shards, Fault.leave_a_stray,
+    *[Fault.flip_a_bit] * 4, Fault.truncate, Fault.append, Fault.lose_a_file, Fault.swap_shards,
 ]  # fmt: skip
-COMPLETE = [*BOTH, Fault.drop_a_line, Fault.swap_lines]
-BEGUN = [*BOTH, Fault.swap_line_files]
+COMPLETE = [*BOTH, Fault.drop_a_line]
 
 
 class Begun(Fault):
@@ -174,8 +149,8 @@ def one(kinds, Kind, source, folder, whole, seed, **reading):
         assert any(samples[name] in text and any(n in text for n in names) for text in found), (where, name, found)
     documents, message = read_whole(folder, **reading)
     assert right_so_far(documents, whole), where
-    assert message is not None or not fault.read, where
-    assert "\n" not in (message or ""), where
+    assert message is not None, where
+    assert "\n" not in message, where
     if fault.files:
         assert any(name in message and samples[name] in message for name in fault.files), (where, message)
     shutil.rmtree(folder)
@@ -193,4 +168,65 @@ def test_faults_of_a_complete_store_are_found(stores, tmp_path, seeds):
 def test_faults_of_a_begun_store_are_found(stores, tmp_path, seeds):
     folder, whole = stores
     for seed in seeds:
-        one(BEGUN, Begun, folder / "begun", tmp_path / "copy", whole, seed, **FOLLOWING)
+        one(BOTH, Begun, folder / "begun", tmp_path / "copy", whole, seed, **FOLLOWING)
+
+
+# ---------------------------------------------------------------- a writer that dies
+
+TINY = Made({"train": [9, 4, 6], "heldout": [5, 3]}, 16, "fp8", "int8", 13)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The bytes of an uninterrupted store, what is read from it, and how many operations it takes."""
+    folder = tmp_path_factory.mktemp("whole")
+    with running(Machine()) as machine:
+        TINY.write(folder / "store")
+    documents, message = read_whole(folder / "store")
+    assert message is None
+    return contents(folder), documents, machine
+
+
+def write(folder, machine=None, **options):
+    """Write as one process does; returns whether it lived to the end."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with running(machine or Machine()):
+            TINY.write(folder / "store", **options)
+    except Killed:
+        return False
+    return True
+
+
+def assert_refused_or_right(folder, documents):
+    """Whoever looks now: no wrong sample, and nothing damaged that no extraction would find."""
+    found, message = read_whole(folder / "store")
+    assert right_so_far(found, documents)
+    assert message is None or "manifest.json is missing" in message
+    followed, message = read_whole(folder / "store", follow=True, patience=0.0)
+    assert right_so_far(followed, documents)
+    assert message is None or "waiting for" in message
+    try:
+        damage = [problem.text for problem in check(LocalStorage("store", folder / "store"), Counter())]
+    except UserError as error:
+        damage = [str(error)]
+    allowed = ("store/manifest.json is missing, though all shards were there", "there is no store in store")
+    assert all(text.startswith(allowed) for text in damage), damage
+
+
+def instants(machine, every):
+    """All operations of a machine, or some of each kind, the last one among them."""
+    return range(machine.count) if every else sorted({*range(0, machine.count, 7), machine.count - 1})
+
+
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_writer_that_dies_at_any_operation_is_continued_to_the_same_bytes(whole, tmp_path, every):
+    expected, documents, machine = whole
+    assert machine.count > 60
+    assert {"open", "write", "fsync", "os.rename", "os.mkdir"} <= set(machine.names)
+    for at in instants(machine, every):
+        folder = tmp_path / str(at)
+        assert not write(folder, Machine(at, Kill()))
+        assert_refused_or_right(folder, documents)
+        assert write(folder)
+        assert contents(folder) == expected, (at, machine.names[at])

@@ -1,47 +1,190 @@
-"""Storage back ends: what all of them promise, here of local folders."""
+"""Storage back ends, in a local folder and on an S3 server on loopback: what both promise, and calls that fail."""
 
 import errno
 import os
+import time
 
 import pytest
-from storage_contract import CACHE, StorageContract
+import s3fs
+from botocore.exceptions import ClientError
+from fsspec.implementations.memory import MemoryFileSystem
+from made import message_of
+from s3fs.errors import translate_boto_error
 
 from eagle31_train import artifacts
-from eagle31_train.store.backends import open_storage
+from eagle31_train.store.backends import RemoteStorage, open_storage
 
-# ---------------------------------------------------------------- the contract
-
-
-class TestLocal(StorageContract):
-    @pytest.fixture
-    def again(self, tmp_path):
-        return lambda: open_storage(str(tmp_path / "deep" / "store"), tmp_path / "cache", CACHE)
-
-    @pytest.fixture
-    def storage(self, again):
-        return again()
-
-    @pytest.fixture
-    def refuse(self, monkeypatch):
-        def full(*_):
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        return lambda storage: monkeypatch.setattr(os, "fsync", full)
+CACHE = 4096 * 16
 
 
-# ---------------------------------------------------------------- local: whole or not at all
+def never(seconds):
+    """Wait for another thread's fetch, but for nothing that failed."""
+    assert seconds < 1, "nothing here fails"
+    time.sleep(seconds)
+
+
+def build(storage, name, content):
+    """Build a file at the storage's scratch path, as a writer of shards does."""
+    scratch = storage.scratch(name)
+    scratch.write_bytes(content)
+    return scratch
+
+
+# ---------------------------------------------------------------- what every storage promises
+
+
+@pytest.fixture(params=["local", "s3"])
+def again(request, tmp_path):
+    """Opens the same storage anew."""
+    if request.param == "s3":
+        request.getfixturevalue("s3")
+    location = "s3://bucket/runs/store" if request.param == "s3" else str(tmp_path / "deep" / "store")
+    return lambda: open_storage(location, tmp_path / "cache", CACHE, sleep=never)
 
 
 @pytest.fixture
-def local(tmp_path):
-    return open_storage(str(tmp_path / "store"), tmp_path, 1)
+def storage(again):
+    storage = again()
+    yield storage
+    storage.close()
+
+
+def test_what_is_written_or_put_is_read_and_replaced(storage):
+    for content in (b"one", b"", b"another"):
+        storage.write("top.json", content)
+        assert storage.read("top.json") == content
+    for content in (bytes(range(256)) * 50, b"two", b"longer"):
+        scratch = build(storage, "shards/a.safetensors", content)
+        assert scratch.name == ".a.safetensors.tmp"
+        storage.put(scratch, "shards/a.safetensors")
+        assert not scratch.exists()
+        assert storage.size("shards/a.safetensors") == len(content)
+        assert storage.local("shards/a.safetensors").read_bytes() == content
+    storage.write("shards/a.safetensors", b"longes")
+    assert storage.opened("shards/a.safetensors", lambda path: path.read_bytes()) == b"longes"
+
+
+def test_sizes_are_those_of_the_visible_files_of_one_folder(storage):
+    assert storage.sizes("") == storage.sizes("shards") == {}
+    storage.put(build(storage, "shards/b", b"12345"), "shards/b")
+    for name in ("shards/a", "shards/deeper/c", "shards/.hidden", "shards-not/d", "top"):
+        storage.write(name, b"123")
+    left = build(storage, "shards/e", b"half")
+    assert storage.sizes("shards") == {"shards/a": 3, "shards/b": 5}
+    assert storage.names("shards") == ["shards/a", "shards/b"]
+    assert storage.sizes("") == {"top": 3}
+    assert storage.sizes("shards/a") == {}  # a file is no folder
+    storage.clean(["shards/a", "shards/e", "shards/f"])
+    assert not left.exists()
+    assert storage.read("shards/a") == b"123"
+
+
+def test_discarded_is_gone(storage, again):
+    storage.discard()
+    for name in ("manifest.json", "provenance.json", "shards/a", "shards/deeper/b"):
+        storage.write(name, name.encode())
+    local = storage.local("shards/a")
+    storage.discard()
+    for here in (storage, again()):
+        assert here.names("") == here.names("shards") == here.names("shards/deeper") == []
+        assert here.size("manifest.json") is None
+    assert not local.exists()
+    again().write("shards/a", b"something longer than before")
+    assert storage.local("shards/a").read_bytes() == b"something longer than before"
+
+
+def test_a_failed_put_leaves_no_scratch_and_no_name(storage, monkeypatch):
+    def refused(*_, **__):
+        raise PermissionError(errno.EACCES, "Access Denied")
+
+    scratch = build(storage, "shards/a", b"content")
+    monkeypatch.setattr(*((storage.fs, "put_file") if storage.remote else (os, "fsync")), refused)
+    assert "shards/a" in message_of(storage.put, scratch, "shards/a")
+    assert not scratch.exists()
+    assert storage.names("shards") == []
 
 
 @pytest.mark.core
-def test_nothing_has_its_name_before_it_and_its_folder_are_on_the_disk(local, monkeypatch):
-    steps = []
+def test_nothing_has_its_name_before_it_and_its_folder_are_on_the_disk(tmp_path, monkeypatch):
+    local, steps = open_storage(str(tmp_path / "store"), tmp_path, 1), []
     fsync, replace = artifacts.fsync_path, os.replace
     monkeypatch.setattr(artifacts, "fsync_path", lambda path: (steps.append(path.name), fsync(path)))
     monkeypatch.setattr(os, "replace", lambda a, b: (steps.append("replace"), replace(a, b)))
     local.write("shards/a", b"content")
     assert steps == [local.folder.parent.name, "store", ".a.tmp", "replace", "shards"]
+
+
+# ---------------------------------------------------------------- calls to other machines
+
+
+def test_a_server_in_trouble_is_tried_again_and_other_stores_are_left_alone(s3, tmp_path, monkeypatch):
+    """What s3fs makes of the server's own words, not of ours."""
+    naps, calls = [], []
+    storage = open_storage("s3://bucket/runs/store", tmp_path, CACHE, sleep=naps.append)
+    storage.write("shards/a.json", b"{}")
+    whole = storage.fs._call_s3.__func__
+
+    async def call(self, method, *args, **kwargs):
+        calls.append(method)
+        if len(calls) <= 3:
+            code = ("InternalError", "ServiceUnavailable", "RequestTimeout")[len(calls) - 1]
+            raise translate_boto_error(ClientError({"Error": {"Code": code, "Message": "again later"}}, method))
+        return await whole(self, method, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(s3fs.S3FileSystem, "_call_s3", call)
+        assert storage.read("shards/a.json") == b"{}"
+    assert len(naps) == 3
+    s3.pipe_file("bucket/runs/store-2/a", b"x")
+    s3.pipe_file("bucket/a", b"x")
+    assert "bucket/runs/store/shards/a.json" in s3.find("bucket")
+    storage.discard()
+    assert s3.find("bucket") == ["bucket/a", "bucket/runs/store-2/a"]
+
+
+@pytest.fixture
+def flaky(tmp_path):
+    """A remote storage in memory, which notes its waits in `naps`."""
+    fs, naps = MemoryFileSystem(global_store=False, skip_instance_cache=True), []
+    storage = RemoteStorage("flaky://bucket/store", fs, "/bucket/store", tmp_path / "cache", 1000, sleep=naps.append)
+    storage.naps = naps
+    return storage
+
+
+WAYS = {
+    "cat_file": lambda storage: storage.read("a"),
+    "get_file": lambda storage: storage.local("a").read_bytes(),
+    "pipe_file": lambda storage: storage.write("a", b"content"),
+    "put_file": lambda storage: storage.put(build(storage, "a", b"content"), "a"),
+}
+
+
+@pytest.mark.parametrize("call", WAYS)
+def test_what_is_cut_short_is_seen_and_tried_again(flaky, monkeypatch, call):
+    flaky.write("a", b"content")
+    whole, lengths = getattr(flaky.fs, call), [3, 0, None]
+
+    def cut(path, *arguments, **kwargs):
+        length = lengths.pop(0)
+        result = whole(path, *arguments, **kwargs)
+        if length is not None and call == "get_file":
+            os.truncate(arguments[0], length)
+        elif length is not None and call != "cat_file":
+            MemoryFileSystem.pipe_file(flaky.fs, "/bucket/store/a", b"content"[:length])
+        return result[:length] if call == "cat_file" else result
+
+    monkeypatch.setattr(flaky.fs, call, cut)
+    WAYS[call](flaky)
+    assert (len(flaky.naps), lengths) == (2, [])
+    monkeypatch.undo()
+    assert flaky.read("a") == flaky.local("a").read_bytes() == b"content"
+
+
+def test_a_discard_that_is_killed_leaves_nothing_that_looks_complete(flaky):
+    for name in ("manifest.json", "provenance.json", "shards/a"):
+        flaky.write(name, b"x")
+    left, whole = [], flaky.fs.rm_file
+    flaky.fs.rm_file = lambda path: (whole(path), left.append(list(flaky.fs.store)))
+    flaky.discard()
+    assert len(left) == 3
+    assert "/bucket/store/manifest.json" not in left[0]

@@ -4,6 +4,8 @@ from functools import wraps
 
 import pytest
 import torch
+from pipeline import VOCAB
+from random_targets import SIZES, randomised
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
@@ -17,47 +19,26 @@ from transformers import (
 
 from eagle31_train.targets.cached import CachedTarget
 
-SIZES = {
-    "vocab_size": 50,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-}
-LATENT = {
-    "q_lora_rank": 12,
-    "kv_lora_rank": 8,
-    "qk_nope_head_dim": 6,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 10,
-    "moe_intermediate_size": 16,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-}
+LATENT = {**SIZES, "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 8}
+LATENT |= {"qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10, "moe_intermediate_size": 16}
+LATENT |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+LATENT.pop("head_dim")
+SEVEN = {**SIZES, "num_hidden_layers": 7}
 FAMILIES = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
     "sliding": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=4)),
     "every sixth full": lambda: Gemma3ForCausalLM(
-        Gemma3TextConfig(**SIZES | {"num_hidden_layers": 7}, sliding_window=4)
+        Gemma3TextConfig(**{**SIZES, "num_hidden_layers": 7}, sliding_window=4)
     ),
-    "latent": lambda: DeepseekV3ForCausalLM(
-        DeepseekV3Config(**{k: v for k, v in SIZES.items() if k != "head_dim"} | {"num_key_value_heads": 4}, **LATENT)
-    ),
+    "latent": lambda: DeepseekV3ForCausalLM(DeepseekV3Config(**LATENT)),
 }
 LENGTHS = [3, 11, 1, 7]
 ROUNDS = [[2, 0, 3, 3], [1, 1, 1, 1], [0, 3, 2, 0], [3, 3, 0, 1], [0, 0, 0, 0]]  # forgotten of 4 new ones
 
 
 def random(model):
-    """A target in fp64, every parameter random and wide enough that a wrong key tells."""
-    generator = torch.Generator().manual_seed(3)
-    for parameter in model.parameters():
-        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
+    """A target in fp64 with random parameters."""
+    model = randomised(model)
     model.set_experts_implementation("eager")  # the others know no fp64
     # Eager attention in fp64 takes its softmax in fp32, where the mask's least fp64 is no number.
     exact = model.config._attn_implementation != "eager"
@@ -70,7 +51,7 @@ def target(request):
 
 
 def words(count, seed):
-    return torch.randint(0, 50, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return torch.randint(0, VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def read_together(target, lengths, rounds, leave=()):

@@ -8,16 +8,11 @@ from eagle31_train.errors import UserError
 from eagle31_train.targets import embedded
 
 
-@pytest.fixture
-def no_unpacking(monkeypatch):
-    monkeypatch.setattr(embedded, "load_gguf", lambda _: pytest.fail("unpacked"))
-
-
-@pytest.mark.usefixtures("no_unpacking")
 @pytest.mark.parametrize("route", ["{0}", "{0}/new/..", "{0}/../theirs"])
 @pytest.mark.parametrize("with_manifest", [False, True])
-def test_a_folder_of_the_users_is_left_alone(tmp_path, route, with_manifest):
+def test_a_folder_of_the_users_is_left_alone(tmp_path, monkeypatch, route, with_manifest):
     """`new/..` must count as the folder it will be, not as one that does not exist yet."""
+    monkeypatch.setattr(embedded, "load_gguf", lambda _: pytest.fail("unpacked"))
     theirs = tmp_path / "theirs"
     theirs.mkdir()
     (theirs / "thesis.txt").write_text("ten years of work")

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from pipeline import save_quietly, tiny_llama
 
 from eagle31_train.config import TargetConfig
 from eagle31_train.targets import generate
@@ -33,30 +34,12 @@ def test_draws_follow_the_nucleus(top_p, top, monkeypatch):
     torch.testing.assert_close(shares, nucleus(logits, top_p), atol=2e-4, rtol=0)
 
 
-def save_tiny(folder):
-    """A random Llama of 40 tokens and 64 positions, in a folder."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=40,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-    )
-    model = LlamaForCausalLM(config)
+def test_answers_end_before_the_end_token_and_say_why(tmp_path):
+    model = tiny_llama()
     # A target that asks for penalties by default must not get its way: answers are the plain arg-max.
     model.generation_config.repetition_penalty = 5.0
     model.generation_config.max_length = 3
-    model.save_pretrained(folder)
-    return model
-
-
-def test_answers_end_before_the_end_token_and_say_why(tmp_path):
-    model = save_tiny(tmp_path)
+    save_quietly(model, tmp_path)
     target = TargetConfig(path=str(tmp_path), dtype="float32", device="cpu")
 
     def reference(ids, count):

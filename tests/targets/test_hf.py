@@ -1,8 +1,8 @@
-"""Hidden states from hooks: which tensor they are, and which models are refused."""
+"""Targets in transformers against plain calls of the model; those that are refused; readouts of checkpoints."""
 
 import pytest
 import torch
-from pipeline import LAYERS, VOCAB, save_quietly, tiny_llama
+from pipeline import HIDDEN, LAYERS, VOCAB, save_quietly, tiny_llama
 from random_targets import SIZES, randomised
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -11,72 +11,180 @@ from transformers import (
     Gemma2ForCausalLM,
     GemmaConfig,
     GemmaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
 
 from eagle31_train.config import TargetConfig
 from eagle31_train.errors import UserError
+from eagle31_train.targets import hf
 from eagle31_train.targets.description import pick_layers
-from eagle31_train.targets.hf import HiddenStateTarget, load_model
+from eagle31_train.targets.hf import HiddenStateTarget, TransformersEngine, load_model, rope_by_length
+from eagle31_train.targets.readout import readout_from_checkpoint
 
-
-def gemma():
-    return randomised(GemmaForCausalLM(GemmaConfig(**SIZES)))
-
-
+LENGTHS = [5, 13, 1, 8, 21, 13]
+EVERY = list(range(LAYERS + 1))
 MODELS = {
     "llama": tiny_llama,
-    "gemma": gemma,
-    "gemma2": lambda: randomised(Gemma2ForCausalLM(Gemma2Config(**SIZES))),
+    "tied": lambda: tiny_llama(tie_word_embeddings=True),
+    "gemma": lambda: randomised(GemmaForCausalLM(GemmaConfig(**SIZES))),
+    "soft-capped": lambda: randomised(Gemma2ForCausalLM(Gemma2Config(**SIZES, sliding_window=4))),
+    "sliding": lambda: randomised(MistralForCausalLM(MistralConfig(**SIZES, sliding_window=4))),
+    "experts": lambda: randomised(MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4))),
     "qwen3": lambda: randomised(Qwen3ForCausalLM(Qwen3Config(**SIZES))),
+}
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 100.0}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "short_factor": [1.0] * 4,
+    "long_factor": [3.0, 5.0, 7.0, 9.0],
+}
+BY_LENGTH = {
+    "dynamic": lambda: tiny_llama(rope_parameters=DYNAMIC, max_position_embeddings=16),
+    "longrope": lambda: tiny_llama(rope_parameters=LONG, max_position_embeddings=64),
 }
 
 
-def batch(lengths, seed=0):
-    """Random tokens [B, T], padded at the end, and the mask."""
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, VOCAB, (len(lengths), max(lengths)), generator=generator)
-    mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
-    return tokens * mask, mask
+def conversations(lengths=LENGTHS):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(0, VOCAB, (length,), generator=generator) for length in lengths]
+
+
+# ---------------------------------------------------------------- states
 
 
 @torch.no_grad()
-def check_against_transformers(model):
-    """Every auxiliary layer, and the last state, against output_hidden_states=True."""
-    target = HiddenStateTarget(model, range(LAYERS + 1))
-    tokens, mask = batch([9, 9])
-    states = target.states(tokens, mask)
-    hidden = model(input_ids=tokens, attention_mask=mask, output_hidden_states=True, use_cache=False).hidden_states
-    assert len(hidden) == LAYERS + 1
-    for i in range(LAYERS):
-        assert torch.equal(states.aux[:, :, i], hidden[i]), f"layer {i}"
-    # transformers' newest entry is after the final norm; the stored one is before it.
-    assert torch.equal(states.aux[:, :, LAYERS], states.last)
-    assert not torch.equal(states.last, hidden[LAYERS])
-    assert torch.equal(target.final_norm(states.last), hidden[LAYERS])
+def check_against_plain_calls(engine, model, tokens):
+    """Every conversation once, under its own index, with the states of running it alone with its mask."""
+    seen = set()
+    for index, aux, last in engine.run(tokens):
+        row = tokens[index][None]
+        hidden = model(
+            input_ids=row, attention_mask=torch.ones_like(row), output_hidden_states=True, use_cache=False
+        ).hidden_states
+        for layer in EVERY[:-1]:
+            torch.testing.assert_close(aux[:, layer], hidden[layer][0], rtol=1e-4, atol=1e-4, msg=f"layer {layer}")
+        # transformers' newest entry is after the final norm; the stored one is before it.
+        normed = model.get_decoder().norm(last)
+        torch.testing.assert_close(normed, hidden[-1][0], rtol=1e-4, atol=1e-4, msg="the last hidden state")
+        assert torch.equal(aux[:, -1], last)
+        assert aux.shape == (len(row[0]), len(EVERY), HIDDEN)
+        seen.add(index)
+    assert seen == set(range(len(tokens)))
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
-def test_aux_layer_i_is_the_input_of_layer_i_and_last_is_before_the_final_norm(make):
-    check_against_transformers(make())
+@pytest.mark.parametrize("batch_tokens", [1, 30, 10**6])
+@pytest.mark.parametrize("name", MODELS)
+def test_aux_layer_i_is_the_input_of_layer_i_and_last_is_before_the_final_norm(name, batch_tokens):
+    model = MODELS[name]()
+    engine = TransformersEngine(HiddenStateTarget(model, EVERY), batch_tokens=batch_tokens)
+    check_against_plain_calls(engine, model, conversations())
 
 
-def test_taking_outputs_instead_of_inputs_is_caught(monkeypatch):
+def outputs_for_inputs(_engine, patch):
     def on_output(self, hook, with_kwargs):
         assert with_kwargs
         return self.register_forward_hook(lambda module, _args, output: hook(module, (output,), {}))
 
-    monkeypatch.setattr(nn.Module, "register_forward_pre_hook", on_output)
-    with pytest.raises(AssertionError, match="layer 0"):
-        check_against_transformers(tiny_llama())
+    patch.setattr(nn.Module, "register_forward_pre_hook", on_output)
+
+
+def off_by_one_layer(engine, _patch):
+    layers = engine.target.decoder.layers
+    engine.target._taps = [layers[min(layer + 1, LAYERS - 1)] for layer in engine.layers]
+
+
+def after_the_norm(engine, _patch):
+    right = engine.target.states
+
+    def wrong(tokens, mask):
+        states = right(tokens, mask)
+        return type(states)(states.aux, engine.target.final_norm(states.last))
+
+    engine.target.states = wrong
+
+
+def wrong_order(engine, _patch):
+    right = engine.run
+    engine.run = lambda tokens: ((5 if i == 1 else 1 if i == 5 else i, aux, last) for i, aux, last in right(tokens))
+
+
+@pytest.mark.parametrize(
+    ("plant", "what"),
+    [
+        (outputs_for_inputs, "layer 0"),
+        (off_by_one_layer, "layer 0"),
+        (after_the_norm, "last hidden state"),
+        (wrong_order, "layer 0"),
+    ],
+)
+def test_planted_mistakes_are_seen(plant, what, monkeypatch):
+    model = tiny_llama()
+    engine = TransformersEngine(HiddenStateTarget(model, EVERY))
+    plant(engine, monkeypatch)
+    with pytest.raises(AssertionError, match=what):
+        check_against_plain_calls(engine, model, conversations())
+
+
+@pytest.mark.parametrize("name", BY_LENGTH)
+def test_where_rope_follows_the_length_neighbours_and_predecessors_do_not_change_states(name):
+    """Lengths below, at and above the 16 positions from which on factors change."""
+    tokens = conversations([16, 40, 7, 24, 16])
+    model = BY_LENGTH[name]()
+    assert rope_by_length(model.config)
+    engine = TransformersEngine(HiddenStateTarget(model, [1, 3, 5]), batch_tokens=1000)
+    list(engine.run([tokens[1]]))  # what was longer before
+    together = {index: (aux, last) for index, aux, last in engine.run(tokens)}
+    for index, row in enumerate(tokens):
+        # A model that has seen nothing else.
+        alone = TransformersEngine(HiddenStateTarget(BY_LENGTH[name](), [1, 3, 5]))
+        [(_, aux, last)] = alone.run([row])
+        torch.testing.assert_close(together[index], (aux, last), rtol=1e-4, atol=1e-4)
+        # And the gate's reference is of the same factors: not of a padded row, nor of the longest so far.
+        own = engine.reference(row, torch.arange(len(row) - 1)).own
+        torch.testing.assert_close(own, engine.readout.logits(last[:-1]), rtol=1e-4, atol=1e-3)
+
+
+def test_the_gates_reference_is_the_models_ordinary_call_with_a_mask_at_the_wanted_positions(monkeypatch):
+    model, rows, masks = tiny_llama(), [], []
+    right = model.forward
+
+    def newer(logits_to_keep=0, **inputs):
+        masks.append(inputs["attention_mask"])
+        return right(**inputs, logits_to_keep=logits_to_keep)
+
+    monkeypatch.setattr(model, "forward", newer)
+    model.lm_head.register_forward_hook(lambda _module, _args, logits: rows.append(logits.shape[1]))
+    tokens, positions = conversations()[4], torch.tensor([0, 7, 19])
+    reference = TransformersEngine(HiddenStateTarget(model, [1])).reference(tokens, positions)
+    assert reference.ids is None
+    assert rows == [3]
+    assert masks[0].min() == 0, "a mask of ones is dropped, and the unmasked path would be compared with itself"
+    torch.testing.assert_close(reference.own, tiny_llama()(tokens[None]).logits[0, positions], rtol=1e-4, atol=1e-4)
+
+
+# ---------------------------------------------------------------- refused
 
 
 @pytest.mark.parametrize("layers", [[3, 1], [1, 1, 2], [], [-1, 2], [1, LAYERS + 1]])
 def test_layers_that_the_target_lacks_or_vllm_reorders_are_refused(layers):
     with pytest.raises(UserError, match=r"target\.aux_layers="):
         HiddenStateTarget(tiny_llama(), layers)
+
+
+def test_the_input_of_a_deepseeks_layer_0_is_refused_for_vllm_has_none():
+    assert pick_layers([1, 2], 6, "deepseek_v3") == [1, 2]
+    assert pick_layers([0, 2], 6, "llama") == [0, 2]  # the embeddings, which vLLM's Llama gives
+    with pytest.raises(UserError, match=r"aux_layers=\[0, 2\]: vLLM cannot give the input of layer 0 of a deepseek_v3"):
+        pick_layers([0, 2], 6, "deepseek_v3")
 
 
 def rewrite(change):
@@ -88,31 +196,40 @@ def rewrite(change):
     return write
 
 
-POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 16060522496\n"
-RANDOM = "and transformers would make up random ones"
-WHOLE = "a file is cut short, or only git-lfs's pointer"
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (rewrite(lambda w: {k: w[k] for k in w if k != "lm_head.weight"}), ["1 of its", "lm_head.weight", RANDOM]),
-        (rewrite(lambda w: {**w, "model.norm.weight": torch.ones(9)}), ["1 of its", "model.norm.weight", RANDOM]),
-        (lambda file: file.write_bytes(POINTER), [WHOLE]),
+        (rewrite(lambda w: {k: w[k] for k in w if k != "lm_head.weight"}), "1 of its .* lm_head.weight.* random ones"),
+        (rewrite(lambda w: {**w, "model.norm.weight": torch.ones(9)}), "1 of its .* model.norm.weight.* random ones"),
+        (lambda file: file.write_text("version https://git-lfs.github.com/spec/v1\n"), "only git-lfs's pointer"),
     ],
 )
 def test_a_target_whose_weights_are_not_all_there_is_refused(tmp_path, change, words):
     """Whatever transformers makes up in their place would be learnt, and passes every later check."""
     folder = save_quietly(tiny_llama(), tmp_path / "target")
     change(folder / "model.safetensors")
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=words):
         load_model(TargetConfig(path=str(folder), dtype="float32", device="cpu"))
-    for part in words:
-        assert part in str(error.value)
 
 
-def test_the_input_of_a_deepseeks_layer_0_is_refused_for_vllm_has_none():
-    assert pick_layers([1, 2], 6, "deepseek_v3") == [1, 2]
-    assert pick_layers([0, 2], 6, "llama") == [0, 2]  # the embeddings, which vLLM's Llama gives
-    with pytest.raises(UserError, match=r"aux_layers=\[0, 2\]: vLLM cannot give the input of layer 0 of a deepseek_v3"):
-        pick_layers([0, 2], 6, "deepseek_v3")
+# ---------------------------------------------------------------- readout
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_readout_of_a_checkpoint_is_that_of_the_loaded_model(tmp_path, name, dtype):
+    folder = save_quietly(MODELS[name](), tmp_path / "target")
+    config = TargetConfig(path=str(folder), dtype=dtype, device="cpu")
+    loaded = HiddenStateTarget(load_model(config), [1]).readout
+    read = readout_from_checkpoint(config, hf.DTYPES[dtype])
+    for field in ("embedding", "norm", "head"):
+        assert torch.equal(getattr(read, field), getattr(loaded, field)), field
+        assert getattr(read, field).dtype == getattr(loaded, field).dtype
+    for field in ("norm_kind", "eps", "depth", "quirk", "tied"):
+        assert getattr(read, field) == getattr(loaded, field), field
+    assert read.norm_kind == ("1+w" if name in ("gemma", "soft-capped") else "w")
+    assert read.tied == (name in ("tied", "gemma", "soft-capped"))
+    assert (read.quirk is None) == (name != "soft-capped")
+    assert read.weights().keys() == {"embed_tokens", "norm"} | (set() if read.tied else {"lm_head"})
+    rows = torch.randn(3, HIDDEN)
+    assert torch.equal(read.logits(rows), loaded.logits(rows))

@@ -4,14 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from eagle31_train.targets import packed
-from eagle31_train.targets.packed import PackedLinear, pack_linears
+from eagle31_train.targets import hf
+from eagle31_train.targets.hf import PackedLinear, pack_linears
 
 
 @pytest.mark.parametrize("rows", [(1,), (4,), (2, 3), (0,), (1500,)])
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_packed_layer_computes_what_a_linear_one_does(rows: tuple[int, ...], bias: bool) -> None:
-    """Against fp64, for one row, some, none and many."""
+def test_a_packed_layer_computes_what_a_linear_one_does(rows, bias):
     linear = nn.Linear(48, 80, bias=bias).requires_grad_(False)
     x = torch.randn(*rows, 48)
     exact = linear.double()(x.double())
@@ -20,8 +19,7 @@ def test_a_packed_layer_computes_what_a_linear_one_does(rows: tuple[int, ...], b
     torch.testing.assert_close(answer.double(), exact, rtol=1e-5, atol=1e-6)
 
 
-def test_all_linear_layers_are_packed_and_weights_stay_shared() -> None:
-    """Tied weights stay tied, names stay names, a gradient passes, and models are converted."""
+def test_all_linear_layers_are_packed_and_weights_stay_shared():
     model = nn.Sequential(nn.Embedding(32, 16), nn.Linear(16, 16), nn.Linear(16, 32, bias=False)).requires_grad_(False)
     model[2].weight = model[0].weight
     names = list(model.state_dict())
@@ -35,10 +33,9 @@ def test_all_linear_layers_are_packed_and_weights_stay_shared() -> None:
     assert model.double()[1](x.double()).dtype == torch.float64
 
 
-def test_other_dtypes_and_large_models_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """float16, and weights too large to be held twice."""
+def test_other_dtypes_and_large_models_stay_as_they_are(monkeypatch):
     half, large = nn.Sequential(nn.Linear(16, 16).half()), nn.Sequential(nn.Linear(16, 16))
     pack_linears(half)
-    monkeypatch.setattr(packed, "MOST_BYTES", large[0].weight.nbytes - 1)
+    monkeypatch.setattr(hf, "MOST_BYTES", large[0].weight.nbytes - 1)
     pack_linears(large)
     assert type(half[0]) is type(large[0]) is nn.Linear

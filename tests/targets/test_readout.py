@@ -24,9 +24,8 @@ from eagle31_train.errors import UserError
 from eagle31_train.store.shard_plan import Shape
 from eagle31_train.targets.extraction import run_shard
 from eagle31_train.targets.fidelity import Gate
-from eagle31_train.targets.hf import HiddenStateTarget, load_model
+from eagle31_train.targets.hf import HiddenStateTarget, TransformersEngine, load_model
 from eagle31_train.targets.readout import readout_from_checkpoint
-from eagle31_train.targets.transformers_engine import TransformersEngine
 
 TEXT = {
     "model_type": "kimi_k2",
@@ -49,16 +48,13 @@ WRAPPED = {
 def write_kimi(folder, model, config=WRAPPED, prefix="language_model."):
     """A checkpoint of Kimi's layout: quantized experts, a vision tower, code that must not be run."""
     weights = {f"{prefix}{name}": t for name, t in model.state_dict().items() if ".layers." not in name}
-    expert = f"{prefix}model.layers.1.mlp.experts.0.down_proj"
-    vision = {
-        f"{expert}.weight_packed": torch.zeros(4, 4, dtype=torch.int32),
-        f"{expert}.weight_scale": torch.ones(4, 1),
+    others = {
+        f"{prefix}model.layers.1.mlp.experts.0.down_proj.weight_packed": torch.zeros(4, 4, dtype=torch.int32),
         f"{prefix}model.layers.1.input_layernorm.weight": torch.ones(HIDDEN),
         "vision_tower.encoder.final_layernorm.weight": torch.ones(8),
-        "vision_tower.encoder.blocks.0.norm0.weight": torch.ones(8),
         "mm_projector.pre_norm.weight": torch.ones(8),
     }
-    files = {"a.safetensors": weights, "b.safetensors": vision}
+    files = {"a.safetensors": weights, "b.safetensors": others}
     folder.mkdir()
     for file, tensors in files.items():
         save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, folder / file)

@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 
 from eagle31_train.config import TargetConfig
 from eagle31_train.store import Store
-from eagle31_train.targets.hf import HiddenStateTarget, load_model
-from eagle31_train.targets.transformers_engine import TransformersEngine
+from eagle31_train.targets.hf import HiddenStateTarget, TransformersEngine, load_model
 
 pytestmark = pytest.mark.vllm
 

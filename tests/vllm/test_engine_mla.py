@@ -18,9 +18,8 @@ from eagle31_train.config import TargetConfig
 from eagle31_train.store import Store
 from eagle31_train.targets.engine import Reference
 from eagle31_train.targets.fidelity import compare
-from eagle31_train.targets.hf import HiddenStateTarget, load_model
+from eagle31_train.targets.hf import HiddenStateTarget, TransformersEngine, load_model
 from eagle31_train.targets.toy import VOCAB, make
-from eagle31_train.targets.transformers_engine import TransformersEngine
 
 pytestmark = pytest.mark.vllm
 

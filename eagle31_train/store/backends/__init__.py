@@ -1,14 +1,11 @@
 """Where a store lies: a local folder, or anywhere that fsspec reaches (`s3://bucket/x`).
 
 What is atomic. A local file is built as a hidden `.NAME.tmp` beside its final name, forced to the disk and renamed,
-and its folder is forced to the disk too: after a kill or a power cut it is there whole, or not at all, and an older
-one of its name is kept until then. An object store's PUT is atomic in itself, a multipart upload at its completion (a
-killed one stays invisible, but may cost money until the bucket's rules remove it). Other remote file systems (SFTP,
-HDFS, …) may show a half-written file. The store makes that harmless: a shard counts only once its line is there, which
-is written after the shard is whole and carries its size and checksum; lines and manifests carry checksums of their own.
-
-What is not: `discard` on a remote storage goes file by file, the manifest first, so that what a kill leaves is never
-taken for a complete store.
+and its folder is forced to the disk too: after a kill or a power cut it is there whole, or not at all. An object
+store's PUT is atomic in itself, a multipart upload at its completion (a killed one stays invisible, but may cost money
+until the bucket's rules remove it). Other remote file systems (SFTP, HDFS, …) may show a half-written file. That is
+harmless: a shard counts only once its line is there, which is written after the shard is whole and carries its size
+and checksum; lines and manifests carry checksums of their own.
 """
 
 import time
@@ -21,8 +18,7 @@ from fsspec.implementations.local import LocalFileSystem
 from eagle31_train.errors import UserError
 from eagle31_train.store.backends.base import Storage
 from eagle31_train.store.backends.local import LocalStorage
-from eagle31_train.store.backends.remote import RemoteStorage
-from eagle31_train.store.backends.retries import describe
+from eagle31_train.store.backends.remote import RemoteStorage, describe
 
 __all__ = ["LocalStorage", "RemoteStorage", "Storage", "open_storage"]
 
@@ -36,12 +32,8 @@ def open_storage(
 ) -> Storage:
     """The storage at a local path, a `file://` URL, or any other URL that fsspec has a driver for.
 
-    Args:
-        location: as the user wrote it.
-        cache_dir, cache_bytes, sharers, sleep: see `RemoteStorage`; a local folder needs none of them.
-
-    Raises:
-        UserError: no such driver, or one that is not installed; an address that cannot be reached or listed.
+    The other arguments are `RemoteStorage`'s. UserError for a driver that is unknown or not installed, and for an
+    address that cannot be reached or listed.
     """
     protocol, separator, rest = location.partition("://")
     if not separator:

@@ -42,10 +42,9 @@ class Storage(ABC):
 
     @abstractmethod
     def sizes(self, folder: str) -> dict[str, int]:
-        """Every file directly in a folder ("" is the storage itself) with its bytes, from one fresh listing.
+        """Every visible file directly in a folder ("" is the storage itself) with its bytes, from one fresh listing.
 
-        Names are relative to the storage; hidden files and folders are left out. A folder that is absent, or is a
-        file, has none.
+        Names are relative to the storage. A folder that is absent, or is a file, has none.
         """
 
     def names(self, folder: str) -> list[str]:
@@ -64,8 +63,7 @@ class Storage(ABC):
     def local(self, name: str) -> Path:
         """A file of this machine with the content of `name`: itself, or a copy in the bounded cache.
 
-        Open it at once, or use `opened`: copies leave the cache while others are fetched.
-        FileNotFoundError if it is absent.
+        Use `opened`: copies leave the cache while others are fetched. FileNotFoundError if it is absent.
         """
 
     def opened(self, name: str, opener: Callable[[Path], T]) -> T:
@@ -96,5 +94,5 @@ class Storage(ABC):
 
 def visible(folder: str, sizes: Mapping[str, int]) -> dict[str, int]:
     """The entries of a folder as `Storage.sizes` gives them."""
-    prefix = f"{folder.strip('/')}/" if folder.strip("/") else ""
+    prefix = f"{folder}/" if folder else ""
     return {prefix + name: size for name, size in sizes.items() if name and not name.startswith(".")}

@@ -3,70 +3,55 @@
     base/.lock                                                     held while space is reserved, or a file gets its name
     base/store-<hash>/shards/train-00000.safetensors
     base/store-<hash>/shards/.train-00000.safetensors.<bytes>.part    being fetched, by whoever holds a lock on it
-    base/store-<hash>/shards/.train-00000.safetensors.tmp             being built for upload
+    base/store-<hash>/shards/.train-00000.safetensors.tmp             being built for upload; not counted
 
 All processes of a machine that use the folder keep its bound together, and share the work: one of them fetches a file,
 the others that want it now wait for it, and fetch it only if the first one failed or died. A file counts with its full
-size from the moment that its part file exists: space is reserved first, and filled then. A part that nobody holds is
-what a kill left, and goes. Nobody waits for anything while holding a part, so all waiting ends. Files leave in the
-order of their last use; a mapping that is open stays valid.
-
-Nothing is forced to the disk here. What a power cut spoils has another size, or another checksum, which the reader of
-the store compares; `forget` then lets it be fetched again.
+size from the moment that its part file exists. A part that nobody holds is what a kill left, and goes. Nobody waits for
+anything while holding a part, so all waiting ends. Files leave in the order of their last use; a mapping that is open
+stays valid. What a power cut spoils has another size or checksum, which the reader compares; `forget` then lets it be
+fetched again.
 """
 
 import fcntl
 import os
 import re
-import shutil
 import threading
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from eagle31_train import artifacts
 from eagle31_train.errors import UserError
+from eagle31_train.store.backends.base import Storage
 
 STORE = re.compile(r"store-[0-9a-f]{16}")  # nothing else in the folder is ever counted or removed
 PART = re.compile(r"\.(?P<name>.+)\.(?P<bytes>\d+)\.part")
-ABANDONED = 24 * 3600  # seconds after which a file built for upload is what a kill left
 POLL = 0.05  # seconds between looks for what others fetch, or for the space that they hold
 THREADS = 2  # files fetched at a time in the background
+GRACE = 5.0  # seconds that `close` waits for what is being fetched
 
 
-class Cache:
-    """Fetches files into a folder of bounded size, in the background too.
+class CachedStorage(Storage):
+    """A storage whose files are fetched into a folder of bounded size, in the background too.
 
     Args:
         base: the folder that the bound holds for; several stores may share it.
         key: 16 hex digits that stand for the store.
         limit: bytes that all files of all stores under `base` may take.
-        size_of: the size of a file where it comes from; None if it is absent.
-        fetch: `fetch(name, path, size)` puts the file's content at `path`, or raises.
-        where: the store's address, for messages.
         sharers: how many processes of this machine prefetch into `base`; each takes its part of the look-ahead.
         sleep: waits the given seconds.
-
-    Raises:
-        UserError: the folder cannot be made.
     """
 
-    def __init__(
-        self,
-        base: Path,
-        key: str,
-        limit: int,
-        size_of: Callable[[str], int | None],
-        fetch: Callable[[str, Path, int], None],
-        where: str,
-        sharers: int = 1,
-        sleep: Callable[[float], object] = time.sleep,
-    ) -> None:
-        self.base, self.folder, self.limit, self.where = base, base / f"store-{key}", limit, where
+    remote = True
+
+    def __init__(self, base: Path, key: str, limit: int, sharers: int, sleep: Callable[[float], object]) -> None:
+        self.base, self.folder, self.limit = base, base / f"store-{key}", limit
         # The other half is for what is being read, and for files that are fetched on demand.
         self.ahead = limit // 2 // sharers
-        self._size_of, self._fetch, self._sleep = size_of, fetch, sleep
+        self._sleep = sleep
         self._sizes: dict[str, int] = {}
         # `_changed` guards what follows, files with their bytes: `_queue` are to be prefetched, in this order; `_ready`
         # are prefetched, or under way, and not yet used.
@@ -78,12 +63,14 @@ class Cache:
         with self._explained():
             self.folder.mkdir(parents=True, exist_ok=True)
 
-    def get(self, name: str) -> Path:
+    @abstractmethod
+    def _download(self, name: str, path: Path, size: int) -> None:
+        """Put a file's content at `path`, or raise."""
+
+    def local(self, name: str) -> Path:
         """The file on this machine, fetched if it is not there with its right size.
 
-        Raises:
-            FileNotFoundError: it is absent where it comes from.
-            UserError: it does not fit, the disk is full, or fetching failed.
+        FileNotFoundError if it is absent where it comes from; UserError if it does not fit, or fetching failed.
         """
         with self._changed:  # sooner here than there
             self._queue.pop(name, None)
@@ -101,38 +88,33 @@ class Cache:
         (self.folder / name).unlink(missing_ok=True)
         self._used(name)
 
-    def clear(self) -> None:
-        """Drop every copy of this store's files."""
-        self._sizes.clear()
-        shutil.rmtree(self.folder, ignore_errors=True)
-
     def scratch(self, name: str) -> Path:
-        """Where to build a file that is then sent away; it counts with the size that it has."""
+        """Where to build a file that is then sent away."""
         path = self.folder / name
         with self._explained():
             path.parent.mkdir(parents=True, exist_ok=True)
         return path.with_name(f".{path.name}.tmp")
 
-    def _size(self, name: str) -> int:
-        if name not in self._sizes:  # files of a store are written once: one question per file and process
-            size = self._size_of(name)
-            if size is None:
-                raise FileNotFoundError(f"{self.where}/{name}")
-            self._sizes[name] = size
-        return self._sizes[name]
-
     def _obtain(self, name: str) -> bool:
         """Whether the file is there now, if need be because it was fetched here."""
-        size, path = self._size(name), self.folder / name
+        if name not in self._sizes:  # files of a store are written once: one question per file and process
+            if (found := self.size(name)) is None:
+                raise FileNotFoundError(f"{self.location}/{name}")
+            self._sizes[name] = found
+        size, path = self._sizes[name], self.folder / name
         if _holds(path, size):
             with suppress(FileNotFoundError):  # just evicted
                 _touch(path)
                 return True
+        part = path.with_name(f".{path.name}.{size}.part")
         try:
-            with self._explained(), self._reserved(path, size) as part:
-                if part is None:
-                    return False
-                self._fetch(name, part, size)
+            with self._explained(), ExitStack() as held:
+                with self._locked():
+                    if not self._make_room(path, size):
+                        return False
+                    fcntl.flock(held.enter_context(part.open("xb")), fcntl.LOCK_EX)
+                    held.callback(part.unlink, missing_ok=True)  # before the lock goes
+                self._download(name, part, size)
                 _touch(part)
                 with self._locked():  # whoever counts sees the part or the file, never none or both
                     part.replace(path)
@@ -143,40 +125,23 @@ class Cache:
 
     # ---------------------------------------------------------------- the bound
 
-    @contextmanager
-    def _reserved(self, path: Path, size: int) -> Iterator[Path | None]:
-        """A part file for an absent file, to be filled; None if that is there by now, is fetched, or has no room yet.
-
-        Raises:
-            UserError: there never will be room.
-        """
-        part = path.with_name(f".{path.name}.{size}.part")
-        with self._locked():
-            file = part.open("xb") if self._make_room(path, size) else None
-            if file is not None:
-                fcntl.flock(file, fcntl.LOCK_EX)
-        if file is None:
-            yield None
-            return
-        try:
-            yield part
-        finally:
-            part.unlink(missing_ok=True)
-            file.close()
-
     def _make_room(self, path: Path, size: int) -> bool:
-        """Remove what was not used for longest until a file fits, if it is wanted and can fit now."""
-        files, parts, building = self._scan()
+        """Remove what was not used for longest until a file fits, if it is wanted and can fit now.
+
+        UserError if it never will.
+        """
+        if size > self.limit:
+            raise UserError(
+                f"{self.location}: {path.name} has {size:,} bytes, too many for store.cache_bytes={self.limit:,}: "
+                "raise store.cache_bytes"
+            )
+        files, parts = self._scan()
         path.parent.mkdir(parents=True, exist_ok=True)
         if path in parts or _holds(path, size):
             return False
-        if building + size > self.limit:
-            raise UserError(
-                f"{self.where}: {path.name} has {size:,} bytes, too many for store.cache_bytes={self.limit} beside "
-                f"{building:,} bytes being built: raise store.cache_bytes"
-            )
-        excess = sum(held for _, held, _ in files) + sum(parts.values()) + building + size - self.limit
-        if excess > sum(held for _, held, _ in files):
+        evictable = sum(held for _, held, _ in files)
+        excess = evictable + sum(parts.values()) + size - self.limit
+        if excess > evictable:
             return False
         for _, held, file in sorted(files):
             if excess <= 0:
@@ -185,25 +150,21 @@ class Cache:
             excess -= held
         return True
 
-    def _scan(self) -> tuple[list[tuple[int, int, Path]], dict[Path, int], int]:
-        """Whole files as (last use, bytes, path), bytes of the files being fetched, and bytes being built."""
-        files, parts, building = [], {}, 0
-        paths = [path for store in self.base.iterdir() if STORE.fullmatch(store.name) for path in store.rglob("*")]
-        for path in paths:
+    def _scan(self) -> tuple[list[tuple[int, int, Path]], dict[Path, int]]:
+        """Whole files as (last use, bytes, path), and bytes of the files being fetched."""
+        files, parts = [], {}
+        stores = [folder for folder in self.base.iterdir() if STORE.fullmatch(folder.name)]
+        for path in [path for folder in stores for path in folder.rglob("*")]:
+            part = PART.fullmatch(path.name)
             with suppress(FileNotFoundError):  # finished, or forgotten, between two lines
-                status = path.stat()
-                if path.is_dir():
-                    continue
-                part = PART.fullmatch(path.name)
-                if not path.name.startswith("."):
-                    files.append((status.st_mtime_ns, status.st_size, path))
-                elif _abandoned(path) if part else time.time() - status.st_mtime > ABANDONED:
-                    path.unlink(missing_ok=True)
+                if part and _abandoned(path):
+                    path.unlink()
                 elif part:
                     parts[path.with_name(part["name"])] = int(part["bytes"])
-                else:
-                    building += status.st_size
-        return files, parts, building
+                elif path.is_file() and not path.name.startswith("."):
+                    status = path.stat()
+                    files.append((status.st_mtime_ns, status.st_size, path))
+        return files, parts
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -215,15 +176,14 @@ class Cache:
     def _explained(self) -> AbstractContextManager[None]:
         """Errors of this machine's disk. Other machines' are UserError already."""
         remedy = "free space there, lower store.cache_bytes, or choose another store.cache_dir"
-        return artifacts.explained(f"use {self.base} for copies of {self.where}", remedy)
+        return artifacts.explained(f"use {self.base} for copies of {self.location}", remedy)
 
     # ---------------------------------------------------------------- ahead of use
 
     def prefetch(self, sizes: Mapping[str, int]) -> None:
         """Fetch these, given with the bytes that they take at most, in order in the background, and no others any more.
 
-        No more than `ahead` bytes are fetched and not yet used, or one file. What is absent, fetched by another process
-        just now, or fails, is left to `get`.
+        No more than `ahead` bytes, or one file, are fetched and not yet used. What is not obtained is left to `local`.
         """
         with self._changed:
             if self._stopped:
@@ -235,14 +195,14 @@ class Cache:
                 if worker.ident is None:
                     worker.start()
 
-    def close(self, grace: float = 5.0) -> None:
-        """Fetch nothing more in the background; wait up to `grace` seconds for what is under way."""
+    def close(self) -> None:
+        """Fetch nothing more in the background; wait a moment for what is under way."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
         for worker in self._workers:
             if worker.ident is not None:
-                worker.join(grace)
+                worker.join(GRACE)
 
     def _used(self, name: str) -> None:
         with self._changed:
@@ -253,7 +213,7 @@ class Cache:
         while (name := self._next()) is not None:
             try:
                 obtained = self._obtain(name)
-            except Exception:  # `get` tries again, and raises it
+            except Exception:  # `local` tries again, and raises it
                 obtained = False
             if not obtained:
                 self._used(name)

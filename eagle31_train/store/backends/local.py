@@ -58,7 +58,7 @@ class LocalStorage(Storage):
         return status.st_size if stat.S_ISREG(status.st_mode) else None
 
     def sizes(self, folder: str) -> dict[str, int]:
-        found = {}
+        sizes = {}
         with self._explained("list", folder):
             try:
                 entries = os.scandir(self.folder / folder)
@@ -68,8 +68,8 @@ class LocalStorage(Storage):
                 for entry in entries:
                     with suppress(FileNotFoundError):  # listed, then removed by another process
                         if entry.is_file():
-                            found[entry.name] = entry.stat().st_size
-        return visible(folder, found)
+                            sizes[entry.name] = entry.stat().st_size
+        return visible(folder, sizes)
 
     def remove(self, name: str) -> None:
         with self._explained("remove", name):

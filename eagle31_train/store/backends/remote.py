@@ -1,32 +1,31 @@
 """A store anywhere that fsspec reaches: every call tried five times in all, every transfer compared with its size."""
 
+import random
+import re
+import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from eagle31_train import artifacts
+from eagle31_train.console import note
 from eagle31_train.errors import UserError
-from eagle31_train.store.backends.base import FULL, Storage, visible
-from eagle31_train.store.backends.cache import Cache
-from eagle31_train.store.backends.retries import describe, lacks_bucket, retry
+from eagle31_train.store.backends.base import FULL, visible
+from eagle31_train.store.backends.cache import CachedStorage
 
 T = TypeVar("T")
+TRIES = 5  # in all, the first one included
+FIRST_WAIT = 1.0  # seconds; doubled from try to try
+LASTING = (PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError)
+NO_BUCKET = re.compile(r"NoSuchBucket|bucket does not exist", re.IGNORECASE)
 
 
-class RemoteStorage(Storage):
+class RemoteStorage(CachedStorage):
     """A folder of any fsspec file system, with a bounded cache of its files on this machine.
 
-    Args:
-        location: the address.
-        fs: the file system, an instance of our own.
-        root: the address within it.
-        cache_dir, cache_bytes: the cache's folder, and what it may take; see `Cache`.
-        sharers: how many processes of this machine read through `cache_dir`.
-        sleep: waits the given seconds.
+    fs is an instance of our own, root the address within it; the cache is described in `CachedStorage`.
     """
-
-    remote = True
 
     def __init__(
         self,
@@ -41,9 +40,8 @@ class RemoteStorage(Storage):
         # fsspec remembers listings; what another process has just written would be missing from them.
         fs.dircache.use_listings_cache = False
         self.location, self.fs, self.root = location.rstrip("/"), fs, root.rstrip("/")
-        self._sleep = sleep
         key = artifacts.fingerprint(fs.unstrip_protocol(self.root))
-        self._cache = Cache(cache_dir, key, cache_bytes, self.size, self._download, self.location, sharers, sleep)
+        super().__init__(cache_dir, key, cache_bytes, sharers, sleep)
 
     def read(self, name: str) -> bytes:
         def call() -> bytes:
@@ -56,9 +54,6 @@ class RemoteStorage(Storage):
     def write(self, name: str, data: bytes) -> None:
         path = self._path(name)
         self._send("writing", name, lambda: self.fs.pipe_file(path, data), len(data))
-
-    def scratch(self, name: str) -> Path:
-        return self._cache.scratch(name)
 
     def put(self, scratch: Path, name: str) -> None:
         path = self._path(name)
@@ -81,18 +76,15 @@ class RemoteStorage(Storage):
                 if lacks_bucket(error):
                     raise
                 return {}
-            found = {}
+            sizes = {}
             for entry in entries:
                 file = PurePosixPath(entry["name"].lstrip("/"))
                 # Asked for a file, drivers list the file itself.
                 if entry["type"] == "file" and str(file.parent) == path.lstrip("/"):
-                    found[file.name] = int(entry["size"] or 0)  # a web server's listing knows no sizes
-            return found
+                    sizes[file.name] = int(entry["size"] or 0)  # a web server's listing knows no sizes
+            return visible(folder, sizes)
 
-        try:
-            return visible(folder, self._call("listing", folder, call))
-        except FileNotFoundError:
-            return {}
+        return self._call("listing", folder, call)
 
     def remove(self, name: str) -> None:
         try:
@@ -100,39 +92,23 @@ class RemoteStorage(Storage):
         except FileNotFoundError:
             pass
         finally:
-            self._cache.forget(name)
-
-    def local(self, name: str) -> Path:
-        return self._cache.get(name)
+            self.forget(name)
 
     def discard(self) -> None:
-        """Remove every file, the manifest first. Empty folders stay, where the file system knows such a thing."""
+        """Remove every file, the manifest first: what a kill leaves is never taken for a complete store."""
         self.remove(artifacts.MANIFEST)
 
         def call() -> None:
             self.fs.invalidate_cache()
-            files = [str(path) for path in self.fs.find(self.root)]
-            depth = {path: path.count("/") for path in files}
-            # What stands at the top says what the rest is: it goes last.
-            for top in (False, True):
-                some = [path for path in files if (depth[path] == min(depth.values())) == top]
-                if some:
-                    self.fs.rm(some)
+            if files := self.fs.find(self.root):
+                self.fs.rm(files)
             self.fs.invalidate_cache()
             if left := self.fs.find(self.root):  # S3's bulk delete keeps quiet about what it could not delete
                 raise OSError(f"{len(left)} files are still there")
 
         self._call("removing", "", call)
-        self._cache.clear()
-
-    def forget(self, name: str) -> None:
-        self._cache.forget(name)
-
-    def prefetch(self, sizes: Mapping[str, int]) -> None:
-        self._cache.prefetch(sizes)
-
-    def close(self) -> None:
-        self._cache.close()
+        self._sizes.clear()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _path(self, name: str) -> str:
         return f"{self.root}/{name}".rstrip("/")
@@ -167,7 +143,7 @@ class RemoteStorage(Storage):
                 send()
             self._compare(self._size(name), size)
 
-        self._cache.forget(name)
+        self.forget(name)
         try:
             self._call(what, name, call)
         except OSError as error:  # all others are UserError by now
@@ -185,3 +161,49 @@ class RemoteStorage(Storage):
         """A file cut short looks like any other to most drivers."""
         if found != expected:
             raise OSError(f"{found} bytes came, not {expected}")
+
+
+# ---------------------------------------------------------------- what is tried again
+#
+# fsspec's drivers raise what they like: Python's own OSErrors, exceptions of their HTTP libraries, of their vendors'
+# kits. What says by its class that it will stay is raised at once; of all others a later try may succeed.
+
+
+def lacks_bucket(error: Exception) -> bool:
+    """Whether it is the bucket that is missing, not a file in it."""
+    return isinstance(error, FileNotFoundError) and bool(NO_BUCKET.search(f"{error} {error.__cause__!r}"))
+
+
+def describe(error: BaseException) -> str:
+    """An exception in one line of moderate length."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def retry(what: str, where: str, call: Callable[[], T], sleep: Callable[[float], object] = time.sleep) -> T:
+    """The result of `call()`, tried TRIES times in all where it fails for a passing reason.
+
+    `what` and `where` are for messages, such as "reading" and an address. FileNotFoundError if nothing is there;
+    OSError with an errno of FULL if a disk is full, and only the caller knows which; UserError for anything else that
+    stays.
+    """
+    for number in range(1, TRIES + 1):
+        try:
+            return call()
+        except Exception as error:
+            if lacks_bucket(error):
+                raise UserError(f"{where}: {what} failed, its bucket does not exist: create it") from error
+            if isinstance(error, UserError | FileNotFoundError) or (isinstance(error, OSError) and error.errno in FULL):
+                raise
+            # Python's own are this program's mistakes, but for what a driver says of its arguments.
+            builtin = type(error).__module__ == "builtins" and not isinstance(error, OSError | EOFError)
+            if builtin and not isinstance(error, ValueError | NotImplementedError):
+                raise
+            if number == TRIES or builtin or isinstance(error, LASTING):
+                advice = "check the address, the network and the credentials, then run the same command again"
+                raise UserError(f"{where}: {what} failed ({describe(error)}): {advice}") from error
+            # Half of the wait is drawn: ranks that failed together shall not come back together.
+            wait = FIRST_WAIT * 2 ** (number - 1) * random.uniform(0.5, 1.0)
+            said = f"{where}: {what} failed ({describe(error)}), try {number} of {TRIES}, next in {wait:.1f} s"
+            note(said, error=True)
+        sleep(wait)
+    raise AssertionError("at least one try")

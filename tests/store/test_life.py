@@ -1,18 +1,20 @@
-"""A store that is bounded, and followed while it is written: room, patience, what is used up, and kills between."""
+"""A store over its life: stopped, damaged, verified and made again; bounded, followed and used up."""
 
+import shutil
 import threading
 from collections import Counter
 from unittest.mock import patch
 
 import pytest
 import torch
-from made import Made, message_of, read_whole
+from made import Made, message_of, read_whole, writes
+from pipeline import contents, flip_bit
 
 from eagle31_train.provenance import Provenance
-from eagle31_train.store import Store, finished, stream
+from eagle31_train.store import Store, codec, finished, stream
+from eagle31_train.store.__main__ import check, main
 from eagle31_train.store.backends import LocalStorage
 from eagle31_train.store.stream import consume
-from eagle31_train.store.verify import check
 
 MADE = Made()
 NAMES = [planned.name for planned in MADE.plan.shards]
@@ -21,6 +23,80 @@ NAMES = [planned.name for planned in MADE.plan.shards]
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
     monkeypatch.setattr(stream, "POLL", 0.001)
+
+
+@pytest.fixture
+def store(tmp_path):
+    MADE.write(tmp_path / "store")
+    return tmp_path / "store"
+
+
+# ---------------------------------------------------------------- stopped or damaged
+
+
+@pytest.mark.parametrize("missing", [True, False])
+@pytest.mark.parametrize("name", ["plan.json", "provenance.json", "shards.jsonl", NAMES[3]])
+def test_the_advice_to_extract_again_helps_and_costs_no_more_than_it_must(store, name, missing, monkeypatch):
+    """`finished` sees every damage of a small file; a damaged shard of the right size only `verify` does."""
+    whole, inputs = contents(store), MADE.provenance["inputs"]
+    storage = LocalStorage("the store", store)
+    if missing or name in NAMES:
+        (store / name).unlink()
+    else:
+        flip_bit(store / name)
+    assert finished(storage, Provenance(inputs), overwrite=False) is None
+    written = writes(monkeypatch)
+    MADE.write(store)
+    assert contents(store) == whole
+    assert finished(storage, Provenance(inputs), overwrite=False) is not None
+    # shards.jsonl commits shards: without it, none is.
+    most = {NAMES[3]: 1, "shards.jsonl": len(NAMES) if missing else 1}
+    assert len(written) == most.get(name, 0)
+
+
+def test_a_begun_store_of_another_provenance_is_refused_or_replaced_whole(tmp_path):
+    folder = tmp_path / "store"
+    MADE.write(folder, stop_after=2)
+    other = Made(fingerprint="e" * 16)
+    other.provenance["inputs"]["target"]["name"] = "elsewhere"
+    before = contents(folder)
+    message = message_of(other.writer, folder)
+    assert "target.name: somewhere there, elsewhere here" in message
+    assert "overwrite=true" in message
+    assert contents(folder) == before
+    begun = other.writer(folder, overwrite=True)
+    assert not any(begun.has(planned) for planned in MADE.plan.shards)
+    assert sorted(contents(folder)) == ["plan.json", "provenance.json", "stream.json"]
+
+
+def test_states_that_are_no_numbers_are_named_by_their_sample(tmp_path, capsys, monkeypatch):
+    made = Made(aux_codec="fp8", last_codec="int8")
+    planned = next(shard for shard in made.plan.of("train") if shard.end - shard.first > 1)
+    made.of(planned)[1].aux[0] = float("nan")
+    message = message_of(made.write, tmp_path / "refused")
+    assert f"{planned.name}: sample {planned.first + 1}: the target's hidden states are not finite" in message
+    monkeypatch.setattr(codec, "_finite", lambda values: values)
+    made.write(tmp_path / "store")
+    assert main(["verify", str(tmp_path / "store")]) == 1
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].endswith(f"{planned.name} holds states that are not finite, in sample {planned.first + 1} of train")
+    assert out[1].split(": ")[1] == "problems"
+
+
+def test_what_is_removed_is_made_anew_and_nothing_else(store, capsys):
+    whole = contents(store)
+    flip_bit(store / NAMES[0])
+    shutil.copy(store / NAMES[1], store / NAMES[2])
+    (store / NAMES[4]).unlink()
+    lines = (store / "shards.jsonl").read_bytes().splitlines(keepends=True)
+    (store / "shards.jsonl").write_bytes(b"".join([lines[0], *lines[2:]]))
+    assert main(["verify", str(store), "--remove"]) == 1
+    assert "\nremoved: 2 files; " in capsys.readouterr().out
+    MADE.write(store)
+    assert contents(store) == whole
+
+
+# ---------------------------------------------------------------- bounded and followed
 
 
 def test_extraction_waits_for_room_and_training_makes_it(tmp_path):
@@ -87,7 +163,7 @@ def test_what_was_used_up_of_another_store_hides_no_missing_shard(tmp_path):
 
 
 def test_a_kill_between_a_new_file_and_its_line_does_not_leave_the_old_line(tmp_path):
-    """A shard made again need not have the same bytes: a GPU rounds otherwise the second time."""
+    """A shard made again need not have the same bytes, as on a GPU."""
     MADE.write(tmp_path)
     planned = MADE.plan.of("train")[1]
     (tmp_path / planned.name).unlink()
