@@ -1,25 +1,126 @@
 """The model card that goes with an exported drafter.
 
 Everything on the card is a recorded fact: hyper-parameters and counts come from the manifests of the stages, results
-(`card_results.py`) from measurements of this very checkpoint, or the card says that there are none.
+from measurements of this very checkpoint, or the card says that there are none. Results are what the stages left:
+run_dir/evaluate, run_dir/serving, and folders that `eagle31_train.compare` wrote.
 """
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
+from eagle31_train import artifacts
 from eagle31_train.checkpoint.config_json import MLA_DEFAULTS
 from eagle31_train.checkpoint.contract import caveats
 from eagle31_train.config import RENAMED, Config, DrafterShape
+from eagle31_train.console import note
+from eagle31_train.errors import UserError
 from eagle31_train.evaluation.intervals import bracket
 from eagle31_train.reporting import tables
-from eagle31_train.reporting.card_results import CardResult, CardResults
-from eagle31_train.reporting.evaluation_page import conditions
+from eagle31_train.reporting.evaluation_figures import pictures
+from eagle31_train.reporting.evaluation_page import RESULT, conditions
+from eagle31_train.reporting.figures import Picture
 from eagle31_train.reporting.html import escape
 from eagle31_train.reporting.markdown import code, grid, image, plain, scrubbed
 from eagle31_train.reporting.recipe import commands, serve_command
-from eagle31_train.reporting.tables import Section
+from eagle31_train.reporting.tables import ALL, SERVING, Section
+
+EVALUATE, COMPARE = "eagle31 evaluate", "eagle31 compare"
+CardPicture = tuple[Picture, Path, str]  # where it lies, and where the card has it, below the exported folder
+
+
+@dataclass(frozen=True)
+class CardResult:
+    """One result: the stage's manifest, or result.json of a comparison; the pictures of it that the card shows; and
+    what a comparison calls this checkpoint."""
+
+    content: dict[str, Any]
+    pictures: list[CardPicture] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with every word and picture."""
+        drawn = [(name, artifacts.file_sha256(file)) for _, file, name in self.pictures]
+        return artifacts.fingerprint([self.content, drawn])
+
+
+@dataclass(frozen=True)
+class CardResults:
+    """Everything that was measured of a checkpoint."""
+
+    evaluation: CardResult | None = None
+    serving: CardResult | None = None
+    comparisons: Sequence[CardResult] = ()
+
+    @property
+    def fingerprints(self) -> dict[str, Any]:
+        """Of each."""
+        return {
+            "evaluate": self.evaluation and self.evaluation.fingerprint,
+            "serving": self.serving and self.serving.fingerprint,
+            "comparisons": [comparison.fingerprint for comparison in self.comparisons],
+        }
+
+    @property
+    def pictures(self) -> list[CardPicture]:
+        """Of all."""
+        results = [self.evaluation, self.serving, *self.comparisons]
+        return [picture for result in results if result for picture in result.pictures]
+
+
+def read_results(run: Path, identity: str, checkpoint: str, comparisons: Sequence[Path]) -> CardResults:
+    """What was measured of the checkpoint in `run`; UserError where a result is damaged, or a comparison is of others.
+
+    Args:
+        identity: of what was trained. checkpoint: fingerprint of what is exported. comparisons: their folders.
+    """
+    compared = [_comparison(folder, number, identity) for number, folder in enumerate(comparisons, 1)]
+    evaluation = _stage(run / "evaluate", "checkpoint", identity, "acceptance", f"{EVALUATE} …")
+    serving = _stage(run / "serving", "export", checkpoint, "serving", f"{EVALUATE} … evaluate.backend=vllm")
+    return CardResults(evaluation, serving, compared)
+
+
+def _stage(folder: Path, key: str, identity: str, images: str, command: str) -> CardResult | None:
+    """A stage's result, where it has left one of this checkpoint; one of another is named and left out."""
+    path = folder / artifacts.MANIFEST
+    if not path.is_file():
+        return None
+    manifest = artifacts.read_json(path, command)
+    if manifest.get("inputs", {}).get(key) != identity:
+        note(f"export: {folder} is of other weights or an earlier version, and not on the card: run `{command}` again")
+        return None
+    result = manifest["result"] if "result" in manifest else {"serving": manifest["serving"]}
+    return CardResult(manifest, _pictures(folder, manifest, result, images, command))
+
+
+def _comparison(folder: Path, number: int, identity: str) -> CardResult:
+    """The card's comparison number 1, 2, …, that the checkpoint is part of."""
+    if not (folder / RESULT).is_file():
+        raise UserError(f"comparisons: {folder} has no {RESULT}: give the folder that `{COMPARE}` wrote")
+    result = artifacts.read_json(folder / RESULT, COMPARE)
+    names = [name for name, identities in result.get("identities", {}).items() if identity in identities]
+    if not names:
+        raise UserError(
+            f"comparisons: {folder} compares {', '.join(result.get('drafters', []))}, none of which has the weights in "
+            f"train/: compare this run as `{COMPARE} RUN_DIR …`, again where it was, or leave the folder out"
+        )
+    return CardResult(result, _pictures(folder, result, result, f"comparison-{number}", f"{COMPARE} …"), names)
+
+
+def _pictures(folder: Path, record: Mapping[str, Any], result: dict[str, Any], at: str, made_by: str) -> list[CardPicture]:
+    """The pictures of all workloads, of the first, and of serving; tables have the others."""
+    # Those of an earlier result, or of a later one that was stopped, have the same names.
+    if damage := artifacts.first_damaged(folder, record.get("files", {})):
+        raise UserError(f"{damage}: run `{made_by}` again, which measures nothing twice")
+    sections = [ALL, SERVING, *(workload["name"] for workload in result.get("workloads", [])[:1])]
+    files = [(picture, folder / f"{picture.name}.png") for picture in pictures(result) if picture.section in sections]
+    return [(picture, file, f"images/{at}/{file.name}") for picture, file in files if file.is_file()]
+
+
+# ---------------------------------------------------------------- the card
 
 
 def render(

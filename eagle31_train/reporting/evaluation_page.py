@@ -37,22 +37,16 @@ def write(folder: Path, result: dict[str, Any]) -> list[Path]:
     """
     earlier = artifacts.read_json(folder / RESULT, "this command") if (folder / RESULT).is_file() else {}
     listed = [folder / name for name in earlier.get("files", {}) if name.endswith(".png")]
-    files, drawn = html.draw(folder, list(pictures(result)), listed)
-    artifacts.write_text(folder / PAGE, render(result, drawn))
+    files, images = html.draw(folder, list(pictures(result)), listed)
+    artifacts.write_text(folder / PAGE, render(result, images))
     return [*files, folder / PAGE]
 
 
-def render(result: dict[str, Any], drawn: Mapping[str, str]) -> str:
-    """The page as text; `drawn`: pictures by section, as HTML."""
+def render(result: dict[str, Any], images: html.Images) -> str:
+    """The page as text."""
     command = result.get("command") or result.get("serving", {}).get("command", "")
-    parts = [
-        html.paragraph(" · ".join(conditions(result))),
-        *(_section(section, drawn) for section in tables.sections(result)),
-        html.heading("What the numbers mean"),
-        html.definitions(TERMS),
-        html.folded("The command that repeats this", html.code(command)),
-    ]
-    return html.document(result["title"], parts)
+    sections = [Section("", [" · ".join(conditions(result))], []), *tables.sections(result)]
+    return html.page(result["title"], sections, images, {"The command that repeats this": command}, TERMS)
 
 
 def conditions(result: Mapping[str, Any]) -> list[str]:
@@ -62,11 +56,3 @@ def conditions(result: Mapping[str, Any]) -> list[str]:
     if "max_new_tokens" in result:
         shown.append(f"at most {result['max_new_tokens']:,} tokens per answer")
     return shown
-
-
-def _section(section: Section, drawn: Mapping[str, str]) -> str:
-    """Remarks, pictures, the first table, and the others folded."""
-    shown = [html.table(table.header, table.rows) for table in section.tables]
-    folded = [html.folded(table.title, text) for table, text in zip(section.tables[1:], shown[1:], strict=True)]
-    remarks = map(html.paragraph, section.remarks)
-    return "\n".join([html.heading(section.title), *remarks, drawn.get(section.title, ""), *shown[:1], *folded])

@@ -91,15 +91,10 @@ def noisy(axes: "Axes", steps: Floats, values: Floats, label: str, colour: Any, 
     steps, values = steps[valid], values[valid]
     parts = np.array_split(np.arange(len(steps)), min(MEANS, len(steps)))
     means = [values[part].mean() for part in parts]
+    centres = [steps[part].mean() for part in parts]
     marker = "o" if len(steps) == 1 else ""
     axes.plot(steps, values, color=colour, alpha=0.25, linewidth=0.5)
-    axes.plot(
-        [steps[part].mean() for part in parts],
-        means,
-        color=colour,
-        marker=marker,
-        label=f"{label}  {form.format(means[-1])}",
-    )
+    axes.plot(centres, means, color=colour, marker=marker, label=f"{label}  {form.format(means[-1])}")
 
 
 def measured(axes: "Axes", steps: Floats, values: Floats, label: str, colour: Any, form: str = "{:.3g}") -> None:
@@ -150,14 +145,9 @@ def whiskers(axes: "Axes", intervals: Iterable["Interval"], label: str, index: i
 
 def logarithmic(axes: "Axes") -> None:
     """A logarithmic vertical axis where all curves are above 0 and span much."""
-    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
-
     low, high = axes.dataLim.intervaly
     if 0 < DECADE * low < high:
         axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-        axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def within(axes: "Axes", low: float, high: float = np.inf, which: str = "y") -> None:

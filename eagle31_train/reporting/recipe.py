@@ -14,7 +14,7 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from eagle31_train import cli
 from eagle31_train.config import Config
 from eagle31_train.errors import UserError
-from eagle31_train.evaluation.serving.command import flags, speculation, target_arguments
+from eagle31_train.evaluation.serving.engine import flags, speculation, target_arguments
 from eagle31_train.reporting.markdown import public
 
 EVALUATE = "eagle31 evaluate"

@@ -14,8 +14,9 @@ from eagle31_train.errors import UserError
 from eagle31_train.reporting.figures import Floats
 
 METRICS, TIMINGS, LAUNCHES, CONFIG = "metrics.jsonl", "timings.jsonl", "launches.jsonl", "config.yaml"
-HELDOUT = "heldout_"
-ESTIMATE = "acceptance_estimate"  # runs of earlier versions call it tau
+HELDOUT = "heldout_"  # before the names of what was measured on held-out samples and prompts
+ESTIMATE = "acceptance_estimate"
+EARLIER = {"tau": ESTIMATE, f"{HELDOUT}tau": HELDOUT + ESTIMATE}  # as earlier versions called it
 LENGTH = "acceptance_length"  # on held-out prompts; of runs whose store had trajectories
 Row = dict[str, Any]
 
@@ -50,12 +51,11 @@ def _number(value: Any) -> float:
 
 @dataclass(frozen=True)
 class History:
-    """All that is known of a training: its folder, run/train; what was measured; launches, newest last; the resolved
-    config, {} if it was not saved; the manifest, None before the end; notes on the files, a line each."""
+    """All that is known of a training: its folder, run/train; the rows of metrics and timings; launches, newest last;
+    the resolved config, {} if it was not saved; the manifest, None before the end; notes on the files, a line each."""
 
     folder: Path
-    train: Table
-    heldout: Table
+    metrics: Table
     timings: Table
     launches: list[Row]
     config: dict[str, Any]
@@ -66,10 +66,6 @@ class History:
     @property
     def name(self) -> str:
         return str(self.config.get("name") or self.folder.resolve().parent.name)
-
-    @property
-    def last_step(self) -> int:
-        return int(self.train.steps[-1])
 
     @property
     def total(self) -> int | None:
@@ -88,27 +84,9 @@ class History:
         """Seconds of each timed step, without those `aside`, for evaluating and saving, where these are known."""
         return self.timings["seconds"] - np.nan_to_num(self.timings["aside"])
 
-    @property
-    def learning(self) -> tuple[Table, Table]:
-        """The rows of metrics.jsonl."""
-        return self.train, self.heldout
-
-    @property
-    def best(self) -> tuple[float, float] | None:
-        """The step of the greatest acceptance length that was measured, the first of equals, and that length."""
-        if LENGTH not in self.heldout:
-            return None
-        at = int(np.nanargmax(self.heldout[LENGTH]))
-        return float(self.heldout.steps[at]), float(self.heldout[LENGTH][at])
-
-    @property
-    def keeps_best(self) -> bool:
-        """Whether the run leaves that step's drafter."""
-        return bool((self.config.get("train") or {}).get("keep_best"))
-
     def marked(self, name: str) -> Floats:
         """Steps whose rows say `"name": true`."""
-        return self.train.steps[self.train[name] == 1]
+        return self.metrics.steps[self.metrics[name] == 1]
 
 
 def read(run: Path) -> History:
@@ -117,24 +95,15 @@ def read(run: Path) -> History:
     if folder is None:
         raise UserError(f"there is no training in {run}: {run / 'train' / METRICS} is missing")
     notes: list[str] = []
-    train: list[Row] = []
-    heldout: list[Row] = []
-    for row in _rows(folder / METRICS, notes):
-        measured: Row = {"step": row["step"]}
-        trained: Row = {}
-        for name, value in row.items():
-            rows, bare = (measured if name.startswith(HELDOUT) else trained), name.removeprefix(HELDOUT)
-            rows[ESTIMATE if bare == "tau" else bare] = value
-        heldout += [measured] * (len(measured) > 1)
-        train += [trained] * (len(trained) > 1)
-    if not train:
+    rows = _rows(folder / METRICS, notes)
+    metrics = [{EARLIER.get(name, name): value for name, value in row.items()} for row in rows]
+    if not metrics:
         raise UserError(f"{folder / METRICS} holds no step yet: wait for the first one")
+    timings, launches = _rows(folder / TIMINGS, notes), _rows(folder / LAUNCHES, notes, needs=None)
     text, config = _config(folder / CONFIG)
     manifest = folder / artifacts.MANIFEST
-    told = artifacts.read_json(manifest, "train.py") if manifest.exists() else None
-    timings, launches = _rows(folder / TIMINGS, notes), _rows(folder / LAUNCHES, notes, needs=None)
-    tables = Table(train), Table(heldout), Table(list(timings))
-    return History(folder, *tables, list(launches), config, text, told, notes)
+    ended = artifacts.read_json(manifest, "train.py") if manifest.exists() else None
+    return History(folder, Table(metrics), Table(list(timings)), list(launches), config, text, ended, notes)
 
 
 def _rows(path: Path, notes: list[str], needs: str | None = "step") -> Iterator[Row]:

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from eagle31_train import artifacts, cli, compare
 from eagle31_train.evaluation.decoding import Limits, decode_plain
-from eagle31_train.evaluation.drafters import Candidate
+from eagle31_train.evaluation.measuring import Candidate
 from eagle31_train.evaluation.prompts import Prompt
 from eagle31_train.evaluation.unrolled import Trajectory, steps
 from eagle31_train.evaluation.workloads import Workload

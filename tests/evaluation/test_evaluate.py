@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from eagle31_train import artifacts, evaluate
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.errors import UserError
-from eagle31_train.evaluation import drafters, evaluating, measuring
+from eagle31_train.evaluation import evaluating, measuring
 from eagle31_train.evaluation.trajectories import digest
 from eagle31_train.evaluation.workloads import MEASURED
 from eagle31_train.model import vocab
@@ -75,7 +75,7 @@ def test_prompts_that_training_was_measured_on_are_left_out_and_named(run, capsy
 def test_weights_are_rounded_as_the_exporter_rounds_them(run, model):
     config = run.config("target.dtype=bfloat16")
     target = CachedTarget(model, [1, 2, 4])
-    drafter = drafters.load(DrafterCheckpoint.of_run(run.folder, config.data_folder), "it", target, config).drafter
+    drafter = evaluating.load(DrafterCheckpoint.of_run(run.folder, config.data_folder), "it", target, config).drafter
     trained = load_file(run.weights)
     exported = {name: tensor.bfloat16() for name, tensor in trained.items()}
     for name, parameter in drafter.state_dict().items():

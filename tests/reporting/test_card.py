@@ -11,7 +11,7 @@ from eagle31_train.cli import load_config
 from eagle31_train.evaluation.intervals import bracket
 from eagle31_train.locations import ROOT
 from eagle31_train.reporting import card, markdown, recipe
-from eagle31_train.reporting.card_results import CardResult, CardResults
+from eagle31_train.reporting.card import CardResult, CardResults
 
 
 def rendered(*options, results=None, target=None, **shape):

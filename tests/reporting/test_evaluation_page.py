@@ -11,7 +11,7 @@ from sample_results import DEPTHS, comparison
 
 from eagle31_train.evaluation.intervals import bracket
 from eagle31_train.reporting import card, evaluation_page
-from eagle31_train.reporting.card_results import CardResult, CardResults
+from eagle31_train.reporting.card import CardResult, CardResults
 from eagle31_train.reporting.evaluation_figures import pictures
 from eagle31_train.reporting.markdown import plain
 from eagle31_train.reporting.tables import ALL, SERVING, as_text, sections

@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from eagle31_train.report import main
-from eagle31_train.reporting.training_figures import PLOTS
 from eagle31_train.reporting.training_log import ESTIMATE
-from eagle31_train.reporting.training_page import write
+from eagle31_train.reporting.training_page import PLOTS, write
 
 DEPTHS = 3
 EVERYTHING = {plot.name for plot in PLOTS}

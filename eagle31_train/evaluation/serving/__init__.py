@@ -15,8 +15,7 @@ from eagle31_train.console import Progress, note
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation.measurement import read_checked, write_checked
 from eagle31_train.evaluation.serving import counters, report
-from eagle31_train.evaluation.serving.command import flags, server_arguments
-from eagle31_train.evaluation.serving.engine import Engine, check
+from eagle31_train.evaluation.serving.engine import Engine, check, flags, server_arguments
 from eagle31_train.evaluation.serving.load import Answer, Question, run_load
 from eagle31_train.evaluation.serving.server import MODULE, Server, pick_port
 
@@ -82,9 +81,7 @@ def measure_serving(
         "dtype": options.vllm_args.get("dtype", config.target.dtype),
         "arguments": dict(options.vllm_args),
         "prompts": len(prompts),
-        "max_new_tokens": options.max_new_tokens,
-        "temperature": options.temperature,
-        "top_p": options.top_p,
+        **{name: getattr(options, name) for name in ("max_new_tokens", "temperature", "top_p")},
         "rows": rows,
         "best": best,
         "verdict": report.verdict(best),
@@ -100,13 +97,12 @@ def serve(
     Returns:
         Its answers, and what vLLM counted meanwhile, by concurrency, in JSON's types.
     """
-    options = config.evaluate
-    at = pick_port()
-    command = [options.vllm_python, "-m", MODULE, *flags(server_arguments(config, draft, depth, at))]
+    options, port = config.evaluate, pick_port()
+    command = [options.vllm_python, "-m", MODULE, *flags(server_arguments(config, draft, depth, port))]
     served: dict[str, Any] = {"answers": {}, "counted": {}}
     note(f"{what}: vLLM starts ({log})")
     with (
-        Server(command, at, log) as server,
+        Server(command, port, log) as server,
         Progress(total=sum(map(len, sent.values())), desc=what, unit="request") as bar,
     ):
         model = json.loads(server.get("/v1/models")[1])["data"][0]["id"]
@@ -114,7 +110,9 @@ def serve(
         for users, some in sent.items():
             asked = [replace(question, options={"model": model, **question.options}) for question in some]
             if options.warmup:
-                done += len(run_load(server, [_short(question) for question in asked[:users]], users))
+                short = {"max_tokens": min(WARM_TOKENS, options.max_new_tokens)}
+                warming = [replace(question, options=question.options | short) for question in asked[:users]]
+                done += len(run_load(server, warming, users))
             before = settled(server, done)
             answers = run_load(server, asked, users, bar.update)
             done += len(answers)
@@ -147,15 +145,9 @@ def questions(
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
     }
-    times = ceil(2 * concurrency / len(prompts))
     seeds = [{"seed": config.seed + i} if options.temperature else {} for i in range(len(prompts))]
     once = [Question(i, prompt.id, prompt.ids, common | seeds[i]) for i, prompt in enumerate(prompts)]
-    return once * times
-
-
-def _short(question: Question) -> Question:
-    limit = min(WARM_TOKENS, question.options["max_tokens"])
-    return replace(question, options={**question.options, "max_tokens": limit})
+    return once * ceil(2 * concurrency / len(prompts))
 
 
 def settled(server: Server, answered: int) -> Counter[str]:
@@ -172,9 +164,6 @@ def settled(server: Server, answered: int) -> Counter[str]:
             raise UserError(f"vLLM's /metrics (HTTP {status}) know of {finished}: see {server.log}")
         before = now
         time.sleep(0.1)
-
-
-# ---------------------------------------------------------------- measured once
 
 
 def fingerprint(

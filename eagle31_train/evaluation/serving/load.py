@@ -2,12 +2,10 @@
 
 import http.client
 import json
-import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import closing, suppress
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,39 +54,27 @@ def run_load(
 ) -> list[Answer]:
     """Have all questions answered, `concurrency` under way at a time; the answers in the questions' order. UserError
     where the server ended, refused, broke off or fell silent."""
-    connections: set[http.client.HTTPConnection] = set()
-    stopped = threading.Event()
+    pool = ThreadPoolExecutor(concurrency)
+    try:
+        answers = [pool.submit(_answer, server, question) for question in questions]
+        for answer in as_completed(answers):
+            answer.result()
+            finished()
+        return [answer.result() for answer in answers]
+    finally:  # after an error or Ctrl-C, those that are under way end with the server, which the caller closes
+        pool.shutdown(wait=False, cancel_futures=True)
 
-    def answer(question: Question) -> Answer | None:
-        if stopped.is_set():
-            return None
-        with closing(server.connect(SILENCE_SECONDS)) as connection:
-            connections.add(connection)
-            try:
-                answered = _ask(connection, question)
-            except (OSError, http.client.HTTPException) as error:
-                # Where the server died, its connections end first, and its keeper last.
-                silent = isinstance(error, TimeoutError)
-                server.check(dying=not silent and not stopped.is_set())
-                what = f"was silent for {SILENCE_SECONDS:.0f} s" if silent else "broke off"
-                raise UserError(f"vLLM's server {what} on prompt {question.id} ({error!r}): see {server.log}") from None
-            finally:
-                connections.discard(connection)
-        finished()
-        return answered
 
-    with ThreadPoolExecutor(concurrency) as pool:
+def _answer(server: Server, question: Question) -> Answer:
+    with closing(server.connect(SILENCE_SECONDS)) as connection:
         try:
-            under_way = [pool.submit(answer, question) for question in questions]
-            wait(under_way, return_when=FIRST_EXCEPTION)
-            answers = [one.result() for one in under_way if one.done()]
-        except BaseException:  # Ctrl-C too: the others would be waited for
-            stopped.set()
-            for connection in list(connections):
-                with suppress(OSError, AttributeError):
-                    connection.sock.shutdown(socket.SHUT_RDWR)
-            raise
-    return [one for one in answers if one is not None]
+            return _ask(connection, question)
+        except (OSError, http.client.HTTPException) as error:
+            # Where the server died, its connections end first, and its keeper last.
+            silent = isinstance(error, TimeoutError)
+            server.check(dying=not silent)
+            what = f"was silent for {SILENCE_SECONDS:.0f} s" if silent else "broke off"
+            raise UserError(f"vLLM's server {what} on prompt {question.id} ({error!r}): see {server.log}") from None
 
 
 def _ask(connection: http.client.HTTPConnection, question: Question) -> Answer:

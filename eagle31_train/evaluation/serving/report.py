@@ -101,20 +101,17 @@ def best(rows: Sequence[Row]) -> list[Row]:
 
     It pays where all of its interval is above one. One that pays is better than a greater speed-up that may be none.
     """
+    tried: dict[tuple[str, int], list[Row]] = {}
+    for one in rows:
+        if one["speedup"] is not None and one["speedup"][0] is not None:
+            tried.setdefault((one["drafter"], one["concurrency"]), []).append(one)
     chosen: list[Row] = []
-    tried = [one for one in rows if one["speedup"] is not None and one["speedup"][0] is not None]
-    for drafter, concurrency in dict.fromkeys((one["drafter"], one["concurrency"]) for one in tried):
-        of = [one for one in tried if (one["drafter"], one["concurrency"]) == (drafter, concurrency)]
-        first = max(of, key=lambda one: (_pays(one["speedup"]), one["speedup"][0]))
-        chosen.append(
-            {
-                "drafter": drafter,
-                "concurrency": concurrency,
-                "draft_tokens": first["draft_tokens"] if _pays(first["speedup"]) else 0,
-                "speedup": first["speedup"],
-                "tried": first["draft_tokens"],
-            }
-        )
+    for (drafter, concurrency), some in tried.items():
+        first = max(some, key=lambda one: (_pays(one["speedup"]), one["speedup"][0]))
+        depth = first["draft_tokens"]
+        pays = depth if _pays(first["speedup"]) else 0
+        chosen.append({"drafter": drafter, "concurrency": concurrency, "draft_tokens": pays})
+        chosen[-1] |= {"speedup": first["speedup"], "tried": depth}
     return chosen
 
 
@@ -126,9 +123,8 @@ def _pays(speedup: Interval) -> bool:
 def verdict(chosen: Sequence[Row]) -> list[str]:
     """How many tokens to draft, a line for each drafter and concurrency."""
     return [
-        f"{one['drafter']} at concurrency {one['concurrency']}: "
-        f"{'' if one['draft_tokens'] else 'no gain shown, '}best with num_speculative_tokens={one['tried']}, "
-        f"{bracket(one['speedup'], '{:.2f}')} × the tokens/s/user"
+        f"{one['drafter']} at concurrency {one['concurrency']}: num_speculative_tokens={one['draft_tokens']} "
+        f"({one['tried']} gives {bracket(one['speedup'], '{:.2f}')} × the tokens/s/user)"
         for one in chosen
     ]
 
@@ -138,14 +134,11 @@ def notes(rows: Sequence[Row]) -> list[str]:
     lines = []
     for one in rows:
         where = f"{one['drafter'] or 'no drafter'}, {one['draft_tokens']} draft tokens, {one['concurrency']} users: "
-        counted = one["counted"]
+        counted, came = one["counted"], (one["requests"], one["output_tokens"])
         if one["different"]:
             lines.append(f"{where}{one['different']} of {one['requests']} answers are different")
-        if (counted["requests"], counted["output_tokens"]) != (one["requests"], one["output_tokens"]):
-            lines.append(
-                f"{where}vLLM counts {counted['requests']} requests and {counted['output_tokens']} tokens, but "
-                f"{one['requests']} and {one['output_tokens']} came"
-            )
+        if (counted["requests"], counted["output_tokens"]) != came:
+            lines.append(f"{where}requests and tokens are {came}, but vLLM counts {counted}")
         if counted["preemptions"]:
             lines.append(f"{where}{counted['preemptions']} preemptions: give vLLM's cache more memory")
     return lines
