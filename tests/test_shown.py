@@ -80,7 +80,7 @@ def test_what_libraries_log_and_warn_of_is_cleaned_too(capsys):
 
 def test_pages_and_cards_show_it_spelt():
     section = Section(HOSTILE, [HOSTILE], [Table(HOSTILE, [HOSTILE], [[HOSTILE]])] * 2)
-    page = html.page(HOSTILE, [section], {HOSTILE: [(HOSTILE, "data:")]}, {HOSTILE: HOSTILE}, {HOSTILE: HOSTILE})
+    page = html.page(HOSTILE, [section], {HOSTILE: [(HOSTILE, "data:")]}, {HOSTILE: HOSTILE})
     card = "".join([markdown.plain(HOSTILE), markdown.code(HOSTILE), markdown.grid([HOSTILE], [[HOSTILE]])])
     for text in (page, card):
         assert shown.clean(text) == text

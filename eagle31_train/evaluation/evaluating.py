@@ -84,18 +84,16 @@ def evaluate(
     target = CachedTarget(model, [1])  # every drafter reads layers of its own
     candidates = [load(one, name, target, config) for name, one in trainings.items()]
     measurer = Measurer(model, Limits(options.max_new_tokens, frozenset(data["end_ids"])), options, config.seed)
-    by_training = measure(folder, chosen, measurer, candidates, record_inputs(config, data["end_ids"]), verified)
+    device, version = pick_device(config.target.device).type, str(torch.__version__)
+    recorded = provenance.of_workload(config, data["end_ids"], device, version)
+    by_training = measure(folder, chosen, measurer, candidates, recorded, verified)
     measurements = []
     for measured in by_training:
         rest = iter(measured.values())
         measurements.append({name: [next(rest) for _ in some] for name, some in checkpoints.items()})
     depths = range(1, options.max_speculative_tokens + 1)
-    result = {
-        **summarise(list(zip(chosen, measurements, strict=True)), depths, options.num_speculative_tokens),
-        "machine": machine(target.device),
-        "dtype": options.dtype,
-        "max_new_tokens": options.max_new_tokens,
-    }
+    result = summarise(list(zip(chosen, measurements, strict=True)), depths, options.num_speculative_tokens)
+    result |= {"machine": machine(target.device), "dtype": options.dtype, "max_new_tokens": options.max_new_tokens}
     return Evaluation(result, chosen, measurements)
 
 
@@ -178,11 +176,6 @@ def caveats(trainings: Mapping[str, Sequence[Inputs | None]], data: str) -> Iter
 # ---------------------------------------------------------------- measured once
 
 
-def record_inputs(config: Config, end_ids: list[int]) -> Inputs:
-    """What a measurement depends on beside its workload and its drafter."""
-    return provenance.of_workload(config, end_ids, pick_device(config.target.device).type, str(torch.__version__))
-
-
 def measure(
     folder: Path,
     chosen: Sequence[Workload],
@@ -194,7 +187,7 @@ def measure(
     """Every workload's measurements by drafter; what `folder` has of them is read.
 
     Args:
-        inputs: see `record_inputs`.
+        inputs: what a measurement depends on beside its workload and its drafter (`provenance.of_workload`).
         verified: see `Measurer.measure`.
 
     Raises:

@@ -43,14 +43,15 @@ def draw(folder: Path, pictures: Sequence[Picture], earlier: Iterable[Path] = ()
 
 
 def page(
-    title: str, sections: Iterable[Section], images: Images, texts: Mapping[str, str], terms: Mapping[str, str] = {}
+    title: str, sections: Iterable[Section], images: Images, texts: Mapping[str, str], glossary: bool = False
 ) -> str:
     """A page: of each section its remarks, pictures, first table, and the others folded.
 
     Args:
         title: the first heading; a section without a title has none.
-        texts: shown as they are, folded, at the end. terms: words and what they mean.
+        texts: shown as they are, folded, at the end.
+        glossary: explain the words of evaluation.
     """
     environment = Environment(autoescape=True, finalize=shown.clean, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(Path(__file__).with_name("page.jinja").read_text(encoding="utf-8"))
-    return template.render(title=title, sections=sections, images=images, terms=terms, texts=texts)
+    return template.render(title=title, sections=sections, images=images, texts=texts, glossary=glossary)

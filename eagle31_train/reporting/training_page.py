@@ -1,11 +1,11 @@
-"""What a training run looks like: its curves as pictures, and one HTML page that shows all of it."""
+"""What a training run looks like: its curves as pictures, and one HTML page that shows all of it, without torch."""
 
 import json
-import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -14,18 +14,111 @@ from eagle31_train.errors import UserError
 from eagle31_train.reporting import figures, html
 from eagle31_train.reporting.figures import Floats, Picture
 from eagle31_train.reporting.tables import Section, Table
-from eagle31_train.reporting.training_log import ESTIMATE, HELDOUT, LENGTH, History, read
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+METRICS, TIMINGS, LAUNCHES, CONFIG = "metrics.jsonl", "timings.jsonl", "launches.jsonl", "config.yaml"
+HELDOUT = "heldout_"  # before the names of what was measured on held-out samples and prompts
+ESTIMATE = "acceptance_estimate"
+EARLIER = {"tau": ESTIMATE, f"{HELDOUT}tau": HELDOUT + ESTIMATE}  # as earlier versions called it
+LENGTH = "acceptance_length"  # on held-out prompts; of runs whose store had trajectories
+Row = dict[str, Any]
 PAGE = "report.html"
 GIB = 2**30
 RECENT = 50  # steps that the table's means are taken over
 LEARNING, DEPTH, OPTIMIZER, MACHINE = "Learning", "By depth", "Optimizer", "Machine"
 NUMBERS = (LENGTH, "loss", ESTIMATE, "oov_share", "grad_norm", "lr")
 BEST = {LENGTH: np.nanargmax, ESTIMATE: np.nanargmax, "loss": np.nanargmin}
-BY_DEPTH = ("prefix_at_depth", "accuracy_at_depth", "loss_at_depth", "rms_at_depth", "acceptance_at_depth")
+
+
+class Log:
+    """Rows of one kind by column: steps [N], and numbers [N] with NaN where a row has none."""
+
+    def __init__(self, rows: list[Row]) -> None:
+        self._rows = rows
+        self.steps = np.array([row["step"] for row in rows], dtype=np.float64)
+
+    def __contains__(self, name: str) -> bool:
+        return bool(np.isfinite(self[name]).any())
+
+    def __getitem__(self, name: str) -> Floats:
+        """[N]; NaN throughout for a column that no row has."""
+        return np.array([_number(row.get(name)) for row in self._rows], dtype=np.float64)
+
+    def depths(self, name: str) -> list[Floats]:
+        """The columns [N] of a list, one per depth; [] if no row has it."""
+        lists = [values if isinstance(values := row.get(name), list) else [] for row in self._rows]
+        count = max(map(len, lists), default=0)
+        return [np.array([_number(v[k]) if k < len(v) else np.nan for v in lists]) for k in range(count)]
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else np.nan
+
+
+@dataclass(frozen=True)
+class History:
+    """All that is known of a training: its folder, run/train; the rows of metrics and timings; launches, newest last;
+    the resolved config as YAML, "" if it was not saved; the manifest, None before the end; notes on the files."""
+
+    folder: Path
+    metrics: Log
+    timings: Log
+    launches: list[Row]
+    config: str
+    manifest: dict[str, Any] | None
+    notes: list[str]
+
+    @property
+    def restarts(self) -> list[int]:
+        """The steps after which launches but the first went on."""
+        steps = [(launch.get("facts") or {}).get("after_step") for launch in self.launches]
+        return [int(step) for step in steps if step]
+
+    @property
+    def busy(self) -> Floats:
+        """Seconds of each timed step, without those `aside`, for evaluating and saving, where these are known."""
+        return self.timings["seconds"] - np.nan_to_num(self.timings["aside"])
+
+    def marked(self, name: str) -> Floats:
+        """Steps whose rows say `"name": true`."""
+        return self.metrics.steps[self.metrics[name] == 1]
+
+
+def read(run: Path) -> History:
+    """Read the folder of a run, or the folder `train` in it; UserError where nothing is whole."""
+    folder = next((folder for folder in (run / "train", run) if (folder / METRICS).is_file()), None)
+    if folder is None:
+        raise UserError(f"there is no training in {run}: {run / 'train' / METRICS} is missing")
+    notes: list[str] = []
+    rows = _rows(folder / METRICS, notes)
+    metrics = [{EARLIER.get(name, name): value for name, value in row.items()} for row in rows]
+    if not metrics:
+        raise UserError(f"{folder / METRICS} holds no step yet: wait for the first one")
+    timings, launches = _rows(folder / TIMINGS, notes), _rows(folder / LAUNCHES, notes, needs=None)
+    config, manifest = folder / CONFIG, folder / artifacts.MANIFEST
+    text = config.read_text(encoding="utf-8", errors="replace") if config.is_file() else ""
+    ended = artifacts.read_json(manifest, "train.py") if manifest.exists() else None
+    return History(folder, Log(metrics), Log(list(timings)), list(launches), text, ended, notes)
+
+
+def _rows(path: Path, notes: list[str], needs: str | None = "step") -> Iterator[Row]:
+    """The rows of a file, none of one that is missing; a torn last line is what a running training leaves."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                row = json.loads(line)
+            except ValueError:  # of JSON or of UTF-8
+                row = None
+            if isinstance(row, dict) and (needs is None or isinstance(row.get(needs), int)):
+                yield row
+            elif line.endswith(b"\n"):
+                raise UserError(f"{path}:{number} is damaged: remove the line, and the report lacks its row")
+            else:
+                notes.append(f"{path}:{number} is only half written and was left out: it is being written, or torn")
 
 
 class Plot(NamedTuple):
@@ -74,16 +167,8 @@ def write(run: Path, out: Path | None = None) -> tuple[Path, list[str]]:
     out = out or history.folder.parent / "report"
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file: give another --out")
-    earlier = [out / f"{plot.name}.png" for plot in PLOTS]
-    made = out if out.exists() else out.with_name(f".{out.name}.tmp")  # a new folder is there whole or not at all
-    try:
-        _, images = html.draw(made, list(pictures(history)), earlier)
-        artifacts.write_text(made / PAGE, render(history, images))
-        if made != out:
-            artifacts.commit(made, out)
-    finally:
-        if made != out:
-            shutil.rmtree(made, ignore_errors=True)
+    _, images = html.draw(out, list(pictures(history)), [out / f"{plot.name}.png" for plot in PLOTS])
+    artifacts.write_text(out / PAGE, render(history, images))
     return out / PAGE, history.notes
 
 
@@ -131,25 +216,25 @@ def _draw(plot: Plot, history: History, axes: "Axes") -> None:
 def render(history: History, images: html.Images) -> str:
     """The page as text."""
     manifest = {name: value for name, value in (history.manifest or {}).items() if name != "files"}
-    total = f" of {history.total:,}" if history.total else ""
     state = "Training ended" if history.manifest is not None else "Training had not ended when this page was made"
-    remarks = [f"{state}; the last step was {history.metrics.steps[-1]:,.0f}{total}.", *history.notes]
+    remarks = [f"{state}; the last step was {history.metrics.steps[-1]:,.0f}.", *history.notes]
     sections = [
         Section("", remarks, [_numbers(history)]),
         *(Section(name, [], []) for name in images),
-        Section("Each depth", [], [_depths(history)]),
         Section("Tokens and time", [], [Table("", ["", ""], list(_facts(history).items()))]),
     ]
     texts = {
         f"Launches ({len(history.launches):,})": "\n".join(json.dumps(each, indent=2) for each in history.launches),
-        "Configuration": history.config_text,
+        "Configuration": history.config,
         "Manifest": json.dumps(manifest, indent=2) if manifest else "",
     }
-    return html.page(f"{history.name}: training", sections, images, texts)
+    name = history.folder.resolve().parent.name
+    return html.page(f"{name}: training", sections, images, texts)
 
 
 def _numbers(history: History) -> Table:
-    """Where the curves ended: training over its last steps, held-out at its last and its best evaluation."""
+    """Where the curves ended: training over its last steps, held-out at its last and its best evaluation. The pictures
+    have the numbers of each depth."""
     table, rows = history.metrics, []
     for name in NUMBERS:
         heldout, best = table[HELDOUT + name], ""
@@ -157,18 +242,9 @@ def _numbers(history: History) -> Table:
             at = int(BEST[name](heldout))
             best = f"{heldout[at]:.4g} (step {table.steps[at]:,.0f})"
         rows.append([name, _shown(table[name], 1 if name == "lr" else RECENT), _shown(heldout), best])
+    if shares := [_shown(column) for column in table.depths(f"{HELDOUT}acceptance_at_depth")]:
+        rows.insert(1, ["acceptance_at_depth", "", ", ".join(shares), ""])
     return Table("", ["", f"training, mean of the last {RECENT} steps", "held-out, last", "held-out, best"], rows)
-
-
-def _depths(history: History) -> Table:
-    """The same for each depth."""
-    rows = [
-        [f"{name}, {where}", *(_shown(column, last) for column in history.metrics.depths(prefix + name))]
-        for name in BY_DEPTH
-        for prefix, where, last in (("", "training", RECENT), (HELDOUT, "held-out", 1))
-    ]
-    depths = max(map(len, rows))  # as deep as was trained, or drafted
-    return Table("", ["", *(f"depth {depth}" for depth in range(1, depths))], [row for row in rows if len(row) > 1])
 
 
 def _facts(history: History) -> dict[str, str]:
@@ -176,13 +252,13 @@ def _facts(history: History) -> dict[str, str]:
     timings, facts = history.timings, dict[str, str]()
     if "tokens" in history.metrics:
         facts["tokens read"] = f"{np.nanmax(history.metrics['tokens']):,.0f}"
-    seconds = float(timings["seconds"].sum()) if len(timings) else float((history.manifest or {}).get("seconds") or 0)
+    seconds = (
+        float(timings["seconds"].sum()) if len(timings.steps) else float((history.manifest or {}).get("seconds") or 0)
+    )
     facts["hours"] = f"{seconds / 3600:,.2f}"
-    if len(timings) and (busy := float(np.nansum(history.busy))):
-        left = max((history.total or 0) - history.metrics.steps[-1], 0)
+    if len(timings.steps) and (busy := float(np.nansum(history.busy))):
         facts["tokens per second"] = f"{np.nansum(timings['tokens']) / busy:,.0f}"
         facts["waiting for data"] = f"{np.nansum(timings['waited']) / busy:.1%}"
-        facts["hours to go"] = f"{left * seconds / len(timings) / 3600:,.2f}"
     if "memory_bytes" in timings:
         facts["most memory"] = f"{np.nanmax(timings['memory_bytes']) / GIB:.2f} GiB"
     marks = {"steps left out": "left_out", "steps with nothing to train": "no_pairs"}

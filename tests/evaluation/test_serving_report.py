@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from eagle31_train.evaluation.serving import counters, report
-from eagle31_train.evaluation.serving.load import Answer
+from eagle31_train.evaluation.serving import report
+from eagle31_train.evaluation.serving.server import Answer
 
-NONE = Counter({counters.FINISHED: 4.0, counters.TOKENS: 15.0})
+NONE = Counter({report.FINISHED: 4.0, report.TOKENS: 15.0})
 
 
 def answer(prompt, count, sent, first, last):
@@ -43,8 +43,8 @@ def test_times_and_speeds_are_what_they_are_called():
 
 def test_a_speedup_is_paired_by_prompt():
     """Everything twice as fast: no prompt drawn again changes that, though the prompts themselves differ much."""
-    row = report.row("ours", 3, 2, faster(2), Counter({f"{counters.PER_POSITION}[0]": 0.0} | dict.fromkeys(
-        (counters.DRAFTS, counters.PROPOSED, counters.ACCEPTED), 0.0)), ANSWERS, ANSWERS)  # fmt: skip
+    row = report.row("ours", 3, 2, faster(2), Counter({f"{report.PER_POSITION}[0]": 0.0} | dict.fromkeys(
+        (report.DRAFTS, report.PROPOSED, report.ACCEPTED), 0.0)), ANSWERS, ANSWERS)  # fmt: skip
     assert row["speedup"] == pytest.approx([2.0, 2.0, 2.0])
     assert row["per_user"][1] < row["per_user"][0] < row["per_user"][2]
     assert row["acceptance"]["acceptance_length"] is None
@@ -78,8 +78,8 @@ python_gc_objects_collected_total{generation="0"} 5.0
 
 
 def test_counters_are_sums_over_engines_between_two_readings():
-    counted = counters.since(Counter({counters.DRAFTS: 2.0}), counters.parse(TEXT))
-    assert counters.speculation(counted, 3) == {
+    counted = report.since(Counter({report.DRAFTS: 2.0}), report.parse(TEXT))
+    assert report.speculation(counted, 3) == {
         "drafts": 10,
         "draft_tokens_proposed": 36,
         "accepted": 9,
@@ -88,6 +88,6 @@ def test_counters_are_sums_over_engines_between_two_readings():
         "acceptance_at_depth": [0.6, 0.3, 0.0],
         "conditional_acceptance": [0.6, 0.5, 0.0],
     }
-    assert counters.mean(counted, counters.TTFT) == 0.5
-    assert counters.mean(counted, counters.TPOT) is None
+    assert report.mean(counted, report.TTFT) == 0.5
+    assert report.mean(counted, report.TPOT) is None
     assert not any("bucket" in name or name.startswith("python") for name in counted)

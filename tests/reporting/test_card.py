@@ -63,7 +63,7 @@ def test_results_are_told_once_and_with_their_pictures_folders_of_the_machine_ar
     _, body = rendered(results=results)
     length = bracket(result["workloads"][0]["drafters"]["B"]["by_depth"]["3"]["acceptance_length"])
     for words in (
-        f"**Acceptance length {length} with 3 draft tokens**, on 12 prompts of heldout, greedy.",
+        f"**Acceptance length {length} with 3 draft tokens**,\non 12 prompts of heldout, greedy.",
         "Every answer that was decoded with the drafter was equal to the target's own.",
         "none of its prompts was decoded: agent.",
         "a \\| processor, float32, at most 128 tokens per answer:\n\n```sh\npython -m stage x=/path/to/p.jsonl",

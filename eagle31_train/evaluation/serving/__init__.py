@@ -1,4 +1,4 @@
-"""A drafter as it is served: vLLM with and without it, under load, by the clock and by vLLM's own counters."""
+"""A drafter as it is served: vLLM with and without it, under load, by the clock and by vLLM's own report."""
 
 import json
 import time
@@ -14,10 +14,9 @@ from eagle31_train.config import Config
 from eagle31_train.console import Progress, note
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation.measurement import read_checked, write_checked
-from eagle31_train.evaluation.serving import counters, report
+from eagle31_train.evaluation.serving import report
 from eagle31_train.evaluation.serving.engine import Engine, check, flags, server_arguments
-from eagle31_train.evaluation.serving.load import Answer, Question, run_load
-from eagle31_train.evaluation.serving.server import MODULE, Server, pick_port
+from eagle31_train.evaluation.serving.server import MODULE, Answer, Question, Server, pick_port, run_load
 
 if TYPE_CHECKING:  # the card, which imports this package, has no need of datasets
     from eagle31_train.evaluation.prompts import Prompt
@@ -116,9 +115,9 @@ def serve(
             before = settled(server, done)
             answers = run_load(server, asked, users, bar.update)
             done += len(answers)
-            counted = counters.since(before, settled(server, done))
+            counted = report.since(before, settled(server, done))
             if depth:
-                counters.speculation(counted, depth)  # or it raises, before more is asked
+                report.speculation(counted, depth)  # or it raises, before more is asked
             (speed, _, _) = report.speed(answers).intervals()[0]
             if speed is None:
                 raise UserError(f"{what}: every answer ended with its first token: choose other prompts")
@@ -156,11 +155,11 @@ def settled(server: Server, answered: int) -> Counter[str]:
     before: Counter[str] | None = None
     while True:
         status, text = server.get("/metrics")
-        now = counters.parse(text)
-        if now == before and now[counters.FINISHED] >= answered:
+        now = report.parse(text)
+        if now == before and now[report.FINISHED] >= answered:
             return now
         if time.monotonic() > deadline:
-            finished = f"{now[counters.FINISHED]:.0f} finished requests, not {answered}"
+            finished = f"{now[report.FINISHED]:.0f} finished requests, not {answered}"
             raise UserError(f"vLLM's /metrics (HTTP {status}) know of {finished}: see {server.log}")
         before = now
         time.sleep(0.1)

@@ -7,7 +7,7 @@ As JSON (`measure_serving` makes it):
      "rows": [{"drafter": NAME or null, "draft_tokens": 0 without one, "concurrency", "requests", "output_tokens",
                "seconds", "ttft": {"mean", "p50", "p95"}, "tpot": likewise, "per_user": [value, low, high],
                "total": tokens/s, "speedup": [value, low, high] or null without a drafter,
-               "different": how many, or null when sampling, "acceptance": `counters.speculation` or null,
+               "different": how many, or null when sampling, "acceptance": `speculation` or null,
                "counted": {"requests", "output_tokens", "ttft", "tpot", "preemptions"} of vLLM itself}],
      "best": [{"drafter", "concurrency", "draft_tokens": 0 if speculation does not pay, "speedup": [value, low, high]
                of the best number of draft tokens, "tried": that number}],
@@ -16,17 +16,31 @@ As JSON (`measure_serving` makes it):
 Times are in seconds. A null in an interval: too few prompts for one.
 """
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from eagle31_train.errors import UserError
 from eagle31_train.evaluation.intervals import Estimate, Interval, bracket, ratios
-from eagle31_train.evaluation.serving import counters
-from eagle31_train.evaluation.serving.load import Answer
+from eagle31_train.evaluation.measurement import acceptance
+from eagle31_train.evaluation.serving.server import Answer
 
 Row = dict[str, Any]
+# Prometheus' text: a name, labels, a value.
+_LINE = re.compile(r"^(vllm:[\w:]+?)(?:\{(.*)\})? ([^ ]+)$", re.MULTILINE)
+_POSITION = re.compile(r'position="(\d+)"')
+DRAFTS = "vllm:spec_decode_num_drafts_total"
+PROPOSED = "vllm:spec_decode_num_draft_tokens_total"
+ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
+PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+FINISHED = "vllm:request_success_total"
+TOKENS = "vllm:generation_tokens_total"
+PREEMPTIONS = "vllm:num_preemptions_total"
+TTFT = "vllm:time_to_first_token_seconds"
+TPOT = "vllm:request_time_per_output_token_seconds"
 
 
 def speed(answers: Sequence[Answer], over: Sequence[Answer] | None = None) -> Estimate:
@@ -72,13 +86,13 @@ def row(
         "total": total(answers),
         "speedup": None if plain is None else speed(answers, plain).intervals()[0],
         "different": None if reference is None else sum(a.tokens != expected[a.prompt] for a in answers),
-        "acceptance": counters.speculation(counted, draft_tokens) if draft_tokens else None,
+        "acceptance": speculation(counted, draft_tokens) if draft_tokens else None,
         "counted": {
-            "requests": round(counted[counters.FINISHED]),
-            "output_tokens": round(counted[counters.TOKENS]),
-            "ttft": counters.mean(counted, counters.TTFT),
-            "tpot": counters.mean(counted, counters.TPOT),
-            "preemptions": round(counted[counters.PREEMPTIONS]),
+            "requests": round(counted[FINISHED]),
+            "output_tokens": round(counted[TOKENS]),
+            "ttft": mean(counted, TTFT),
+            "tpot": mean(counted, TPOT),
+            "preemptions": round(counted[PREEMPTIONS]),
         },
     }
 
@@ -142,3 +156,36 @@ def notes(rows: Sequence[Row]) -> list[str]:
         if counted["preemptions"]:
             lines.append(f"{where}{counted['preemptions']} preemptions: give vLLM's cache more memory")
     return lines
+
+
+# ---------------------------------------------------------------- what vLLM counts of itself
+
+
+def parse(text: str) -> Counter[str]:
+    """The counters of /metrics by name, those of a position by NAME[i]; histograms only by their _sum and _count."""
+    found: Counter[str] = Counter()
+    for name, labels, value in _LINE.findall(text):
+        if name.endswith("_bucket"):
+            continue
+        at = _POSITION.search(labels)
+        found[f"{name}[{at[1]}]" if at else name] += float(value)  # type: ignore[assignment]
+    return found
+
+
+def since(before: Counter[str], after: Counter[str]) -> Counter[str]:
+    """What was counted between two readings."""
+    return Counter({name: after[name] - before[name] for name in after})
+
+
+def speculation(counted: Counter[str], draft_tokens: int) -> dict[str, Any]:
+    """Acceptance as vLLM counts it; UserError where this vLLM has no such counters."""
+    if missing := [name for name in (DRAFTS, PROPOSED, ACCEPTED, f"{PER_POSITION}[0]") if name not in counted]:
+        raise UserError(f"this vLLM counts no {missing[0]}: eagle31 reads those of vLLM 0.32")
+    positions = [round(counted[f"{PER_POSITION}[{i}]"]) for i in range(draft_tokens)]
+    return {"draft_tokens_proposed": round(counted[PROPOSED]), **acceptance(round(counted[DRAFTS]), positions)}
+
+
+def mean(counted: Counter[str], histogram: str) -> float | None:
+    """The mean of what a histogram counted; None where that is nothing."""
+    count = counted[f"{histogram}_count"]
+    return counted[f"{histogram}_sum"] / count if count else None
