@@ -78,11 +78,10 @@ def compare(trainings: Named, config: Config) -> None:
 
     # Comparisons without a folder of their own share what is measured.
     shared = Path(config.compare.out or COMPARISONS)
-    evaluation = evaluate(config, checkpoints, data, shared / "workloads", config.compare.verified)
+    result, decoded, _ = evaluate(config, checkpoints, data, shared / "workloads", config.compare.verified)
     first, *others = trainings
     words = [f"{name}:{','.join(map(public, some))}" for name, some in trainings.items()]
-    result = {
-        **evaluation.result,
+    result |= {
         "title": f"{', '.join(others)} against {first}",
         "target": config.target.name,
         "trainings": trainings,
@@ -94,7 +93,7 @@ def compare(trainings: Named, config: Config) -> None:
     write(out, result)  # before vLLM, which may fail after hours
     if engine is None:
         return
-    workload = evaluation.workloads[0]
+    workload = decoded[0]
     gc.collect()  # the target, which has cycles: vLLM asks for nearly all memory that a GPU has
     torch.cuda.empty_cache()
     served = measure_serving(config, drafts, workload.prompts, data["end_ids"], engine, shared / "serving")
@@ -109,9 +108,6 @@ def write(out: Path, result: dict[str, Any]) -> None:
     files = evaluation_page.write(out, result)
     artifacts.write_json(out / evaluation_page.RESULT, {**result, "files": artifacts.list_files(out, files)})
     note(f"compare: {out / evaluation_page.PAGE}")
-
-
-# ---------------------------------------------------------------- the drafters
 
 
 def is_drafter(word: str) -> bool:

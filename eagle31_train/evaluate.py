@@ -60,18 +60,18 @@ def evaluate(config: Config) -> None:
     data = evaluating.read_data(config)
 
     # Measurements stay outside the stage's folder, so that adding a suite does not decode the others again.
-    evaluation = evaluating.evaluate(config, {config.name: [checkpoint]}, data, run_dir / "workloads")
-    ((first,),) = evaluation.measurements[0].values()
-    report = results.report(evaluation.result, first, data, config.evaluate)
-    command = recipe.command(recipe.EVALUATE, config)
-    result = {**evaluation.result, "title": config.name, "target": config.target.name, "command": command}
+    checkpoints = {config.name: [checkpoint]}
+    result, decoded, measurements = evaluating.evaluate(config, checkpoints, data, run_dir / "workloads")
+    ((first,),) = measurements[0].values()
+    report = results.report(result, first, data, config.evaluate)
+    result |= {"title": config.name, "target": config.target.name, "command": recipe.command(recipe.EVALUATE, config)}
     files = evaluation_page.write(folder, result)
     seconds = time.perf_counter() - began
     facts = {
         "report": {**report, "seconds": seconds},
         "result": result,
-        "per_prompt": results.per_prompt(evaluation.workloads[0], first, config.evaluate.num_speculative_tokens),
-        "left_out": {workload.name: workload.left_out for workload in evaluation.workloads},
+        "per_prompt": results.per_prompt(decoded[0], first, config.evaluate.num_speculative_tokens),
+        "left_out": {workload.name: workload.left_out for workload in decoded},
         "end_ids": data["end_ids"],
         "files": artifacts.list_files(folder, files),
         "seconds": seconds,

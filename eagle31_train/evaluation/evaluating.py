@@ -6,7 +6,7 @@ whatever name: a run that was stopped goes on with what is left, and one more dr
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +30,6 @@ DATA = "eagle31 data"
 Inputs = dict[str, Any]  # what a training was made from
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """result: see `results.py`. workloads: what was decoded. measurements: of each, by drafter, of every training."""
-
-    result: dict[str, Any]
-    workloads: list[Workload]
-    measurements: list[dict[str, list[Measurement]]]
-
-
 def read_data(config: Config) -> dict[str, Any]:
     """Stage 1's manifest; UserError where its files are missing or damaged."""
     data = artifacts.read_json(config.data_folder / artifacts.MANIFEST, DATA)
@@ -53,7 +44,7 @@ def evaluate(
     data: dict[str, Any],
     folder: Path,
     verified: int | None = None,
-) -> Evaluation:
+) -> tuple[dict[str, Any], list[Workload], list[dict[str, list[Measurement]]]]:
     """Decode all workloads with all drafters. What was loaded for it is free again afterwards.
 
     Args:
@@ -61,6 +52,9 @@ def evaluate(
         data: stage 1's manifest.
         folder: keeps the measurements.
         verified: see `Measurer.measure`.
+
+    Returns:
+        The result (see `results.py`); what was decoded; and the measurements of each, by drafter, of every training.
 
     Raises:
         UserError: missing or damaged input, no prompts, or an output that differs from plain decoding.
@@ -94,7 +88,7 @@ def evaluate(
     depths = range(1, options.max_speculative_tokens + 1)
     result = summarise(list(zip(chosen, measurements, strict=True)), depths, options.num_speculative_tokens)
     result |= {"machine": machine(target.device), "dtype": options.dtype, "max_new_tokens": options.max_new_tokens}
-    return Evaluation(result, chosen, measurements)
+    return result, chosen, measurements
 
 
 def load(checkpoint: DrafterCheckpoint, name: str, target: CachedTarget, config: Config) -> Candidate:
@@ -106,9 +100,6 @@ def load(checkpoint: DrafterCheckpoint, name: str, target: CachedTarget, config:
     drafter = checkpoint.load(target, DTYPES[config.target.dtype], DTYPES[config.evaluate.dtype])
     ids = torch.from_numpy(checkpoint.vocab.target_ids).to(target.embedding.weight.device)
     return Candidate(name, checkpoint.identity, drafter, ids)
-
-
-# ---------------------------------------------------------------- what is decoded
 
 
 def choose_workloads(
@@ -171,9 +162,6 @@ def caveats(trainings: Mapping[str, Sequence[Inputs | None]], data: str) -> Iter
         for number, other in enumerate(others, 2):
             if change := artifacts.describe_change(first, other):
                 yield f"trainings 1 (there) and {number} (here) of {name} differ in more than their seed: {change}"
-
-
-# ---------------------------------------------------------------- measured once
 
 
 def measure(

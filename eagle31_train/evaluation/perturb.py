@@ -141,9 +141,6 @@ def _filling(prompt: Prompt, context: Context, length: int) -> list[int]:
     return ids
 
 
-# ---------------------------------------------------------------- by name
-
-
 def _filled(name: str, many: str, length: Callable[[int], int]) -> Perturbation:
     meaning = f"other texts before the prompt, {many} tokens in all"
     return Perturbation(f"context_{name}", meaning, partial(_long_context, length=length), filled=True)

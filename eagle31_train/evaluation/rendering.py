@@ -33,8 +33,6 @@ class Rendering:
         template = templates_of(target, tokenizer)["default"]
         return cls(tokenizer, None if target.chat_template is None else template, target.template_args)
 
-    # ------------------------------------------------------------ messages to tokens
-
     def text(
         self,
         messages: list[Message],
@@ -86,8 +84,6 @@ class Rendering:
         added = {*self.special, *(token.content for token in self.tokenizer.added_tokens_decoder.values())}
         broken = [f"{re.escape(t[0])}(?={re.escape(t[1:])})" for t in sorted(added) if len(t) > 1 and not t.isspace()]
         return re.sub("|".join(broken), r"\g<0> ", text) if broken else text
-
-    # ------------------------------------------------------------ and back
 
     def messages_of(self, ids: list[int]) -> list[Message] | None:
         """The messages that a prompt was rendered from: the user's, perhaps after a system message.

@@ -121,8 +121,6 @@ def _pictures(folder: Path, record: dict[str, Any], result: dict[str, Any], at: 
     return [(picture, file, f"images/{at}/{file.name}") for picture, file in files if file.is_file()]
 
 
-# ---------------------------------------------------------------- the card
-
 TRAINED = ("steps", "kept", "slots", "tokens", "seconds", "stage_seconds", "heldout")
 NOT_COUNTS = ("files", "inputs", "fingerprint", "seconds")  # of the data stage's manifest
 

@@ -17,7 +17,7 @@ import numpy as np
 from eagle31_train import artifacts
 from eagle31_train.evaluation.intervals import NOTHING, Interval
 from eagle31_train.reporting import figures, html, tables
-from eagle31_train.reporting.figures import ROW, Picture
+from eagle31_train.reporting.figures import MARKERS, ROW, Picture
 from eagle31_train.reporting.tables import ALL, SERVING, Section
 
 if TYPE_CHECKING:
@@ -60,9 +60,6 @@ def conditions(result: Mapping[str, Any]) -> list[str]:
     if "max_new_tokens" in result:
         shown.append(f"at most {result['max_new_tokens']:,} tokens per answer")
     return shown
-
-
-# ---------------------------------------------------------------- its pictures
 
 
 @dataclass(frozen=True)
@@ -113,16 +110,17 @@ def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")
 
 
-# ---------------------------------------------------------------- one workload
-
-
 def _curves(workload: Result, name: str, title: str, across: str, curves: Curves, kind: Kind) -> Picture:
     """A curve for each drafter, over 1, 2, 3, …"""
 
     def draw(axes: "Axes") -> None:
         for drafter, intervals in curves.items():
             last = [f"{value:.1%}" if kind.percent else f"{value:.2f}" for value, *_ in intervals if value is not None]
-            figures.banded(axes, intervals, "  ".join([drafter, *last[-1:]]), drafters.index(drafter))
+            values, low, high = figures.columns(intervals)
+            at, valid, index = np.arange(1.0, len(values) + 1), np.isfinite(values), drafters.index(drafter)
+            marker, label = MARKERS[index % len(MARKERS)], "  ".join([drafter, *last[-1:]])
+            axes.fill_between(at, low, high, color=f"C{index}", alpha=0.16, linewidth=0)
+            axes.plot(at[valid], values[valid], color=f"C{index}", marker=marker, label=label, zorder=3)
         kind.scale(axes, "y")
         figures.whole_numbers(axes, across)
 
@@ -169,9 +167,6 @@ def _attention(measures: Curves, axes: "Axes") -> None:
     axes.set_ylim(0, 1)
     figures.shares(axes)
     figures.whole_numbers(axes, "draft step")
-
-
-# ---------------------------------------------------------------- rows of intervals
 
 
 def _overview(result: Result) -> Iterator[Picture]:
@@ -225,9 +220,12 @@ def _forest(
     shown = [name for name in names if any(name in row for row in rows.values())]
 
     def draw(axes: "Axes") -> None:
-        for at, name in enumerate(shown):
-            intervals = [row.get(name, NOTHING) for row in rows.values()]
-            figures.whiskers(axes, intervals, name, names.index(name), at, len(shown))
+        for place, name in enumerate(shown):
+            values, low, high = figures.columns(row.get(name, NOTHING) for row in rows.values())
+            at = np.arange(len(values)) + ((place + 0.5) / len(shown) - 0.5) * 0.7
+            bars, index = np.nan_to_num([values - low, high - values]), names.index(name)
+            marker = MARKERS[index % len(MARKERS)]
+            axes.errorbar(values, at, xerr=bars, fmt=marker, color=f"C{index}", label=name)
         axes.set_yticks(range(len(rows)), list(rows))
         axes.set_ylim(len(rows) - 0.5, -0.5)
         kind.scale(axes, "x")

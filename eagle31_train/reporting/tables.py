@@ -67,9 +67,6 @@ def as_text(result: Result) -> str:
     return "\n".join([*lines, GLOSSARY])
 
 
-# ---------------------------------------------------------------- workloads
-
-
 def _verdicts(workloads: Sequence[Result], depth: str) -> Table:
     first = next(iter(workloads[0]["drafters"]))
     header = ["workload", "drafter", f"acceptance length / {first}'s, at {depth}"]
@@ -151,9 +148,6 @@ def sampling(workload: Result) -> str:
     return f"sampled at temperature {workload['temperature']:g}{nucleus}"
 
 
-# ---------------------------------------------------------------- serving
-
-
 def _serving_remarks(serving: Result) -> Iterator[str]:
     prompts = f"{count(serving['prompts'], 'prompt')} of {serving.get('workload', 'a file')}, {sampling(serving)}"
     where = f"vLLM {serving['vllm']} on {serving.get('machine', 'a machine')}, {serving['dtype']}"
@@ -180,9 +174,6 @@ def _serving(serving: Result) -> Iterator[Table]:
     heads = ["TTFT, ms", "p50", "p95", "TPOT, ms", "p50", "p95", "TTFT by vLLM", "TPOT by vLLM"]
     yield Table("times", [*which, *heads], times)
     yield Table("acceptance, as vLLM counts it", [*which, "acceptance length", "accepted up to position"], accepted)
-
-
-# ---------------------------------------------------------------- numbers
 
 
 def count(number: int, what: str) -> str:

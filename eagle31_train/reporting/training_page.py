@@ -26,6 +26,7 @@ LENGTH = "acceptance_length"  # on held-out prompts; of runs whose store had tra
 Row = dict[str, Any]
 PAGE = "report.html"
 GIB = 2**30
+DECADE = 8.0  # curves that span more than this factor get a logarithmic axis
 RECENT = 50  # steps that the table's means are taken over
 LEARNING, DEPTH, OPTIMIZER, MACHINE = "Learning", "By depth", "Optimizer", "Machine"
 NUMBERS = (LENGTH, "loss", ESTIMATE, "oov_share", "grad_norm", "lr")
@@ -186,21 +187,28 @@ def pictures(history: History) -> Iterator[Picture]:
 
 def _draw(plot: Plot, history: History, axes: "Axes") -> None:
     """The curves, and marks for restarts and steps that were left out."""
+    from matplotlib import colormaps
+
     table = history.metrics
     if plot.section == MACHINE:
         values = history.timings[plot.column] / (GIB if plot.name == "memory" else history.busy)
         figures.noisy(axes, history.timings.steps, values, "mean", "C0", plot.form)
     elif depths := table.depths(plot.column):
-        figures.by_depth(axes, table.steps, depths, plot.form)
+        colours = colormaps["viridis"](np.linspace(0, 0.85, len(depths)))
+        for depth, (column, colour) in enumerate(zip(depths, colours, strict=True), 1):
+            figures.noisy(axes, table.steps, column, f"depth {depth}", colour, plot.form)
     else:
         figures.noisy(axes, table.steps, table[plot.column], "training", "C0", plot.form)
-        figures.measured(axes, table.steps, table[HELDOUT + plot.column], "held-out", "C1", plot.form)
+        heldout = table[HELDOUT + plot.column]
+        if (valid := np.isfinite(heldout)).any():
+            last = plot.form.format(heldout[valid][-1])
+            axes.plot(table.steps[valid], heldout[valid], "o-", color="C1", label=f"held-out  {last}")
     if plot.high == 1:
         figures.shares(axes)
     if plot.section == MACHINE or plot.high == 1 or plot.name == "lr":
         axes.set_ylim(bottom=0)
-    else:
-        figures.logarithmic(axes)
+    elif 0 < DECADE * axes.dataLim.intervaly[0] < axes.dataLim.intervaly[1]:
+        axes.set_yscale("log")
     figures.within(axes, plot.low, plot.high)
     figures.whole_numbers(axes, "optimizer step")
     top_to_bottom = axes.get_xaxis_transform()

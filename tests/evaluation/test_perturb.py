@@ -37,9 +37,6 @@ def said(name, prompt=PROMPT, around=AROUND):
     return RENDERING.decode(find(name).apply(prompt, around).ids)
 
 
-# ---------------------------------------------------------------- what they make
-
-
 @pytest.mark.parametrize("name", KNOWN)
 def test_the_question_is_the_same_and_the_rest_is_told_apart(name):
     """Every perturbation keeps id, source and the words; it is a pure function, and does something."""
@@ -61,9 +58,6 @@ def test_markup_in_a_system_message_is_text():
     as_it_is = RENDERING.ids([{"role": "system", "content": TEXTS["adversarial"]}, *PROMPT.messages])
     assert markup(as_it_is) != plain  # the text does hold some
     assert markup(find("system_adversarial").apply(PROMPT, AROUND).ids) == plain
-
-
-# ---------------------------------------------------------------- long contexts
 
 
 @pytest.mark.parametrize(

@@ -31,9 +31,6 @@ def store_of(folder):
     return folder / "run" / "store"
 
 
-# ---------------------------------------------------------------- what is stored
-
-
 @torch.no_grad()
 def test_each_is_the_targets_own_answer_and_its_states(run):
     extract(tiny_config(run, "evaluate.max_new_tokens=20", "evaluate.max_speculative_tokens=5"))
@@ -89,9 +86,6 @@ def test_an_extraction_that_goes_on_keeps_them_and_makes_what_is_damaged(run, ca
         assert {name: contents(store)[name] for name in FILES} == {name: before[name] for name in FILES}
 
 
-# ---------------------------------------------------------------- where there are none
-
-
 def test_a_target_or_engine_that_cannot_decode_here_is_extracted_all_the_same(run, monkeypatch, capsys):
     def refuse(*_, **__):
         raise TypeError("no such cache")
@@ -104,9 +98,6 @@ def test_a_target_or_engine_that_cannot_decode_here_is_extracted_all_the_same(ru
     writer = SimpleNamespace(has_trajectories=False)
     trajectories.record(config, SimpleNamespace(name="vllm"), writer, {"heldout": [1]})
     assert "training will not measure acceptance: extract.engine=vllm does not decode" in capsys.readouterr().out
-
-
-# ---------------------------------------------------------------- which prompts
 
 
 def test_at_most_half_of_each_sources_prompts_are_taken_from_its_end():

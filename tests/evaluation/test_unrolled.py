@@ -60,9 +60,6 @@ def unroll_all(objective, trajectory, depth=DEPTH, drift=True):
     return unroll(objective.drafter, objective.teacher.target_ids, trajectory, depth, drift)
 
 
-# ---------------------------------------------------------------- how far each draft gets
-
-
 def served(objective, trajectory, draft_tokens):
     """What a server accepts, verification by verification: its cache, its drafts, and the target's word."""
     told = [*trajectory.prompt, *trajectory.output, *trajectory.beyond]
@@ -117,9 +114,6 @@ def test_the_narrowest_gap_is_that_of_the_draft_at_its_slot(drafted):
             draft.append(int(ids[scores.argmax()]))
         found = narrowest(drafter, ids, trajectory, slot, DEPTH)
         assert found == pytest.approx(min(gaps), rel=1e-9)
-
-
-# ---------------------------------------------------------------- drift
 
 
 def from_scratch(objective, trajectory):

@@ -63,8 +63,6 @@ def place(tmp_path):
     return Place(tmp_path)
 
 
-# ---------------------------------------------------------------- rows of suites
-
 ROWS = [
     {"question": "hello", "kind": "a", "number": 7, "turns2": ["first", "second"], "talk": [{"value": "deep"}]},
     {"question": "world", "kind": "b", "number": 8, "turns2": ["one", "two"], "talk": [{"value": "deeper"}]},
@@ -117,9 +115,6 @@ def of(text):
 def test_sources_take_turns(given, count, chosen, too_long):
     prompts, longer = choose(of(given), count, 2)
     assert (" ".join(prompt.id for prompt in prompts), " ".join(longer)) == (chosen, too_long)
-
-
-# ---------------------------------------------------------------- workloads
 
 
 def test_each_set_as_it_is_and_under_each_perturbation(place):
@@ -192,9 +187,6 @@ def test_inputs_tell_what_the_prompts_are_made_of(place):
     template = place.folder / "target" / "chat_template.jinja"
     template.write_text(template.read_text() + "{# another #}")
     assert inputs(place.config(f"evaluate.suites.s.path={copy}")) != before
-
-
-# ---------------------------------------------------------------- what was trained on
 
 
 @pytest.mark.parametrize("rows", [7, 2500])  # more than are read at a time

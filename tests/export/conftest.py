@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from measured import measured
 from safetensors.torch import load_file, save_file
+from sample_results import measured
 
 from eagle31_train import artifacts, export
 from eagle31_train.checkpoint import run_folder

@@ -85,9 +85,6 @@ def test_the_card_knows_the_target_that_the_drafter_serves():
     assert "drafts in contexts of up to" not in body
 
 
-# ---------------------------------------------------------------- commands
-
-
 @pytest.mark.parametrize(
     "options",
     [

@@ -36,9 +36,6 @@ def text_of(html):
     return unescape(re.sub(r"\s+", " ", re.sub(r"<style>.*?</style>|<[^>]+>", " ", html, flags=re.DOTALL)))
 
 
-# ---------------------------------------------------------------- tables, wherever they are shown
-
-
 def test_the_terminal_shows_the_headline(whole):
     lines = as_text(whole).splitlines()
     for name in ("Verdict", ALL, "heldout", SERVING):
@@ -93,9 +90,6 @@ def test_results_of_earlier_versions_are_shown():
         assert len(as_text(given)) > 300
         assert len(evaluation_page.render(given, {})) > 1000
         assert list(pictures(given))
-
-
-# ---------------------------------------------------------------- the pictures
 
 
 def test_axes_show_nothing_that_cannot_be(whole):

@@ -115,7 +115,8 @@ def serve(
             before = settled(server, done)
             answers = run_load(server, asked, users, bar.update)
             done += len(answers)
-            counted = report.since(before, settled(server, done))
+            after = settled(server, done)
+            counted = Counter({name: after[name] - before[name] for name in after})
             if depth:
                 report.speculation(counted, depth)  # or it raises, before more is asked
             (speed, _, _) = report.speed(answers).intervals()[0]

@@ -30,19 +30,11 @@ print(json.dumps([__version__, torch.cuda.get_device_name() if torch.cuda.is_ava
 """
 
 
-# ---------------------------------------------------------------- arguments
-
-
 def target_arguments(config: Config) -> dict[str, Any]:
     """What the target needs of vLLM wherever it is served: what it needed before, its own code or several devices."""
     target, engine = config.target, config.extract.engine_args if config.extract.engine == "vllm" else {}
     wanted: dict[str, Any] = {"revision": target.revision, "trust_remote_code": target.trust_remote_code or None}
     return wanted | {name: engine.get(name) for name in ("tensor_parallel_size", "quantization")}
-
-
-def extra_arguments(config: Config) -> dict[str, Any]:
-    """evaluate.vllm_args as vLLM's own names."""
-    return {name.replace("-", "_"): value for name, value in config.evaluate.vllm_args.items()}
 
 
 def speculation(config: Config, drafter: str, draft_tokens: int) -> dict[str, Any]:
@@ -55,7 +47,7 @@ def speculation(config: Config, drafter: str, draft_tokens: int) -> dict[str, An
 
 def server_arguments(config: Config, drafter: Path | None, draft_tokens: int, port: int) -> dict[str, Any]:
     """All arguments of one server, by name; UserError where evaluate.vllm_args has one that is ours to set."""
-    given = extra_arguments(config)
+    given = {name.replace("-", "_"): value for name, value in config.evaluate.vllm_args.items()}
     for name in OURS & given.keys():
         raise UserError(f"evaluate.vllm_args.{name} cannot be set: it is the measurement's own, or target.*'s")
     wanted = {
@@ -80,7 +72,7 @@ def max_model_len(config: Config) -> int | None:
     Raises:
         UserError: it is told by words that only vLLM knows, as 32k or auto.
     """
-    limit = extra_arguments(config).get("max_model_len")
+    limit = server_arguments(config, None, 0, 0).get("max_model_len")
     if limit is not None and (type(limit) is not int or limit < 1):
         raise UserError(f"evaluate.vllm_args.max_model_len={limit} is no number from 1 on, as 32768: give one, or none")
     return limit
@@ -98,9 +90,6 @@ def flags(arguments: Mapping[str, Any]) -> list[str]:
         elif value is not None:
             line += [f"--{dashed}", *map(str, value if isinstance(value, list) else [value])]
     return line
-
-
-# ---------------------------------------------------------------- its environment
 
 
 @dataclass(frozen=True)
@@ -124,17 +113,7 @@ def check(config: Config) -> Engine:
             raise UserError(f"evaluate.{name}={values} measures nothing, or twice the same: list each number once")
     arguments = server_arguments(config, None, 0, 0)
     max_model_len(config)
-    version, gpu = ask(options.vllm_python)
-    if gpu is None:  # as vLLM's torch sees it, and not this environment's
-        return Engine(version, machine(torch.device("cpu"), threads=False))
-    devices = prod(size for name in PARALLEL if isinstance(size := arguments.get(name), int))
-    return Engine(version, f"{devices} × {gpu}" if devices > 1 else gpu)
-
-
-def ask(python: str) -> tuple[str, str | None]:
-    """The version of a python's vLLM, and the name of the GPU that its torch sees first, if any; UserError where it
-    cannot be run, or cannot import vLLM."""
-    environment = {**ENVIRONMENT, **os.environ}
+    python, environment = options.vllm_python, {**ENVIRONMENT, **os.environ}
     try:
         done = subprocess.run(
             [python, "-c", PROBE], capture_output=True, stdin=subprocess.DEVNULL, timeout=PROBE_SECONDS, env=environment
@@ -147,4 +126,7 @@ def ask(python: str) -> tuple[str, str | None]:
             "vLLM's environment, e.g. .venv-vllm/bin/python"
         ) from None
     version, gpu = json.loads(done.stdout.decode().splitlines()[-1])
-    return version, gpu
+    if gpu is None:  # as vLLM's torch sees it, and not this environment's
+        return Engine(version, machine(torch.device("cpu"), threads=False))
+    devices = prod(size for name in PARALLEL if isinstance(size := arguments.get(name), int))
+    return Engine(version, f"{devices} × {gpu}" if devices > 1 else gpu)

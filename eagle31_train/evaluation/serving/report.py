@@ -158,9 +158,6 @@ def notes(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-# ---------------------------------------------------------------- what vLLM counts of itself
-
-
 def parse(text: str) -> Counter[str]:
     """The counters of /metrics by name, those of a position by NAME[i]; histograms only by their _sum and _count."""
     found: Counter[str] = Counter()
@@ -170,11 +167,6 @@ def parse(text: str) -> Counter[str]:
         at = _POSITION.search(labels)
         found[f"{name}[{at[1]}]" if at else name] += float(value)  # type: ignore[assignment]
     return found
-
-
-def since(before: Counter[str], after: Counter[str]) -> Counter[str]:
-    """What was counted between two readings."""
-    return Counter({name: after[name] - before[name] for name in after})
 
 
 def speculation(counted: Counter[str], draft_tokens: int) -> dict[str, Any]:

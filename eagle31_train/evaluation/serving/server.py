@@ -115,9 +115,6 @@ class Server:
         return ([*lines[-1:], *errors] or ["it said nothing"])[-1][-300:]
 
 
-# ---------------------------------------------------------------- its users
-
-
 @dataclass(frozen=True)
 class Question:
     """What is sent: the prompt's place among all, its id and tokens, and the rest of the request."""
