@@ -4,7 +4,6 @@ eagle31 summary +experiment=smollm2
 """
 
 from pathlib import Path
-from typing import Any
 
 from eagle31_train import artifacts, cli
 from eagle31_train.checkpoint import run_folder
@@ -31,11 +30,6 @@ def summarise(config: Config) -> None:
     manifests |= {"extract": store, "export": read_record(run_dir)}
     if manifests["evaluate"]["inputs"].get("checkpoint") != run_folder.identity(manifests["train"]):
         raise UserError(f"evaluate was last run on another training: run `{evaluate}` again")
-    note("\n" + table(config, manifests) + "\n")
-
-
-def table(config: Config, manifests: dict[str, dict[str, Any]]) -> str:
-    """The summary as text, from the stages' manifests."""
     report, trained = manifests["evaluate"]["report"], manifests["train"]
     speed, depth = report["tokens_per_second"], report["draft_tokens"]
     length = bracket(report["by_depth"][str(depth)]["acceptance_length"])
@@ -51,7 +45,7 @@ def table(config: Config, manifests: dict[str, dict[str, Any]]) -> str:
         "serve it": manifests["export"]["serve"],
     }
     body = [f"{name:<17}  {value}" for name, value in rows.items()]
-    return "\n".join([f"{config.name}: an EAGLE drafter for {config.target.path}", "-" * 100, *body, "-" * 100])
+    note("\n".join([f"{config.name}: an EAGLE drafter for {config.target.path}", "-" * 100, *body, "-" * 100]))
 
 
 if __name__ == "__main__":

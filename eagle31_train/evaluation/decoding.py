@@ -11,7 +11,7 @@ A sequence that has ended leaves its batch.
 
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -159,7 +159,9 @@ def decode_speculative(
         for index, tokens in zip(batch, new, strict=True):
             decoded[index].accepted.append(len(tokens) - 1)
     seconds = (_now(target) - began) / len(decoded)
-    return [replace(one, seconds=seconds) for one in decoded]
+    for one in decoded:
+        one.seconds = seconds
+    return decoded
 
 
 def _leave(going: list[int], batch: list[int], target: CachedTarget, chooser: Chooser) -> list[int]:

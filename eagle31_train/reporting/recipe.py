@@ -38,11 +38,6 @@ def serve_command(config: Config, drafter: str | None, published: bool = False) 
     return shlex.join(command)
 
 
-def commands(config: Config) -> list[str]:
-    """The commands of all five stages that make this drafter again."""
-    return [command(program, config) for program in PROGRAMS]
-
-
 def command(program: str, config: Config) -> str:
     """The command that runs a stage with this configuration."""
     return f"{program} {shlex.join(overrides(config))}"

@@ -6,11 +6,18 @@ import re
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from eagle31_train.report import main
+from eagle31_train.reporting import figures
 from eagle31_train.reporting.training_page import ESTIMATE, PLOTS, write
 
 DEPTHS = 3
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setitem(figures.STYLE, "savefig.dpi", 25)
 
 
 def metrics(steps, left_out=()):
