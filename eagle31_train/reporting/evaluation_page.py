@@ -189,12 +189,17 @@ def _overview(result: Result) -> Iterator[Picture]:
     def kept(workload: Result, name: str) -> Interval | None:
         return workload["drafters"][name].get("kept", {}).get(depth)
 
+    def own(workload: Result, name: str) -> Interval | None:
+        drift = workload["drafters"][name]["drift"]
+        return drift["own"][-1] if drift else None
+
     def ratio(other: str, workload: Result, name: str) -> Interval | None:
         differences = workload["differences"]
         return differences[name][depth]["ratio"] if name == other and name in differences else None
 
     yield from forest("acceptance", "Acceptance length", LENGTH, length)
     yield from forest("kept", "Kept of the plain form's acceptance length", KEPT, kept)
+    yield from forest("own", "Attention on its own drafts at the last step", SHARE, own)
     for name in names[1:]:
         title = f"Acceptance length of {name}, times that of {names[0]}"
         yield from forest(f"gain-{slug(name)}", title, RATIO, partial(ratio, name))

@@ -99,6 +99,7 @@ def test_axes_show_nothing_that_cannot_be(whole):
         ("heldout-acceptance", "y", 1, np.inf),
         ("heldout-conditional", "y", 0, 1),
         ("heldout-own", "y", 0, 1),
+        ("workloads-own", "x", 0, 1),
         ("heldout-rms", "y", 0, np.inf),
         ("serving-b", "x", 0, np.inf),
     ):
