@@ -129,10 +129,7 @@ def longest_prompt(config: Config, positions: Iterable[int | None], drafted: Ite
     """How many tokens a prompt may have, so that vLLM takes it and drafts every time: near the last position it drafts
     less. With evaluate.backend=vllm, its own limit and its depths count, too.
 
-    Args: as of `choose_workloads`.
-
-    Raises:
-        UserError: a limit of vLLM's that is no number.
+    UserError where a limit of vLLM's is no number.
     """
     options = config.evaluate
     limits = [*positions, getattr(read_config(config.target), "max_position_embeddings", None)]
@@ -147,12 +144,7 @@ def longest_prompt(config: Config, positions: Iterable[int | None], drafted: Ite
 
 def caveats(trainings: Mapping[str, Sequence[Inputs | None]], data: str) -> Iterator[str]:
     """Which drafters may have been trained on the prompts, and which trainings of one drafter differ in more than their
-    seed.
-
-    Args:
-        trainings: as of `choose_workloads`.
-        data: the dataset_fingerprint of what the prompts are held out from, or are looked up in.
-    """
+    seed; `data`: the dataset_fingerprint of what the prompts are held out from, or are looked up in."""
     for name, inputs in trainings.items():
         if any(one is None or one.get("data") != data for one in inputs):
             yield f"{name} may have been trained on these prompts"

@@ -84,9 +84,6 @@ def suite_of(name: str, given: Any) -> Suite:
     return Suite(**{key: value for key, value in given.items() if value is not None})
 
 
-# ---------------------------------------------------------------- which prompts
-
-
 def choose(prompts: list[Prompt], count: int, longest: int) -> tuple[list[Prompt], list[str]]:
     """`count` distinct prompts of at most `longest` tokens, in turns of every source, in its order; also the ids of
     those passed over as longer.
@@ -172,9 +169,6 @@ def from_suite(name: str, suite: Suite, option: str, rendering: Rendering) -> tu
         "tools unread": f"the target's chat template reads no tools: those of {seen['tools unread']} prompts are lost",
     }
     return list(prompts.values()), [text for key, text in notes.items() if seen[key]]
-
-
-# ---------------------------------------------------------------- rows
 
 
 def files_of(pattern: str, option: str) -> list[Path]:

@@ -110,9 +110,6 @@ def per_prompt(workload: Workload, measurement: Measurement, draft_tokens: int) 
     return rows
 
 
-# ---------------------------------------------------------------- one workload
-
-
 def _workload(workload: Workload, drafters: Drafters, plain: Drafters | None, depths: Sequence[int]) -> dict[str, Any]:
     """A workload's result; `plain`: the same drafters on the plain form of a perturbed workload."""
     rows = {name: _rows(trainings) for name, trainings in drafters.items()}

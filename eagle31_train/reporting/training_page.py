@@ -173,9 +173,6 @@ def write(run: Path, out: Path | None = None) -> tuple[Path, list[str]]:
     return out / PAGE, history.notes
 
 
-# ---------------------------------------------------------------- pictures
-
-
 def pictures(history: History) -> Iterator[Picture]:
     """The pictures that there are numbers for, in the order of the page."""
     remark = f"strokes above: {len(history.restarts):,} restarts" if history.restarts else ""
@@ -216,9 +213,6 @@ def _draw(plot: Plot, history: History, axes: "Axes") -> None:
     if plot.name in ("loss", "gradient"):
         left_out = history.marked("left_out")
         axes.plot(left_out, np.full(len(left_out), 0.03), "rx", transform=top_to_bottom)
-
-
-# ---------------------------------------------------------------- the page
 
 
 def render(history: History, images: html.Images) -> str:

@@ -43,16 +43,12 @@ TTFT = "vllm:time_to_first_token_seconds"
 TPOT = "vllm:request_time_per_output_token_seconds"
 
 
-def speed(answers: Sequence[Answer], over: Sequence[Answer] | None = None) -> Estimate:
-    """Tokens/s/user; with `over`, answers to the same questions, the paired ratio of the two.
-
-    Prompts are what the interval is over: one that was sent several times counts as one.
-    """
+def speed(answers: Sequence[Answer]) -> Estimate:
+    """Tokens/s/user, over prompts: one that was sent several times counts as one."""
     sums = np.zeros((2, 1 + max(answer.prompt for answer in answers), 1))
     for answer in answers:
         sums[:, answer.prompt, 0] += len(answer.tokens) - 1, answer.last - answer.first
-    ours = ratios(*sums)
-    return ours if over is None else ours / speed(over)
+    return ratios(*sums)
 
 
 def row(
@@ -72,6 +68,7 @@ def row(
         reference: the answers that these are compared with, by prompt; None where they need not be equal.
     """
     tokens = sum(len(answer.tokens) for answer in answers)
+    seconds = max(answer.last for answer in answers) - min(answer.sent for answer in answers)
     expected = {answer.prompt: answer.tokens for answer in reference or ()}
     return {
         "drafter": drafter,
@@ -79,12 +76,12 @@ def row(
         "concurrency": concurrency,
         "requests": len(answers),
         "output_tokens": tokens,
-        "seconds": tokens / total(answers),
+        "seconds": seconds,
         "ttft": _spread([answer.ttft for answer in answers]),
         "tpot": _spread([answer.tpot for answer in answers if answer.tpot is not None]),
         "per_user": speed(answers).intervals()[0],
-        "total": total(answers),
-        "speedup": None if plain is None else speed(answers, plain).intervals()[0],
+        "total": tokens / seconds,  # of all users together
+        "speedup": None if plain is None else (speed(answers) / speed(plain)).intervals()[0],
         "different": None if reference is None else sum(a.tokens != expected[a.prompt] for a in answers),
         "acceptance": speculation(counted, draft_tokens) if draft_tokens else None,
         "counted": {
@@ -95,12 +92,6 @@ def row(
             "preemptions": round(counted[PREEMPTIONS]),
         },
     }
-
-
-def total(answers: Sequence[Answer]) -> float:
-    """Tokens per second of all users together."""
-    seconds = max(answer.last for answer in answers) - min(answer.sent for answer in answers)
-    return sum(len(answer.tokens) for answer in answers) / seconds
 
 
 def _spread(values: list[float]) -> dict[str, float | None]:
@@ -137,8 +128,9 @@ def _pays(speedup: Interval) -> bool:
 def verdict(chosen: Sequence[Row]) -> list[str]:
     """How many tokens to draft, a line for each drafter and concurrency."""
     return [
-        f"{one['drafter']} at concurrency {one['concurrency']}: num_speculative_tokens={one['draft_tokens']} "
-        f"({one['tried']} gives {bracket(one['speedup'], '{:.2f}')} × the tokens/s/user)"
+        f"{one['drafter']} at concurrency {one['concurrency']}: "
+        f"{'' if one['draft_tokens'] else 'no gain shown, '}best with num_speculative_tokens={one['tried']}, "
+        f"{bracket(one['speedup'], '{:.2f}')} × the tokens/s/user"
         for one in chosen
     ]
 
