@@ -15,7 +15,7 @@ from benchmarks import extraction, peers, plot, run_main, storage, store_plot
 from eagle31_train import artifacts
 from eagle31_train.errors import UserError
 from eagle31_train.reporting import figures
-from eagle31_train.reporting.evaluation_figures import pictures
+from eagle31_train.reporting.evaluation_page import pictures
 
 RESULTS, README = Path("docs/results"), Path("docs/pictures")
 # Picture of the study: the result, and which of its pictures.

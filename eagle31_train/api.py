@@ -24,7 +24,7 @@ from eagle31_train.model.decode import DraftDecoder
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.store import Store
 from eagle31_train.store.backends import open_storage
-from eagle31_train.store.codec import Encoded
+from eagle31_train.store.codec import as_encoded
 from eagle31_train.targets.cached import CachedTarget
 from eagle31_train.targets.hf import DTYPES, load_model
 from eagle31_train.targets.pretrained import end_ids
@@ -50,15 +50,10 @@ class Sample:
 
 @dataclass(frozen=True)
 class OpenStore:
-    """A store that is read; made by `open_store`."""
+    """A store that is read; made by `open_store`. aux_layers: the layers of `Sample.aux`, as inputs of layer i."""
 
     store: Store
-
-    @property
-    def aux_layers(self) -> list[int]:
-        """The layers of `Sample.aux`, as inputs of layer i."""
-        layers: list[int] = self.store.states["aux_layers"]
-        return layers
+    aux_layers: list[int]
 
     def count(self, split: str) -> int:
         """Samples of a split, train or heldout."""
@@ -71,7 +66,7 @@ class OpenStore:
             UserError: its shard is missing or damaged.
         """
         document = self.store.split(split).read(index)
-        aux, last = (_decoded(states) for states in (document.attended_states, document.supervised_states))
+        aux, last = (as_encoded(states).decode() for states in (document.attended_states, document.supervised_states))
         return Sample(document.tokens, document.loss_mask, document.supervised, aux, last)
 
 
@@ -84,11 +79,8 @@ def open_store(where: str | Path, cache_dir: str | Path = "store-cache", cache_b
     Raises:
         UserError: there is none, or it is not finished.
     """
-    return OpenStore(Store(open_storage(str(where), Path(cache_dir), cache_bytes)))
-
-
-def _decoded(states: Tensor | Encoded) -> Tensor:
-    return states.decode() if isinstance(states, Encoded) else states
+    store = Store(open_storage(str(where), Path(cache_dir), cache_bytes))
+    return OpenStore(store, store.states["aux_layers"])
 
 
 @dataclass(frozen=True)
@@ -106,16 +98,16 @@ class Generation:
         return 1 + sum(self.accepted) / max(len(self.accepted), 1)
 
 
+@dataclass
 class Speculator:
-    """A drafter beside its target in memory; made by `load`."""
+    """A drafter beside its target in memory; made by `load`. target_ids: [Vd] int64, the target's token of each row of
+    the drafter's lm_head. ends: tokens that end an answer."""
 
-    def __init__(
-        self, target: CachedTarget, drafter: Drafter, target_ids: Tensor, rendering: Rendering, ends: list[int]
-    ) -> None:
-        """target_ids: [Vd] int64, the target's token of each row of the drafter's lm_head. ends: tokens that end an
-        answer."""
-        self.target, self.drafter, self.target_ids = target, drafter, target_ids
-        self.rendering, self.ends = rendering, ends
+    target: CachedTarget
+    drafter: Drafter
+    target_ids: Tensor
+    rendering: Rendering
+    ends: list[int]
 
     @classmethod
     def load(

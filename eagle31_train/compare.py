@@ -15,40 +15,47 @@ again.
 """
 
 import gc
+import re
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from eagle31_train import artifacts, cli
+from eagle31_train.checkpoint import hub
+from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
+from eagle31_train.checkpoint.writer import read_record
 from eagle31_train.config import Config
 from eagle31_train.console import note
-from eagle31_train.evaluation import comparison
-from eagle31_train.evaluation.comparison import Named, named
+from eagle31_train.errors import UserError
 from eagle31_train.evaluation.evaluating import evaluate, read_data
 from eagle31_train.evaluation.measuring import check_options
 from eagle31_train.evaluation.serving import check as check_serving
 from eagle31_train.evaluation.serving import measure_serving
 from eagle31_train.reporting import evaluation_page, recipe, tables
 from eagle31_train.reporting.markdown import public
+from eagle31_train.store import read_manifest
+from eagle31_train.targets.hf import read_config
 
 DRAFTERS = "DRAFTER DRAFTER … "  # of the usage line
-FEWER = "give two drafters or more: eagle31 compare runs/a runs/b"
+COMPARISONS = Path("runs/compare")
+Named = dict[str, list[str]]  # a drafter's name → its trainings
 
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point: DRAFTER arguments first, options behind them."""
     words = sys.argv[1:] if argv is None else argv
-    given = [word for word in words if not word.startswith(("-", "+", "~")) and comparison.is_drafter(word)]
+    given = [word for word in words if not word.startswith(("-", "+", "~")) and is_drafter(word)]
     options = [word for word in words if word not in given]
     if len(given) < 2 and not any(word.startswith("-") for word in words):  # --help wants none
-        note(f"error: {FEWER}", error=True)
+        note("error: give two drafters or more: eagle31 compare runs/a runs/b", error=True)
         raise SystemExit(2)
     saved = None
     if given and not any(word.lstrip("+").startswith("experiment=") for word in options):
-        firsts = [trainings[0] for _, trainings in map(comparison.parted, given)]
+        firsts = [trainings[0] for _, trainings in map(parted, given)]
         first = next((one for one in firsts if Path(one, "train", "config.yaml").is_file()), firsts[0])
         # That a training may replace its outputs does not let its comparisons do so.
         options, saved = [f"run_dir={first}", "overwrite=false", *options], Path(first, "train", "config.yaml")
@@ -63,30 +70,30 @@ def compare(trainings: Named, config: Config) -> None:
             changed; a folder that has another comparison; vLLM that cannot be run.
     """
     check_options(config.evaluate)
-    out = comparison.folder_of(trainings, config, evaluation_page.RESULT)
+    out = folder_of(trainings, config)
     engine = check_serving(config) if config.evaluate.backend == "vllm" else None
-    drafts = {name: comparison.exported(some[0]) for name, some in trainings.items()} if engine else {}
+    drafts = {name: exported(some[0]) for name, some in trainings.items()} if engine else {}
     data = read_data(config)
-    checkpoints = {name: [comparison.read(one, config, data) for one in some] for name, some in trainings.items()}
+    checkpoints = {name: [read(one, config, data) for one in some] for name, some in trainings.items()}
 
     # Comparisons without a folder of their own share what is measured.
-    shared = Path(config.compare.out or comparison.COMPARISONS)
-    evaluation = evaluate(config, checkpoints, data, shared / "workloads", config.compare.verified)
+    shared = Path(config.compare.out or COMPARISONS)
+    result, decoded, _ = evaluate(config, checkpoints, data, shared / "workloads", config.compare.verified)
     first, *others = trainings
-    result = {
-        **evaluation.result,
+    words = [f"{name}:{','.join(map(public, some))}" for name, some in trainings.items()]
+    result |= {
         "title": f"{', '.join(others)} against {first}",
         "target": config.target.name,
         "trainings": trainings,
         "identities": {name: [one.identity for one in some] for name, some in checkpoints.items()},
-        "command": command(trainings, config),
+        "command": f"eagle31 compare {shlex.join([*words, *recipe.overrides(config)])}",
         "verified": config.compare.verified,
     }
     note(tables.as_text(result))
     write(out, result)  # before vLLM, which may fail after hours
     if engine is None:
         return
-    workload = evaluation.workloads[0]
+    workload = decoded[0]
     gc.collect()  # the target, which has cycles: vLLM asks for nearly all memory that a GPU has
     torch.cuda.empty_cache()
     served = measure_serving(config, drafts, workload.prompts, data["end_ids"], engine, shared / "serving")
@@ -103,10 +110,81 @@ def write(out: Path, result: dict[str, Any]) -> None:
     note(f"compare: {out / evaluation_page.PAGE}")
 
 
-def command(trainings: Named, config: Config) -> str:
-    """The command line that compares these, with paths as others may see them."""
-    words = [f"{name}:{','.join(map(public, some))}" for name, some in trainings.items()]
-    return f"eagle31 compare {shlex.join([*words, *recipe.overrides(config)])}"
+def is_drafter(word: str) -> bool:
+    """Whether a word names a drafter: it is no option, or a folder whose name looks like one (runs/lr=1)."""
+    return "=" not in word or Path(parted(word)[1][0]).is_dir()
+
+
+def parted(word: str) -> tuple[str | None, list[str]]:
+    """A DRAFTER argument: its name, where it gives one, and its trainings."""
+    before, _, rest = word.partition(":")
+    name, trainings = (before, rest) if before and rest and "/" not in before else (None, word)
+    return name, [training.rstrip("/") for training in trainings.split(",")]
+
+
+def named(words: Sequence[str]) -> Named:
+    """Drafters by name: as NAME:… says, else the last part of the path, or as many as tell it from the others.
+
+    Raises:
+        UserError: a name or training that stands there twice, or a training without a name.
+    """
+    arguments = [parted(word) for word in words]
+    # Never all of an absolute path: names stand in pictures and on public cards.
+    paths = [Path(trainings[0]).absolute().parts[1:] for _, trainings in arguments]
+    drafters_by_name: Named = {}
+    for (given, trainings), path in zip(arguments, paths, strict=True):
+        count = next((n for n in range(1, len(path)) if sum(path[-n:] == other[-n:] for other in paths) == 1), 1)
+        name = given or "/".join(path[-count:]) or trainings[0]
+        if name in drafters_by_name or name == "plain":  # which decoding without a drafter is called
+            raise UserError(f"two drafters are called {name}: tell them apart as NAME:{trainings[0]}")
+        if "" in trainings or len(set(trainings)) < len(trainings):
+            raise UserError(f"{name} is {','.join(trainings)}, which has a training twice or none: give each once")
+        drafters_by_name[name] = trainings
+    return drafters_by_name
+
+
+def read(drafter: str, config: Config, data: dict[str, Any]) -> DrafterCheckpoint:
+    """The checkpoint of a run, or of an exported or published draft, its weights read.
+
+    Raises:
+        UserError: it cannot be read, was trained for another target, or may have been trained on held-out prompts.
+    """
+    checkpoint = DrafterCheckpoint.open(drafter, target_layers=lambda: read_config(config.target).num_hidden_layers)
+    checkpoint.tensors  # noqa: B018 (or damaged weights are refused after the target is loaded)
+    if checkpoint.train is not None and (saved := checkpoint.train / "config.yaml").is_file():
+        store = read_manifest(cli.load_config([f"run_dir={checkpoint.train.parent}"], saved))
+        checkpoint.check_store(store, config.target)
+    inputs = checkpoint.inputs
+    if config.evaluate.prompts is None and inputs is not None and inputs.get("data") != data["dataset_fingerprint"]:
+        raise UserError(
+            f"{checkpoint.where} was trained on other data than {config.data_folder}, perhaps on its held-out prompts: "
+            "give prompts that nothing was trained on as evaluate.prompts=FILE"
+        )
+    return checkpoint
+
+
+def exported(drafter: str) -> Path:
+    """The folder of a drafter that vLLM can serve; UserError where it is not exported, or of other weights."""
+    folder = Path(drafter) if Path(drafter).is_dir() else hub.fetch(drafter, None)
+    if not (folder / "train").is_dir():
+        return folder
+    read_record(folder)
+    return folder / "export"
+
+
+def folder_of(trainings: Named, config: Config) -> Path:
+    """Where the comparison is written; UserError where there is one of other drafters of the same names."""
+    if config.compare.out is not None:
+        return Path(config.compare.out)
+    out = COMPARISONS / "-".join(re.sub(r"[^\w.]+", "_", name) for name in trainings)
+    result = out / evaluation_page.RESULT
+    if not config.overwrite and result.is_file():
+        earlier = artifacts.read_json(result, "this command").get("trainings", {})
+        there, here = ([[Path(one).resolve() for one in some] for some in of.values()] for of in (earlier, trainings))
+        if there != here:
+            words = shlex.join(f"{name}:{','.join(some)}" for name, some in earlier.items())
+            raise UserError(f"{out} compares {words}: give another compare.out=…, or replace it with overwrite=true")
+    return out
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from eagle31_train.evaluation import evaluating, perturb, results, workloads
 from eagle31_train.evaluation.measuring import check_options
 from eagle31_train.evaluation.serving import Engine, measure_serving
 from eagle31_train.evaluation.serving import check as check_serving
-from eagle31_train.evaluation.serving.command import server_arguments, target_arguments
+from eagle31_train.evaluation.serving.engine import server_arguments, target_arguments
 from eagle31_train.provenance import Provenance
 from eagle31_train.reporting import evaluation_page, recipe, tables
 from eagle31_train.store import read_manifest
@@ -60,24 +60,23 @@ def evaluate(config: Config) -> None:
     data = evaluating.read_data(config)
 
     # Measurements stay outside the stage's folder, so that adding a suite does not decode the others again.
-    evaluation = evaluating.evaluate(config, {config.name: [checkpoint]}, data, run_dir / "workloads")
-    command = recipe.command(recipe.EVALUATE, config)
-    result = {**evaluation.result, "title": config.name, "target": config.target.name, "command": command}
+    checkpoints = {config.name: [checkpoint]}
+    result, decoded, measurements = evaluating.evaluate(config, checkpoints, data, run_dir / "workloads")
+    ((first,),) = measurements[0].values()
+    report = results.report(result, first, data, config.evaluate)
+    result |= {"title": config.name, "target": config.target.name, "command": recipe.command(recipe.EVALUATE, config)}
     files = evaluation_page.write(folder, result)
     seconds = time.perf_counter() - began
-    ((first,),) = evaluation.measurements[0].values()
-    report = results.report(result, first, data, config.evaluate)
-    manifest = {
-        **made_of.record(),
+    facts = {
         "report": {**report, "seconds": seconds},
         "result": result,
-        "per_prompt": results.per_prompt(evaluation.workloads[0], first, config.evaluate.num_speculative_tokens),
-        "left_out": {workload.name: workload.left_out for workload in evaluation.workloads},
+        "per_prompt": results.per_prompt(decoded[0], first, config.evaluate.num_speculative_tokens),
+        "left_out": {workload.name: workload.left_out for workload in decoded},
         "end_ids": data["end_ids"],
         "files": artifacts.list_files(folder, files),
         "seconds": seconds,
     }
-    artifacts.write_json(folder / artifacts.MANIFEST, manifest)
+    artifacts.write_json(folder / artifacts.MANIFEST, made_of.record(**facts))
     note(tables.as_text(result))
     if missing := report["not_measured"]:
         note(f"not measured: {', '.join(missing)} (no prompt of these sources was decoded)")
@@ -101,19 +100,18 @@ def serve(config: Config) -> None:
     if provenance.up_to_date(folder, made_of, config.overwrite):
         note(f"evaluate: up to date ({folder})")
         return
-    trained: dict[str, Any] | None = None
+    trained: dict[str, Any] = {}
     if (train := run_dir / "train" / artifacts.MANIFEST).is_file():  # vLLM can do without
         trained = artifacts.read_json(train, TRAIN)
         refuse_other_data(trained["inputs"], data, config.data_folder)
     positions = [exported["inputs"]["shape"]["max_position_embeddings"]]
-    trainings, measured_on = {config.name: [trained and trained["inputs"]]}, (trained or {}).get("measured_on", [])
-    chosen = evaluating.choose_workloads(config, trainings, positions, data, measured_on=measured_on)
-    if len(chosen) > 1:
+    trainings, measured_on = {config.name: [trained.get("inputs")]}, trained.get("measured_on", [])
+    workload, *others = evaluating.choose_workloads(config, trainings, positions, data, measured_on=measured_on)
+    if others:
         raise UserError(
             "evaluate.backend=vllm measures one workload at a time: leave out evaluate.perturbations, and give one set "
             "of prompts as evaluate.prompts=FILE"
         )
-    (workload,) = chosen
     serving = measure_serving(config, {config.name: run_dir / "export"}, workload.prompts, data["end_ids"], engine)
     serving |= {
         "workload": workload.name,
@@ -121,13 +119,8 @@ def serve(config: Config) -> None:
         "command": recipe.command(recipe.EVALUATE, config),
     }
     files = evaluation_page.write(folder, {"title": config.name, "target": config.target.name, "serving": serving})
-    manifest = {
-        **made_of.record(),
-        "serving": serving,
-        "files": artifacts.list_files(folder, files),
-        "seconds": time.perf_counter() - began,
-    }
-    artifacts.write_json(folder / artifacts.MANIFEST, manifest)
+    facts = {"files": artifacts.list_files(folder, files), "seconds": time.perf_counter() - began}
+    artifacts.write_json(folder / artifacts.MANIFEST, made_of.record(serving=serving, **facts))
     note(tables.as_text({"serving": serving}))
     note(f"evaluate: {folder / evaluation_page.PAGE}")
 

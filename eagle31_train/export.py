@@ -23,7 +23,7 @@ from eagle31_train.checkpoint.writer import EXPORT, RECORD, write_checkpoint
 from eagle31_train.config import Config, DrafterShape
 from eagle31_train.console import note
 from eagle31_train.errors import UserError
-from eagle31_train.reporting import card, card_results, recipe
+from eagle31_train.reporting import card, recipe
 from eagle31_train.store import read_manifest
 
 
@@ -47,7 +47,7 @@ def export(config: Config) -> None:
     made_from = provenance.of_export(config, checkpoint.manifest, weights, dataclasses.asdict(shape), target_ids)
     fingerprint = made_from.fingerprint
     compared = [Path(folder) for folder in config.comparisons]
-    results = card_results.read(run, checkpoint.identity, fingerprint, compared)
+    results = card.read_results(run, checkpoint.identity, fingerprint, compared)
     card_inputs = {
         "repo": config.repo,
         "draft_tokens": config.evaluate.num_speculative_tokens,
@@ -127,7 +127,7 @@ def write(
     shape: DrafterShape,
     config: Config,
     text: str,
-    results: card_results.CardResults,
+    results: card.CardResults,
     final: Path,
 ) -> None:
     """Write the export, with the card's text, into a temporary folder, and only then give it its name."""

@@ -1,13 +1,29 @@
 """Results of made-up drafters, for tests of what is shown of them."""
 
 import numpy as np
-from measured import measured
 
-from eagle31_train.evaluation.measurement import Counts, Drift
+from eagle31_train.evaluation.measurement import Counts, Drift, Measurement
 from eagle31_train.evaluation.results import summarise
+from eagle31_train.evaluation.workloads import Workload
 
 DEPTHS = range(1, 5)
 CONDITIONS = {"machine": "a | processor", "dtype": "float32", "max_new_tokens": 128, "command": "python -m this a>b"}
+
+
+def measured(name, counts, temperature=0.0, top_p=1.0, notes=()):
+    """A workload and its measurements.
+
+    Args:
+        name: "SUITE" or "SUITE · PERTURBATION".
+        counts: of each drafter by name: a list of Counts, or several of them, one for each training.
+    """
+    suite, _, perturbation = name.partition(" · ")
+    workload = Workload(name, suite, perturbation or None, [], temperature, top_p, notes=list(notes))
+    trainings = {
+        drafter: [Measurement([], rows) for rows in (some if some and isinstance(some[0], list) else [some])]
+        for drafter, some in counts.items()
+    }
+    return workload, trainings
 
 
 def answers(rate, prompts=12, drift=True):

@@ -19,9 +19,9 @@ import yaml
 
 from eagle31_train import cli, new
 from eagle31_train.__main__ import COMMANDS
+from eagle31_train.compare import is_drafter
 from eagle31_train.config import RENAMED
 from eagle31_train.errors import UserError
-from eagle31_train.evaluation.comparison import is_drafter
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES_ELSEWHERE = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md", "examples/README.md"]

@@ -14,6 +14,7 @@ from eagle31_train.console import Progress, explained, note, tidy
 from eagle31_train.errors import UserError
 from eagle31_train.reporting import html, markdown
 from eagle31_train.reporting.figures import Picture
+from eagle31_train.reporting.tables import Section, Table
 
 ROOT = Path(__file__).resolve().parent.parent
 HOSTILE = "a\x1b[2J\x1b]0;title\x07b\x9b31m\u202egpj.exe\u2066\u200b\r\ud800\U000e0041c"
@@ -74,8 +75,9 @@ def test_what_libraries_log_and_warn_of_is_cleaned_too(capsys):
     assert f"UserWarning: {SPELT}\n" in said
 
 
-def test_pages_cards_and_pictures_show_it_spelt():
-    page = html.document(HOSTILE, [html.heading(HOSTILE), html.table([HOSTILE], [[HOSTILE]]), html.code(HOSTILE)])
+def test_pages_and_cards_show_it_spelt():
+    section = Section(HOSTILE, [HOSTILE], [Table(HOSTILE, [HOSTILE], [[HOSTILE]])] * 2)
+    page = html.page(HOSTILE, [section], {HOSTILE: [(HOSTILE, "data:")]}, {HOSTILE: HOSTILE})
     card = "".join([markdown.plain(HOSTILE), markdown.code(HOSTILE), markdown.grid([HOSTILE], [[HOSTILE]])])
     for text in (page, card):
         assert shown.clean(text) == text

@@ -3,7 +3,7 @@
 As in vLLM 0.32, every verification is one draft, and counts are of all tokens that it proposed and all that the target
 agreed with, **also those past the end-of-sequence token or past max_new_tokens**, which are then cut from the output.
 Nothing is drafted after the token that ends the output. Drafts are not shortened near max_new_tokens; near the target's
-last position vLLM does shorten them, so such prompts are not decoded here (`drafters.longest_prompt`).
+last position vLLM does shorten them, so such prompts are not decoded here (`evaluating.longest_prompt`).
 
 Greedily, and drawing with greedy drafts (`sampling.py`), speculation gives plain decoding's output, token for token.
 A sequence that has ended leaves its batch.
@@ -11,12 +11,12 @@ A sequence that has ended leaves its batch.
 
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from eagle31_train.evaluation.sampling import Chooser, Sampling, agreeing
+from eagle31_train.evaluation.sampling import Chooser, Sampling
 from eagle31_train.model.decode import DraftDecoder
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.targets.cached import CachedTarget
@@ -77,12 +77,12 @@ def decode_plain(
     """
     began = _now(target)
     target.reset(len(prompts))
-    chooser = Chooser(sampling, _seeds(sampling, seeds, len(prompts)))
+    chooser = Chooser(sampling, seeds or [0] * len(prompts))
     decoded = [Decoded() for _ in prompts]
     seen: list[list[Tensor]] = [[] for _ in prompts]
     batch = list(range(len(prompts)))  # prompts that go on
     ended = [False] * len(prompts)
-    over: float | None = None  # when the last output ended; what lies beyond is nobody's answer
+    over = 0.0  # when the last output ended; what lies beyond is nobody's answer
     new = [list(prompt) for prompt in prompts]
     while batch:
         if states:
@@ -97,15 +97,15 @@ def decode_plain(
                 decoded[index].beyond.append(token)
             else:
                 ended[index] = limits.append(decoded[index].tokens, [token])
-        if over is None and all(ended):
+        if not over and all(ended):
             over = _now(target)
         going = [row for row, index in enumerate(batch) if not (ended[index] and len(decoded[index].beyond) == beyond)]
         batch, new = _leave(going, batch, target, chooser), [[tokens[row]] for row in going]
     for one, prompt, rows in zip(decoded, prompts, seen, strict=True):
+        one.seconds = (over - began) / len(prompts)
         if states:
             one.aux = torch.cat(rows)[: len(prompt) + len(one.tokens) - 2].to(target.device)
-    assert over is not None
-    return [replace(one, seconds=(over - began) / len(decoded)) for one in decoded]
+    return decoded
 
 
 def decode_speculative(
@@ -118,26 +118,17 @@ def decode_speculative(
     sampling: Sampling = GREEDY,
     seeds: Sequence[int] | None = None,
 ) -> list[Decoded]:
-    """Decode with a drafter whose draft token k is the target's target_ids[k]; see `speculate`."""
+    """Decode by verifying `draft_tokens` proposals of every prompt per forward pass.
+
+    Args:
+        drafter, target_ids: [Vd] int64, the target's id of each of the drafter's tokens.
+        others: as `decode_plain`'s.
+    """
     capacity = max(len(prompt) for prompt in prompts) + limits.max_new_tokens + draft_tokens
     drafts = DraftDecoder(drafter, target_ids, capacity, len(prompts))
-    return speculate(target, drafts, target_ids, prompts, draft_tokens, limits, sampling, seeds)
-
-
-def speculate(
-    target: CachedTarget,
-    drafts: DraftDecoder,
-    target_ids: Tensor,
-    prompts: Sequence[list[int]],
-    draft_tokens: int,
-    limits: Limits,
-    sampling: Sampling = GREEDY,
-    seeds: Sequence[int] | None = None,
-) -> list[Decoded]:
-    """Decode by verifying `draft_tokens` proposals of every prompt per forward pass; arguments as `decode_plain`'s."""
     began = _now(target)
     target.reset(len(prompts))
-    chooser = Chooser(sampling, _seeds(sampling, seeds, len(prompts)))
+    chooser = Chooser(sampling, seeds or [0] * len(prompts))
     decoded = [Decoded() for _ in prompts]
     batch = list(range(len(prompts)))
 
@@ -168,24 +159,9 @@ def speculate(
         for index, tokens in zip(batch, new, strict=True):
             decoded[index].accepted.append(len(tokens) - 1)
     seconds = (_now(target) - began) / len(decoded)
-    return [replace(one, seconds=seconds) for one in decoded]
-
-
-def first_difference(plain: list[int], speculative: list[int]) -> int | None:
-    """The first position at which two outputs differ, or at which only one goes on; None if they are equal."""
-    return None if plain == speculative else agreeing(plain, speculative)
-
-
-def logit_gap(target: CachedTarget, prefix: list[int], plain: int, speculative: int) -> float:
-    """By how much the target prefers one token to another after `prefix`, read in one forward pass."""
-    target.reset()
-    logits = target.read_plain([prefix])[0, 0]
-    return float(logits[plain] - logits[speculative])
-
-
-def _seeds(sampling: Sampling, seeds: Sequence[int] | None, count: int) -> Sequence[int]:
-    assert sampling.greedy or seeds is not None, "draws need a seed for each prompt"
-    return [0] * count if seeds is None else seeds
+    for one in decoded:
+        one.seconds = seconds
+    return decoded
 
 
 def _leave(going: list[int], batch: list[int], target: CachedTarget, chooser: Chooser) -> list[int]:
@@ -197,7 +173,6 @@ def _leave(going: list[int], batch: list[int], target: CachedTarget, chooser: Ch
 
 
 def _now(target: CachedTarget) -> float:
-    device = target.embedding.weight.device
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if target.device.type == "cuda":
+        torch.cuda.synchronize(target.device)
     return time.perf_counter()

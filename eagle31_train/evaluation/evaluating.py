@@ -4,10 +4,9 @@ Every drafter's measurement of every workload is kept in a file of its own, so t
 whatever name: a run that was stopped goes on with what is left, and one more drafter is decoded alone.
 """
 
-import dataclasses
 import re
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +17,17 @@ from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.config import Config
 from eagle31_train.console import note
 from eagle31_train.errors import UserError
-from eagle31_train.evaluation import drafters, training_data
 from eagle31_train.evaluation.decoding import Limits
-from eagle31_train.evaluation.drafters import Candidate
-from eagle31_train.evaluation.measurement import Measurement, machine, read_checked, write_checked
-from eagle31_train.evaluation.measuring import Measurer
+from eagle31_train.evaluation.measurement import Measurement, machine, read_measurement, write_measurement
+from eagle31_train.evaluation.measuring import Candidate, Measurer
 from eagle31_train.evaluation.results import summarise
+from eagle31_train.evaluation.serving.engine import max_model_len
 from eagle31_train.evaluation.workloads import Workload, workloads
 from eagle31_train.targets.cached import CachedTarget
-from eagle31_train.targets.hf import load_model, pick_device
+from eagle31_train.targets.hf import DTYPES, load_model, pick_device, read_config
 
 DATA = "eagle31 data"
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """result: see `results.py`. workloads: what was decoded. measurements: of each, by drafter, of every training."""
-
-    result: dict[str, Any]
-    workloads: list[Workload]
-    measurements: list[dict[str, list[Measurement]]]
+Inputs = dict[str, Any]  # what a training was made from
 
 
 def read_data(config: Config) -> dict[str, Any]:
@@ -48,36 +38,13 @@ def read_data(config: Config) -> dict[str, Any]:
     return data
 
 
-def choose_workloads(
-    config: Config,
-    trainings: Mapping[str, Sequence[dict[str, Any] | None]],
-    positions: Sequence[int | None],
-    data: dict[str, Any],
-    drafted: Sequence[int] = (),
-    measured_on: Collection[str] = (),
-) -> list[Workload]:
-    """The workloads that the configuration asks for, with prompts that every drafter has positions for.
-
-    Args:
-        trainings: of each drafter, what each training was made from; None of a published draft.
-        positions: of every training, where they are limited. drafted: numbers of draft tokens that are tried here.
-        measured_on: prompts that some training was measured on, by their digests.
-    """
-    caveats = list(training_data.caveats(trainings, data["dataset_fingerprint"]))
-    chosen = workloads(config, data, drafters.longest_prompt(config, positions, drafted), caveats, measured_on)
-    for workload in chosen:
-        for remark in workload.remarks:
-            note(f"{workload.name}: {remark}")
-    return chosen
-
-
 def evaluate(
     config: Config,
     checkpoints: Mapping[str, Sequence[DrafterCheckpoint]],
     data: dict[str, Any],
     folder: Path,
     verified: int | None = None,
-) -> Evaluation:
+) -> tuple[dict[str, Any], list[Workload], list[dict[str, list[Measurement]]]]:
     """Decode all workloads with all drafters. What was loaded for it is free again afterwards.
 
     Args:
@@ -85,6 +52,9 @@ def evaluate(
         data: stage 1's manifest.
         folder: keeps the measurements.
         verified: see `Measurer.measure`.
+
+    Returns:
+        The result (see `results.py`); what was decoded; and the measurements of each, by drafter, of every training.
 
     Raises:
         UserError: missing or damaged input, no prompts, or an output that differs from plain decoding.
@@ -95,38 +65,95 @@ def evaluate(
         for name, some in checkpoints.items()
         for number, one in enumerate(some, 1)
     }
-    positions = [one.shape.max_position_embeddings for one in trainings.values()]
-    inputs = {name: [one.inputs for one in some] for name, some in checkpoints.items()}
-    drafted = [options.num_speculative_tokens, options.max_speculative_tokens]
-    measured_on = {prompt for one in trainings.values() for prompt in one.measured_on}
-    chosen = choose_workloads(config, inputs, positions, data, drafted, measured_on)
-
+    chosen = choose_workloads(
+        config,
+        {name: [one.inputs for one in some] for name, some in checkpoints.items()},
+        [one.shape.max_position_embeddings for one in trainings.values()],
+        data,
+        [options.num_speculative_tokens, options.max_speculative_tokens],
+        {prompt for one in trainings.values() for prompt in one.measured_on},
+    )
     # Prompts before the target: what is wrong with them is reported within seconds.
     model = load_model(config.target, options.dtype)
-    target = CachedTarget(model, [1])  # every drafter taps layers of its own
-    candidates = [drafters.load(one, name, target, config) for name, one in trainings.items()]
+    target = CachedTarget(model, [1])  # every drafter reads layers of its own
+    candidates = [load(one, name, target, config) for name, one in trainings.items()]
     measurer = Measurer(model, Limits(options.max_new_tokens, frozenset(data["end_ids"])), options, config.seed)
-    by_training = measure(folder, chosen, measurer, candidates, record_inputs(config, data["end_ids"]), verified)
+    device, version = pick_device(config.target.device).type, str(torch.__version__)
+    recorded = provenance.of_workload(config, data["end_ids"], device, version)
+    by_training = measure(folder, chosen, measurer, candidates, recorded, verified)
     measurements = []
     for measured in by_training:
         rest = iter(measured.values())
         measurements.append({name: [next(rest) for _ in some] for name, some in checkpoints.items()})
     depths = range(1, options.max_speculative_tokens + 1)
-    result = {
-        **summarise(list(zip(chosen, measurements, strict=True)), depths, options.num_speculative_tokens),
-        "machine": machine(target.device),
-        "dtype": options.dtype,
-        "max_new_tokens": options.max_new_tokens,
-    }
-    return Evaluation(result, chosen, measurements)
+    result = summarise(list(zip(chosen, measurements, strict=True)), depths, options.num_speculative_tokens)
+    result |= {"machine": machine(target.device), "dtype": options.dtype, "max_new_tokens": options.max_new_tokens}
+    return result, chosen, measurements
 
 
-# ---------------------------------------------------------------- measured once
+def load(checkpoint: DrafterCheckpoint, name: str, target: CachedTarget, config: Config) -> Candidate:
+    """The drafter as it is served: weights rounded to the target's dtype, and run in evaluate.dtype.
+
+    Raises:
+        UserError: damaged weights, or a drafter that was made for another target.
+    """
+    drafter = checkpoint.load(target, DTYPES[config.target.dtype], DTYPES[config.evaluate.dtype])
+    ids = torch.from_numpy(checkpoint.vocab.target_ids).to(target.embedding.weight.device)
+    return Candidate(name, checkpoint.identity, drafter, ids)
 
 
-def record_inputs(config: Config, end_ids: list[int]) -> dict[str, Any]:
-    """What a measurement depends on beside its workload and its drafter."""
-    return provenance.of_workload(config, end_ids, pick_device(config.target.device).type, str(torch.__version__))
+def choose_workloads(
+    config: Config,
+    trainings: Mapping[str, Sequence[Inputs | None]],
+    positions: Iterable[int | None],
+    data: dict[str, Any],
+    drafted: Iterable[int] = (),
+    measured_on: Collection[str] = (),
+) -> list[Workload]:
+    """The workloads that the configuration asks for, with prompts that every drafter has positions for.
+
+    Args:
+        trainings: of each drafter, what each training was made from; None of a published draft.
+        positions: of every training, where they are limited. drafted: numbers of draft tokens that are tried here.
+        measured_on: prompts that some training was measured on, by their digests.
+    """
+    known = list(caveats(trainings, data["dataset_fingerprint"]))
+    chosen = workloads(config, data, longest_prompt(config, positions, drafted), known, measured_on)
+    for workload in chosen:
+        for remark in workload.remarks:
+            note(f"{workload.name}: {remark}")
+    return chosen
+
+
+def longest_prompt(config: Config, positions: Iterable[int | None], drafted: Iterable[int] = ()) -> int:
+    """How many tokens a prompt may have, so that vLLM takes it and drafts every time: near the last position it drafts
+    less. With evaluate.backend=vllm, its own limit and its depths count, too.
+
+    UserError where a limit of vLLM's is no number.
+    """
+    options = config.evaluate
+    limits = [*positions, getattr(read_config(config.target), "max_position_embeddings", None)]
+    if options.backend == "vllm":
+        limits.append(max_model_len(config))
+        drafted = [*drafted, *options.serve_speculative_tokens]
+    # What vLLM needs beyond an answer, or it shortens the last drafts: positions of a verification, and of the next,
+    # which it prepares meanwhile as if all of it were accepted (seen in 0.32, async scheduling).
+    past_the_end = 2 * (max(drafted, default=0) + 1)
+    return min(limit for limit in limits if limit) - options.max_new_tokens - past_the_end
+
+
+def caveats(trainings: Mapping[str, Sequence[Inputs | None]], data: str) -> Iterator[str]:
+    """Which drafters may have been trained on the prompts, and which trainings of one drafter differ in more than their
+    seed; `data`: the dataset_fingerprint of what the prompts are held out from, or are looked up in."""
+    for name, inputs in trainings.items():
+        if any(one is None or one.get("data") != data for one in inputs):
+            yield f"{name} may have been trained on these prompts"
+        elif any(one.get("train", {}).get("init_from") for one in inputs if one):
+            yield f"the weights that {name} was initialised from may have been trained on these prompts"
+        first, *others = [{**(one or {}), "seed": None} for one in inputs]
+        for number, other in enumerate(others, 2):
+            if change := artifacts.describe_change(first, other):
+                yield f"trainings 1 (there) and {number} (here) of {name} differ in more than their seed: {change}"
 
 
 def measure(
@@ -134,13 +161,13 @@ def measure(
     chosen: Sequence[Workload],
     measurer: Measurer,
     candidates: list[Candidate],
-    inputs: dict[str, Any],
+    inputs: Inputs,
     verified: int | None = None,
 ) -> list[dict[str, Measurement]]:
     """Every workload's measurements by drafter; what `folder` has of them is read.
 
     Args:
-        inputs: see `record_inputs`.
+        inputs: what a measurement depends on beside its workload and its drafter (`provenance.of_workload`).
         verified: see `Measurer.measure`.
 
     Raises:
@@ -150,29 +177,24 @@ def measure(
     here, warm = measurer.machine, not measurer.options.warmup
     for workload in chosen:
         # What is said of a workload may depend on who else is measured, and no count does.
-        decoded = dataclasses.replace(workload, left_out={}, notes=[])
-        whole = {"inputs": inputs, "workload": dataclasses.asdict(decoded), "verified": verified}
+        decoded = asdict(replace(workload, left_out={}, notes=[]))
         # By what the drafter is and not by its name, which another drafter beside it may change.
+        whole = {"inputs": inputs, "workload": decoded, "verified": verified}
         keys = {one.name: artifacts.fingerprint({**whole, "drafter": one.identity}) for one in candidates}
         slug = re.sub(r"[^A-Za-z0-9.]+", "-", workload.name)[-80:]
         files = {name: folder / f"{slug}-{key[:12]}.json" for name, key in keys.items()}
-        records = {name: read_checked(file, "outcome") for name, file in files.items()}
-        known = {name: Measurement.from_json(record) for name, record in records.items() if record is not None}
+        known = {name: one for name, file in files.items() if (one := read_measurement(file)) is not None}
         if missing := [one for one in candidates if one.name not in known]:
             if not warm:
                 measurer.warm_up(workload, missing)
                 warm = True
-            new = measurer.measure(workload, missing, verified)
-            new = {name: dataclasses.replace(one, machine=here) for name, one in new.items()}
-            for name, one in new.items():
-                write_checked(files[name], "outcome", one.to_json(), key=keys[name], workload=workload.name)
-            known = new | known
+            for name, one in measurer.measure(workload, missing, verified).items():
+                known[name] = replace(one, machine=here)
+                write_measurement(files[name], known[name], key=keys[name], workload=workload.name)
+        known = {one.name: known[one.name] for one in candidates}
         if measurer.one_output(workload):
             _refuse_other_outputs(workload, known, files)
-        there = {name: "" if one.machine == here else one.machine for name, one in known.items()}
-        measurements.append(
-            {one.name: dataclasses.replace(known[one.name], machine=there[one.name]) for one in candidates}
-        )
+        measurements.append({n: replace(m, machine="") if m.machine == here else m for n, m in known.items()})
     return measurements
 
 

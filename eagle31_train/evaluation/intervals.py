@@ -48,18 +48,17 @@ class Estimate:
 
     def intervals(self) -> list[Interval]:
         """[value, low, high] of each; one prompt alone has no interval, nothing counted no value."""
-        return [self._interval(i) for i in range(len(self.values))]
-
-    def _interval(self, i: int) -> Interval:
-        value, prompts = float(self.values[i]), int(self.prompts[i])
-        draws = self.draws[:, i][np.isfinite(self.draws[:, i])]
-        if not np.isfinite(value):
-            return NOTHING
-        if prompts < 2 or not len(draws):
-            return [value, None, None]
-        tail = tail_of(prompts)
-        low, high = np.quantile(draws, [tail, 1 - tail])
-        return [value, float(low), float(high)]
+        found: list[Interval] = []
+        for value, draws, prompts in zip(self.values.tolist(), self.draws.T, self.prompts.tolist(), strict=True):
+            finite = draws[np.isfinite(draws)]
+            if not np.isfinite(value):
+                found.append(NOTHING)
+            elif prompts < 2 or not len(finite):
+                found.append([value, None, None])
+            else:
+                tail = tail_of(prompts)
+                found.append([value, *np.quantile(finite, [tail, 1 - tail]).tolist()])
+        return found
 
 
 def ratios(numerators: Any, denominators: Any) -> Estimate:

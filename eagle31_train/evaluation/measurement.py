@@ -5,13 +5,13 @@ the draft that a server makes while token i of the output is the newest does not
 first K tokens are those of a server that drafts K.
 """
 
-import json
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field, TypeAdapter
 
 from eagle31_train import artifacts
 from eagle31_train.errors import UserError
@@ -78,29 +78,14 @@ class Measurement:
     """
 
     outputs: list[list[int]]
-    counts: list[Counts]
+    counts: Annotated[list[Counts], Field(alias="measured")]
     tokens: int = 0
     plain: float = 0.0
     speculative: float = 0.0
     machine: str = ""
 
-    def to_json(self) -> dict[str, Any]:
-        """As JSON holds it."""
-        value = asdict(self)
-        value["measured"] = value.pop("counts")
-        plain: dict[str, Any] = json.loads(json.dumps(value))  # the keys of `seen` become text
-        return plain
 
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> "Measurement":
-        """The inverse of `to_json`."""
-        counts = [_counts(row) for row in value["measured"]]
-        return cls(counts=counts, **{name: part for name, part in value.items() if name != "measured"})
-
-
-def _counts(row: dict[str, Any]) -> Counts:
-    drift = Drift(**row["drift"]) if row["drift"] else None
-    return Counts(**{**row, "drift": drift, "seen": {int(depth): seen for depth, seen in row["seen"].items()}})
+_JSON = TypeAdapter(Measurement)
 
 
 def acceptance(drafts: int, per_position: list[int]) -> dict[str, Any]:
@@ -118,6 +103,17 @@ def acceptance(drafts: int, per_position: list[int]) -> dict[str, Any]:
     }
 
 
+def write_measurement(file: Path, measurement: Measurement, **more: Any) -> None:
+    """Write a measurement beside its checksum; `more`: what else the file says."""
+    write_checked(file, "outcome", _JSON.dump_python(measurement, mode="json", by_alias=True), **more)
+
+
+def read_measurement(file: Path) -> Measurement | None:
+    """What `write_measurement` wrote; None where there is no file, UserError where it is damaged."""
+    value = read_checked(file, "outcome")
+    return None if value is None else _JSON.validate_python(value)
+
+
 def write_checked(file: Path, name: str, value: dict[str, Any], **more: Any) -> None:
     """Write a value under a name beside its checksum."""
     artifacts.write_json(file, {**more, "sum": artifacts.fingerprint(value), name: value})
@@ -128,8 +124,8 @@ def read_checked(file: Path, name: str) -> dict[str, Any] | None:
     if not file.is_file():
         return None
     record = artifacts.read_json(file, "this command")
-    value = record.get(name)
-    if not isinstance(value, dict) or artifacts.fingerprint(value) != record.get("sum"):
+    value: dict[str, Any] | None = record.get(name)
+    if artifacts.fingerprint(value) != record.get("sum"):
         raise UserError(f"{file} is damaged: remove it, and the same command measures that anew")
     return value
 

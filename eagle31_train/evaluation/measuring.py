@@ -15,30 +15,41 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from eagle31_train.config import EvaluateConfig
 from eagle31_train.console import Progress, note
 from eagle31_train.errors import UserError
-from eagle31_train.evaluation.decoding import (
-    Decoded,
-    Limits,
-    Sampling,
-    decode_plain,
-    decode_speculative,
-    first_difference,
-    logit_gap,
-)
-from eagle31_train.evaluation.drafters import Candidate
+from eagle31_train.evaluation.decoding import Decoded, Limits, decode_plain, decode_speculative
 from eagle31_train.evaluation.measurement import Counts, Measurement, machine
 from eagle31_train.evaluation.prompts import Prompt
-from eagle31_train.evaluation.sampling import TARGET, stream
+from eagle31_train.evaluation.sampling import TARGET, Sampling, agreeing, stream
 from eagle31_train.evaluation.unrolled import Trajectory, narrowest, unroll
 from eagle31_train.evaluation.workloads import Workload
+from eagle31_train.model.drafter import Drafter
 from eagle31_train.targets.cached import CachedTarget
 
 Way = tuple[str, int]  # drafter's name and number of draft tokens; PLAIN for no drafter
 PLAIN: Way = ("", 0)
 TIE = 1e-4  # scores that float32 may round either way
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A drafter in memory, beside its target.
+
+    identity: its checkpoint's. target_ids: [Vd] int64, on the drafter's device.
+    """
+
+    name: str
+    identity: str
+    drafter: Drafter
+    target_ids: Tensor
+
+    @property
+    def aux_layers(self) -> list[int]:
+        """The auxiliary layers that it reads."""
+        return self.drafter.shape.aux_layers
 
 
 @dataclass(frozen=True)
@@ -78,22 +89,17 @@ class Measurer:
         Raises:
             UserError: speculation changed an output, or the two ways of counting differ.
         """
-        prompts, options = workload.prompts, self.options
-        depths = (
-            [options.num_speculative_tokens]
-            if self.one_output(workload)
-            else range(1, options.max_speculative_tokens + 1)
-        )
-        verified = verified if self.one_output(workload) else None
+        prompts, options, headline = workload.prompts, self.options, self.options.num_speculative_tokens
+        one_output = self.one_output(workload)
+        depths = [headline] if one_output else range(1, options.max_speculative_tokens + 1)
+        verified = len(prompts) if verified is None or not one_output else min(verified, len(prompts))
         every = [PLAIN, *((c.name, depth) for c in candidates for depth in depths)]
         outputs: list[list[int]] = [[] for _ in prompts]
         counts: dict[str, list[Any]] = {candidate.name: [None] * len(prompts) for candidate in candidates}
         tokens, seconds = dict.fromkeys(every, 0), dict.fromkeys(every, 0.0)
         with Progress(total=len(prompts), desc=f"evaluate {workload.name}", unit="prompt") as bar:
             for number, batch in enumerate(batches(prompts, options, verified)):
-                real = verified is None or max(batch) < verified
-                timed = real and max(batch) < options.timed_prompts
-                ways = every if real else [PLAIN]
+                ways = every if max(batch) < verified else [PLAIN]
                 # In turns, so that a busy machine slows both alike.
                 turns = ways if number % 2 == 0 else ways[::-1]
                 decoded = {way: self._decode(way, workload, batch, candidates) for way in turns}
@@ -102,13 +108,13 @@ class Measurer:
                     outputs[at] = of_prompt[PLAIN].tokens
                     for candidate in candidates:
                         counts[candidate.name][at] = self._count(workload, at, of_prompt, candidate, candidates)
-                for way, answers in decoded.items() if timed else ():
+                for way, answers in decoded.items() if max(batch) < min(verified, options.timed_prompts) else ():
                     tokens[way] += sum(len(one.tokens) for one in answers)
                     seconds[way] += sum(one.seconds for one in answers)
                 bar.update(len(batch))
         measurements = {}
         for name in counts:
-            way, total = (name, options.num_speculative_tokens), tokens[PLAIN]
+            way, total = (name, headline), tokens[PLAIN]
             speculative = seconds[way] * total / tokens[way] if total else 0.0
             measurements[name] = Measurement(outputs, counts[name], total, seconds[PLAIN], speculative)
         return measurements
@@ -147,7 +153,8 @@ class Measurer:
         if not self.one_output(workload):
             return Counts(prompt.id, prompt.source, len(plain.tokens), [], None, seen)
         for answer in real.values():
-            self._refuse_difference(workload, prompt, plain, answer)
+            if answer.tokens != plain.tokens:
+                self._refuse_difference(workload, prompt, plain.tokens, answer.tokens)
         assert plain.aux is not None
         layers = _layers(candidates)
         aux = plain.aux[:, [layers.index(layer) for layer in candidate.aux_layers]]
@@ -155,26 +162,60 @@ class Measurer:
         depths, drift = self.options.max_speculative_tokens, self.options.drift
         accepted = unroll(candidate.drafter, candidate.target_ids, trajectory, depths, drift)
         counts = Counts(prompt.id, prompt.source, len(plain.tokens), *accepted, seen)
-        refuse_other_counts(prompt, candidate, trajectory, counts, self.options)
+        self._refuse_other_counts(prompt, candidate, trajectory, counts)
         return counts
 
-    def _refuse_difference(self, workload: Workload, prompt: Prompt, plain: Decoded, speculative: Decoded) -> None:
-        """UserError where speculation changed the output."""
-        at = first_difference(plain.tokens, speculative.tokens)
-        if at is None:
-            return
-        ours, theirs = (tokens[at] if at < len(tokens) else None for tokens in (speculative.tokens, plain.tokens))
+    def _refuse_difference(self, workload: Workload, prompt: Prompt, plain: list[int], speculative: list[int]) -> None:
+        """UserError: speculation changed the output."""
+        at = agreeing(plain, speculative)
+        ours, theirs = (tokens[at] if at < len(tokens) else None for tokens in (speculative, plain))
         gap = "one output is shorter"
         if ours is not None and theirs is not None:
-            target = CachedTarget(self.model, [1])  # whose states are not used
-            scores = logit_gap(target, prompt.ids + plain.tokens[:at], theirs, ours)
+            logits = CachedTarget(self.model, [1]).read_plain([prompt.ids + plain[:at]])[0, 0]
+            scores = float(logits[theirs] - logits[ours])
             if workload.temperature:  # what decides is the race's logarithm; rounding is of the logits
                 draws = stream(seed_of(self.seed, prompt), at, TARGET).standard_exponential(max(ours, theirs) + 1)
                 scores -= workload.temperature * float(np.log(draws[theirs] / draws[ours]))
             gap = f"the target's scores differ by {scores:.3g}"
         raise UserError(
             f"prompt {prompt.id}, output token {at}: speculation gives {ours}, plain decoding {theirs} ({gap}); "
-            f"{_advice(prompt, self.options)}"
+            f"{self._advice(prompt)}"
+        )
+
+    def _refuse_other_counts(
+        self, prompt: Prompt, candidate: Candidate, trajectory: Trajectory, counts: Counts
+    ) -> None:
+        """UserError where a real decoding accepted otherwise than the run from every position.
+
+        Where two draft tokens score the same but for rounding, either may be drafted: that is printed and not refused.
+        """
+        for depth, seen in counts.seen.items():
+            expected = counts.rounds(depth)
+            if seen == expected:
+                continue
+            at = agreeing(expected, seen)
+            problem = f"prompt {prompt.id}, {candidate.name}, verification {at + 1} of {depth} draft tokens: "
+            if at == min(len(expected), len(seen)):
+                made = f"{len(seen)}, the drafts from every position {len(expected)}"
+                raise UserError(f"{problem}real decoding makes {made}")
+            slot, parting = at + sum(expected[:at]), min(expected[at], seen[at])  # the step at which the drafts part
+            gap = narrowest(candidate.drafter, candidate.target_ids, trajectory, slot, parting + 1)
+            problem += f"real decoding accepts {seen[at]}, the draft from that position {expected[at]} "
+            problem += f"(narrowest choice {gap:.3g})"
+            if gap > TIE:
+                raise UserError(f"{problem}; {self._advice(prompt)}")
+            note(f"{problem}: rounding chose between equals")  # from here on the two decodings part
+
+    def _advice(self, prompt: Prompt) -> str:
+        """What a difference may come from, and what to do."""
+        if self.options.dtype != "float32":
+            return (
+                f"evaluate.dtype={self.options.dtype} rounds otherwise for several tokens: use evaluate.dtype=float32"
+            )
+        ids = json.dumps([*self.options.leave_out, prompt.id], ensure_ascii=False)
+        without = shlex.quote(f"evaluate.leave_out={ids}")
+        return (
+            f"under {TIE:g} rounding chose between equals: {without} leaves this prompt out; over it, it is a mistake"
         )
 
 
@@ -183,13 +224,12 @@ def _layers(candidates: list[Candidate]) -> list[int]:
     return sorted({layer for candidate in candidates for layer in candidate.aux_layers})
 
 
-def batches(prompts: list[Prompt], options: EvaluateConfig, verified: int | None) -> Iterator[list[int]]:
+def batches(prompts: list[Prompt], options: EvaluateConfig, verified: int) -> Iterator[list[int]]:
     """Indices of prompts to be decoded together: those that are timed alone, others of like length together, and those
-    that are decoded in every way apart."""
-    cut = len(prompts) if verified is None else min(verified, len(prompts))
-    timed = min(options.timed_prompts, cut)
+    that are decoded in every way, the first `verified`, apart."""
+    timed = min(options.timed_prompts, verified)
     yield from ([index] for index in range(timed))
-    for part in (range(timed, cut), range(cut, len(prompts))):
+    for part in (range(timed, verified), range(verified, len(prompts))):
         ordered = sorted(part, key=lambda i: len(prompts[i].ids))
         yield from (ordered[at : at + options.batch_size] for at in range(0, len(ordered), options.batch_size))
 
@@ -199,46 +239,10 @@ def seed_of(seed: int, prompt: Prompt) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{prompt.ids}".encode()).digest()[:6], "big")
 
 
-def refuse_other_counts(
-    prompt: Prompt, candidate: Candidate, trajectory: Trajectory, counts: Counts, options: EvaluateConfig
-) -> None:
-    """UserError where a real decoding accepted otherwise than the run from every position.
-
-    Where two draft tokens score the same but for rounding, either may be drafted: that is printed and not refused.
-    """
-    for depth, seen in counts.seen.items():
-        expected = counts.rounds(depth)
-        at = first_difference(expected, seen)
-        if at is None:
-            continue
-        problem = f"prompt {prompt.id}, {candidate.name}, verification {at + 1} of {depth} draft tokens: real decoding"
-        if at == min(len(expected), len(seen)):
-            raise UserError(f"{problem} makes {len(seen)}, the drafts from every position {len(expected)}")
-        slot, parting = at + sum(expected[:at]), min(expected[at], seen[at])  # the step at which the two drafts part
-        gap = narrowest(candidate.drafter, candidate.target_ids, trajectory, slot, parting + 1)
-        problem += f" accepts {seen[at]}, the draft from that position {expected[at]} (narrowest choice {gap:.3g})"
-        if gap > TIE:
-            raise UserError(f"{problem}; {_advice(prompt, options)}")
-        note(f"{problem}: rounding chose between equals")  # from here on the two decodings part
-
-
-def _advice(prompt: Prompt, options: EvaluateConfig) -> str:
-    """What a difference may come from, and what to do."""
-    if options.dtype != "float32":
-        return (
-            f"evaluate.dtype={options.dtype} rounds differently for one token and for several: use "
-            "evaluate.dtype=float32"
-        )
-    without = shlex.quote(f"evaluate.leave_out={json.dumps([*options.leave_out, prompt.id], ensure_ascii=False)}")
-    return (
-        f"under {TIE:g} rounding chose between equals, and {without} leaves this prompt out; over it, it is a mistake"
-    )
-
-
 def check_options(options: EvaluateConfig) -> None:
     """UserError for a headline that is not measured."""
-    if options.max_speculative_tokens < options.num_speculative_tokens:
+    most, headline = options.max_speculative_tokens, options.num_speculative_tokens
+    if most < headline:
         raise UserError(
-            f"evaluate.max_speculative_tokens={options.max_speculative_tokens} leaves out the headline, "
-            f"evaluate.num_speculative_tokens={options.num_speculative_tokens}: raise the former or lower the latter"
+            f"evaluate.max_speculative_tokens={most} must be evaluate.num_speculative_tokens={headline} or more"
         )

@@ -9,11 +9,17 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+
+import yaml
 
 from eagle31_train.errors import UserError
-from eagle31_train.evaluation.perturb_texts import ADVERSARIAL, CONTEXT_AFTER, CONTEXT_BEFORE, POLICY, TEMPLATES, WISHES
 from eagle31_train.evaluation.prompts import Prompt
 from eagle31_train.evaluation.rendering import Message, Rendering, UnfitError
+
+TEXTS = yaml.safe_load(Path(__file__).with_name("perturb_texts.yaml").read_text(encoding="utf-8"))
+CONTEXT_BEFORE = "Here are some texts from our archive. They may have nothing to do with my question.\n\n"
+CONTEXT_AFTER = "\n\nThat was the archive. This is my question:\n\n"
 
 
 @dataclass(frozen=True)
@@ -40,19 +46,18 @@ Transform = Callable[[list[Message], Prompt, Context], list[int]]  # messages ar
 @dataclass(frozen=True)
 class Perturbation:
     """`meaning` in one line; no transform: the prompt stays as it is; temperature: instead of evaluate.temperature;
-    length: of a filled prompt in tokens, of data.max_length."""
+    filled: with other texts before the prompt."""
 
     name: str
     meaning: str
     transform: Transform | None = None
     temperature: float | None = None
-    length: Callable[[int], int] | None = None
+    filled: bool = False
 
-    def apply(self, prompt: Prompt, context: Context | None) -> Prompt:
+    def apply(self, prompt: Prompt, context: Context) -> Prompt:
         """The prompt under the perturbation, with the same id and source; UnfitError where it has no such form."""
         if self.transform is None:
             return prompt
-        assert context is not None
         if prompt.messages is None:
             raise UnfitError("its messages cannot be told from its tokens (give them as evaluate.prompts=FILE)")
         return replace(prompt, ids=self.transform(prompt.messages, prompt, context))
@@ -69,25 +74,13 @@ def find(name: str) -> Perturbation:
     raise UserError(f"evaluate.perturbations has no {name!r}: there are {', '.join(KNOWN)}, and other numbers")
 
 
-# ---------------------------------------------------------------- template
-
-
-def _no_template(messages: list[Message], prompt: Prompt, context: Context) -> list[int]:
-    _refuse_tools(prompt)
-    return context.rendering.encode("\n\n".join(message["content"] for message in messages), begin=True)
-
-
-def _template(messages: list[Message], prompt: Prompt, context: Context, kind: str) -> list[int]:
-    _refuse_tools(prompt)
-    return context.rendering.encode(context.rendering.text(messages, template=TEMPLATES[kind]))
-
-
-def _refuse_tools(prompt: Prompt) -> None:
+def _template(messages: list[Message], prompt: Prompt, context: Context, template: str | None) -> list[int]:
+    """In another chat template, or in none."""
     if prompt.tools:
         raise UnfitError("its tools would be lost")
-
-
-# ---------------------------------------------------------------- system prompt
+    if template is None:
+        return context.rendering.encode("\n\n".join(message["content"] for message in messages), begin=True)
+    return context.rendering.encode(context.rendering.text(messages, template=template))
 
 
 def _system_absent(messages: list[Message], prompt: Prompt, context: Context) -> list[int]:
@@ -102,22 +95,22 @@ def _system(messages: list[Message], prompt: Prompt, context: Context, text: str
     return context.rendering.ids([system, *rest], prompt.tools)
 
 
-# ---------------------------------------------------------------- the user's words
-
-
-def _language(messages: list[Message], prompt: Prompt, context: Context, wish: str) -> list[int]:
-    return context.rendering.ids(_said(messages, "", f"\n\n{wish}"), prompt.tools)
+def _around(messages: list[Message], prompt: Prompt, context: Context, before: str = "", after: str = "") -> list[int]:
+    """Something before and after the last that the user says."""
+    *earlier, last = messages
+    return context.rendering.ids([*earlier, {**last, "content": before + last["content"] + after}], prompt.tools)
 
 
 def _long_context(messages: list[Message], prompt: Prompt, context: Context, length: Callable[[int], int]) -> list[int]:
-    """Texts before the question, cut so that the prompt has the length that was asked for.
+    """Texts before the question, cut so that the prompt has the length that was asked for, in tokens, of
+    data.max_length.
 
     A character of several tokens at the cut may leave it that much shorter or longer.
     """
-    rendering, wanted = context.rendering, length(context.max_length)
+    wanted = length(context.max_length)
 
     def built(text: str) -> list[int]:
-        return rendering.ids(_said(messages, CONTEXT_BEFORE + text + CONTEXT_AFTER, ""), prompt.tools)
+        return _around(messages, prompt, context, before=CONTEXT_BEFORE + text + CONTEXT_AFTER)
 
     missing = wanted - len(built(""))
     if missing < 0:
@@ -125,7 +118,7 @@ def _long_context(messages: list[Message], prompt: Prompt, context: Context, len
     filling = _filling(prompt, context, wanted)
     for _ in range(8):  # cutting between tokens may cost or save some at the seam
         # A character of several tokens may be cut in two; what is left of it decodes to U+FFFD.
-        ids = built(rendering.decode(filling[:missing]).rstrip("\ufffd"))
+        ids = built(context.rendering.decode(filling[:missing]).rstrip("\ufffd"))
         if len(ids) == wanted:
             break
         missing = max(missing + wanted - len(ids), 0)
@@ -148,18 +141,9 @@ def _filling(prompt: Prompt, context: Context, length: int) -> list[int]:
     return ids
 
 
-def _said(messages: list[Message], before: str, after: str) -> list[Message]:
-    """The messages with something before and after the last that the user says."""
-    *earlier, last = messages
-    return [*earlier, {**last, "content": before + last["content"] + after}]
-
-
-# ---------------------------------------------------------------- by name
-
-
 def _filled(name: str, many: str, length: Callable[[int], int]) -> Perturbation:
     meaning = f"other texts before the prompt, {many} tokens in all"
-    return Perturbation(f"context_{name}", meaning, partial(_long_context, length=length), length=length)
+    return Perturbation(f"context_{name}", meaning, partial(_long_context, length=length), filled=True)
 
 
 OF_NUMBERS: dict[str, Callable[[float], Perturbation]] = {
@@ -170,26 +154,21 @@ OF_NUMBERS: dict[str, Callable[[float], Perturbation]] = {
     r"temperature_(\d+(?:\.\d+)?)": lambda n: Perturbation(f"temperature_{n:g}", f"sampled at {n:g}", temperature=n),
 }
 CONTEXT, TOKENS, TEMPERATURE = OF_NUMBERS.values()
+ADVERSARIAL = "after a system message of markup, fake special tokens, role markers, JSON and base64"
 _ALL = [
-    Perturbation("no_template", "the text alone, without a chat template", _no_template),
+    Perturbation("no_template", "the text alone, without a chat template", partial(_template, template=None)),
     *(
-        Perturbation(
-            f"template_{kind}", f"in the chat template of another family, {kind}", partial(_template, kind=kind)
-        )
-        for kind in TEMPLATES
+        Perturbation(f"template_{kind}", f"in the chat template of {kind} models", partial(_template, template=text))
+        for kind, text in TEXTS["templates"].items()
     ),
     Perturbation("system_absent", "no system turn, not even the template's own", _system_absent),
-    Perturbation("system_long", "after a policy of some 700 tokens as system message", partial(_system, text=POLICY)),
-    Perturbation(
-        "system_adversarial",
-        "after a system message of markup, fake special tokens, role markers, JSON and base64",
-        partial(_system, text=ADVERSARIAL),
-    ),
+    Perturbation("system_long", "after a policy of some 700 tokens", partial(_system, text=TEXTS["policy"])),
+    Perturbation("system_adversarial", ADVERSARIAL, partial(_system, text=TEXTS["adversarial"])),
     *map(CONTEXT, (0.5, 1, 2, 4)),
     TOKENS(512),
     *(
-        Perturbation(f"language_{code}", f"with the wish to be answered in {name}", partial(_language, wish=wish))
-        for code, (name, wish) in WISHES.items()
+        Perturbation(f"language_{code}", f"to be answered in {name}", partial(_around, after=f"\n\n{wish}"))
+        for code, (name, wish) in TEXTS["languages"].items()
     ),
     *map(TEMPERATURE, (0.3, 0.7, 1)),
 ]

@@ -78,15 +78,10 @@ def suite_of(name: str, given: Any) -> Suite:
     """The suite that an option describes: a path, or a mapping of `Suite`'s fields; UserError for anything else."""
     where = f"evaluate.suites.{name}"
     given = {"path": given} if isinstance(given, str) else given
-    if not isinstance(given, dict) or not given.get("path"):
-        raise UserError(f"{where}={given} is no suite: give {{path: FILE or hub id, …}}")
     known = [each.name for each in fields(Suite)]
-    if unknown := [key for key in given if key not in known]:
-        raise UserError(f"{where} has no option {unknown[0]!r}: there are {', '.join(known)}")
+    if not isinstance(given, dict) or not given.get("path") or not given.keys() <= set(known):
+        raise UserError(f"{where}={given} is no suite: give {{path: FILE or hub id, …}} of {', '.join(known)}")
     return Suite(**{key: value for key, value in given.items() if value is not None})
-
-
-# ---------------------------------------------------------------- which prompts
 
 
 def choose(prompts: list[Prompt], count: int, longest: int) -> tuple[list[Prompt], list[str]]:
@@ -144,21 +139,20 @@ def from_suite(name: str, suite: Suite, option: str, rendering: Rendering) -> tu
     prompts: dict[str, Prompt] = {}
     seen: Counter[str] = Counter()
     named = {key: column for key in ("tools", "id", "source") if (column := getattr(suite, key))}
-    columns = suite.columns | set(named.values())
+    columns = {*suite.columns, *named.values()}
     for where, default, source, row in _rows(name, suite, option):
         _require(suite.only, row, where)
         if any(row[column] not in (v if isinstance(v, list) else [v]) for column, v in suite.only.items()):
             continue
-        stands_in = suite.prompt is not None and not columns <= row.keys() and bool(row.keys() & set(OWN_FORMS))
-        messages, turns = _messages(replace(suite, prompt=None) if stands_in else suite, row, where)
+        own_form = suite.prompt is None or (not columns <= row.keys() and any(form in row for form in OWN_FORMS))
+        if not own_form:
+            _require(columns, row, where)
+        messages, turns = _messages(None if own_form else suite.prompt, row, where)
         if suite.placeholder and any(suite.placeholder in message["content"] for message in messages):
             seen["placeholders"] += 1
             continue
-        if not stands_in:
-            _require(named.values(), row, where)
-            own = row if suite.prompt is None else {}
-            row = {**own, **{key: row[column] for key, column in named.items()}}
-        prompt = _rendered(row, messages, default, source, rendering, where)
+        fields = {key: row[column] for key, column in named.items() if column in row}
+        prompt = _rendered({**row, **fields} if own_form else fields, messages, default, source, rendering, where)
         if prompt.id in prompts:
             raise UserError(f"{where}: the id {prompt.id!r} stands there twice: make ids unique")
         prompts[prompt.id] = prompt
@@ -177,11 +171,8 @@ def from_suite(name: str, suite: Suite, option: str, rendering: Rendering) -> tu
     return list(prompts.values()), [text for key, text in notes.items() if seen[key]]
 
 
-# ---------------------------------------------------------------- rows
-
-
 def files_of(pattern: str, option: str) -> list[Path]:
-    """The files that an option names."""
+    """The files that an option names; UserError where there is none."""
     files = matching(pattern)
     if not files:
         raise UserError(f"{option}={pattern} is no file: give JSONL with prompt, turns or messages in each line")
@@ -190,10 +181,13 @@ def files_of(pattern: str, option: str) -> list[Path]:
 
 def _rows(name: str, suite: Suite, option: str) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
     """Of each row: where it stands, an id and a source in case that it has none, and its columns."""
-    if not Path(suite.path).is_dir() and not (name and suite.is_hub_id):
+    if not Path(suite.path).is_dir() and not suite.is_hub_id:
         for file in files_of(suite.path, option):
-            for number, row in _lines(file):
-                yield f"{file}, line {number}", f"{file.stem}-{number}", name or file.stem, row
+            # Not splitlines, which ends a line at U+2028 too: JSON may hold it, and text from the web does.
+            for number, line in enumerate(file.read_bytes().split(b"\n"), 1):
+                if line.strip():
+                    where = f"{file}, line {number}"
+                    yield where, f"{file.stem}-{number}", name or file.stem, _parsed(line, where)
         return
     given = None if _is_saved(suite.path) else suite.subset
     subsets = given if isinstance(given, list) else [given]
@@ -203,17 +197,11 @@ def _rows(name: str, suite: Suite, option: str) -> Iterator[tuple[str, str, str,
             yield f"{suite.path} ({suite.split}), row {number}", f"{source}-{number}", source, dict(row)
 
 
-def _lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects of a file of JSON lines, by line number."""
-    # Not splitlines, which ends a line at U+2028 too: JSON may hold it, and text from the web does.
-    for number, line in enumerate(file.read_bytes().split(b"\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            row = dict(foreign.parse_json(line.decode("utf-8")))
-        except (ValueError, TypeError) as error:  # of JSON, of UTF-8, or of no object
-            raise UserError(f"{file}, line {number} is no JSON object in UTF-8 ({error}): mend or remove it") from None
-        yield number, row
+def _parsed(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        return dict(foreign.parse_json(line.decode("utf-8")))
+    except (ValueError, TypeError) as error:  # of JSON, of UTF-8, or of no object
+        raise UserError(f"{where} is no JSON object in UTF-8 ({error}): mend or remove it") from None
 
 
 def _dataset(suite: Suite, subset: str | None, option: str) -> Any:
@@ -234,17 +222,16 @@ def _is_saved(folder: str) -> bool:
     return any((Path(folder) / name).is_file() for name in ("dataset_dict.json", "dataset_info.json"))
 
 
-def _messages(suite: Suite, row: dict[str, Any], where: str) -> tuple[list[Message], int]:
-    """The messages of a row before the first answer, and how many turns it has."""
+def _messages(prompt: str | None, row: dict[str, Any], where: str) -> tuple[list[Message], int]:
+    """The messages of a row before the first answer, and how many turns it has; `prompt`: as of `Suite`."""
     value: Any
-    if suite.prompt is None:
-        value = next((row[form] for form in OWN_FORMS if row.get(form)), None)
-    else:
-        _require(suite.columns, row, where)
-        try:
-            value = suite.prompt.format_map(row) if "{" in suite.prompt else row[suite.prompt]
-        except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
-            raise UserError(f"{where}: prompt={suite.prompt!r} cannot be filled in ({error!r}): mend it") from None
+    try:
+        if prompt is None:
+            value = next((row[form] for form in OWN_FORMS if row.get(form)), None)
+        else:
+            value = prompt.format_map(row) if "{" in prompt else row[prompt]
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+        raise UserError(f"{where}: prompt={prompt!r} cannot be filled in ({error!r}): mend it") from None
     match value:
         case str(text) if text.strip():
             return [{"role": "user", "content": text}], 1
@@ -252,7 +239,7 @@ def _messages(suite: Suite, row: dict[str, Any], where: str) -> tuple[list[Messa
             return [{"role": "user", "content": text}], len(value)
         case [dict(), *_]:
             return _before_answer(value, where), 1
-    column = suite.prompt or "prompt, turns or messages"
+    column = prompt or "prompt, turns or messages"
     raise UserError(f"{where}: {column} is no text, no texts and no messages: give such, or name another column")
 
 

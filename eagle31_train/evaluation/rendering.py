@@ -10,6 +10,7 @@ from eagle31_train.targets.pretrained import first_line, load_tokenizer
 
 Message = dict[str, Any]  # role and content, as OpenAI's API has them
 Tool = dict[str, Any]
+MARK = "the-{}-says"  # what stands in for a message, to see what the template puts around it
 
 
 class UnfitError(Exception):
@@ -31,8 +32,6 @@ class Rendering:
         tokenizer = load_tokenizer(target)
         template = templates_of(target, tokenizer)["default"]
         return cls(tokenizer, None if target.chat_template is None else template, target.template_args)
-
-    # ------------------------------------------------------------ messages to tokens
 
     def text(
         self,
@@ -86,8 +85,6 @@ class Rendering:
         broken = [f"{re.escape(t[0])}(?={re.escape(t[1:])})" for t in sorted(added) if len(t) > 1 and not t.isspace()]
         return re.sub("|".join(broken), r"\g<0> ", text) if broken else text
 
-    # ------------------------------------------------------------ and back
-
     def messages_of(self, ids: list[int]) -> list[Message] | None:
         """The messages that a prompt was rendered from: the user's, perhaps after a system message.
 
@@ -95,25 +92,21 @@ class Rendering:
         """
         text = self.decode(ids)
         for roles in (("user",), ("system", "user")):
-            contents = self._contents(text, roles)
-            if contents is None or any(token in content for content in contents for token in self.special):
+            marks = [MARK.format(role) for role in roles]
+            try:
+                form = self.text([{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)])
+            except UnfitError:
                 continue
-            messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
+            if re.findall("|".join(marks), form) != marks:
+                continue
+            around = map(re.escape, re.split("|".join(marks), form))
+            match = re.fullmatch("(.*?)".join(around), text, re.DOTALL)
+            if match is None or any(token in content for content in match.groups() for token in self.special):
+                continue
+            messages = [{"role": role, "content": said} for role, said in zip(roles, match.groups(), strict=True)]
             if self.ids(messages) == ids:
                 return messages
         return None
-
-    def _contents(self, text: str, roles: tuple[str, ...]) -> tuple[str, ...] | None:
-        marks = [f"the-{role}-says" for role in roles]
-        try:
-            form = self.text([{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)])
-        except UnfitError:
-            return None
-        around = re.split("|".join(marks), form)
-        if re.findall("|".join(marks), form) != marks:
-            return None
-        match = re.fullmatch("(.*?)".join(re.escape(piece) for piece in around), text, re.DOTALL)
-        return match.groups() if match else None
 
     def without_system(self, messages: list[Message], tools: list[Tool] | None = None) -> str:
         """The conversation without any system turn, be it its own or one that the template puts in by itself.
@@ -121,27 +114,16 @@ class Rendering:
         Raises:
             UnfitError: a user's turn cannot be told from what stands before it.
         """
-        asked = [message for message in messages if message["role"] != "system"]
-        text = self.text(asked, tools)
-        mark = {"role": "user", "content": "the-user-says"}
+        text = self.text([message for message in messages if message["role"] != "system"], tools)
+        mark = {"role": "user", "content": MARK.format("user")}
         before, _, _ = self.text([mark], generation=False).partition(mark["content"])
-        header = self._user_header()
-        if not text.startswith(before):
+        # What begins a turn is what one adds after an answer: templates may put a system message into the first turn.
+        earlier = [{"role": role, "content": f"an-earlier-{role}"} for role in ("user", "assistant")]
+        so_far = self.text(earlier, generation=False)
+        whole, _, _ = self.text([*earlier, mark], generation=False).partition(mark["content"])
+        header = whole.removeprefix(so_far)
+        if header in ("", whole) or not text.startswith(before):  # templates may rewrite what is over
             raise UnfitError("the user's words cannot be told from what the chat template puts before them")
         bos = self.tokenizer.bos_token or ""
         begin = bos if before.startswith(bos) and not header.startswith(bos) else ""
         return begin + header + text[len(before) :]
-
-    def _user_header(self) -> str:
-        """What begins a user's turn: what such a turn adds to a conversation, up to the user's words."""
-        mark = {"role": "user", "content": "the-user-says"}
-        # After an answer, since templates may put a system message into the first turn.
-        earlier = [
-            {"role": "user", "content": "an-earlier-question"},
-            {"role": "assistant", "content": "an-earlier-answer"},
-        ]
-        so_far = self.text(earlier, generation=False)
-        before, _, _ = self.text([*earlier, mark], generation=False).partition(mark["content"])
-        if not before.startswith(so_far) or before == so_far:  # templates may rewrite what is over
-            raise UnfitError("what begins a user's turn cannot be told from the chat template")
-        return before.removeprefix(so_far)

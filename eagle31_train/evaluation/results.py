@@ -40,7 +40,6 @@ from eagle31_train.evaluation.workloads import HELDOUT, Workload
 
 Key = tuple[str, str]  # of a prompt: its source and id
 Drafters = Mapping[str, Sequence[Measurement]]  # by name: one measurement for each training
-Lengths = Mapping[str, float | None]  # of one training: acceptance length by number of draft tokens
 
 
 def summarise(
@@ -58,7 +57,8 @@ def summarise(
         "draft_tokens": draft_tokens,
         "drafters": list(dict.fromkeys(name for _, drafters in measured for name in drafters)),
         "workloads": [
-            _workload(workload, drafters, plain.get(workload.suite), depths) for workload, drafters in measured
+            _workload(workload, drafters, plain.get(workload.suite) if workload.perturbation else None, depths)
+            for workload, drafters in measured
         ],
     }
 
@@ -110,26 +110,21 @@ def per_prompt(workload: Workload, measurement: Measurement, draft_tokens: int) 
     return rows
 
 
-# ---------------------------------------------------------------- one workload
-
-
 def _workload(workload: Workload, drafters: Drafters, plain: Drafters | None, depths: Sequence[int]) -> dict[str, Any]:
+    """A workload's result; `plain`: the same drafters on the plain form of a perturbed workload."""
     rows = {name: _rows(trainings) for name, trainings in drafters.items()}
     first, *others = drafters
-    keys = _keys(rows[first])
+    keys = _keys(rows[first])  # all estimates are of the prompts in one order: the resamples are paired
     numbers = {name: _drafter(trainings, depths) for name, trainings in drafters.items()}
     if not any(depth["drafts"] for each in numbers.values() for depth in each["by_depth"].values()):
         raise UserError(f"{workload.name}: every answer ended with its first token: choose other prompts")
-    kept: dict[str, Estimate] = {}
-    if plain is not None and workload.perturbation is not None:
-        plain_rows = {name: _rows(plain[name]) for name in drafters}
-        in_both = set(_keys(plain_rows[first]))
-        both = [key for key in keys if key in in_both]  # in one order: the resamples are paired
-        for name in drafters if both else ():
-            here, there = (acceptance_lengths(of[name], depths, both) for of in (rows, plain_rows))
-            kept[name] = here / there
-            numbers[name]["kept"] = _by_depth(depths, kept[name].intervals())
     lengths = {name: acceptance_lengths(rows[name], depths, keys) for name in drafters}
+    kept: dict[str, Estimate] = {}
+    plain_rows = {name: _rows(trainings) for name, trainings in (plain or {}).items()}
+    both = [key for key in keys if key in _keys(plain_rows[first])] if plain else []
+    for name in drafters if both else ():
+        kept[name] = acceptance_lengths(rows[name], depths, both) / acceptance_lengths(plain_rows[name], depths, both)
+        numbers[name]["kept"] = _by_depth(depths, kept[name].intervals())
     differences = {}
     for name in others:
         estimates = {"difference": lengths[name] - lengths[first], "ratio": lengths[name] / lengths[first]}
@@ -138,11 +133,6 @@ def _workload(workload: Workload, drafters: Drafters, plain: Drafters | None, de
         columns = zip(*(estimate.intervals() for estimate in estimates.values()), strict=True)
         differences[name] = _by_depth(depths, [dict(zip(estimates, column, strict=True)) for column in columns])
     unseen = {(each.source, each.id) for some in rows.values() for each in some if not each.seen}
-    alone = [(name, one) for name, trainings in drafters.items() for one in trainings]
-    speeds = {}
-    if len(alone) == 1 and alone[0][1].tokens:  # of several, measured with a few prompts each, it would be noise
-        ((name, one),) = alone
-        speeds["tokens_per_second"] = {"plain": one.tokens / one.plain, name: one.tokens / one.speculative}
     return {
         "name": workload.name,
         "suite": workload.suite,
@@ -152,46 +142,59 @@ def _workload(workload: Workload, drafters: Drafters, plain: Drafters | None, de
         "prompts": len(keys),
         "verified": len(keys) - len(unseen),
         "notes": [*workload.remarks, *_other_machines(drafters)],
-        **speeds,
+        **_speeds(drafters),
         "drafters": numbers,
         "differences": differences,
         "verdict": {name: {"better": better(numbers, (first, name), differences[name])} for name in others},
     }
 
 
+def _speeds(drafters: Drafters) -> dict[str, Any]:
+    """Of one training alone: of several, measured with a few prompts each, it would be noise."""
+    alone = [(name, one) for name, trainings in drafters.items() for one in trainings]
+    if len(alone) > 1 or not alone[0][1].tokens:
+        return {}
+    ((name, one),) = alone
+    return {"tokens_per_second": {"plain": one.tokens / one.plain, name: one.tokens / one.speculative}}
+
+
+def _other_machines(drafters: Drafters) -> list[str]:
+    return [
+        f"{name}, training {number}, was measured on {one.machine}"
+        for name, trainings in drafters.items()
+        for number, one in enumerate(trainings, 1)
+        if one.machine
+    ]
+
+
 def _drafter(trainings: Sequence[Measurement], depths: Sequence[int]) -> dict[str, Any]:
     rows = _rows(trainings)
-    by_training = []
-    for training in trainings if len(trainings) > 1 else ():
-        intervals = acceptance_lengths(training.counts, depths, _keys(training.counts)).intervals()
-        by_training.append(_by_depth(depths, [value for value, _, _ in intervals]))
-    return {
-        **_numbers(rows, depths),
-        "drift": _drift(rows),
-        **({"by_training": by_training} if by_training else {}),
-        "by_source": {
-            source: _numbers([each for each in rows if each.source == source], depths)
-            for source in sorted({each.source for each in rows})
-        },
-    }
+    numbers = {**_numbers(rows, depths), "drift": _drift(rows)}
+    if len(trainings) > 1:
+        alone = [acceptance_lengths(one.counts, depths, _keys(one.counts)).intervals() for one in trainings]
+        numbers["by_training"] = [_by_depth(depths, [value for value, _, _ in intervals]) for intervals in alone]
+    by_source = {source: [each for each in rows if each.source == source] for source in {each.source for each in rows}}
+    numbers["by_source"] = {source: _numbers(by_source[source], depths) for source in sorted(by_source)}
+    return numbers
 
 
 def _numbers(rows: list[Counts], depths: Sequence[int]) -> dict[str, Any]:
     keys = _keys(rows)
-    lengths = acceptance_lengths(rows, depths, keys).intervals()
     reached = {depth: _reached(rows, depth, keys) for depth in depths}
+    lengths = acceptance_lengths(rows, depths, keys).intervals()
+    by_depth = {
+        str(depth): {
+            "acceptance_length": length,
+            "drafts": int(reached[depth][:, 0].sum()),
+            "accepted_per_position": reached[depth][:, 1:].sum(0).tolist(),
+        }
+        for depth, length in zip(depths, lengths, strict=True)
+    }
     deepest = reached[max(depths)]
     return {
         "prompts": len(keys),
         "generated_tokens": sum(each.tokens for each in rows),
-        "by_depth": {
-            str(depth): {
-                "acceptance_length": length,
-                "drafts": int(reached[depth][:, 0].sum()),
-                "accepted_per_position": reached[depth][:, 1:].sum(0).tolist(),
-            }
-            for depth, length in zip(depths, lengths, strict=True)
-        },
+        "by_depth": by_depth,
         "cumulative": _shares(ratios(deepest[:, 1:], deepest[:, 0])),
         "conditional": _shares(ratios(deepest[:, 1:], deepest[:, :-1])),
     }
@@ -227,20 +230,11 @@ def _drift(rows: Sequence[Counts]) -> dict[str, list[Interval]] | None:
     slots = np.array([len(each.accepted) for each, _ in drifts], dtype=np.float64)
     keys = [(each.source, each.id) for each, _ in drifts]
     prompts = np.array([[key == other for other in keys] for key in dict.fromkeys(keys)], dtype=np.float64)  # [P, rows]
-    found = {}
+    intervals = {}
     for name in (field.name for field in fields(Drift)):
         means = np.array([getattr(drift, name) for _, drift in drifts])  # [rows, steps]
-        found[name] = ratios(prompts @ (means * slots[:, None]), prompts @ slots).intervals()
-    return found
-
-
-def _other_machines(drafters: Drafters) -> list[str]:
-    return [
-        f"{name}, training {number}, was measured on {one.machine}"
-        for name, trainings in drafters.items()
-        for number, one in enumerate(trainings, 1)
-        if one.machine
-    ]
+        intervals[name] = ratios(prompts @ (means * slots[:, None]), prompts @ slots).intervals()
+    return intervals
 
 
 def _rows(trainings: Sequence[Measurement]) -> list[Counts]:
@@ -262,16 +256,18 @@ def better(numbers: Mapping[str, Any], names: tuple[str, str], differences: Mapp
     Args:
         numbers: of the drafters. names: the two. differences: second - first.
     """
-    found: dict[str, str | None] = {}
+    better: dict[str, str | None] = {}
     for depth, each in differences.items():
         _, low, high = each["difference"]
         winner, loser = names if low is None or low <= 0 else names[::-1]
-        pairs = [(a[depth], b[depth]) for a in _trainings(numbers[winner]) for b in _trainings(numbers[loser])]
-        ahead = all(a is not None and b is not None and a > b for a, b in pairs)
-        found[depth] = None if low is None or low <= 0 <= high or not ahead else winner
-    return found
+        lengths = [_trainings(numbers[name], depth) for name in (winner, loser)]
+        ahead = None not in lengths[0] + lengths[1] and min(lengths[0]) > max(lengths[1])
+        better[depth] = None if low is None or low <= 0 <= high or not ahead else winner
+    return better
 
 
-def _trainings(numbers: dict[str, Any]) -> list[Lengths]:
-    alone = {depth: each["acceptance_length"][0] for depth, each in numbers["by_depth"].items()}
-    return numbers.get("by_training") or [alone]
+def _trainings(numbers: dict[str, Any], depth: str) -> list[Any]:
+    """The acceptance length of each training; None of one that drafted nothing."""
+    if "by_training" in numbers:
+        return [lengths[depth] for lengths in numbers["by_training"]]
+    return [numbers["by_depth"][depth]["acceptance_length"][0]]

@@ -76,7 +76,7 @@ class Chooser:
             return logits.argmax(-1)
         q = probabilities(logits, self.sampling.temperature, 1.0)
         self._drafted.append(q)
-        return race(q, self._exponentials(DRAFT, q, step))
+        return self._draw(q, DRAFT, step)
 
     def verify(self, logits: Tensor, proposed: Tensor, target_ids: Tensor) -> list[list[int]]:
         """What each sequence goes on with: the drafts that the target accepts, and a token of its own.
@@ -101,12 +101,12 @@ class Chooser:
         chosen = []
         for offset, here in enumerate(logits.unbind(1)):
             p = probabilities(here, self.sampling.temperature, self.sampling.top_p)
-            chosen.append(race(p, self._exponentials(TARGET, p, offset)))
+            chosen.append(self._draw(p, TARGET, offset))
         return torch.stack(chosen, 1)
 
     def _reject(self, logits: Tensor, proposed: Tensor, target_ids: Tensor) -> list[list[int]]:
-        """Rejection sampling of drafts that were drawn from what `draft` has kept."""
-        kept: list[list[int]] = [[] for _ in logits]
+        """Rejection sampling of drafts that were drawn from the distributions in `_drafted`."""
+        tokens: list[list[int]] = [[] for _ in logits]
         going = [True] * len(logits)
         for offset, here in enumerate(logits.unbind(1)):
             p = probabilities(here, self.sampling.temperature, self.sampling.top_p)
@@ -117,17 +117,18 @@ class Chooser:
                 uniforms = [each.random() for each in self._streams(ACCEPT, offset)]
                 accepted = [u < chance for u, chance in zip(uniforms, chances.tolist(), strict=True)]
                 own = residual(p, q)
-            instead = race(own, self._exponentials(TARGET, own, offset)).tolist()
+            instead = self._draw(own, TARGET, offset).tolist()
             for row in [row for row, goes in enumerate(going) if goes]:
-                kept[row].append(int(proposed[row, offset]) if accepted[row] else instead[row])
+                tokens[row].append(int(proposed[row, offset]) if accepted[row] else instead[row])
                 going[row] = accepted[row]
         self._drafted.clear()
-        return kept
+        return tokens
 
-    def _exponentials(self, purpose: int, weights: Tensor, offset: int) -> Tensor:
-        """As many as weights [B, V], fp64: each sequence's own, for its token `offset` after the next."""
+    def _draw(self, weights: Tensor, purpose: int, offset: int) -> Tensor:
+        """[B] int64: draws of weights [B, V], which need not sum to one, each for its sequence's token `offset` after
+        the next."""
         rows = [each.standard_exponential(weights.shape[1]) for each in self._streams(purpose, offset)]
-        return torch.from_numpy(np.stack(rows)).to(weights.device)
+        return (weights / torch.from_numpy(np.stack(rows)).to(weights.device)).argmax(-1)
 
     def _streams(self, purpose: int, offset: int) -> list[np.random.Generator]:
         return [stream(s, n + offset, purpose) for s, n in zip(self.seeds, self.numbers, strict=True)]
@@ -148,11 +149,6 @@ def acceptance(p: Tensor, q: Tensor, drafts: Tensor) -> Tensor:
 def residual(p: Tensor, q: Tensor) -> Tensor:
     """[B, V], not renormalised: what is left of p for draws after a rejection of a draw from q."""
     return (p - q).clamp(min=0)
-
-
-def race(weights: Tensor, exponentials: Tensor) -> Tensor:
-    """[B] int64: draws of weights [B, V], which need not sum to one, by exponentials [B, V]."""
-    return (weights / exponentials).argmax(-1)
 
 
 def probabilities(logits: Tensor, temperature: float, top_p: float) -> Tensor:

@@ -14,6 +14,7 @@ measured on, by their `digest`.
 import hashlib
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from datasets import Dataset, DatasetDict
@@ -33,6 +34,7 @@ from eagle31_train.targets.cached import CachedTarget
 from eagle31_train.targets.engine import Engine
 from eagle31_train.targets.hf import TransformersEngine, batches_by_length
 
+IDS = ("prompt", "output", "beyond")
 WITHOUT = "extract: no trajectories are stored, so training will not measure acceptance"
 
 
@@ -50,7 +52,12 @@ def record(config: Config, engine: Engine, writer: StoreWriter, splits: DatasetD
         # Whatever a target's own code makes of a cache, or a GPU of its size: its states can be extracted all the same.
         note(f"{WITHOUT}: {'' if isinstance(error, UserError) else type(error).__name__ + ': '}{error}")
         return
-    writer.write_trajectories(as_tensors(made))
+    tensors: dict[str, Tensor] = {}
+    for i, one in enumerate(made):
+        for name in IDS:
+            tensors[f"{i}.{name}"] = torch.tensor(getattr(one, name), dtype=torch.int32)
+        tensors[f"{i}.aux"] = one.aux
+    writer.write_trajectories(tensors)
     note(f"extract: answered {len(made)} held-out prompts for training, in {time.perf_counter() - began:.1f} s")
 
 
@@ -74,9 +81,10 @@ def decode(config: Config, engine: Engine, heldout: Dataset) -> list[Trajectory]
         for prompt, one in zip(rows, decode_plain(target, rows, limits, beyond=beyond, states=True), strict=True):
             assert one.aux is not None
             made.append(Trajectory(prompt, one.tokens, one.beyond, one.aux))
-    if not any(one.slots for one in made):
+    made = [one for one in made if one.slots]
+    if not made:
         raise UserError("every answer ends with its first token")
-    return [one for one in made if one.slots]
+    return made
 
 
 def choose_prompts(heldout: Sequence[Prompt], count: int, longest: int) -> list[list[int]]:
@@ -95,19 +103,6 @@ def choose_prompts(heldout: Sequence[Prompt], count: int, longest: int) -> list[
     return [prompt.ids for prompt in choose(ours, count, longest)[0]]
 
 
-# ---------------------------------------------------------------- on the disk
-
-
-def as_tensors(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
-    """As the file holds them."""
-    tensors: dict[str, Tensor] = {}
-    for i, one in enumerate(trajectories):
-        ids = {"prompt": one.prompt, "output": one.output, "beyond": one.beyond}
-        tensors |= {f"{i}.{name}": torch.tensor(values, dtype=torch.int32) for name, values in ids.items()}
-        tensors[f"{i}.aux"] = one.aux
-    return tensors
-
-
 def read(store: Store, draft_tokens: int) -> list[Trajectory]:
     """Those of a store, none where it has none.
 
@@ -116,7 +111,7 @@ def read(store: Store, draft_tokens: int) -> list[Trajectory]:
     """
     tensors, made = store.trajectories, []
     for i in range(len(tensors) // 4):
-        prompt, output, beyond = (tensors[f"{i}.{name}"].tolist() for name in ("prompt", "output", "beyond"))
+        prompt, output, beyond = (tensors[f"{i}.{name}"].tolist() for name in IDS)
         made.append(Trajectory(prompt, output, beyond, tensors[f"{i}.aux"]))
     if made and (most := 1 + min(len(one.beyond) for one in made)) < draft_tokens:
         raise UserError(
@@ -131,9 +126,6 @@ def digest(prompt: Sequence[int]) -> str:
     return hashlib.sha256(repr(list(prompt)).encode()).hexdigest()[:16]
 
 
-# ---------------------------------------------------------------- measured
-
-
 def reached(drafter: Drafter, target_ids: Tensor, trajectories: Iterable[Trajectory], draft_tokens: int) -> list[int]:
     """Of the verifications that decoding with the drafter would make: how many there are, and of how many the first 1,
     2, … drafted tokens are accepted. [draft_tokens + 1].
@@ -141,11 +133,9 @@ def reached(drafter: Drafter, target_ids: Tensor, trajectories: Iterable[Traject
     Args:
         drafter, target_ids: as `unroll`'s, on one device.
     """
-    counts = [0] * (draft_tokens + 1)
+    rounds: list[int] = []
     for one in trajectories:
-        there = Trajectory(one.prompt, one.output, one.beyond, one.aux.to(target_ids.device))
+        there = replace(one, aux=one.aux.to(target_ids.device))
         accepted, _ = unroll(drafter, target_ids, there, draft_tokens, drift=False)
-        for number in Counts("", "", len(one.output), accepted).rounds(draft_tokens):
-            for position in range(number + 1):
-                counts[position] += 1
-    return counts
+        rounds += Counts("", "", len(one.output), accepted).rounds(draft_tokens)
+    return [sum(accepted >= position for accepted in rounds) for position in range(draft_tokens + 1)]

@@ -176,14 +176,12 @@ class MarkedLayer(AttendingLayer):
         self.shares: Tensor
 
     def keep_context(self, states: Tensor, read: Read, positions: Tensor) -> None:
-        """As without marks."""
         super().keep_context(states, read, positions)
         self._width = self._v0.shape[-1]
         if self._kind is not None:
             self._v0 = _marked(self._v0, self._kind)
 
     def keep_own(self, key: Tensor, value: Tensor) -> None:
-        """As without marks."""
         if self._kind is not None:
             value = _marked(value, torch.full_like(self._kind[: len(value)], KINDS - 1))
         super().keep_own(key, value)
@@ -191,7 +189,6 @@ class MarkedLayer(AttendingLayer):
     def attend(
         self, states: Tensor, read: Read, positions: Tensor, layout: Layout, own: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """As without marks."""
         residual, attended = super().attend(states, read, positions, layout, own)
         self.shares = attended[..., self._width :][..., :KINDS]
         return residual, attended[..., : self._width]

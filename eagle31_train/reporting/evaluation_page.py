@@ -1,30 +1,34 @@
-"""A result as one HTML page and as PNG files beside it, for people who decide whether to serve a drafter."""
+"""A result as one HTML page and as PNG files beside it, for people who decide whether to serve a drafter.
 
-from collections.abc import Mapping
+`evaluation/results.py` describes the result. Names and order of the pictures are part of what makes a model card new:
+they stay as they are.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from eagle31_train import artifacts
-from eagle31_train.reporting import html, tables
-from eagle31_train.reporting.evaluation_figures import pictures
-from eagle31_train.reporting.tables import Section
+from eagle31_train.evaluation.intervals import NOTHING, Interval
+from eagle31_train.reporting import figures, html, tables
+from eagle31_train.reporting.figures import MARKERS, ROW, Picture
+from eagle31_train.reporting.tables import ALL, SERVING, Section
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 PAGE = "index.html"
 RESULT = "result.json"  # of a comparison: what was drawn, and the files of that
-TERMS = {  # of docs/glossary.md, which has them all
-    "Acceptance length": "tokens per pass of the target, its own included; 1.0 is no gain, 2.0 is two tokens per pass.",
-    "[low, high]": "95 % interval over prompts of this kind, by bootstrap; it does not speak of other trainings.",
-    "Draft tokens": "how many tokens the drafter proposes for one pass (num_speculative_tokens).",
-    "Cumulative, conditional acceptance": "share of drafts whose first k tokens were accepted; of those whose first "
-    "k - 1 were.",
-    "Better": "the interval of the difference leaves out 0, and each training is ahead of each of the other drafter.",
-    "Kept": "acceptance length on a changed form of the prompts, over that on their plain form.",
-    "Attention on …": "where the drafter looks: the first four tokens (sink), the rest of the prompt, what the target "
-    "has verified, and the drafter's own tokens.",
-    "RMS, entropy": "size of the state that a draft step reads; spread of its distribution, in nats.",
-    "Tokens/s/user, speed-up": "tokens after the first over the seconds that their user waited; that over the same "
-    "without a drafter.",
-}
+Result = dict[str, Any]
+Curves = dict[str, list[Interval]]  # by drafter
+Rows = dict[str, dict[str, Interval]]  # by row, then by drafter
+KINDS = ("sink", "prompt", "verified", "own")
 
 
 def write(folder: Path, result: dict[str, Any]) -> list[Path]:
@@ -37,22 +41,16 @@ def write(folder: Path, result: dict[str, Any]) -> list[Path]:
     """
     earlier = artifacts.read_json(folder / RESULT, "this command") if (folder / RESULT).is_file() else {}
     listed = [folder / name for name in earlier.get("files", {}) if name.endswith(".png")]
-    files, drawn = html.draw(folder, list(pictures(result)), listed)
-    artifacts.write_text(folder / PAGE, render(result, drawn))
+    files, images = html.draw(folder, list(pictures(result)), listed)
+    artifacts.write_text(folder / PAGE, render(result, images))
     return [*files, folder / PAGE]
 
 
-def render(result: dict[str, Any], drawn: Mapping[str, str]) -> str:
-    """The page as text; `drawn`: pictures by section, as HTML."""
+def render(result: dict[str, Any], images: html.Images) -> str:
+    """The page as text."""
     command = result.get("command") or result.get("serving", {}).get("command", "")
-    parts = [
-        html.paragraph(" · ".join(conditions(result))),
-        *(_section(section, drawn) for section in tables.sections(result)),
-        html.heading("What the numbers mean"),
-        html.definitions(TERMS),
-        html.folded("The command that repeats this", html.code(command)),
-    ]
-    return html.document(result["title"], parts)
+    sections = [Section("", [" · ".join(conditions(result))], []), *tables.sections(result)]
+    return html.page(result["title"], sections, images, {"The command that repeats this": command}, glossary=True)
 
 
 def conditions(result: Mapping[str, Any]) -> list[str]:
@@ -64,9 +62,179 @@ def conditions(result: Mapping[str, Any]) -> list[str]:
     return shown
 
 
-def _section(section: Section, drawn: Mapping[str, str]) -> str:
-    """Remarks, pictures, the first table, and the others folded."""
-    shown = [html.table(table.header, table.rows) for table in section.tables]
-    folded = [html.folded(table.title, text) for table, text in zip(section.tables[1:], shown[1:], strict=True)]
-    remarks = map(html.paragraph, section.remarks)
-    return "\n".join([html.heading(section.title), *remarks, drawn.get(section.title, ""), *shown[:1], *folded])
+@dataclass(frozen=True)
+class Kind:
+    """low, high: what numbers of a kind cannot leave. percent: of shares. even: where nothing is gained or lost."""
+
+    low: float = 0
+    high: float = np.inf
+    percent: bool = False
+    even: float | None = None
+
+    def scale(self, axes: "Axes", which: str) -> None:
+        """Scale an axis for such numbers; `which`: x or y."""
+        if self.percent:
+            figures.shares(axes, which)
+        if self.even is not None:
+            (axes.axvline if which == "x" else axes.axhline)(self.even, color="gray", linestyle="--", linewidth=0.8)
+        figures.within(axes, self.low, self.high, which)
+
+
+LENGTH, RATIO, NUMBER = Kind(low=1), Kind(even=1), Kind()
+SHARE, KEPT = Kind(high=1, percent=True), Kind(percent=True, even=1)
+
+
+def pictures(result: Result) -> Iterator[Picture]:
+    """Every picture that there are numbers for: first those of all workloads, then those of each."""
+    names = Counter[str]()
+    for picture in _pictures(result):
+        names[picture.name] += 1  # drafters that differ in case or signs alone would write the same file
+        number = names[picture.name]
+        yield replace(picture, name=f"{picture.name}-{number}") if number > 1 else picture
+
+
+def _pictures(result: Result) -> Iterator[Picture]:
+    workloads = result.get("workloads", [])
+    if len(workloads) > 1:
+        yield from _overview(result)
+    for workload in workloads:
+        yield from _acceptance(workload)
+        if workload is workloads[0]:  # tables have the drift of all
+            yield from _drift(workload)
+    if result.get("serving"):
+        yield from _serving(result["serving"])
+
+
+def slug(name: str) -> str:
+    """A name as part of a file's name."""
+    return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")
+
+
+def _curves(workload: Result, name: str, title: str, across: str, curves: Curves, kind: Kind) -> Picture:
+    """A curve for each drafter, over 1, 2, 3, …"""
+
+    def draw(axes: "Axes") -> None:
+        for drafter, intervals in curves.items():
+            last = [f"{value:.1%}" if kind.percent else f"{value:.2f}" for value, *_ in intervals if value is not None]
+            values, low, high = figures.columns(intervals)
+            at, valid, index = np.arange(1.0, len(values) + 1), np.isfinite(values), drafters.index(drafter)
+            marker, label = MARKERS[index % len(MARKERS)], "  ".join([drafter, *last[-1:]])
+            axes.fill_between(at, low, high, color=f"C{index}", alpha=0.16, linewidth=0)
+            axes.plot(at[valid], values[valid], color=f"C{index}", marker=marker, label=label, zorder=3)
+        kind.scale(axes, "y")
+        figures.whole_numbers(axes, across)
+
+    section, drafters = workload["name"], list(workload["drafters"])
+    return Picture(f"{slug(section)}-{name}", section, title, draw, f"{section} · 95 % intervals shaded")
+
+
+def _acceptance(workload: Result) -> Iterator[Picture]:
+    drafters, differences = workload["drafters"], workload["differences"]
+    first = next(iter(drafters))
+    lengths = {name: [k["acceptance_length"] for k in of["by_depth"].values()] for name, of in drafters.items()}
+    yield _curves(workload, "acceptance", "Acceptance length", "draft tokens", lengths, LENGTH)
+    if differences:
+        ratios = {name: [k["ratio"] for k in of.values()] for name, of in differences.items()}
+        title = f"Acceptance length, times that of {first}"
+        yield _curves(workload, "gain", title, "draft tokens", ratios, RATIO)
+    if workload["perturbation"] is None:
+        shares = {name: of["conditional"] for name, of in drafters.items()}
+        yield _curves(workload, "conditional", "Accepted, if all before it is", "position", shares, SHARE)
+
+
+def _drift(workload: Result) -> Iterator[Picture]:
+    section = workload["name"]
+    drift = {name: numbers["drift"] for name, numbers in workload["drafters"].items() if numbers["drift"]}
+    for name, measures in drift.items():
+        title, remark = f"Where {name} looks", f"{section} · share of the attention"
+        yield Picture(f"{slug(section)}-attention-{slug(name)}", section, title, partial(_attention, measures), remark)
+    titles = {
+        "own": "Attention on its own drafts",
+        "rms": "RMS of the state that a step reads",
+        "entropy": "Entropy of the draft distribution, nats",
+    }
+    for measure, title in titles.items() if drift else ():
+        curves = {name: measures[measure] for name, measures in drift.items()}
+        kind = SHARE if measure == "own" else NUMBER
+        yield _curves(workload, measure, title, "draft step", curves, kind)
+
+
+def _attention(measures: Curves, axes: "Axes") -> None:
+    parts = [figures.columns(measures[kind])[0] for kind in KINDS]
+    labels = [f"{kind} {part[-1]:.0%}" for kind, part in zip(KINDS, parts, strict=True)]
+    axes.stackplot(np.arange(1.0, len(parts[0]) + 1), parts, labels=labels)
+    axes.margins(0)
+    axes.set_ylim(0, 1)
+    figures.shares(axes)
+    figures.whole_numbers(axes, "draft step")
+
+
+def _overview(result: Result) -> Iterator[Picture]:
+    """A row for each workload, with an interval for each drafter."""
+    names, depth = result["drafters"], str(result["draft_tokens"])
+
+    def forest(
+        name: str, title: str, kind: Kind, interval: Callable[[Result, str], Interval | None]
+    ) -> Iterator[Picture]:
+        found = {one["name"]: {name: interval(one, name) for name in names} for one in result["workloads"]}
+        rows = {row: {name: of for name, of in some.items() if of} for row, some in found.items()}
+        rows = {row: some for row, some in rows.items() if some}
+        if rows:
+            yield _forest(f"workloads-{name}", ALL, f"{title}, at {depth} draft tokens", rows, names, kind)
+
+    def length(workload: Result, name: str) -> Interval:
+        interval: Interval = workload["drafters"][name]["by_depth"][depth]["acceptance_length"]
+        return interval
+
+    def kept(workload: Result, name: str) -> Interval | None:
+        return workload["drafters"][name].get("kept", {}).get(depth)
+
+    def own(workload: Result, name: str) -> Interval | None:
+        drift = workload["drafters"][name]["drift"]
+        return drift["own"][-1] if drift else None
+
+    def ratio(other: str, workload: Result, name: str) -> Interval | None:
+        differences = workload["differences"]
+        return differences[name][depth]["ratio"] if name == other and name in differences else None
+
+    yield from forest("acceptance", "Acceptance length", LENGTH, length)
+    yield from forest("kept", "Kept of the plain form's acceptance length", KEPT, kept)
+    yield from forest("own", "Attention on its own drafts at the last step", SHARE, own)
+    for name in names[1:]:
+        title = f"Acceptance length of {name}, times that of {names[0]}"
+        yield from forest(f"gain-{slug(name)}", title, RATIO, partial(ratio, name))
+
+
+def _serving(serving: Result) -> Iterator[Picture]:
+    rows = sorted(serving["rows"], key=lambda row: (row["concurrency"], row["draft_tokens"]))
+    for name in dict.fromkeys(row["drafter"] for row in serving["rows"] if row["drafter"]):
+        speeds: Rows = {}
+        for row in rows:
+            if row["drafter"] in (None, name):
+                label = tables.count(row["draft_tokens"], "draft token") if row["drafter"] else "no drafter"
+                speeds.setdefault(tables.count(row["concurrency"], "user"), {})[label] = row["per_user"]
+        labels = list(dict.fromkeys(label for of in speeds.values() for label in of))
+        title = f"Tokens per second of each user, {name} in vLLM"
+        yield _forest(f"serving-{slug(name)}", SERVING, title, speeds, labels, NUMBER, left=0)
+
+
+def _forest(
+    name: str, section: str, title: str, rows: Rows, names: list[str], kind: Kind, left: float | None = None
+) -> Picture:
+    """A row for each of `rows`, and in it a point with its interval for each of `names` that it has."""
+    shown = [name for name in names if any(name in row for row in rows.values())]
+
+    def draw(axes: "Axes") -> None:
+        for place, name in enumerate(shown):
+            values, low, high = figures.columns(row.get(name, NOTHING) for row in rows.values())
+            at = np.arange(len(values)) + ((place + 0.5) / len(shown) - 0.5) * 0.7
+            bars, index = np.nan_to_num([values - low, high - values]), names.index(name)
+            marker = MARKERS[index % len(MARKERS)]
+            axes.errorbar(values, at, xerr=bars, fmt=marker, color=f"C{index}", label=name)
+        axes.set_yticks(range(len(rows)), list(rows))
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        kind.scale(axes, "x")
+        axes.set_xlim(left=left)
+
+    height = 1.1 + ROW * max(len(rows) * (1 + len(shown)) / 2, 2)
+    return Picture(name, section, title, draw, "95 % intervals", height)

@@ -1,7 +1,7 @@
 """Pictures, by matplotlib, which is loaded where it draws."""
 
 import io
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 WIDTH, HEIGHT, ROW = 5.6, 3.25, 0.25  # inches: of a picture, and of one row of a chart that has rows
 MEANS = 64  # points of a noisy curve's mean
-DECADE = 8.0  # curves that span more than this factor get a logarithmic axis
 MARKERS = "os^Dvp"
 STYLE: Any = {
     # The colour-blind tell training (C0) from held-out (C1) by brightness, too.
@@ -80,9 +79,6 @@ class Picture:
         return buffer.getvalue()
 
 
-# ---------------------------------------------------------------- curves over steps
-
-
 def noisy(axes: "Axes", steps: Floats, values: Floats, label: str, colour: Any, form: str = "{:.3g}") -> None:
     """A curve [N], pale, and its mean, whose last value the label tells. NaN is left out."""
     valid = np.isfinite(values)
@@ -91,73 +87,16 @@ def noisy(axes: "Axes", steps: Floats, values: Floats, label: str, colour: Any, 
     steps, values = steps[valid], values[valid]
     parts = np.array_split(np.arange(len(steps)), min(MEANS, len(steps)))
     means = [values[part].mean() for part in parts]
+    centres = [steps[part].mean() for part in parts]
     marker = "o" if len(steps) == 1 else ""
     axes.plot(steps, values, color=colour, alpha=0.25, linewidth=0.5)
-    axes.plot(
-        [steps[part].mean() for part in parts],
-        means,
-        color=colour,
-        marker=marker,
-        label=f"{label}  {form.format(means[-1])}",
-    )
-
-
-def measured(axes: "Axes", steps: Floats, values: Floats, label: str, colour: Any, form: str = "{:.3g}") -> None:
-    """A curve [N] without noise, whose last value the label tells."""
-    valid = np.isfinite(values)
-    if valid.any():
-        axes.plot(steps[valid], values[valid], "o-", color=colour, label=f"{label}  {form.format(values[valid][-1])}")
-
-
-def by_depth(axes: "Axes", steps: Floats, columns: Sequence[Floats], form: str) -> None:
-    """A noisy curve for each depth, in colours from the first depth to the last."""
-    from matplotlib import colormaps
-
-    colours = colormaps["viridis"](np.linspace(0, 0.85, len(columns)))
-    for depth, (values, colour) in enumerate(zip(columns, colours, strict=True), 1):
-        noisy(axes, steps, values, f"depth {depth}", colour, form)
-
-
-# ---------------------------------------------------------------- numbers with intervals
+    axes.plot(centres, means, color=colour, marker=marker, label=f"{label}  {form.format(means[-1])}")
 
 
 def columns(intervals: Iterable["Interval"]) -> tuple[Floats, Floats, Floats]:
     """Values, lows and highs, each [N], NaN where there is none."""
     table = np.array([[np.nan if part is None else part for part in each] for each in intervals], dtype=float)
     return table[:, 0], table[:, 1], table[:, 2]
-
-
-def banded(axes: "Axes", intervals: Iterable["Interval"], label: str, index: int) -> None:
-    """Curve number `index`, over 1, 2, 3, …, with a band for the intervals."""
-    values, low, high = columns(intervals)
-    at, valid = np.arange(1.0, len(values) + 1), np.isfinite(values)
-    colour, marker = f"C{index}", MARKERS[index % len(MARKERS)]
-    axes.fill_between(at, low, high, color=colour, alpha=0.16, linewidth=0)
-    axes.plot(at[valid], values[valid], color=colour, marker=marker, label=label, zorder=3)
-
-
-def whiskers(axes: "Axes", intervals: Iterable["Interval"], label: str, index: int, place: int, of: int) -> None:
-    """A point with its interval in every row, in colour `index`, at `place` among the `of` that share a row."""
-    values, low, high = columns(intervals)
-    at = np.arange(len(values)) + ((place + 0.5) / of - 0.5) * 0.7
-    bars = np.nan_to_num([values - low, high - values])
-    marker = MARKERS[index % len(MARKERS)]
-    axes.errorbar(values, at, xerr=bars, fmt=marker, color=f"C{index}", label=label)
-
-
-# ---------------------------------------------------------------- axes
-
-
-def logarithmic(axes: "Axes") -> None:
-    """A logarithmic vertical axis where all curves are above 0 and span much."""
-    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
-
-    low, high = axes.dataLim.intervaly
-    if 0 < DECADE * low < high:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-        axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def within(axes: "Axes", low: float, high: float = np.inf, which: str = "y") -> None:

@@ -50,8 +50,3 @@ def grid(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table of text."""
     lines = [list(map(plain, header)), ["---"] * len(header), *(list(map(plain, row)) for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def image(file: str, title: str) -> str:
-    """A picture of the folder that the text lies in, with its title below."""
-    return f"![{plain(title)}]({file})\n\n{plain(title)}."

@@ -14,7 +14,7 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from eagle31_train import cli
 from eagle31_train.config import Config
 from eagle31_train.errors import UserError
-from eagle31_train.evaluation.serving.command import flags, speculation, target_arguments
+from eagle31_train.evaluation.serving.engine import flags, speculation, target_arguments
 from eagle31_train.reporting.markdown import public
 
 EVALUATE = "eagle31 evaluate"
@@ -36,11 +36,6 @@ def serve_command(config: Config, drafter: str | None, published: bool = False) 
         options = speculation(config, drafter, config.evaluate.num_speculative_tokens)
         command += ["--speculative-config", json.dumps(options, ensure_ascii=False)]
     return shlex.join(command)
-
-
-def commands(config: Config) -> list[str]:
-    """The commands of all five stages that make this drafter again."""
-    return [command(program, config) for program in PROGRAMS]
 
 
 def command(program: str, config: Config) -> str:

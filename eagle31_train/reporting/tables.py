@@ -67,24 +67,17 @@ def as_text(result: Result) -> str:
     return "\n".join([*lines, GLOSSARY])
 
 
-# ---------------------------------------------------------------- workloads
-
-
 def _verdicts(workloads: Sequence[Result], depth: str) -> Table:
+    first = next(iter(workloads[0]["drafters"]))
+    header = ["workload", "drafter", f"acceptance length / {first}'s, at {depth}"]
+    header += ["better with draft tokens", f"{first} better with"]
     rows = []
     for workload in workloads:
         for name, by_depth in workload["differences"].items():
-            ratio = bracket(by_depth[depth]["ratio"])
-            rows.append([workload["name"], name, ratio, _winners(workload["verdict"][name]["better"])])
-    first = next(iter(workloads[0]["drafters"]))
-    header = ["workload", "drafter", f"acceptance length / {first}'s, at {depth}", "better, by draft tokens"]
+            better = workload["verdict"][name]["better"]
+            won = [", ".join(k for k, winner in better.items() if winner == one) or "–" for one in (name, first)]
+            rows.append([workload["name"], name, bracket(by_depth[depth]["ratio"]), *won])
     return Table("", header, rows)
-
-
-def _winners(better: dict[str, str | None]) -> str:
-    """Who is better, and at which numbers of draft tokens: `3.1 at 1, 2, 8`."""
-    at = {name: [k for k, winner in better.items() if winner == name] for name in better.values() if name}
-    return "; ".join(f"{name} at {', '.join(depths)}" for name, depths in at.items()) or "no difference shown"
 
 
 def _overview(workloads: Sequence[Result], depth: str) -> Iterator[Table]:
@@ -100,8 +93,8 @@ def _overview(workloads: Sequence[Result], depth: str) -> Iterator[Table]:
 
 
 def _remarks(workload: Result, draft_tokens: str) -> Iterator[str]:
-    prompts, verified = count(workload["prompts"], "prompt"), f"{workload['verified']:,}"
-    yield f"{prompts}, {sampling(workload)}, {verified} decoded by real speculation"
+    verified = f"{workload['verified']:,} decoded by real speculation"
+    yield f"{count(workload['prompts'], 'prompt')}, {sampling(workload)}, {verified}"
     yield from workload["notes"]
     if speeds := workload.get("tokens_per_second"):
         ratios = ", ".join(f"{name} {speed:.1f} ({speed / speeds['plain']:.2f}x)" for name, speed in speeds.items())
@@ -115,24 +108,15 @@ def _workload(workload: Result, draft_tokens: str) -> Iterator[Table]:
     depths = list(drafters[first]["by_depth"])
 
     columns: Columns = {
-        name: [numbers["by_depth"][k]["acceptance_length"] for k in depths] for name, numbers in drafters.items()
+        name: [k["acceptance_length"] for k in of["by_depth"].values()] for name, of in drafters.items()
     }
+    columns |= {f"{name} - {first}": [k["difference"] for k in of.values()] for name, of in differences.items()}
+    for name, of in differences.items() if workload["perturbation"] else ():
+        columns[f"kept: {name} / {first}"] = [k.get("kept_ratio", NOTHING) for k in of.values()]
+    for name, numbers in drafters.items():
+        for number, lengths in enumerate(numbers.get("by_training", []), 1):
+            columns[f"{name}, training {number}"] = [[length, None, None] for length in lengths.values()]
     yield _columns("acceptance length", "draft tokens", depths, columns)
-
-    columns = {f"{name} - {first}": [of[k]["difference"] for k in depths] for name, of in differences.items()}
-    yield _columns(f"acceptance length less that of {first}", "draft tokens", depths, columns)
-
-    columns = {name: [of["kept"][k] for k in depths] for name, of in drafters.items() if of.get("kept")}
-    for name, by_depth in differences.items() if columns else ():
-        columns[f"{name} / {first}"] = [by_depth[k]["kept_ratio"] for k in depths]
-    yield _columns("acceptance length kept, of the plain form", "draft tokens", depths, columns)
-
-    columns = {
-        f"{name}, training {number}": [[values[k], None, None] for k in depths]
-        for name, numbers in drafters.items()
-        for number, values in enumerate(numbers.get("by_training", []), 1)
-    }
-    yield _columns("acceptance length of each training", "draft tokens", depths, columns)
 
     columns = {f"{name}: {key}": of[key] for name, of in drafters.items() for key in ("cumulative", "conditional")}
     yield _columns(f"acceptance by position, of drafts of {depths[-1]}", "position", depths, columns)
@@ -142,12 +126,12 @@ def _workload(workload: Result, draft_tokens: str) -> Iterator[Table]:
         columns = {key: [[value, None, None] for value, *_ in drift.get(key, [])] for key in DRIFT}
         yield _columns(f"drift of {name}: attention on …, and its state", "draft step", depths, columns)
 
-    sources = list(drafters[first]["by_source"])
-    columns = {"prompts": [f"{of['prompts']:,}" for of in drafters[first]["by_source"].values()]}
+    sources = drafters[first]["by_source"]
+    columns = {"prompts": [f"{of['prompts']:,}" for of in sources.values()]}
     for name, numbers in drafters.items():
         columns[name] = [of["by_depth"][draft_tokens]["acceptance_length"] for of in numbers["by_source"].values()]
     title = f"acceptance length with {draft_tokens} draft tokens, by source"
-    yield _columns(title, "source", sources, columns if len(sources) > 1 else {})
+    yield _columns(title, "source", list(sources), columns if len(sources) > 1 else {})
 
 
 def _columns(title: str, what: str, names: Sequence[str], columns: Columns) -> Table:
@@ -164,16 +148,10 @@ def sampling(workload: Result) -> str:
     return f"sampled at temperature {workload['temperature']:g}{nucleus}"
 
 
-# ---------------------------------------------------------------- serving
-
-
 def _serving_remarks(serving: Result) -> Iterator[str]:
-    of = f" of {serving['workload']}" if "workload" in serving else ""
-    on = f" on {serving['machine']}" if "machine" in serving else ""
-    yield (
-        f"vLLM {serving['vllm']}{on}, {serving['dtype']}; {count(serving['prompts'], 'prompt')}{of}, "
-        f"{sampling(serving)}, at most {serving['max_new_tokens']:,} tokens per answer"
-    )
+    prompts = f"{count(serving['prompts'], 'prompt')} of {serving.get('workload', 'a file')}, {sampling(serving)}"
+    where = f"vLLM {serving['vllm']} on {serving.get('machine', 'a machine')}, {serving['dtype']}"
+    yield f"{where}; {prompts}, at most {serving['max_new_tokens']:,} tokens per answer"
     yield from serving["verdict"]
     yield from serving["notes"]
 
@@ -196,9 +174,6 @@ def _serving(serving: Result) -> Iterator[Table]:
     heads = ["TTFT, ms", "p50", "p95", "TPOT, ms", "p50", "p95", "TTFT by vLLM", "TPOT by vLLM"]
     yield Table("times", [*which, *heads], times)
     yield Table("acceptance, as vLLM counts it", [*which, "acceptance length", "accepted up to position"], accepted)
-
-
-# ---------------------------------------------------------------- numbers
 
 
 def count(number: int, what: str) -> str:

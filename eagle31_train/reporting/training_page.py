@@ -1,23 +1,154 @@
-"""What a training run looks like: its curves as pictures, and one HTML page that shows all of it."""
+"""What a training run looks like: its curves as pictures, and one HTML page that shows all of it, without torch."""
 
 import json
-import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from eagle31_train import artifacts
 from eagle31_train.errors import UserError
-from eagle31_train.reporting import html
-from eagle31_train.reporting.figures import Floats
-from eagle31_train.reporting.training_figures import ESTIMATED, GIB, MEASURED, PLOTS, pictures
-from eagle31_train.reporting.training_log import ESTIMATE, LENGTH, History, Table, read
+from eagle31_train.reporting import figures, html
+from eagle31_train.reporting.figures import Floats, Picture
+from eagle31_train.reporting.tables import Section, Table
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+METRICS, TIMINGS, LAUNCHES, CONFIG = "metrics.jsonl", "timings.jsonl", "launches.jsonl", "config.yaml"
+HELDOUT = "heldout_"  # before the names of what was measured on held-out samples and prompts
+ESTIMATE = "acceptance_estimate"
+EARLIER = {"tau": ESTIMATE, f"{HELDOUT}tau": HELDOUT + ESTIMATE}  # as earlier versions called it
+LENGTH = "acceptance_length"  # on held-out prompts; of runs whose store had trajectories
+Row = dict[str, Any]
 PAGE = "report.html"
-RECENT = 50  # training rows that the table's means are taken over
+GIB = 2**30
+DECADE = 8.0  # curves that span more than this factor get a logarithmic axis
+RECENT = 50  # steps that the table's means are taken over
+LEARNING, DEPTH, OPTIMIZER, MACHINE = "Learning", "By depth", "Optimizer", "Machine"
 NUMBERS = (LENGTH, "loss", ESTIMATE, "oov_share", "grad_norm", "lr")
-BY_DEPTH = ("prefix_at_depth", "accuracy_at_depth", "loss_at_depth", "rms_at_depth", "acceptance_at_depth")
+BEST = {LENGTH: np.nanargmax, ESTIMATE: np.nanargmax, "loss": np.nanargmin}
+
+
+class Log:
+    """Rows of one kind by column: steps [N], and numbers [N] with NaN where a row has none."""
+
+    def __init__(self, rows: list[Row]) -> None:
+        self._rows = rows
+        self.steps = np.array([row["step"] for row in rows], dtype=np.float64)
+
+    def __contains__(self, name: str) -> bool:
+        return bool(np.isfinite(self[name]).any())
+
+    def __getitem__(self, name: str) -> Floats:
+        """[N]; NaN throughout for a column that no row has."""
+        return np.array([_number(row.get(name)) for row in self._rows], dtype=np.float64)
+
+    def depths(self, name: str) -> list[Floats]:
+        """The columns [N] of a list, one per depth; [] if no row has it."""
+        lists = [values if isinstance(values := row.get(name), list) else [] for row in self._rows]
+        count = max(map(len, lists), default=0)
+        return [np.array([_number(v[k]) if k < len(v) else np.nan for v in lists]) for k in range(count)]
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else np.nan
+
+
+@dataclass(frozen=True)
+class History:
+    """All that is known of a training: its folder, run/train; the rows of metrics and timings; launches, newest last;
+    the resolved config as YAML, "" if it was not saved; the manifest, None before the end; notes on the files."""
+
+    folder: Path
+    metrics: Log
+    timings: Log
+    launches: list[Row]
+    config: str
+    manifest: dict[str, Any] | None
+    notes: list[str]
+
+    @property
+    def restarts(self) -> list[int]:
+        """The steps after which launches but the first went on."""
+        steps = [(launch.get("facts") or {}).get("after_step") for launch in self.launches]
+        return [int(step) for step in steps if step]
+
+    @property
+    def busy(self) -> Floats:
+        """Seconds of each timed step, without those `aside`, for evaluating and saving, where these are known."""
+        return self.timings["seconds"] - np.nan_to_num(self.timings["aside"])
+
+    def marked(self, name: str) -> Floats:
+        """Steps whose rows say `"name": true`."""
+        return self.metrics.steps[self.metrics[name] == 1]
+
+
+def read(run: Path) -> History:
+    """Read the folder of a run, or the folder `train` in it; UserError where nothing is whole."""
+    folder = next((folder for folder in (run / "train", run) if (folder / METRICS).is_file()), None)
+    if folder is None:
+        raise UserError(f"there is no training in {run}: {run / 'train' / METRICS} is missing")
+    notes: list[str] = []
+    rows = _rows(folder / METRICS, notes)
+    metrics = [{EARLIER.get(name, name): value for name, value in row.items()} for row in rows]
+    if not metrics:
+        raise UserError(f"{folder / METRICS} holds no step yet: wait for the first one")
+    timings, launches = _rows(folder / TIMINGS, notes), _rows(folder / LAUNCHES, notes, needs=None)
+    config, manifest = folder / CONFIG, folder / artifacts.MANIFEST
+    text = config.read_text(encoding="utf-8", errors="replace") if config.is_file() else ""
+    ended = artifacts.read_json(manifest, "train.py") if manifest.exists() else None
+    return History(folder, Log(metrics), Log(list(timings)), list(launches), text, ended, notes)
+
+
+def _rows(path: Path, notes: list[str], needs: str | None = "step") -> Iterator[Row]:
+    """The rows of a file, none of one that is missing; a torn last line is what a running training leaves."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                row = json.loads(line)
+            except ValueError:  # of JSON or of UTF-8
+                row = None
+            if isinstance(row, dict) and (needs is None or isinstance(row.get(needs), int)):
+                yield row
+            elif line.endswith(b"\n"):
+                raise UserError(f"{path}:{number} is damaged: remove the line, and the report lacks its row")
+            else:
+                notes.append(f"{path}:{number} is only half written and was left out: it is being written, or torn")
+
+
+class Plot(NamedTuple):
+    """name, section, title: as of `Picture`. column: what it shows, of metrics.jsonl or, in section MACHINE, of the
+    timings; a list has a curve for each depth. low, high: what it cannot leave. form: of numbers in the legend."""
+
+    name: str
+    section: str
+    title: str
+    column: str
+    low: float = 0
+    high: float = np.inf
+    form: str = "{:.3g}"
+
+
+PLOTS = [
+    Plot("loss", LEARNING, "Loss, in nats: mean over depths", "loss"),
+    Plot(ESTIMATE, LEARNING, "Acceptance estimate (teacher-forced)", ESTIMATE, low=1, form="{:.2f}"),
+    Plot(LENGTH, LEARNING, "Acceptance length (decoding of held-out prompts)", LENGTH, low=1, form="{:.2f}"),
+    Plot("prefix", DEPTH, "Share of drafts that are right up to this depth", "prefix_at_depth", 0, 1, "{:.1%}"),
+    Plot("accuracy", DEPTH, "Share of tokens that are right at this depth", "accuracy_at_depth", 0, 1, "{:.1%}"),
+    Plot("loss_at_depth", DEPTH, "Loss at this depth, in nats", "loss_at_depth"),
+    Plot("rms", DEPTH, "RMS of the state that this depth reads", "rms_at_depth"),
+    Plot("gradient", OPTIMIZER, "Gradient norm, before it is clipped", "grad_norm"),
+    Plot("lr", OPTIMIZER, "Learning rate", "lr"),
+    Plot("throughput", MACHINE, "Tokens per second of a step, on all devices", "tokens", form="{:,.0f}"),
+    Plot("waiting", MACHINE, "Share of a step's time spent waiting for data", "waited", 0, 1, "{:.2%}"),
+    Plot("memory", MACHINE, "Memory of the main process, or of its device, GiB", "memory_bytes", form="{:.2f}"),
+]
 
 
 def write(run: Path, out: Path | None = None) -> tuple[Path, list[str]]:
@@ -37,115 +168,106 @@ def write(run: Path, out: Path | None = None) -> tuple[Path, list[str]]:
     out = out or history.folder.parent / "report"
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file: give another --out")
-    earlier = [out / f"{plot.name}.png" for plot in PLOTS]
-    made = out if out.exists() else out.with_name(f".{out.name}.tmp")  # a new folder is there whole or not at all
-    try:
-        _, drawn = html.draw(made, pictures(history), [*earlier, out / "tau.png"])  # as the estimate was called once
-        artifacts.write_text(made / PAGE, render(history, drawn))
-        if made != out:
-            artifacts.commit(made, out)
-    finally:
-        if made != out:
-            shutil.rmtree(made, ignore_errors=True)
+    _, images = html.draw(out, list(pictures(history)), [out / f"{plot.name}.png" for plot in PLOTS])
+    artifacts.write_text(out / PAGE, render(history, images))
     return out / PAGE, history.notes
 
 
-# ---------------------------------------------------------------- the page
+def pictures(history: History) -> Iterator[Picture]:
+    """The pictures that there are numbers for, in the order of the page."""
+    remark = f"strokes above: {len(history.restarts):,} restarts" if history.restarts else ""
+    for plot in PLOTS:
+        table = history.timings if plot.section == MACHINE else history.metrics
+        if plot.column in table or HELDOUT + plot.column in table or table.depths(plot.column):
+            yield Picture(plot.name, plot.section, plot.title, partial(_draw, plot, history), remark)
 
 
-def render(history: History, drawn: Mapping[str, str]) -> str:
-    """The page as text; `drawn`: pictures by section, as HTML."""
+def _draw(plot: Plot, history: History, axes: "Axes") -> None:
+    """The curves, and marks for restarts and steps that were left out."""
+    from matplotlib import colormaps
+
+    table = history.metrics
+    if plot.section == MACHINE:
+        values = history.timings[plot.column] / (GIB if plot.name == "memory" else history.busy)
+        figures.noisy(axes, history.timings.steps, values, "mean", "C0", plot.form)
+    elif depths := table.depths(plot.column):
+        colours = colormaps["viridis"](np.linspace(0, 0.85, len(depths)))
+        for depth, (column, colour) in enumerate(zip(depths, colours, strict=True), 1):
+            figures.noisy(axes, table.steps, column, f"depth {depth}", colour, plot.form)
+    else:
+        figures.noisy(axes, table.steps, table[plot.column], "training", "C0", plot.form)
+        heldout = table[HELDOUT + plot.column]
+        if (valid := np.isfinite(heldout)).any():
+            last = plot.form.format(heldout[valid][-1])
+            axes.plot(table.steps[valid], heldout[valid], "o-", color="C1", label=f"held-out  {last}")
+    if plot.high == 1:
+        figures.shares(axes)
+    if plot.section == MACHINE or plot.high == 1 or plot.name == "lr":
+        axes.set_ylim(bottom=0)
+    elif 0 < DECADE * axes.dataLim.intervaly[0] < axes.dataLim.intervaly[1]:
+        axes.set_yscale("log")
+    figures.within(axes, plot.low, plot.high)
+    figures.whole_numbers(axes, "optimizer step")
+    top_to_bottom = axes.get_xaxis_transform()
+    axes.vlines(history.restarts, 0.95, 1, color="gray", linewidth=0.8, transform=top_to_bottom)
+    if plot.name in ("loss", "gradient"):
+        left_out = history.marked("left_out")
+        axes.plot(left_out, np.full(len(left_out), 0.03), "rx", transform=top_to_bottom)
+
+
+def render(history: History, images: html.Images) -> str:
+    """The page as text."""
     manifest = {name: value for name, value in (history.manifest or {}).items() if name != "files"}
-    launches = "\n".join(json.dumps(launch, indent=2, ensure_ascii=False) for launch in history.launches)
-    total = f" of {history.total:,}" if history.total else ""
     state = "Training ended" if history.manifest is not None else "Training had not ended when this page was made"
-    parts = [
-        html.paragraph(f"{state}; the last step was {history.last_step:,}{total}."),
-        *map(html.paragraph, history.notes),
-        html.table(["", ""], list(_facts(history).items())),
-        *(part for name, shown in drawn.items() for part in (html.heading(name), shown)),
-        html.heading("Numbers"),
-        _numbers(history),
-        _depths(history),
-        html.heading("How it was made"),
-        html.folded(f"Launches ({len(history.launches):,})", html.code(launches)),
-        html.folded("Configuration", html.code(history.config_text)),
-        html.folded("Manifest", html.code(json.dumps(manifest, indent=2) if manifest else "")),
+    remarks = [f"{state}; the last step was {history.metrics.steps[-1]:,.0f}.", *history.notes]
+    sections = [
+        Section("", remarks, [_numbers(history)]),
+        *(Section(name, [], []) for name in images),
+        Section("Tokens and time", [], [Table("", ["", ""], list(_facts(history).items()))]),
     ]
-    return html.document(f"{history.name}: training", parts)
+    texts = {
+        f"Launches ({len(history.launches):,})": "\n".join(json.dumps(each, indent=2) for each in history.launches),
+        "Configuration": history.config,
+        "Manifest": json.dumps(manifest, indent=2) if manifest else "",
+    }
+    name = history.folder.resolve().parent.name
+    return html.page(f"{name}: training", sections, images, texts)
+
+
+def _numbers(history: History) -> Table:
+    """Where the curves ended: training over its last steps, held-out at its last and its best evaluation. The pictures
+    have the numbers of each depth."""
+    table, rows = history.metrics, []
+    for name in NUMBERS:
+        heldout, best = table[HELDOUT + name], ""
+        if name in BEST and HELDOUT + name in table:
+            at = int(BEST[name](heldout))
+            best = f"{heldout[at]:.4g} (step {table.steps[at]:,.0f})"
+        rows.append([name, _shown(table[name], 1 if name == "lr" else RECENT), _shown(heldout), best])
+    if shares := [_shown(column) for column in table.depths(f"{HELDOUT}acceptance_at_depth")]:
+        rows.insert(1, ["acceptance_at_depth", "", ", ".join(shares), ""])
+    return Table("", ["", f"training, mean of the last {RECENT} steps", "held-out, last", "held-out, best"], rows)
 
 
 def _facts(history: History) -> dict[str, str]:
-    """The numbers that are looked for first."""
-    train, timings = history.train, history.timings
-    facts: dict[str, str] = {}
-    if history.best is not None:
-        step, length = history.best
-        facts[MEASURED] = f"{_last(history.heldout[LENGTH]):.3f}"
-        kept = ", which is kept" if history.keeps_best else ""
-        facts["greatest acceptance length"] = f"{length:.3f}, at step {step:,.0f}{kept}"
-    for rows, label in ((history.heldout, "held-out"), (train, "training")):
-        if ESTIMATE in rows and f"{ESTIMATED}, held-out" not in facts:
-            facts[f"{ESTIMATED}, {label}"] = f"{_last(rows[ESTIMATE]):.3f}"
-            facts[f"loss, {label}"] = f"{_last(rows['loss']):.3f}"
-    if "tokens" in train:
-        facts["tokens read"] = f"{_last(train['tokens']):,.0f}"
-    seconds = float(timings["seconds"].sum()) if len(timings) else float((history.manifest or {}).get("seconds") or 0)
+    """How much was read, how fast, and what was left out."""
+    timings, facts = history.timings, dict[str, str]()
+    if "tokens" in history.metrics:
+        facts["tokens read"] = f"{np.nanmax(history.metrics['tokens']):,.0f}"
+    seconds = (
+        float(timings["seconds"].sum()) if len(timings.steps) else float((history.manifest or {}).get("seconds") or 0)
+    )
     facts["hours"] = f"{seconds / 3600:,.2f}"
-    left = max((history.total or 0) - history.last_step, 0)
-    if len(timings) and (busy := float(np.nansum(history.busy))):
+    if len(timings.steps) and (busy := float(np.nansum(history.busy))):
         facts["tokens per second"] = f"{np.nansum(timings['tokens']) / busy:,.0f}"
         facts["waiting for data"] = f"{np.nansum(timings['waited']) / busy:.1%}"
-        facts["hours to go"] = f"{left * seconds / len(timings) / 3600:,.2f}"
     if "memory_bytes" in timings:
         facts["most memory"] = f"{np.nanmax(timings['memory_bytes']) / GIB:.2f} GiB"
     marks = {"steps left out": "left_out", "steps with nothing to train": "no_pairs"}
-    facts |= {name: f"{len(history.marked(mark)):,}" for name, mark in marks.items()}
-    return facts
+    return facts | {name: f"{len(history.marked(mark)):,}" for name, mark in marks.items()}
 
 
-def _numbers(history: History) -> str:
-    """Where the curves ended: training over its last rows, held-out at its last and its best evaluation."""
-    train, heldout = history.train, history.heldout
-    rows = []
-    for name in NUMBERS:
-        row = [name, _shown((_last if name == "lr" else _recent)(train[name])), _shown(_last(heldout[name])), ""]
-        if name in ("loss", ESTIMATE, LENGTH) and name in heldout:
-            at = int((np.nanargmin if name == "loss" else np.nanargmax)(heldout[name]))
-            row[-1] = f"{heldout[name][at]:.4g} (step {heldout.steps[at]:,.0f})"
-        rows.append(row)
-    recent = f"training, mean of the last {min(RECENT, len(train)):,} steps"
-    return html.table(["", recent, "held-out, last", "held-out, best"], rows)
-
-
-def _depths(history: History) -> str:
-    """The same for each depth."""
-    sources: list[tuple[Table, str, Callable[[Floats], float]]] = [
-        (history.train, "training", _recent),
-        (history.heldout, "held-out", _last),
-    ]
-    rows = [
-        [f"{name}, {where}", *(_shown(end(column)) for column in depths)]
-        for name in BY_DEPTH
-        for table, where, end in sources
-        if (depths := table.depths(name))
-    ]
-    width = max(map(len, rows), default=0)  # as deep as was trained, or drafted
-    rows = [[*row, *[""] * (width - len(row))] for row in rows]
-    return html.table(["", *(f"depth {depth}" for depth in range(1, width))], rows) if rows else ""
-
-
-def _last(values: Floats) -> float:
-    """The last that is a number; NaN if none is."""
-    valid = values[np.isfinite(values)]
-    return float(valid[-1]) if len(valid) else np.nan
-
-
-def _recent(values: Floats) -> float:
-    """The mean of the last RECENT; NaN if none is a number."""
-    valid = values[-RECENT:][np.isfinite(values[-RECENT:])]
-    return float(valid.mean()) if len(valid) else np.nan
-
-
-def _shown(value: float) -> str:
-    return f"{value:.4g}" if np.isfinite(value) else ""
+def _shown(values: Floats, last: int = 1) -> str:
+    """The mean of the last numbers among `values` [N]; nothing if none is a number."""
+    valid = values[np.isfinite(values)][-last:]
+    return f"{valid.mean():.4g}" if len(valid) else ""

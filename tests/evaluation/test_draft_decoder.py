@@ -110,8 +110,6 @@ def test_a_planted_mistake_is_seen(document, mistake):
     assert (z - unrolled(objective, document, 8, tokens)).abs().max() > 1e-3
 
 
-# ---------------------------------------------------------------- several sequences
-
 ROUNDS = [[6, 1, 11], [1, 4, 1], [3, 2, 1]]  # rows that each sequence takes in
 
 

@@ -1,30 +1,152 @@
-"""The stage: what it reads, what it reports, when it is up to date, and what it refuses."""
+"""Stage 4 and comparisons: what they read and report, when a result is up to date, which drafter is better, and what is
+refused."""
 
 import itertools
+import json
+import re
+import shutil
+from dataclasses import asdict
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from datasets import DatasetDict
+from configured import configured
+from conftest import make_objective
+from datasets import Dataset, DatasetDict
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
-from eagle31_train import artifacts, evaluate
+from eagle31_train import artifacts, cli, compare, evaluate, export
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.errors import UserError
-from eagle31_train.evaluation import drafters, evaluating, measuring
+from eagle31_train.evaluation import evaluating, measuring
 from eagle31_train.evaluation.trajectories import digest
 from eagle31_train.evaluation.workloads import MEASURED
 from eagle31_train.model import vocab
 from eagle31_train.model.drafter import Drafter
+from eagle31_train.reporting import evaluation_page
+from eagle31_train.store.sealed import seal
 from eagle31_train.targets.cached import CachedTarget
-from tests.evaluation.conftest import of_another_target
+from eagle31_train.targets.hf import load_model
+from tests.evaluation.conftest import fit, tiny_shape
 
-pytestmark = pytest.mark.usefixtures("no_page")
-FEW = (
-    "evaluate.num_prompts=2",
-    "evaluate.max_new_tokens=4",
-    "evaluate.max_speculative_tokens=3",
-    "evaluate.warmup=false",
+WORDS = ["<unk>", "system", "user", "assistant", "brief", "hello", "world", "again"]
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}{% if add_generation_prompt %}assistant{% endif %}"
 )
+
+
+class TinyRun:
+    """data/ and train/ of a run whose target is `model`, saved beside it."""
+
+    def __init__(self, folder: Path, model) -> None:
+        self.folder, self.target = folder / "run", folder / "target"
+        model.to(torch.float32).save_pretrained(self.target)
+        words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+        words.pre_tokenizer = pre_tokenizers.Whitespace()
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>")
+        tokenizer.chat_template = TEMPLATE
+        tokenizer.save_pretrained(self.target)
+        objective = make_objective(tiny_shape(), torch.float32)
+        self.write_data(vocab.DraftVocab(objective.teacher.target_ids.numpy(), 50))
+        self.write_weights(objective.drafter)
+        self.finish_training()
+
+    def write_data(self, kept):
+        generator = np.random.default_rng(0)
+        rows = [generator.integers(0, 50, size=length).tolist() for length in (12, 9, 14, 11)]
+        rows[3][:5] = rows[0][:5]  # the last asks what the first did, and got another answer
+        columns = {
+            "id": [f"c{i}" for i in range(len(rows))],
+            "source": ["made"] * len(rows),
+            "input_ids": rows,
+            "loss_mask": [[position >= 5 for position in range(len(row))] for row in rows],
+        }
+        data, split = self.folder / "data", Dataset.from_dict(columns)
+        DatasetDict({"train": split, "heldout": split}).save_to_disk(str(data / "dataset"))
+        vocab.write(data / "vocab.safetensors", kept)
+        files = artifacts.list_files(data, [f for f in data.rglob("*") if f.is_file() and f != data / "manifest.json"])
+        splits = {split: {"conversations": len(rows), "by_source": {}} for split in ("train", "heldout")}
+        manifest = {"fingerprint": "d" * 16, "dataset_fingerprint": "c" * 16, "end_ids": [49]}
+        artifacts.write_json(data / "manifest.json", {**manifest, "splits": splits, "files": files})
+
+    def write_weights(self, drafter):
+        checkpoint = self.folder / "train" / "checkpoints" / "step-000007"
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        self.weights = checkpoint / "model.safetensors"
+        save_file(dict(drafter.state_dict()), self.weights)
+        artifacts.write_json(checkpoint / "drafter.json", asdict(drafter.shape))
+
+    def finish_training(self, data="c" * 16, **more):
+        """With the configuration that training keeps."""
+        folder = self.folder / "train"
+        known = artifacts.file_sha256(self.folder / "data" / "vocab.safetensors")[:16]
+        manifest = {
+            "fingerprint": "e" * 16,
+            "inputs": {"store": "f" * 16, "data": data, "vocab": known},
+            "checkpoint": "checkpoints/step-000007",
+            "files": artifacts.list_files(folder, self.weights.parent.iterdir()),
+        }
+        artifacts.write_json(folder / "manifest.json", manifest | more)
+        (folder / "config.yaml").write_text(cli.to_yaml(self.config()), encoding="utf-8")
+
+    def another(self, name, seed=0, learnt=None):
+        """One more training on the same data; one that has learnt prompts is good."""
+        one = TinyRun.__new__(TinyRun)
+        one.folder, one.target = self.folder.with_name(name), self.target
+        shutil.copytree(self.folder, one.folder, ignore=shutil.ignore_patterns("evaluate"))
+        objective = make_objective(tiny_shape(), torch.float32)
+        drafter, ids = objective.drafter.requires_grad_(False), objective.teacher.target_ids
+        if seed:
+            generator = torch.Generator().manual_seed(seed)
+            drafter.lm_head.weight.data = torch.randn(drafter.lm_head.weight.shape, generator=generator)
+        if learnt:
+            model = load_model(one.config().target, "float32")
+            drafter.shared_embedding = model.get_input_embeddings().weight.data
+            fit(drafter, ids, model, learnt)
+        one.write_weights(drafter)
+        one.finish_training()
+        return one
+
+    def config(self, *more):
+        own = (f"run_dir={self.folder}", f"target.path={self.target}", "target.device=cpu")
+        return configured(*own, "evaluate.max_new_tokens=20", *more)
+
+    @property
+    def manifest(self):
+        return artifacts.read_json(self.folder / "evaluate" / "manifest.json", "the test")
+
+
+@pytest.fixture
+def run(tmp_path, model, monkeypatch):
+    """Without pages: they and their pictures have tests of their own, and take most of the time."""
+    monkeypatch.setattr(evaluation_page, "write", lambda folder, result: [])
+    return TinyRun(tmp_path, model)
+
+
+@pytest.fixture
+def call(tmp_path, capsys):
+    """A function that compares and gives the result, or else the status and the one line of the error."""
+    out = tmp_path / "compared"
+
+    def called(*words, default=True):
+        options = [f"compare.out={out}"] if default else []
+        try:
+            compare.main([*map(str, words), *options, "evaluate.max_new_tokens=4", "evaluate.max_speculative_tokens=4"])
+        except SystemExit as stopped:
+            error = capsys.readouterr().err
+            lines = [line for line in error.splitlines() if line.startswith("error: ")]
+            assert len(lines) == 1, error
+            return stopped.code, lines[0]
+        return json.loads((out / "result.json").read_text()) if default else {}
+
+    return called
+
+
+FEW = [f"evaluate.{option}" for option in ("num_prompts=2", "max_new_tokens=4", "max_speculative_tokens=3")]
+FEW.append("evaluate.warmup=false")
 
 
 def recount(prompts, draft_tokens=3):
@@ -41,9 +163,6 @@ def recount(prompts, draft_tokens=3):
         "acceptance_at_depth": [count / len(accepted) for count in reached[1:]],
         "conditional_acceptance": [b / a if a else None for a, b in itertools.pairwise(reached)],
     }
-
-
-# ---------------------------------------------------------------- reports
 
 
 def test_report(run, capsys):
@@ -75,7 +194,7 @@ def test_prompts_that_training_was_measured_on_are_left_out_and_named(run, capsy
 def test_weights_are_rounded_as_the_exporter_rounds_them(run, model):
     config = run.config("target.dtype=bfloat16")
     target = CachedTarget(model, [1, 2, 4])
-    drafter = drafters.load(DrafterCheckpoint.of_run(run.folder, config.data_folder), "it", target, config).drafter
+    drafter = evaluating.load(DrafterCheckpoint.of_run(run.folder, config.data_folder), "it", target, config).drafter
     trained = load_file(run.weights)
     exported = {name: tensor.bfloat16() for name, tensor in trained.items()}
     for name, parameter in drafter.state_dict().items():
@@ -86,9 +205,6 @@ def test_weights_are_rounded_as_the_exporter_rounds_them(run, model):
     assert torch.equal(drafter.midlayer.self_attn.rope.inv_freq, exact), "RoPE is not rounded with the weights"
     assert drafter.shared_embedding.data_ptr() == target.embedding.weight.data_ptr()
     assert "shared_embedding" not in drafter.state_dict()
-
-
-# ---------------------------------------------------------------- when it is up to date
 
 
 def test_what_makes_an_evaluation_out_of_date(run, capsys, monkeypatch):
@@ -116,9 +232,6 @@ def test_what_makes_an_evaluation_out_of_date(run, capsys, monkeypatch):
         evaluate.evaluate(run.config(*perturbed, "seed=1"))
 
 
-# ---------------------------------------------------------------- refusals
-
-
 def another_vocabulary(run):
     kept = vocab.read(run.folder / "data" / "vocab.safetensors").target_ids
     spare = next(i for i in range(50) if i not in kept)
@@ -126,7 +239,11 @@ def another_vocabulary(run):
 
 
 def another_target(run):
-    of_another_target(run.folder)
+    """The store is of it."""
+    (run.folder / "store").mkdir()
+    identity = {"name": "some/target", "revision": None, "weights": "0" * 16, "dtype": "bfloat16"}
+    manifest = {"fingerprint": "f" * 16, "inputs": {"target": identity}}
+    (run.folder / "store" / "manifest.json").write_bytes(seal(manifest))
 
 
 def other_data(run):
@@ -149,3 +266,60 @@ def test_what_is_refused_before_the_target_is_loaded(run, monkeypatch, change, o
     change(run)
     with pytest.raises(UserError, match=message):
         evaluate.evaluate(run.config(*option.split()))
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    rows = [{"id": f"q{i}", "source": "ab"[i % 2], "prompt": f"hello {'again ' * i}world"} for i in range(12)]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return f"evaluate.prompts={file}"
+
+
+def test_a_drafter_that_is_better_is_called_so(run, call, prompts):
+    good = run.another("good", learnt=[[2, 5, *[7] * i, 6, 3] for i in range(12)])
+    result = call(run.folder, good.folder, prompts, "compare.verified=12")
+    (workload,) = result["workloads"]
+    assert (workload["name"], workload["prompts"], workload["verified"]) == ("prompts", 12, 12)
+    assert result["title"] == "good against run", "numbers are those of the others minus the first, or over it"
+    verdict, differences = workload["verdict"]["good"], workload["differences"]["good"]
+    assert verdict["better"] == dict.fromkeys("1234", "good")
+    for depth in "1234":
+        lengths = [workload["drafters"][n]["by_depth"][depth]["acceptance_length"][0] for n in ("run", "good")]
+        value, low, high = differences[depth]["difference"]
+        assert value == pytest.approx(lengths[1] - lengths[0])
+        assert 0 < low < value < high
+    assert "tokens_per_second" not in workload
+
+
+def test_another_comparison_of_the_same_name_is_not_written_over(run, call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    b, c = run.another("b", 1), run.another("c", 2)
+    words, others = [f"x:{run.folder}", f"y:{b.folder}"], [f"x:{run.folder}", f"y:{c.folder}"]
+    call(*words, default=None)
+    file = tmp_path / "runs" / "compare" / "x-y" / "result.json"
+    before = file.read_bytes()
+    code, line = call(*others, default=None)
+    assert (code, file.read_bytes()) == (2, before)
+    assert f"runs/compare/x-y compares x:{run.folder} y:{b.folder}: give another compare.out=…" in line
+    call(*others, "overwrite=true", default=None)
+    assert json.loads(file.read_text())["trainings"]["y"] == [str(c.folder)]
+
+
+SHAPE = ["drafter.num_attention_heads=4", "drafter.num_key_value_heads=2", "drafter.head_dim=4",
+         "drafter.intermediate_size=24", "drafter.rope_theta=100.0",
+         "drafter.max_position_embeddings=128"]  # fmt: skip
+
+
+def test_drafters_of_other_or_unknown_data(run, call, prompts):
+    published, b = run.another("theirs", 5), run.another("b")
+    export.export(published.config("target.aux_layers=[1,2,4]", *SHAPE))
+    result = call(run.folder, f"theirs:{published.folder / 'export'}")
+    assert "theirs may have been trained on these prompts" in result["workloads"][0]["notes"]
+    other_data(b)
+    b.finish_training(data="b" * 16)
+    code, line = call(run.folder, b.folder)
+    assert code == 2
+    assert re.search(r"b was trained on other data than .*run/data, .*: give prompts that nothing was trained on", line)
+    (workload,) = call(run.folder, b.folder, prompts, "evaluate.num_prompts=1")["workloads"]
+    assert "b may have been trained on these prompts" in workload["notes"]

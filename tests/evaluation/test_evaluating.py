@@ -6,6 +6,7 @@ import pytest
 import torch
 from configured import configured
 
+from eagle31_train import provenance
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation import evaluating
 from eagle31_train.evaluation.decoding import Limits
@@ -41,9 +42,9 @@ class Recorded(Measurer):
         outputs, counts = [list(Recorded.output)] * len(workload.prompts), [Counts("p", "s", 2, [3], drift, {3: [1]})]
         return {candidate.name: Measurement(outputs, counts, 2, 0.1, 0.3) for candidate in candidates}
 
-    def run(self, folder, candidates, workloads=(ONE, TWO), verified=None, end_ids=(2, 1)):
+    def run(self, folder, candidates, workloads=(ONE, TWO), verified=None, end_ids=(2, 1), torch="2.9"):
         self.asked.clear()
-        inputs = evaluating.record_inputs(self.config, list(end_ids))
+        inputs = provenance.of_workload(self.config, list(end_ids), "cpu", torch)
         return evaluating.measure(folder, workloads, self, candidates, inputs, verified)
 
 
@@ -65,23 +66,16 @@ def test_what_is_read_is_what_was_measured(model, candidates, tmp_path, monkeypa
     assert f", torch {torch.__version__}, transformers " in real.machine
 
 
-def test_a_measurement_that_was_stopped_goes_on_with_what_is_left(candidates, tmp_path, monkeypatch):
+def test_what_is_left_is_measured_alone(candidates, tmp_path, monkeypatch):
+    """After a stop, and where a drafter or a workload is added. By what it is: names may be of any length and script,
+    and change with what stands beside a drafter."""
     measurer = Recorded()
     monkeypatch.setattr(Recorded, "stop", TWO.name)
     with pytest.raises(KeyboardInterrupt):
-        measurer.run(tmp_path, candidates[:2])
-    assert measurer.asked == ["warm-up with llama, mla", ("one", ["llama", "mla"], None)]
+        measurer.run(tmp_path, candidates[:1])
+    assert measurer.asked == ["warm-up with llama", ("one", ["llama"], None)]
     monkeypatch.setattr(Recorded, "stop", None)
-    measurer.run(tmp_path, candidates[:2])
-    assert measurer.asked == ["warm-up with llama, mla", (TWO.name, ["llama", "mla"], None)]
-    measurer.run(tmp_path, candidates[:2])
-    assert measurer.asked == []
-
-
-def test_one_more_drafter_or_workload_is_measured_alone(candidates, tmp_path):
-    """By what it is: names may be of any length and script, and change with what stands beside a drafter."""
     measurer = Recorded(QUIET)
-    measurer.run(tmp_path, candidates[:1], [ONE])
     renamed = [dataclasses.replace(candidates[0], name="草/" * 200), *candidates[1:]]
     measurer.run(tmp_path, renamed, [ONE])
     assert measurer.asked == [("one", ["mla", "other"], None)]
@@ -97,7 +91,7 @@ OTHERS = ["seed=1", "target.dtype=float16", "target.revision=v2", "evaluate.num_
           "evaluate.batch_size=1", "evaluate.dtype=float64", "evaluate.drift=false"]  # fmt: skip
 
 
-def test_what_other_options_or_machines_count_is_measured_anew(candidates, tmp_path, monkeypatch):
+def test_what_other_options_or_versions_count_is_measured_anew(candidates, tmp_path):
     Recorded(QUIET).run(tmp_path, candidates[:1], [ONE])
     for option in OTHERS:
         other = Recorded(QUIET, option)
@@ -111,12 +105,9 @@ def test_what_other_options_or_machines_count_is_measured_anew(candidates, tmp_p
         assert len(same.asked) == 1, changed
     same.run(tmp_path, candidates[:1], [dataclasses.replace(ONE, notes=["x"], left_out={"p9": "longer"})])
     assert same.asked == [], "what is said of it is counted nowhere"
-    for more in ({"verified": 2}, {"end_ids": (1,)}):
+    for more in ({"verified": 2}, {"end_ids": (1,)}, {"torch": "9.9.9"}):
         same.run(tmp_path, candidates[:1], [ONE], **more)
         assert len(same.asked) == 1, more
-    monkeypatch.setattr(evaluating.torch, "__version__", "9.9.9")
-    same.run(tmp_path, candidates[:1], [ONE])
-    assert len(same.asked) == 1
 
 
 def test_drafters_beside_which_the_target_wrote_otherwise_are_not_compared(candidates, tmp_path, monkeypatch):

@@ -5,13 +5,12 @@ from dataclasses import replace
 import pytest
 from talking import make_rendering
 
-from eagle31_train.evaluation.perturb import KNOWN, Context, Filler, find
-from eagle31_train.evaluation.perturb_texts import ADVERSARIAL
+from eagle31_train.evaluation.perturb import KNOWN, TEXTS, Context, Filler, find
 from eagle31_train.evaluation.prompts import Prompt
 
 RENDERING = make_rendering()
 LENGTH = 300  # data.max_length
-TEXTS = [
+WORDS = [
     "the quick brown fox jumps over the lazy dog " * 3,
     "hello world, how are you? " * 4,
     "你好，世界。" * 9,
@@ -30,15 +29,12 @@ PROMPT = make_prompt()
 AROUND = Context(
     RENDERING,
     LENGTH,
-    [*(Filler((), text) for text in TEXTS[:-1]), Filler(tuple(PROMPT.ids), TEXTS[-1])],
+    [*(Filler((), text) for text in WORDS[:-1]), Filler(tuple(PROMPT.ids), WORDS[-1])],
 )
 
 
 def said(name, prompt=PROMPT, around=AROUND):
     return RENDERING.decode(find(name).apply(prompt, around).ids)
-
-
-# ---------------------------------------------------------------- what they make
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -59,12 +55,9 @@ def test_markup_in_a_system_message_is_text():
         return [token for token in ids if token in special]
 
     plain = markup(RENDERING.ids([{"role": "system", "content": "x"}, *PROMPT.messages]))
-    as_it_is = RENDERING.ids([{"role": "system", "content": ADVERSARIAL}, *PROMPT.messages])
+    as_it_is = RENDERING.ids([{"role": "system", "content": TEXTS["adversarial"]}, *PROMPT.messages])
     assert markup(as_it_is) != plain  # the text does hold some
     assert markup(find("system_adversarial").apply(PROMPT, AROUND).ids) == plain
-
-
-# ---------------------------------------------------------------- long contexts
 
 
 @pytest.mark.parametrize(
@@ -82,7 +75,7 @@ def test_a_context_has_the_length_that_was_asked_for(length, wanted):
 def test_no_context_holds_the_prompts_own_answer():
     """And those of other prompts do, or the test would see nothing."""
     contexts = [said("context_7", make_prompt(name=name)) for name in "abcdef"]
-    assert not any(TEXTS[-1] in context for context in contexts)
-    assert TEXTS[-1] in said("context_7", make_prompt("hello"))
-    planted = replace(AROUND, fillers=[Filler((), text) for text in TEXTS])
-    assert TEXTS[-1] in said("context_7", around=planted)
+    assert not any(WORDS[-1] in context for context in contexts)
+    assert WORDS[-1] in said("context_7", make_prompt("hello"))
+    planted = replace(AROUND, fillers=[Filler((), text) for text in WORDS])
+    assert WORDS[-1] in said("context_7", around=planted)

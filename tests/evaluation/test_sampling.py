@@ -20,9 +20,6 @@ from eagle31_train.targets.cached import CachedTarget
 V, PROMPT, DRAWS, FEW, TOKENS = 5, [3, 0, 4, 1], 10_000, 3000, 3
 
 
-# ---------------------------------------------------------------- one draw
-
-
 @pytest.mark.parametrize("top", [2, 512])
 @pytest.mark.parametrize("top_p", [0.3, 0.7, 0.95, 1.0])
 def test_the_nucleus_is_cut_after_the_temperature_and_renormalised(top_p, top, monkeypatch):
@@ -37,9 +34,6 @@ def test_the_nucleus_is_cut_after_the_temperature_and_renormalised(top_p, top, m
                 kept[token], mass = p[token], mass + p[token]
         wanted = [kept.get(token, 0.0) / mass for token in range(12)]
         torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float64), rtol=1e-12, atol=0)
-
-
-# ---------------------------------------------------------------- outputs
 
 
 @pytest.fixture(scope="module")
@@ -142,9 +136,6 @@ def test_outputs_are_distributed_as_the_targets_own(target, drafter, how, draft_
     wanted = law(target, how)
     most = 0.08 * math.sqrt(DRAWS / count)
     assert distance(sample(target, drafter, how, draft_tokens, count), wanted) < bar(wanted, count) < most
-
-
-# ---------------------------------------------------------------- planted mistakes
 
 
 def always(monkeypatch):

@@ -1,20 +1,91 @@
-"""Serving measured against an imitation of vLLM's server, whose tokens and counts are known."""
-
-# ruff: noqa: F811 (fixtures)
+"""Serving measured against an imitation of vLLM's server, whose tokens and counts are known; and the report's sums."""
 
 import json
 import os
 import subprocess
 import sys
+import threading
 import time
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import imitating
 import pytest
+from configured import configured
 
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation import serving
-from tests.evaluation.imitated import END, ENGINE, LIMIT, PROMPTS, asked, config, launch, measure  # noqa: F401 (fixtures)
+from eagle31_train.evaluation.prompts import Prompt
+from eagle31_train.evaluation.serving import Engine, measure_serving, report, server
+from eagle31_train.evaluation.serving.server import Answer
+
+END = 40
+# Of the second answer, token 5 is an end token.
+PROMPTS = [Prompt("a", "chat", [1, 2, 3]), Prompt("b", "code", [30, 5]), Prompt("b", "code", [50])]
+LIMIT = 9
+ENGINE = Engine("0.0", "some GPU")
+
+
+@pytest.fixture
+def asked(monkeypatch, tmp_path):
+    """The environment of the imitation; gives the file of its requests."""
+    monkeypatch.setenv("PYTHONPATH", imitating.install(tmp_path / "site"))
+    monkeypatch.setenv("IMITATION_PIDS", str(tmp_path / "pids"))
+    monkeypatch.setenv("IMITATION_REQUESTS", str(tmp_path / "requests"))
+    monkeypatch.setattr(server, "GRACE_SECONDS", 0.2)
+    return tmp_path / "requests"
+
+
+@pytest.fixture
+def config(tmp_path):
+    """A configuration that serves one number of draft tokens to one user."""
+
+    def load(*options):
+        return configured(
+            f"run_dir={tmp_path / 'run'}", f"evaluate.vllm_python={sys.executable}",
+            "evaluate.serve_speculative_tokens=[3]", "evaluate.concurrency=[1]", f"evaluate.max_new_tokens={LIMIT}",
+            *options,
+        )  # fmt: skip
+
+    return load
+
+
+@pytest.fixture
+def launch(asked, config):
+    """Measure a server that is a process of its own."""
+
+    def run(*options, prompts=PROMPTS):
+        return measure_serving(config(*options), {"ours": Path("ours")}, prompts, [END], ENGINE)
+
+    return run
+
+
+class Here(server.Server):
+    """The imitation in a thread."""
+
+    def __enter__(self):
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        self.log.touch()
+        self.imitation = imitating.Imitation(imitating.read(self.command[3:]))
+        self.thread = threading.Thread(target=self.imitation.serve_forever, args=(0.01,))
+        self.thread.start()
+        return self
+
+    def close(self):
+        self.imitation.shutdown()
+        self.imitation.server_close()
+        self.thread.join()
+
+    def check(self, dying=False):
+        pass
+
+
+@pytest.fixture
+def measure(launch, monkeypatch):
+    """The same with a server that is here at once."""
+    monkeypatch.setattr(serving, "Server", Here)
+    return launch
 
 
 def alive(pid: int) -> bool:
@@ -32,9 +103,6 @@ def left(tmp_path) -> list[int]:
     return [pid for pid in map(int, (tmp_path / "pids").read_text().split()) if alive(pid)]
 
 
-# ---------------------------------------------------------------- what is measured
-
-
 def expected(depth, times):
     """Counts of every prompt, so many times."""
     answers = [imitating.target(p.ids, LIMIT, [END]) for p in PROMPTS] * times
@@ -49,12 +117,12 @@ def expected(depth, times):
 
 
 def test_counts_are_the_servers_without_its_warming(launch, tmp_path):
-    report = launch("evaluate.serve_speculative_tokens=[1,3]", "evaluate.concurrency=[1,2]")
-    assert [(r["drafter"], r["draft_tokens"], r["concurrency"]) for r in report["rows"]] == [
+    served = launch("evaluate.serve_speculative_tokens=[1,3]", "evaluate.concurrency=[1,2]")
+    assert [(r["drafter"], r["draft_tokens"], r["concurrency"]) for r in served["rows"]] == [
         (None, 0, 1), (None, 0, 2), ("ours", 1, 1), ("ours", 1, 2), ("ours", 3, 1), ("ours", 3, 2),
     ]  # fmt: skip
     assert len(imitating.target(PROMPTS[1].ids, LIMIT, [END])) == 6  # an end token ends one of them
-    for row in report["rows"]:
+    for row in served["rows"]:
         depth, times = row["draft_tokens"], {1: 1, 2: 2}[row["concurrency"]]
         told = expected(depth, times)
         assert (row["requests"], row["output_tokens"]) == (told["requests"], told["output_tokens"])
@@ -68,10 +136,10 @@ def test_counts_are_the_servers_without_its_warming(launch, tmp_path):
             assert row["acceptance"]["accepted_per_position"] == told["per_position"]
             assert row["acceptance"]["acceptance_length"] == 1 + told["accepted"] / told["drafts"]
             assert row["acceptance"]["draft_tokens_proposed"] == depth * told["drafts"]
-    assert report["notes"] == []
-    assert json.loads(json.dumps(report)) == report
+    assert served["notes"] == []
+    assert json.loads(json.dumps(served)) == served
     assert left(tmp_path) == []
-    for row in report["rows"]:
+    for row in served["rows"]:
         assert 0 < row["ttft"]["p50"] <= row["ttft"]["p95"] <= row["seconds"]
 
 
@@ -91,9 +159,6 @@ def test_requests_say_all_that_matters(measure, asked):
         assert wanted.items() <= one.items()
     # One warm-up at one user and two at two; one turn of two prompts, then two.
     assert len(requests) == 2 * (1 + 2 + 2 + 4)
-
-
-# ---------------------------------------------------------------- what goes wrong
 
 
 def refused(measured, tmp_path, imitate, *options):
@@ -121,8 +186,6 @@ def test_a_server_that_dies_is_quoted(launch, tmp_path):
 def test_an_answer_that_cannot_be_had_ends_the_run(measure, tmp_path, imitate, said):
     assert said in refused(measure, tmp_path, imitate)
 
-
-# ---------------------------------------------------------------- nothing stays behind
 
 HOLDS = """
 import subprocess, sys, time
@@ -174,3 +237,86 @@ def test_a_server_that_nobody_keeps_would_stay(asked, tmp_path):
     finally:
         for pid in left(tmp_path):
             os.kill(pid, 9)
+
+
+NONE = Counter({report.FINISHED: 4.0, report.TOKENS: 15.0})
+
+
+def answer(prompt, count, sent, first, last):
+    return Answer(prompt, list(range(count)), sent, first, last)
+
+
+# Two prompts, each sent twice; of the last answer there is but one token.
+ANSWERS = [
+    answer(0, 5, 10.0, 11.0, 13.0),
+    answer(1, 5, 10.0, 12.0, 13.0),
+    answer(0, 4, 13.0, 13.5, 15.0),
+    answer(1, 1, 13.0, 13.5, 13.5),
+]
+
+
+def faster(factor, answers=ANSWERS):
+    return [replace(one, last=one.first + (one.last - one.first) / factor) for one in answers]
+
+
+def test_times_and_speeds_are_what_they_are_called():
+    row = report.row(None, 0, 2, ANSWERS, NONE, None, None)
+    assert [one.ttft for one in ANSWERS] == [1.0, 2.0, 0.5, 0.5]
+    assert [one.tpot for one in ANSWERS] == [0.5, 0.25, 0.5, None]
+    assert row["ttft"] == {"mean": 1.0, "p50": 0.75, "p95": pytest.approx(1.85)}
+    assert row["tpot"] == {"mean": pytest.approx(1.25 / 3), "p50": 0.5, "p95": 0.5}
+    assert row["seconds"] == pytest.approx(5.0)
+    assert row["total"] == pytest.approx(15 / 5)
+    assert row["per_user"][0] == pytest.approx((4 + 4 + 3 + 0) / (2.0 + 1.0 + 1.5 + 0.0))
+    assert row["speedup"] is None
+    assert report.notes([row]) == []
+
+
+def test_a_speedup_is_paired_by_prompt():
+    """Everything twice as fast: no prompt drawn again changes that, though the prompts themselves differ much."""
+    row = report.row("ours", 3, 2, faster(2), Counter({f"{report.PER_POSITION}[0]": 0.0} | dict.fromkeys(
+        (report.DRAFTS, report.PROPOSED, report.ACCEPTED), 0.0)), ANSWERS, ANSWERS)  # fmt: skip
+    assert row["speedup"] == pytest.approx([2.0, 2.0, 2.0])
+    assert row["per_user"][1] < row["per_user"][0] < row["per_user"][2]
+    assert row["acceptance"]["acceptance_length"] is None
+
+
+def test_one_that_pays_is_better_than_one_that_may_not():
+    tried = {"drafter": "ours", "concurrency": 1}
+    rows = [{**tried, "draft_tokens": 1, "speedup": [1.1, 1.05, 1.15]}]
+    rows += [{**tried, "draft_tokens": 3, "speedup": [1.12, 0.98, 1.26]}]
+    assert [one["draft_tokens"] for one in report.best(rows)] == [1]
+    assert [one["draft_tokens"] for one in report.best(rows[1:])] == [0]
+
+
+TEXT = """# TYPE vllm:spec_decode_num_drafts_total counter
+vllm:spec_decode_num_drafts_total{engine="0",model_name="m, \\"x\\""} 10.0
+vllm:spec_decode_num_drafts_total{engine="1",model_name="m"} 2e+00
+vllm:spec_decode_num_draft_tokens_total{engine="0"} 36.0
+vllm:spec_decode_num_accepted_tokens_total{engine="0"} 9.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="0"} 5.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="1",position="0"} 1.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="1"} 3.0
+vllm:spec_decode_num_accepted_tokens_per_pos_created{engine="0",position="1"} 1.7e+09
+vllm:time_to_first_token_seconds_bucket{engine="0",le="+Inf"} 4.0
+vllm:time_to_first_token_seconds_sum{engine="0"} 2.0
+vllm:time_to_first_token_seconds_count{engine="0"} 4.0
+vllm:num_requests_running 0.0
+python_gc_objects_collected_total{generation="0"} 5.0
+"""
+
+
+def test_counters_are_sums_over_engines_between_two_readings():
+    counted = report.parse(TEXT)
+    assert report.speculation(counted, 3) == {
+        "drafts": 12,
+        "draft_tokens_proposed": 36,
+        "accepted": 9,
+        "accepted_per_position": [6, 3, 0],
+        "acceptance_length": 1.75,
+        "acceptance_at_depth": [0.5, 0.25, 0.0],
+        "conditional_acceptance": [0.5, 0.5, 0.0],
+    }
+    assert report.mean(counted, report.TTFT) == 0.5
+    assert report.mean(counted, report.TPOT) is None
+    assert not any("bucket" in name or name.startswith("python") for name in counted)

@@ -1,6 +1,4 @@
-"""What extraction stores of the target's own answers, and that stage 4 decodes other prompts."""
-
-# ruff: noqa: F811 (fixtures)
+"""What extraction stores of the target's own answers, and of which prompts."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -14,13 +12,11 @@ from eagle31_train import artifacts
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation import trajectories
 from eagle31_train.evaluation.prompts import Prompt
-from eagle31_train.evaluation.trajectories import choose_prompts, digest, read
-from eagle31_train.evaluation.workloads import MEASURED
+from eagle31_train.evaluation.trajectories import choose_prompts, read
 from eagle31_train.extract import extract
 from eagle31_train.store import Store, StoreWriter, open_storage
 from eagle31_train.store.__main__ import check
 from eagle31_train.targets.hf import HiddenStateTarget
-from tests.evaluation.prompting import QUESTIONS, place  # noqa: F401 (fixtures)
 
 FILES = {"trajectories.safetensors", "trajectories.json"}
 
@@ -33,9 +29,6 @@ def run(tmp_path):
 
 def store_of(folder):
     return folder / "run" / "store"
-
-
-# ---------------------------------------------------------------- what is stored
 
 
 @torch.no_grad()
@@ -56,20 +49,8 @@ def test_each_is_the_targets_own_answer_and_its_states(run):
         assert len(one.aux) == 3 + end - 2
 
 
-def test_the_shards_know_nothing_of_them(run, tmp_path_factory):
-    extract(tiny_config(run))
-    other = tmp_path_factory.mktemp("other")
-    make_run(other)
-    extract(tiny_config(other, "extract.trajectories=0"))
-    ours, theirs = contents(store_of(run)), contents(store_of(other))
-    assert ours.keys() - theirs.keys() == FILES
-    shards = {name for name in theirs if name.startswith("shards/")}
-    assert {name: ours[name] for name in shards} == {name: theirs[name] for name in shards}
-    assert read(Store(store_of(other)), 3) == []
-    assert not list(check(open_storage(str(store_of(run)), run, 0), Counter()))
-
-
-def test_they_are_there_before_a_training_that_follows_may_begin(run, monkeypatch):
+def test_the_shards_know_nothing_of_them(run, tmp_path_factory, monkeypatch):
+    """And they are there before a training that follows the extraction may begin."""
     right, there = StoreWriter.write_target, []
 
     def write_target(self, weights):
@@ -79,6 +60,15 @@ def test_they_are_there_before_a_training_that_follows_may_begin(run, monkeypatc
     monkeypatch.setattr(StoreWriter, "write_target", write_target)
     extract(tiny_config(run))
     assert there == [True]
+    other = tmp_path_factory.mktemp("other")
+    make_run(other)
+    extract(tiny_config(other, "extract.trajectories=0"))
+    ours, theirs = contents(store_of(run)), contents(store_of(other))
+    assert ours.keys() - theirs.keys() == FILES
+    shards = {name for name in theirs if name.startswith("shards/")}
+    assert {name: ours[name] for name in shards} == {name: theirs[name] for name in shards}
+    assert read(Store(store_of(other)), 3) == []
+    assert not list(check(open_storage(str(store_of(run)), run, 0), Counter()))
 
 
 def test_an_extraction_that_goes_on_keeps_them_and_makes_what_is_damaged(run, capsys):
@@ -96,29 +86,18 @@ def test_an_extraction_that_goes_on_keeps_them_and_makes_what_is_damaged(run, ca
         assert {name: contents(store)[name] for name in FILES} == {name: before[name] for name in FILES}
 
 
-# ---------------------------------------------------------------- where there are none
-
-
-@pytest.mark.parametrize("error", [UserError("the target has states that cannot go back"), TypeError("no such cache")])
-def test_a_target_that_cannot_decode_here_is_extracted_all_the_same(run, monkeypatch, capsys, error):
+def test_a_target_or_engine_that_cannot_decode_here_is_extracted_all_the_same(run, monkeypatch, capsys):
     def refuse(*_, **__):
-        raise error
+        raise TypeError("no such cache")
 
     monkeypatch.setattr(trajectories, "decode_plain", refuse)
     extract(tiny_config(run))
-    said = capsys.readouterr().out
-    assert f"training will not measure acceptance: {'TypeError: ' * isinstance(error, TypeError)}{error}" in said
+    assert "training will not measure acceptance: TypeError: no such cache" in capsys.readouterr().out
     assert Store(store_of(run)).trajectories == {}
-
-
-def test_another_engine_says_that_it_does_not_decode(capsys):
-    writer = SimpleNamespace(has_trajectories=False)
     config = SimpleNamespace(extract=SimpleNamespace(trajectories=8), evaluate=None)
+    writer = SimpleNamespace(has_trajectories=False)
     trajectories.record(config, SimpleNamespace(name="vllm"), writer, {"heldout": [1]})
     assert "training will not measure acceptance: extract.engine=vllm does not decode" in capsys.readouterr().out
-
-
-# ---------------------------------------------------------------- which prompts
 
 
 def test_at_most_half_of_each_sources_prompts_are_taken_from_its_end():
@@ -130,19 +109,3 @@ def test_at_most_half_of_each_sources_prompts_are_taken_from_its_end():
     assert choose_prompts([*heldout, Prompt("long", "a", [97] * 10)], 8, 9) == [[97, 4], [98, 1], [97, 3]]
     with pytest.raises(UserError, match="no source has two held-out prompts"):
         choose_prompts([heldout[-1], Prompt("again", "c", heldout[-1].ids)], 8, 9)
-
-
-def test_stage_4_leaves_out_what_training_was_measured_on(place):
-    plain, *_ = place.workloads()
-    measured = [digest(prompt.ids) for prompt in plain.prompts if prompt.id in ("c1", "c2")]
-    file = place.write("more.jsonl", {"prompt": QUESTIONS[1]}, {"prompt": "another"})
-    options = (f"evaluate.suites.more.path={file}", "evaluate.perturbations=[system_long]")
-    heldout, long, more, *_ = place.workloads(*options, measured_on=measured)
-    assert sorted(prompt.id for prompt in heldout.prompts) == ["c0", "c3"]
-    assert heldout.left_out == long.left_out == {"c1": MEASURED, "c2": MEASURED}
-    assert "left out 2 (c1, c2): acceptance was measured on it during training" in heldout.remarks
-    assert place.texts(more) == ["another"]
-    assert list(more.left_out.values()) == [MEASURED]
-    everything = [digest(prompt.ids) for prompt in plain.prompts]
-    with pytest.raises(UserError, match="heldout: training was measured on all prompts that are left"):
-        place.workloads(measured_on=everything)

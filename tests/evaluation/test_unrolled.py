@@ -60,9 +60,6 @@ def unroll_all(objective, trajectory, depth=DEPTH, drift=True):
     return unroll(objective.drafter, objective.teacher.target_ids, trajectory, depth, drift)
 
 
-# ---------------------------------------------------------------- how far each draft gets
-
-
 def served(objective, trajectory, draft_tokens):
     """What a server accepts, verification by verification: its cache, its drafts, and the target's word."""
     told = [*trajectory.prompt, *trajectory.output, *trajectory.beyond]
@@ -90,19 +87,6 @@ def test_one_trajectory_tells_every_servers_counts(drafted):
     assert len(set(accepted)) > 2  # some drafts were right for a while, some at once wrong
 
 
-def test_scores_are_held_for_some_slots_at_a_time(monkeypatch):
-    objective = make_objective(make_shape())
-    trajectory, held = agreeable(objective), []
-    whole = unroll_all(objective, trajectory)
-    monkeypatch.setattr(unrolled, "SCORES", 3 * 20)
-    objective.drafter.lm_head.register_forward_hook(lambda module, inputs, scores: held.append(len(scores)))
-    again = unroll_all(objective, trajectory)
-    assert again[0] == whole[0]
-    assert set(held) == {3, trajectory.slots % 3}
-    for name, values in vars(whole[1]).items():
-        assert getattr(again[1], name) == pytest.approx(values, rel=1e-12), name
-
-
 def test_the_narrowest_gap_is_that_of_the_draft_at_its_slot(drafted):
     objective, trajectory = drafted
     drafter, ids = objective.drafter, objective.teacher.target_ids
@@ -117,9 +101,6 @@ def test_the_narrowest_gap_is_that_of_the_draft_at_its_slot(drafted):
             draft.append(int(ids[scores.argmax()]))
         found = narrowest(drafter, ids, trajectory, slot, DEPTH)
         assert found == pytest.approx(min(gaps), rel=1e-9)
-
-
-# ---------------------------------------------------------------- drift
 
 
 def from_scratch(objective, trajectory):

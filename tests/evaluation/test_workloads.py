@@ -1,27 +1,128 @@
-"""Which workloads a configuration asks for, what their prompts depend on, and what was trained on."""
+"""How rows of many kinds of sets become prompts, which workloads a configuration asks for, and what was trained on."""
 
-# ruff: noqa: F811 (fixtures)
+import json
 
 import numpy as np
 import pytest
+from configured import configured
 from datasets import Dataset, DatasetDict
+from talking import make_tokenizer
 
+from eagle31_train.cli import CONFIGS, load_config
 from eagle31_train.errors import UserError
-from eagle31_train.evaluation import training_data
-from eagle31_train.evaluation.training_data import TrainingSplit
-from eagle31_train.evaluation.workloads import inputs
-from tests.evaluation.prompting import GOOD, MANIFEST, QUESTIONS, place  # noqa: F401 (fixtures)
+from eagle31_train.evaluation import evaluating
+from eagle31_train.evaluation.prompts import Prompt, choose, suite_of
+from eagle31_train.evaluation.trajectories import digest
+from eagle31_train.evaluation.workloads import MEASURED, inputs, trained_prompts, workloads
+
+QUESTIONS = ["hello", "how are you?", "what is the question here?", "the quick brown fox jumps over the lazy dog"]
+
+
+class Place:
+    """A target's tokenizer, the data of stage 1 and files of prompts, in a folder."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.tokenizer = make_tokenizer()
+        self.tokenizer.save_pretrained(folder / "target")
+        self.write_heldout([[{"role": "user", "content": text}] for text in QUESTIONS])
+
+    def write_heldout(self, prompts, answer="answer {} tells of a river, and why nobody crosses it"):
+        asked = [self.tokenizer.apply_chat_template(p, add_generation_prompt=True)["input_ids"] for p in prompts]
+        answers = [self.tokenizer.encode(answer.format(i) + "<|im_end|>") for i in range(len(prompts))]
+        columns = {
+            "id": [f"c{i}" for i in range(len(prompts))],
+            "source": ["a", "b"] * (len(prompts) // 2),
+            "input_ids": [a + b for a, b in zip(asked, answers, strict=True)],
+            "loss_mask": [[False] * len(a) + [True] * len(b) for a, b in zip(asked, answers, strict=True)],
+        }
+        DatasetDict({"heldout": Dataset.from_dict(columns)}).save_to_disk(str(self.folder / "data" / "dataset"))
+
+    def write(self, name, *rows):
+        file = self.folder / name
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return file
+
+    def config(self, *more):
+        target = [f"target.path={self.folder / 'target'}", f"data_dir={self.folder / 'data'}", "data.max_length=200"]
+        if any(option.startswith("suite=") for option in more):
+            return load_config(["+experiment=smollm2", *target, *more])
+        return configured(*target, *more)
+
+    def workloads(self, *more, longest=5000, measured_on=()):
+        data = {"splits": {"heldout": {"conversations": 4}}}
+        return workloads(self.config(*more), data, longest, measured_on=measured_on)
+
+    def texts(self, workload):
+        """What the user says in each prompt."""
+        return [self.tokenizer.decode(p.ids).split("user\n")[1].split("<|im_end|>")[0] for p in workload.prompts]
+
+
+@pytest.fixture
+def place(tmp_path):
+    return Place(tmp_path)
+
+
+ROWS = [
+    {"question": "hello", "kind": "a", "number": 7, "turns2": ["first", "second"], "talk": [{"value": "deep"}]},
+    {"question": "world", "kind": "b", "number": 8, "turns2": ["one", "two"], "talk": [{"value": "deeper"}]},
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "texts"),
+    [
+        ({"prompt": "question"}, ["hello", "world"]),
+        ({"prompt": "turns2"}, ["first", "one"]),
+        ({"prompt": "'{talk[0][value]}: {question} {{x}}'"}, ["deep: hello {x}", "deeper: world {x}"]),
+        ({"prompt": "question", "only.kind": "[a,b]", "only.number": 7}, ["hello"]),
+        ({"prompt": "question", "placeholder": "hell"}, ["world"]),
+    ],
+)
+def test_rows_are_read_as_the_suite_says(place, options, texts):
+    DatasetDict({"test": Dataset.from_list(ROWS)}).save_to_disk(str(place.folder / "rows"))
+    given = {"path": place.folder / "rows", "id": "number", "source": "kind", **options}
+    _, found = place.workloads(*(f"evaluate.suites.s.{key}={value}" for key, value in given.items()))
+    assert place.texts(found) == texts
+    by_number = {row["number"]: row["kind"] for row in ROWS}
+    assert [p.source for p in found.prompts] == [by_number[int(p.id)] for p in found.prompts]
+
+
+def test_suites_of_the_project_have_known_options(place):
+    """Every file in configs/suite/; and rows of our own forms can stand in."""
+    for file in (CONFIGS / "suite").glob("*.yaml"):
+        for name, given in place.config(f"suite={file.stem}").evaluate.suites.items():
+            assert suite_of(name, given).is_hub_id, name
+    own = place.write("own.jsonl", {"turns": ["hello", "world"], "id": 3})
+    _, found = place.workloads("suite=mt_bench", f"evaluate.suites.mt_bench.path={own}")
+    assert (place.texts(found), found.prompts[0].id) == (["hello"], "3")
+
+
+def of(text):
+    """Prompts from "a1 b22 …": a letter for the source, and as many tokens as digits."""
+    return [Prompt(word, word[0], [int(digit) for digit in word[1:]]) for word in text.split()]
+
+
+@pytest.mark.parametrize(
+    ("given", "count", "chosen", "too_long"),
+    [
+        ("b4 b5 a1 a2", 3, "a1 b4 a2", ""),  # whichever comes first in the split
+        ("a1 a2 a3 b4", 4, "a1 b4 a2 a3", ""),  # one that runs out leaves its turns to the others
+        ("a1 a2 b1 b3 c1 c2", 4, "a1 b3 c2", ""),  # the same prompt counts once, for the first whose turn it is
+        ("a111 a2 b3 b444", 3, "a2 b3", "a111 b444"),  # the next of the source takes its place
+    ],
+)
+def test_sources_take_turns(given, count, chosen, too_long):
+    prompts, longer = choose(of(given), count, 2)
+    assert (" ".join(prompt.id for prompt in prompts), " ".join(longer)) == (chosen, too_long)
 
 
 def test_each_set_as_it_is_and_under_each_perturbation(place):
     file = place.write("more.jsonl", {"prompt": "hello"}, {"prompt": "world"})
     found = place.workloads(
-        f"evaluate.suites.more.path={file}",
-        "evaluate.perturbations=[system_long,temperature_0.7]",
-        "evaluate.num_prompts=3",
-        "evaluate.temperature=0.2",
-        "evaluate.top_p=0.9",
-    )
+        f"evaluate.suites.more.path={file}", "evaluate.perturbations=[system_long,temperature_0.7]",
+        "evaluate.num_prompts=3", "evaluate.temperature=0.2", "evaluate.top_p=0.9",
+    )  # fmt: skip
     assert [(w.name, w.suite, w.perturbation, len(w.prompts), w.temperature, w.top_p) for w in found] == [
         ("heldout", "heldout", None, 3, 0.2, 0.9),
         ("heldout · system_long", "heldout", "system_long", 3, 0.2, 0.9),
@@ -34,7 +135,7 @@ def test_each_set_as_it_is_and_under_each_perturbation(place):
         assert [p.id for p in plain.prompts] == [p.id for p in system.prompts] == [p.id for p in warm.prompts]
         assert all(len(long.ids) > 400 + len(p.ids) for p, long in zip(plain.prompts, system.prompts, strict=True))
         assert warm.prompts == plain.prompts
-    assert place.texts(found[1]) == place.texts(found[0]) == [QUESTIONS[0], QUESTIONS[1], QUESTIONS[2]]
+    assert place.texts(found[1]) == place.texts(found[0]) == QUESTIONS[:3]
 
 
 def test_what_does_not_fit_is_named_with_the_reason(place):
@@ -62,25 +163,34 @@ def test_contexts_are_filled_with_held_out_answers_of_others(place):
         place.workloads("evaluate.perturbations=[context_2]")
 
 
-# ---------------------------------------------------------------- left out by name
+def test_prompts_that_training_was_measured_on_are_left_out(place):
+    plain, *_ = place.workloads()
+    measured = [digest(prompt.ids) for prompt in plain.prompts if prompt.id in ("c1", "c2")]
+    file = place.write("more.jsonl", {"prompt": QUESTIONS[1]}, {"prompt": "another"})
+    options = (f"evaluate.suites.more.path={file}", "evaluate.perturbations=[system_long]")
+    heldout, long, more, *_ = place.workloads(*options, measured_on=measured)
+    assert sorted(prompt.id for prompt in heldout.prompts) == ["c0", "c3"]
+    assert heldout.left_out == long.left_out == {"c1": MEASURED, "c2": MEASURED}
+    assert f"left out 2 (c1, c2): {MEASURED}" in heldout.remarks
+    assert place.texts(more) == ["another"]
+    assert list(more.left_out.values()) == [MEASURED]
+    with pytest.raises(UserError, match="training was measured on them"):
+        place.workloads(measured_on=[digest(prompt.ids) for prompt in plain.prompts])
 
 
 def test_inputs_tell_what_the_prompts_are_made_of(place):
-    file, copy = place.write("rows.jsonl", GOOD), place.write("copy.jsonl", GOOD)
+    file, copy = (place.write(name, {"prompt": "hello"}) for name in ("rows.jsonl", "copy.jsonl"))
     before, moved = (inputs(place.config(f"evaluate.suites.s.path={at}")) for at in (file, copy))
     assert before == moved, "wherever it lies"
-    place.write("rows.jsonl", GOOD, GOOD)
+    place.write("rows.jsonl", {"prompt": "hello"}, {"prompt": "world"})
     assert inputs(place.config(f"evaluate.suites.s.path={file}")) != before
     template = place.folder / "target" / "chat_template.jinja"
     template.write_text(template.read_text() + "{# another #}")
     assert inputs(place.config(f"evaluate.suites.s.path={copy}")) != before
 
 
-# ---------------------------------------------------------------- what was trained on
-
-
 @pytest.mark.parametrize("rows", [7, 2500])  # more than are read at a time
-def test_samples_are_known_by_their_prompts_and_lengths(tmp_path, rows):
+def test_samples_are_known_by_their_prompts(tmp_path, rows):
     generator = np.random.default_rng(0)
     asked = [generator.integers(0, 50_000, size=generator.integers(3, 9)).tolist() for _ in range(rows)]
     answers = [generator.integers(0, 50_000, size=generator.integers(1, 9)).tolist() for _ in range(rows)]
@@ -89,12 +199,8 @@ def test_samples_are_known_by_their_prompts_and_lengths(tmp_path, rows):
         "input_ids": [a + b + [5] for a, b in zip(asked, answers, strict=True)],
         "loss_mask": [[False] * len(a) + [True] * len(b) + [False] for a, b in zip(asked, answers, strict=True)],
     }
-    split = Dataset.from_dict(columns)
-    DatasetDict({"train": split, "heldout": split.select([])}).save_to_disk(str(tmp_path))
-    known = TrainingSplit(tmp_path)
-    assert known.lengths.tolist() == [len(ids) for ids in columns["input_ids"]]
-    assert all(ids in known for ids in asked)
-    assert not any(ids[:-1] in known or [*ids, 7] in known or ids[::-1] in known for ids in asked)
+    DatasetDict({"train": Dataset.from_dict(columns)}).save_to_disk(str(tmp_path))
+    assert trained_prompts(tmp_path) == {digest(ids) for ids in asked}
 
 
 OURS = {"data": "d1", "store": "s1", "seed": 0, "train": {"lr": 0.001, "epochs": 1}}
@@ -111,12 +217,9 @@ AGAIN, WARM = {**OURS, "seed": 1}, {**OURS, "train": {**OURS["train"], "init_fro
             ["a may have been trained", "differ in more than their seed: data: d1 there"],
         ),
         ([WARM], ["the weights that a was initialised from may have been trained on these prompts"]),
-        # An option that an older training did not know is a difference only where it changes what is trained.
-        ([OURS, {**AGAIN, "train": {**OURS["train"], "optimizer": "adamw"}}], []),
-        ([OURS, {**AGAIN, "train": {**OURS["train"], "optimizer": "muon"}}], ["optimizer: adamw there, muon here"]),
     ],
 )
 def test_caveats(trainings, expected):
-    found = list(training_data.caveats({"a": trainings}, "d1"))
+    found = list(evaluating.caveats({"a": trainings}, "d1"))
     assert len(found) == len(expected)
     assert all(words in caveat for words, caveat in zip(expected, found, strict=True))

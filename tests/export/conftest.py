@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from measured import measured
 from safetensors.torch import load_file, save_file
+from sample_results import measured
 
 from eagle31_train import artifacts, export
 from eagle31_train.checkpoint import run_folder
@@ -17,7 +17,7 @@ from eagle31_train.config import Config, DrafterShape
 from eagle31_train.evaluation.measurement import Counts
 from eagle31_train.evaluation.results import headline, summarise
 from eagle31_train.model import vocab
-from eagle31_train.reporting.evaluation_figures import pictures
+from eagle31_train.reporting.evaluation_page import pictures
 
 TINY = DrafterShape(
     architecture="llama",

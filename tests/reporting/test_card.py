@@ -11,7 +11,7 @@ from eagle31_train.cli import load_config
 from eagle31_train.evaluation.intervals import bracket
 from eagle31_train.locations import ROOT
 from eagle31_train.reporting import card, markdown, recipe
-from eagle31_train.reporting.card_results import CardResult, CardResults
+from eagle31_train.reporting.card import CardResult, CardResults
 
 
 def rendered(*options, results=None, target=None, **shape):
@@ -63,7 +63,7 @@ def test_results_are_told_once_and_with_their_pictures_folders_of_the_machine_ar
     _, body = rendered(results=results)
     length = bracket(result["workloads"][0]["drafters"]["B"]["by_depth"]["3"]["acceptance_length"])
     for words in (
-        f"**Acceptance length {length} with 3 draft tokens**, on 12 prompts of heldout, greedy.",
+        f"**Acceptance length {length} with 3 draft tokens**,\non 12 prompts of heldout, greedy.",
         "Every answer that was decoded with the drafter was equal to the target's own.",
         "none of its prompts was decoded: agent.",
         "a \\| processor, float32, at most 128 tokens per answer:\n\n```sh\npython -m stage x=/path/to/p.jsonl",
@@ -83,9 +83,6 @@ def test_the_card_knows_the_target_that_the_drafter_serves():
     _, body = rendered(target=windowed, max_position_embeddings=8192)
     assert "every layer of the target sees 64 tokens" in body
     assert "drafts in contexts of up to" not in body
-
-
-# ---------------------------------------------------------------- commands
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A drafter as it is served: vLLM with and without it, under load, by the clock and by vLLM's own counters."""
+"""A drafter as it is served: vLLM with and without it, under load, by the clock and by vLLM's own report."""
 
 import json
 import time
@@ -14,11 +14,9 @@ from eagle31_train.config import Config
 from eagle31_train.console import Progress, note
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation.measurement import read_checked, write_checked
-from eagle31_train.evaluation.serving import counters, report
-from eagle31_train.evaluation.serving.command import flags, server_arguments
-from eagle31_train.evaluation.serving.engine import Engine, check
-from eagle31_train.evaluation.serving.load import Answer, Question, run_load
-from eagle31_train.evaluation.serving.server import MODULE, Server, pick_port
+from eagle31_train.evaluation.serving import report
+from eagle31_train.evaluation.serving.engine import Engine, check, flags, server_arguments
+from eagle31_train.evaluation.serving.server import MODULE, Answer, Question, Server, pick_port, run_load
 
 if TYPE_CHECKING:  # the card, which imports this package, has no need of datasets
     from eagle31_train.evaluation.prompts import Prompt
@@ -82,9 +80,7 @@ def measure_serving(
         "dtype": options.vllm_args.get("dtype", config.target.dtype),
         "arguments": dict(options.vllm_args),
         "prompts": len(prompts),
-        "max_new_tokens": options.max_new_tokens,
-        "temperature": options.temperature,
-        "top_p": options.top_p,
+        **{name: getattr(options, name) for name in ("max_new_tokens", "temperature", "top_p")},
         "rows": rows,
         "best": best,
         "verdict": report.verdict(best),
@@ -100,13 +96,12 @@ def serve(
     Returns:
         Its answers, and what vLLM counted meanwhile, by concurrency, in JSON's types.
     """
-    options = config.evaluate
-    at = pick_port()
-    command = [options.vllm_python, "-m", MODULE, *flags(server_arguments(config, draft, depth, at))]
+    options, port = config.evaluate, pick_port()
+    command = [options.vllm_python, "-m", MODULE, *flags(server_arguments(config, draft, depth, port))]
     served: dict[str, Any] = {"answers": {}, "counted": {}}
     note(f"{what}: vLLM starts ({log})")
     with (
-        Server(command, at, log) as server,
+        Server(command, port, log) as server,
         Progress(total=sum(map(len, sent.values())), desc=what, unit="request") as bar,
     ):
         model = json.loads(server.get("/v1/models")[1])["data"][0]["id"]
@@ -114,13 +109,16 @@ def serve(
         for users, some in sent.items():
             asked = [replace(question, options={"model": model, **question.options}) for question in some]
             if options.warmup:
-                done += len(run_load(server, [_short(question) for question in asked[:users]], users))
+                short = {"max_tokens": min(WARM_TOKENS, options.max_new_tokens)}
+                warming = [replace(question, options=question.options | short) for question in asked[:users]]
+                done += len(run_load(server, warming, users))
             before = settled(server, done)
             answers = run_load(server, asked, users, bar.update)
             done += len(answers)
-            counted = counters.since(before, settled(server, done))
+            after = settled(server, done)
+            counted = Counter({name: after[name] - before[name] for name in after})
             if depth:
-                counters.speculation(counted, depth)  # or it raises, before more is asked
+                report.speculation(counted, depth)  # or it raises, before more is asked
             (speed, _, _) = report.speed(answers).intervals()[0]
             if speed is None:
                 raise UserError(f"{what}: every answer ended with its first token: choose other prompts")
@@ -147,15 +145,9 @@ def questions(
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
     }
-    times = ceil(2 * concurrency / len(prompts))
     seeds = [{"seed": config.seed + i} if options.temperature else {} for i in range(len(prompts))]
     once = [Question(i, prompt.id, prompt.ids, common | seeds[i]) for i, prompt in enumerate(prompts)]
-    return once * times
-
-
-def _short(question: Question) -> Question:
-    limit = min(WARM_TOKENS, question.options["max_tokens"])
-    return replace(question, options={**question.options, "max_tokens": limit})
+    return once * ceil(2 * concurrency / len(prompts))
 
 
 def settled(server: Server, answered: int) -> Counter[str]:
@@ -164,17 +156,14 @@ def settled(server: Server, answered: int) -> Counter[str]:
     before: Counter[str] | None = None
     while True:
         status, text = server.get("/metrics")
-        now = counters.parse(text)
-        if now == before and now[counters.FINISHED] >= answered:
+        now = report.parse(text)
+        if now == before and now[report.FINISHED] >= answered:
             return now
         if time.monotonic() > deadline:
-            finished = f"{now[counters.FINISHED]:.0f} finished requests, not {answered}"
+            finished = f"{now[report.FINISHED]:.0f} finished requests, not {answered}"
             raise UserError(f"vLLM's /metrics (HTTP {status}) know of {finished}: see {server.log}")
         before = now
         time.sleep(0.1)
-
-
-# ---------------------------------------------------------------- measured once
 
 
 def fingerprint(

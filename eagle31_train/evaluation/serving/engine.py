@@ -1,19 +1,25 @@
-"""The vLLM that serves: what its own python has, and whether it can be asked for what is to be measured."""
+"""The vLLM that serves: its arguments, what its own python has, and whether it can do what is to be measured."""
 
 import json
 import os
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from eagle31_train.config import Config
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation.measurement import machine
-from eagle31_train.evaluation.serving.command import max_model_len, server_arguments
 from eagle31_train.evaluation.serving.server import ENVIRONMENT
 
+# Arguments that the measurement sets itself.
+OURS = {"model", "revision", "trust_remote_code", "speculative_config", "host", "port", "api_key"}
+OURS |= {"enable_prefix_caching", "disable_log_stats"}  # prompts are sent again and again; the counters are read
+PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")  # whose product is of devices
 PROBE_SECONDS = 600.0  # importing torch from a cold shared disk takes minutes
 # What it prints last is the answer, after anything that vLLM says of itself.
 PROBE = """
@@ -22,7 +28,68 @@ from vllm.version import __version__
 import torch
 print(json.dumps([__version__, torch.cuda.get_device_name() if torch.cuda.is_available() else None]))
 """
-PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")  # whose product is of devices
+
+
+def target_arguments(config: Config) -> dict[str, Any]:
+    """What the target needs of vLLM wherever it is served: what it needed before, its own code or several devices."""
+    target, engine = config.target, config.extract.engine_args if config.extract.engine == "vllm" else {}
+    wanted: dict[str, Any] = {"revision": target.revision, "trust_remote_code": target.trust_remote_code or None}
+    return wanted | {name: engine.get(name) for name in ("tensor_parallel_size", "quantization")}
+
+
+def speculation(config: Config, drafter: str, draft_tokens: int) -> dict[str, Any]:
+    """vLLM's --speculative-config."""
+    options = {"method": "eagle3", "model": drafter, "num_speculative_tokens": draft_tokens}
+    if config.evaluate.draft_sampling != "greedy":
+        options["draft_sample_method"] = config.evaluate.draft_sampling
+    return options
+
+
+def server_arguments(config: Config, drafter: Path | None, draft_tokens: int, port: int) -> dict[str, Any]:
+    """All arguments of one server, by name; UserError where evaluate.vllm_args has one that is ours to set."""
+    given = {name.replace("-", "_"): value for name, value in config.evaluate.vllm_args.items()}
+    for name in OURS & given.keys():
+        raise UserError(f"evaluate.vllm_args.{name} cannot be set: it is the measurement's own, or target.*'s")
+    wanted = {
+        "model": config.target.path,
+        **target_arguments(config),
+        "dtype": config.target.dtype,  # speed is that of what will be served, not of the exact evaluation
+        "seed": config.seed,
+        "enable_prefix_caching": False,
+        "disable_uvicorn_access_log": True,  # a line for every request is work that serving has no part in
+        "host": "127.0.0.1",
+        **given,
+        "port": port,
+    }
+    if drafter is not None:
+        wanted["speculative_config"] = speculation(config, str(drafter), draft_tokens)
+    return wanted
+
+
+def max_model_len(config: Config) -> int | None:
+    """The longest sequence that vLLM is told to take, by which prompts are chosen; None where it is not told.
+
+    Raises:
+        UserError: it is told by words that only vLLM knows, as 32k or auto.
+    """
+    limit = server_arguments(config, None, 0, 0).get("max_model_len")
+    if limit is not None and (type(limit) is not int or limit < 1):
+        raise UserError(f"evaluate.vllm_args.max_model_len={limit} is no number from 1 on, as 32768: give one, or none")
+    return limit
+
+
+def flags(arguments: Mapping[str, Any]) -> list[str]:
+    """Arguments as the command line takes them; true and false are --name and --no-name, null leaves it to vLLM."""
+    line: list[str] = []
+    for name, value in arguments.items():
+        dashed = name.replace("_", "-")
+        if isinstance(value, bool):
+            line.append(f"--{dashed}" if value else f"--no-{dashed}")
+        elif isinstance(value, dict):
+            line += [f"--{dashed}", json.dumps(value, ensure_ascii=False)]
+        elif value is not None:
+            line += [f"--{dashed}", *map(str, value if isinstance(value, list) else [value])]
+    return line
 
 
 @dataclass(frozen=True)
@@ -42,21 +109,11 @@ def check(config: Config) -> Engine:
     options = config.evaluate
     for name in ("serve_speculative_tokens", "concurrency"):
         values: list[int] = getattr(options, name)
-        if not values or min(values) < 1 or len(set(values)) < len(values):
-            raise UserError(f"evaluate.{name}={values} measures nothing: list numbers from 1 on, each once")
+        if not values or len(set(values)) < len(values):
+            raise UserError(f"evaluate.{name}={values} measures nothing, or twice the same: list each number once")
     arguments = server_arguments(config, None, 0, 0)
     max_model_len(config)
-    version, gpu = ask(options.vllm_python)
-    if gpu is None:  # as vLLM's torch sees it, and not this environment's
-        return Engine(version, machine(torch.device("cpu"), threads=False))
-    devices = prod(size for name in PARALLEL if isinstance(size := arguments.get(name), int))
-    return Engine(version, f"{devices} × {gpu}" if devices > 1 else gpu)
-
-
-def ask(python: str) -> tuple[str, str | None]:
-    """The version of a python's vLLM, and the name of the GPU that its torch sees first, if any; UserError where it
-    cannot be run, or cannot import vLLM."""
-    environment = {**ENVIRONMENT, **os.environ}
+    python, environment = options.vllm_python, {**ENVIRONMENT, **os.environ}
     try:
         done = subprocess.run(
             [python, "-c", PROBE], capture_output=True, stdin=subprocess.DEVNULL, timeout=PROBE_SECONDS, env=environment
@@ -69,4 +126,7 @@ def ask(python: str) -> tuple[str, str | None]:
             "vLLM's environment, e.g. .venv-vllm/bin/python"
         ) from None
     version, gpu = json.loads(done.stdout.decode().splitlines()[-1])
-    return version, gpu
+    if gpu is None:  # as vLLM's torch sees it, and not this environment's
+        return Engine(version, machine(torch.device("cpu"), threads=False))
+    devices = prod(size for name in PARALLEL if isinstance(size := arguments.get(name), int))
+    return Engine(version, f"{devices} × {gpu}" if devices > 1 else gpu)

@@ -7,7 +7,7 @@ As JSON (`measure_serving` makes it):
      "rows": [{"drafter": NAME or null, "draft_tokens": 0 without one, "concurrency", "requests", "output_tokens",
                "seconds", "ttft": {"mean", "p50", "p95"}, "tpot": likewise, "per_user": [value, low, high],
                "total": tokens/s, "speedup": [value, low, high] or null without a drafter,
-               "different": how many, or null when sampling, "acceptance": `counters.speculation` or null,
+               "different": how many, or null when sampling, "acceptance": `speculation` or null,
                "counted": {"requests", "output_tokens", "ttft", "tpot", "preemptions"} of vLLM itself}],
      "best": [{"drafter", "concurrency", "draft_tokens": 0 if speculation does not pay, "speedup": [value, low, high]
                of the best number of draft tokens, "tried": that number}],
@@ -16,29 +16,39 @@ As JSON (`measure_serving` makes it):
 Times are in seconds. A null in an interval: too few prompts for one.
 """
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from eagle31_train.errors import UserError
 from eagle31_train.evaluation.intervals import Estimate, Interval, bracket, ratios
-from eagle31_train.evaluation.serving import counters
-from eagle31_train.evaluation.serving.load import Answer
+from eagle31_train.evaluation.measurement import acceptance
+from eagle31_train.evaluation.serving.server import Answer
 
 Row = dict[str, Any]
+# Prometheus' text: a name, labels, a value.
+_LINE = re.compile(r"^(vllm:[\w:]+?)(?:\{(.*)\})? ([^ ]+)$", re.MULTILINE)
+_POSITION = re.compile(r'position="(\d+)"')
+DRAFTS = "vllm:spec_decode_num_drafts_total"
+PROPOSED = "vllm:spec_decode_num_draft_tokens_total"
+ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
+PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+FINISHED = "vllm:request_success_total"
+TOKENS = "vllm:generation_tokens_total"
+PREEMPTIONS = "vllm:num_preemptions_total"
+TTFT = "vllm:time_to_first_token_seconds"
+TPOT = "vllm:request_time_per_output_token_seconds"
 
 
-def speed(answers: Sequence[Answer], over: Sequence[Answer] | None = None) -> Estimate:
-    """Tokens/s/user; with `over`, answers to the same questions, the paired ratio of the two.
-
-    Prompts are what the interval is over: one that was sent several times counts as one.
-    """
+def speed(answers: Sequence[Answer]) -> Estimate:
+    """Tokens/s/user, over prompts: one that was sent several times counts as one."""
     sums = np.zeros((2, 1 + max(answer.prompt for answer in answers), 1))
     for answer in answers:
         sums[:, answer.prompt, 0] += len(answer.tokens) - 1, answer.last - answer.first
-    ours = ratios(*sums)
-    return ours if over is None else ours / speed(over)
+    return ratios(*sums)
 
 
 def row(
@@ -58,6 +68,7 @@ def row(
         reference: the answers that these are compared with, by prompt; None where they need not be equal.
     """
     tokens = sum(len(answer.tokens) for answer in answers)
+    seconds = max(answer.last for answer in answers) - min(answer.sent for answer in answers)
     expected = {answer.prompt: answer.tokens for answer in reference or ()}
     return {
         "drafter": drafter,
@@ -65,28 +76,22 @@ def row(
         "concurrency": concurrency,
         "requests": len(answers),
         "output_tokens": tokens,
-        "seconds": tokens / total(answers),
+        "seconds": seconds,
         "ttft": _spread([answer.ttft for answer in answers]),
         "tpot": _spread([answer.tpot for answer in answers if answer.tpot is not None]),
         "per_user": speed(answers).intervals()[0],
-        "total": total(answers),
-        "speedup": None if plain is None else speed(answers, plain).intervals()[0],
+        "total": tokens / seconds,  # of all users together
+        "speedup": None if plain is None else (speed(answers) / speed(plain)).intervals()[0],
         "different": None if reference is None else sum(a.tokens != expected[a.prompt] for a in answers),
-        "acceptance": counters.speculation(counted, draft_tokens) if draft_tokens else None,
+        "acceptance": speculation(counted, draft_tokens) if draft_tokens else None,
         "counted": {
-            "requests": round(counted[counters.FINISHED]),
-            "output_tokens": round(counted[counters.TOKENS]),
-            "ttft": counters.mean(counted, counters.TTFT),
-            "tpot": counters.mean(counted, counters.TPOT),
-            "preemptions": round(counted[counters.PREEMPTIONS]),
+            "requests": round(counted[FINISHED]),
+            "output_tokens": round(counted[TOKENS]),
+            "ttft": mean(counted, TTFT),
+            "tpot": mean(counted, TPOT),
+            "preemptions": round(counted[PREEMPTIONS]),
         },
     }
-
-
-def total(answers: Sequence[Answer]) -> float:
-    """Tokens per second of all users together."""
-    seconds = max(answer.last for answer in answers) - min(answer.sent for answer in answers)
-    return sum(len(answer.tokens) for answer in answers) / seconds
 
 
 def _spread(values: list[float]) -> dict[str, float | None]:
@@ -101,20 +106,17 @@ def best(rows: Sequence[Row]) -> list[Row]:
 
     It pays where all of its interval is above one. One that pays is better than a greater speed-up that may be none.
     """
+    tried: dict[tuple[str, int], list[Row]] = {}
+    for one in rows:
+        if one["speedup"] is not None and one["speedup"][0] is not None:
+            tried.setdefault((one["drafter"], one["concurrency"]), []).append(one)
     chosen: list[Row] = []
-    tried = [one for one in rows if one["speedup"] is not None and one["speedup"][0] is not None]
-    for drafter, concurrency in dict.fromkeys((one["drafter"], one["concurrency"]) for one in tried):
-        of = [one for one in tried if (one["drafter"], one["concurrency"]) == (drafter, concurrency)]
-        first = max(of, key=lambda one: (_pays(one["speedup"]), one["speedup"][0]))
-        chosen.append(
-            {
-                "drafter": drafter,
-                "concurrency": concurrency,
-                "draft_tokens": first["draft_tokens"] if _pays(first["speedup"]) else 0,
-                "speedup": first["speedup"],
-                "tried": first["draft_tokens"],
-            }
-        )
+    for (drafter, concurrency), some in tried.items():
+        first = max(some, key=lambda one: (_pays(one["speedup"]), one["speedup"][0]))
+        depth = first["draft_tokens"]
+        pays = depth if _pays(first["speedup"]) else 0
+        chosen.append({"drafter": drafter, "concurrency": concurrency, "draft_tokens": pays})
+        chosen[-1] |= {"speedup": first["speedup"], "tried": depth}
     return chosen
 
 
@@ -138,14 +140,36 @@ def notes(rows: Sequence[Row]) -> list[str]:
     lines = []
     for one in rows:
         where = f"{one['drafter'] or 'no drafter'}, {one['draft_tokens']} draft tokens, {one['concurrency']} users: "
-        counted = one["counted"]
+        counted, came = one["counted"], (one["requests"], one["output_tokens"])
         if one["different"]:
             lines.append(f"{where}{one['different']} of {one['requests']} answers are different")
-        if (counted["requests"], counted["output_tokens"]) != (one["requests"], one["output_tokens"]):
-            lines.append(
-                f"{where}vLLM counts {counted['requests']} requests and {counted['output_tokens']} tokens, but "
-                f"{one['requests']} and {one['output_tokens']} came"
-            )
+        if (counted["requests"], counted["output_tokens"]) != came:
+            lines.append(f"{where}requests and tokens are {came}, but vLLM counts {counted}")
         if counted["preemptions"]:
             lines.append(f"{where}{counted['preemptions']} preemptions: give vLLM's cache more memory")
     return lines
+
+
+def parse(text: str) -> Counter[str]:
+    """The counters of /metrics by name, those of a position by NAME[i]; histograms only by their _sum and _count."""
+    found: Counter[str] = Counter()
+    for name, labels, value in _LINE.findall(text):
+        if name.endswith("_bucket"):
+            continue
+        at = _POSITION.search(labels)
+        found[f"{name}[{at[1]}]" if at else name] += float(value)  # type: ignore[assignment]
+    return found
+
+
+def speculation(counted: Counter[str], draft_tokens: int) -> dict[str, Any]:
+    """Acceptance as vLLM counts it; UserError where this vLLM has no such counters."""
+    if missing := [name for name in (DRAFTS, PROPOSED, ACCEPTED, f"{PER_POSITION}[0]") if name not in counted]:
+        raise UserError(f"this vLLM counts no {missing[0]}: eagle31 reads those of vLLM 0.32")
+    positions = [round(counted[f"{PER_POSITION}[{i}]"]) for i in range(draft_tokens)]
+    return {"draft_tokens_proposed": round(counted[PROPOSED]), **acceptance(round(counted[DRAFTS]), positions)}
+
+
+def mean(counted: Counter[str], histogram: str) -> float | None:
+    """The mean of what a histogram counted; None where that is nothing."""
+    count = counted[f"{histogram}_count"]
+    return counted[f"{histogram}_sum"] / count if count else None

@@ -1,22 +1,27 @@
-"""vLLM's OpenAI server, started in its own environment and gone when we are."""
+"""vLLM's OpenAI server, started in its own environment and gone when we are; and the users who ask it: so many at once,
+each with the next prompt as soon as its last is answered."""
 
 import http.client
+import json
 import os
 import shlex
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
 from eagle31_train.errors import UserError
 
 MODULE = "vllm.entrypoints.openai.api_server"
-START_SECONDS = 3600.0  # a very large target loads and compiles for most of an hour
 GRACE_SECONDS = 10.0  # between being asked to end and being made to
 USELESS = ("initialization failed", "engine dead", "EngineDeadError")  # errors that another one led to
+SILENCE_SECONDS = 600.0  # between two pieces of an answer
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "PYTHONSAFEPATH": "1"}  # where nobody says otherwise
 
 
@@ -62,7 +67,7 @@ class Server:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -76,18 +81,12 @@ class Server:
             self._keeper.wait()
 
     def _wait(self) -> None:
-        deadline = time.monotonic() + START_SECONDS
+        """Until it answers, which a very large target does after most of an hour."""
         while True:
             self.check()
-            try:
+            with suppress(OSError):  # it does not listen yet
                 if self.get("/health")[0] == http.client.OK:
                     return
-            except OSError:
-                pass  # it does not listen yet
-            if time.monotonic() > deadline:
-                raise UserError(
-                    f"vLLM's server does not answer after {START_SECONDS:.0f} s ({self.last_words()}): see {self.log}"
-                )
             time.sleep(0.25)
 
     def check(self, dying: bool = False) -> None:
@@ -114,3 +113,95 @@ class Server:
             lines = file.read().decode(errors="replace").splitlines()[1:]
         errors = [line.strip() for line in lines if "rror" in line and not any(word in line for word in USELESS)]
         return ([*lines[-1:], *errors] or ["it said nothing"])[-1][-300:]
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is sent: the prompt's place among all, its id and tokens, and the rest of the request."""
+
+    prompt: int
+    id: str
+    ids: list[int]
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back, and when: on the clock of `time.perf_counter`, in seconds."""
+
+    prompt: int
+    tokens: list[int]
+    sent: float
+    first: float
+    last: float
+
+    @property
+    def ttft(self) -> float:
+        """Time to the first token."""
+        return self.first - self.sent
+
+    @property
+    def tpot(self) -> float | None:
+        """Time per token after the first; None where there is no other."""
+        return (self.last - self.first) / (len(self.tokens) - 1) if len(self.tokens) > 1 else None
+
+
+def run_load(
+    server: Server,
+    questions: Sequence[Question],
+    concurrency: int,
+    finished: Callable[[], Any] = lambda: None,
+) -> list[Answer]:
+    """Have all questions answered, `concurrency` under way at a time; the answers in the questions' order. UserError
+    where the server ended, refused, broke off or fell silent."""
+    pool = ThreadPoolExecutor(concurrency)
+    try:
+        answers = [pool.submit(_answer, server, question) for question in questions]
+        for answer in as_completed(answers):
+            answer.result()
+            finished()
+        return [answer.result() for answer in answers]
+    finally:  # after an error or Ctrl-C, those that are under way end with the server, which the caller closes
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _answer(server: Server, question: Question) -> Answer:
+    with closing(server.connect(SILENCE_SECONDS)) as connection:
+        try:
+            return _ask(connection, question)
+        except (OSError, http.client.HTTPException) as error:
+            # Where the server died, its connections end first, and its keeper last.
+            silent = isinstance(error, TimeoutError)
+            server.check(dying=not silent)
+            what = f"was silent for {SILENCE_SECONDS:.0f} s" if silent else "broke off"
+            raise UserError(f"vLLM's server {what} on prompt {question.id} ({error!r}): see {server.log}") from None
+
+
+def _ask(connection: http.client.HTTPConnection, question: Question) -> Answer:
+    body = json.dumps({**question.options, "prompt": question.ids, "stream": True, "return_token_ids": True})
+    connection.connect()
+    sent = time.perf_counter()
+    connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    if response.status != http.client.OK:
+        said = " ".join(response.read().decode(errors="replace").split())
+        raise UserError(f"vLLM refuses prompt {question.id} (HTTP {response.status}, {said[:300]})")
+    tokens: list[int] = []
+    first = last = 0.0
+    reason = None
+    for line in response:
+        now = time.perf_counter()
+        data = line.strip().removeprefix(b"data: ")
+        if not data or data == b"[DONE]":
+            continue
+        event = json.loads(data)
+        if "error" in event:
+            raise UserError(f"vLLM gives up on prompt {question.id} ({event['error']})")
+        (choice,) = event["choices"]
+        if new := choice.get("token_ids"):
+            first, last = first or now, now
+            tokens += new
+        reason = choice.get("finish_reason") or reason
+    if reason is None or not tokens:
+        raise http.client.IncompleteRead(b"")
+    return Answer(question.prompt, tokens, sent, first, last)
