@@ -1,8 +1,8 @@
 """What a very large store costs before and between steps, without its states: `python -m benchmarks.scale`.
 
 10^7 samples in 10^5 shards are some 6·10^9 tokens, whose states no machine here could hold. Lengths are drawn, and
-everything that looks at all samples or shards runs on them: the plan is written, read and checked; 1,024 processes share
-the shards, and 1,024 ranks the samples of a step.
+everything that looks at all samples or shards runs on them: the plan is written, read and checked; 1,024 processes
+share the shards, and 1,024 ranks the samples of a step.
 """
 
 import argparse
