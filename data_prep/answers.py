@@ -1,45 +1,44 @@
 """Who answers: the target in this process, or an OpenAI-compatible server.
 
-`answers` gives every job its next answer, or the reason why it has none. No journal keeps the reason: asking again
-costs little, and may fare better.
+Both give every request an `Answer`, or the reason why it has none. No journal keeps the reason: asking again costs
+little, and may fare better.
 """
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, TypeVar
 
 from data_prep.client import Server
 from data_prep.dialogue import PromptTurn
 from data_prep.formats import Message, Refused, Row
-from data_prep.journal import Answer
+from data_prep.journal import Answer, Outcomes
 from data_prep.masks import to_message
 from data_prep.template import ChatTemplate
+from eagle31_train import artifacts
 from eagle31_train.config import Config, SelfPromptsConfig
 from eagle31_train.errors import UserError
 
 NO_CHARACTER = "\ufffd"  # what bytes that are no character are decoded to
-Texts = dict[str, tuple[list[int], int]]  # key → token ids to go on from, and a seed
 BROKEN = "bytes inside the answer that are no text"
+Texts = dict[str, tuple[list[int], int]]  # key → token ids to go on from, and a seed
+Request = TypeVar("Request")
 
 
 @dataclass
 class Job:
-    """One conversation on its way: a prompt's turns, and the messages so far.
-
-    refusal: why it has no answer, once it is known. ended: why it ends before its prompt does.
-    answers, tokens: how many it has, and of how many tokens.
-    """
+    """One conversation on its way: a prompt's turns, and the messages so far."""
 
     row: Row
     sample: int
     temperature: float
     turns: list[PromptTurn]
     messages: list[Message] = field(default_factory=list)
-    refusal: str | None = None
-    ended: str | None = None
+    refusal: str | None = None  # why it has no answer
+    ended: str | None = None  # why it ends before its prompt does
     answers: int = 0
     tokens: int = 0
 
@@ -60,7 +59,7 @@ class Job:
         self.messages.append({**answer.message, "finish_reason": answer.finish_reason})
 
     def stop(self, reason: str) -> None:
-        """Give it no further answer: those that it has are the target's own, and are kept."""
+        """Give it no further answer; those that it has are the target's own, and stay."""
         if not self.answers:
             self.refusal = reason
             return
@@ -69,23 +68,36 @@ class Job:
         del self.messages[last + 1 :]
 
 
+def engine(config: Config, template: ChatTemplate) -> "Local | Remote":
+    """The server that `data.generate.server` names, else the target in this process."""
+    return Remote(config, template) if config.data.generate.server else Local(config, template)
+
+
+def target_inputs(config: Config, template: ChatTemplate, served: str) -> dict[str, Any]:
+    """What the target's words depend on. `served`: the key for a server's model, whose name is all that is known."""
+    if config.data.generate.server:
+        weights = {served: config.data.generate.model or config.target.path}
+    else:
+        weights = {"dtype": config.target.dtype, "weights": artifacts.weights_fingerprint(config.target.path)}
+    return {"target": config.target.name, **weights, **template.fingerprints(), "seed": config.seed}
+
+
 class Local:
     """Answers from the target in this process; torch is loaded only here."""
 
     def __init__(self, config: Config, template: ChatTemplate) -> None:
         self.config = config
         self.template = template
-        self.generator: Any = None
         self.at_once = config.data.generate.batch_size
         self.keeps_special = template.hides_markup  # as is asked of a server then
 
-    def answers(self, jobs: dict[str, Job]) -> Iterator[tuple[str, Answer | Refused]]:
-        """Refusals first, then batches of prompts of like length, the longest first: memory trouble shows at once."""
+    def answers(self, jobs: dict[str, Job]) -> Outcomes:
+        """The next answer of each conversation, refusals first."""
         if not jobs:
             return  # without loading the target
         from eagle31_train.targets.generate import Request
 
-        generator, generate = self.load(), self.config.data.generate
+        generator, generate = self.generator, self.config.data.generate
         requests = {}
         for key, job in jobs.items():
             try:
@@ -95,39 +107,39 @@ class Local:
                 requests[key] = Request(ids, job.temperature, job.seed(self.config.seed))
             except Refused as refused:
                 yield key, refused
-        for key, answer in self.draw(requests, generate.max_new_tokens, generate.top_p):
+        for key, answer in self._draw(requests, generate.max_new_tokens, generate.top_p):
             try:
                 yield key, self._answer(jobs[key], answer.ids, answer.finish_reason)
             except Refused as refused:
                 yield key, refused
 
-    def draw(self, requests: dict[Any, Any], *how: Any) -> Iterator[tuple[Any, Any]]:
-        """The tokens of each request, in batches; `how` as in `Generator.answer`."""
-        order = sorted(requests, key=lambda key: (-len(requests[key].ids), key))
-        for start in range(0, len(order), self.at_once):
-            keys = order[start : start + self.at_once]
-            yield from zip(keys, self.load().answer([requests[key] for key in keys], *how), strict=True)
-
-    def write(
-        self, requests: Texts, how: SelfPromptsConfig, stops: list[int], stop_text: str | None
-    ) -> Iterator[tuple[str, str, str]]:
-        """Key, text and why it ended (stop, length), of texts that go on from token ids up to a stop."""
+    def write(self, texts: Texts, how: SelfPromptsConfig, stops: list[int], stop_text: str | None) -> Outcomes:
+        """What a user says next: text that goes on from token ids up to one of `stops`, or to `stop_text`."""
         from eagle31_train.targets.generate import Request
 
-        drawn = {key: Request(ids, how.temperature, seed) for key, (ids, seed) in requests.items()}
-        for key, answer in self.draw(drawn, how.max_new_tokens, how.top_p, stops):
+        requests = {key: Request(ids, how.temperature, seed) for key, (ids, seed) in texts.items()}
+        for key, answer in self._draw(requests, how.max_new_tokens, how.top_p, stops):
             text, reason = self.template.decode(answer.ids), answer.finish_reason
             if stop_text and stop_text in text:  # the target writes on after it
                 text, reason = text.partition(stop_text)[0], "stop"
-            yield key, text, reason
+            yield key, Answer({"role": "user", "content": text}, reason, 0)
 
-    def load(self) -> Any:
-        """The target's `Generator`, loaded once."""
+    def _draw(self, requests: dict[str, Any], *how: Any) -> Iterator[tuple[str, Any]]:
+        """The tokens of each request, in batches of like length, the longest first: memory trouble shows at once.
+
+        `how` as in `Generator.answer`.
+        """
+        order = sorted(requests, key=lambda key: (-len(requests[key].ids), key))
+        for start in range(0, len(order), self.at_once):
+            keys = order[start : start + self.at_once]
+            yield from zip(keys, self.generator.answer([requests[key] for key in keys], *how), strict=True)
+
+    @cached_property
+    def generator(self) -> Any:
+        """The target's `Generator`."""
         from eagle31_train.targets.generate import Generator
 
-        if self.generator is None:
-            self.generator = Generator(self.config.target, self.template.end_ids)
-        return self.generator
+        return Generator(self.config.target, self.template.end_ids)
 
     def _answer(self, job: Job, ids: list[int], finish_reason: str) -> Answer:
         """These tokens of the target as a message; Refused if as text they would become other tokens again."""
@@ -147,7 +159,7 @@ class Local:
 
 
 class Remote:
-    """Answers from an OpenAI-compatible server, many requests at once."""
+    """Answers from an OpenAI-compatible server, many requests at once, in the order in which it finishes them."""
 
     def __init__(self, config: Config, template: ChatTemplate) -> None:
         generate = config.data.generate
@@ -158,16 +170,27 @@ class Remote:
         self.server = Server(generate.server, model, template, generate.max_new_tokens, generate.top_p)
         self.at_once = generate.concurrency
 
-    def answers(self, jobs: dict[str, Job]) -> Iterator[tuple[str, Answer | Refused]]:
-        """In the order in which the server finishes them.
+    def answers(self, jobs: dict[str, Job]) -> Outcomes:
+        """The next answer of each conversation; UserError where no prompt will fare better."""
+        return self._all(jobs, self._answer)
 
-        Raises UserError where no prompt will fare better. None more is asked then, and what was under way comes
-        first: the process would have to wait for it in any case.
-        """
+    def write(self, texts: Texts, how: SelfPromptsConfig, stops: list[int], stop_text: str | None) -> Outcomes:
+        """See `Local.write`."""
+        options = {"max_tokens": how.max_new_tokens, "temperature": how.temperature, "top_p": how.top_p}
+
+        def ask(text: tuple[list[int], int]) -> Answer:
+            ids, seed = text
+            written = self.server.complete(prompt=ids, seed=seed, stop_token_ids=stops, stop=stop_text, **options)
+            return Answer({"role": "user", "content": written[0]}, written[1], 0)
+
+        return self._all(texts, ask)
+
+    def _all(self, requests: dict[str, Request], ask: Callable[[Request], Answer]) -> Outcomes:
+        """After an error that ends the run no more is asked, but what was under way comes first."""
         failed: UserError | None = None
         pool = ThreadPoolExecutor(self.at_once)
         try:
-            futures = {pool.submit(self._ask, job): key for key, job in jobs.items()}
+            futures = {pool.submit(ask, request): key for key, request in requests.items()}
             for future in as_completed(futures):
                 try:
                     yield futures[future], future.result()
@@ -186,20 +209,7 @@ class Remote:
         if failed:
             raise failed
 
-    def write(
-        self, requests: Texts, how: SelfPromptsConfig, stops: list[int], stop_text: str | None
-    ) -> Iterator[tuple[str, str, str]]:
-        """See `Local.write`."""
-        drawing = {"max_tokens": how.max_new_tokens, "temperature": how.temperature, "top_p": how.top_p}
-
-        def ask(key: str) -> tuple[str, str, str]:
-            prompt, seed = requests[key]
-            return key, *self.server.complete(prompt=prompt, seed=seed, stop_token_ids=stops, stop=stop_text, **drawing)
-
-        with ThreadPoolExecutor(self.at_once) as pool:
-            yield from pool.map(ask, requests)
-
-    def _ask(self, job: Job) -> Answer:
+    def _answer(self, job: Job) -> Answer:
         tools = job.row.tools
         answer = self.server.answer(job.messages, job.temperature, job.seed(self.seed), tools)
         message = _whole_message(answer.message, answer.finish_reason)

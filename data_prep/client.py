@@ -1,12 +1,9 @@
 """Answers from an OpenAI-compatible server, over plain HTTP.
 
-A server may take an answer apart (vLLM with a reasoning parser and a tool parser): its parts go into the message,
-and are put together again when it is made into tokens (masks.py). One that hands on plain text leaves special
-tokens out by default. Where a target's own markup is made of such tokens, a thought would run into the answer and
-nobody could tell, so they are asked for then (`skip_special_tokens: false`, which vLLM and SGLang know); for other
-targets nothing is asked for that is not in OpenAI's API.
-
-The number of a prompt's tokens tells whether a server renders it as the target's template does here.
+A server may take an answer apart (vLLM with a reasoning parser and a tool parser): its parts go into the message, and
+are put together again when it is made into tokens (masks.py). One that hands on plain text leaves special tokens out.
+Where a target's own markup is made of these, they are asked for (`skip_special_tokens: false`, which vLLM and SGLang
+know). The number of a prompt's tokens tells whether a server renders it as the target's template does here.
 """
 
 import http.client
@@ -16,6 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,8 +46,7 @@ OPENER = urllib.request.build_opener(_NoRedirects)
 class Server:
     """A chat-completions endpoint, for answers of a target with this template.
 
-    url: ends with /v1; a key, where one is needed, is taken from OPENAI_API_KEY.
-    given_up: set from outside: no request is repeated any more.
+    url: ends with /v1; a key is taken from OPENAI_API_KEY. given_up: no request is repeated any more.
     """
 
     url: str
@@ -78,8 +75,7 @@ class Server:
     def answer(self, messages: list[Message], temperature: float, seed: int, tools: list[Tool] | None = None) -> Answer:
         """Ask for one answer, with retries and back-off where the server is busy or away.
 
-        Raises UserError where no prompt will fare better (the server stays away, knows no such model, or answers no
-        chat completion), Refused where it, or the target's template, refuses this one prompt.
+        Raises UserError where no prompt will fare better, Refused where the server or the template refuses this one.
         """
         body = {
             "model": self.model,
@@ -95,11 +91,8 @@ class Server:
         answer, prompt_tokens_there = self._read(self._ask(self.url, body))
         if not self.warned and prompt_tokens_there not in (0, prompt_tokens):  # the drafter would learn for others
             self.warned = True
-            note(
-                f"{self.url} makes {prompt_tokens_there} tokens of a prompt that has {prompt_tokens} here: compare its "
-                "chat template with target.chat_template and target.template_args",
-                error=True,
-            )
+            counts = f"{self.url} makes {prompt_tokens_there} tokens of a prompt that has {prompt_tokens} here"
+            note(f"{counts}: compare its chat template with target.chat_template and .template_args", error=True)
         return answer
 
     def complete(self, **request: Any) -> tuple[str, str]:
@@ -125,8 +118,9 @@ class Server:
             try:
                 return self._post(url, body)
             except urllib.error.HTTPError as error:
-                detail = " ".join(_start(error).decode(errors="replace").split())[:200]
-                problem = f"HTTP {error.code} {detail}"
+                problem = f"HTTP {error.code}"
+                with suppress(OSError, http.client.HTTPException):
+                    problem += f" {' '.join(error.read(1000).decode(errors='replace').split())[:200]}"
                 if error.code in REFUSED:
                     raise Refused(f"the server refuses it: {problem}") from None
                 if error.code not in BUSY:
@@ -166,8 +160,7 @@ class Server:
             foreign.typed(str | None, text)
         except (ValueError, KeyError, IndexError, TypeError, AttributeError):
             raise UserError(f"{self.url} answered no chat completion: is the server OpenAI-compatible?") from None
-        if thought and not self.template.reads_thoughts:
-            # Half of what the target wrote, in a field that its prompt format does not keep in its place.
+        if thought and not self.template.reads_thoughts:  # half of what the target wrote would be lost
             raise UserError(f"{self.url} takes the thinking out of its answers: start it without a reasoning parser")
         if reason not in ("stop", "length", "tool_calls"):
             raise Refused(f"the server ended the answer with {reason!r}, not with stop or length")
@@ -176,23 +169,12 @@ class Server:
         message: Message = {"role": "assistant", "content": text or ""}
         if thought:
             message["reasoning_content"] = thought
-        try:
-            if calls:
-                message["tool_calls"] = tool_calls(calls)
-            check_text(message)
-        except Refused as error:
-            raise Refused(f"the target's answer cannot be used: {error}") from None
+        if calls:
+            message["tool_calls"] = tool_calls(calls)
+        check_text(message)
         if tokens:
             message["tokens"] = tokens
         return Answer(message, reason, tokens), prompt_tokens
-
-
-def _start(error: urllib.error.HTTPError) -> bytes:
-    """The first words of an answer that is an error, if it has any."""
-    try:
-        return error.read(1000)
-    except (OSError, http.client.HTTPException):
-        return b""
 
 
 def _sent(message: Message) -> Message:

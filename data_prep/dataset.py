@@ -7,7 +7,7 @@ answers and the seed have no say, and all samples of a prompt fall on the same s
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
@@ -35,11 +35,8 @@ FEATURES = Features(
 
 def prompt_digest(messages: list[Message]) -> bytes:
     """SHA-256 of all that stands before the first answer, white space stripped."""
-    return _digest(takewhile(lambda message: message["role"] != "assistant", messages))
-
-
-def _digest(messages: Iterable[Message]) -> bytes:
-    prompt = [[message["role"], message["content"].strip()] for message in messages]
+    asked = takewhile(lambda message: message["role"] != "assistant", messages)
+    prompt = [[message["role"], message["content"].strip()] for message in asked]
     text = json.dumps(prompt, ensure_ascii=False, separators=(",", ":"))
     return hashlib.sha256(text.encode()).digest()
 
@@ -101,36 +98,21 @@ class Split:
             "loss_mask": [sample.loss_mask for _, _, sample in self.rows],
         }
         dataset = Dataset.from_dict(columns, features=FEATURES)
-        dataset._fingerprint = self.fingerprint(name)
-        return dataset
-
-    def fingerprint(self, name: str) -> str:
-        """A hash of the split's content."""
         rows = (  # one at a time: all of them as text are larger than the data
             [i, source, sample.input_ids.tobytes().hex(), np.packbits(sample.loss_mask).tobytes().hex()]
             for i, source, sample in self.rows
         )
-        return artifacts.fingerprint([name, *map(artifacts.fingerprint, rows)])
+        dataset._fingerprint = artifacts.fingerprint([name, *map(artifacts.fingerprint, rows)])
+        return dataset
 
 
 @dataclass
 class Collected:
-    """Everything that the rows gave.
-
-    refused: see `refusal`.
-    counts: by source. cut: samples past max_length; open: answers without end of turn; split_turns: conversations
-        that became one sample per assistant turn; inserted: answers before which the template put an empty thought;
-        respelt: answers that have not as many tokens as the target wrote; tools_unread: conversations with tools,
-        which the template does not write.
-    repeated_prompts: id of a prompt → id of the first that asks the same in every turn, which is on the same side of
-        the split. Samples of one prompt are not counted.
-    """
+    """Everything that the rows gave. refused: see `refusal`. counts: by source; `stage.COUNTS` says of what."""
 
     splits: dict[str, Split] = field(default_factory=lambda: {name: Split() for name in SPLITS})
     refused: list[dict[str, str]] = field(default_factory=list)
     counts: dict[str, Counter[str]] = field(default_factory=dict)
-    repeated_prompts: dict[str, str] = field(default_factory=dict)
-    first_prompts: dict[bytes, str] = field(default_factory=dict)  # digest of all that is asked → id of the prompt
 
     def add(self, row: Row, template: ChatTemplate, max_length: int, heldout: float) -> None:
         """Mask, split and count a row; Refused if nothing of it can be used."""
@@ -149,11 +131,6 @@ class Collected:
             respelt=sum(sample.respelt for _, sample in result.samples),
             tools_unread=int(bool(row.tools) and not template.reads_tools),
         )
-        asked = _digest(message for message in row.messages if message["role"] != "assistant")
-        first = self.first_prompts.setdefault(asked[:16], row.prompt_id)
-        if first != row.prompt_id and row.prompt_id not in self.repeated_prompts:
-            self.repeated_prompts[row.prompt_id] = first
-            self.counts[row.source]["repeated"] += 1
 
     def total(self, what: str) -> int:
         """A count over all sources."""

@@ -15,15 +15,10 @@ CALLS = (KIMI, HERMES, PYTHON, "to=functions.")  # tool calls in plain text: the
 
 @dataclass(frozen=True)
 class PromptTurn:
-    """Messages up to one that calls for an answer.
+    """Messages up to one that calls for an answer."""
 
-    results: the tool results with which it begins, each with the name of the function that was called, where
-        the prompt says it.
-    rest: system and user messages after them.
-    """
-
-    results: list[tuple[str | None, Message]]
-    rest: list[Message]
+    results: list[tuple[str | None, Message]]  # of tools, at its beginning, each with the function's name if known
+    rest: list[Message]  # system and user messages after them
 
 
 def turns_of(messages: list[Message]) -> list[PromptTurn]:
@@ -83,13 +78,11 @@ def following(turn: PromptTurn, answer: Message | None, tools: list[Tool] | None
         raise Refused("the prompt goes on with a tool's result, and the answer calls no tool")
     left, matched = list(turn.results), []
     for call in calls:
-        name = call["function"]["name"]
-        entry = next((entry for entry in left if entry[0] in (name, None)), None)
-        if entry is None:
-            break
-        left.remove(entry)
-        result = {key: value for key, value in entry[1].items() if key != "tool_call_id"}
-        matched.append({**result, "tool_call_id": call["id"]} if call.get("id") else result)
+        entry = next((entry for entry in left if entry[0] in (call["function"]["name"], None)), None)
+        if entry is not None:
+            left.remove(entry)
+            result = {key: value for key, value in entry[1].items() if key != "tool_call_id"}
+            matched.append({**result, "tool_call_id": call["id"]} if call.get("id") else result)
     if left or len(matched) < len(calls):
         raise Refused("the answer calls other tools than the prompt has results of")
     return [*matched, *turn.rest]

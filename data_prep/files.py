@@ -1,7 +1,7 @@
 """The rows of files, of folders of them, and of hub data sets, one by one, each with its number.
 
-A number is that of the line in text files (of the row's first line in CSV), and of the row in JSON lists, Parquet and
-hub data sets, from 1. With the name of the file it makes the row's default id, so it never depends on other files.
+The number of the line in text files (of the row's first line in CSV), of the row in JSON lists, Parquet and hub data
+sets, from 1. With the name of the file it makes the row's default id.
 """
 
 import csv
@@ -37,18 +37,14 @@ class Place:
 
 @dataclass(frozen=True)
 class File:
-    """A file, or a hub data set, with a fingerprint of its content.
+    """A file, or a hub data set, with a fingerprint of its content."""
 
-    name: as errors and records have it. stem: what the default ids of its rows begin with.
-    first: how many rows of the data set are read; None for all.
-    """
-
-    name: str
+    name: str  # as errors and records have it
     fingerprint: str
-    stem: str
+    stem: str  # what the default ids of its rows begin with
     path: Path | None = None
     dataset: Any = None
-    first: int | None = None
+    first: int | None = None  # how many rows of the data set are read; None for all
 
     def values(self) -> Iterator[tuple[int, Any]]:
         """(number, JSON value) of every row; a damaged one is a UserError that names its place."""
@@ -72,7 +68,7 @@ def open_files(spec: str, split: str, option: str, stream_rows: int | None = Non
     """The files that `spec` names: a file, a folder, a glob, or a hub data set such as `org/name`.
 
     Args:
-        split: of a hub data set. stream_rows: read only its first so many rows, as they come.
+        split, stream_rows: of a hub data set; see `DataConfig`.
         option: holds `spec`, for the errors.
 
     Raises:
@@ -89,9 +85,7 @@ def open_files(spec: str, split: str, option: str, stream_rows: int | None = Non
         return [_open_file(path, path.name) for path in files]
     if re.fullmatch(r"[\w.-]+/[\w.-]+", spec) and kind_of(Path(spec)) not in READERS:
         return [_open_hub(spec, split, option, stream_rows)]
-    raise UserError(
-        f"{option}={spec} is missing: give a file, a folder or a glob (~ is not read), or a hub id such as org/name"
-    )
+    raise UserError(f"{option}={spec} is missing: give a file, a folder, a glob (~ is not read), or a hub id: org/name")
 
 
 def kind_of(path: Path) -> str:
@@ -111,14 +105,9 @@ def _open_folder(folder: Path, option: str) -> list[File]:
     names = [name for name in names if not any(part.startswith((".", "_")) for part in name.parts)]
     kinds = ", ".join(READERS)
     if not names:
-        raise UserError(
-            f"{option}={folder} is a folder without data files: it takes {kinds}, all but Parquet as .gz too"
-        )
+        raise UserError(f"{option}={folder} is a folder without data files: it takes {kinds}")
     if unknown := [name for name in names if kind_of(name) not in READERS]:
-        raise UserError(
-            f"{option}={folder} holds {unknown[0]}, which is no data file ({kinds}): move it away, or name the files "
-            f"that are to be read with a glob such as {folder}/*.jsonl"
-        )
+        raise UserError(f"{option}={folder} holds {unknown[0]}, which is no data file ({kinds}): use a glob")
     return [_open_file(folder / name, name.as_posix()) for name in names]
 
 
@@ -148,7 +137,7 @@ def _json_lines(path: Path, place: Place) -> Iterator[Any]:
 def _json_list(path: Path, place: Place) -> Iterator[Any]:
     text = bytearray()
     with _opened(path) as file:
-        while part := file.read(1 << 20):
+        while part := file.read(1 << 20):  # all at once, Python would allocate what may be read at most
             text += part
             if len(text) >= LIST:
                 raise ValueError(f"a list of {LIST:,} bytes or more is too large: write JSON lines, .jsonl")
@@ -169,7 +158,7 @@ def _csv(path: Path, place: Place) -> Iterator[Any]:
     text = (line.decode("utf-8" if number else "utf-8-sig") for number, line in enumerate(_lines(path)))
     rows = csv.reader(text, strict=True)
     header: list[str] = []
-    for cells in rows:
+    for cells in rows:  # an empty one is an empty line, which counts
         if cells and not header:
             header = cells
             if len(set(header)) < len(header):
@@ -199,7 +188,7 @@ READERS = {".jsonl": _json_lines, ".json": _json_list, ".csv": _csv, ".parquet":
 
 
 def with_lists(row: dict[str, Any]) -> dict[str, Any]:
-    """A table's row; cells that hold a conversation as JSON text, since the table has no lists, become it."""
+    """A table's row; JSON text in cells that are to hold a list becomes the list."""
     for key in LIST_KEYS:
         if isinstance(text := row.get(key), str) and text.strip():
             try:
@@ -220,9 +209,7 @@ def _open_hub(spec: str, split: str, option: str, first: int | None) -> File:
             builder = datasets.load_dataset_builder(spec)
             dataset = builder.as_streaming_dataset(split)
             content = f"{split}:{builder.config_id}:{builder.hash}:{first}"  # the hash is that of the hub's commit
-    except Exception as error:
-        # As above: no network, no such set, split or permission.
-        raise UserError(
-            f"{option}={spec} is no file, and no hub data set could be loaded: {first_line(error)}"
-        ) from None
+    except Exception as error:  # as above: no network, no such set, split or permission
+        message = f"{option}={spec} is no file, and no hub data set could be loaded: {first_line(error)}"
+        raise UserError(message) from None
     return File(spec, content, spec, dataset=dataset, first=first)

@@ -1,7 +1,6 @@
 """One row of a file as a conversation: the formats in which people keep them, and the messages that come out.
 
-A row of no known format ends the run. One that is readable but of no use for training carries its `problem`, and is
-counted and named later.
+A row of no known format ends the run. One that is of no use for training has a `problem`, and is counted.
 """
 
 import json
@@ -30,31 +29,19 @@ Tool = dict[str, Any]
 
 
 class Refused(Exception):  # noqa: N818 (one row, prompt or answer is left out, and the run goes on)
-    """Why a row, a prompt or an answer is of no use. The text is the same for like cases, so that they are counted."""
+    """Why a row, a prompt or an answer is of no use; the same text for like cases, which are counted."""
 
 
 @dataclass
 class Row:
-    """One conversation or prompt, and where it stands.
-
-    messages: role and content, and perhaps the keys of PASSED_ON, reasoning_content and tool_calls.
-    tools: what the assistant may call, as OpenAI's API defines tools.
-    problem: why it is of no use.
-    sample: of several answers to one prompt; all but the first, 0, have it in their id.
-    """
+    """One conversation or prompt, and where it stands."""
 
     id: str
     source: str
     where: str  # file:line
-    messages: list[Message] = field(default_factory=list)
-    problem: str | None = None
-    tools: list[Tool] | None = None
-    sample: int = 0
-
-    @property
-    def prompt_id(self) -> str:
-        """The id of the prompt, which its samples share."""
-        return self.id.removesuffix(f"#{self.sample}")
+    messages: list[Message] = field(default_factory=list)  # role, content; perhaps reasoning_content, tool_calls, …
+    problem: str | None = None  # why it is of no use
+    tools: list[Tool] | None = None  # what the assistant may call, as OpenAI's API defines tools
 
 
 def parse(value: Any, form: str, where: str, default_id: str) -> Row:
@@ -71,7 +58,7 @@ def parse(value: Any, form: str, where: str, default_id: str) -> Row:
     identity = str(value.get("id") or default_id) + (f"#{sample}" if sample else "")
     source = str(value.get("source") or value.get("category") or default_id.rsplit("-", 1)[0])
     # Refusals name the row by these two, so they are mended, and not refused themselves.
-    row = Row(_as_text(identity), _as_text(source), where, sample=sample)
+    row = Row(_as_text(identity), _as_text(source), where)
     try:
         row.messages = _messages(value, form_here)
         row.tools = _tools(value.get("tools"))

@@ -1,11 +1,12 @@
 """The answers of a regeneration under way, on disk as soon as they exist."""
 
 import json
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from data_prep.formats import Message
+from data_prep.formats import Message, Refused
 from eagle31_train import artifacts, provenance
 from eagle31_train.errors import UserError
 from eagle31_train.locks import hold
@@ -14,16 +15,15 @@ from eagle31_train.provenance import Provenance
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer of the target, as the journal keeps it.
+    """One answer of the target, or a prompt that it wrote."""
 
-    message: content, and perhaps reasoning_content, tool_calls and tokens.
-    finish_reason: "stop", "tool_calls" or "length".
-    tokens: of the answer, as who gave it counts them; 0 if unknown.
-    """
+    message: Message  # role and content, and perhaps reasoning_content, tool_calls and tokens
+    finish_reason: str  # "stop", "tool_calls" or "length"
+    tokens: int  # of the answer, as the engine counts them; 0 if unknown
 
-    message: Message
-    finish_reason: str
-    tokens: int
+
+Outcomes = Iterator[tuple[str, Answer | Refused]]  # by the keys of requests
+Request = TypeVar("Request")
 
 
 class Journal:
@@ -38,15 +38,12 @@ class Journal:
         self.answers: dict[str, Answer] = {}
 
     def finished(self, made_from: Provenance, overwrite: bool) -> bool:
-        """Whether the output is there. Its manifest stays until a new one replaces it, so that a kill at any time
-        leaves an output that the next run knows for ours."""
+        """Whether the output is there. Its manifest stays until a new one replaces it."""
         if self.manifest.is_file():
             return provenance.whole(self.output.parent, self.manifest, made_from, overwrite, "eagle31 data")
         # Beside a journal it is ours: killed after it, and before its manifest.
         if self.output.exists() and not self.path.exists() and not overwrite:
-            raise UserError(
-                f"{self.output} is there but was not finished by this command: move it away, or overwrite=true"
-            )
+            raise UserError(f"{self.output} was not finished by this command: move it away, or overwrite=true")
         return False
 
     def finish(self, text: str, made_from: Provenance, **facts: Any) -> dict[str, Any]:
@@ -77,8 +74,6 @@ class Journal:
                 break  # the line being written when the run was killed
             try:
                 entry = json.loads(line)
-                if entry["message"]["role"] not in ("assistant", "user"):
-                    raise ValueError("a text is an answer, or a prompt that the target wrote")
                 self.answers[entry["key"]] = Answer(entry["message"], entry["finish_reason"], entry["tokens"])
             except (ValueError, TypeError, KeyError):
                 raise UserError(f"{self.path}:{number} is damaged: remove this line and run again") from None
@@ -89,7 +84,16 @@ class Journal:
         self.file.close()
 
     def add(self, key: str, answer: Answer) -> None:
-        """Keep an answer."""
+        """Write an answer."""
         self.answers[key] = answer
         self.file.write(json.dumps({"key": key, **asdict(answer)}, ensure_ascii=False).encode() + b"\n")
         self.file.flush()
+
+    def outcomes(self, requests: Mapping[str, Request], ask: Callable[[dict[str, Request]], Outcomes]) -> Outcomes:
+        """What becomes of every request: those answered before come first, the others are asked and written."""
+        missing = {key: request for key, request in requests.items() if key not in self.answers}
+        yield from [(key, self.answers[key]) for key in requests if key in self.answers]
+        for key, outcome in ask(missing):
+            if isinstance(outcome, Answer):
+                self.add(key, outcome)
+            yield key, self.answers.get(key, outcome)

@@ -1,7 +1,6 @@
 """What a target writes after the generation prompt, read back: its thought, its text and its tool calls.
 
-A template turns a message into text. Here the text becomes a message again, so that no text is trained on that says
-something else than the message did. The markup tells which form it is in, not the name of a model:
+So no text is trained on that says something else than its message did. The markup tells which form it is in:
 
     thoughts      <think>…</think>, of which the prompt may hold the beginning
     Kimi          <|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{…}…
@@ -31,15 +30,12 @@ Call = tuple[str, dict[str, Any]]  # name and arguments
 
 @dataclass(frozen=True)
 class Parts:
-    """An answer in its parts, without the white space around them.
-
-    thought: where the text's thought begins and ends, if it has one, even an empty one.
-    """
+    """An answer in its parts, without the white space around them."""
 
     reasoning: str = ""
     content: str = ""
     calls: list[Call] = field(default_factory=list)
-    thought: tuple[int, int] | None = None
+    thought: tuple[int, int] | None = None  # where the text's thought begins and ends, even an empty one
 
     def difference(self, other: "Parts") -> str | None:
         """Which part of the two is not the same; JSON values are compared, not their spelling."""
@@ -112,9 +108,7 @@ def _calls(text: str) -> tuple[str, list[Call]]:
         return content, [_named(_json(call), "arguments") for (call,) in calls]
     if text.strip().startswith((PYTHON, "{")):
         return "", _llama(text.strip().removeprefix(PYTHON))
-    raise Refused(
-        "tool calls in a form that cannot be read back: known are those of Kimi, Qwen and Hermes, Llama 3, and harmony"
-    )
+    raise Refused("tool calls in another form than that of Kimi, Qwen, Hermes, Llama 3 or harmony")
 
 
 def _kimi_name(text: str) -> str:

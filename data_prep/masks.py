@@ -1,24 +1,22 @@
 """Exact loss masks: the tokens of a conversation that the target itself would generate.
 
-The mask is exact or the conversation is refused. Where the answers stand in the rendered conversation comes from
-rendering prefixes of the conversation and comparing them. The masked tokens are decoded and compared with the answer.
+The mask is exact or the conversation is refused. Where the answers stand comes from rendering prefixes of the
+conversation and comparing them; the masked tokens are decoded and compared with the answer.
 
-Templates of thinking models drop the thoughts of earlier turns, and give a plain answer an empty one, so no single
-sequence holds what the target saw and wrote at every turn. Each turn by itself does: the prompt as it is rendered in
-serving, and the answer as the target writes it. Turns whose prompt goes on exactly where the turn before ended (a
-chain of tool calls, say) share one sample.
+Templates of thinking models rewrite earlier turns, so no single sequence holds what the target saw and wrote at every
+turn. Each turn by itself does: the prompt as it is rendered in serving, and the answer as the target writes it. Turns
+whose prompt goes on exactly where the turn before ended (a chain of tool calls, say) share one sample.
 
 Supervised is what the target generates after the generation prompt: thought, answer, tool calls with all their
-markup, the end-of-turn token. Headers, tool results and earlier turns are not. An empty thought in the generation
-prompt (thinking switched off) is prompt; one that the template writes into a plain answer, after a prompt that asks
-for thinking, is what the target would have to write there: it is supervised, and counted as `inserted`.
-
-The text of a turn must be read back as the message it was made from (markup.py), or the turn is refused by name.
+markup, the end-of-turn token. An empty thought in the generation prompt (thinking switched off) is prompt. One that
+the template writes into a plain answer is supervised, and counted as `inserted`. The text of a turn must be read back
+as the message it was made from (markup.py), or the turn is refused by name.
 """
 
 import re
 import unicodedata
 from bisect import bisect_right
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -40,33 +38,23 @@ class RewrittenError(Refused):
 
 @dataclass(frozen=True)
 class Sample:
-    """Token ids and loss mask, of one length T.
+    """Token ids and loss mask, of one length T."""
 
-    input_ids: [T] int32. loss_mask: [T] bool.
-    cut: it was longer than max_length.
-    open_turns: answers without an end-of-turn token.
-    respelt: answers that have not as many tokens here as the target wrote, where that is known. It wrote the same
-        text in other tokens, or white space that a server took away.
-    """
-
-    input_ids: NDArray[np.int32]
-    loss_mask: NDArray[np.bool_]
-    cut: bool
-    open_turns: int
-    respelt: int = 0
+    input_ids: NDArray[np.int32]  # [T]
+    loss_mask: NDArray[np.bool_]  # [T]
+    cut: bool  # it was longer than max_length
+    open_turns: int  # answers without an end-of-turn token
+    respelt: int = 0  # answers that have not as many tokens as the target wrote, where that is known
 
 
 @dataclass
 class Samples:
-    """What a conversation gives: samples and refused turns, each with what its id gets as a suffix.
-
-    split: not one sample for the whole conversation. inserted: answers before which the template put an empty thought.
-    """
+    """What a conversation gives: samples and refused turns, each with the suffix of its id."""
 
     samples: list[tuple[str, Sample]] = field(default_factory=list)
     refused: list[tuple[str, str]] = field(default_factory=list)
-    split: bool = False
-    inserted: int = 0
+    split: bool = False  # not one sample for the whole conversation
+    inserted: int = 0  # answers before which the template put an empty thought
 
 
 def samples(
@@ -84,16 +72,13 @@ def samples(
 
 @dataclass(frozen=True)
 class Span:
-    """An answer in rendered text: characters [start, end).
+    """An answer in rendered text."""
 
-    cut: the end-of-turn token after it is not the target's. tokens: how many the target wrote, where that is known.
-    """
-
-    start: int
-    end: int
+    start: int  # the first character
+    end: int  # the one behind its end-of-turn token
     content: str
-    cut: bool
-    tokens: int | None
+    cut: bool  # the end-of-turn token is not the target's
+    tokens: int | None  # how many the target wrote, where that is known
 
 
 def masked(template: ChatTemplate, text: str, spans: list[Span], max_length: int, keep_rest: bool) -> Sample:
@@ -112,11 +97,11 @@ def masked(template: ChatTemplate, text: str, spans: list[Span], max_length: int
         mask[first:end] = True
         respelt += span.tokens not in (None, end - first)
     length = len(tokens.ids) if keep_rest else end
-    kept = min(length, max_length)
-    if not mask[:kept].any():
+    stop = min(length, max_length)
+    if not mask[:stop].any():
         raise Refused("nothing of the answers lies within max_length")
-    ids = np.asarray(tokens.ids[:kept], dtype=np.int32)
-    return Sample(ids, mask[:kept], length > max_length, sum(span.cut for span in spans), respelt)
+    ids = np.asarray(tokens.ids[:stop], dtype=np.int32)
+    return Sample(ids, mask[:stop], length > max_length, sum(span.cut for span in spans), respelt)
 
 
 def supervised(template: ChatTemplate, tokens: "Tokens", start: int, end: int, content: str) -> tuple[int, int]:
@@ -149,10 +134,9 @@ def _same(left: str, right: str) -> bool:
 class Tokens:
     """Rendered text, its tokens, and the way from characters to tokens.
 
-    Fast tokenizers report where each token stands. For the others it is recovered from the ids: added tokens
-    (turn markers and the like) stand in the text as they are spelt, what lies between two of them is decoded as
-    one piece, and the pieces must add up to the text. A place inside a piece is found by encoding that piece up
-    to it, so the work grows with the text, not with its square, as long as turns lie between markers.
+    Fast tokenizers report where each token stands. For the others it is recovered from the ids: added tokens (turn
+    markers and the like) stand in the text as they are spelt, what lies between two of them is decoded as one piece,
+    and the pieces must add up to the text. A place inside a piece is found by encoding that piece up to it.
     """
 
     def __init__(self, template: ChatTemplate, text: str) -> None:
@@ -238,10 +222,10 @@ class Tokens:
 def one_sample(
     template: ChatTemplate, messages: list[Message], max_length: int, tools: list[Tool] | None = None
 ) -> Sample:
-    """The whole conversation as it is rendered.
+    """The whole conversation as it is rendered. Refused, RewrittenError: see `masked`.
 
     Of an answer with `finish_reason` "length" the end-of-turn token is not supervised; the sample ends with such an
-    answer if it is the last message. Refused: see `masked`. RewrittenError: an exact mask may be known turn by turn.
+    answer if it is the last message.
     """
     answers = [message for message in messages if message["role"] == "assistant"]
     if not answers:
@@ -276,27 +260,20 @@ def prefix_spans(template: ChatTemplate, messages: list[Message], text: str, too
 
 @dataclass(frozen=True)
 class RenderedTurn:
-    """An answer after its prompt, as text.
+    """An answer after its prompt, as text with the end-of-turn token."""
 
-    number: of the conversation's answers, from 1. end: the end-of-turn token. cut, tokens: see `Span`.
-    inserted: the template put an empty thought before it.
-    """
-
-    number: int
-    prompt: str
-    answer: str
-    end: str
-    cut: bool
-    inserted: bool
-    tokens: int | None = None
+    number: int  # of the conversation's answers, from 1
+    text: str
+    span: Span
+    inserted: bool  # the template put an empty thought before it
 
     @property
-    def text(self) -> str:
-        return self.prompt + self.answer + self.end
+    def prompt(self) -> str:
+        return self.text[: self.span.start]
 
     @property
-    def span(self) -> Span:
-        return Span(len(self.prompt), len(self.text), self.answer, self.cut, self.tokens)
+    def answer(self) -> str:
+        return self.span.content
 
 
 def _by_turn(template: ChatTemplate, messages: list[Message], max_length: int, tools: list[Tool] | None) -> Samples:
@@ -317,8 +294,7 @@ def _by_turn(template: ChatTemplate, messages: list[Message], max_length: int, t
     while groups:
         group = groups.pop(0)
         try:
-            spans = [turn.span for turn in group]
-            sample = masked(template, group[-1].text, spans, max_length, keep_rest=False)
+            sample = masked(template, group[-1].text, [turn.span for turn in group], max_length, keep_rest=False)
         except Refused as error:
             if len(group) > 1:  # each by itself tells which of them it is
                 groups[:0] = [[turn] for turn in group]
@@ -351,15 +327,15 @@ def read_turn(
     thinks = OPEN in words or CLOSE in words or (opened and cut and not message.get("reasoning_content"))
     if thinks and message.get("tool_calls"):
         message, thinks = apart(message), False
-    writing = _Writing(template, history, message, prompt, tools)
     if not thinks:
-        whole, answer, inserted = writing.written()
+        whole, answer, inserted = _written(template, history, message, prompt, tools)
     else:
         if opened and CLOSE not in words and not cut:
             raise Refused(UNCLOSED)
-        whole, inserted = writing.render(), False
+        whole, inserted = template.render([*history, message], tools=tools), False
         answer = re.sub(rf"^\s*{OPEN}\n?", "", words) if opened else words  # the prompt holds it already
-    return RenderedTurn(number, prompt, answer, _end_of_turn(template, whole), cut, inserted, message.get("tokens"))
+    text = prompt + answer + _end_of_turn(template, whole)
+    return RenderedTurn(number, text, Span(len(prompt), len(text), answer, cut, message.get("tokens")), inserted)
 
 
 def to_message(
@@ -370,16 +346,14 @@ def to_message(
     In its parts only where the template then writes the very same text; else the text is its content. Thoughts
     in front of an answer stay there: `ChatTemplate.history` and `read_turn` know them.
     """
-    plain: Message = {"role": "assistant", "content": text}
     prompt = template.render(template.history(messages), add_generation_prompt=True, tools=tools)
     message = markup.take_apart(text, prompt.rstrip().endswith(OPEN))
-    if message is None:
-        return plain
-    try:
-        turn = read_turn(template, [*messages, {**message, "finish_reason": finish_reason}], tools)
-    except Refused:
-        return plain
-    return message if turn.answer.strip() == text.strip() else plain
+    with suppress(Refused):
+        if message is not None:
+            turn = read_turn(template, [*messages, {**message, "finish_reason": finish_reason}], tools)
+            if turn.answer.strip() == text.strip():
+                return message
+    return {"role": "assistant", "content": text}
 
 
 def _check(message: Message, prompt: str, cut: bool) -> None:
@@ -394,80 +368,75 @@ def _check(message: Message, prompt: str, cut: bool) -> None:
         raise Refused("the prompt switches thinking off, and the answer has a thought")
 
 
-@dataclass(frozen=True)
-class _Writing:
-    """An answer that the template is to write: `message`, after `history`, whose prompt in serving is `prompt`."""
+def _written(
+    template: ChatTemplate, history: list[Message], message: Message, prompt: str, tools: list[Tool] | None
+) -> tuple[str, str, bool]:
+    """The rendered conversation, the answer in it, and whether that begins with an empty thought.
 
-    template: ChatTemplate
-    history: list[Message]
-    message: Message
-    prompt: str
-    tools: list[Tool] | None
+    Arguments of tool calls are in the target's own spelling where the template keeps it.
+    """
+    problem = Refused("")
+    for verbatim in (True, False) if message.get("tool_calls") else (False,):
+        whole = template.render([*history, message], tools=tools, verbatim=verbatim)
+        body = _body(template, history, prompt, whole, tools)
+        try:
+            if body is None:
+                return whole, _unchanged(message, prompt), False
+            return whole, *_read_back(message, prompt, body.rstrip().removesuffix(_end_of_turn(template, whole)))
+        except Refused as error:
+            problem = error
+    raise problem
 
-    def render(self, verbatim: bool = False) -> str:
-        return self.template.render([*self.history, self.message], tools=self.tools, verbatim=verbatim)
 
-    def written(self) -> tuple[str, str, bool]:
-        """The rendered conversation, the answer in it, and whether that begins with an empty thought.
+def _unchanged(message: Message, prompt: str) -> str:
+    """The words of an answer that the template writes elsewhere than behind its prompt."""
+    if (message.get("reasoning_content") or "").strip() or message.get("tool_calls"):
+        raise Refused("the template rewrites more of the turn than its text")
+    if prompt.rstrip().endswith(OPEN):
+        raise Refused(UNCLOSED)
+    return str(message["content"])
 
-        Arguments of tool calls are in the target's own spelling where the template keeps it.
-        """
-        problem: Refused | None = None
-        for verbatim in (True, False) if self.message.get("tool_calls") else (False,):
-            whole = self.render(verbatim)
-            try:
-                return whole, *self._read_back(whole)
-            except Refused as error:
-                problem = error
-        assert problem is not None
-        raise problem
 
-    def _read_back(self, whole: str) -> tuple[str, bool]:
-        message, opened = self.message, self.prompt.rstrip().endswith(OPEN)
-        reasoning, calls = message.get("reasoning_content") or "", bool(message.get("tool_calls"))
-        body = self._body(whole)
-        if body is None:
-            if reasoning.strip() or calls:
-                raise Refused("the template rewrites more of the turn than its text")
-            if opened:
-                raise Refused(UNCLOSED)
-            return message["content"], False
-        body = body.rstrip().removesuffix(_end_of_turn(self.template, whole))
+def _read_back(message: Message, prompt: str, body: str) -> tuple[str, bool]:
+    """The answer that the template wrote as `body`, and whether it begins with an empty thought."""
+    opened = prompt.rstrip().endswith(OPEN)
+    reasoning, calls = message.get("reasoning_content") or "", bool(message.get("tool_calls"))
+    parts = markup.parse(body, opened, calls)
+    if reasoning.strip() and not parts.reasoning and parts.thought:
+        # Even a last answer has lost its thought to the template (Kimi's): it goes where the template left
+        # an empty one, half of the white space there before it unless the prompt has that.
+        start, end = parts.thought
+        middle = start if opened else (start + end) // 2
+        body = body[:middle] + reasoning + body[middle:]
         parts = markup.parse(body, opened, calls)
-        if reasoning.strip() and not parts.reasoning and parts.thought:
-            # Even a last answer has lost its thought to the template (Kimi's): it goes where the template left
-            # an empty one, half of the white space there before it unless the prompt has that.
-            start, end = parts.thought
-            middle = start if opened else (start + end) // 2
-            body = body[:middle] + reasoning + body[middle:]
-            parts = markup.parse(body, opened, calls)
-        if difference := parts.difference(markup.meant(message)):
-            raise Refused(f"the template alters the {difference}")
-        if message.get("finish_reason") == "length" and parts.thought and not parts.content:
-            start, end = parts.thought
-            return body[: start + len(body[start:end].rstrip())], False  # cut inside its thought
-        return body, parts.thought is not None and not parts.reasoning
+    if difference := parts.difference(markup.meant(message)):
+        raise Refused(f"the template alters the {difference}")
+    if message.get("finish_reason") == "length" and parts.thought and not parts.content:
+        start, end = parts.thought
+        return body[: start + len(body[start:end].rstrip())], False  # cut inside its thought
+    return body, parts.thought is not None and not parts.reasoning
 
-    def _body(self, whole: str) -> str | None:
-        """What `whole` has after the generation prompt; None if it does not go on as the prompt does.
 
-        A last answer may change how the turns before it are written: Kimi's and harmony's templates keep the
-        thoughts of a chain of tool calls until then. So only the last turn is taken from `whole`. Where it begins
-        is found with another, plain answer in its place, which is all header up to its words.
-        """
-        if whole.startswith(self.prompt):
-            return whole[len(self.prompt) :]
-        base = self.template.render(self.history, tools=self.tools)
-        if not self.prompt.startswith(base):
-            return None
-        opening = self.prompt[len(base) :]
-        header = opening.split(OPEN)[0]
-        plain = {"role": "assistant", "content": "x"}
-        probe = self.template.render([*self.history, plain], tools=self.tools)
-        start = probe.rfind(header) if header.strip() else -1
-        if start < 0 or not whole.startswith(probe[:start] + opening):
-            return None
-        return whole[start + len(opening) :]
+def _body(
+    template: ChatTemplate, history: list[Message], prompt: str, whole: str, tools: list[Tool] | None
+) -> str | None:
+    """What `whole` has after the generation prompt; None if it does not go on as the prompt does.
+
+    A last answer may change how the turns before it are written (Kimi's and harmony's templates), so only the last
+    turn is taken from `whole`. Where it begins is found with a plain answer in its place.
+    """
+    if whole.startswith(prompt):
+        return whole[len(prompt) :]
+    base = template.render(history, tools=tools)
+    if not prompt.startswith(base):
+        return None
+    opening = prompt[len(base) :]
+    header = opening.split(OPEN)[0]
+    probe = template.render([*history, {"role": "assistant", "content": "x"}], tools=tools)
+    start = probe.rfind(header) if header.strip() else -1
+    if start < 0 or not whole.startswith(probe[:start] + opening):
+        return None
+    return whole[start + len(opening) :]
 
 
 def _end_of_turn(template: ChatTemplate, whole: str) -> str:

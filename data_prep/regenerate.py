@@ -1,17 +1,16 @@
 """The target answers the prompts itself: a drafter must learn the target's own words.
 
 Every answer goes to a journal as soon as it exists, under a key made of all that it depends on, so the same command
-goes on where it was stopped. Conversations of several turns advance in rounds, one turn of all of them at a time,
-which keeps the batches full. A prompt that cannot be answered is refused by name, and the others go on. A conversation
-that has answers already ends there with them, as it does where an answer calls a tool whose result its prompt does not
-have (see `dialogue`).
+goes on where it was stopped. Conversations advance in rounds, one turn of all of them at a time, which makes full
+batches. A prompt that cannot be answered is refused by name. A conversation that has answers already ends with them,
+as it does where an answer calls a tool whose result its prompt does not have (see `dialogue`).
 """
 
 import json
 from pathlib import Path
 from typing import Any
 
-from data_prep.answers import Job, Local, Remote
+from data_prep.answers import Job, engine, target_inputs
 from data_prep.dataset import most_common, refusal
 from data_prep.dialogue import following, turns_of
 from data_prep.formats import Refused
@@ -36,12 +35,8 @@ def regenerate(config: Config, template: ChatTemplate) -> Path:
     output = Path(config.run_dir) / OUTPUT
     generate = config.data.generate
     if generate.samples > 1 and not generate.temperature:
-        raise UserError(
-            f"data.generate.samples={generate.samples} at temperature 0 would repeat one answer: set "
-            "data.generate.temperature above 0, or samples=1"
-        )
-    if generate.server and not generate.server.startswith(("http://", "https://")):
-        raise UserError(f"data.generate.server={generate.server} is no address: it begins with http:// or https://")
+        samples = f"data.generate.samples={generate.samples} at temperature 0 would repeat one answer"
+        raise UserError(f"{samples}: set data.generate.temperature above 0")
     corpus = Corpus.open(config, "prompts")
     settings = _settings(config, template)
     made_from = Provenance({**settings, **_prompts(corpus)})
@@ -66,25 +61,19 @@ def regenerate(config: Config, template: ChatTemplate) -> Path:
             for job in jobs
             if job.ended
         ]
-        manifest = journal.finish(
-            "".join(map(_line, jobs)),
-            made_from,
-            answers=sum(job.answers for job in jobs),
-            tokens=sum(job.tokens for job in jobs),
-            sources=corpus.counts,
-            refused=refused,
-            ended=ended,
-        )
+        counts = {"answers": sum(job.answers for job in jobs), "tokens": sum(job.tokens for job in jobs)}
+        facts = {**counts, "sources": corpus.counts, "refused": refused, "ended": ended}
+        manifest = journal.finish("".join(map(_line, jobs)), made_from, **facts)
     note(f"answers: {manifest['answers']} answers, {manifest['tokens']} tokens in {output}")
-    for entry in refused:
-        note(f"answers: refused {entry['id']} ({entry['where']}): {entry['reason']}")
+    if refused:
+        note(f"answers: {len(refused)} prompts refused ({most_common(refused)})")
     if ended:
         note(f"answers: {len(ended)} conversations end before their prompts do ({most_common(ended)})")
     return output
 
 
 def read_manifest(run_dir: Path) -> dict[str, Any]:
-    """What `regenerate` recorded; `refused` are prompts without an answer, as id, source, where, reason."""
+    """What `regenerate` recorded."""
     return artifacts.read_json(run_dir / MANIFEST, "eagle31 data")
 
 
@@ -101,17 +90,10 @@ def _prompts(corpus: Corpus) -> dict[str, Any]:
 
 def _settings(config: Config, template: ChatTemplate) -> dict[str, Any]:
     """All that an answer depends on, beside its prompt."""
-    target, generate = config.target, config.data.generate
-    if generate.server:  # only its name for them can tell what weights it serves
-        weights = {"model": generate.model or target.path}
-    else:
-        weights = {"dtype": target.dtype, "weights": artifacts.weights_fingerprint(target.path)}
+    generate = config.data.generate
     return {
-        "target": target.name,
-        "revision": target.revision,
-        **weights,
-        **template.fingerprints(),
-        "seed": config.seed,
+        **target_inputs(config, template, "model"),
+        "revision": config.target.revision,
         "max_new_tokens": generate.max_new_tokens,
         "temperature": generate.temperature,
         "top_p": generate.top_p,
@@ -141,35 +123,24 @@ def answer_all(
     jobs: list[Job], journal: Journal, settings: dict[str, Any], config: Config, template: ChatTemplate
 ) -> None:
     """Bring every job to its end, or to its refusal, turn by turn, taking from the journal what it has."""
-    engine = Remote(config, template) if config.data.generate.server else Local(config, template)
-    new_tokens = 0
+    target = engine(config, template)
     with Progress(total=sum(len(j.turns) for j in jobs), desc="answers", unit="answer") as bar:
         for turn in range(max(len(job.turns) for job in jobs)):
             waiting: dict[str, Job] = {}
             for job in [job for job in jobs if turn < len(job.turns) and not job.refusal and not job.ended]:
                 try:
                     job.messages += following(job.turns[turn], job.messages[-1] if turn else None, job.row.tools)
+                    waiting[_key(job, settings)] = job
                 except Refused as refused:
                     job.ended = str(refused)
                     bar.total -= len(job.turns) - turn
-                    continue
-                waiting[_key(job, settings)] = job
-            missing = {key: job for key, job in waiting.items() if key not in journal.answers}
-            bar.initial += len(waiting) - len(missing)  # the rate counts answers of this run alone
-            bar.update(len(waiting) - len(missing))
-            for key, answer in engine.answers(missing):
-                if isinstance(answer, Refused):
-                    job = waiting.pop(key)
-                    job.stop(str(answer))
-                    bar.total -= len(job.turns) - turn
-                    continue
-                journal.add(key, answer)
-                new_tokens += answer.tokens
-                rate = new_tokens / max(bar.format_dict["elapsed"], 1e-9)
-                bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
-                bar.update()
-            for key, job in waiting.items():
-                job.add(journal.answers[key])
+            for key, outcome in journal.outcomes(waiting, target.answers):
+                if isinstance(outcome, Refused):
+                    waiting[key].stop(str(outcome))
+                    bar.total -= len(waiting[key].turns) - turn
+                else:
+                    waiting[key].add(outcome)
+                    bar.update()
 
 
 def _key(job: Job, settings: dict[str, Any]) -> str:
@@ -186,7 +157,6 @@ def _line(job: Job) -> str:
         "temperature": job.temperature,
         "finish_reason": job.messages[-1]["finish_reason"],
         "messages": job.messages,
+        **({"tools": job.row.tools} if job.row.tools else {}),
     }
-    if job.row.tools:
-        value["tools"] = job.row.tools
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")) + "\n"

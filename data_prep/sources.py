@@ -1,9 +1,8 @@
 """The rows of a run: those of one option in their own order, or several of `data.sources` mixed by weight.
 
-A weight is a share of rows. Which rows of a source are taken depends on the seed, the source's name and the rows' ids
-alone: a hash of these ranks them, and the first so many are taken. So another source, or more rows, changes the number
-of the others' rows at most, and a larger number only adds. Rows keep the order of their source; the sources alternate
-so that every stretch of the mixture has its shares.
+A weight is a share of rows. A hash of the seed, the source's name and a row's id ranks the rows, and the first so many
+are taken: another source, or more rows, changes at most the number of the others' rows. Rows keep the order of their
+source; the sources alternate so that every stretch of the mixture has its shares.
 """
 
 import hashlib
@@ -14,22 +13,26 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from data_prep.files import File, open_files
 from data_prep.formats import Row, parse
+from eagle31_train import foreign
 from eagle31_train.config import FORMATS, SELF, Config, DataConfig, check_value
 from eagle31_train.console import Progress
 from eagle31_train.errors import UserError
 
-OPTIONS = ("path", "weight", "format", "split", "stream_rows")
+WRITTEN = "prompts.jsonl"  # of a run: prompts that the target has written itself
 
 # ---------------------------------------------------------------- sources
 
 
 @dataclass(frozen=True)
 class Source:
-    """Files or a data set that are read as one, as the option `given` says; of `data.sources` with name and weight."""
+    """Files or a data set that are read as one. given: the option that names them; name, weight: of `data.sources`."""
 
     files: list[File]
     format: str
@@ -61,10 +64,7 @@ class Source:
 
 @dataclass
 class Corpus:
-    """What a run reads; `counts` says of every source how many rows it has and gave, once they have been read.
-
-    A row with a `problem` counts as read and never as taken.
-    """
+    """What a run reads. `counts`: of every source how many rows were read, and taken, which none with a problem is."""
 
     sources: list[Source]
     mixed: bool = False
@@ -75,26 +75,15 @@ class Corpus:
     @classmethod
     def open(cls, config: Config, option: str) -> "Corpus":
         """What `data.sources` names or else the option `conversations` or `prompts`; a UserError where it is wrong."""
-        data = config.data
-        entries = named(data)
-        if entries:
-            if data.conversations is not None or data.prompts is not None:
-                raise UserError("data.sources replaces data.conversations and data.prompts: set both of these to null")
-            sources = [_open_source(name, value, data) for name, value in entries.items()]
-        else:
-            spec: str | None = getattr(data, option)
-            if spec is None:
-                raise UserError(_nothing_given(data, option))
-            if data.rows is not None:
-                raise UserError(f"data.rows={data.rows} is of data.sources, which are not given: leave it out")
-            sources = [_source_of(data, f"data.{option}", spec)]
-        if data.stream_rows is not None and all(file.path for source in sources for file in source.files):
-            given = sources[0].given
-            raise UserError(f"data.stream_rows={data.stream_rows} is of hub data sets, and {given} is none")
-        seen: dict[str, str] = {}
-        for name, file in [(source.name, file) for source in sources for file in source.files]:
-            if (other := seen.setdefault(file.fingerprint, name)) != name:
-                raise UserError(f"data.sources.{other} and .{name} hold the same: {file.name}; name it once")
+        data, entries, spec = config.data, named(config.data), getattr(config.data, option)
+        if entries and (data.conversations is not None or data.prompts is not None):
+            raise UserError("data.sources replaces data.conversations and data.prompts: set both of these to null")
+        if not entries and spec is None:
+            raise UserError(_nothing_given(data, option))
+        if not entries and data.rows is not None:
+            raise UserError(f"data.rows={data.rows} is of data.sources, which are not given: leave it out")
+        named_sources = [_open_source(config, f"data.sources.{name}", value, name) for name, value in entries.items()]
+        sources = named_sources or [_open_source(config, f"data.{option}", {"path": spec})]
         return cls(sources, bool(entries), config.seed, data.rows)
 
     def inputs(self) -> dict[str, Any]:
@@ -160,8 +149,8 @@ def rank(seed: int, name: str, identity: str) -> bytes:
 def quotas(weights: Mapping[str, Fraction], have: Mapping[str, int], rows: int | None) -> dict[str, int]:
     """How many rows of each source: its weight's share, rounded by largest remainder, ties by name.
 
-    `have`: rows of each source that can be used. `rows`: how many in all; None for the most with which no share is
-    larger than its source. Raises UserError where a source has fewer than its share, or its share is no row at all.
+    `have`: usable rows of each source. `rows`: how many in all; None for the most with which no share is larger than
+    its source. Raises UserError where a source has fewer than its share, or its share is no row at all.
     """
     whole = sum(weights.values())
     total = rows if rows is not None else min(have[name] * whole // weight for name, weight in weights.items())
@@ -169,12 +158,11 @@ def quotas(weights: Mapping[str, Fraction], have: Mapping[str, int], rows: int |
     taken = {name: math.floor(share) for name, share in shares.items()}
     for name in sorted(shares, key=lambda name: (taken[name] - shares[name], name))[: total - sum(taken.values())]:
         taken[name] += 1
-    if short := [name for name in taken if taken[name] > have[name]]:
-        lacking = ", ".join(f"data.sources.{name} is to give {taken[name]} and has {have[name]}" for name in short)
-        raise UserError(f"data.rows={rows} asks for more rows than there are: {lacking}; lower data.rows or the weight")
-    if empty := [name for name, count in taken.items() if not count]:
-        share = f"of its {have[empty[0]]} rows" if rows is None else f"of data.rows={rows}"
-        raise UserError(f"data.sources.{empty[0]} gives no row ({share}): raise its weight, its rows or data.rows")
+    for name, count in taken.items():
+        if count > have[name]:
+            raise UserError(f"data.sources.{name} is to give {count} rows and has {have[name]}: lower data.rows={rows}")
+        if not count:
+            raise UserError(f"data.sources.{name} gives no row: raise its weight, its rows or data.rows")
     return taken
 
 
@@ -182,55 +170,53 @@ def quotas(weights: Mapping[str, Fraction], have: Mapping[str, int], rows: int |
 
 
 def named(data: DataConfig) -> dict[str, Any]:
-    """The entries of `data.sources` by name, so that their order in a file or on a command line says nothing.
-
-    One that is null is a recipe's that somebody does not want.
-    """
+    """The entries of `data.sources` in the order of their names, without those that are null."""
     return {str(name): value for name, value in sorted(data.sources.items(), key=str) if value is not None}
 
 
-def _source_of(data: DataConfig, option: str, spec: str) -> Source:
-    files = open_files(spec, data.split, option, data.stream_rows)
-    return Source(files, data.format, f"{option}={spec}")
+def writes_prompts(data: DataConfig) -> bool:
+    """Whether the target is to write prompts itself."""
+    return SELF in (data.prompts, *(entry.get("path") for entry in named(data).values() if isinstance(entry, dict)))
 
 
 def _nothing_given(data: DataConfig, option: str) -> str:
     """What to do where `data.{option}` is not set; the other of the two may be."""
     if option == "prompts" and data.conversations is not None:
-        return (
-            f"regenerate=true answers data.prompts, and data.conversations={data.conversations} is given: set "
-            "data.prompts (answers in it are not kept), or regenerate=false to learn the answers that are there"
-        )
-    if data.prompts is None or option == "prompts":
-        return f"no {option}: set data.{option} or data.sources (data.prompts with regenerate=true)"
-    return (
-        f"data.prompts={data.prompts} is of prompts that the target is to answer: set regenerate=true for that, or, to "
-        "learn answers that are there, give it as data.conversations"
-    )
+        return f"regenerate=true answers data.prompts, not data.conversations={data.conversations}: set data.prompts"
+    if option == "conversations" and data.prompts is not None:
+        return f"data.prompts={data.prompts} is to be answered: set regenerate=true, or give it as data.conversations"
+    return f"no {option}: set data.{option} or data.sources (data.prompts with regenerate=true)"
 
 
-def _open_source(name: str, value: Any, data: DataConfig) -> Source:
-    where = f"data.sources.{name}"
-    options: dict[str, Any] = {"weight": 1, "format": data.format, "split": data.split, "stream_rows": data.stream_rows}
-    given = value if isinstance(value, dict) else {}
-    options |= given
-    path, weight, stream_rows = options.get("path"), options["weight"], options["stream_rows"]
-    if not re.fullmatch(r"[\w-]+", name) or not isinstance(path, str) or not path or given.keys() - set(OPTIONS):
-        raise UserError(
-            f"{where}={value!r} is no source: write data.sources.NAME='{{path: FILE, weight: 1}}', with any of "
-            f"{', '.join(OPTIONS)}, NAME of letters, digits, _ and -; or set {where}=null"
-        )
-    if path == SELF:  # still, so nobody has written them
-        raise UserError(f"{where}.path={SELF} has the target write prompts, and answer them: set regenerate=true")
-    # A boolean is an int to Python.
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
-        raise UserError(f"{where}.weight={weight} is no weight: set a number above 0")
-    if stream_rows is not None and type(stream_rows) is not int:
-        raise UserError(f"{where}.stream_rows={stream_rows} is no number of rows")
-    check_value(f"{where}.format", options["format"], {"choices": FORMATS})
-    check_value(f"{where}.stream_rows", stream_rows, {"bounds": {"at_least": 1}})
-    files = open_files(path, str(options["split"]), f"{where}.path", stream_rows)
-    if "stream_rows" in given and files[0].path:
-        raise UserError(f"{where}.stream_rows={stream_rows} is of hub data sets, and {path} is none")
+@dataclass(frozen=True)
+class SourceOptions:
+    """An entry of `data.sources`."""
+
+    path: str
+    format: str
+    split: str
+    stream_rows: Annotated[int, Field(ge=1)] | None
+    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+
+
+def _open_source(config: Config, where: str, value: Any, name: str = "") -> Source:
+    data, entry = config.data, value if isinstance(value, dict) else {}
+    defaults = {"format": data.format, "split": data.split, "stream_rows": data.stream_rows}
+    try:
+        if (name and not re.fullmatch(r"[\w-]+", name)) or not entry.get("path"):
+            raise ValueError("it needs a path, and a name of letters, digits, _ and -")
+        options: SourceOptions = foreign.typed(SourceOptions, {**defaults, **entry})
+    except ValueError as error:
+        raise UserError(f"{where}={value!r}: {error}: write {{path: FILE, weight: 1}}, or {where}=null") from None
+    path, form = options.path, options.format
+    if path == SELF:
+        if not config.regenerate:
+            raise UserError(f"{where}.path={SELF} has the target write prompts, and answer them: set regenerate=true")
+        path, form = str(Path(config.run_dir) / WRITTEN), "auto"
+    check_value(f"{where}.format", form, {"choices": FORMATS})
+    files = open_files(path, options.split, where, options.stream_rows)
+    own = entry if name else defaults
+    if own.get("stream_rows") and files[0].path:
+        raise UserError(f"stream_rows={options.stream_rows} is of hub data sets, and {where}={path} is none")
     # Through its decimal text: 0.7 and 0.3 are to be exactly that.
-    return Source(files, options["format"], f"{where}.path={path}", name, Fraction(str(weight)))
+    return Source(files, form, f"{where}={path}", name, Fraction(str(options.weight)))

@@ -4,7 +4,7 @@ import os
 import shutil
 import time
 from collections import Counter
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,10 @@ from data_prep.files import open_files
 from data_prep.masks import NO_ANSWER
 from data_prep.regenerate import read_manifest, regenerate
 from data_prep.self_prompts import write_prompts
-from data_prep.sources import Corpus, Source, named
+from data_prep.sources import Corpus, Source, named, writes_prompts
 from data_prep.template import ChatTemplate
 from eagle31_train import artifacts, provenance
-from eagle31_train.config import SELF, Config, DataConfig
+from eagle31_train.config import Config, DataConfig
 from eagle31_train.console import note
 from eagle31_train.errors import UserError
 from eagle31_train.model import vocab
@@ -27,10 +27,8 @@ from eagle31_train.targets.derive import planned_drafter
 from eagle31_train.targets.description import describe_target, serving_doubt
 from eagle31_train.targets.pretrained import vocabulary_fingerprint
 
-REPEATED_NAMED = 20  # pairs of prompts that ask the same, of those that the manifest names
 NAMED = 5  # refused conversations that the summary names; the manifest names all
-LISTED = 20  # sources that it names
-TOLD = {  # counts of the manifest, where they are not 0
+COUNTS = {  # of the manifest; the summary has those that are not 0
     "cut": "cut at max_length",
     "no_end_of_turn": "answers without end of turn",
     "split_turns": "conversations with one sample per answer, since the template rewrites history",
@@ -44,8 +42,8 @@ def prepare(config: Config) -> None:
     """Make `run_dir/data`: the data set, the draft vocabulary and the manifest.
 
     Raises:
-        UserError: see `Corpus`, `ChatTemplate.load`; also when nothing is left to train on, of all rows or of
-            one of `data.sources`, a split is empty, or `run_dir/data` holds something else.
+        UserError: see `Corpus`, `ChatTemplate.load`; also when a source or a split is left without conversations, or
+            `run_dir/data` holds something else.
     """
     started = time.monotonic()
     data, folder = config.data, config.data_folder.resolve()
@@ -62,7 +60,7 @@ def prepare(config: Config) -> None:
     if data.conversations is not None and data.prompts is not None:
         read = "prompts" if config.regenerate else "conversations"
         note(f"data: reading data.{read}={getattr(data, read)}, since regenerate={config.regenerate}")
-    corpus, answers = _open(_with_written_prompts(config, template), template)
+    corpus, answers = _open(config, template)
     made_from = provenance.of_data(config, corpus.inputs(), template.fingerprints(), vocab_size)
     ours = (folder / artifacts.MANIFEST).is_file()
     if provenance.up_to_date(folder, made_from, config.overwrite):
@@ -102,24 +100,11 @@ def _open(config: Config, template: ChatTemplate) -> tuple[Corpus, dict[str, Any
     """The conversations; where the target answers first, also the manifest of its answers."""
     if not config.regenerate:
         return Corpus.open(config, "conversations"), {}
+    if writes_prompts(data := config.data):
+        write_prompts(config, template)
     answered = str(regenerate(config, template))
-    source = Source(open_files(answered, config.data.split, "data.prompts"), "messages", answered)
+    source = Source(open_files(answered, data.split, "data.prompts"), "messages", answered)
     return Corpus([source]), read_manifest(Path(config.run_dir))
-
-
-def _with_written_prompts(config: Config, template: ChatTemplate) -> Config:
-    """The configuration; where it says `self` of prompts, with the file of those that the target has written."""
-    data = config.data
-    sources = {name: dict(entry) for name, entry in data.sources.items() if entry}
-    own = [entry for entry in sources.values() if entry.get("path") == SELF]
-    if not config.regenerate or not (data.prompts == SELF or own):
-        return config
-    file = str(write_prompts(config, template))
-    for entry in own:
-        entry.update(path=file, format="auto")  # ours, whatever that of the other files is
-    if data.prompts == SELF:
-        data = replace(data, prompts=file, format="auto")
-    return replace(config, data=replace(data, sources=sources))
 
 
 def _check_splits(collected: Collected, data: DataConfig) -> None:
@@ -137,10 +122,9 @@ def _check_splits(collected: Collected, data: DataConfig) -> None:
 
 def _reasons(refused: list[dict[str, Any]], data: DataConfig) -> str:
     """Why none of some rows is of use; where they are prompts, what to do with these."""
-    if {entry["reason"] for entry in refused} != {NO_ANSWER}:
-        return most_common(refused)
     option = f"data.prompts={data.conversations} and " if data.conversations else ""
-    return f"all {len(refused)} are prompts without answers: set {option}regenerate=true for the target to answer them"
+    hint = f"; set {option}regenerate=true for the target to answer them"
+    return most_common(refused) + hint * ({entry["reason"] for entry in refused} == {NO_ANSWER})
 
 
 def _write(
@@ -157,12 +141,9 @@ def _write(
     splits = {name: split.summary() for name, split in collected.splits.items()}
     coverage = {name: split.coverage(draft.t2d) for name, split in collected.splits.items()}
     not_held_out = sorted(splits["train"]["by_source"].keys() - splits["heldout"]["by_source"])
-    repeated = [[first, identity] for identity, first in collected.repeated_prompts.items()]
-    fingerprints = [split.fingerprint(name) for name, split in collected.splits.items()]
     return {
-        "dataset_fingerprint": artifacts.fingerprint(fingerprints),
+        "dataset_fingerprint": artifacts.fingerprint([dataset._fingerprint for dataset in datasets.values()]),
         "splits": splits,
-        "repeated_prompts": {"prompts": len(repeated), "named": repeated[:REPEATED_NAMED]},
         "not_held_out": not_held_out if data.heldout else [],
         "draft_vocab": {
             "size": len(draft),
@@ -178,12 +159,12 @@ def _write(
 
 
 def _sources(counts: dict[str, dict[str, Any]], collected: Collected) -> dict[str, dict[str, Any]]:
-    """What became of every source's rows: read, taken, and of these refused, with a repeated prompt, and cut."""
+    """What became of every source's rows: read, taken, and of these refused and cut."""
     refused = Counter(entry["source"] for entry in collected.refused)
     result = {}
     for name, read_and_taken in sorted(counts.items()):
         of_source = collected.counts.get(name, Counter())
-        result[name] = {**read_and_taken, "refused": refused[name], "repeated": of_source["repeated"]}
+        result[name] = {**read_and_taken, "refused": refused[name]}
         result[name] |= {"cut": of_source["cut"], "no_end_of_turn": of_source["open"]}
     return result
 
@@ -193,27 +174,23 @@ def _sources(counts: dict[str, dict[str, Any]], collected: Collected) -> dict[st
 
 def summary(folder: Path, manifest: dict[str, Any], target: str) -> str:
     """The manifest in words: the splits, the sources, and everything that was refused or cut; `target` is its name."""
-    lines = [f"data: {folder} in {manifest['seconds']} s"]
     draft, refused = manifest["draft_vocab"], manifest["refused"]
+    lines = [f"data: {folder} in {manifest['seconds']} s"]
     for name, split in manifest["splits"].items():
-        share = draft["coverage"][name]
-        covered = "" if share is None else f", {share:.2%} within the draft vocabulary"
+        covered = "-" if draft["coverage"][name] is None else f"{draft['coverage'][name]:.2%}"
         lines.append(
             f"  {name:<8} {split['conversations']:>7,} conversations, {split['tokens']:>11,} tokens, "
-            f"{split['assistant_tokens']:>11,} of the assistant{covered}"
+            f"{split['assistant_tokens']:>11,} of the assistant, {covered} within the draft vocabulary"
         )
     lines.append(
         f"  draft vocabulary {draft['size']:,} of {draft['target_size']:,} tokens "
         f"({draft['seen_in_train']:,} occur in the training answers)"
     )
-    lines += _table(manifest)
-    lines += [f"  {what.format(target=target)}: {manifest[name]:,}" for name, what in TOLD.items() if manifest[name]]
-    if repeated := manifest["repeated_prompts"]["prompts"]:
-        pair = " and ".join(manifest["repeated_prompts"]["named"][0])
-        lines.append(f"  prompts that stand there twice, kept on one side of the split: {repeated:,} ({pair})")
+    if len(manifest["sources"]) > 1:
+        lines += _table(manifest)
+    lines += [f"  {what.format(target=target)}: {manifest[name]:,}" for name, what in COUNTS.items() if manifest[name]]
     if missing := manifest["not_held_out"]:
-        names = ", ".join(missing[:LISTED]) + " …" * (len(missing) > LISTED)
-        lines.append(f"  NOT HELD OUT: no prompt of {names}, which evaluation will not measure: raise data.heldout")
+        lines.append(f"  NOT HELD OUT, so not evaluated: {', '.join(missing)}: raise data.heldout")
     lines.append(f"  REFUSED: {len(refused)}" if refused else "  refused: 0")
     lines += [f"    {n} × {reason}" for reason, n in Counter(entry["reason"] for entry in refused).most_common()]
     lines += [f"    {entry['id']} ({entry['where']}): {entry['reason']}" for entry in refused[:NAMED]]
@@ -221,17 +198,13 @@ def summary(folder: Path, manifest: dict[str, Any], target: str) -> str:
 
 
 def _table(manifest: dict[str, Any]) -> list[str]:
-    """A line for each source, where there are several: rows, then conversations and tokens that came of them."""
-    sources = manifest["sources"]
-    if len(sources) < 2:
-        return []
-    table = [["source", "read", "taken", "refused", "cut", "train", "held out", "tokens", "assistant's", "in vocab"]]
-    for name, counts in list(sources.items())[:LISTED]:
+    """A line for each source: rows, then conversations and tokens that came of them."""
+    rows = [["source", "read", "taken", "refused", "cut", "train", "held out", "tokens", "assistant's", "in vocab"]]
+    for name, counts in manifest["sources"].items():
         train, held = (Counter(manifest["splits"][split]["by_source"].get(name, {})) for split in ("train", "heldout"))
-        share = manifest["draft_vocab"]["coverage_by_source"].get(name)
         numbers = [counts[what] for what in ("read", "taken", "refused", "cut")]
         numbers += [train["conversations"], held["conversations"]]
         numbers += [train[what] + held[what] for what in ("tokens", "assistant_tokens")]
-        table.append([name, *(f"{number:,}" for number in numbers), "-" if share is None else f"{share:.2%}"])
-    lines = [f"  {name:<16}" + "".join(f"{cell:>12}" for cell in cells) for name, *cells in table]
-    return lines + [f"  … and {len(sources) - LISTED} more in the manifest"] * (len(sources) > LISTED)
+        covered = manifest["draft_vocab"]["coverage_by_source"].get(name, 0)
+        rows.append([name, *(f"{number:,}" for number in numbers), f"{covered:.2%}"])
+    return [f"  {name:<16}" + "".join(f"{cell:>12}" for cell in cells) for name, *cells in rows]

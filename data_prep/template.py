@@ -29,10 +29,7 @@ class ChatTemplate:
         tools_template: str | None = None,
         name: str = "the target",
     ) -> None:
-        """`end_ids`: where the target stops. `template_args`: variables of the Jinja text `template`.
-
-        `tools_template`: another one, for conversations with tools. `name`: the target's.
-        """
+        """`end_ids`: where the target stops. `tools_template`: another template, for conversations with tools."""
         self.name = name
         self.tokenizer = tokenizer
         self.end_ids = end_ids
@@ -90,10 +87,9 @@ class ChatTemplate:
         tools: list[Tool] | None = None,
         verbatim: bool = False,
     ) -> str:
-        """The conversation as text, as servers render it: the arguments of tool calls as objects.
+        """The conversation as text, as servers render it, with the arguments of tool calls as objects.
 
-        `verbatim`: those of the last message as they are, perhaps the target's own spelling of them. Raises Refused
-        where the template does not accept it.
+        `verbatim`: those of the last message as they are. Raises Refused where the template does not accept it.
         """
         if not messages:  # what a conversation that begins with an answer has before it
             raise Refused("no turn before the answer")
@@ -134,10 +130,8 @@ class ChatTemplate:
     def check_fits(self, target: TargetConfig, vocab_size: int) -> None:
         """Refuse a tokenizer with more tokens than the target's embedding has rows."""
         if (largest := max(self.tokenizer.get_vocab().values(), default=0)) >= vocab_size:
-            raise UserError(
-                f"the tokenizer of {target.path} has token {largest}, its model only {vocab_size} rows: "
-                "they do not belong together"
-            )
+            message = f"the tokenizer of {target.path} has token {largest}, its model only {vocab_size} rows"
+            raise UserError(f"{message}: they do not belong together")
 
     def special_ids(self) -> list[int]:
         """Special and end-of-turn ids, ascending."""
@@ -182,6 +176,4 @@ def _check_args(target: TargetConfig, template: str) -> None:
     """Refuse an argument that the template does not read: it would be taken, recorded, and change nothing."""
     words = set(re.findall(r"[A-Za-z_]\w*", template))
     if unread := [name for name in target.template_args if name not in words]:
-        raise UserError(
-            f"target.template_args.{unread[0]} is nothing that the target's chat template reads: leave it out"
-        )
+        raise UserError(f"target.template_args.{unread[0]} is not read by the target's chat template: leave it out")

@@ -1,9 +1,7 @@
 """Files that stages hand over: written whole or not at all, and known by what they were made from.
 
-Every stage leaves a `manifest.json`, written last. It holds the stage's `fingerprint`: a hash of
-the options that matter to the stage and of the fingerprints of its inputs. A stage whose
-manifest is there with the same fingerprint, and whose files are as listed, is finished; nothing
-else counts as finished.
+Every stage leaves a `manifest.json`, written last, with a hash of all that its output depends on (provenance.py) and
+a list of its files. Nothing else counts as finished.
 """
 
 import hashlib
@@ -60,9 +58,8 @@ def fsync_path(path: Path) -> None:
 def commit(temporary: Path, final: Path) -> None:
     """Give a finished file or folder its name, and make it survive a power cut.
 
-    A file replaces its predecessor atomically. A folder's predecessor is set aside as `.NAME.old`
-    until the new one has its name, so that a kill at any instant leaves one of them whole; the
-    caller knows that the predecessor is its own.
+    A file replaces its predecessor atomically. A folder's predecessor is set aside as `.NAME.old` until the new one
+    has its name, so that a kill at any instant leaves one of them whole.
     """
     for path in [temporary, *temporary.rglob("*")] if temporary.is_dir() else [temporary]:
         fsync_path(path)
@@ -139,8 +136,7 @@ def discard(folder: Path) -> None:
 def weights_fingerprint(path: str) -> str:
     """What tells two targets apart: names, sizes and contents of a local directory's weights, config and code.
 
-    Of files past LARGE bytes, SAMPLES blocks spread over the file are read instead of all of it, which
-    any training changes. A hub id is told apart by its id and revision alone.
+    Of files past LARGE bytes, SAMPLES blocks spread over the file are read. Of a hub id it is the id alone.
     """
     kinds = ("*.safetensors", "*.bin", "config.json", "*.py")
     files = sorted(file for kind in kinds for file in Path(path).glob(kind)) if Path(path).is_dir() else []
@@ -148,10 +144,7 @@ def weights_fingerprint(path: str) -> str:
 
 
 def rendering_fingerprint(path: str) -> str:
-    """What a local directory makes tokens of messages with: the files of its tokenizer and chat template.
-
-    A hub id is told apart by its id and revision alone.
-    """
+    """Likewise of a local directory's tokenizer and chat template."""
     kinds = ["tokenizer*", "chat_template*", "additional_chat_templates/*", "special_tokens_map.json"]
     kinds += ["added_tokens.json", "vocab*", "merges*", "*.model", "*.tiktoken"]
     files = sorted({file for kind in kinds for file in Path(path).glob(kind) if file.is_file()})

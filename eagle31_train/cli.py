@@ -9,11 +9,8 @@ A mistake by the user ends with one line on standard error and exit status 2.
 import argparse
 import dataclasses
 import difflib
-import functools
 import operator
-import re
 import shutil
-import sys
 import tempfile
 import typing
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +21,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
-from hydra.errors import HydraException, OverrideParseException
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
@@ -35,6 +32,8 @@ from eagle31_train.config import REMOVED, RENAMED, Config, check_value
 from eagle31_train.console import explained, is_main, note, tidy
 from eagle31_train.errors import UserError
 from eagle31_train.locations import CONFIGS, project
+
+ANY = "+experiment=any"  # the recipe of a command line that names none
 
 
 def load_config(
@@ -49,47 +48,100 @@ def load_config(
         resolve: give options that say `auto` of a precision the value that this machine, or a record, decides.
 
     Raises:
-        UserError: an unknown key or group (with the nearest valid name), a value of the wrong
-            type, or a mandatory option that is missing or empty.
+        UserError: an unknown key or group, a value of the wrong type, or a mandatory option that is missing or empty.
     """
     if config_dir is not None and not config_dir.is_dir():
         raise UserError(f"--config-dir {config_dir} is no folder")
     with tempfile.TemporaryDirectory() as copies:
-        keys = {override.partition("=")[0].lstrip("+") for override in overrides}
-        if twice := [f"{old} is called {new} now" for old, new in RENAMED.items() if {old, new} <= keys]:
-            raise UserError(f"{twice[0]}: give it once")
-        overrides = [_named(override, Path(copies)) for override in overrides]
         folders = [CONFIGS, Path(copies), *([config_dir.resolve()] if config_dir else [])]
-        config = _load([_checked(override, folders) for override in overrides], saved, folders)
+        words = [_with_file_copied(word, Path(copies)) for word in overrides]
+        groups = [word for word in words if (CONFIGS / _key(word)).is_dir()]
+        try:
+            composed = _composed([_checked_group(word, folders) for word in groups], saved, folders)
+            for word in words:
+                if word not in groups:
+                    _set(composed, word)
+            config = _to_config(composed, folders)
+        except (HydraException, OmegaConfBaseException, YAMLError) as error:
+            raise UserError(_explain(error)) from None
     if resolve:
         precision.resolve(config)
     return config
 
 
-def _load(overrides: list[str], saved: Path | None, folders: list[Path]) -> Config:
+def _key(override: str) -> str:
+    return override.partition("=")[0].lstrip("+~")
+
+
+def _with_file_copied(override: str, folder: Path) -> str:
+    """The override; a recipe that is given as a file is copied to where Hydra finds it, under a name that it takes."""
+    file = Path(override.partition("=")[2])
+    if _key(override) != "experiment" or file.suffix not in (".yaml", ".yml"):
+        return override
+    if not file.is_file():
+        raise UserError(f"{override}: there is no file {file}")
+    (folder / "experiment").mkdir(exist_ok=True)
+    shutil.copyfile(file, folder / "experiment" / "given.yaml")
+    return "experiment=given"
+
+
+def _checked_group(override: str, folders: list[Path]) -> str:
+    """`group=name` or `group=[name,…]` in Hydra's grammar, if there are such files."""
+    group, value = _key(override), override.partition("=")[2]
+    listed = (value[:1], value[-1:]) == ("[", "]")
+    names = [name.strip() for name in value[1:-1].split(",")] if listed else [value]
+    for name in names:
+        if name not in (known := choices(group, folders)):
+            raise UserError(f"no configs/{group}/{name}.yaml{_nearest(name, known)}")
+    quoted = ",".join(map(_quoted, names))
+    return f"{group}=[{quoted}]" if listed else f"{group}={quoted}"
+
+
+def _composed(groups: list[str], saved: Path | None, folders: list[Path]) -> DictConfig:
+    """The root with groups: one that the recipe has already is replaced, others are added."""
     OmegaConf.register_new_resolver("project", project, replace=True)
-    ConfigStore.instance().store(name="schema", node=_schema())
-    try:
-        if saved is not None:
-            if not saved.is_file():
-                raise UserError(f"{saved} is missing: give a run's folder, or a recipe with +experiment=NAME")
-            # Options that were added since have their defaults.
-            ConfigStore.instance().store(name="saved", node=OmegaConf.merge(_schema(), OmegaConf.load(saved)))
-        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            searched = f"hydra.searchpath=[{','.join(_quoted(f'file://{folder}') for folder in folders[1:])}]"
-            composed = _composed([searched, *overrides], "config" if saved is None else "saved")
-        if OmegaConf.is_missing(composed, "name") and not OmegaConf.is_missing(composed, "target.path"):
-            composed.name = Path(composed.target.path).name.lower()
-        # run_dir is made of the name, and OmegaConf stumbles over the one that is missing behind the other.
-        missing = ["name"] if OmegaConf.is_missing(composed, "name") else sorted(OmegaConf.missing_keys(composed))
-        if missing:
-            raise UserError(
-                f"no value for {', '.join(missing)}: pick a recipe with +experiment=NAME "
-                f"({', '.join(choices('experiment', folders))}) or set {missing[0]}=…"
-            )
-        config = OmegaConf.to_object(_with_new_names(composed))
-    except (HydraException, OmegaConfBaseException, YAMLError) as error:
-        raise UserError(_explain(error)) from None
+    ConfigStore.instance().store(name="schema", node=OmegaConf.structured(Config))
+    root = "config"
+    if saved is not None:
+        if not saved.is_file():
+            raise UserError(f"{saved} is missing: give a run's folder, or a recipe with +experiment=NAME")
+        # Options that were added since have their defaults.
+        node = OmegaConf.merge(OmegaConf.structured(Config), _with_new_names(OmegaConf.load(saved)))
+        root = "saved"
+        ConfigStore.instance().store(name=root, node=node)
+    keys = [_key(word) for word in groups]
+    if twice := [key for key in keys if keys.count(key) > 1]:
+        raise UserError(f"Multiple values for {twice[0]}: give one")
+    searched = f"hydra.searchpath=[{','.join(_quoted(f'file://{folder}') for folder in folders[1:])}]"
+    recipe = [searched, *(f"+{word}" for word in groups if _key(word) == "experiment")]
+    others = [word for word in groups if _key(word) != "experiment"]
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        if others:  # Hydra takes a group that the recipe does not name only with the plus
+            named = compose(root, recipe, return_hydra_config=True).hydra.runtime.choices
+            recipe += [word if _key(word) in named else f"+{word}" for word in others]
+        return compose(root, recipe)
+
+
+def _with_new_names(saved: Any) -> dict[str, Any]:
+    """A saved configuration of an earlier version, with its options under the names that they have now."""
+    values: Any = OmegaConf.to_container(saved)
+    for old, new in {**RENAMED, **dict.fromkeys(REMOVED)}.items():
+        section, _, key = old.partition(".")
+        value = values.get(section, {}).pop(key, None)
+        if new is not None and value is not None:
+            values[section][new.partition(".")[2]] = value
+    return typing.cast(dict[str, Any], values)
+
+
+def _to_config(composed: DictConfig, folders: list[Path]) -> Config:
+    if OmegaConf.is_missing(composed, "name") and not OmegaConf.is_missing(composed, "target.path"):
+        composed.name = Path(composed.target.path).name.lower()
+    # run_dir is made of the name, and OmegaConf stumbles over the one that is missing behind the other.
+    missing = ["name"] if OmegaConf.is_missing(composed, "name") else sorted(OmegaConf.missing_keys(composed))
+    if missing:
+        recipes = ", ".join(choices("experiment", folders))
+        raise UserError(f"no value for {', '.join(missing)}: set {missing[0]}=… or pick +experiment=NAME of {recipes}")
+    config = OmegaConf.to_object(composed)
     assert isinstance(config, Config)
     for option in ("name", "run_dir"):
         if not getattr(config, option).strip():
@@ -99,73 +151,59 @@ def _load(overrides: list[str], saved: Path | None, folders: list[Path]) -> Conf
     return config
 
 
-def _named(override: str, folder: Path) -> str:
-    """The override; a recipe that is given as a file is copied to where Hydra finds it, under a name of its own.
+def _set(config: DictConfig, override: str) -> None:
+    """Change one option as `key=value` says, or remove the free-form one of `~key`; UserError where it is none."""
+    key, (_, equals, value) = _key(override), override.partition("=")
+    if not key or (not equals and not override.startswith("~")):
+        raise UserError(f"{override!r} is not of the form key=value")
+    if key in RENAMED:
+        note(f"{key} is called {RENAMED[key]} now", error=True)
+        key = RENAMED[key]
+    kinds = {name: kind for name, kind, _ in _options(Config)}
+    free = any(key == name or key.startswith(f"{name}.") for name in FREE)
+    if not free and key not in kinds:
+        groups = [folder.name for folder in CONFIGS.iterdir() if folder.is_dir()]
+        raise UserError(f"no option {key!r}{_nearest(key, [*kinds, *groups])}")
+    if override.startswith("~"):
+        parent, _, last = key.rpartition(".")
+        holder = OmegaConf.select(config, parent)
+        if not free or key in FREE or last not in (holder or ()):
+            raise UserError(f"{override}: there is no such entry of a free-form option")
+        with open_dict(config):
+            del holder[last]
+        return
+    parsed = _parsed(override, value, Any if free else kinds[key])
+    try:  # `{}` empties a free-form option; other mappings are merged
+        OmegaConf.update(config, key, parsed, merge=parsed != {}, force_add=True)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{override}: {str(error).splitlines()[0]}") from None
 
-    Raises:
-        UserError: there is no such file.
+
+def _parsed(override: str, value: str, kind: Any) -> Any:
+    """A value as Hydra's grammar reads it. Text that the grammar refuses, or takes for something else, is as it stands.
+
+    `kind`: the type of the option. Any: text is what nothing else can be.
     """
-    group, _, value = override.partition("=")
-    if group.lstrip("+") != "experiment" or not value.endswith((".yaml", ".yml")):
-        return override
-    if not (file := Path(value)).is_file():
-        raise UserError(f"{override}: there is no file {value}")
-    (folder / "experiment").mkdir(exist_ok=True)
-    name = re.sub(r"[^A-Za-z0-9]", "_", f"own_{file.stem}")  # of letters that Hydra takes
-    shutil.copyfile(file, folder / "experiment" / f"{name}.yaml")
-    return f"{group}={name}"
-
-
-def _schema() -> DictConfig:
-    """The options with their types and defaults, and with the old names of renamed ones, which are empty."""
-    schema: DictConfig = OmegaConf.structured(Config)
-    with open_dict(schema):
-        for old in (*RENAMED, *REMOVED):
-            OmegaConf.update(schema, old, None, force_add=True)
-    return schema
-
-
-def _with_new_names(composed: DictConfig) -> DictConfig:
-    """The configuration with values of old names given to the options that they mean, which is said."""
-    values: Any = OmegaConf.to_container(composed)
-
-    def section(name: str) -> tuple[dict[str, Any], str]:
-        *sections, key = name.split(".")
-        return functools.reduce(dict.__getitem__, sections, values), key
-
-    for old, new in {**RENAMED, **dict.fromkeys(REMOVED)}.items():
-        holder, key = section(old)
-        if (value := holder.pop(key)) is None:
-            continue
-        if new is None:
-            note(f"{old} is read from the target's config.json now: leave it out", error=True)
-            continue
-        note(f"{old} is called {new} now", error=True)
-        holder, key = section(new)
-        holder[key] = value
-    renamed: Any = OmegaConf.merge(OmegaConf.structured(Config), values)
-    return renamed
-
-
-def _composed(overrides: list[str], root: str = "config") -> Any:
-    """Hydra's composition; a group that the recipe has already is replaced by the command line's.
-
-    And `option={}` empties a free-form option, where Hydra would merge nothing into what the recipe has.
-    """
-    for at, override in enumerate(overrides):
-        option = override.removeprefix("++").removesuffix("={}")
-        if override == f"++{option}={{}}" and option in _free():
-            groups = [o for o in overrides[at + 1 :] if (CONFIGS / o.partition("=")[0].lstrip("+")).is_dir()]
-            there = OmegaConf.select(_composed([*overrides[:at], *groups], root), option)
-            return _composed([*overrides[:at], *(f"~{option}.{key}" for key in there), *overrides[at + 1 :]], root)
     try:
-        return compose(root, overrides)
+        read = OverridesParser.create().parse_override(f"key={value}")
+        parsed = None if read.is_sweep_override() else read.value()
+        unread = "it is a sweep" if read.is_sweep_override() else ""
     except HydraException as error:
-        twice = re.match(r"Multiple values for (\w+)\.", str(error))
-        given = [o for o in overrides if twice and o.startswith(f"+{twice[1]}=") and twice[1] != "experiment"]
-        if len(given) != 1:
-            raise
-        return _composed([o.removeprefix("+") if o in given else o for o in overrides], root)
+        parsed, unread = None, " ".join(str(error).split())
+    brackets = (value[:1], value[-1:])
+    if kind in (str, str | None):
+        return parsed if not unread and isinstance(parsed, str | None) and value == value.strip() else value
+    if not unread:
+        return parsed
+    if kind is Any and brackets not in (("{", "}"), ("[", "]")):
+        return value
+    if kind == list[str] and brackets == ("[", "]"):
+        return [_parsed(override, item.strip(), str) for item in value[1:-1].split(",")]
+    raise UserError(f"{override!r} cannot be read: {unread}")
+
+
+def _quoted(text: str) -> str:
+    return QuotedString(text=text, quote=Quote.single).with_quotes()
 
 
 def run(
@@ -177,17 +215,14 @@ def run(
     resolve: bool = True,
     tells: str = "target.dtype",
 ) -> None:
-    """Parse the command line, compose the configuration, run the stage.
+    """Parse the command line, compose the configuration, run the stage; exits as `console.explained` says.
 
     Args:
         saved, resolve: see `load_config`.
-        tells: the option of precision that the stage uses; it is said what was resolved.
+        tells: the option of precision that the stage uses, of which a line says how it was resolved.
         before: what the usage line has before the options; the caller reads it.
-
-    Exits with 2 on a user's mistake, with 75 if the stage was told to stop and saved, with 130 on Ctrl-C.
     """
     parser = argparse.ArgumentParser(
-        prog=_program(),
         usage=f"%(prog)s {before}[-h] [--cfg] [--config-dir DIR] [key=value ...]",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -209,21 +244,10 @@ def run(
         stage(config)
 
 
-ANY = "+experiment=any"  # the recipe of a command line that names none
-
-
 def with_recipe(words: list[str]) -> list[str]:
     """The words of a command line; with the recipe ANY in front where it names none."""
     named = any(word.lstrip("+").startswith("experiment=") for word in words)
     return words if named else [ANY, *words]
-
-
-def _program() -> str:
-    """How this command was called: `eagle31 plan`, or `python -m eagle31_train.plan`."""
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    if spec is None or sys.argv[0].startswith("eagle31 "):
-        return Path(sys.argv[0]).name
-    return f"python -m {spec.name.removesuffix('.__main__')}"
 
 
 def to_yaml(config: Config) -> str:
@@ -239,68 +263,6 @@ def choices(group: str, folders: Sequence[Path] = (CONFIGS,)) -> list[str]:
 def option_names() -> list[str]:
     """Every option."""
     return [name for name, _, _ in _options(Config)]
-
-
-def _checked(override: str, folders: list[Path]) -> str:
-    """The override in Hydra's grammar, if its key exists; keys below a free-form option need no `++`."""
-    key, equals, value = override.partition("=")
-    key = key.lstrip("+~")
-    if not key or (not equals and not override.startswith("~")):
-        raise UserError(f"{override!r} is not of the form key=value")
-    if (CONFIGS / key).is_dir():
-        listed = (value[:1], value[-1:]) == ("[", "]")
-        several = [name.strip() for name in value[1:-1].split(",")] if listed else [value]
-        for name in several:
-            if name not in (known := choices(key, folders)):
-                raise UserError(f"no configs/{key}/{name}.yaml{_nearest(name, known)}")
-        # Hydra takes a group that no defaults list names only with the plus.
-        spelt = ",".join(_spelt(name, str) for name in several)
-        return f"+{key}=[{spelt}]" if listed else f"+{key}={spelt}"
-    kinds = {name: kind for name, kind, _ in _options(Config)}
-    names = list(kinds)
-    if any(key == path or key.startswith(path + ".") for path in _free()):
-        override = override if override.startswith("~") else f"{override.partition('=')[0]}={_spelt(value, Any)}"
-        return override if override.startswith(("+", "~")) else f"++{override}"
-    if key in names or key in RENAMED or key in REMOVED:
-        written = override.partition("=")[0]
-        return override if override.startswith("~") else f"{written}={_spelt(value, kinds.get(RENAMED.get(key, key)))}"
-    groups = [folder.name for folder in CONFIGS.iterdir() if folder.is_dir()]
-    raise UserError(f"no option {key!r}{_nearest(key, [*names, *groups])}")
-
-
-def _spelt(value: str, kind: Any) -> str:
-    """A value as Hydra's grammar spells it: text that the grammar would refuse, or take for something else, is quoted.
-
-    `kind`: the type of the option. Any: text is what nothing else can be.
-    """
-    if kind == list[str] and (value[:1], value[-1:]) == ("[", "]") and _parsed(value) is None:
-        return f"[{','.join(_spelt(item.strip(), str) for item in value[1:-1].split(','))}]"
-    if kind is Any and (value[:1], value[-1:]) in (("{", "}"), ("[", "]")):
-        return value
-    if kind not in (str, str | None, Any):
-        return value
-    parsed = _parsed(value)
-    if parsed is None or parsed.is_sweep_override():
-        return _quoted(value)
-    text = isinstance(parsed.value(), str | None) and value == value.strip()
-    return value if text or kind is Any else _quoted(value)
-
-
-def _parsed(value: str) -> Any:
-    """The value as Hydra reads it; None where it does not."""
-    try:
-        return OverridesParser.create().parse_override(f"key={value}")
-    except HydraException:
-        return None
-
-
-def _quoted(text: str) -> str:
-    return QuotedString(text=text, quote=Quote.single).with_quotes()
-
-
-def _free() -> list[str]:
-    """Options whose keys are the user's."""
-    return [path for path, kind, _ in _options(Config) if typing.get_origin(kind) is dict]
 
 
 def _nearest(name: str, names: list[str]) -> str:
@@ -335,5 +297,7 @@ def _explain(error: BaseException) -> str:
     cause = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
-    said = " ".join((str(error) if str(cause) in str(error) else f"{error}: {cause}").split())
-    return f"{error.override!r} cannot be read: {said}" if isinstance(error, OverrideParseException) else said
+    return " ".join((str(error) if str(cause) in str(error) else f"{error}: {cause}").split())
+
+
+FREE = [path for path, kind, _ in _options(Config) if typing.get_origin(kind) is dict]  # their keys are the user's

@@ -1,9 +1,7 @@
 """What flows between the stages: the types of the configuration and of the files that stages hand over.
 
-Everyone may import this module; it imports nothing of the project and no torch.
-
-Each option's default and help text stand here once. The YAML files under `configs/` only say
-where an experiment differs from these defaults.
+Each option's default and help text stand here once. The YAML files under `configs/` only say where an experiment
+differs from these defaults.
 """
 
 import math
@@ -19,6 +17,8 @@ from eagle31_train.errors import UserError
 DTYPES = ("bfloat16", "float16", "float32")
 CODECS = ("bf16", "fp8", "int8", "int4")
 FORMATS = ("auto", "messages", "sharegpt", "alpaca", "turns", "prompt")
+ENGINES = ("transformers", "vllm")
+KERNELS = ("auto", "fused", "plain")
 
 
 def opt(
@@ -26,17 +26,13 @@ def opt(
     help: str,
     *,
     choices: tuple[str, ...] | None = None,
-    above: float | None = None,
-    at_least: float | None = None,
-    at_most: float | None = None,
-    below: float | None = None,
     finite: bool = True,
+    **bounds: float,
 ) -> Any:
-    """A configuration field: its default, the text that `--help` prints for it, and which values it takes.
+    """A configuration field: its default, its help, and which values it takes, alone or in a list.
 
-    Bounds hold for every number of a list; None is allowed where the type allows it.
+    bounds: above, at_least, at_most, below.
     """
-    bounds = {"above": above, "at_least": at_least, "at_most": at_most, "below": below}
     metadata = {"help": help, "choices": choices, "bounds": bounds, "finite": finite}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: default.copy(), metadata=metadata)
@@ -44,18 +40,14 @@ def opt(
 
 
 def check_value(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
-    """Refuse a value that its option does not take; a list is checked item by item.
-
-    Raises:
-        UserError: names the option, the value and what it takes.
-    """
+    """Refuse, with a UserError, a value that its option does not take; a list is checked item by item."""
     if isinstance(value, list):
         for item in value:
             check_value(name, item, metadata)
     elif (choices := metadata.get("choices")) and value not in (*choices, None):
         raise UserError(f"{name}={value!r} is not one of {', '.join(choices)}")
     elif isinstance(value, int | float) and not isinstance(value, bool):
-        bounds = {word: bound for word, bound in metadata.get("bounds", {}).items() if bound is not None}
+        bounds = metadata.get("bounds", {})
         if not all(COMPARE[word](value, bound) for word, bound in bounds.items()):  # NaN fails every comparison
             takes = " and ".join(f"{word.replace('_', ' ')} {bound:g}" for word, bound in bounds.items())
             raise UserError(f"{name}={value} must be {takes}")
@@ -65,8 +57,8 @@ def check_value(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
 
 COMPARE = {"above": operator.gt, "at_least": operator.ge, "at_most": operator.le, "below": operator.lt}
 
-# Old names of options. They are still read, on the command line and in YAML files, with a note that says the new one.
-# What is recorded on the disk keeps the old names (`provenance.recorded`), so that earlier outputs stay up to date.
+# Old names of options. They are still read, on the command line and in the configurations that runs saved. What is
+# recorded on the disk has the old names (`provenance.recorded`), so that earlier outputs stay up to date.
 RENAMED: dict[str, str] = {
     "train.unroll": "train.ttt_length",
     "train.clip": "train.max_grad_norm",
@@ -80,15 +72,14 @@ RENAMED: dict[str, str] = {
     "evaluate.depths": "evaluate.max_speculative_tokens",
     "evaluate.serve_depths": "evaluate.serve_speculative_tokens",
 }
-# Options that came later, with the value that everything had until then. It is not recorded, so that outputs of before
-# stay up to date.
+# Options that came later, with the value that everything had until then, which is not recorded.
 ADDED: dict[str, Any] = {
     "drafter.norm_before_fc": False,
     "drafter.num_layers": 1,
     "drafter.qk_norm": False,
     "evaluate.timed_prompts": 5,
 }
-# Options of before that are read from the target's config.json now; given, they say so.
+# Options of before that are read from the target's config.json now; saved configurations may have them.
 REMOVED = ("plan.hidden_size", "plan.vocab_size", "plan.layers")
 
 
@@ -101,8 +92,7 @@ class TargetConfig:
     revision: str | None = opt(None, "hub revision")
     dtype: str = opt(
         "auto",
-        "precision the target runs in during generation and extraction; auto: bfloat16 on hardware that multiplies in "
-        "it, else float32, and what the run was begun with",
+        "precision of the target; auto: as the run was begun, else bfloat16 where the hardware multiplies in it",
         choices=("auto", *DTYPES),
     )
     device: str = opt("auto", "cpu, cuda, cuda:N, or auto (cuda where there is one, each process its own)")
@@ -142,9 +132,7 @@ class SelfPromptsConfig:
     max_new_tokens: int = opt(256, "longest turn, in tokens; one that does not end is refused", at_least=1)
     temperature: float = opt(1.0, "of the drawing of the prompts", above=0)
     top_p: float = opt(1.0, "nucleus of the drawing of the prompts", above=0, at_most=1)
-    system: dict[str, Any] = opt(
-        {}, "kinds or languages: system prompts under which they are written in turn, NAME=TEXT; not kept in the data"
-    )
+    system: dict[str, Any] = opt({}, "system prompts under which they are written in turn, NAME=TEXT; not in the data")
 
 
 SELF = "self"  # data.prompts, or a source's path: the target writes them
@@ -153,27 +141,17 @@ SELF = "self"  # data.prompts, or a source's path: the target writes them
 @dataclass
 class DataConfig:
     conversations: str | None = opt(None, "conversations to learn: file, folder, glob, or hub id (regenerate=false)")
-    prompts: str | None = opt(
-        None, "prompts to answer (regenerate=true): file, folder, glob, hub id, or self: the target writes them"
-    )
-    sources: dict[str, Any] = opt(
-        {}, "several of these, mixed by weight: data.sources.NAME={path: …, weight: 1, format: auto, split: train}"
-    )
+    prompts: str | None = opt(None, "prompts to answer (regenerate=true): likewise, or self: the target writes them")
+    sources: dict[str, Any] = opt({}, "several of these, mixed: data.sources.NAME={path: …, weight: 1, split: train}")
     rows: int | None = opt(None, "rows of the mixture; default: as many as its weights give", at_least=1)
     split: str = opt("train", "split of a hub data set")
-    stream_rows: int | None = opt(
-        None, "of a hub data set, read only the first so many rows, without downloading it whole", at_least=1
-    )
+    stream_rows: int | None = opt(None, "of a hub data set, read and download only so many rows", at_least=1)
     format: str = opt("auto", f"how a row is written: {', '.join(FORMATS)}", choices=FORMATS)
     max_length: int = opt(2048, "tokens of one conversation; longer ones are cut and counted", at_least=2)
     heldout: float = opt(0.05, "share of prompts held out, chosen by a hash of the prompt", at_least=0, below=1)
-    shuffle: int | None = opt(
-        None, "seed that shuffles the training conversations, for train.window_tokens; default: as read", at_least=0
-    )
+    shuffle: int | None = opt(None, "seed that shuffles the training conversations; default: as read", at_least=0)
     draft_vocab_size: int | None = opt(None, "draft vocabulary, most frequent assistant tokens first", at_least=1)
-    draft_vocab_coverage: float | None = opt(
-        None, "or: the smallest vocabulary that covers this share of assistant tokens", above=0, at_most=1
-    )
+    draft_vocab_coverage: float | None = opt(None, "or: the share of assistant tokens to cover", above=0, at_most=1)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     self_prompts: SelfPromptsConfig = field(default_factory=SelfPromptsConfig)
 
@@ -185,25 +163,13 @@ class DataConfig:
 
 @dataclass
 class ExtractConfig:
-    engine: str = opt(
-        "transformers",
-        "what runs the target: transformers, or vllm, for quantized and very large targets",
-        choices=("transformers", "vllm"),
-    )
+    engine: str = opt("transformers", "what runs the target; vllm for quantized, very large ones", choices=ENGINES)
     engine_args: dict[str, Any] = opt({}, "vLLM's own arguments: extract.engine_args.tensor_parallel_size=4, …")
     part: int = opt(0, "which of extract.parts commands this one is, from 0 on; part 0 finishes the store", at_least=0)
-    parts: int = opt(
-        1,
-        "share the store among so many commands, one on each machine, that differ in extract.part alone",
-        at_least=1,
-    )
+    parts: int = opt(1, "so many commands, one on each machine with its own extract.part, share the work", at_least=1)
     batch_tokens: int = opt(4096, "padded tokens in one forward pass of the target", at_least=1)
     shard_tokens: int = opt(16384, "tokens in one shard of the store", at_least=1)
-    trajectories: int = opt(
-        8,
-        "held-out prompts that the target answers, for acceptance during training: at most half of a source; 0: none",
-        at_least=0,
-    )
+    trajectories: int = opt(8, "held-out prompts answered for acceptance during training; 0: none", at_least=0)
     gate_batches: int = opt(3, "batches that the fidelity gate compares with the target's own logits", at_least=0)
     gate_top1: float = opt(0.99, "least top-1 agreement, before the codec of the store")
     gate_kl: float = opt(0.02, "largest mean KL, in nats, after it too")
@@ -231,21 +197,13 @@ class DrafterConfig:
     qk_norm: bool = opt(False, "an RMSNorm on every query and key head, as in Qwen3 (llama only)")
     # What is null follows from the target's config.json (targets/derive.py)
     hidden_size: int | None = opt(None, "default: the target's", above=0)
-    intermediate_size: int | None = opt(
-        None, "width of the MLP; default: the target's, of experts the width that a token runs through", above=0
-    )
+    intermediate_size: int | None = opt(None, "width of the MLP; default: what a token of the target uses", above=0)
     num_attention_heads: int | None = opt(None, "query heads; default: the target's", above=0)
-    num_key_value_heads: int | None = opt(
-        None, "key and value heads; default: the target's, or num_attention_heads if that is given", above=0
-    )
-    head_dim: int | None = opt(
-        None, "width of a head; default: the target's, or hidden_size / num_attention_heads if these are given", above=0
-    )
+    num_key_value_heads: int | None = opt(None, "default: the target's, or num_attention_heads if given", above=0)
+    head_dim: int | None = opt(None, "default: the target's, or hidden_size / num_attention_heads if given", above=0)
     rms_norm_eps: float | None = opt(None, "epsilon of every RMSNorm of the drafter; default: the target's", above=0)
     rope_theta: float | None = opt(None, "the drafter's own RoPE base; default: the target's", above=0)
-    rope_scaling: dict[str, Any] = opt(
-        {}, "the drafter's own RoPE scaling, as in transformers; default: the target's, or none if rope_theta is given"
-    )
+    rope_scaling: dict[str, Any] = opt({}, "its own RoPE scaling; default: the target's, or none with rope_theta")
     max_position_embeddings: int | None = opt(
         None,
         "the longest context in which vLLM's V1 runner (CPUs) drafts, and export may raise it; default: the target's",
@@ -267,19 +225,13 @@ class TrainConfig:
     gamma: float = opt(0.8, "weight of step k is gamma**k", above=0)
     loss: str = opt("kl", "kl or ce (same gradients; kl is zero for a perfect drafter)", choices=("kl", "ce"))
     lk: float = opt(0.0, "share of the LK loss, -log sum(min(p, q)); the rest is train.loss", at_least=0, at_most=1)
-    oov: str = opt(
-        "mask", "slots whose arg-max the draft vocabulary lacks: mask, or keep the rest", choices=("mask", "keep")
-    )
+    oov: str = opt("mask", "slots whose arg-max the draft vocabulary lacks", choices=("mask", "keep"))
     epochs: int = opt(1, "passes over the training split", at_least=1)
     max_steps: int | None = opt(None, "stop after this many optimizer steps", at_least=1)
     batch_tokens: int = opt(4096, "tokens of one optimizer step over all ranks; no sample is longer", at_least=1)
-    window_tokens: int | None = opt(
-        None, "shuffle within windows of so many tokens' shards, one after another; default: all at once", at_least=1
-    )
+    window_tokens: int | None = opt(None, "shuffle within windows of so many tokens; default: everything", at_least=1)
     gradient_accumulation_steps: int = opt(1, "micro-batches per rank and optimizer step", at_least=1)
-    slots_per_batch: int | None = opt(
-        None, "train a random subset of so many slots per optimizer step, unbiased; default: all", at_least=1
-    )
+    slots_per_batch: int | None = opt(None, "random slots per optimizer step, unbiased; default: all", at_least=1)
     optimizer: str = opt("adamw", "adamw, or muon on the matrices (one process, DDP, FSDP2)", choices=("adamw", "muon"))
     lr: float = opt(1e-4, "peak learning rate", above=0)
     warmup_ratio: float = opt(0.05, "share of the steps that warm up", at_least=0, at_most=1)
@@ -287,41 +239,19 @@ class TrainConfig:
     weight_decay: float = opt(0.0, "on matrices only", at_least=0)
     betas: list[float] = opt([0.9, 0.95], "AdamW's", at_least=0, below=1)
     max_grad_norm: float = opt(0.5, "largest gradient norm", above=0, finite=False)
-    precision: str = opt(
-        "auto",
-        "bf16 (autocast, fp32 master weights), no (fp32), or auto, as target.dtype",
-        choices=("auto", "bf16", "no"),
-    )
-    fc_init_scale: float = opt(
-        1.0,
-        "scales fc's first weights; without fc_norm: one over the RMS of the target's last auxiliary state",
-        above=0,
-    )
-    init_from: str | None = opt(
-        None, "begin with another drafter's weights: a run, or an EAGLE 3 draft (folder, hub id)"
-    )
+    precision: str = opt("auto", "bf16 (fp32 weights), no (fp32), or as target.dtype", choices=("auto", "bf16", "no"))
+    fc_init_scale: float = opt(1.0, "scales fc's first weights; without fc_norm: 1 / RMS of the last state", above=0)
+    init_from: str | None = opt(None, "begin with the weights of a run, or an EAGLE 3 draft (folder, hub id)")
     init_revision: str | None = opt(None, "hub revision of init_from")
     num_workers: int = opt(1, "threads that read steps ahead of the training; 0 reads them in turn", at_least=0)
     activation_checkpointing: bool = opt(False, "work activations out again: less memory, some more time")
     compile: bool = opt(False, "torch.compile norms, RoPE and the loss between its products; a minute at the start")
-    kernels: str = opt(
-        "auto",
-        "loss, norms, SwiGLU, own keys by fused Triton kernels, or by plain torch; auto: fused where these can run",
-        choices=("auto", "fused", "plain"),
-    )
-    deterministic: bool = opt(
-        False, "on GPUs, allow only kernels that give the same bits every time, which are slower; a CPU's always do"
-    )
+    kernels: str = opt("auto", "Triton kernels or plain torch; auto: fused where it can", choices=KERNELS)
+    deterministic: bool = opt(False, "on GPUs, allow only kernels that give the same bits every time; slower")
     eval_every: int = opt(100, "steps between evaluations on the held-out split; so is the last step", at_least=1)
     eval_samples: int = opt(64, "held-out conversations per evaluation; the last step reads all of them", at_least=1)
-    keep_best: bool = opt(
-        False, "keep the checkpoint of the greatest acceptance length measured in training, and let it be the run's"
-    )
-    early_stop: int | None = opt(
-        None,
-        "end the run after so many measurements of acceptance without a rise (the learning rate follows all steps)",
-        at_least=1,
-    )
+    keep_best: bool = opt(False, "the run's checkpoint is that of the greatest acceptance length measured in training")
+    early_stop: int | None = opt(None, "end after so many measurements of acceptance without a rise", at_least=1)
     checkpoint_every: int = opt(100, "steps between checkpoints", at_least=1)
     keep_checkpoints: int = opt(2, "newest checkpoints kept", at_least=1)
     time_limit: str | None = opt(None, "save and leave with exit status 75 after so long: 3h50m, 90m, 30s")
@@ -334,9 +264,7 @@ class TrainConfig:
 @dataclass
 class EvaluateConfig:
     prompts: str | None = opt(None, "prompts to decode: JSONL file or glob; default: the held-out split")
-    suites: dict[str, Any] = opt(
-        {}, "further sets of prompts: evaluate.suites.NAME={path: FILE or hub id, split: test, …}, or +suite=[mt_bench]"
-    )
+    suites: dict[str, Any] = opt({}, "more prompts: evaluate.suites.NAME={path: FILE or hub id}, or +suite=[mt_bench]")
     perturbations: list[str] = opt([], "every set once more under each of these: no_template, context_2, …")
     num_prompts: int = opt(20, "prompts of each workload", at_least=1)
     leave_out: list[str] = opt([], "ids of prompts to leave out, as an error about equal tokens asks for")
@@ -345,19 +273,13 @@ class EvaluateConfig:
     max_new_tokens: int = opt(128, "tokens generated per prompt", at_least=2)
     temperature: float = opt(0.0, "0 decodes greedily; otherwise target tokens are sampled", at_least=0)
     top_p: float = opt(1.0, "nucleus of sampled tokens", above=0, at_most=1)
-    draft_sampling: str = opt(
-        "greedy", "how drafts are made, as vLLM's draft_sample_method", choices=("greedy", "probabilistic")
-    )
+    draft_sampling: str = opt("greedy", "vLLM's draft_sample_method", choices=("greedy", "probabilistic"))
     batch_size: int = opt(8, "prompts decoded together", at_least=1)
     timed_prompts: int = opt(5, "prompts decoded one at a time, and timed: tokens/s are those of one user", at_least=1)
     dtype: str = opt("float32", "precision; the equality check is exact in float32 only", choices=DTYPES)
     warmup: bool = opt(True, "decode the first prompt once before timing")
     drift: bool = opt(True, "tell where the drafter's attention goes, and how its state changes, at every depth")
-    backend: str = opt(
-        "transformers",
-        "transformers decodes here; vllm serves the exported checkpoint and measures latencies too",
-        choices=("transformers", "vllm"),
-    )
+    backend: str = opt("transformers", "vllm serves the export and measures latencies too", choices=ENGINES)
     vllm_python: str = opt("python", "backend=vllm: the python of vLLM's environment, e.g. .venv-vllm/bin/python")
     vllm_args: dict[str, Any] = opt({}, "backend=vllm: further arguments of the server: tensor_parallel_size=8, …")
     serve_speculative_tokens: list[int] = opt([1, 3, 5], "backend=vllm: numbers of draft tokens tried", at_least=1)
@@ -372,9 +294,7 @@ class CompareConfig:
 
 @dataclass
 class PlanConfig:
-    target_parameters: float | None = opt(
-        None, "plan: of the target, those that a token runs through; default: counted by its config.json", above=0
-    )
+    target_parameters: float | None = opt(None, "plan: those that a token runs through; default: counted", above=0)
     tokens: float | None = opt(None, "plan: tokens of the training split; default: as counted by data_prep", above=0)
     share: float = opt(0.5, "plan: share of these that the assistant wrote, until they are counted", above=0, at_most=1)
     sample_tokens: int = opt(600, "plan: tokens of an average conversation, likewise", at_least=1)
@@ -383,9 +303,7 @@ class PlanConfig:
     peak_tflops: float = opt(989.0, "plan: bf16 TFLOP/s of one device without sparsity (H100 SXM: 989)", above=0)
     utilisation: float = opt(0.35, "plan: share of that which training is taken to reach", above=0, at_most=1)
     bandwidth_gbs: float = opt(3350.0, "plan: memory bandwidth of one device, in GB/s (H100 SXM: 3350)", above=0)
-    decode_utilisation: float = opt(
-        0.25, "plan: share of the fastest possible decoding that answering is taken to reach", above=0, at_most=1
-    )
+    decode_utilisation: float = opt(0.25, "plan: share of the fastest decoding that is reached", above=0, at_most=1)
 
 
 @dataclass
@@ -393,20 +311,14 @@ class Config:
     name: str = opt("???", "name of the experiment; also names run_dir")
     run_dir: str = opt("runs/${name}", "where every stage writes")
     data_dir: str | None = opt(None, "stage 1's output; default: run_dir/data")
-    store_dir: str | None = opt(
-        None, "stage 2's output: a folder, or a URL as s3://bucket/store; default: run_dir/store"
-    )
+    store_dir: str | None = opt(None, "stage 2's output: a folder or URL (s3://bucket/store); default: run_dir/store")
     seed: int = opt(0, "seed of sampling, initial weights and data order", at_least=0)
     overwrite: bool = opt(False, "replace outputs that were made from other inputs")
     regenerate: bool = opt(False, "let the target answer data.prompts anew")
     push: bool = opt(False, "export: upload to the Hugging Face Hub")
     repo: str | None = opt(None, "export: hub repository, e.g. me/my-eagle31-draft")
     private: bool = opt(False, "export: make the hub repository private")
-    export_format: str = opt(
-        "vllm",
-        "export: vllm, or speculators, in which the checkpoint names its target: `vllm serve FOLDER` is enough",
-        choices=("vllm", "speculators"),
-    )
+    export_format: str = opt("vllm", "export: speculators names the target, too", choices=("vllm", "speculators"))
     comparisons: list[str] = opt([], "export: folders that eagle31_train.compare wrote, for the card")
     target: TargetConfig = field(default_factory=TargetConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -498,14 +410,8 @@ MLA_WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_di
 
 
 def mla_widths(of: DrafterConfig | DrafterShape) -> tuple[int, int, int, int]:
-    """Widths of MLA: the latent, a key without position, a key with it, a value.
-
-    Raises:
-        UserError: one of them is not given.
-    """
+    """Widths of MLA: the latent, a key without position, a key with it, a value; UserError if one is not given."""
     if missing := [f"drafter.{name}" for name in MLA_WIDTHS if getattr(of, name) is None]:
-        raise UserError(
-            f"drafter.architecture=mla needs {', '.join(missing)}: set them, as configs/drafter/kimi_mla.yaml does"
-        )
+        raise UserError(f"drafter.architecture=mla needs {', '.join(missing)}: see configs/drafter/kimi_mla.yaml")
     latent, nope, rope, value = (getattr(of, name) for name in MLA_WIDTHS)
     return latent, nope, rope, value

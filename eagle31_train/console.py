@@ -18,7 +18,6 @@ from eagle31_train.errors import SharedError, Stopped, UserError
 EVERY = 30.0  # seconds between two lines of a log
 LINE = "{desc}: {percentage:.0f} %, {n_fmt} of {total_fmt}, {rate_fmt}, {remaining} left{postfix}"
 COUNT = "{desc}: {n_fmt} {unit}s, {rate_fmt}{postfix}"  # where nobody knows how many there will be
-NOT_OURS = "Setting accelerator to CPU"  # DeepSpeed says so where a library looks whether it is there
 BARS = {  # of libraries: the module and function that turn them off, and the variable that does before the import
     "datasets.utils": ("disable_progress_bars", "HF_DATASETS_DISABLE_PROGRESS_BARS"),
     "huggingface_hub.utils": ("disable_progress_bars", "HF_HUB_DISABLE_PROGRESS_BARS"),
@@ -39,8 +38,7 @@ def is_main() -> bool:
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Around a command: it ends with 2 and one line on a user's mistake, with 75 if it was told to stop and saved, and
-    with 130 on Ctrl-C."""
+    """Around a command: it ends with 2 on a user's mistake, with 75 if it was told to stop and saved, 130 on Ctrl-C."""
     try:
         yield
     except UserError as error:
@@ -50,8 +48,7 @@ def explained() -> Iterator[None]:
     except OSError as error:
         if error.errno not in MENDABLE:
             raise
-        remedy = "make room, or correct the option that names it, or its permissions"
-        note(f"error: {shown.line(error)}: {remedy}", error=True)
+        note(f"error: {shown.line(error)}: make room, or correct the option or permissions", error=True)
         raise SystemExit(2) from None
     except Stopped as stopped:
         if str(stopped):  # one of several processes speaks for all
@@ -68,7 +65,7 @@ def tidy() -> Iterator[None]:
 
     In a log libraries draw no bars; on a terminal those of downloads and of loading weights stay.
     """
-    logging.getLogger("DeepSpeed").addFilter(lambda record: NOT_OURS not in record.getMessage())
+    logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
     for module, (off, variable) in BARS.items():
         if module.startswith("datasets") or not sys.stderr.isatty():
             os.environ.setdefault(variable, "1")

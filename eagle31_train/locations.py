@@ -20,14 +20,11 @@ def project(path: str) -> str:
 
 
 def matching(pattern: str) -> list[Path]:
-    """The paths that a glob matches, in order; what exists by the name itself comes before any pattern.
-
-    So do folders at its beginning: brackets in their names are no pattern.
-    """
+    """The paths that a glob matches, in order; names of what exists, and of its first folders, are no patterns."""
     if not pattern or Path(pattern).exists():
         return [Path(pattern)] if pattern else []
     parts = Path(pattern).parts
     literal = next(n for n in range(len(parts) - 1, -1, -1) if Path(*parts[:n]).is_dir())
     root = Path(*parts[:literal])
-    found = glob.glob(str(Path(*parts[literal:])), root_dir=root, recursive=True)  # noqa: PTH207 (takes hidden files too)
-    return [root / name for name in sorted(found)]
+    names = glob.glob(str(Path(*parts[literal:])), root_dir=root, recursive=True)  # noqa: PTH207 (takes hidden files too)
+    return [root / name for name in sorted(names)]

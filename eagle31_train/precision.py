@@ -1,8 +1,7 @@
 """Precision `auto`: bf16 where the hardware multiplies in it, float32 elsewhere. What was begun stays as it was begun.
 
 Without such instructions bf16 is several times as slow as float32 (docs/log.md). An option that says `auto` gets its
-value when the command line is read, so that every record, and what is compared with it, has the value. It is taken from
-the records of what is there already: a store that one machine has made is trained, and a training goes on, on another.
+value when the command line is read, and from the records that are there: what one machine began, another goes on with.
 """
 
 import json
@@ -20,11 +19,7 @@ CPUINFO = Path("/proc/cpuinfo")
 
 
 def resolve(config: Config) -> dict[str, str]:
-    """Put a value in the place of every `auto`.
-
-    Returns:
-        Option → a line that says what the hardware decided and why, of those that it decided.
-    """
+    """Put a value in the place of every `auto`; returns option → a line on what the hardware decided, and why."""
     target, t, chosen = config.target, config.train, {}
     if target.dtype == AUTO:
         target.dtype = _recorded_dtype(config)

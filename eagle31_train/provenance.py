@@ -1,9 +1,8 @@
 """When is an output up to date? When it was made from the inputs that are wanted now, and its files are as written.
 
-Every output carries a record, written last: `inputs`, all that the output depends on; `fingerprint`, their hash; and
-`files`, with sizes and checksums. An output of the wanted inputs is kept, one of other inputs is refused or, with
-overwrite=true, made again, and one whose files are damaged is made again. What each stage depends on stands below,
-stage by stage.
+Every output has a record, written last: `inputs`, all that it depends on; `fingerprint`, their hash; `files`, with
+sizes and checksums. One of other inputs is refused or, with overwrite=true, made again; so is one that is damaged.
+What each stage depends on stands below, stage by stage.
 """
 
 from collections.abc import Mapping
@@ -37,7 +36,7 @@ class Provenance:
     """What an output is made from.
 
     inputs: of JSON's types. card: inputs of the words and pictures around an output, which may change without it.
-    pointers: name of an input → the option, as it was given, that says where it lies: it may be what is wrong.
+    pointers: name of an input → the option, as given, that says where it lies: it may be what is wrong.
     """
 
     inputs: dict[str, Any]
@@ -46,7 +45,7 @@ class Provenance:
 
     @property
     def all_inputs(self) -> dict[str, Any]:
-        """As a record keeps them."""
+        """As a record has them."""
         return self.inputs if self.card is None else {**self.inputs, "card": self.card}
 
     @property
@@ -64,11 +63,7 @@ class Provenance:
         return fingerprint({**inputs, "card": None}) == fingerprint({**self.inputs, "card": None})
 
     def refuse_other(self, where: object, record: Mapping[str, Any], overwrite: bool) -> None:
-        """Refuse an output of other inputs, unless it may be overwritten.
-
-        Raises:
-            UserError: names the output and the inputs that differ.
-        """
+        """Unless it may be overwritten, refuse an output of other inputs with a UserError that names these."""
         if not overwrite and not self.matches(record):
             change = describe_change(record.get("inputs", {}), self.all_inputs)
             for old, new in RENAMED.items():
@@ -76,24 +71,20 @@ class Provenance:
             raise UserError(f"{where} was made from other inputs ({change}): {self.remedy(record)}")
 
     def remedy(self, record: Mapping[str, Any]) -> str:
-        """What to do about an output of other inputs; it is replaced only where no option may have led astray."""
+        """What to do about an output of other inputs; it is replaced only where no option may point to a wrong one."""
         before = record.get("inputs", {})
-        if led := [given for name, given in self.pointers.items() if before.get(name) != self.inputs.get(name)]:
-            return f"correct {' or '.join(led)}, or choose another name=… or run_dir=…"
-        return REPLACE
+        wrong = [given for name, given in self.pointers.items() if before.get(name) != self.inputs.get(name)]
+        return f"correct {' or '.join(wrong)}, or choose another name=… or run_dir=…" if wrong else REPLACE
 
 
 def whole(
     folder: Path, record_path: Path, provenance: Provenance, overwrite: bool, made_by: str, checksums: bool = True
 ) -> bool:
-    """Whether an output is there, whole, and made from these inputs, its card too.
+    """Whether an output is there, whole, and made from these inputs, its card too; UserError: see `refuse_other`.
 
     Args:
         folder: below which the record's files lie.
         checksums: read every listed file, not only its size.
-
-    Raises:
-        UserError: the output was made from other inputs, and `overwrite` is off.
     """
     if not record_path.is_file():
         return False
@@ -108,11 +99,7 @@ def whole(
 
 
 def up_to_date(folder: Path, provenance: Provenance, overwrite: bool, checksums: bool = True) -> bool:
-    """Whether the stage that writes `folder` is done for these inputs; a folder of other inputs is removed.
-
-    Raises:
-        UserError: it was made from other inputs, and `overwrite` is off.
-    """
+    """Whether the stage that writes `folder` is done for these inputs; see `whole`. One of others is removed."""
     record = folder / MANIFEST
     found = whole(folder, record, provenance, overwrite, "this command", checksums)
     if record.is_file() and not provenance.matches(read_json(record, "this command")):
@@ -121,13 +108,12 @@ def up_to_date(folder: Path, provenance: Provenance, overwrite: bool, checksums:
 
 
 def recorded(section: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options under the names that records keep: those that they had before they were renamed. Later ones only where
-    they have another value than everything had before them."""
+    """Options under the names that they had before RENAMED; those of ADDED only with another value than there."""
     old_names = {new: old for old, new in RENAMED.items()}
-    told = {f"{section}.{name}": value for name, value in options.items()}
+    named = {f"{section}.{name}": value for name, value in options.items()}
     return {
         old_names.get(name, name).split(".")[-1]: value
-        for name, value in told.items()
+        for name, value in named.items()
         if name not in ADDED or value != ADDED[name]
     }
 
@@ -156,20 +142,9 @@ def target_identity(target: TargetConfig) -> dict[str, Any]:
 
 def of_data(config: Config, corpus: Mapping[str, Any], template: Mapping[str, Any], vocab_size: int) -> Provenance:
     """Stage 1's data set. corpus: the rows, by the hashes of their files. template: tokenizer and chat template."""
-    data = config.data
-    return Provenance(
-        {
-            "layout": LAYOUTS["data"],
-            **corpus,
-            **template,
-            "vocab_size": vocab_size,
-            "max_length": data.max_length,
-            "heldout": data.heldout,
-            "shuffle": data.shuffle,
-            "draft_vocab_size": data.draft_vocab_size,
-            "draft_vocab_coverage": data.draft_vocab_coverage,
-        }
-    )
+    names = ("max_length", "heldout", "shuffle", "draft_vocab_size", "draft_vocab_coverage")
+    options = {name: getattr(config.data, name) for name in names}
+    return Provenance({"layout": LAYOUTS["data"], **corpus, **template, "vocab_size": vocab_size, **options})
 
 
 def of_store(config: Config, data: Mapping[str, Any]) -> Provenance:
@@ -232,9 +207,8 @@ def of_evaluation(
     """Stage 4's result.
 
     Args:
-        data: stage 1's manifest. drafter: what tells it from others. workloads: what the prompts depend on.
-        sampled: some tokens are drawn, by the seed.
-        server: backend=vllm: its version under "vllm", and the arguments of the target under "server".
+        data: stage 1's manifest. drafter: its identity. workloads: what the prompts depend on.
+        sampled: some tokens are drawn, by the seed. server: backend=vllm: its version and the target's arguments.
     """
     options = recorded("evaluate", asdict(config.evaluate))
     left_out = CHOOSE_PROMPTS | (DECODING_ONLY if server else SERVING_ONLY)

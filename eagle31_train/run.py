@@ -27,18 +27,10 @@ ALONE = ("cpu", "gpu")  # profiles of one process
 PROFILES = [*ALONE, "ddp", "fsdp2", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload"]  # of one machine
 
 
-def run(
-    config: Config,
-    overrides: list[str],
-    first: str = STAGES[0],
-    last: str = STAGES[-1],
-    profile: str | None = None,
-) -> None:
-    """Run the stages from `first` to `last`, each in a process of its own; training under a launch profile, or under
-    the one that fits the devices here.
+def run(config: Config, overrides: list[str], first: str, last: str, profile: str | None = None) -> None:
+    """Run the stages from `first` to `last`, each in a process of its own; SystemExit if one fails, with its status.
 
-    Raises:
-        SystemExit: a stage ended with this status, and has said why.
+    `profile`: of the launch of training; by default the one that fits the devices here.
     """
     if ANY in overrides:
         if ANY not in sys.argv:
@@ -60,11 +52,7 @@ def run(
 
 
 def whole_vocabulary(config: Config, overrides: list[str]) -> list[str]:
-    """The option that makes all tokens of a target draft tokens, where it has fewer than the recipe wants.
-
-    Raises:
-        UserError: there is no target.
-    """
+    """The option that makes all tokens of a target draft tokens, where it has fewer than the recipe wants."""
     from eagle31_train.targets.description import describe_target  # seconds, which `--help` need not wait for
 
     size, option = config.data.draft_vocab_size, "data.draft_vocab_size"

@@ -15,15 +15,22 @@ WORDS = ["the quick brown fox jumps over the lazy dog", "user assistant system h
 FAMILIES = {path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in (HERE / "golden").glob("*.yaml")}
 
 
-def make_tokenizer(family: dict, words: list[str] = WORDS, size: int = 400) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of so many tokens, trained on these words, with the family's markup added, and its template."""
+def byte_pairs(words: list[str], size: int, special: tuple[str, ...] = ()) -> Backend:
+    """A byte-level BPE of so many tokens, trained on these words: every text can be spelt. `special` come first."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=size, special_tokens=list(special), initial_alphabet=alphabet, show_progress=False
     )
     backend.train_from_iterator(words * 5, trainer)
+    return backend
+
+
+def make_tokenizer(family: dict, words: list[str] = WORDS, size: int = 400) -> PreTrainedTokenizerFast:
+    """A tokenizer trained on these words, with the family's markup added, and its template."""
+    backend = byte_pairs(words, size)
     backend.add_special_tokens(family["special"])
     backend.add_tokens([AddedToken(token, normalized=False) for token in family.get("added", [])])
     template = (HERE / "templates" / family["template"]).read_text(encoding="utf-8")

@@ -2,7 +2,7 @@
 
     holding.py FOLDER OPTION...
 
-Run by tests/planning/test_profiles.py, in as many processes as a profile has.
+Run by tests/planning/test_footprint.py, in as many processes as a profile has.
 """
 
 import gc

@@ -1,37 +1,20 @@
 """Drafters large enough that a step's memory is that of its tensors."""
 
 import torch
+from conftest import make_shape
 
-from eagle31_train.config import DrafterShape
 from eagle31_train.model.batch import build_batch
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.model.loss import Objective, Teacher
 from eagle31_train.store.codec import encode
 from eagle31_train.store.document import Document
 
+SIZES = {"hidden_size": 256, "target_hidden_size": 256, "vocab_size": 2000, "draft_vocab_size": 1000}
+SIZES |= {"intermediate_size": 704, "num_attention_heads": 8, "head_dim": 32, "max_position_embeddings": 2048}
+
 
 def shape_of(**changes):
-    fields = {
-        "architecture": "llama",
-        "hidden_size": 256,
-        "target_hidden_size": 256,
-        "aux_layers": [1, 2, 3],
-        "vocab_size": 2000,
-        "draft_vocab_size": 1000,
-        "intermediate_size": 704,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1e4,
-        "rope_scaling": None,
-        "max_position_embeddings": 2048,
-        "fc_norm": True,
-        "norm_output": True,
-        "norm_before_residual": False,
-        "share_embedding": True,
-    }
-    return DrafterShape(**{**fields, **changes})
+    return make_shape(**{**SIZES, "rope_theta": 1e4, **changes})
 
 
 # Kimi's published drafter.

@@ -27,76 +27,33 @@ REACH, FOLLOWERS = 9, 6  # how far ahead of a word those lie that may follow it,
 HIDDEN = 128
 GAIN = 0.5  # of what the layers add, by which the context chooses among the followers
 COMMON = {"hidden_size": HIDDEN, "num_attention_heads": 4, "num_key_value_heads": 2}  # heads as vLLM's CPU kernels want
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0}
-# Family → what is unlike the others' in its configuration, and the chat format that it speaks.
+
+
+def sizes(model_type: str, layers: int, mlp: int, eps: float, positions: int, rope: dict, **more: Any) -> dict:
+    """What is unlike the others' in a family's configuration; `rope` with the kind and theta of RoPE."""
+    return {
+        "model_type": model_type,
+        "num_hidden_layers": layers,
+        "intermediate_size": mlp,
+        "rms_norm_eps": eps,
+        "max_position_embeddings": positions,
+        "rope_parameters": {"rope_type": "default", **rope},
+        **more,
+    }
+
+
+LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+EXPERTS = {"moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 2}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5}
+YARN = {"rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "rope_theta": 1.5e5}
+LLAMA3["original_max_position_embeddings"], YARN["original_max_position_embeddings"] = 128, 64
+# Family → its sizes, and the chat format that it speaks.
 TARGETS = {
-    "llama-tied": (
-        {
-            "model_type": "llama",
-            "tie_word_embeddings": True,
-            "num_hidden_layers": 7,
-            "intermediate_size": 192,
-            "rms_norm_eps": 1e-5,
-            "max_position_embeddings": 1024,
-            "rope_parameters": {**LLAMA3, "original_max_position_embeddings": 128, "rope_theta": 5e5},
-        },
-        "llama3",
-    ),
-    "qwen3": (
-        {
-            "model_type": "qwen3",
-            "head_dim": 64,
-            "num_hidden_layers": 4,
-            "intermediate_size": 160,
-            "rms_norm_eps": 1e-6,
-            "max_position_embeddings": 768,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-        },
-        "qwen3",
-    ),
-    "qwen3-moe": (
-        {
-            "model_type": "qwen3_moe",
-            "head_dim": 64,
-            "num_hidden_layers": 5,
-            "intermediate_size": 160,
-            "moe_intermediate_size": 48,
-            "num_experts": 8,
-            "num_experts_per_tok": 2,
-            "rms_norm_eps": 1e-6,
-            "max_position_embeddings": 768,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-        },
-        "qwen3",
-    ),
-    "mistral-sliding": (
-        {
-            "model_type": "mistral",
-            "num_hidden_layers": 6,
-            "intermediate_size": 144,
-            "rms_norm_eps": 1e-5,
-            "sliding_window": 16,
-            "max_position_embeddings": 512,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-        },
-        "mistral",
-    ),
-    "gpt-oss": (
-        {
-            "model_type": "gpt_oss",
-            "num_hidden_layers": 6,
-            "intermediate_size": 64,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "rms_norm_eps": 1e-5,
-            "sliding_window": 16,
-            "max_position_embeddings": 512,
-            "head_dim": 64,
-            "rope_parameters": {**YARN, "truncate": False, "rope_theta": 1.5e5},
-        },
-        "gpt_oss",
-    ),
+    "llama-tied": (sizes("llama", 7, 192, 1e-5, 1024, LLAMA3, tie_word_embeddings=True), "llama3"),
+    "qwen3": (sizes("qwen3", 4, 160, 1e-6, 768, {"rope_theta": 1e6}, head_dim=64), "qwen3"),
+    "qwen3-moe": (sizes("qwen3_moe", 5, 160, 1e-6, 768, {"rope_theta": 1e6}, head_dim=64, **EXPERTS), "qwen3"),
+    "mistral-sliding": (sizes("mistral", 6, 144, 1e-5, 512, {"rope_theta": 1e4}, sliding_window=16), "mistral"),
+    "gpt-oss": (sizes("gpt_oss", 6, 64, 1e-5, 512, YARN, head_dim=64, sliding_window=16, **LOCAL), "gpt_oss"),
 }
 
 
@@ -106,9 +63,9 @@ def make(name: str, folder: Path) -> Path:
     words = [*(f"{word} {word}" for word in WORDS), *MARKUP]
     tokenizer = make_tokenizer(FAMILIES[chat], words, 500)
     template = ChatTemplate(tokenizer, tokenizer.convert_tokens_to_ids(FAMILIES[chat]["end"]), tokenizer.chat_template)
-    sizes = {**COMMON, "tie_word_embeddings": False, **fields, "vocab_size": -(-len(tokenizer) // 64) * 64}
+    options = {**COMMON, "tie_word_embeddings": False, **fields, "vocab_size": -(-len(tokenizer) // 64) * 64}
     tokens = {"bos_token_id": None, "eos_token_id": template.end_ids[0], "pad_token_id": None}
-    config = CONFIG_MAPPING[fields["model_type"]](**sizes, **tokens)
+    config = CONFIG_MAPPING[fields["model_type"]](**options, **tokens)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(0)
     for of, parameter in model.named_parameters():

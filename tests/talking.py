@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from families import byte_pairs
 from transformers import PreTrainedTokenizerFast
 
 from eagle31_train.evaluation.rendering import Rendering
@@ -18,18 +18,8 @@ WORDS = [
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level BPE with a few merges, so that cutting a text between tokens may change what they are."""
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=420,
-        special_tokens=SPECIAL,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(WORDS * 5, trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
+        tokenizer_object=byte_pairs(WORDS, 420, tuple(SPECIAL)),
         bos_token="<|im_start|>",
         eos_token="<|im_end|>",
         additional_special_tokens=SPECIAL,

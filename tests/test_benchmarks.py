@@ -20,7 +20,7 @@ def test_counted_pairs_are_those_of_the_batch(unroll):
     assert work.pairs == batch.trained.tolist()
     assert work.slots[0] == len(batch.layout.slots)
     assert work.positions == len(batch.aux)
-    assert work.taught == len(batch.teacher)
+    assert work.targets == len(batch.teacher)
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-mla"])

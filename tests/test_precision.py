@@ -61,32 +61,26 @@ def test_the_hardware_decides_and_it_is_said(machine, monkeypatch, tmp_path, cap
     assert capsys.readouterr().out == "float32\nauto\n"
 
 
-RECORDS = {
-    "store/provenance.json": {"inputs": {"target": {"dtype": "bfloat16"}}},
-    "train/config.yaml": {"target": {"dtype": "bfloat16"}},
-    "conversations.manifest.json": {"inputs": {"dtype": "bfloat16"}},
-    "prompts.manifest.json": {"inputs": {"dtype": "bfloat16"}},
-}
-
-
-@pytest.mark.parametrize("name", RECORDS)
-def test_what_was_begun_on_another_machine_stays_as_it_was_begun(machine, tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "record"),
+    [
+        ("store/provenance.json", {"inputs": {"target": {"dtype": "bfloat16"}}}),
+        ("train/config.yaml", {"target": {"dtype": "bfloat16"}}),
+        ("conversations.manifest.json", {"inputs": {"dtype": "bfloat16"}}),
+        ("prompts.manifest.json", {"inputs": {"dtype": "bfloat16"}}),
+    ],
+)
+def test_what_was_begun_on_another_machine_stays_as_it_was_begun(machine, tmp_path, name, record):
     machine("fpu")
     file = tmp_path / name
     file.parent.mkdir(exist_ok=True)
-    file.write_text(json.dumps(RECORDS[name]))
+    file.write_text(json.dumps(record))
     assert chosen(f"run_dir={tmp_path}") == ("bfloat16", "no")
     assert chosen(f"run_dir={tmp_path}", "target.dtype=float32") == FP32, "what is given is taken"
     (tmp_path / "train").mkdir(exist_ok=True)
     (tmp_path / "train" / "inputs.json").write_text(json.dumps({"inputs": {"train": {"precision": "bf16"}}}))
     assert chosen(f"run_dir={tmp_path}") == BF16
+    if name.startswith("store"):  # a store elsewhere comes before this run's own records
+        assert chosen("run_dir=nowhere", f"store_dir={tmp_path / 'store'}") == ("bfloat16", "no")
     file.write_text("{torn")
     assert chosen(f"run_dir={tmp_path}") == ("float32", "bf16"), "a damaged record is told of by its stage"
-
-
-def test_a_store_elsewhere_is_followed_before_this_runs_own_records(machine, tmp_path):
-    machine("fpu")
-    (tmp_path / "prompts.manifest.json").write_text(json.dumps({"inputs": {"dtype": "float32"}}))
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "provenance.json").write_text(json.dumps(RECORDS["store/provenance.json"]))
-    assert chosen(f"run_dir={tmp_path}", f"store_dir={tmp_path / 'other'}") == ("bfloat16", "no")

@@ -1,4 +1,7 @@
-"""Up to date means: made from the wanted inputs, and every file as it was written."""
+"""Up to date means: made from the wanted inputs, and every file as it was written, whole or not at all."""
+
+import json
+from pathlib import Path
 
 import pytest
 
@@ -69,33 +72,73 @@ def test_a_card_may_change_without_its_checkpoint(tmp_path):
     assert whole == {"same": True, "card": False, "none": False}
 
 
+def inputs_of(*options, chosen_on=None):
+    config = load_config(["+experiment=smollm2", *options])
+    return provenance.of_training(config, "s", "d", "v" * 64, None, chosen_on)
+
+
 def test_records_keep_the_names_that_options_had(monkeypatch):
     """Else a renamed option would put every earlier output out of date."""
-    before = provenance.of_training(load_config(["+experiment=smollm2"]), "s", "d", "v" * 64, None)
+    before = inputs_of().inputs["train"]
     monkeypatch.setitem(RENAMED, "train.gamma_of_old", "train.gamma")
-    after = provenance.of_training(load_config(["+experiment=smollm2"]), "s", "d", "v" * 64, None)
-    assert after.inputs["train"]["gamma_of_old"] == before.inputs["train"]["gamma"]
-    assert "gamma" not in after.inputs["train"]
+    after = inputs_of().inputs["train"]
+    assert after["gamma_of_old"] == before["gamma"]
+    assert "gamma" not in after
 
 
-def test_what_steers_no_weight_is_no_input_of_training():
-    def inputs(*options):
-        return provenance.of_training(load_config(["+experiment=smollm2", *options]), "s", "d", "v" * 64, None)
+def test_inputs_of_training_are_what_steers_its_weights():
+    """And what chooses the step, only where one is chosen: runs from before there were such options stay up to date."""
+    record = inputs_of().record()
+    assert inputs_of("train.wandb=disabled", "train.time_limit=1h", "train.num_workers=4").matches(record)
+    assert not inputs_of("train.lr=1").matches(record)
+    assert not inputs_of("seed=9").matches(record)
+    assert not {"keep_best", "early_stop", "choice"} & inputs_of("train.eval_every=7").inputs["train"].keys()
+    choosing = inputs_of("train.early_stop=3", "train.eval_every=7", chosen_on=["prompt"]).inputs["train"]["choice"]
+    steps = {"keep_best": False, "early_stop": 3, "prompts": ["prompt"], "every": 7}
+    assert choosing == {**steps, "dtype": "float32", "draft_tokens": 3}
 
-    assert inputs("train.wandb=disabled", "train.time_limit=1h", "train.num_workers=4").matches(inputs().record())
-    assert not inputs("train.lr=1").matches(inputs().record())
-    assert not inputs("seed=9").matches(inputs().record())
+
+# ---------------------------------------------------------------- describe_change, fingerprint
 
 
-def test_what_chooses_the_step_is_an_input_where_one_is_chosen_and_nowhere_else():
-    """Else no run from before there were such options would be up to date."""
+def test_changes_are_named_by_their_dotted_option():
+    old = {"a": 1, "b": {"c": [1], "d": {"e": "x"}, "same": 0}, "gone": 1}
+    new = {"a": 1, "b": {"c": [1, 2], "d": {"e": "y"}, "same": 0}, "came": 2}
+    assert artifacts.describe_change(old, new) == (
+        "b.c: [1] there, [1, 2] here; b.d.e: x there, y here; came: nothing there, 2 here; gone: 1 there, nothing here"
+    )
+    assert artifacts.describe_change({}, {"unset": None}) == "unset: nothing there, None here"
+    assert artifacts.describe_change(old, old) == ""
 
-    def inputs(chosen_on, *options):
-        config = load_config(["+experiment=smollm2", *options])
-        return provenance.of_training(config, "s", "d", "v" * 64, None, chosen_on).inputs["train"]
 
-    assert not {"keep_best", "early_stop", "choice"} & inputs(None, "train.eval_every=7").keys()
-    assert inputs(["prompt"], "train.early_stop=3", "train.eval_every=7")["choice"] == {
-        **{"keep_best": False, "early_stop": 3, "prompts": ["prompt"], "every": 7},
-        **{"dtype": "float32", "draft_tokens": 3},
-    }
+# ---------------------------------------------------------------- written whole
+
+
+def tear(file, data):
+    with file.open("wb") as opened:
+        opened.write(data[:5])
+    raise OSError("No space left on device")
+
+
+def refuse(_from, _to):
+    raise OSError("No space left on device")
+
+
+@pytest.mark.parametrize(("step", "failure"), [("write_bytes", tear), ("replace", refuse)])
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, step, failure):
+    file = tmp_path / "sub" / "state.json"
+    artifacts.write_json(file, {"old": 1})
+    monkeypatch.setattr(Path, step, failure)
+    with pytest.raises(OSError, match="No space left"):
+        artifacts.write_json(file, {"new": 2})
+    assert json.loads(file.read_bytes()) == {"old": 1}
+    assert [path.name for path in file.parent.iterdir()] == ["state.json"]
+
+
+def test_commit_replaces_files_and_folders_whole(tmp_path):
+    for name, text in ((".new", "new"), ("old", "old")):
+        (tmp_path / name / "deep").mkdir(parents=True)
+        (tmp_path / name / "deep" / text).write_text(text)
+    artifacts.commit(tmp_path / ".new", tmp_path / "old")
+    assert [path.name for path in (tmp_path / "old" / "deep").iterdir()] == ["new"]
+    assert not (tmp_path / ".new").exists()

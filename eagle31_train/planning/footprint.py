@@ -1,24 +1,26 @@
-"""How many bytes a training step takes on a device: what autograd keeps of a micro-batch, and the state it updates.
+"""How many bytes training takes on a device: a micro-batch, and the state under each profile of configs/accelerate.
 
-Written off the code of `drafter/`, `loss.py` and `train/parallel.py`, and of DeepSpeed 0.19.8
-(runtime/zero/stage_1_and_2.py, stage3.py) and torch's FSDP2. State that is there all the time is exact; what comes
-and goes is an estimate: allocators, attention kernels and compilers take some more. Tests hold both against
-measurements on a CPU.
+Read off the code of `model/` and train/parallel.py, DeepSpeed 0.19.8 (runtime/zero/stage_1_and_2.py, stage3.py,
+partition_parameters.py) and torch's FSDP2 (distributed/fsdp/_fully_shard). State that is there all the time is exact
+but for some padding, all fp32; what comes and goes is an estimate. Tests hold both against measurements on a CPU.
 
 Letters: A auxiliary layers, D and H hidden sizes of drafter and target, I MLP width, Vd draft vocabulary; K steps,
-S slots, N tokens, C positions.
+S slots, N tokens, C positions; P trained parameters, W devices.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from eagle31_train.checkpoint.contract import weight_shapes
 from eagle31_train.config import DrafterShape
 from eagle31_train.planning.work import Widths, Work, widths
 
-MOST_COPIES = 8.0  # of the keys for attention on a GPU: make_segments of drafter/packing.py
+MOST_COPIES = 8.0  # of the keys for attention on a GPU: make_segments of model/packing.py
 LOGITS = (2**28, 2**26)  # loss.LOGITS on a GPU: in one matrix product, and while probabilities are worked out
 FP32 = 4
+GROUP = 1_000_000_000  # DeepSpeed's own sub_group_size: elements that ZeRO-3 updates together
 
 
 # ---------------------------------------------------------------- one micro-batch
@@ -26,18 +28,13 @@ FP32 = 4
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes on the device while one micro-batch is worked out.
+    """Bytes on the device while one micro-batch is worked out."""
 
-    copies: weights in the precision of the products. kept: what waits for the backward pass. head: lm_head's
-    gradient in fp32, worked out with the loss. loss: what lives only while the loss is worked out. backward: what
-    lives only in the backward pass, gradients of `copies` included.
-    """
-
-    copies: float
-    kept: float
-    head: float
-    loss: float
-    backward: float
+    copies: float  # weights in the precision of the products
+    kept: float  # what waits for the backward pass
+    head: float  # lm_head's gradient in fp32, worked out with the loss
+    loss: float  # what lives only while the loss is worked out
+    backward: float  # what lives only in the backward pass, gradients of `copies` included
 
     @property
     def after_forward(self) -> float:
@@ -52,21 +49,15 @@ class Activations:
 
 @dataclass(frozen=True)
 class Step:
-    """How a step is worked out.
+    """How a step is worked out."""
 
-    value: bytes of a value in the precision of the products, 2 with bf16 and 4 with fp32. decodes: the store's
-    states are made values of that precision on the device, where bf16 ones are used as they came. logits: how many
-    are alive at once, see LOGITS. flash: attention is CUDA's flash kernel in 16 bits. The others are options of train
-    and drafter.
-    """
-
-    value: int = 2
-    decodes: bool = True
+    value: int = 2  # bytes of a value in the precision of the products
+    decodes: bool = True  # the store's states become values of that precision on the device
     recompute: bool = False
     train_lm_head: bool = True
     lk: bool = False
-    logits: tuple[int, int] = LOGITS
-    flash: bool = True
+    logits: tuple[int, int] = LOGITS  # how many are alive at once
+    flash: bool = True  # attention is CUDA's flash kernel in 16 bits
 
 
 def activations(shape: DrafterShape, work: Work, step: Step) -> Activations:
@@ -107,7 +98,7 @@ def _loss(shape: DrafterShape, work: Work, step: Step) -> float:
     """
     pairs = sum(work.pairs)
     block = min(step.logits[0], pairs * shape.draft_vocab_size)
-    teacher = block * work.taught / max(pairs, 1)
+    teacher = block * work.targets / max(pairs, 1)
     copies = 3 + (step.value < FP32) + 3 * step.lk
     part = FP32 * copies * min(step.logits[1], block)
     head = 2 * step.value * min(step.logits[1], shape.draft_vocab_size * shape.hidden_size) * step.train_lm_head
@@ -143,58 +134,44 @@ def _flash(shape: DrafterShape, w: Widths, work: Work) -> float:
 
 
 def _kept(shape: DrafterShape, w: Widths, work: Work, step: Step) -> float:
-    """Bytes that autograd keeps of the drafter's K steps.
+    """Bytes that autograd keeps of the drafter's K steps; `numbers` are fp32, `values` as `step.value` says.
 
-    | per | values | fp32 numbers |
-    | --- | --- | --- |
-    | token | embedding, its norm: 2D | 1 of the norm |
-    | token read | its normed embedding: D | |
-    | position | what goes into fc: A·H, and with fc_norm into that, if it had to be decoded: A·H; g_0 and its norm:
-      2D; RoPE's sines and cosines; key, value; of MLA what both come from, and its latent normed | A + 1 |
-    | slot | g_0: D | |
-    | slot-step | normed state, u, normed u, h: 4D, with norm_output the state, which is z: 5D; gate, up and their
-      product: 3I; query, RoPE's, attention's output; of MLA the query's latent, and that normed | 3, and attention's
-      log-sum-exp per head |
-    | slot-step but the first | its own key and value, RoPE's, of MLA as above | |
-
-    Of several layers each has its norm, keys and values; those below the last take every position for the slots of
-    step 0. With norm_before_fc what goes into fc is kept before and after it.
+    Each of several layers has its norm, keys and values; those below the last take every position for the slots of
+    step 0.
     """
-    D, A = shape.hidden_size, len(shape.aux_layers)
-    S, K, L, rows = work.slots[0], work.ttt_length, shape.num_layers, _rows(shape, work)
-    latents = w.key_in + w.key_up[0] if w.key_up[0] else 0
-    key, key_numbers = w.keys + w.values + w.rope + latents, bool(w.key_up[0])
-    query, query_numbers = w.queries + w.rope + 2 * w.query_up[0], bool(w.query_up[0])
-    states = K if shape.norm_output else 1
-    values = work.tokens * 2 * D + work.read * D
-    values += work.positions * (_fused(shape, step) + D + L * (D + key))
-    values += S * states * D + rows * (4 * D + 3 * shape.intermediate_size + query + w.out) + L * S * (K - 1) * key
-    numbers = work.tokens + work.positions * (A * shape.fc_norm + shape.norm_before_fc + L * (1 + key_numbers))
-    numbers += rows * (3 + w.heads + query_numbers) + L * S * (K - 1) * key_numbers
+    D, S, K, L, rows = shape.hidden_size, work.slots[0], work.ttt_length, shape.num_layers, _rows(shape, work)
+    # Key, value, RoPE's; of MLA what both come from, and its latent normed.
+    key = w.keys + w.values + w.rope + (w.key_in + w.key_up[0] if w.key_up[0] else 0)
+    # Query, RoPE's; of MLA the query's latent, and that normed.
+    query, latents = w.queries + w.rope + 2 * w.query_up[0], bool(w.query_up[0])
+    values = work.tokens * 2 * D + work.read * D  # embeddings and their norm; the normed ones that are read
+    values += work.positions * (_fused(shape, step) + D + L * (D + key))  # into fc, g_0, its norm, keys
+    values += S * (K if shape.norm_output else 1) * D  # g_0, or z of every step
+    values += rows * (4 * D + 3 * shape.intermediate_size + query + w.out)  # u, h, norms; gate, up, product; attention
+    values += L * S * (K - 1) * key  # a slot's own keys and values, at every step but the first
+    numbers = work.tokens + work.positions * (_norms(shape) + L * (1 + bool(w.key_up[0])))
+    numbers += rows * (3 + w.heads + latents) + L * S * (K - 1) * bool(w.key_up[0])  # norms, log-sum-exp per head
     return step.value * values + FP32 * numbers
 
 
 def _kept_recomputing(shape: DrafterShape, w: Widths, work: Work, step: Step) -> float:
-    """Likewise with train.activation_checkpointing: what is between the parts worked out again, and what these read.
-
-    | per | values | fp32 numbers |
-    | --- | --- | --- |
-    | token | embedding, its norm: 2D; its half of the first projection of keys and values | 1 of the norm |
-    | token read | normed embedding: D; its half of the first projections | |
-    | position | as without, but for the norm of g_0, RoPE's and what is inside MLA | A |
-    | slot-step | state: D (with norm_before_residual the normed one too); query; attention's output | log-sum-exp per
-      head, and the position: two |
-    | slot-step but the first | its own key and value | |
-    """
-    D, A = shape.hidden_size, len(shape.aux_layers)
-    S, K, L, rows = work.slots[0], work.ttt_length, shape.num_layers, _rows(shape, work)
+    """Likewise with train.activation_checkpointing: what is between the parts worked out again, and what these read."""
+    D, S, K, L, rows = shape.hidden_size, work.slots[0], work.ttt_length, shape.num_layers, _rows(shape, work)
     asking = work.tokens if L > 1 else work.read
+    # Embeddings and their norm; the embeddings' half of the first projections.
     values = work.tokens * (2 * D + w.key_in) + work.read * (D + w.key_in) + asking * w.query_in
-    values += work.positions * (_fused(shape, step) + D + L * (w.keys + w.values))
-    values += S * K * D * shape.norm_before_residual + rows * (D + w.queries + w.out)
+    values += work.positions * (_fused(shape, step) + D + L * (w.keys + w.values))  # into fc, g_0, keys
+    values += S * K * D * shape.norm_before_residual + rows * (
+        D + w.queries + w.out
+    )  # state, query, attention's output
     values += L * S * (K - 1) * (w.keys + w.values)
-    numbers = work.tokens + work.positions * (A * shape.fc_norm + shape.norm_before_fc) + rows * (w.heads + 2)
+    numbers = work.tokens + work.positions * _norms(shape) + rows * (w.heads + 2)  # log-sum-exp per head, and position
     return step.value * values + FP32 * numbers
+
+
+def _norms(shape: DrafterShape) -> int:
+    """Numbers of a position that the norms before fc keep."""
+    return len(shape.aux_layers) * shape.fc_norm + shape.norm_before_fc
 
 
 def _rows(shape: DrafterShape, work: Work) -> float:
@@ -208,3 +185,152 @@ def _fused(shape: DrafterShape, step: Step) -> float:
     """Values of a position that wait for the gradient of fc and of the norms before it."""
     wide = len(shape.aux_layers) * shape.target_hidden_size
     return wide * (1 + shape.fc_norm * step.decodes + shape.norm_before_fc)
+
+
+# ---------------------------------------------------------------- the state, and a step, under a launch profile
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One of configs/accelerate, by its file's name, and what it shards."""
+
+    name: str
+    stage: int = 0  # 1: moments are sharded, 2: gradients too, 3: weights too
+    several: bool = True
+
+    @property
+    def deepspeed(self) -> bool:
+        """Whether it is DeepSpeed's, with settings of this name in configs/deepspeed."""
+        return self.name.startswith("zero")
+
+    @property
+    def offload(self) -> bool:
+        """Whether moments and the update are in the host's memory."""
+        return self.name.endswith("offload")
+
+    def takes(self, optimizer: str) -> bool:
+        """Whether train.optimizer may be this: Muon needs whole matrices, which DeepSpeed cuts up."""
+        return optimizer != "muon" or not self.deepspeed
+
+
+STAGES = {"ddp": 0, "zero1": 1, "zero2": 2, "zero2_offload": 2, "fsdp2": 3, "zero3": 3, "zero3_offload": 3}
+PROFILES = (Profile("gpu", several=False), *(Profile(name, stage) for name, stage in STAGES.items()))
+
+
+@dataclass(frozen=True)
+class State:
+    """What is trained."""
+
+    groups: Sequence[Sequence[int]]  # parameters of each tensor in the order of the optimizer's groups
+    frozen: int = 0  # parameters
+    orthogonal: Sequence[tuple[int, int]] = ()  # sizes of the matrices that Muon updates
+
+    @property
+    def trained(self) -> int:
+        """P."""
+        return sum(map(sum, self.groups))
+
+    @property
+    def moments(self) -> int:
+        """Values that the optimizer keeps: AdamW two for each parameter, Muon one."""
+        return 2 * self.trained - sum(map(math.prod, self.orthogonal))
+
+    @property
+    def iterated(self) -> float:
+        """Bytes while Newton-Schulz iterates on the largest matrix [m, n], m <= n; see `work.newton_schulz_flops`.
+
+        The momentum in fp32; in bf16 the iterate and the next one, and two products [m, m].
+        """
+        sizes = [(min(size), max(size)) for size in self.orthogonal]
+        return max((FP32 * m * n + 2 * (2 * m * n + 2 * m * m) for m, n in sizes), default=0.0)
+
+    def touched(self, parts: int) -> int:
+        """Parameters of whole tensors that a device's part lies in, of the device with most.
+
+        ZeRO-2 cuts each group, end to end, into `parts`, and keeps the gradient of every tensor that begins, ends or
+        lies in its part as a whole.
+        """
+        totals = [0] * parts
+        for group in self.groups:
+            size = math.ceil(sum(group) / (2 * parts)) * 2  # DeepSpeed aligns the whole group to two elements a part
+            for numel, end in zip(group, accumulate(group), strict=True):
+                for part in range((end - numel) // size, math.ceil(end / size)):
+                    totals[part] += numel
+        return max(totals)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one device. The first four are there all the time."""
+
+    weights: float
+    moments: float
+    copies: float  # flat copies of weights or gradients, and buckets
+    target: float  # the target's frozen pieces
+    step: float  # at the worst moment of a micro-batch's forward and backward pass
+    exchange: float  # when gradients go over the devices and the update is made
+    host: float = 0.0  # in the memory of the machine, for this process
+
+    @property
+    def held(self) -> float:
+        """Between two steps."""
+        return self.weights + self.moments + self.copies + self.target
+
+    @property
+    def peak(self) -> float:
+        """At the worst moment."""
+        return self.held + max(self.step, self.exchange)
+
+
+def memory(
+    profile: Profile,
+    state: State,
+    devices: int,
+    target: float,
+    micro: Activations,
+    batch: float,
+    bucket: int = 0,
+    overlap: bool = False,
+    accumulates: bool = False,
+) -> Memory:
+    """Of one device under a profile.
+
+    Args:
+        devices: W. target: bytes of the target's pieces.
+        micro, batch: bytes of one micro-batch, worked out and as it comes.
+        bucket: elements of DeepSpeed's reduce bucket. overlap: whether there are two.
+        accumulates: a step has several micro-batches.
+    """
+    whole, frozen, bucket = FP32 * state.trained, FP32 * state.frozen, FP32 * bucket
+    gathered, part, largest = whole + frozen, whole / devices, FP32 * max(map(max, state.groups))
+    flat = largest if largest > bucket else min(bucket, whole)  # flattened once more to be sent
+    step = batch + micro.peak
+    if not profile.stage:  # one process, or DDP, whose buckets hold the gradients
+        copies, own = (whole, 0) if profile.several else (0, whole)
+        moments, exchange = FP32 * state.moments, state.iterated + own
+        return Memory(gathered, moments, copies, target, step + accumulates * own, exchange)
+    if not profile.deepspeed:
+        # FSDP2 gathers in one buffer, which lives as long as the tensors that it is copied into; gradients likewise.
+        step += 2 * gathered + accumulates * part
+        exchange = max(gathered + whole, 2 * whole + part, part + state.iterated)
+        return Memory(gathered / devices, FP32 * state.moments / devices, 0, target, step, exchange)
+    sharded = 0.0 if profile.offload else 2 * part
+    if profile.stage == 3:
+        # Gathered in one buffer, then copied into tensors; gradients go bucket by bucket. DeepSpeed means to update
+        # fp32 weights where they are, but compares a device with its name, and so has a copy.
+        step = batch + max(micro.after_forward + 2 * gathered, micro.peak + gathered)
+        exchange = max(gathered + largest + flat, min(FP32 * GROUP, part))
+        host = 5 * part if profile.offload else 0  # moments, weights, and gradients twice
+        return Memory(gathered / devices, sharded, bucket + sharded, target, step, exchange, host)
+    # ZeRO-1 and 2: all weights in one flat tensor, and the part that is updated once more.
+    host, partial = 0.0, float(FP32 * state.touched(devices))
+    if profile.stage == 1:  # all gradients, moved into the bucket one after another
+        waiting, between = whole + max(0, flat - bucket), float(whole)
+    else:
+        waiting, between = largest + flat, partial
+    if profile.offload:
+        # On the host: moments, weights, a buffer to send them, gradients; and one gradient on its way.
+        host, partial, between = 5 * part + largest + accumulates * partial, 0.0, 0.0
+    step += accumulates * between
+    exchange = max(partial + waiting + bucket * (1 + overlap), partial + part)
+    return Memory(gathered, sharded, largest if profile.offload else part, target, step, exchange, host)

@@ -16,14 +16,7 @@ from eagle31_train.config import SELF, Config
 from eagle31_train.errors import UserError
 from eagle31_train.locations import matching
 from eagle31_train.planning.work import Work, count_work, made_mask
-from eagle31_train.targets.description import (
-    CHOSEN,
-    EXPERTS,
-    TargetDescription,
-    description_of,
-    read_raw,
-    text_config,
-)
+from eagle31_train.targets.description import CHOSEN, EXPERTS, TargetDescription, description_of, read_raw, text_config
 from eagle31_train.targets.pretrained import first_line
 
 EXAMPLE = 100_000_000  # tokens that are planned for where nobody has counted or said how many there are
@@ -57,36 +50,26 @@ class Target:
 
 @dataclass(frozen=True)
 class Data:
-    """What there is to learn.
+    """What there is to learn."""
 
-    origin: where the numbers are from, in words. work: of one pass over the training split. heldout: tokens held
-    out, as a share of these. longest: tokens of the longest conversation. vocabulary: Vd, None where it is not known.
-    """
-
-    origin: str
-    work: Work
-    heldout: float
-    longest: int
-    vocabulary: int | None
+    origin: str  # where the numbers are from, in words
+    work: Work  # of one pass over the training split
+    heldout: float  # tokens held out, as a share of these
+    longest: int  # tokens of the longest conversation
+    vocabulary: int | None  # Vd, None where it is not known
 
 
 def read_target(config: Config) -> Target:
-    """The target by its config.json alone.
-
-    Raises:
-        UserError: it has none, or is of a kind whose parameters cannot be counted.
-    """
+    """The target by its config.json alone; UserError if it has none, or its parameters cannot be counted."""
     raw = read_raw(config.target)
     text = text_config(raw)
     given = config.plan.target_parameters
     sizes = Parameters(given) if given else count_parameters(text)
+    path = f"target.path={config.target.path}"
     if sizes is None:
-        raise UserError(
-            f"target.path={config.target.path} is a {raw['model_type']}, which transformers does not know: "
-            "say how many parameters a token runs through, with plan.target_parameters=32e9 or the like"
-        )
-    description = description_of(raw, text, f"target.path={config.target.path}")
-    return Target(description, sizes, weight_bytes(raw, config.target.dtype))
+        unknown = f"{path} is a {raw['model_type']}, which transformers does not know"
+        raise UserError(f"{unknown}: set plan.target_parameters=32e9 or the like, those that a token runs through")
+    return Target(description_of(raw, text, path), sizes, weight_bytes(raw, config.target.dtype))
 
 
 def weight_bytes(raw: dict[str, Any], dtype: str) -> float:
@@ -101,10 +84,7 @@ def weight_bytes(raw: dict[str, Any], dtype: str) -> float:
 
 
 def count_parameters(text: Any) -> Parameters | None:
-    """A target's parameters, by the class that transformers has for it; None of unknown kinds.
-
-    They are counted on a model without storage, so that nothing is downloaded, and experts count by their share.
-    """
+    """A target's parameters, counted on a model without storage; None of a kind that transformers does not know."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -148,10 +128,7 @@ def read_data(config: Config) -> Data:
 
 
 def writes_prompts(config: Config) -> bool:
-    """Whether the target writes prompts itself: as is said, or since nothing is given (`eagle31 run` has it so then).
-
-    Prompts of a recipe for which they are still to be set are yours.
-    """
+    """Whether the target writes prompts itself: as an option says, or, as by `eagle31 run`, since nothing is given."""
     d = config.data
     return SELF in (d.prompts, *_paths(config)) or not (d.given or config.regenerate)
 
@@ -162,13 +139,9 @@ def prompts_at_hand(config: Config) -> int | None:
     if d.rows:
         return d.rows
     alone = (d.prompts if config.regenerate else d.conversations) or (SELF if writes_prompts(config) else None)
-    total = 0
-    for path in _paths(config) or [alone]:
-        count = d.self_prompts.count if path == SELF else _rows(path) if path else None
-        if count is None:
-            return None
-        total += count
-    return total
+    specs = _paths(config) or [alone]
+    counts = [d.self_prompts.count if spec == SELF else _rows(spec) if spec else None for spec in specs]
+    return None if None in counts else sum(filter(None, counts))
 
 
 def conversations_at_hand(config: Config) -> int | None:
@@ -194,16 +167,15 @@ def _rows(spec: str) -> int | None:
 
 def _rows_of(file: Path) -> int:
     """Rows of one file, which is not decoded further than it takes."""
-    if file.suffix.lower() == ".parquet":
+    kind = Path(file.name.lower().removesuffix(".gz")).suffix
+    if kind == ".parquet":
         return ParquetFile(file).metadata.num_rows
     packed = file.suffix.lower() == ".gz"
-    kind = (file.with_suffix("") if packed else file).suffix.lower()
     with gzip.open(file, "rt", encoding="utf-8") if packed else file.open(encoding="utf-8") as text:
         if kind == ".json":
             return len(foreign.parse_json(text.read()))
-        if kind == ".csv":  # a header; a cell may hold lines
-            return max(0, sum(1 for cells in csv.reader(text) if cells) - 1)
-        return sum(1 for line in text if line.strip())
+        rows = csv.reader(text) if kind == ".csv" else map(str.strip, text)
+        return sum(1 for row in rows if row) - (kind == ".csv")  # a header
 
 
 def _look_at(dataset: Path, ttt_length: int) -> tuple[Work, int]:

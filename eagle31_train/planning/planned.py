@@ -1,19 +1,38 @@
-"""What is planned: a configuration, its target, drafter and data, and the numbers that follow from them together."""
+"""The numbers of a plan: what follows from a configuration, its target, its drafter and its data together."""
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from eagle31_train.checkpoint.contract import weight_shapes
 from eagle31_train.config import Config, DrafterShape
-from eagle31_train.errors import UserError
 from eagle31_train.locations import CONFIGS
-from eagle31_train.planning.footprint import FP32, Activations, Step, activations
+from eagle31_train.planning import footprint, inputs
+from eagle31_train.planning.footprint import FP32, Activations, Memory, Profile, State
 from eagle31_train.planning.inputs import Data, Target
-from eagle31_train.planning.profiles import PROFILES, Memory, Profile, Setting, State, memory
 from eagle31_train.planning.work import extraction_flops, training_flops
 from eagle31_train.store.codec import CODECS
 from eagle31_train.store.shard_plan import TOKEN_BYTES, Shape
+from eagle31_train.targets.derive import complete, planned_drafter
+
+OF_USE = 0.75  # share of the target's own prompts that are: 24 of 32 of SmolLM2-135M, docs/log.md
+CACHE_BYTES = 2  # of a value of the KV cache
+
+
+@dataclass(frozen=True)
+class Answering:
+    """What the target is to write, and the least time that it takes."""
+
+    batch: int  # answers under way at once
+    devices: int
+    prompts: float  # to be answered, held-out ones too
+    written: float  # tokens of prompts that the target writes itself, refused ones and answers between them included
+    answers: float  # tokens
+    weights: float  # bytes that one decode step reads
+    cache: float  # likewise, of keys and values
+    step: float  # seconds of one decode step
+    seconds: float  # of everything that is written, with every step full, and each prompt read once
+    flops: float  # likewise
 
 
 @dataclass(frozen=True)
@@ -32,7 +51,7 @@ class Planned:
 
     @property
     def tokens(self) -> float:
-        """That the training reads, over all epochs."""
+        """Tokens that the training reads, over all epochs."""
         t, all_epochs = self.config.train, self.config.train.epochs * self.data.work.tokens
         return all_epochs if t.max_steps is None else min(all_epochs, t.max_steps * t.batch_tokens)
 
@@ -43,14 +62,14 @@ class Planned:
 
     @property
     def trained_share(self) -> float:
-        """Of the slots of a step, with train.slots_per_batch."""
+        """Share of a step's slots that is trained, with train.slots_per_batch."""
         t, work = self.config.train, self.data.work
         of_a_step = work.slots[0] * min(1, t.batch_tokens / work.tokens)
         return min(1.0, t.slots_per_batch / of_a_step) if t.slots_per_batch and of_a_step else 1.0
 
     @property
     def conversations(self) -> float:
-        """Of one step, on average."""
+        """Conversations of one step, on average."""
         work = self.data.work
         return max(1.0, min(1.0, self.config.train.batch_tokens / work.tokens) * work.conversations)
 
@@ -61,14 +80,45 @@ class Planned:
         return self.conversations / (devices * math.ceil(self.conversations / devices))
 
     def training_flops(self) -> float:
-        """Of all steps."""
+        """FLOPs of all steps."""
         work = (self.data.work * (self.tokens / self.data.work.tokens)).of_slots(self.trained_share)
         return sum(training_flops(self.shape, work, self.config.drafter.train_lm_head).values())
 
     def extraction_flops(self) -> float:
-        """Of the training and the held-out split."""
+        """FLOPs of running the target over the training and the held-out split."""
         work, target = self.data.work * (1 + self.data.heldout), self.target.description
         return extraction_flops(self.target.sizes.active, target.num_hidden_layers, target.hidden_size, work)
+
+    def answering(self, conversations: float, prompt: float, answer: float) -> Answering:
+        """For so many conversations, of both splits, with so many tokens of prompts and of answers.
+
+        A decode step reads the weights once, whatever is answered together, and each answer's keys and values. It takes
+        no less than these bytes at the memory's bandwidth, nor less than its FLOPs at the peak rate.
+        """
+        p, generate, own = self.config.plan, self.config.data.generate, self.config.data.self_prompts
+        sizes, t = self.target.sizes, self.target.description
+        # A server is taken to have all planned devices; this process has one.
+        batch, devices = (generate.concurrency, p.devices) if generate.server else (generate.batch_size, 1)
+        prompts, answers, written = conversations / generate.samples, conversations * answer, 0.0
+        if inputs.writes_prompts(self.config):
+            turn = min(own.max_new_tokens, prompt / own.turns)
+            # A later turn is written after an answer, which is not kept.
+            written = prompts * (own.turns * turn / OF_USE + (own.turns - 1) / own.turns * answer)
+        context = prompt + answer / 2  # answers are half written on average, and each gets a token in every step
+        # Of experts those that some token of the step is sent to.
+        weights = self.target.weight_bytes * (sizes.dense + sizes.experts * (1 - (1 - sizes.chosen) ** batch))
+        # Values that a layer keeps of a token: keys and values of every head, or MLA's latent and rotated key.
+        cached = 2 * t.num_key_value_heads * t.head_dim
+        if t.mla:
+            cached = int(t.mla["kv_lora_rank"] or 0) + int(t.mla["qk_rope_head_dim"] or 0)
+        cache = batch * context * CACHE_BYTES * t.num_hidden_layers * cached
+        token = 2 * sizes.active + 4 * t.num_hidden_layers * t.hidden_size * context
+        bandwidth, rate = p.bandwidth_gbs * 1e9 * devices, p.peak_tflops * 1e12 * devices
+        step = max((weights + cache) / bandwidth, batch * token / rate)
+        reading = 2 * sizes.active * prompt * conversations
+        seconds = (written + answers) / batch * step + reading / rate
+        flops = (written + answers) * token + reading
+        return Answering(batch, devices, prompts, written, answers, weights, cache, step, seconds, flops)
 
     def states(self) -> Shape:
         """What decides the size of stored states."""
@@ -76,9 +126,9 @@ class Planned:
         return Shape(self.shape.target_hidden_size, len(self.shape.aux_layers), s.aux_codec, s.last_codec)
 
     def store_bytes(self, states: Shape) -> float:
-        """Of the training split: per token ids and masks, per attended position A states, per taught one a state."""
+        """Bytes of the training split: ids and masks per token, A states per attended position, one per teacher row."""
         work, (aux, last) = self.data.work, states.row_bytes
-        return work.tokens * TOKEN_BYTES + work.positions * aux + work.taught * last
+        return work.tokens * TOKEN_BYTES + work.positions * aux + work.targets * last
 
     def target_pieces(self) -> float:
         """Bytes of the target's embedding and lm_head that training keeps, in the precision of the products."""
@@ -95,16 +145,18 @@ class Planned:
         return State(groups, sum(math.prod(shapes[name]) for name in frozen), self.orthogonal())
 
     def orthogonal(self) -> list[tuple[int, int]]:
-        """Sizes of the matrices that Muon updates, which are not those with a row for each token."""
+        """Sizes of the matrices that Muon updates: all but those with a row for each token."""
         if self.config.train.optimizer != "muon":
             return []
         sizes = {name: size for name, size in weight_shapes(self.shape).items() if len(size) == 2}
         return [(s[0], s[1]) for name, s in sizes.items() if not name.startswith(("lm_head", "embed_tokens"))]
 
     def profiles(self) -> list[Profile]:
-        """Those that can be launched, whatever they take."""
+        """The launch profiles that can be used, whatever they take."""
         optimizer, several = self.config.train.optimizer, self.config.plan.devices > 1
-        return [profile for profile in PROFILES if profile.takes(optimizer) and (several or not profile.several)]
+        return [
+            profile for profile in footprint.PROFILES if profile.takes(optimizer) and (several or not profile.several)
+        ]
 
     def micro_tokens(self, devices: int) -> int:
         """Tokens of the largest micro-batch: its share of a step, or a longest conversation."""
@@ -115,23 +167,22 @@ class Planned:
         )
 
     def micro(self, devices: int) -> tuple[Activations, float]:
-        """Of one micro-batch: bytes while it is worked out, and as it comes."""
+        """Bytes of one micro-batch: while it is worked out, and as it comes."""
         t, s = self.config.train, self.config.store
         work = (self.data.work * (self.micro_tokens(devices) / self.data.work.tokens)).of_slots(self.trained_share)
         decodes = bool(CODECS[s.aux_codec].block) or self.value == FP32
-        step = Step(self.value, decodes, t.activation_checkpointing, self.config.drafter.train_lm_head, t.lk > 0)
+        head = self.config.drafter.train_lm_head
+        step = footprint.Step(self.value, decodes, t.activation_checkpointing, head, t.lk > 0)
         aux, last = self.states().row_bytes
-        return activations(self.shape, work, step), work.positions * aux + work.taught * last
+        return footprint.activations(self.shape, work, step), work.positions * aux + work.targets * last
 
     def memory(self, profile: Profile) -> Memory:
-        """Of one device."""
+        """Of one device under a launch profile."""
         devices = self.config.plan.devices if profile.several else 1
-        micro, batch = self.micro(devices)
-        bucket, overlap = read_bucket(profile)
-        several = self.config.train.gradient_accumulation_steps > 1
-        return memory(
-            profile, Setting(self.state(), devices, self.target_pieces(), micro, batch, bucket, overlap, several)
-        )
+        (micro, batch), (bucket, overlap) = self.micro(devices), read_bucket(profile)
+        held = (self.state(), devices, self.target_pieces())
+        accumulates = self.config.train.gradient_accumulation_steps > 1
+        return footprint.memory(profile, *held, micro, batch, bucket, overlap, accumulates)
 
 
 def read_bucket(profile: Profile) -> tuple[int, bool]:
@@ -140,7 +191,17 @@ def read_bucket(profile: Profile) -> tuple[int, bool]:
         return 0, False
     file = CONFIGS / "deepspeed" / f"{profile.name}.json"
     settings = json.loads(file.read_text(encoding="utf-8"))["zero_optimization"]
-    size, overlap = settings.get("reduce_bucket_size"), settings.get("overlap_comm")
-    if not isinstance(size, int | float) or not isinstance(overlap, bool):
-        raise UserError(f"{file}: the plan needs numbers, and it has reduce_bucket_size={size}, overlap_comm={overlap}")
-    return int(size), overlap
+    return int(settings["reduce_bucket_size"]), settings["overlap_comm"]
+
+
+def reckon(config: Config) -> tuple[Planned, list[str]]:
+    """The plan, and the table of where the drafter's options are from.
+
+    Raises:
+        UserError: the target cannot be read, or no such drafter can be made for it.
+    """
+    target, data = inputs.read_target(config), inputs.read_data(config)
+    V, by_coverage = target.description.vocab_size, config.data.draft_vocab_coverage is not None
+    size = data.vocabulary or (inputs.VOCABULARY if by_coverage else V)
+    shape, rows = planned_drafter(config, target.description, min(V, size))
+    return Planned(complete(config, asdict(target.description)), target, shape, data), rows

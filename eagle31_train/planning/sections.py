@@ -1,4 +1,4 @@
-"""The plan as text, section by section; 80 columns."""
+"""The plan as text, section by section."""
 
 import math
 from collections.abc import Iterator
@@ -9,7 +9,6 @@ from tqdm import tqdm
 
 from eagle31_train.artifacts import MANIFEST
 from eagle31_train.checkpoint.contract import weight_shapes
-from eagle31_train.planning import answers
 from eagle31_train.planning.inputs import prompts_at_hand, writes_prompts
 from eagle31_train.planning.planned import Planned
 from eagle31_train.planning.work import newton_schulz_flops
@@ -18,11 +17,6 @@ GIB = 2**30
 BUSY = 0.9  # share of the devices' time below which the plan says that they wait
 SPARE = 0.9  # of a device's memory may be planned for: contexts, communication and fragments take the rest
 PARTS = {"fc": "fc, fc_norm", "self_attn": "attention", "mlp": "mlp", "lm_head": "lm_head", "embed_tokens": "embedding"}
-MORE = [
-    "  More prompts, a better drafter: on a 135M target 420 gave an acceptance length of 1.57, 2,781",
-    "  gave 2.14; EAGLE-3's authors took 530,000. plan.tokens=3e8: how many so many tokens want.",
-]
-TO_RAISE = ("raise data.generate.samples", "raise data.self_prompts.count")
 COLUMNS = ("weights", "moments", "copies", "target", "step", "update", "peak", "host")
 
 
@@ -36,9 +30,9 @@ def drafter(plan: Planned) -> list[str]:
     sizes |= {"trained": state.trained, "frozen": state.frozen}
     sizes["of the target, frozen"] = plan.target_pieces() / plan.value
     until = plan.data.vocabulary is None and plan.config.data.draft_vocab_coverage is not None
-    kept = f"{shape.draft_vocab_size:,} of {shape.vocab_size:,} tokens"
+    tokens = f"{shape.draft_vocab_size:,} of {shape.vocab_size:,} tokens"
     return [
-        f"DRAFTER   {shape.architecture}, {kept}{', until the data are counted' if until else ''}",
+        f"DRAFTER   {shape.architecture}, {tokens}{', until the data are counted' if until else ''}",
         *(_line(part, _si(size), "parameters") for part, size in sizes.items() if size),
     ]
 
@@ -55,38 +49,32 @@ def data(plan: Planned) -> list[str]:
 
 
 def answering(plan: Planned) -> list[str]:
-    """Tokens that the target writes, and how long that takes."""
+    """Tokens that the target writes, and how long that takes: the largest part of most runs."""
     config, work = plan.config, plan.data.work
-    if not (config.regenerate or writes_prompts(config)):
+    own, d = writes_prompts(config), config.data
+    if not (config.regenerate or own):
         return ["ANSWERS   none: the conversations are taken as they are (regenerate=false)"]
     if (counted := config.data_folder / MANIFEST).is_file():
         return [f"ANSWERS   none: the data are there ({counted})"]
-    samples, own = config.data.generate.samples, writes_prompts(config)
-    most = config.data.generate.max_new_tokens * config.data.self_prompts.turns
+    most = d.generate.max_new_tokens * d.self_prompts.turns
     prompt, answer = (work.tokens - work.assistant) / work.conversations, min(work.assistant / work.conversations, most)
-    what = answers.answering(config, plan.target, work.conversations * (1 + plan.data.heldout), prompt, answer)
-    there, share = prompts_at_hand(config), config.plan.decode_utilisation
-    each = f"{samples} answers" if samples > 1 else "1 answer"
-    engine = "a server" if config.data.generate.server else "this process"
-    several = f"{what.devices} devices" if what.devices > 1 else "one device"
+    what = plan.answering(work.conversations * (1 + plan.data.heldout), prompt, answer)
+    share, each = config.plan.decode_utilisation, f"{d.generate.samples} × {answer:,.0f} tokens in answer to each"
     lines = [
-        f"ANSWERS   by {engine}, {what.batch} at once on {several}",
-        _line("prompts", f"{what.prompts:,.0f}", f"{each} to each, of {answer:,.0f} tokens"),
-        _line(
-            "tokens to write",
-            _si(what.written + what.answers),
-            "the prompts too, a quarter of which is no good" if own else "",
-        ),
-        _line("at the fastest", str(timedelta(seconds=round(what.seconds))), f"{_si(what.flops)}FLOP"),
+        f"ANSWERS   by {'a server' if d.generate.server else 'this process'}, {what.batch} at once, "
+        f"devices: {what.devices}",
+        _line("prompts", f"{what.prompts:,.0f}", each),
+        _line("tokens to write", _si(what.written + what.answers), "with the prompts, of which some are no use" * own),
+        _line("at the fastest", _time(what.seconds), f"{_si(what.flops)}FLOP"),
         f"    a step of {what.batch} takes {1000 * what.step:.3g} ms: {_si(what.weights)}B of weights and "
         f"{_si(what.cache)}B of KV cache",
-        _line("expected", str(timedelta(seconds=round(what.seconds / share))), f"if {share:.0%} of that is reached"),
-        f"    at {config.plan.bandwidth_gbs:g} GB/s a device (plan.bandwidth_gbs, plan.decode_utilisation); "
-        "nobody measured it",
+        _line("expected", _time(what.seconds / share), f"if {share:.0%} of that is reached (plan.decode_utilisation)"),
     ]
+    there = prompts_at_hand(config)
     if there is not None and there < 0.99 * what.prompts:
-        lines.append(f"  NOT ENOUGH   {there:,} prompts are at hand: give more, or {TO_RAISE[own]}.")
-    return lines + (MORE if config.plan.tokens is None else [])
+        more = "data.self_prompts.count" if own else "data.generate.samples"
+        lines.append(f"  NOT ENOUGH   {there:,} prompts are at hand: give more, or raise {more}")
+    return lines
 
 
 def store(plan: Planned) -> list[str]:
@@ -101,28 +89,22 @@ def time(plan: Planned) -> list[str]:
     """Optimizer steps, FLOPs and hours."""
     p = plan.config.plan
     rate = p.devices * p.peak_tflops * 1e12 * p.utilisation
+    every_device = plan.steps * newton_schulz_flops(plan.orthogonal()) * p.devices
     rows = {
         "extraction": (plan.extraction_flops(), 1.0),
         "training": (plan.training_flops(), plan.busy),
-        "Muon's updates": (
-            plan.steps * newton_schulz_flops(plan.orthogonal()) * p.devices,
-            1.0,
-        ),  # every device makes all of them
+        "Muon's updates": (every_device, 1.0),
     }
     lines = [
         f"TIME   if {p.devices} x {p.peak_tflops:g} TFLOP/s are used at {p.utilisation:.0%}, which nobody has measured",
         _line("steps", f"{plan.steps:,}", f"of {plan.config.train.batch_tokens:,} tokens"),
-    ]
-    lines += [
-        _line(name, str(timedelta(seconds=round(flops / rate / share))), f"{_si(flops)}FLOP")
-        for name, (flops, share) in rows.items()
-        if flops
+        *(_line(name, _time(n / rate / share), f"{_si(n)}FLOP") for name, (n, share) in rows.items() if n),
     ]
     if plan.busy < BUSY:
-        lines += [
-            f"  A step has some {plan.conversations:,.0f} conversations, and none is split: at least",
-            f"  {1 - plan.busy:.0%} of the {p.devices} devices' time is spent waiting. Raise train.batch_tokens.",
-        ]
+        lines.append(
+            f"  With {plan.conversations:,.0f} conversations in a step, devices wait {1 - plan.busy:.0%} of the time: "
+            "raise train.batch_tokens"
+        )
     return lines
 
 
@@ -167,8 +149,7 @@ def _variants(plan: Planned) -> Iterator[tuple[list[str], Planned]]:
     """The plan as it is; then with less memory, step by step, in ways that change nothing of what is learnt."""
     t, options = plan.config.train, []
     yield [], plan
-    devices = plan.config.plan.devices
-    while plan.micro_tokens(devices) > plan.data.longest:
+    while plan.micro_tokens(plan.config.plan.devices) > plan.data.longest:
         t = replace(t, gradient_accumulation_steps=2 * t.gradient_accumulation_steps)
         plan = replace(plan, config=replace(plan.config, train=t))
         options = [f"train.gradient_accumulation_steps={t.gradient_accumulation_steps}"]
@@ -184,6 +165,10 @@ def _line(label: str, value: str, note: str = "") -> str:
 
 def _si(count: float) -> str:
     return tqdm.format_sizeof(count)  # three digits and a prefix
+
+
+def _time(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))
 
 
 def text(plan: Planned) -> str:

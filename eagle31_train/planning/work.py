@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from eagle31_train.config import DrafterShape, mla_widths
 
-STRETCH = 32  # slots that drafter/batch.py draws together
+STRETCH = 32  # slots that model/batch.py draws together
 
 
 # ---------------------------------------------------------------- how much there is to do
@@ -23,26 +23,19 @@ STRETCH = 32  # slots that drafter/batch.py draws together
 
 @dataclass(frozen=True)
 class Work:
-    """How often a batch has to do what; averages where it stands for a part of the data.
-
-    conversations, tokens, assistant: what it holds. squares: of each conversation's tokens, added up. positions: C,
-    up to each conversation's last slot. copies: step-0 keys that stretches of neighbouring slots see, added up over the
-    stretches. taught: J, positions whose target distribution is needed. read: R, tokens
-    that slots read, at any step. Over k = 0..K-1: slots: those with a prediction at step k or later; keys: step-0
-    keys that these see, together; pairs: predictions that count, if the draft vocabulary holds every arg-max.
-    """
+    """How often a batch has to do what; averages where it stands for a part of the data. Lists are over k = 0..K-1."""
 
     conversations: float
     tokens: float
-    squares: float
-    assistant: float
-    positions: float
-    copies: float
-    taught: float
-    read: float
-    slots: Sequence[float]
-    keys: Sequence[float]
-    pairs: Sequence[float]
+    squares: float  # of each conversation's tokens, added up
+    assistant: float  # tokens
+    positions: float  # C, up to each conversation's last slot
+    copies: float  # step-0 keys that stretches of neighbouring slots see, added up over the stretches
+    targets: float  # J, positions whose target distribution is needed
+    read: float  # R, tokens that slots read, at any step
+    slots: Sequence[float]  # those with a prediction at step k or later
+    keys: Sequence[float]  # step-0 keys that these see, together
+    pairs: Sequence[float]  # predictions that count, if the draft vocabulary holds every arg-max
 
     @property
     def ttt_length(self) -> int:
@@ -57,12 +50,12 @@ class Work:
 
     def of_slots(self, share: float) -> "Work":
         """With a random share of the slots trained, as train.slots_per_batch draws them: in stretches."""
-        touched = min(1.0, share * (1 + self.ttt_length / STRETCH))  # neighbours read and are taught by the same tokens
+        touched = min(1.0, share * (1 + self.ttt_length / STRETCH))  # neighbours share tokens and target distributions
         slots, keys, pairs = ([value * share for value in steps] for steps in (self.slots, self.keys, self.pairs))
         # Each of the stretches drawn ends in what its last slot sees; where a stretch of the data ends, it ends too.
         copies = share * (self.copies + self.keys[0] / STRETCH) if share < 1 else self.copies
-        taught, read = self.taught * touched, self.read * touched
-        return replace(self, copies=copies, taught=taught, read=read, slots=slots, keys=keys, pairs=pairs)
+        targets, read = self.targets * touched, self.read * touched
+        return replace(self, copies=copies, targets=targets, read=read, slots=slots, keys=keys, pairs=pairs)
 
 
 def count_work(masks: Iterable[NDArray[np.bool_]], ttt_length: int) -> Work:
@@ -97,23 +90,18 @@ def made_mask(tokens: int, share: float) -> NDArray[np.bool_]:
 
 @dataclass(frozen=True)
 class Widths:
-    """How wide the attention's parts are, all heads together.
+    """How wide the attention's parts are, all heads together."""
 
-    query_in, key_in: what the projections of its input (2D wide) give. query_up, key_up: (from, to) of the second
-    projections that MLA has. queries, keys, values, out: as attention itself reads and writes them. rope: of one head,
-    what is turned by position. heads: of queries.
-    """
-
-    query_in: int
+    query_in: int  # what the projections of its input (2D wide) give
     key_in: int
-    query_up: tuple[int, int]
+    query_up: tuple[int, int]  # (from, to) of the second projections that MLA has
     key_up: tuple[int, int]
-    queries: int
+    queries: int  # as attention itself reads and writes them
     keys: int
     values: int
     out: int
-    rope: int
-    heads: int
+    rope: int  # of one head, what is turned by position
+    heads: int  # of queries
 
 
 def widths(shape: DrafterShape) -> Widths:
@@ -143,20 +131,12 @@ def widths(shape: DrafterShape) -> Widths:
 
 
 def training_flops(shape: DrafterShape, work: Work, train_lm_head: bool = True) -> dict[str, float]:
-    """FLOPs of forward and backward by part; a product of [n, a] with [a, b] is 2·n·a·b.
+    """FLOPs of forward and backward by part; a product of [n, a] with [a, b] is 2·n·a·b, and its backward twice that.
 
-    | part | forward | backward |
-    | --- | --- | --- |
-    | fc | every position, A·H → D | twice that, once without fc_norm: its inputs need no gradient |
-    | keys, values | D → their first projection: states of every position at step 0, of the step's slots at every
-      later step, and the embedding of every token once; second projection: without the embeddings | twice |
-    | queries | likewise: states of the step's slots at every step; each token read, once | twice |
-    | output, mlp | the step's slots, at every step | twice |
-    | layers | of several, those below the last at step 0 every position instead of the slots, and those above the
-      first no embeddings | |
-    | attention | scores and weighted values: each slot's own step-0 keys and k later ones | twice |
-    | lm_head | each pair, D → Vd | once for the states, once more for the weights if they are trained |
-    | teacher | each taught position once, H → Vd | none |
+    fc has every position, but without fc_norm no gradient of its inputs; keys and values have states of every position
+    at step 0 and of the step's slots later, and the embedding of every token once; queries likewise of slots and tokens
+    read. Attention has each slot's own step-0 keys and k later ones. Of several layers, those below the last have
+    every position at step 0, and those above the first no embeddings. The teacher has no backward pass.
     """
     D, H, A, Vd = shape.hidden_size, shape.target_hidden_size, len(shape.aux_layers), shape.draft_vocab_size
     w = widths(shape)
@@ -179,15 +159,14 @@ def training_flops(shape: DrafterShape, work: Work, train_lm_head: bool = True) 
         "output": 3 * 2 * asked * w.out * D,
         "mlp": 3 * 2 * asked * 3 * D * shape.intermediate_size,
         "lm_head": (3 if train_lm_head else 2) * 2 * sum(work.pairs) * D * Vd,
-        "teacher": 2 * work.taught * H * Vd,
+        "teacher": 2 * work.targets * H * Vd,
     }
 
 
 def newton_schulz_flops(sizes: Iterable[tuple[int, int]]) -> float:
     """FLOPs of one update by Muon of matrices [m, n], m <= n (or transposed): 5 · (4·m²·n + 2·m³) each.
 
-    Each of five steps works out X·Xᵀ, the square of that, and its product with X. Every device does all of it, however
-    many there are and however few tokens a step has.
+    Each of five steps works out X·Xᵀ, the square of that, and its product with X. Every device does all of it.
     """
     shorter_first = ((min(size), max(size)) for size in sizes)
     return float(sum(5 * (4 * m * m * n + 2 * m**3) for m, n in shorter_first))

@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from families import byte_pairs
 from transformers import PreTrainedTokenizerFast
 
 from data_prep.template import ChatTemplate
@@ -19,17 +19,8 @@ WORDS = ["the quick brown fox jumps over the lazy dog", "user assistant system h
 
 
 def make_tokenizer(*more: str) -> PreTrainedTokenizerFast:
-    """A byte-level BPE with a few merges: every text can be spelt, common words (and those in `more`) are one token."""
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=["<|pad|>", "<|im_start|>", "<|im_end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator([*WORDS, *more] * 5, trainer)
+    """Common words, and those in `more`, are one token."""
+    backend = byte_pairs([*WORDS, *more], 400, ("<|pad|>", "<|im_start|>", "<|im_end|>"))
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|pad|>", chat_template=CHATML
     )

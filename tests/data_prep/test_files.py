@@ -76,14 +76,14 @@ def test_every_kind_gives_the_same_rows_and_ids_by_file_and_place(tmp_path, name
 
 
 def test_rows_of_csv_are_known_by_their_first_line(tmp_path):
-    cells = [
-        {"instruction": 'one "two",\n\nthree', "input": "", "output": "yes", "id": ""},
-        {"instruction": "NA", "input": "007", "output": "null", "id": "mine"},
-    ]
     long = "word " * 50_000  # longer than Python's csv takes by itself
-    rows = rows_of(write_csv(tmp_path / "a.csv", [*cells, {**cells[1], "instruction": long, "id": ""}]))
-    assert [row.id for row in rows] == ["a-2", "mine", "a-6"]
-    assert [row.messages[0]["content"] for row in rows] == ['one "two",\n\nthree', "NA\n\n007", f"{long}\n\n007"]
+    cells = [("a\n\nb", "", "yes", ""), ("NA", "007", "null", "mine"), (long, "007", "null", "")]
+    names = ("instruction", "input", "output", "id")
+    path = write_csv(tmp_path / "a.csv", [dict(zip(names, row, strict=True)) for row in cells])
+    path.write_text(path.read_text().replace("word word", "\nword word", 1))  # an empty line counts
+    rows = rows_of(path)
+    assert [row.id for row in rows] == ["a-2", "mine", "a-7"]
+    assert [row.messages[0]["content"] for row in rows] == ["a\n\nb", "NA\n\n007", f"{long}\n\n007"]
     assert [row.messages[1]["content"] for row in rows] == ["yes", "null", "null"]
 
 
@@ -113,22 +113,6 @@ def test_damage_is_named_by_its_place(tmp_path, name, content, words):
     assert words in message_of(tmp_path / name, "alpaca" if "alpaca" in words else "auto")
 
 
-def test_files_that_were_cut_off_are_named_by_their_place(tmp_path):
-    many = [{"prompt": f"question {i} of {i * 7919 % 1000}"} for i in range(2000)]
-    path = write_jsonl(tmp_path / "a.jsonl.gz", many, gzip.open)
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    words = message_of(path)
-    assert 1 < int(words.removeprefix(f"{path}:").split()[0]) < 2000
-    assert "cannot be read (Compressed file ended" in words
-    path = write_parquet(tmp_path / "a.parquet", many[:5])
-    whole = path.read_bytes()
-    column = parquet.ParquetFile(path).metadata.row_group(3).column(0)
-    start = column.dictionary_page_offset or column.data_page_offset
-    end = start + column.total_compressed_size
-    path.write_bytes(whole[:start] + b"\xff" * (end - start) + whole[end:])
-    assert "cannot be read" in message_of(path)
-
-
 # ---------------------------------------------------------------- folders and globs
 
 
@@ -147,11 +131,11 @@ def test_a_folder_is_all_its_files_in_order_and_nothing_else(tmp_path):
     assert [row.id for row in rows_of(folder / "*.jsonl")] == ["aa-1", "aa-2", "b-1", "b-2"]
     assert {row.id for row in rows_of(folder / "**" / "*.parquet")} == {"b-1", "b-2"}
     (folder / "sub" / "notes.md").touch()
-    assert "holds sub/notes.md, which is no data file (.jsonl, .json, .csv, .parquet)" in message_of(folder)
+    assert "holds sub/notes.md, which is no data file" in message_of(folder)
     (tmp_path / "none" / "below").mkdir(parents=True)
-    assert "none is a folder without data files: it takes .jsonl" in message_of(tmp_path / "none")
+    assert "none is a folder without data files" in message_of(tmp_path / "none")
     assert "matches no file" in message_of(folder / "*.txt")
-    assert "is missing: give a file, a folder or a glob (~ is not read)" in message_of("~/none.csv")
+    assert "is missing: give a file" in message_of("~/none.csv")
 
 
 # ---------------------------------------------------------------- hub data sets

@@ -1,10 +1,12 @@
-"""Rows in the formats that people keep, and what they may say beside text."""
+"""Rows in the formats that people keep, prompts as turns, and answers read back from their text."""
 
 import json
 
 import pytest
 
+from data_prep.dialogue import following, turns_of
 from data_prep.formats import detect, parse
+from data_prep.markup import Parts, meant
 
 ASKED = [{"role": "user", "content": "hi"}]
 ANSWERED = [*ASKED, {"role": "assistant", "content": "yes"}]
@@ -79,3 +81,33 @@ def test_rows_carry_tools_and_calls():
 )
 def test_rows_of_no_use_say_why(messages, tools, problem):
     assert problem in row(messages, tools=tools).problem
+
+
+# ---------------------------------------------------------------- recorded results under the target's own calls
+
+
+def call(name, identity=None, **arguments):
+    whole = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return {**whole, "id": identity} if identity else whole
+
+
+def result(content, identity=None):
+    return {"role": "tool", "content": content, **({"tool_call_id": identity} if identity else {})}
+
+
+def test_results_go_to_the_answers_own_calls_in_their_order():
+    recorded = says("", tool_calls=[call("weather", "1"), call("map", "2")])
+    turn = turns_of([*ASKED, recorded, result("W", "1"), result("M", "2")])[1]
+    own = says("", tool_calls=[call("map", "m:0", zoom=3), call("weather", "w:1", city="elsewhere")])
+    assert following(turn, own) == [result("M", "m:0"), result("W", "w:1")]
+    without_ids = following(turn, says("", tool_calls=[call("weather"), call("map")]))
+    assert without_ids == [result("W"), result("M")], "no id of somebody else's call"
+
+
+def test_values_are_compared_and_not_their_spelling():
+    said = {"content": " x ", "tool_calls": [{"function": {"name": "f", "arguments": '{"a":1, "b" : [2.0]}'}}]}
+    assert meant(said).difference(Parts("", "x", [("f", {"b": [2.0], "a": 1})])) is None
+    for other in ({"a": 1, "b": [2]}, {"a": True, "b": [2.0]}, {"a": 1}):
+        assert meant(said).difference(Parts("", "x", [("f", other)])) == "tool calls"
+    assert meant(said).difference(Parts("", "y", [])) == "answer"
+    assert meant(said).difference(Parts("hm", "x", [])) == "thought"

@@ -75,9 +75,8 @@ def test_greedy_answers_are_those_of_the_model_step_by_step(config, tiny_target)
 def test_samples_first_greedy_then_sampled_and_reproducible(config, tmp_path):
     config.data.generate.samples, config.data.generate.temperature = 3, 0.9
     rows = run(config)
-    assert [(row["id"], row["sample"], row["temperature"]) for row in rows[:3]] == [
-        ("one", 0, 0.0), ("one", 1, 0.9), ("one", 2, 0.9),
-    ]  # fmt: skip
+    drawn = [(row["id"], row["sample"], row["temperature"]) for row in rows[:3]]
+    assert drawn == [("one", 0, 0.0), ("one", 1, 0.9), ("one", 2, 0.9)]
     assert len({row["messages"][-1]["content"] for row in rows[:3]}) == 3
     config.run_dir, config.data.generate.batch_size = str(tmp_path / "again"), 7
     assert run(config) == rows  # other batches, same draws
@@ -85,13 +84,9 @@ def test_samples_first_greedy_then_sampled_and_reproducible(config, tmp_path):
     other = run(config)
     assert [r["messages"] for r in other if r["sample"] == 0] == [r["messages"] for r in rows if r["sample"] == 0]
     assert [r["messages"] for r in other if r["sample"]] != [r["messages"] for r in rows if r["sample"]]
-    for generate, reason in [
-        (GenerateConfig(samples=3, temperature=0.0), r"set data\.generate\.temperature above 0"),
-        (GenerateConfig(server="localhost:8000"), "begins with http:// or https://"),
-    ]:
-        config.data.generate = generate
-        with pytest.raises(UserError, match=reason):
-            run(config)
+    config.data.generate = GenerateConfig(samples=3, temperature=0.0)
+    with pytest.raises(UserError, match=r"set data\.generate\.temperature above 0"):
+        run(config)
 
 
 # ---------------------------------------------------------------- kills, and what is up to date
@@ -170,12 +165,15 @@ def recorded(name):
     ]
 
 
-TOOL_PROMPTS = [
-    {"id": "whole", "tools": TOOLS, "messages": [user("weather?"), *recorded("weather"), user("thanks")]},
-    {"id": "no-result", "tools": TOOLS, "messages": [user("weather?"), user("thanks")]},
-    {"id": "last", "tools": TOOLS, "messages": [user("weather?")]},
-    {"id": "other-tool", "tools": TOOLS, "messages": [user("weather?"), *recorded("map"), user("thanks")]},
-    {"id": "no-call", "tools": TOOLS, "messages": [user("hello"), *recorded("weather")]},
+ASKED = {
+    "whole": [user("weather?"), *recorded("weather"), user("thanks")],
+    "no-result": [user("weather?"), user("thanks")],
+    "last": [user("weather?")],
+    "other-tool": [user("weather?"), *recorded("map"), user("thanks")],
+    "no-call": [user("hello"), *recorded("weather")],
+}
+TOOL_PROMPTS = [{"id": name, "tools": TOOLS, "messages": messages} for name, messages in ASKED.items()]
+TOOL_PROMPTS += [
     {"id": "plain", "messages": [user("hello")]},
     {"id": "orphan", "messages": [{"role": "tool", "content": "rain"}, user("hello")]},
 ]
@@ -214,18 +212,14 @@ def test_thoughts_calls_and_results_make_one_conversation(served, server, tmp_pa
     rows = by_id(json.loads(line) for line in lines)
     first, called, result, answer, second, thanks = rows["whole"]["messages"]
     assert (first["content"], second["content"]) == ("weather?", "thanks")
-    assert called["reasoning_content"] == "look it up"
-    assert called["finish_reason"] == "tool_calls"
+    assert (called["reasoning_content"], called["finish_reason"]) == ("look it up", "tool_calls")
     assert called["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"city": "Oslo"}'}
     assert result == {"role": "tool", "content": "rain", "tool_call_id": "functions.weather:0"}, "not their call's id"
     assert (answer["content"], answer["reasoning_content"]) == ("It is rain.", "the tool says so")
     assert thanks["content"] == "answer to thanks"
-    assert rows["whole"]["tools"] == TOOLS
-    assert "tools" not in rows["plain"]
+    assert (rows["whole"]["tools"], rows["plain"].get("tools")) == (TOOLS, None)
     assert not any(words in json.dumps(rows) for words in ("someone else", "Rome", "theirs"))
-    with_tools = [body for body in server.bodies if "tools" in body]
-    assert len(with_tools) == len(server.bodies) - 1
-    assert all(body["tools"] == TOOLS for body in with_tools)
+    assert sum(body.get("tools") == TOOLS for body in server.bodies) == len(server.bodies) - 1
     assert all(body["chat_template_kwargs"] == {"brief": True} for body in server.bodies)
     assert len({body["seed"] for body in server.bodies}) == 8
     # In the data set thoughts and calls are supervised, and results are not.
@@ -240,28 +234,21 @@ def test_thoughts_calls_and_results_make_one_conversation(served, server, tmp_pa
     assert supervised["whole"] == call + rest
     assert supervised["last"] == supervised["no-result"] == call
     manifest = json.loads((tmp_path / "run" / "data" / "manifest.json").read_text())
-    assert manifest["sources"]["prompts"] == {
-        "read": 7, "taken": 7, "refused": 1, "repeated": 3, "cut": 0, "no_end_of_turn": 0,
-    }  # fmt: skip
-    assert manifest["repeated_prompts"]["named"] == [
-        ["no-result", "last"],
-        ["no-result", "other-tool"],
-        ["no-call", "plain"],
-    ]
+    counts = {"read": 7, "taken": 7, "refused": 1, "cut": 0, "no_end_of_turn": 0}
+    assert manifest["sources"]["prompts"] == counts
 
 
 def check_where_conversations_end(served, tmp_path):
     rows = by_id(run(served))
-    roles = {name: [m["role"] for m in row["messages"]] for name, row in rows.items()}
-    assert roles["no-result"] == roles["last"] == roles["other-tool"] == roles["no-call"] == ["user", "assistant"]
+    for name in ("no-result", "last", "other-tool", "no-call"):
+        assert [message["role"] for message in rows[name]["messages"]] == ["user", "assistant"]
     manifest = read_manifest(tmp_path / "run")
     assert {entry["id"]: (entry["turns_left"], entry["reason"]) for entry in manifest["ended"]} == {
         "no-result": (1, "the answer calls a tool, and the prompt has no result for it"),
         "other-tool": (2, "the answer calls other tools than the prompt has results of"),
         "no-call": (1, "the prompt goes on with a tool's result, and the answer calls no tool"),
     }
-    (refused,) = manifest["refused"]
-    assert (refused["id"], refused["reason"]) == ("orphan", "a tool result that follows no answer")
+    assert [entry["reason"] for entry in manifest["refused"]] == ["a tool result that follows no answer"]
     assert (manifest["answers"], manifest["tokens"]) == (8, 40)
     assert manifest["sources"] == {"prompts": {"read": 7, "taken": 7}}
 
@@ -288,8 +275,7 @@ def test_a_run_that_a_failing_server_ends_goes_on_with_whole_messages(served, tm
     server.reply = reply
     journal = tmp_path / "resumed" / JOURNAL
     assert len(journal.read_text().splitlines()) == 6
-    assert not (tmp_path / "resumed" / OUTPUT).exists()
-    assert not (tmp_path / "resumed" / MANIFEST).exists()
+    assert [path.name for path in journal.parent.iterdir()] == [JOURNAL]
     with journal.open("a") as file:
         file.write('{"key": "a line that was being writ')
     server.bodies.clear()

@@ -17,21 +17,10 @@ JOURNAL, MANIFEST = f"{OUTPUT}.partial", "prompts.manifest.json"
 
 
 def configured(folder, target, *options):
-    return load_config(
-        [
-            "name=self",
-            f"run_dir={folder}",
-            f"target.path={target}",
-            "target.dtype=float32",
-            "target.device=cpu",
-            "regenerate=true",
-            "data.prompts=self",
-            "data.self_prompts.count=6",
-            "data.self_prompts.max_new_tokens=120",
-            "data.generate.max_new_tokens=8",
-            *options,
-        ]
-    )
+    words = ["name=self", f"run_dir={folder}", f"target.path={target}", "target.dtype=float32", "target.device=cpu"]
+    words += ["regenerate=true", "data.prompts=self", "data.self_prompts.count=6"]
+    words += ["data.self_prompts.max_new_tokens=120", "data.generate.max_new_tokens=8"]
+    return load_config([*words, *options])
 
 
 def written(config):
@@ -86,16 +75,11 @@ def test_later_turns_follow_the_targets_answers_and_go_through_stage_1(tiny_targ
 @pytest.fixture
 def completions(server):
     """A server that goes on from token ids with texts in turn."""
-    texts = [
-        ("?!", "stop"),
-        ("Who is it that calls?", "stop"),
-        ("and so on", "length"),
-        ("who is it that calls", "stop"),
-    ]
-    texts += [("lalala " * 60, "stop"), (f"Number {len(texts)}?", "stop")]
+    texts = ["?!", "Who is it that calls?", "and so on", "who is it that calls", "lalala " * 60, "Number 4?"]
 
     def reply(body):
-        text, reason = texts[(len(server.bodies) - 1) % len(texts)]
+        text = texts[(len(server.bodies) - 1) % len(texts)]
+        reason = "length" if text == "and so on" else "stop"
         return 200, json.dumps({"choices": [{"text": text, "finish_reason": reason}]}).encode()
 
     server.reply = reply
@@ -113,17 +97,12 @@ def test_a_server_goes_on_where_the_user_speaks(completions, tiny_target, tmp_pa
     )
     rows = written(config)
     assert [row["turns"] for row in rows] == [["Who is it that calls?"], ["Number 4?"]]
-    assert json.loads((tmp_path / MANIFEST).read_text())["refused"] == {
-        "empty": 1,
-        "not ended": 1,
-        "written before": 1,
-        "repeats itself": 1,
-    }
+    reasons = ("empty", "not ended", "written before", "repeats itself")
+    assert json.loads((tmp_path / MANIFEST).read_text())["refused"] == dict.fromkeys(reasons, 1)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    asked = [completions.bodies[0]["prompt"], completions.bodies[1]["prompt"]]
     # Spelt out here: the template up to the user's words, and not a token more.
-    assert asked[0] == tokenizer.encode("<|im_start|>system\nYou write code.<|im_end|>\n<|im_start|>user\n")
-    assert asked[1] == tokenizer.encode("<|im_start|>user\n")
+    starts = "<|im_start|>system\nYou write code.<|im_end|>\n<|im_start|>user\n", "<|im_start|>user\n"
+    assert [body["prompt"] for body in completions.bodies[:2]] == [tokenizer.encode(start) for start in starts]
     assert all(body["stop_token_ids"][0] == end for body in completions.bodies)
     assert len({body["seed"] for body in completions.bodies}) == len(completions.bodies)
 
@@ -158,11 +137,11 @@ def test_too_few_texts_of_use_end_the_run_by_name(completions, tiny_target, tmp_
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("Why is the sky blue?", None),
-        ("天空为什么是蓝色的?", None),
+        ("Why is the sky blue?", ""),
+        ("天空为什么是蓝色的?", ""),
         ("?!", "empty"),
         ("A \ufffd B", "bytes that are no text"),
-        ("WHY is the sky... blue", None),
+        ("WHY is the sky... blue", ""),
         ("Tell me, tell me, " * 40, "repeats itself"),
     ],
 )
@@ -180,16 +159,12 @@ def test_prompts_of_the_target_are_one_source_of_several(tiny_target, tmp_path, 
     prepare(config)
     written = {row["turns"][0] for row in map(json.loads, (tmp_path / "~a=b" / OUTPUT).read_text().splitlines())}
     answered = [json.loads(line) for line in (tmp_path / "~a=b" / "conversations.jsonl").read_text().splitlines()]
-    asked = {name: [r["messages"][0]["content"] for r in answered if r["source"] == name] for name in ("own", "real")}
-    assert len(written) == len(asked["own"]) == 6
-    assert set(asked["own"]) == written
-    assert len(asked["real"]) == 18, "three times as many"
+    assert {row["messages"][0]["content"] for row in answered if row["source"] == "own"} == written
     manifest = json.loads((tmp_path / "~a=b" / "data" / "manifest.json").read_text())
     assert {name: counts["taken"] for name, counts in manifest["sources"].items()} == {"own": 6, "real": 18}
     capsys.readouterr()
     prepare(config)
-    told = capsys.readouterr().out
-    assert told.count("is up to date") == 3, "prompts, answers and data"
+    assert capsys.readouterr().out.count("is up to date") == 3, "prompts, answers and data"
     config.regenerate = False
     with pytest.raises(UserError, match=r"data\.sources\.own\.path=self .* answer them: set regenerate=true"):
         prepare(config)

@@ -185,57 +185,28 @@ def test_what_cannot_be_met_is_refused_before_the_work_starts(config, tmp_path, 
     assert theirs.read_text() == "ten years of work"
 
 
-TOOL = {"type": "function", "function": {"name": "find", "parameters": {}}}
-CALLED = {"role": "assistant", "content": "a fox", "tool_calls": [{"type": "function", "function": {"name": "find"}}]}
-
-
-def test_a_file_in_the_wrong_place_says_what_it_is_and_what_to_set(config, tmp_path):
+def test_a_file_in_the_wrong_place_says_what_to_set(config, tmp_path):
     asked = write(tmp_path / "asked.jsonl", [{"prompt": f"question {i}"} for i in range(3)])
-    told = config.data.conversations
-    for regenerate, given, words in [
-        (False, {"prompts": asked}, f"data.prompts={asked} is of prompts that the target is to answer: set regenerate"),
-        (
-            False,
-            {"conversations": asked},
-            f"all 3 are prompts without answers: set data.prompts={asked} and regenerate",
-        ),
-        (False, {"sources": {"en": {"path": asked}}}, "all 3 are prompts without answers: set regenerate=true for"),
-        (
-            False,
-            {"sources": {"en": {"path": told}, "zh": {"path": asked}}},
-            "data.sources.zh: no conversation of it is",
-        ),
-        (True, {"conversations": told}, "regenerate=true answers data.prompts, and data.conversations="),
+    given = config.data.conversations
+    for regenerate, options, words in [
+        (False, {"prompts": asked}, f"data.prompts={asked} is to be answered: set regenerate=true"),
+        (False, {"conversations": asked}, f"3 × no assistant turn; set data.prompts={asked} and regenerate=true"),
+        (False, {"sources": {"en": {"path": given}, "zh": {"path": asked}}}, "zh: no conversation of it is left"),
+        (True, {"conversations": given}, "regenerate=true answers data.prompts, not data.conversations="),
         (False, {}, "no conversations: set data.conversations or data.sources"),
-        (False, {"conversations": told, "stream_rows": 3}, "data.stream_rows=3 is of hub data sets, and data.conv"),
-        (False, {"sources": {"en": {"path": told, "stream_rows": 3}}}, "en.stream_rows=3 is of hub data sets"),
-        (False, {"sources": {"en": {"path": told, "stream_rows": 0}}}, "en.stream_rows=0 must be at least 1"),
+        (False, {"conversations": given, "stream_rows": 3}, "stream_rows=3 is of hub data sets, and data.conv"),
+        (
+            False,
+            {"sources": {"en": {"path": given, "stream_rows": 3}}},
+            "is of hub data sets, and data.sources.en=",
+        ),
+        (False, {"sources": {"en": {"path": given, "stream_rows": 0}}}, "stream_rows: Input should be greater than"),
     ]:
-        config.regenerate, config.data = regenerate, DataConfig(heldout=SHARE, **given)
+        config.regenerate, config.data = regenerate, DataConfig(heldout=SHARE, **options)
         with pytest.raises(UserError) as error:
             prepare(config)
         assert words in str(error.value)
     assert not (tmp_path / "run" / "data").exists()
-
-
-def test_repeated_prompts_and_unwritten_tool_calls_are_named(config, tmp_path, capsys):
-    rows = [{**row, "id": f"again{i}"} for i, row in enumerate(chats(60)[:2])]
-    rows += [{**rows[0], "sample": 1}, {**chats(3)[2], "sample": 1}, {**chats(1)[0], "id": "apart", "source": "c"}]
-    rows.append({"id": "longer", "source": "a", "messages": [*chat("question 0"), *chat("and then?")]})
-    rows.append({"id": "calls", "tools": [TOOL], "messages": [{"role": "user", "content": "where?"}, CALLED]})
-    write(tmp_path / "chats.jsonl", [*chats(60), *rows])
-    config.data.prompts = "prompts.jsonl"
-    prepare(config)
-    manifest, out = manifest_of(tmp_path), capsys.readouterr().out
-    assert manifest["repeated_prompts"] == {
-        "prompts": 3,
-        "named": [["c0", "again0"], ["c1", "again1"], ["c0", "apart"]],
-    }
-    assert [manifest["sources"][name]["repeated"] for name in "abc"] == [1, 1, 1]
-    assert "twice, kept on one side of the split: 3 (c0 and again0)" in out
-    name = config.target.name
-    assert f"1 × the chat template of {name} writes no tool calls" in out
-    assert f"data: reading data.conversations={config.data.conversations}, since regenerate=False" in out
 
 
 # ---------------------------------------------------------------- several sources
@@ -257,6 +228,8 @@ def mixed(config, tmp_path):
     zh[6]["messages"][0]["role"] = "wizard"
     zh[7]["finish_reason"] = "length"
     zh[8]["tools"] = [{"type": "function", "function": {"name": "find", "parameters": {}}}]
+    call = {"type": "function", "function": {"name": "find"}}
+    zh[9]["messages"][1] = {"role": "assistant", "content": "a fox", "tool_calls": [call]}
     sources = {
         "en": {"path": write(tmp_path / "en.jsonl", en), "weight": 1},
         "zh": {"path": write(tmp_path / "zh.jsonl", zh), "weight": 1},
@@ -269,13 +242,14 @@ def check_counts(config, tmp_path, capsys):
     prepare(config)
     manifest, rows = manifest_of(tmp_path), rows_of(tmp_path)
     assert manifest["sources"] == {
-        "en": {"weight": 1.0, "read": 60, "taken": 49, "refused": 0, "repeated": 0, "cut": 0, "no_end_of_turn": 0},
-        # All but the wizard's row are taken; the one without an answer is found out later.
-        "zh": {"weight": 1.0, "read": 50, "taken": 49, "refused": 2, "repeated": 0, "cut": 1, "no_end_of_turn": 1},
+        "en": {"weight": 1.0, "read": 60, "taken": 49, "refused": 0, "cut": 0, "no_end_of_turn": 0},
+        # All but the wizard's row are taken; those without an answer, or with a call, are found out later.
+        "zh": {"weight": 1.0, "read": 50, "taken": 49, "refused": 3, "cut": 1, "no_end_of_turn": 1},
     }
+    reasons = {"6": "no assistant turn", "10": f"the chat template of {config.target.name} writes no tool calls"}
+    reasons["7"] = "unknown role 'wizard'"
     assert manifest["refused"] == [
-        {"id": "zh/6", "source": "zh", "where": "zh.jsonl:6", "reason": "no assistant turn"},
-        {"id": "zh/7", "source": "zh", "where": "zh.jsonl:7", "reason": "unknown role 'wizard'"},
+        {"id": f"zh/{i}", "source": "zh", "where": f"zh.jsonl:{i}", "reason": reason} for i, reason in reasons.items()
     ]
     assert (manifest["cut"], manifest["no_end_of_turn"], manifest["tools_unread"]) == (1, 1, 1)
     texts = {f"{name}/{i}": text for name in ("en", "zh") for i, text in enumerate(questions(name, 60), 1)}
@@ -286,15 +260,15 @@ def check_counts(config, tmp_path, capsys):
             counts[row["source"]].update(conversations=1, **tokens)
         assert manifest["splits"][split]["by_source"] == counts
         assert all(is_heldout(chat(texts[row["id"]]), SHARE) == held for row in rows[split])
-    assert sum(map(len, rows.values())) == 97
+    assert sum(map(len, rows.values())) == 96
     coverage = manifest["draft_vocab"]["coverage_by_source"]
     assert set(coverage) == {"en", "zh"}
     assert min(coverage.values()) <= manifest["draft_vocab"]["coverage"]["train"] <= max(coverage.values())
     out = capsys.readouterr().out
-    assert "REFUSED: 2" in out
+    assert "REFUSED: 3" in out
     assert "zh/7 (zh.jsonl:7): unknown role 'wizard'" in out
     (line,) = [line for line in out.splitlines() if line.split()[:1] == ["zh"]]
-    assert line.split()[1:5] == ["50", "49", "2", "1"]
+    assert line.split()[1:5] == ["50", "49", "3", "1"]
     order = "".join("e" if row["source"] == "en" else "z" for row in rows["train"])
     assert max(len(run) for run in order.split("z")) <= 5, "the sources alternate"
 

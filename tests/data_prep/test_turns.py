@@ -2,32 +2,11 @@
 
 import numpy as np
 import pytest
+from families import FAMILIES, load
 
 from data_prep.formats import Refused
 from data_prep.masks import samples
 from data_prep.template import ChatTemplate
-
-# In the manner of thinking models: thoughts after the last user turn alone, and an empty one for plain answers.
-THINKING = """\
-{%- set ns = namespace(last=0) -%}
-{%- for m in messages -%}{%- if m.role == 'user' -%}{%- set ns.last = loop.index0 -%}{%- endif -%}{%- endfor -%}
-{%- for m in messages -%}
-{%- if m.role == 'assistant' -%}
-{%- set thought = m.reasoning_content or '' -%}{%- set said = m.content -%}
-{%- if '</think>' in said -%}
-{%- set thought = said.split('</think>')[0].split('<think>')[-1].strip('\n') -%}
-{%- set said = said.split('</think>')[-1].lstrip('\n') -%}
-{%- endif -%}
-{{- '<|im_start|>assistant\n' -}}
-{%- if loop.index0 > ns.last -%}{{- '<think>\n' + thought + '\n</think>\n\n' -}}{%- endif -%}
-{{- said + '<|im_end|>\n' -}}
-{%- else -%}
-{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' -}}
-{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"""
-# The kind whose generation prompt opens the thought.
-OPENED = THINKING.replace("assistant\n' -}}{%- endif -%}", "assistant\n<think>\n' -}}{%- endif -%}")
 
 ASK = {"role": "user", "content": "hello"}
 MORE = {"role": "user", "content": "and?"}
@@ -39,13 +18,15 @@ def says(content, **more):
 
 
 @pytest.fixture
-def thinking(tokenizer) -> ChatTemplate:
-    return ChatTemplate(tokenizer, [tokenizer.eos_token_id], THINKING)
+def thinking() -> ChatTemplate:
+    return load(FAMILIES["qwen3"], {})
 
 
 @pytest.fixture
-def opened(tokenizer) -> ChatTemplate:
-    return ChatTemplate(tokenizer, [tokenizer.eos_token_id], OPENED)
+def opened(thinking) -> ChatTemplate:
+    """The kind whose generation prompt opens the thought."""
+    begin, _, end = thinking.template.rpartition("<|im_start|>assistant\\n")
+    return ChatTemplate(thinking.tokenizer, thinking.end_ids, f"{begin}<|im_start|>assistant\\n<think>\\n{end}")
 
 
 def only(template, answer):

@@ -9,8 +9,8 @@ import pytest
 from published_targets import FOLDER
 
 from eagle31_train import cli
-from eagle31_train.plan import reckon
-from eagle31_train.planning import answers, inputs, sections
+from eagle31_train.planning import inputs, sections
+from eagle31_train.planning.planned import reckon
 
 QWEN = ["name=x", f"target.path={FOLDER / 'qwen3_8b'}", "run_dir=/nowhere/at/all"]
 
@@ -25,8 +25,7 @@ def section(*words):
 
 def test_prompts_that_the_target_writes_and_answers_by_hand():
     """2,000 prompts of 256 tokens, a quarter refused, and answers of 300; 36 layers of 8 keys and values of 128."""
-    plan = planned("plan.target_parameters=8e9")
-    what = answers.answering(plan.config, plan.target, 2000, 300, 300)
+    what = planned("plan.target_parameters=8e9").answering(2000, 300, 300)
     assert what.written == pytest.approx(682_666.7)
     assert what.answers == 600_000
     assert (what.batch, what.devices) == (32, 1)
@@ -35,15 +34,13 @@ def test_prompts_that_the_target_writes_and_answers_by_hand():
     assert what.step == pytest.approx(5.41e-3, rel=1e-3)  # 18.12 GB at 3,350 GB/s; its FLOPs want 0.53 ms
     assert what.seconds == pytest.approx(216.9 + 9.7, rel=1e-3)  # 40,083 steps, and 600,000 tokens read
     assert what.flops == pytest.approx(1_282_666.7 * (16e9 + 265_420_800) + 9.6e15, rel=1e-6)
-    slow = planned("plan.target_parameters=8e9", "plan.peak_tflops=10").config
-    step = answers.answering(slow, plan.target, 2000, 300, 300).step
-    assert step == pytest.approx(32 * 16.265e9 / 1e13, rel=1e-3)
+    slow = planned("plan.target_parameters=8e9", "plan.peak_tflops=10").answering(2000, 300, 300)
+    assert slow.step == pytest.approx(32 * 16.265e9 / 1e13, rel=1e-3)
 
 
 def test_a_server_has_all_devices_and_later_turns_are_answered_twice():
     words = ("data.generate.server=http://x/v1", "data.generate.concurrency=100", "plan.devices=4")
-    plan = planned(*words, "data.self_prompts.turns=2")
-    what = answers.answering(plan.config, plan.target, 2000, 300, 300)
+    what = planned(*words, "data.self_prompts.turns=2").answering(2000, 300, 300)
     assert (what.batch, what.devices) == (100, 4)
     # Two turns of 150 tokens, and between them half of the answers.
     assert what.written == pytest.approx(2000 * (300 / 0.75 + 150))
@@ -53,7 +50,7 @@ def test_of_experts_those_are_read_that_some_answer_is_sent_to():
     read = {}
     for batch in (1, 2):
         plan = planned(f"target.path={FOLDER / 'gpt_oss_20b'}", f"data.generate.batch_size={batch}")
-        read[batch] = answers.answering(plan.config, plan.target, 10, 300, 300).weights
+        read[batch] = plan.answering(10, 300, 300).weights
     sizes, value = plan.target.sizes, plan.target.weight_bytes
     assert sizes.chosen == 4 / 32
     assert sizes.active == pytest.approx(sizes.dense + sizes.experts / 8)
@@ -68,29 +65,27 @@ def test_prompts_at_hand_are_counted_and_those_that_are_wanted_are_said(tmp_path
     plan = planned(*given)
     assert plan.data.work.conversations * (1 + plan.data.heldout) == pytest.approx(600)
     shown = section(*given)
-    assert "prompts                          300   2 answers to each, of 300 tokens" in shown
+    assert "prompts                          300   2 × 300 tokens in answer to each" in shown
     assert "NOT ENOUGH" not in shown
     # 60 million tokens of 600 each, and 5.3 % more to hold out, from two answers to a prompt.
     wanted = section(*given, "plan.tokens=6e7")
     assert "prompts                       52,632" in wanted
-    assert "NOT ENOUGH   300 prompts are at hand: give more, or raise data.generate.samples." in wanted
+    assert "NOT ENOUGH   300 prompts are at hand: give more, or raise data.generate.samples" in wanted
     own = section("plan.tokens=6e7")
-    assert "NOT ENOUGH   2,000 prompts are at hand: give more, or raise data.self_prompts.count." in own
+    assert "NOT ENOUGH   2,000 prompts are at hand: give more, or raise data.self_prompts.count" in own
     assert "none: the conversations" in section(f"data.conversations={prompts}")
     # Of a data set on the hub nobody knows without a download.
     assert "NOT ENOUGH" not in section("regenerate=true", "data.prompts=org/name", "plan.tokens=6e7")
 
 
 def test_rows_are_counted_as_stage_1_reads_them(tmp_path):
-    table = pyarrow.table({"prompt": ["one", "two"]})
     (tmp_path / "inner").mkdir()
-    pyarrow.parquet.write_table(table, tmp_path / "inner" / "a.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["one", "two"]}), tmp_path / "inner" / "a.parquet")
     (tmp_path / "b.csv").write_text('prompt\n"one, of\ntwo lines"\ntwo\n\n')
     (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "one"}\n\n{"prompt": "two"}'))
     (tmp_path / "d.json").write_text('[{"prompt": "one"}, {"prompt": "two"}]')
     (tmp_path / "_notes").write_text("none of it")
-    for name in ("inner/a.parquet", "b.csv", "c.jsonl.gz", "d.json"):
-        assert inputs.prompts_at_hand(cli.load_config([*QWEN, f"data.conversations={tmp_path / name}"])) == 2
-    assert inputs.prompts_at_hand(cli.load_config([*QWEN, f"data.conversations={tmp_path}"])) == 8
+    config = cli.load_config([*QWEN, f"data.conversations={tmp_path}"])
+    assert inputs.prompts_at_hand(config) == 8
     (tmp_path / "d.json").write_text("no JSON")
-    assert inputs.prompts_at_hand(cli.load_config([*QWEN, f"data.conversations={tmp_path}"])) is None
+    assert inputs.prompts_at_hand(config) is None

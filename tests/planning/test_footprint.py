@@ -1,17 +1,25 @@
-"""Bytes of a micro-batch by formula, against what torch allocates on a CPU in a real step."""
+"""Bytes of a micro-batch by formula, against what torch allocates on a CPU, and of profiles, against real processes."""
+
+import json
+import math
+import subprocess
 
 import pytest
 import torch
-from plan_cases import MLA, SMALL_MLA, objective_and_batch, shape_of
-from torch.profiler import ProfilerActivity, profile, record_function
+from holding import SHAPE
+from launching import ROOT, command, environment
+from plan_cases import SMALL_MLA, objective_and_batch, shape_of
+from torch import profiler
 
 from benchmarks.shapes import turns
 from eagle31_train.checkpoint.contract import weight_shapes
+from eagle31_train.cli import CONFIGS
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.model.loss import LOGITS
 from eagle31_train.model.packing import MOST_COPIES
 from eagle31_train.planning import footprint
-from eagle31_train.planning.footprint import Step, activations
+from eagle31_train.planning.footprint import PROFILES, Activations, State, Step, activations, memory
+from eagle31_train.planning.planned import read_bucket
 from eagle31_train.planning.work import count_work
 
 BF16, FP32 = 2, 4
@@ -21,10 +29,10 @@ def measure(objective, batch, weights):
     """Bytes after the forward pass, and at the worst moment of it and of the backward pass."""
     objective(batch, weights)[0].backward()  # what is made once is there
     objective.zero_grad(set_to_none=True)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        with record_function("FORWARD"):
+    with profiler.profile(activities=[profiler.ProfilerActivity.CPU], profile_memory=True) as recorded:
+        with profiler.record_function("FORWARD"):
             loss = objective(batch, weights)[0]
-        with record_function("BACKWARD"):
+        with profiler.record_function("BACKWARD"):
             loss.backward()
     events = recorded.profiler.kineto_results.events()
     backward = next(event.start_ns() for event in events if event.name() == "BACKWARD")
@@ -43,15 +51,11 @@ CASES = [
     ({"norm_before_residual": True}, BF16, True, "fp8", 7),
     ({"norm_output": False, "fc_norm": False}, BF16, False, "bf16", 7),
     ({"draft_vocab_size": 2000, "num_key_value_heads": 8}, BF16, False, "bf16", 3),
-    (SMALL_MLA, BF16, True, "bf16", 3),
     ({**SMALL_MLA, "norm_before_residual": True}, FP32, True, "int8", 3),
     ({"num_layers": 3, "norm_before_fc": True, "norm_output": False}, BF16, False, "bf16", 3),
     ({"num_layers": 2, "norm_before_fc": True, "fc_norm": False}, BF16, True, "int8", 3),
 ]
-
-
-FAST = (5,)  # MLA with recomputation
-TIERED = [pytest.param(*case, marks=() if i in FAST else pytest.mark.slow) for i, case in enumerate(CASES)]
+TIERED = [(SMALL_MLA, BF16, True, "bf16", 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES)]
 
 
 @pytest.mark.parametrize(("changes", "value", "recompute", "codec", "unroll"), TIERED)
@@ -80,19 +84,11 @@ def test_freezing_lm_head_saves_its_gradient_and_a_gpu_holds_as_many_logits_as_t
     assert MOST_COPIES == footprint.MOST_COPIES
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"fc_norm": False},
-        {"share_embedding": False},
-        {"hidden_size": 128},
-        {"num_layers": 3, "norm_before_fc": True, "qk_norm": True},
-        SMALL_MLA,
-        {**SMALL_MLA, "num_layers": 2},
-        MLA,
-    ],
-)
+LLAMAS = [{}, {"fc_norm": False}, {"share_embedding": False}, {"hidden_size": 128}]
+LLAMAS += [{"num_layers": 3, "norm_before_fc": True, "qk_norm": True}]
+
+
+@pytest.mark.parametrize("changes", [*LLAMAS, SMALL_MLA, {**SMALL_MLA, "num_layers": 2}])
 def test_parameters_are_those_of_the_drafter(changes):
     shape = shape_of(**changes)
     with torch.device("meta"):
@@ -102,3 +98,71 @@ def test_parameters_are_those_of_the_drafter(changes):
     assert weight_shapes(shape) == there
     matrices = footprint.matrices(shape)
     assert sum(matrices.values()) == sum(p.numel() for p in drafter.parameters() if p.dim() == 2)
+
+
+# ---------------------------------------------------------------- launch profiles
+
+NOTHING = Activations(0, 0, 0, 0, 0)
+
+
+def state_of(shape, optimizer="adamw"):
+    sizes = weight_shapes(shape)
+    groups = [[math.prod(s) for s in sizes.values() if (len(s) > 1) == several] for several in (True, False)]
+    muons = [tuple(s) for name, s in sizes.items() if len(s) > 1 and name != "lm_head.weight"]
+    return State(groups, orthogonal=muons if optimizer == "muon" else ())
+
+
+def test_every_profile_is_a_file_and_every_file_a_profile():
+    """But for the CPU's and those of several machines, which hold as much."""
+    files = {file.stem for file in (CONFIGS / "accelerate").glob("*.yaml")}
+    assert {profile.name for profile in PROFILES} == {n for n in files if not n.startswith("multinode")} - {"cpu"}
+    for profile in PROFILES:
+        text = (CONFIGS / "accelerate" / f"{profile.name}.yaml").read_text()
+        assert (f"configs/deepspeed/{profile.name}.json" in text) == profile.deepspeed, profile.name
+        if profile.deepspeed:
+            settings = json.loads((CONFIGS / "deepspeed" / f"{profile.name}.json").read_text())["zero_optimization"]
+            assert settings["stage"] == profile.stage
+            assert ("offload_optimizer" in settings) == profile.offload
+
+
+HELD = {f"{p.name} {o}": (p, o) for o in ("adamw", "muon") for p in PROFILES if p.takes(o)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("profile", "optimizer"), HELD.values(), ids=HELD.keys())
+def test_what_two_processes_hold_is_what_is_reckoned(profile, optimizer, tmp_path):
+    """Weights, moments, flat copies and buckets, device and host together, after two steps: within 1 %."""
+    launched = command(profile.name if profile.several else "one", 2, ROOT / "tests" / "holding.py")
+    done = subprocess.run(
+        [*launched, str(tmp_path), f"train.optimizer={optimizer}"],
+        cwd=ROOT,
+        env=environment(profile.name),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"held')))
+
+    bucket, overlap = read_bucket(profile)
+    target = 2 * SHAPE.target_hidden_size * (SHAPE.vocab_size + SHAPE.draft_vocab_size)
+    m = memory(profile, state_of(SHAPE, optimizer), 2, target, NOTHING, 0.0, bucket, overlap)
+    # On a CPU device and host are one.
+    assert found["held"] == pytest.approx(m.held + m.host, rel=0.01), found
+
+
+def test_sharding_divides_what_it_says():
+    state = State([[600, 200], [10]])
+    P = 4 * 810
+    of = {profile.name: memory(profile, state, 5, 0.0, NOTHING, 0.0) for profile in PROFILES}
+    assert (of["gpu"].weights, of["gpu"].moments, of["gpu"].copies) == (P, 2 * P, 0)
+    assert of["ddp"].held == of["gpu"].held + P
+    assert (of["zero1"].weights, of["zero1"].moments, of["zero1"].copies) == (P, 2 * P / 5, P / 5)
+    assert of["zero1"].held == of["zero2"].held
+    assert of["zero2_offload"].moments == 0
+    assert of["zero2_offload"].host == P + 4 * 600
+    assert of["fsdp2"].held == 3 * P / 5
+    assert of["zero3"].held == 5 * P / 5
+    assert of["zero3_offload"].host == P
+    assert all(m.peak == m.held + max(m.step, m.exchange) for m in of.values())
