@@ -13,7 +13,6 @@ import dataclasses
 import shutil
 import time
 from pathlib import Path
-from typing import Any
 
 from eagle31_train import artifacts, cli, provenance
 from eagle31_train.checkpoint import hub
@@ -28,12 +27,8 @@ from eagle31_train.store import read_manifest
 
 
 def export(config: Config) -> None:
-    """Write `run_dir/export` and `run_dir/export.json`; upload with push=true.
-
-    Raises:
-        UserError: an input is missing or damaged, was made with other options, or breaks the
-            contract; the message names the key. Then nothing is written.
-    """
+    """Write `run_dir/export` and `run_dir/export.json`; upload with push=true. A UserError, and nothing written, if an
+    input is missing or damaged, was made with other options, or breaks the contract."""
     started = time.monotonic()
     if config.push and not config.repo:
         raise UserError("push=true needs the hub repository: add repo=owner/name")
@@ -41,7 +36,10 @@ def export(config: Config) -> None:
     checkpoint = DrafterCheckpoint.of_run(run, config.data_folder)
     shape = exported_shape(config, checkpoint)
     checkpoint.check_store(read_manifest(config), config.target, by_name=True)
-    data = read_data(config, checkpoint)
+    data = None  # stage 1's manifest, whose counts are on the card, unless it is gone
+    if (file := config.data_folder / artifacts.MANIFEST).is_file():
+        data = artifacts.read_json(file, "eagle31 data")
+        checkpoint.check_data(data, config.data_folder)
     assert checkpoint.manifest is not None
     weights, target_ids = artifacts.file_sha256(checkpoint.folder / MODEL), checkpoint.vocab.target_ids.tolist()
     made_from = provenance.of_export(config, checkpoint.manifest, weights, dataclasses.asdict(shape), target_ids)
@@ -68,25 +66,16 @@ def export(config: Config) -> None:
     for caveat in card.caveats_of(shape, data):
         note(f"export: {caveat}")
     drafter = str(run / "export")
-    if config.push:
-        assert config.repo is not None
-        address = hub.push(run / "export", config.repo, config.private)
-        note(f"export: uploaded to {address}")
+    if config.push and config.repo:
+        note(f"export: uploaded to {hub.push(run / 'export', config.repo, config.private)}")
         drafter = config.repo
     note("serve it with:")
     note("  " + recipe.serve_command(config, drafter))
 
 
-# ---------------------------------------------------------------- reading
-
-
 def exported_shape(config: Config, checkpoint: DrafterCheckpoint) -> DrafterShape:
     """The trained shape, with as many positions as the options say: no weight depends on them, and vLLM may need more
-    of them than were trained with. How many a RoPE scaling may have, the contract knows.
-
-    Raises:
-        UserError: other options contradict the weights, whose card tells them.
-    """
+    of them than were trained with. A UserError if other options contradict the weights, whose card tells them."""
     shape, positions = checkpoint.shape, config.drafter.max_position_embeddings
     if positions is not None and positions > shape.max_position_embeddings:
         note(f"export: max_position_embeddings is {positions:,} now, {shape.max_position_embeddings:,} in training")
@@ -107,19 +96,6 @@ def exported_shape(config: Config, checkpoint: DrafterCheckpoint) -> DrafterShap
                 f"give the options of training, or run `{TRAIN}` with these"
             )
     return shape
-
-
-def read_data(config: Config, checkpoint: DrafterCheckpoint) -> dict[str, Any] | None:
-    """The manifest of the data stage, whose counts the card tells; None where it is not there any more."""
-    file = config.data_folder / artifacts.MANIFEST
-    if not file.is_file():
-        return None
-    data = artifacts.read_json(file, "eagle31 data")
-    checkpoint.check_data(data, config.data_folder)
-    return data
-
-
-# ---------------------------------------------------------------- writing
 
 
 def write(

@@ -5,11 +5,10 @@ from typing import Any
 import torch
 
 from eagle31_train import artifacts
-from eagle31_train.checkpoint.shape import drafter_shape
+from eagle31_train.checkpoint.contract import drafter_shape
 from eagle31_train.config import Config, DrafterConfig, DrafterShape, TrainConfig
 from eagle31_train.errors import UserError
 from eagle31_train.kernels import missing
-from eagle31_train.model.batch import has_pairs
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.model.loss import Objective, Teacher
 from eagle31_train.model.vocab import DraftVocab
@@ -21,11 +20,7 @@ FIRST_NORM = 0.4
 
 
 def check_store(store: Store, data: dict[str, Any], config: Config) -> None:
-    """Refuse a store of other data or of another target than the configuration's.
-
-    Args:
-        data: manifest of the data stage, whose draft vocabulary training reads.
-    """
+    """Refuse a store of other data (`data`: stage 1's manifest) or of another target than the configuration's."""
     made = store.inputs
     if made["data"] != data["dataset_fingerprint"]:
         given = {"data_dir": config.data_dir, "store_dir": config.store_dir}
@@ -44,11 +39,7 @@ def check_store(store: Store, data: dict[str, Any], config: Config) -> None:
 
 
 def check_samples(split: StoreSplit, batch_tokens: int) -> None:
-    """Refuse, by the lengths alone, a training split that the token budget of a step cannot hold.
-
-    Raises:
-        UserError: a sample is longer than `batch_tokens`, or there is none.
-    """
+    """Raise a UserError for a training split without a sample, or with one that is longer than `batch_tokens`."""
     if not len(split):
         raise UserError(f"{split.store.location} holds no sample to train on: run `eagle31 data` with more data")
     if (longest := max(split.lengths)) > batch_tokens:
@@ -56,27 +47,6 @@ def check_samples(split: StoreSplit, batch_tokens: int) -> None:
             f"row {split.lengths.index(longest)} of the train split in {split.store.location} has {longest} tokens: "
             f"set train.batch_tokens={longest} or more, or make data and store with data.max_length={batch_tokens}"
         )
-
-
-def check_pairs(split: StoreSplit, vocab: DraftVocab, oov: str) -> None:
-    """Refuse a training split in which no sample has a pair to train. One that has is mostly the first that is read.
-
-    Raises:
-        UserError: there is none; says why.
-    """
-    keep_mask, supervised = torch.from_numpy(vocab.t2d), 0
-    for index in range(len(split)):
-        document = split.read(index, states=False)
-        if has_pairs(document, keep_mask, oov):
-            return
-        supervised += len(document.supervised)
-    why = (
-        f"of {supervised:,} supervised positions none has an arg-max that is in the draft vocabulary of {len(vocab):,} "
-        "tokens: raise data.draft_vocab_size, or count it on the target's own answers (regenerate=true)"
-        if supervised
-        else "their loss masks cover no token of an answer: see the conversations, and data.max_length"
-    )
-    raise UserError(f"there is nothing to train in the {len(split):,} samples of {split.store.location}: {why}")
 
 
 def shape_of(config: DrafterConfig, store: Store, vocab: DraftVocab) -> DrafterShape:
@@ -118,11 +88,8 @@ def build_objective(config: Config, shape: DrafterShape, store: Store, vocab: Dr
 
 
 def choose_kernels(objective: Objective, t: TrainConfig, device: torch.device) -> str:
-    """Have an objective worked out as train.kernels and train.compile say; how, in words.
-
-    Raises:
-        UserError: fused kernels were asked for, and cannot run on this device.
-    """
+    """Have an objective worked out as train.kernels and train.compile say; how, in words. A UserError if fused kernels
+    were asked for, and cannot run on this device."""
     lack = missing(device)
     if t.kernels == "fused" and lack:
         raise UserError(f"train.kernels=fused cannot be: {lack}; set train.kernels=auto or plain")

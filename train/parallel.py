@@ -48,9 +48,7 @@ class Parallel:
     """What all kinds share.
 
     Args:
-        accelerator: of the launch.
         objective: with its initial weights, the same on every rank; on the CPU.
-        t: the optimizer's and the clipping's options.
 
     Attributes:
         model: what to call, as `Objective.forward`; every rank as often as every other.
@@ -92,7 +90,8 @@ class Parallel:
             The gradient's norm before clipping (infinite or NaN: nothing was updated), and `rest`, on the CPU in
             fp64 after one wait for the device.
         """
-        self._set_lr(lr)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
         norm = self.clip()
         norm, count, *fetched = fetch(norm, pairs.sum(), *rest)
         if torch.isfinite(norm) & (count > 0):
@@ -125,10 +124,6 @@ class Parallel:
     def differs(self) -> str | None:
         """What of the weights is not the same on all ranks, or not sharded as it should be; None if nothing is."""
         raise NotImplementedError
-
-    def _set_lr(self, lr: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
 
     def _count(self, device: torch.device) -> Tensor:
         return torch.tensor(float(self.updates), device=device)  # where fused AdamW wants it
@@ -166,11 +161,9 @@ class Replicated(Parallel):
         self.kind = "ddp" if self.accelerator.num_processes > 1 else "one process"
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
-        """See `Parallel`."""
         return nullcontext() if last else self.accelerator.no_sync(self.model)
 
     def differs(self) -> str | None:
-        """See `Parallel`."""
         return self._alike(self.objective.drafter.named_parameters())
 
 
@@ -188,7 +181,6 @@ class Sharded(Parallel):
         self.kind = "fsdp2"
 
     def differs(self) -> str | None:
-        """See `Parallel`."""
         for name, parameter in self.objective.drafter.named_parameters():
             if not isinstance(parameter, DTensor) or parameter.device_mesh.size() != self.accelerator.num_processes:
                 return f"{name} is not sharded over all ranks"
@@ -225,21 +217,26 @@ class Zero(Parallel):
             for parameter in self.objective.drafter.parameters():
                 register_external_parameter(self.objective, parameter)
         offload = settings["zero_optimization"].get("offload_optimizer", {}).get("device", "none")
-        self._make_moments()
+        # Zero moments, as AdamW's first step makes them: after that step DeepSpeed 0.19 lets only the first group's
+        # parameters find theirs.
+        partitions = "fp32_partitioned_groups_flat" if self.stage == 3 else "single_partition_of_fp32_groups"
+        for part in getattr(self.optimizer, partitions):
+            moments = {moment: torch.zeros_like(part.data) for moment in ADAMW}
+            self.optimizer.optimizer.state[part] = {"step": self._count(part.device), **moments}
+        if self.stage < 3:
+            self.optimizer._lazy_init_hp_params_optimizer_state()
         self.kind = f"zero{self.stage}" + (f", moments on the {offload.upper()}" if offload != "none" else "")
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
-        """See `Parallel`."""
         self.model.set_gradient_accumulation_boundary(last)
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
-        """See `Parallel`."""
         self.model.backward(loss)
 
     def update(self, lr: float, pairs: Tensor, *rest: Tensor) -> list[Tensor]:
-        """See `Parallel`."""
-        self._set_lr(lr)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
         with nullcontext() if pairs.any() else self._without_norm():
             self.model.step()
         if not self.optimizer.overflow:
@@ -256,26 +253,23 @@ class Zero(Parallel):
         delattr(self.optimizer, name)
 
     def moments(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Parallel`."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
-        for name, parameter in self._trained() if self.updates else ():
-            yield from ((f"{m}.{name}", safe_get_full_optimizer_state(parameter, m)) for m in ADAMW)
+        for name, parameter in self.objective.drafter.named_parameters() if self.updates else ():
+            if parameter.requires_grad:
+                yield from ((f"{m}.{name}", safe_get_full_optimizer_state(parameter, m)) for m in ADAMW)
 
     def set_moments(self, moments: Mapping[str, Tensor], updates: int) -> None:
-        """See `Parallel`."""
-        if not moments:
-            super().set_moments(moments, updates)
-            return
         self.updates = updates
+        if not moments:
+            return
         for state in self.optimizer.optimizer.state.values():
             state["step"].fill_(updates)
-        for name, parameter in self._trained():
-            for moment in ADAMW:
+        for name, parameter in self.objective.drafter.named_parameters():
+            for moment in ADAMW if parameter.requires_grad else ():
                 self._set_moment(parameter, moment, moments[f"{moment}.{name}"])
 
     def differs(self) -> str | None:
-        """See `Parallel`."""
         if self.stage < 3:
             return self._alike(self.objective.drafter.named_parameters())
         parameter: Any  # with what DeepSpeed adds to it
@@ -284,24 +278,7 @@ class Zero(Parallel):
                 return f"{name} is not sharded over all ranks"
         return None
 
-    def _make_moments(self) -> None:
-        """Zero moments in DeepSpeed's flat partitions, as AdamW's first step makes them.
-
-        Here, since after that step DeepSpeed 0.19 lets only the first group's parameters find theirs.
-        """
-        zero = self.optimizer
-        partitions = "fp32_partitioned_groups_flat" if self.stage == 3 else "single_partition_of_fp32_groups"
-        for part in getattr(zero, partitions):
-            moments = {moment: torch.zeros_like(part.data) for moment in ADAMW}
-            zero.optimizer.state[part] = {"step": self._count(part.device), **moments}
-        if self.stage < 3:
-            zero._lazy_init_hp_params_optimizer_state()
-
-    def _trained(self) -> list[tuple[str, nn.Parameter]]:
-        return [(n, p) for n, p in self.objective.drafter.named_parameters() if p.requires_grad]
-
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Parallel`."""
         if self.stage < 3:
             yield from super().weights()
             return

@@ -31,21 +31,14 @@ from eagle31_train.checkpoint.run_folder import CONFIG
 from eagle31_train.config import Config
 from eagle31_train.console import note
 from eagle31_train.errors import UserError
-from train.jsonl import plain
+from train.metrics import plain
 
 LAUNCHES, TRACKERS = "launches.jsonl", "trackers.json"
 PACKAGES = ("eagle31", "torch", "accelerate", "deepspeed", "transformers", "datasets", "numpy", "wandb")
 
 
-# ---------------------------------------------------------------- trackers
-
-
 def loggers(config: Config) -> list[str | GeneralTracker]:
-    """The trackers that are asked for, as `Accelerator(log_with=…)` takes them: none, or one, or both.
-
-    Raises:
-        UserError: TensorBoard is asked for and not installed.
-    """
+    """The trackers that are asked for, as `Accelerator(log_with=…)` takes them; a UserError without TensorBoard."""
     trackers: list[str | GeneralTracker] = [] if config.train.wandb == "disabled" else ["wandb"]
     if config.train.tensorboard:
         if importlib.util.find_spec("tensorboard") is None:  # accelerate would leave it out without a word
@@ -96,11 +89,10 @@ def start(
             # Offline there is nobody to resume from: parts of the same id are joined when they are synchronised.
             "resume": None if mode == "offline" else "allow",
         }
+        artifacts.write_json(file, known)
     for tracker in accelerator.log_with:
         if isinstance(tracker, TensorBoardTracker):
             tracker.init_kwargs["purge_step"] = step + 1 if step else 0
-    if known:
-        artifacts.write_json(file, known)
     try:
         accelerator.init_trackers(config.train.project, init_kwargs=settings)
     except Exception as error:
@@ -109,19 +101,13 @@ def start(
         reason = " ".join(str(error).split())
         raise UserError(f"Weights & Biases does not start: {reason} (train.wandb=offline needs no network)") from None
     if mode != "disabled":
-        note(f"train: Weights & Biases, {_whereabouts(accelerator.get_tracker('wandb', unwrap=True))}")
+        run = accelerator.get_tracker("wandb", unwrap=True)
+        where = f"offline: wandb sync {os.path.relpath(Path(run.dir).parent)}" if run.offline else run.url
+        note(f"train: Weights & Biases, {where}")
     if config.train.tensorboard and not step:
         text = "```\n" + cli.to_yaml(config) + "```"
         accelerator.get_tracker("tensorboard", unwrap=True).add_text("config", text, 0)
     return known
-
-
-def _whereabouts(run: Any) -> str:
-    """Where a run of Weights & Biases is seen: its address, or the command that uploads it."""
-    return f"offline: wandb sync {os.path.relpath(Path(run.dir).parent)}" if run.offline else str(run.url)
-
-
-# ---------------------------------------------------------------- launches
 
 
 def record_launch(folder: Path, config: Config, facts: Mapping[str, Any]) -> None:
@@ -129,33 +115,27 @@ def record_launch(folder: Path, config: Config, facts: Mapping[str, Any]) -> Non
 
     Args:
         folder: run_dir/train.
-        facts: what the caller knows, as JSON. Reports show all of it, and draw `after_step` (the step
-            that this launch goes on after, 0 for the first) and `steps` (all of the run) where they are there.
+        facts: as JSON. Reports show all of it, and draw `after_step` (0 for the first launch) and `steps` of the run.
     """
     artifacts.write_text(folder / CONFIG, cli.to_yaml(config))
+    cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
     launch = {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "argv": sys.argv,
         "git": machine.checkout(locations.ROOT),
         "versions": {"python": platform.python_version(), **machine.versions(PACKAGES)},
-        "host": host(),
+        "host": {
+            "name": platform.node(),
+            "system": platform.platform(),
+            "cpu": machine.processor(),
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+            "devices": [torch.cuda.get_device_name(index) for index in range(cuda)],
+            "cuda": torch.version.cuda,
+        },
         "facts": dict(facts),
     }
     path = folder / LAUNCHES
     before = path.read_text() if path.exists() else ""
     artifacts.write_text(path, before + json.dumps(plain(launch), ensure_ascii=False, allow_nan=False) + "\n")
-
-
-def host() -> dict[str, Any]:
-    """The main process's machine."""
-    cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return {
-        "name": platform.node(),
-        "system": platform.platform(),
-        "cpu": machine.processor(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-        "devices": [torch.cuda.get_device_name(index) for index in range(cuda)],
-        "cuda": torch.version.cuda,
-    }

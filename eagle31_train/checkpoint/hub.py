@@ -15,11 +15,8 @@ PICTURES = ["images/acceptance/*", "images/serving/*", "images/comparison-*"]
 
 
 def fetch(repo: str, revision: str | None) -> Path:
-    """The folder of a repository of the hub, downloaded or found in the hub's cache; its name is the commit.
-
-    Raises:
-        UserError: there is no such repository or revision, or the hub cannot be reached and the cache lacks it.
-    """
+    """The folder of a repository, from the hub or the hub's cache; its name is the commit. A UserError if it is in
+    neither."""
     try:
         return Path(snapshot_download(repo, revision=revision, allow_patterns=WANTED))
     except ERRORS as error:
@@ -35,8 +32,7 @@ def push(folder: Path, repo: str, private: bool) -> str:
     Pictures of an earlier export are removed; whatever else is there stays.
 
     Raises:
-        UserError: the hub cannot be reached or refuses, a file cannot be read, or `private` is asked of a
-            repository that is public already (nothing is uploaded then).
+        UserError: the hub cannot be reached or refuses, or the repository is public and `private` is asked of it.
     """
     api = HfApi()
     try:

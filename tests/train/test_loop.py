@@ -131,5 +131,7 @@ def test_metrics_are_the_sums_divided_by_their_own_counts():
         "rms_at_depth": [2.0, 3.75],
         "oov_share": pytest.approx(1 - 7 / 9),
     }
+    sums[:, 1] = 0
+    assert summarise(sums)["loss_at_depth"] == [2.0, None], "a depth that no slot reaches has no share"
     nothing = summarise(torch.zeros(8, 2))
     assert (nothing["loss"], nothing["acceptance_estimate"]) == (0.0, 1.0)
