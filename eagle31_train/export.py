@@ -14,16 +14,18 @@ import shutil
 import time
 from pathlib import Path
 
+import torch
+
 from eagle31_train import artifacts, cli, provenance
-from eagle31_train.checkpoint import hub
+from eagle31_train.checkpoint import config_json, contract, hub
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
-from eagle31_train.checkpoint.run_folder import MODEL, TRAIN
-from eagle31_train.checkpoint.writer import EXPORT, RECORD, write_checkpoint
+from eagle31_train.checkpoint.run_folder import EXPORT, EXPORTED, MODEL, TRAIN
 from eagle31_train.config import Config, DrafterShape
 from eagle31_train.console import note
 from eagle31_train.errors import UserError
 from eagle31_train.reporting import card, card_results, recipe
 from eagle31_train.store import read_manifest
+from eagle31_train.store.tensors import save_file
 
 
 def export(config: Config) -> None:
@@ -53,7 +55,7 @@ def export(config: Config) -> None:
         **results.fingerprints,
     }
     made_from = dataclasses.replace(made_from, card=card_inputs)
-    if provenance.whole(run, run / RECORD, made_from, config.overwrite, EXPORT):
+    if provenance.whole(run, run / EXPORTED, made_from, config.overwrite, EXPORT):
         note("export: up to date")
     else:
         text = card.render(config, shape, checkpoint.manifest, data, results)
@@ -61,7 +63,7 @@ def export(config: Config) -> None:
         files = artifacts.list_files(run, (file for file in (run / "export").rglob("*") if file.is_file()))
         record = made_from.record(files=files, checkpoint=fingerprint)
         record["serve"] = recipe.serve_command(config, str(run / "export"))
-        artifacts.write_json(run / RECORD, record | {"seconds": round(time.monotonic() - started, 1)})
+        artifacts.write_json(run / EXPORTED, record | {"seconds": round(time.monotonic() - started, 1)})
         note(f"export: wrote {run / 'export'}")
     for caveat in card.caveats_of(shape, data):
         note(f"export: {caveat}")
@@ -116,10 +118,39 @@ def write(
             (temporary / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, temporary / name)
         artifacts.write_text(temporary / "README.md", text)
-        final.with_name(RECORD).unlink(missing_ok=True)  # it is the old folder's
+        final.with_name(EXPORTED).unlink(missing_ok=True)  # it is the old folder's
         artifacts.commit(temporary, final)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def write_checkpoint(checkpoint: DrafterCheckpoint, shape: DrafterShape, config: Config, folder: Path) -> None:
+    """Write what vLLM serves.
+
+    Args:
+        shape: the checkpoint's; max_position_embeddings may be another one.
+        config: its target, to whose dtype the weights are rounded, and the export's format.
+
+    Raises:
+        UserError: the weights break the contract in this dtype, or the format has no such drafters.
+    """
+    dtype = config.target.dtype
+    tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in checkpoint.tensors.items()}
+    if contract.map_tensors(shape):
+        tensors["d2t"] = torch.from_numpy(checkpoint.vocab.d2t)
+        tensors["t2d"] = torch.from_numpy(checkpoint.vocab.t2d)
+    contract.require(tensors, shape, str(checkpoint.folder / MODEL))
+    if config.export_format == "speculators":
+        draft_tokens = config.evaluate.num_speculative_tokens
+        fields = config_json.speculators_json(shape, dtype, config.target_name, draft_tokens)
+        tensors = {contract.speculators_name(name): tensor for name, tensor in tensors.items()}
+    else:
+        fields = config_json.config_json(shape, dtype, config.target_name)
+    artifacts.write_json(folder / "config.json", fields)
+    save_file(tensors, folder / MODEL, metadata={"format": "pt"})
+    meant = dataclasses.replace(shape, rope_scaling=config_json.rope_scaling(shape))  # in config.json's words
+    if config_json.shape_from_config(fields, {contract.canonical_name(name) for name in tensors}) != meant:
+        raise UserError(f"{folder / 'config.json'} does not read back as the drafter's shape: check drafter.*")
 
 
 if __name__ == "__main__":

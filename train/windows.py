@@ -33,7 +33,8 @@ def check(store: Store, windows: Sequence[Window], epochs: int, cache_bytes: int
     for a second pass over a store that is removed in the first."""
     largest = max((sum(shard.bytes for shard in window) for window in windows), default=0)
     heldout = sum(shard.bytes for shard in store.plan.of("heldout"))
-    needs = f"the held-out split takes {heldout:,} bytes and a window {largest:,}: raise it, or lower window_tokens"
+    needs = f"the held-out split takes {heldout:,} bytes and a window {largest:,}"
+    needs += ": raise it, or lower train.window_tokens"
     if store.storage.remote and heldout + 2 * largest > cache_bytes:  # half of the cache is for what is fetched ahead
         raise UserError(f"store.cache_bytes={cache_bytes:,} cannot hold two windows of {store.location}: {needs}")
     if store.follow and store.manifest is None and len(windows) == 1:

@@ -4,6 +4,7 @@ RUN/train/inputs.json           what the weights depend on; written first
           config.yaml           all options
           checkpoints/step-…/   drafter.json, model.safetensors, …: see train/checkpoint.py
           manifest.json         written last: the run is finished
+RUN/export.json                 the record of RUN/export/
 """
 
 import re
@@ -23,7 +24,8 @@ from eagle31_train.model import vocab
 from eagle31_train.model.vocab import DraftVocab
 from eagle31_train.store.sealed import DamagedError, checksum, unseal
 
-TRAIN = "eagle31 train"
+TRAIN, EXPORT = "eagle31 train", "eagle31 export"
+EXPORTED = "export.json"  # beside RUN/export/, of which every file is for vLLM or the hub
 RECORD, CONFIG, CHECKPOINTS = "inputs.json", "config.yaml", "checkpoints"
 MODEL, OPTIMIZER, SHAPE = "model.safetensors", "optimizer.safetensors", "drafter.json"
 RNG = "rng.safetensors"  # in checkpoints of earlier versions
@@ -124,3 +126,21 @@ def find_vocab(train: Path, inputs: dict[str, Any], shape: DrafterShape, data_fo
         f"the vocabulary that the drafter was trained with is not in {' or '.join(map(str, files))}: put it back, or "
         "use the export"
     )
+
+
+def read_export(run: Path) -> dict[str, Any]:
+    """The exporter's record of a run. A UserError if nothing was exported, or it is damaged, or has other weights than
+    train/, where that is there."""
+    record = artifacts.read_json(run / EXPORTED, EXPORT)
+    if damage := artifacts.first_damaged(run, record["files"]):
+        raise UserError(f"{damage}: run `{EXPORT}` again")
+    if "checkpoint" not in record:
+        raise UserError(f"{run / EXPORTED} is of an earlier version: run `{EXPORT}` again")
+    if (run / "train" / artifacts.MANIFEST).is_file():  # vLLM can do without
+        train, made_from = artifacts.read_json(run / "train" / artifacts.MANIFEST, TRAIN), record["inputs"]
+        weights = train.get("files", {}).get(f"{train['checkpoint']}/{MODEL}", {}).get("sha256")
+        if (made_from["train"], made_from["weights"]) != (train["fingerprint"], weights):
+            raise UserError(
+                f"{run / 'export'} has other weights than {run / 'train'}: run `{EXPORT}` again, with overwrite=true"
+            )
+    return record

@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from eagle31_train.model.drafter import Drafter
-from eagle31_train.model.gqa import applied_to
-from eagle31_train.model.layer import Layer
+from eagle31_train.model.layer import Layer, applied_to
 from eagle31_train.store.codec import plain
 
 Choose = Callable[[int, Tensor], Tensor]  # step and logits [B, Vd] → which draft tokens [B] int64

@@ -23,8 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from eagle31_train.config import DrafterShape
 from eagle31_train.model.attention import unrolled_attention
 from eagle31_train.model.batch import Batch
-from eagle31_train.model.gqa import Project, applied_to
-from eagle31_train.model.layer import Layer, MidLayer
+from eagle31_train.model.layer import Layer, MidLayer, Project, applied_to
 from eagle31_train.model.linear import Linear, compute_dtype, linear
 from eagle31_train.model.norm import RMSNorm
 from eagle31_train.model.packing import Layout

@@ -23,13 +23,6 @@ def test_offsets_and_flags_say_the_same(ids, size):
     assert again.pruned == (len(ids) < size)
 
 
-def test_offsets_by_hand():
-    draft = DraftVocab(np.array([0, 2, 3, 7], dtype=np.int64), 8)
-    assert draft.d2t.tolist() == [0, 1, 1, 4]
-    assert draft.d2t.dtype == np.int64
-    assert draft.t2d.tolist() == [True, False, True, True, False, False, False, True]
-
-
 COUNTS = np.array([0, 50, 0, 30, 10, 10, 0, 0], dtype=np.int64)
 
 
