@@ -82,9 +82,7 @@ class Parallel:
         """Clip and step, if there is something to learn and the gradient is finite on every rank; forget the gradients.
 
         Args:
-            lr: learning rate.
             pairs: [K] that the step trains, over all ranks. Without any, weights and moments stay as they are.
-            rest: what else to fetch.
 
         Returns:
             The gradient's norm before clipping (infinite or NaN: nothing was updated), and `rest`, on the CPU in
@@ -123,7 +121,13 @@ class Parallel:
 
     def differs(self) -> str | None:
         """What of the weights is not the same on all ranks, or not sharded as it should be; None if nothing is."""
-        raise NotImplementedError
+        if self.accelerator.num_processes == 1:
+            return None
+        names, parameters = zip(*self.objective.drafter.named_parameters(), strict=True)
+        everyone = self.accelerator.gather(torch.stack([digest(parameter) for parameter in parameters])[None])
+        assert isinstance(everyone, Tensor)
+        wrong = (everyone != everyone[:1]).any(0).any(-1).nonzero()
+        return f"{names[int(wrong[0])]} is not the same on all ranks" if len(wrong) else None
 
     def _count(self, device: torch.device) -> Tensor:
         return torch.tensor(float(self.updates), device=device)  # where fused AdamW wants it
@@ -140,17 +144,6 @@ class Parallel:
         """What this rank keeps of a whole moment of `parameter`: a copy, since the whole lies in a file that goes."""
         return whole.to(parameter.device, copy=True)
 
-    def _alike(self, names_and_tensors: Iterator[tuple[str, Tensor]]) -> str | None:
-        """The first tensor that is not the same on all ranks."""
-        if self.accelerator.num_processes == 1:
-            return None
-        names, digests = zip(*((name, digest(tensor)) for name, tensor in names_and_tensors), strict=True)
-        mine = torch.stack(digests)
-        everyone = self.accelerator.gather(mine[None])
-        assert isinstance(everyone, Tensor)
-        wrong = (everyone != everyone[:1]).any(0).any(-1).nonzero()
-        return f"{names[int(wrong[0])]} is not the same on all ranks" if len(wrong) else None
-
 
 class Replicated(Parallel):
     """One process, or DDP: every rank holds everything."""
@@ -162,9 +155,6 @@ class Replicated(Parallel):
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
         return nullcontext() if last else self.accelerator.no_sync(self.model)
-
-    def differs(self) -> str | None:
-        return self._alike(self.objective.drafter.named_parameters())
 
 
 class Sharded(Parallel):
@@ -271,7 +261,7 @@ class Zero(Parallel):
 
     def differs(self) -> str | None:
         if self.stage < 3:
-            return self._alike(self.objective.drafter.named_parameters())
+            return super().differs()
         parameter: Any  # with what DeepSpeed adds to it
         for name, parameter in self.objective.drafter.named_parameters():
             if parameter.ds_tensor.numel() * self.accelerator.num_processes < parameter.ds_numel:

@@ -109,6 +109,8 @@ def read_inputs(config: Config, source: DrafterCheckpoint | None, resources: Exi
     train_split = store.split("train")
     cut = windows.cut(train_split, t.window_tokens)
     windows.check(store, cut, t.epochs, byte_count(config.store.cache_bytes, "store.cache_bytes"))
+    if len(cut) > 1 and data["inputs"].get("shuffle") is None:
+        _say("train: the windows follow the order of the data, which is not shuffled (data.shuffle=SEED)")
     measured, chosen_on = trajectories.read(store, config.evaluate.num_speculative_tokens), None
     if t.keep_best or t.early_stop is not None:
         if not measured:
@@ -133,7 +135,6 @@ def read_inputs(config: Config, source: DrafterCheckpoint | None, resources: Exi
         train_split=train_split,
         heldout=store.split("heldout"),
         windows=cut,
-        shuffled=data["inputs"].get("shuffle") is not None,
         trajectories=measured,
     )
 
@@ -152,8 +153,6 @@ def launch_processes(config: Config, data: Inputs) -> Accelerator:
     launch.check_alike(accelerator, data.made_from.inputs, config, [digest(one.prompt) for one in data.trajectories])
     for problem in unserved(data.shape):  # before hours are spent
         _say(f"train: NOT SERVED: {problem}")
-    if len(data.windows) > 1 and not data.shuffled:
-        _say("train: the windows follow the order of the data, which is not shuffled (data.shuffle=SEED)")
     return accelerator
 
 

@@ -71,8 +71,7 @@ class StepResult:
 class Inputs:
     """What a run trains on, found to fit together.
 
-    made_from: what the trained weights depend on. shuffled: whether the data was, before windows were cut.
-    trajectories: what acceptance is measured on; none where the store has none.
+    made_from: what the trained weights depend on. trajectories: what acceptance is measured on; may be none.
     """
 
     store: Store
@@ -82,7 +81,6 @@ class Inputs:
     train_split: StoreSplit
     heldout: StoreSplit
     windows: list[Window]
-    shuffled: bool
     trajectories: list[Trajectory]
 
 
