@@ -27,11 +27,8 @@ from train.parallel import Parallel
 def evaluate(
     parallel: Parallel, split: StoreSplit, t: TrainConfig, keep_mask: Tensor, everything: bool = False
 ) -> dict[str, Any]:
-    """`summarise` of the split: of `eval_samples` that are spread over it, or of everything.
-
-    Args:
-        keep_mask: [V] bool, which tokens of the target the draft vocabulary holds.
-    """
+    """`summarise` of the split: of `eval_samples` that are spread over it, or of everything. keep_mask: [V] bool, which
+    tokens of the target the draft vocabulary holds."""
     accelerator = parallel.accelerator
     count = len(split) if everything else min(len(split), t.eval_samples)
     chosen = [i * len(split) // count for i in range(count)]  # sources stand one behind the other in some data

@@ -63,9 +63,8 @@ def shape_of(config: DrafterConfig, store: Store, vocab: DraftVocab) -> DrafterS
 def build_objective(config: Config, shape: DrafterShape, store: Store, vocab: DraftVocab) -> Objective:
     """Drafter and teacher with their initial weights, on the CPU; the same for the same seed.
 
-    Where the widths agree, the drafter starts as a poor copy of the target's last layers: fc passes the
-    last auxiliary state on, lm_head is the target's, and so is the final norm, at a part of its size.
-    Against random ones: docs/log.md.
+    Where the widths agree, the drafter starts as a poor copy of the target's last layers (against random ones:
+    docs/log.md): fc passes the last auxiliary state on, lm_head is the target's, and so is the final norm, scaled down.
     """
     torch.manual_seed(config.seed)
     weights = store.target

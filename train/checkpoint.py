@@ -32,10 +32,7 @@ from eagle31_train.store.tensors import save_file
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A run after `step` optimizer steps, however it is sharded.
-
-    Its tensors are on the CPU. Nobody writes to those to be saved; those that were loaded are mapped from files.
-    """
+    """A run after `step` optimizer steps. Its tensors are whole and on the CPU; those loaded are mapped from files."""
 
     step: int
     weights: dict[str, Tensor]
@@ -87,14 +84,12 @@ class Saver:
 
     Args:
         folder, fingerprint: of the run's checkpoints, and of the run.
-        keep: how many checkpoints stay.
+        keep: how many checkpoints stay, beside the best.
         say: prints a line; called from the background thread.
-        committed: the checkpoint that the run goes on from, as `newest` has just returned it.
-        best: the one to be kept beside the newest, if there is one.
+        committed, best: the checkpoint that the run goes on from, as `newest` has just returned it; and the best.
 
     Attributes:
-        committed: the newest checkpoint that was written whole.
-        best: the newest of these that was saved as the best.
+        committed, best: the newest checkpoint that was written whole, and the newest that was saved as the best.
     """
 
     def __init__(
@@ -121,12 +116,8 @@ class Saver:
         return self._whole[-1] if self._whole else None
 
     def save(self, snapshot: Snapshot, required: bool = False, best: bool = False) -> None:
-        """Wait for the save before this one, then begin to write; the snapshot is the saver's from now on.
-
-        Args:
-            required: return once it is on the disk; a UserError if it cannot be written.
-            best: keep it until another one is; the best before may go then.
-        """
+        """Wait for the save before this one, then begin to write; the snapshot is the saver's from now on. `required`:
+        return once it is on the disk, or raise a UserError. `best`: keep it until another one is the best."""
         self.wait()
         self._saving = self._thread.submit(self._save, snapshot, best)
         if required:

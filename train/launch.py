@@ -97,10 +97,8 @@ def check_environment(t: TrainConfig) -> None:
 
 
 def make_deterministic() -> None:
-    """Let torch choose kernels that give the same bits every time, and raise where it has none.
-
-    Before CUDA is used: cuBLAS reads its variable when it starts.
-    """
+    """Let torch choose kernels that give the same bits every time, and raise where it has none. Call it before CUDA is
+    used: cuBLAS reads its variable when it starts."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
 

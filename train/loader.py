@@ -37,12 +37,9 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class StepTotals:
-    """What ranks add up before a step's gradients; one tensor, so that they do so in one exchange.
+    """What ranks add up before a step's gradients; one tensor, so that they do so in one exchange."""
 
-    packed: [K + 1] int64, trained pairs per TTT step, then the number of ranks that are to stop.
-    """
-
-    packed: Tensor
+    packed: Tensor  # [K + 1] int64: trained pairs per TTT step, then the number of ranks that are to stop
 
     @property
     def pairs(self) -> Tensor:
@@ -61,16 +58,13 @@ class StepTotals:
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """One rank's part of what an optimizer step trains on.
+    """One rank's part of what an optimizer step trains on."""
 
-    step: counted from 1. samples: of all ranks. totals: of this rank. waited: seconds that training waited for it.
-    """
-
-    step: int
-    samples: list[int]
+    step: int  # counted from 1
+    samples: list[int]  # of all ranks
     micro_batches: list[MicroBatch]
-    totals: StepTotals
-    waited: float
+    totals: StepTotals  # of this rank
+    waited: float  # seconds that training waited for it
 
 
 Reading = Future[tuple[list[MicroBatch], StepTotals]]

@@ -116,13 +116,8 @@ def plain(value: Any) -> Any:
 class Reporter:
     """Writes metrics on the main process; other ranks' calls do nothing.
 
-    A row of metrics.jsonl is the same bit for bit in a run that was stopped and went on; what the
-    clock or the machine says goes into timings.jsonl.
-
-    Args:
-        folder: where metrics.jsonl and timings.jsonl lie. Rows past `step`, left by a run that was
-            killed after its last checkpoint, are cut off.
-        step, total: optimizer steps done and to do.
+    A row of metrics.jsonl is the same bit for bit in a run that was stopped and went on; what the clock or the machine
+    says goes into timings.jsonl. Rows of both in `folder` past `step`, which a kill left, are cut off.
     """
 
     def __init__(self, accelerator: Accelerator, folder: Path, step: int, total: int) -> None:
@@ -136,21 +131,14 @@ class Reporter:
             self.timings.cut(step)
 
     def log(self, step: int, values: dict[str, Any]) -> None:
-        """Append one row to metrics.jsonl and send its numbers to the trackers.
-
-        Names that begin with `heldout_` are shown as `heldout/…`, others as `train/…`, lists as one curve per depth.
-        """
+        """Append one row to metrics.jsonl and send its numbers to the trackers, by the names of `scalars`."""
         if self.main:
             self.metrics.append({"step": step, **values})
             self.accelerator.log(scalars("train", values), step=step)
 
     def timing(self, step: int, values: dict[str, Any]) -> None:
-        """Append one row to timings.jsonl; the trackers show its numbers as `timing/…`.
-
-        Args:
-            values: seconds (of the step, waiting included), waited (seconds that it waited for data),
-                tokens (that it read over all ranks), memory_bytes (null where it is not known).
-        """
+        """Append one row to timings.jsonl; the trackers show its numbers as `timing/…`: seconds (of the step, waiting
+        included), waited (seconds of these, for data), tokens (over all ranks), memory_bytes."""
         if self.main:
             self.timings.append({"step": step, **values})
             if values.get("seconds") and values.get("tokens"):
@@ -179,10 +167,8 @@ class Reporter:
 
 
 def scalars(group: str, values: dict[str, Any]) -> dict[str, float]:
-    """A row as trackers take it: `group/name` → number, and `group/name/k` for depth k of a list.
-
-    What is no finite number is left out: trackers either fail on it or draw it as zero.
-    """
+    """A row as trackers take it: `group/name` → number, `group/name/k` for depth k of a list, `heldout/name` for
+    heldout_name. What is no finite number is left out: trackers either fail on it or draw it as zero."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         where = f"heldout/{name.removeprefix(HELDOUT)}" if name.startswith(HELDOUT) else f"{group}/{name}"

@@ -45,25 +45,15 @@ def parallelise(accelerator: Accelerator, objective: Objective, t: TrainConfig) 
 
 
 class Parallel:
-    """What all kinds share.
+    """What all kinds share. objective: with its initial weights, the same on every rank; on the CPU."""
 
-    Args:
-        objective: with its initial weights, the same on every rank; on the CPU.
-
-    Attributes:
-        model: what to call, as `Objective.forward`; every rank as often as every other.
-        optimizer: as `make_optimizer` gives it, or what wraps it.
-        kind: in words, for records.
-        updates: how many it has done.
-    """
-
-    model: Any
-    optimizer: Any
-    kind: str
+    model: Any  # what to call, as `Objective.forward`; every rank as often as every other
+    optimizer: Any  # as `make_optimizer` gives it, or what wraps it
+    kind: str  # in words, for records
+    updates = 0  # that it has done
 
     def __init__(self, accelerator: Accelerator, objective: Objective, t: TrainConfig) -> None:
         self.accelerator, self.objective, self.t = accelerator, objective, t
-        self.updates = 0
         self._spread()
 
     def _spread(self) -> None:
@@ -80,9 +70,7 @@ class Parallel:
 
     def update(self, lr: float, pairs: Tensor, *rest: Tensor) -> list[Tensor]:
         """Clip and step, if there is something to learn and the gradient is finite on every rank; forget the gradients.
-
-        Args:
-            pairs: [K] that the step trains, over all ranks. Without any, weights and moments stay as they are.
+        pairs: [K] that the step trains, over all ranks. Without any, weights and moments stay as they are.
 
         Returns:
             The gradient's norm before clipping (infinite or NaN: nothing was updated), and `rest`, on the CPU in

@@ -45,10 +45,7 @@ def prepare(config: Config, resources: ExitStack) -> Trainer | None:
         resources: is given what must be closed, however training ends.
 
     Returns:
-        The run; None if it is finished already.
-
-    Raises:
-        UserError: an option, an input or the launch is not as it must be; says which.
+        The run; None if it is finished already. A UserError says which option, input or launch is not as it must be.
     """
     t, folder = config.train, Path(config.run_dir) / "train"
     deadline = resources.enter_context(Deadline(parse_limit(t.time_limit)))

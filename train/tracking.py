@@ -4,10 +4,9 @@
     launches.jsonl   one line per launch: when, how, from which commit, with which versions, on what
     trackers.json    the ids under which the trackers know the run
 
-Weights & Biases knows a run by its id, which the run keeps over all its launches; it ignores steps
-that it was sent before, and those are the same again. Offline, every launch leaves a folder, and
-`wandb sync` joins those of one id. TensorBoard is told at every launch from which step on earlier
-events do not count; its fast loader drops them curve by curve, when the first of the new ones comes.
+Weights & Biases knows a run by its id, which the run keeps over all its launches, and ignores steps that it was sent
+before; offline, `wandb sync` joins the folders of one id. TensorBoard is told from which step on earlier events do not
+count.
 """
 
 import importlib.util
@@ -61,14 +60,11 @@ def start(
         folder: run_dir/train.
         inputs: what the trained weights depend on, shown beside the curves.
         step: optimizer steps done before this launch.
-        ids: what an earlier launch returned, from the checkpoint that this one goes on from. Without
-            it, what `folder` remembers of a launch that was killed before its first checkpoint.
+        ids: what an earlier launch returned, as the checkpoint knows it; else what `folder` remembers.
 
     Returns:
-        Tracker → id of the run there, to be kept in checkpoints; {} on other ranks.
-
-    Raises:
-        UserError: Weights & Biases cannot be reached, or knows no such user.
+        Tracker → id of the run there, to be kept in checkpoints; {} on other ranks. A UserError if Weights & Biases
+        cannot be reached, or knows no such user.
     """
     if not accelerator.is_main_process:
         return {}

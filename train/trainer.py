@@ -55,40 +55,32 @@ class State:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step gave, the same on every rank.
-
-    metrics: the row of metrics.jsonl. tokens: of all ranks. waited: seconds that this rank waited for data.
-    """
+    """What a step gave, the same on every rank."""
 
     step: int
-    metrics: dict[str, Any]
-    tokens: int
-    waited: float
+    metrics: dict[str, Any]  # the row of metrics.jsonl
+    tokens: int  # of all ranks
+    waited: float  # seconds that this rank waited for data
     stop_requested: bool
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run trains on, found to fit together.
-
-    made_from: what the trained weights depend on. trajectories: what acceptance is measured on; may be none.
-    """
+    """What a run trains on, found to fit together."""
 
     store: Store
     draft_vocab: DraftVocab
     shape: DrafterShape
-    made_from: Provenance
+    made_from: Provenance  # what the trained weights depend on
     train_split: StoreSplit
     heldout: StoreSplit
     windows: list[Window]
-    trajectories: list[Trajectory]
+    trajectories: list[Trajectory]  # what acceptance is measured on; may be none
 
 
 @dataclass
 class Trainer:
     """A run that is ready to train; `train.prepare.prepare` makes it.
-
-    folder: run_dir/train. schedule: the samples of every step. meter: of acceptance, where the store has trajectories.
 
     Attributes:
         last_step: of the run, which ends with the schedule, or earlier (`train.early_stop`).
@@ -96,15 +88,15 @@ class Trainer:
 
     config: Config
     data: Inputs
-    folder: Path
-    schedule: list[list[int]]
+    folder: Path  # run_dir/train
+    schedule: list[list[int]]  # the samples of every step
     parallel: Parallel
     usage: Usage
     state: State
     reporter: Reporter
     saver: Saver
     deadline: Deadline
-    meter: AcceptanceMeter | None = None
+    meter: AcceptanceMeter | None = None  # where the store has trajectories
 
     def __post_init__(self) -> None:
         self.t, self.heldout, self.accelerator = self.config.train, self.data.heldout, self.parallel.accelerator
@@ -124,11 +116,8 @@ class Trainer:
         )
 
     def train_step(self, batch: GlobalBatch) -> StepResult:
-        """Update the weights; not where the step has nothing to train, or its loss or gradient is not finite.
-
-        Raises:
-            SharedError: too many steps were not finite.
-        """
+        """Update the weights; not where the step has nothing to train, or its loss or gradient is not finite. A
+        SharedError where too many steps were not."""
         self.aside = time.perf_counter() - self.lap - batch.waited
         if self.deadline.reason is not None:
             batch.totals.request_stop()
@@ -218,11 +207,7 @@ class Trainer:
         self.usage.let_go(step, remove=main and required, ended=final)
 
     def finish(self) -> None:
-        """Close the run's files; of one that is at its end, write what later stages read.
-
-        Raises:
-            Stopped: it is not at its end.
-        """
+        """Close the run's files; raise Stopped if it is not at its end, else write what later stages read."""
         self.saver.close()
         self.reporter.close()
         # Together, so that no rank closes its connections while another still saves or speaks to it.

@@ -54,9 +54,7 @@ class Usage:
     """Which shards later steps need: the others are unmapped, and removed from a bounded store.
 
     Args:
-        store, split: the store that is trained on, and its training split.
-        schedule: every global batch, in order; item i is trained by step i + 1.
-        windows: the windows that they were made of.
+        schedule: every global batch, in order, made of `windows`; item i is trained by step i + 1.
         fingerprint: of the training, which alone may use up a bounded store.
     """
 
