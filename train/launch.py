@@ -112,7 +112,7 @@ def deepspeed_plugin(t: TrainConfig) -> DeepSpeedPlugin:
     try:
         plugin = DeepSpeedPlugin()
     except ValueError as error:
-        raise UserError(f"accelerate refuses DeepSpeed's settings ({' '.join(str(error).split())}): {SEE}") from None
+        raise UserError(f"accelerate refuses DeepSpeed's settings ({error}): {SEE}") from None
     settings = plugin.deepspeed_config
     # What train.* says too: the values that do not contradict it.
     harmless: dict[str, tuple[Any, ...]] = {

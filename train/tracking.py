@@ -94,8 +94,7 @@ def start(
     except Exception as error:
         if not type(error).__module__.startswith("wandb"):
             raise
-        reason = " ".join(str(error).split())
-        raise UserError(f"Weights & Biases does not start: {reason} (train.wandb=offline needs no network)") from None
+        raise UserError(f"Weights & Biases does not start: {error} (train.wandb=offline needs no network)") from None
     if mode != "disabled":
         run = accelerator.get_tracker("wandb", unwrap=True)
         where = f"offline: wandb sync {os.path.relpath(Path(run.dir).parent)}" if run.offline else run.url

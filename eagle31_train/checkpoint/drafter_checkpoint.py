@@ -37,29 +37,17 @@ class LoadedTarget(Protocol):
 
 @dataclass(frozen=True)
 class DrafterCheckpoint:
-    """A drafter's weights on disk and what they mean: made by `open`. Weights are read when they are asked for.
+    """A drafter's weights on disk and what they mean: made by `open`. Weights are read when they are asked for."""
 
-    Attributes:
-        where: the run, folder or hub id that was given; for messages.
-        folder: holds the weights.
-        shape: the architecture.
-        vocab: the target's id of each row of lm_head.
-        commit: of a hub repository; None of a folder.
-        target_name: path or hub id of its target, where the checkpoint says it.
-        train: the run's folder train/; None of a published draft, as all below.
-        inputs: what the run was trained from: fingerprints and options.
-        manifest: what a finished training left.
-    """
-
-    where: str
-    folder: Path
+    where: str  # the run, folder or hub id that was given; for messages
+    folder: Path  # holds the weights
     shape: DrafterShape
-    vocab: DraftVocab
-    commit: str | None = None
-    target_name: str | None = None
-    train: Path | None = None
-    inputs: dict[str, Any] | None = None
-    manifest: dict[str, Any] | None = None
+    vocab: DraftVocab  # the target's id of each row of lm_head
+    commit: str | None = None  # of a hub repository
+    target_name: str | None = None  # path or hub id of its target, where the checkpoint says it
+    train: Path | None = None  # the run's folder train/; None of a published draft, as all below
+    inputs: dict[str, Any] | None = None  # what the run was trained from: fingerprints and options
+    manifest: dict[str, Any] | None = None  # what a finished training left
     _mapped: dict[str, Tensor] | None = field(default=None, repr=False)  # of a published draft
 
     # ---------------------------------------------------------------- opening
@@ -214,12 +202,8 @@ class DrafterCheckpoint:
             refuse_other_data(self.inputs, data, folder)
 
     def check_store(self, store: dict[str, Any] | None, target: TargetConfig, by_name: bool = False) -> None:
-        """Raise a UserError for a target whose states the drafter was not trained on.
-
-        Args:
-            store: manifest of the store; where there is none any more, or another one, nobody knows.
-            by_name: a target of the same name will do, whatever its weights.
-        """
+        """Raise a UserError for a target whose states the drafter was not trained on, if `store` is the manifest of
+        training's store. `by_name`: a target of the same name will do, whatever its weights."""
         if store is None or self.inputs is None or store["fingerprint"] != self.inputs.get("store"):
             return
         trained_for = store["inputs"]["target"]
@@ -247,12 +231,8 @@ class DrafterCheckpoint:
     # ---------------------------------------------------------------- in memory
 
     def load(self, target: LoadedTarget, served_in: torch.dtype, dtype: torch.dtype) -> Drafter:
-        """The drafter as it is served, on its target's device; a UserError if it was made for another target.
-
-        Args:
-            served_in: the target's dtype: weights are rounded to it, as the exporter writes them.
-            dtype: what it computes in.
-        """
+        """The drafter as it is served, on its target's device, computing in `dtype`; a UserError for another's target.
+        `served_in`: the target's dtype, to which weights are rounded, as the exporter writes them."""
         self.check_fits(target)
         embedding = target.embedding.weight.data
         drafter = Drafter(self.shape, embedding)

@@ -21,7 +21,7 @@ def fetch(repo: str, revision: str | None) -> Path:
         return Path(snapshot_download(repo, revision=revision, allow_patterns=WANTED))
     except ERRORS as error:
         raise UserError(
-            f"{repo} is no folder here, and cannot be had from the hub ({_line(error)}): check the name, the revision, "
+            f"{repo} is no folder here, and cannot be had from the hub ({error}): check the name, the revision, "
             "the network and, for a private or gated repository, HF_TOKEN"
         ) from None
 
@@ -49,11 +49,7 @@ def push(folder: Path, repo: str, private: bool) -> str:
         raise
     except ERRORS as error:
         raise UserError(
-            f"{folder} cannot be uploaded as {repo} ({_line(error)}): check repo=owner/name, the network, and that the "
+            f"{folder} cannot be uploaded as {repo} ({error}): check repo=owner/name, the network, and that the "
             "token may write (`hf auth login`, or HF_TOKEN)"
         ) from None
     return str(address)
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]

@@ -31,13 +31,11 @@ def most_likely(_step: int, logits: Tensor) -> Tensor:
 
 
 class DraftDecoder:
-    """Chain drafting for some sequences.
+    """Chain drafting for some sequences, in the dtype of the drafter's weights.
 
     Args:
-        drafter: any drafter module; drafts in the dtype of its weights.
         target_ids: [Vd] int64, the target's id of each draft token.
         capacity: most rows that a sequence's cache ever holds: its positions and the steps of one round.
-        sequences: how many.
     """
 
     def __init__(self, drafter: Drafter, target_ids: Tensor, capacity: int, sequences: int = 1) -> None:
@@ -119,8 +117,7 @@ class DraftDecoder:
     ) -> tuple[Tensor, Tensor]:
         """Run embeddings and states [n, D] through the layers below the last, and keep keys and values in all.
 
-        Returns:
-            The last layer's attention input [n, I] and residual [n, D].
+        Returns: the last layer's attention input [n, I] and residual [n, D].
         """
         *below, top = self._caches
         for cache in below:

@@ -141,11 +141,7 @@ ATTENTIONS: dict[str, type[Attention]] = {"llama": GroupedQueryAttention, "mla":
 
 
 class Mlp(nn.Module):
-    """SwiGLU.
-
-    Attributes:
-        function: what works out silu(gate) * up.
-    """
+    """SwiGLU; `function` works out silu(gate) * up."""
 
     def __init__(self, shape: DrafterShape) -> None:
         super().__init__()

@@ -54,7 +54,6 @@ def test_coverage_is_reached_and_no_token_too_many(counts, coverage, forced):
     [
         ({"size": 4, "coverage": 0.9}, "exclude each other"),
         ({"size": 9}, "and 8"),
-        ({"coverage": 1.5}, r"not in \(0, 1\]"),
     ],
 )
 def test_what_cannot_be_met_is_refused(options, message):
