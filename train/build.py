@@ -9,6 +9,7 @@ from eagle31_train.checkpoint.contract import drafter_shape
 from eagle31_train.config import Config, DrafterConfig, DrafterShape, TrainConfig
 from eagle31_train.errors import UserError
 from eagle31_train.kernels import missing
+from eagle31_train.model.batch import has_pairs
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.model.loss import Objective, Teacher
 from eagle31_train.model.vocab import DraftVocab
@@ -46,6 +47,17 @@ def check_samples(split: StoreSplit, batch_tokens: int) -> None:
         raise UserError(
             f"row {split.lengths.index(longest)} of the train split in {split.store.location} has {longest} tokens: "
             f"set train.batch_tokens={longest} or more, or make data and store with data.max_length={batch_tokens}"
+        )
+
+
+def check_pairs(split: StoreSplit, vocab: DraftVocab, oov: str) -> None:
+    """Raise a UserError if no sample has a pair to train. One that has is mostly the first that is read."""
+    keep_mask = torch.from_numpy(vocab.t2d)
+    if not any(has_pairs(split.read(index, states=False), keep_mask, oov) for index in range(len(split))):
+        raise UserError(
+            f"there is nothing to train in the {len(split):,} samples of {split.store.location}: no answer has a token "
+            f"whose prediction the draft vocabulary of {len(vocab):,} holds: raise data.draft_vocab_size, and see what "
+            "the loss masks cover"
         )
 
 

@@ -28,7 +28,7 @@ from eagle31_train.store.stream import check_consumer
 from eagle31_train.targets.derive import complete
 from train import checkpoint, initial_weights, launch, order, tracking, windows
 from train.acceptance import AcceptanceMeter
-from train.build import build_objective, check_samples, check_store, choose_kernels, shape_of
+from train.build import build_objective, check_pairs, check_samples, check_store, choose_kernels, shape_of
 from train.checkpoint import Saver
 from train.deadline import Deadline, parse_limit
 from train.metrics import Reporter
@@ -120,10 +120,11 @@ def read_inputs(config: Config, source: DrafterCheckpoint | None, resources: Exi
     made_from = provenance.of_training(config, store.fingerprint, store.inputs["data"], vocab_sha, start, chosen_on)
     shape = shape_of(config.drafter, store, draft_vocab)
     check_samples(train_split, t.batch_tokens)
-    if t.init_from is not None and not begun(Path(config.run_dir) / "train", made_from):
-        source = source or initial_weights.open_source(config, needed=True)
-        assert source is not None
-        initial_weights.refuse_other_kind(source, shape, store)
+    if not begun(Path(config.run_dir) / "train", made_from):
+        if source := source or initial_weights.open_source(config, needed=True):
+            initial_weights.refuse_other_kind(source, shape, store)
+        if store.manifest is not None and not windows.bounded(store):  # else it would be waited for, or used up
+            check_pairs(train_split, draft_vocab, t.oov)
     return Inputs(
         store=store,
         draft_vocab=draft_vocab,

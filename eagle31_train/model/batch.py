@@ -214,6 +214,11 @@ def draw_stretches(total: int, count: int, random: np.random.Generator) -> NDArr
     return np.roll(ring, random.integers(total))
 
 
+def has_pairs(document: Document, keep_mask: Tensor, oov: str) -> bool:
+    """Whether there is anything to train in a document, at any depth. States are not read."""
+    return bool(_pairs(document, 1, keep_mask, oov)[1].any())  # a pair (t, k) has (t + k, 0) beside it
+
+
 def _chunks(pair_teacher: Tensor, supervised: int) -> list[tuple[int, int, int, int]]:
     """Cut the supervised positions into runs of CHUNK; worked out here, so that a step never waits for a device."""
     edges = [*range(0, supervised, CHUNK), supervised]

@@ -10,6 +10,7 @@ from warming import with_vocab
 
 from eagle31_train.extract import extract
 from eagle31_train.store import Store
+from train import prepare
 
 
 @pytest.fixture
@@ -49,9 +50,13 @@ def unseen(run):
     return next(token for token in range(VOCAB) if token not in seen)
 
 
-def test_a_run_that_had_nothing_to_train_leaves_no_drafter(run_of):
+def test_a_run_that_has_nothing_to_train_is_refused_before_its_first_step(run_of, monkeypatch):
     run = run_of([30, 28, 29])
     with_vocab(run, [unseen(run)])
+    assert message_of(run).startswith("there is nothing to train in the 3 samples of ")
+    assert not run.train.exists()
+    # Where a store is still being written nobody knows before the end, and then it is no drafter.
+    monkeypatch.setattr(prepare, "check_pairs", lambda *_: None)
     assert message_of(run).startswith("none of the 6 steps had a pair to train, so there is no drafter")
     assert not (run.train / "manifest.json").exists()
     run.fit("train.oov=keep", "train.max_steps=1", "overwrite=true")
