@@ -59,7 +59,7 @@ def export(config: Config) -> None:
         note("export: up to date")
     else:
         text = card.render(config, shape, checkpoint.manifest, data, results)
-        write(checkpoint, shape, config, text, results, run / "export")
+        write(checkpoint, shape, config, text, results)
         files = artifacts.list_files(run, (file for file in (run / "export").rglob("*") if file.is_file()))
         record = made_from.record(files=files, checkpoint=fingerprint)
         record["serve"] = recipe.serve_command(config, str(run / "export"))
@@ -101,14 +101,10 @@ def exported_shape(config: Config, checkpoint: DrafterCheckpoint) -> DrafterShap
 
 
 def write(
-    checkpoint: DrafterCheckpoint,
-    shape: DrafterShape,
-    config: Config,
-    text: str,
-    results: card_results.CardResults,
-    final: Path,
+    checkpoint: DrafterCheckpoint, shape: DrafterShape, config: Config, text: str, results: card_results.CardResults
 ) -> None:
     """Write the export, with the card's text, into a temporary folder, and only then give it its name."""
+    final = Path(config.run_dir) / "export"
     temporary = final.with_name(".export.tmp")
     shutil.rmtree(temporary, ignore_errors=True)  # left by a run that was killed
     temporary.mkdir(parents=True)

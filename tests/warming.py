@@ -27,7 +27,7 @@ def begin(run, init, *options):
     fresh = {name: tensor.clone() for name, tensor in objective.drafter.state_dict().items()}
     source = initial_weights.open_source(config)
     initial_weights.refuse_other_kind(source, shape, store)
-    initial_weights.copy_initial_weights(source, shape, kept, store, objective.drafter, lines.append)
+    initial_weights.copy_initial_weights(source, kept, store, objective.drafter, lines.append)
     return SimpleNamespace(
         objective=objective,
         weights=objective.drafter.state_dict(),

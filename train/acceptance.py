@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle31_train.config import Config, DrafterShape, TrainConfig
+from eagle31_train.config import Config, TrainConfig
 from eagle31_train.evaluation.measurement import acceptance
 from eagle31_train.evaluation.trajectories import reached
 from eagle31_train.evaluation.unrolled import Trajectory
@@ -51,25 +51,14 @@ def evaluate(
 
 
 class AcceptanceMeter:
-    """Measures the drafter that `parallel` trains, on every rank with a share of the trajectories.
+    """Measures the drafter that `parallel` trains, on every rank with a share of the trajectories: at least one,
+    which go on for at least evaluate.num_speculative_tokens - 1 tokens."""
 
-    Args:
-        shape: of the drafter. target_ids: [Vd] int64, the target's id of each draft token.
-        trajectories: at least one, with at least evaluate.num_speculative_tokens - 1 tokens beyond.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        parallel: Parallel,
-        store: Store,
-        shape: DrafterShape,
-        target_ids: Tensor,
-        trajectories: list[Trajectory],
-    ) -> None:
-        self.parallel, device = parallel, parallel.accelerator.device
+    def __init__(self, config: Config, parallel: Parallel, store: Store, trajectories: list[Trajectory]) -> None:
+        self.parallel, device, shape = parallel, parallel.accelerator.device, parallel.objective.drafter.shape
         ranks, rank = parallel.accelerator.num_processes, parallel.accelerator.process_index
-        self.trajectories, self.target_ids = trajectories[rank::ranks], target_ids.to(device)
+        self.trajectories = trajectories[rank::ranks]
+        self.target_ids = parallel.objective.teacher.target_ids.to(device)  # [Vd] int64
         self.draft_tokens = config.evaluate.num_speculative_tokens
         self.served_in = getattr(torch, store.inputs["target"]["dtype"])
         self.dtype = getattr(torch, config.evaluate.dtype)

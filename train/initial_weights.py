@@ -136,12 +136,7 @@ def _same_rope(there: DrafterShape, here: DrafterShape) -> bool:
 
 @torch.no_grad()
 def copy_initial_weights(
-    source: DrafterCheckpoint,
-    shape: DrafterShape,
-    vocab: DraftVocab,
-    store: Store,
-    drafter: Drafter,
-    say: Callable[[str], None],
+    source: DrafterCheckpoint, vocab: DraftVocab, store: Store, drafter: Drafter, say: Callable[[str], None]
 ) -> None:
     """Copy the source's weights into a drafter that has its own initial weights and is not wrapped yet.
 
@@ -149,7 +144,7 @@ def copy_initial_weights(
     """
     say(f"train: starts with the weights of {source.folder}")
     rms = None
-    if shape.fc_norm and not source.shape.fc_norm:
+    if drafter.shape.fc_norm and not source.shape.fc_norm:
         rms = state_rms(store.split("train"))
         say(f"train: it has no fc_norm, which starts at the RMS of the target's states, {rms.numpy().round(3)}")
     for name, parameter in drafter.named_parameters():

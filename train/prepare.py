@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 
 from eagle31_train import artifacts, locks, provenance
@@ -63,7 +62,7 @@ def prepare(config: Config, resources: ExitStack) -> Trainer | None:
     main, steps = accelerator.is_main_process, len(schedule)
     usage = windows.Usage(data.store, data.train_split, schedule, data.windows, data.made_from.fingerprint)
     usage.begin(state.step, remove=main, ended=state.stale(t.early_stop))
-    state.trackers = tracking.start(accelerator, config, folder, data.made_from.inputs, state.step, state.trackers)
+    state.trackers = tracking.start(accelerator, config, data.made_from.inputs, state.step, state.trackers)
     if main:
         facts = {
             "profile": parallel.kind,
@@ -73,7 +72,7 @@ def prepare(config: Config, resources: ExitStack) -> Trainer | None:
             "steps": steps,
             "store": data.store.fingerprint,
         }
-        tracking.record_launch(folder, config, facts)
+        tracking.record_launch(config, facts)
     reporter = resources.enter_context(closing(Reporter(accelerator, folder, state.step, steps)))
     saver = Saver(folder / CHECKPOINTS, data.made_from.fingerprint, t.keep_checkpoints, reporter.note, newest, best)
     resources.callback(saver.close)  # never in the middle of a save
@@ -213,8 +212,7 @@ def restore(config: Config, data: Inputs, accelerator: Accelerator) -> tuple[Pat
     newest = launch.agreed(accelerator, lambda: checkpoint.newest(folder, fingerprint, note))
     if newest is None:
         if (source := initial_weights.open_source(config, needed=True)) is not None:
-            drafter = objective.drafter
-            initial_weights.copy_initial_weights(source, data.shape, data.draft_vocab, data.store, drafter, _say)
+            initial_weights.copy_initial_weights(source, data.draft_vocab, data.store, objective.drafter, _say)
         state, parallel = State(), parallelise(accelerator, objective, config.train)
     else:
         loaded = checkpoint.load(newest, data.shape)
@@ -241,8 +239,7 @@ def make_meter(config: Config, data: Inputs, parallel: Parallel, state: State) -
         return None
     now = [digest(one.prompt) for one in data.trajectories]
     state.measured_on = list(dict.fromkeys([*state.measured_on, *now]))  # and on others before, of a store made anew
-    ids = torch.from_numpy(data.draft_vocab.target_ids)
-    return AcceptanceMeter(config, parallel, data.store, data.shape, ids, data.trajectories)
+    return AcceptanceMeter(config, parallel, data.store, data.trajectories)
 
 
 def _say(text: str) -> None:

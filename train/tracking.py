@@ -47,20 +47,14 @@ def loggers(config: Config) -> list[str | GeneralTracker]:
 
 
 def start(
-    accelerator: Accelerator,
-    config: Config,
-    folder: Path,
-    inputs: dict[str, Any],
-    step: int = 0,
-    ids: Mapping[str, str] | None = None,
+    accelerator: Accelerator, config: Config, inputs: dict[str, Any], step: int, ids: Mapping[str, str]
 ) -> dict[str, str]:
     """Start the trackers of an accelerator that was made with `loggers`; every rank calls it.
 
     Args:
-        folder: run_dir/train.
         inputs: what the trained weights depend on, shown beside the curves.
         step: optimizer steps done before this launch.
-        ids: what an earlier launch returned, as the checkpoint knows it; else what `folder` remembers.
+        ids: what an earlier launch returned, as the checkpoint knows it; if empty, what run_dir/train remembers.
 
     Returns:
         Tracker → id of the run there, to be kept in checkpoints; {} on other ranks. A UserError if Weights & Biases
@@ -68,7 +62,8 @@ def start(
     """
     if not accelerator.is_main_process:
         return {}
-    file, mode, settings = folder / TRACKERS, config.train.wandb, {}
+    folder, mode, settings = Path(config.run_dir) / "train", config.train.wandb, {}
+    file = folder / TRACKERS
     known = dict(ids or (artifacts.read_json(file, "train.py") if file.exists() else {}))
     if mode != "disabled":
         # No other run has this id, also not one of the same inputs: its steps would be taken for known ones.
@@ -105,13 +100,10 @@ def start(
     return known
 
 
-def record_launch(folder: Path, config: Config, facts: Mapping[str, Any]) -> None:
-    """Save the resolved configuration and add a line on this launch; the main process calls it, once.
-
-    Args:
-        folder: run_dir/train.
-        facts: as JSON. Reports show all of it, and draw `after_step` (0 for the first launch) and `steps` of the run.
-    """
+def record_launch(config: Config, facts: Mapping[str, Any]) -> None:
+    """Save the resolved configuration and add a line on this launch; the main process calls it, once. `facts`: as JSON;
+    reports show all of it, and draw `after_step` (0 for the first launch) and `steps` of the run."""
+    folder = Path(config.run_dir) / "train"
     artifacts.write_text(folder / CONFIG, cli.to_yaml(config))
     cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
     launch = {

@@ -154,14 +154,9 @@ class Objective(nn.Module):
             return self._forward(batch, weights)
 
     def _forward(self, batch: Batch, weights: Tensor) -> tuple[Tensor, BatchMetrics]:
-        unrolled = self.drafter(batch)
+        unrolled, head = self.drafter(batch), self.drafter.lm_head.weight
         total, sums, hits = _ChunkedDivergence.apply(
-            unrolled.z.flatten(0, 1),
-            self.drafter.lm_head.weight,
-            batch,
-            weights,
-            self,
-            torch.is_grad_enabled(),
+            unrolled.z.flatten(0, 1), head, batch, weights, self, torch.is_grad_enabled()
         )
         K, S = unrolled.z.shape[:2]
         correct = hits.view(K, S)
