@@ -59,7 +59,6 @@ def config_json(shape: DrafterShape, dtype: str, target_name: str) -> dict[str, 
     """The checkpoint's config.json.
 
     Args:
-        shape: the drafter.
         dtype: precision of the weights in the file; vLLM itself takes the target's.
         target_name: for people and other tools; vLLM does not read it.
     """
@@ -211,8 +210,7 @@ def shape_from_config(
         target_layers: gives the layers of the target, for a config that leaves the auxiliary layers to vLLM.
 
     Raises:
-        UserError: a config that is no EAGLE 3 drafter of a known kind, says too little, or has a field of another type
-            or of a size beyond all real ones.
+        UserError: no EAGLE 3 drafter of a known kind, or a field is missing, of another type, or beyond all real sizes.
     """
     _check_types(config)
     layer, flags, residual_default = _flatten(config)

@@ -163,8 +163,7 @@ def check(tensors: Mapping[str, TensorOrShape], shape: DrafterShape) -> list[str
 def require(tensors: Mapping[str, TensorOrShape], shape: DrafterShape, where: str) -> None:
     """Raise the first few problems of a checkpoint as one UserError that names it; see `check`."""
     if problems := check(tensors, shape):
-        more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise UserError(f"{where} is no whole drafter for vLLM: {'; '.join(problems[:3])}{more}")
+        raise UserError(f"{where} is no whole drafter for vLLM: {'; '.join(problems[:3])}")
 
 
 def check_shape(shape: DrafterShape) -> list[str]:

@@ -25,10 +25,8 @@ CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 def read(
     folder: Path, target_layers: Callable[[], int] | None
 ) -> tuple[DrafterShape, DraftVocab, dict[str, Tensor], str | None]:
-    """Read config.json and map the tensors; whether they are all of a drafter, `contract` knows.
-
-    Args:
-        target_layers: gives the layers of the target, and is asked only where vLLM would count them.
+    """Read config.json and map the tensors; whether they are all of a drafter, `contract` knows. `target_layers` gives
+    the layers of the target, and is asked only where vLLM would count them.
 
     Returns:
         Shape; the target's id of each row of lm_head; tensors by canonical names, mapped from the files, of any float
