@@ -173,8 +173,8 @@ def check_shape(shape: DrafterShape) -> list[str]:
         problems.append(f"aux_layers {shape.aux_layers} do not ascend: vLLM gives states in ascending order, each once")
     if shape.share_embedding and shape.hidden_size != shape.target_hidden_size:
         problems.append(
-            f"drafter.hidden_size={shape.hidden_size} is not the target's, so its embedding cannot be shared: set "
-            "drafter.share_embedding=false"
+            f"drafter.hidden_size={shape.hidden_size} cannot share the target's embedding of width "
+            f"{shape.target_hidden_size}: set drafter.share_embedding=false"
         )
     D, heads, mla = shape.hidden_size, shape.num_attention_heads, shape.architecture == "mla"
     if mla and (shape.qk_norm or shape.norm_before_fc):

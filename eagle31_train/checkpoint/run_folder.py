@@ -123,8 +123,8 @@ def find_vocab(train: Path, inputs: dict[str, Any], shape: DrafterShape, data_fo
         if file.is_file() and artifacts.file_sha256(file)[:16] == inputs.get("vocab"):
             return vocab.read(file)
     raise UserError(
-        f"the vocabulary that the drafter was trained with is not in {' or '.join(map(str, files))}: put it back, or "
-        "use the export"
+        f"{' or '.join(map(str, files))} is not the vocabulary that the drafter was trained with: put it back, or use "
+        "the export"
     )
 
 

@@ -78,7 +78,7 @@ def test_a_value_that_the_dtype_cannot_hold_is_refused(run):
         (lambda run: (run.checkpoint / "model.safetensors").write_bytes(b"{}"), "model.safetensors has 2 bytes"),
         (
             lambda run: run.set_vocab(vocab.DraftVocab(np.arange(12, dtype=np.int64), 40)),
-            "the vocabulary that the drafter was trained with is not in",
+            "is not the vocabulary that the drafter was trained with",
         ),
     ],
 )
