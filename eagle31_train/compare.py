@@ -27,7 +27,7 @@ import torch
 from eagle31_train import artifacts, cli
 from eagle31_train.checkpoint import hub
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
-from eagle31_train.checkpoint.writer import read_record
+from eagle31_train.checkpoint.run_folder import read_export
 from eagle31_train.config import Config
 from eagle31_train.console import note
 from eagle31_train.errors import UserError
@@ -168,7 +168,7 @@ def exported(drafter: str) -> Path:
     folder = Path(drafter) if Path(drafter).is_dir() else hub.fetch(drafter, None)
     if not (folder / "train").is_dir():
         return folder
-    read_record(folder)
+    read_export(folder)
     return folder / "export"
 
 

@@ -18,8 +18,7 @@ from typing import Any
 
 from eagle31_train import artifacts, cli, provenance
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint, refuse_other_data
-from eagle31_train.checkpoint.run_folder import TRAIN
-from eagle31_train.checkpoint.writer import read_record
+from eagle31_train.checkpoint.run_folder import TRAIN, read_export
 from eagle31_train.config import Config
 from eagle31_train.console import note
 from eagle31_train.errors import UserError
@@ -91,7 +90,7 @@ def serve(config: Config) -> None:
     """
     began = time.perf_counter()
     run_dir = Path(config.run_dir)
-    exported = read_record(run_dir)
+    exported = read_export(run_dir)
     engine = check_serving(config)
     data = artifacts.read_json(config.data_folder / artifacts.MANIFEST, evaluating.DATA)
     # Of the checkpoint and not of its card, which shows what is measured here.

@@ -13,27 +13,24 @@ import dataclasses
 import shutil
 import time
 from pathlib import Path
-from typing import Any
+
+import torch
 
 from eagle31_train import artifacts, cli, provenance
-from eagle31_train.checkpoint import hub
+from eagle31_train.checkpoint import config_json, contract, hub
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
-from eagle31_train.checkpoint.run_folder import MODEL, TRAIN
-from eagle31_train.checkpoint.writer import EXPORT, RECORD, write_checkpoint
+from eagle31_train.checkpoint.run_folder import EXPORT, EXPORTED, MODEL, TRAIN
 from eagle31_train.config import Config, DrafterShape
 from eagle31_train.console import note
 from eagle31_train.errors import UserError
 from eagle31_train.reporting import card, recipe
 from eagle31_train.store import read_manifest
+from eagle31_train.store.tensors import save_file
 
 
 def export(config: Config) -> None:
-    """Write `run_dir/export` and `run_dir/export.json`; upload with push=true.
-
-    Raises:
-        UserError: an input is missing or damaged, was made with other options, or breaks the
-            contract; the message names the key. Then nothing is written.
-    """
+    """Write `run_dir/export` and `run_dir/export.json`; upload with push=true. A UserError, and nothing written, if an
+    input is missing or damaged, was made with other options, or breaks the contract."""
     started = time.monotonic()
     if config.push and not config.repo:
         raise UserError("push=true needs the hub repository: add repo=owner/name")
@@ -41,7 +38,10 @@ def export(config: Config) -> None:
     checkpoint = DrafterCheckpoint.of_run(run, config.data_folder)
     shape = exported_shape(config, checkpoint)
     checkpoint.check_store(read_manifest(config), config.target, by_name=True)
-    data = read_data(config, checkpoint)
+    data = None  # stage 1's manifest, whose counts are on the card, unless it is gone
+    if (file := config.data_folder / artifacts.MANIFEST).is_file():
+        data = artifacts.read_json(file, "eagle31 data")
+        checkpoint.check_data(data, config.data_folder)
     assert checkpoint.manifest is not None
     weights, target_ids = artifacts.file_sha256(checkpoint.folder / MODEL), checkpoint.vocab.target_ids.tolist()
     made_from = provenance.of_export(config, checkpoint.manifest, weights, dataclasses.asdict(shape), target_ids)
@@ -55,38 +55,29 @@ def export(config: Config) -> None:
         **results.fingerprints,
     }
     made_from = dataclasses.replace(made_from, card=card_inputs)
-    if provenance.whole(run, run / RECORD, made_from, config.overwrite, EXPORT):
+    if provenance.whole(run, run / EXPORTED, made_from, config.overwrite, EXPORT):
         note("export: up to date")
     else:
         text = card.render(config, shape, checkpoint.manifest, data, results)
-        write(checkpoint, shape, config, text, results, run / "export")
+        write(checkpoint, shape, config, text, results)
         files = artifacts.list_files(run, (file for file in (run / "export").rglob("*") if file.is_file()))
         record = made_from.record(files=files, checkpoint=fingerprint)
         record["serve"] = recipe.serve_command(config, str(run / "export"))
-        artifacts.write_json(run / RECORD, record | {"seconds": round(time.monotonic() - started, 1)})
+        artifacts.write_json(run / EXPORTED, record | {"seconds": round(time.monotonic() - started, 1)})
         note(f"export: wrote {run / 'export'}")
     for caveat in card.caveats_of(shape, data):
         note(f"export: {caveat}")
     drafter = str(run / "export")
-    if config.push:
-        assert config.repo is not None
-        address = hub.push(run / "export", config.repo, config.private)
-        note(f"export: uploaded to {address}")
+    if config.push and config.repo:
+        note(f"export: uploaded to {hub.push(run / 'export', config.repo, config.private)}")
         drafter = config.repo
     note("serve it with:")
     note("  " + recipe.serve_command(config, drafter))
 
 
-# ---------------------------------------------------------------- reading
-
-
 def exported_shape(config: Config, checkpoint: DrafterCheckpoint) -> DrafterShape:
     """The trained shape, with as many positions as the options say: no weight depends on them, and vLLM may need more
-    of them than were trained with. How many a RoPE scaling may have, the contract knows.
-
-    Raises:
-        UserError: other options contradict the weights, whose card tells them.
-    """
+    of them than were trained with. A UserError if other options contradict the weights, whose card tells them."""
     shape, positions = checkpoint.shape, config.drafter.max_position_embeddings
     if positions is not None and positions > shape.max_position_embeddings:
         note(f"export: max_position_embeddings is {positions:,} now, {shape.max_position_embeddings:,} in training")
@@ -109,28 +100,11 @@ def exported_shape(config: Config, checkpoint: DrafterCheckpoint) -> DrafterShap
     return shape
 
 
-def read_data(config: Config, checkpoint: DrafterCheckpoint) -> dict[str, Any] | None:
-    """The manifest of the data stage, whose counts the card tells; None where it is not there any more."""
-    file = config.data_folder / artifacts.MANIFEST
-    if not file.is_file():
-        return None
-    data = artifacts.read_json(file, "eagle31 data")
-    checkpoint.check_data(data, config.data_folder)
-    return data
-
-
-# ---------------------------------------------------------------- writing
-
-
 def write(
-    checkpoint: DrafterCheckpoint,
-    shape: DrafterShape,
-    config: Config,
-    text: str,
-    results: card.CardResults,
-    final: Path,
+    checkpoint: DrafterCheckpoint, shape: DrafterShape, config: Config, text: str, results: card.CardResults
 ) -> None:
     """Write the export, with the card's text, into a temporary folder, and only then give it its name."""
+    final = Path(config.run_dir) / "export"
     temporary = final.with_name(".export.tmp")
     shutil.rmtree(temporary, ignore_errors=True)  # left by a run that was killed
     temporary.mkdir(parents=True)
@@ -140,10 +114,39 @@ def write(
             (temporary / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, temporary / name)
         artifacts.write_text(temporary / "README.md", text)
-        final.with_name(RECORD).unlink(missing_ok=True)  # it is the old folder's
+        final.with_name(EXPORTED).unlink(missing_ok=True)  # it is the old folder's
         artifacts.commit(temporary, final)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def write_checkpoint(checkpoint: DrafterCheckpoint, shape: DrafterShape, config: Config, folder: Path) -> None:
+    """Write what vLLM serves.
+
+    Args:
+        shape: the checkpoint's; max_position_embeddings may be another one.
+        config: its target, to whose dtype the weights are rounded, and the export's format.
+
+    Raises:
+        UserError: the weights break the contract in this dtype, or the format has no such drafters.
+    """
+    dtype = config.target.dtype
+    tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in checkpoint.tensors.items()}
+    if contract.map_tensors(shape):
+        tensors["d2t"] = torch.from_numpy(checkpoint.vocab.d2t)
+        tensors["t2d"] = torch.from_numpy(checkpoint.vocab.t2d)
+    contract.require(tensors, shape, str(checkpoint.folder / MODEL))
+    if config.export_format == "speculators":
+        draft_tokens = config.evaluate.num_speculative_tokens
+        fields = config_json.speculators_json(shape, dtype, config.target_name, draft_tokens)
+        tensors = {contract.speculators_name(name): tensor for name, tensor in tensors.items()}
+    else:
+        fields = config_json.config_json(shape, dtype, config.target_name)
+    artifacts.write_json(folder / "config.json", fields)
+    save_file(tensors, folder / MODEL, metadata={"format": "pt"})
+    meant = dataclasses.replace(shape, rope_scaling=config_json.rope_scaling(shape))  # in config.json's words
+    if config_json.shape_from_config(fields, {contract.canonical_name(name) for name in tensors}) != meant:
+        raise UserError(f"{folder / 'config.json'} does not read back as the drafter's shape: check drafter.*")
 
 
 if __name__ == "__main__":

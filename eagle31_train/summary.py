@@ -7,7 +7,6 @@ from pathlib import Path
 
 from eagle31_train import artifacts, cli
 from eagle31_train.checkpoint import run_folder
-from eagle31_train.checkpoint.writer import read_record
 from eagle31_train.config import Config
 from eagle31_train.console import note
 from eagle31_train.errors import UserError
@@ -27,7 +26,7 @@ def summarise(config: Config) -> None:
     }
     if (store := read_manifest(config)) is None:
         raise UserError(f"there is no complete store in {config.store_location}: run `{EXTRACT}` first")
-    manifests |= {"extract": store, "export": read_record(run_dir)}
+    manifests |= {"extract": store, "export": run_folder.read_export(run_dir)}
     if manifests["evaluate"]["inputs"].get("checkpoint") != run_folder.identity(manifests["train"]):
         raise UserError(f"evaluate was last run on another training: run `{evaluate}` again")
     report, trained = manifests["evaluate"]["report"], manifests["train"]

@@ -3,33 +3,14 @@
 import os
 
 import torch
+from conftest import make_shape
 
-from eagle31_train.config import DrafterShape
 from train import checkpoint
 from train.checkpoint import Saver, Snapshot
 
 FINGERPRINT = "f" * 16
 FILES = ["drafter.json", "manifest.json", "model.safetensors", "optimizer.safetensors"]
-SHAPE = DrafterShape(
-    architecture="llama",
-    hidden_size=4,
-    target_hidden_size=4,
-    aux_layers=[1, 2, 3],
-    vocab_size=50,
-    draft_vocab_size=20,
-    intermediate_size=6,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=2,
-    rms_norm_eps=1e-5,
-    rope_theta=100.0,
-    rope_scaling={"rope_type": "linear", "factor": 2.0},
-    max_position_embeddings=128,
-    fc_norm=True,
-    norm_output=True,
-    norm_before_residual=False,
-    share_embedding=True,
-)
+SHAPE = make_shape(rope_scaling={"rope_type": "linear", "factor": 2.0})
 
 
 def snapshot(step, seed=None):

@@ -142,6 +142,10 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     for kind, shape in (("gqa", GQA), ("mla", MLA))
     for name, options in OPTIONS.items()
 }
+CASES |= {
+    "gqa, eagle 3": lambda: step(shape_of(fc_norm=False, norm_output=False)),
+    "gqa, own embedding": lambda: step(shape_of(share_embedding=False)),
+}
 CASES |= {f"{kind}, drafting": lambda shape=shape: decoder(shape) for kind, shape in (("gqa", GQA), ("mla", MLA))}
 CASES |= {"extraction": taps}
 CASES |= {f"planted: {name}": lambda plant=plant: planted(*plant) for name, plant in PLANTED.items()}

@@ -26,7 +26,7 @@ STEPS = (
     ("train.loader.build_batch", 4),  # in another thread, ahead
     ("train.trainer.accumulate", 4),
     ("train.parallel.Parallel.update", 4),
-    ("train.jsonl.Rows.append", 8),
+    ("train.metrics.Rows.append", 8),
     ("train.trainer.take_snapshot", 2),
     ("train.checkpoint.Saver.save", 2),
     ("train.windows.Usage.let_go", 3),
@@ -107,7 +107,7 @@ def die():
 @contextmanager
 def tearing(number):
     """Death in the middle of a row, after so many whole ones."""
-    from train.jsonl import Rows, plain
+    from train.metrics import Rows, plain
 
     original, calls = Rows.append, count(1)
 

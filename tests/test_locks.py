@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 HOLDER = """
 import sys
 from pathlib import Path
-from train.claim import alone, join
+from train.prepare import alone, join
 with alone(Path(sys.argv[1])) if sys.argv[2] == "0" else join(Path(sys.argv[1])):
     print(flush=True)
     sys.stdin.read()

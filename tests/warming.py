@@ -25,7 +25,9 @@ def begin(run, init, *options):
     shape = shape_of(config.drafter, store, kept)
     objective = build_objective(config, shape, store, kept)
     fresh = {name: tensor.clone() for name, tensor in objective.drafter.state_dict().items()}
-    initial_weights.copy_initial_weights(config, shape, kept, store, objective.drafter, lines.append)
+    source = initial_weights.open_source(config)
+    initial_weights.refuse_other_kind(source, shape, store)
+    initial_weights.copy_initial_weights(source, kept, store, objective.drafter, lines.append)
     return SimpleNamespace(
         objective=objective,
         weights=objective.drafter.state_dict(),

@@ -1,7 +1,8 @@
-"""Acceptance during training: what real decoding would accept of the drafter as it is now, on held-out prompts.
+"""Measurements on the held-out split while a run trains: teacher-forced metrics, and real acceptance.
 
-It needs no target: extraction stored the target's own answers (`evaluation/trajectories.py`). The drafter is the one
-that stage 4 would load: weights rounded to the target's dtype, and run in `evaluate.dtype`.
+Acceptance is what real decoding would accept of the drafter as it is now. It needs no target: extraction stored the
+target's own answers (`evaluation/trajectories.py`). The drafter is the one that stage 4 would load: weights rounded to
+the target's dtype, and run in `evaluate.dtype`.
 """
 
 from typing import Any
@@ -9,36 +10,55 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle31_train.config import Config, DrafterShape
+from eagle31_train.config import Config, TrainConfig
 from eagle31_train.evaluation.measurement import acceptance
 from eagle31_train.evaluation.trajectories import reached
 from eagle31_train.evaluation.unrolled import Trajectory
+from eagle31_train.model.batch import build_batch
 from eagle31_train.model.drafter import Drafter
-from eagle31_train.store import Store
-from train.metrics import reduce_sums
+from eagle31_train.model.loss import MEASURES
+from eagle31_train.store import Store, StoreSplit
+from train import order
+from train.metrics import reduce_sums, summarise
 from train.parallel import Parallel
 
 
+@torch.no_grad()
+def evaluate(
+    parallel: Parallel, split: StoreSplit, t: TrainConfig, keep_mask: Tensor, everything: bool = False
+) -> dict[str, Any]:
+    """`summarise` of the split: of `eval_samples` that are spread over it, or of everything. keep_mask: [V] bool, which
+    tokens of the target the draft vocabulary holds."""
+    accelerator = parallel.accelerator
+    count = len(split) if everything else min(len(split), t.eval_samples)
+    chosen = [i * len(split) // count for i in range(count)]  # sources stand one behind the other in some data
+    lengths = [split.lengths[i] for i in chosen]
+    ranks, rank = accelerator.num_processes, accelerator.process_index
+    # As large as training's micro-batches, for whose memory there is room; or as the longest conversation, which
+    # needs none for gradients here. However they are cut, the numbers are the split's.
+    size = max([t.batch_tokens // (ranks * t.gradient_accumulation_steps), *lengths])
+    batches = order.global_batches(lengths, size, seed=0, epoch=0)
+    sums = torch.zeros(MEASURES, t.ttt_length, device=accelerator.device)
+    weights = torch.zeros(t.ttt_length, device=accelerator.device)
+    for first in range(0, len(batches), ranks):
+        # Every rank runs the model equally often, since sharded weights are gathered from all: one that has
+        # no batch left takes the first of the round again, and counts it for nothing.
+        real = first + rank < len(batches)
+        samples = [chosen[i] for i in batches[first + rank if real else first]]
+        batch = build_batch(split.read_all(samples), t.ttt_length, keep_mask, t.oov)
+        sums += parallel.model(batch.to(accelerator.device), weights)[1].stacked() * float(real)
+    return summarise(reduce_sums(accelerator, sums))
+
+
 class AcceptanceMeter:
-    """Measures the drafter that `parallel` trains, on every rank with a share of the trajectories.
+    """Measures the drafter that `parallel` trains, on every rank with a share of the trajectories: at least one,
+    which go on for at least evaluate.num_speculative_tokens - 1 tokens."""
 
-    Args:
-        shape: of the drafter. target_ids: [Vd] int64, the target's id of each draft token.
-        trajectories: at least one, with at least evaluate.num_speculative_tokens - 1 tokens beyond.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        parallel: Parallel,
-        store: Store,
-        shape: DrafterShape,
-        target_ids: Tensor,
-        trajectories: list[Trajectory],
-    ) -> None:
-        self.parallel, device = parallel, parallel.accelerator.device
+    def __init__(self, config: Config, parallel: Parallel, store: Store, trajectories: list[Trajectory]) -> None:
+        self.parallel, device, shape = parallel, parallel.accelerator.device, parallel.objective.drafter.shape
         ranks, rank = parallel.accelerator.num_processes, parallel.accelerator.process_index
-        self.trajectories, self.target_ids = trajectories[rank::ranks], target_ids.to(device)
+        self.trajectories = trajectories[rank::ranks]
+        self.target_ids = parallel.objective.teacher.target_ids.to(device)  # [Vd] int64
         self.draft_tokens = config.evaluate.num_speculative_tokens
         self.served_in = getattr(torch, store.inputs["target"]["dtype"])
         self.dtype = getattr(torch, config.evaluate.dtype)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from eagle31_train import artifacts
-from eagle31_train.checkpoint.shape import drafter_shape
+from eagle31_train.checkpoint.contract import drafter_shape
 from eagle31_train.config import Config, DrafterConfig, DrafterShape, TrainConfig
 from eagle31_train.errors import UserError
 from eagle31_train.kernels import missing
@@ -21,11 +21,7 @@ FIRST_NORM = 0.4
 
 
 def check_store(store: Store, data: dict[str, Any], config: Config) -> None:
-    """Refuse a store of other data or of another target than the configuration's.
-
-    Args:
-        data: manifest of the data stage, whose draft vocabulary training reads.
-    """
+    """Refuse a store of other data (`data`: stage 1's manifest) or of another target than the configuration's."""
     made = store.inputs
     if made["data"] != data["dataset_fingerprint"]:
         given = {"data_dir": config.data_dir, "store_dir": config.store_dir}
@@ -44,11 +40,7 @@ def check_store(store: Store, data: dict[str, Any], config: Config) -> None:
 
 
 def check_samples(split: StoreSplit, batch_tokens: int) -> None:
-    """Refuse, by the lengths alone, a training split that the token budget of a step cannot hold.
-
-    Raises:
-        UserError: a sample is longer than `batch_tokens`, or there is none.
-    """
+    """Raise a UserError for a training split without a sample, or with one that is longer than `batch_tokens`."""
     if not len(split):
         raise UserError(f"{split.store.location} holds no sample to train on: run `eagle31 data` with more data")
     if (longest := max(split.lengths)) > batch_tokens:
@@ -59,24 +51,14 @@ def check_samples(split: StoreSplit, batch_tokens: int) -> None:
 
 
 def check_pairs(split: StoreSplit, vocab: DraftVocab, oov: str) -> None:
-    """Refuse a training split in which no sample has a pair to train. One that has is mostly the first that is read.
-
-    Raises:
-        UserError: there is none; says why.
-    """
-    keep_mask, supervised = torch.from_numpy(vocab.t2d), 0
-    for index in range(len(split)):
-        document = split.read(index, states=False)
-        if has_pairs(document, keep_mask, oov):
-            return
-        supervised += len(document.supervised)
-    why = (
-        f"of {supervised:,} supervised positions none has an arg-max that is in the draft vocabulary of {len(vocab):,} "
-        "tokens: raise data.draft_vocab_size, or count it on the target's own answers (regenerate=true)"
-        if supervised
-        else "their loss masks cover no token of an answer: see the conversations, and data.max_length"
-    )
-    raise UserError(f"there is nothing to train in the {len(split):,} samples of {split.store.location}: {why}")
+    """Raise a UserError if no sample has a pair to train. One that has is mostly the first that is read."""
+    keep_mask = torch.from_numpy(vocab.t2d)
+    if not any(has_pairs(split.read(index, states=False), keep_mask, oov) for index in range(len(split))):
+        raise UserError(
+            f"there is nothing to train in the {len(split):,} samples of {split.store.location}: no answer has a token "
+            f"whose prediction the draft vocabulary of {len(vocab):,} holds: raise data.draft_vocab_size, and see what "
+            "the loss masks cover"
+        )
 
 
 def shape_of(config: DrafterConfig, store: Store, vocab: DraftVocab) -> DrafterShape:
@@ -93,9 +75,8 @@ def shape_of(config: DrafterConfig, store: Store, vocab: DraftVocab) -> DrafterS
 def build_objective(config: Config, shape: DrafterShape, store: Store, vocab: DraftVocab) -> Objective:
     """Drafter and teacher with their initial weights, on the CPU; the same for the same seed.
 
-    Where the widths agree, the drafter starts as a poor copy of the target's last layers: fc passes the
-    last auxiliary state on, lm_head is the target's, and so is the final norm, at a part of its size.
-    Against random ones: docs/log.md.
+    Where the widths agree, the drafter starts as a poor copy of the target's last layers (against random ones:
+    docs/log.md): fc passes the last auxiliary state on, lm_head is the target's, and so is the final norm, scaled down.
     """
     torch.manual_seed(config.seed)
     weights = store.target
@@ -118,11 +99,8 @@ def build_objective(config: Config, shape: DrafterShape, store: Store, vocab: Dr
 
 
 def choose_kernels(objective: Objective, t: TrainConfig, device: torch.device) -> str:
-    """Have an objective worked out as train.kernels and train.compile say; how, in words.
-
-    Raises:
-        UserError: fused kernels were asked for, and cannot run on this device.
-    """
+    """Have an objective worked out as train.kernels and train.compile say; how, in words. A UserError if fused kernels
+    were asked for, and cannot run on this device."""
     lack = missing(device)
     if t.kernels == "fused" and lack:
         raise UserError(f"train.kernels=fused cannot be: {lack}; set train.kernels=auto or plain")

@@ -22,30 +22,23 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from eagle31_train import artifacts
-from eagle31_train.checkpoint.run_folder import MODEL, OPTIMIZER, SHAPE, in_order, name_of, read_shape, step_of
+from eagle31_train.checkpoint import run_folder
+from eagle31_train.checkpoint.run_folder import MODEL, OPTIMIZER, SHAPE, in_order, name_of, sealed_manifest, step_of
 from eagle31_train.config import DrafterShape
 from eagle31_train.errors import UserError
-from eagle31_train.store.sealed import DamagedError, checksum, seal, unseal
+from eagle31_train.store.sealed import checksum, seal
 from eagle31_train.store.tensors import save_file
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A run after `step` optimizer steps, however it is sharded.
-
-    Its tensors are on the CPU. Nobody writes to those to be saved; those that were loaded are mapped from files.
-    """
+    """A run after `step` optimizer steps. Its tensors are whole and on the CPU; those loaded are mapped from files."""
 
     step: int
     weights: dict[str, Tensor]
     moments: dict[str, Tensor]  # exp_avg.NAME, exp_avg_sq.NAME
     shape: DrafterShape
     extra: Mapping[str, Any]  # JSON
-
-    @property
-    def bytes(self) -> int:
-        """Of its files on the disk, but for some kilobytes."""
-        return sum(t.numel() * t.element_size() for t in [*self.weights.values(), *self.moments.values()])
 
 
 # ---------------------------------------------------------------- reading
@@ -60,47 +53,24 @@ def newest(folder: Path, fingerprint: str, say: Callable[[str], None]) -> Path |
     return None
 
 
-def best(folder: Path, fingerprint: str, last: int) -> tuple[Path | None, dict[str, Any] | None]:
-    """Of the whole checkpoints up to step `last` that were the best of their run when they were saved, the best; and
-    what its state says of it."""
-    found: dict[Path, dict[str, Any]] = {}
-    for path in in_order(folder):
-        if step_of(path) <= last and damage(path, fingerprint) is None:
-            then = unseal((path / artifacts.MANIFEST).read_bytes())["extra"]["state"].get("best")
-            if then and then["step"] == step_of(path):
-                found[path] = then
-    if not found:
-        return None, None
-    return max(found.items(), key=lambda one: one[1]["acceptance_length"])
-
-
 def load(path: Path, shape: DrafterShape) -> Snapshot:
-    """Read a checkpoint that `newest` returned; any number of processes may.
-
-    Raises:
-        UserError: it is of a drafter of another shape.
-    """
-    if (there := read_shape(path)) != shape:
+    """Read a checkpoint that `newest` returned; any number of processes may. A UserError if its shape is another."""
+    if (there := run_folder.read_shape(path)) != shape:
         change = artifacts.describe_change(asdict(there), asdict(shape))
         raise UserError(f"{path} is a drafter of another shape: {change}")
-    manifest = unseal((path / artifacts.MANIFEST).read_bytes())
+    manifest = sealed_manifest(path)
     return Snapshot(manifest["step"], load_file(path / MODEL), load_file(path / OPTIMIZER), shape, manifest["extra"])
 
 
 def damage(path: Path, fingerprint: str) -> str | None:
     """What is wrong with a checkpoint, naming the file; None if it is whole and of the run with this fingerprint."""
-    file = path / artifacts.MANIFEST
     try:
-        manifest = unseal(file.read_bytes())
-        if manifest.get("fingerprint") != fingerprint:
-            return "it is of a run of other inputs"
-        for name, entry in manifest["files"].items():
-            file = path / name
-            if (file.stat().st_size, checksum(file)) != (entry["bytes"], entry["checksum"]):
-                return f"{file} does not match its checksum: damaged or replaced"
-    except (OSError, DamagedError) as error:
-        return f"{file} is missing or damaged ({error})"
-    return None
+        manifest = sealed_manifest(path)
+    except UserError as error:
+        return str(error)
+    if manifest.get("fingerprint") != fingerprint:
+        return "it is of a run of other inputs"
+    return run_folder.first_damaged(path, manifest["files"])
 
 
 # ---------------------------------------------------------------- writing
@@ -113,16 +83,13 @@ class Saver:
     checkpoints stay, and the next save tries again.
 
     Args:
-        folder: where the checkpoints of the run lie.
-        fingerprint: of the run.
-        keep: how many checkpoints stay.
+        folder, fingerprint: of the run's checkpoints, and of the run.
+        keep: how many checkpoints stay, beside the best.
         say: prints a line; called from the background thread.
-        committed: the checkpoint that the run goes on from, as `newest` has just returned it.
-        best: the one to be kept beside the newest, if there is one.
+        committed, best: the checkpoint that the run goes on from, as `newest` has just returned it; and the best.
 
     Attributes:
-        committed: the newest checkpoint that was written whole.
-        best: the newest of these that was saved as the best.
+        committed, best: the newest checkpoint that was written whole, and the newest that was saved as the best.
     """
 
     def __init__(
@@ -134,8 +101,7 @@ class Saver:
         committed: Path | None = None,
         best: Path | None = None,
     ) -> None:
-        self.best = best
-        self.folder, self.fingerprint, self.keep, self.say = folder, fingerprint, keep, say
+        self.folder, self.fingerprint, self.keep, self.say, self.best = folder, fingerprint, keep, say, best
         # What lies behind the one that the run goes on from is damaged.
         last = 0 if committed is None else step_of(committed)
         self._whole = [path for path in in_order(folder) if step_of(path) <= last]
@@ -150,16 +116,8 @@ class Saver:
         return self._whole[-1] if self._whole else None
 
     def save(self, snapshot: Snapshot, required: bool = False, best: bool = False) -> None:
-        """Wait for the save before this one, then begin to write; the snapshot is the saver's from now on.
-
-        Args:
-            required: return once it is on the disk.
-            best: keep it until another one is; the best before may go then.
-
-        Raises:
-            UserError: it is required, and cannot be written.
-            BaseException: whatever but an OSError stopped the save before.
-        """
+        """Wait for the save before this one, then begin to write; the snapshot is the saver's from now on. `required`:
+        return once it is on the disk, or raise a UserError. `best`: keep it until another one is the best."""
         self.wait()
         self._saving = self._thread.submit(self._save, snapshot, best)
         if required:
@@ -168,11 +126,7 @@ class Saver:
                 raise self._failed
 
     def wait(self) -> None:
-        """Return when nothing is being written.
-
-        Raises:
-            BaseException: whatever but an OSError stopped the save.
-        """
+        """Return when nothing is being written; raises whatever but an OSError stopped the save."""
         if self._saving is None:
             return
         error = self._saving.exception()  # Ctrl-C meanwhile leaves it to be waited for again
@@ -189,19 +143,16 @@ class Saver:
 
     def _save(self, snapshot: Snapshot, best: bool) -> None:
         path = self.folder / name_of(snapshot.step)
+        self._failed = None
         try:
             self._remove_leftovers()  # whose bytes may be needed
             _write(snapshot, path, self.fingerprint)
         except OSError as error:
-            what = f"{path} could not be written ({error.strerror or error}); it takes {snapshot.bytes:,} bytes"
             start = self.committed or "the beginning"
-            self._failed = UserError(f"{what}: mend that, then run the same command again, which goes on from {start}")
-            self.say(
-                f"checkpoint {what}: training goes on, and the next checkpoint tries again; a stop now would go "
-                f"back to {start}"
-            )
+            what = f"{path} could not be written ({error.strerror or error})"
+            self._failed = UserError(f"{what}: mend that, and run the same command again, which goes on from {start}")
+            self.say(f"checkpoint {what}: training goes on; a stop before the next one would go back to {start}")
             return
-        self._failed = None
         self.best = path if best else self.best
         self._whole = [*self._whole, path][-self.keep :]
         try:
@@ -210,9 +161,7 @@ class Saver:
                     artifacts.discard(other)
             self._remove_leftovers()
         except OSError as error:
-            self.say(
-                f"old checkpoints in {self.folder} could not be removed ({error}): the next checkpoint tries again"
-            )
+            self.say(f"old checkpoints in {self.folder} could not be removed ({error}): the next save tries again")
 
     def _remove_leftovers(self) -> None:
         """Remove what killed saves left: half a checkpoint, or one that was being replaced or removed."""
@@ -221,11 +170,7 @@ class Saver:
 
 
 def _write(snapshot: Snapshot, path: Path, fingerprint: str) -> None:
-    """Write a checkpoint, whole or not at all.
-
-    Raises:
-        OSError: the disk is full, or fails.
-    """
+    """Write a checkpoint, whole or not at all."""
     folder = path.parent
     if not folder.is_dir():
         folder.mkdir(parents=True)

@@ -9,32 +9,21 @@ from typing import Any
 
 from eagle31_train.errors import UserError
 
-UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
-
 
 def parse_limit(text: str | None) -> float | None:
-    """Seconds from "3h50m", "90m", "30s" or "2d"; None for no limit.
-
-    Raises:
-        UserError: it is no such time.
-    """
+    """Seconds from "3h50m", "90m", "30s" or "2d"; None for no limit. A UserError if it is no such time."""
     if text is None:
         return None
     parts = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text.replace(" ", ""))
-    seconds = (
-        sum(int(part or 0) * unit for part, unit in zip(parts.groups(), UNITS.values(), strict=True)) if parts else 0
-    )
-    if seconds <= 0:
+    days, hours, minutes, seconds = (int(part or 0) for part in parts.groups()) if parts else (0, 0, 0, 0)
+    total = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    if not total:
         raise UserError(f"train.time_limit={text} is no time: write it like 3h50m, 90m or 30s")
-    return float(seconds)
+    return float(total)
 
 
 class Deadline:
-    """`with Deadline(limit) as deadline:` notes a SIGTERM instead of dying of it.
-
-    Args:
-        limit: seconds from now after which `reason` says so; None for none.
-    """
+    """`with Deadline(limit) as deadline:` notes a SIGTERM instead of dying of it. `limit`: seconds from now, if any."""
 
     def __init__(self, limit: float | None) -> None:
         self._end = math.inf if limit is None else time.monotonic() + limit

@@ -17,11 +17,10 @@ from torch import Tensor
 
 from eagle31_train import artifacts
 from eagle31_train.checkpoint import run_folder
+from eagle31_train.checkpoint.contract import REQUIRED
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.checkpoint.run_folder import CHECKPOINTS, RECORD
-from eagle31_train.checkpoint.shape import REQUIRED
 from eagle31_train.config import MLA_WIDTHS, Config, DrafterShape
-from eagle31_train.console import note
 from eagle31_train.errors import UserError
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.model.rope import Rope, rope_parameters
@@ -33,20 +32,15 @@ POSITIONS = 512  # of the store, whose states tell what fc has read so far
 ROPE = {"rope_theta", "rope_scaling", "max_position_embeddings"}
 # What two drafters may differ in and still share weights, or is looked at in another way; all else must agree.
 ASIDE = {"draft_vocab_size", "share_embedding", "fc_norm", "norm_output", *ROPE}
-FOLLOWED = [*MLA_WIDTHS, "q_lora_rank", "num_key_value_heads", "head_dim", "rope_scaling"]
-FOLLOWED += [name for name in REQUIRED if name != "max_position_embeddings"]
-Say = Callable[[str], None]
+# Options that follow the source where they are open. Not its positions, of which no weight knows.
+FOLLOWED = {*MLA_WIDTHS, "q_lora_rank", "num_key_value_heads", "head_dim", "rope_scaling", *REQUIRED} - {
+    "max_position_embeddings"
+}
 
 
-def identity(config: Config) -> str | None:
-    """What tells the weights that `train.init_from` names from any others; None where the run starts afresh.
-
-    A run that has a checkpoint needs them no more: where they are on the hub, or gone, it goes by its own record. A
-    folder that now holds other weights has another identity all the same.
-
-    Raises:
-        UserError: they cannot be had.
-    """
+def open_source(config: Config, needed: bool = False) -> DrafterCheckpoint | None:
+    """The drafter that `train.init_from` names; None for fresh weights, and unless `needed` for a run that
+    `goes_by_record`. A UserError if there is none, or none to start from."""
     t = config.train
     if t.init_from is None:
         if t.init_revision is not None:
@@ -54,70 +48,52 @@ def identity(config: Config) -> str | None:
         return None
     if t.fc_init_scale != 1:
         raise UserError(f"train.fc_init_scale={t.fc_init_scale} is for fresh weights: leave it or train.init_from out")
-    if goes_by_record(config):
-        recorded = artifacts.read_json(Path(config.run_dir) / "train" / RECORD, "train.py")
-        return recorded["inputs"]["train"]["init_from"]
-    return open_source(config).initial_identity
-
-
-def check(config: Config, shape: DrafterShape, store: Store) -> None:
-    """Refuse weights that do not fit a run that begins, before a folder is claimed for it.
-
-    Raises:
-        UserError: they cannot be had, are damaged, or would mean something else in this drafter.
-    """
-    if config.train.init_from is not None and (config.overwrite or not is_continued(config)):
-        refuse_other_kind(open_source(config), shape, store)
-
-
-def is_continued(config: Config) -> bool:
-    """Whether the run in the configuration's folder has a checkpoint and was begun with the same weights."""
-    train, names = Path(config.run_dir) / "train", ("init_from", "init_revision")
-    begun_alike = all(run_folder.option(train, f"train.{name}") == getattr(config.train, name) for name in names)
-    return begun_alike and bool(run_folder.in_order(train / CHECKPOINTS)) and (train / RECORD).is_file()
-
-
-def goes_by_record(config: Config) -> bool:
-    """Whether a run that goes on cannot look at its first weights any more, or would have to ask the hub for them."""
-    init = config.train.init_from
-    return init is not None and is_continued(config) and not Path(init).exists()
-
-
-def open_source(config: Config) -> DrafterCheckpoint:
-    """The drafter that `train.init_from` names.
-
-    Raises:
-        UserError: there is nothing there, or nothing to start from.
-    """
+    if goes_by_record(config) and not needed:
+        return None
 
     def target_layers() -> int:
         from eagle31_train.targets.hf import read_config  # imports transformers, seconds that are seldom needed
 
         return int(read_config(config.target).num_hidden_layers)
 
-    init = config.train.init_from
-    assert init is not None
     source = DrafterCheckpoint.open(
-        init,
-        config.train.init_revision,
+        t.init_from,
+        t.init_revision,
         data_folder=config.data_folder,
         allow_unfinished=True,
         target_layers=target_layers,
     )
     if source.train is not None and source.train.resolve() == (Path(config.run_dir) / "train").resolve():
         raise UserError(
-            f"train.init_from={init} is this run's own folder: choose another name=…, or leave train.init_from out"
+            f"train.init_from={t.init_from} is this run's own folder: choose another name=…, or leave it out"
         )
     return source
 
 
-def options(config: Config) -> dict[str, Any]:
-    """What the weights of the drafter that `train.init_from` names mean something in, as options: what is open follows.
+def goes_by_record(config: Config) -> bool:
+    """Whether the configuration's run has a checkpoint, began with the same weights, and these are on the hub or gone:
+    it goes on without them."""
+    init, train = config.train.init_from, Path(config.run_dir) / "train"
+    if init is None or Path(init).exists() or not (train / RECORD).is_file():
+        return False
+    names = ("init_from", "init_revision")
+    alike = all(run_folder.option(train, f"train.{name}") == getattr(config.train, name) for name in names)
+    return alike and bool(run_folder.in_order(train / CHECKPOINTS))
 
-    Not its positions, of which no weight knows: a published draft may have 2,048 beside a target of 131,072.
-    """
-    shape = open_source(config).shape
-    return {name: getattr(shape, name) for name in FOLLOWED}
+
+def identity(config: Config, source: DrafterCheckpoint | None) -> str | None:
+    """What tells the weights that a run begins with from any others; None for fresh ones."""
+    if source is not None:
+        return source.initial_identity
+    if config.train.init_from is None:
+        return None
+    recorded = artifacts.read_json(Path(config.run_dir) / "train" / RECORD, "train.py")
+    return recorded["inputs"]["train"]["init_from"]
+
+
+def options(source: DrafterCheckpoint) -> dict[str, Any]:
+    """The options of the drafter with which the source's weights mean what they meant."""
+    return {name: getattr(source.shape, name) for name in FOLLOWED}
 
 
 def refuse_other_kind(source: DrafterCheckpoint, shape: DrafterShape, store: Store) -> None:
@@ -160,50 +136,31 @@ def _same_rope(there: DrafterShape, here: DrafterShape) -> bool:
 
 @torch.no_grad()
 def copy_initial_weights(
-    config: Config, shape: DrafterShape, vocab: DraftVocab, store: Store, drafter: Drafter, say: Say = note
+    source: DrafterCheckpoint, vocab: DraftVocab, store: Store, drafter: Drafter, say: Callable[[str], None]
 ) -> None:
-    """Copy the weights of `train.init_from` into a drafter that has its own initial weights and is not wrapped yet.
+    """Copy the source's weights into a drafter that has its own initial weights and is not wrapped yet.
 
-    Every rank reads them for itself, to the same bits. Whatever they lack keeps the value that it has, and that is
-    said.
-
-    Args:
-        say: prints a line, on one rank.
-
-    Raises:
-        UserError: they cannot be had, or do not fit.
+    Every rank reads them for itself, to the same bits. What they lack keeps its value, and `say` is told.
     """
-    if config.train.init_from is None:
-        return
-    source = open_source(config)
-    refuse_other_kind(source, shape, store)
     say(f"train: starts with the weights of {source.folder}")
     rms = None
-    if shape.fc_norm and not source.shape.fc_norm:
+    if drafter.shape.fc_norm and not source.shape.fc_norm:
         rms = state_rms(store.split("train"))
         say(f"train: it has no fc_norm, which starts at the RMS of the target's states, {rms.numpy().round(3)}")
-    if shape.norm_output and not source.shape.norm_output:
-        say("train: it was trained without norm_output; from now on its steps read the normed state of the one before")
     for name, parameter in drafter.named_parameters():
         if name.startswith("fc_norm.") and rms is not None:
             parameter.fill_(rms[int(name.split(".")[1])])
         elif name not in source.tensors:
             say(f"train: it shares the target's {name.removesuffix('.weight')}, from which its own starts")
-        elif name == "lm_head.weight":
-            _copy_head(source, parameter, vocab, shape, say)
+        elif name == "lm_head.weight":  # [Vd, D], row by row
+            ours, theirs = torch.from_numpy(vocab.target_ids), torch.from_numpy(source.vocab.target_ids)
+            places = torch.searchsorted(theirs, ours).clamp(max=len(theirs) - 1)
+            known = theirs[places] == ours
+            parameter[known] = source.tensors[name][places[known]].to(parameter.dtype)
+            if missing := int((~known).sum()):
+                say(f"train: {missing:,} of {len(ours):,} draft tokens are not in its vocabulary, and start afresh")
         else:
             parameter.copy_(source.tensors[name])
-
-
-def _copy_head(source: DrafterCheckpoint, head: Tensor, vocab: DraftVocab, shape: DrafterShape, say: Say) -> None:
-    """Rows of lm_head [Vd, D], token by token."""
-    ours, theirs = torch.from_numpy(vocab.target_ids), torch.from_numpy(source.vocab.target_ids)
-    places = torch.searchsorted(theirs, ours).clamp(max=len(theirs) - 1)
-    known = theirs[places] == ours
-    head[known] = source.tensors["lm_head.weight"][places[known]].to(head.dtype)
-    if missing := int((~known).sum()):
-        start = "the target's rows" if shape.hidden_size == shape.target_hidden_size else "random rows"
-        say(f"train: {missing:,} of {len(ours):,} draft tokens are not in its vocabulary and start from {start}")
 
 
 def state_rms(split: StoreSplit) -> Tensor:

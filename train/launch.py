@@ -38,11 +38,7 @@ PATIENCE = timedelta(hours=2)
 
 
 def make_accelerator(config: Config, folder: Path) -> Accelerator:
-    """The accelerator, checked to be what was asked for.
-
-    Raises:
-        UserError: it is not, or it is nothing that this trainer serves; says what to do.
-    """
+    """The accelerator; a UserError if it is not what was asked for, or nothing that this trainer serves."""
     check_environment(config.train)
     if config.train.deterministic:
         make_deterministic()
@@ -50,30 +46,30 @@ def make_accelerator(config: Config, folder: Path) -> Accelerator:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|accelerate|deepspeed)\.")
     # Nor does ZeRO-3 need to understand what the drafter's modules return: the objective is gathered as a whole.
     logging.getLogger("DeepSpeed").addFilter(lambda record: "unknown inputs or outputs" not in record.getMessage())
-    deepspeed = parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
-    # The only buffers are the target's weights, the same on every rank.
-    handlers: list[Any] = [DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)]
-    on_cpu = deepspeed and not torch.cuda.is_available()
-    handlers.append(InitProcessGroupKwargs(backend="gloo" if on_cpu else None, timeout=PATIENCE))
-    if on_cpu:
-        leave_out_extension()
+    zero = parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
+    on_cpu = zero and not torch.cuda.is_available()
+    if on_cpu:  # through gloo alone: else DeepSpeed compiles, for minutes, what helps processes to share memory
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it looks for others, and says that there are none
+        from deepspeed import ops
+
+        ops.__compatible_ops__["deepspeed_shm_comm"] = False
     accelerator = Accelerator(
         mixed_precision="no",  # Objective.autocast is the precision, alike in all profiles
         log_with=tracking.loggers(config) or None,
         project_dir=str(folder),
-        deepspeed_plugin=deepspeed_plugin(config.train) if deepspeed else None,
-        kwargs_handlers=handlers,
+        deepspeed_plugin=deepspeed_plugin(config.train) if zero else None,
+        kwargs_handlers=[
+            # The only buffers are the target's weights, the same on every rank.
+            DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
+            InitProcessGroupKwargs(backend="gloo" if on_cpu else None, timeout=PATIENCE),
+        ],
     )
     check_accelerator(accelerator)
     return accelerator
 
 
 def check_environment(t: TrainConfig) -> None:
-    """Refuse what a launch asks for by its environment and this trainer would not do, or does otherwise.
-
-    Raises:
-        UserError: names it.
-    """
+    """Raise a UserError for what a launch's environment asks for and this trainer would not do, or does otherwise."""
     asked = os.environ.get
     launched = "ACCELERATE_MIXED_PRECISION" in os.environ
     if launched and asked("MASTER_ADDR") == "127.0.0.1" and asked("WORLD_SIZE") is None:
@@ -101,61 +97,40 @@ def check_environment(t: TrainConfig) -> None:
 
 
 def make_deterministic() -> None:
-    """Let torch choose kernels that give the same bits every time, and raise where it has none.
-
-    Before CUDA is used: cuBLAS reads its variable when it starts.
-    """
+    """Let torch choose kernels that give the same bits every time, and raise where it has none. Call it before CUDA is
+    used: cuBLAS reads its variable when it starts."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
 
 
-def leave_out_extension() -> None:
-    """Let DeepSpeed's processes on a CPU speak through gloo alone.
-
-    Else it compiles, for minutes and with tools that a user may lack, what helps such processes to share memory.
-    """
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it looks for others, and says that there are none
-    import deepspeed.ops
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-
-
 def deepspeed_plugin(t: TrainConfig) -> DeepSpeedPlugin:
-    """DeepSpeed's settings, of the JSON file that accelerate's configuration names.
-
-    Raises:
-        UserError: they contradict this trainer.
-    """
+    """DeepSpeed's settings, of the JSON file that accelerate's configuration names; a UserError if they contradict this
+    trainer's."""
     if (file := Path(os.environ.get(SETTINGS, ""))).parts[:2] == ("configs", "deepspeed") and not file.is_file():
         # As our profiles name it, below the top of a checkout. This is another folder, or there is no checkout.
         os.environ[SETTINGS] = str(CONFIGS / file.relative_to("configs"))
     try:
         plugin = DeepSpeedPlugin()
     except ValueError as error:
-        raise UserError(f"accelerate refuses DeepSpeed's settings ({' '.join(str(error).split())}): {SEE}") from None
+        raise UserError(f"accelerate refuses DeepSpeed's settings ({error}): {SEE}") from None
     settings = plugin.deepspeed_config
-    halves = [half for half in ("fp16", "bf16") if settings.pop(half, {}).get("enabled") not in (None, False, "auto")]
-    stage = settings.get("zero_optimization", {}).get("stage", 0)
-    refusals = (
-        (bool(halves), "remove fp16 and bf16, which would round the weights: set train.precision=bf16"),
-        ("optimizer" in settings or "scheduler" in settings, "remove optimizer and scheduler, which are train.*'s"),
-        (
-            settings.get("gradient_accumulation_steps", 1) not in (1, "auto"),
-            "remove gradient_accumulation_steps: set train.gradient_accumulation_steps",
-        ),
-        (
-            settings.get("gradient_clipping", "auto") not in ("auto", t.max_grad_norm),
-            "remove gradient_clipping: set train.max_grad_norm",
-        ),
-        (stage == 0, "without a ZeRO stage it shards nothing: use configs/accelerate/ddp.yaml"),
-    )
-    for is_so, problem in refusals:
-        if is_so:
-            raise UserError(f"DeepSpeed's settings are no good here: {problem} ({SEE})")
+    # What train.* says too: the values that do not contradict it.
+    harmless: dict[str, tuple[Any, ...]] = {
+        "optimizer": (None,),
+        "scheduler": (None,),
+        "gradient_accumulation_steps": (None, 1, "auto"),
+        "gradient_clipping": (None, "auto", t.max_grad_norm),
+    }
+    wrong = [name for name, values in harmless.items() if settings.get(name) not in values]
+    wrong += [half for half in ("fp16", "bf16") if settings.pop(half, {}).get("enabled") not in (None, False, "auto")]
+    if wrong:
+        raise UserError(f"remove {', '.join(wrong)} from DeepSpeed's settings, and set train.* instead: {SEE}")
+    if settings.get("zero_optimization", {}).get("stage", 0) == 0:
+        raise UserError("DeepSpeed without a ZeRO stage shards nothing: use configs/accelerate/ddp.yaml")
     if t.optimizer == "muon":
         raise UserError(
-            "train.optimizer=muon needs whole matrices, which DeepSpeed cuts up: launch with ddp or fsdp2 "
-            f"({SEE}), or set train.optimizer=adamw"
+            "train.optimizer=muon needs whole matrices, which DeepSpeed cuts up: launch with ddp or fsdp2, or set "
+            "train.optimizer=adamw"
         )
     settings.pop("train_batch_size", None)
     settings["gradient_accumulation_steps"] = 1
@@ -167,25 +142,22 @@ def deepspeed_plugin(t: TrainConfig) -> DeepSpeedPlugin:
 
 
 def check_accelerator(accelerator: Accelerator) -> None:
-    """Compare what came with what the launch asked for: kind, number of processes, back end.
-
-    Raises:
-        UserError: says what differs.
-    """
+    """Raise a UserError if kind, number of processes or back end are not what the launch asked for."""
     came, count = accelerator.distributed_type, accelerator.num_processes
     if count != (launched := int(os.environ.get("WORLD_SIZE", "1"))):
         raise UserError(
             f"{launched} processes were launched, and each would train alone: on a machine without GPUs set "
             "ACCELERATE_USE_CPU=true before the command, or launch one process"
         )
-    if parse_flag_from_env("ACCELERATE_USE_FSDP") and count == 1:
+    fsdp, wanted = parse_flag_from_env("ACCELERATE_USE_FSDP"), DistributedType.MULTI_GPU
+    if fsdp and count == 1:
         raise UserError("FSDP2 shards over several processes, and one was launched: use configs/accelerate/gpu.yaml")
-    on_cpu, fsdp = accelerator.device.type == "cpu", parse_flag_from_env("ACCELERATE_USE_FSDP")
-    wanted = DistributedType.FSDP if fsdp else DistributedType.MULTI_GPU
     if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         wanted = DistributedType.DEEPSPEED
-    elif on_cpu:  # where accelerate knows no FSDP
+    elif accelerator.device.type == "cpu":  # where accelerate knows no FSDP
         wanted = DistributedType.MULTI_CPU
+    elif fsdp:
+        wanted = DistributedType.FSDP
     # One process may be a group of one, under torchrun.
     alone = count == 1 and wanted != DistributedType.DEEPSPEED and came == DistributedType.NO
     if came != wanted and not alone:
@@ -196,42 +168,35 @@ def check_accelerator(accelerator: Accelerator) -> None:
 
 
 def check_alike(accelerator: Accelerator, inputs: dict[str, Any], config: Config, measured_on: Sequence[str]) -> None:
-    """Refuse ranks that would train something else than the first, or would not do it in step with it.
+    """Raise a SharedError that names the first rank that would train something else than rank 0, or out of step.
 
     Args:
         inputs: what the trained weights depend on. measured_on: prompts, by their digests.
-
-    Raises:
-        SharedError: names the first rank that differs and how.
     """
     options = {**asdict(config.train), **inputs["train"]}
     del options["time_limit"]  # each may have its own
     zero = accelerator.state.deepspeed_plugin
-    profile = {
+    facts = {
+        **inputs,
+        "train": options,
+        "store.follow": config.store.follow,
         "type": accelerator.distributed_type.value,
         "fsdp": parse_flag_from_env("ACCELERATE_USE_FSDP"),
         "deepspeed": zero.deepspeed_config["zero_optimization"] if zero else None,
+        "torch": torch.__version__,
+        "trajectories": measured_on,
+        "evaluate": {"dtype": config.evaluate.dtype, "draft_tokens": config.evaluate.num_speculative_tokens},
     }
-    facts = {**inputs, "train": options, "store.follow": config.store.follow, "profile": profile}
-    facts["torch"] = torch.__version__
-    facts["trajectories"] = measured_on
-    facts["evaluate"] = {"dtype": config.evaluate.dtype, "draft_tokens": config.evaluate.num_speculative_tokens}
     everyone = gather_object([facts])
     for rank, other in enumerate(everyone):
         if change := artifacts.describe_change(everyone[0], other):
-            stop_all(
-                accelerator,
-                f"rank {rank} is not as rank 0 ({change.replace(' there, ', ' on rank 0, ')}): "
-                "start every process with the same options, versions and files",
-            )
+            change = change.replace(" there, ", " on rank 0, ")
+            remedy = "start every process with the same options, versions and files"
+            stop_all(accelerator, f"rank {rank} is not as rank 0 ({change}): {remedy}")
 
 
 def agreed(accelerator: Accelerator, make: Callable[[], Any]) -> Any:
-    """What the main process makes, on every rank.
-
-    Raises:
-        SharedError: it raised a UserError.
-    """
+    """What the main process makes, on every rank; a SharedError on each if it raised a UserError."""
     value = problem = None
     if accelerator.is_main_process:
         try:
@@ -246,11 +211,7 @@ def agreed(accelerator: Accelerator, make: Callable[[], Any]) -> Any:
 
 
 def stop_all(accelerator: Accelerator, problem: str) -> NoReturn:
-    """End a run that every rank knows to be over; all come here.
-
-    Raises:
-        SharedError: always.
-    """
+    """End a run that every rank knows to be over, by a SharedError; all come here."""
     if accelerator.is_main_process:  # before any rank is gone, whereupon a launcher ends the others
         note(f"error: {problem}", error=True)
     accelerator.wait_for_everyone()

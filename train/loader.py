@@ -37,12 +37,9 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class StepTotals:
-    """What ranks add up before a step's gradients; one tensor, so that they do so in one exchange.
+    """What ranks add up before a step's gradients; one tensor, so that they do so in one exchange."""
 
-    packed: [K + 1] int64, trained pairs per TTT step, then the number of ranks that are to stop.
-    """
-
-    packed: Tensor
+    packed: Tensor  # [K + 1] int64: trained pairs per TTT step, then the number of ranks that are to stop
 
     @property
     def pairs(self) -> Tensor:
@@ -61,16 +58,16 @@ class StepTotals:
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """One rank's part of what an optimizer step trains on.
+    """One rank's part of what an optimizer step trains on."""
 
-    step: counted from 1. samples: of all ranks. totals: of this rank. waited: seconds that training waited for it.
-    """
-
-    step: int
-    samples: list[int]
+    step: int  # counted from 1
+    samples: list[int]  # of all ranks
     micro_batches: list[MicroBatch]
-    totals: StepTotals
-    waited: float
+    totals: StepTotals  # of this rank
+    waited: float  # seconds that training waited for it
+
+
+Reading = Future[tuple[list[MicroBatch], StepTotals]]
 
 
 def load(
@@ -98,7 +95,7 @@ def load(
     pin = accelerator.device.type == "cuda"
     ranks, rank = accelerator.num_processes, accelerator.process_index
 
-    def read(samples: list[int], step: int) -> tuple[list[MicroBatch], StepTotals]:
+    def read(step: int, samples: list[int]) -> tuple[list[MicroBatch], StepTotals]:
         split.wait_for(samples)  # here, where every rank waits for the same, and not inside an exchange of gradients
         subset = None
         if t.slots_per_batch is not None:  # chosen alike by every rank, among the slots of all of them
@@ -114,12 +111,12 @@ def load(
         packed = torch.cat([pairs, pairs.new_zeros(1)])
         return micro_batches, StepTotals(packed.pin_memory() if pin else packed)
 
-    todo = ((samples, step) for step, samples in enumerate(batches[done:], done + 1))
-    ahead: deque[Future[tuple[list[MicroBatch], StepTotals]]] = deque()
+    steps = list(enumerate(batches[done:], done + 1))
+    todo, ahead = iter(steps), deque[Reading]()
     pool = ThreadPoolExecutor(max(1, t.num_workers))
     try:
         ahead.extend(pool.submit(read, *one) for one in islice(todo, t.num_workers))
-        for step, samples in enumerate(batches[done:], done + 1):
+        for step, samples in steps:
             began = time.perf_counter()
             if not t.num_workers:  # nothing is read ahead: what a step trains is read when it is its turn
                 ahead.append(pool.submit(read, *next(todo)))
@@ -131,9 +128,7 @@ def load(
         pool.shutdown(wait=False, cancel_futures=True)  # closing the store ends the wait for a shard
 
 
-def _result(
-    reading: Future[tuple[list[MicroBatch], StepTotals]], done: int, deadline: Deadline | None
-) -> tuple[list[MicroBatch], StepTotals]:
+def _result(reading: Reading, done: int, deadline: Deadline | None) -> tuple[list[MicroBatch], StepTotals]:
     since: float | None = None
     while not wait([reading], POLL).done:
         if deadline is None or (why := deadline.reason) is None:

@@ -1,23 +1,24 @@
 """What a run reports: metrics per depth, files of JSON rows, the trackers, the progress line."""
 
+import json
 import time
 from math import isfinite
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from eagle31_train import artifacts
 from eagle31_train.console import Progress, note
-from train.jsonl import Rows
 
 METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
 HELDOUT = "heldout_"  # how names of what was measured on the held-out split begin
 
 
 def summarise(sums: Tensor) -> dict[str, Any]:
-    """`Measured.stacked()` summed over batches and ranks, [MEASURES, K] → what is reported.
+    """`BatchMetrics.stacked()` summed over batches and ranks, [MEASURES, K] → what is reported.
 
     Returns:
         loss: mean divergence per depth, in nats, averaged over depths; accuracy: [K] share of
@@ -58,94 +59,118 @@ def fetch(*values: Tensor) -> list[Tensor]:
     return [part.view(value.shape) for part, value in zip(parts, values, strict=True)]
 
 
+# ---------------------------------------------------------------- reports
+
+
+class Rows:
+    """A file of JSON rows that only grows: one line per row, cut back to the checkpoint when a run goes on."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def cut(self, step: int) -> None:
+        """Take away rows past `step` and a torn last line, which a kill after the checkpoint left.
+
+        Rows lie in the order of their steps, so the file is only shortened: that needs no room, and a
+        kill meanwhile does no harm. A damaged line before them stays.
+        """
+        if not self.path.exists():
+            return
+        size = 0
+        with self.path.open("r+b") as file:
+            for line in file:
+                if not line.endswith(b"\n") or _step_of(line) > step:
+                    break
+                size += len(line)
+            file.truncate(size)
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Write one row; numbers that are not finite become null, which JSON has. A UserError on a full disk."""
+        remedy = "make room and run the same command, which goes on from the last checkpoint"
+        with artifacts.explained(f"write {self.path}", remedy), self.path.open("a") as file:
+            file.write(json.dumps(plain(row), allow_nan=False) + "\n")
+
+    def close(self) -> None:
+        """Force the file to the disk."""
+        if self.path.exists():
+            artifacts.fsync_path(self.path)
+
+
+def _step_of(line: bytes) -> int:
+    """The step of a row; 0 of a line that is none."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError):
+        return 0
+
+
+def plain(value: Any) -> Any:
+    """The same without numbers that JSON does not know."""
+    if isinstance(value, dict):
+        return {name: plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inner) for inner in value]
+    return None if isinstance(value, float) and not isfinite(value) else value
+
+
 class Reporter:
     """Writes metrics on the main process; other ranks' calls do nothing.
 
-    A row of metrics.jsonl is the same bit for bit in a run that was stopped and went on; what the
-    clock or the machine says goes into timings.jsonl.
-
-    Args:
-        folder: where metrics.jsonl and timings.jsonl lie. Rows past `step`, left by a run that was
-            killed after its last checkpoint, are cut off.
-        step, total: optimizer steps done and to do.
+    A row of metrics.jsonl is the same bit for bit in a run that was stopped and went on; what the clock or the machine
+    says goes into timings.jsonl. Rows of both in `folder` past `step`, which a kill left, are cut off.
     """
 
     def __init__(self, accelerator: Accelerator, folder: Path, step: int, total: int) -> None:
-        self.accelerator = accelerator
-        self.bar = Progress(
-            total=total,
-            initial=step,
-            unit="step",
-            desc="train",
-            disable=not accelerator.is_main_process,
-            smoothing=0.1,
-        )
+        self.accelerator, self.main = accelerator, accelerator.is_main_process
+        self.bar = Progress(total=total, initial=step, unit="step", desc="train", disable=not self.main, smoothing=0.1)
         self.began = time.perf_counter()
         self.tokens = 0
         self.metrics, self.timings = (Rows(folder / name) for name in (METRICS, TIMINGS))
-        if accelerator.is_main_process:
-            last = self.metrics.cut(step, self.note)
-            if last < step:  # a full disk or a power cut took them, or somebody removed the file
-                self.note(f"{self.metrics.path} lacks the rows of steps {last + 1:,} to {step:,}")
-            self.timings.cut(step, self.note)
+        if self.main:
+            self.metrics.cut(step)
+            self.timings.cut(step)
 
     def log(self, step: int, values: dict[str, Any]) -> None:
-        """Append one row to metrics.jsonl and send its numbers to the trackers.
-
-        Names that begin with `heldout_` are shown as `heldout/…`, others as `train/…`, lists as one curve per depth.
-        """
-        if not self.accelerator.is_main_process:
-            return
-        self.metrics.append({"step": step, **values})
-        self.accelerator.log(scalars("train", values), step=step)
+        """Append one row to metrics.jsonl and send its numbers to the trackers, by the names of `scalars`."""
+        if self.main:
+            self.metrics.append({"step": step, **values})
+            self.accelerator.log(scalars("train", values), step=step)
 
     def timing(self, step: int, values: dict[str, Any]) -> None:
-        """Append one row to timings.jsonl; the trackers show its numbers as `timing/…`.
-
-        Args:
-            values: seconds (of the step, waiting included), waited (seconds that it waited for data),
-                tokens (that it read over all ranks), memory_bytes (null where it is not known).
-        """
-        if not self.accelerator.is_main_process:
-            return
-        self.timings.append({"step": step, **values})
-        if values.get("seconds") and values.get("tokens"):
-            values = {**values, "tokens_per_second": values["tokens"] / values["seconds"]}
-        self.accelerator.log(scalars("timing", values), step=step)
+        """Append one row to timings.jsonl; the trackers show its numbers as `timing/…`: seconds (of the step, waiting
+        included), waited (seconds of these, for data), tokens (over all ranks), memory_bytes."""
+        if self.main:
+            self.timings.append({"step": step, **values})
+            if values.get("seconds") and values.get("tokens"):
+                values = {**values, "tokens_per_second": values["tokens"] / values["seconds"]}
+            self.accelerator.log(scalars("timing", values), step=step)
 
     def progress(self, tokens: int, loss: float, estimate: float) -> None:
         """Move the live line one step on; `tokens` is what this step read. A step without a loss has NaN."""
         self.tokens += tokens
         rate = self.tokens / (time.perf_counter() - self.began)
-        learnt = f"loss {loss:.3f} est. acceptance {estimate:.3f} " if isfinite(loss) else ""
-        self.bar.set_postfix_str(f"{learnt}{rate:,.0f} tok/s", refresh=False)
+        trained = f"loss {loss:.3f} est. acceptance {estimate:.3f} " if isfinite(loss) else ""
+        self.bar.set_postfix_str(f"{trained}{rate:,.0f} tok/s", refresh=False)
         self.bar.update(1)
 
     def note(self, text: str) -> None:
         """A line above the progress line."""
-        if self.accelerator.is_main_process:
+        if self.main:
             note(text)
 
     def close(self) -> None:
         """End the progress line and see that every row is on the disk; once more does nothing."""
         self.bar.close()
-        if self.accelerator.is_main_process:
+        if self.main:
             self.metrics.close()
             self.timings.close()
 
 
-def scalars(room: str, values: dict[str, Any]) -> dict[str, float]:
-    """A row as trackers take it: `room/name` → number, and `room/name/k` for depth k of a list.
-
-    What is no finite number is left out: trackers either fail on it or draw it as zero.
-    """
-    flat: dict[str, float] = {}
+def scalars(group: str, values: dict[str, Any]) -> dict[str, float]:
+    """A row as trackers take it: `group/name` → number, `group/name/k` for depth k of a list, `heldout/name` for
+    heldout_name. What is no finite number is left out: trackers either fail on it or draw it as zero."""
+    flat: dict[str, Any] = {}
     for name, value in values.items():
-        where = f"heldout/{name.removeprefix(HELDOUT)}" if name.startswith(HELDOUT) else f"{room}/{name}"
-        parts = {f"{where}/{k}": part for k, part in enumerate(value)} if isinstance(value, list) else {where: value}
-        flat |= {full: float(part) for full, part in parts.items() if _is_number(part)}
-    return flat
-
-
-def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and isfinite(value)
+        where = f"heldout/{name.removeprefix(HELDOUT)}" if name.startswith(HELDOUT) else f"{group}/{name}"
+        flat |= {f"{where}/{k}": part for k, part in enumerate(value)} if isinstance(value, list) else {where: value}
+    return {name: float(part) for name, part in flat.items() if isinstance(part, int | float) and isfinite(part)}

@@ -25,14 +25,10 @@ ITERATIONS = 5
 class Muon(torch.optim.Optimizer):
     """torch's own Muon to the bit in bf16, and two things that torch 2.13's lacks.
 
-    It iterates in float32 where training does: torch's iterates in bf16 everywhere, which on a CPU without such
-    instructions takes more than ten times as long as float32 (docs/log.md). And sharded
-    matrices become orthogonal as one process makes them so, to the bit: torch's iterates on the shards, with 15
-    exchanges a matrix, sums rounded to bf16 before they are added up, and an error where a matrix has fewer rows than
-    there are ranks. Here momentum and weights stay sharded, and the update is gathered once; then every rank iterates.
-
-    Args:
-        dtype: in which Newton-Schulz multiplies.
+    It iterates in `dtype`, float32 where training does: torch's iterates in bf16 everywhere, which on a CPU without
+    such instructions takes more than ten times as long (docs/log.md). And sharded matrices become orthogonal as one
+    process makes them so, to the bit: momentum and weights stay sharded, and the update is gathered once. torch's
+    iterates on the shards, with 15 exchanges a matrix, and fails where a matrix has fewer rows than there are ranks.
     """
 
     def __init__(self, parameters: Any, lr: float, weight_decay: float, dtype: torch.dtype) -> None:

@@ -30,23 +30,20 @@ def global_batches(
     random = np.random.Generator(np.random.PCG64([seed, epoch]))
     windows = windows or [range(len(lengths))]
     turns = random.permutation(len(windows)).tolist() if epoch and len(windows) > 1 else range(len(windows))
-    return [batch for turn in turns for batch in _window_batches(windows[turn], lengths, batch_tokens, random)]
-
-
-def _window_batches(
-    window: range, lengths: Sequence[int], batch_tokens: int, random: np.random.Generator
-) -> list[list[int]]:
-    batches: list[list[int]] = []
-    together: list[int] = []
-    held = 0
-    for place in random.permutation(len(window)).tolist():
-        together.append(window[place])
-        held += lengths[window[place]]
-        if held >= PACKED * batch_tokens:
-            batches += best_fit(together, lengths, batch_tokens)
-            together, held = [], 0
-    batches += best_fit(together, lengths, batch_tokens)
-    return [batches[i] for i in random.permutation(len(batches)).tolist()]
+    ordered: list[list[int]] = []
+    for window in (windows[turn] for turn in turns):
+        batches: list[list[int]] = []
+        together: list[int] = []
+        tokens = 0
+        for place in random.permutation(len(window)).tolist():
+            together.append(window[place])
+            tokens += lengths[window[place]]
+            if tokens >= PACKED * batch_tokens:
+                batches += best_fit(together, lengths, batch_tokens)
+                together, tokens = [], 0
+        batches += best_fit(together, lengths, batch_tokens)
+        ordered += [batches[i] for i in random.permutation(len(batches)).tolist()]
+    return ordered
 
 
 def best_fit(samples: Sequence[int], lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
@@ -56,12 +53,12 @@ def best_fit(samples: Sequence[int], lengths: Sequence[int], batch_tokens: int) 
     for index in sorted(samples, key=lambda i: (-lengths[i], i)):
         place = bisect_left(room, (lengths[index], -1))
         if place == len(room):
-            batches.append([index])
-            insort(room, (batch_tokens - lengths[index], len(batches) - 1))
+            batches.append([])
+            left, batch = batch_tokens, len(batches) - 1
         else:
             left, batch = room.pop(place)
-            batches[batch].append(index)
-            insort(room, (left - lengths[index], batch))
+        batches[batch].append(index)
+        insort(room, (left - lengths[index], batch))
     return batches
 
 

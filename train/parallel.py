@@ -45,27 +45,15 @@ def parallelise(accelerator: Accelerator, objective: Objective, t: TrainConfig) 
 
 
 class Parallel:
-    """What all kinds share.
+    """What all kinds share. objective: with its initial weights, the same on every rank; on the CPU."""
 
-    Args:
-        accelerator: of the launch.
-        objective: with its initial weights, the same on every rank; on the CPU.
-        t: the optimizer's and the clipping's options.
-
-    Attributes:
-        model: what to call, as `Objective.forward`; every rank as often as every other.
-        optimizer: as `make_optimizer` gives it, or what wraps it.
-        kind: in words, for records.
-        updates: how many it has done.
-    """
-
-    model: Any
-    optimizer: Any
-    kind: str
+    model: Any  # what to call, as `Objective.forward`; every rank as often as every other
+    optimizer: Any  # as `make_optimizer` gives it, or what wraps it
+    kind: str  # in words, for records
+    updates = 0  # that it has done
 
     def __init__(self, accelerator: Accelerator, objective: Objective, t: TrainConfig) -> None:
         self.accelerator, self.objective, self.t = accelerator, objective, t
-        self.updates = 0
         self._spread()
 
     def _spread(self) -> None:
@@ -82,17 +70,14 @@ class Parallel:
 
     def update(self, lr: float, pairs: Tensor, *rest: Tensor) -> list[Tensor]:
         """Clip and step, if there is something to learn and the gradient is finite on every rank; forget the gradients.
-
-        Args:
-            lr: learning rate.
-            pairs: [K] that the step trains, over all ranks. Without any, weights and moments stay as they are.
-            rest: what else to fetch.
+        pairs: [K] that the step trains, over all ranks. Without any, weights and moments stay as they are.
 
         Returns:
             The gradient's norm before clipping (infinite or NaN: nothing was updated), and `rest`, on the CPU in
             fp64 after one wait for the device.
         """
-        self._set_lr(lr)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
         norm = self.clip()
         norm, count, *fetched = fetch(norm, pairs.sum(), *rest)
         if torch.isfinite(norm) & (count > 0):
@@ -124,11 +109,13 @@ class Parallel:
 
     def differs(self) -> str | None:
         """What of the weights is not the same on all ranks, or not sharded as it should be; None if nothing is."""
-        raise NotImplementedError
-
-    def _set_lr(self, lr: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        if self.accelerator.num_processes == 1:
+            return None
+        names, parameters = zip(*self.objective.drafter.named_parameters(), strict=True)
+        everyone = self.accelerator.gather(torch.stack([digest(parameter) for parameter in parameters])[None])
+        assert isinstance(everyone, Tensor)
+        wrong = (everyone != everyone[:1]).any(0).any(-1).nonzero()
+        return f"{names[int(wrong[0])]} is not the same on all ranks" if len(wrong) else None
 
     def _count(self, device: torch.device) -> Tensor:
         return torch.tensor(float(self.updates), device=device)  # where fused AdamW wants it
@@ -145,17 +132,6 @@ class Parallel:
         """What this rank keeps of a whole moment of `parameter`: a copy, since the whole lies in a file that goes."""
         return whole.to(parameter.device, copy=True)
 
-    def _alike(self, names_and_tensors: Iterator[tuple[str, Tensor]]) -> str | None:
-        """The first tensor that is not the same on all ranks."""
-        if self.accelerator.num_processes == 1:
-            return None
-        names, digests = zip(*((name, digest(tensor)) for name, tensor in names_and_tensors), strict=True)
-        mine = torch.stack(digests)
-        everyone = self.accelerator.gather(mine[None])
-        assert isinstance(everyone, Tensor)
-        wrong = (everyone != everyone[:1]).any(0).any(-1).nonzero()
-        return f"{names[int(wrong[0])]} is not the same on all ranks" if len(wrong) else None
-
 
 class Replicated(Parallel):
     """One process, or DDP: every rank holds everything."""
@@ -166,12 +142,7 @@ class Replicated(Parallel):
         self.kind = "ddp" if self.accelerator.num_processes > 1 else "one process"
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
-        """See `Parallel`."""
         return nullcontext() if last else self.accelerator.no_sync(self.model)
-
-    def differs(self) -> str | None:
-        """See `Parallel`."""
-        return self._alike(self.objective.drafter.named_parameters())
 
 
 class Sharded(Parallel):
@@ -188,7 +159,6 @@ class Sharded(Parallel):
         self.kind = "fsdp2"
 
     def differs(self) -> str | None:
-        """See `Parallel`."""
         for name, parameter in self.objective.drafter.named_parameters():
             if not isinstance(parameter, DTensor) or parameter.device_mesh.size() != self.accelerator.num_processes:
                 return f"{name} is not sharded over all ranks"
@@ -225,21 +195,26 @@ class Zero(Parallel):
             for parameter in self.objective.drafter.parameters():
                 register_external_parameter(self.objective, parameter)
         offload = settings["zero_optimization"].get("offload_optimizer", {}).get("device", "none")
-        self._make_moments()
+        # Zero moments, as AdamW's first step makes them: after that step DeepSpeed 0.19 lets only the first group's
+        # parameters find theirs.
+        partitions = "fp32_partitioned_groups_flat" if self.stage == 3 else "single_partition_of_fp32_groups"
+        for part in getattr(self.optimizer, partitions):
+            moments = {moment: torch.zeros_like(part.data) for moment in ADAMW}
+            self.optimizer.optimizer.state[part] = {"step": self._count(part.device), **moments}
+        if self.stage < 3:
+            self.optimizer._lazy_init_hp_params_optimizer_state()
         self.kind = f"zero{self.stage}" + (f", moments on the {offload.upper()}" if offload != "none" else "")
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
-        """See `Parallel`."""
         self.model.set_gradient_accumulation_boundary(last)
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
-        """See `Parallel`."""
         self.model.backward(loss)
 
     def update(self, lr: float, pairs: Tensor, *rest: Tensor) -> list[Tensor]:
-        """See `Parallel`."""
-        self._set_lr(lr)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
         with nullcontext() if pairs.any() else self._without_norm():
             self.model.step()
         if not self.optimizer.overflow:
@@ -256,52 +231,32 @@ class Zero(Parallel):
         delattr(self.optimizer, name)
 
     def moments(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Parallel`."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
-        for name, parameter in self._trained() if self.updates else ():
-            yield from ((f"{m}.{name}", safe_get_full_optimizer_state(parameter, m)) for m in ADAMW)
+        for name, parameter in self.objective.drafter.named_parameters() if self.updates else ():
+            if parameter.requires_grad:
+                yield from ((f"{m}.{name}", safe_get_full_optimizer_state(parameter, m)) for m in ADAMW)
 
     def set_moments(self, moments: Mapping[str, Tensor], updates: int) -> None:
-        """See `Parallel`."""
-        if not moments:
-            super().set_moments(moments, updates)
-            return
         self.updates = updates
+        if not moments:
+            return
         for state in self.optimizer.optimizer.state.values():
             state["step"].fill_(updates)
-        for name, parameter in self._trained():
-            for moment in ADAMW:
+        for name, parameter in self.objective.drafter.named_parameters():
+            for moment in ADAMW if parameter.requires_grad else ():
                 self._set_moment(parameter, moment, moments[f"{moment}.{name}"])
 
     def differs(self) -> str | None:
-        """See `Parallel`."""
         if self.stage < 3:
-            return self._alike(self.objective.drafter.named_parameters())
+            return super().differs()
         parameter: Any  # with what DeepSpeed adds to it
         for name, parameter in self.objective.drafter.named_parameters():
             if parameter.ds_tensor.numel() * self.accelerator.num_processes < parameter.ds_numel:
                 return f"{name} is not sharded over all ranks"
         return None
 
-    def _make_moments(self) -> None:
-        """Zero moments in DeepSpeed's flat partitions, as AdamW's first step makes them.
-
-        Here, since after that step DeepSpeed 0.19 lets only the first group's parameters find theirs.
-        """
-        zero = self.optimizer
-        partitions = "fp32_partitioned_groups_flat" if self.stage == 3 else "single_partition_of_fp32_groups"
-        for part in getattr(zero, partitions):
-            moments = {moment: torch.zeros_like(part.data) for moment in ADAMW}
-            zero.optimizer.state[part] = {"step": self._count(part.device), **moments}
-        if self.stage < 3:
-            zero._lazy_init_hp_params_optimizer_state()
-
-    def _trained(self) -> list[tuple[str, nn.Parameter]]:
-        return [(n, p) for n, p in self.objective.drafter.named_parameters() if p.requires_grad]
-
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Parallel`."""
         if self.stage < 3:
             yield from super().weights()
             return

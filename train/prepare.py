@@ -1,27 +1,27 @@
 """Everything before the first step, in order: inputs are read and checked, processes agree, the run's state is made.
 
-Each part needs what the part before it returns, so that none can come too early: nothing of an earlier run is replaced
-before inputs and launch are known to be good.
+Each part needs what the part before it returns: nothing of an earlier run is replaced before inputs and launch are
+known to be good.
 """
 
-from contextlib import ExitStack, closing
-from dataclasses import asdict
+import shutil
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 
-from eagle31_train import artifacts, provenance
+from eagle31_train import artifacts, locks, provenance
 from eagle31_train.checkpoint.contract import unserved
-from eagle31_train.checkpoint.run_folder import RECORD
+from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
+from eagle31_train.checkpoint.run_folder import CHECKPOINTS, RECORD, in_order, name_of
 from eagle31_train.config import Config, byte_count
 from eagle31_train.console import is_main, note
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation import trajectories
 from eagle31_train.evaluation.trajectories import digest
-from eagle31_train.evaluation.unrolled import Trajectory
 from eagle31_train.model import vocab
+from eagle31_train.provenance import Provenance
 from eagle31_train.store import Store, storage_of
 from eagle31_train.store.stream import check_consumer
 from eagle31_train.targets.derive import complete
@@ -29,80 +29,71 @@ from train import checkpoint, initial_weights, launch, order, tracking, windows
 from train.acceptance import AcceptanceMeter
 from train.build import build_objective, check_pairs, check_samples, check_store, choose_kernels, shape_of
 from train.checkpoint import Saver
-from train.claim import alone, begun, claim, join
 from train.deadline import Deadline, parse_limit
 from train.metrics import Reporter
 from train.parallel import Parallel, parallelise
 from train.trainer import Inputs, State, Trainer
-from train.windows import Usage
+
+LOCK = ".training"  # beside train/, which may be replaced as a whole
 
 
 def prepare(config: Config, resources: ExitStack) -> Trainer | None:
-    """Check all that a run needs and make it ready to train.
+    """Check all that a run needs and make it ready to train, from its newest checkpoint if it has one.
 
     Args:
         resources: is given what must be closed, however training ends.
 
     Returns:
-        The run, after its newest checkpoint if it has one; None where it is finished already.
-
-    Raises:
-        UserError: an option, an input or the launch is not as it must be; says which.
+        The run; None if it is finished already. A UserError says which option, input or launch is not as it must be.
     """
-    config = _completed(config)
-    t = config.train
+    t, folder = config.train, Path(config.run_dir) / "train"
     deadline = resources.enter_context(Deadline(parse_limit(t.time_limit)))
-    data = read_inputs(config, resources)
+    source = initial_weights.open_source(config)
+    config = complete_drafter(config, source)
+    data = read_inputs(config, source, resources)
     accelerator = launch_processes(config, data)
-    folder = claim_folder(config, data, accelerator, resources)
-    if folder is None:
+    if claim_folder(config, data, accelerator, resources):
+        _say(f"train: up to date ({folder})")
         return None
     schedule = order.schedule(
         data.train_split.lengths, t.batch_tokens, config.seed, t.epochs, t.max_steps, windows.samples(data.windows)
     )
-    newest, best, state, parallel = restore(config, data, accelerator, folder)
+    newest, best, state, parallel = restore(config, data, accelerator)
     main, steps = accelerator.is_main_process, len(schedule)
-    usage = Usage(data.store, data.train_split, schedule, data.windows, data.made_from.fingerprint)
+    usage = windows.Usage(data.store, data.train_split, schedule, data.windows, data.made_from.fingerprint)
     usage.begin(state.step, remove=main, ended=state.stale(t.early_stop))
-    state.trackers = tracking.start(accelerator, config, folder, data.made_from.inputs, state.step, state.trackers)
+    state.trackers = tracking.start(accelerator, config, data.made_from.inputs, state.step, state.trackers)
     if main:
-        tracking.record_launch(
-            folder,
-            config,
-            {
-                "profile": parallel.kind,
-                "processes": accelerator.num_processes,
-                "device": str(accelerator.device),
-                "after_step": state.step,
-                "steps": steps,
-                "store": data.store.fingerprint,
-            },
-        )
+        facts = {
+            "profile": parallel.kind,
+            "processes": accelerator.num_processes,
+            "device": str(accelerator.device),
+            "after_step": state.step,
+            "steps": steps,
+            "store": data.store.fingerprint,
+        }
+        tracking.record_launch(config, facts)
     reporter = resources.enter_context(closing(Reporter(accelerator, folder, state.step, steps)))
-    saver = Saver(folder / "checkpoints", data.made_from.fingerprint, t.keep_checkpoints, reporter.note, newest, best)
+    saver = Saver(folder / CHECKPOINTS, data.made_from.fingerprint, t.keep_checkpoints, reporter.note, newest, best)
     resources.callback(saver.close)  # never in the middle of a save
     meter = make_meter(config, data, parallel, state)
     return Trainer(config, data, folder, schedule, parallel, usage, state, reporter, saver, deadline, meter)
 
 
-def _completed(config: Config) -> Config:
-    """With a drafter of which nothing is left open: as its record says, or the drafter that it begins from, or its
-    target."""
-    record, target = Path(config.run_dir) / "train" / RECORD, _manifest(config).get("target")
+# ---------------------------------------------------------------- inputs
+
+
+def complete_drafter(config: Config, source: DrafterCheckpoint | None) -> Config:
+    """With every open option of the drafter as in the run's record, in the initial weights, or in the target."""
+    record, begun = Path(config.run_dir) / "train" / RECORD, None
     if record.is_file() and (not config.overwrite or initial_weights.goes_by_record(config)):
-        return complete(config, target, artifacts.read_json(record, "train.py")["inputs"]["drafter"])
-    if config.train.init_from is None:
-        return complete(config, target)
-    completed = complete(config, target, initial_weights.options(config))
-    ours, targets = asdict(completed.drafter), asdict(complete(config, target).drafter)
-    differ = [name for name, value in targets.items() if value is not None and value != ours[name]]
-    unlike = [f"{name} {ours[name]} (the target's {targets[name]})" for name in differ]
-    if unlike and is_main():
-        note(f"train: left open, and as in {config.train.init_from}: {', '.join(unlike)}")
-    return completed
+        begun = artifacts.read_json(record, "train.py")["inputs"]["drafter"]
+    elif source is not None:
+        begun = initial_weights.options(source)
+    return complete(config, _manifest(config).get("target"), begun)
 
 
-def read_inputs(config: Config, resources: ExitStack) -> Inputs:
+def read_inputs(config: Config, source: DrafterCheckpoint | None, resources: ExitStack) -> Inputs:
     """Read options, data and store, and refuse what no run can be made of. Every process does it for itself."""
     t, data_dir = config.train, config.data_folder
     store = resources.enter_context(closing(Store(storage_of(config), config.store.follow, config.store.patience)))
@@ -110,17 +101,27 @@ def read_inputs(config: Config, resources: ExitStack) -> Inputs:
     check_store(store, data, config)
     vocab_file = data_dir / "vocab.safetensors"
     draft_vocab = vocab.read(vocab_file)
-    vocab_sha, start = artifacts.file_sha256(vocab_file), initial_weights.identity(config)
+    start = initial_weights.identity(config, source)
     train_split = store.split("train")
     cut = windows.cut(train_split, t.window_tokens)
     windows.check(store, cut, t.epochs, byte_count(config.store.cache_bytes, "store.cache_bytes"))
-    measured = trajectories.read(store, config.evaluate.num_speculative_tokens)
-    chosen_on = chosen_by(config, store, measured)
+    if len(cut) > 1 and data["inputs"].get("shuffle") is None:
+        _say("train: the windows follow the order of the data, which is not shuffled (data.shuffle=SEED)")
+    measured, chosen_on = trajectories.read(store, config.evaluate.num_speculative_tokens), None
+    if t.keep_best or t.early_stop is not None:
+        if not measured:
+            raise UserError(
+                f"train.keep_best and train.early_stop go by measured acceptance, and {store.location} has no "
+                "trajectories to measure it on: leave them out, or extract with extract.trajectories above 0"
+            )
+        chosen_on = [digest(one.prompt) for one in measured]
+    vocab_sha = artifacts.file_sha256(vocab_file)
     made_from = provenance.of_training(config, store.fingerprint, store.inputs["data"], vocab_sha, start, chosen_on)
     shape = shape_of(config.drafter, store, draft_vocab)
     check_samples(train_split, t.batch_tokens)
     if not begun(Path(config.run_dir) / "train", made_from):
-        initial_weights.check(config, shape, store)
+        if source := source or initial_weights.open_source(config, needed=True):
+            initial_weights.refuse_other_kind(source, shape, store)
         if store.manifest is not None and not windows.bounded(store):  # else it would be waited for, or used up
             check_pairs(train_split, draft_vocab, t.oov)
     return Inputs(
@@ -131,31 +132,16 @@ def read_inputs(config: Config, resources: ExitStack) -> Inputs:
         train_split=train_split,
         heldout=store.split("heldout"),
         windows=cut,
-        shuffled=data["inputs"].get("shuffle") is not None,
         trajectories=measured,
     )
 
 
-def chosen_by(config: Config, store: Store, measured: list[Trajectory]) -> list[str] | None:
-    """The prompts, by their digests, whose measurements choose what the run leaves; None where none do.
-
-    Raises:
-        UserError: they are to, and there are none.
-    """
-    t = config.train
-    if not t.keep_best and t.early_stop is None:
-        return None
-    if not measured:
-        raise UserError(
-            f"train.keep_best and train.early_stop go by measured acceptance, and {store.location} has no trajectories "
-            "to measure it on: leave them out, or extract with extract.trajectories above 0 (and data.heldout)"
-        )
-    return [digest(one.prompt) for one in measured]
-
-
 def _manifest(config: Config) -> dict[str, Any]:
-    """What stage 1 says of its data and of the target."""
+    """Stage 1's, which describes its data and the target."""
     return artifacts.read_json(config.data_folder / artifacts.MANIFEST, "eagle31 data")
+
+
+# ---------------------------------------------------------------- processes, and the run's folder
 
 
 def launch_processes(config: Config, data: Inputs) -> Accelerator:
@@ -164,13 +150,11 @@ def launch_processes(config: Config, data: Inputs) -> Accelerator:
     launch.check_alike(accelerator, data.made_from.inputs, config, [digest(one.prompt) for one in data.trajectories])
     for problem in unserved(data.shape):  # before hours are spent
         _say(f"train: NOT SERVED: {problem}")
-    if len(data.windows) > 1 and not data.shuffled:
-        _say("train: the windows follow the order of the data, which is not shuffled (data.shuffle=SEED)")
     return accelerator
 
 
-def claim_folder(config: Config, data: Inputs, accelerator: Accelerator, resources: ExitStack) -> Path | None:
-    """run_dir/train, this run's and no other process's while `resources` is open; None if the run is finished."""
+def claim_folder(config: Config, data: Inputs, accelerator: Accelerator, resources: ExitStack) -> bool:
+    """Make run_dir/train this run's and no other process's while `resources` is open; whether it is finished."""
     folder = Path(config.run_dir) / "train"
 
     def up_to_date() -> bool:
@@ -183,37 +167,65 @@ def claim_folder(config: Config, data: Inputs, accelerator: Accelerator, resourc
     finished = launch.agreed(accelerator, up_to_date)
     if not accelerator.is_main_process:  # so that whoever is refused while they run can name them all
         resources.enter_context(join(folder.parent))
-    if finished:
-        _say(f"train: up to date ({folder})")
-        return None
-    return folder
+    return finished
 
 
-def restore(
-    config: Config, data: Inputs, accelerator: Accelerator, folder: Path
-) -> tuple[Path | None, Path | None, State, Parallel]:
+def alone(run: Path) -> AbstractContextManager[None]:
+    """While this lasts, no other process trains in the run's folder; a UserError if one does now."""
+    return locks.alone(run / LOCK, f"another process trains in {run / 'train'} now")
+
+
+def join(run: Path) -> AbstractContextManager[Any]:
+    """While this lasts, the lock of the run's folder, if it is here, is open here too: `locks.users_of` names us."""
+    return (run / LOCK).open("a") if (run / LOCK).exists() else nullcontext()
+
+
+def begun(folder: Path, made_from: Provenance) -> bool:
+    """Whether this very run has a checkpoint in the folder, from which it goes on."""
+    record = folder / RECORD
+    there = record.is_file() and bool(in_order(folder / CHECKPOINTS))
+    return there and made_from.matches(artifacts.read_json(record, "train.py"))
+
+
+def claim(folder: Path, made_from: Provenance, overwrite: bool) -> None:
+    """Record that the folder is this run's; a UserError if it holds another one, and `overwrite` is off."""
+    shutil.rmtree(folder.with_name(f".{folder.name}.old"), ignore_errors=True)  # of a kill while it was replaced
+    record = folder / RECORD
+    if record.exists():
+        earlier = artifacts.read_json(record, "train.py")
+        made_from.refuse_other(folder, earlier, overwrite)
+        if not made_from.matches(earlier):
+            artifacts.discard(folder)
+    artifacts.write_json(record, made_from.record())
+
+
+# ---------------------------------------------------------------- state
+
+
+def restore(config: Config, data: Inputs, accelerator: Accelerator) -> tuple[Path | None, Path | None, State, Parallel]:
     """The newest whole checkpoint of the run, its best one (`train.keep_best`) and its state, or none and the initial
     state, on the launch's devices."""
+    folder, fingerprint = Path(config.run_dir) / "train" / CHECKPOINTS, data.made_from.fingerprint
+    best: Path | None = None
     objective = build_objective(config, data.shape, data.store, data.draft_vocab)
     kernels = choose_kernels(objective, config.train, accelerator.device)
-    fingerprint, best = data.made_from.fingerprint, None
-    newest = launch.agreed(accelerator, lambda: checkpoint.newest(folder / "checkpoints", fingerprint, note))
+    newest = launch.agreed(accelerator, lambda: checkpoint.newest(folder, fingerprint, note))
     if newest is None:
-        drafter = objective.drafter
-        initial_weights.copy_initial_weights(config, data.shape, data.draft_vocab, data.store, drafter, _say)
+        if (source := initial_weights.open_source(config, needed=True)) is not None:
+            initial_weights.copy_initial_weights(source, data.draft_vocab, data.store, objective.drafter, _say)
         state, parallel = State(), parallelise(accelerator, objective, config.train)
     else:
         loaded = checkpoint.load(newest, data.shape)
         objective.drafter.load_state_dict(loaded.weights)
         state, parallel = State(**loaded.extra["state"]), parallelise(accelerator, objective, config.train)
         parallel.set_moments(loaded.moments, state.updates)
-        if config.train.keep_best:
-            best, found = launch.agreed(
-                accelerator, lambda: checkpoint.best(folder / "checkpoints", fingerprint, state.step)
-            )
-            if found != state.best:
+        if config.train.keep_best and state.best is not None:
+            path = folder / name_of(state.best["step"])
+            if launch.agreed(accelerator, lambda: checkpoint.damage(path, fingerprint)) is None:
+                best = path
+            else:
                 _say("train: the best checkpoint so far is missing or damaged: another one is the best now")
-                state.best = found
+                state.best = None
         _say(f"train: going on after step {state.step} ({newest})")
     processes = f", {accelerator.num_processes} processes" if accelerator.num_processes > 1 else ""
     _say(f"train: {parallel.kind}{processes} on {accelerator.device.type}, {kernels}")
@@ -221,17 +233,13 @@ def restore(
 
 
 def make_meter(config: Config, data: Inputs, parallel: Parallel, state: State) -> AcceptanceMeter | None:
-    """What measures acceptance, on prompts that `state` is told; None, which is said, without trajectories."""
+    """What measures acceptance, on prompts that `state` lists from now on; None without trajectories."""
     if not data.trajectories:
-        _say(
-            f"train: acceptance is not measured: {data.store.location} has no trajectories (it is of an earlier "
-            "version, or of extract.trajectories=0, or its extraction said why)"
-        )
+        _say(f"train: acceptance is not measured: {data.store.location} has no trajectories")
         return None
     now = [digest(one.prompt) for one in data.trajectories]
     state.measured_on = list(dict.fromkeys([*state.measured_on, *now]))  # and on others before, of a store made anew
-    ids = torch.from_numpy(data.draft_vocab.target_ids)
-    return AcceptanceMeter(config, parallel, data.store, data.shape, ids, data.trajectories)
+    return AcceptanceMeter(config, parallel, data.store, data.trajectories)
 
 
 def _say(text: str) -> None:

@@ -18,11 +18,7 @@ from train.parallel import Parallel
 def accumulate(
     parallel: Parallel, micro_batches: list[MicroBatch], totals: StepTotals, gamma: float
 ) -> tuple[Tensor, StepTotals]:
-    """Add up the gradients of a step. Nothing here waits for the device: work is only queued.
-
-    Args:
-        micro_batches: this rank's.
-        totals: this rank's.
+    """Add up the gradients of a step from this rank's micro-batches and totals. Nothing here waits for the device.
 
     Returns:
         Over all ranks, on the device: what was measured [MEASURES, K], and the totals.

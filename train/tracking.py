@@ -4,10 +4,9 @@
     launches.jsonl   one line per launch: when, how, from which commit, with which versions, on what
     trackers.json    the ids under which the trackers know the run
 
-Weights & Biases knows a run by its id, which the run keeps over all its launches; it ignores steps
-that it was sent before, and those are the same again. Offline, every launch leaves a folder, and
-`wandb sync` joins those of one id. TensorBoard is told at every launch from which step on earlier
-events do not count; its fast loader drops them curve by curve, when the first of the new ones comes.
+Weights & Biases knows a run by its id, which the run keeps over all its launches, and ignores steps that it was sent
+before; offline, `wandb sync` joins the folders of one id. TensorBoard is told from which step on earlier events do not
+count.
 """
 
 import importlib.util
@@ -31,21 +30,14 @@ from eagle31_train.checkpoint.run_folder import CONFIG
 from eagle31_train.config import Config
 from eagle31_train.console import note
 from eagle31_train.errors import UserError
-from train.jsonl import plain
+from train.metrics import plain
 
 LAUNCHES, TRACKERS = "launches.jsonl", "trackers.json"
 PACKAGES = ("eagle31", "torch", "accelerate", "deepspeed", "transformers", "datasets", "numpy", "wandb")
 
 
-# ---------------------------------------------------------------- trackers
-
-
 def loggers(config: Config) -> list[str | GeneralTracker]:
-    """The trackers that are asked for, as `Accelerator(log_with=…)` takes them: none, or one, or both.
-
-    Raises:
-        UserError: TensorBoard is asked for and not installed.
-    """
+    """The trackers that are asked for, as `Accelerator(log_with=…)` takes them; a UserError without TensorBoard."""
     trackers: list[str | GeneralTracker] = [] if config.train.wandb == "disabled" else ["wandb"]
     if config.train.tensorboard:
         if importlib.util.find_spec("tensorboard") is None:  # accelerate would leave it out without a word
@@ -55,31 +47,23 @@ def loggers(config: Config) -> list[str | GeneralTracker]:
 
 
 def start(
-    accelerator: Accelerator,
-    config: Config,
-    folder: Path,
-    inputs: dict[str, Any],
-    step: int = 0,
-    ids: Mapping[str, str] | None = None,
+    accelerator: Accelerator, config: Config, inputs: dict[str, Any], step: int, ids: Mapping[str, str]
 ) -> dict[str, str]:
     """Start the trackers of an accelerator that was made with `loggers`; every rank calls it.
 
     Args:
-        folder: run_dir/train.
         inputs: what the trained weights depend on, shown beside the curves.
         step: optimizer steps done before this launch.
-        ids: what an earlier launch returned, from the checkpoint that this one goes on from. Without
-            it, what `folder` remembers of a launch that was killed before its first checkpoint.
+        ids: what an earlier launch returned, as the checkpoint knows it; if empty, what run_dir/train remembers.
 
     Returns:
-        Tracker → id of the run there, to be kept in checkpoints; {} on other ranks.
-
-    Raises:
-        UserError: Weights & Biases cannot be reached, or knows no such user.
+        Tracker → id of the run there, to be kept in checkpoints; {} on other ranks. A UserError if Weights & Biases
+        cannot be reached, or knows no such user.
     """
     if not accelerator.is_main_process:
         return {}
-    file, mode, settings = folder / TRACKERS, config.train.wandb, {}
+    folder, mode, settings = Path(config.run_dir) / "train", config.train.wandb, {}
+    file = folder / TRACKERS
     known = dict(ids or (artifacts.read_json(file, "train.py") if file.exists() else {}))
     if mode != "disabled":
         # No other run has this id, also not one of the same inputs: its steps would be taken for known ones.
@@ -96,66 +80,49 @@ def start(
             # Offline there is nobody to resume from: parts of the same id are joined when they are synchronised.
             "resume": None if mode == "offline" else "allow",
         }
+        artifacts.write_json(file, known)
     for tracker in accelerator.log_with:
         if isinstance(tracker, TensorBoardTracker):
             tracker.init_kwargs["purge_step"] = step + 1 if step else 0
-    if known:
-        artifacts.write_json(file, known)
     try:
         accelerator.init_trackers(config.train.project, init_kwargs=settings)
     except Exception as error:
         if not type(error).__module__.startswith("wandb"):
             raise
-        reason = " ".join(str(error).split())
-        raise UserError(f"Weights & Biases does not start: {reason} (train.wandb=offline needs no network)") from None
+        raise UserError(f"Weights & Biases does not start: {error} (train.wandb=offline needs no network)") from None
     if mode != "disabled":
-        note(f"train: Weights & Biases, {_whereabouts(accelerator.get_tracker('wandb', unwrap=True))}")
+        run = accelerator.get_tracker("wandb", unwrap=True)
+        where = f"offline: wandb sync {os.path.relpath(Path(run.dir).parent)}" if run.offline else run.url
+        note(f"train: Weights & Biases, {where}")
     if config.train.tensorboard and not step:
         text = "```\n" + cli.to_yaml(config) + "```"
         accelerator.get_tracker("tensorboard", unwrap=True).add_text("config", text, 0)
     return known
 
 
-def _whereabouts(run: Any) -> str:
-    """Where a run of Weights & Biases is seen: its address, or the command that uploads it."""
-    return f"offline: wandb sync {os.path.relpath(Path(run.dir).parent)}" if run.offline else str(run.url)
-
-
-# ---------------------------------------------------------------- launches
-
-
-def record_launch(folder: Path, config: Config, facts: Mapping[str, Any]) -> None:
-    """Save the resolved configuration and add a line on this launch; the main process calls it, once.
-
-    Args:
-        folder: run_dir/train.
-        facts: what the caller knows, as JSON. Reports show all of it, and draw `after_step` (the step
-            that this launch goes on after, 0 for the first) and `steps` (all of the run) where they are there.
-    """
+def record_launch(config: Config, facts: Mapping[str, Any]) -> None:
+    """Save the resolved configuration and add a line on this launch; the main process calls it, once. `facts`: as JSON;
+    reports show all of it, and draw `after_step` (0 for the first launch) and `steps` of the run."""
+    folder = Path(config.run_dir) / "train"
     artifacts.write_text(folder / CONFIG, cli.to_yaml(config))
+    cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
     launch = {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "argv": sys.argv,
         "git": machine.checkout(locations.ROOT),
         "versions": {"python": platform.python_version(), **machine.versions(PACKAGES)},
-        "host": host(),
+        "host": {
+            "name": platform.node(),
+            "system": platform.platform(),
+            "cpu": machine.processor(),
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+            "devices": [torch.cuda.get_device_name(index) for index in range(cuda)],
+            "cuda": torch.version.cuda,
+        },
         "facts": dict(facts),
     }
     path = folder / LAUNCHES
     before = path.read_text() if path.exists() else ""
     artifacts.write_text(path, before + json.dumps(plain(launch), ensure_ascii=False, allow_nan=False) + "\n")
-
-
-def host() -> dict[str, Any]:
-    """The main process's machine."""
-    cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return {
-        "name": platform.node(),
-        "system": platform.platform(),
-        "cpu": machine.processor(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-        "devices": [torch.cuda.get_device_name(index) for index in range(cuda)],
-        "cuda": torch.version.cuda,
-    }

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from eagle31_train import artifacts
+from eagle31_train.checkpoint.run_folder import CHECKPOINTS, name_of
 from eagle31_train.config import Config, DrafterShape
 from eagle31_train.console import note
 from eagle31_train.errors import Stopped
@@ -19,14 +20,11 @@ from eagle31_train.model.vocab import DraftVocab
 from eagle31_train.provenance import Provenance
 from eagle31_train.store import Store, StoreSplit
 from train import launch
-from train.acceptance import AcceptanceMeter
+from train.acceptance import AcceptanceMeter, evaluate
 from train.checkpoint import Saver, Snapshot
-from train.checkpoint import best as best_checkpoint
 from train.deadline import Deadline
-from train.heldout import evaluate
-from train.jsonl import plain
 from train.loader import GlobalBatch, StepTotals, load
-from train.metrics import HELDOUT, Reporter, summarise
+from train.metrics import HELDOUT, Reporter, plain, summarise
 from train.parallel import Parallel
 from train.step import accumulate, broken_samples, learning_rate, samples_to_blame
 from train.windows import Usage, Window
@@ -57,42 +55,32 @@ class State:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step gave, the same on every rank.
-
-    metrics: the row of metrics.jsonl. tokens: of all ranks. waited: seconds that this rank waited for data.
-    """
+    """What a step gave, the same on every rank."""
 
     step: int
-    metrics: dict[str, Any]
-    tokens: int
-    waited: float
+    metrics: dict[str, Any]  # the row of metrics.jsonl
+    tokens: int  # of all ranks
+    waited: float  # seconds that this rank waited for data
     stop_requested: bool
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run trains on, found to fit together.
-
-    made_from: what the trained weights depend on. shuffled: whether the data was, before windows were cut.
-    trajectories: what acceptance is measured on; none where the store has none.
-    """
+    """What a run trains on, found to fit together."""
 
     store: Store
     draft_vocab: DraftVocab
     shape: DrafterShape
-    made_from: Provenance
+    made_from: Provenance  # what the trained weights depend on
     train_split: StoreSplit
     heldout: StoreSplit
     windows: list[Window]
-    shuffled: bool
-    trajectories: list[Trajectory]
+    trajectories: list[Trajectory]  # what acceptance is measured on; may be none
 
 
 @dataclass
 class Trainer:
     """A run that is ready to train; `train.prepare.prepare` makes it.
-
-    folder: run_dir/train. schedule: the samples of every step. meter: of acceptance, where the store has trajectories.
 
     Attributes:
         last_step: of the run, which ends with the schedule, or earlier (`train.early_stop`).
@@ -100,15 +88,15 @@ class Trainer:
 
     config: Config
     data: Inputs
-    folder: Path
-    schedule: list[list[int]]
+    folder: Path  # run_dir/train
+    schedule: list[list[int]]  # the samples of every step
     parallel: Parallel
     usage: Usage
     state: State
     reporter: Reporter
     saver: Saver
     deadline: Deadline
-    meter: AcceptanceMeter | None = None
+    meter: AcceptanceMeter | None = None  # where the store has trajectories
 
     def __post_init__(self) -> None:
         self.t, self.heldout, self.accelerator = self.config.train, self.data.heldout, self.parallel.accelerator
@@ -128,11 +116,8 @@ class Trainer:
         )
 
     def train_step(self, batch: GlobalBatch) -> StepResult:
-        """Update the weights; not where the step has nothing to train, or its loss or gradient is not finite.
-
-        Raises:
-            SharedError: too many steps were not finite.
-        """
+        """Update the weights; not where the step has nothing to train, or its loss or gradient is not finite. A
+        SharedError where too many steps were not."""
         self.aside = time.perf_counter() - self.lap - batch.waited
         if self.deadline.reason is not None:
             batch.totals.request_stop()
@@ -158,10 +143,9 @@ class Trainer:
     def log(self, result: StepResult) -> None:
         """Report a step: its row, the progress line, and where its seconds went."""
         metrics, now = result.metrics, time.perf_counter()
+        loss, estimate = (metrics.get(name, math.nan) for name in ("loss", "acceptance_estimate"))
         self.reporter.log(result.step, metrics)
-        self.reporter.progress(
-            result.tokens, metrics.get("loss", math.nan), metrics.get("acceptance_estimate", math.nan)
-        )
+        self.reporter.progress(result.tokens, loss, estimate)
         seconds, self.lap = now - self.lap, now
         self.state.seconds += seconds
         self.state.waited += result.waited
@@ -186,12 +170,10 @@ class Trainer:
         self.state.heldout = plain({**metrics, **measured})
         if self.state.best and self.state.best["step"] == step:
             self.state.best["heldout"] = self.state.heldout
-        loss, estimate = metrics["loss"], metrics["acceptance_estimate"]
-        text = f"step {step}: held-out loss {loss:.3f}, acceptance estimate {estimate:.3f}"
+        text = f"step {step}: held-out loss {metrics['loss']:.3f}"
+        text += f", acceptance estimate {metrics['acceptance_estimate']:.3f}"
         if self.meter:
-            text += (
-                f", acceptance length {measured['acceptance_length']:.3f} with {self.meter.draft_tokens} draft tokens"
-            )
+            text += f", length {measured['acceptance_length']:.3f} with {self.meter.draft_tokens} draft tokens"
         self.reporter.note(text)
 
     def maybe_save(self, step: int, stop_requested: bool) -> None:
@@ -225,11 +207,7 @@ class Trainer:
         self.usage.let_go(step, remove=main and required, ended=final)
 
     def finish(self) -> None:
-        """Close the run's files; of one that is at its end, write what later stages read.
-
-        Raises:
-            Stopped: it is not at its end.
-        """
+        """Close the run's files; raise Stopped if it is not at its end, else write what later stages read."""
         self.saver.close()
         self.reporter.close()
         # Together, so that no rank closes its connections while another still saves or speaks to it.
@@ -242,7 +220,13 @@ class Trainer:
             raise Stopped(f"train: stopped by {why}; the same command goes on" if main else "")
         if not main:
             return
-        checkpoint, kept = self._left()
+        checkpoint, kept = self.saver.committed, state.best if self.t.keep_best else None
+        # A greater one may have been measured and not written, on a full disk: then the last is left.
+        if kept and self.saver.best == self.folder / CHECKPOINTS / name_of(kept["step"]):
+            checkpoint, state.heldout = self.saver.best, kept["heldout"]
+        else:
+            kept = None
+        assert checkpoint is not None
         manifest = self.data.made_from.record(
             checkpoint=str(checkpoint.relative_to(self.folder)),
             steps=steps,
@@ -254,28 +238,13 @@ class Trainer:
         if state.without_pairs:
             note(f"train: {len(state.without_pairs):,} of {steps:,} steps had nothing to train, and changed nothing")
         if kept:
-            note(
-                f"train: step {kept['step']} of {steps} is kept, of the greatest acceptance length on held-out "
-                f"prompts, {kept['acceptance_length']:.3f} (train.keep_best)"
-            )
+            length = f"{kept['acceptance_length']:.3f}"
+            note(f"train: step {kept['step']} of {steps} is kept, of the greatest acceptance length, {length}")
         idle = state.waited / max(state.seconds, 1e-9)
         note(
             f"train: {steps} steps, {state.tokens:,} tokens, {idle:.1%} of the time waiting for data; "
             f"drafter in {checkpoint}"
         )
-
-    def _left(self) -> tuple[Path, dict[str, Any] | None]:
-        """The checkpoint that a finished run leaves; and, of one that `train.keep_best` chose, what was measured."""
-        last = self.saver.committed
-        assert last is not None
-        if not self.t.keep_best or self.state.heldout is None:
-            return last, None
-        best, measured = best_checkpoint(last.parent, self.data.made_from.fingerprint, self.state.step)
-        # A greater one may have been measured and not written, on a full disk: then the last may be the best of these.
-        if best is None or measured is None or measured["acceptance_length"] < self.state.heldout["acceptance_length"]:
-            return last, None
-        self.state.heldout = measured["heldout"]
-        return best, measured
 
     def _compare(self, step: int, length: float) -> None:
         """Compare a measured acceptance length with the best so far; where it has not risen for long, end the run."""
@@ -295,32 +264,27 @@ class Trainer:
         """Count a step without a pair; the first is named."""
         if not self.state.without_pairs:
             self.reporter.note(
-                f"step {batch.step}: nothing to train, so nothing was updated: no answer of its samples ("
-                f"{batch.samples}) has a token whose prediction the draft vocabulary holds; such steps are counted"
+                f"step {batch.step}: nothing to train, so nothing was updated: samples {batch.samples} have no answer "
+                "whose prediction the draft vocabulary holds; such steps are counted"
             )
         self.state.without_pairs.append(batch.step)
 
     def _leave_out(self, batch: GlobalBatch) -> None:
         """Count a step whose loss or gradient is not finite; end the run where there are too many."""
-        left_out = self.state.left_out
+        left_out, split = self.state.left_out, self.data.train_split
         left_out.append(batch.step)
         if len(left_out) <= self.t.skip_nonfinite:
             return
-        split = self.data.train_split
         before = f", after {len(left_out) - 1} steps that were left out" if len(left_out) > 1 else ""
         if broken := broken_samples(batch, split):
             where = ", ".join(f"{i} ({split.shard_of(i).name})" for i in broken)
-            self._abort(
-                f"step {batch.step}: stored states are not finite, of sample {where} of the train split{before}; "
-                f"nothing was updated or saved: `eagle31 store verify {split.store.location} --remove`, and extract "
-                "those again"
-            )
-        samples = samples_to_blame(self.parallel, batch)
-        self._abort(
-            f"step {batch.step}: loss or gradient is not finite (samples {samples} of the train split){before}; "
-            "nothing was updated or saved: look at them, lower train.lr, or leave out such steps by "
-            "train.skip_nonfinite=n"
-        )
+            problem = f"stored states are not finite, of sample {where} of the train split{before}"
+            remedy = f"`eagle31 store verify {split.store.location} --remove`, and extract those again"
+        else:
+            samples = samples_to_blame(self.parallel, batch)
+            problem = f"loss or gradient is not finite (samples {samples} of the train split){before}"
+            remedy = "look at them, lower train.lr, or leave out such steps by train.skip_nonfinite=n"
+        self._abort(f"step {batch.step}: {problem}; nothing was updated or saved: {remedy}")
 
     def _abort(self, problem: str) -> NoReturn:
         """End the run on every rank; all come here. What was being saved is saved."""

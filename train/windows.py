@@ -16,13 +16,10 @@ Window = list[PlannedShard]
 def cut(split: StoreSplit, tokens: int | None) -> list[Window]:
     """Consecutive shards of at least `tokens` tokens together (the last window may have fewer); all without it."""
     windows: list[Window] = []
-    held = 0
     for shard in split.shards:
-        if not windows or (tokens is not None and held >= tokens):
+        if not windows or (tokens is not None and sum(one.tokens for one in windows[-1]) >= tokens):
             windows.append([])
-            held = 0
         windows[-1].append(shard)
-        held += shard.tokens
     return windows
 
 
@@ -32,20 +29,17 @@ def samples(windows: Sequence[Window]) -> list[range]:
 
 
 def check(store: Store, windows: Sequence[Window], epochs: int, cache_bytes: int) -> None:
-    """Refuse windows that the bound of a followed store, or the cache of a remote one, cannot hold.
-
-    Raises:
-        UserError: also where more than one pass is asked of a store that is removed in the first.
-    """
+    """Raise a UserError for windows that the bound of a followed store, or the cache of a remote one, cannot hold, and
+    for a second pass over a store that is removed in the first."""
     largest = max((sum(shard.bytes for shard in window) for window in windows), default=0)
-    kept = sum(shard.bytes for shard in store.plan.of("heldout"))
-    lower = "lower train.window_tokens" if len(windows) > 1 else "set train.window_tokens"
-    needs = f"the held-out split takes {kept:,} bytes and a window {largest:,}: raise it, or {lower}"
-    if store.storage.remote and kept + 2 * largest > cache_bytes:  # half of the cache is for what is fetched ahead
+    heldout = sum(shard.bytes for shard in store.plan.of("heldout"))
+    needs = f"the held-out split takes {heldout:,} bytes and a window {largest:,}"
+    needs += ": raise it, or lower train.window_tokens"
+    if store.storage.remote and heldout + 2 * largest > cache_bytes:  # half of the cache is for what is fetched ahead
         raise UserError(f"store.cache_bytes={cache_bytes:,} cannot hold two windows of {store.location}: {needs}")
     if store.follow and store.manifest is None and len(windows) == 1:
         raise UserError(f"{store.location} is still being written: set train.window_tokens, or train once it is whole")
-    if bounded(store) and kept + largest > (most := store.max_bytes or 0):
+    if bounded(store) and heldout + largest > (most := store.max_bytes or 0):
         raise UserError(f"store.max_bytes={most:,} cannot hold a window: {needs}")
     if bounded(store) and epochs != 1:
         raise UserError(f"train.epochs={epochs}: what is used up is removed (store.max_bytes), set train.epochs=1")
@@ -60,10 +54,7 @@ class Usage:
     """Which shards later steps need: the others are unmapped, and removed from a bounded store.
 
     Args:
-        store: that is trained on.
-        split: its training split.
-        schedule: every global batch, in order; item i is trained by step i + 1.
-        windows: the windows that they were made of.
+        schedule: every global batch, in order, made of `windows`; item i is trained by step i + 1.
         fingerprint: of the training, which alone may use up a bounded store.
     """
 
@@ -76,27 +67,19 @@ class Usage:
         fingerprint: str,
     ) -> None:
         self._store, self._split, self._schedule, self._fingerprint = store, split, schedule, fingerprint
-        self._last_use: dict[PlannedShard, int] = {}  # shard → the last step that reads it
-        for step, batch in enumerate(schedule, 1):
-            for index in batch:
-                self._last_use[split.shard_of(index)] = step
+        self._last_use = {split.shard_of(i): step for step, batch in enumerate(schedule, 1) for i in batch}
         self._window_ends = {max(self._last_use.get(shard, 0) for shard in window) for window in windows}
 
     def begin(self, done: int, remove: bool, ended: bool = False) -> None:
-        """Before the step after `done`: let go of what earlier runs used up, fetch ahead what later steps need.
-
-        Arguments as `let_go`'s.
-
-        Raises:
-            UserError: what is needed was removed, by another training or before a checkpoint that is damaged now.
-        """
+        """Before the step after `done`: `let_go` of what earlier runs used up, fetch ahead what later steps need. A
+        UserError if that was removed, by another training or before a checkpoint that is damaged now."""
         store = self._store
         needed = self.needed_after(done)
         if gone := set(check_consumer(store.storage, store.fingerprint, self._fingerprint).shards) & set(needed):
             raise UserError(
-                f"{len(gone)} shards of {store.location} that the steps after {done} need were used up and removed: a "
-                "later checkpoint of this run is missing or damaged; restore it, or begin again without store and "
-                "training"
+                f"{len(gone)} shards of {store.location} that the steps after {done} need were used up and removed: "
+                "restore the later checkpoint of this run, which is missing or damaged, or begin again without store "
+                "and training"
             )
         if store.follow:
             store.wait_for(store.plan.of("heldout"))  # here, and not between the exchanges of an evaluation
@@ -109,16 +92,12 @@ class Usage:
         return step in self._window_ends and bounded(self._store)
 
     def let_go(self, step: int, remove: bool, ended: bool = False) -> None:
-        """Unmap what no step after `step` reads; of a bounded store `remove` it too. Only one process removes.
-
-        Args:
-            ended: the run ends here, before its schedule does: extraction need store no more.
-        """
-        shards = self.used_up(step)
-        self._store.release(shards)
-        if remove and bounded(self._store):
-            finished, store = ended or step == len(self._schedule), self._store
-            consume(store.storage, store.fingerprint, shards, self._fingerprint, finished)
+        """Unmap what no step after `step` reads; of a bounded store `remove` it too. Only one process removes. If the
+        run `ended` here, before its schedule does, extraction need store no more."""
+        shards, store = self.used_up(step), self._store
+        store.release(shards)
+        if remove and bounded(store):
+            consume(store.storage, store.fingerprint, shards, self._fingerprint, ended or step == len(self._schedule))
 
     def needed_after(self, step: int) -> dict[str, int]:
         """The shards that later steps read, in the order of first use, with the bytes that they take at most."""

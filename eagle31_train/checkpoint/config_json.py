@@ -5,13 +5,17 @@ has a default for must be written, `q_lora_rank: null` too: what is left out is 
 `attention_factor: 1.0` in the RoPE scaling takes mscale² out of vLLM's softmax scale.
 """
 
-from collections.abc import Collection, Mapping
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Annotated, Any
 
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from eagle31_train import foreign
 from eagle31_train.checkpoint.contract import LAYER_IDS
 from eagle31_train.config import MLA_WIDTHS, DrafterShape, default_aux_layers
 from eagle31_train.errors import UserError
+from eagle31_train.foreign import Count, Positions, Scaling, Theta, Width
 
 Fields = Mapping[str, Any]
 # Kind of drafter → the name under which vLLM's registry finds it, and the model_type of its config.json. A qwen3 is a
@@ -45,7 +49,6 @@ MODEL_TYPES = {
 MLA_DEFAULTS = dict(zip(("q_lora_rank", *MLA_WIDTHS), (1536, 512, 128, 64, 128), strict=True))
 # Fields of which, in the format of speculators, vLLM passes over what stands inside transformer_layer_config.
 SPECULATORS_OWN = ("draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-MOST_LAYERS = 64  # of a drafter; a number beyond it is no drafter's
 YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
 
 
@@ -56,12 +59,13 @@ def config_json(shape: DrafterShape, dtype: str, target_name: str) -> dict[str, 
     """The checkpoint's config.json.
 
     Args:
-        shape: the drafter.
         dtype: precision of the weights in the file; vLLM itself takes the target's.
         target_name: for people and other tools; vLLM does not read it.
     """
-    name, model_type = WRITTEN[kind_of(shape)]
-    scaling = rope_scaling(shape)
+    name, model_type = WRITTEN["qwen3" if shape.qk_norm else shape.architecture]
+    scaling, attention = rope_scaling(shape), {"head_dim": shape.head_dim, "mlp_bias": False}
+    if shape.architecture == "mla":  # whose head_dim is the rotated part alone in transformers
+        attention = {name: getattr(shape, name) for name in MLA_DEFAULTS}
     if scaling and shape.architecture == "mla":
         scaling["type"] = scaling["rope_type"]  # where DeepSeek's own code looks
     return {
@@ -74,7 +78,7 @@ def config_json(shape: DrafterShape, dtype: str, target_name: str) -> dict[str, 
         "num_hidden_layers": shape.num_layers,
         "num_attention_heads": shape.num_attention_heads,
         "num_key_value_heads": shape.num_key_value_heads,
-        **_attention_fields(shape),
+        **attention,
         "hidden_act": "silu",
         "attention_bias": False,
         "rms_norm_eps": shape.rms_norm_eps,
@@ -99,20 +103,16 @@ def config_json(shape: DrafterShape, dtype: str, target_name: str) -> dict[str, 
 
 def speculators_json(shape: DrafterShape, dtype: str, target_name: str, draft_tokens: int) -> dict[str, Any]:
     """The config.json of the same checkpoint in the format of `speculators`: `vllm serve FOLDER` finds target and draft
-    tokens in it.
-
-    Args:
-        shape, dtype: as of `config_json`.
-        target_name: hub id or folder, which vLLM loads.
-        draft_tokens: drafted per verification.
+    tokens (per verification) in it. `target_name`: hub id or folder, which vLLM loads.
 
     Raises:
         UserError: MLA, or fc_norm and norm_before_fc together, which the library does not have.
     """
-    both = shape.fc_norm and shape.norm_before_fc
-    if shape.architecture == "mla" or both:
-        lacks = "drafters with fc_norm and norm_before_fc" if both else "MLA drafters"
-        raise UserError(f"export_format=speculators has no {lacks}: export with export_format=vllm")
+    if shape.architecture == "mla" or (shape.fc_norm and shape.norm_before_fc):
+        raise UserError(
+            "export_format=speculators has no MLA drafters, nor any with both fc_norm and norm_before_fc: export with "
+            "export_format=vllm"
+        )
     return {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
@@ -128,18 +128,6 @@ def speculators_json(shape: DrafterShape, dtype: str, target_name: str, draft_to
             "verifier": {"name_or_path": target_name, "architectures": []},
         },
     }
-
-
-def kind_of(shape: DrafterShape) -> str:
-    """A key of `WRITTEN`."""
-    return "qwen3" if shape.qk_norm else shape.architecture
-
-
-def _attention_fields(shape: DrafterShape) -> dict[str, Any]:
-    """What only one kind of attention has. MLA names no head_dim, by which transformers means the rotated part."""
-    if shape.architecture == "llama":
-        return {"head_dim": shape.head_dim, "mlp_bias": False}
-    return {name: value for name, value in asdict(shape).items() if name in MLA_DEFAULTS}
 
 
 def rope_scaling(shape: DrafterShape) -> dict[str, Any] | None:
@@ -160,9 +148,57 @@ def _scaling(parameters: Fields | None, architecture: str) -> dict[str, Any] | N
 
 # ---------------------------------------------------------------- reading
 
+Size = Annotated[Width, Field(ge=1)]
+LayerIds = Annotated[list[Count], Field(max_length=1024)] | None
+
+
+class _Rope(TypedDict, total=False):
+    rope_type: str | None
+    type: str | None
+    rope_theta: Theta | None
+
+
+class _Eagle(TypedDict, total=False):
+    eagle_aux_hidden_state_layer_ids: LayerIds
+    layer_ids: LayerIds
+
+
+class _Layer(TypedDict, total=False):
+    architectures: list[str] | None
+    model_type: str | None
+    hidden_size: Size
+    target_hidden_size: Width | None
+    vocab_size: Size
+    draft_vocab_size: Width | None
+    intermediate_size: Size
+    num_hidden_layers: Annotated[int, Field(ge=1, le=64)]  # a number beyond it is no drafter's
+    num_attention_heads: Annotated[int, Field(ge=1, le=1 << 16)]
+    num_key_value_heads: Count | None
+    head_dim: Count | None
+    q_lora_rank: Size | None
+    kv_lora_rank: Size
+    qk_nope_head_dim: Size
+    qk_rope_head_dim: Size
+    v_head_dim: Size
+    rms_norm_eps: Annotated[float, Field(gt=0, lt=1)]
+    rope_theta: Theta | None
+    rope_scaling: _Rope | None
+    rope_parameters: _Rope | None
+    max_position_embeddings: Annotated[Positions, Field(ge=1)]
+    layer_types: list[str] | None
+    num_aux_hidden_states: Count | None
+
+
+class _Config(_Layer, total=False):
+    eagle_aux_hidden_state_layer_ids: LayerIds
+    eagle_config: _Eagle | None
+    target_model_name: str | None
+    speculators_config: dict[str, dict[str, Any] | Any] | None
+    transformer_layer_config: _Layer | None
+
 
 def shape_from_config(
-    config: Fields, tensor_names: Collection[str] = (), target_layers: int | None = None
+    config: Fields, tensor_names: Collection[str] = (), target_layers: Callable[[], int] | None = None
 ) -> DrafterShape:
     """Read a checkpoint's config.json as vLLM does: its spellings, and its defaults for what is missing.
 
@@ -171,20 +207,20 @@ def shape_from_config(
     Args:
         config: of this project, of other EAGLE 3 trainers, or in the format of `speculators`.
         tensor_names: the checkpoint's tensors, canonical; they alone say whether it has an embedding.
-        target_layers: layers of the target, for a config that leaves the auxiliary layers to vLLM.
+        target_layers: gives the layers of the target, for a config that leaves the auxiliary layers to vLLM.
 
     Raises:
-        UserError: a config that is no EAGLE 3 drafter of a known kind, or says too little.
+        UserError: no EAGLE 3 drafter of a known kind, or a field is missing, of another type, or beyond all real sizes.
     """
+    _check_types(config)
     layer, flags, residual_default = _flatten(config)
     kind = _kind(layer)
     architecture = "mla" if kind == "mla" else "llama"
     _refuse_unsupported(layer, flags, kind)
-    try:
-        D, heads = int(layer["hidden_size"]), int(layer["num_attention_heads"])
-        V, I = int(layer["vocab_size"]), int(layer["intermediate_size"])  # noqa: E741
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"config.json lacks a size, or gives no number for it ({error})") from None
+    needed = ("hidden_size", "num_attention_heads", "vocab_size", "intermediate_size")
+    if lacking := [name for name in needed if name not in layer]:
+        raise UserError(f"config.json lacks {lacking[0]}")
+    D, heads, V = layer["hidden_size"], layer["num_attention_heads"], layer["vocab_size"]
     aux_layers = _aux_layers(flags, target_layers)
     count = flags.get("num_aux_hidden_states")
     if count is not None and count != len(aux_layers):
@@ -192,6 +228,12 @@ def shape_from_config(
     longest = MODEL_TYPES[kind][layer.get("model_type", "llama")]
     positions = layer.get("max_position_embeddings", longest)
     theta, scaling = _rope(layer, architecture, positions)
+    if kind == "mla":  # as many key heads as query heads, whatever config.json says of their number
+        widths = {name: layer.get(name, default) for name, default in MLA_DEFAULTS.items()}
+        keys, head_dim = heads, widths["qk_nope_head_dim"] + widths["qk_rope_head_dim"]
+    else:
+        widths, keys = {}, layer.get("num_key_value_heads") or heads
+        head_dim = layer.get("head_dim") or (128 if kind == "qwen3" else D // heads)
     return DrafterShape(
         architecture=architecture,
         hidden_size=D,
@@ -199,8 +241,10 @@ def shape_from_config(
         aux_layers=aux_layers,
         vocab_size=V,
         draft_vocab_size=flags.get("draft_vocab_size") or V,
-        intermediate_size=I,
+        intermediate_size=layer["intermediate_size"],
         num_attention_heads=heads,
+        num_key_value_heads=keys,
+        head_dim=head_dim,
         rms_norm_eps=layer.get("rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
@@ -209,11 +253,22 @@ def shape_from_config(
         norm_output=bool(flags.get("norm_output", False)),
         norm_before_residual=bool(flags.get("norm_before_residual", residual_default)),
         norm_before_fc=_norm_before_fc(flags),
-        num_layers=_number_of_layers(layer),
+        num_layers=layer.get("num_hidden_layers", 1),
         qk_norm=kind == "qwen3",
         share_embedding="embed_tokens.weight" not in tensor_names,
-        **_head_fields(layer, kind, D, heads),
+        **widths,
     )
+
+
+def _check_types(config: Fields) -> None:
+    try:
+        foreign.typed(_Config, config)
+        layer = config.get("transformer_layer_config") or {}
+        for name in ("rope_scaling", "rope_parameters"):
+            foreign.typed(Scaling | None, config.get(name))
+            foreign.typed(Scaling | None, layer.get(name))
+    except ValueError as error:
+        raise UserError(f"config.json gives {error}: get it again, or correct it") from None
 
 
 def _norm_before_fc(flags: Fields) -> bool:
@@ -221,42 +276,11 @@ def _norm_before_fc(flags: Fields) -> bool:
     return bool((flags.get("eagle_config") or {}).get("norm_before_fc", flags.get("norm_before_fc", False)))
 
 
-def _number_of_layers(layer: Fields) -> int:
-    number = layer.get("num_hidden_layers", 1)
-    if not isinstance(number, int) or not 1 <= number <= MOST_LAYERS:
-        raise UserError(f"config.json has num_hidden_layers {number}: a drafter has one layer, or a few")
-    return number
-
-
-def _head_fields(layer: Fields, kind: str, D: int, heads: int) -> dict[str, Any]:
-    """The drafter's heads. MLA has as many key heads as query heads, whatever config.json says of their number."""
-    if kind != "mla":
-        default = 128 if kind == "qwen3" else D // heads
-        return {
-            "num_key_value_heads": layer.get("num_key_value_heads") or heads,
-            "head_dim": layer.get("head_dim") or default,
-        }
-    widths = {name: layer.get(name, default) for name, default in MLA_DEFAULTS.items()}
-    for name, value in widths.items():
-        if not (isinstance(value, int) and value > 0) and (name, value) != ("q_lora_rank", None):
-            raise UserError(f"config.json gives a width that is no number ({name}: {value})")
-    return {
-        "num_key_value_heads": heads,
-        "head_dim": widths["qk_nope_head_dim"] + widths["qk_rope_head_dim"],
-        **widths,
-    }
-
-
-def leaves_layers_open(config: Fields) -> bool:
-    """Whether a config.json names no auxiliary layers, so that vLLM takes its default of the target's layers."""
-    return not _layer_ids(_flatten(config)[1])
-
-
 def target_name(config: Fields) -> str | None:
     """Path or hub id of the target that the drafter was made for, where a config.json says it."""
-    verifier = (config.get("speculators_config") or {}).get("verifier") or {}
-    name = config.get("target_model_name") or verifier.get("name_or_path")
-    return None if name is None else str(name)
+    verifier = (config.get("speculators_config") or {}).get("verifier")
+    name = config.get("target_model_name") or (isinstance(verifier, dict) and verifier.get("name_or_path"))
+    return name if isinstance(name, str) else None
 
 
 def _flatten(config: Fields) -> tuple[Fields, Fields, bool]:
@@ -315,19 +339,14 @@ def _refuse_unsupported(layer: Fields, flags: Fields, kind: str) -> None:
         )
 
 
-def _aux_layers(flags: Fields, target_layers: int | None) -> list[int]:
+def _aux_layers(flags: Fields, target_layers: Callable[[], int] | None) -> list[int]:
     """The layer ids in vLLM's places, in its order of preference, or its default."""
-    if ids := _layer_ids(flags):
-        return sorted({int(i) for i in ids})
+    eagle = flags.get("eagle_config") or {}
+    if ids := flags.get(LAYER_IDS) or eagle.get(LAYER_IDS) or eagle.get("layer_ids"):
+        return sorted(set(ids))
     if target_layers is None:
         raise UserError(f"config.json has no {LAYER_IDS}: say how many layers the target has")
-    return sorted(set(default_aux_layers(target_layers)))
-
-
-def _layer_ids(flags: Fields) -> list[Any]:
-    """The ids that a config.json names, if any."""
-    eagle = flags.get("eagle_config") or {}
-    return flags.get(LAYER_IDS) or eagle.get(LAYER_IDS) or eagle.get("layer_ids") or []
+    return sorted(set(default_aux_layers(target_layers())))
 
 
 def _rope(layer: Fields, architecture: str, positions: int) -> tuple[float, dict[str, Any] | None]:

@@ -8,13 +8,12 @@ Letters: A auxiliary layers, D and H hidden sizes of drafter and target, I MLP w
 target and draft vocabulary.
 """
 
-import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 
-from eagle31_train.config import DrafterShape, mla_widths
+from eagle31_train.config import MLA_WIDTHS, DrafterConfig, DrafterShape, check_value, mla_widths
 from eagle31_train.errors import UserError
 from eagle31_train.model import vocab
 from eagle31_train.model.rope import check_rope, mla_factors, rope_parameters, table_end
@@ -28,16 +27,14 @@ _JOINED = {
 }
 # Tables of RoPE that old trainers saved, and vLLM passes over.
 _TABLES = ("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+# Options that are the target's where they are not given (`targets.derive`).
+REQUIRED = ("intermediate_size", "num_attention_heads", "rms_norm_eps", "rope_theta", "max_position_embeddings")
 # A tensor, or its shape alone where only names and shapes are to be checked.
 TensorOrShape = torch.Tensor | tuple[int, ...]
 
 
 def weight_shapes(shape: DrafterShape) -> dict[str, tuple[int, ...]]:
-    """Every weight of a checkpoint, by its name in the file, with its shape.
-
-    Raises:
-        UserError: MLA lacks a width.
-    """
+    """Every weight of a checkpoint, by its name in the file, with its shape. A UserError if MLA lacks a width."""
     D, H, A = shape.hidden_size, shape.target_hidden_size, len(shape.aux_layers)
     tensors: dict[str, tuple[int, ...]] = {"fc.weight": (D, A * H)}
     for number in range(shape.num_layers):
@@ -60,8 +57,7 @@ def layer_name(number: int, name: str) -> str:
 def _layer_shapes(shape: DrafterShape, first: bool) -> dict[str, tuple[int, ...]]:
     """One layer. The attention of the first reads cat(embedding, state), hence 2 D."""
     D, I = shape.hidden_size, shape.intermediate_size  # noqa: E741
-    inputs = D * (1 + first)
-    attention = _mla_shapes(shape, inputs) if shape.architecture == "mla" else _llama_shapes(shape, inputs)
+    attention = (_mla_shapes if shape.architecture == "mla" else _llama_shapes)(shape, D * (1 + first))
     return {
         "input_layernorm": (D,),
         **({"hidden_norm": (D,)} if first else {}),
@@ -77,36 +73,27 @@ def _llama_shapes(shape: DrafterShape, inputs: int) -> dict[str, tuple[int, ...]
     """Grouped-query attention; as in Qwen3 with norms of the heads."""
     d = shape.head_dim
     queries, keys = shape.num_attention_heads * d, shape.num_key_value_heads * d
-    norms = {"q_norm": (d,), "k_norm": (d,)} if shape.qk_norm else {}
     return {
         "q_proj": (queries, inputs),
         "k_proj": (keys, inputs),
         "v_proj": (keys, inputs),
         "o_proj": (shape.hidden_size, queries),
-        **norms,
+        **({"q_norm": (d,), "k_norm": (d,)} if shape.qk_norm else {}),
     }
 
 
 def _mla_shapes(shape: DrafterShape, inputs: int) -> dict[str, tuple[int, ...]]:
-    """DeepSeek's latent attention; without q_lora_rank queries are of full rank.
-
-    Raises:
-        UserError: a width of it is not given.
-    """
+    """DeepSeek's latent attention; without q_lora_rank queries are of full rank."""
     latent, nope, rope, value = mla_widths(shape)
-    D, heads, rank = shape.hidden_size, shape.num_attention_heads, shape.q_lora_rank
+    heads, rank = shape.num_attention_heads, shape.q_lora_rank
     full = heads * (nope + rope)
-    query = (
-        {"q_a_proj": (rank, inputs), "q_a_layernorm": (rank,), "q_b_proj": (full, rank)}
-        if rank
-        else {"q_proj": (full, inputs)}
-    )
+    low_rank = {"q_a_proj": (rank, inputs), "q_a_layernorm": (rank,), "q_b_proj": (full, rank)} if rank else None
     return {
-        **query,
+        **(low_rank or {"q_proj": (full, inputs)}),
         "kv_a_proj_with_mqa": (latent + rope, inputs),
         "kv_a_layernorm": (latent,),
         "kv_b_proj": (heads * (nope + value), latent),
-        "o_proj": (D, heads * value),
+        "o_proj": (shape.hidden_size, heads * value),
     }
 
 
@@ -134,12 +121,6 @@ def speculators_name(name: str) -> str:
     return "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
 
 
-def _of_layer(name: str) -> tuple[str, str]:
-    """A weight's name as its layer, with a dot, and what it is there; ("", the name) if it is of no layer."""
-    found = re.fullmatch(r"(midlayer\.|layers\.\d+\.)(.+)\.weight", name)
-    return (found[1], found[2]) if found else ("", name)
-
-
 def is_idle(name: str) -> bool:
     """Whether a tensor is no weight but a table that every reader makes for itself, or one that nobody reads."""
     above = name.startswith("layers.") and name.endswith(".hidden_norm.weight")  # of the first layer alone it is read
@@ -151,8 +132,9 @@ def separate(tensors: Mapping[str, torch.Tensor], shape: DrafterShape) -> dict[s
     rows = {name: size[0] for name, size in weight_shapes(shape).items()}
     apart: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
-        layer, part = _of_layer(name)
-        parts = [f"{layer}{one}.weight" for one in _JOINED.get(part, [])]
+        joined = next((one for one in _JOINED if name.endswith(f".{one}.weight")), "")
+        layer = name.removesuffix(f"{joined}.weight")
+        parts = [f"{layer}{one}.weight" for one in _JOINED.get(joined, [])]
         sizes = [rows.get(part, 0) for part in parts]
         if sizes and all(sizes) and tensor.shape[:1] == (sum(sizes),):
             apart |= dict(zip(parts, tensor.split(sizes), strict=True))
@@ -162,22 +144,17 @@ def separate(tensors: Mapping[str, torch.Tensor], shape: DrafterShape) -> dict[s
 
 
 def check(tensors: Mapping[str, TensorOrShape], shape: DrafterShape) -> list[str]:
-    """Every way in which a checkpoint breaks the contract, one line each; empty if it keeps it.
+    """Every way in which a checkpoint of this shape breaks the contract, one line each; empty if it keeps it.
 
     Args:
         tensors: name in the file → tensor, or only its shape (then values and types are not checked).
-        shape: what the checkpoint is to be.
     """
     expected = weight_shapes(shape) | map_tensors(shape)
     problems = check_shape(shape)
-    if prefixed := sorted(name for name in tensors if name.startswith("model.")):
-        problems.append(f"{prefixed[0]} has the prefix 'model.', which vLLM adds itself and then does not find")
     lacking = "which vLLM would load in silence and serve badly"
     problems += [f"{name} is missing, {lacking}" for name in sorted(expected.keys() - tensors.keys())]
     beyond = "the options or config.json have no place for it (fc_norm, draft_vocab_size, share_embedding, …)"
-    problems += [
-        f"{name} is superfluous: {beyond}" for name in sorted(tensors.keys() - expected.keys() - set(prefixed))
-    ]
+    problems += [f"{name} is superfluous: {beyond}" for name in sorted(tensors.keys() - expected.keys())]
     for name in sorted(expected.keys() & tensors.keys()):
         problems += _check_tensor(name, tensors[name], expected[name])
     return problems + _check_maps(tensors, expected)
@@ -186,8 +163,7 @@ def check(tensors: Mapping[str, TensorOrShape], shape: DrafterShape) -> list[str
 def require(tensors: Mapping[str, TensorOrShape], shape: DrafterShape, where: str) -> None:
     """Raise the first few problems of a checkpoint as one UserError that names it; see `check`."""
     if problems := check(tensors, shape):
-        more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise UserError(f"{where} is no whole drafter for vLLM: {'; '.join(problems[:3])}{more}")
+        raise UserError(f"{where} is no whole drafter for vLLM: {'; '.join(problems[:3])}")
 
 
 def check_shape(shape: DrafterShape) -> list[str]:
@@ -196,7 +172,10 @@ def check_shape(shape: DrafterShape) -> list[str]:
     if shape.aux_layers != sorted(set(shape.aux_layers)):
         problems.append(f"aux_layers {shape.aux_layers} do not ascend: vLLM gives states in ascending order, each once")
     if shape.share_embedding and shape.hidden_size != shape.target_hidden_size:
-        problems.append("share_embedding is on, and vLLM shares no embedding with a drafter of another hidden_size")
+        problems.append(
+            f"drafter.hidden_size={shape.hidden_size} cannot share the target's embedding of width "
+            f"{shape.target_hidden_size}: set drafter.share_embedding=false"
+        )
     D, heads, mla = shape.hidden_size, shape.num_attention_heads, shape.architecture == "mla"
     if mla and (shape.qk_norm or shape.norm_before_fc):
         problems.append("vLLM serves no MLA draft with qk_norm or norm_before_fc")
@@ -205,14 +184,60 @@ def check_shape(shape: DrafterShape) -> list[str]:
     if mla and (shape.num_key_value_heads, shape.head_dim) != (heads, sum(mla_widths(shape)[1:3])):
         problems.append("MLA gives each head a key of its own, of qk_nope_head_dim and qk_rope_head_dim together")
     if heads % (keys := shape.num_key_value_heads):
-        problems.append(f"{heads} heads are no multiple of {keys} key heads")
-    if (turned := mla_widths(shape)[2] if mla else shape.head_dim) % 2:
-        problems.append(f"heads of width {turned} are turned by RoPE, which needs pairs")
+        problems.append(f"drafter.num_attention_heads={heads} is no multiple of num_key_value_heads={keys}")
+    rotated = "qk_rope_head_dim" if mla else "head_dim"
+    if (width := getattr(shape, rotated)) % 2:
+        problems.append(f"drafter.{rotated}={width} must be even: RoPE turns pairs")
     try:
         check_rope(shape)
     except UserError as error:
         return [*problems, str(error)]
     return problems + (_yarn_problems(shape) if mla else [])
+
+
+def drafter_shape(
+    d: DrafterConfig, hidden_size: int, vocab_size: int, draft_vocab_size: int, aux_layers: list[int]
+) -> DrafterShape:
+    """The drafter's architecture, joined with its target.
+
+    Args:
+        d: the options, with all that the target decides (`targets.derive.complete`).
+        hidden_size, vocab_size: H and V of the target.
+        aux_layers: as inputs of layer i, in the order of their states.
+
+    Raises:
+        UserError: options that make no drafter, or one that vLLM could not serve.
+    """
+    for field in fields(d):
+        check_value(f"drafter.{field.name}", getattr(d, field.name), field.metadata)
+    if missing := [name for name in REQUIRED if getattr(d, name) is None]:
+        raise UserError(f"drafter.{missing[0]} is open: it follows from the target's config.json, or is given")
+    D, heads = d.hidden_size or hidden_size, d.num_attention_heads or 0
+    if d.architecture == "mla":
+        _, nope, rope, _ = mla_widths(d)
+        keys, width = heads, nope + rope
+        for name, value in {"num_key_value_heads": heads, "head_dim": width}.items():
+            if (given := getattr(d, name)) not in (None, value):
+                raise UserError(f"drafter.{name}={given}: with MLA it is always {value} here: leave it out")
+    else:
+        keys, width = d.num_key_value_heads or heads, d.head_dim or D // heads
+        if given := [name for name in ("q_lora_rank", *MLA_WIDTHS) if getattr(d, name) is not None]:
+            raise UserError(f"drafter.{given[0]} is MLA's: set drafter.architecture=mla, or leave it out")
+    joined = {
+        "hidden_size": D,
+        "target_hidden_size": hidden_size,
+        "aux_layers": aux_layers,
+        "vocab_size": vocab_size,
+        "draft_vocab_size": draft_vocab_size,
+        "num_key_value_heads": keys,
+        "head_dim": width,
+        "rope_scaling": d.rope_scaling or None,
+    }
+    own = {field.name for field in fields(d)} & {field.name for field in fields(DrafterShape)}
+    shape = DrafterShape(**{name: getattr(d, name) for name in own} | joined)
+    if problems := check_shape(shape):  # what vLLM would not serve is not worth training
+        raise UserError(problems[0])
+    return shape
 
 
 def caveats(shape: DrafterShape, target_positions: int | None = None, target_window: int | None = None) -> list[str]:
@@ -226,14 +251,13 @@ def caveats(shape: DrafterShape, target_positions: int | None = None, target_win
     if target_positions is None or target_positions > shape.max_position_embeddings:
         found.append(
             "vLLM 0.32's V1 runner (on CPUs, or with VLLM_USE_V2_MODEL_RUNNER=0) drafts in contexts of up to "
-            f"{shape.max_position_embeddings:,} tokens: while one request of a batch is longer, for none of them "
-            "(drafter.max_position_embeddings). V2, on GPUs, drafts in all"
+            f"{shape.max_position_embeddings:,} tokens (drafter.max_position_embeddings); V2, on GPUs, drafts in all"
         )
     end = table_end(check_rope(shape))
     if end is not None and (target_positions is None or target_positions > end):
         found.append(
-            f"vLLM's table of its YaRN ends at {end:,.0f} positions, and V2 does not stop there: serve the target with "
-            f"--max-model-len of at most {end:,.0f}"
+            f"vLLM's table of its YaRN ends at {end:,.0f} positions: serve the target with --max-model-len of at most "
+            f"{end:,.0f}"
         )
     if shape.share_embedding:
         # V1 then leaves embed_tokens as its memory was, and accepts nothing; V2 stops where the embedding is elsewhere.
@@ -293,10 +317,9 @@ def _check_tensor(name: str, value: TensorOrShape, expected: tuple[int, ...]) ->
 def _check_maps(tensors: Mapping[str, TensorOrShape], expected: Mapping[str, tuple[int, ...]]) -> list[str]:
     """d2t must be offsets, and say the same as t2d."""
     d2t, t2d = tensors.get("d2t"), tensors.get("t2d")
-    if not isinstance(d2t, torch.Tensor) or not isinstance(t2d, torch.Tensor) or "d2t" not in expected:
-        return []
     try:
-        vocab.from_maps(d2t.numpy(), t2d.numpy())
+        if isinstance(d2t, torch.Tensor) and isinstance(t2d, torch.Tensor) and "d2t" in expected:
+            vocab.from_maps(d2t.numpy(), t2d.numpy())
     except UserError as error:
         return [str(error)]
     return []

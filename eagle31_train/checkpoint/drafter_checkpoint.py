@@ -37,29 +37,17 @@ class LoadedTarget(Protocol):
 
 @dataclass(frozen=True)
 class DrafterCheckpoint:
-    """A drafter's weights on disk and what they mean: made by `open`. Weights are read when they are asked for.
+    """A drafter's weights on disk and what they mean: made by `open`. Weights are read when they are asked for."""
 
-    Attributes:
-        where: the run, folder or hub id that was given; for messages.
-        folder: holds the weights.
-        shape: the architecture.
-        vocab: the target's id of each row of lm_head.
-        commit: of a hub repository; None of a folder.
-        target_name: path or hub id of its target, where the checkpoint says it.
-        train: the run's folder train/; None of a published draft, as all below.
-        inputs: what the run was trained from: fingerprints and options.
-        manifest: what a finished training left.
-    """
-
-    where: str
-    folder: Path
+    where: str  # the run, folder or hub id that was given; for messages
+    folder: Path  # holds the weights
     shape: DrafterShape
-    vocab: DraftVocab
-    commit: str | None = None
-    target_name: str | None = None
-    train: Path | None = None
-    inputs: dict[str, Any] | None = None
-    manifest: dict[str, Any] | None = None
+    vocab: DraftVocab  # the target's id of each row of lm_head
+    commit: str | None = None  # of a hub repository
+    target_name: str | None = None  # path or hub id of its target, where the checkpoint says it
+    train: Path | None = None  # the run's folder train/; None of a published draft, as all below
+    inputs: dict[str, Any] | None = None  # what the run was trained from: fingerprints and options
+    manifest: dict[str, Any] | None = None  # what a finished training left
     _mapped: dict[str, Tensor] | None = field(default=None, repr=False)  # of a published draft
 
     # ---------------------------------------------------------------- opening
@@ -82,12 +70,10 @@ class DrafterCheckpoint:
             revision: of the repository: a branch, tag or commit.
             data_folder: where a run's draft vocabulary is looked for first.
             allow_unfinished: of a run that is not finished, take the newest checkpoint.
-            target_layers: gives the number of the target's layers. Asked only where config.json names no auxiliary
-                layers, so that vLLM would take its default for that number.
+            target_layers: gives the number of the target's layers, where config.json names no auxiliary layers.
 
         Raises:
-            UserError: there is none; it is damaged, of another kind than EAGLE 3 or 3.1 drafters, or says one thing in
-                two ways that differ.
+            UserError: there is none; it is damaged, or of another kind than EAGLE 3 or 3.1 drafters.
         """
         where, folder = str(where), Path(where)
         if not folder.exists() and HUB_ID.fullmatch(where):
@@ -97,28 +83,22 @@ class DrafterCheckpoint:
             raise UserError(f"revision {revision} is for a repository of the hub, but {where} is none")
         if (folder / published.CONFIG).is_file():
             return cls._published(where, folder, None, target_layers)
-        if not folder.is_dir():
-            raise UserError(f"{where} is no folder, and no hub id of the form owner/name either")
         if (folder / SHAPE).is_file():
             return cls._of_run(where, folder, data_folder)
         train = folder if (folder / CHECKPOINTS).is_dir() else folder / "train"
+        if not train.is_dir():
+            raise UserError(f"{where} is no run, no folder with a published draft's config.json, and no hub id here")
         if (train / artifacts.MANIFEST).is_file():
             return cls._finished(where, train, data_folder)
-        if not train.is_dir():
-            raise UserError(f"{where} holds neither a run with a checkpoint nor a config.json of a published draft")
         if not allow_unfinished:
             raise UserError(f"{train} is not finished: run `{TRAIN}` again")
-        if not (folders := [path for path in run_folder.in_order(train / CHECKPOINTS) if path.is_dir()]):
+        if not (folders := run_folder.in_order(train / CHECKPOINTS)):
             raise UserError(f"{where} holds no checkpoint yet: run `{TRAIN}` again")
         return cls._of_run(where, folders[-1], data_folder)
 
     @classmethod
     def of_run(cls, run: Path, data_folder: Path) -> "DrafterCheckpoint":
-        """The checkpoint that a finished training left in `run`, its weights read and found whole.
-
-        Raises:
-            UserError: there is none; or it is damaged, or its draft vocabulary is lost.
-        """
+        """The checkpoint that a finished training left in `run`, its weights read and found whole; else a UserError."""
         if not (file := run / "train" / artifacts.MANIFEST).is_file():
             raise UserError(f"{file} is missing: run `{TRAIN}` first")
         checkpoint = cls._finished(str(run), run / "train", data_folder)
@@ -144,9 +124,16 @@ class DrafterCheckpoint:
         if not manifest and record.get("fingerprint") != run_folder.sealed_manifest(checkpoint)["fingerprint"]:
             raise UserError(f"{where}: {train / RECORD} is of another run than the checkpoint: give the run's folder")
         shape = run_folder.read_shape(checkpoint)
-        vocab = run_folder.find_vocab(train, record["inputs"], shape, data_folder)
-        target = run_folder.option(train, "target.path")
-        return cls(where, checkpoint, shape, vocab, None, target, train, record["inputs"], manifest)
+        return cls(
+            where,
+            checkpoint,
+            shape,
+            run_folder.find_vocab(train, record["inputs"], shape, data_folder),
+            target_name=run_folder.option(train, "target.path"),
+            train=train,
+            inputs=record["inputs"],
+            manifest=manifest,
+        )
 
     @classmethod
     def _published(
@@ -166,10 +153,7 @@ class DrafterCheckpoint:
     def tensors(self) -> dict[str, Tensor]:
         """Weights by the names of `contract`, of the file's dtypes and mapped from it; complete, finite, without maps.
 
-        A published draft lacks lm_head.weight where the target's own is meant.
-
-        Raises:
-            UserError: the weights are not as they were written, or break the contract.
+        A published draft lacks lm_head.weight where the target's own is meant. A UserError if they are damaged.
         """
         tensors = self._mapped if self._mapped is not None else run_folder.load_weights(self.folder, self.manifest)
         self._require(tensors)
@@ -213,20 +197,13 @@ class DrafterCheckpoint:
     # ---------------------------------------------------------------- what it belongs to
 
     def check_data(self, data: dict[str, Any], folder: Path) -> None:
-        """Refuse other data than the drafter was trained on, where that is known; see `refuse_other_data`."""
+        """`refuse_other_data`, where the drafter's is known."""
         if self.inputs is not None:
             refuse_other_data(self.inputs, data, folder)
 
     def check_store(self, store: dict[str, Any] | None, target: TargetConfig, by_name: bool = False) -> None:
-        """Refuse a target whose states the drafter was not trained on.
-
-        Args:
-            store: manifest of the store; where there is none any more, or another one, nobody knows.
-            by_name: a target of the same name will do, whatever its weights.
-
-        Raises:
-            UserError: names both targets.
-        """
+        """Raise a UserError for a target whose states the drafter was not trained on, if `store` is the manifest of
+        training's store. `by_name`: a target of the same name will do, whatever its weights."""
         if store is None or self.inputs is None or store["fingerprint"] != self.inputs.get("store"):
             return
         trained_for = store["inputs"]["target"]
@@ -254,15 +231,8 @@ class DrafterCheckpoint:
     # ---------------------------------------------------------------- in memory
 
     def load(self, target: LoadedTarget, served_in: torch.dtype, dtype: torch.dtype) -> Drafter:
-        """The drafter as it is served, on its target's device.
-
-        Args:
-            served_in: the target's dtype: weights are rounded to it, as the exporter writes them.
-            dtype: what it computes in.
-
-        Raises:
-            UserError: it was made for another target, or the weights are damaged.
-        """
+        """The drafter as it is served, on its target's device, computing in `dtype`; a UserError for another's target.
+        `served_in`: the target's dtype, to which weights are rounded, as the exporter writes them."""
         self.check_fits(target)
         embedding = target.embedding.weight.data
         drafter = Drafter(self.shape, embedding)
@@ -275,11 +245,8 @@ class DrafterCheckpoint:
 
 
 def refuse_other_data(inputs: dict[str, Any], data: dict[str, Any], folder: Path) -> None:
-    """UserError for other data than training's, whose held-out prompts it may have seen.
-
-    Args:
-        inputs: what the run was trained from. data: manifest of the data stage. folder: where it lies.
-    """
+    """UserError for data (a manifest of stage 1, in `folder`) other than that of a training with these inputs, which
+    may have seen its held-out prompts."""
     if data["dataset_fingerprint"] != inputs.get("data"):
         raise UserError(
             f"{folder} is not the data that the drafter was trained on: run `{TRAIN}` on it, or give data_dir=… of "

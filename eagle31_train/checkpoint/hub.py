@@ -15,16 +15,13 @@ PICTURES = ["images/acceptance/*", "images/serving/*", "images/comparison-*"]
 
 
 def fetch(repo: str, revision: str | None) -> Path:
-    """The folder of a repository of the hub, downloaded or found in the hub's cache; its name is the commit.
-
-    Raises:
-        UserError: there is no such repository or revision, or the hub cannot be reached and the cache lacks it.
-    """
+    """The folder of a repository, from the hub or the hub's cache; its name is the commit. A UserError if it is in
+    neither."""
     try:
         return Path(snapshot_download(repo, revision=revision, allow_patterns=WANTED))
     except ERRORS as error:
         raise UserError(
-            f"{repo} is no folder here, and cannot be had from the hub ({_line(error)}): check the name, the revision, "
+            f"{repo} is no folder here, and cannot be had from the hub ({error}): check the name, the revision, "
             "the network and, for a private or gated repository, HF_TOKEN"
         ) from None
 
@@ -35,8 +32,7 @@ def push(folder: Path, repo: str, private: bool) -> str:
     Pictures of an earlier export are removed; whatever else is there stays.
 
     Raises:
-        UserError: the hub cannot be reached or refuses, a file cannot be read, or `private` is asked of a
-            repository that is public already (nothing is uploaded then).
+        UserError: the hub cannot be reached or refuses, or the repository is public and `private` is asked of it.
     """
     api = HfApi()
     try:
@@ -53,11 +49,7 @@ def push(folder: Path, repo: str, private: bool) -> str:
         raise
     except ERRORS as error:
         raise UserError(
-            f"{folder} cannot be uploaded as {repo} ({_line(error)}): check repo=owner/name, the network, and that the "
+            f"{folder} cannot be uploaded as {repo} ({error}): check repo=owner/name, the network, and that the "
             "token may write (`hf auth login`, or HF_TOKEN)"
         ) from None
     return str(address)
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]

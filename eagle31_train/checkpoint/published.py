@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from eagle31_train import foreign
-from eagle31_train.checkpoint import config_fields, config_json, contract
+from eagle31_train.checkpoint import config_json, contract
 from eagle31_train.config import DrafterShape
 from eagle31_train.errors import UserError
 from eagle31_train.model.vocab import DraftVocab
@@ -25,11 +25,8 @@ CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 def read(
     folder: Path, target_layers: Callable[[], int] | None
 ) -> tuple[DrafterShape, DraftVocab, dict[str, Tensor], str | None]:
-    """Read config.json and map the tensors; whether they are all of a drafter, `contract` knows.
-
-    Args:
-        folder: with config.json and safetensors.
-        target_layers: gives the layers of the target, and is asked only where vLLM would count them.
+    """Read config.json and map the tensors; whether they are all of a drafter, `contract` knows. `target_layers` gives
+    the layers of the target, and is asked only where vLLM would count them.
 
     Returns:
         Shape; the target's id of each row of lm_head; tensors by canonical names, mapped from the files, of any float
@@ -40,11 +37,10 @@ def read(
         UserError: it is damaged, of another kind, or says one thing in two ways that differ.
     """
     config = _read_object(folder / CONFIG)
-    config_fields.check(config)
-    tensors = _canonical(_read_tensors(folder))
-    _refuse_older(tensors)
-    depth = target_layers() if target_layers and config_json.leaves_layers_open(config) else None
-    shape = config_json.shape_from_config(config, tensors, depth)
+    tensors = _read_tensors(folder)
+    if "fc.weight" in tensors and "midlayer.hidden_norm.weight" not in tensors:  # which config.json does not tell
+        raise UserError("a drafter of EAGLE 1 or 2, or of another kind, without midlayer.hidden_norm.weight")
+    shape = config_json.shape_from_config(config, tensors, target_layers)
     tensors = contract.separate(tensors, shape)
     vocab, order = _vocabulary(tensors.pop("d2t", None), tensors.pop("t2d", None), shape)
     if order is not None and "lm_head.weight" in tensors:
@@ -60,14 +56,14 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of the folder's safetensors, or of those that an index names."""
-    files, listed = sorted(folder.glob("*.safetensors")), set()
+    """Every tensor of the folder's safetensors, or of those that an index names, by its canonical name."""
+    files = sorted(folder.glob("*.safetensors"))
     if os.path.lexists(folder / INDEX):  # even a link to nowhere is not passed over
         try:
             places = foreign.typed(dict[str, str], _read_object(folder / INDEX).get("weight_map"))
         except ValueError as error:
             raise UserError(f"weight_map of {INDEX} names no files ({error}): get it again") from None
-        files, listed = [folder / Path(name).name for name in sorted(set(places.values()))], set(places)
+        files = [folder / Path(name).name for name in sorted(set(places.values()))]
     if not files:
         raise UserError(
             "no *.safetensors there, and a pytorch_model.bin is a pickle, which may run code and is not opened: "
@@ -81,32 +77,13 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
                 part = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)
         except (OSError, ValueError, SafetensorError) as error:
             raise UserError(f"{file.name} is missing or damaged ({error}): get it again") from None
-        if twice := tensors.keys() & part.keys():
-            raise UserError(f"{min(twice)} is in two files: remove the one that does not belong there")
-        tensors |= part
-    if lacking := listed - tensors.keys():
-        raise UserError(f"{min(lacking)} is listed in {INDEX} but in none of its files: get them again")
+        for name, tensor in part.items():
+            canonical = contract.canonical_name(name)
+            if canonical in tensors:
+                raise UserError(f"{canonical} is there twice, once as {name} in {file.name}: remove one of them")
+            if not contract.is_idle(canonical):
+                tensors[canonical] = tensor
     return tensors
-
-
-def _canonical(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    named: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        if contract.is_idle(canonical := contract.canonical_name(name)):
-            continue
-        if canonical in named:
-            raise UserError(f"{canonical} is there twice, once as {name}: remove one of them")
-        named[canonical] = tensor
-    return named
-
-
-def _refuse_older(tensors: dict[str, Tensor]) -> None:
-    """EAGLE 1 and 2 name their layer alike, and their config.json does not tell."""
-    if "fc.weight" in tensors and "midlayer.hidden_norm.weight" not in tensors:
-        raise UserError(
-            "a drafter of EAGLE 1 or 2 (one state of the target beside the embedding, no hidden_norm): "
-            "only EAGLE 3 and 3.1 drafters, which read several layers, can be continued"
-        )
 
 
 def _vocabulary(d2t: Tensor | None, t2d: Tensor | None, shape: DrafterShape) -> tuple[DraftVocab, Tensor | None]:
@@ -118,20 +95,14 @@ def _vocabulary(d2t: Tensor | None, t2d: Tensor | None, shape: DrafterShape) -> 
         return DraftVocab(np.arange(V, dtype=np.int64), V), None
     if d2t.shape != (Vd,) or d2t.is_floating_point() or d2t.is_complex():
         raise UserError(f"d2t {list(d2t.shape)} {d2t.dtype} is no map of {Vd} draft tokens")
-    offsets = d2t.long()
-    ids = offsets + torch.arange(Vd)
-    if not _are_tokens(ids, t2d, V):
-        ids_given = _are_tokens(offsets, t2d, V)
-        what = "holds target ids" if ids_given else f"names no {Vd} different tokens of {V}, those of t2d"
-        raise UserError(f"d2t {what}: vLLM reads offsets, target id = draft id + d2t")
+    ids = d2t.long() + torch.arange(Vd)
+    marked = torch.zeros(V, dtype=torch.bool)
+    inside = ids.min() >= 0 and ids.max() < V and len(ids.unique()) == Vd
+    if inside:
+        marked[ids] = True
+    if not inside or (t2d is not None and not torch.equal(t2d.bool(), marked)):
+        raise UserError(
+            f"d2t names no {Vd} different tokens of {V}, those of t2d: vLLM reads offsets, target id = draft id + d2t"
+        )
     order = ids.argsort()
     return DraftVocab(ids[order].numpy(), V), order if (ids[1:] < ids[:-1]).any() else None
-
-
-def _are_tokens(ids: Tensor, t2d: Tensor | None, V: int) -> bool:
-    """Whether these are different tokens of a target of V, and, where t2d is there, those that it marks."""
-    if ids.min() < 0 or ids.max() >= V or len(ids.unique()) < len(ids):
-        return False
-    marked = torch.zeros(V, dtype=torch.bool)
-    marked[ids] = True
-    return t2d is None or (t2d.shape == (V,) and torch.equal(t2d.bool(), marked))

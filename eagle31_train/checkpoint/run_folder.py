@@ -4,15 +4,16 @@ RUN/train/inputs.json           what the weights depend on; written first
           config.yaml           all options
           checkpoints/step-…/   drafter.json, model.safetensors, …: see train/checkpoint.py
           manifest.json         written last: the run is finished
+RUN/export.json                 the record of RUN/export/
 """
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from omegaconf import OmegaConf
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -23,7 +24,8 @@ from eagle31_train.model import vocab
 from eagle31_train.model.vocab import DraftVocab
 from eagle31_train.store.sealed import DamagedError, checksum, unseal
 
-TRAIN = "eagle31 train"
+TRAIN, EXPORT = "eagle31 train", "eagle31 export"
+EXPORTED = "export.json"  # beside RUN/export/, of which every file is for vLLM or the hub
 RECORD, CONFIG, CHECKPOINTS = "inputs.json", "config.yaml", "checkpoints"
 MODEL, OPTIMIZER, SHAPE = "model.safetensors", "optimizer.safetensors", "drafter.json"
 RNG = "rng.safetensors"  # in checkpoints of earlier versions
@@ -54,11 +56,7 @@ def identity(manifest: dict[str, Any]) -> str:
 
 
 def read_shape(checkpoint: Path) -> DrafterShape:
-    """What training wrote beside its weights.
-
-    Raises:
-        UserError: it is not there, or is no drafter's shape.
-    """
+    """What training wrote beside its weights; a UserError if it is not there, or no drafter's shape."""
     path = checkpoint / SHAPE
     try:
         shape = DrafterShape(**artifacts.read_json(path, TRAIN))
@@ -70,45 +68,39 @@ def read_shape(checkpoint: Path) -> DrafterShape:
 
 
 def sealed_manifest(checkpoint: Path) -> dict[str, Any]:
-    """A checkpoint's own manifest: step, fingerprint of the run, size and checksum of each file.
-
-    Raises:
-        UserError: it is missing or damaged.
-    """
+    """A checkpoint's own manifest: step, fingerprint of the run, size and checksum of each file. A UserError if it is
+    damaged."""
+    file = checkpoint / artifacts.MANIFEST
     try:
-        return unseal((checkpoint / artifacts.MANIFEST).read_bytes())
+        return unseal(file.read_bytes())
     except (OSError, DamagedError) as error:
-        raise UserError(f"{checkpoint} is no whole checkpoint ({error}): give another one") from None
+        raise UserError(f"{file} is missing or damaged ({error}): give another checkpoint") from None
+
+
+def first_damaged(checkpoint: Path, files: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """What is wrong with the first of these files of its own manifest that is not as it was written, if any."""
+    for name, entry in files.items():
+        file = checkpoint / name
+        try:
+            if (file.stat().st_size, checksum(file)) != (entry["bytes"], entry["checksum"]):
+                return f"{file} does not match its checksum: damaged or replaced"
+        except OSError as error:
+            return f"{file} is missing or damaged ({error})"
+    return None
 
 
 def load_weights(checkpoint: Path, manifest: dict[str, Any] | None) -> dict[str, Tensor]:
-    """A checkpoint's weights, mapped from the file, once its bytes are known to be those that were written.
-
-    Moments and random states are not looked at.
-
-    Args:
-        manifest: of the finished run; None of one that goes on, whose checkpoints know their own checksums.
-
-    Raises:
-        UserError: a file is missing or damaged.
-    """
+    """A checkpoint's weights, mapped from the file, once its bytes are known to be those that were written; else a
+    UserError. `manifest`: of the finished run; None of one that goes on, whose checkpoints know their own checksums."""
     if manifest is not None:
         files = {name: entry for name, entry in manifest["files"].items() if not name.endswith((OPTIMIZER, RNG))}
         damage = artifacts.first_damaged(checkpoint.parent.parent, files)
     else:
         files = sealed_manifest(checkpoint)["files"]
-        there = {name: checksum(checkpoint / name) for name in (MODEL, SHAPE) if (checkpoint / name).is_file()}
-        changed = [name for name in (MODEL, SHAPE) if there.get(name) != files[name]["checksum"]]
-        damage = f"{checkpoint / changed[0]} is not as it was written" if changed else None
+        damage = first_damaged(checkpoint, {name: files[name] for name in (MODEL, SHAPE)})
     if damage:
         raise UserError(f"{damage}: give another checkpoint, or run `{TRAIN}` again")
-    try:
-        tensors = load_file(checkpoint / MODEL)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{checkpoint / MODEL} is missing or damaged ({error}): run `{TRAIN}` again") from None
-    if maps := tensors.keys() & {"d2t", "t2d"}:
-        raise UserError(f"{checkpoint / MODEL} holds {min(maps)}: the maps come from data/vocab.safetensors")
-    return tensors
+    return load_file(checkpoint / MODEL)
 
 
 def option(train: Path, name: str) -> Any:
@@ -119,14 +111,8 @@ def option(train: Path, name: str) -> Any:
 def find_vocab(train: Path, inputs: dict[str, Any], shape: DrafterShape, data_folder: Path | None) -> DraftVocab:
     """What the rows of lm_head mean: the file is known by its hash, and may lie in any of three folders.
 
-    Another vocabulary of the same size would change the meaning of the rows in silence.
-
-    Args:
-        inputs: what the run was trained from.
-        data_folder: where to look first; then beside train/, and where the run's options say.
-
-    Raises:
-        UserError: the vocabulary is in none of them.
+    Another vocabulary of the same size would change the meaning of the rows in silence. A UserError if it is in none:
+    `data_folder`, the one beside train/, and the one that the run's options name.
     """
     V = shape.vocab_size
     if shape.draft_vocab_size == V:
@@ -136,7 +122,25 @@ def find_vocab(train: Path, inputs: dict[str, Any], shape: DrafterShape, data_fo
     for file in files:
         if file.is_file() and artifacts.file_sha256(file)[:16] == inputs.get("vocab"):
             return vocab.read(file)
-    others = f", nor is that in {' or '.join(map(str, files[1:]))}" if files[1:] else ""
     raise UserError(
-        f"{files[0]} is not the vocabulary that the drafter was trained with{others}: put it back, or use the export"
+        f"{' or '.join(map(str, files))} is not the vocabulary that the drafter was trained with: put it back, or use "
+        "the export"
     )
+
+
+def read_export(run: Path) -> dict[str, Any]:
+    """The exporter's record of a run. A UserError if nothing was exported, or it is damaged, or has other weights than
+    train/, where that is there."""
+    record = artifacts.read_json(run / EXPORTED, EXPORT)
+    if damage := artifacts.first_damaged(run, record["files"]):
+        raise UserError(f"{damage}: run `{EXPORT}` again")
+    if "checkpoint" not in record:
+        raise UserError(f"{run / EXPORTED} is of an earlier version: run `{EXPORT}` again")
+    if (run / "train" / artifacts.MANIFEST).is_file():  # vLLM can do without
+        train, made_from = artifacts.read_json(run / "train" / artifacts.MANIFEST, TRAIN), record["inputs"]
+        weights = train.get("files", {}).get(f"{train['checkpoint']}/{MODEL}", {}).get("sha256")
+        if (made_from["train"], made_from["weights"]) != (train["fingerprint"], weights):
+            raise UserError(
+                f"{run / 'export'} has other weights than {run / 'train'}: run `{EXPORT}` again, with overwrite=true"
+            )
+    return record

@@ -25,8 +25,7 @@ from torch.nn import functional as F
 from eagle31_train.evaluation.measurement import Drift
 from eagle31_train.model.batch import each_tensor
 from eagle31_train.model.drafter import AttendingLayer, Drafter, Read, call
-from eagle31_train.model.gqa import applied_to
-from eagle31_train.model.layer import Layer
+from eagle31_train.model.layer import Layer, applied_to
 from eagle31_train.model.packing import Layout, make_layout
 from eagle31_train.store.codec import plain
 

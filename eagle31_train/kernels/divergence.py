@@ -52,22 +52,9 @@ def fused_divergence(
     assert teacher.is_contiguous()
     value, best = _rows(logits), _rows(logits, torch.int64)
     if len(logits):
-        divergence_kernel[(len(logits),)](
-            logits,
-            teacher,
-            lse,
-            negentropy,
-            supervised,
-            weights,
-            value,
-            best,
-            logits.shape[1],
-            lk,
-            KL=kl,
-            LK=lk > 0,
-            BLOCK=BLOCK,
-            num_warps=WARPS,
-        )
+        tensors = (logits, teacher, lse, negentropy, supervised, weights, value, best)
+        options = {"KL": kl, "LK": lk > 0, "BLOCK": BLOCK, "num_warps": WARPS}
+        divergence_kernel[(len(logits),)](*tensors, logits.shape[1], lk, **options)
     return value, best
 
 

@@ -38,14 +38,10 @@ Moved = TypeVar("Moved", bound="DataclassInstance")
 
 @dataclass(frozen=True)
 class Subset:
-    """The part of some documents that one step trains; every slot had the same chance of being in it.
+    """The part of some documents that one step trains; every slot had the same chance of being in it."""
 
-    taken: for each document, [T] bool: positions whose slots are trained and counted.
-    scale: one over that chance.
-    """
-
-    taken: list[Tensor]
-    scale: float
+    taken: list[Tensor]  # for each document, [T] bool: positions whose slots are trained and counted
+    scale: float  # one over that chance
 
     def of(self, documents: Sequence[int]) -> "Subset":
         """The same choice, for some of the documents."""

@@ -185,20 +185,8 @@ def _cuda_backward(
     none = torch.empty(0, dtype=torch.uint64, device=q.device)  # the state of a dropout that there is not
     # Idle rows have dout = 0 and out = 0, and so no gradient, whatever their log-sum-exp.
     flash = torch.ops.aten._flash_attention_backward
-    down = flash(
-        dout,
-        queries,
-        keys,
-        values,
-        out,
-        _spread(lse, segments).t().contiguous(),
-        *edges,
-        0.0,
-        True,
-        none,
-        none,
-        scale=scale,
-    )
+    lse = _spread(lse, segments).t().contiguous()
+    down = flash(dout, queries, keys, values, out, lse, *edges, 0.0, True, none, none, scale=scale)
     dq = _gather(down[0], segments)[..., : q.shape[-1]]
     return dq, _added(down[1], k0, segments), _added(down[2], v0, segments)
 

@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from eagle31_train.model.drafter import Drafter
-from eagle31_train.model.gqa import applied_to
-from eagle31_train.model.layer import Layer
+from eagle31_train.model.layer import Layer, applied_to
 from eagle31_train.store.codec import plain
 
 Choose = Callable[[int, Tensor], Tensor]  # step and logits [B, Vd] → which draft tokens [B] int64
@@ -32,13 +31,11 @@ def most_likely(_step: int, logits: Tensor) -> Tensor:
 
 
 class DraftDecoder:
-    """Chain drafting for some sequences.
+    """Chain drafting for some sequences, in the dtype of the drafter's weights.
 
     Args:
-        drafter: any drafter module; drafts in the dtype of its weights.
         target_ids: [Vd] int64, the target's id of each draft token.
         capacity: most rows that a sequence's cache ever holds: its positions and the steps of one round.
-        sequences: how many.
     """
 
     def __init__(self, drafter: Drafter, target_ids: Tensor, capacity: int, sequences: int = 1) -> None:
@@ -120,8 +117,7 @@ class DraftDecoder:
     ) -> tuple[Tensor, Tensor]:
         """Run embeddings and states [n, D] through the layers below the last, and keep keys and values in all.
 
-        Returns:
-            The last layer's attention input [n, I] and residual [n, D].
+        Returns: the last layer's attention input [n, I] and residual [n, D].
         """
         *below, top = self._caches
         for cache in below:

@@ -23,8 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from eagle31_train.config import DrafterShape
 from eagle31_train.model.attention import unrolled_attention
 from eagle31_train.model.batch import Batch
-from eagle31_train.model.gqa import Project, applied_to
-from eagle31_train.model.layer import Layer, MidLayer
+from eagle31_train.model.layer import Layer, MidLayer, Project, applied_to
 from eagle31_train.model.linear import Linear, compute_dtype, linear
 from eagle31_train.model.norm import RMSNorm
 from eagle31_train.model.packing import Layout
@@ -45,18 +44,14 @@ class Drafter(nn.Module):
     """A drafter of one layer or more. Parameters carry the checkpoint's names.
 
     Args:
-        shape: the architecture.
         embedding: [V, D] the target's embedding rows; frozen and left out of the checkpoint with
             `shape.share_embedding`, the initial value of the drafter's own otherwise.
-
-    Attributes:
-        recompute: work activations out again for the gradient instead of keeping them, but for the
-            attention and the states: less memory, one more forward pass of the layer.
-        fused: see `unrolled_attention`.
     """
 
+    # Work activations out again for the gradient instead of keeping them, but for the attention and the states: less
+    # memory, one more forward pass of the layer.
     recompute = False
-    fused = False
+    fused = False  # see `unrolled_attention`
 
     def __init__(self, shape: DrafterShape, embedding: Tensor | None = None) -> None:
         super().__init__()
@@ -142,12 +137,8 @@ class Drafter(nn.Module):
 
 
 class AttendingLayer:
-    """One layer on its way through the steps, with the keys and values that its attention sees.
-
-    Args:
-        run: calls a function with arguments, and keeps its activations for the gradient or works them out again.
-        fused: attention's own keys are worked out by a fused kernel.
-    """
+    """One layer on its way through the steps, with the keys and values that its attention sees. `run` calls a function,
+    and keeps its activations for the gradient or works them out again; `fused`: see `unrolled_attention`."""
 
     def __init__(self, layer: Layer, run: Callable[..., Any], fused: bool = False) -> None:
         self._layer, self._run = layer, run
@@ -201,7 +192,6 @@ class TokenHalf:
     K slots read, each at another step, has the same W_e · e in all of them.
 
     Args:
-        layer: the drafter's layer.
         embedded: [N, D] embeddings of all packed tokens.
         read: [R] int64, which of them slots read.
         all_queries: every position asks, too: there are layers above.

@@ -2,31 +2,146 @@
 
 Parameter names are those of the checkpoint (`contract.py`): saving a drafter renames nothing.
 
-Shapes: n rows; D draft hidden; h query heads; d and dv widths of a key and a value.
+Shapes: n rows; D draft hidden; I the attention's input; h query heads; g key/value heads; d and dv widths of a key and
+a value.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from eagle31_train.config import DrafterShape
-from eagle31_train.model.gqa import GroupedQueryAttention
+from eagle31_train.config import DrafterShape, mla_widths
 from eagle31_train.model.linear import Linear
-from eagle31_train.model.mla import LatentAttention
 from eagle31_train.model.norm import RMSNorm
+from eagle31_train.model.rope import Rope
+
+Project = Callable[[Linear], Tensor]  # a linear layer → what it makes of the attention's input, [n, its width]
+
+
+def applied_to(x: Tensor) -> Project:
+    """Projections of the attention's input x [n, I] itself."""
+    return lambda layer: layer(x)
+
+
+class GroupedQueryAttention(nn.Module):
+    """Projections of one layer's attention, as in Llama; `inputs`: I. Who attends to whom: `attention.py`.
+
+    The caller works a projection out: training computes the embedding's half of the first layer's input once for all
+    steps.
+    """
+
+    def __init__(self, shape: DrafterShape, inputs: int) -> None:
+        super().__init__()
+        self.heads, self.groups, self.width = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
+        D = shape.hidden_size
+        self.q_proj = Linear(inputs, self.heads * self.width)
+        self.k_proj = Linear(inputs, self.groups * self.width)
+        self.v_proj = Linear(inputs, self.groups * self.width)
+        self.o_proj = Linear(self.heads * self.width, D)
+        self.q_norm = RMSNorm(self.width, shape.rms_norm_eps) if shape.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(self.width, shape.rms_norm_eps) if shape.qk_norm else nn.Identity()
+        self.rope = Rope(shape)
+        self.scale = self.width**-0.5
+
+    @property
+    def query_inputs(self) -> list[Linear]:
+        """The projections of the attention's input that queries need."""
+        return [self.q_proj]
+
+    @property
+    def key_inputs(self) -> list[Linear]:
+        """Those that keys and values need."""
+        return [self.k_proj, self.v_proj]
+
+    def queries(self, project: Project, positions: Tensor) -> Tensor:
+        """Positions [n] → q [n, h, d], normed with `qk_norm`, and rotated."""
+        return self.rope(self.q_norm(project(self.q_proj).unflatten(-1, (self.heads, self.width))), positions)
+
+    def keys_values(self, project: Project, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Positions [n] → k [n, g, d], normed with `qk_norm`, and rotated; and v [n, g, d]."""
+        k = self.rope(self.k_norm(project(self.k_proj).unflatten(-1, (self.groups, self.width))), positions)
+        return k, project(self.v_proj).unflatten(-1, (self.groups, self.width))
+
+    def output(self, o: Tensor) -> Tensor:
+        """o [n, h, d] → [n, D]."""
+        return self.o_proj(o.flatten(-2))
+
+
+class LatentAttention(nn.Module):
+    """Projections of multi-head latent attention, as in DeepSeek-V2 and Kimi; `GroupedQueryAttention`'s interface.
+
+    Keys and values come out of one narrow latent per token, queries out of another (or, without `q_lora_rank`, of
+    the input itself). Each head's key is [without position | with position]; the second part is the same for all
+    heads. Training and decoding expand the latent into a key and a value per head: then it is ordinary attention
+    with as many key heads as query heads. (vLLM keeps the latent and moves the expansion into queries and outputs:
+    the same numbers in another order.)
+
+    Source: DeepSeek-V2 (arXiv 2405.04434); names and order of the parts as vLLM's DeepseekV2MLAAttention reads them.
+    Shapes: d = nope + rope width of a key; c latent width.
+    """
+
+    def __init__(self, shape: DrafterShape, inputs: int) -> None:
+        super().__init__()
+        D, eps, rank = shape.hidden_size, shape.rms_norm_eps, shape.q_lora_rank
+        latent, nope, rope, value = mla_widths(shape)
+        self.heads = shape.num_attention_heads
+        self.query_parts, self.latent_parts, self.head_parts = [nope, rope], [latent, rope], [nope, value]
+        if rank is None:
+            self.q_proj = Linear(inputs, self.heads * (nope + rope))
+        else:
+            self.q_a_proj = Linear(inputs, rank)
+            self.q_a_layernorm = RMSNorm(rank, eps)
+            self.q_b_proj = Linear(rank, self.heads * (nope + rope))
+        self.kv_a_proj_with_mqa = Linear(inputs, latent + rope)
+        self.kv_a_layernorm = RMSNorm(latent, eps)
+        self.kv_b_proj = Linear(latent, self.heads * (nope + value))
+        self.o_proj = Linear(self.heads * value, D)
+        self.rope = Rope(shape)
+        self.low_rank = rank is not None
+        self.scale = (nope + rope) ** -0.5 * self.rope.softmax_factor
+
+    @property
+    def query_inputs(self) -> list[Linear]:
+        """The projections of the attention's input that queries need."""
+        return [self.q_a_proj if self.low_rank else self.q_proj]
+
+    @property
+    def key_inputs(self) -> list[Linear]:
+        """Those that keys and values need."""
+        return [self.kv_a_proj_with_mqa]
+
+    def queries(self, project: Project, positions: Tensor) -> Tensor:
+        """Positions [n] → q [n, h, d], its second part rotated."""
+        (projection,) = self.query_inputs
+        rows = project(projection)
+        if self.low_rank:
+            rows = self.q_b_proj(self.q_a_layernorm(rows))
+        still, turning = rows.unflatten(-1, (self.heads, -1)).split(self.query_parts, -1)
+        return torch.cat([still, self.rope(turning, positions)], -1)
+
+    def keys_values(self, project: Project, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Positions [n] → k [n, h, d], its second part rotated, and v [n, h, dv]."""
+        latent, turning = project(self.kv_a_proj_with_mqa).split(self.latent_parts, -1)
+        heads = self.kv_b_proj(self.kv_a_layernorm(latent)).unflatten(-1, (self.heads, -1))
+        still, v = heads.split(self.head_parts, -1)
+        shared = self.rope(turning[:, None], positions).expand(-1, self.heads, -1)
+        # v is copied so that what is kept for the gradient is v, and not the keys' part beside it, too.
+        return torch.cat([still, shared], -1), v.contiguous()
+
+    def output(self, o: Tensor) -> Tensor:
+        """o [n, h, dv] → [n, D]."""
+        return self.o_proj(o.flatten(-2))
+
 
 Attention = GroupedQueryAttention | LatentAttention
 ATTENTIONS: dict[str, type[Attention]] = {"llama": GroupedQueryAttention, "mla": LatentAttention}
 
 
 class Mlp(nn.Module):
-    """SwiGLU.
-
-    Attributes:
-        function: what works out silu(gate) * up.
-    """
+    """SwiGLU; `function` works out silu(gate) * up."""
 
     def __init__(self, shape: DrafterShape) -> None:
         super().__init__()

@@ -92,18 +92,14 @@ class Objective(nn.Module):
     """Drafter and teacher as one module whose forward is the loss, for wrapping by DDP and the like.
 
     Args:
-        drafter, teacher: what learns, and what it learns from.
         loss: "kl" or "ce".
         lk: share of the LK loss, see `divergence`.
-
-    Attributes:
-        autocast: dtype in which products are worked out; None: the caller's autocast, or that of the weights. It
-            stands here and not with those who train, so that a recipe means the same however devices share the work.
-        fused: work out divergence and norms by the kernels of eagle31_train/kernels, see `fuse_kernels`.
     """
 
+    # In which products are worked out; None: the caller's autocast, or that of the weights. It stands here and not with
+    # those who train, so that a recipe means the same however devices share the work.
     autocast: torch.dtype | None = None
-    fused: bool = False
+    fused: bool = False  # see `fuse_kernels`
 
     def __init__(self, drafter: Drafter, teacher: Teacher, loss: str, lk: float = 0.0) -> None:
         super().__init__()
@@ -158,14 +154,9 @@ class Objective(nn.Module):
             return self._forward(batch, weights)
 
     def _forward(self, batch: Batch, weights: Tensor) -> tuple[Tensor, BatchMetrics]:
-        unrolled = self.drafter(batch)
+        unrolled, head = self.drafter(batch), self.drafter.lm_head.weight
         total, sums, hits = _ChunkedDivergence.apply(
-            unrolled.z.flatten(0, 1),
-            self.drafter.lm_head.weight,
-            batch,
-            weights,
-            self,
-            torch.is_grad_enabled(),
+            unrolled.z.flatten(0, 1), head, batch, weights, self, torch.is_grad_enabled()
         )
         K, S = unrolled.z.shape[:2]
         correct = hits.view(K, S)

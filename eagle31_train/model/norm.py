@@ -7,11 +7,7 @@ from torch import Tensor, nn
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight, in fp32 inside, as vLLM computes it.
-
-    Attributes:
-        function: what works it out: `rms_norm`, or what was compiled of it.
-    """
+    """x / rms(x) * weight, in fp32 inside, as vLLM computes it, by `function`: `rms_norm`, compiled or fused or not."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()

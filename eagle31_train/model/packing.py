@@ -31,38 +31,25 @@ class Run:
 
 @dataclass(frozen=True)
 class Segments:
-    """The runs as a flash kernel for packed sequences wants them: query and key stretches, end to end.
+    """The runs as a flash kernel for packed sequences wants them: query and key stretches, end to end."""
 
-    query_edges, key_edges: [R + 1] int32, where each run's queries and keys begin.
-    queries, keys: their longest stretch, or more. `queries` is two at least: asked for one, torch's kernel turns to
-        another algorithm, made for decoding, where query heads share keys.
-    key_rows: [M] int64, the position whose key stands in each row; None if the keys stand as they are.
-    query_rows: [S] int64, the row of each slot's query among `query_total`; None if queries stand as they are.
-    """
-
-    query_edges: Tensor
-    key_edges: Tensor
-    queries: int
+    query_edges: Tensor  # [R + 1] int32, where each run's queries begin
+    key_edges: Tensor  # [R + 1] int32, likewise
+    queries: int  # the longest stretch, or more: asked for one, torch's kernel takes another algorithm, for decoding
     keys: int
-    key_rows: Tensor | None
-    query_rows: Tensor | None
+    key_rows: Tensor | None  # [M] int64, the position whose key stands in each row; None if they stand as they are
+    query_rows: Tensor | None  # [S] int64, the row of each slot's query among `query_total`; None likewise
     query_total: int
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How documents and slots lie in a packed batch.
+    """How documents and slots lie in a packed batch."""
 
-    documents: (first position, end position) of each document, in order, without gaps.
-    slots: [S] int64, the packed position t of each slot, ascending.
-    runs: the slots again, as stretches of consecutive positions within one document.
-    segments: the runs once more, for a flash kernel; None where there are no slots.
-    """
-
-    documents: list[tuple[int, int]]
-    slots: Tensor
-    runs: list[Run]
-    segments: Segments | None
+    documents: list[tuple[int, int]]  # first and end position of each, in order, without gaps
+    slots: Tensor  # [S] int64, the packed position t of each slot, ascending
+    runs: list[Run]  # the slots again, as stretches of consecutive positions within one document
+    segments: Segments | None  # the runs once more, for a flash kernel; None where there are no slots
 
 
 def everywhere(documents: list[tuple[int, int]]) -> Layout:

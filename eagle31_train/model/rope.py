@@ -40,14 +40,11 @@ SCALINGS: dict[str, dict[str, tuple[set[str], set[str]]]] = {
 class Rope(nn.Module):
     """The rotation of queries and keys.
 
-    The frequencies come from transformers, so every scaling it knows (llama3, yarn, linear, …) is
-    the one that the target uses too; angles are computed in fp32.
+    The frequencies come from transformers, so every scaling it knows (llama3, yarn, linear, …) is the one that the
+    target uses too; angles are computed in fp32. A UserError for a scaling that vLLM would read otherwise.
 
     Attributes:
         softmax_factor: what the scaling multiplies the softmax scale by.
-
-    Raises:
-        UserError: a scaling that vLLM would read otherwise, or that lacks a value.
     """
 
     def __init__(self, shape: DrafterShape) -> None:
@@ -81,11 +78,8 @@ class Rope(nn.Module):
 
 
 def frequencies(shape: DrafterShape, width: int) -> tuple[Tensor, float]:
-    """Inverse frequencies [width / 2] fp32, and what transformers multiplies cos and sin by; of a checked RoPE.
-
-    Raises:
-        UserError: its numbers give none.
-    """
+    """Inverse frequencies [width / 2] fp32, and what transformers multiplies cos and sin by; of a checked RoPE. A
+    UserError if its numbers give none."""
     parameters, theta = rope_parameters(shape), shape.rope_theta
     if parameters["rope_type"] == "default":
         return 1.0 / theta ** (torch.arange(0, width, 2).float() / width), 1.0
@@ -134,11 +128,7 @@ def rope_parameters(shape: DrafterShape) -> dict:
 
 
 def check_rope(shape: DrafterShape) -> dict:
-    """`rope_parameters`, once they are known to mean in vLLM what they mean in training.
-
-    Raises:
-        UserError: they do not, or no RoPE can be made of them; names the key.
-    """
+    """`rope_parameters`, which mean in vLLM what they mean in training; else a UserError that names the key."""
     parameters = rope_parameters(shape)
     kind, kinds = parameters["rope_type"], SCALINGS[shape.architecture]
     if kind == "default":

@@ -79,8 +79,6 @@ def choose(
     rank[forced] = np.inf
     order = np.argsort(-rank, kind="stable")
     if coverage is not None:
-        if not 0 < coverage <= 1:
-            raise UserError(f"data.draft_vocab_coverage={coverage} is not in (0, 1]")
         covered = np.cumsum(counts[order])
         size = max(len(forced), int(np.searchsorted(covered, coverage * counts.sum())) + 1)
     assert size is not None

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from eagle31_train.checkpoint.contract import window_caveat
-from eagle31_train.checkpoint.shape import REQUIRED, drafter_shape
+from eagle31_train.checkpoint.contract import REQUIRED, drafter_shape, window_caveat
 from eagle31_train.config import MLA_WIDTHS, Config, DrafterConfig, DrafterShape
 from eagle31_train.model.rope import SCALINGS
 from eagle31_train.targets.description import TargetDescription, describe_target, pick_layers

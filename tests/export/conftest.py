@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import make_shape
 from safetensors.torch import load_file, save_file
 from sample_results import measured
 
@@ -19,26 +20,7 @@ from eagle31_train.evaluation.results import headline, summarise
 from eagle31_train.model import vocab
 from eagle31_train.reporting.evaluation_page import pictures
 
-TINY = DrafterShape(
-    architecture="llama",
-    hidden_size=16,
-    target_hidden_size=16,
-    aux_layers=[1, 2],
-    vocab_size=40,
-    draft_vocab_size=12,
-    intermediate_size=24,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=6,
-    rms_norm_eps=1e-5,
-    rope_theta=5000.0,
-    rope_scaling=None,
-    max_position_embeddings=128,
-    fc_norm=True,
-    norm_output=True,
-    norm_before_residual=False,
-    share_embedding=True,
-)
+TINY = make_shape(aux_layers=[1, 2], vocab_size=40, draft_vocab_size=12, head_dim=6, rope_theta=5000.0)
 # Written out by hand from the contract's text, and not from contract.py.
 TINY_TENSORS = {
     "fc.weight": (16, 32),
@@ -267,15 +249,17 @@ def tiny_mla_tensors() -> dict[str, tuple[int, ...]]:
     return dict(TINY_MLA_TENSORS)
 
 
+def whole(weights: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    """A checkpoint, maps included."""
+    kept = vocab.DraftVocab(TINY_IDS, 40)
+    return random_tensors(weights) | {"d2t": torch.from_numpy(kept.d2t), "t2d": torch.from_numpy(kept.t2d)}
+
+
 @pytest.fixture
 def good_mla() -> dict[str, torch.Tensor]:
-    """A whole tiny MLA checkpoint, maps included."""
-    kept = vocab.DraftVocab(TINY_IDS, 40)
-    return random_tensors(TINY_MLA_TENSORS) | {"d2t": torch.from_numpy(kept.d2t), "t2d": torch.from_numpy(kept.t2d)}
+    return whole(TINY_MLA_TENSORS)
 
 
 @pytest.fixture
 def good() -> dict[str, torch.Tensor]:
-    """A whole tiny checkpoint, maps included."""
-    kept = vocab.DraftVocab(TINY_IDS, 40)
-    return random_tensors(TINY_TENSORS) | {"d2t": torch.from_numpy(kept.d2t), "t2d": torch.from_numpy(kept.t2d)}
+    return whole(TINY_TENSORS)

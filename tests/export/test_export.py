@@ -9,7 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from eagle31_train import artifacts, export
-from eagle31_train.checkpoint import config_json, writer
+from eagle31_train.checkpoint import config_json
 from eagle31_train.errors import UserError
 from eagle31_train.model import vocab
 
@@ -53,7 +53,7 @@ def test_other_shapes_are_exported_too(run, tiny):
     ("change", "named"),
     [
         ({"fc_norm__1__weight": None}, "fc_norm.1.weight is missing"),
-        ({"norm__weight": None, "model__norm__weight": torch.ones(16)}, "model.norm.weight has the prefix"),
+        ({"norm__weight": None, "model__norm__weight": torch.ones(16)}, "norm.weight is missing"),
     ],
 )
 def test_a_faulty_checkpoint_is_refused_and_nothing_is_written(change, named, run):
@@ -70,19 +70,6 @@ def test_a_value_that_the_dtype_cannot_hold_is_refused(run):
     run.change_tensors(norm__weight=torch.full((16,), 1e6))
     with pytest.raises(UserError, match=r"norm.weight holds 16 NaN or infinite"):
         export.export(run.config("target.dtype=float16"))
-
-
-def test_what_the_disk_spoils_is_never_given_its_name(run, monkeypatch):
-    real = writer.save_file
-
-    def spoilt(tensors, path, metadata):
-        real({**tensors, "norm.weight": tensors["norm.weight"] + 1}, path, metadata=metadata)
-
-    monkeypatch.setattr(writer, "save_file", spoilt)
-    before = run.listing()
-    with pytest.raises(UserError, match=r"norm.weight did not read back"):
-        export.export(run.config())
-    assert run.listing() == before
 
 
 @pytest.mark.parametrize(

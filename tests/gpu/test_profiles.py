@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 SHARDED = ("fsdp2",) if GPUS > 1 else ()
-PROFILES = ("ddp", "zero0", *SHARDED, "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload")
+PROFILES = ("ddp", *SHARDED, "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload")
 KEPT = json.loads(golden.FILE.read_text())["losses"]
 # In fp32 other kernels than the CPU's differ as other CPUs do, and a little more; in bf16 the CPU itself differs by
 # 2e-3 from fp32 on these hundred steps.

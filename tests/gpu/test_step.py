@@ -7,7 +7,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from conftest import kept_mask, make_document, make_objective, make_shape
+from conftest import kept_mask, make_document, make_mla_shape, make_objective, make_shape
 
 from eagle31_train.config import TrainConfig
 from eagle31_train.model.batch import build_batch
@@ -57,9 +57,12 @@ def gradients(objective, documents, device):
     return {**found, "loss": loss.detach().cpu(), "measured": measured.stacked().cpu()}
 
 
+SHAPES = {"llama": make_shape(), "mla": make_mla_shape(), "mla, full rank": make_mla_shape(q_lora_rank=None)}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-4)])
-def test_loss_and_gradients_equal_the_cpus(dtype, tolerance):
-    shape = make_shape()
+def test_loss_and_gradients_equal_the_cpus(shape, dtype, tolerance):
     documents = [
         Document(d.tokens, d.loss_mask, d.top1, d.aux.to(dtype), d.last.to(dtype)) for d in documents_of(shape)
     ]

@@ -225,6 +225,7 @@ def of_batch(**changes):
 
 MISTAKES = {
     "the mask of the token before": of_document(lambda d: (d.loss_mask.roll(1), d.top1)),
+    "the mask of the token two before": of_document(lambda d: (d.loss_mask.roll(2), d.top1)),
     "the mask of the token after": of_document(lambda d: (d.loss_mask.roll(-1), d.top1)),
     "the arg-max of the position before": of_document(lambda d: (d.loss_mask, d.top1.roll(1))),
     "the arg-max of the position after": of_document(lambda d: (d.loss_mask, d.top1.roll(-1))),
@@ -239,6 +240,9 @@ MISTAKES = {
     "positions of the whole batch": of_batch(positions=lambda p: torch.arange(len(p.aux))),
     "contexts without their last slot": of_batch(
         layout=lambda p: replace(p.layout, documents=[(begin, end - 1) for begin, end in p.layout.documents])
+    ),
+    "all documents taken for one": of_batch(
+        layout=lambda p: replace(p.layout, documents=[(0, p.layout.documents[-1][1])])
     ),
     "states of the next context row": of_batch(aux=lambda p: plain(p.aux.decode().roll(-1, 0))),
     "teachers one position late": of_batch(teacher=lambda p: plain(p.teacher.decode() + 1)),
@@ -264,9 +268,6 @@ def test_a_planted_off_by_one_is_caught(mistake, monkeypatch):
     mistake(monkeypatch)
     with pytest.raises((AssertionError, IndexError)):
         build_and_check(WORKED)
-
-
-# ---------------------------------------------------------------- moving
 
 
 # ---------------------------------------------------------------- nothing to train

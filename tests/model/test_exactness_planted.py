@@ -1,17 +1,12 @@
 """Planted mistakes that the properties of test_exactness.py must find, among them some that one fixed shape hides."""
 
-from dataclasses import replace
-
 import pytest
 from conftest import make_shape
 from hypothesis import Phase, given, settings
-from model import test_exactness
 from model.test_exactness import PROPERTY, Case, cases, check_fp64
 
 from eagle31_train.model import drafter, layer
 from eagle31_train.model import loss as loss_module
-from eagle31_train.model.batch import build_batch
-from eagle31_train.store.codec import plain
 
 
 def scale_by_the_number_of_heads(patch):
@@ -51,19 +46,6 @@ def slope_without_its_lk_share(patch):
 def blocks_after_the_first_forgotten(patch):
     right = loss_module.blocks
     patch.setattr(loss_module, "blocks", lambda *args: right(*args)[:1])
-
-
-def wrong_batch(**changes):
-    def plant(patch):
-        right = build_batch
-
-        def wrong(*args):
-            packed = right(*args)
-            return replace(packed, **{name: change(packed) for name, change in changes.items()})
-
-        patch.setattr(test_exactness, "build_batch", wrong)
-
-    return plant
 
 
 def groups_interleaved(patch):
@@ -108,10 +90,6 @@ SEEN_BY_ANY_SHAPE = {
     "query heads in another order than their groups": groups_interleaved,
     "queries at packed positions": queries_at_packed_positions,
     "own keys of the last three steps only": own_keys_of_the_last_steps_only,
-    "the weight of the next step": wrong_batch(pair_step=lambda p: (p.pair_step + 1) % p.ttt_length),
-    "the arg-max of the neighbour": wrong_batch(top1=lambda p: p.top1.roll(1)),
-    "the teacher of the neighbour": wrong_batch(teacher=lambda p: plain(p.teacher.decode().roll(1, 0))),
-    "the token of the neighbour": wrong_batch(reads=lambda p: p.reads.roll(1, 1)),
 }
 # The small fixed shape of conftest.py has four heads of width four, one epsilon, the target's embedding, KL, one chunk.
 UNSEEN_BY_THE_FIXED_SHAPE = {

@@ -8,7 +8,7 @@ from conftest import make_document, make_mla_shape, make_objective
 from model.test_recurrence import assert_same, gradients, loss_and_gradients
 
 from eagle31_train.model import drafter, rope
-from eagle31_train.model.mla import LatentAttention
+from eagle31_train.model.layer import LatentAttention
 from eagle31_train.model.rope import Rope
 
 # ---------------------------------------------------------------- ways to plant

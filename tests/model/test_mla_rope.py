@@ -7,9 +7,8 @@ from conftest import make_mla_shape
 from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
-from eagle31_train.checkpoint.contract import check_shape
 from eagle31_train.errors import UserError
-from eagle31_train.model.mla import LatentAttention
+from eagle31_train.model.layer import LatentAttention
 from eagle31_train.model.rope import Rope
 
 # Kimi's and DeepSeek-V3's; the widths are theirs too.
@@ -76,17 +75,6 @@ def test_frequencies_magnitude_and_scale_are_vllms(scaling):
     assert ours.scale == pytest.approx(reference_mla.softmax_scale(shape), rel=1e-12)
 
 
-def test_kimis_numbers_by_hand():
-    """m = 0.1 ln 64 + 1 = 1.4159; m² = 2.0047. Of 32 pairs, those after the 20th turn 64 times slower, those up to the
-    8th as ever: 64 ln(4096 / 32·2π) / (2 ln 50000) = 8.91, and with one turn instead of 32, 19.16."""
-    attention, _ = attention_of(KIMI)
-    assert attention.scale == pytest.approx(2.0047 / 192**0.5, rel=1e-4)
-    assert attention.rope.factor == 1.0
-    slowed = 50000.0 ** (-torch.arange(32, dtype=torch.float64) / 32) / attention.rope.inv_freq.double()
-    assert [round(float(x), 3) for x in slowed[[0, 8, 20, 31]]] == [1.0, 1.0, 64.0, 64.0]
-    assert 1.0 < slowed[9] < slowed[19] < 64.0
-
-
 @pytest.mark.parametrize("position", [20_000, 200_000])
 def test_long_positions_are_as_exact_as_fp32_angles_can_be(position):
     """An angle of p radians is known to p / 2^22 in fp32, frequency included: 0.008 were seen at 200 k."""
@@ -112,26 +100,6 @@ def test_moving_a_drafter_to_another_precision_leaves_the_frequencies(dtype):
     assert torch.equal(attention.to(dtype).rope.inv_freq, wanted)
 
 
-def test_an_attention_depends_on_the_distance_alone_in_its_rotated_part():
-    """And the part without position on none: the same inputs give the same keys there, wherever they stand."""
-    attention, shape = attention_of(KIMI)
-    attention.double()
-    attention.rope.exact = attention.rope.inv_freq = reference_mla.frequencies(shape)
-    x = torch.randn(4, 2 * shape.hidden_size, dtype=torch.float64)
-    here, there = torch.tensor([3, 5, 9, 11]), torch.tensor([3, 5, 9, 11]) + 1000
-    (q, far_q), (k, far_k) = (
-        [read(lambda layer: layer(x), at) for at in (here, there)]
-        for read in (attention.queries, lambda project, at: attention.keys_values(project, at)[0])
-    )
-    nope = shape.qk_nope_head_dim
-    torch.testing.assert_close(q[..., :nope], far_q[..., :nope], rtol=0, atol=0)
-    torch.testing.assert_close(k[..., :nope], far_k[..., :nope], rtol=0, atol=0)
-    assert (k[..., nope:] - far_k[..., nope:]).abs().max() > 0.1
-    assert torch.equal(k[:, 0, nope:], k[:, 1, nope:])  # all heads share it
-    near, far = (torch.einsum("nhd,mhd->hnm", a, b) for a, b in ((q, k), (far_q, far_k)))
-    torch.testing.assert_close(near, far, rtol=1e-9, atol=1e-9)
-
-
 REFUSED = {
     "linear": {"rope_type": "linear", "factor": 4.0},
     "an attention_factor, which vLLM passes over": {**KIMI, "attention_factor": 1.4},
@@ -145,10 +113,3 @@ REFUSED = {
 def test_a_scaling_that_vllm_reads_otherwise_is_refused_in_one_line(scaling):
     with pytest.raises(UserError, match=r"^drafter\.rope_scaling[^\n]+$"):
         Rope(make_mla_shape(rope_scaling=scaling))
-
-
-@pytest.mark.parametrize("plain", [None, {"rope_type": "default"}, {"type": "default"}])
-def test_plain_rope_may_be_said_in_every_way(plain):
-    shape = make_mla_shape(rope_scaling=plain)
-    torch.testing.assert_close(Rope(shape).inv_freq.double(), reference_mla.frequencies(shape), rtol=1e-6, atol=0)
-    assert check_shape(shape) == []

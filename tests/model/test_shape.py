@@ -2,7 +2,7 @@
 
 import pytest
 
-from eagle31_train.checkpoint.shape import drafter_shape
+from eagle31_train.checkpoint.contract import drafter_shape
 from eagle31_train.config import DrafterConfig
 from eagle31_train.errors import UserError
 
@@ -28,7 +28,7 @@ def test_mlas_heads_follow_from_its_widths(rank):
 REFUSED = {
     "drafter.architecture": {**LLAMA, "architecture": "mqa"},
     "drafter.num_attention_heads": {**LLAMA, "num_attention_heads": 0},
-    "drafter.num_attention_heads=6 is not a multiple": {**LLAMA, "num_key_value_heads": 4},
+    "drafter.num_attention_heads=6 is no multiple": {**LLAMA, "num_key_value_heads": 4},
     "drafter.head_dim=5 ": {**LLAMA, "head_dim": 5},
     "drafter.head_dim=3 ": {**LLAMA, "num_attention_heads": 8},
     "drafter.kv_lora_rank": {**LLAMA, "kv_lora_rank": 8},

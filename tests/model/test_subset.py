@@ -73,16 +73,6 @@ def test_every_slot_has_the_same_chance_whatever_the_gaps(count, data):
     assert times.tolist() == [count] * total  # of `total` turns: the chance is count / total, exactly
 
 
-def test_the_choice_is_a_function_of_seed_step_and_documents(tiny):
-    objective, documents = tiny
-    first = choose(objective, documents)
-    again = choose(objective, documents)
-    assert all(map(torch.equal, first.taken, again.taken))
-    others = [choose(objective, documents, seed=1), choose(objective, documents, step=2)]
-    flags = [torch.cat(subset.taken).tolist() for subset in (first, *others)]
-    assert flags[0] != flags[1] != flags[2] != flags[0]
-
-
 def test_the_choice_does_not_move_between_releases():
     """A continued run must train what the stopped one would have: this choice is part of the format."""
     random = np.random.Generator(np.random.PCG64([0, 1, 1]))

@@ -23,13 +23,6 @@ def test_offsets_and_flags_say_the_same(ids, size):
     assert again.pruned == (len(ids) < size)
 
 
-def test_offsets_by_hand():
-    draft = DraftVocab(np.array([0, 2, 3, 7], dtype=np.int64), 8)
-    assert draft.d2t.tolist() == [0, 1, 1, 4]
-    assert draft.d2t.dtype == np.int64
-    assert draft.t2d.tolist() == [True, False, True, True, False, False, False, True]
-
-
 COUNTS = np.array([0, 50, 0, 30, 10, 10, 0, 0], dtype=np.int64)
 
 
@@ -61,7 +54,6 @@ def test_coverage_is_reached_and_no_token_too_many(counts, coverage, forced):
     [
         ({"size": 4, "coverage": 0.9}, "exclude each other"),
         ({"size": 9}, "and 8"),
-        ({"coverage": 1.5}, r"not in \(0, 1\]"),
     ],
 )
 def test_what_cannot_be_met_is_refused(options, message):

@@ -109,8 +109,8 @@ def test_an_error_of_the_disk_is_said_in_one_line_and_the_next_save_tries_again(
         with pytest.raises(UserError, match=r"could not be written .* goes on from .*step-000001"):
             ours.save(snapshot(2), required=True)
     assert len(said) == 2
-    assert f"could not be written ({os.strerror(number)}); it takes {snapshot(2).bytes} bytes" in said[0]
-    assert said[0].endswith(f"a stop now would go back to {step(tmp_path, 1)}")
+    assert f"could not be written ({os.strerror(number)})" in said[0]
+    assert said[0].endswith(f"would go back to {step(tmp_path, 1)}")
     assert contents(tmp_path) == before
     ours.save(snapshot(3), required=True)
     ours.close()

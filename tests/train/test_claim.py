@@ -7,7 +7,7 @@ import pytest
 from pipeline import assert_equal, contents, flip_bit, message_of
 
 from train import trainer
-from train.claim import alone
+from train.prepare import alone
 
 SHORT = ["train.max_steps=3", "train.checkpoint_every=2"]
 TIMED = ("seconds", "waited", "files")  # a checkpoint's own manifest, which is listed, says seconds too

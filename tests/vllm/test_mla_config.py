@@ -15,7 +15,7 @@ from eagle31_train.checkpoint import config_json, contract
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.config import DrafterShape
 from eagle31_train.errors import UserError
-from eagle31_train.model.mla import LatentAttention
+from eagle31_train.model.layer import LatentAttention
 
 pytestmark = pytest.mark.vllm
 
