@@ -9,6 +9,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ import numpy as np
 from benchmarks import machine, run_main
 from eagle31_train import artifacts
 from eagle31_train.store.format import PLAN
+from eagle31_train.store.sealed import seal, unseal
 from eagle31_train.store.shard_plan import HEADER, Plan, PlannedShard, plan_shards
 from train import order
 
@@ -49,6 +51,11 @@ def make_plan(lengths: list[int], shards: int) -> Plan:
         name = f"shards/train-{number:05d}.safetensors"
         planned.append(PlannedShard(name, "train", number, first, end, tokens, HEADER + tokens * 14_000))
     return Plan({"heldout": [], "train": lengths}, planned)
+
+
+def sealed(plan: Plan) -> bytes:
+    """plan.json as extraction writes it."""
+    return seal({"lengths": plan.lengths, "shards": [asdict(shard) for shard in plan.shards], "store": "scale"})
 
 
 class Stopwatch:
@@ -92,10 +99,10 @@ def main() -> None:
     with TemporaryDirectory() as folder:
         file = Path(folder) / PLAN
         plan = watch("the plan is made", lambda: make_plan(lengths, int(chosen.shards)))
-        watch("and written", lambda: artifacts.write_json(file, plan.as_json()))
+        watch("and written", lambda: file.write_bytes(sealed(plan)))
         print(f"  {file.stat().st_size / 2**20:,.0f} MiB, {len(plan.shards):,} shards")
         del plan
-        plan = watch("the plan is read and checked", lambda: Plan.from_json(json.loads(file.read_text())))
+        plan = watch("the plan is read and checked", lambda: Plan.from_json(unseal(file.read_bytes())))
     lengths = plan.lengths["train"]
     watch(f"shards of two of {RANKS:,} extracting processes", lambda: share_shards(plan))
     schedule = watch("one pass's steps are put in order", lambda: order.schedule(lengths, BATCH_TOKENS, 0, 1, None))

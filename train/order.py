@@ -7,6 +7,7 @@ the whole global batch.
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from heapq import heapreplace
 
 import numpy as np
 
@@ -82,9 +83,9 @@ def schedule(
 def share(batch: Sequence[int], lengths: Sequence[int], parts: int) -> list[list[int]]:
     """Split a global batch into `parts` of about equal token counts; a part may be empty."""
     shares: list[list[int]] = [[] for _ in range(parts)]
-    loads = [0] * parts
+    loads = [(0, part) for part in range(parts)]  # a heap: the lightest part, the first of equals, is at its top
     for index in sorted(batch, key=lambda i: (-lengths[i], i)):
-        lightest = loads.index(min(loads))
+        tokens, lightest = loads[0]
         shares[lightest].append(index)
-        loads[lightest] += lengths[index]
+        heapreplace(loads, (tokens + lengths[index], lightest))
     return shares

@@ -6,6 +6,7 @@ messages, and training knows every step before the first shard is there.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heapreplace
 from itertools import accumulate
 from typing import Annotated, Any
 
@@ -92,10 +93,10 @@ class Plan:
 
     def share(self, rank: int, ranks: int) -> list[PlannedShard]:
         """What one of several processes extracts: in order, each shard by the one that has fewest tokens so far."""
-        loads, mine = [0] * ranks, []
+        loads, mine = [(0, process) for process in range(ranks)], []  # a heap
         for shard in self.shards:
-            lightest = loads.index(min(loads))
-            loads[lightest] += shard.tokens
+            tokens, lightest = loads[0]
+            heapreplace(loads, (tokens + shard.tokens, lightest))
             if lightest == rank:
                 mine.append(shard)
         return mine
