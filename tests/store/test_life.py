@@ -162,6 +162,14 @@ def test_what_was_used_up_of_another_store_hides_no_missing_shard(tmp_path):
     assert checked["consumed"] == 0
 
 
+def test_what_a_training_uses_up_meanwhile_is_not_missing(tmp_path):
+    MADE.write(tmp_path)
+    storage, checked = LocalStorage("the store", tmp_path), Counter()
+    storage.prefetch = lambda _: consume(storage, MADE.fingerprint, MADE.plan.shards[:1], "one", False)
+    assert not list(check(storage, checked))
+    assert (checked["consumed"], checked["shards"]) == (1, len(NAMES) - 1)
+
+
 def test_a_kill_between_a_new_file_and_its_line_does_not_leave_the_old_line(tmp_path):
     """A shard made again need not have the same bytes, as on a GPU."""
     MADE.write(tmp_path)
