@@ -7,13 +7,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from made import Made, message_of, read_whole, writes
 from pipeline import contents, flip_bit
 
 from eagle31_train.provenance import Provenance
 from eagle31_train.store import Store, codec, finished, stream
 from eagle31_train.store.__main__ import check, main
-from eagle31_train.store.backends import LocalStorage
+from eagle31_train.store.backends import LocalStorage, RemoteStorage
 from eagle31_train.store.stream import consume
 
 MADE = Made()
@@ -52,6 +53,21 @@ def test_the_advice_to_extract_again_helps_and_costs_no_more_than_it_must(store,
     # shards.jsonl commits shards: without it, none is.
     most = {NAMES[3]: 1, "shards.jsonl": len(NAMES) if missing else 1}
     assert len(written) == most.get(name, 0)
+
+
+@pytest.mark.parametrize("spoilt", [lambda fs, path: fs.truncate(path), lambda fs, path: fs.rm(path)])
+@pytest.mark.parametrize("name", ["target.safetensors", "target.json", NAMES[2]])
+def test_the_advice_to_extract_again_helps_where_the_store_is_remote(tmp_path, name, spoilt):
+    fs = MemoryFileSystem(global_store=False, skip_instance_cache=True)
+    fs.truncate = lambda path: fs.pipe_file(path, fs.cat_file(path)[:-1])
+    storage = RemoteStorage("memory://store", fs, "/store", tmp_path, 1 << 20)
+    MADE.write(storage)
+    inputs = Provenance(MADE.provenance["inputs"])
+    assert finished(storage, inputs, overwrite=False) is not None
+    spoilt(fs, f"/store/{name}")
+    assert finished(storage, inputs, overwrite=False) is None
+    MADE.write(storage)
+    assert read_whole(storage)[1] is None
 
 
 def test_a_begun_store_of_another_provenance_is_refused_or_replaced_whole(tmp_path):
