@@ -33,7 +33,7 @@ from eagle31_train.store.stream import read_consumed
 
 def inspect(storage: Storage) -> tuple[Head, list[Problem]]:
     """The head of a store, and what is wrong or missing; UserError if there is no store."""
-    head, problems = read_head(storage)
+    head, problems = read_head(storage, every_line=True)
     if not problems and head.manifest is head.provenance is None and not storage.names("shards"):
         raise UserError(f"there is no store in {storage.location}: correct the address")  # a plan alone is none yet
     if head.manifest is None and storage.size(files.SHARDS) is not None and storage.size(artifacts.MANIFEST) is None:

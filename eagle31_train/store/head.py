@@ -40,8 +40,11 @@ class Head:
     consumed: set[str] = field(default_factory=set)
 
 
-def read_head(storage: Storage) -> tuple[Head, list[Problem]]:
-    """The small files, and what is wrong with them; missing files are not."""
+def read_head(storage: Storage, every_line: bool = False) -> tuple[Head, list[Problem]]:
+    """The small files, and what is wrong with them; missing files are not.
+
+    every_line: also those that have files of their own, as many as there are shards, while a store is written.
+    """
     problems: list[Problem] = []
 
     def read(name: str, parse: Callable[[Any], Any], store: str | None = None) -> Any:
@@ -71,7 +74,7 @@ def read_head(storage: Storage) -> tuple[Head, list[Problem]]:
     except UserError as error:
         problems.append(Problem(str(error)))
     if head.plan is not None:
-        head.lines, damaged = read_lines(storage, head.plan, head.plan.shards, store)
+        head.lines, damaged = read_lines(storage, head.plan, head.plan.shards if every_line else [], store)
         problems += damaged
     return head, problems
 

@@ -49,8 +49,7 @@ class Store:
             what = f"train: waiting for {self.location} to be begun by `{files.EXTRACT}`"
             wait(lambda: first <= self.storage.sizes("").keys(), what, patience)
             head, problems = read_head(self.storage)
-        # Lines of an unfinished store are looked at where they are needed: one may be under way.
-        if problems := [problem for problem in problems if head.manifest is not None or problem.file is None]:
+        if problems:
             raise UserError(f"{problems[0].text}: {files.REMAKE}")
         if head.provenance is None or head.plan is None:
             raise UserError(f"{self.location} lacks {files.PROVENANCE} or {files.PLAN}: {files.REMAKE}")

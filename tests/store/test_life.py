@@ -211,7 +211,10 @@ def test_a_kill_between_a_new_file_and_its_line_does_not_leave_the_old_line(tmp_
 def test_a_follower_waits_for_what_is_not_there_yet_and_gives_up_in_the_end(tmp_path):
     assert "to be begun by `eagle31 extract`: nothing came" in message_of(Store, tmp_path, follow=True, patience=0.0)
     MADE.write(tmp_path, stop_after=3)
-    reader = Store(tmp_path, follow=True, patience=0.0)
+    storage, asked = LocalStorage(str(tmp_path), tmp_path), []
+    storage.read = lambda name: (asked.append(name), LocalStorage.read(storage, name))[1]
+    reader = Store(storage, follow=True, patience=0.0)
+    assert not any(name.startswith("shards/") for name in asked), "there may be 10^5 of them"
     assert f"train: waiting for {NAMES[4]}: nothing came for 0 s" in message_of(reader.wait_for, MADE.plan.shards[4:])
     MADE.write(tmp_path)  # whose lines are merged by now
     reader.wait_for(MADE.plan.shards)
