@@ -112,6 +112,16 @@ def test_what_is_removed_is_made_anew_and_nothing_else(store, capsys):
     assert contents(store) == whole
 
 
+def test_a_shard_that_is_replaced_under_its_reader_is_compared_again(store):
+    reader, planned = Store(store), MADE.plan.of("train")[1]
+    reader.split("train").read(planned.first)
+    reader.release([planned])
+    data = (store / planned.name).read_bytes()
+    (store / planned.name).unlink()
+    (store / planned.name).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert "is not as it was written" in message_of(reader.split("train").read, planned.first)
+
+
 # ---------------------------------------------------------------- bounded and followed
 
 
