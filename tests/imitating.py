@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -153,6 +154,9 @@ class Handler(BaseHTTPRequestHandler):
                     os._exit(3)
                 if server.imitate == "breaks off":
                     self.close_connection = True
+                    return
+                if server.imitate == "silent":
+                    time.sleep(3)
                     return
             self.event({"choices": [{"index": 0, "text": "", "token_ids": piece, "finish_reason": None}]})
         self.event({"choices": [{"index": 0, "text": "", "token_ids": [], "finish_reason": "length"}]})

@@ -89,9 +89,11 @@ def fill(disk: Disk, stages: dict, stage: str, at: int, folder: Path) -> None:
     if status:  # what nobody needs, such as a cache, may be left out
         assert status == 2, f"{where}:\n{said}"
         assert said.strip().splitlines()[-1].startswith("error: "), f"{where}:\n{said}"
-        there, whole = (contents(place / "runs" / "full" / stage) for place in (folder, after))
-        if stage in ("export", "report") and there:  # they have no manifest that would tell whether they are whole
-            assert there == whole, f"{where}: something half-written stays"
+        ours, whole = (place / "runs" / "full" / stage for place in (folder, after))
+        if stage in ("export", "report") and ours.exists():  # no manifest would tell whether they are whole
+            names = [sorted(file.name for file in place.rglob("*")) for place in (ours, whole)]
+            assert names[0] == names[1], f"{where}: a part stays"
+            assert contents(ours) == contents(whole), f"{where}: something half-written stays"
     status, _, said = disk.run(stage, folder)
     assert status == 0, f"{where}, with room:\n{said}"
     ours, wanted = contents(folder), contents(after)

@@ -28,6 +28,7 @@ RESULT = "result.json"  # of a comparison: what was drawn, and the files of that
 Result = dict[str, Any]
 Curves = dict[str, list[Interval]]  # by drafter
 Rows = dict[str, dict[str, Interval]]  # by row, then by drafter
+WIDE = 0.5  # a share whose interval is wider is not worth a point
 KINDS = ("sink", "prompt", "verified", "own")
 
 
@@ -138,8 +139,14 @@ def _acceptance(workload: Result) -> Iterator[Picture]:
         title = f"Acceptance length, times that of {first}"
         yield _curves(workload, "gain", title, "draft tokens", ratios, RATIO)
     if workload["perturbation"] is None:
-        shares = {name: of["conditional"] for name, of in drafters.items()}
+        shares = {name: [_narrow(one) for one in of["conditional"]] for name, of in drafters.items()}
         yield _curves(workload, "conditional", "Accepted, if all before it is", "position", shares, SHARE)
+
+
+def _narrow(share: Interval) -> Interval:
+    """The share; nothing where too few drafts came so far to tell it from 0 %."""
+    _, low, high = share
+    return NOTHING if low is not None and high is not None and high - low > WIDE else share
 
 
 def _drift(workload: Result) -> Iterator[Picture]:

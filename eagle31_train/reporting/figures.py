@@ -105,6 +105,16 @@ def within(axes: "Axes", low: float, high: float = np.inf, which: str = "y") -> 
     getattr(axes, f"set_{which}lim")(max(bottom, low), min(top, high))
 
 
+def logarithmic(axes: "Axes") -> None:
+    """A logarithmic vertical axis with plain numbers; matplotlib's own ticks are formulas, which STYLE does not parse."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
 def shares(axes: "Axes", which: str = "y") -> None:
     """An axis of shares of one, as percentages."""
     from matplotlib.ticker import PercentFormatter

@@ -1,6 +1,7 @@
 """What a training run looks like: its curves as pictures, and one HTML page that shows all of it, without torch."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -168,8 +169,15 @@ def write(run: Path, out: Path | None = None) -> tuple[Path, list[str]]:
     out = out or history.folder.parent / "report"
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file: give another --out")
-    _, images = html.draw(out, list(pictures(history)), [out / f"{plot.name}.png" for plot in PLOTS])
-    artifacts.write_text(out / PAGE, render(history, images))
+    made = out if out.exists() else out.with_name(f".{out.name}.tmp")  # a new folder is there whole or not at all
+    try:
+        _, images = html.draw(made, list(pictures(history)), [out / f"{plot.name}.png" for plot in PLOTS])
+        artifacts.write_text(made / PAGE, render(history, images))
+        if made != out:
+            artifacts.commit(made, out)
+    finally:
+        if made != out:
+            shutil.rmtree(made, ignore_errors=True)
     return out / PAGE, history.notes
 
 
@@ -205,7 +213,7 @@ def _draw(plot: Plot, history: History, axes: "Axes") -> None:
     if plot.section == MACHINE or plot.high == 1 or plot.name == "lr":
         axes.set_ylim(bottom=0)
     elif 0 < DECADE * axes.dataLim.intervaly[0] < axes.dataLim.intervaly[1]:
-        axes.set_yscale("log")
+        figures.logarithmic(axes)
     figures.within(axes, plot.low, plot.high)
     figures.whole_numbers(axes, "optimizer step")
     top_to_bottom = axes.get_xaxis_transform()

@@ -28,11 +28,12 @@ from eagle31_train.store.backends import Storage, open_storage
 from eagle31_train.store.head import Head, Problem, big_files, damage_of, read_head
 from eagle31_train.store.shard import ContentError, open_shard
 from eagle31_train.store.shard_plan import Plan, shape_of
+from eagle31_train.store.stream import read_consumed
 
 
 def inspect(storage: Storage) -> tuple[Head, list[Problem]]:
     """The head of a store, and what is wrong or missing; UserError if there is no store."""
-    head, problems = read_head(storage)
+    head, problems = read_head(storage, every_line=True)
     if not problems and head.manifest is head.provenance is None and not storage.names("shards"):
         raise UserError(f"there is no store in {storage.location}: correct the address")  # a plan alone is none yet
     if head.manifest is None and storage.size(files.SHARDS) is not None and storage.size(artifacts.MANIFEST) is None:
@@ -61,12 +62,14 @@ def check(storage: Storage, checked: Counter[str]) -> Iterator[Problem]:
         coming = name == files.TARGET and head.manifest is None and storage.size(files.line_name(name)) is None
         if not coming and (damage := damage_of(storage, name, head.provenance["fingerprint"])):
             yield Problem(damage)
-    yield from _shards(head, head.plan, head.provenance["states"], checked)
+    yield from _shards(head, head.plan, head.provenance, checked)
+    yield from _strays(head, head.plan)
 
 
-def _shards(head: Head, plan: Plan, states: dict[str, Any], checked: Counter[str]) -> Iterator[Problem]:
+def _shards(head: Head, plan: Plan, provenance: dict[str, Any], checked: Counter[str]) -> Iterator[Problem]:
     """Open every committed shard, and count those that were used up."""
-    storage, shape = head.storage, shape_of(states)
+    storage, states = head.storage, provenance["states"]
+    shape = shape_of(states)
     gone = {name for name in head.consumed if storage.size(name) is None}
     checked["consumed"] = len(gone)
     shards = [shard for shard in plan.shards if shard.name in head.lines and shard.name not in gone]
@@ -83,10 +86,31 @@ def _shards(head: Head, plan: Plan, states: dict[str, Any], checked: Counter[str
                 else:
                     checked.update(shards=1, tokens=shard.tokens, bytes=line.size)
             except FileNotFoundError:
-                yield Problem(f"{where} ({shard.samples()}) is missing")
+                if shard.name in _used_up(storage, provenance["fingerprint"]):  # by a training, since we looked
+                    checked["consumed"] += 1
+                else:
+                    yield Problem(f"{where} ({shard.samples()}) is missing")
             except ContentError as error:
                 yield Problem(f"{where} ({shard.samples()}) {error}", shard.name)
             bar.update(line.size)
+
+
+def _used_up(storage: Storage, store: str) -> list[str]:
+    try:
+        return read_consumed(storage, store).shards
+    except UserError:  # which was named already
+        return []
+
+
+def _strays(head: Head, plan: Plan) -> Iterator[Problem]:
+    """Files that are none of the store's."""
+    storage, ours = head.storage, files.FILES | {shard.name for shard in plan.shards}
+    if head.manifest is None:  # lines have files of their own
+        ours |= {files.STREAM, *(shard.line for shard in plan.shards)}
+    for name in [*storage.names("shards"), *storage.names("")]:
+        if name not in ours:
+            stray = name if "/" in name else None  # beside the shards may lie what is somebody else's
+            yield Problem(f"{storage.location}/{name} is no file of this store: remove it", stray)
 
 
 # ---------------------------------------------------------------- the command

@@ -25,7 +25,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field
 from typing_extensions import NotRequired, TypedDict
 
-from eagle31_train import foreign
+from eagle31_train import artifacts, foreign
 from eagle31_train.foreign import Count, Number, Positions, Width
 from eagle31_train.store.backends import Storage
 from eagle31_train.store.sealed import DamagedError, checksum, seal, unseal
@@ -40,6 +40,8 @@ TRAJECTORIES = "trajectories.safetensors"
 TRAJECTORIES_LINE = "trajectories.json"
 SHARDS = "shards.jsonl"
 CONSUMED = "consumed.json"
+FILES = {artifacts.MANIFEST, PROVENANCE, PLAN, SHARDS, CONSUMED}  # beside shards/; STREAM only while it is written
+FILES |= {TARGET, TARGET_LINE, TRAJECTORIES, TRAJECTORIES_LINE}
 
 EXTRACT = "eagle31 extract"
 REMAKE = f"run `{EXTRACT}` again, which makes what is damaged or missing anew"

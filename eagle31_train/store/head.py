@@ -40,8 +40,11 @@ class Head:
     consumed: set[str] = field(default_factory=set)
 
 
-def read_head(storage: Storage) -> tuple[Head, list[Problem]]:
-    """The small files, and what is wrong with them; missing files are not."""
+def read_head(storage: Storage, every_line: bool = False) -> tuple[Head, list[Problem]]:
+    """The small files, and what is wrong with them; missing files are not.
+
+    every_line: also those that have files of their own, as many as there are shards, while a store is written.
+    """
     problems: list[Problem] = []
 
     def read(name: str, parse: Callable[[Any], Any], store: str | None = None) -> Any:
@@ -71,7 +74,7 @@ def read_head(storage: Storage) -> tuple[Head, list[Problem]]:
     except UserError as error:
         problems.append(Problem(str(error)))
     if head.plan is not None:
-        head.lines, damaged = read_lines(storage, head.plan, head.plan.shards, store)
+        head.lines, damaged = read_lines(storage, head.plan, head.plan.shards if every_line else [], store)
         problems += damaged
     return head, problems
 
@@ -127,14 +130,17 @@ def big_files(storage: Storage) -> list[str]:
     return [files.TARGET, files.TRAJECTORIES] if trajectories else [files.TARGET]
 
 
-def damage_of(storage: Storage, name: str, store: str) -> str | None:
-    """What is wrong with a big file beside the shards, in words; None if nothing is."""
+def damage_of(storage: Storage, name: str, store: str, by_size: bool = False) -> str | None:
+    """What is wrong with a big file beside the shards, or with its size, in words; None if nothing is."""
     try:
         line = files.read_line(storage, name, store)
     except DamagedError as error:
         return str(error)
     if line is None:
         return f"{storage.location}/{files.line_name(name)} is missing"
+    if by_size:
+        size = storage.size(name)
+        return None if size == line.size else f"{storage.location}/{name} has {size or 'no'} bytes, not {line.size}"
     return difference(storage, name, line.size, line.checksum)
 
 
@@ -164,11 +170,7 @@ def _first_damage(head: Head, store: str) -> str | None:
     """Name the first big file of a complete store that is missing or not as long as it was written."""
     storage = head.storage
     for name in big_files(storage):
-        if storage.remote:  # no download only to compare
-            damage = f"{storage.location}/{name} is missing" if storage.size(name) is None else None
-        else:
-            damage = damage_of(storage, name, store)
-        if damage:
+        if damage := damage_of(storage, name, store, by_size=storage.remote):  # no download only to compare
             return damage
     sizes = storage.sizes("shards")
     for line in head.lines.values():

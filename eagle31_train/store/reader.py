@@ -49,8 +49,7 @@ class Store:
             what = f"train: waiting for {self.location} to be begun by `{files.EXTRACT}`"
             wait(lambda: first <= self.storage.sizes("").keys(), what, patience)
             head, problems = read_head(self.storage)
-        # Lines of an unfinished store are looked at where they are needed: one may be under way.
-        if problems := [problem for problem in problems if head.manifest is not None or problem.file is None]:
+        if problems:
             raise UserError(f"{problems[0].text}: {files.REMAKE}")
         if head.provenance is None or head.plan is None:
             raise UserError(f"{self.location} lacks {files.PROVENANCE} or {files.PLAN}: {files.REMAKE}")
@@ -61,7 +60,7 @@ class Store:
         self.shape = shape_of(self.states)
         self._lines = head.lines
         self._bound: int | None = None
-        self._verified: set[str] = set()  # shards whose checksums this process has compared
+        self._verified: dict[str, tuple[int, int]] = {}  # shards whose checksums were compared → inode, time
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._open: OrderedDict[str, ShardFile] = OrderedDict()
@@ -145,10 +144,14 @@ class Store:
     def _map(self, shard: PlannedShard) -> ShardFile:
         line, lengths = self._lines[shard.name], self.plan.lengths_of(shard)
         where = f"{self.location}/{shard.name} ({shard.samples()})"
-        known = shard.name in self._verified and not self.storage.remote
         try:
+            if self.storage.remote:  # what a copy holds is compared whenever it is opened
+                return open_shard(self.storage, line, lengths, self.shape, self.states["vocab_size"])
+            status = self.storage.local(shard.name).stat()
+            found = status.st_ino, status.st_mtime_ns  # others, if it was replaced since
+            known = self._verified.get(shard.name) == found
             file = open_shard(self.storage, line, lengths, self.shape, self.states["vocab_size"], known)
-            self._verified.add(shard.name)
+            self._verified[shard.name] = found
             return file
         except ContentError as error:
             what = str(error)

@@ -190,31 +190,40 @@ def describe(engine: Engine, config: Config) -> dict[str, Any]:
 class Agreement:
     """How far answers are the target's own, and its choices in the draft vocabulary ([V] bool), where supervised.
 
-    own: positions whose next token is the target's arg-max. outside: those whose arg-max no draft can be.
+    own: positions whose next token is the target's arg-max. outside: those whose arg-max no draft can be. bare:
+    conversations in which nothing can be trained, since no arg-max can be drafted, or no answer is supervised.
     """
 
     draft_tokens: NDArray
     positions: int = 0
     own: int = 0
     outside: int = 0
+    conversations: int = 0
+    bare: int = 0
 
     def add(self, documents: Iterable[Document]) -> None:
         """Count some documents."""
         for document in documents:
             where = document.supervised
             top1 = document.top1[where]
+            inside = self.draft_tokens[top1.numpy()]
             self.positions += len(where)
             self.own += int((top1 == document.tokens[where + 1]).sum())
-            self.outside += int((~self.draft_tokens[top1.numpy()]).sum())
+            self.outside += int((~inside).sum())
+            self.conversations += 1
+            self.bare += not inside.any()
 
     def lines(self) -> list[str]:
         """What is to be said of it; nothing where nothing was counted."""
+        bare = f"extract: {self.bare:,} of {self.conversations:,} conversations have nothing to train"
+        bares = [bare] if self.bare else []
         if not self.positions:
-            return []
+            return bares
         own, outside = self.own / self.positions, self.outside / self.positions
         lines = [
             f"extract: the target would itself write {own:.1%} of the {self.positions:,} answer tokens seen here; "
-            f"{outside:.1%} of its choices lie outside the draft vocabulary"
+            f"{outside:.1%} of its choices lie outside the draft vocabulary",
+            *bares,
         ]
         if own < FOREIGN:
             lines.append(

@@ -176,6 +176,20 @@ def test_a_server_that_dies_is_quoted(launch, tmp_path):
     assert "MemoryError: no room): see /run/servers/none-0.log" in text
 
 
+def test_a_server_that_never_answers_is_given_up_and_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(server, "START_SECONDS", 0.5)
+    monkeypatch.setattr(server, "GRACE_SECONDS", 0.2)
+    loading = server.Server([sys.executable, "-c", "import time; time.sleep(60)"], server.pick_port(), tmp_path / "log")
+    with pytest.raises(UserError, match="does not answer after 0 s"), loading:
+        pass
+    assert loading._keeper.poll() is not None
+
+
+def test_a_server_that_falls_silent_is_given_up(measure, tmp_path, monkeypatch):
+    monkeypatch.setattr(server, "SILENCE_SECONDS", 0.3)
+    assert "was silent for 0 s on prompt b" in refused(measure, tmp_path, "silent")
+
+
 @pytest.mark.parametrize(
     ("imitate", "said"),
     [

@@ -93,7 +93,7 @@ def test_results_of_earlier_versions_are_shown():
 
 
 def test_axes_show_nothing_that_cannot_be(whole):
-    """Acceptance lengths from 1 on, shares between none and all."""
+    """Acceptance lengths from 1 on, shares between none and all, and no point that next to no draft stands for."""
     for name, axis, low, high in (
         ("workloads-acceptance", "x", 1, np.inf),
         ("heldout-acceptance", "y", 1, np.inf),
@@ -105,6 +105,12 @@ def test_axes_show_nothing_that_cannot_be(whole):
     ):
         bottom, top = getattr(drawn(whole, name), f"get_{axis}lim")()
         assert low <= bottom < top <= high, name
+    conditional = whole["workloads"][0]["drafters"]["A"]["conditional"]
+    known, conditional[3] = conditional[3], [0.0, 0.0, 0.9]
+    try:
+        assert [len(line.get_xdata()) for line in drawn(whole, "heldout-conditional").lines] == [3, 4]
+    finally:
+        conditional[3] = known
 
 
 def test_curves_are_the_numbers_with_their_intervals(whole):

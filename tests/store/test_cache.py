@@ -1,6 +1,7 @@
 """The bounded cache of a remote storage: never over its quota, never a wrong file, ahead of its reader."""
 
 import fcntl
+import os
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from made import message_of
 
 from eagle31_train.store.backends.cache import PART
 from eagle31_train.store.backends.remote import RemoteStorage
@@ -89,6 +91,20 @@ def test_the_longest_unused_leaves_first_whoever_fetched_it(fs, open_cache, tmp_
     two.local("e")
     assert copies(tmp_path) == ["c", "d", "e"]
     assert fs.fetched == ["a", "b", "c", "d", "e"]
+
+
+def test_what_is_built_for_upload_counts_and_what_a_kill_left_of_it_goes(fs, open_cache, tmp_path):
+    storage = open_cache(300)
+    left, built = storage.scratch("y"), storage.scratch("z")
+    left.write_bytes(b"y" * 250)
+    os.utime(left, (0, 0))
+    built.write_bytes(b"z" * 150)
+    storage.local("a")
+    assert not left.exists()
+    storage.local("b")
+    assert (copies(tmp_path), held(tmp_path)) == (["b"], 250)
+    built.write_bytes(b"z" * 250)
+    assert "beside 250 bytes being built" in message_of(storage.local, "c")
 
 
 def test_the_quota_holds_at_every_moment(fs, open_cache, tmp_path):

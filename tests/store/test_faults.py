@@ -25,11 +25,12 @@ class Fault:
     """Harms a copy of a store.
 
     shards: in whose files or lines it did. files: in whose files.
+    read: whether reading all samples must find it; stray files are read by nobody.
     """
 
     def __init__(self, folder, rng):
         self.folder, self.rng = folder, rng
-        self.shards, self.files = [], []
+        self.shards, self.files, self.read = [], [], True
 
     def content(self, name):
         return (self.folder / name).read_bytes()
@@ -88,18 +89,39 @@ class Fault:
         self.change(one, contents[1])
         self.change(other, contents[0])
 
+    def leave_a_stray(self):
+        name = self.rng.choice(SHARD_FILES[: self.committed])
+        stray = name.replace(".", self.rng.choice([".bak.", "-copy.", f"-{self.rng.randrange(9999)}."]))
+        stray = self.rng.choice([stray, stray.removeprefix("shards/"), "shards/notes.txt"])
+        (self.folder / stray).write_bytes(self.content(name))
+        self.read = False
+
     def drop_a_line(self):
         lines = self.content(SHARDS).splitlines(True)
         del lines[self.rng.randrange(len(lines))]
         self.change(SHARDS, b"".join(lines))
 
+    def swap_lines(self):
+        lines = self.content(SHARDS).splitlines(True)
+        one, other = sorted(self.rng.sample(range(len(lines)), 2))
+        lines[one], lines[other] = lines[other], lines[one]
+        self.change(SHARDS, b"".join(lines))
+
+    def swap_line_files(self):
+        lines = [name.replace(".safetensors", ".json") for name in SHARD_FILES[: self.committed]]
+        one, other = self.rng.sample(lines, 2)
+        contents = self.content(one), self.content(other)
+        self.change(one, contents[1])
+        self.change(other, contents[0])
+
     committed = len(SHARD_FILES)
 
 
 BOTH = [
-    *[Fault.flip_a_bit] * 4, Fault.truncate, Fault.append, Fault.lose_a_file, Fault.swap_shards,
+    *[Fault.flip_a_bit] * 4, Fault.truncate, Fault.append, Fault.lose_a_file, Fault.swap_shards, Fault.leave_a_stray,
 ]  # fmt: skip
-COMPLETE = [*BOTH, Fault.drop_a_line]
+COMPLETE = [*BOTH, Fault.drop_a_line, Fault.swap_lines]
+BEGUN = [*BOTH, Fault.swap_line_files]
 
 
 class Begun(Fault):
@@ -149,8 +171,8 @@ def one(kinds, Kind, source, folder, whole, seed, **reading):
         assert any(samples[name] in text and any(n in text for n in names) for text in found), (where, name, found)
     documents, message = read_whole(folder, **reading)
     assert right_so_far(documents, whole), where
-    assert message is not None, where
-    assert "\n" not in message, where
+    assert message is not None or not fault.read, where
+    assert "\n" not in (message or ""), where
     if fault.files:
         assert any(name in message and samples[name] in message for name in fault.files), (where, message)
     shutil.rmtree(folder)
@@ -168,7 +190,7 @@ def test_faults_of_a_complete_store_are_found(stores, tmp_path, seeds):
 def test_faults_of_a_begun_store_are_found(stores, tmp_path, seeds):
     folder, whole = stores
     for seed in seeds:
-        one(BOTH, Begun, folder / "begun", tmp_path / "copy", whole, seed, **FOLLOWING)
+        one(BEGUN, Begun, folder / "begun", tmp_path / "copy", whole, seed, **FOLLOWING)
 
 
 # ---------------------------------------------------------------- a writer that dies

@@ -7,13 +7,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from made import Made, message_of, read_whole, writes
 from pipeline import contents, flip_bit
 
 from eagle31_train.provenance import Provenance
 from eagle31_train.store import Store, codec, finished, stream
 from eagle31_train.store.__main__ import check, main
-from eagle31_train.store.backends import LocalStorage
+from eagle31_train.store.backends import LocalStorage, RemoteStorage
 from eagle31_train.store.stream import consume
 
 MADE = Made()
@@ -52,6 +53,21 @@ def test_the_advice_to_extract_again_helps_and_costs_no_more_than_it_must(store,
     # shards.jsonl commits shards: without it, none is.
     most = {NAMES[3]: 1, "shards.jsonl": len(NAMES) if missing else 1}
     assert len(written) == most.get(name, 0)
+
+
+@pytest.mark.parametrize("spoilt", [lambda fs, path: fs.truncate(path), lambda fs, path: fs.rm(path)])
+@pytest.mark.parametrize("name", ["target.safetensors", "target.json", NAMES[2]])
+def test_the_advice_to_extract_again_helps_where_the_store_is_remote(tmp_path, name, spoilt):
+    fs = MemoryFileSystem(global_store=False, skip_instance_cache=True)
+    fs.truncate = lambda path: fs.pipe_file(path, fs.cat_file(path)[:-1])
+    storage = RemoteStorage("memory://store", fs, "/store", tmp_path, 1 << 20)
+    MADE.write(storage)
+    inputs = Provenance(MADE.provenance["inputs"])
+    assert finished(storage, inputs, overwrite=False) is not None
+    spoilt(fs, f"/store/{name}")
+    assert finished(storage, inputs, overwrite=False) is None
+    MADE.write(storage)
+    assert read_whole(storage)[1] is None
 
 
 def test_a_begun_store_of_another_provenance_is_refused_or_replaced_whole(tmp_path):
@@ -94,6 +110,16 @@ def test_what_is_removed_is_made_anew_and_nothing_else(store, capsys):
     assert "\nremoved: 2 files; " in capsys.readouterr().out
     MADE.write(store)
     assert contents(store) == whole
+
+
+def test_a_shard_that_is_replaced_under_its_reader_is_compared_again(store):
+    reader, planned = Store(store), MADE.plan.of("train")[1]
+    reader.split("train").read(planned.first)
+    reader.release([planned])
+    data = (store / planned.name).read_bytes()
+    (store / planned.name).unlink()
+    (store / planned.name).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert "is not as it was written" in message_of(reader.split("train").read, planned.first)
 
 
 # ---------------------------------------------------------------- bounded and followed
@@ -162,6 +188,14 @@ def test_what_was_used_up_of_another_store_hides_no_missing_shard(tmp_path):
     assert checked["consumed"] == 0
 
 
+def test_what_a_training_uses_up_meanwhile_is_not_missing(tmp_path):
+    MADE.write(tmp_path)
+    storage, checked = LocalStorage("the store", tmp_path), Counter()
+    storage.prefetch = lambda _: consume(storage, MADE.fingerprint, MADE.plan.shards[:1], "one", False)
+    assert not list(check(storage, checked))
+    assert (checked["consumed"], checked["shards"]) == (1, len(NAMES) - 1)
+
+
 def test_a_kill_between_a_new_file_and_its_line_does_not_leave_the_old_line(tmp_path):
     """A shard made again need not have the same bytes, as on a GPU."""
     MADE.write(tmp_path)
@@ -187,7 +221,10 @@ def test_a_kill_between_a_new_file_and_its_line_does_not_leave_the_old_line(tmp_
 def test_a_follower_waits_for_what_is_not_there_yet_and_gives_up_in_the_end(tmp_path):
     assert "to be begun by `eagle31 extract`: nothing came" in message_of(Store, tmp_path, follow=True, patience=0.0)
     MADE.write(tmp_path, stop_after=3)
-    reader = Store(tmp_path, follow=True, patience=0.0)
+    storage, asked = LocalStorage(str(tmp_path), tmp_path), []
+    storage.read = lambda name: (asked.append(name), LocalStorage.read(storage, name))[1]
+    reader = Store(storage, follow=True, patience=0.0)
+    assert not any(name.startswith("shards/") for name in asked), "there may be 10^5 of them"
     assert f"train: waiting for {NAMES[4]}: nothing came for 0 s" in message_of(reader.wait_for, MADE.plan.shards[4:])
     MADE.write(tmp_path)  # whose lines are merged by now
     reader.wait_for(MADE.plan.shards)

@@ -180,11 +180,37 @@ def test_what_is_cut_short_is_seen_and_tried_again(flaky, monkeypatch, call):
     assert flaky.read("a") == flaky.local("a").read_bytes() == b"content"
 
 
+class Listings(MemoryFileSystem):
+    """Remembers listings in the way that fsspec provides for."""
+
+    def ls(self, path, detail=True, **kwargs):
+        entries = self._ls_from_cache(path) or super().ls(path, detail=True)
+        self.dircache[self._strip_protocol(path)] = entries
+        return entries
+
+    def invalidate_cache(self, path=None):
+        """Forgets nothing: the listings are to be switched off."""
+
+
+def test_listings_are_never_stale(tmp_path):
+    MemoryFileSystem.store.clear()
+    plain = MemoryFileSystem()
+    planted, fs = Listings(skip_instance_cache=True), Listings(skip_instance_cache=True)
+    storage = RemoteStorage("stale://store", fs, "/store", tmp_path, CACHE, sleep=never)
+    plain.pipe_file("/store/a", b"x")
+    assert storage.names("") == ["a"]
+    assert len(planted.ls("/store")) == 1
+    plain.pipe_file("/store/b", b"x")
+    assert storage.names("") == ["a", "b"]
+    assert len(planted.ls("/store")) == 1  # the file system does what it is here to do
+
+
 def test_a_discard_that_is_killed_leaves_nothing_that_looks_complete(flaky):
-    for name in ("manifest.json", "provenance.json", "shards/a"):
+    for name in ("manifest.json", "plan.json", "provenance.json", "shards/a", "shards/b"):
         flaky.write(name, b"x")
     left, whole = [], flaky.fs.rm_file
-    flaky.fs.rm_file = lambda path: (whole(path), left.append(list(flaky.fs.store)))
+    flaky.fs.rm_file = lambda path: (whole(path), left.append(" ".join(flaky.fs.store)))
     flaky.discard()
-    assert len(left) == 3
-    assert "/bucket/store/manifest.json" not in left[0]
+    assert len(left) == 5
+    assert "manifest.json" not in left[0]
+    assert all("provenance.json" in names for names in left if "shards" in names), "whose shards are these?"

@@ -1,4 +1,5 @@
-"""Shapes that follow from targets' config.json, beside published drafters' own, from cards and trainers' files."""
+"""Shapes that follow from targets' config.json, beside published drafters' own, from cards and trainers' files;
+docs/targets.md shows both."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -77,6 +78,28 @@ def test_the_shape_is_the_published_drafters_but_for_what_is_named(name, archite
     assert ours == theirs | unlike
     assert all(theirs[field] != value for field, value in unlike.items())
     assert (shape.hidden_size, shape.vocab_size) == (described.hidden_size, described.vocab_size)
+
+
+def cells(values):
+    """Columns of the table in docs/targets.md."""
+    scaling = values["rope_scaling"] or {}
+    heads = f"{values['num_attention_heads']}/{values['num_key_value_heads']} × {values['head_dim']}"
+    rope = f"{values['rope_theta']:,.0f}" + (f", {scaling['rope_type']} × {scaling['factor']:g}" if scaling else "")
+    eps = f"{values['rms_norm_eps']:.0e}".replace("e-0", "e-")
+    return [f"{values['intermediate_size']:,}", heads, eps, rope, f"{values['max_position_embeddings']:,}"]
+
+
+@pytest.mark.parametrize(("name", "architecture"), DRAFTERS, ids="-".join)
+def test_the_page_shows_what_is_derived_beside_what_was_published(name, architecture):
+    page = (PUBLISHED.parent.parent / "docs" / "targets.md").read_text().splitlines()
+    theirs, unlike = DRAFTERS[name, architecture]
+    described = describe_target(target_of(name))
+    layers = pick_layers(None, described.num_hidden_layers, described.model_type)
+    derived = cells(theirs | unlike)
+    columns = " | ".join([*derived, ", ".join(map(str, layers))])
+    published = [cell if cell == ours else f"**{cell}**" for cell, ours in zip(cells(theirs), derived, strict=True)]
+    rows = [at for at, line in enumerate(page) if line.endswith(f"| derived | {columns} |")]
+    assert any(page[at + 1].endswith(" | " + " | ".join(published) + " | |") for at in rows), (columns, published)
 
 
 # Billions, as the cards say: DeepSeek V3 37 B active, Kimi K2 32 B, gpt-oss 3.6 B and 5.1 B without the embedding.

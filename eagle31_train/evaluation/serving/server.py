@@ -19,6 +19,7 @@ from typing import Any
 from eagle31_train.errors import UserError
 
 MODULE = "vllm.entrypoints.openai.api_server"
+START_SECONDS = 3600.0  # a very large target loads and compiles for most of an hour
 GRACE_SECONDS = 10.0  # between being asked to end and being made to
 USELESS = ("initialization failed", "engine dead", "EngineDeadError")  # errors that another one led to
 SILENCE_SECONDS = 600.0  # between two pieces of an answer
@@ -81,12 +82,17 @@ class Server:
             self._keeper.wait()
 
     def _wait(self) -> None:
-        """Until it answers, which a very large target does after most of an hour."""
+        """Until it answers; UserError where it ends, or does not."""
+        deadline = time.monotonic() + START_SECONDS
         while True:
             self.check()
             with suppress(OSError):  # it does not listen yet
                 if self.get("/health")[0] == http.client.OK:
                     return
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"vLLM's server does not answer after {START_SECONDS:.0f} s ({self.last_words()}): see {self.log}"
+                )
             time.sleep(0.25)
 
     def check(self, dying: bool = False) -> None:

@@ -3,7 +3,7 @@
     base/.lock                                                     held while space is reserved, or a file gets its name
     base/store-<hash>/shards/train-00000.safetensors
     base/store-<hash>/shards/.train-00000.safetensors.<bytes>.part    being fetched, by whoever holds a lock on it
-    base/store-<hash>/shards/.train-00000.safetensors.tmp             being built for upload; not counted
+    base/store-<hash>/shards/.train-00000.safetensors.tmp             being built for upload
 
 All processes of a machine that use the folder keep its bound together, and share the work: one of them fetches a file,
 the others that want it now wait for it, and fetch it only if the first one failed or died. A file counts with its full
@@ -29,6 +29,7 @@ from eagle31_train.store.backends.base import Storage
 
 STORE = re.compile(r"store-[0-9a-f]{16}")  # nothing else in the folder is ever counted or removed
 PART = re.compile(r"\.(?P<name>.+)\.(?P<bytes>\d+)\.part")
+ABANDONED = 24 * 3600  # seconds after which a file built for upload is what a kill left
 POLL = 0.05  # seconds between looks for what others fetch, or for the space that they hold
 THREADS = 2  # files fetched at a time in the background
 GRACE = 5.0  # seconds that `close` waits for what is being fetched
@@ -130,17 +131,17 @@ class CachedStorage(Storage):
 
         UserError if it never will.
         """
-        if size > self.limit:
-            raise UserError(
-                f"{self.location}: {path.name} has {size:,} bytes, too many for store.cache_bytes={self.limit:,}: "
-                "raise store.cache_bytes"
-            )
-        files, parts = self._scan()
+        files, parts, building = self._scan()
         path.parent.mkdir(parents=True, exist_ok=True)
         if path in parts or _holds(path, size):
             return False
+        if building + size > self.limit:
+            raise UserError(
+                f"{self.location}: {path.name} has {size:,} bytes, too many for store.cache_bytes={self.limit:,} "
+                f"beside {building:,} bytes being built: raise store.cache_bytes"
+            )
         evictable = sum(held for _, held, _ in files)
-        excess = evictable + sum(parts.values()) + size - self.limit
+        excess = evictable + sum(parts.values()) + building + size - self.limit
         if excess > evictable:
             return False
         for _, held, file in sorted(files):
@@ -150,9 +151,9 @@ class CachedStorage(Storage):
             excess -= held
         return True
 
-    def _scan(self) -> tuple[list[tuple[int, int, Path]], dict[Path, int]]:
-        """Whole files as (last use, bytes, path), and bytes of the files being fetched."""
-        files, parts = [], {}
+    def _scan(self) -> tuple[list[tuple[int, int, Path]], dict[Path, int], int]:
+        """Whole files as (last use, bytes, path), bytes of the files being fetched, and bytes being built."""
+        files, parts, building = [], {}, 0
         stores = [folder for folder in self.base.iterdir() if STORE.fullmatch(folder.name)]
         for path in [path for folder in stores for path in folder.rglob("*")]:
             part = PART.fullmatch(path.name)
@@ -161,10 +162,15 @@ class CachedStorage(Storage):
                     path.unlink()
                 elif part:
                     parts[path.with_name(part["name"])] = int(part["bytes"])
-                elif path.is_file() and not path.name.startswith("."):
+                elif path.is_file():
                     status = path.stat()
-                    files.append((status.st_mtime_ns, status.st_size, path))
-        return files, parts
+                    if not path.name.startswith("."):
+                        files.append((status.st_mtime_ns, status.st_size, path))
+                    elif time.time() - status.st_mtime > ABANDONED:
+                        path.unlink()
+                    else:
+                        building += status.st_size
+        return files, parts, building
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

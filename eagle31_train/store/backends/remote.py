@@ -95,13 +95,19 @@ class RemoteStorage(CachedStorage):
             self.forget(name)
 
     def discard(self) -> None:
-        """Remove every file, the manifest first: what a kill leaves is never taken for a complete store."""
+        """Remove every file, the manifest first: what a kill leaves is never taken for a complete store.
+
+        What stands beside the shards says whose they are, and goes last: the same command goes on after a kill.
+        """
         self.remove(artifacts.MANIFEST)
 
         def call() -> None:
             self.fs.invalidate_cache()
-            if files := self.fs.find(self.root):
-                self.fs.rm(files)
+            files = self.fs.find(self.root)
+            top = [path for path in files if str(PurePosixPath(path).parent).strip("/") == self.root.strip("/")]
+            for some in ([path for path in files if path not in top], top):
+                if some:
+                    self.fs.rm(some)
             self.fs.invalidate_cache()
             if left := self.fs.find(self.root):  # S3's bulk delete keeps quiet about what it could not delete
                 raise OSError(f"{len(left)} files are still there")
