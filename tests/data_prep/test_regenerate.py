@@ -234,7 +234,7 @@ def test_thoughts_calls_and_results_make_one_conversation(served, server, tmp_pa
     assert supervised["whole"] == call + rest
     assert supervised["last"] == supervised["no-result"] == call
     manifest = json.loads((tmp_path / "run" / "data" / "manifest.json").read_text())
-    counts = {"read": 7, "taken": 7, "refused": 1, "cut": 0, "no_end_of_turn": 0}
+    counts = {"read": 7, "taken": 7, "refused": 1, "repeated": 3, "cut": 0, "no_end_of_turn": 0}
     assert manifest["sources"]["prompts"] == counts
 
 
