@@ -7,7 +7,7 @@ answers and the seed have no say, and all samples of a prompt fall on the same s
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
@@ -35,8 +35,11 @@ FEATURES = Features(
 
 def prompt_digest(messages: list[Message]) -> bytes:
     """SHA-256 of all that stands before the first answer, white space stripped."""
-    asked = takewhile(lambda message: message["role"] != "assistant", messages)
-    prompt = [[message["role"], message["content"].strip()] for message in asked]
+    return _digest(takewhile(lambda message: message["role"] != "assistant", messages))
+
+
+def _digest(messages: Iterable[Message]) -> bytes:
+    prompt = [[message["role"], message["content"].strip()] for message in messages]
     text = json.dumps(prompt, ensure_ascii=False, separators=(",", ":"))
     return hashlib.sha256(text.encode()).digest()
 
@@ -113,6 +116,7 @@ class Collected:
     splits: dict[str, Split] = field(default_factory=lambda: {name: Split() for name in SPLITS})
     refused: list[dict[str, str]] = field(default_factory=list)
     counts: dict[str, Counter[str]] = field(default_factory=dict)
+    asked: set[bytes] = field(default_factory=set)  # digests of all that was asked in a conversation
 
     def add(self, row: Row, template: ChatTemplate, max_length: int, heldout: float) -> None:
         """Mask, split and count a row; Refused if nothing of it can be used."""
@@ -123,7 +127,11 @@ class Collected:
         split = self.splits["heldout" if is_heldout(row.messages, heldout) else "train"]
         split.rows += [(row.id + suffix, row.source, sample) for suffix, sample in result.samples]
         self.refused += [refusal(row, reason, suffix) for suffix, reason in result.refused]
+        asked = _digest(message for message in row.messages if message["role"] != "assistant")
+        repeated = row.sample == 0 and asked in self.asked
+        self.asked.add(asked)
         self.counts.setdefault(row.source, Counter()).update(
+            repeated=int(repeated),
             cut=sum(sample.cut for _, sample in result.samples),
             open=sum(sample.open_turns for _, sample in result.samples),
             split_turns=int(result.split),

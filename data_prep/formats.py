@@ -42,6 +42,7 @@ class Row:
     messages: list[Message] = field(default_factory=list)  # role, content; perhaps reasoning_content, tool_calls, …
     problem: str | None = None  # why it is of no use
     tools: list[Tool] | None = None  # what the assistant may call, as OpenAI's API defines tools
+    sample: int = 0  # which of several answers to one prompt
 
 
 def parse(value: Any, form: str, where: str, default_id: str) -> Row:
@@ -58,7 +59,7 @@ def parse(value: Any, form: str, where: str, default_id: str) -> Row:
     identity = str(value.get("id") or default_id) + (f"#{sample}" if sample else "")
     source = str(value.get("source") or value.get("category") or default_id.rsplit("-", 1)[0])
     # Refusals name the row by these two, so they are mended, and not refused themselves.
-    row = Row(_as_text(identity), _as_text(source), where)
+    row = Row(_as_text(identity), _as_text(source), where, sample=sample)
     try:
         row.messages = _messages(value, form_here)
         row.tools = _tools(value.get("tools"))

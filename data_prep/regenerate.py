@@ -123,7 +123,7 @@ def answer_all(
     jobs: list[Job], journal: Journal, settings: dict[str, Any], config: Config, template: ChatTemplate
 ) -> None:
     """Bring every job to its end, or to its refusal, turn by turn, taking from the journal what it has."""
-    target = engine(config, template)
+    target, new_tokens = engine(config, template), 0
     with Progress(total=sum(len(j.turns) for j in jobs), desc="answers", unit="answer") as bar:
         for turn in range(max(len(job.turns) for job in jobs)):
             waiting: dict[str, Job] = {}
@@ -134,12 +134,17 @@ def answer_all(
                 except Refused as refused:
                     job.ended = str(refused)
                     bar.total -= len(job.turns) - turn
+            new = waiting.keys() - journal.answers.keys()
+            bar.initial += len(waiting) - len(new)  # the rate is that of this run alone
             for key, outcome in journal.outcomes(waiting, target.answers):
                 if isinstance(outcome, Refused):
                     waiting[key].stop(str(outcome))
                     bar.total -= len(waiting[key].turns) - turn
                 else:
                     waiting[key].add(outcome)
+                    new_tokens += outcome.tokens * (key in new)
+                    rate = new_tokens / max(bar.format_dict["elapsed"], 1e-9)
+                    bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
                     bar.update()
 
 

@@ -29,6 +29,7 @@ from eagle31_train.targets.pretrained import vocabulary_fingerprint
 
 NAMED = 5  # refused conversations that the summary names; the manifest names all
 COUNTS = {  # of the manifest; the summary has those that are not 0
+    "repeated": "prompts that are asked twice, on one side of the split",
     "cut": "cut at max_length",
     "no_end_of_turn": "answers without end of turn",
     "split_turns": "conversations with one sample per answer, since the template rewrites history",
@@ -154,17 +155,17 @@ def _write(
         },
         "refused": collected.refused,
         "no_end_of_turn": collected.total("open"),
-        **{what: collected.total(what) for what in ("cut", "split_turns", "inserted", "respelt", "tools_unread")},
+        **{what: collected.total(what) for what in COUNTS if what != "no_end_of_turn"},
     }
 
 
 def _sources(counts: dict[str, dict[str, Any]], collected: Collected) -> dict[str, dict[str, Any]]:
-    """What became of every source's rows: read, taken, and of these refused and cut."""
+    """What became of every source's rows: read, taken, and of these refused, repeated and cut."""
     refused = Counter(entry["source"] for entry in collected.refused)
     result = {}
     for name, read_and_taken in sorted(counts.items()):
         of_source = collected.counts.get(name, Counter())
-        result[name] = {**read_and_taken, "refused": refused[name]}
+        result[name] = {**read_and_taken, "refused": refused[name], "repeated": of_source["repeated"]}
         result[name] |= {"cut": of_source["cut"], "no_end_of_turn": of_source["open"]}
     return result
 

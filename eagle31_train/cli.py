@@ -55,6 +55,9 @@ def load_config(
     with tempfile.TemporaryDirectory() as copies:
         folders = [CONFIGS, Path(copies), *([config_dir.resolve()] if config_dir else [])]
         words = [_with_file_copied(word, Path(copies)) for word in overrides]
+        keys = {_key(word) for word in words}
+        if twice := [f"{old} is called {new} now" for old, new in RENAMED.items() if {old, new} <= keys]:
+            raise UserError(f"{twice[0]}: give it once")
         groups = [word for word in words if (CONFIGS / _key(word)).is_dir()]
         try:
             composed = _composed([_checked_group(word, folders) for word in groups], saved, folders)
@@ -97,18 +100,26 @@ def _checked_group(override: str, folders: list[Path]) -> str:
     return f"{group}=[{quoted}]" if listed else f"{group}={quoted}"
 
 
+def _schema() -> DictConfig:
+    """The options with their types and defaults, and the old names, empty: recipes may still have them."""
+    schema: DictConfig = OmegaConf.structured(Config)
+    with open_dict(schema):
+        for old in (*RENAMED, *REMOVED):
+            OmegaConf.update(schema, old, None, force_add=True)
+    return schema
+
+
 def _composed(groups: list[str], saved: Path | None, folders: list[Path]) -> DictConfig:
     """The root with groups: one that the recipe has already is replaced, others are added."""
     OmegaConf.register_new_resolver("project", project, replace=True)
-    ConfigStore.instance().store(name="schema", node=OmegaConf.structured(Config))
+    ConfigStore.instance().store(name="schema", node=_schema())
     root = "config"
     if saved is not None:
         if not saved.is_file():
             raise UserError(f"{saved} is missing: give a run's folder, or a recipe with +experiment=NAME")
         # Options that were added since have their defaults.
-        node = OmegaConf.merge(OmegaConf.structured(Config), _with_new_names(OmegaConf.load(saved)))
         root = "saved"
-        ConfigStore.instance().store(name=root, node=node)
+        ConfigStore.instance().store(name=root, node=OmegaConf.merge(_schema(), OmegaConf.load(saved)))
     keys = [_key(word) for word in groups]
     if twice := [key for key in keys if keys.count(key) > 1]:
         raise UserError(f"Multiple values for {twice[0]}: give one")
@@ -119,18 +130,23 @@ def _composed(groups: list[str], saved: Path | None, folders: list[Path]) -> Dic
         if others:  # Hydra takes a group that the recipe does not name only with the plus
             named = compose(root, recipe, return_hydra_config=True).hydra.runtime.choices
             recipe += [word if _key(word) in named else f"+{word}" for word in others]
-        return compose(root, recipe)
+        return _with_new_names(compose(root, recipe))
 
 
-def _with_new_names(saved: Any) -> dict[str, Any]:
-    """A saved configuration of an earlier version, with its options under the names that they have now."""
-    values: Any = OmegaConf.to_container(saved)
-    for old, new in {**RENAMED, **dict.fromkeys(REMOVED)}.items():
+def _with_new_names(composed: DictConfig) -> DictConfig:
+    """The configuration with values of old names given to the options that they mean, which is said."""
+    values: Any = OmegaConf.to_container(composed)
+    for old, new in {**RENAMED, **dict.fromkeys(REMOVED, "")}.items():
         section, _, key = old.partition(".")
-        value = values.get(section, {}).pop(key, None)
-        if new is not None and value is not None:
-            values[section][new.partition(".")[2]] = value
-    return typing.cast(dict[str, Any], values)
+        if (value := values[section].pop(key)) is not None:
+            _say_new_name(old)
+            values[section] |= {new.partition(".")[2]: value} if new else {}
+    return typing.cast(DictConfig, OmegaConf.merge(OmegaConf.structured(Config), values))
+
+
+def _say_new_name(old: str) -> None:
+    now = f"called {RENAMED[old]} now" if old in RENAMED else "read from the target's config.json now: leave it out"
+    note(f"{old} is {now}", error=True)
 
 
 def _to_config(composed: DictConfig, folders: list[Path]) -> Config:
@@ -156,8 +172,10 @@ def _set(config: DictConfig, override: str) -> None:
     key, (_, equals, value) = _key(override), override.partition("=")
     if not key or (not equals and not override.startswith("~")):
         raise UserError(f"{override!r} is not of the form key=value")
-    if key in RENAMED:
-        note(f"{key} is called {RENAMED[key]} now", error=True)
+    if key in RENAMED or key in REMOVED:
+        _say_new_name(key)
+        if key in REMOVED:
+            return
         key = RENAMED[key]
     kinds = {name: kind for name, kind, _ in _options(Config)}
     free = any(key == name or key.startswith(f"{name}.") for name in FREE)

@@ -57,7 +57,7 @@ def check_value(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
 
 COMPARE = {"above": operator.gt, "at_least": operator.ge, "at_most": operator.le, "below": operator.lt}
 
-# Old names of options. They are still read, on the command line and in the configurations that runs saved. What is
+# Old names of options. They are still read, on the command line and in YAML files, and the new one is said. What is
 # recorded on the disk has the old names (`provenance.recorded`), so that earlier outputs stay up to date.
 RENAMED: dict[str, str] = {
     "train.unroll": "train.ttt_length",
@@ -79,7 +79,7 @@ ADDED: dict[str, Any] = {
     "drafter.qk_norm": False,
     "evaluate.timed_prompts": 5,
 }
-# Options of before that are read from the target's config.json now; saved configurations may have them.
+# Options of before that are read from the target's config.json now; given, they say so.
 REMOVED = ("plan.hidden_size", "plan.vocab_size", "plan.layers")
 
 

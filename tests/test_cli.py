@@ -132,6 +132,15 @@ def test_an_old_name_is_understood_and_says_the_new_one(monkeypatch, capsys, tmp
     assert capsys.readouterr().err == "train.rate is called train.lr now\n"
     (tmp_path / "saved.yaml").write_text(cli.to_yaml(config).replace("  lr:", "  rate:"))
     assert load_config([], tmp_path / "saved.yaml") == config
+    capsys.readouterr()
+    recipe = (cli.CONFIGS / "experiment" / "smollm2.yaml").read_text()
+    assert "  lr: " in recipe
+    (tmp_path / "old.yaml").write_text(recipe.replace("  lr: ", "  rate: ") + "plan: {layers: 3}\n")
+    assert load_config([f"+experiment={tmp_path / 'old.yaml'}"]).train == load_config([RECIPE]).train
+    assert load_config([RECIPE, "plan.layers=3"]).plan == load_config([RECIPE]).plan
+    leave_out = "plan.layers is read from the target's config.json now: leave it out\n"
+    assert capsys.readouterr().err == "train.rate is called train.lr now\n" + 2 * leave_out
+    assert "train.rate is called train.lr now: give it once" in message_of(RECIPE, "train.rate=1", "train.lr=2")
 
 
 # ---------------------------------------------------------------- run

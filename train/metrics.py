@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Callable
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -68,21 +69,29 @@ class Rows:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def cut(self, step: int) -> None:
+    def cut(self, step: int, say: Callable[[str], None] = note) -> int:
         """Take away rows past `step` and a torn last line, which a kill after the checkpoint left.
 
         Rows lie in the order of their steps, so the file is only shortened: that needs no room, and a
-        kill meanwhile does no harm. A damaged line before them stays.
+        kill meanwhile does no harm. `say` names a damaged line before them, which stays.
+
+        Returns:
+            The step of the last row that stays; 0 without any.
         """
+        size = last = 0
         if not self.path.exists():
-            return
-        size = 0
+            return last
         with self.path.open("r+b") as file:
-            for line in file:
-                if not line.endswith(b"\n") or _step_of(line) > step:
+            for number, line in enumerate(file, 1):
+                found = _step_of(line)
+                if not line.endswith(b"\n") or found > step:
                     break
                 size += len(line)
+                last = found or last
+                if not found:
+                    say(f"{self.path}:{number} is damaged, and its row is lost: remove the line")
             file.truncate(size)
+        return last
 
     def append(self, row: dict[str, Any]) -> None:
         """Write one row; numbers that are not finite become null, which JSON has. A UserError on a full disk."""
@@ -127,8 +136,10 @@ class Reporter:
         self.tokens = 0
         self.metrics, self.timings = (Rows(folder / name) for name in (METRICS, TIMINGS))
         if self.main:
-            self.metrics.cut(step)
-            self.timings.cut(step)
+            last = self.metrics.cut(step, self.note)
+            if last < step:  # a full disk or a power cut took them, or somebody removed the file
+                self.note(f"{self.metrics.path} lacks the rows of steps {last + 1:,} to {step:,}")
+            self.timings.cut(step, self.note)
 
     def log(self, step: int, values: dict[str, Any]) -> None:
         """Append one row to metrics.jsonl and send its numbers to the trackers, by the names of `scalars`."""

@@ -212,6 +212,7 @@ def restore(config: Config, data: Inputs, accelerator: Accelerator) -> tuple[Pat
     newest = launch.agreed(accelerator, lambda: checkpoint.newest(folder, fingerprint, note))
     if newest is None:
         if (source := initial_weights.open_source(config, needed=True)) is not None:
+            initial_weights.refuse_other_kind(source, data.shape, data.store)  # the hub's may have changed meanwhile
             initial_weights.copy_initial_weights(source, data.draft_vocab, data.store, objective.drafter, _say)
         state, parallel = State(), parallelise(accelerator, objective, config.train)
     else:

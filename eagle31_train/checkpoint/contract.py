@@ -151,10 +151,14 @@ def check(tensors: Mapping[str, TensorOrShape], shape: DrafterShape) -> list[str
     """
     expected = weight_shapes(shape) | map_tensors(shape)
     problems = check_shape(shape)
+    prefixed = [name for name in sorted(tensors) if name.startswith("model.")]
+    problems += [f"{name} has the prefix 'model.', which vLLM adds itself" for name in prefixed[:1]]
     lacking = "which vLLM would load in silence and serve badly"
     problems += [f"{name} is missing, {lacking}" for name in sorted(expected.keys() - tensors.keys())]
     beyond = "the options or config.json have no place for it (fc_norm, draft_vocab_size, share_embedding, …)"
-    problems += [f"{name} is superfluous: {beyond}" for name in sorted(tensors.keys() - expected.keys())]
+    problems += [
+        f"{name} is superfluous: {beyond}" for name in sorted(tensors.keys() - expected.keys() - set(prefixed))
+    ]
     for name in sorted(expected.keys() & tensors.keys()):
         problems += _check_tensor(name, tensors[name], expected[name])
     return problems + _check_maps(tensors, expected)

@@ -57,7 +57,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
     """Every tensor of the folder's safetensors, or of those that an index names, by its canonical name."""
-    files = sorted(folder.glob("*.safetensors"))
+    files, places = sorted(folder.glob("*.safetensors")), {}
     if os.path.lexists(folder / INDEX):  # even a link to nowhere is not passed over
         try:
             places = foreign.typed(dict[str, str], _read_object(folder / INDEX).get("weight_map"))
@@ -83,6 +83,9 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
                 raise UserError(f"{canonical} is there twice, once as {name} in {file.name}: remove one of them")
             if not contract.is_idle(canonical):
                 tensors[canonical] = tensor
+    listed = {name for name in map(contract.canonical_name, places) if not contract.is_idle(name)}
+    if lacking := listed - tensors.keys():
+        raise UserError(f"{min(lacking)} is listed in {INDEX} but in none of its files: get them again")
     return tensors
 
 

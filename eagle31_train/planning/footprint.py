@@ -184,7 +184,8 @@ def _rows(shape: DrafterShape, work: Work) -> float:
 def _fused(shape: DrafterShape, step: Step) -> float:
     """Values of a position that wait for the gradient of fc and of the norms before it."""
     wide = len(shape.aux_layers) * shape.target_hidden_size
-    return wide * (1 + shape.fc_norm * step.decodes + shape.norm_before_fc)
+    # fc_norm keeps what it reads: the store's own states, decoded ones, or what the norm over all of them made.
+    return wide * (1 + shape.fc_norm * (step.decodes or shape.norm_before_fc) + shape.norm_before_fc)
 
 
 # ---------------------------------------------------------------- the state, and a step, under a launch profile

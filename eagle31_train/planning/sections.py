@@ -17,6 +17,10 @@ GIB = 2**30
 BUSY = 0.9  # share of the devices' time below which the plan says that they wait
 SPARE = 0.9  # of a device's memory may be planned for: contexts, communication and fragments take the rest
 PARTS = {"fc": "fc, fc_norm", "self_attn": "attention", "mlp": "mlp", "lm_head": "lm_head", "embed_tokens": "embedding"}
+MORE = [
+    "  More prompts, a better drafter: on a 135M target 420 gave an acceptance length of 1.57, 2,781",
+    "  gave 2.14. With plan.tokens=3e8, `prompts` says how many so many tokens want.",
+]
 COLUMNS = ("weights", "moments", "copies", "target", "step", "update", "peak", "host")
 
 
@@ -74,7 +78,7 @@ def answering(plan: Planned) -> list[str]:
     if there is not None and there < 0.99 * what.prompts:
         more = "data.self_prompts.count" if own else "data.generate.samples"
         lines.append(f"  NOT ENOUGH   {there:,} prompts are at hand: give more, or raise {more}")
-    return lines
+    return lines + MORE * (config.plan.tokens is None)
 
 
 def store(plan: Planned) -> list[str]:

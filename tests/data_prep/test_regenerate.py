@@ -16,6 +16,7 @@ from eagle31_train.config import Config, DataConfig, GenerateConfig, TargetConfi
 from eagle31_train.errors import UserError
 
 JOURNAL = f"{OUTPUT}.partial"
+SAID = {"role": "assistant", "content": "yes"}
 PROMPTS = [
     {"id": "one", "category": "chat", "turns": ["hello"]},
     {"id": "two", "category": "chat", "turns": ["the fox", "and?", "so?"]},
@@ -87,6 +88,30 @@ def test_samples_first_greedy_then_sampled_and_reproducible(config, tmp_path):
     config.data.generate = GenerateConfig(samples=3, temperature=0.0)
     with pytest.raises(UserError, match=r"set data\.generate\.temperature above 0"):
         run(config)
+
+
+def test_the_bar_says_how_many_tokens_a_second_this_run_writes(config, tmp_path, monkeypatch):
+    bars, settings = [], {"a": 1}
+
+    class Bar(module.Progress):
+        def __init__(self, **options):
+            super().__init__(**options)
+            bars.append(self)
+
+        @property
+        def format_dict(self):
+            return {**super().format_dict, "elapsed": 2.0}
+
+    monkeypatch.setattr(module, "Progress", Bar)
+    monkeypatch.setattr(Local, "answers", lambda _, jobs: ((key, Answer(SAID, "stop", 10)) for key in jobs))
+    template = ChatTemplate.load(config.target)
+    for asked in (1, 3):  # the second run has the first one's answer in its journal
+        jobs, _ = module._jobs(module.Corpus.open(config, "prompts"), config.data.generate)
+        with Journal(tmp_path / OUTPUT) as journal:
+            module.answer_all(jobs[:asked], journal, settings, config, template)
+    first, second = bars
+    assert (first.n, first.initial, first.postfix) == (1, 0, "5 tokens/s")
+    assert (second.n, second.initial, second.postfix) == (5, 1, "20 tokens/s")
 
 
 # ---------------------------------------------------------------- kills, and what is up to date
@@ -234,7 +259,7 @@ def test_thoughts_calls_and_results_make_one_conversation(served, server, tmp_pa
     assert supervised["whole"] == call + rest
     assert supervised["last"] == supervised["no-result"] == call
     manifest = json.loads((tmp_path / "run" / "data" / "manifest.json").read_text())
-    counts = {"read": 7, "taken": 7, "refused": 1, "cut": 0, "no_end_of_turn": 0}
+    counts = {"read": 7, "taken": 7, "refused": 1, "repeated": 3, "cut": 0, "no_end_of_turn": 0}
     assert manifest["sources"]["prompts"] == counts
 
 

@@ -95,6 +95,17 @@ def test_what_is_written(config, tmp_path):
     assert not (tmp_path / "run" / ".data.tmp").exists()
 
 
+def test_prompts_that_are_asked_twice_are_counted_by_source(config, tmp_path, capsys):
+    rows = [{**row, "id": f"again{i}"} for i, row in enumerate(chats(60)[:2])]
+    rows += [{**rows[0], "sample": 1}, {**chats(1)[0], "id": "apart", "source": "c"}]
+    rows.append({"id": "longer", "source": "a", "messages": [*chat("question 0"), *chat("and then?")]})
+    write(tmp_path / "chats.jsonl", [*chats(60), *rows])
+    prepare(config)
+    sources = manifest_of(tmp_path)["sources"]
+    assert [sources[name]["repeated"] for name in "abc"] == [1, 1, 1]
+    assert "prompts that are asked twice, on one side of the split: 3\n" in capsys.readouterr().out
+
+
 # ---------------------------------------------------------------- the split
 
 
@@ -242,9 +253,9 @@ def check_counts(config, tmp_path, capsys):
     prepare(config)
     manifest, rows = manifest_of(tmp_path), rows_of(tmp_path)
     assert manifest["sources"] == {
-        "en": {"weight": 1.0, "read": 60, "taken": 49, "refused": 0, "cut": 0, "no_end_of_turn": 0},
+        "en": {"weight": 1.0, "read": 60, "taken": 49, "refused": 0, "repeated": 0, "cut": 0, "no_end_of_turn": 0},
         # All but the wizard's row are taken; those without an answer, or with a call, are found out later.
-        "zh": {"weight": 1.0, "read": 50, "taken": 49, "refused": 3, "cut": 1, "no_end_of_turn": 1},
+        "zh": {"weight": 1.0, "read": 50, "taken": 49, "refused": 3, "repeated": 0, "cut": 1, "no_end_of_turn": 1},
     }
     reasons = {"6": "no assistant turn", "10": f"the chat template of {config.target.name} writes no tool calls"}
     reasons["7"] = "unknown role 'wizard'"

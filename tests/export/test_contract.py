@@ -53,7 +53,7 @@ def nan(tensors):
         (without("d2t"), "d2t is missing"),
         (without("t2d"), "t2d is missing"),
         (without("midlayer.hidden_norm.weight"), "midlayer.hidden_norm.weight is missing"),
-        (rename("norm.weight", "model.norm.weight"), "model.norm.weight is superfluous"),
+        (rename("norm.weight", "model.norm.weight"), "model.norm.weight has the prefix 'model.'"),
         (nan, "midlayer.mlp.up_proj.weight holds 1 NaN"),
         (with_("fc.weight", lambda t: t["fc.weight"] / 0), "fc.weight holds"),
         (with_("midlayer.mlp.bias", lambda _: torch.zeros(3)), "midlayer.mlp.bias is superfluous"),

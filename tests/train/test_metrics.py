@@ -45,3 +45,17 @@ def test_rows_after_a_stop_are_the_same_bytes(tmp_path, done):
     fill(stopped, curve, done)
     for name in ("metrics.jsonl", "timings.jsonl"):
         assert (stopped / name).read_bytes() == (whole / name).read_bytes()
+
+
+def test_damaged_and_missing_rows_are_named_when_a_run_goes_on(tmp_path, capsys):
+    fill(tmp_path, losses(30))
+    file = tmp_path / "metrics.jsonl"
+    lines = file.read_bytes().splitlines(keepends=True)
+    lines[11] = lines[11][:9] + b"\n"
+    file.write_bytes(b"".join(lines))
+    Reporter(Recorder(), tmp_path, 20, 1000).close()
+    assert capsys.readouterr().out == f"{file}:12 is damaged, and its row is lost: remove the line\n"
+    assert file.read_bytes() == b"".join(lines[:22])
+    file.write_bytes(b"".join(lines[:5]))
+    Reporter(Recorder(), tmp_path, 20, 1000).close()
+    assert capsys.readouterr().out == f"{file} lacks the rows of steps 6 to 20\n"

@@ -8,6 +8,7 @@ from pipeline import assert_equal, message_of
 from warming import begin, edit, refusal
 
 from eagle31_train.export import export
+from train import initial_weights
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +103,17 @@ def test_other_weights_in_the_same_place_are_refused(new_run, draft, left):
     message = message_of(begun, *SHORT, f"train.init_from={source}")
     assert "was made from other inputs (train.init_from: " in message
     begun.fit(*SHORT, f"train.init_from={source}", "overwrite=true")
+
+
+def test_first_weights_that_are_read_again_are_compared_again(new_run, draft, monkeypatch):
+    """A run whose only checkpoint is damaged, and whose first weights are a repository that has changed."""
+    source = draft()
+    begun = stopped(new_run(), f"train.init_from={source}")
+    (begun.checkpoints / "step-000004" / "model.safetensors").write_bytes(b"")
+    shutil.rmtree(source)
+    shutil.copytree(draft(rope_theta=5000, rope_parameters=None), source)
+    monkeypatch.setattr(initial_weights, "goes_by_record", lambda _: True)
+    assert "(rope_theta: " in message_of(begun, *SHORT, f"train.init_from={source}")
 
 
 def test_a_run_that_goes_on_needs_its_first_weights_no_more(new_run, draft):
