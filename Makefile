@@ -99,9 +99,8 @@ bench-gpu: install
 bench-gpu-model: install
 	$(BIN)/python -m benchmarks.gpu_model $(ARGS)
 
-# The store beside memcpy and one file per sample, and extraction beside the bare forward pass: runs/bench/{storage,extraction}.*
+# Extraction beside the target's bare forward pass: runs/bench/extraction.{json,png}
 bench-store: install
-	$(BIN)/python -m benchmarks.storage $(ARGS)
 	$(BIN)/python -m benchmarks.extraction $(ARGS)
 
 clean:
