@@ -83,7 +83,7 @@ class Case:
 
 @pytest.fixture(scope="module")
 def smollm2(real_target):
-    """Some lengths are equal: conversations of others could not be mixed up unseen. Both engines round."""
+    """Three conversations are equally long, so that they could be mixed up."""
     tokenizer = AutoTokenizer.from_pretrained(real_target)
     lines = lines_of(PROMPTS / "smollm2_conversations.jsonl")[:60]
     rows = [tokenizer.apply_chat_template(json.loads(line)["messages"], return_dict=False) for line in lines]

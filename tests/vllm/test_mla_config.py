@@ -6,20 +6,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import make_mla_shape
 from safetensors.torch import save_file
 from transformers import DeepseekV3Config
 
 from eagle31_train.checkpoint import config_json, contract
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
-from eagle31_train.config import DrafterShape
 from eagle31_train.errors import UserError
 from eagle31_train.model.mla import LatentAttention
 
 pytestmark = pytest.mark.vllm
 
 YARN = {"rope_type": "yarn", "factor": 64.0, "original_max_position_embeddings": 64}
-SHAPE = DrafterShape(
-    architecture="mla",
+SHAPE = make_mla_shape(
     hidden_size=50,
     target_hidden_size=50,
     aux_layers=[1, 3],
@@ -27,16 +26,8 @@ SHAPE = DrafterShape(
     draft_vocab_size=96,
     intermediate_size=64,
     num_attention_heads=5,
-    num_key_value_heads=5,
-    head_dim=84,
     rms_norm_eps=2e-5,
-    rope_theta=50000.0,
     rope_scaling={**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
-    max_position_embeddings=4096,
-    fc_norm=True,
-    norm_output=True,
-    norm_before_residual=False,
-    share_embedding=True,
     q_lora_rank=24,
     kv_lora_rank=512,
     qk_nope_head_dim=20,
