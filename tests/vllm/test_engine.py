@@ -161,12 +161,13 @@ def test_states_in_float32_are_those_of_transformers_within_its_rounding(case, a
         assert all(torch.equal(row[:, case.layers.index(case.depth)], row[:, -1]) for row in ours)
 
 
-@pytest.mark.parametrize("mistake", ["another layer", "after the norm", "conversations mixed up", "positions shifted"])
+@pytest.mark.parametrize("mistake", ["the next layer", "after the norm", "conversations mixed up", "positions shifted"])
 def test_planted_mistakes_are_seen(mistake, case, answers, exact):
     ours, (theirs, noise) = from_vllm(answers["plain"][0], len(case.conversations)), exact
-    if mistake == "another layer":
-        engine = case.by_transformers(layers=[layer - 1 for layer in case.layers])
-        wrong = joined(engine, case.conversations)
+    if mistake == "the next layer" and case.depth in case.layers:
+        wrong = [torch.cat([row[:, 1:-1], row[:, -2:]], 1) for row in theirs]
+    elif mistake == "the next layer":
+        wrong = joined(case.by_transformers(layers=[layer + 1 for layer in case.layers]), case.conversations)
     elif mistake == "after the norm":
         norm = case.by_transformers().target.final_norm
         wrong = [torch.cat([row[:, :-1], norm(row[:, -1:].float()).double()], 1) for row in theirs]
