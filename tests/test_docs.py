@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import tomllib
 import yaml
 
 from eagle31_train import cli, new
@@ -80,6 +79,7 @@ def test_the_citation_is_of_this_version():
 
 
 def test_every_dependency_is_listed_with_its_bounds():
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = set(project["dependencies"]).union(*project["optional-dependencies"].values())
     rows = re.findall(r"^\| `([^`]+)` \| ([^|]+) \| ([^|]+) \|$", TEXTS["docs/dependencies.md"], re.MULTILINE)

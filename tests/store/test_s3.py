@@ -42,4 +42,5 @@ def test_a_server_in_trouble_is_tried_again(s3, tmp_path, monkeypatch):
 
     monkeypatch.setattr(s3fs.S3FileSystem, "_call_s3", call)
     assert storage.read("a") == b"content"
-    assert len(naps) == 3
+    assert len(calls) > 3
+    assert len(naps) in (2, 3)  # s3fs 2024.6 itself tries again after a timeout

@@ -2,6 +2,7 @@
 
 import errno
 import os
+from pathlib import Path
 
 import pytest
 from storage_contract import CACHE, StorageContract
@@ -40,8 +41,8 @@ def local(tmp_path):
 @pytest.mark.core
 def test_nothing_has_its_name_before_it_and_its_folder_are_on_the_disk(local, monkeypatch):
     steps = []
-    fsync, replace = artifacts.fsync_path, os.replace
+    fsync, replace = artifacts.fsync_path, Path.replace
     monkeypatch.setattr(artifacts, "fsync_path", lambda path: (steps.append(path.name), fsync(path)))
-    monkeypatch.setattr(os, "replace", lambda a, b: (steps.append("replace"), replace(a, b)))
+    monkeypatch.setattr(Path, "replace", lambda a, b: (steps.append("replace"), replace(a, b)))
     local.write("shards/a", b"content")
     assert steps == [local.folder.parent.name, "store", ".a.tmp", "replace", "shards"]
