@@ -21,7 +21,7 @@ SMOLLM2 = [
     "train.lr=1e-3",
     "train.max_steps=40",
     "train.batch_tokens=512",
-    "evaluate.max_new_tokens=32",
+    "evaluate.max_new_tokens=24",
     "evaluate.timed_prompts=1",
 ]
 TOY = [
@@ -51,7 +51,7 @@ RUNS = {
 }
 DEPTH = 3  # draft tokens of the evaluator's own speculation
 OTHER_DEPTHS = (1, 5, 8)  # of which it tells the counts from one output of the target
-AT_OTHER_DEPTHS = 8  # prompts
+AT_OTHER_DEPTHS = 8  # prompts; and without the drafter
 
 
 def make_run(name: str, folder: Path, smollm2: Path | None) -> Path:

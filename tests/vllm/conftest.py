@@ -125,7 +125,7 @@ def answers(ask, finished_run, target, requests) -> dict[int, dict]:
     export = str(finished_run / "export")
     asked = {}
     for depth in (0, DEPTH, *OTHER_DEPTHS):
-        some = requests if depth in (0, DEPTH) else requests[: serving.AT_OTHER_DEPTHS]
+        some = requests if depth == DEPTH else requests[: serving.AT_OTHER_DEPTHS]
         asked[depth] = {"target": target, "draft": export if depth else None, "draft_tokens": depth, "requests": some}
     if "speculators_config" in json.loads((finished_run / "export" / "config.json").read_text()):
         asked[DEPTH] |= {"target": export, "draft": None}
