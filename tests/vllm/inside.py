@@ -84,6 +84,7 @@ def decode(target, draft, draft_tokens, requests):
         now = counted(llm, draft_tokens)
         answer["counters"].append(since(before, now))
         before = now
+    llm.llm_engine.engine_core.shutdown()  # frees its key-value cache before the next engine has one
     return answer
 
 
