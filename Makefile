@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
 PEERS_VENV ?= .venv-peers
+LOWEST_PYTHON ?= python3.10
+HIGHEST_PYTHON ?= python3.13
 BIN := $(VENV)/bin
 EXPERIMENT ?= smollm2
 # Options for every stage of the demo, e.g. ARGS='drafter.norm_output=false name=smollm2-pre-norm'; or of a benchmark
@@ -17,7 +19,7 @@ export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
 export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo install check test lint test-slow test-gpu test-vllm docs bench bench-peers bench-peer-training bench-mla bench-gpu bench-gpu-model bench-store clean
+.PHONY: demo install check test lint test-slow test-versions test-gpu test-vllm docs bench bench-peers bench-peer-training bench-mla bench-gpu bench-gpu-model bench-store clean
 
 demo: install
 	$(BIN)/python -m eagle31_train.targets.embedded
@@ -53,10 +55,16 @@ check: lint
 test: lint
 	$(PYTEST) --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m 'not vllm and not gpu and not slow'
 
-# The long ones: hundreds of kills, steps, processes and random cases, of which `make test` runs a part.
+# The long ones: hundreds of kills, steps, processes and random cases, of which `make test` runs a part; and those with vLLM
+# that `make test-vllm` leaves out, if it has made its environment. ARGS='tests/store tests/test_families.py' for some.
 test-slow: install
-	$(PYTEST) --maxprocesses 4 --dist loadfile -m 'slow and not vllm and not gpu'
-	HYPOTHESIS_PROFILE=thorough $(PYTEST) --maxprocesses 4 -m 'not slow' tests/model/test_exactness.py tests/model/test_mla.py
+	$(PYTEST) --maxprocesses 4 --dist loadfile -m 'slow and not gpu' $(ARGS)
+	$(if $(ARGS),true,HYPOTHESIS_PROFILE=thorough $(PYTEST) --maxprocesses 4 -m 'not slow' tests/model/test_exactness.py tests/model/test_mla.py)
+
+# The tests that guard exactness with the lowest and the highest versions that pyproject.toml allows (8 GB each).
+test-versions:
+	tests/versions.sh lowest $(LOWEST_PYTHON) .venv-lowest
+	tests/versions.sh highest $(HIGHEST_PYTHON) .venv-highest
 
 # What needs a CUDA device; a torch built for one must be in the environment before `make install`.
 test-gpu: install
@@ -65,7 +73,7 @@ test-gpu: install
 # Real vLLM, in an environment of its own; serves runs/smollm2 if the demo has been run, else a short training run.
 test-vllm: install
 	PYTHON=$(abspath $(BIN))/python tests/vllm/install.sh $(VLLM_VENV)
-	$(PYTEST) --maxprocesses 2 --dist loadgroup -m vllm tests/vllm
+	$(PYTEST) --maxprocesses 2 --dist loadgroup -m 'vllm and not slow' tests/vllm
 
 # The documentation as a site, build/site/index.html; a broken link, anchor or picture is an error (tests/test_docs.py too).
 docs: install
@@ -99,9 +107,8 @@ bench-gpu: install
 bench-gpu-model: install
 	$(BIN)/python -m benchmarks.gpu_model $(ARGS)
 
-# The store beside memcpy and one file per sample, and extraction beside the bare forward pass: runs/bench/{storage,extraction}.*
+# Extraction beside the target's bare forward pass: runs/bench/extraction.{json,png}
 bench-store: install
-	$(BIN)/python -m benchmarks.storage $(ARGS)
 	$(BIN)/python -m benchmarks.extraction $(ARGS)
 
 clean:

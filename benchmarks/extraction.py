@@ -15,18 +15,24 @@ The fidelity gate, which runs some conversations of three shards once more, is o
 import argparse
 import shutil
 import statistics
-from collections.abc import Callable, Sequence
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from datasets import Dataset
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
 
-from benchmarks import machine, run_main, store_plot, turns
+from benchmarks import machine, run_main
+from benchmarks.plot import drawn
 from eagle31_train import artifacts, cli
 from eagle31_train.config import Config
 from eagle31_train.errors import UserError
@@ -36,7 +42,11 @@ from eagle31_train.targets import extraction
 from eagle31_train.targets.hf import HiddenStateTarget, TransformersEngine, batches_by_length
 
 PAIRS = ["bf16:bf16", "fp8:fp8", "int8:int8", "int4:int8"]
-PARTS = {
+COLOURS = {
+    "states": "C0", "top1": "C1", "encode": "C2", "join": "C3", "save": "C4", "checksum": "#7fb2f0", "fsync": "#e8c65a",
+    "rest": "C5",
+}  # fmt: skip
+PARTS = {  # each with where the stage calls it
     "states": (HiddenStateTarget, "states"),
     "top1": (extraction, "top1_of"),
     "encode": (shard, "encode"),
@@ -45,6 +55,43 @@ PARTS = {
     "checksum": (writer, "checksum"),
     "fsync": (artifacts, "fsync_path"),
 }
+
+
+@contextmanager
+def clocked(**functions: tuple[Any, str]) -> Iterator[dict[str, float]]:
+    """While it lasts, the seconds spent in functions: clocked(encode=(extract, "encode")) clocks `extract.encode`.
+
+    A function is looked up where it is called from, so that what is timed is the stage's own code, unchanged.
+    """
+    seconds: dict[str, float] = defaultdict(float)
+
+    def timed(part: str, inner: Callable) -> Callable:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                seconds[part] += time.perf_counter() - began
+
+        return call
+
+    patches = [
+        mock.patch.object(owner, name, timed(part, getattr(owner, name))) for part, (owner, name) in functions.items()
+    ]
+    for patch in patches:
+        patch.start()
+    try:
+        yield seconds
+    finally:
+        for patch in patches:
+            patch.stop()
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    """How long a call takes."""
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
 
 
 class Extraction:
@@ -59,8 +106,8 @@ class Extraction:
 
     def run(self, rows: Dataset, planned: PlannedShard) -> dict[str, float]:
         """Extract and commit a shard: seconds in all and of each part."""
-        with turns.clocked(**PARTS) as parts:
-            total = turns.seconds_of(partial(self._run, rows, planned))
+        with clocked(**PARTS) as parts:
+            total = seconds_of(partial(self._run, rows, planned))
         return {"total": total, **dict.fromkeys(PARTS, 0.0), **parts}
 
     def _run(self, rows: Dataset, planned: PlannedShard) -> None:
@@ -83,13 +130,13 @@ def bare(engine: TransformersEngine, tokens: Sequence[Tensor], masked: bool) -> 
         for ids, mask in zip(padded, masks, strict=True):
             decoder(input_ids=ids, attention_mask=mask if masked else None, use_cache=False)
 
-    return {"total": turns.seconds_of(run)}
+    return {"total": seconds_of(run)}
 
 
 def states_only(engine: TransformersEngine, tokens: Sequence[Tensor]) -> dict[str, float]:
     """Seconds of our engine with nothing done to the states."""
-    with turns.clocked(states=PARTS["states"]) as parts:
-        total = turns.seconds_of(lambda: [None for _ in engine.run(tokens)])
+    with clocked(states=PARTS["states"]) as parts:
+        total = seconds_of(lambda: [None for _ in engine.run(tokens)])
     return {"total": total, **parts}
 
 
@@ -131,9 +178,12 @@ def measure(config: Config, pairs: Sequence[str], tokens: int, folder: Path) -> 
             "states": partial(states_only, engine, conversations),
             **{pair: partial(stage.run, rows, planned) for pair, stage in stages.items()},
         }
-        what = f"shard {number + 1} of {len(chosen)}"
-        for name, rounds in turns.in_turns(contenders, 1, what, warm=int(number == 0), first=number).items():
-            found.setdefault(name, []).extend(rounds)
+        names = list(contenders)
+        names = names[number % len(names) :] + names[: number % len(names)]  # who begins goes round
+        for name in tqdm(names, desc=f"shard {number + 1} of {len(chosen)}", leave=False):
+            if number == 0:
+                contenders[name]()
+            found.setdefault(name, []).append(contenders[name]())
     return {
         "shards": [planned.tokens for planned in chosen],
         "padded": padded,
@@ -179,7 +229,41 @@ def table(result: dict[str, Any]) -> str:
     ]
     head = ["", "tokens/s", "of bare", "over shards", *parts]
     tokens = sum(result["shards"])
-    return f"{tokens:,} tokens, {result['padded'] / tokens - 1:.1%} padding\n\n{turns.markdown(head, rows)}"
+    return f"{tokens:,} tokens, {result['padded'] / tokens - 1:.1%} padding\n\n{markdown(head, rows)}"
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table; all but the first column to the right."""
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = [
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ]
+        return f"| {' | '.join(padded)} |"
+
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    return "\n".join([line(head), f"| {' | '.join(rule)} |", *map(line, rows)])
+
+
+def picture(rows: Sequence[dict[str, Any]], info: dict[str, Any], path: Path) -> None:
+    """Time of every contender in units of the bare forward pass, split into parts where they are known."""
+    with drawn(8, 3.2, "Extraction beside the target's bare forward pass", info, path) as figure:
+        axis = figure.subplots()
+        for row in rows:
+            left, whole = 0.0, 1 / row["of_bare"]
+            for part, share in (row["parts"] or {"states": 1.0}).items():
+                axis.barh(row["name"], share * whole, left=left, color=COLOURS[part])
+                left += share * whole
+            axis.annotate(f" {row['of_bare']:.1%} of its speed", (whole, row["name"]), va="center", fontsize=7)
+        for part, colour in COLOURS.items():
+            axis.barh([rows[0]["name"]], [0], color=colour, label=part)
+        axis.axvline(1 / 0.9, color="gray", linestyle="--", linewidth=1)
+        axis.invert_yaxis()
+        axis.grid(visible=False, axis="y")
+        axis.set(xlabel="time, bare forward pass = 1 (dashed: the goal, 90 % of its speed)", xlim=(0, 1.35))
+        figure.legend(loc="outside right upper")
 
 
 def options() -> argparse.Namespace:
@@ -213,7 +297,7 @@ def main() -> None:
     finally:
         shutil.rmtree(chosen.folder, ignore_errors=True)
     artifacts.write_json(chosen.out.with_suffix(".json"), {"machine": here, "experiment": chosen.experiment, **result})
-    store_plot.extraction(numbers(result), here, chosen.out.with_suffix(".png"))
+    picture(numbers(result), here, chosen.out.with_suffix(".png"))
     print(machine.summary(here))
     print(table(result))
     print(f"written: {chosen.out}.json and .png")

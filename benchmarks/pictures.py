@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import extraction, peers, plot, run_main, storage, store_plot
+from benchmarks import extraction, peers, plot, run_main
 from eagle31_train import artifacts
 from eagle31_train.errors import UserError
 from eagle31_train.reporting import figures
@@ -117,16 +117,10 @@ def growing(path: Path) -> None:
     plot.growth(found["points"], found["machine"], path)
 
 
-def stored(path: Path) -> None:
-    """The store beside one file per sample."""
-    found = read("storage")
-    store_plot.storage_rates(storage.named(found["cases"]), found["machine"], path)
-
-
 def extracted(path: Path) -> None:
     """Extraction beside the bare forward pass."""
     found = read("extraction")
-    store_plot.extraction(extraction.numbers(found), found["machine"], path)
+    extraction.picture(extraction.numbers(found), found["machine"], path)
 
 
 DRAWN: dict[str, Callable[[Path], None]] = {
@@ -136,7 +130,6 @@ DRAWN: dict[str, Callable[[Path], None]] = {
     "peers": partial(beside, "peers", "cases"),
     "growth": growing,
     "mla": partial(beside, "mla", "lengths"),
-    "storage": stored,
     "extraction": extracted,
 }
 

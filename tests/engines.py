@@ -31,7 +31,7 @@ def joined(engine, conversations):
 
 
 def from_vllm(states, count):
-    """The same of a file of `vllm/run_engine.py`."""
+    """The same of a file of `vllm/inside.py`."""
     return [torch.cat([states[f"aux.{i}"], states[f"last.{i}"][:, None]], 1).double() for i in range(count)]
 
 

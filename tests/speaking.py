@@ -131,7 +131,12 @@ SMALL += ["evaluate.max_speculative_tokens=3"]
 
 
 def run_all_stages(target: Path, name: str, folder: Path, *options: str) -> Path:
-    """`eagle31 run` of a target's path alone, in `folder`; returns the run's folder.
+    """`eagle31 run` of a target's path alone, in `folder`; returns the run's folder."""
+    return run_stages(folder, f"target.path={target}", f"name={name}", *SMALL, *options) / name
+
+
+def run_stages(folder: Path, *options: str) -> Path:
+    """`eagle31 run` in `folder`; returns the folder of its runs.
 
     The stages, which `run` starts as processes, are called with their command lines in this one.
     """
@@ -148,7 +153,7 @@ def run_all_stages(target: Path, name: str, folder: Path, *options: str) -> Path
         here.setenv("ACCELERATE_USE_CPU", "true")
         here.setattr(sys, "path", [*sys.path])
         here.setattr(run, "subprocess", SimpleNamespace(run=start))
-        here.setattr(sys, "argv", ["eagle31 run", f"target.path={target}", f"name={name}", *SMALL, *options])
+        here.setattr(sys, "argv", ["eagle31 run", *options])
         run.main()
     AcceleratorState._reset_state(True)
-    return folder / "runs" / name
+    return folder / "runs"

@@ -60,6 +60,6 @@ def test_every_stored_picture_is_drawn_again_by_one_command(tmp_path, monkeypatc
     shown = {file.stem for file in redrawn.RESULTS.glob("*.png")} | {"gain"}
     assert shown == redrawn.DRAWN.keys()
     monkeypatch.setattr(redrawn, "README", tmp_path)
-    for name in ("gain", "codecs", "mla", "extraction", "storage", "peers", "study-serving"):
+    for name in ("gain", "codecs", "mla", "extraction", "peers", "study-serving"):
         redrawn.DRAWN[name](tmp_path / f"{name}.png")
-    assert len(list(tmp_path.iterdir())) == 6 + 2
+    assert len(list(tmp_path.iterdir())) == 5 + 2

@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import tomllib
 
 from eagle31_train import cli, new
 from eagle31_train.__main__ import COMMANDS
@@ -72,6 +71,7 @@ def test_the_site_builds_strictly_and_asks_for_nothing_outside(tmp_path):
 
 
 def test_every_dependency_is_listed_with_its_bounds():
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = set(project["dependencies"]).union(*project["optional-dependencies"].values())
     rows = re.findall(r"^\| `([^`]+)` \| ([^|]+) \| ([^|]+) \|$", TEXTS["docs/dependencies.md"], re.MULTILINE)

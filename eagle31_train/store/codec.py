@@ -67,7 +67,12 @@ class Encoded:
 
     def __getitem__(self, rows: "slice | Tensor") -> "Encoded":
         """Some of the rows, by slice or index."""
-        return Encoded(self.codec, self.width, self.values[rows], self.scale[rows])
+        values = self.values
+        if values.dtype == torch.float8_e4m3fn:  # which torch 2.9 does not index on a CPU
+            values = values.view(torch.uint8)[rows].view(values.dtype)
+        else:
+            values = values[rows]
+        return Encoded(self.codec, self.width, values, self.scale[rows])
 
     @property
     def finite(self) -> bool:

@@ -10,12 +10,14 @@ from eagle31_train.evaluation.prompts import Prompt
 from eagle31_train.evaluation.serving import check, measure_serving
 from eagle31_train.reporting.tables import as_text
 
-pytestmark = pytest.mark.vllm
+# A server takes a minute to start: one drafter says it, of a small target or yours.
+RUN = "Llama" if os.environ.get("EAGLE31_RUN") else "Llama, tied embeddings"
+pytestmark = [pytest.mark.vllm, pytest.mark.parametrize("finished_run", [RUN], indirect=True, scope="session")]
 PROMPTS, USERS = 4, 3
 
 
 @pytest.fixture(scope="module")
-def asked(llama_run, requests):
+def asked(requests):
     """Prompts answered whole; the shortest answers, which an end token ends where one does, are among them."""
     return sorted((one for one in requests if one["kind"] == "whole"), key=lambda one: len(one["output"]))[:PROMPTS]
 

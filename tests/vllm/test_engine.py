@@ -1,166 +1,318 @@
-"""The vLLM engine on the real target: the transformers engine's states, within what the target's own rounding does.
+"""The vLLM engine's states are the transformers engine's, within what the target's own rounding does.
 
-How large rounding makes distances is measured here, too.
+Of the real target, and of a random one of Kimi's kind (MLA and experts), which also runs in chunks, over two processes,
+wrapped and in INT4. How large rounding makes distances is measured here, too.
 """
 
 import json
+import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from datasets import DatasetDict
-from engines import ROOT, assert_within, command, distances, from_vllm, joined, shown
+from engines import assert_within, command, distances, from_vllm, joined, shown
+from kimi_like import quantized, wrapped
+from pipeline import contents, write_data
 from safetensors.torch import load_file
+from serving import PROMPTS, lines_of
+from transformers import AutoTokenizer
 
 from eagle31_train.config import TargetConfig
 from eagle31_train.store import Store
+from eagle31_train.targets import toy
+from eagle31_train.targets.engine import Reference
+from eagle31_train.targets.fidelity import compare
 from eagle31_train.targets.hf import HiddenStateTarget, TransformersEngine, load_model
 
 pytestmark = pytest.mark.vllm
 
-AUX = [2, 15, 27]
-LENGTHS = [250, 250, 100, 37, 3, 2, 250, 180]  # of what is compared; equal ones could be mixed up unseen otherwise
+VLLM = ["extract.engine=vllm", "extract.engine_args.enforce_eager=true"]
+MLA = "extract.engine_args.attention_backend=CPU_MLA"  # on CPUs with AMX vLLM takes one that has no float32
+RECIPE = ["name=kimi", "target.device=cpu", "drafter.intermediate_size=32", "drafter.num_attention_heads=4"]
+CHUNKS = ["extract.engine_args.max_num_batched_tokens=96", "extract.engine_args.max_num_seqs=5"]
+TIGHT = [  # room for one of the long ones: others are thrown out and begun again
+    "extract.engine_args.num_gpu_blocks_override=40",
+    "extract.engine_args.scheduler_reserve_full_isl=false",
+    "extract.engine_args.long_prefill_token_threshold=40",
+]
+TWO_PROCESSES = "extract.engine_args.tensor_parallel_size=2"
 
 
-def prepared(folder, real_target, count, max_length):
-    """The options of a small run, whose data are there: of the first `count` conversations."""
-    source = ROOT / "data_prep" / "prompts" / "smollm2_conversations.jsonl"
-    some = folder / "conversations.jsonl"
-    some.write_text("".join(source.read_text(encoding="utf-8").splitlines(keepends=True)[:count]), encoding="utf-8")
-    common = [
-        "+experiment=smollm2",
-        f"target.path={real_target}",
-        f"run_dir={folder / 'run'}",
-        f"data.conversations={some}",
-        f"data.max_length={max_length}",
-        "data.heldout=0.2",
-        "extract.shard_tokens=1024",
-    ]
-    command(sys.executable, "-m", "data_prep", *common)
-    return common
+@dataclass(frozen=True)
+class Case:
+    """A target, what it is asked, and how far apart its states may be: so many times its rounding in float32."""
 
+    target: Path
+    depth: int  # layers
+    layers: list[int]  # whose inputs are taken
+    conversations: list[torch.Tensor]
+    max_length: int
+    times: int
 
-@pytest.fixture(scope="module")
-def arguments(tmp_path_factory, real_target):
-    return prepared(tmp_path_factory.mktemp("engine"), real_target, 24, 256)
+    def request(self, file: Path, *options: str, target: Path | None = None, **more) -> dict:
+        """For inside.py; `target` is another one of the same layers."""
+        layers = f"target.aux_layers={self.layers}".replace(" ", "")
+        words = [
+            *RECIPE,
+            f"target.path={target or self.target}",
+            layers,
+            f"data.max_length={self.max_length}",
+            *VLLM,
+            MLA,
+        ]
+        return {
+            "options": [*words, *options],
+            "conversations": [row.tolist() for row in self.conversations],
+            "too_long": [1] * (self.max_length + 1),
+            "file": str(file),
+            **more,
+        }
 
-
-@pytest.fixture(scope="module")
-def conversations(arguments):
-    run_dir = next(option for option in arguments if option.startswith("run_dir=")).removeprefix("run_dir=")
-    rows = DatasetDict.load_from_disk(f"{run_dir}/data/dataset")["train"]["input_ids"]
-    long = [row for row in rows if len(row) >= max(LENGTHS)]
-    return [torch.tensor(row[:length]) for row, length in zip(long[: len(LENGTHS)], LENGTHS, strict=True)]
-
-
-@pytest.fixture(scope="module")
-def vllm(arguments, vllm_python, conversations, tmp_path_factory):
-    """(states, answer) of the vLLM engine in float32, see run_engine.py."""
-    folder = tmp_path_factory.mktemp("states")
-    asked, states, answer = (folder / name for name in ("request.json", "states.safetensors", "answer.json"))
-    more = ["target.dtype=float32", "extract.engine=vllm", "extract.engine_args.enforce_eager=true"]
-    request = {
-        "options": [*arguments, *more],
-        "conversations": [row.tolist() for row in conversations],
-        "too_long": [1] * 257,
-    }
-    asked.write_text(json.dumps(request))
-    command(vllm_python, Path(__file__).with_name("run_engine.py"), asked, states, answer)
-    return load_file(states), json.loads(answer.read_text())
-
-
-@pytest.fixture(scope="module")
-def engine_of(real_target):
-    """The transformers engine in a dtype; float64 with the same weights."""
-
-    def make(dtype):
-        config = TargetConfig(path=str(real_target), device="cpu", dtype="bfloat16")
+    def by_transformers(self, dtype="float32", target=None, layers=None):
+        """The transformers engine in a dtype; float64 with the same weights."""
+        config = TargetConfig(path=str(target or self.target), device="cpu", dtype="bfloat16")
         model = load_model(config, "float32" if dtype == "float64" else dtype)
-        return TransformersEngine(
-            HiddenStateTarget(model.double() if dtype == "float64" else model, AUX), batch_tokens=1
-        )
-
-    return make
+        if model.config.model_type == "deepseek_v3":
+            model.set_experts_implementation("eager")  # the others have no float64
+        model = model.double() if dtype == "float64" else model
+        return TransformersEngine(HiddenStateTarget(model, layers or self.layers), batch_tokens=1)
 
 
 @pytest.fixture(scope="module")
-def exact(engine_of, conversations):
-    """The transformers engine in float32 and in float64."""
-    return joined(engine_of("float32"), conversations), joined(engine_of("float64"), conversations)
+def smollm2(real_target):
+    """Three conversations are equally long, so that they could be mixed up."""
+    tokenizer = AutoTokenizer.from_pretrained(real_target)
+    lines = lines_of(PROMPTS / "smollm2_conversations.jsonl")[:60]
+    rows = [tokenizer.apply_chat_template(json.loads(line)["messages"], return_dict=False) for line in lines]
+    long = [row for row in rows if len(row) >= 250]
+    lengths = [250, 250, 100, 37, 3, 2, 250, 180]
+    conversations = [torch.tensor(row[:length]) for row, length in zip(long[:8], lengths, strict=True)]
+    return Case(real_target, 30, [2, 15, 27], conversations, 256, times=3)
 
 
-# Each engine has a rounding of its own (thus up to twice the noise of one), and vLLM's kernels approximate exp.
-TIMES = 3
+@pytest.fixture(scope="module")
+def kimi_like(tmp_path_factory):
+    """All layers that vLLM gives; the last is the state before the final norm.
+
+    vLLM's MLA on a CPU approximates exp: its states are further from transformers' than these are from float64's.
+    """
+    target = toy.make(tmp_path_factory.mktemp("target") / "toy", num_hidden_layers=6)
+    generator = torch.Generator().manual_seed(0)
+    lengths = [250, 250, 100, 37, 3, 2, 500, 180, 1]
+    conversations = [torch.randint(0, 990, (length,), generator=generator) for length in lengths]
+    return Case(target, 6, [1, 2, 3, 4, 5, 6], conversations, 512, times=20)
 
 
-def test_states_in_float32_are_those_of_transformers_within_its_rounding(vllm, exact, conversations, tell):
-    states, answer = vllm
-    assert (answer["name"], answer["layers"]) == ("vllm", AUX)
-    ours, (plain, wide) = from_vllm(states, len(conversations)), exact
-    noise = distances(plain, wide)
+@pytest.fixture(scope="module")
+def int4(kimi_like, tmp_path_factory):
+    """(INT4, the bf16 weights that it stands for), or None where vLLM has no product of INT4 weights."""
+    if "avx512f" not in Path("/proc/cpuinfo").read_text():
+        return None
+    folder = tmp_path_factory.mktemp("int4")
+    return quantized(kimi_like.target, folder / "int4", folder / "meant"), folder / "meant"
+
+
+@pytest.fixture(scope="module", params=["smollm2", "kimi_like"])
+def case(request):
+    return request.getfixturevalue(request.param)
+
+
+# A test of this target alone, in the process of the others of it.
+of_kimi_like = pytest.mark.parametrize("case", ["kimi_like"], indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
+def answers(case, ask, int4, tmp_path_factory):
+    """Name → (states, answer) of vLLM, see inside.py."""
+    folder = tmp_path_factory.mktemp("states")
+    asked = {"plain": case.request(folder / "plain", "target.dtype=float32", exchange=True)}
+    if case.max_length == 512:
+        inside = wrapped(case.target, folder / "wrapped")
+        options = ["target.dtype=float32", *CHUNKS, *TIGHT]
+        asked["in chunks, wrapped"] = case.request(folder / "chunks", *options, target=inside)
+        if int4:
+            asked["INT4"] = case.request(folder / "int4", "target.dtype=bfloat16", target=int4[0])
+    found = ask("states", list(asked.values()))
+    return {name: (load_file(one["file"]), answer) for (name, one), answer in zip(asked.items(), found, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def exact(case):
+    """transformers' states in float32, and how far these are from float64's."""
+    states = joined(case.by_transformers(), case.conversations)
+    return states, distances(states, joined(case.by_transformers("float64"), case.conversations))
+
+
+def test_states_in_float32_are_those_of_transformers_within_its_rounding(case, answers, exact, tell):
+    states, answer = answers["plain"]
+    assert (answer["name"], answer["layers"]) == ("vllm", case.layers)
+    ours, (theirs, noise) = from_vllm(states, len(case.conversations)), exact
     tell(
-        "relative distance of states, median and 90 % of positions, per layer:",
-        shown("float32: transformers to float64 (its rounding)", noise, AUX),
-        shown("float32: vLLM to transformers", distances(ours, plain), AUX),
-        shown("float32: vLLM to float64", distances(ours, wide), AUX),
+        f"{case.target.name}, relative distance of states, median and 90 % of positions, per layer:",
+        shown("float32: transformers to float64 (its rounding)", noise, case.layers),
+        shown("float32: vLLM to transformers", distances(ours, theirs), case.layers),
     )
-    assert_within(ours, plain, noise, TIMES)
-    assert_within(ours, wide, noise, TIMES)
+    assert_within(ours, theirs, noise, case.times)
+    assert [len(row) for row in ours] == [len(row) for row in case.conversations]
+    if case.depth in case.layers:  # the input of layer N is the last state before the norm
+        assert all(torch.equal(row[:, case.layers.index(case.depth)], row[:, -1]) for row in ours)
 
 
 @pytest.mark.parametrize("mistake", ["the next layer", "after the norm", "conversations mixed up", "positions shifted"])
-def test_planted_mistakes_are_seen(mistake, vllm, exact, engine_of, conversations):
-    ours, (plain, wide) = from_vllm(vllm[0], len(conversations)), exact
-    assert_within(ours, plain, distances(plain, wide), TIMES)
-    if mistake == "the next layer":
-        model = engine_of("float32").target.model
-        engine = TransformersEngine(HiddenStateTarget(model, [layer + 1 for layer in AUX]), batch_tokens=1)
-        wrong = joined(engine, conversations)
+def test_planted_mistakes_are_seen(mistake, case, answers, exact):
+    ours, (theirs, noise) = from_vllm(answers["plain"][0], len(case.conversations)), exact
+    if mistake == "the next layer" and case.depth in case.layers:
+        wrong = [torch.cat([row[:, 1:-1], row[:, -2:]], 1) for row in theirs]
+    elif mistake == "the next layer":
+        wrong = joined(case.by_transformers(layers=[layer + 1 for layer in case.layers]), case.conversations)
     elif mistake == "after the norm":
-        norm = engine_of("float32").target.final_norm
-        wrong = [torch.cat([row[:, :-1], norm(row[:, -1:].float()).double()], 1) for row in plain]
+        norm = case.by_transformers().target.final_norm
+        wrong = [torch.cat([row[:, :-1], norm(row[:, -1:].float()).double()], 1) for row in theirs]
     elif mistake == "conversations mixed up":
-        wrong = [plain[1], plain[0], *plain[2:]]
+        wrong = [theirs[1], theirs[0], *theirs[2:]]
     else:
-        wrong = [row.roll(1, 0) for row in plain]
+        wrong = [row.roll(1, 0) for row in theirs]
     with pytest.raises(AssertionError):
-        assert_within(ours, wrong, distances(plain, wide), TIMES)
+        assert_within(ours, wrong, noise, case.times)
 
 
-def test_a_whole_extraction_in_bfloat16_is_as_near_to_float32_as_transformers(
-    tmp_path, real_target, vllm_python, engine_of, tell
-):
-    options = prepared(tmp_path, real_target, 12, 160)  # few: bf16 is ten times as slow on a CPU without it
-    more = ["target.dtype=bfloat16", "extract.engine=vllm", "extract.engine_args.enforce_eager=true"]
-    said = command(vllm_python, "-m", "eagle31_train.extract", *options, *more)
+def test_asked_again_vllm_gives_the_same_bits_and_leaves_nothing(case, answers):
+    states, answer = answers["plain"]
+    for index in range(len(case.conversations)):
+        assert torch.equal(states[f"last.{index}"], states[f"twice.{index}"])
+    assert answer["left"] == []
+    assert not Path(answer["folder"]).exists()
+    refusal = f"a conversation of {case.max_length + 1} tokens is too long for extract.engine=vllm"
+    assert answer["refusal"].startswith(refusal)
+
+
+def test_planted_in_the_worker_an_exchange_of_two_conversations_is_refused(answers):
+    assert answers["plain"][1]["exchanged"] == "vLLM gave the states of other tokens than it was asked for"
+
+
+def test_the_gates_reference_is_the_targets_own_choice(case, answers):
+    states, _ = answers["plain"]
+    engine = case.by_transformers()
+    own = engine.reference(case.conversations[0], states["positions"]).own
+    torch.testing.assert_close(states["logs"], own.log_softmax(-1).gather(1, states["ids"]), rtol=1e-3, atol=1e-3)
+    rebuilt = engine.readout.logits(states["last.0"][states["positions"]])
+    agreement, kl = compare(Reference(states["logs"], states["ids"]), rebuilt)
+    assert (agreement, abs(kl) < 1e-5) == (1.0, True)
+
+
+@of_kimi_like
+def test_chunks_of_long_ones_among_others_and_work_done_again_inside_a_multimodal_wrapper(case, answers, exact):
+    states, _ = answers["in chunks, wrapped"]
+    assert_within(from_vllm(states, len(case.conversations)), *exact, case.times)
+
+
+@of_kimi_like
+def test_tensor_parallelism_gives_the_states_of_one_process(case, ask, exact, tmp_path):
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        pytest.skip("vLLM wants a core for each process")
+    request = case.request(tmp_path / "states", "target.dtype=float32", TWO_PROCESSES, *CHUNKS)
+    [answer] = ask("states", [request], VLLM_CPU_OMP_THREADS_BIND=f"{cores[0]}|{cores[1]}")
+    assert_within(from_vllm(load_file(request["file"]), len(case.conversations)), *exact, case.times)
+    assert answer["left"] == []
+
+
+@of_kimi_like
+def test_of_a_quantized_target_the_states_are_the_quantized_ones(case, answers, int4, tell):
+    if int4 is None:
+        pytest.skip("vLLM's product of INT4 weights on a CPU takes AVX-512, which this one has not")
+    ours = from_vllm(answers["INT4"][0], len(case.conversations))
+    meant = joined(case.by_transformers(target=int4[1]), case.conversations)
+    noise = distances(joined(case.by_transformers("bfloat16", int4[1]), case.conversations), meant)
+    unquantized = joined(case.by_transformers(), case.conversations)
+    tell(
+        "INT4, bfloat16:",
+        shown("transformers to float32 (its rounding)", noise, case.layers),
+        shown("vLLM to what INT4 means, in float32", distances(ours, meant), case.layers),
+        shown("vLLM to the weights before INT4", distances(ours, unquantized), case.layers),
+    )
+    assert_within(ours, meant, noise, 2)
+    with pytest.raises(AssertionError):
+        assert_within(ours, unquantized, noise, 2)
+
+
+# ---------------------------------------------------------------- whole extractions
+
+EXTRACT = """
+import sys
+sys.path[:0] = ["tests", "."]
+from extracting import one
+one(0, 1, sys.argv[2:], None if sys.argv[1] == "all" else int(sys.argv[1]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantized", [True, False])
+@of_kimi_like
+def test_a_killed_extraction_is_carried_on(case, quantized, vllm_python, int4, tmp_path):
+    if quantized and int4 is None:
+        pytest.skip("vLLM's product of INT4 weights on a CPU takes AVX-512, which this one has not")
+    target = [f"target.path={int4[0]}", "target.dtype=bfloat16"]
+    if not quantized:
+        target = [f"target.path={case.target}", "target.dtype=float32"]
+    stores = []
+    for name, ends in (("whole", ["all"]), ("killed", ["2", "all"])):
+        folder = tmp_path / name
+        write_data(folder / "run", target_size=toy.VOCAB)
+        options = [*RECIPE, *target, *VLLM, MLA, f"run_dir={folder / 'run'}", "target.aux_layers=[1,4,6]"]
+        for end in ends:
+            words = [end, *options, "extract.shard_tokens=60"]
+            command(vllm_python, "-c", EXTRACT, *words, exits=0 if end == "all" else 9)
+        stores.append(folder / "run" / "store")
+    assert contents(stores[0] / "shards") == contents(stores[1] / "shards")
+    assert len(list((stores[0] / "shards").glob("*.safetensors"))) > 3
+    figures = Store(stores[1]).manifest["fidelity"]
+    assert figures["top1_agreement"] >= 0.99
+    assert figures["positions"] > 30
+
+
+@pytest.mark.slow  # four minutes on a CPU without bf16
+def test_an_extraction_in_bfloat16_is_as_near_to_float32_as_transformers(tmp_path, smollm2, vllm_python, tell):
+    lines = lines_of(PROMPTS / "smollm2_conversations.jsonl")[:12]
+    (tmp_path / "conversations.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    options = [
+        "+experiment=smollm2",
+        f"target.path={smollm2.target}",
+        f"run_dir={tmp_path / 'run'}",
+        f"data.conversations={tmp_path / 'conversations.jsonl'}",
+        "data.max_length=160",
+        "data.heldout=0.2",
+        "extract.shard_tokens=1024",
+    ]
+    command(sys.executable, "-m", "data_prep", *options)
+    said = command(vllm_python, "-m", "eagle31_train.extract", *options, "target.dtype=bfloat16", *VLLM)
     store = Store(tmp_path / "run" / "store")
     assert store.inputs["engine"] == {"name": "vllm", "args": {}}, "eager or compiled, the states are the same"
     figures = store.manifest["fidelity"]
     assert figures["top1_agreement"] >= 0.99
     assert figures["positions"] > 100
-    split = store.split("train")
-    documents = split.read_all(range(4))
-    tokens = [document.tokens for document in documents]
-    plain, exact = joined(engine_of("bfloat16"), tokens), joined(engine_of("float32"), tokens)
 
     def kept(rows):
         """As the store keeps them: both kinds of states, where it does."""
-        where = [document.supervised[document.supervised < document.attended] for document in documents]
         return [row[at] for row, at in zip(rows, where, strict=True)]
 
+    documents = store.split("train").read_all(range(4))
+    where = [document.supervised[document.supervised < document.attended] for document in documents]
+    tokens = [document.tokens for document in documents]
+    plain, exact = (kept(joined(smollm2.by_transformers(dtype), tokens)) for dtype in ("bfloat16", "float32"))
     ours = []
-    for document in documents:
-        at = document.supervised[document.supervised < document.attended]
+    for document, at in zip(documents, where, strict=True):
         last = document.last.decode()[: len(at)]
         ours.append(torch.cat([document.aux.decode()[at], last[:, None]], 1).double())
-    plain, exact = kept(plain), kept(exact)
+    noise = distances(plain, exact)
     tell(
         said.splitlines()[-1],
-        shown("bfloat16: transformers to float32 (its rounding)", distances(plain, exact), AUX),
-        shown("bfloat16: vLLM to float32", distances(ours, exact), AUX),
-        shown("bfloat16: vLLM to transformers", distances(ours, plain), AUX),
+        shown("bfloat16: transformers to float32 (its rounding)", noise, smollm2.layers),
+        shown("bfloat16: vLLM to float32", distances(ours, exact), smollm2.layers),
+        shown("bfloat16: vLLM to transformers", distances(ours, plain), smollm2.layers),
     )
     # As near to the exact states as transformers, and to it no further than two such roundings apart.
-    assert_within(ours, exact, distances(plain, exact), 1.5)
-    assert_within(ours, plain, distances(plain, exact), 2)
+    assert_within(ours, exact, noise, 1.5)
+    assert_within(ours, plain, noise, 2)

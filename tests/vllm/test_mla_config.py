@@ -1,27 +1,24 @@
 """What real vLLM reads of an MLA draft's config.json and tensors: what was trained, however it is spelt; and traps."""
 
 import json
-import os
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import make_mla_shape
 from safetensors.torch import save_file
 from transformers import DeepseekV3Config
 
 from eagle31_train.checkpoint import config_json, contract
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
-from eagle31_train.config import DrafterShape
 from eagle31_train.errors import UserError
 from eagle31_train.model.layer import LatentAttention
 
 pytestmark = pytest.mark.vllm
 
 YARN = {"rope_type": "yarn", "factor": 64.0, "original_max_position_embeddings": 64}
-SHAPE = DrafterShape(
-    architecture="mla",
+SHAPE = make_mla_shape(
     hidden_size=50,
     target_hidden_size=50,
     aux_layers=[1, 3],
@@ -29,16 +26,8 @@ SHAPE = DrafterShape(
     draft_vocab_size=96,
     intermediate_size=64,
     num_attention_heads=5,
-    num_key_value_heads=5,
-    head_dim=84,
     rms_norm_eps=2e-5,
-    rope_theta=50000.0,
     rope_scaling={**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
-    max_position_embeddings=4096,
-    fc_norm=True,
-    norm_output=True,
-    norm_before_residual=False,
-    share_embedding=True,
     q_lora_rank=24,
     kv_lora_rank=512,
     qk_nope_head_dim=20,
@@ -134,23 +123,15 @@ def folders(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory, vllm_python, folders):
+def seen(tmp_path_factory, ask, folders):
     """name → what vLLM reads of the draft."""
-    folder = tmp_path_factory.mktemp("read")
+    folder = tmp_path_factory.mktemp("target")
     sizes = {"hidden_size": 50, "num_hidden_layers": 6, "num_attention_heads": 5, "vocab_size": 96}
     widths = {"q_lora_rank": 24, "qk_nope_head_dim": 20, "v_head_dim": 12, "max_position_embeddings": 4096}
-    target = DeepseekV3Config(**sizes, **widths, architectures=["DeepseekV3ForCausalLM"])
-    target.save_pretrained(folder / "target")
-    (folder / "asked.json").write_text(json.dumps({"target": str(folder / "target"), "drafts": folders}))
-    script = Path(__file__).with_name("read_draft.py")
-    done = subprocess.run(
-        [str(vllm_python), str(script), str(folder / "asked.json"), str(folder / "answer.json")],
-        env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"},
-        capture_output=True,
-        text=True,
+    DeepseekV3Config(**sizes, **widths, architectures=["DeepseekV3ForCausalLM"]).save_pretrained(folder)
+    return dict(
+        zip(folders, ask("draft", [{"target": str(folder), "draft": at} for at in folders.values()]), strict=True)
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads((folder / "answer.json").read_text())
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from serving import AT_OTHER_DEPTHS, DEPTH, OTHER_DEPTHS, counters_told
 
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.config import TargetConfig
@@ -18,9 +19,7 @@ pytestmark = pytest.mark.vllm
 
 def named(requests, values):
     """Values by what they belong to, so that a failure says which prompt."""
-    return {
-        f"{number} {one['id']} ({one['kind']})": v for number, (one, v) in enumerate(zip(requests, values, strict=True))
-    }
+    return {f"{i} {one['id']} ({one['kind']})": v for i, (one, v) in enumerate(zip(requests, values, strict=True))}
 
 
 def test_the_requests_reach_the_edges(requests):
@@ -30,38 +29,42 @@ def test_the_requests_reach_the_edges(requests):
     assert kinds.count("end") >= 3
 
 
-def test_speculation_changes_no_output(requests, speculative, plain):
-    assert named(requests, speculative["outputs"]) == named(requests, plain["outputs"])
+@pytest.mark.parametrize("draft_tokens", [DEPTH, 0])
+def test_outputs_are_the_evaluators_with_the_drafter_and_without(draft_tokens, requests, answers):
+    found = answers[draft_tokens]["outputs"]
+    asked = requests[: len(found)]
+    assert named(asked, found) == named(asked, [one["output"] for one in asked])
 
 
-def test_outputs_are_the_evaluators(requests, speculative):
-    assert named(requests, speculative["outputs"]) == named(requests, [one["output"] for one in requests])
-
-
-def test_counts_are_the_evaluators(requests, speculative):
-    assert named(requests, speculative["counters"]) == named(requests, [one["counters"] for one in requests])
-
-
-def test_totals_are_the_reports(evaluated, requests, speculative):
-    report = evaluated["report"]
-    counted = [c for one, c in zip(requests, speculative["counters"], strict=True) if one["kind"] == "whole"]
-    assert sum(c["drafts"] for c in counted) == report["drafts"]
-    assert sum(c["proposed"] for c in counted) == report["draft_tokens_proposed"]
-    per_position = [sum(column) for column in zip(*(c["accepted_per_position"] for c in counted), strict=True)]
+def test_counts_are_the_evaluators(evaluated, requests, answers):
+    counted = answers[DEPTH]["counters"]
+    assert named(requests, counted) == named(requests, [one["counters"] for one in requests])
+    report, prompts = evaluated["report"], len(evaluated["per_prompt"])
+    assert sum(c["drafts"] for c in counted[:prompts]) == report["drafts"]
+    assert sum(c["proposed"] for c in counted[:prompts]) == report["draft_tokens_proposed"]
+    per_position = [
+        sum(column) for column in zip(*(c["accepted_per_position"] for c in counted[:prompts]), strict=True)
+    ]
     assert per_position == report["accepted_per_position"]
 
 
-def test_the_drafter_is_of_use(evaluated, requests, speculative, plain, tell):
+@pytest.mark.parametrize("draft_tokens", [DEPTH, *OTHER_DEPTHS])
+def test_counts_at_every_depth_are_told_from_one_output_of_the_target(draft_tokens, evaluated, requests, answers):
+    found = answers[draft_tokens]
+    assert found["outputs"][:AT_OTHER_DEPTHS] == [one["output"] for one in requests[:AT_OTHER_DEPTHS]]
+    told = [counters_told(prompt, draft_tokens) for prompt in evaluated["per_prompt"][: len(found["counters"])]]
+    assert dict(enumerate(found["counters"][: len(told)])) == dict(enumerate(told))
+
+
+def test_the_drafter_is_of_use(evaluated, answers, tell):
     assert evaluated["report"]["acceptance_length"] > 1.02  # an untrained drafter has 1.0
-    speeds = []
-    for answer in (speculative, plain):
-        whole = [i for i, one in enumerate(requests) if one["kind"] == "whole"]
-        speeds.append(sum(len(answer["outputs"][i]) for i in whole) / sum(answer["seconds"][i] for i in whole))
+    prompts, speeds = AT_OTHER_DEPTHS, []
+    for answer in (answers[DEPTH], answers[0]):
+        speeds.append(sum(map(len, answer["outputs"][:prompts])) / sum(answer["seconds"][:prompts]))
     tell(
-        f"vLLM, float32, one request at a time, {len(whole)} prompts: {speeds[0]:.1f} tokens/s with the drafter, "
+        f"vLLM, float32, one request at a time, {prompts} prompts: {speeds[0]:.1f} tokens/s with the drafter, "
         f"{speeds[1]:.1f} without; acceptance length {evaluated['report']['acceptance_length']:.3f}"
     )
-    assert min(speeds) > 0
 
 
 # ---------------------------------------------------------------- what MLA can get wrong
@@ -84,8 +87,8 @@ def decoded(finished_run, target):
             mistake(drafter)
         ids = torch.from_numpy(draft.vocab.target_ids)
         limits = Limits(request["max_new_tokens"], frozenset(request["end_ids"]))
-        (found,) = decode_speculative(model, drafter, ids, [request["prompt"]], 3, limits)
-        return [sum(count > position for count in found.accepted) for position in range(3)]
+        (found,) = decode_speculative(model, drafter, ids, [request["prompt"]], DEPTH, limits)
+        return [sum(count > position for count in found.accepted) for position in range(DEPTH)]
 
     return decode
 
@@ -114,8 +117,8 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_in_mla_would_change_vllms_counts(mistake, decoded, requests, speculative):
-    theirs = [counters["accepted_per_position"] for counters in speculative["counters"]]
+def test_a_mistake_in_mla_would_change_vllms_counts(mistake, decoded, requests, answers):
+    theirs = [counters["accepted_per_position"] for counters in answers[DEPTH]["counters"]]
     ours = [decoded(one) for one in requests[:2]]
     assert ours == theirs[:2]
     asked = zip(requests, theirs, strict=True)

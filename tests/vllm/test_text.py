@@ -1,9 +1,6 @@
 """vLLM's own parsers read in what is learnt the messages that it was made of."""
 
 import json
-import os
-import subprocess
-from pathlib import Path
 
 import pytest
 from families import FAMILIES, load, row_of
@@ -43,24 +40,9 @@ def turns(tmp_path_factory):
     return found
 
 
-@pytest.fixture(scope="module")
-def read(turns, vllm_python, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("text")
-    (folder / "asked.json").write_text(json.dumps([asked for _, _, asked in turns]))
-    script = Path(__file__).with_name("read_text.py")
-    done = subprocess.run(
-        [str(vllm_python), str(script), str(folder / "asked.json"), str(folder / "answer.json")],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads((folder / "answer.json").read_text())
-
-
-def test_vllm_reads_what_was_meant(turns, read):
+def test_vllm_reads_what_was_meant(turns, ask):
     assert len(turns) > 15
+    read = ask("text", [asked for _, _, asked in turns])
     for (name, means, asked), (thought, content, calls) in zip(turns, read, strict=True):
         seen = Parts((thought or "").strip(), (content or "").strip(), [(n, json.loads(given)) for n, given in calls])
         if asked["parser"] == "kimi":
