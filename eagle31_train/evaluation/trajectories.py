@@ -35,6 +35,7 @@ from eagle31_train.targets.engine import Engine
 from eagle31_train.targets.hf import TransformersEngine, batches_by_length
 
 IDS = ("prompt", "output", "beyond")
+FEWEST = 2  # prompts to measure on, however few are held out
 WITHOUT = "extract: no trajectories are stored, so training will not measure acceptance"
 
 
@@ -73,7 +74,8 @@ def decode(config: Config, engine: Engine, heldout: Dataset) -> list[Trajectory]
     beyond = options.max_speculative_tokens - 1
     end_ids = artifacts.read_json(config.data_folder / artifacts.MANIFEST, "eagle31 data")["end_ids"]
     longest = (engine.longest or 1 << 40) - options.max_new_tokens - beyond
-    prompts = choose_prompts([prompt_of(row) for row in heldout], config.extract.trajectories, longest)
+    wanted = config.extract.trajectories, options.num_prompts
+    prompts = choose_prompts([prompt_of(row) for row in heldout], *wanted, longest)
     limits = Limits(options.max_new_tokens, frozenset(end_ids))
     made: list[Trajectory] = []
     for batch in batches_by_length(list(map(len, prompts)), 1 if target.alone else config.extract.batch_tokens):
@@ -87,8 +89,10 @@ def decode(config: Config, engine: Engine, heldout: Dataset) -> list[Trajectory]
     return made
 
 
-def choose_prompts(heldout: Sequence[Prompt], count: int, longest: int) -> list[list[int]]:
+def choose_prompts(heldout: Sequence[Prompt], count: int, evaluated: int, longest: int) -> list[list[int]]:
     """At most `count`, from the end of each source, and at most half of its distinct ones: evaluation has the others.
+
+    There are so few that `evaluated` are left for evaluation, or FEWEST where that cannot be.
 
     Raises:
         UserError: no source has two, or none of these has at most `longest` tokens.
@@ -100,6 +104,7 @@ def choose_prompts(heldout: Sequence[Prompt], count: int, longest: int) -> list[
     ours = [prompt for prompts in by_source.values() for prompt in prompts[: len(prompts) // 2]]
     if not ours:
         raise UserError("no source has two held-out prompts, one of them for evaluation: raise data.heldout")
+    count = min(count, max(FEWEST, len(distinct) - evaluated))
     return [prompt.ids for prompt in choose(ours, count, longest)[0]]
 
 

@@ -100,12 +100,16 @@ def test_a_target_or_engine_that_cannot_decode_here_is_extracted_all_the_same(ru
     assert "training will not measure acceptance: extract.engine=vllm does not decode" in capsys.readouterr().out
 
 
-def test_at_most_half_of_each_sources_prompts_are_taken_from_its_end():
+def test_at_most_half_of_each_sources_prompts_are_taken_from_its_end_and_evaluation_comes_first():
     counts = {"a": 5, "b": 2, "c": 1}
     heldout = [Prompt(f"{name}{i}", name, [ord(name), i]) for name, count in counts.items() for i in range(count)]
-    assert choose_prompts(heldout, 8, 9) == [[97, 4], [98, 1], [97, 3]]
-    assert choose_prompts([*heldout, *heldout], 8, 9) == [[97, 4], [98, 1], [97, 3]], "asked twice, and once a prompt"
-    assert choose_prompts(heldout, 1, 9) == [[97, 4]]
-    assert choose_prompts([*heldout, Prompt("long", "a", [97] * 10)], 8, 9) == [[97, 4], [98, 1], [97, 3]]
+    assert choose_prompts(heldout, 8, 0, 9) == [[97, 4], [98, 1], [97, 3]]
+    assert choose_prompts([*heldout, *heldout], 8, 0, 9) == [[97, 4], [98, 1], [97, 3]], (
+        "asked twice, and once a prompt"
+    )
+    assert choose_prompts(heldout, 1, 0, 9) == [[97, 4]]
+    assert len(choose_prompts(heldout, 8, 5, 9)) == 3, "five of eight are left for evaluation"
+    assert len(choose_prompts(heldout, 8, 6, 9)) == len(choose_prompts(heldout, 8, 20, 9)) == 2
+    assert choose_prompts([*heldout, Prompt("long", "a", [97] * 10)], 8, 0, 9) == [[97, 4], [98, 1], [97, 3]]
     with pytest.raises(UserError, match="no source has two held-out prompts"):
-        choose_prompts([heldout[-1], Prompt("again", "c", heldout[-1].ids)], 8, 9)
+        choose_prompts([heldout[-1], Prompt("again", "c", heldout[-1].ids)], 8, 0, 9)
