@@ -16,10 +16,13 @@ Window = list[PlannedShard]
 def cut(split: StoreSplit, tokens: int | None) -> list[Window]:
     """Consecutive shards of at least `tokens` tokens together (the last window may have fewer); all without it."""
     windows: list[Window] = []
+    held = 0  # tokens of the last window, which may have 10^5 shards
     for shard in split.shards:
-        if not windows or (tokens is not None and sum(one.tokens for one in windows[-1]) >= tokens):
+        if not windows or (tokens is not None and held >= tokens):
             windows.append([])
+            held = 0
         windows[-1].append(shard)
+        held += shard.tokens
     return windows
 
 

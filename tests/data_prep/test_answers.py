@@ -49,6 +49,12 @@ def test_request_and_reply(server, chatml):
     assert [Server(server.url, "m", chatml, tokens).timeout for tokens in (512, 16384)] == [600, 8192]
 
 
+def test_a_server_that_renders_other_prompts_is_named(server, chatml, completion, capsys):
+    server.reply = lambda _: completion("yes", prompt=99)
+    ask(server, chatml)
+    assert "makes 99 tokens of a prompt that has" in capsys.readouterr().err
+
+
 def test_an_answer_taken_apart_is_put_together_as_the_target_wrote_it(server, thinking, chatml, completion):
     server.reply = lambda _: completion(None, "tool_calls", tool_calls=CALLS, reasoning="hm")
     answer, _ = ask(server, thinking, tools=TOOLS)

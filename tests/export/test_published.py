@@ -250,6 +250,7 @@ FAULTS = {  # config.json, tensors, words
         lambda t: {**without("t2d")(t), "d2t": t["d2t"] + 9},
         "names no 12 different tokens of 40",
     ),
+    "t2d of other tokens": (same, with_("t2d", lambda t: t["t2d"].roll(1)), "those of t2d"),
     "two rows for one token": (same, twice, "names no 12 different tokens"),
     "d2t of another length": (same, with_("d2t", lambda t: t["d2t"][:11]), "d2t [11] torch.int64 is no map of 12"),
     "fc_norm against the config": (lambda c: {**c, "fc_norm": False}, same, "fc_norm.0.weight is superfluous"),

@@ -83,6 +83,15 @@ def test_the_choice_does_not_move_between_releases():
     ]
 
 
+def test_the_choice_is_a_function_of_seed_and_step(tiny):
+    objective, documents = tiny
+    chosen = [choose(objective, documents, **of) for of in ({}, {}, {"seed": 1}, {"step": 2})]
+    first, again, *others = (torch.cat(subset.taken).tolist() for subset in chosen)
+    assert first == again
+    assert first not in others
+    assert others[0] != others[1]
+
+
 def test_however_the_documents_are_split_the_same_slots_are_trained(tiny):
     objective, documents = tiny
     kept, subset = kept_mask(objective), choose(objective, documents)
