@@ -217,6 +217,9 @@ AGAIN, WARM = {**OURS, "seed": 1}, {**OURS, "train": {**OURS["train"], "init_fro
             ["a may have been trained", "differ in more than their seed: data: d1 there"],
         ),
         ([WARM], ["the weights that a was initialised from may have been trained on these prompts"]),
+        # An option that an older training did not know is a difference only where it changes what is trained.
+        ([OURS, {**AGAIN, "train": {**OURS["train"], "optimizer": "adamw"}}], []),
+        ([OURS, {**AGAIN, "train": {**OURS["train"], "optimizer": "muon"}}], ["optimizer: adamw there, muon here"]),
     ],
 )
 def test_caveats(trainings, expected):
