@@ -14,7 +14,7 @@ import torch
 
 from eagle31_train import artifacts, provenance
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
-from eagle31_train.config import Config
+from eagle31_train.config import Config, DrafterConfig, TrainConfig
 from eagle31_train.console import note
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation.decoding import Limits
@@ -150,10 +150,17 @@ def caveats(trainings: Mapping[str, Sequence[Inputs | None]], data: str) -> Iter
             yield f"{name} may have been trained on these prompts"
         elif any(one.get("train", {}).get("init_from") for one in inputs if one):
             yield f"the weights that {name} was initialised from may have been trained on these prompts"
-        first, *others = [{**(one or {}), "seed": None} for one in inputs]
+        first, *others = [_recipe(one or {}) for one in inputs]
         for number, other in enumerate(others, 2):
             if change := artifacts.describe_change(first, other):
                 yield f"trainings 1 (there) and {number} (here) of {name} differ in more than their seed: {change}"
+
+
+def _recipe(inputs: Inputs) -> Inputs:
+    """All that training depended on but the seed; options that are newer than a training have their defaults."""
+    defaults = {"drafter": asdict(DrafterConfig()), "train": asdict(TrainConfig())}
+    known = {name: {**provenance.recorded(name, new), **inputs.get(name, {})} for name, new in defaults.items()}
+    return {**inputs, **known, "seed": None}
 
 
 def measure(

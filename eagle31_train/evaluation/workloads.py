@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow.compute as pc
 from datasets import Dataset, DatasetDict
 
 from eagle31_train import artifacts
@@ -103,6 +104,12 @@ def workloads(
         others = [Filler(tuple(p.ids), p.messages[-1]["content"]) for p in prompts if p.messages]
         context = Context(rendering, config.data.max_length, others if answers is None else answers)
         made += [plain, *(_perturbed(plain, perturbation, context, longest) for perturbation in perturbations)]
+    if "train" in splits:
+        limit = longest_sample(dataset)
+        for one in made:
+            needed = max(len(prompt.ids) for prompt in one.prompts) + options.max_new_tokens
+            if needed > limit:
+                one.notes.append(f"prompts and answers have up to {needed:,} tokens, samples trained on {limit:,}")
     return made
 
 
@@ -137,6 +144,13 @@ def trained_prompts(dataset: Path) -> frozenset[str]:
         for batch in rows.with_format("numpy").iter(batch_size=1_000)
         for ids, mask in zip(batch["input_ids"], batch["loss_mask"], strict=True)
     )
+
+
+def longest_sample(dataset: Path) -> int:
+    """Tokens of the longest sample of the training split."""
+    rows = Dataset.load_from_disk(str((dataset / "train").absolute())).select_columns(["input_ids"])
+    batches = rows.with_format("arrow").iter(batch_size=1_000)
+    return max(pc.max(pc.list_value_length(batch["input_ids"])).as_py() for batch in batches)
 
 
 def _perturbations(config: Config) -> list[Perturbation]:

@@ -106,7 +106,7 @@ def within(axes: "Axes", low: float, high: float = np.inf, which: str = "y") -> 
 
 
 def logarithmic(axes: "Axes") -> None:
-    """A logarithmic vertical axis with plain numbers; matplotlib's own are formulas, which STYLE does not parse."""
+    """A logarithmic vertical axis of plain numbers: matplotlib's own are formulas, which STYLE does not parse."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     axes.set_yscale("log")

@@ -95,7 +95,7 @@ def _extract(
             prelude(config, engine, writer, splits)
         writer.write_target(engine.readout.weights())
     gate = Gate(engine, config.extract, len(plan.shards))
-    agreement = Agreement(vocab.read(config.data_folder / "vocab.safetensors").t2d)
+    agreement = Agreement(vocab.read(config.data_folder / "vocab.safetensors").t2d, config.regenerate)
     wanted = extract_shards(engine, splits, writer, gate, agreement, is_main())
     lines = writer.gather() if wanted and first else None
     if lines is not None:
@@ -195,6 +195,7 @@ class Agreement:
     """
 
     draft_tokens: NDArray
+    regenerated: bool = False  # stage 1 had them written by the target
     positions: int = 0
     own: int = 0
     outside: int = 0
@@ -226,9 +227,12 @@ class Agreement:
             *bares,
         ]
         if own < FOREIGN:
+            why = "under another chat template, or not regenerated (regenerate=true)"
+            if self.regenerated:
+                why = "by a server of other weights, or drawn at too high a data.generate.temperature"
             lines.append(
-                "extract: WARNING: hardly its own answers, from which a drafter learns little: were they made by this "
-                "target (regenerate=true), with this chat template, at a moderate data.generate.temperature?"
+                f"extract: WARNING: hardly its own answers: are they of another target, {why}? A drafter learns little "
+                "from them"
             )
         if outside > OUTSIDE:
             lines.append(

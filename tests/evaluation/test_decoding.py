@@ -146,6 +146,33 @@ def test_prompts_draft_together_as_alone(target, make_drafter, alone, ends, draf
         assert one.accepted == single.accepted
 
 
+def test_rows_that_go_on_at_different_speeds(target, alone):
+    """Drafts right in one row and wrong in another, so that rows move over what they forget, and end apart."""
+    cut = limits(28)
+
+    def drafters():
+        return [Scripted(*told) for told in zip(PROMPTS, alone, WRONG_AT, strict=True)]
+
+    found = speculate(target, drafters(), PROMPTS, 3, cut)
+    assert [one.tokens for one in found] == [tokens[:28] for tokens in alone]
+    for one, prompt, drafter in zip(found, PROMPTS, drafters(), strict=True):
+        assert one.accepted == speculate(target, [drafter], [prompt], 3, cut)[0].accepted
+    assert len({len(one.accepted) for one in found}) == 4
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_states_and_what_lies_beyond_the_end(target, alone, ends, together):
+    batches = [PROMPTS] if together else [[prompt] for prompt in PROMPTS]
+    found = [one for batch in batches for one in decode_plain(target, batch, ends, beyond=5, states=True)]
+    for one, prompt, tokens in zip(found, PROMPTS, alone, strict=True):
+        assert one.tokens == ended(tokens, ends)
+        assert one.tokens + one.beyond == tokens[: len(one.tokens) + 5]
+        sequence = torch.tensor([prompt + one.tokens])[:, :-2]
+        assert one.aux.shape == (len(prompt) + len(one.tokens) - 2, 3, 32)
+        whole = target.states(sequence, None).aux[0] if sequence.numel() else one.aux
+        torch.testing.assert_close(one.aux, whole, rtol=1e-4, atol=1e-4)
+
+
 def another_rows_draft(target, patch):
     patch.setattr(Each, "select", lambda self, sequences: None)
 

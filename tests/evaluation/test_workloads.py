@@ -13,7 +13,7 @@ from eagle31_train.errors import UserError
 from eagle31_train.evaluation import evaluating
 from eagle31_train.evaluation.prompts import Prompt, choose, suite_of
 from eagle31_train.evaluation.trajectories import digest
-from eagle31_train.evaluation.workloads import MEASURED, inputs, trained_prompts, workloads
+from eagle31_train.evaluation.workloads import MEASURED, inputs, longest_sample, trained_prompts, workloads
 
 QUESTIONS = ["hello", "how are you?", "what is the question here?", "the quick brown fox jumps over the lazy dog"]
 
@@ -190,7 +190,7 @@ def test_inputs_tell_what_the_prompts_are_made_of(place):
 
 
 @pytest.mark.parametrize("rows", [7, 2500])  # more than are read at a time
-def test_samples_are_known_by_their_prompts(tmp_path, rows):
+def test_samples_are_known_by_their_prompts_and_the_longest(tmp_path, rows):
     generator = np.random.default_rng(0)
     asked = [generator.integers(0, 50_000, size=generator.integers(3, 9)).tolist() for _ in range(rows)]
     answers = [generator.integers(0, 50_000, size=generator.integers(1, 9)).tolist() for _ in range(rows)]
@@ -201,6 +201,7 @@ def test_samples_are_known_by_their_prompts(tmp_path, rows):
     }
     DatasetDict({"train": Dataset.from_dict(columns)}).save_to_disk(str(tmp_path))
     assert trained_prompts(tmp_path) == {digest(ids) for ids in asked}
+    assert longest_sample(tmp_path) == max(map(len, columns["input_ids"]))
 
 
 OURS = {"data": "d1", "store": "s1", "seed": 0, "train": {"lr": 0.001, "epochs": 1}}
@@ -217,6 +218,9 @@ AGAIN, WARM = {**OURS, "seed": 1}, {**OURS, "train": {**OURS["train"], "init_fro
             ["a may have been trained", "differ in more than their seed: data: d1 there"],
         ),
         ([WARM], ["the weights that a was initialised from may have been trained on these prompts"]),
+        # An option that an older training did not know is a difference only where it changes what is trained.
+        ([OURS, {**AGAIN, "train": {**OURS["train"], "optimizer": "adamw"}}], []),
+        ([OURS, {**AGAIN, "train": {**OURS["train"], "optimizer": "muon"}}], ["optimizer: adamw there, muon here"]),
     ],
 )
 def test_caveats(trainings, expected):

@@ -68,12 +68,15 @@ def test_how_far_answers_are_the_targets_own_is_counted_and_said(run, capsys):
     assert "write 66.7% of the 3 answer tokens seen here; 33.3% of its choices" in line
     assert "can never be drafted" in warning
     # One whose every choice is outside, and one without an answer.
-    for answered, choice in ((mask, 30), (torch.zeros(5, dtype=torch.bool), -1)):
+    for covered, choice in ((mask, 30), (torch.zeros(5, dtype=torch.bool), -1)):
         top1 = torch.tensor([-1, choice, choice, choice, -1])
-        agreement.add([Document(torch.tensor([5, 6, 7, 8, 9]), answered, top1, states, states[:, 0])])
+        agreement.add([Document(torch.tensor([5, 6, 7, 8, 9]), covered, top1, states, states[:, 0])])
     assert agreement.lines()[1] == "extract: 2 of 3 conversations have nothing to train"
     extract(tiny_config(run))
-    assert "WARNING: hardly its own answers" in capsys.readouterr().out  # they are random
+    said = capsys.readouterr().out
+    assert "hardly its own answers: are they of another target, under another chat template, or not regenerated" in said
+    agreement = Agreement(drafted.numpy(), regenerated=True, positions=10)
+    assert "of another target, by a server of other weights, or drawn at too high" in agreement.lines()[1]
 
 
 @torch.no_grad()
