@@ -173,7 +173,8 @@ class Trainer:
         text = f"step {step}: held-out loss {metrics['loss']:.3f}"
         text += f", acceptance estimate {metrics['acceptance_estimate']:.3f}"
         if self.meter:
-            text += f", length {measured['acceptance_length']:.3f} with {self.meter.draft_tokens} draft tokens"
+            length, tokens = measured["acceptance_length"], self.meter.draft_tokens
+            text += f", acceptance length {length:.3f} with {tokens} draft tokens"
         self.reporter.note(text)
 
     def maybe_save(self, step: int, stop_requested: bool) -> None:
