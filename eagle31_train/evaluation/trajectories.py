@@ -74,8 +74,8 @@ def decode(config: Config, engine: Engine, heldout: Dataset) -> list[Trajectory]
     beyond = options.max_speculative_tokens - 1
     end_ids = artifacts.read_json(config.data_folder / artifacts.MANIFEST, "eagle31 data")["end_ids"]
     longest = (engine.longest or 1 << 40) - options.max_new_tokens - beyond
-    wanted = config.extract.trajectories, options.num_prompts
-    prompts = choose_prompts([prompt_of(row) for row in heldout], *wanted, longest)
+    heldout_prompts = [prompt_of(row) for row in heldout]
+    prompts = choose_prompts(heldout_prompts, config.extract.trajectories, options.num_prompts, longest)
     limits = Limits(options.max_new_tokens, frozenset(end_ids))
     made: list[Trajectory] = []
     for batch in batches_by_length(list(map(len, prompts)), 1 if target.alone else config.extract.batch_tokens):
