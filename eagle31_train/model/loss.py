@@ -83,9 +83,9 @@ class BatchMetrics:
 MEASURES = len(fields(BatchMetrics))
 
 # Logits alive at once, by device: in one matrix product, and while probabilities of them are worked out, of which
-# several copies live. A product wants many rows. On a CPU the copies, 2 MB each in fp32, stay in its cache
-# (docs/log.md). A fused kernel makes no copies, and leaves room for more.
-LOGITS = {"cpu": (2**23, 2**19), "other": (2**28, 2**26), "fused": (2**29, 2**26)}
+# several copies live. A product wants many rows; a CPU wants little enough for memory to be used again. A fused kernel
+# makes no copies, and leaves room for more.
+LOGITS = {"cpu": (2**23, 2**22), "other": (2**28, 2**26), "fused": (2**29, 2**26)}
 
 
 class Objective(nn.Module):
