@@ -23,10 +23,10 @@ CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 
 
 def read(
-    folder: Path, target_layers: Callable[[], int] | None
+    folder: Path, target_layers: Callable[[], int] | None, counted: str | None = None
 ) -> tuple[DrafterShape, DraftVocab, dict[str, Tensor], str | None]:
     """Read config.json and map the tensors; whether they are all of a drafter, `contract` knows. `target_layers` gives
-    the layers of the target, and is asked only where vLLM would count them.
+    the layers of the target, and is asked only where vLLM would count them. `counted`: see `shape_from_config`.
 
     Returns:
         Shape; the target's id of each row of lm_head; tensors by canonical names, mapped from the files, of any float
@@ -40,7 +40,7 @@ def read(
     tensors = _read_tensors(folder)
     if "fc.weight" in tensors and "midlayer.hidden_norm.weight" not in tensors:  # which config.json does not tell
         raise UserError("a drafter of EAGLE 1 or 2, or of another kind, without midlayer.hidden_norm.weight")
-    shape = config_json.shape_from_config(config, tensors, target_layers)
+    shape = config_json.shape_from_config(config, tensors, target_layers, counted)
     tensors = contract.separate(tensors, shape)
     vocab, order = _vocabulary(tensors.pop("d2t", None), tensors.pop("t2d", None), shape)
     if order is not None and "lm_head.weight" in tensors:
