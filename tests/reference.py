@@ -72,11 +72,13 @@ class ReferenceDrafter:
         return self.heads(layer, "k", x, position), self.heads(layer, "v", x)
 
     def attend(self, layer, x, position, rows):
-        """What every head sees in the rows, end to end; row i is of position i. With a window only in the last ones."""
-        queries, seen, rows = self.heads(layer, "q", x, position), [], rows[-(self.s.sliding_window or 0) :]
+        """What every head sees in the rows, end to end; of a window W, the last W."""
+        queries, seen = self.heads(layer, "q", x, position), []
+        unseen = max(len(rows) - (self.s.sliding_window or len(rows)), 0)
         for head, q in enumerate(queries):
             group = head // (self.s.num_attention_heads // self.s.num_key_value_heads)
             scores = torch.stack([q @ keys[group] for keys, _ in rows]) * self.s.head_dim**-0.5
+            scores = torch.cat([torch.full_like(scores[:unseen], float("-inf")), scores[unseen:]])
             seen.append(weighted(scores, [values[group] for _, values in rows]))
         return torch.cat(seen)
 
