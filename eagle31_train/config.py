@@ -328,7 +328,11 @@ class Config:
     push: bool = opt(False, "export: upload to the Hugging Face Hub")
     repo: str | None = opt(None, "export: hub repository, e.g. me/my-eagle31-draft")
     private: bool = opt(False, "export: make the hub repository private")
-    export_format: str = opt("vllm", "export: speculators names the target, too", choices=("vllm", "speculators"))
+    export_format: str = opt(
+        "vllm",
+        "export: speculators names the target, too; sglang is for SGLang and vLLM",
+        choices=("vllm", "speculators", "sglang"),
+    )
     comparisons: list[str] = opt([], "export: folders that eagle31_train.compare wrote, for the card")
     target: TargetConfig = field(default_factory=TargetConfig)
     data: DataConfig = field(default_factory=DataConfig)

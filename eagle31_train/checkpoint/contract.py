@@ -19,6 +19,8 @@ from eagle31_train.model import vocab
 from eagle31_train.model.rope import check_rope, mla_factors, rope_parameters, table_end
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+# Targets of which SGLang 0.5.23 takes layer ids for outputs only where the first is 1, and else for inputs.
+_COUNTED_BY_THE_FIRST = ("deepseek", "kimi", "glm4_moe_lite", "glm_moe_dsa")
 # Weights of a layer that vLLM also takes joined, row after row.
 _JOINED = {
     "self_attn.qkv_proj": [f"self_attn.{part}_proj" for part in "qkv"],
@@ -123,6 +125,32 @@ def canonical_name(name: str) -> str:
     """
     name = name.removeprefix("model.")
     return "midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name
+
+
+def sglang_problems(shape: DrafterShape, target_type: str, target_layers: int) -> list[str]:
+    """What SGLang 0.5.23 would leave out or read otherwise, most of it in silence, one line each.
+
+    Args:
+        target_type, target_layers: the target's model_type, and its number of layers.
+    """
+    first, last = min(shape.aux_layers), max(shape.aux_layers)
+    lacking = ["qk_norm", "norm_before_residual", "attention_bias", "mlp_bias", "sliding_window"]
+    problems = [f"it has no drafters with {name}" for name in lacking if getattr(shape, name)]
+    if shape.architecture == "mla" and shape.num_layers > 1:
+        problems.append("it has no MLA drafters of several layers")
+    if not shape.share_embedding and shape.hidden_size == shape.target_hidden_size:
+        problems.append("it puts the target's embedding in place of the drafter's own")
+    if len(shape.aux_layers) * shape.target_hidden_size == shape.hidden_size:
+        problems.append("it leaves fc out where the auxiliary states are as wide as the drafter")
+    if first == 0 or last == target_layers:
+        problems.append(
+            f"it gives neither the embedding nor the last layer's output, but aux_layers={shape.aux_layers}"
+        )
+    if first != 2 and target_type.startswith(_COUNTED_BY_THE_FIRST):
+        problems.append(
+            f"it miscounts the layers of a {target_type} unless the first is 2: aux_layers={shape.aux_layers}"
+        )
+    return problems
 
 
 def speculators_name(name: str) -> str:
