@@ -321,7 +321,8 @@ def window_caveat(shape: DrafterShape, target_window: int | None, target_positio
         return []
     return [
         f"every layer of the target sees {target_window:,} tokens, and vLLM 0.32 limits the drafter to these too: past "
-        "them it does not draft as it was trained and measured (outputs stay the target's)"
+        "them it does not draft as it was trained and measured (outputs stay the target's), unless "
+        f"drafter.sliding_window={target_window} or less"
     ]
 
 
