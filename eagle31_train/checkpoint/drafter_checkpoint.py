@@ -197,14 +197,14 @@ class DrafterCheckpoint:
     @cached_property
     def initial_identity(self) -> str:
         """What a training that begins with these weights records of them; for the hub, repository and commit."""
-        return f"{self.where}@{self.commit}" if self.commit else self._content
+        return f"{self.where.removesuffix('@inputs')}@{self.commit}" if self.commit else self._content
 
     @cached_property
     def _content(self) -> str:
         """Changes with weights and vocabulary, and not with the place where they lie."""
         if self.train is None:
             content = artifacts.weights_fingerprint(str(self.folder))
-            return artifacts.fingerprint([content, self._counted]) if self._counted else content
+            return artifacts.fingerprint([content, self._counted]) if self._counted == "outputs" else content
         files = run_folder.sealed_manifest(self.folder)["files"]
         return artifacts.fingerprint([{name: files[name] for name in (MODEL, SHAPE)}, self.vocab.target_ids.tolist()])
 

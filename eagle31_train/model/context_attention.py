@@ -66,12 +66,11 @@ def context_backward(
     left: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k0 and v0, given dout and out [S, h, dv] and lse [S, h] of the merged softmax."""
-    dq, dk0, dv0 = torch.zeros_like(q), torch.zeros_like(k0), torch.zeros_like(v0)
-    if left is not None and left < 0:
-        return dq, dk0, dv0
-    if _flash_cuda(q, v0) and layout.segments is not None:
+    unseen = left is not None and left < 0
+    if _flash_cuda(q, v0) and layout.segments is not None and not unseen:
         return _cuda_backward(dout, q, k0, v0, out, lse, layout.segments, scale, left)
-    for run in layout.runs:
+    dq, dk0, dv0 = torch.zeros_like(q), torch.zeros_like(k0), torch.zeros_like(v0)
+    for run in () if unseen else layout.runs:
         for rows, keys, band in _pieces(run, q, left):
             piece = (dout[rows], q[rows], k0[keys], v0[keys], out[rows], lse[rows])
             dq_piece, dk, dv = _piece_backward(*piece, band, scale)
