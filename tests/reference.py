@@ -159,13 +159,12 @@ def dense_scores(q, k0, v0, own_k, own_v, layout, scale, window=None):
     repeat = q.shape[1] // k0.shape[1]
     keys = torch.cat([k0, *own_k]).repeat_interleave(repeat, 1)
     values = torch.cat([v0, *own_v]).repeat_interleave(repeat, 1)
-    seen = torch.zeros(len(q), len(keys), dtype=torch.bool)
+    seen = torch.zeros(len(q), len(keys), dtype=torch.bool, device=q.device)
     for slot, t in enumerate(layout.slots.tolist()):
         start = max(begin for begin, _ in layout.documents if begin <= t)
         query = t + len(own_k)
         reached = query + 1 - (window or query + 1)
-        for position in range(max(start, reached), t + 1):
-            seen[slot, position] = True
+        seen[slot, max(start, reached) : t + 1] = True
         for step in range(1, len(own_k) + 1):
             seen[slot, len(k0) + (step - 1) * len(q) + slot] = t + step >= reached
     return torch.einsum("shd,thd->sht", q, keys) * scale, values, seen
