@@ -142,10 +142,9 @@ class AttendingLayer:
 
     def __init__(self, layer: Layer, run: Callable[..., Any], fused: bool = False) -> None:
         self._layer, self._run = layer, run
-        options = {"fused": True} if fused else {}
-        if (window := layer.self_attn.window) is not None:
-            options["window"] = window
-        self._attention = partial(unrolled_attention, **options)
+        options: dict[str, Any] = {"fused": fused, "window": layer.self_attn.window}
+        given = {name: value for name, value in options.items() if value}
+        self._attention: Callable[..., Tensor] = partial(unrolled_attention, **given)
         self.finish = layer.finish
         self._own_k: list[Tensor] = []
         self._own_v: list[Tensor] = []
