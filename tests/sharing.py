@@ -178,11 +178,24 @@ DEEP = 7
 MASKS = [turns(1200, 0.5), turns(700, 0.3)]
 
 
-def memory(kind, mesh, group=None, recompute=False):
+def memory(kind, mesh, group=None):
     """Bytes after the forward pass, and at the worst moment, of two long conversations."""
     objective, batch = plan_cases.objective_and_batch(LONG[kind], MASKS, DEEP, part=mesh.part)
-    objective.drafter.context_group, objective.drafter.recompute = group, recompute
-    return plan_cases.measure(objective, batch, torch.full((DEEP,), 1e-3))
+    objective.drafter.context_group, objective.drafter.recompute = group, kind == "mla"
+    with lasting("all_gather_into_tensor"), lasting("reduce_scatter_tensor"):
+        return plan_cases.measure(objective, batch, torch.full((DEEP,), 1e-3))
+
+
+def lasting(name):
+    """An exchange by buffers that stay: gloo's thread may be the last to free its own, where the profiler misses it."""
+    right, buffers = getattr(dist, name), {}
+
+    def exchange(output, given, group):
+        theirs, ours = buffers.setdefault(output.shape, (torch.empty_like(output), torch.empty_like(given)))
+        right(theirs, ours.copy_(given), group=group)
+        output.copy_(theirs)
+
+    return patch.object(context_parallel.dist, name, exchange)
 
 
 # ---------------------------------------------------------------- the ranks
@@ -200,9 +213,8 @@ def rank(index, folder):
     for mistake, plant in PLANTED.items():
         with plant():
             found[mistake] = step("gqa", meshes[2], groups[2])
-    for kind in LONG:
-        for recompute in (False, True):
-            found["memory", kind, recompute] = memory(kind, meshes[2], groups[2], recompute)
+    for kind in LONG if index < 2 else ():
+        found["memory", kind] = memory(kind, meshes[2], groups[2])
     torch.save(found, Path(folder) / f"rank{index}.pt")
     dist.barrier()
     dist.destroy_process_group()

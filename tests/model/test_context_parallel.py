@@ -31,10 +31,12 @@ def found(tmp_path_factory):
 
 
 def distance(ours, theirs):
-    """The largest distance of two steps' gradients, each relative to its norm, and that of what they measured."""
+    """The largest distance of two steps' gradients, each relative to its norm, and that of what they measured. A norm
+    of next to nothing is rounding alone: with one key attention has no slope in its query."""
     gradients, sums = zip(ours, theirs, strict=True)
     assert gradients[0].keys() == gradients[1].keys()
-    apart = [(gradients[0][n] - whole).norm() / whole.norm().clamp(min=1e-30) for n, whole in gradients[1].items()]
+    least = 1e-3 * max(whole.norm() for whole in gradients[1].values())
+    apart = [(gradients[0][n] - whole).norm() / whole.norm().clamp(min=least) for n, whole in gradients[1].items()]
     return float(max(apart)), float(((sums[0] - sums[1]).abs() / sums[1].abs().clamp(min=1)).max())
 
 
@@ -65,16 +67,15 @@ def test_keys_reach_every_rank_and_their_gradients_the_one_that_has_them(found, 
         assert torch.equal(one["gathered"][:, 0, 0], torch.arange(7).double())
 
 
-@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("kind", LONG)
-def test_two_ranks_take_at_most_three_fifths_each_as_the_plan_says(found, kind, recompute):
-    """Bytes that torch allocates, after the forward pass and at the worst moment, of all ranks the most."""
-    alone = sharing.memory(kind, Mesh(), recompute=recompute)
-    shared = [max(bytes) for bytes in zip(*(rank["memory", kind, recompute] for rank in found), strict=True)]
+def test_two_ranks_take_at_most_three_fifths_each_as_the_plan_says(found, kind):
+    """Bytes that torch allocates, after the forward pass and at the worst moment; MLA recomputes."""
+    alone = sharing.memory(kind, Mesh())
+    shared = [max(bytes) for bytes in zip(*(rank["memory", kind] for rank in found[:2]), strict=True)]
     assert all(ours <= 0.6 * whole for ours, whole in zip(shared, alone, strict=True))
 
     work = count_work([mask.numpy() for mask in MASKS], DEEP)
-    step = Step(4, recompute=recompute, logits=LOGITS["cpu"], flash=False, context=2)
+    step = Step(4, recompute=kind == "mla", logits=LOGITS["cpu"], flash=False, context=2)
     reckoned = activations(LONG[kind], work, step)
     assert reckoned.after_forward == pytest.approx(shared[0], rel=0.01)
     assert reckoned.peak == pytest.approx(shared[1], rel=0.1)
