@@ -43,6 +43,7 @@ STEPS = {
     "some slots": ("gqa", RAGGED, {"slots_per_batch": 20}),
     "one document": ("gqa", {37: None}, {}),
     "one position": ("layers", {4: [2]}, {"oov": "keep"}),  # three ranks have no slot, no position and no token
+    "nothing to train": ("mla", {15: [], 9: []}, {}),
     "fp32": ("gqa", RAGGED, {"precision": "no"}),
     "bf16": ("gqa", RAGGED, {"precision": "bf16"}),
 }

@@ -65,7 +65,7 @@ class Places:
 def make_places(owner: Tensor, ranks: int) -> Places:
     """Of the context positions [C] by their owners, which have them in this order."""
     counts = torch.bincount(owner, minlength=ranks)
-    most = int(counts.max())
+    most = max(1, int(counts.max()))  # not every back end exchanges nothing
     order = owner.argsort(stable=True)
     rows = torch.empty_like(owner)
     rows[order] = torch.arange(len(owner)) + (torch.arange(ranks) * most - counts.cumsum(0) + counts)[owner[order]]

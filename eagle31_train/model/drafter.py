@@ -107,7 +107,10 @@ class Drafter(nn.Module):
     def forward(self, batch: Batch) -> Unrolled:
         """Run all K steps of every slot of a packed batch."""
         run = partial(checkpoint, use_reentrant=False, preserve_rng_state=False) if self.recompute else call
-        gather = partial(gather_context, places=batch.places, group=self.context_group) if batch.places else None
+        gather = None
+        if batch.places is not None:
+            assert self.context_group is not None, "ranks that share documents need the group of them"
+            gather = partial(gather_context, places=batch.places, group=self.context_group)
         *below, last = (AttendingLayer(layer, run, self.fused, gather) for layer in self.stack)
         tokens = TokenHalf(self.midlayer, self.embed(batch.ids), batch.read, all_queries=bool(below))
         slots, positions = batch.slot_rows, batch.positions

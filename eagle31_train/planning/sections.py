@@ -158,29 +158,27 @@ def _variants(plan: Planned) -> Iterator[tuple[list[str], Planned]]:
     options: dict[str, Any] = {}
     devices, longest = plan.config.plan.devices, plan.data.longest
 
-    def changed(**more: Any) -> Planned:
+    def changed(**more: Any) -> tuple[list[str], Planned]:
         options.update(more)
-        return replace(plan, config=replace(plan.config, train=replace(plan.config.train, **options)))
+        config = replace(plan.config, train=replace(plan.config.train, **options))
+        return [f"train.{name}={str(value).lower()}" for name, value in options.items()], replace(plan, config=config)
 
-    def smaller(one: Planned) -> Planned:
+    def halved(one: Planned) -> tuple[list[str], Planned]:
         return changed(gradient_accumulation_steps=2 * one.config.train.gradient_accumulation_steps)
 
-    def words() -> list[str]:
-        return [f"train.{name}={str(value).lower()}" for name, value in options.items()]
-
-    one = plan
-    yield [], one
+    words, one = list[str](), plan
+    yield words, one
     while one.micro_tokens(devices) > longest:
-        one = smaller(one)
-        yield words(), one
+        words, one = halved(one)
+        yield words, one
     if not one.config.train.activation_checkpointing:
-        one = changed(activation_checkpointing=True)
-        yield words(), one
+        words, one = changed(activation_checkpointing=True)
+        yield words, one
     while devices % (context := 2 * one.config.train.context_parallel) == 0:
-        one = changed(context_parallel=context)
+        words, one = changed(context_parallel=context)
         while one.micro_tokens(devices) > longest:  # there are fewer groups of devices now
-            one = smaller(one)
-        yield words(), one
+            words, one = halved(one)
+        yield words, one
 
 
 def _line(label: str, value: str, note: str = "") -> str:

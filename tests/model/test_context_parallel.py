@@ -35,7 +35,7 @@ def distance(ours, theirs):
     of next to nothing is rounding alone: with one key attention has no slope in its query."""
     gradients, sums = zip(ours, theirs, strict=True)
     assert gradients[0].keys() == gradients[1].keys()
-    least = 1e-3 * max(whole.norm() for whole in gradients[1].values())
+    least = 1e-3 * max(whole.norm() for whole in gradients[1].values()) + 1e-30
     apart = [(gradients[0][n] - whole).norm() / whole.norm().clamp(min=least) for n, whole in gradients[1].items()]
     return float(max(apart)), float(((sums[0] - sums[1]).abs() / sums[1].abs().clamp(min=1)).max())
 
