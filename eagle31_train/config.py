@@ -241,6 +241,7 @@ class TrainConfig:
     batch_tokens: int = opt(4096, "tokens of one optimizer step over all ranks; no sample is longer", at_least=1)
     window_tokens: int | None = opt(None, "shuffle within windows of so many tokens; default: everything", at_least=1)
     gradient_accumulation_steps: int = opt(1, "micro-batches per rank and optimizer step", at_least=1)
+    context_parallel: int = opt(1, "ranks that share the tokens of each conversation, for very long ones", at_least=1)
     slots_per_batch: int | None = opt(None, "random slots per optimizer step, unbiased; default: all", at_least=1)
     optimizer: str = opt("adamw", "adamw, or muon on the matrices (one process, DDP, FSDP2)", choices=("adamw", "muon"))
     lr: float = opt(1e-4, "peak learning rate", above=0)

@@ -127,7 +127,7 @@ ENGINE_RESOURCES |= {"max_num_batched_tokens", "disable_log_stats"}
 # Options of training that steer memory, reporting, saving and stopping, but not what is learnt.
 WITHOUT_EFFECT = {"accumulation", "recompute", "compile", "workers", "eval_every", "eval_samples", "checkpoint_every"}
 WITHOUT_EFFECT |= {"keep_checkpoints", "time_limit", "skip_nonfinite", "wandb", "project", "tensorboard"}
-WITHOUT_EFFECT |= {"deterministic", "kernels"}
+WITHOUT_EFFECT |= {"deterministic", "kernels", "context_parallel"}
 # Options of evaluation that choose prompts, and are recorded with the workloads.
 CHOOSE_PROMPTS = {"warmup", "prompts", "suites", "perturbations", "leave_out"}
 SERVING_ONLY = {"serve_depths", "concurrency", "vllm_python", "vllm_args"}

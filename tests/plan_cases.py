@@ -2,6 +2,7 @@
 
 import torch
 from conftest import make_shape
+from torch import profiler
 
 from eagle31_train.model.batch import build_batch
 from eagle31_train.model.drafter import Drafter
@@ -50,7 +51,7 @@ SMALL_MLA = {
 }
 
 
-def objective_and_batch(shape, masks, unroll, dtype=torch.float32, codec="bf16"):
+def objective_and_batch(shape, masks, unroll, dtype=torch.float32, codec="bf16", part=(0, 1)):
     """An objective with frozen pieces in `dtype`, and documents of random states with these loss masks."""
     generator = torch.Generator().manual_seed(0)
     V, Vd, H, A = shape.vocab_size, shape.draft_vocab_size, shape.target_hidden_size, len(shape.aux_layers)
@@ -71,4 +72,24 @@ def objective_and_batch(shape, masks, unroll, dtype=torch.float32, codec="bf16")
         for mask in masks
     ]
     kept = torch.arange(V) < Vd
-    return Objective(drafter, teacher, "kl"), build_batch(documents, unroll, kept, "mask")
+    return Objective(drafter, teacher, "kl"), build_batch(documents, unroll, kept, "mask", part=part)
+
+
+def measure(objective, batch, weights):
+    """Bytes after the forward pass, and at the worst moment of it and of the backward pass."""
+    objective(batch, weights)[0].backward()  # what is made once is there
+    objective.zero_grad(set_to_none=True)
+    with profiler.profile(activities=[profiler.ProfilerActivity.CPU], profile_memory=True) as recorded:
+        with profiler.record_function("FORWARD"):
+            loss = objective(batch, weights)[0]
+        with profiler.record_function("BACKWARD"):
+            loss.backward()
+    events = recorded.profiler.kineto_results.events()
+    backward = next(event.start_ns() for event in events if event.name() == "BACKWARD")
+    begin = next(event.start_ns() for event in events if event.name() == "FORWARD")
+    live = kept = peak = 0
+    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        live += event.nbytes() if event.start_ns() >= begin else 0
+        kept = live if event.start_ns() < backward else kept
+        peak = max(peak, live)
+    return kept, peak

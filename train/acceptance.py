@@ -15,6 +15,7 @@ from eagle31_train.evaluation.measurement import acceptance
 from eagle31_train.evaluation.trajectories import reached
 from eagle31_train.evaluation.unrolled import Trajectory
 from eagle31_train.model.batch import build_batch
+from eagle31_train.model.context_parallel import Mesh
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.model.loss import MEASURES
 from eagle31_train.store import Store, StoreSplit
@@ -33,19 +34,19 @@ def evaluate(
     count = len(split) if everything else min(len(split), t.eval_samples)
     chosen = [i * len(split) // count for i in range(count)]  # sources stand one behind the other in some data
     lengths = [split.lengths[i] for i in chosen]
-    ranks, rank = accelerator.num_processes, accelerator.process_index
+    mesh = Mesh(accelerator.num_processes, accelerator.process_index, t.context_parallel)
     # As large as training's micro-batches, for whose memory there is room; or as the longest conversation, which
     # needs none for gradients here. However they are cut, the numbers are the split's.
-    size = max([t.batch_tokens // (ranks * t.gradient_accumulation_steps), *lengths])
+    size = max([t.batch_tokens // (mesh.replicas * t.gradient_accumulation_steps), *lengths])
     batches = order.global_batches(lengths, size, seed=0, epoch=0)
     sums = torch.zeros(MEASURES, t.ttt_length, device=accelerator.device)
     weights = torch.zeros(t.ttt_length, device=accelerator.device)
-    for first in range(0, len(batches), ranks):
-        # Every rank runs the model equally often, since sharded weights are gathered from all: one that has
+    for first in range(0, len(batches), mesh.replicas):
+        # Every rank runs the model equally often, since weights and keys may be gathered from all: one that has
         # no batch left takes the first of the round again, and counts it for nothing.
-        real = first + rank < len(batches)
-        samples = [chosen[i] for i in batches[first + rank if real else first]]
-        batch = build_batch(split.read_all(samples), t.ttt_length, keep_mask, t.oov)
+        real = first + mesh.replica < len(batches)
+        samples = [chosen[i] for i in batches[first + mesh.replica if real else first]]
+        batch = build_batch(split.read_all(samples), t.ttt_length, keep_mask, t.oov, part=mesh.part)
         sums += parallel.model(batch.to(accelerator.device), weights)[1].stacked() * float(real)
     return summarise(reduce_sums(accelerator, sums))
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from eagle31_train.config import TrainConfig
 from eagle31_train.errors import Stopped
 from eagle31_train.model.batch import Batch, build_batch, choose_slots
+from eagle31_train.model.context_parallel import Mesh
 from eagle31_train.store import StoreSplit
 from train import order
 from train.deadline import Deadline
@@ -26,8 +27,9 @@ GRACE = 10.0  # seconds that a process which is to stop still waits for data tha
 class MicroBatch:
     """What a rank runs the model on at once.
 
-    batch: the documents of `samples`, packed. real: False for a stand-in: where a global batch has fewer samples than
-    there are parts, a rank takes part in the gradient exchange with a sample that counts for nothing.
+    batch: the documents of `samples`, packed; with train.context_parallel this rank's part of them. real: False for a
+    stand-in: where a global batch has fewer samples than there are parts, a rank takes part in the gradient exchange
+    with a sample that counts for nothing.
     """
 
     batch: Batch
@@ -93,7 +95,7 @@ def load(
         Stopped: this process is to stop, and data is still being waited for. To save takes all ranks: nothing is saved.
     """
     pin = accelerator.device.type == "cuda"
-    ranks, rank = accelerator.num_processes, accelerator.process_index
+    mesh = Mesh(accelerator.num_processes, accelerator.process_index, t.context_parallel)
 
     def read(step: int, samples: list[int]) -> tuple[list[MicroBatch], StepTotals]:
         split.wait_for(samples)  # here, where every rank waits for the same, and not inside an exchange of gradients
@@ -102,10 +104,11 @@ def load(
             documents = [split.read(i, states=False) for i in samples]
             subset = choose_slots(documents, t.ttt_length, keep_mask, t.oov, t.slots_per_batch, seed, step)
         micro_batches = []
-        for part in order.share(samples, split.lengths, ranks * t.gradient_accumulation_steps)[rank::ranks]:
+        parts = order.share(samples, split.lengths, mesh.replicas * t.gradient_accumulation_steps)
+        for part in parts[mesh.replica :: mesh.replicas]:
             mine = part or [min(samples, key=split.lengths.__getitem__)]
             chosen = None if subset is None else subset.of([samples.index(i) for i in mine])
-            batch = build_batch(split.read_all(mine), t.ttt_length, keep_mask, t.oov, chosen)
+            batch = build_batch(split.read_all(mine), t.ttt_length, keep_mask, t.oov, chosen, mesh.part)
             micro_batches.append(MicroBatch(batch.pinned() if pin else batch, mine, bool(part)))
         pairs = torch.stack([micro.batch.population * micro.real for micro in micro_batches]).sum(0)
         packed = torch.cat([pairs, pairs.new_zeros(1)])

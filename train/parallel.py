@@ -24,12 +24,14 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, parse_flag_from_env
 from torch import Tensor, nn
+from torch.distributed import new_subgroups
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from eagle31_train.config import TrainConfig
 from eagle31_train.model.loss import Objective
+from train.launch import PATIENCE
 from train.metrics import fetch
 from train.optimizer import ADAMW, MOMENTS, make_optimizer
 
@@ -54,6 +56,8 @@ class Parallel:
 
     def __init__(self, accelerator: Accelerator, objective: Objective, t: TrainConfig) -> None:
         self.accelerator, self.objective, self.t = accelerator, objective, t
+        if t.context_parallel > 1:  # neighbours, as Mesh has it
+            objective.drafter.context_group, _ = new_subgroups(t.context_parallel, timeout=PATIENCE)
         self._spread()
 
     def _spread(self) -> None:

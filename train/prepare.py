@@ -229,6 +229,8 @@ def restore(config: Config, data: Inputs, accelerator: Accelerator) -> tuple[Pat
                 state.best = None
         _say(f"train: going on after step {state.step} ({newest})")
     processes = f", {accelerator.num_processes} processes" if accelerator.num_processes > 1 else ""
+    if (context := config.train.context_parallel) > 1:
+        processes += f", {context} to a conversation"
     _say(f"train: {parallel.kind}{processes} on {accelerator.device.type}, {kernels}")
     return newest, best, state, parallel
 

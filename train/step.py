@@ -60,7 +60,7 @@ def broken_samples(batch: GlobalBatch, split: StoreSplit) -> list[int]:
     mine = [i for micro in batch.micro_batches if micro.real for i in micro.samples]
     documents = [(i, split.read(i)) for i in mine]
     found = [i for i, one in documents if not (as_encoded(one.aux).finite and as_encoded(one.last).finite)]
-    return sorted(gather_object(found))
+    return sorted(set(gather_object(found)))  # ranks may share a sample
 
 
 def samples_to_blame(parallel: Parallel, batch: GlobalBatch) -> list[int]:
@@ -71,4 +71,4 @@ def samples_to_blame(parallel: Parallel, batch: GlobalBatch) -> list[int]:
         with torch.no_grad():
             loss, _ = parallel.model(micro.batch.to(device), weights)
         guilty += micro.samples if micro.real and not loss.isfinite() else []
-    return sorted(gather_object(guilty)) or sorted(batch.samples)
+    return sorted(set(gather_object(guilty))) or sorted(batch.samples)

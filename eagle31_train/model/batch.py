@@ -23,7 +23,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eagle31_train.model.packing import Layout, everywhere, make_layout
+from eagle31_train.model.context_parallel import Places, make_places, owners
+from eagle31_train.model.packing import Layout, make_layout
 from eagle31_train.store.codec import Encoded, as_encoded, concatenate
 from eagle31_train.store.document import Document
 
@@ -57,6 +58,9 @@ class Batch:
 
     The pairs are sorted by the position that supervises them, so that a chunk of positions is a
     contiguous run of pairs.
+
+    A rank that shares the documents with others has a part of positions, slots and pairs, and of the tokens those that
+    they read; its layouts place them among the C positions of all ranks.
     """
 
     aux: Encoded  # [C, A, H]
@@ -65,6 +69,7 @@ class Batch:
     read: Tensor  # [R] int64, ascending: where the tokens stand that slots read
     reads: Tensor  # [K, S] int64 into [R]: which of them slot t reads at step k (x[t+1+k])
     positions: Tensor  # [C] int64: position within the document
+    slot_rows: Tensor  # [S] int64 into [C]: the position of each slot
     layout: Layout  # of the slots among the C positions
     everywhere: Layout  # of all C positions, as the layers below a drafter's last read them at step 0
     teacher: Encoded  # [J, H] last hidden state of the target at the supervised positions
@@ -78,8 +83,9 @@ class Batch:
     eligible_prefix: Tensor  # [K] int64: slots eligible at every step 0..k
     population: Tensor  # [K] int64: trained pairs of all slots, of the subset or not: this batch's part of N_k
     scale: float  # what the weight of every pair is multiplied by: 1 without a subset
-    tokens: int  # N, and
+    tokens: int  # of the documents, and
     assistant_tokens: int  # how many of them the assistant wrote
+    places: Places | None = None  # where ranks that share the documents gather their step-0 keys
 
     @property
     def ttt_length(self) -> int:
@@ -108,7 +114,12 @@ def each_tensor(value: Moved, move: Callable[[Tensor], Tensor]) -> Moved:
 
 
 def build_batch(
-    documents: Sequence[Document], ttt_length: int, keep_mask: Tensor, oov: str, subset: Subset | None = None
+    documents: Sequence[Document],
+    ttt_length: int,
+    keep_mask: Tensor,
+    oov: str,
+    subset: Subset | None = None,
+    part: tuple[int, int] = (0, 1),
 ) -> Batch:
     """Pack documents and work out every slot and pair.
 
@@ -118,25 +129,46 @@ def build_batch(
         keep_mask: [V] bool, `t2d`: which target tokens the draft vocabulary holds.
         oov: "mask" or "keep".
         subset: what of these documents is trained and counted; all without.
+        part: this rank's part of them, and how many ranks share them (`context_parallel.py`).
     """
-    K = ttt_length
+    K, lengths = ttt_length, [len(document) for document in documents]
     eligible, trained = zip(*(_pairs(document, K, keep_mask, oov) for document in documents), strict=True)
-    starts = torch.tensor([0, *(len(d) for d in documents)]).cumsum(0).tolist()
+    edges = torch.tensor([0, *lengths]).cumsum(0)
+    owner = torch.arange(len(documents)).repeat_interleave(edges.diff())  # the document of each token
 
     all_eligible, all_trained = torch.cat(eligible), torch.cat(trained)
-    population = all_trained.sum(0)
+    counted = all_trained
     if subset is not None:
         taken = torch.cat(subset.taken)[:, None]
         all_eligible, all_trained = all_eligible & taken, all_trained & taken
+
     slot = all_trained.any(1).nonzero()[:, 0]
+    contexts = torch.zeros(len(documents), dtype=torch.int64)
+    contexts.scatter_reduce_(0, owner[slot], slot - edges[owner[slot]] + 1, "amax")  # up to the last slot of each
+    context_edges = torch.cat([contexts.new_zeros(1), contexts.cumsum(0)])
+    spans = [span for span in pairwise(context_edges.tolist()) if span[0] < span[1]]
+    context = torch.cat([torch.arange(count) for count in contexts.tolist()])
+    context += edges[:-1].repeat_interleave(contexts)  # [C]: where the positions of the context stand among all
+    here, places, states = torch.arange(len(context)), None, [slice(count) for count in contexts.tolist()]
+
+    index, count = part
+    if count > 1:
+        rank = torch.cat([owners(some, count) for some in all_trained.any(1).split(lengths)])
+        places, here = make_places(rank[context], count), (rank[context] == index).nonzero()[:, 0]
+        mine = (rank == index)[:, None]
+        all_eligible, all_trained, counted = all_eligible & mine, all_trained & mine, counted & mine
+        slot, context = all_trained.any(1).nonzero()[:, 0], context[here]
+        states = (context - edges[owner[context]]).split(owner[context].bincount(minlength=len(documents)).tolist())
 
     steps = torch.arange(K)
     tokens = torch.cat([d.tokens for d in documents])
-    edges = torch.tensor(starts)
-    owner = torch.searchsorted(edges, slot, right=True) - 1  # the document of each slot
-    end = edges[owner + 1] - 1
+    end = edges[owner[slot] + 1] - 1
     # Steps past the end of a document are no pairs; they read its last token so that indices stay inside.
     read, reads = torch.minimum(slot + 1 + steps[:, None], end).unique(return_inverse=True)
+    following = context + 1
+    if count > 1:  # of the tokens those that are read here
+        used = torch.cat([following, read]).unique()
+        tokens, following, read = tokens[used], torch.searchsorted(used, following), torch.searchsorted(used, read)
 
     rows, ks = all_trained[slot].nonzero(as_tuple=True)  # sorted by slot; wanted: by supervised position
     supervised = slot[rows] + 1 + ks
@@ -144,25 +176,19 @@ def build_batch(
     rows, ks, supervised = rows[order], ks[order], supervised[order]
     teachers, pair_teacher = torch.unique_consecutive(supervised, return_inverse=True)
     # Among the last states that the documents carry.
-    with_state = torch.cat([d.supervised + start for d, start in zip(documents, starts, strict=False)])
+    with_state = torch.cat([d.supervised + start for d, start in zip(documents, edges.tolist(), strict=False)])
     teacher_rows = torch.searchsorted(with_state, teachers)
 
-    contexts = torch.zeros(len(documents), dtype=torch.int64)
-    contexts.scatter_reduce_(0, owner, slot - edges[owner] + 1, "amax")  # up to the last slot of each document
-    context_edges = [0, *contexts.cumsum(0).tolist()]
-    position = torch.cat([torch.arange(count) for count in contexts.tolist()])
-    begins = edges[:-1].repeat_interleave(contexts)
-    spans = [span for span in pairwise(context_edges) if span[0] < span[1]]
-
     return Batch(
-        aux=concatenate([as_encoded(d.aux)[:count] for d, count in zip(documents, contexts.tolist(), strict=True)]),
+        aux=concatenate([as_encoded(d.aux)[some] for d, some in zip(documents, states, strict=True)]),
         ids=tokens,
-        following=begins + position + 1,
+        following=following,
         read=read,
         reads=reads,
-        positions=position,
-        layout=make_layout(spans, slot - edges[owner] + torch.tensor(context_edges)[owner]),
-        everywhere=everywhere(spans),
+        positions=context - edges[owner[context]],
+        slot_rows=torch.searchsorted(context, slot),
+        layout=make_layout(spans, slot - edges[owner[slot]] + context_edges[owner[slot]]),
+        everywhere=make_layout(spans, here),
         teacher=concatenate([as_encoded(d.supervised_states) for d in documents])[teacher_rows],
         top1=torch.cat([d.top1 for d in documents])[teachers],
         pair_row=ks * len(slot) + rows,
@@ -172,10 +198,11 @@ def build_batch(
         trained=all_trained.sum(0),
         eligible=all_eligible.sum(0),
         eligible_prefix=all_eligible.cumprod(1).sum(0),
-        population=population,
+        population=counted.sum(0),
         scale=1.0 if subset is None else subset.scale,
-        tokens=len(tokens),
+        tokens=sum(lengths),
         assistant_tokens=int(sum(d.loss_mask.sum() for d in documents)),
+        places=places,
     )
 
 

@@ -18,11 +18,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
 from eagle31_train.config import DrafterShape
 from eagle31_train.model.attention import unrolled_attention
 from eagle31_train.model.batch import Batch
+from eagle31_train.model.context_parallel import gather_context
 from eagle31_train.model.layer import Layer, MidLayer, Project, applied_to
 from eagle31_train.model.linear import Linear, compute_dtype, linear
 from eagle31_train.model.norm import RMSNorm
@@ -30,6 +32,7 @@ from eagle31_train.model.packing import Layout
 from eagle31_train.store.codec import Encoded
 
 Read = Callable[[Tensor], Project]  # normed states [n, D] → projections of the attention's input that they are part of
+Gather = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class Drafter(nn.Module):
     # memory, one more forward pass of the layer.
     recompute = False
     fused = False  # see `unrolled_attention`
+    context_group: ProcessGroup | None = None  # the ranks that share a batch's documents, where it has `places`
 
     def __init__(self, shape: DrafterShape, embedding: Tensor | None = None) -> None:
         super().__init__()
@@ -103,9 +107,13 @@ class Drafter(nn.Module):
     def forward(self, batch: Batch) -> Unrolled:
         """Run all K steps of every slot of a packed batch."""
         run = partial(checkpoint, use_reentrant=False, preserve_rng_state=False) if self.recompute else call
-        *below, last = (AttendingLayer(layer, run, self.fused) for layer in self.stack)
+        gather = None
+        if batch.places is not None:
+            assert self.context_group is not None, "ranks that share documents need the group of them"
+            gather = partial(gather_context, places=batch.places, group=self.context_group)
+        *below, last = (AttendingLayer(layer, run, self.fused, gather) for layer in self.stack)
         tokens = TokenHalf(self.midlayer, self.embed(batch.ids), batch.read, all_queries=bool(below))
-        slots, positions = batch.layout.slots, batch.positions
+        slots, positions = batch.slot_rows, batch.positions
 
         # Step 0: every position up to the last slot gives a key and a value; from here on, only slots count.
         g = h = self.fuse(batch.aux)  # [C, D]
@@ -138,10 +146,13 @@ class Drafter(nn.Module):
 
 class AttendingLayer:
     """One layer on its way through the steps, with the keys and values that its attention sees. `run` calls a function,
-    and keeps its activations for the gradient or works them out again; `fused`: see `unrolled_attention`."""
+    and keeps its activations for the gradient or works them out again; `fused`: see `unrolled_attention`; `gather`: how
+    the context's keys and values of this rank become those of all that share it."""
 
-    def __init__(self, layer: Layer, run: Callable[..., Any], fused: bool = False) -> None:
-        self._layer, self._run = layer, run
+    def __init__(
+        self, layer: Layer, run: Callable[..., Any], fused: bool = False, gather: Gather | None = None
+    ) -> None:
+        self._layer, self._run, self._gather = layer, run, gather
         options: dict[str, Any] = {"fused": fused, "window": layer.self_attn.window}
         given = {name: value for name, value in options.items() if value}
         self._attention: Callable[..., Tensor] = partial(unrolled_attention, **given)
@@ -152,6 +163,8 @@ class AttendingLayer:
     def keep_context(self, states: Tensor, read: Read, positions: Tensor) -> None:
         """Keep the step-0 keys and values of every position, from the states [C, D] that the layer reads."""
         self._k0, self._v0 = self._run(self._keys_values, states, read, positions)
+        if self._gather is not None:
+            self._k0, self._v0 = self._gather(self._k0, self._v0)
 
     def attend(
         self, states: Tensor, read: Read, positions: Tensor, layout: Layout, own: bool = False

@@ -52,11 +52,6 @@ class Layout:
     segments: Segments | None  # the runs once more, for a flash kernel; None where there are no slots
 
 
-def everywhere(documents: list[tuple[int, int]]) -> Layout:
-    """The layout in which every position is a slot."""
-    return make_layout(documents, torch.arange(documents[-1][1] if documents else 0))
-
-
 def make_layout(documents: list[tuple[int, int]], slots: Tensor) -> Layout:
     """Find the runs of slots [S] (on the CPU, ascending)."""
     starts = torch.tensor([start for start, _ in documents])

@@ -10,7 +10,7 @@ S slots, N tokens, C positions; P trained parameters, W devices.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from eagle31_train.checkpoint.contract import weight_shapes
@@ -58,10 +58,14 @@ class Step:
     lk: bool = False
     logits: tuple[int, int] = LOGITS  # how many are alive at once
     flash: bool = True  # attention is CUDA's flash kernel in 16 bits
+    context: int = 1  # ranks that share the conversations, train.context_parallel
 
 
 def activations(shape: DrafterShape, work: Work, step: Step) -> Activations:
-    """Of one micro-batch; `work` is what there is to do for it."""
+    """Of one micro-batch; `work` is what there is to do for it, by all ranks that share it."""
+    if step.context > 1:
+        # Each rank has two pieces of a conversation, which cut two stretches: they end halfway through, on average.
+        work = replace(work * (1 / step.context), copies=work.copies / step.context + work.positions)
     w, value, low = widths(shape), step.value, step.value < FP32
     sizes = matrices(shape)
     head = sizes.pop("lm_head.weight")
@@ -109,13 +113,14 @@ def _backward(shape: DrafterShape, w: Widths, work: Work, step: Step) -> float:
     """Values: gradients of all keys and values, and of one step's MLP, with recomputation also what that keeps; or of
     one step's attention."""
     S, D, inner = work.slots[0], shape.hidden_size, shape.intermediate_size
-    keys = shape.num_layers * (w.keys + w.values) * (work.positions + S * (work.ttt_length - 1))
+    seen = work.positions * step.context
+    keys = shape.num_layers * (w.keys + w.values) * (seen + S * (work.ttt_length - 1))
     mlp = S * (4 * D + 6 * inner if step.recompute else inner)
-    return keys + max(mlp, _flash(shape, w, work) if step.flash and step.value < FP32 else 0)
+    return keys + max(mlp, _flash(shape, w, work, seen) if step.flash and step.value < FP32 else 0)
 
 
-def _flash(shape: DrafterShape, w: Widths, work: Work) -> float:
-    """Values while attention's gradient is worked out by CUDA's flash kernel; an fp32 number is two.
+def _flash(shape: DrafterShape, w: Widths, work: Work, seen: float) -> float:
+    """Values while attention's gradient is worked out by CUDA's flash kernel, with `seen` keys; an fp32 number is two.
 
     In the kernel, all as wide as the wider of a key and a value: copies of keys and values and the gradients of both,
     where heads share keys once more for every query head; of the queries gradient (in fp32 too), and padded what
@@ -124,13 +129,13 @@ def _flash(shape: DrafterShape, w: Widths, work: Work) -> float:
     """
     h, g = w.heads, shape.num_key_value_heads
     key, value = w.keys // g, w.values // g
-    width, copied = max(key, value), work.positions < work.copies <= MOST_COPIES * work.positions
-    spread = work.copies > MOST_COPIES * work.positions
-    copies, rows = work.copies if copied else work.positions, work.positions if spread else work.slots[0]
+    width, copied = max(key, value), seen < work.copies <= MOST_COPIES * seen
+    spread = work.copies > MOST_COPIES * seen
+    copies, rows = work.copies if copied else seen, seen if spread else work.slots[0]
     gradients = copies * 2 * g * width + rows * h * width
     inside = copied * copies * 2 * g * width + (g != h) * copies * 2 * h * width
     inside += rows * h * width * (2 + 2 * (value < width or spread) + (key < width or spread))
-    return gradients + max(inside, copied * 2 * 2 * work.positions * g * max(key, value))
+    return gradients + max(inside, copied * 2 * 2 * seen * g * max(key, value))
 
 
 def _kept(shape: DrafterShape, w: Widths, work: Work, step: Step) -> float:
@@ -146,6 +151,7 @@ def _kept(shape: DrafterShape, w: Widths, work: Work, step: Step) -> float:
     query, latents = w.queries + w.rope + 2 * w.query_up[0], bool(w.query_up[0])
     values = work.tokens * 2 * D + work.read * D  # embeddings and their norm; the normed ones that are read
     values += work.positions * (_fused(shape, step) + D + L * (D + key))  # into fc, g_0, its norm, keys
+    values += (step.context - 1) * work.positions * L * (w.keys + w.values)  # of other ranks
     values += S * (K if shape.norm_output else 1) * D  # g_0, or z of every step
     values += rows * (4 * D + 3 * shape.intermediate_size + query + w.out)  # u, h, norms; gate, up, product; attention
     values += L * S * (K - 1) * key  # a slot's own keys and values, at every step but the first
@@ -160,7 +166,7 @@ def _kept_recomputing(shape: DrafterShape, w: Widths, work: Work, step: Step) ->
     asking = work.tokens if L > 1 else work.read
     # Embeddings and their norm; the embeddings' half of the first projections.
     values = work.tokens * (2 * D + w.key_in) + work.read * (D + w.key_in) + asking * w.query_in
-    values += work.positions * (_fused(shape, step) + D + L * (w.keys + w.values))  # into fc, g_0, keys
+    values += work.positions * (_fused(shape, step) + D + step.context * L * (w.keys + w.values))  # into fc, g_0, keys
     values += S * K * D * shape.norm_before_residual + rows * (
         D + w.queries + w.out
     )  # state, query, attention's output

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 
 from eagle31_train.checkpoint.contract import weight_shapes
 from eagle31_train.config import Config, DrafterShape
+from eagle31_train.errors import UserError
 from eagle31_train.locations import CONFIGS
 from eagle31_train.planning import footprint, inputs
 from eagle31_train.planning.footprint import FP32, Activations, Memory, Profile, State
@@ -75,9 +76,10 @@ class Planned:
 
     @property
     def busy(self) -> float:
-        """Share of the devices' time that a step's conversations fill if all are equally long: none is split."""
-        devices = self.config.plan.devices
-        return self.conversations / (devices * math.ceil(self.conversations / devices))
+        """Share of the devices' time that a step's conversations fill if all are equally long: none is split further
+        than train.context_parallel says."""
+        replicas = self.replicas(self.config.plan.devices)
+        return self.conversations / (replicas * math.ceil(self.conversations / replicas))
 
     def training_flops(self) -> float:
         """FLOPs of all steps."""
@@ -158,23 +160,31 @@ class Planned:
             profile for profile in footprint.PROFILES if profile.takes(optimizer) and (several or not profile.several)
         ]
 
+    def context(self, devices: int) -> int:
+        """How many of the devices share a micro-batch; one alone has nobody to share with."""
+        return self.config.train.context_parallel if devices > 1 else 1
+
+    def replicas(self, devices: int) -> int:
+        """Into how many groups that leaves the devices."""
+        return devices // self.context(devices)
+
     def micro_tokens(self, devices: int) -> int:
         """Tokens of the largest micro-batch: its share of a step, or a longest conversation."""
         t = self.config.train
         return max(
-            math.ceil(t.batch_tokens / (devices * t.gradient_accumulation_steps)),
+            math.ceil(t.batch_tokens / (self.replicas(devices) * t.gradient_accumulation_steps)),
             min(self.data.longest, t.batch_tokens),
         )
 
     def micro(self, devices: int) -> tuple[Activations, float]:
-        """Bytes of one micro-batch: while it is worked out, and as it comes."""
+        """Bytes of one micro-batch on one of the devices: while it is worked out, and as it comes."""
         t, s = self.config.train, self.config.store
         work = (self.data.work * (self.micro_tokens(devices) / self.data.work.tokens)).of_slots(self.trained_share)
         decodes = bool(CODECS[s.aux_codec].block) or self.value == FP32
-        head = self.config.drafter.train_lm_head
-        step = footprint.Step(self.value, decodes, t.activation_checkpointing, head, t.lk > 0)
+        head, context = self.config.drafter.train_lm_head, self.context(devices)
+        step = footprint.Step(self.value, decodes, t.activation_checkpointing, head, t.lk > 0, context=context)
         aux, last = self.states().row_bytes
-        return footprint.activations(self.shape, work, step), work.positions * aux + work.targets * last
+        return footprint.activations(self.shape, work, step), (work.positions * aux + work.targets * last) / context
 
     def memory(self, profile: Profile) -> Memory:
         """Of one device under a launch profile."""
@@ -198,8 +208,15 @@ def reckon(config: Config) -> tuple[Planned, list[str]]:
     """The plan, and the table of where the drafter's options are from.
 
     Raises:
-        UserError: the target cannot be read, or no such drafter can be made for it.
+        UserError: the target cannot be read, no such drafter can be made for it, or train.context_parallel does not
+            divide plan.devices.
     """
+    context, devices = config.train.context_parallel, config.plan.devices
+    if devices % context:
+        raise UserError(
+            f"train.context_parallel={context} does not divide plan.devices={devices}: plan a multiple of {context}, "
+            "or set another"
+        )
     target, data = inputs.read_target(config), inputs.read_data(config)
     V, by_coverage = target.description.vocab_size, config.data.draft_vocab_coverage is not None
     size = data.vocabulary or (inputs.VOCABULARY if by_coverage else V)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 from tqdm import tqdm
 
@@ -118,17 +119,20 @@ def profiles(plan: Planned) -> list[str]:
     for profile in plan.profiles():
         m = plan.memory(profile)
         rows[profile.name] = (m.weights, m.moments, m.copies, m.target, m.step, m.exchange, m.peak, m.host)
-    micro, alone = (plan.micro_tokens(devices) for devices in (plan.config.plan.devices, 1))
+    devices = plan.config.plan.devices
+    micro, alone, context = plan.micro_tokens(devices), plan.micro_tokens(1), plan.context(devices)
+    shared = f", each shared by {context} devices" if context > 1 else ""
     return [
-        f"MEMORY of each of {plan.config.plan.devices} devices, GiB, by profile of configs/accelerate",
+        f"MEMORY of each of {devices} devices, GiB, by profile of configs/accelerate",
         " " * 16 + "".join(f"{name:>8}" for name in COLUMNS),
         *(f"  {name:<14}" + "".join(f"{x / GIB:8.1f}" for x in row) for name, row in rows.items()),
-        f"  Micro-batches of {micro:,} tokens; gpu: one device alone, {alone:,}.",
+        f"  Micro-batches of {micro:,} tokens{shared}; gpu: one device alone, {alone:,}.",
     ]
 
 
 def which(plan: Planned) -> list[str]:
-    """The simplest profile that fits; if none does, with smaller micro-batches, and then with recomputation."""
+    """The simplest profile that fits; if none does, with smaller micro-batches, then with recomputation, then with
+    devices that share them."""
     p = plan.config.plan
     simplest = [profile for profile in plan.profiles() if profile.several == (p.devices > 1)]
     peaks: list[float] = []
@@ -151,16 +155,30 @@ def which(plan: Planned) -> list[str]:
 
 def _variants(plan: Planned) -> Iterator[tuple[list[str], Planned]]:
     """The plan as it is; then with less memory, step by step, in ways that change nothing of what is learnt."""
-    t, options = plan.config.train, []
-    yield [], plan
-    while plan.micro_tokens(plan.config.plan.devices) > plan.data.longest:
-        t = replace(t, gradient_accumulation_steps=2 * t.gradient_accumulation_steps)
-        plan = replace(plan, config=replace(plan.config, train=t))
-        options = [f"train.gradient_accumulation_steps={t.gradient_accumulation_steps}"]
-        yield options, plan
-    if not t.activation_checkpointing:
-        plan = replace(plan, config=replace(plan.config, train=replace(t, activation_checkpointing=True)))
-        yield [*options, "train.activation_checkpointing=true"], plan
+    options: dict[str, Any] = {}
+    devices, longest = plan.config.plan.devices, plan.data.longest
+
+    def changed(**more: Any) -> tuple[list[str], Planned]:
+        options.update(more)
+        config = replace(plan.config, train=replace(plan.config.train, **options))
+        return [f"train.{name}={str(value).lower()}" for name, value in options.items()], replace(plan, config=config)
+
+    def halved(one: Planned) -> tuple[list[str], Planned]:
+        return changed(gradient_accumulation_steps=2 * one.config.train.gradient_accumulation_steps)
+
+    words, one = list[str](), plan
+    yield words, one
+    while one.micro_tokens(devices) > longest:
+        words, one = halved(one)
+        yield words, one
+    if not one.config.train.activation_checkpointing:
+        words, one = changed(activation_checkpointing=True)
+        yield words, one
+    while devices % (context := 2 * one.config.train.context_parallel) == 0:
+        words, one = changed(context_parallel=context)
+        while one.micro_tokens(devices) > longest:  # there are fewer groups of devices now
+            words, one = halved(one)
+        yield words, one
 
 
 def _line(label: str, value: str, note: str = "") -> str:

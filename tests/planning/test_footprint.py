@@ -8,8 +8,7 @@ import pytest
 import torch
 from holding import SHAPE
 from launching import ROOT, command, environment
-from plan_cases import SMALL_MLA, objective_and_batch, shape_of
-from torch import profiler
+from plan_cases import SMALL_MLA, measure, objective_and_batch, shape_of
 
 from benchmarks.shapes import turns
 from eagle31_train.checkpoint.contract import weight_shapes
@@ -23,26 +22,6 @@ from eagle31_train.planning.planned import read_bucket
 from eagle31_train.planning.work import count_work
 
 BF16, FP32 = 2, 4
-
-
-def measure(objective, batch, weights):
-    """Bytes after the forward pass, and at the worst moment of it and of the backward pass."""
-    objective(batch, weights)[0].backward()  # what is made once is there
-    objective.zero_grad(set_to_none=True)
-    with profiler.profile(activities=[profiler.ProfilerActivity.CPU], profile_memory=True) as recorded:
-        with profiler.record_function("FORWARD"):
-            loss = objective(batch, weights)[0]
-        with profiler.record_function("BACKWARD"):
-            loss.backward()
-    events = recorded.profiler.kineto_results.events()
-    backward = next(event.start_ns() for event in events if event.name() == "BACKWARD")
-    begin = next(event.start_ns() for event in events if event.name() == "FORWARD")
-    live = kept = peak = 0
-    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
-        live += event.nbytes() if event.start_ns() >= begin else 0
-        kept = live if event.start_ns() < backward else kept
-        peak = max(peak, live)
-    return kept, peak
 
 
 CASES = [

@@ -94,7 +94,7 @@ def test_the_simplest_profile_that_fits_is_named(capsys):
     assert named("plan.device_gib=4") == "none"
 
 
-def test_smaller_micro_batches_are_advised_first_and_then_recomputation(capsys):
+def test_smaller_micro_batches_are_advised_first_then_recomputation_then_devices_that_share_them(capsys):
     def advised(gib):
         return re.search(
             r"train.py(.*) …|none leaves", printed(capsys, *recipe("llama31_8b"), f"plan.device_gib={gib}")
@@ -108,8 +108,35 @@ def test_smaller_micro_batches_are_advised_first_and_then_recomputation(capsys):
         "",
         " train.gradient_accumulation_steps=2",
         " train.gradient_accumulation_steps=2 train.activation_checkpointing=true",
+        *(
+            f" train.gradient_accumulation_steps={2 * n} train.activation_checkpointing=true train.context_parallel={n}"
+            for n in (2, 4, 8)
+        ),
     ]
     assert advised(0.99 * least[-1] / 2**30 / sections.SPARE)[0] == "none leaves"
+
+
+def test_devices_that_share_a_conversation_divide_its_memory_and_a_longer_one_fits(capsys):
+    """What the step takes is in tests/model/test_context_parallel.py, against what torch allocates."""
+    long = [*recipe("llama31_8b"), "data.max_length=131072", "train.batch_tokens=131072", "plan.sample_tokens=131072"]
+    alone, *shared = (planned(*long, f"train.context_parallel={n}") for n in (1, 2, 4, 8))
+    ddp = next(profile for profile in PROFILES if profile.name == "ddp")
+    assert {one.micro_tokens(8) for one in (alone, *shared)} == {131072}
+    for n, one in zip((2, 4, 8), shared, strict=True):
+        (micro, batch), (whole, whole_batch) = one.micro(8), alone.micro(8)
+        assert batch == pytest.approx(whole_batch / n)
+        assert 1 / n < micro.kept / whole.kept < 1 / n + 0.05
+        assert one.memory(ddp).held == alone.memory(ddp).held
+        assert one.micro(1) == alone.micro(1), "one device alone has nobody to share with"
+        assert one.busy == n / 8  # a step of one conversation
+    assert f"tokens, each shared by 2 devices; gpu: one device alone, {131072:,}." in printed(
+        capsys, *long, "train.context_parallel=2"
+    )
+    assert re.search(
+        r"WHICH PROFILE.*\n.*\n.* train.context_parallel=\d …", printed(capsys, *long, "plan.device_gib=40")
+    )
+    with pytest.raises(UserError, match="context_parallel=3 does not divide"):
+        planned(*long, "train.context_parallel=3")
 
 
 # ---------------------------------------------------------------- Muon

@@ -101,6 +101,13 @@ WRONG = {
 }
 
 
+def test_processes_that_cannot_share_conversations_evenly_are_refused():
+    for processes, context in ((1, 2), (2, 4), (4, 3)):
+        words = f"train.context_parallel={context} does not divide the number of processes, {processes}: launch a mult"
+        assert words in refusal(launch.check_context_parallel, processes, context)
+    launch.check_context_parallel(4, 2)
+
+
 @pytest.mark.parametrize(("variables", "what", "words"), WRONG.values(), ids=WRONG)
 def test_what_came_otherwise_than_it_was_asked_for_is_refused(monkeypatch, variables, what, words):
     use(monkeypatch, variables)

@@ -36,6 +36,9 @@ MLA += ["drafter.v_head_dim=5", "train.max_steps=4", "train.activation_checkpoin
 MUON, NEAR = ["train.optimizer=muon", "train.max_steps=8"], 0.15
 MUON_RELAY = {"ddp": 4, "fsdp2": 6}
 
+# Two ranks share every conversation: a relay once more.
+SHARING, SHARING_RELAY = ["train.context_parallel=2"], {"ddp": 6, "fsdp2": 10, "zero2": 14, "zero3": 16}
+
 
 def error(ours, theirs):
     """The largest distance of two sets of tensors, relative to each tensor's norm."""
@@ -89,16 +92,18 @@ def launch_all(copy_of, folder, trainings, runs=None):
 def came(copy_of, tmp_path_factory):
     """The relay, and what two processes must not do."""
     folder = tmp_path_factory.mktemp("came")
-    runs = {name: copy_of(folder / name) for name in ("relay", "muon relay")}
+    runs = {name: copy_of(folder / name) for name in ("relay", "muon relay", "sharing relay")}
     with on_cpu(), ExitStack() as patches:
         several.disturb(patches, FIRST)
         for name, run in runs.items():
             with pytest.raises(Stopped):
-                run.fit(*(RECIPE if name == "relay" else MUON))
+                run.fit(*(MUON if name == "muon relay" else RECIPE))
     trainings = [("relay", profile, [*RECIPE, *SHARED], {"stop_after": stop}) for profile, stop in RELAY.items()]
     trainings += [("muon relay", p, [*MUON, *SHARED], {"stop_after": stop}) for p, stop in MUON_RELAY.items()]
+    trainings += [("sharing relay", p, [*RECIPE, *SHARING], {"stop_after": n}) for p, n in SHARING_RELAY.items()]
     trainings += [
         ("choosing", "fsdp2", CHOOSING, {}),
+        ("three to share", "ddp", [*SPLIT, "train.context_parallel=3"], {}),
         ("muon zero1", "zero1", MUON, {}),
         ("no exchange", "ddp", SPLIT, {"harm": ["exchange"]}),
         ("no sharding", "fsdp2", SPLIT, {"harm": ["sharding"]}),
@@ -108,6 +113,7 @@ def came(copy_of, tmp_path_factory):
     result = launch_all(copy_of, folder, trainings, runs)
     with on_cpu():
         runs["relay"].fit(*RECIPE)
+        runs["sharing relay"].fit(*RECIPE)
         runs["muon relay"].fit(*MUON)
     return result
 
@@ -155,6 +161,24 @@ def one(by_one):
 
 def test_a_relay_of_profiles_ends_where_one_process_does(came, one):
     assert_relayed(came, "relay", len(RELAY), one)
+
+
+def test_a_relay_of_ranks_that_share_conversations_ends_there_too(came, one):
+    assert_relayed(came, "sharing relay", len(SHARING_RELAY), one)
+
+
+@pytest.mark.slow
+def test_two_groups_of_two_ranks_train_what_one_process_does(copy_of, by_one, tmp_path):
+    """Documents are shared by twos, and spread over two groups of these; weights, over all four."""
+    cases = {"ddp": [*MLA, *SHARED], "fsdp2": OTHERS}
+    runs = {profile: copy_of(tmp_path / profile) for profile in cases}
+    trainings = [training(profile, runs[profile], *options, *SHARING) for profile, options in cases.items()]
+    results = several.train(tmp_path / "results", trainings, processes=4)
+    assert results == [[["done", ""]] * 4] * 2
+    for profile, options in cases.items():
+        one = by_one(*options)
+        assert_close(runs[profile].weights(), one.weights(), 2e-5)
+        assert_same_rows(runs[profile], one, 2e-6)
 
 
 def test_several_processes_end_early_and_keep_the_best_step_as_one_does(came, by_one):
@@ -252,6 +276,10 @@ def test_muon_under_deepspeed_is_refused_before_anything_is_written(came):
     ("run", "words"),
     [
         ("no exchange", "step 1: fc.weight is not the same on all ranks"),
+        (
+            "three to share",
+            "train.context_parallel=3 does not divide the number of processes, 2: launch a multiple of 3",
+        ),
         ("no sharding", "step 1: fc.weight is not sharded over all ranks"),
         ("unlike weights", "step 1: norm.weight is not the same on all ranks"),
         ("unlike options", "rank 1 is not as rank 0 (train.lr: 0.01 on rank 0, 0.02 here): start every process with"),

@@ -1,0 +1,117 @@
+"""Ranks that share documents take the step of one process, to rounding, and less memory each."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import sharing
+import torch
+from launching import environment
+from sharing import DEEP, LONG, MASKS, PLANTED, RAGGED, RANKS, STEPS, Mesh
+
+from eagle31_train.model.context_parallel import owners
+from eagle31_train.model.loss import LOGITS
+from eagle31_train.planning.footprint import Step, activations
+from eagle31_train.planning.work import count_work
+
+FP64, FP32, BF16 = 1e-12, 2e-6, 5e-2
+# Sums of what was measured are fp32 in every precision.
+TOLERANCE = {"fp32": FP32, "bf16": BF16}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What each of four ranks found."""
+    folder = tmp_path_factory.mktemp("sharing")
+    words = [sys.executable, str(Path(sharing.__file__)), str(folder)]
+    done = subprocess.run(words, env=environment("ddp"), capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(RANKS)]
+
+
+def distance(ours, theirs):
+    """The largest distance of two steps' gradients, each relative to its norm, and that of what they measured. A norm
+    of next to nothing is rounding alone: with one key attention has no slope in its query."""
+    gradients, sums = zip(ours, theirs, strict=True)
+    assert gradients[0].keys() == gradients[1].keys()
+    least = 1e-3 * max(whole.norm() for whole in gradients[1].values()) + 1e-30
+    apart = [(gradients[0][n] - whole).norm() / whole.norm().clamp(min=least) for n, whole in gradients[1].items()]
+    return float(max(apart)), float(((sums[0] - sums[1]).abs() / sums[1].abs().clamp(min=1)).max())
+
+
+@pytest.mark.parametrize("context", [2, 4])
+@pytest.mark.parametrize("name", STEPS)
+def test_four_ranks_take_the_step_of_one_process(found, name, context):
+    """Twos share, and there are two of them; or four share."""
+    alone = sharing.step(name, Mesh())
+    for rank in found:
+        gradients, sums = distance(rank[name, context], alone)
+        assert gradients < TOLERANCE.get(name, FP64)
+        assert sums < TOLERANCE.get(name, FP32)
+
+
+@pytest.mark.parametrize("mistake", PLANTED)
+def test_a_planted_mistake_is_seen(found, mistake):
+    assert max(distance(found[0][mistake], sharing.step("gqa", Mesh()))) > 1e-3
+
+
+@pytest.mark.parametrize("context", [2, 4])
+def test_keys_reach_every_rank_and_their_gradients_the_one_that_has_them(found, context):
+    for rank in found:
+        one = rank["exchange"][context]
+        here = (one["owner"] == one["index"]).nonzero()[:, 0].double()
+        slope = sum(range(1, context + 1)) * (1 + here)
+        assert torch.equal(one["keys"], slope[:, None, None].expand(-1, 2, 4))
+        assert torch.equal(one["values"], 10 * slope[:, None, None].expand(-1, 2, 3))
+        assert torch.equal(one["gathered"][:, 0, 0], torch.arange(7).double())
+
+
+@pytest.mark.parametrize("kind", LONG)
+def test_two_ranks_take_at_most_three_fifths_each_as_the_plan_says(found, kind):
+    """Bytes that torch allocates, after the forward pass and at the worst moment; MLA recomputes."""
+    alone = sharing.memory(kind, Mesh())
+    shared = [max(bytes) for bytes in zip(*(rank["memory", kind] for rank in found[:2]), strict=True)]
+    assert all(ours <= 0.6 * whole for ours, whole in zip(shared, alone, strict=True))
+
+    work = count_work([mask.numpy() for mask in MASKS], DEEP)
+    step = Step(4, recompute=kind == "mla", logits=LOGITS["cpu"], flash=False, context=2)
+    reckoned = activations(LONG[kind], work, step)
+    assert reckoned.after_forward == pytest.approx(shared[0], rel=0.01)
+    assert reckoned.peak == pytest.approx(shared[1], rel=0.1)
+
+
+# ---------------------------------------------------------------- who has what
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_every_position_has_one_owner_and_slots_and_the_keys_that_they_see_are_shared_evenly(ranks):
+    slots = torch.zeros(997, dtype=torch.bool)
+    slots[300:340] = slots[600:] = True  # a prompt, a short answer, a prompt, a long answer
+    owner = owners(slots, ranks)
+    counts = [torch.bincount(owner[some], minlength=ranks) for some in (slots, ~slots)]
+    assert all(int(count.max() - count.min()) <= 2 for count in counts)
+    seen = torch.stack([(slots.nonzero()[:, 0] + 1)[owner[slots] == rank].sum() for rank in range(ranks)]).double()
+    assert seen.max() / seen.mean() < 1.1
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_parts_are_the_whole(ranks):
+    """Positions, slots and pairs are of one part each; tokens, those that a part reads."""
+    objective = sharing.make_objective(sharing.SHAPES["gqa"])
+    documents = sharing.Documents(sharing.SHAPES["gqa"], RAGGED).documents
+    kept = sharing.kept_mask(objective)
+    build = sharing.loader.build_batch
+    whole = build(documents, sharing.K, kept, "mask")
+    parts = [build(documents, sharing.K, kept, "mask", part=(index, ranks)) for index in range(ranks)]
+    assert sorted(torch.cat([part.layout.slots for part in parts]).tolist()) == whole.layout.slots.tolist()
+    assert sorted(torch.cat([part.everywhere.slots for part in parts]).tolist()) == list(range(len(whole.positions)))
+    for name in ("trained", "eligible", "eligible_prefix", "population"):
+        assert torch.equal(sum(getattr(part, name) for part in parts), getattr(whole, name)), name
+    for part in parts:
+        places = part.everywhere.slots
+        assert torch.equal(part.positions, whole.positions[places])
+        assert torch.equal(part.aux.decode(), whole.aux.decode()[places])
+        assert torch.equal(part.ids[part.following], whole.ids[whole.following[places]])
+        assert torch.equal(part.everywhere.slots[part.slot_rows], part.layout.slots)
+        assert len(part.ids) < len(whole.ids)

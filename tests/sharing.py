@@ -1,0 +1,235 @@
+"""Four gloo ranks that share documents, and one process, do the same optimizer step; test_context_parallel.py compares.
+
+As a script it imports once and becomes four ranks, each of which takes every step of STEPS and of PLANTED, and measures
+memory, and leaves what it found in a file.
+"""
+
+import os
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import plan_cases
+import torch
+from conftest import kept_mask, make_document, make_mla_shape, make_objective, make_shape
+from torch import distributed as dist
+
+from benchmarks.shapes import turns
+from eagle31_train.config import TrainConfig
+from eagle31_train.model import context_parallel
+from eagle31_train.model.context_parallel import Mesh, Places, gather_context, make_places
+from eagle31_train.model.packing import make_layout
+from train import loader
+from train import step as arithmetic
+
+RANKS, K = 4, 3
+# Length → what the assistant wrote of it (None: a random half).
+RAGGED = {24: None, 19: [4, 5, 6], 15: [], 33: range(20, 33), 8: range(2, 8), 21: [10]}
+SHAPES = {
+    "gqa": make_shape(),
+    "mla": make_mla_shape(),
+    "layers": make_shape(num_layers=2, norm_before_fc=True, norm_output=False),
+}
+# Name → shape, documents, options of the training.
+STEPS = {
+    "gqa": ("gqa", RAGGED, {}),
+    "mla": ("mla", RAGGED, {}),
+    "layers": ("layers", RAGGED, {}),
+    "recomputed": ("mla", RAGGED, {"activation_checkpointing": True}),
+    "accumulated": ("gqa", RAGGED, {"gradient_accumulation_steps": 2}),
+    "some slots": ("gqa", RAGGED, {"slots_per_batch": 20}),
+    "one document": ("gqa", {37: None}, {}),
+    "one position": ("layers", {4: [2]}, {"oov": "keep"}),  # three ranks have no slot, no position and no token
+    "nothing to train": ("mla", {15: [], 9: []}, {}),
+    "fp32": ("gqa", RAGGED, {"precision": "no"}),
+    "bf16": ("gqa", RAGGED, {"precision": "bf16"}),
+}
+
+
+class Documents:
+    """A split in memory."""
+
+    def __init__(self, shape, answers):
+        generator = torch.Generator().manual_seed(3)
+        self.documents = [make_document(shape, length, generator, answer) for length, answer in answers.items()]
+        self.lengths = list(answers)
+
+    def wait_for(self, indices):
+        pass
+
+    def read(self, index, states=True):
+        return self.documents[index]
+
+    def read_all(self, indices):
+        return [self.read(index) for index in indices]
+
+
+def reduced(value, reduction="sum"):
+    """The sum over all ranks, if there are several."""
+    value = value.clone()
+    if dist.is_initialized():
+        dist.all_reduce(value)
+    return value
+
+
+def step(name, mesh, group=None):
+    """One optimizer step's gradients over all ranks, by name, and what it measured [MEASURES, K]."""
+    kind, answers, more = STEPS[name]
+    more = {"precision": None, **more}
+    dtype = torch.float64 if more["precision"] is None else torch.float32
+    objective, split = make_objective(SHAPES[kind], dtype), Documents(SHAPES[kind], answers)
+    objective.autocast = torch.bfloat16 if more["precision"] == "bf16" else None
+    objective.drafter.recompute, objective.drafter.context_group = more.get("activation_checkpointing", False), group
+    t = TrainConfig(ttt_length=K, num_workers=0, context_parallel=mesh.context, **more)
+    ranks = {"num_processes": mesh.ranks, "process_index": mesh.rank}
+    accelerator = SimpleNamespace(**ranks, device=torch.device("cpu"), reduce=reduced)
+    parallel = SimpleNamespace(
+        accelerator=accelerator,
+        model=objective,
+        micro_batch=lambda last: nullcontext(),
+        backward=lambda loss: loss.backward(),
+    )
+    samples = [list(range(len(split.lengths)))]
+    [batch] = loader.load(split, samples, 0, t, 0, kept_mask(objective), accelerator)
+    sums, _ = arithmetic.accumulate(parallel, batch.micro_batches, batch.totals, t.gamma)
+    named = [(name, p) for name, p in objective.drafter.named_parameters() if p.requires_grad]
+    return {name: reduced(p.grad) / mesh.ranks for name, p in named}, sums.detach()
+
+
+# ---------------------------------------------------------------- planted mistakes
+
+
+def of_part(change):
+    """The batch of a part is another one."""
+
+    def build(*arguments, **named):
+        batch = right(*arguments, **named)
+        return replace(batch, **change(batch, *arguments)) if batch.places is not None else batch
+
+    right = loader.build_batch
+    return patch.object(loader, "build_batch", build)
+
+
+def whole(name):
+    """Every rank counts what all have."""
+    right = loader.build_batch
+    return of_part(lambda batch, *arguments: {name: getattr(right(*arguments[:5]), name)})
+
+
+def drop_remote_gradients():
+    """Each rank keeps what it says itself of its keys, and not what others do."""
+
+    def only_mine(mine, everyone, group):
+        mine.copy_(everyone.chunk(group.size())[dist.get_rank(group)])
+
+    return patch.object(context_parallel.dist, "reduce_scatter_tensor", only_mine)
+
+
+def detach_remote_keys():
+    """No gradient goes back through the exchange."""
+    right = context_parallel._GatherContext.backward
+    nothing = staticmethod(lambda ctx, *grads: (*(0 * grad for grad in right(ctx, *grads)[:2]), None, None))
+    return patch.object(context_parallel._GatherContext, "backward", nothing)
+
+
+def count_own_pairs():
+    """N_k of a rank's own pairs."""
+    right = arithmetic.reduce_sums
+    mine = lambda accelerator, value: value if value.dtype == torch.int64 else right(accelerator, value)  # noqa: E731
+    return patch.object(arithmetic, "reduce_sums", mine)
+
+
+PLANTED = {
+    "remote key gradients dropped": drop_remote_gradients,
+    "no key gradients": detach_remote_keys,
+    "causal offset among a rank's own positions": lambda: of_part(
+        lambda batch, *_: {"layout": make_layout(batch.layout.documents, batch.slot_rows)}
+    ),
+    "keys in the order of ranks": lambda: of_part(
+        lambda batch, *_: {"places": Places(batch.places.rows.sort().values, batch.places.most)}
+    ),
+    "RoPE positions of the part": lambda: of_part(lambda batch, *_: {"positions": torch.arange(len(batch.positions))}),
+    "N_k of each rank": count_own_pairs,
+    "N_k of the whole on every rank": lambda: whole("population"),
+    "eligible pairs of the whole on every rank": lambda: whole("eligible"),
+}
+
+
+# ---------------------------------------------------------------- the exchange alone, and memory
+
+
+def exchange(mesh, group):
+    """Gradients of a rank's own keys and values where rank r's loss weighs all gathered ones by (r + 1) times their
+    place, and what was gathered of keys."""
+    owner = torch.tensor([0, 2, 2, 0, 3, 2, 0]) % mesh.context  # one rank, or two, have nothing
+    index, places = mesh.part[0], make_places(owner, mesh.context)
+    here = (owner == index).nonzero()[:, 0].double()
+    keys, values = (here[:, None, None].expand(-1, 2, width).clone().requires_grad_() for width in (4, 3))
+    all_keys, all_values = gather_context(keys, values, places, group)
+    weights = (index + 1.0) * torch.arange(1.0, 1 + len(owner), dtype=torch.float64)[:, None, None]
+    ((all_keys + 0) * weights).sum().add((10 * all_values * weights).sum()).backward()
+    return {"gathered": all_keys.detach(), "keys": keys.grad, "values": values.grad, "owner": owner, "index": index}
+
+
+LONG = {"gqa": plan_cases.shape_of(), "mla": plan_cases.shape_of(**plan_cases.SMALL_MLA)}
+DEEP = 7
+MASKS = [turns(1200, 0.5), turns(700, 0.3)]
+
+
+def memory(kind, mesh, group=None):
+    """Bytes after the forward pass, and at the worst moment, of two long conversations."""
+    objective, batch = plan_cases.objective_and_batch(LONG[kind], MASKS, DEEP, part=mesh.part)
+    objective.drafter.context_group, objective.drafter.recompute = group, kind == "mla"
+    with lasting("all_gather_into_tensor"), lasting("reduce_scatter_tensor"):
+        return plan_cases.measure(objective, batch, torch.full((DEEP,), 1e-3))
+
+
+def lasting(name):
+    """An exchange by buffers that stay: gloo's thread may be the last to free its own, where the profiler misses it."""
+    right, buffers = getattr(dist, name), {}
+
+    def exchange(output, given, group):
+        theirs, ours = buffers.setdefault(output.shape, (torch.empty_like(output), torch.empty_like(given)))
+        right(theirs, ours.copy_(given), group=group)
+        output.copy_(theirs)
+
+    return patch.object(context_parallel.dist, name, exchange)
+
+
+# ---------------------------------------------------------------- the ranks
+
+
+def rank(index, folder):
+    """One of them."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=index, world_size=RANKS)
+    groups = {2: dist.new_subgroups(2)[0], 4: dist.group.WORLD}
+    meshes = {context: Mesh(RANKS, index, context) for context in groups}
+    found = {"exchange": {context: exchange(meshes[context], group) for context, group in groups.items()}}
+    for context, group in groups.items():
+        for name in STEPS:
+            found[name, context] = step(name, meshes[context], group)
+    for mistake, plant in PLANTED.items():
+        with plant():
+            found[mistake] = step("gqa", meshes[2], groups[2])
+    for kind in LONG if index < 2 else ():
+        found["memory", kind] = memory(kind, meshes[2], groups[2])
+    torch.save(found, Path(folder) / f"rank{index}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main():
+    ranks = []
+    for index in range(RANKS):
+        if not (child := os.fork()):
+            rank(index, sys.argv[1])
+            os._exit(0)
+        ranks.append(child)
+    sys.exit(max(abs(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])) for child in ranks))
+
+
+if __name__ == "__main__":
+    main()
