@@ -5,9 +5,10 @@
     eagle31 compare before:runs/a1,runs/a2 after:runs/b1,runs/b2 evaluate.num_prompts=100
     eagle31 compare runs/a me/draft evaluate.backend=vllm evaluate.vllm_python=.venv-vllm/bin/python
 
-Every DRAFTER is a run, an exported checkpoint, or a published one (a folder, or an id of the hub); the others are
-compared with the first. NAME:… calls it so, and several trainings of one recipe, with commas between them, are measured
-as one. Target, data and evaluate.* are those of the first that is a run, where no +experiment=… is given.
+Every DRAFTER is a run, an exported checkpoint, or a published one (a folder, or an id of the hub; DRAFT@outputs if its
+config.json counts layers as SGLang does); the others are compared with the first. NAME:… calls it so, and several
+trainings of one recipe, with commas between them, are measured as one. Target, data and evaluate.* are those of the
+first that is a run, where no +experiment=… is given.
 
 Writes compare.out: a page and its pictures, then result.json, which lists them. A drafter, or a workload, that is
 added later is measured alone. With evaluate.backend=vllm every drafter is then served by vLLM, too, and all written
@@ -26,7 +27,7 @@ import torch
 
 from eagle31_train import artifacts, cli
 from eagle31_train.checkpoint import hub
-from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
+from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint, split_name
 from eagle31_train.checkpoint.run_folder import read_export
 from eagle31_train.config import Config
 from eagle31_train.console import note
@@ -165,7 +166,10 @@ def read(drafter: str, config: Config, data: dict[str, Any]) -> DrafterCheckpoin
 
 def exported(drafter: str) -> Path:
     """The folder of a drafter that vLLM can serve; UserError where it is not exported, or of other weights."""
-    folder = Path(drafter) if Path(drafter).is_dir() else hub.fetch(drafter, None)
+    place, counted = split_name(drafter)
+    if counted == "outputs":
+        raise UserError(f"{drafter}: vLLM would read its layer ids as inputs: leave evaluate.backend=vllm out")
+    folder = Path(place) if Path(place).is_dir() else hub.fetch(place, None)
     if not (folder / "train").is_dir():
         return folder
     read_export(folder)

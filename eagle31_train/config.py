@@ -77,6 +77,9 @@ ADDED: dict[str, Any] = {
     "drafter.norm_before_fc": False,
     "drafter.num_layers": 1,
     "drafter.qk_norm": False,
+    "drafter.sliding_window": None,
+    "drafter.attention_bias": False,
+    "drafter.mlp_bias": False,
     "evaluate.timed_prompts": 5,
 }
 # Options of before that are read from the target's config.json now; given, they say so.
@@ -195,6 +198,13 @@ class DrafterConfig:
     norm_before_fc: bool = opt(False, "one RMSNorm on all auxiliary states together before fc (llama only)")
     num_layers: int = opt(1, "layers of the drafter, each of which costs its time in every draft step", at_least=1)
     qk_norm: bool = opt(False, "an RMSNorm on every query and key head, as in Qwen3 (llama only)")
+    sliding_window: int | None = opt(
+        None,
+        "tokens that attention sees, its own position's included, in every layer; default: all (llama only)",
+        above=0,
+    )
+    attention_bias: bool = opt(False, "biases of queries, keys, values, and without qk_norm of o_proj (llama only)")
+    mlp_bias: bool = opt(False, "biases of the MLP (llama without qk_norm only)")
     # What is null follows from the target's config.json (targets/derive.py)
     hidden_size: int | None = opt(None, "default: the target's", above=0)
     intermediate_size: int | None = opt(None, "width of the MLP; default: what a token of the target uses", above=0)
@@ -319,7 +329,11 @@ class Config:
     push: bool = opt(False, "export: upload to the Hugging Face Hub")
     repo: str | None = opt(None, "export: hub repository, e.g. me/my-eagle31-draft")
     private: bool = opt(False, "export: make the hub repository private")
-    export_format: str = opt("vllm", "export: speculators names the target, too", choices=("vllm", "speculators"))
+    export_format: str = opt(
+        "vllm",
+        "export: speculators names the target, too; sglang is for SGLang and vLLM",
+        choices=("vllm", "speculators", "sglang"),
+    )
     comparisons: list[str] = opt([], "export: folders that eagle31_train.compare wrote, for the card")
     target: TargetConfig = field(default_factory=TargetConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -384,6 +398,9 @@ class DrafterShape:
     norm_before_fc: bool = False
     num_layers: int = 1
     qk_norm: bool = False
+    sliding_window: int | None = None
+    attention_bias: bool = False
+    mlp_bias: bool = False
     # MLA only
     q_lora_rank: int | None = None
     kv_lora_rank: int | None = None

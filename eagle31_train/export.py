@@ -73,6 +73,8 @@ def export(config: Config) -> None:
         drafter = config.repo
     note("serve it with:")
     note("  " + recipe.serve_command(config, drafter))
+    if config.export_format == "sglang":
+        note("  " + recipe.sglang_command(config, drafter))
 
 
 def exported_shape(config: Config, checkpoint: DrafterCheckpoint) -> DrafterShape:
@@ -140,6 +142,16 @@ def write_checkpoint(checkpoint: DrafterCheckpoint, shape: DrafterShape, config:
         draft_tokens = config.evaluate.num_speculative_tokens
         fields = config_json.speculators_json(shape, dtype, config.target_name, draft_tokens)
         tensors = {contract.speculators_name(name): tensor for name, tensor in tensors.items()}
+    elif config.export_format == "sglang":
+        from eagle31_train.targets.description import describe_target  # imports transformers
+
+        target = describe_target(config.target)
+        if problems := contract.sglang_problems(shape, target.model_type, target.num_hidden_layers):
+            raise UserError(f"SGLang would not draft as was trained: {problems[0]}: export with export_format=vllm")
+        fields = config_json.sglang_json(shape, dtype, config.target_name)
+        for number in range(1, shape.num_layers):  # SGLang has another name for these
+            norm = tensors[contract.layer_name(number, "input_layernorm")].clone()
+            tensors[contract.layer_name(number, "hidden_norm")] = norm
     else:
         fields = config_json.config_json(shape, dtype, config.target_name)
     artifacts.write_json(folder / "config.json", fields)

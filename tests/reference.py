@@ -52,9 +52,14 @@ class ReferenceDrafter:
     def attention_weight(self, layer, name):
         return self.of_layer(layer, f"self_attn.{name}")
 
+    def product(self, layer, name, x):
+        """W · x, and the bias if the checkpoint has one."""
+        bias = f"layers.{layer}.{name}.bias" if layer else f"midlayer.{name}.bias"
+        return self.of_layer(layer, name) @ x + self.w.get(bias, 0)
+
     def heads(self, layer, name, x, position=None):
         """Project x into heads, normed with qk_norm and rotated if a position is given."""
-        rows = (self.attention_weight(layer, f"{name}_proj") @ x).view(-1, self.s.head_dim)
+        rows = self.product(layer, f"self_attn.{name}_proj", x).view(-1, self.s.head_dim)
         if position is None:
             return rows
         if self.s.qk_norm:
@@ -67,11 +72,13 @@ class ReferenceDrafter:
         return self.heads(layer, "k", x, position), self.heads(layer, "v", x)
 
     def attend(self, layer, x, position, rows):
-        """What every head sees in the rows, end to end."""
+        """What every head sees in the rows, end to end; of a window W, the last W."""
         queries, seen = self.heads(layer, "q", x, position), []
+        unseen = max(len(rows) - (self.s.sliding_window or len(rows)), 0)
         for head, q in enumerate(queries):
             group = head // (self.s.num_attention_heads // self.s.num_key_value_heads)
             scores = torch.stack([q @ keys[group] for keys, _ in rows]) * self.s.head_dim**-0.5
+            scores = torch.cat([torch.full_like(scores[:unseen], float("-inf")), scores[unseen:]])
             seen.append(weighted(scores, [values[group] for _, values in rows]))
         return torch.cat(seen)
 
@@ -104,11 +111,11 @@ class ReferenceDrafter:
             rows[layer].append(self.row(layer, x, position))
             if keys_only and layer == self.s.num_layers - 1:
                 return None
-            u = residual + self.attention_weight(layer, "o_proj") @ self.attend(layer, x, position, rows[layer])
+            u = residual + self.product(layer, "self_attn.o_proj", self.attend(layer, x, position, rows[layer]))
             n = norm(u, self.of_layer(layer, "post_attention_layernorm"), self.s.rms_norm_eps)
-            gate = self.of_layer(layer, "mlp.gate_proj") @ n
-            gate = gate * torch.sigmoid(gate) * (self.of_layer(layer, "mlp.up_proj") @ n)
-            g = u + self.of_layer(layer, "mlp.down_proj") @ gate
+            gate = self.product(layer, "mlp.gate_proj", n)
+            gate = gate * torch.sigmoid(gate) * self.product(layer, "mlp.up_proj", n)
+            g = u + self.product(layer, "mlp.down_proj", gate)
         return g
 
     def loss(self, documents, steps, gamma, kept_ids, teacher, oov="mask", cost=kl, taken=None):
@@ -142,24 +149,28 @@ class ReferenceDrafter:
         return total, counts, hits, eligible
 
 
-def dense_scores(q, k0, v0, own_k, own_v, layout, scale):
+def dense_scores(q, k0, v0, own_k, own_v, layout, scale, window=None):
     """Every slot's scores over every key of the batch, and which it may see.
 
     Keys: the N step-0 keys, then the own keys of step 1 of all S slots, then those of step 2, …
+    A window of W leaves a query at position p the keys of positions p - W + 1 to p.
     Returns scores [S, h, N + k*S], values [N + k*S, h, dv], seen [S, N + k*S] bool.
     """
     repeat = q.shape[1] // k0.shape[1]
     keys = torch.cat([k0, *own_k]).repeat_interleave(repeat, 1)
     values = torch.cat([v0, *own_v]).repeat_interleave(repeat, 1)
-    seen = torch.zeros(len(q), len(keys), dtype=torch.bool)
+    seen = torch.zeros(len(q), len(keys), dtype=torch.bool, device=q.device)
     for slot, t in enumerate(layout.slots.tolist()):
         start = max(begin for begin, _ in layout.documents if begin <= t)
-        seen[slot, start : t + 1] = True
-        seen[slot, len(k0) + slot :: len(q)] = True
+        query = t + len(own_k)
+        reached = query + 1 - (window or query + 1)
+        seen[slot, max(start, reached) : t + 1] = True
+        for step in range(1, len(own_k) + 1):
+            seen[slot, len(k0) + (step - 1) * len(q) + slot] = t + step >= reached
     return torch.einsum("shd,thd->sht", q, keys) * scale, values, seen
 
 
-def dense_attention(q, k0, v0, own_k, own_v, layout, scale):
+def dense_attention(q, k0, v0, own_k, own_v, layout, scale, window=None):
     """One softmax over all visible keys, differentiated by autograd: [S, h, dv]."""
-    scores, values, seen = dense_scores(q, k0, v0, own_k, own_v, layout, scale)
+    scores, values, seen = dense_scores(q, k0, v0, own_k, own_v, layout, scale, window)
     return torch.einsum("sht,thd->shd", scores.masked_fill(~seen[:, None], float("-inf")).softmax(-1), values)

@@ -40,12 +40,15 @@ TOY = [
 FAMILY = [*speaking.SMALL, *EXACT, "data.self_prompts.count=60", "evaluate.num_prompts=20"]
 FAMILY += ["evaluate.max_new_tokens=24", "evaluate.max_speculative_tokens=8", "train.max_steps=120", "train.epochs=120"]
 EAGLE_3 = ["drafter.fc_norm=false", "drafter.norm_output=false", "drafter.norm_before_residual=true"]
-DEEP = ["drafter.num_layers=2", "drafter.qk_norm=true", "drafter.norm_before_fc=true", "drafter.fc_norm=false"]
+# Shorter than the prompts.
+WINDOW = ["drafter.sliding_window=12", "drafter.attention_bias=true"]
+DEEP = ["drafter.num_layers=2", "drafter.qk_norm=true", "drafter.norm_before_fc=true", "drafter.fc_norm=false", *WINDOW]
 # Run → its target (SmolLM2, the toy or one of tests/speaking.py) and options.
 RUNS = {
     "Llama": ("SmolLM2", SMOLLM2),
     "Llama, tied embeddings": ("llama-tied", FAMILY),
-    "Qwen3, two layers, self-describing": ("qwen3", [*FAMILY, *DEEP, "export_format=speculators"]),
+    "Llama, a window, biases": ("llama-tied", [*FAMILY, *WINDOW, "drafter.mlp_bias=true"]),
+    "Qwen3, two layers, a window, self-describing": ("qwen3", [*FAMILY, *DEEP, "export_format=speculators"]),
     "MLA": ("toy", TOY),
     "MLA, EAGLE 3, pruned": ("toy", [*TOY, *EAGLE_3, "data.draft_vocab_size=120"]),
 }

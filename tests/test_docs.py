@@ -20,6 +20,7 @@ from eagle31_train.__main__ import COMMANDS
 from eagle31_train.compare import is_drafter
 from eagle31_train.config import RENAMED
 from eagle31_train.errors import UserError
+from eagle31_train.reporting.recipe import sglang_command
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES_ELSEWHERE = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md", "examples/README.md"]
@@ -124,6 +125,10 @@ def check(line):
         check_launch(program, rest)
     elif rest[0] == "train.py":
         check_options(rest[1:])
+    elif rest[:2] == ["-m", "sglang.launch_server"]:  # not installed: as export prints it
+        assert words == shlex.split(
+            sglang_command(load(("+experiment=smollm2",)), "runs/smollm2/export", published=True)
+        )
     elif rest[0] == "-m":
         check_module(rest[1], rest[2:])
 

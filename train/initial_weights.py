@@ -18,7 +18,7 @@ from torch import Tensor
 from eagle31_train import artifacts
 from eagle31_train.checkpoint import run_folder
 from eagle31_train.checkpoint.contract import REQUIRED
-from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
+from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint, split_name
 from eagle31_train.checkpoint.run_folder import CHECKPOINTS, RECORD
 from eagle31_train.config import MLA_WIDTHS, Config, DrafterShape
 from eagle31_train.errors import UserError
@@ -74,7 +74,7 @@ def goes_by_record(config: Config) -> bool:
     """Whether the configuration's run has a checkpoint, began with the same weights, and these are on the hub or gone:
     it goes on without them."""
     init, train = config.train.init_from, Path(config.run_dir) / "train"
-    if init is None or Path(init).exists() or not (train / RECORD).is_file():
+    if init is None or Path(split_name(init)[0]).exists() or not (train / RECORD).is_file():
         return False
     names = ("init_from", "init_revision")
     alike = all(run_folder.option(train, f"train.{name}") == getattr(config.train, name) for name in names)
@@ -101,6 +101,8 @@ def refuse_other_kind(source: DrafterCheckpoint, shape: DrafterShape, store: Sto
     there = source.shape
     other = {field.name for field in fields(there) if field.name not in ASIDE}
     other |= set() if _same_rope(there, shape) else ROPE
+    if there.sliding_window is None:  # one that saw all can go on with a window
+        other -= {"sliding_window"}
     # EAGLE 3 can go on as 3.1; the other way there is nowhere to put what fc_norm has learnt.
     other |= {name for name in ("fc_norm", "norm_output") if getattr(there, name)}
     theirs, ours = ({name: getattr(kind, name) for name in other} for kind in (there, shape))

@@ -49,6 +49,9 @@ MODEL_TYPES = {
 MLA_DEFAULTS = dict(zip(("q_lora_rank", *MLA_WIDTHS), (1536, 512, 128, 64, 128), strict=True))
 # Fields of which, in the format of speculators, vLLM passes over what stands inside transformer_layer_config.
 SPECULATORS_OWN = ("draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+SLIDING, FULL = "sliding_attention", "full_attention"
+# How a config.json may count auxiliary layers: i is the input of layer i, or its output.
+COUNTED = ("inputs", "outputs")
 YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
 
 
@@ -63,7 +66,7 @@ def config_json(shape: DrafterShape, dtype: str, target_name: str) -> dict[str, 
         target_name: for people and other tools; vLLM does not read it.
     """
     name, model_type = WRITTEN["qwen3" if shape.qk_norm else shape.architecture]
-    scaling, attention = rope_scaling(shape), {"head_dim": shape.head_dim, "mlp_bias": False}
+    scaling, attention = rope_scaling(shape), {"head_dim": shape.head_dim, "mlp_bias": shape.mlp_bias}
     if shape.architecture == "mla":  # whose head_dim is the rotated part alone in transformers
         attention = {name: getattr(shape, name) for name in MLA_DEFAULTS}
     if scaling and shape.architecture == "mla":
@@ -80,7 +83,7 @@ def config_json(shape: DrafterShape, dtype: str, target_name: str) -> dict[str, 
         "num_key_value_heads": shape.num_key_value_heads,
         **attention,
         "hidden_act": "silu",
-        "attention_bias": False,
+        "attention_bias": shape.attention_bias,
         "rms_norm_eps": shape.rms_norm_eps,
         "max_position_embeddings": shape.max_position_embeddings,
         # transformers 5 reads rope_parameters; readers older than that, rope_theta and rope_scaling.
@@ -98,6 +101,23 @@ def config_json(shape: DrafterShape, dtype: str, target_name: str) -> dict[str, 
         "norm_output": shape.norm_output,
         "norm_before_residual": shape.norm_before_residual,
         **({"norm_before_fc": True} if shape.norm_before_fc else {}),
+        **(_window(shape) if shape.sliding_window is not None else {}),
+    }
+
+
+def _window(shape: DrafterShape) -> dict[str, Any]:
+    """A sliding window of every layer: vLLM goes by layer_types, and of a Qwen3 by use_sliding_window, too."""
+    kinds = [SLIDING] * shape.num_layers
+    return {"sliding_window": shape.sliding_window, "layer_types": kinds, "use_sliding_window": True}
+
+
+def sglang_json(shape: DrafterShape, dtype: str, target_name: str) -> dict[str, Any]:
+    """The config.json of the same checkpoint for SGLang, which reads the layer ids in eagle_config, and as outputs of
+    layers. vLLM reads those at the top level first, as inputs, so that it serves the same folder."""
+    ids = [layer - 1 for layer in sorted(shape.aux_layers)]
+    return {
+        **config_json(shape, dtype, target_name),
+        "eagle_config": {LAYER_IDS: ids, "use_aux_hidden_state": True},
     }
 
 
@@ -186,6 +206,8 @@ class _Layer(TypedDict, total=False):
     rope_parameters: _Rope | None
     max_position_embeddings: Annotated[Positions, Field(ge=1)]
     layer_types: list[str] | None
+    sliding_window: Annotated[Positions, Field(ge=1)] | None
+    max_window_layers: Count | None
     num_aux_hidden_states: Count | None
 
 
@@ -198,7 +220,10 @@ class _Config(_Layer, total=False):
 
 
 def shape_from_config(
-    config: Fields, tensor_names: Collection[str] = (), target_layers: Callable[[], int] | None = None
+    config: Fields,
+    tensor_names: Collection[str] = (),
+    target_layers: Callable[[], int] | None = None,
+    counted: str | None = None,
 ) -> DrafterShape:
     """Read a checkpoint's config.json as vLLM does: its spellings, and its defaults for what is missing.
 
@@ -208,6 +233,7 @@ def shape_from_config(
         config: of this project, of other EAGLE 3 trainers, or in the format of `speculators`.
         tensor_names: the checkpoint's tensors, canonical; they alone say whether it has an embedding.
         target_layers: gives the layers of the target, for a config that leaves the auxiliary layers to vLLM.
+        counted: one of COUNTED, for a config that does not tell which.
 
     Raises:
         UserError: no EAGLE 3 drafter of a known kind, or a field is missing, of another type, or beyond all real sizes.
@@ -221,7 +247,7 @@ def shape_from_config(
     if lacking := [name for name in needed if name not in layer]:
         raise UserError(f"config.json lacks {lacking[0]}")
     D, heads, V = layer["hidden_size"], layer["num_attention_heads"], layer["vocab_size"]
-    aux_layers = _aux_layers(flags, target_layers)
+    aux_layers = _aux_layers(config, flags, target_layers, counted)
     count = flags.get("num_aux_hidden_states")
     if count is not None and count != len(aux_layers):
         raise UserError(f"config.json has num_aux_hidden_states {count}, but the layer ids {aux_layers}")
@@ -255,6 +281,9 @@ def shape_from_config(
         norm_before_fc=_norm_before_fc(flags),
         num_layers=layer.get("num_hidden_layers", 1),
         qk_norm=kind == "qwen3",
+        sliding_window=_sliding_window(layer, kind, plain=layer is config),
+        attention_bias=bool(layer.get("attention_bias", False)),
+        mlp_bias=bool(layer.get("mlp_bias", False)) and kind != "qwen3",  # of which vLLM's has none
         share_embedding="embed_tokens.weight" not in tensor_names,
         **widths,
     )
@@ -318,13 +347,12 @@ def _refuse_unsupported(layer: Fields, flags: Fields, kind: str) -> None:
     unsupported = {
         f"model_type {layer.get('model_type')}": not known,
         "hidden_act": layer.get("hidden_act", "silu") != "silu",
-        "attention_bias": bool(layer.get("attention_bias")),
-        "mlp_bias": bool(layer.get("mlp_bias")),
+        "bias": bool(layer.get("bias")),
         "norm_before_fc": kind == "mla" and _norm_before_fc(flags),
         "use_aux_hidden_state": not eagle.get("use_aux_hidden_state", True),
         "logit_scale": layer.get("logit_scale", 1.0) != 1.0,
         "partial_rotary_factor": rope.get("partial_rotary_factor", layer.get("partial_rotary_factor")) not in (None, 1),
-        "layer_types": "sliding_attention" in (layer.get("layer_types") or []),
+        "layer_types": bool(set(layer.get("layer_types") or []) - {FULL, SLIDING}),
         "quantization_config": bool(layer.get("quantization_config") or flags.get("quantization_config")),
     }
     if kind == "mla":
@@ -332,18 +360,58 @@ def _refuse_unsupported(layer: Fields, flags: Fields, kind: str) -> None:
         unsupported["rope_interleave"] = layer.get("rope_interleave", True) is False
         unsupported["index_topk"] = "index_topk" in layer
         unsupported["is_causal"] = layer.get("is_causal", True) is False
+        unsupported["attention_bias"] = bool(layer.get("attention_bias"))
+        unsupported["sliding_attention"] = SLIDING in (layer.get("layer_types") or [])
     if wrong := [name for name, refused in unsupported.items() if refused]:
         raise UserError(
-            f"config.json sets {', '.join(wrong)}: only dense layers of Llama, Qwen3 or MLA, of full attention on "
-            "auxiliary states, unquantized and without biases, are supported (norm_before_fc not with MLA)"
+            f"config.json sets {', '.join(wrong)}: only dense layers of Llama, Qwen3 or MLA, of causal attention on "
+            "auxiliary states, and unquantized, are supported (MLA without norm_before_fc, biases and windows)"
         )
 
 
-def _aux_layers(flags: Fields, target_layers: Callable[[], int] | None) -> list[int]:
-    """The layer ids in vLLM's places, in its order of preference, or its default."""
+def _sliding_window(layer: Fields, kind: str, plain: bool) -> int | None:
+    """The window of every layer, as vLLM finds it. `plain`: not in the format of speculators, so that transformers'
+    Qwen3Config has gone over it."""
+    count, window, kinds = layer.get("num_hidden_layers", 1), layer.get("sliding_window"), layer.get("layer_types")
+    of_qwen3 = plain and kind == "qwen3"
+    if of_qwen3 and not layer.get("use_sliding_window", False):
+        window = None
+    if not kinds and of_qwen3 and window is not None:
+        first = layer.get("max_window_layers", 28)
+        kinds = [SLIDING if number >= first else FULL for number in range(count)]
+    elif not kinds and window is not None and kind == "llama" and layer.get("use_sliding_window", True):
+        raise UserError(
+            f"config.json has sliding_window {window} without layer_types, and vLLM lets every layer see all: remove "
+            'it if the drafter was trained so, or add layer_types ["sliding_attention"]'
+        )
+    slide = {name == SLIDING for name in (kinds or [FULL])[:count]}
+    if slide == {True, False}:
+        raise UserError(
+            "config.json gives some layers a sliding window and others none, which vLLM 0.32 does not draft"
+        )
+    if slide == {True} and window is None:
+        raise UserError("config.json has layers of sliding_attention but no sliding_window, or no use_sliding_window")
+    return window if slide == {True} else None
+
+
+def _aux_layers(
+    config: Fields, flags: Fields, target_layers: Callable[[], int] | None, counted: str | None
+) -> list[int]:
+    """The layer ids as inputs of layers, or vLLM's default.
+
+    vLLM looks at the top level first, then in eagle_config, and takes either for inputs. But in eagle_config SGLang,
+    SpecForge and ModelOpt have outputs, and TorchSpec has them anywhere: such a file does not tell.
+    """
     eagle = flags.get("eagle_config") or {}
-    if ids := flags.get(LAYER_IDS) or eagle.get(LAYER_IDS) or eagle.get("layer_ids"):
-        return sorted(set(ids))
+    top, inner = flags.get(LAYER_IDS), eagle.get(LAYER_IDS) or eagle.get("layer_ids")
+    if ids := (inner or top if counted == "outputs" else top or inner):
+        if counted is None and (not top or "_torchspec_version" in config):
+            raise UserError(
+                f"config.json has the layer ids {ids}, and does not tell whether they are inputs of layers, as vLLM "
+                "takes them, or outputs, as SGLang, SpecForge, ModelOpt and TorchSpec: add @inputs or @outputs to the "
+                "draft's name, whichever `eagle31 compare` finds better accepted"
+            )
+        return sorted({layer + (counted == "outputs") for layer in ids})
     if target_layers is None:
         raise UserError(f"config.json has no {LAYER_IDS}: say how many layers the target has")
     return sorted(set(default_aux_layers(target_layers())))

@@ -19,6 +19,8 @@ from eagle31_train.model import vocab
 from eagle31_train.model.rope import check_rope, mla_factors, rope_parameters, table_end
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+# Targets of which SGLang 0.5.23 takes layer ids for outputs only where the first is 1, and else for inputs.
+_COUNTED_BY_THE_FIRST = ("deepseek", "kimi", "glm4_moe_lite", "glm_moe_dsa")
 # Weights of a layer that vLLM also takes joined, row after row.
 _JOINED = {
     "self_attn.qkv_proj": [f"self_attn.{part}_proj" for part in "qkv"],
@@ -38,7 +40,9 @@ def weight_shapes(shape: DrafterShape) -> dict[str, tuple[int, ...]]:
     D, H, A = shape.hidden_size, shape.target_hidden_size, len(shape.aux_layers)
     tensors: dict[str, tuple[int, ...]] = {"fc.weight": (D, A * H)}
     for number in range(shape.num_layers):
-        tensors |= {layer_name(number, name): size for name, size in _layer_shapes(shape, number == 0).items()}
+        sizes = _layer_shapes(shape, number == 0)
+        tensors |= {layer_name(number, name): size for name, size in sizes.items()}
+        tensors |= {layer_name(number, name, "bias"): sizes[name][:1] for name in _with_bias(shape)}
     tensors |= {"norm.weight": (D,), "lm_head.weight": (shape.draft_vocab_size, D)}
     if shape.fc_norm:
         tensors |= {f"fc_norm.{i}.weight": (H,) for i in range(A)}
@@ -49,9 +53,16 @@ def weight_shapes(shape: DrafterShape) -> dict[str, tuple[int, ...]]:
     return tensors
 
 
-def layer_name(number: int, name: str) -> str:
-    """The name in the file of a weight `name` of a layer."""
-    return f"layers.{number}.{name}.weight" if number else f"midlayer.{name}.weight"
+def layer_name(number: int, name: str, kind: str = "weight") -> str:
+    """The name in the file of a weight or bias of a layer's module `name`."""
+    return f"layers.{number}.{name}.{kind}" if number else f"midlayer.{name}.{kind}"
+
+
+def _with_bias(shape: DrafterShape) -> list[str]:
+    """Modules of a layer that have a bias: as vLLM's Llama, or its Qwen3, whose o_proj has none."""
+    attention = ("q", "k", "v") if shape.qk_norm else ("q", "k", "v", "o")
+    names = [f"self_attn.{name}_proj" for name in attention] if shape.attention_bias else []
+    return names + ([f"mlp.{name}_proj" for name in ("gate", "up", "down")] if shape.mlp_bias else [])
 
 
 def _layer_shapes(shape: DrafterShape, first: bool) -> dict[str, tuple[int, ...]]:
@@ -116,6 +127,32 @@ def canonical_name(name: str) -> str:
     return "midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name
 
 
+def sglang_problems(shape: DrafterShape, target_type: str, target_layers: int) -> list[str]:
+    """What SGLang 0.5.23 would leave out or read otherwise, most of it in silence, one line each.
+
+    Args:
+        target_type, target_layers: the target's model_type, and its number of layers.
+    """
+    first, last = min(shape.aux_layers), max(shape.aux_layers)
+    lacking = ["qk_norm", "norm_before_residual", "attention_bias", "mlp_bias", "sliding_window"]
+    problems = [f"it has no drafters with {name}" for name in lacking if getattr(shape, name)]
+    if shape.architecture == "mla" and shape.num_layers > 1:
+        problems.append("it has no MLA drafters of several layers")
+    if not shape.share_embedding and shape.hidden_size == shape.target_hidden_size:
+        problems.append("it puts the target's embedding in place of the drafter's own")
+    if len(shape.aux_layers) * shape.target_hidden_size == shape.hidden_size:
+        problems.append("it leaves fc out where the auxiliary states are as wide as the drafter")
+    if first == 0 or last == target_layers:
+        problems.append(
+            f"it gives neither the embedding nor the last layer's output, but aux_layers={shape.aux_layers}"
+        )
+    if first != 2 and target_type.startswith(_COUNTED_BY_THE_FIRST):
+        problems.append(
+            f"it miscounts the layers of a {target_type} unless the first is 2: aux_layers={shape.aux_layers}"
+        )
+    return problems
+
+
 def speculators_name(name: str) -> str:
     """The name that the library `speculators` reads, and vLLM too."""
     return "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
@@ -132,9 +169,10 @@ def separate(tensors: Mapping[str, torch.Tensor], shape: DrafterShape) -> dict[s
     rows = {name: size[0] for name, size in weight_shapes(shape).items()}
     apart: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
-        joined = next((one for one in _JOINED if name.endswith(f".{one}.weight")), "")
-        layer = name.removesuffix(f"{joined}.weight")
-        parts = [f"{layer}{one}.weight" for one in _JOINED.get(joined, [])]
+        module, _, kind = name.rpartition(".")
+        joined = next((one for one in _JOINED if module.endswith(f".{one}")), "")
+        layer = module.removesuffix(joined)
+        parts = [f"{layer}{one}.{kind}" for one in _JOINED.get(joined, [])]
         sizes = [rows.get(part, 0) for part in parts]
         if sizes and all(sizes) and tensor.shape[:1] == (sum(sizes),):
             apart |= dict(zip(parts, tensor.split(sizes), strict=True))
@@ -181,8 +219,11 @@ def check_shape(shape: DrafterShape) -> list[str]:
             f"{shape.target_hidden_size}: set drafter.share_embedding=false"
         )
     D, heads, mla = shape.hidden_size, shape.num_attention_heads, shape.architecture == "mla"
-    if mla and (shape.qk_norm or shape.norm_before_fc):
-        problems.append("vLLM serves no MLA draft with qk_norm or norm_before_fc")
+    llama_only = ("qk_norm", "norm_before_fc", "sliding_window", "attention_bias", "mlp_bias")
+    if mla and (given := [name for name in llama_only if getattr(shape, name)]):
+        problems.append(f"vLLM serves no MLA draft with {given[0]}")
+    if shape.qk_norm and shape.mlp_bias:
+        problems.append("vLLM serves no draft with both qk_norm and mlp_bias")
     if not mla and not shape.qk_norm and D % heads:
         problems.append(f"hidden_size {D} is no multiple of {heads} heads: transformers refuses the config.json")
     if mla and (shape.num_key_value_heads, shape.head_dim) != (heads, sum(mla_widths(shape)[1:3])):
@@ -269,16 +310,19 @@ def caveats(shape: DrafterShape, target_positions: int | None = None, target_win
             "vLLM 0.32 cannot share the target's embedding with pipeline parallelism: to be served so, train with "
             "drafter.share_embedding=false"
         )
-    return [*found, *window_caveat(target_window, target_positions), *unserved(shape)]
+    return [*found, *window_caveat(shape, target_window, target_positions), *unserved(shape)]
 
 
-def window_caveat(target_window: int | None, target_positions: int | None) -> list[str]:
-    """What is to know of a target all of whose layers have a sliding window; a sentence, or none."""
-    if target_window is None or (target_positions is not None and target_window >= target_positions):
+def window_caveat(shape: DrafterShape, target_window: int | None, target_positions: int | None) -> list[str]:
+    """What is to know of a target all of whose layers have a sliding window; a sentence, or none: a window of the
+    drafter's own takes its place."""
+    everywhere = target_window is None or (target_positions is not None and target_window >= target_positions)
+    if everywhere or shape.sliding_window is not None:
         return []
     return [
         f"every layer of the target sees {target_window:,} tokens, and vLLM 0.32 limits the drafter to these too: past "
-        "them it does not draft as it was trained and measured (outputs stay the target's)"
+        "them it does not draft as it was trained and measured (outputs stay the target's), unless "
+        f"drafter.sliding_window={target_window} or less"
     ]
 
 

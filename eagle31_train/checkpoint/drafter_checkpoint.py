@@ -3,6 +3,7 @@
 checkpoint = DrafterCheckpoint.open("runs/smollm2")              # the finished run's checkpoint
 checkpoint = DrafterCheckpoint.open("runs/smollm2/export")
 checkpoint = DrafterCheckpoint.open("owner/name", revision="main")
+checkpoint = DrafterCheckpoint.open("owner/name@outputs")        # its layer ids are outputs of layers, as SGLang's
 drafter = checkpoint.load(target, torch.bfloat16, torch.float32)
 """
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from eagle31_train import artifacts
 from eagle31_train.checkpoint import contract, hub, published, run_folder
+from eagle31_train.checkpoint.config_json import COUNTED
 from eagle31_train.checkpoint.run_folder import CHECKPOINTS, MODEL, RECORD, SHAPE, TRAIN
 from eagle31_train.config import DrafterShape, TargetConfig
 from eagle31_train.errors import UserError
@@ -49,6 +51,7 @@ class DrafterCheckpoint:
     inputs: dict[str, Any] | None = None  # what the run was trained from: fingerprints and options
     manifest: dict[str, Any] | None = None  # what a finished training left
     _mapped: dict[str, Tensor] | None = field(default=None, repr=False)  # of a published draft
+    _counted: str | None = None  # how its layer ids were said to be counted
 
     # ---------------------------------------------------------------- opening
 
@@ -66,7 +69,8 @@ class DrafterCheckpoint:
 
         Args:
             where: a run, its train/ or one of its checkpoints (train/checkpoints/step-…); a folder with config.json
-                and safetensors, exported or published; or a repository of the hub, owner/name.
+                and safetensors, exported or published; or a repository of the hub, owner/name. Behind a published
+                one @inputs or @outputs may say how its config.json counts layers.
             revision: of the repository: a branch, tag or commit.
             data_folder: where a run's draft vocabulary is looked for first.
             allow_unfinished: of a run that is not finished, take the newest checkpoint.
@@ -75,14 +79,18 @@ class DrafterCheckpoint:
         Raises:
             UserError: there is none; it is damaged, or of another kind than EAGLE 3 or 3.1 drafters.
         """
-        where, folder = str(where), Path(where)
-        if not folder.exists() and HUB_ID.fullmatch(where):
-            folder = hub.fetch(where, revision)
-            return cls._published(where, folder, folder.name, target_layers)
+        where = str(where)
+        place, counted = split_name(where)
+        folder = Path(place)
+        if not folder.exists() and HUB_ID.fullmatch(place):
+            folder = hub.fetch(place, revision)
+            return cls._published(where, folder, folder.name, target_layers, counted)
         if revision is not None:
             raise UserError(f"revision {revision} is for a repository of the hub, but {where} is none")
         if (folder / published.CONFIG).is_file():
-            return cls._published(where, folder, None, target_layers)
+            return cls._published(where, folder, None, target_layers, counted)
+        if counted is not None:
+            raise UserError(f"{where}: @{counted} is for published drafts: a run knows its layers")
         if (folder / SHAPE).is_file():
             return cls._of_run(where, folder, data_folder)
         train = folder if (folder / CHECKPOINTS).is_dir() else folder / "train"
@@ -137,13 +145,18 @@ class DrafterCheckpoint:
 
     @classmethod
     def _published(
-        cls, where: str, folder: Path, commit: str | None, target_layers: Callable[[], int] | None
+        cls,
+        where: str,
+        folder: Path,
+        commit: str | None,
+        target_layers: Callable[[], int] | None,
+        counted: str | None,
     ) -> "DrafterCheckpoint":
         try:
-            shape, vocab, tensors, target_name = published.read(folder, target_layers)
+            shape, vocab, tensors, target_name = published.read(folder, target_layers, counted)
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
-        checkpoint = cls(where, folder, shape, vocab, commit, target_name, _mapped=tensors)
+        checkpoint = cls(where, folder, shape, vocab, commit, target_name, _mapped=tensors, _counted=counted)
         checkpoint._require({name: tuple(tensor.shape) for name, tensor in tensors.items()})
         return checkpoint
 
@@ -184,13 +197,14 @@ class DrafterCheckpoint:
     @cached_property
     def initial_identity(self) -> str:
         """What a training that begins with these weights records of them; for the hub, repository and commit."""
-        return f"{self.where}@{self.commit}" if self.commit else self._content
+        return f"{self.where.removesuffix('@inputs')}@{self.commit}" if self.commit else self._content
 
     @cached_property
     def _content(self) -> str:
         """Changes with weights and vocabulary, and not with the place where they lie."""
         if self.train is None:
-            return artifacts.weights_fingerprint(str(self.folder))
+            content = artifacts.weights_fingerprint(str(self.folder))
+            return artifacts.fingerprint([content, self._counted]) if self._counted == "outputs" else content
         files = run_folder.sealed_manifest(self.folder)["files"]
         return artifacts.fingerprint([{name: files[name] for name in (MODEL, SHAPE)}, self.vocab.target_ids.tolist()])
 
@@ -242,6 +256,12 @@ class DrafterCheckpoint:
             drafter.shared_embedding = embedding  # the target's own, which the rounding has no business with
         drafter.eval().requires_grad_(False)
         return drafter
+
+
+def split_name(where: str) -> tuple[str, str | None]:
+    """A drafter's folder or hub id, and how its layer ids are counted where NAME@inputs or NAME@outputs says so."""
+    name, _, counted = where.rpartition("@")
+    return (name, counted) if name and counted in COUNTED and not Path(where).exists() else (where, None)
 
 
 def refuse_other_data(inputs: dict[str, Any], data: dict[str, Any], folder: Path) -> None:

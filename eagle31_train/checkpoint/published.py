@@ -20,13 +20,14 @@ from eagle31_train.errors import UserError
 from eagle31_train.model.vocab import DraftVocab
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
+NORM_OF_SGLANG = "hidden_norm.weight"  # what the layers above the first call the norm of their state there
 
 
 def read(
-    folder: Path, target_layers: Callable[[], int] | None
+    folder: Path, target_layers: Callable[[], int] | None, counted: str | None = None
 ) -> tuple[DrafterShape, DraftVocab, dict[str, Tensor], str | None]:
     """Read config.json and map the tensors; whether they are all of a drafter, `contract` knows. `target_layers` gives
-    the layers of the target, and is asked only where vLLM would count them.
+    the layers of the target, and is asked only where vLLM would count them. `counted`: see `shape_from_config`.
 
     Returns:
         Shape; the target's id of each row of lm_head; tensors by canonical names, mapped from the files, of any float
@@ -40,7 +41,7 @@ def read(
     tensors = _read_tensors(folder)
     if "fc.weight" in tensors and "midlayer.hidden_norm.weight" not in tensors:  # which config.json does not tell
         raise UserError("a drafter of EAGLE 1 or 2, or of another kind, without midlayer.hidden_norm.weight")
-    shape = config_json.shape_from_config(config, tensors, target_layers)
+    shape = config_json.shape_from_config(config, tensors, target_layers, counted)
     tensors = contract.separate(tensors, shape)
     vocab, order = _vocabulary(tensors.pop("d2t", None), tensors.pop("t2d", None), shape)
     if order is not None and "lm_head.weight" in tensors:
@@ -70,6 +71,7 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
             "convert it with safetensors.torch.save_file, or take a repository that holds safetensors"
         )
     tensors: dict[str, Tensor] = {}
+    norms: dict[str, Tensor] = {}
     for file in files:
         try:
             foreign.check_file(file, None)
@@ -83,6 +85,14 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
                 raise UserError(f"{canonical} is there twice, once as {name} in {file.name}: remove one of them")
             if not contract.is_idle(canonical):
                 tensors[canonical] = tensor
+            elif canonical.endswith(NORM_OF_SGLANG):
+                norms[canonical.replace(NORM_OF_SGLANG, "input_layernorm.weight")] = tensor
+    for name, norm in norms.items():
+        if not torch.equal(tensors.setdefault(name, norm), norm):
+            raise UserError(
+                f"{name} is unlike the layer's {NORM_OF_SGLANG}: vLLM reads the first and SGLang the second, so remove "
+                "the one that was not trained"
+            )
     listed = {name for name in map(contract.canonical_name, places) if not contract.is_idle(name)}
     if lacking := listed - tensors.keys():
         raise UserError(f"{min(lacking)} is listed in {INDEX} but in none of its files: get them again")

@@ -1,7 +1,8 @@
 """Who sees whom in the unrolled drafter.
 
 Slot t at step k attends to the step-0 keys of every position s <= t of its own document, and to
-its own keys of steps 1..k (its query's own step included). Nothing else.
+its own keys of steps 1..k (its query's own step included). Nothing else. Of these, a sliding window of W
+leaves the positions above t + k - W: the query is at t + k, and the own key of step j at t + j.
 
 The two parts are softmaxed apart and merged by their log-sum-exp: the first by the kernels of
 `context_attention.py`, the second, k keys per slot, by small products or a fused kernel. Memory is
@@ -31,6 +32,7 @@ def unrolled_attention(
     layout: Layout,
     scale: float,
     fused: bool = False,
+    window: int | None = None,
 ) -> Tensor:
     """Attention of every slot at one step; exact, forward and backward.
 
@@ -41,11 +43,16 @@ def unrolled_attention(
         layout: documents and slots.
         scale: softmax scale.
         fused: merge own keys by the kernel of eagle31_train/kernels/own_keys.py, in fp32 inside.
+        window: W, of a sliding window.
 
     Returns:
         [S, h, dv].
     """
-    out: Tensor = _MergedAttention.apply(q, k0, v0, layout, scale, fused, *own_k, *own_v)
+    left = None
+    if window is not None:
+        left = window - 1 - len(own_k)  # positions before t that the window still reaches; below 0, not even t
+        own_k, own_v = own_k[-window:], own_v[-window:]
+    out: Tensor = _MergedAttention.apply(q, k0, v0, layout, scale, left, fused, *own_k, *own_v)
     return out
 
 
@@ -59,10 +66,18 @@ class _MergedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k0: Tensor, v0: Tensor, layout: Layout, scale: float, fused: bool, *own: Tensor
+        ctx: Any,
+        q: Tensor,
+        k0: Tensor,
+        v0: Tensor,
+        layout: Layout,
+        scale: float,
+        left: int | None,
+        fused: bool,
+        *own: Tensor,
     ) -> Tensor:
         """own: k keys [S, g, d], then k values [S, g, dv] → [S, h, dv]."""
-        result, lse = context_forward(q, k0, v0, layout, scale)
+        result, lse = context_forward(q, k0, v0, layout, scale, left)
         if own and fused:
             result, lse = merge_own_keys(q, result, lse, *_stacked(own), scale)
         elif own:
@@ -77,7 +92,7 @@ class _MergedAttention(torch.autograd.Function):
             result, lse = result.flatten(1, 2), merged
         result = result.to(q.dtype)
         ctx.save_for_backward(q, k0, v0, result, lse, *own)
-        ctx.layout, ctx.scale, ctx.fused = layout, scale, fused
+        ctx.layout, ctx.scale, ctx.left, ctx.fused = layout, scale, left, fused
         return result
 
     @staticmethod
@@ -86,12 +101,12 @@ class _MergedAttention(torch.autograd.Function):
         q, k0, v0, out, lse, *own = ctx.saved_tensors
         scale, g = ctx.scale, k0.shape[1]
         dout = grads[0].to(q.dtype).contiguous()
-        dq, dk0, dv0 = context_backward(dout, q, k0, v0, out, lse, ctx.layout, scale)
+        dq, dk0, dv0 = context_backward(dout, q, k0, v0, out, lse, ctx.layout, scale, ctx.left)
         if not own:
-            return dq, dk0, dv0, None, None, None
+            return dq, dk0, dv0, None, None, None, None
         if ctx.fused:
             dq, down_keys, down_values = merge_own_keys_backward(dout, q, out, lse, *_stacked(own), dq, scale)
-            return dq, dk0, dv0, None, None, None, *down_keys, *down_values
+            return dq, dk0, dv0, None, None, None, None, *down_keys, *down_values
 
         own_k, own_v = _halves(own)
         mean = _dots(dout, out)
@@ -103,7 +118,7 @@ class _MergedAttention(torch.autograd.Function):
             down_q.addcmul_(slope[..., None], key[:, :, None])
             down_k.append((slope[..., None].to(q.dtype) * q).sum(2))
             down_v.append((share[..., None].to(do.dtype) * do).sum(2))
-        return down_q.flatten(1, 2).to(dq.dtype), dk0, dv0, None, None, None, *down_k, *down_v
+        return down_q.flatten(1, 2).to(dq.dtype), dk0, dv0, None, None, None, None, *down_k, *down_v
 
 
 # A slot's own keys are few, and other slots' are others. As matrix products they would be S * g tiny ones, of stacked

@@ -7,7 +7,11 @@ gradient is share * (do·v - do·o), whichever part of the softmax a key is in.
     CPU            flash, run by run: linear memory
     CUDA, 16 bits  flash over all runs in one call: linear memory. No GPU has been at hand to run it; its
                    indices are tested against an imitation of the kernel.
-    otherwise      plain products, in blocks of queries: the truth in the tests
+    otherwise      plain products, in blocks of queries: the truth in the tests, and a CPU's sliding windows,
+                   which flash has only with a mask
+
+A slot sees `left` positions before its own (all with None): what a sliding window leaves of them, by
+`attention.py`. Below 0 it sees nothing here.
 
 Shapes: N packed positions; S slots; h query heads; g key/value heads; r = h / g; d key width; dv value
 width; n queries and m keys of a piece.
@@ -22,22 +26,28 @@ from torch.nn import functional as F
 from eagle31_train.model.packing import Layout, Run, Segments
 
 BLOCK = 256  # queries whose scores the plain kernel holds at once
+Band = tuple[int | None, int]  # keys that a query sees, by their index less the query's: from, to; None: from the first
+CAUSAL: Band = (None, 0)
 
 
-def context_forward(q: Tensor, k0: Tensor, v0: Tensor, layout: Layout, scale: float) -> tuple[Tensor, Tensor]:
+def context_forward(
+    q: Tensor, k0: Tensor, v0: Tensor, layout: Layout, scale: float, left: int | None = None
+) -> tuple[Tensor, Tensor]:
     """q [S, h, d] over k0 [N, g, d], v0 [N, g, dv] → output [S, h, dv] and log-sum-exp [S, h].
 
     The log-sum-exp is fp32 or wider; so is the output, but for CUDA's kernel, which gives it in 16 bits.
     """
-    if _flash_cuda(q, v0) and layout.segments is not None:
-        return _cuda_forward(q, k0, v0, layout.segments, scale)
     wide = torch.promote_types(q.dtype, torch.float32)
     S, h, dv = len(q), q.shape[1], v0.shape[2]
+    if left is not None and left < 0:
+        return q.new_zeros(S, h, dv, dtype=wide), q.new_full((S, h), float("-inf"), dtype=wide)
+    if _flash_cuda(q, v0) and layout.segments is not None:
+        return _cuda_forward(q, k0, v0, layout.segments, scale, left)
     out, lse = q.new_empty(S, h, dv, dtype=wide), q.new_empty(S, h, dtype=wide)
     for run in layout.runs:
-        for rows, keys, causal in _pieces(run, q):
-            piece_out, piece_lse = _piece_forward(q[rows], k0[keys], v0[keys], causal, scale)
-            if keys.start == run.document:  # the first keys that these rows see
+        for rows, keys, band in _pieces(run, q, left):
+            piece_out, piece_lse = _piece_forward(q[rows], k0[keys], v0[keys], band, scale)
+            if left is not None or keys.start == run.document:  # the first keys that these rows see
                 out[rows], lse[rows] = piece_out, piece_lse
             else:
                 out[rows], lse[rows] = merge(out[rows], lse[rows], piece_out.to(wide), piece_lse)
@@ -45,16 +55,25 @@ def context_forward(q: Tensor, k0: Tensor, v0: Tensor, layout: Layout, scale: fl
 
 
 def context_backward(
-    dout: Tensor, q: Tensor, k0: Tensor, v0: Tensor, out: Tensor, lse: Tensor, layout: Layout, scale: float
+    dout: Tensor,
+    q: Tensor,
+    k0: Tensor,
+    v0: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    layout: Layout,
+    scale: float,
+    left: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k0 and v0, given dout and out [S, h, dv] and lse [S, h] of the merged softmax."""
-    if _flash_cuda(q, v0) and layout.segments is not None:
-        return _cuda_backward(dout, q, k0, v0, out, lse, layout.segments, scale)
+    unseen = left is not None and left < 0
+    if _flash_cuda(q, v0) and layout.segments is not None and not unseen:
+        return _cuda_backward(dout, q, k0, v0, out, lse, layout.segments, scale, left)
     dq, dk0, dv0 = torch.zeros_like(q), torch.zeros_like(k0), torch.zeros_like(v0)
-    for run in layout.runs:
-        for rows, keys, causal in _pieces(run, q):
+    for run in () if unseen else layout.runs:
+        for rows, keys, band in _pieces(run, q, left):
             piece = (dout[rows], q[rows], k0[keys], v0[keys], out[rows], lse[rows])
-            dq_piece, dk, dv = _piece_backward(*piece, causal, scale)
+            dq_piece, dk, dv = _piece_backward(*piece, band, scale)
             dq[rows].add_(dq_piece)
             dk0[keys].add_(dk)
             dv0[keys].add_(dv)
@@ -68,53 +87,55 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[T
     return out * mine + other * theirs, merged
 
 
-def _pieces(run: Run, q: Tensor) -> Iterator[tuple[slice, slice, bool]]:
-    """(slots, keys, causal): blocks that need no mask tensor but the causal one, aligned at its start.
+def _pieces(run: Run, q: Tensor, left: int | None) -> Iterator[tuple[slice, slice, Band | None]]:
+    """(slots, keys, which of them each slot sees): blocks; None for all.
 
-    What precedes a block of slots is seen in full; the block itself causally.
+    What precedes a block of slots is seen in full; the block itself causally. With a window both are one piece.
     """
-    step = run.end - run.first if _flash_cpu(q) else BLOCK
+    step = run.end - run.first if _flash_cpu(q) and left is None else BLOCK
     for first in range(run.first, run.end, step):
         end = min(first + step, run.end)
         begin = run.begin + first - run.first
-        if begin > run.document:
-            yield slice(first, end), slice(run.document, begin), False
-        yield slice(first, end), slice(begin, begin + end - first), True
+        start = begin if left is None else max(run.document, begin - left)
+        if left is None and begin > run.document:
+            yield slice(first, end), slice(run.document, begin), None
+        before = begin - start  # keys of the piece before its first slot
+        yield slice(first, end), slice(start, begin + end - first), (None if left is None else before - left, before)
 
 
 # ---------------------------------------------------------------- one piece: CPU flash, or plain products
 
 
-def _piece_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _piece_forward(q: Tensor, k: Tensor, v: Tensor, band: Band | None, scale: float) -> tuple[Tensor, Tensor]:
     """q [n, h, d] over k [m, g, d], v [m, g, dv] → [n, h, dv] and [n, h]."""
     queries, keys, values = _by_group(q, k.shape[1]), _per_head(k, q), _per_head(v, q)
-    if _flash_cpu(q):
+    if _flash_cpu(q) and band in (None, CAUSAL):
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         queries, keys, values = _same_width(queries, keys, values)
-        out, lse = flash(queries, keys, values, 0.0, causal, attn_mask=None, scale=scale)
+        out, lse = flash(queries, keys, values, 0.0, band is not None, attn_mask=None, scale=scale)
         out = out[..., : v.shape[-1]]
     else:
-        scores = _plain_scores(queries, keys, causal, scale)
+        scores = _plain_scores(queries, keys, band, scale)
         lse = scores.logsumexp(-1)
         out = (scores - lse[..., None]).exp().to(v.dtype) @ values
     return _by_slot(out), _by_slot(lse[..., None])[..., 0]
 
 
 def _piece_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q [n, h, d], k [m, g, d] and v [m, g, dv]."""
     g, d, dv = k.shape[1], k.shape[-1], v.shape[-1]
     queries, dout, out = _by_group(q, g), _by_group(dout, g), _by_group(out, g)
     lse = _by_group(lse[..., None], g)[..., 0]
     keys, values = _per_head(k, q), _per_head(v, q)
-    if _flash_cpu(q):
+    if _flash_cpu(q) and band in (None, CAUSAL):
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         queries, keys, values, dout, out = _same_width(queries, keys, values, dout, out)
-        down = flash(dout, queries, keys, values, out, lse, 0.0, causal, attn_mask=None, scale=scale)
+        down = flash(dout, queries, keys, values, out, lse, 0.0, band is not None, attn_mask=None, scale=scale)
         down_q, down_k, down_v = down[0][..., :d], down[1][..., :d], down[2][..., :dv]
     else:
-        shares = (_plain_scores(queries, keys, causal, scale) - lse[..., None]).exp()
+        shares = (_plain_scores(queries, keys, band, scale) - lse[..., None]).exp()
         mean = (dout.to(shares.dtype) * out.to(shares.dtype)).sum(-1, keepdim=True)
         dscores = (shares * ((dout @ values.mT).to(shares.dtype) - mean) * scale).to(q.dtype)
         down_q, down_k, down_v = dscores @ keys, dscores.mT @ queries, shares.to(q.dtype).mT @ dout
@@ -146,10 +167,12 @@ def _same_width(*tensors: Tensor) -> list[Tensor]:
     return [F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in tensors]
 
 
-def _plain_scores(q: Tensor, keys: Tensor, causal: bool, scale: float) -> Tensor:
+def _plain_scores(q: Tensor, keys: Tensor, band: Band | None, scale: float) -> Tensor:
     scores = (q @ keys.mT).to(torch.promote_types(q.dtype, torch.float32)) * scale
-    if causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    if band is not None:
+        lowest, highest = band
+        every = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
+        hidden = every.triu(highest + 1) if lowest is None else every.triu(highest + 1) | every.tril(lowest - 1)
         scores = scores.masked_fill(hidden, float("-inf"))
     return scores
 
@@ -164,19 +187,29 @@ def _flash_cuda(q: Tensor, v: Tensor) -> bool:
     return q.device.type == "cuda" and fits
 
 
-def _cuda_forward(q: Tensor, k0: Tensor, v0: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
+def _cuda_forward(
+    q: Tensor, k0: Tensor, v0: Tensor, segments: Segments, scale: float, left: int | None
+) -> tuple[Tensor, Tensor]:
     queries, keys, values = _same_width(q, k0, v0)
     queries, (keys, values) = _spread(queries, segments), _copies(keys, values, segments)
     edges = (segments.query_edges, segments.key_edges, segments.queries, segments.keys)
     # Causal here means aligned at the end: the last query of a stretch sees all keys of its stretch.
     flash = torch.ops.aten._flash_attention_forward
-    out, lse, *_ = flash(queries, keys, values, *edges, 0.0, True, False, scale=scale)
+    out, lse, *_ = flash(queries, keys, values, *edges, 0.0, True, False, scale=scale, **_window(left))
     assert lse.shape == (q.shape[1], segments.query_total), "this torch lays the log-sum-exp out otherwise"
     return _gather(out, segments)[..., : v0.shape[-1]], _gather(lse.t(), segments)
 
 
 def _cuda_backward(
-    dout: Tensor, q: Tensor, k0: Tensor, v0: Tensor, out: Tensor, lse: Tensor, segments: Segments, scale: float
+    dout: Tensor,
+    q: Tensor,
+    k0: Tensor,
+    v0: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    segments: Segments,
+    scale: float,
+    left: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     queries, keys, values, dout, out = _same_width(q, k0, v0, dout, out)
     keys, values = _copies(keys, values, segments)
@@ -186,9 +219,14 @@ def _cuda_backward(
     # Idle rows have dout = 0 and out = 0, and so no gradient, whatever their log-sum-exp.
     flash = torch.ops.aten._flash_attention_backward
     lse = _spread(lse, segments).t().contiguous()
-    down = flash(dout, queries, keys, values, out, lse, *edges, 0.0, True, none, none, scale=scale)
+    down = flash(dout, queries, keys, values, out, lse, *edges, 0.0, True, none, none, scale=scale, **_window(left))
     dq = _gather(down[0], segments)[..., : q.shape[-1]]
     return dq, _added(down[1], k0, segments), _added(down[2], v0, segments)
+
+
+def _window(left: int | None) -> dict[str, int]:
+    """The kernel's arguments for a window, which it aligns at the end, too."""
+    return {} if left is None else {"window_size_left": left, "window_size_right": 0}
 
 
 def _copies(k0: Tensor, v0: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:

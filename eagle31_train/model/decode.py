@@ -134,6 +134,7 @@ class Cache:
 
     def __init__(self, layer: Layer, sequences: int, capacity: int) -> None:
         self.layer = layer
+        self._window = layer.self_attn.window
         self._sequences, self._capacity = sequences, capacity
         self._keys: Tensor | None = None  # [B, capacity, g, d], made when the first keys tell its shape
         self._values: Tensor | None = None  # [B, capacity, g, dv]
@@ -154,14 +155,13 @@ class Cache:
         self._keys[rows, positions], self._values[rows, positions] = keys, values
 
     def attend(self, x: Tensor, positions: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Inputs x [B, I], one of every sequence, over the first lengths[b] of its rows → [B, h, dv]."""
+        """Inputs x [B, I], one of every sequence, at its last position, over its lengths[b] rows → [B, h, dv]."""
         assert self._keys is not None
         assert self._values is not None
         q = self.layer.self_attn.queries(applied_to(x), positions)
         longest, mask = max(lengths), None
-        if min(lengths) < longest:
-            ends = torch.tensor(lengths, device=q.device)
-            mask = (torch.arange(longest, device=q.device) < ends[:, None])[:, None, None]
+        if min(lengths) < longest or self._window is not None:
+            mask = self._seen(positions, longest)[:, None, None]
         keys, values = self._keys[:, :longest].transpose(1, 2), self._values[:, :longest].transpose(1, 2)
         # All heads of a group share keys, and there is one query: heads can stand where queries do.
         grouped = q.unflatten(1, (keys.shape[1], -1))
@@ -178,10 +178,16 @@ class Cache:
         for row, (queries, at) in enumerate(zip(q.split(list(counts)), positions.split(list(counts)), strict=True)):
             end = int(at[-1]) + 1
             keys, values = (cache[row, :end].transpose(0, 1)[None] for cache in (self._keys, self._values))
-            seen = torch.arange(end, device=at.device) <= at[:, None]
+            seen = self._seen(at, end)
             outputs.append(
                 F.scaled_dot_product_attention(
                     queries.transpose(0, 1)[None], keys, values, seen, scale=self.layer.self_attn.scale, enable_gqa=True
                 )[0].transpose(0, 1)
             )
         return torch.cat(outputs)
+
+    def _seen(self, positions: Tensor, end: int) -> Tensor:
+        """[n, end] bool: which of the first rows each position [n] sees: those up to its own, in its window."""
+        rows = torch.arange(end, device=positions.device)
+        seen = rows <= positions[:, None]
+        return seen if self._window is None else seen & (rows > positions[:, None] - self._window)

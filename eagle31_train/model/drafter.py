@@ -153,7 +153,9 @@ class AttendingLayer:
         self, layer: Layer, run: Callable[..., Any], fused: bool = False, gather: Gather | None = None
     ) -> None:
         self._layer, self._run, self._gather = layer, run, gather
-        self._attention = partial(unrolled_attention, fused=True) if fused else unrolled_attention
+        options: dict[str, Any] = {"fused": fused, "window": layer.self_attn.window}
+        given = {name: value for name, value in options.items() if value}
+        self._attention: Callable[..., Tensor] = partial(unrolled_attention, **given)
         self.finish = layer.finish
         self._own_k: list[Tensor] = []
         self._own_v: list[Tensor] = []
@@ -202,7 +204,7 @@ class TokenHalf:
     """The embeddings' half of the attention's input projections, worked out once for all steps.
 
     The input is a token's embedding beside a state, so W · concat(e, n) = W_e · e + W_n · n. A token that
-    K slots read, each at another step, has the same W_e · e in all of them.
+    K slots read, each at another step, has the same W_e · e in all of them. A bias is added to this half.
 
     Args:
         embedded: [N, D] embeddings of all packed tokens.
@@ -219,11 +221,11 @@ class TokenHalf:
         self._state = {projection: half[1].contiguous() for projection, half in halves.items()}
         # Keys and values are needed of all tokens [N, width], queries often only of those that slots read [R, width].
         of_all = everyone if all_queries else attention.key_inputs
-        self._all = {projection: linear(e, halves[projection][0]) for projection in of_all}
+        self._all = {projection: projection.shifted(linear(e, halves[projection][0])) for projection in of_all}
         self._read = {projection: rows.index_select(0, read) for projection, rows in self._all.items()}
         e_read = e.index_select(0, read)
         of_read = [projection for projection in everyone if projection not in self._all]
-        self._read |= {projection: linear(e_read, halves[projection][0]) for projection in of_read}
+        self._read |= {projection: projection.shifted(linear(e_read, halves[projection][0])) for projection in of_read}
 
     def context(self, following: Tensor, normed: Tensor) -> Project:
         """Projections of every position of a context: normed states [C, D], beside the tokens at `following` [C]."""

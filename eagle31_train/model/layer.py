@@ -36,15 +36,16 @@ class GroupedQueryAttention(nn.Module):
     def __init__(self, shape: DrafterShape, inputs: int) -> None:
         super().__init__()
         self.heads, self.groups, self.width = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
-        D = shape.hidden_size
-        self.q_proj = Linear(inputs, self.heads * self.width)
-        self.k_proj = Linear(inputs, self.groups * self.width)
-        self.v_proj = Linear(inputs, self.groups * self.width)
-        self.o_proj = Linear(self.heads * self.width, D)
+        D, bias = shape.hidden_size, shape.attention_bias
+        self.q_proj = Linear(inputs, self.heads * self.width, bias)
+        self.k_proj = Linear(inputs, self.groups * self.width, bias)
+        self.v_proj = Linear(inputs, self.groups * self.width, bias)
+        self.o_proj = Linear(self.heads * self.width, D, bias and not shape.qk_norm)  # as in vLLM's Qwen3
         self.q_norm = RMSNorm(self.width, shape.rms_norm_eps) if shape.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(self.width, shape.rms_norm_eps) if shape.qk_norm else nn.Identity()
         self.rope = Rope(shape)
         self.scale = self.width**-0.5
+        self.window = shape.sliding_window
 
     @property
     def query_inputs(self) -> list[Linear]:
@@ -101,6 +102,7 @@ class LatentAttention(nn.Module):
         self.o_proj = Linear(self.heads * value, D)
         self.rope = Rope(shape)
         self.low_rank = rank is not None
+        self.window = None
         self.scale = (nope + rope) ** -0.5 * self.rope.softmax_factor
 
     @property
@@ -145,10 +147,10 @@ class Mlp(nn.Module):
 
     def __init__(self, shape: DrafterShape) -> None:
         super().__init__()
-        D, inner = shape.hidden_size, shape.intermediate_size
-        self.gate_proj = Linear(D, inner)
-        self.up_proj = Linear(D, inner)
-        self.down_proj = Linear(inner, D)
+        D, inner, bias = shape.hidden_size, shape.intermediate_size, shape.mlp_bias
+        self.gate_proj = Linear(D, inner, bias)
+        self.up_proj = Linear(D, inner, bias)
+        self.down_proj = Linear(inner, D, bias)
         self.function = silu_times
 
     def forward(self, x: Tensor) -> Tensor:

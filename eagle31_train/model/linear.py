@@ -15,14 +15,20 @@ ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_li
 
 
 class Linear(nn.Linear):
-    """nn.Linear without bias, by `linear`."""
+    """nn.Linear by `linear`, in few drafters with a bias, which starts at 0."""
 
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__(inputs, outputs, bias=False)
+    def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
+        super().__init__(inputs, outputs, bias)
+        if bias:
+            nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., inputs] → [..., outputs]."""
-        return linear(x, self.weight)
+        return self.shifted(linear(x, self.weight))
+
+    def shifted(self, rows: Tensor) -> Tensor:
+        """Products [..., outputs] with the bias added, if there is one."""
+        return rows if self.bias is None else rows + self.bias.to(rows.dtype)
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:

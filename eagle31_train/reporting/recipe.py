@@ -38,6 +38,15 @@ def serve_command(config: Config, drafter: str | None, published: bool = False) 
     return shlex.join(command)
 
 
+def sglang_command(config: Config, drafter: str, published: bool = False) -> str:
+    """Likewise with which SGLang does, where the drafter was exported for it; it was not run."""
+    path = public(config.target.path) if published else config.target.path
+    steps = config.evaluate.num_speculative_tokens
+    words = ["python", "-m", "sglang.launch_server", "--model-path", path, "--speculative-algorithm", "EAGLE3"]
+    words += ["--speculative-draft-model-path", drafter, "--speculative-num-steps", str(steps)]
+    return shlex.join([*words, "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(steps + 1)])
+
+
 def command(program: str, config: Config) -> str:
     """The command that runs a stage with this configuration."""
     return f"{program} {shlex.join(overrides(config))}"

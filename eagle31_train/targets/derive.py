@@ -53,7 +53,7 @@ def planned_drafter(config: Config, target: TargetDescription, draft_vocab_size:
     shape = drafter_shape(options, target.hidden_size, target.vocab_size, draft_vocab_size, layers)
     source = f"of {target.num_hidden_layers}" + ("" if config.target.aux_layers else ", by default")
     rows = [Derived("aux_layers", ", ".join(map(str, layers)), source), *rows]
-    window = window_caveat(target.sliding_window, target.max_position_embeddings)
+    window = window_caveat(shape, target.sliding_window, target.max_position_embeddings)
     return shape, [*map(str, rows), *(f"  {caveat}" for caveat in window)]
 
 

@@ -63,6 +63,34 @@ def test_every_round_equals_the_training_unroll(document, fc_norm, norm_output, 
         assert decoder.draft(K) == tokens.tolist()  # drafting twice changes nothing
 
 
+WINDOWED = {
+    "a window": {"sliding_window": 6},
+    "a window shorter than a round, two layers": {"sliding_window": 3, "num_layers": 2},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+}
+
+
+@pytest.mark.parametrize("shape", WINDOWED)
+def test_every_round_equals_the_unroll_in_further_shapes(document, shape):
+    objective = make_objective(make_shape(**WINDOWED[shape]), torch.float32)
+    decoder, aux, done = decoder_of(objective), document.aux.float(), 0
+    for rows in (6, 1, 3, 4):
+        decoder.extend(aux[done : done + rows], document.tokens[done + 1 : done + rows + 1])
+        done += rows
+        tokens, z = drafted(decoder)
+        torch.testing.assert_close(z, unrolled(objective, document, done - 1, tokens), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("off", [-1, 1])
+def test_a_cache_with_another_window_is_seen(document, off):
+    objective = make_objective(make_shape(sliding_window=6), torch.float32)
+    decoder = decoder_of(objective)
+    decoder._caches[0]._window += off
+    decoder.extend(document.aux[:9].float(), document.tokens[1:10])
+    tokens, z = drafted(decoder)
+    assert (z - unrolled(objective, document, 8, tokens)).abs().max() > 1e-3
+
+
 def shifted_states(decoder, aux, tokens):
     decoder.extend(aux[1:10], tokens[1:10])
 

@@ -57,12 +57,97 @@ def test_config_json_has_every_field(smollm2):
         {"norm_before_residual": True},
         {"norm_before_fc": True, "fc_norm": False, "num_layers": 2},
         {"qk_norm": True, "num_layers": 3, "head_dim": 24},
+        {"sliding_window": 64, "num_layers": 2},
+        {"sliding_window": 64, "qk_norm": True, "attention_bias": True},
+        {"attention_bias": True, "mlp_bias": True},
     ],
 )
 def test_config_json_reads_back_in_both_formats(change, tiny):
     shape = replace(tiny, **change)
     assert config_json.shape_from_config(config_json.config_json(shape, "float32", "x")) == shape
     assert config_json.shape_from_config(config_json.speculators_json(shape, "float32", "x", 3)) == shape
+
+
+WINDOW = {"sliding_window": 64}
+SLIDES, SEES_ALL = ["sliding_attention"], ["full_attention"]
+QWEN3 = {"architectures": ["Eagle3Qwen3ForCausalLM"], "model_type": "qwen3"}
+
+
+@pytest.mark.parametrize(
+    ("change", "window"),
+    [
+        ({**WINDOW, "layer_types": SLIDES}, 64),
+        ({**WINDOW, "layer_types": SEES_ALL}, None),
+        ({**WINDOW, "use_sliding_window": False}, None),  # as configs of Qwen2 say it
+        ({"sliding_window": None, "layer_types": None}, None),
+        ({**QWEN3, **WINDOW}, None),
+        ({**QWEN3, **WINDOW, "use_sliding_window": True}, None),  # from layer 28 on
+        ({**QWEN3, **WINDOW, "use_sliding_window": True, "max_window_layers": 0}, 64),
+        ({**QWEN3, **WINDOW, "use_sliding_window": True, "layer_types": SLIDES}, 64),
+    ],
+)
+def test_windows_are_read_as_vllm_finds_them(change, window):
+    config = {**PUBLIC, "eagle_aux_hidden_state_layer_ids": [2, 16, 29], **change}
+    assert config_json.shape_from_config(config).sliding_window == window
+
+
+def test_a_config_that_transformers_does_not_go_over_has_the_window_of_its_layer_types(tiny):
+    """In the format of speculators, vLLM takes the fields as they stand."""
+    config = config_json.speculators_json(replace(tiny, qk_norm=True), "float32", "x", 3)
+    layer = {**config["transformer_layer_config"], **WINDOW, "use_sliding_window": False, "layer_types": SLIDES}
+    assert config_json.shape_from_config({**config, "transformer_layer_config": layer}).sliding_window == 64
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (WINDOW, "sliding_window 64 without layer_types"),
+        ({"layer_types": SLIDES}, "no sliding_window"),
+        ({**QWEN3, **WINDOW, "layer_types": SLIDES}, "no use_sliding_window"),
+        ({**WINDOW, "num_hidden_layers": 2, "layer_types": SLIDES + SEES_ALL}, "some layers"),
+        ({**WINDOW, "layer_types": ["chunked_attention"]}, "layer_types"),
+        ({"sliding_window": 0, "layer_types": SLIDES}, "sliding_window: "),
+        ({"bias": True}, "sets bias"),
+    ],
+)
+def test_windows_and_biases_that_vllm_would_not_serve_are_refused(change, named):
+    config = {**PUBLIC, "eagle_aux_hidden_state_layer_ids": [2, 16, 29], **change}
+    with pytest.raises(UserError, match=named):
+        config_json.shape_from_config(config)
+
+
+@pytest.mark.parametrize("field", ["sliding_window", "attention_bias", "mlp_bias", "norm_before_fc", "qk_norm"])
+def test_what_no_mla_draft_is_served_with_is_refused(field, tiny_mla):
+    assert contract.check_shape(replace(tiny_mla, **{field: 1})) == [f"vLLM serves no MLA draft with {field}"]
+
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+@pytest.mark.parametrize(
+    ("ids", "counted", "layers"),
+    [
+        ({IDS: [2, 16, 29]}, None, [2, 16, 29]),
+        ({IDS: [1, 15, 28]}, "outputs", [2, 16, 29]),
+        ({"eagle_config": {IDS: [1, 15, 28]}}, "outputs", [2, 16, 29]),
+        ({"eagle_config": {IDS: [1, 15, 28]}}, "inputs", [1, 15, 28]),
+        ({"eagle_config": {"layer_ids": [29, 16, 2]}}, "inputs", [2, 16, 29]),
+        ({IDS: [2, 16, 29], "eagle_config": {IDS: [1, 15, 28]}}, None, [2, 16, 29]),  # for both servers
+        ({IDS: [2, 16, 29], "eagle_config": {IDS: [1, 15, 28]}}, "outputs", [2, 16, 29]),
+        ({IDS: [1, 15, 28], "_torchspec_version": "1"}, "outputs", [2, 16, 29]),
+        ({IDS: [2, 16, 31], "eagle_config": {}}, "inputs", [2, 16, 31]),
+        ({}, None, [2, 16, 29]),  # everybody's default is the same layers
+    ],
+)
+def test_layer_ids_are_inputs_of_layers_however_they_are_counted(ids, counted, layers):
+    shape = config_json.shape_from_config({**PUBLIC, **ids}, target_layers=lambda: 32, counted=counted)
+    assert shape.aux_layers == layers
+
+
+@pytest.mark.parametrize("ids", [{"eagle_config": {IDS: [1, 15, 28]}}, {IDS: [1, 15, 28], "_torchspec_version": "1"}])
+def test_layer_ids_that_may_count_either_way_are_not_guessed(ids):
+    with pytest.raises(UserError, match="add @inputs or @outputs"):
+        config_json.shape_from_config({**PUBLIC, **ids})
 
 
 def test_what_the_format_of_speculators_does_not_have_is_refused(tiny, tiny_mla):
@@ -113,7 +198,6 @@ def test_what_a_config_leaves_out_is_read_as_vllm_does(smollm2):
         ({"architectures": ["MistralForCausalLM"]}, "of MistralForCausalLM: LlamaForCausalLMEagle3 or Eagle3Qwen3"),
         ({"logit_scale": 0.5}, "logit_scale"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
-        ({"layer_types": ["sliding_attention"], "sliding_window": 64}, "layer_types"),
         ({"num_hidden_layers": 0}, "num_hidden_layers: "),
         ({"num_hidden_layers": 10**15}, "num_hidden_layers: "),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),

@@ -33,8 +33,8 @@ def never():
     raise AssertionError("the config names its layers")
 
 
-def read(folder, target_layers=never):
-    checkpoint = DrafterCheckpoint.open(folder, target_layers=target_layers)
+def read(folder, target_layers=never, counted=""):
+    checkpoint = DrafterCheckpoint.open(f"{folder}{counted}", target_layers=target_layers)
     assert checkpoint.tensors
     return checkpoint
 
@@ -116,9 +116,9 @@ def with_(name, make):
     return lambda tensors: {**tensors, name: make(tensors)}
 
 
-def ids_in(where):
+def ids_in(where, shift=0):
     def change(config):
-        ids = config.pop("eagle_aux_hidden_state_layer_ids")
+        ids = [layer + shift for layer in config.pop("eagle_aux_hidden_state_layer_ids")]
         return {**config, "eagle_config": {where: ids[::-1], "use_aux_hidden_state": True}}
 
     return change
@@ -146,8 +146,9 @@ SPELLINGS = {  # config.json, tensors
     "no t2d": (same, without("t2d")),
     "tables of RoPE": (same, with_("midlayer.self_attn.rotary_emb.inv_freq", lambda _: torch.ones(3))),
     "int32 d2t": (same, with_("d2t", lambda t: t["d2t"].int())),
-    "layer ids in eagle_config": (ids_in("eagle_aux_hidden_state_layer_ids"), same),
-    "layer ids by their older name": (ids_in("layer_ids"), same),
+    "layer ids in eagle_config@inputs": (ids_in("eagle_aux_hidden_state_layer_ids"), same),
+    "layer ids by their older name@inputs": (ids_in("layer_ids"), same),
+    "layer ids as SGLang counts them@outputs": (ids_in("eagle_aux_hidden_state_layer_ids", -1), same),
     "rope of older versions": (old_rope, same),
     "llama: speculators": (speculators, layers_0),
     "llama: another name": (lambda c: {**c, "architectures": ["Eagle3LlamaForCausalLM"]}, same),
@@ -161,7 +162,8 @@ CASES = [(kind, name) for name in SPELLINGS for kind in ("llama", "mla") if name
 def test_every_spelling_reads_as_the_drafter_that_was_exported(kind, spelling, exports, tmp_path):
     run, (of_config, of_tensors) = exports[kind], SPELLINGS[spelling]
     config, tensors, _ = run.exported()
-    draft = read(write(tmp_path / "other", of_config(dict(config)), of_tensors(tensors)))
+    _, at, counted = spelling.partition("@")
+    draft = read(write(tmp_path / "other", of_config(dict(config)), of_tensors(tensors)), counted=at + counted)
     trained = load_file(run.checkpoint / "model.safetensors")
     assert draft.shape == replace(run.shape, rope_scaling=config_json.rope_scaling(run.shape))
     assert draft.vocab.target_ids.tolist() == [0, 1, 2, 5, 8, 13, 21, 25, 30, 33, 36, 39]
@@ -233,6 +235,7 @@ def twice(tensors):
 
 
 FAULTS = {  # config.json, tensors, words
+    "layer ids that may count either way": (ids_in("layer_ids"), same, "add @inputs or @outputs to the draft's name"),
     "a Llama called MLA": (lambda c: {**c, "architectures": ["Eagle3DeepseekV2ForCausalLM"]}, same, "model_type llama"),
     "d2t of a fraction": (same, with_("d2t", lambda t: t["d2t"].float()), "torch.float32 is no map of 12"),
     "no d2t": (same, without("d2t"), "d2t is missing though the vocabulary is pruned (12 of 40)"),

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -28,6 +29,9 @@ def problems(draw):
     return lengths, slots, g, r, own, width, dv, draw(st.integers(0, 99))
 
 
+windows = st.sampled_from([None, None, 1, 2, 3, 5, 8, 11, 40])
+
+
 def make(problem, dtype):
     lengths, slots, g, r, own, d, dv, seed = problem
     generator = torch.Generator().manual_seed(seed)
@@ -47,19 +51,51 @@ def run(function, tensors, layout, direction):
     q, k0, v0, own_k, own_v = tensors
     leaves = [q, k0, v0, *own_k, *own_v]
     out = function(q, k0, v0, own_k, own_v, layout, 0.4)
-    return [out, *torch.autograd.grad((out * direction).sum(), leaves)]
+    return [out, *torch.autograd.grad((out * direction).sum(), leaves, materialize_grads=True)]
 
 
-@settings(max_examples=60)
-@given(problems())
-def test_output_and_gradients_equal_one_dense_softmax(problem):
-    tensors, layout, direction = make(problem, torch.float64)
-    for ours, truth in zip(
-        run(unrolled_attention, tensors, layout, direction),
-        run(dense_attention, tensors, layout, direction),
+def both(tensors, layout, direction, window, truth=None):
+    return zip(
+        run(partial(unrolled_attention, window=window), tensors, layout, direction),
+        truth or run(partial(dense_attention, window=window), tensors, layout, direction),
         strict=True,
-    ):
+    )
+
+
+@settings(max_examples=120)
+@given(problems(), windows)
+def test_output_and_gradients_equal_one_dense_softmax(problem, window):
+    tensors, layout, direction = make(problem, torch.float64)
+    for ours, truth in both(tensors, layout, direction, window):
         torch.testing.assert_close(ours, truth, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("off", [-1, 1])
+@pytest.mark.parametrize("window", [2, 5, 8])
+def test_a_window_off_by_one_is_caught(window, off):
+    tensors, layout, direction = make(PROBLEM, torch.float64)
+    truth = run(partial(dense_attention, window=window), tensors, layout, direction)
+    wrong = run(partial(unrolled_attention, window=window + off), tensors, layout, direction)
+    assert all((a - b).abs().max() > 1e-3 for a, b in zip(wrong[:2], truth[:2], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("window", "wrong"), [(2, "context as at step 0"), (5, "context as at step 0"), (2, "all own keys")]
+)
+def test_a_window_that_stands_still_is_caught(window, wrong, monkeypatch):
+    """The query moves on with every step, and its window with it."""
+    tensors, layout, _ = make(PROBLEM, torch.float64)
+    right = attention._MergedAttention.apply
+
+    def planted(q, k0, v0, layout, scale, left, fused, *own):
+        if wrong == "all own keys":
+            return right(q, k0, v0, layout, scale, left, fused, *tensors[3], *tensors[4])
+        return right(q, k0, v0, layout, scale, window - 1, fused, *own)
+
+    truth = dense_attention(*tensors, layout, 0.4, window)
+    monkeypatch.setattr(attention._MergedAttention, "apply", planted)
+    out = unrolled_attention(*tensors, layout, 0.4, window=window)
+    assert (out - truth).abs().max() > 1e-2
 
 
 PROBLEM = ([9, 1, 14], [0, 1, 2, 5, 6, 9, 12, 13, 20, 21, 22, 23], 2, 2, 3, 8, 8, 0)
@@ -111,11 +147,11 @@ def test_a_backward_with_the_parts_own_statistics_is_caught(wrong, monkeypatch):
     """The mistake of one public trainer: the flash backward gets its part's own log-sum-exp or output."""
     right = attention.context_backward
 
-    def planted(dout, q, k0, v0, out, lse, layout, scale):
-        own_out, own_lse = attention.context_forward(q, k0, v0, layout, scale)
+    def planted(dout, q, k0, v0, out, lse, *rest):
+        own_out, own_lse = attention.context_forward(q, k0, v0, *rest)
         if wrong == "own log-sum-exp":
-            return right(dout, q, k0, v0, out, own_lse, layout, scale)
-        return right(dout, q, k0, v0, own_out, lse, layout, scale)
+            return right(dout, q, k0, v0, out, own_lse, *rest)
+        return right(dout, q, k0, v0, own_out, lse, *rest)
 
     tensors, layout, direction = make(PROBLEM, torch.float64)
     truth = run(dense_attention, tensors, layout, direction)
@@ -125,17 +161,21 @@ def test_a_backward_with_the_parts_own_statistics_is_caught(wrong, monkeypatch):
     assert (ours[1] - truth[1]).norm() / truth[1].norm() > 0.01
 
 
-def varlen(q, k, v, query_edges, key_edges):
+def varlen(q, k, v, query_edges, key_edges, left=None, right=None):
     """Heads and stretches of CUDA's flash kernel for packed sequences, and what is hidden: aligned at the end."""
+    assert left is None or (left >= 0 and right == 0)  # -1 would be no window
     for head in range(q.shape[1]):
         edges = zip(itertools.pairwise(query_edges.tolist()), itertools.pairwise(key_edges.tolist()), strict=True)
         for rows, keys in edges:
             n, m = rows[1] - rows[0], keys[1] - keys[0]
-            hidden = torch.arange(m) > torch.arange(n)[:, None] + m - n
+            own = torch.arange(n)[:, None] + m - n
+            hidden = torch.arange(m) > own
+            if left is not None:
+                hidden |= torch.arange(m) < own - left
             yield head, head // (q.shape[1] // k.shape[1]), slice(*rows), slice(*keys), hidden
 
 
-def imitated_forward(q, k, v, query_edges, key_edges, queries, keys, dropout, causal, debug, *, scale):
+def imitated_forward(q, k, v, query_edges, key_edges, queries, keys, dropout, causal, debug, *, scale, **window):
     # At one query it would take another algorithm where heads share keys; so it is told of two at least.
     assert (queries, keys) == (max(2, query_edges.diff().max()), key_edges.diff().max())
     assert causal
@@ -143,7 +183,7 @@ def imitated_forward(q, k, v, query_edges, key_edges, queries, keys, dropout, ca
     assert (int(query_edges[-1]), int(key_edges[-1])) == (len(q), len(k))
     # As the kernel does: the log-sum-exp is not in 16 bits, whatever the rest is.
     out, lse = torch.zeros_like(q), q.new_zeros(q.shape[1], len(q), dtype=torch.promote_types(q.dtype, torch.float32))
-    for head, group, rows, columns, hidden in varlen(q, k, v, query_edges, key_edges):
+    for head, group, rows, columns, hidden in varlen(q, k, v, query_edges, key_edges, *window.values()):
         scores = (q[rows, head] @ k[columns, group].T * scale).to(lse.dtype).masked_fill(hidden, float("-inf"))
         lse[head, rows] = scores.logsumexp(-1)
         out[rows, head] = scores.softmax(-1).to(v.dtype) @ v[columns, group]
@@ -151,13 +191,13 @@ def imitated_forward(q, k, v, query_edges, key_edges, queries, keys, dropout, ca
 
 
 def imitated_backward(
-    dout, q, k, v, out, lse, query_edges, key_edges, queries, keys, dropout, causal, state, unused, *, scale
+    dout, q, k, v, out, lse, query_edges, key_edges, queries, keys, dropout, causal, state, unused, *, scale, **window
 ):
     assert lse.is_contiguous()
     assert lse.dtype == torch.promote_types(q.dtype, torch.float32)
     assert dout.dtype == q.dtype == k.dtype == v.dtype == out.dtype
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for head, group, rows, columns, hidden in varlen(q, k, v, query_edges, key_edges):
+    for head, group, rows, columns, hidden in varlen(q, k, v, query_edges, key_edges, *window.values()):
         scores = (q[rows, head] @ k[columns, group].T * scale).to(lse.dtype).masked_fill(hidden, float("-inf"))
         shares = (scores - lse[head, rows, None]).exp().to(q.dtype)
         do = dout[rows, head]
@@ -182,15 +222,15 @@ def with_kernel(kernel, layout, patch):
 
 
 @pytest.mark.parametrize("kernel", ["plain", "copied keys", "spread queries"])
-@settings(max_examples=40)
-@given(problem=problems())
-def test_the_kernels_of_other_devices_equal_one_dense_softmax(kernel, problem):
+@settings(max_examples=60)
+@given(problem=problems(), window=windows)
+def test_the_kernels_of_other_devices_equal_one_dense_softmax(kernel, problem, window):
     """Indices of the CUDA path, on an imitation of its kernel; the kernel itself is for tests/gpu."""
     tensors, layout, direction = make(problem, torch.float64)
-    truth = run(dense_attention, tensors, layout, direction)
+    truth = run(partial(dense_attention, window=window), tensors, layout, direction)
     with pytest.MonkeyPatch.context() as patch:
-        ours = run(unrolled_attention, tensors, with_kernel(kernel, layout, patch), direction)
-    for mine, theirs in zip(ours, truth, strict=True):
+        ours = list(both(tensors, with_kernel(kernel, layout, patch), direction, window, truth))
+    for mine, theirs in ours:
         torch.testing.assert_close(mine.double(), theirs, rtol=1e-6, atol=1e-6)
 
 

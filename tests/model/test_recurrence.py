@@ -11,6 +11,7 @@ from reference_mla import reference_for
 from eagle31_train.model import drafter, layer
 from eagle31_train.model import loss as loss_module
 from eagle31_train.model.batch import build_batch
+from eagle31_train.model.linear import linear
 
 pytestmark = pytest.mark.core
 
@@ -66,6 +67,11 @@ VARIANTS = {
     "two layers, pre-norm": make_shape(num_layers=2, norm_output=False),
     "three layers, normed": make_shape(num_layers=3, norm_before_fc=True, qk_norm=True, norm_before_residual=True),
     "MLA, two layers": make_mla_shape(num_layers=2),
+    "a window": make_shape(sliding_window=3),
+    "a window that leaves the slot's own position behind": make_shape(sliding_window=2, norm_output=False),
+    "a window in two layers": make_shape(num_layers=2, sliding_window=3),
+    "biases": make_shape(attention_bias=True, mlp_bias=True),
+    "biases as Qwen3's, two layers": make_shape(num_layers=2, qk_norm=True, attention_bias=True, sliding_window=5),
 }
 
 
@@ -80,6 +86,25 @@ def test_loss_and_gradients_equal_the_reference_in_further_shapes(name):
     ours, theirs = gradients(objective, documents, unroll=3)
     assert theirs[1].keys() == ours[1].keys()
     assert_same(ours, theirs, 1e-9)
+
+
+@pytest.mark.parametrize("window", [2, 4, None])
+def test_another_window_than_the_shapes_is_caught(window):
+    objective, documents = variant("a window")
+    right = trained_loss(objective, documents, unroll=3)[0]
+    objective.drafter.midlayer.self_attn.window = window
+    assert abs(trained_loss(objective, documents, unroll=3)[0] - right) > 1e-3
+
+
+def test_a_forgotten_bias_is_caught(monkeypatch):
+    objective, documents = variant("biases")
+    right = trained_loss(objective, documents, unroll=3)[0]
+    monkeypatch.setattr(drafter.TokenHalf, "_join", join_without_bias)
+    assert abs(trained_loss(objective, documents, unroll=3)[0] - right) > 1e-3
+
+
+def join_without_bias(self, projection, token_half, normed):
+    return token_half - projection.bias + linear(normed, self._state[projection])
 
 
 def test_joint_prefix_counts_slots_right_at_every_step(tiny):

@@ -9,7 +9,7 @@ import torch
 from pipeline import KEPT, VOCAB, assert_equal
 from safetensors.torch import load_file
 from transformers import LlamaConfig
-from warming import begin, edit, with_vocab
+from warming import begin, edit, refusal, with_vocab
 
 from eagle31_train import artifacts
 from eagle31_train.export import export
@@ -153,3 +153,27 @@ def test_fc_reads_through_its_new_norm_about_what_it_read_without(learnt, new_ru
     everything = initial_weights.state_rms(begun.store.split("train"))
     assert torch.stack(starts)[:, 0].tolist() == everything.tolist()
     assert everything.tolist() == pytest.approx(expected, rel=0.1)  # of half the split
+
+
+# ---------------------------------------------------------------- other shapes than the target's
+
+WIDER = ("drafter.hidden_size=48", "drafter.share_embedding=false", "drafter.attention_bias=true")
+WINDOW = "drafter.sliding_window=5"
+
+
+def test_a_draft_wider_than_its_target_comes_back_with_its_embedding_and_biases(learnt, new_run):
+    options = (*WIDER, "drafter.mlp_bias=true", WINDOW)
+    run = learnt(*options)
+    weights = run.weights()
+    assert weights["embed_tokens.weight"].shape == (VOCAB, 48)
+    assert weights["midlayer.self_attn.o_proj.bias"].abs().max() > 0
+    for where in ("", "export"):
+        begun = begin(new_run(), run.folder / "run" / where, *options)
+        assert_equal(begun.weights, weights)
+
+
+def test_a_window_may_be_begun_but_not_changed_or_lost(learnt, new_run):
+    whole, windowed = learnt(), learnt(WINDOW)
+    assert_equal(begin(new_run(), whole.folder / "run", WINDOW).weights, whole.weights())
+    for options in ((), ("drafter.sliding_window=6",)):
+        assert "sliding_window" in refusal(new_run(), windowed.folder / "run", *options)

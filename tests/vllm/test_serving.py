@@ -67,19 +67,19 @@ def test_the_drafter_is_of_use(evaluated, answers, tell):
     )
 
 
-# ---------------------------------------------------------------- what MLA can get wrong
+# ---------------------------------------------------------------- what MLA, and a window, can get wrong
 
 
 @pytest.fixture(scope="session")
 def decoded(finished_run, target):
-    """Decodes a request with the exported MLA draft, read back, after a mistake has been made in it: the drafts whose
-    first 1, 2 and 3 tokens were accepted."""
+    """Decodes a request with the exported draft, read back, after a mistake has been made in it: the drafts whose first
+    1, 2 and 3 tokens were accepted."""
     draft = DrafterCheckpoint.open(finished_run / "export", target_layers=lambda: 8)
-    if draft.shape.architecture != "mla":
-        pytest.skip("of MLA drafts")
     model = CachedTarget(load_model(TargetConfig(path=target, device="cpu"), "float32"), draft.shape.aux_layers)
 
-    def decode(request, mistake=None):
+    def decode(request, kind, mistake=None):
+        if kind not in (draft.shape.architecture, draft.shape.sliding_window and "window"):
+            pytest.skip(f"of drafts with {kind}")
         drafter = Drafter(draft.shape, model.embedding.weight.data)
         drafter.load_state_dict(draft.tensors)
         drafter.eval().requires_grad_(False)
@@ -108,6 +108,15 @@ def half_split(drafter):
     drafter.midlayer.self_attn.rope.interleaved = False
 
 
+def window_of(off):
+    def plant(drafter):
+        for layer in drafter.stack:
+            layer.self_attn.window += off
+
+    return plant
+
+
+WINDOWS = {"a position too few": window_of(-1), "a position too many": window_of(1)}
 MISTAKES = {
     "mscale² left out of the softmax": no_sharpening,
     "rope_theta lost": turned_by(rope_theta=10000.0),
@@ -119,7 +128,15 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_in_mla_would_change_vllms_counts(mistake, decoded, requests, answers):
     theirs = [counters["accepted_per_position"] for counters in answers[DEPTH]["counters"]]
-    ours = [decoded(one) for one in requests[:2]]
+    ours = [decoded(one, "mla") for one in requests[:2]]
     assert ours == theirs[:2]
     asked = zip(requests, theirs, strict=True)
-    assert any(decoded(one, MISTAKES[mistake]) != counted for one, counted in asked)
+    assert any(decoded(one, "mla", MISTAKES[mistake]) != counted for one, counted in asked)
+
+
+@pytest.mark.parametrize("mistake", WINDOWS)
+def test_a_window_off_by_one_would_change_vllms_counts(mistake, decoded, requests, answers):
+    theirs = [counters["accepted_per_position"] for counters in answers[DEPTH]["counters"]]
+    assert decoded(requests[0], "window") == theirs[0]
+    asked = zip(requests, theirs, strict=True)
+    assert any(decoded(one, "window", WINDOWS[mistake]) != counted for one, counted in asked)

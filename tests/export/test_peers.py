@@ -1,0 +1,92 @@
+"""Drafts that other trainers wrote (tests/fixtures/speculators, specforge): read, and worked out as they do."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
+from eagle31_train.errors import UserError
+from eagle31_train.model.batch import build_batch
+from eagle31_train.store.document import Document
+
+FIXTURES = Path(__file__).parent.parent / "fixtures"
+PLAIN = {
+    "fc_norm": False,
+    "norm_output": False,
+    "norm_before_fc": False,
+    "norm_before_residual": False,
+    "qk_norm": False,
+    "num_layers": 1,
+    "share_embedding": False,
+    "sliding_window": None,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "target_hidden_size": 32,
+    "aux_layers": [1, 2, 4],
+}
+WINDOW = {"sliding_window": 6, "attention_bias": True, "mlp_bias": True, "num_layers": 2}
+DRAFTS = {
+    "speculators/llama": {"fc_norm": True, "norm_output": True},
+    "speculators/qwen3": {"norm_before_fc": True, "norm_before_residual": True, "qk_norm": True, "num_layers": 2},
+    "speculators/window": {"fc_norm": True, "norm_output": True, **WINDOW},
+    "specforge/sglang@outputs": {"share_embedding": True},
+    "specforge/hf@outputs": {"fc_norm": True, "target_hidden_size": 40},
+}
+
+
+def unrolled(draft, **changes):
+    """Its shape, our logits [K, T - 1, Vd], and its trainer's; `changes`: of the run's tensors."""
+    checkpoint = DrafterCheckpoint.open(FIXTURES / draft)
+    run, shape = load_file((FIXTURES / draft.partition("@")[0]).with_suffix(".safetensors")), checkpoint.shape
+    run |= {name: change(run[name]) for name, change in changes.items()}
+    tokens, wanted = run["tokens"], run["logits"]
+    document = Document(
+        tokens=tokens,
+        loss_mask=torch.ones(len(tokens), dtype=torch.bool),
+        top1=torch.zeros_like(tokens),
+        aux=run["states"].unflatten(1, (3, -1)),
+        last=torch.zeros(len(tokens), shape.target_hidden_size),
+    )
+    drafter = checkpoint.load(target_of(shape, run.get("embedding")), torch.float32, torch.float32)
+    batch = build_batch([document], len(wanted), torch.ones(shape.vocab_size, dtype=torch.bool), "keep")
+    with torch.no_grad():
+        return shape, drafter.lm_head(drafter(batch).z), wanted
+
+
+def target_of(shape, embedding):
+    """A target of the right size, whose embedding is needed where a draft has none of its own."""
+    weight = torch.zeros(shape.vocab_size, shape.target_hidden_size)
+    head, shared = (SimpleNamespace(weight=torch.nn.Parameter(one)) for one in (weight, weight.clone()))
+    if shape.share_embedding:
+        shared.weight.data.copy_(embedding)
+    return SimpleNamespace(embedding=shared, head=head, depth=4)
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_a_draft_gives_the_logits_of_its_trainer(draft):
+    shape, found, wanted = unrolled(draft)
+    assert {name: getattr(shape, name) for name in PLAIN} == PLAIN | DRAFTS[draft]
+    for k, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
+        rows = wanted.shape[1] - 1 - k  # slots whose token of this step is in the document
+        if k > 0 and shape.sliding_window:  # speculators' window does not move on with the steps: vLLM's does
+            rows = shape.sliding_window - k
+        torch.testing.assert_close(ours[:rows], theirs[:rows], rtol=2e-5, atol=2e-5)
+    if shape.sliding_window:
+        assert (found[1, rows:9] - wanted[1, rows:9]).abs().max() > 1e-2
+
+
+def test_speculators_names_its_target():
+    assert DrafterCheckpoint.open(FIXTURES / "speculators" / "llama").target_name == "someone/a-target"
+
+
+def test_specforges_layer_ids_are_not_guessed_and_each_reading_is_another_draft():
+    folder = FIXTURES / "specforge" / "sglang"
+    with pytest.raises(UserError, match=r"the layer ids \[0, 1, 3\], and does not tell"):
+        DrafterCheckpoint.open(folder)
+    readings = [DrafterCheckpoint.open(f"{folder}@{counted}") for counted in ("inputs", "outputs")]
+    assert [one.shape.aux_layers for one in readings] == [[0, 1, 3], [1, 2, 4]]
+    assert readings[0].identity != readings[1].identity  # or one's measurements would be taken for the other's
+    assert readings[0].folder == readings[1].folder == folder

@@ -1,0 +1,131 @@
+"""Export for SGLang: its layer ids and names, for vLLM too, and what SGLang would read otherwise is refused.
+
+SGLang itself needs a GPU: what it does is from the source of its version 0.5.23.
+"""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import make_mla_shape
+from safetensors.torch import save_file
+
+from eagle31_train import export
+from eagle31_train.checkpoint import contract
+from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
+from eagle31_train.errors import UserError
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+TARGET = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 40,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 128,
+}
+
+
+@pytest.fixture
+def deep(run, tiny, tmp_path):
+    """A run of two layers, its target's config.json beside it, and its export for SGLang."""
+    run.set_shape(replace(tiny, num_layers=2))
+    shapes = contract.weight_shapes(run.shape)
+    generator = torch.Generator().manual_seed(1)
+    run.set_tensors({name: torch.randn(shape, generator=generator) for name, shape in shapes.items()})
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "config.json").write_text(json.dumps(TARGET))
+    more = [f"target.path={tmp_path / 'target'}", "target.dtype=float32", "drafter.num_layers=2"]
+    export.export(run.config(*more, "export_format=sglang"))
+    return run
+
+
+def captured(config):
+    """The layers before which SGLang's Llama takes a state: `set_eagle3_layers_to_capture`."""
+    return [layer + 1 for layer in config["eagle_config"][IDS]]
+
+
+def test_sglang_and_vllm_find_the_same_layers(deep):
+    config, _, card = deep.exported()
+    assert captured(config) == config[IDS] == deep.shape.aux_layers == [1, 2]
+    assert "sglang.launch_server" in card
+    assert "--speculative-num-draft-tokens 4" in card
+
+
+def test_a_layer_above_the_first_has_the_norm_that_each_of_them_reads(deep):
+    _, tensors, _ = deep.exported()
+    assert torch.equal(tensors["layers.1.hidden_norm.weight"], tensors["layers.1.input_layernorm.weight"])
+
+
+@pytest.mark.parametrize("counted", ["", "@inputs", "@outputs"])
+def test_the_export_reads_back_by_either_count(deep, counted):
+    draft = DrafterCheckpoint.open(f"{deep.folder / 'export'}{counted}")
+    assert draft.shape == deep.shape
+    assert draft.tensors.keys() == contract.weight_shapes(deep.shape).keys()
+
+
+def rewritten(deep, change):
+    """The exported folder after a change of its tensors."""
+    _, tensors, _ = deep.exported()
+    change(tensors)
+    save_file(tensors, deep.folder / "export" / "model.safetensors")
+    return DrafterCheckpoint.open(deep.folder / "export")
+
+
+def test_a_draft_that_has_sglangs_name_alone_is_read(deep):
+    wanted = deep.exported()[1]["layers.1.input_layernorm.weight"]
+    draft = rewritten(deep, lambda tensors: tensors.pop("layers.1.input_layernorm.weight"))
+    assert torch.equal(draft.tensors["layers.1.input_layernorm.weight"], wanted)
+
+
+def test_two_norms_that_differ_are_refused(deep):
+    with pytest.raises(UserError, match="is unlike the layer's hidden_norm"):
+        rewritten(deep, lambda tensors: tensors["layers.1.hidden_norm.weight"].add_(1))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({}, None),
+        ({"fc_norm": False, "norm_output": False, "norm_before_fc": True}, None),
+        ({"hidden_size": 24, "share_embedding": False}, None),
+        ({"qk_norm": True}, "no drafters with qk_norm"),
+        ({"norm_before_residual": True}, "no drafters with norm_before_residual"),
+        ({"attention_bias": True}, "no drafters with attention_bias"),
+        ({"mlp_bias": True}, "no drafters with mlp_bias"),
+        ({"sliding_window": 64}, "no drafters with sliding_window"),
+        ({"share_embedding": False}, "target's embedding in place of the drafter's own"),
+        ({"aux_layers": [3]}, "leaves fc out"),
+        ({"aux_layers": [0, 2]}, "neither the embedding nor the last layer's output"),
+        ({"aux_layers": [2, 9]}, "neither the embedding nor the last layer's output"),
+    ],
+)
+def test_what_sglang_would_read_otherwise_is_named(change, named, tiny):
+    problems = contract.sglang_problems(replace(tiny, **change), "llama", 9)
+    assert problems == [] if named is None else [named in problem for problem in problems] == [True]
+
+
+@pytest.mark.parametrize(("layers", "fine"), [([2, 5, 6], True), ([1, 5, 6], False), ([3, 5, 6], False)])
+def test_a_target_of_deepseek_must_have_layer_2_first(layers, fine):
+    """SGLang adds one to ids that begin with 1, and takes others for inputs."""
+    shape = make_mla_shape(aux_layers=layers)
+    problems = contract.sglang_problems(shape, "kimi_k2", 9)
+    assert (problems == []) == fine
+    written = [layer - 1 for layer in layers]
+    taken = [layer + 1 for layer in written] if written[0] == 1 else written
+    assert (taken == layers) == fine
+    assert contract.sglang_problems(shape, "llama", 9) == []
+
+
+def test_export_refuses_and_writes_nothing(run, tmp_path):
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "config.json").write_text(json.dumps({**TARGET, "num_hidden_layers": 2}))
+    before = run.listing()
+    with pytest.raises(UserError, match="neither the embedding nor the last layer's output"):
+        export.export(run.config(f"target.path={tmp_path / 'target'}", "export_format=sglang"))
+    assert run.listing() == before
