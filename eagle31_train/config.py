@@ -77,6 +77,8 @@ ADDED: dict[str, Any] = {
     "drafter.norm_before_fc": False,
     "drafter.num_layers": 1,
     "drafter.qk_norm": False,
+    "drafter.parallel": False,
+    "drafter.ptd_token_id": None,
     "evaluate.timed_prompts": 5,
 }
 # Options of before that are read from the target's config.json now; given, they say so.
@@ -195,6 +197,10 @@ class DrafterConfig:
     norm_before_fc: bool = opt(False, "one RMSNorm on all auxiliary states together before fc (llama only)")
     num_layers: int = opt(1, "layers of the drafter, each of which costs its time in every draft step", at_least=1)
     qk_norm: bool = opt(False, "an RMSNorm on every query and key head, as in Qwen3 (llama only)")
+    parallel: bool = opt(False, "draft all tokens in one pass, as P-EAGLE does (llama only)")
+    ptd_token_id: int | None = opt(
+        None, "parallel: the token that stands where none is drafted yet; default: the target's last", at_least=0
+    )
     # What is null follows from the target's config.json (targets/derive.py)
     hidden_size: int | None = opt(None, "default: the target's", above=0)
     intermediate_size: int | None = opt(None, "width of the MLP; default: what a token of the target uses", above=0)
@@ -384,6 +390,8 @@ class DrafterShape:
     norm_before_fc: bool = False
     num_layers: int = 1
     qk_norm: bool = False
+    parallel: bool = False
+    ptd_token_id: int | None = None  # of a parallel drafter alone
     # MLA only
     q_lora_rank: int | None = None
     kv_lora_rank: int | None = None

@@ -46,6 +46,8 @@ RUNS = {
     "Llama": ("SmolLM2", SMOLLM2),
     "Llama, tied embeddings": ("llama-tied", FAMILY),
     "Qwen3, two layers, self-describing": ("qwen3", [*FAMILY, *DEEP, "export_format=speculators"]),
+    "Llama, parallel": ("llama-tied", [*FAMILY, "drafter.parallel=true", "train.ttt_length=5"]),
+    "Qwen3, parallel, two layers": ("qwen3", [*FAMILY, *DEEP, "drafter.parallel=true", "train.ttt_length=5"]),
     "MLA": ("toy", TOY),
     "MLA, EAGLE 3, pruned": ("toy", [*TOY, *EAGLE_3, "data.draft_vocab_size=120"]),
 }

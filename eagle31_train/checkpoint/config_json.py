@@ -49,6 +49,8 @@ MODEL_TYPES = {
 MLA_DEFAULTS = dict(zip(("q_lora_rank", *MLA_WIDTHS), (1536, 512, 128, 64, 128), strict=True))
 # Fields of which, in the format of speculators, vLLM passes over what stands inside transformer_layer_config.
 SPECULATORS_OWN = ("draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+# Where vLLM looks for the token of a parallel drafter's mask rows, in its order; EAGLE 3's own is the last.
+MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
 YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
 
 
@@ -98,6 +100,7 @@ def config_json(shape: DrafterShape, dtype: str, target_name: str) -> dict[str, 
         "norm_output": shape.norm_output,
         "norm_before_residual": shape.norm_before_residual,
         **({"norm_before_fc": True} if shape.norm_before_fc else {}),
+        **({"ptd_token_id": shape.ptd_token_id} if shape.parallel else {}),
     }
 
 
@@ -106,8 +109,11 @@ def speculators_json(shape: DrafterShape, dtype: str, target_name: str, draft_to
     tokens (per verification) in it. `target_name`: hub id or folder, which vLLM loads.
 
     Raises:
-        UserError: MLA, or fc_norm and norm_before_fc together, which the library does not have.
+        UserError: MLA, or fc_norm and norm_before_fc together, which the library does not have; or a parallel drafter:
+            of the library's, vLLM reads neither fc_norm nor norm_output.
     """
+    if shape.parallel:
+        raise UserError("export_format=speculators has no place for drafter.parallel=true: use export_format=vllm")
     if shape.architecture == "mla" or (shape.fc_norm and shape.norm_before_fc):
         raise UserError(
             "export_format=speculators has no MLA drafters, nor any with both fc_norm and norm_before_fc: export with "
@@ -185,6 +191,9 @@ class _Layer(TypedDict, total=False):
     rope_scaling: _Rope | None
     rope_parameters: _Rope | None
     max_position_embeddings: Annotated[Positions, Field(ge=1)]
+    mask_token_id: Width | None
+    pard_token: Width | None
+    ptd_token_id: Width | None
     layer_types: list[str] | None
     num_aux_hidden_states: Count | None
 
@@ -225,6 +234,10 @@ def shape_from_config(
     count = flags.get("num_aux_hidden_states")
     if count is not None and count != len(aux_layers):
         raise UserError(f"config.json has num_aux_hidden_states {count}, but the layer ids {aux_layers}")
+    parallel = "mask_hidden" in tensor_names or layer.get(MASK_TOKENS[-1]) is not None
+    mask_token = mask_token_id(layer) if parallel else None
+    if parallel and mask_token is None:
+        raise UserError(f"config.json lacks {MASK_TOKENS[-1]}, the token that stands beside mask_hidden")
     longest = MODEL_TYPES[kind][layer.get("model_type", "llama")]
     positions = layer.get("max_position_embeddings", longest)
     theta, scaling = _rope(layer, architecture, positions)
@@ -255,6 +268,8 @@ def shape_from_config(
         norm_before_fc=_norm_before_fc(flags),
         num_layers=layer.get("num_hidden_layers", 1),
         qk_norm=kind == "qwen3",
+        parallel=parallel,
+        ptd_token_id=mask_token,
         share_embedding="embed_tokens.weight" not in tensor_names,
         **widths,
     )
@@ -274,6 +289,11 @@ def _check_types(config: Fields) -> None:
 def _norm_before_fc(flags: Fields) -> bool:
     """As vLLM looks for it: eagle_config's word counts first."""
     return bool((flags.get("eagle_config") or {}).get("norm_before_fc", flags.get("norm_before_fc", False)))
+
+
+def mask_token_id(config: Fields) -> int | None:
+    """The token whose embedding a parallel drafter's mask rows read, where vLLM looks for it; None of a chain's."""
+    return next((config[name] for name in MASK_TOKENS if config.get(name) is not None), None)
 
 
 def target_name(config: Fields) -> str | None:

@@ -138,7 +138,7 @@ def render(
     environment.filters |= {"json": json.dumps, "flat": lambda values: list(_flat(values))}
     environment.filters |= {"bracket": bracket, "count": tables.count}
     template = environment.from_string(Path(__file__).with_name("card.jinja").read_text(encoding="utf-8"))
-    unused = () if shape.architecture == "mla" else MLA_DEFAULTS
+    unused = {*(() if shape.architecture == "mla" else MLA_DEFAULTS), *(() if shape.parallel else ("ptd_token_id",))}
     return template.render(
         config=config,
         shape=shape,
@@ -165,10 +165,11 @@ def caveats_of(shape: DrafterShape, data: Mapping[str, Any] | None) -> list[str]
 
 
 def _kind(shape: DrafterShape) -> str:
-    """EAGLE 3 or 3.1."""
+    """EAGLE 3 or 3.1, and how it drafts where that is in parallel."""
+    version, others = "EAGLE 3", [name for name in ("fc_norm", "norm_output") if getattr(shape, name)]
     if shape.fc_norm and shape.norm_output:
-        return "EAGLE 3.1"
-    return " with ".join(["EAGLE 3", *(name for name in ("fc_norm", "norm_output") if getattr(shape, name))])
+        version, others = "EAGLE 3.1", []
+    return " with ".join([version, *others, *(["parallel drafting"] if shape.parallel else [])])
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -1,5 +1,7 @@
 """The drafter at serving time against the unroll that trains it: the same hidden states, to 1e-5 in fp32."""
 
+from functools import partial
+
 import pytest
 import torch
 from conftest import make_document, make_mla_shape, make_objective, make_shape
@@ -45,11 +47,15 @@ def unrolled(objective, document, slot, tokens):
     return z[:, packed.layout.slots.tolist().index(slot)]
 
 
+PARALLEL = {"parallel": True, "ptd_token_id": 49}
+
+
 @pytest.mark.parametrize("fc_norm", [True, False])
 @pytest.mark.parametrize("norm_output", [True, False])
 @pytest.mark.parametrize("norm_before_residual", [True, False])
-def test_every_round_equals_the_training_unroll(document, fc_norm, norm_output, norm_before_residual):
-    shape = make_shape(fc_norm=fc_norm, norm_output=norm_output, norm_before_residual=norm_before_residual)
+@pytest.mark.parametrize("more", [{}, PARALLEL, {**PARALLEL, "num_layers": 2}])
+def test_every_round_equals_the_training_unroll(document, fc_norm, norm_output, norm_before_residual, more):
+    shape = make_shape(fc_norm=fc_norm, norm_output=norm_output, norm_before_residual=norm_before_residual, **more)
     objective = make_objective(shape, torch.float32)
     decoder = decoder_of(objective)
     aux, done = document.aux.float(), 0
@@ -130,7 +136,7 @@ def together(decoder, documents, leave=None, rounds=ROUNDS):
     return found
 
 
-@pytest.mark.parametrize("make", [make_shape, make_mla_shape])
+@pytest.mark.parametrize("make", [make_shape, make_mla_shape, partial(make_shape, num_layers=2, **PARALLEL)])
 @pytest.mark.parametrize("leave", [None, 0, 2])
 def test_sequences_draft_together_what_each_drafts_alone(make, leave):
     objective = make_objective(make(), torch.float64)

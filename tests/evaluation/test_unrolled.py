@@ -24,6 +24,8 @@ SHAPES = {
     "normed residual": make_shape(norm_before_residual=True),
     "two layers": make_shape(num_layers=2),
     "three layers, normed": make_shape(num_layers=3, norm_before_fc=True, qk_norm=True, norm_output=False),
+    "parallel": make_shape(parallel=True, ptd_token_id=49),
+    "parallel, three layers": make_shape(parallel=True, ptd_token_id=2, num_layers=3, norm_output=False, qk_norm=True),
     "MLA": make_mla_shape(),
     "MLA, two layers": make_mla_shape(num_layers=2),
     "MLA, EAGLE 3": make_mla_shape(norm_output=False, fc_norm=False, q_lora_rank=None),

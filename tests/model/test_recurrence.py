@@ -66,6 +66,12 @@ VARIANTS = {
     "two layers, pre-norm": make_shape(num_layers=2, norm_output=False),
     "three layers, normed": make_shape(num_layers=3, norm_before_fc=True, qk_norm=True, norm_before_residual=True),
     "MLA, two layers": make_mla_shape(num_layers=2),
+    "parallel": make_shape(parallel=True, ptd_token_id=49),
+    "parallel, two layers": make_shape(parallel=True, ptd_token_id=3, num_layers=2, norm_before_residual=True),
+    "parallel, EAGLE 3": make_shape(parallel=True, ptd_token_id=0, fc_norm=False, norm_output=False),
+    "parallel, three layers, normed": make_shape(
+        parallel=True, ptd_token_id=7, num_layers=3, norm_before_fc=True, qk_norm=True
+    ),
 }
 
 
