@@ -264,14 +264,10 @@ def caveats(shape: DrafterShape, target_positions: int | None = None, target_win
         target_positions: of the longest context of the target, if that is known: what is beyond it concerns nobody.
         target_window: tokens that every layer of the target sees, if each has a sliding window.
     """
-    found, beyond = [], target_positions is None or target_positions > shape.max_position_embeddings
-    if shape.parallel:  # for which vLLM leaves its V2 runner by itself
-        found.append(
-            "vLLM 0.32 drafts in parallel on its V1 runner alone (leave VLLM_USE_V2_MODEL_RUNNER unset)"
-            + f", in contexts of up to {shape.max_position_embeddings:,} tokens (drafter.max_position_embeddings)"
-            * beyond
-        )
-    elif beyond:
+    found = []
+    if shape.parallel:
+        found.append("vLLM 0.32 drafts in parallel on its V1 runner alone: leave VLLM_USE_V2_MODEL_RUNNER unset")
+    if target_positions is None or target_positions > shape.max_position_embeddings:
         found.append(
             "vLLM 0.32's V1 runner (on CPUs, or with VLLM_USE_V2_MODEL_RUNNER=0) drafts in contexts of up to "
             f"{shape.max_position_embeddings:,} tokens (drafter.max_position_embeddings); V2, on GPUs, drafts in all"

@@ -116,6 +116,47 @@ def test_a_planted_mistake_is_seen(document, mistake):
     assert (z - unrolled(objective, document, 8, tokens)).abs().max() > 1e-3
 
 
+def another_mask_token(decoder, aux, tokens):
+    right = decoder.drafter.mask
+    decoder.drafter.mask = lambda: (right()[0] - 1, right()[1])
+    decoder.extend(aux[:9], tokens[1:10])
+
+
+def mask_rows_one_too_far(decoder, aux, tokens):
+    (cache,) = decoder._caches
+    write = cache.write
+    decoder.extend(aux[:9], tokens[1:10])
+    cache.write = lambda x, rows, positions: write(x, rows, positions + 1)
+
+
+def blind_to_other_mask_rows(decoder, aux, tokens):
+    decoder.extend(aux[:9], tokens[1:10])
+    (cache,) = decoder._caches
+    cache.write = lambda x, rows, positions: None
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        shifted_states,
+        shifted_tokens,
+        standing_positions,
+        round_left_behind,
+        another_mask_token,
+        mask_rows_one_too_far,
+        blind_to_other_mask_rows,
+    ],
+)
+def test_a_mistake_planted_in_parallel_drafting_is_seen(document, mistake):
+    objective = make_objective(make_shape(**PARALLEL), torch.float32)
+    decoder = decoder_of(objective)
+    mistake(decoder, document.aux.float(), document.tokens)
+    tokens, z = drafted(decoder)
+    vars(decoder.drafter).pop("mask", None)  # the unroll is the right one
+    vars(decoder.drafter.midlayer.self_attn).pop("queries", None)
+    assert (z - unrolled(objective, document, 8, tokens)).abs().max() > 1e-3
+
+
 ROUNDS = [[6, 1, 11], [1, 4, 1], [3, 2, 1]]  # rows that each sequence takes in
 
 
