@@ -165,11 +165,10 @@ def caveats_of(shape: DrafterShape, data: Mapping[str, Any] | None) -> list[str]
 
 
 def _kind(shape: DrafterShape) -> str:
-    """EAGLE 3 or 3.1, and how it drafts where that is in parallel."""
-    version, others = "EAGLE 3", [name for name in ("fc_norm", "norm_output") if getattr(shape, name)]
+    """EAGLE 3 or 3.1."""
     if shape.fc_norm and shape.norm_output:
-        version, others = "EAGLE 3.1", []
-    return " with ".join([version, *others, *(["parallel drafting"] if shape.parallel else [])])
+        return "EAGLE 3.1"
+    return " with ".join(["EAGLE 3", *(name for name in ("fc_norm", "norm_output") if getattr(shape, name))])
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
