@@ -158,9 +158,8 @@ def _kept(shape: DrafterShape, w: Widths, work: Work, step: Step) -> float:
     masked = S * (K - 1) * shape.parallel  # of the first layer, whose normed states and values are one row
     values -= masked * (D + w.values)
     numbers = work.tokens + work.positions * (_norms(shape) + L * (1 + bool(w.key_up[0])))
-    numbers += (
-        rows * (3 + w.heads + latents) - masked + L * S * (K - 1) * bool(w.key_up[0])
-    )  # norms, log-sum-exp per head
+    numbers += rows * (3 + w.heads + latents) - masked  # norms, log-sum-exp per head
+    numbers += L * S * (K - 1) * bool(w.key_up[0])
     return step.value * values + FP32 * numbers
 
 

@@ -187,7 +187,9 @@ def reference(case, objective, documents, dtype=torch.float64):
     if not any(counts):  # nothing to train: no loss, and no graph
         loss = sum(tensor.sum() for tensor in tensors.values()) * 0
     loss.backward()
-    grads = {name: tensor.grad for name, tensor in tensors.items() if tensor.requires_grad}
+    trained = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
+    # A mask row that no pair asks for is not even read there.
+    grads = {name: torch.zeros_like(one) if one.grad is None else one.grad for name, one in trained.items()}
     return SimpleNamespace(loss=loss.detach(), grads=grads, counts=counts, hits=hits, eligible=eligible)
 
 
