@@ -112,8 +112,10 @@ class Drafter(nn.Module):
 
     def mask(self) -> tuple[Tensor, Tensor]:
         """Of a parallel drafter, what every slot reads at every step but the first: token [1] int64, state g [1, D]."""
-        token = self.mask_hidden.new_full((1,), self.shape.ptd_token_id, dtype=torch.int64)
-        return token, self.fuse(plain(self.mask_hidden.view(1, len(self.shape.aux_layers), -1)))
+        token = self.shape.ptd_token_id
+        assert token is not None, "contract.check_shape refuses a parallel drafter without"
+        tokens = self.mask_hidden.new_full((1,), token, dtype=torch.int64)
+        return tokens, self.fuse(plain(self.mask_hidden.view(1, len(self.shape.aux_layers), -1)))
 
     def feedback(self, h: Tensor, z: Tensor) -> Tensor:
         """The state that a chain's next step reads, from this step's pre-norm h and post-norm z."""
