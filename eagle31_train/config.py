@@ -80,6 +80,8 @@ ADDED: dict[str, Any] = {
     "drafter.sliding_window": None,
     "drafter.attention_bias": False,
     "drafter.mlp_bias": False,
+    "drafter.parallel": False,
+    "drafter.ptd_token_id": None,
     "evaluate.timed_prompts": 5,
 }
 # Options of before that are read from the target's config.json now; given, they say so.
@@ -205,6 +207,10 @@ class DrafterConfig:
     )
     attention_bias: bool = opt(False, "biases of queries, keys, values, and without qk_norm of o_proj (llama only)")
     mlp_bias: bool = opt(False, "biases of the MLP (llama without qk_norm only)")
+    parallel: bool = opt(False, "draft all tokens in one pass, as P-EAGLE does (llama only)")
+    ptd_token_id: int | None = opt(
+        None, "parallel: the token that stands where none is drafted yet; default: the target's last", at_least=0
+    )
     # What is null follows from the target's config.json (targets/derive.py)
     hidden_size: int | None = opt(None, "default: the target's", above=0)
     intermediate_size: int | None = opt(None, "width of the MLP; default: what a token of the target uses", above=0)
@@ -401,6 +407,8 @@ class DrafterShape:
     sliding_window: int | None = None
     attention_bias: bool = False
     mlp_bias: bool = False
+    parallel: bool = False
+    ptd_token_id: int | None = None  # of a parallel drafter alone
     # MLA only
     q_lora_rank: int | None = None
     kv_lora_rank: int | None = None

@@ -98,10 +98,13 @@ class ReferenceDrafter:
         g, outputs, states = self.fused(aux[t]), [], []
         for k in range(steps):
             states.append(g)
-            h = self.through(tokens[t + 1 + k], g, t + k, rows)
+            token = self.s.ptd_token_id if self.s.parallel and k else tokens[t + 1 + k]
+            h = self.through(token, g, t + k, rows)
             z = norm(h, self.w["norm.weight"], self.s.rms_norm_eps)
             outputs.append(z)
             g = z if self.s.norm_output else h
+            if self.s.parallel:
+                g = self.fused(self.w["mask_hidden"].view(len(self.s.aux_layers), -1))
         return outputs, states
 
     def through(self, token, g, position, rows, keys_only=False):

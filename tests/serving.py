@@ -49,6 +49,8 @@ RUNS = {
     "Llama, tied embeddings": ("llama-tied", FAMILY),
     "Llama, a window, biases": ("llama-tied", [*FAMILY, *WINDOW, "drafter.mlp_bias=true"]),
     "Qwen3, two layers, a window, self-describing": ("qwen3", [*FAMILY, *DEEP, "export_format=speculators"]),
+    "Llama, parallel": ("llama-tied", [*FAMILY, "drafter.parallel=true", "train.ttt_length=5"]),
+    "Qwen3, parallel, two layers": ("qwen3", [*FAMILY, *DEEP, "drafter.parallel=true", "train.ttt_length=5"]),
     "MLA": ("toy", TOY),
     "MLA, EAGLE 3, pruned": ("toy", [*TOY, *EAGLE_3, "data.draft_vocab_size=120"]),
 }

@@ -2,7 +2,7 @@
 
 Muon (Jordan et al., 2024; "Muon is Scalable for LLM Training", arXiv 2502.16982) makes the momentum of a matrix
 orthogonal before it is applied. Its steps are scaled to the size of AdamW's, so that train.lr means the same for both.
-lm_head and an embedding, whose rows are tokens, stay with AdamW, as do norms.
+lm_head and an embedding, whose rows are tokens, stay with AdamW, as do norms and a parallel drafter's mask_hidden.
 """
 
 import math
@@ -16,7 +16,7 @@ from eagle31_train.config import TrainConfig
 
 ADAMW = ("exp_avg", "exp_avg_sq")  # its moments
 MOMENTS = (*ADAMW, "momentum_buffer")  # and Muon's
-BY_TOKEN = ("lm_head", "embed_tokens")
+NOT_MAPS = ("lm_head", "embed_tokens", "mask_hidden")
 MOMENTUM = 0.95
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Jordan's coefficients
 ITERATIONS = 5
@@ -112,7 +112,7 @@ Optimizer = torch.optim.AdamW | MuonAndAdamW
 def make_optimizer(module: nn.Module, t: TrainConfig) -> Optimizer:
     """The optimizer that train.optimizer names, on what is trained; matrices decay, norms do not."""
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-    matrices = {n: p for n, p in trained.items() if p.dim() == 2 and not set(BY_TOKEN) & set(n.split("."))}
+    matrices = {n: p for n, p in trained.items() if p.dim() == 2 and not set(NOT_MAPS) & set(n.split("."))}
     rest = [p for name, p in trained.items() if t.optimizer == "adamw" or name not in matrices]
     groups = [
         {"params": [p for p in rest if p.dim() > 1], "weight_decay": t.weight_decay},

@@ -118,6 +118,8 @@ def read_inputs(config: Config, source: DrafterCheckpoint | None, resources: Exi
     vocab_sha = artifacts.file_sha256(vocab_file)
     made_from = provenance.of_training(config, store.fingerprint, store.inputs["data"], vocab_sha, start, chosen_on)
     shape = shape_of(config.drafter, store, draft_vocab)
+    if shape.parallel and t.ttt_length == 1:
+        raise UserError("drafter.parallel=true learns nothing with train.ttt_length=1: give the draft's length")
     check_samples(train_split, t.batch_tokens)
     if not begun(Path(config.run_dir) / "train", made_from):
         if source := source or initial_weights.open_source(config, needed=True):

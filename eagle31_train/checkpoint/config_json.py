@@ -52,6 +52,8 @@ SPECULATORS_OWN = ("draft_vocab_size", "norm_before_residual", "norm_before_fc",
 SLIDING, FULL = "sliding_attention", "full_attention"
 # How a config.json may count auxiliary layers: i is the input of layer i, or its output.
 COUNTED = ("inputs", "outputs")
+# Where vLLM looks for the token of a parallel drafter's mask rows, in its order; EAGLE 3's own is the last.
+MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
 YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
 
 
@@ -102,6 +104,7 @@ def config_json(shape: DrafterShape, dtype: str, target_name: str) -> dict[str, 
         "norm_before_residual": shape.norm_before_residual,
         **({"norm_before_fc": True} if shape.norm_before_fc else {}),
         **(_window(shape) if shape.sliding_window is not None else {}),
+        **({"ptd_token_id": shape.ptd_token_id} if shape.parallel else {}),
     }
 
 
@@ -126,8 +129,11 @@ def speculators_json(shape: DrafterShape, dtype: str, target_name: str, draft_to
     tokens (per verification) in it. `target_name`: hub id or folder, which vLLM loads.
 
     Raises:
-        UserError: MLA, or fc_norm and norm_before_fc together, which the library does not have.
+        UserError: MLA, or fc_norm and norm_before_fc together, which the library does not have; or a parallel drafter:
+            of the library's, vLLM reads neither fc_norm nor norm_output.
     """
+    if shape.parallel:
+        raise UserError("export_format=speculators has no place for drafter.parallel=true: use export_format=vllm")
     if shape.architecture == "mla" or (shape.fc_norm and shape.norm_before_fc):
         raise UserError(
             "export_format=speculators has no MLA drafters, nor any with both fc_norm and norm_before_fc: export with "
@@ -205,6 +211,9 @@ class _Layer(TypedDict, total=False):
     rope_scaling: _Rope | None
     rope_parameters: _Rope | None
     max_position_embeddings: Annotated[Positions, Field(ge=1)]
+    mask_token_id: Width | None
+    pard_token: Width | None
+    ptd_token_id: Width | None
     layer_types: list[str] | None
     sliding_window: Annotated[Positions, Field(ge=1)] | None
     max_window_layers: Count | None
@@ -251,6 +260,10 @@ def shape_from_config(
     count = flags.get("num_aux_hidden_states")
     if count is not None and count != len(aux_layers):
         raise UserError(f"config.json has num_aux_hidden_states {count}, but the layer ids {aux_layers}")
+    parallel = "mask_hidden" in tensor_names or layer.get(MASK_TOKENS[-1]) is not None
+    mask_token = mask_token_id(layer) if parallel else None
+    if parallel and mask_token is None:
+        raise UserError(f"config.json lacks {MASK_TOKENS[-1]}, the token that stands beside mask_hidden")
     longest = MODEL_TYPES[kind][layer.get("model_type", "llama")]
     positions = layer.get("max_position_embeddings", longest)
     theta, scaling = _rope(layer, architecture, positions)
@@ -284,6 +297,8 @@ def shape_from_config(
         sliding_window=_sliding_window(layer, kind, plain=layer is config),
         attention_bias=bool(layer.get("attention_bias", False)),
         mlp_bias=bool(layer.get("mlp_bias", False)) and kind != "qwen3",  # of which vLLM's has none
+        parallel=parallel,
+        ptd_token_id=mask_token,
         share_embedding="embed_tokens.weight" not in tensor_names,
         **widths,
     )
@@ -303,6 +318,11 @@ def _check_types(config: Fields) -> None:
 def _norm_before_fc(flags: Fields) -> bool:
     """As vLLM looks for it: eagle_config's word counts first."""
     return bool((flags.get("eagle_config") or {}).get("norm_before_fc", flags.get("norm_before_fc", False)))
+
+
+def mask_token_id(config: Fields) -> int | None:
+    """The token whose embedding a parallel drafter's mask rows read, where vLLM looks for it; None of a chain's."""
+    return next((config[name] for name in MASK_TOKENS if config.get(name) is not None), None)
 
 
 def target_name(config: Fields) -> str | None:

@@ -50,6 +50,8 @@ def weight_shapes(shape: DrafterShape) -> dict[str, tuple[int, ...]]:
         tensors["input_norm.weight"] = (A * H,)
     if not shape.share_embedding:
         tensors["embed_tokens.weight"] = (shape.vocab_size, D)
+    if shape.parallel:
+        tensors["mask_hidden"] = (1, A * H)
     return tensors
 
 
@@ -134,7 +136,7 @@ def sglang_problems(shape: DrafterShape, target_type: str, target_layers: int) -
         target_type, target_layers: the target's model_type, and its number of layers.
     """
     first, last = min(shape.aux_layers), max(shape.aux_layers)
-    lacking = ["qk_norm", "norm_before_residual", "attention_bias", "mlp_bias", "sliding_window"]
+    lacking = ["qk_norm", "norm_before_residual", "attention_bias", "mlp_bias", "sliding_window", "parallel"]
     problems = [f"it has no drafters with {name}" for name in lacking if getattr(shape, name)]
     if shape.architecture == "mla" and shape.num_layers > 1:
         problems.append("it has no MLA drafters of several layers")
@@ -178,6 +180,8 @@ def separate(tensors: Mapping[str, torch.Tensor], shape: DrafterShape) -> dict[s
             apart |= dict(zip(parts, tensor.split(sizes), strict=True))
         else:  # one of another size stays what it is, and `check` names it
             apart[name] = tensor
+    if "mask_hidden" in apart:  # vLLM takes it in any number of dimensions
+        apart["mask_hidden"] = apart["mask_hidden"].reshape(1, -1)
     return apart
 
 
@@ -224,6 +228,11 @@ def check_shape(shape: DrafterShape) -> list[str]:
         problems.append(f"vLLM serves no MLA draft with {given[0]}")
     if shape.qk_norm and shape.mlp_bias:
         problems.append("vLLM serves no draft with both qk_norm and mlp_bias")
+    if mla and shape.parallel:
+        problems.append("drafter.parallel=true cannot be with MLA: vLLM 0.32's MLA drafts have no mask_hidden")
+    mask_token = shape.ptd_token_id
+    if shape.parallel and (mask_token is None or not 0 <= mask_token < shape.vocab_size):
+        problems.append(f"drafter.ptd_token_id={mask_token} is none of the target's {shape.vocab_size} tokens")
     if not mla and not shape.qk_norm and D % heads:
         problems.append(f"hidden_size {D} is no multiple of {heads} heads: transformers refuses the config.json")
     if mla and (shape.num_key_value_heads, shape.head_dim) != (heads, sum(mla_widths(shape)[1:3])):
@@ -268,7 +277,11 @@ def drafter_shape(
         keys, width = d.num_key_value_heads or heads, d.head_dim or D // heads
         if given := [name for name in ("q_lora_rank", *MLA_WIDTHS) if getattr(d, name) is not None]:
             raise UserError(f"drafter.{given[0]} is MLA's: set drafter.architecture=mla, or leave it out")
+    if d.ptd_token_id is not None and not d.parallel:
+        raise UserError(f"drafter.ptd_token_id={d.ptd_token_id} is of drafter.parallel=true: set that, or leave it out")
+    mask_token = vocab_size - 1 if d.ptd_token_id is None else d.ptd_token_id
     joined = {
+        "ptd_token_id": mask_token if d.parallel else None,
         "hidden_size": D,
         "target_hidden_size": hidden_size,
         "aux_layers": aux_layers,
@@ -293,6 +306,8 @@ def caveats(shape: DrafterShape, target_positions: int | None = None, target_win
         target_window: tokens that every layer of the target sees, if each has a sliding window.
     """
     found = []
+    if shape.parallel:
+        found.append("vLLM 0.32 drafts in parallel on its V1 runner alone: leave VLLM_USE_V2_MODEL_RUNNER unset")
     if target_positions is None or target_positions > shape.max_position_embeddings:
         found.append(
             "vLLM 0.32's V1 runner (on CPUs, or with VLLM_USE_V2_MODEL_RUNNER=0) drafts in contexts of up to "

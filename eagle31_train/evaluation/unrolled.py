@@ -156,7 +156,10 @@ def steps(drafter: Drafter, target_ids: Tensor, trajectory: Trajectory, depth: i
         choice, entropy = _read_out(drafter, z, drift)
         tokens = target_ids[choice]
         yield Step(tokens, g, z, torch.cat([layer.shares for layer in layers], 1), entropy)
-        g = h = drafter.feedback(h, z)
+        g = drafter.feedback(h, z)
+        if drafter.shape.parallel:
+            tokens, g = drafter.mask()
+        h = g
 
 
 class MarkedLayer(AttendingLayer):

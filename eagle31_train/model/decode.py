@@ -3,7 +3,8 @@
 As vLLM aligns it: the row of position p holds the token at p+1 and the target's states of p, has
 RoPE position p, and predicts the token at p+2; draft step j is at position p+j. The keys and
 values of such rows (step 0) stay in the cache of each layer. Those of steps 1.. lie behind them during one
-round and are overwritten by the next round's rows, once the target has spoken.
+round and are overwritten by the next round's rows, once the target has spoken. A chain works one such step out after
+another; a parallel drafter, whose rows do not wait for drafted tokens, all of them in one pass.
 
 Several sequences are drafted for together, each of its own length.
 
@@ -31,7 +32,7 @@ def most_likely(_step: int, logits: Tensor) -> Tensor:
 
 
 class DraftDecoder:
-    """Chain drafting for some sequences, in the dtype of the drafter's weights.
+    """Drafting for some sequences, one token at each depth, in the dtype of the drafter's weights.
 
     Args:
         target_ids: [Vd] int64, the target's id of each draft token.
@@ -96,6 +97,9 @@ class DraftDecoder:
         drafter, top = self.drafter, self._caches[-1]
         x, residual = self._newest
         everyone, ends = torch.arange(len(x), device=x.device), torch.tensor(self.lengths, device=x.device)
+        if drafter.shape.parallel and count:
+            yield from self._all_at_once(count, choose, x, residual, ends)
+            return
         positions, lengths = ends - 1, self.lengths
         for step in range(count):
             h = top.layer.finish(residual, top.attend(x, positions, lengths))
@@ -106,6 +110,33 @@ class DraftDecoder:
                 positions, lengths = positions + 1, [length + 1 for length in lengths]
                 attend = partial(Cache.attend, positions=positions, lengths=lengths)
                 x, residual = self._through(drafter.embed(token), drafter.feedback(h, z), everyone, positions, attend)
+
+    def _all_at_once(
+        self, count: int, choose: Choose, x: Tensor, residual: Tensor, ends: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """A parallel drafter's steps, in one pass: mask rows behind the newest row of every sequence.
+
+        Args:
+            x, residual: of the newest rows [B, ...]; ends: [B] int64, the position after each.
+        """
+        drafter, top, B, masks = self.drafter, self._caches[-1], len(x), count - 1
+        steps = torch.arange(count, device=x.device)
+        if masks:
+            token, state = drafter.mask()
+            rows = torch.arange(B, device=x.device).repeat_interleave(masks)
+            positions = (ends[:, None] + steps[:-1]).flatten()
+            attend = partial(Cache.attend_each, positions=positions, counts=[masks] * B)
+            embedded, states = (one.expand(B * masks, -1) for one in (drafter.embed(token), state))
+            later = self._through(embedded, states, rows, positions, attend)
+            x, residual = (
+                torch.cat([newest[:, None], others.unflatten(0, (B, masks))], 1).flatten(0, 1)
+                for newest, others in zip((x, residual), later, strict=True)
+            )
+        attended = top.attend_each(x, (ends[:, None] - 1 + steps).flatten(), [count] * B)
+        z = drafter.norm(top.layer.finish(residual, attended)).unflatten(0, (B, count))
+        logits = drafter.lm_head(z)
+        for step in range(count):
+            yield self.target_ids[choose(step, logits[:, step])], z[:, step]
 
     def _through(
         self,

@@ -5,6 +5,11 @@
     z_k   = norm(h_k)                          what lm_head reads
     g_k+1 = z_k with norm_output (EAGLE 3.1), h_k without (EAGLE 3)
 
+A parallel drafter's steps 1, 2, … read a learnt state and the mask token instead, the same in every slot: nothing that
+an earlier step gave but its keys and values.
+
+    g_k   = fuse(mask_hidden),  embed(ptd_token_id) in place of x[t+1+k]      for k > 0
+
 Nothing is detached: gradients flow through every step's state, keys and values.
 
 At step 0 every position has a key and a value in every layer. So the layers below the last read all positions there,
@@ -19,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from eagle31_train.config import DrafterShape
@@ -29,7 +35,7 @@ from eagle31_train.model.layer import Layer, MidLayer, Project, applied_to
 from eagle31_train.model.linear import Linear, compute_dtype, linear
 from eagle31_train.model.norm import RMSNorm
 from eagle31_train.model.packing import Layout
-from eagle31_train.store.codec import Encoded
+from eagle31_train.store.codec import Encoded, plain
 
 Read = Callable[[Tensor], Project]  # normed states [n, D] → projections of the attention's input that they are part of
 Gather = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -68,9 +74,13 @@ class Drafter(nn.Module):
         self.layers = nn.ModuleDict({str(i): Layer(shape) for i in range(1, shape.num_layers)})
         self.norm = RMSNorm(D, eps)
         self.lm_head = Linear(D, shape.draft_vocab_size)
+        if shape.parallel:
+            self.mask_hidden = nn.Parameter(torch.empty(1, A * H))
         for module in self.modules():
             if isinstance(module, Linear):
                 nn.init.normal_(module.weight, std=0.02)
+        if shape.parallel:
+            nn.init.normal_(self.mask_hidden, std=0.02)
 
         if shape.share_embedding:
             assert embedding is not None, "a drafter that shares the embedding needs the target's"
@@ -100,8 +110,15 @@ class Drafter(nn.Module):
         norms = self.fc_norm if self.fc_norm is not None else [nn.Identity()] * len(self.shape.aux_layers)
         return self.fc(torch.cat([norm(state.to(dtype)) for norm, state in zip(norms, states, strict=True)], dim=-1))
 
+    def mask(self) -> tuple[Tensor, Tensor]:
+        """Of a parallel drafter, what every slot reads at every step but the first: token [1] int64, state g [1, D]."""
+        token = self.shape.ptd_token_id
+        assert token is not None, "contract.check_shape refuses a parallel drafter without"
+        tokens = self.mask_hidden.new_full((1,), token, dtype=torch.int64)
+        return tokens, self.fuse(plain(self.mask_hidden.view(1, len(self.shape.aux_layers), -1)))
+
     def feedback(self, h: Tensor, z: Tensor) -> Tensor:
-        """The state that the next step reads, from this step's pre-norm h and post-norm z."""
+        """The state that a chain's next step reads, from this step's pre-norm h and post-norm z."""
         return z if self.shape.norm_output else h
 
     def forward(self, batch: Batch) -> Unrolled:
@@ -112,7 +129,12 @@ class Drafter(nn.Module):
             assert self.context_group is not None, "ranks that share documents need the group of them"
             gather = partial(gather_context, places=batch.places, group=self.context_group)
         *below, last = (AttendingLayer(layer, run, self.fused, gather) for layer in self.stack)
-        tokens = TokenHalf(self.midlayer, self.embed(batch.ids), batch.read, all_queries=bool(below))
+        ids, steps_read, of_step = batch.ids, batch.read, list(batch.reads)
+        if self.shape.parallel:  # behind all others, the mask token; one row of it stands for those of all slots
+            mask_token, mask_state = self.mask()
+            ids, steps_read = torch.cat([ids, mask_token]), F.pad(steps_read, (0, 1), value=len(ids))
+            of_step[1:] = [torch.full_like(mask_token, len(batch.read))] * (batch.ttt_length - 1)
+        tokens = TokenHalf(self.midlayer, self.embed(ids), steps_read, all_queries=bool(below))
         slots, positions = batch.slot_rows, batch.positions
 
         # Step 0: every position up to the last slot gives a key and a value; from here on, only slots count.
@@ -128,14 +150,14 @@ class Drafter(nn.Module):
         outputs, rms = [], []
         for k in range(batch.ttt_length):
             rms.append(g.detach().float().square().mean(-1).sqrt().sum() / max(len(g), 1))  # no slot: 0, not NaN
-            read = partial(tokens.step, batch.reads[k])
+            read = partial(tokens.step, of_step[k])
             for layer in below:
                 if k > 0:  # at step 0 it has read every position
                     h = run(layer.finish, *layer.attend(h, read, positions + k, batch.layout, own=True))
                 read = applied_to
             h, z = run(self._answer, *last.attend(h, read, positions + k, batch.layout, own=k > 0))
             outputs.append(z)
-            g = h = self.feedback(h, z)
+            g = h = mask_state if self.shape.parallel else self.feedback(h, z)
         return Unrolled(torch.stack(outputs), torch.stack(rms))
 
     def _answer(self, residual: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
@@ -169,17 +191,18 @@ class AttendingLayer:
     def attend(
         self, states: Tensor, read: Read, positions: Tensor, layout: Layout, own: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """One step of the slots of a layout, from their states [S, D].
+        """One step of the slots of a layout, from their states [S, D], or [1, D] where all have the same.
 
         Args:
             own: keep their keys and values of this step, which they see from now on; at step 0 they are in the context.
 
         Returns:
-            The residual [S, D], and the attention's output [S, h, dv].
+            The residual, as the states, and the attention's output [S, h, dv].
         """
         q, residual, *key_value = self._run(self._ask, states, read, positions, own)
         if own:
-            self.keep_own(*key_value)
+            key, value = key_value
+            self.keep_own(key, value.expand(len(key), -1, -1))
         scale = self._layer.self_attn.scale
         return residual, self._attention(q, self._k0, self._v0, self._own_k, self._own_v, layout, scale)
 
@@ -232,7 +255,8 @@ class TokenHalf:
         return lambda projection: self._join(projection, self._all[projection].index_select(0, following), normed)
 
     def step(self, reads: Tensor, normed: Tensor) -> Project:
-        """Projections of every slot: normed states [S, D], beside the tokens that `reads` [S] picks of those read."""
+        """Projections of every slot: normed states [S, D], beside the tokens that `reads` [S] picks of those read; or
+        of one row of each, where all slots have the same."""
         return lambda projection: self._join(projection, self._read[projection].index_select(0, reads), normed)
 
     def _join(self, projection: Linear, token_half: Tensor, normed: Tensor) -> Tensor:

@@ -152,11 +152,14 @@ def _kept(shape: DrafterShape, w: Widths, work: Work, step: Step) -> float:
     values = work.tokens * 2 * D + work.read * D  # embeddings and their norm; the normed ones that are read
     values += work.positions * (_fused(shape, step) + D + L * (D + key))  # into fc, g_0, its norm, keys
     values += (step.context - 1) * work.positions * L * (w.keys + w.values)  # of other ranks
-    values += S * (K if shape.norm_output else 1) * D  # g_0, or z of every step
+    values += S * (K if shape.norm_output and not shape.parallel else 1) * D  # g_0, or z of every step
     values += rows * (4 * D + 3 * shape.intermediate_size + query + w.out)  # u, h, norms; gate, up, product; attention
     values += L * S * (K - 1) * key  # a slot's own keys and values, at every step but the first
+    masked = S * (K - 1) * shape.parallel  # of the first layer, whose normed states and values are one row
+    values -= masked * (D + w.values)
     numbers = work.tokens + work.positions * (_norms(shape) + L * (1 + bool(w.key_up[0])))
-    numbers += rows * (3 + w.heads + latents) + L * S * (K - 1) * bool(w.key_up[0])  # norms, log-sum-exp per head
+    numbers += rows * (3 + w.heads + latents) - masked  # norms, log-sum-exp per head
+    numbers += L * S * (K - 1) * bool(w.key_up[0])
     return step.value * values + FP32 * numbers
 
 
@@ -171,6 +174,8 @@ def _kept_recomputing(shape: DrafterShape, w: Widths, work: Work, step: Step) ->
         D + w.queries + w.out
     )  # state, query, attention's output
     values += L * S * (K - 1) * (w.keys + w.values)
+    masked = S * (K - 1) * shape.parallel  # likewise
+    values -= masked * (D + w.values + D * shape.norm_before_residual)
     numbers = work.tokens + work.positions * _norms(shape) + rows * (w.heads + 2)  # log-sum-exp per head, and position
     return step.value * values + FP32 * numbers
 

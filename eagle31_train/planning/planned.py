@@ -147,11 +147,12 @@ class Planned:
         return State(groups, sum(math.prod(shapes[name]) for name in frozen), self.orthogonal())
 
     def orthogonal(self) -> list[tuple[int, int]]:
-        """Sizes of the matrices that Muon updates: all but those with a row for each token."""
+        """Sizes of the matrices that Muon updates: all but those with a row for each token, and mask_hidden."""
         if self.config.train.optimizer != "muon":
             return []
         sizes = {name: size for name, size in weight_shapes(self.shape).items() if len(size) == 2}
-        return [(s[0], s[1]) for name, s in sizes.items() if not name.startswith(("lm_head", "embed_tokens"))]
+        others = ("lm_head", "embed_tokens", "mask_hidden")
+        return [(s[0], s[1]) for name, s in sizes.items() if not name.startswith(others)]
 
     def profiles(self) -> list[Profile]:
         """The launch profiles that can be used, whatever they take."""

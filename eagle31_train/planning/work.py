@@ -136,7 +136,8 @@ def training_flops(shape: DrafterShape, work: Work, train_lm_head: bool = True) 
     fc has every position, but without fc_norm no gradient of its inputs; keys and values have states of every position
     at step 0 and of the step's slots later, and the embedding of every token once; queries likewise of slots and tokens
     read. Attention has each slot's own step-0 keys and k later ones. Of several layers, those below the last have
-    every position at step 0, and those above the first no embeddings. The teacher has no backward pass.
+    every position at step 0, and those above the first no embeddings. A parallel drafter's first layer has one mask row
+    a step. The teacher has no backward pass.
     """
     D, H, A, Vd = shape.hidden_size, shape.target_hidden_size, len(shape.aux_layers), shape.draft_vocab_size
     w = widths(shape)
@@ -145,7 +146,8 @@ def training_flops(shape: DrafterShape, work: Work, train_lm_head: bool = True) 
     seen = sum(keys + k * slots for k, (keys, slots) in enumerate(zip(work.keys, work.slots, strict=True)))
     fc = 2 * work.positions * A * H * D
     L, below = shape.num_layers, shape.num_layers - 1
-    keyed = L * (work.positions + later)
+    masked = later * shape.parallel  # rows of the first layer that are one row before RoPE
+    keyed = L * (work.positions + later) - masked
     asked = steps + below * (work.positions + later)
     embedded = work.positions if below else work.read  # tokens whose embeddings ask
     # Every position of a conversation up to its last slot sees those before it: half their square, on average.
@@ -154,7 +156,7 @@ def training_flops(shape: DrafterShape, work: Work, train_lm_head: bool = True) 
     return {
         "fc": fc * (3 if shape.fc_norm or shape.norm_before_fc else 2),
         "keys, values": 3 * 2 * ((keyed + work.positions) * D * w.key_in + keyed * key_up),
-        "queries": 3 * 2 * ((asked + embedded) * D * w.query_in + asked * query_up),
+        "queries": 3 * 2 * ((asked - masked + embedded) * D * w.query_in + asked * query_up),
         "attention": 3 * 2 * (L * seen + below * (everywhere - work.keys[0])) * (w.queries + w.out),
         "output": 3 * 2 * asked * w.out * D,
         "mlp": 3 * 2 * asked * 3 * D * shape.intermediate_size,

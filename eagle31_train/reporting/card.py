@@ -138,7 +138,7 @@ def render(
     environment.filters |= {"json": json.dumps, "flat": lambda values: list(_flat(values))}
     environment.filters |= {"bracket": bracket, "count": tables.count}
     template = environment.from_string(Path(__file__).with_name("card.jinja").read_text(encoding="utf-8"))
-    unused = () if shape.architecture == "mla" else MLA_DEFAULTS
+    unused = {*(() if shape.architecture == "mla" else MLA_DEFAULTS), *(() if shape.parallel else ("ptd_token_id",))}
     return template.render(
         config=config,
         shape=shape,

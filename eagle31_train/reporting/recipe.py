@@ -33,7 +33,7 @@ def serve_command(config: Config, drafter: str | None, published: bool = False) 
     path = drafter if drafter and self_describing else public(config.target.path) if published else config.target.path
     command = ["vllm", "serve", path, *flags(target_arguments(config))]
     if drafter and not self_describing:
-        options = speculation(config, drafter, config.evaluate.num_speculative_tokens)
+        options = speculation(config, drafter, config.evaluate.num_speculative_tokens, config.drafter.parallel)
         command += ["--speculative-config", json.dumps(options, ensure_ascii=False)]
     return shlex.join(command)
 

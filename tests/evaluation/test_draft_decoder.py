@@ -1,5 +1,7 @@
 """The drafter at serving time against the unroll that trains it: the same hidden states, to 1e-5 in fp32."""
 
+from functools import partial
+
 import pytest
 import torch
 from conftest import make_document, make_mla_shape, make_objective, make_shape
@@ -45,11 +47,15 @@ def unrolled(objective, document, slot, tokens):
     return z[:, packed.layout.slots.tolist().index(slot)]
 
 
+PARALLEL = {"parallel": True, "ptd_token_id": 49}
+
+
 @pytest.mark.parametrize("fc_norm", [True, False])
 @pytest.mark.parametrize("norm_output", [True, False])
 @pytest.mark.parametrize("norm_before_residual", [True, False])
-def test_every_round_equals_the_training_unroll(document, fc_norm, norm_output, norm_before_residual):
-    shape = make_shape(fc_norm=fc_norm, norm_output=norm_output, norm_before_residual=norm_before_residual)
+@pytest.mark.parametrize("more", [{}, PARALLEL, {**PARALLEL, "num_layers": 2}])
+def test_every_round_equals_the_training_unroll(document, fc_norm, norm_output, norm_before_residual, more):
+    shape = make_shape(fc_norm=fc_norm, norm_output=norm_output, norm_before_residual=norm_before_residual, **more)
     objective = make_objective(shape, torch.float32)
     decoder = decoder_of(objective)
     aux, done = document.aux.float(), 0
@@ -138,6 +144,47 @@ def test_a_planted_mistake_is_seen(document, mistake):
     assert (z - unrolled(objective, document, 8, tokens)).abs().max() > 1e-3
 
 
+def another_mask_token(decoder, aux, tokens):
+    right = decoder.drafter.mask
+    decoder.drafter.mask = lambda: (right()[0] - 1, right()[1])
+    decoder.extend(aux[:9], tokens[1:10])
+
+
+def mask_rows_one_too_far(decoder, aux, tokens):
+    (cache,) = decoder._caches
+    write = cache.write
+    decoder.extend(aux[:9], tokens[1:10])
+    cache.write = lambda x, rows, positions: write(x, rows, positions + 1)
+
+
+def blind_to_other_mask_rows(decoder, aux, tokens):
+    decoder.extend(aux[:9], tokens[1:10])
+    (cache,) = decoder._caches
+    cache.write = lambda x, rows, positions: None
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        shifted_states,
+        shifted_tokens,
+        standing_positions,
+        round_left_behind,
+        another_mask_token,
+        mask_rows_one_too_far,
+        blind_to_other_mask_rows,
+    ],
+)
+def test_a_mistake_planted_in_parallel_drafting_is_seen(document, mistake):
+    objective = make_objective(make_shape(**PARALLEL), torch.float32)
+    decoder = decoder_of(objective)
+    mistake(decoder, document.aux.float(), document.tokens)
+    tokens, z = drafted(decoder)
+    vars(decoder.drafter).pop("mask", None)  # the unroll is the right one
+    vars(decoder.drafter.midlayer.self_attn).pop("queries", None)
+    assert (z - unrolled(objective, document, 8, tokens)).abs().max() > 1e-3
+
+
 ROUNDS = [[6, 1, 11], [1, 4, 1], [3, 2, 1]]  # rows that each sequence takes in
 
 
@@ -158,7 +205,7 @@ def together(decoder, documents, leave=None, rounds=ROUNDS):
     return found
 
 
-@pytest.mark.parametrize("make", [make_shape, make_mla_shape])
+@pytest.mark.parametrize("make", [make_shape, make_mla_shape, partial(make_shape, num_layers=2, **PARALLEL)])
 @pytest.mark.parametrize("leave", [None, 0, 2])
 def test_sequences_draft_together_what_each_drafts_alone(make, leave):
     objective = make_objective(make(), torch.float64)

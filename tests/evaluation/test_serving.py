@@ -18,6 +18,7 @@ from eagle31_train.errors import UserError
 from eagle31_train.evaluation import serving
 from eagle31_train.evaluation.prompts import Prompt
 from eagle31_train.evaluation.serving import Engine, measure_serving, report, server
+from eagle31_train.evaluation.serving.engine import server_arguments
 from eagle31_train.evaluation.serving.server import Answer
 
 END = 40
@@ -52,13 +53,21 @@ def config(tmp_path):
 
 
 @pytest.fixture
-def launch(asked, config):
+def launch(asked, config, tmp_path):
     """Measure a server that is a process of its own."""
 
     def run(*options, prompts=PROMPTS):
-        return measure_serving(config(*options), {"ours": Path("ours")}, prompts, [END], ENGINE)
+        draft = drafter(tmp_path)
+        return measure_serving(config(*options), {"ours": draft}, prompts, [END], ENGINE)
 
     return run
+
+
+def drafter(folder, **fields):
+    """An exported drafter's folder, as far as the server's arguments depend on it."""
+    (draft := folder / "ours").mkdir(exist_ok=True)
+    (draft / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    return draft
 
 
 class Here(server.Server):
@@ -114,6 +123,15 @@ def expected(depth, times):
         "accepted": sum(steps),
         "per_position": [sum(accepted > i for accepted in steps) for i in range(depth)],
     }
+
+
+def test_vllm_is_told_that_a_drafter_drafts_in_parallel(config, tmp_path):
+    """By what lies there: the options of the measurement need not be those of training."""
+    chain = server_arguments(config(), drafter(tmp_path), 3, 1)["speculative_config"]
+    assert chain == {"method": "eagle3", "model": str(tmp_path / "ours"), "num_speculative_tokens": 3}
+    for name in ("ptd_token_id", "pard_token"):
+        told = server_arguments(config(), drafter(tmp_path, **{name: 0}), 3, 1)["speculative_config"]
+        assert told == chain | {"parallel_drafting": True}
 
 
 def test_counts_are_the_servers_without_its_warming(launch, tmp_path):

@@ -26,6 +26,8 @@ SHAPES = {
     "three layers, normed": make_shape(num_layers=3, norm_before_fc=True, qk_norm=True, norm_output=False),
     "a window": make_shape(sliding_window=6),
     "a window in two layers, biases": make_shape(num_layers=2, sliding_window=4, attention_bias=True, mlp_bias=True),
+    "parallel": make_shape(parallel=True, ptd_token_id=49),
+    "parallel, three layers": make_shape(parallel=True, ptd_token_id=2, num_layers=3, norm_output=False, qk_norm=True),
     "MLA": make_mla_shape(),
     "MLA, two layers": make_mla_shape(num_layers=2),
     "MLA, EAGLE 3": make_mla_shape(norm_output=False, fc_norm=False, q_lora_rank=None),

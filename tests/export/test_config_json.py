@@ -150,8 +150,23 @@ def test_layer_ids_that_may_count_either_way_are_not_guessed(ids):
         config_json.shape_from_config({**PUBLIC, **ids})
 
 
+@pytest.mark.parametrize("more", [{}, {"qk_norm": True, "num_layers": 2}])
+def test_a_parallel_drafters_token_is_where_vllm_looks_for_it(more, tiny):
+    shape = replace(tiny, parallel=True, ptd_token_id=7, **more)
+    config = config_json.config_json(shape, "float32", "x")
+    chain = config_json.config_json(replace(tiny, **more), "float32", "x")
+    assert config == chain | {"ptd_token_id": 7}
+    assert config_json.shape_from_config(config, ["mask_hidden"]) == shape
+    for name in ("pard_token", "mask_token_id"):  # of other trainers; the later one goes first
+        config |= {"ptd_token_id": 3, "pard_token": 4, name: 7}
+        assert config_json.shape_from_config(config, ["mask_hidden"]) == shape
+    with pytest.raises(UserError, match="lacks ptd_token_id"):
+        config_json.shape_from_config(chain, ["mask_hidden"])
+    assert not config_json.shape_from_config(chain | {"mask_token_id": 7}).parallel  # nothing reads it
+
+
 def test_what_the_format_of_speculators_does_not_have_is_refused(tiny, tiny_mla):
-    for shape in (tiny_mla, replace(tiny, norm_before_fc=True)):
+    for shape in (tiny_mla, replace(tiny, norm_before_fc=True), replace(tiny, parallel=True, ptd_token_id=1)):
         with pytest.raises(UserError, match="export_format=vllm"):
             config_json.speculators_json(shape, "float32", "x", 3)
 

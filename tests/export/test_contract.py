@@ -22,6 +22,8 @@ def test_the_table_follows_the_flags(tiny, tiny_tensors):
     assert own.keys() - tiny_tensors.keys() == {"embed_tokens.weight"}
     assert own["embed_tokens.weight"] == (40, 16)
     assert contract.map_tensors(replace(tiny, draft_vocab_size=40)) == {}
+    parallel = contract.weight_shapes(replace(tiny, parallel=True, ptd_token_id=39))
+    assert parallel == tiny_tensors | {"mask_hidden": (1, 32)}
 
 
 def test_a_whole_checkpoint_passes(tiny, good, tiny_mla, good_mla):
@@ -87,6 +89,9 @@ def test_maps_of_a_whole_vocabulary_are_superfluous(tiny, good):
         ({"aux_layers": [2, 1]}, "ascend"),
         ({"hidden_size": 8}, "share_embedding"),
         ({"num_attention_heads": 3}, "no multiple"),
+        ({"parallel": True, "ptd_token_id": 39}, "mask_hidden is missing"),
+        ({"parallel": True, "ptd_token_id": 40}, "ptd_token_id=40 is none of the target's 40 tokens"),
+        ({"parallel": True}, "ptd_token_id=None is none"),
     ],
 )
 def test_shapes_that_vllm_reads_otherwise_are_named(change, named, tiny, good):
@@ -108,6 +113,7 @@ def test_everything_that_vllm_would_leave_as_it_is_made_is_missed(tiny_mla, good
     [
         ({"num_key_value_heads": 1}, "MLA gives each head a key of its own"),
         ({"head_dim": 16}, "MLA gives each head a key of its own"),
+        ({"parallel": True, "ptd_token_id": 1}, "drafter.parallel=true cannot be with MLA"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "every scaling of an MLA drafter for YaRN"),
         ({"max_position_embeddings": 129}, "beyond the 128 positions"),
     ],

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from eagle31_train import artifacts, export
 from eagle31_train.checkpoint import config_json
+from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.errors import UserError
 from eagle31_train.model import vocab
 
@@ -47,6 +48,21 @@ def test_other_shapes_are_exported_too(run, tiny):
     assert not [name for name in tensors if name in ("d2t", "t2d") or name.startswith("fc_norm")]
     assert config["draft_vocab_size"] == config["vocab_size"] == 40
     assert config["fc_norm"] is False
+
+
+def test_a_parallel_drafter_is_exported_and_read_again(run, tiny):
+    run.set_shape(parallel := replace(tiny, parallel=True, ptd_token_id=39))
+    run.change_tensors(mask_hidden=torch.randn(1, 32))
+    with pytest.raises(UserError, match="trained with parallel=True, but the options say False"):
+        export.export(run.config())
+    export.export(run.config("drafter.parallel=true"))
+    config, tensors, _ = run.exported()
+    assert (config["ptd_token_id"], tensors["mask_hidden"].shape) == (39, (1, 32))
+    assert DrafterCheckpoint.open(run.folder / "export").shape == parallel
+    save_file(
+        {**tensors, "mask_hidden": tensors["mask_hidden"].view(1, 1, 32)}, run.folder / "export/model.safetensors"
+    )
+    assert DrafterCheckpoint.open(run.folder / "export").tensors["mask_hidden"].shape == (1, 32)  # as others write it
 
 
 @pytest.mark.parametrize(

@@ -196,7 +196,7 @@ def losses_and_gradients(objective, batch):
     }
 
 
-@pytest.mark.parametrize("make", [make_shape, make_mla_shape])
+@pytest.mark.parametrize("make", [make_shape, make_mla_shape, lambda: make_shape(parallel=True, ptd_token_id=49)])
 def test_a_fused_objective_is_the_plain_one(make):
     shape = make()
     objective, generator = make_objective(shape, torch.float32), torch.Generator().manual_seed(1)

@@ -72,6 +72,12 @@ VARIANTS = {
     "a window in two layers": make_shape(num_layers=2, sliding_window=3),
     "biases": make_shape(attention_bias=True, mlp_bias=True),
     "biases as Qwen3's, two layers": make_shape(num_layers=2, qk_norm=True, attention_bias=True, sliding_window=5),
+    "parallel": make_shape(parallel=True, ptd_token_id=49),
+    "parallel, two layers": make_shape(parallel=True, ptd_token_id=3, num_layers=2, norm_before_residual=True),
+    "parallel, EAGLE 3": make_shape(parallel=True, ptd_token_id=0, fc_norm=False, norm_output=False),
+    "parallel, three layers, normed": make_shape(
+        parallel=True, ptd_token_id=7, num_layers=3, norm_before_fc=True, qk_norm=True
+    ),
 }
 
 
@@ -260,6 +266,54 @@ MISTAKES_OF_FURTHER_SHAPES = [
     heads_normed_after_their_rotation,
     norm_before_fc_after_fc_norm,
 ]
+
+
+def other_mask(change):
+    """Of a parallel drafter, another token or state than the mask's."""
+
+    def plant(monkeypatch):
+        right = drafter.Drafter.mask
+        monkeypatch.setattr(drafter.Drafter, "mask", lambda self: change(self, *right(self)))
+
+    return plant
+
+
+def mask_rows_beside_the_texts_tokens(monkeypatch):
+    forward, right = drafter.Drafter.forward, drafter.TokenHalf.step
+
+    def wrong(self, packed):
+        rows = iter(packed.reads)
+        monkeypatch.setattr(drafter.TokenHalf, "step", lambda half, _, normed: right(half, next(rows), normed))
+        return forward(self, packed)
+
+    monkeypatch.setattr(drafter.Drafter, "forward", wrong)
+
+
+def mask_rows_that_see_no_other(monkeypatch):
+    monkeypatch.setattr(drafter.AttendingLayer, "keep_own", lambda self, key, value: None)
+
+
+PARALLEL_MISTAKES = {
+    "a mask state that is normed as an output": other_mask(lambda self, token, g: (token, self.norm(g))),
+    "another token than the mask's": other_mask(lambda self, token, g: (token - 1, g)),
+    "the text's tokens beside the mask's state": mask_rows_beside_the_texts_tokens,
+    "a mask state that never learns": other_mask(lambda self, token, g: (token, g.detach())),
+    "mask_hidden past fc_norm": other_mask(lambda self, token, g: (token, self.fc(self.mask_hidden))),
+    "mask rows that do not see each other": mask_rows_that_see_no_other,
+    "mask rows all at the slot's position": positions_that_stand_still,
+}
+
+
+@pytest.mark.parametrize("mistake", PARALLEL_MISTAKES.values(), ids=PARALLEL_MISTAKES.keys())
+def test_a_mistake_planted_in_a_parallel_drafter_is_caught(mistake, monkeypatch):
+    objective, documents = variant("parallel")
+    mistake(monkeypatch)
+
+    def compare():
+        assert_same(*gradients(objective, documents, unroll=3), 1e-5)
+
+    with pytest.raises(AssertionError):
+        compare()
 
 
 @pytest.mark.parametrize("mistake", MISTAKES_OF_FURTHER_SHAPES)

@@ -25,6 +25,12 @@ def test_mlas_heads_follow_from_its_widths(rank):
     assert drafter_shape(DrafterConfig(**MLA, q_lora_rank=rank, num_key_value_heads=6, head_dim=6), **TARGET) == shape
 
 
+def test_a_parallel_drafters_mask_token_is_the_targets_last_or_the_one_given():
+    assert drafter_shape(DrafterConfig(**LLAMA), **TARGET).ptd_token_id is None
+    assert drafter_shape(DrafterConfig(**LLAMA, parallel=True), **TARGET).ptd_token_id == 49
+    assert drafter_shape(DrafterConfig(**LLAMA, parallel=True, ptd_token_id=0), **TARGET).ptd_token_id == 0
+
+
 REFUSED = {
     "drafter.architecture": {**LLAMA, "architecture": "mqa"},
     "drafter.num_attention_heads": {**LLAMA, "num_attention_heads": 0},
@@ -39,6 +45,9 @@ REFUSED = {
     "drafter.qk_rope_head_dim=3": {**MLA, "qk_rope_head_dim": 3},
     "drafter.num_key_value_heads=2": {**MLA, "num_key_value_heads": 2},
     "drafter.head_dim=4": {**MLA, "head_dim": 4},
+    "drafter.parallel=true cannot be with MLA": {**MLA, "parallel": True},
+    "drafter.ptd_token_id=50 ": {**LLAMA, "parallel": True, "ptd_token_id": 50},
+    "drafter.ptd_token_id=0 ": {**LLAMA, "ptd_token_id": 0},
     "drafter.rope_scaling.rope_type=linear": {**MLA, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
 }
 

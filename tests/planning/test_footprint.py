@@ -33,6 +33,9 @@ CASES = [
     ({**SMALL_MLA, "norm_before_residual": True}, FP32, True, "int8", 3),
     ({"num_layers": 3, "norm_before_fc": True, "norm_output": False}, BF16, False, "bf16", 3),
     ({"num_layers": 2, "norm_before_fc": True, "fc_norm": False}, BF16, True, "int8", 3),
+    ({"parallel": True, "ptd_token_id": 0}, BF16, False, "bf16", 7),
+    ({"parallel": True, "ptd_token_id": 0, "num_layers": 2}, FP32, True, "int8", 4),
+    ({"parallel": True, "ptd_token_id": 0, "norm_before_residual": True}, BF16, True, "int8", 7),
 ]
 TIERED = [(SMALL_MLA, BF16, True, "bf16", 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES)]
 

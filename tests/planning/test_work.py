@@ -53,7 +53,14 @@ def test_flops_counted_by_hand():
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"fc_norm": False}, {"num_layers": 3, "norm_before_fc": True}, SMALL_MLA, {**SMALL_MLA, "q_lora_rank": None}],
+    [
+        {},
+        {"fc_norm": False},
+        {"num_layers": 3, "norm_before_fc": True},
+        {"parallel": True, "ptd_token_id": 0, "num_layers": 2},
+        SMALL_MLA,
+        {**SMALL_MLA, "q_lora_rank": None},
+    ],
 )
 def test_flops_are_what_torch_counts_of_a_step(changes):
     """But for attention, whose kernel torch does not count; and every slot runs all steps, needed or not."""

@@ -52,6 +52,15 @@ def test_the_card_tells_what_it_is():
     assert "What the numbers mean" not in body
 
 
+def test_the_card_of_a_parallel_drafter_serves_it_as_one():
+    head, body = rendered("drafter.parallel=true", parallel=True, ptd_token_id=9)
+    assert "eagle-3.1" in head["tags"]
+    assert "# EAGLE 3.1 drafter, drafting in parallel, for " in body
+    assert '"num_speculative_tokens": 3, "parallel_drafting": true}' in body
+    assert "drafts in parallel on its V1 runner alone" in body
+    assert "| ptd\\_token\\_id | 9 |" in body
+
+
 def test_results_are_told_once_and_with_their_pictures_folders_of_the_machine_are_not():
     result, compared = alone(), {**comparison(), "identities": {"A": ["1"], "B": ["2"]}}
     report = {"identical": True, "not_measured": ["agent"]}

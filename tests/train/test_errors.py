@@ -43,6 +43,15 @@ def test_a_step_without_a_pair_changes_nothing_and_is_told(run_of, capsys):
     assert "train: 3 of 12 steps had nothing to train" in said.out
 
 
+def test_a_parallel_drafter_trains_with_steps_to_learn_from(run_of):
+    run = run_of([30, 28, 29])
+    parallel = ["drafter.parallel=true", "train.max_steps=3", "train.optimizer=muon"]
+    assert message_of(run, *parallel, "train.ttt_length=1").startswith("drafter.parallel=true learns nothing with")
+    weights = run.fit(*parallel, "train.ttt_length=3").weights()
+    before = run.fit(*parallel, "train.ttt_length=3", "train.lr=1e-9", "overwrite=true").weights()
+    assert (weights["mask_hidden"] != before["mask_hidden"]).all()
+
+
 def unseen(run):
     """A token of the target's vocabulary that is never its choice."""
     split = Store(run.folder / "run" / "store").split("train")

@@ -55,6 +55,13 @@ def test_matrices_are_muons_and_the_rest_is_adamws(make, attention, train_lm_hea
     assert [group["weight_decay"] for group in make_optimizer(drafter, T).param_groups] == [0.1, 0.1, 0.0]
 
 
+def test_mask_hidden_is_adamws():
+    drafter = drafter_of(make_shape(parallel=True, ptd_token_id=1), True)
+    muon, decayed, _ = names_of(make_optimizer(drafter, T), drafter)
+    assert muon == MATRICES | LLAMA
+    assert decayed == {"lm_head.weight", "mask_hidden"}
+
+
 # ---------------------------------------------------------------- one update
 
 

@@ -52,6 +52,8 @@ def decode(target, draft, draft_tokens, requests):
     speculation = None
     if draft:
         speculation = {"method": "eagle3", "model": draft, "num_speculative_tokens": draft_tokens, **ATTENTION}
+        if "ptd_token_id" in json.loads((Path(draft) / "config.json").read_text(encoding="utf-8")):
+            speculation["parallel_drafting"] = True
     llm = LLM(
         model=target,
         dtype="float32",

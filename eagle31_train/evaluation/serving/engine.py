@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 
+from eagle31_train import artifacts
+from eagle31_train.checkpoint.config_json import mask_token_id
+from eagle31_train.checkpoint.published import CONFIG
 from eagle31_train.config import Config
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation.measurement import machine
@@ -37,9 +40,12 @@ def target_arguments(config: Config) -> dict[str, Any]:
     return wanted | {name: engine.get(name) for name in ("tensor_parallel_size", "quantization")}
 
 
-def speculation(config: Config, drafter: str, draft_tokens: int) -> dict[str, Any]:
-    """vLLM's --speculative-config."""
+def speculation(config: Config, drafter: str, draft_tokens: int, parallel: bool) -> dict[str, Any]:
+    """vLLM's --speculative-config. `parallel`: the drafter is one; vLLM would draft with it as with a chain's, and say
+    nothing."""
     options = {"method": "eagle3", "model": drafter, "num_speculative_tokens": draft_tokens}
+    if parallel:
+        options["parallel_drafting"] = True
     if config.evaluate.draft_sampling != "greedy":
         options["draft_sample_method"] = config.evaluate.draft_sampling
     return options
@@ -62,7 +68,8 @@ def server_arguments(config: Config, drafter: Path | None, draft_tokens: int, po
         "port": port,
     }
     if drafter is not None:
-        wanted["speculative_config"] = speculation(config, str(drafter), draft_tokens)
+        parallel = mask_token_id(artifacts.read_json(drafter / CONFIG, "eagle31 export")) is not None
+        wanted["speculative_config"] = speculation(config, str(drafter), draft_tokens, parallel)
     return wanted
 
 
