@@ -19,6 +19,7 @@ CODECS = ("bf16", "fp8", "int8", "int4")
 FORMATS = ("auto", "messages", "sharegpt", "alpaca", "turns", "prompt")
 ENGINES = ("transformers", "vllm")
 KERNELS = ("auto", "fused", "plain")
+WEIGHTS = ("target", "int8")
 
 
 def opt(
@@ -83,6 +84,11 @@ ADDED: dict[str, Any] = {
 REMOVED = ("plan.hidden_size", "plan.vocab_size", "plan.layers")
 
 
+def is_hub_id(path: str) -> bool:
+    """Whether a path is an `owner/name` of the hub, and nothing here."""
+    return bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", path)) and not Path(path).exists()
+
+
 # ---------------------------------------------------------------- configuration
 
 
@@ -105,7 +111,7 @@ class TargetConfig:
     @property
     def is_hub_id(self) -> bool:
         """Whether the target is named by `owner/name` on the hub rather than by a folder here."""
-        return bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", self.path)) and not Path(self.path).is_dir()
+        return is_hub_id(self.path)
 
     @property
     def name(self) -> str:
@@ -159,6 +165,13 @@ class DataConfig:
     def given(self) -> bool:
         """Whether any conversations or prompts are given, or are to be written by the target."""
         return bool(self.conversations or self.prompts or self.sources)
+
+    @property
+    def hub_sets(self) -> list[str]:
+        """The data sets of the hub among them."""
+        of_sources = [one["path"] if isinstance(one, dict) else one for one in self.sources.values() if one]
+        named = [self.conversations, self.prompts, *of_sources]
+        return sorted({path for path in named if isinstance(path, str) and is_hub_id(path)})
 
 
 @dataclass
@@ -320,6 +333,8 @@ class Config:
     repo: str | None = opt(None, "export: hub repository, e.g. me/my-eagle31-draft")
     private: bool = opt(False, "export: make the hub repository private")
     export_format: str = opt("vllm", "export: speculators names the target, too", choices=("vllm", "speculators"))
+    export_vocab_size: int | None = opt(None, "evaluate, export: keep so many draft tokens, the most used", at_least=1)
+    export_weights: str = opt("target", "evaluate, export: target.dtype, or int8 in half the bytes", choices=WEIGHTS)
     comparisons: list[str] = opt([], "export: folders that eagle31_train.compare wrote, for the card")
     target: TargetConfig = field(default_factory=TargetConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -13,6 +13,7 @@ from typing_extensions import TypedDict
 
 from eagle31_train import foreign
 from eagle31_train.checkpoint.contract import LAYER_IDS
+from eagle31_train.checkpoint.int8 import is_int8
 from eagle31_train.config import MLA_WIDTHS, DrafterShape, default_aux_layers
 from eagle31_train.errors import UserError
 from eagle31_train.foreign import Count, Positions, Scaling, Theta, Width
@@ -49,6 +50,7 @@ MODEL_TYPES = {
 MLA_DEFAULTS = dict(zip(("q_lora_rank", *MLA_WIDTHS), (1536, 512, 128, 64, 128), strict=True))
 # Fields of which, in the format of speculators, vLLM passes over what stands inside transformer_layer_config.
 SPECULATORS_OWN = ("draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+QUANTIZED = "quantization_config"
 YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
 
 
@@ -293,9 +295,7 @@ def _flatten(config: Fields) -> tuple[Fields, Fields, bool]:
     named = WRITTEN.get(layer.get("model_type", "llama"), WRITTEN["llama"])[0]
     flags = {name: value for name, value in layer.items() if name not in SPECULATORS_OWN}
     flags |= {name: config[name] for name in SPECULATORS_OWN if name in config}
-    flags |= {
-        name: config[name] for name in ("target_hidden_size", LAYER_IDS, "quantization_config") if config.get(name)
-    }
+    flags |= {name: config[name] for name in ("target_hidden_size", LAYER_IDS, QUANTIZED) if config.get(name)}
     return {"num_hidden_layers": 1, **layer, "architectures": [named]}, flags, True
 
 
@@ -325,7 +325,7 @@ def _refuse_unsupported(layer: Fields, flags: Fields, kind: str) -> None:
         "logit_scale": layer.get("logit_scale", 1.0) != 1.0,
         "partial_rotary_factor": rope.get("partial_rotary_factor", layer.get("partial_rotary_factor")) not in (None, 1),
         "layer_types": "sliding_attention" in (layer.get("layer_types") or []),
-        "quantization_config": bool(layer.get("quantization_config") or flags.get("quantization_config")),
+        "quantization_config": any(one and not is_int8(one) for one in (layer.get(QUANTIZED), flags.get(QUANTIZED))),
     }
     if kind == "mla":
         # Half-split RoPE, which vLLM would interleave; DeepSeek's sparse attention; attention to later tokens.
@@ -335,7 +335,8 @@ def _refuse_unsupported(layer: Fields, flags: Fields, kind: str) -> None:
     if wrong := [name for name, refused in unsupported.items() if refused]:
         raise UserError(
             f"config.json sets {', '.join(wrong)}: only dense layers of Llama, Qwen3 or MLA, of full attention on "
-            "auxiliary states, unquantized and without biases, are supported (norm_before_fc not with MLA)"
+            "auxiliary states, without biases, unquantized or W8A8 int8 of compressed-tensors, are supported "
+            "(norm_before_fc not with MLA)"
         )
 
 

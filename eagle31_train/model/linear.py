@@ -17,12 +17,20 @@ ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_li
 class Linear(nn.Linear):
     """nn.Linear without bias, by `linear`."""
 
+    int8_inputs = False  # as vLLM serves int8 weights (checkpoint/int8.py)
+
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., inputs] → [..., outputs]."""
-        return linear(x, self.weight)
+        return linear(int8_rows(x) if self.int8_inputs else x, self.weight)
+
+
+def int8_rows(x: Tensor) -> Tensor:
+    """x [..., n] → the nearest of 255 evenly spaced values, the outermost at plus and minus a row's largest one."""
+    scale = x.float().abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / 127
+    return ((x.float() / scale).round() * scale).to(x.dtype)
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
