@@ -16,6 +16,7 @@ from eagle31_train.checkpoint import int8
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.checkpoint.smaller import made_smaller
 from eagle31_train.errors import UserError
+from eagle31_train.evaluation.unrolled import Trajectory, steps, turns, unroll
 from eagle31_train.model.linear import Linear
 from tests.evaluation.test_evaluate import SHAPE, TinyRun
 
@@ -97,6 +98,30 @@ def test_an_int8_export_reads_back_as_what_was_evaluated(run, model):
     for name, weight in ours.state_dict().items():
         same = weight if name.removesuffix(".weight") in rounded else weight.bfloat16().float()
         assert torch.equal(theirs.state_dict()[name], same), name
+
+
+def test_noise_turns_a_draft_no_further_than_rounding_does(run, model):
+    """What no noise of float32 explains is still a mistake; what it explains is found among its draws."""
+    drafter, ids = loaded(opened(run, *INT8), model), torch.from_numpy(opened(run).vocab.target_ids)
+    trajectory = agreeable_to(drafter, ids)
+    counts, _ = unroll(drafter, ids, trajectory, 3, drift=False)
+    assert len(set(counts)) > 1
+    for slot, accepted in enumerate(counts[:2]):
+        assert turns(drafter, ids, trajectory, slot, 3, accepted)
+        assert not turns(drafter, ids, trajectory, slot, 3, (accepted + 1) % 4)
+
+
+def agreeable_to(drafter, ids):
+    """A trajectory of random states, whose target writes what is drafted at some of its slots."""
+    generator = torch.Generator().manual_seed(5)
+    told = torch.randint(0, 50, (20,), generator=generator).tolist()
+    aux = torch.randn(20, 3, 32, generator=generator)
+    for slot in range(0, 9, 2):
+        there = Trajectory(told[:4], told[4:14], told[14:], aux)
+        first, second = [step.tokens[slot] for step in steps(drafter, ids, there, 2, drift=False)]
+        told[5 + slot] = int(first)
+        told[6 + slot] = int(second) if slot % 4 else told[6 + slot]
+    return Trajectory(told[:4], told[4:14], told[14:], aux)
 
 
 BAD = {
