@@ -46,7 +46,6 @@ RUNS = {
     "Llama": ("SmolLM2", SMOLLM2),
     "Llama, tied embeddings": ("llama-tied", FAMILY),
     "Qwen3, two layers, self-describing": ("qwen3", [*FAMILY, *DEEP, "export_format=speculators"]),
-    "Llama, int8 and pruned": ("llama-tied", [*FAMILY, "export_weights=int8", "export_vocab_size=64"]),
     "MLA": ("toy", TOY),
     "MLA, EAGLE 3, pruned": ("toy", [*TOY, *EAGLE_3, "data.draft_vocab_size=120"]),
 }

@@ -49,7 +49,6 @@ def decode(target, draft, draft_tokens, requests):
     """
     from vllm import LLM, SamplingParams
 
-    serve_int8_in_float32()
     speculation = None
     if draft:
         speculation = {"method": "eagle3", "model": draft, "num_speculative_tokens": draft_tokens, **ATTENTION}
@@ -104,15 +103,6 @@ def since(before, now):
     per_position = zip(now["accepted_per_position"], before["accepted_per_position"], strict=True)
     changes = {name: now[name] - before[name] for name in ("drafts", "proposed", "accepted")}
     return {**changes, "accepted_per_position": [a - b for a, b in per_position]}
-
-
-def serve_int8_in_float32():
-    """Of int8 weights: on CPUs with AMX vLLM takes a product that has no float32; here it takes that of other CPUs."""
-    import torch
-    from vllm.model_executor.kernels.linear.scaled_mm import cpu
-
-    usual = cpu.check_cpu_sgl_kernel
-    cpu.check_cpu_sgl_kernel = lambda n, k, dtype: dtype != torch.int8 and usual(n, k, dtype)
 
 
 # ---------------------------------------------------------------- states of the vLLM engine, before any store
