@@ -169,9 +169,10 @@ class DataConfig:
     @property
     def hub_sets(self) -> list[str]:
         """The data sets of the hub among them."""
-        of_sources = [one["path"] if isinstance(one, dict) else one for one in self.sources.values() if one]
-        named = [self.conversations, self.prompts, *of_sources]
-        return sorted({path for path in named if isinstance(path, str) and is_hub_id(path)})
+        of_sources = [one.get("path") if isinstance(one, dict) else one for one in self.sources.values()]
+        named = {path for path in [self.conversations, self.prompts, *of_sources] if isinstance(path, str)}
+        files = (".jsonl", ".json", ".csv", ".parquet")  # of another folder than this
+        return sorted(path for path in named if is_hub_id(path) and not path.endswith(files))
 
 
 @dataclass

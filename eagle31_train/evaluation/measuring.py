@@ -27,6 +27,7 @@ from eagle31_train.evaluation.sampling import TARGET, Sampling, agreeing, stream
 from eagle31_train.evaluation.unrolled import Trajectory, narrowest, turns, unroll
 from eagle31_train.evaluation.workloads import Workload
 from eagle31_train.model.drafter import Drafter
+from eagle31_train.model.linear import Linear
 from eagle31_train.targets.cached import CachedTarget
 
 Way = tuple[str, int]  # drafter's name and number of draft tokens; PLAIN for no drafter
@@ -203,10 +204,9 @@ class Measurer:
             gap = narrowest(candidate.drafter, candidate.target_ids, trajectory, slot, parting + 1)
             problem += f"real decoding accepts {seen[at]}, the draft from that position {expected[at]} "
             problem += f"(narrowest choice {gap:.3g})"
-            drawn = candidate.drafter.lm_head.int8_inputs and turns(
-                candidate.drafter, candidate.target_ids, trajectory, slot, depth, seen[at]
-            )
-            if gap > TIE and not drawn:
+            drafter, ids = candidate.drafter, candidate.target_ids
+            rounded = any(isinstance(layer, Linear) and layer.int8_inputs for layer in drafter.modules())
+            if gap > TIE and not (rounded and turns(drafter, ids, trajectory, slot, depth, seen[at])):
                 raise UserError(f"{problem}; {self._advice(prompt)}")
             note(f"{problem}: rounding chose between equals")  # from here on the two decodings part
 
