@@ -19,6 +19,7 @@ CODECS = ("bf16", "fp8", "int8", "int4")
 FORMATS = ("auto", "messages", "sharegpt", "alpaca", "turns", "prompt")
 ENGINES = ("transformers", "vllm")
 KERNELS = ("auto", "fused", "plain")
+WEIGHTS = ("target", "int8")
 
 
 def opt(
@@ -88,6 +89,11 @@ ADDED: dict[str, Any] = {
 REMOVED = ("plan.hidden_size", "plan.vocab_size", "plan.layers")
 
 
+def is_hub_id(path: str) -> bool:
+    """Whether a path is an `owner/name` of the hub, and nothing here."""
+    return bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", path)) and not Path(path).exists()
+
+
 # ---------------------------------------------------------------- configuration
 
 
@@ -110,7 +116,7 @@ class TargetConfig:
     @property
     def is_hub_id(self) -> bool:
         """Whether the target is named by `owner/name` on the hub rather than by a folder here."""
-        return bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", self.path)) and not Path(self.path).is_dir()
+        return is_hub_id(self.path)
 
     @property
     def name(self) -> str:
@@ -164,6 +170,14 @@ class DataConfig:
     def given(self) -> bool:
         """Whether any conversations or prompts are given, or are to be written by the target."""
         return bool(self.conversations or self.prompts or self.sources)
+
+    @property
+    def hub_sets(self) -> list[str]:
+        """The data sets of the hub among them."""
+        of_sources = [one.get("path") if isinstance(one, dict) else one for one in self.sources.values()]
+        named = {path for path in [self.conversations, self.prompts, *of_sources] if isinstance(path, str)}
+        files = (".jsonl", ".json", ".csv", ".parquet")  # of another folder than this
+        return sorted(path for path in named if is_hub_id(path) and not path.endswith(files))
 
 
 @dataclass
@@ -340,6 +354,8 @@ class Config:
         "export: speculators names the target, too; sglang is for SGLang and vLLM",
         choices=("vllm", "speculators", "sglang"),
     )
+    export_vocab_size: int | None = opt(None, "evaluate, export: keep so many draft tokens, the most used", at_least=1)
+    export_weights: str = opt("target", "evaluate, export: target.dtype, or int8 in half the bytes", choices=WEIGHTS)
     comparisons: list[str] = opt([], "export: folders that eagle31_train.compare wrote, for the card")
     target: TargetConfig = field(default_factory=TargetConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -2,6 +2,7 @@
 
     eagle31 export +experiment=smollm2
     eagle31 export +experiment=smollm2 push=true repo=me/my-draft private=true
+    eagle31 export +experiment=smollm2 export_weights=int8 export_vocab_size=4096
 
 Reads `train/`'s newest weights and the draft vocabulary, holds them against the contract, and
 writes `export/` (config.json, model.safetensors, README.md and its pictures) whole or not at all.
@@ -17,9 +18,10 @@ from pathlib import Path
 import torch
 
 from eagle31_train import artifacts, cli, provenance
-from eagle31_train.checkpoint import config_json, contract, hub
+from eagle31_train.checkpoint import config_json, contract, hub, int8
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.checkpoint.run_folder import EXPORT, EXPORTED, MODEL, TRAIN
+from eagle31_train.checkpoint.smaller import made_smaller
 from eagle31_train.config import Config, DrafterShape
 from eagle31_train.console import note
 from eagle31_train.errors import UserError
@@ -32,10 +34,9 @@ def export(config: Config) -> None:
     """Write `run_dir/export` and `run_dir/export.json`; upload with push=true. A UserError, and nothing written, if an
     input is missing or damaged, was made with other options, or breaks the contract."""
     started = time.monotonic()
-    if config.push and not config.repo:
-        raise UserError("push=true needs the hub repository: add repo=owner/name")
+    hub.check(config.push, config.repo)
     run = Path(config.run_dir)
-    checkpoint = DrafterCheckpoint.of_run(run, config.data_folder)
+    checkpoint = made_smaller(DrafterCheckpoint.of_run(run, config.data_folder), config)
     shape = exported_shape(config, checkpoint)
     checkpoint.check_store(read_manifest(config), config.target, by_name=True)
     data = None  # stage 1's manifest, whose counts are on the card, unless it is gone
@@ -65,7 +66,7 @@ def export(config: Config) -> None:
         record["serve"] = recipe.serve_command(config, str(run / "export"))
         artifacts.write_json(run / EXPORTED, record | {"seconds": round(time.monotonic() - started, 1)})
         note(f"export: wrote {run / 'export'}")
-    for caveat in card.caveats_of(shape, data):
+    for caveat in card.caveats_of(shape, data, config.export_weights):
         note(f"export: {caveat}")
     drafter = str(run / "export")
     if config.push and config.repo:
@@ -132,8 +133,9 @@ def write_checkpoint(checkpoint: DrafterCheckpoint, shape: DrafterShape, config:
     Raises:
         UserError: the weights break the contract in this dtype, or the format has no such drafters.
     """
-    dtype = config.target.dtype
-    tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in checkpoint.tensors.items()}
+    dtype, rounded = config.target.dtype, checkpoint.rounded
+    tensors = dict(checkpoint.tensors)
+    tensors |= {name: one.to(getattr(torch, dtype)) for name, one in tensors.items() if name not in rounded}
     if contract.map_tensors(shape):
         tensors["d2t"] = torch.from_numpy(checkpoint.vocab.d2t)
         tensors["t2d"] = torch.from_numpy(checkpoint.vocab.t2d)
@@ -154,6 +156,9 @@ def write_checkpoint(checkpoint: DrafterCheckpoint, shape: DrafterShape, config:
             tensors[contract.layer_name(number, "hidden_norm")] = norm
     else:
         fields = config_json.config_json(shape, dtype, config.target_name)
+    if rounded:
+        fields[config_json.QUANTIZED] = int8.QUANTIZATION
+        tensors = int8.quantized(tensors)
     artifacts.write_json(folder / "config.json", fields)
     save_file(tensors, folder / MODEL, metadata={"format": "pt"})
     meant = dataclasses.replace(shape, rope_scaling=config_json.rope_scaling(shape))  # in config.json's words

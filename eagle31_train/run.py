@@ -32,6 +32,9 @@ def run(config: Config, overrides: list[str], first: str, last: str, profile: st
 
     `profile`: of the launch of training; by default the one that fits the devices here.
     """
+    from eagle31_train.checkpoint import hub  # half a second, which `--help` need not wait for
+
+    hub.check(config.push and last in ("export", "summary"), config.repo)
     if ANY in overrides:
         if ANY not in sys.argv:
             note(f"run: no recipe is named: {ANY} (configs/experiment/any.yaml; or your own: `eagle31 new NAME`)")

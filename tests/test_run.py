@@ -46,6 +46,14 @@ def test_without_a_recipe_and_prompts_it_says_what_it_takes(started, capsys):
     assert words[-1] == "data.conversations=c.jsonl", "nothing is answered anew that is given"
 
 
+@pytest.mark.parametrize("repo", ["", "repo=draft", "repo=me/a..b"])
+def test_a_repository_that_cannot_be_is_refused_before_any_work(repo, started, capsys):
+    with pytest.raises(SystemExit):
+        started("+experiment=smollm2", "push=true", *([repo] if repo else []))
+    assert "repo=owner/name" in capsys.readouterr().err
+    assert started("+experiment=smollm2", "push=true", "--until", "train")
+
+
 def test_a_target_with_few_tokens_drafts_them_all(started, tmp_path, capsys):
     few = json.loads((FOLDER / "qwen3_8b" / "config.json").read_text()) | {"vocab_size": 500}
     (tmp_path / "config.json").write_text(json.dumps(few))

@@ -13,6 +13,7 @@ from typing_extensions import TypedDict
 
 from eagle31_train import foreign
 from eagle31_train.checkpoint.contract import LAYER_IDS
+from eagle31_train.checkpoint.int8 import is_int8
 from eagle31_train.config import MLA_WIDTHS, DrafterShape, default_aux_layers
 from eagle31_train.errors import UserError
 from eagle31_train.foreign import Count, Positions, Scaling, Theta, Width
@@ -54,6 +55,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 COUNTED = ("inputs", "outputs")
 # Where vLLM looks for the token of a parallel drafter's mask rows, in its order; EAGLE 3's own is the last.
 MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
+QUANTIZED = "quantization_config"
 YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
 
 
@@ -342,9 +344,7 @@ def _flatten(config: Fields) -> tuple[Fields, Fields, bool]:
     named = WRITTEN.get(layer.get("model_type", "llama"), WRITTEN["llama"])[0]
     flags = {name: value for name, value in layer.items() if name not in SPECULATORS_OWN}
     flags |= {name: config[name] for name in SPECULATORS_OWN if name in config}
-    flags |= {
-        name: config[name] for name in ("target_hidden_size", LAYER_IDS, "quantization_config") if config.get(name)
-    }
+    flags |= {name: config[name] for name in ("target_hidden_size", LAYER_IDS, QUANTIZED) if config.get(name)}
     return {"num_hidden_layers": 1, **layer, "architectures": [named]}, flags, True
 
 
@@ -373,7 +373,7 @@ def _refuse_unsupported(layer: Fields, flags: Fields, kind: str) -> None:
         "logit_scale": layer.get("logit_scale", 1.0) != 1.0,
         "partial_rotary_factor": rope.get("partial_rotary_factor", layer.get("partial_rotary_factor")) not in (None, 1),
         "layer_types": bool(set(layer.get("layer_types") or []) - {FULL, SLIDING}),
-        "quantization_config": bool(layer.get("quantization_config") or flags.get("quantization_config")),
+        "quantization_config": any(one and not is_int8(one) for one in (layer.get(QUANTIZED), flags.get(QUANTIZED))),
     }
     if kind == "mla":
         # Half-split RoPE, which vLLM would interleave; DeepSeek's sparse attention; attention to later tokens.
@@ -385,7 +385,8 @@ def _refuse_unsupported(layer: Fields, flags: Fields, kind: str) -> None:
     if wrong := [name for name, refused in unsupported.items() if refused]:
         raise UserError(
             f"config.json sets {', '.join(wrong)}: only dense layers of Llama, Qwen3 or MLA, of causal attention on "
-            "auxiliary states, and unquantized, are supported (MLA without norm_before_fc, biases and windows)"
+            "auxiliary states, unquantized or W8A8 int8 of compressed-tensors, are supported (MLA without norm_before_fc, "
+            "biases and windows)"
         )
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from eagle31_train import artifacts
-from eagle31_train.checkpoint import contract, hub, published, run_folder
+from eagle31_train.checkpoint import contract, hub, int8, published, run_folder
 from eagle31_train.checkpoint.config_json import COUNTED
 from eagle31_train.checkpoint.run_folder import CHECKPOINTS, MODEL, RECORD, SHAPE, TRAIN
 from eagle31_train.config import DrafterShape, TargetConfig
@@ -50,7 +50,9 @@ class DrafterCheckpoint:
     train: Path | None = None  # the run's folder train/; None of a published draft, as all below
     inputs: dict[str, Any] | None = None  # what the run was trained from: fingerprints and options
     manifest: dict[str, Any] | None = None  # what a finished training left
-    _mapped: dict[str, Tensor] | None = field(default=None, repr=False)  # of a published draft
+    rounded: frozenset[str] = frozenset()  # weights that are served as int8: `int8.py`
+    smaller: dict[str, Any] | None = None  # how it was made smaller after training: `smaller.py`
+    _mapped: dict[str, Tensor] | None = field(default=None, repr=False)  # of a published draft, or a smaller one
     _counted: str | None = None  # how its layer ids were said to be counted
 
     # ---------------------------------------------------------------- opening
@@ -153,10 +155,12 @@ class DrafterCheckpoint:
         counted: str | None,
     ) -> "DrafterCheckpoint":
         try:
-            shape, vocab, tensors, target_name = published.read(folder, target_layers, counted)
+            shape, vocab, tensors, rounded, target_name = published.read(folder, target_layers, counted)
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
-        checkpoint = cls(where, folder, shape, vocab, commit, target_name, _mapped=tensors, _counted=counted)
+        checkpoint = cls(
+            where, folder, shape, vocab, commit, target_name, rounded=rounded, _mapped=tensors, _counted=counted
+        )
         checkpoint._require({name: tuple(tensor.shape) for name, tensor in tensors.items()})
         return checkpoint
 
@@ -184,7 +188,8 @@ class DrafterCheckpoint:
     @cached_property
     def identity(self) -> str:
         """Changes with the weights: by this, evaluations, comparisons and exports know a drafter."""
-        return run_folder.identity(self.manifest or {"fingerprint": self._content})
+        whole = run_folder.identity(self.manifest or {"fingerprint": self._content})
+        return artifacts.fingerprint([whole, self.smaller]) if self.smaller else whole
 
     @cached_property
     def measured_on(self) -> list[str]:
@@ -252,6 +257,7 @@ class DrafterCheckpoint:
         drafter = Drafter(self.shape, embedding)
         drafter.load_state_dict({"lm_head.weight": target.head.weight.data, **self.tensors})
         drafter.to(served_in).to(embedding.device, dtype)
+        int8.serve_rounded(drafter, self.tensors, self.rounded)
         if self.shape.share_embedding:
             drafter.shared_embedding = embedding  # the target's own, which the rounding has no business with
         drafter.eval().requires_grad_(False)

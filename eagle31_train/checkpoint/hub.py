@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.utils import validate_repo_id
 
 from eagle31_train.errors import UserError
 
@@ -24,6 +25,18 @@ def fetch(repo: str, revision: str | None) -> Path:
             f"{repo} is no folder here, and cannot be had from the hub ({error}): check the name, the revision, "
             "the network and, for a private or gated repository, HF_TOKEN"
         ) from None
+
+
+def check(push: bool, repo: str | None) -> None:
+    """A UserError for push=true without a repository that can be: known before hours of work, and not after them."""
+    if not push:
+        return
+    try:
+        if not repo or "/" not in repo:
+            raise UserError("push=true needs the hub repository: add repo=owner/name")
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise UserError(f"repo={repo} is no name of a hub repository ({error}): give repo=owner/name") from None
 
 
 def push(folder: Path, repo: str, private: bool) -> str:

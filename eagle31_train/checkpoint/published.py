@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from eagle31_train import foreign
-from eagle31_train.checkpoint import config_json, contract
+from eagle31_train.checkpoint import config_json, contract, int8
 from eagle31_train.config import DrafterShape
 from eagle31_train.errors import UserError
 from eagle31_train.model.vocab import DraftVocab
@@ -25,14 +25,14 @@ NORM_OF_SGLANG = "hidden_norm.weight"  # what the layers above the first call th
 
 def read(
     folder: Path, target_layers: Callable[[], int] | None, counted: str | None = None
-) -> tuple[DrafterShape, DraftVocab, dict[str, Tensor], str | None]:
+) -> tuple[DrafterShape, DraftVocab, dict[str, Tensor], frozenset[str], str | None]:
     """Read config.json and map the tensors; whether they are all of a drafter, `contract` knows. `target_layers` gives
     the layers of the target, and is asked only where vLLM would count them. `counted`: see `shape_from_config`.
 
     Returns:
         Shape; the target's id of each row of lm_head; tensors by canonical names, mapped from the files, of any float
-        dtype, without maps, and without lm_head.weight where the target's own is meant; path or hub id of the target,
-        where config.json says it.
+        dtype, without maps, and without lm_head.weight where the target's own is meant; the names of those that are
+        int8 in the files; path or hub id of the target, where config.json says it.
 
     Raises:
         UserError: it is damaged, of another kind, or says one thing in two ways that differ.
@@ -42,11 +42,16 @@ def read(
     if "fc.weight" in tensors and "midlayer.hidden_norm.weight" not in tensors:  # which config.json does not tell
         raise UserError("a drafter of EAGLE 1 or 2, or of another kind, without midlayer.hidden_norm.weight")
     shape = config_json.shape_from_config(config, tensors, target_layers, counted)
+    tensors, rounded = int8.dequantized(tensors)
+    if bool(rounded) != bool(config.get(config_json.QUANTIZED)):
+        raise UserError("quantization_config and the tensors contradict each other on int8 weights: get it again")
     tensors = contract.separate(tensors, shape)
     vocab, order = _vocabulary(tensors.pop("d2t", None), tensors.pop("t2d", None), shape)
     if order is not None and "lm_head.weight" in tensors:
         tensors["lm_head.weight"] = tensors["lm_head.weight"][order]
-    return shape, vocab, tensors, config_json.target_name(config)
+    if joined := rounded - tensors.keys():
+        raise UserError(f"{min(joined)} is int8 of several weights joined: take a draft that has them apart")
+    return shape, vocab, tensors, rounded, config_json.target_name(config)
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -24,9 +24,10 @@ from eagle31_train.evaluation.decoding import Decoded, Limits, decode_plain, dec
 from eagle31_train.evaluation.measurement import Counts, Measurement, machine
 from eagle31_train.evaluation.prompts import Prompt
 from eagle31_train.evaluation.sampling import TARGET, Sampling, agreeing, stream
-from eagle31_train.evaluation.unrolled import Trajectory, narrowest, unroll
+from eagle31_train.evaluation.unrolled import Trajectory, narrowest, turns, unroll
 from eagle31_train.evaluation.workloads import Workload
 from eagle31_train.model.drafter import Drafter
+from eagle31_train.model.linear import Linear
 from eagle31_train.targets.cached import CachedTarget
 
 Way = tuple[str, int]  # drafter's name and number of draft tokens; PLAIN for no drafter
@@ -187,7 +188,8 @@ class Measurer:
     ) -> None:
         """UserError where a real decoding accepted otherwise than the run from every position.
 
-        Where two draft tokens score the same but for rounding, either may be drafted: that is printed and not refused.
+        Where two draft tokens score the same but for rounding, or rounding turns inputs of int8 products, either may be
+        drafted: that is printed and not refused.
         """
         for depth, seen in counts.seen.items():
             expected = counts.rounds(depth)
@@ -202,7 +204,9 @@ class Measurer:
             gap = narrowest(candidate.drafter, candidate.target_ids, trajectory, slot, parting + 1)
             problem += f"real decoding accepts {seen[at]}, the draft from that position {expected[at]} "
             problem += f"(narrowest choice {gap:.3g})"
-            if gap > TIE:
+            drafter, ids = candidate.drafter, candidate.target_ids
+            rounded = any(isinstance(layer, Linear) and layer.int8_inputs for layer in drafter.modules())
+            if gap > TIE and not (rounded and turns(drafter, ids, trajectory, slot, depth, seen[at])):
                 raise UserError(f"{problem}; {self._advice(prompt)}")
             note(f"{problem}: rounding chose between equals")  # from here on the two decodings part
 

@@ -33,6 +33,7 @@ SINKS = 4  # positions at the start of a sequence, which attention falls back up
 SCORES = 2**24  # scores over the draft vocabulary that are held at once
 KINDS = 4  # of keys: sink, prompt, verified, own
 COLUMNS = 8  # that tell them; CUDA's kernel wants widths in eights
+NOISE, DRAWS = 1e-6, 64  # relative, as float32 makes it in the target's states; how often it is drawn
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,24 @@ def narrowest(drafter: Drafter, target_ids: Tensor, trajectory: Trajectory, slot
         best, second = drafter.lm_head(step.written[0]).double().topk(2).values.tolist()
         gaps.append(best - second)
     return min(gaps)
+
+
+@torch.no_grad()
+def turns(drafter: Drafter, target_ids: Tensor, trajectory: Trajectory, slot: int, depth: int, accepted: int) -> bool:
+    """Whether float32's noise in the states makes the draft at a slot one of which so many tokens are accepted.
+
+    Where products round their inputs to int8 (`checkpoint/int8.py`), noise that turns one moves it by a whole step.
+    """
+    text, generator = [*trajectory.output, *trajectory.beyond], torch.Generator().manual_seed(0)
+    for _ in range(DRAWS):
+        noise = NOISE * torch.randn(trajectory.aux.shape, generator=generator).to(trajectory.aux.device)
+        aux = trajectory.aux * (1 + noise)
+        there = Trajectory([*trajectory.prompt, *text[:slot]], text[slot : slot + 2], [], aux)
+        drafted = [int(step.tokens[0]) for step in steps(drafter, target_ids, there, depth, drift=False)]
+        agreed = [token == wanted for token, wanted in zip(drafted, text[slot + 1 :], strict=False)]
+        if [*agreed, False].index(False) == accepted:
+            return True
+    return False
 
 
 @torch.no_grad()

@@ -99,6 +99,7 @@ def test_two_norms_that_differ_are_refused(deep):
         ({"attention_bias": True}, "no drafters with attention_bias"),
         ({"mlp_bias": True}, "no drafters with mlp_bias"),
         ({"sliding_window": 64}, "no drafters with sliding_window"),
+        ({"parallel": True, "ptd_token_id": 3}, "no drafters with parallel"),
         ({"share_embedding": False}, "target's embedding in place of the drafter's own"),
         ({"aux_layers": [3]}, "leaves fc out"),
         ({"aux_layers": [0, 2]}, "neither the embedding nor the last layer's output"),

@@ -4,6 +4,7 @@ import shlex
 
 import pytest
 import yaml
+from huggingface_hub import ModelCardData
 from plan_cases import shape_of
 from sample_results import alone, comparison, serving
 
@@ -47,6 +48,9 @@ def test_the_card_tells_what_it_is():
         "## Licence\n\nNone is stated",
     ):
         assert words in body
+    described = body.partition("In the format of speculators")[2]
+    assert "export_format=speculators" in described
+    assert "\nvllm serve runs/smollm2/export\n" in described
     assert "/home/me" not in body
     assert "q\\_lora\\_rank" not in body
     assert "What the numbers mean" not in body
@@ -59,6 +63,17 @@ def test_the_card_of_a_parallel_drafter_serves_it_as_one():
     assert '"num_speculative_tokens": 3, "parallel_drafting": true}' in body
     assert "drafts in parallel on its V1 runner alone" in body
     assert "| ptd\\_token\\_id | 9 |" in body
+
+
+def test_the_metadata_names_data_sets_of_the_hub_and_is_what_the_hub_takes():
+    head, body = rendered("repo=me/d", "data.prompts=a/b.jsonl", "data.sources={x:{path:c/d},y:e/f}", "target.path=g/h")
+    assert head["datasets"] == ["c/d", "e/f"]
+    assert ModelCardData(**head, ignore_metadata_errors=False).to_dict() == head
+    assert "int8" not in body
+    _, body = rendered("export_weights=int8", "export_vocab_size=500")
+    for words in ("500 draft tokens were kept", "Matrices are int8", "On CPUs with AMX", "export_vocab_size=500"):
+        assert words in body
+    assert "In the format of speculators" not in body
 
 
 def test_results_are_told_once_and_with_their_pictures_folders_of_the_machine_are_not():

@@ -1,0 +1,135 @@
+"""Drafters with int8 weights, in the format of the library compressed-tensors, W8A8: the one of 8 bits that vLLM 0.32
+serves on CPUs and on GPUs (of fp8 and of int8 weights beside 16-bit inputs it has no products on CPUs).
+
+A matrix W [out, in] is kept as int8 numbers q [out, in] and a scale s [out, 1] for each row, W ≈ q s. vLLM rounds the
+input of each product to int8 as well, one scale for each token (`model/linear.py` does the same). Norms and embeddings
+stay as they are.
+
+The scales that are written have bfloat16's 8 bits, so that 127 s is exact: what was rounded once is not changed by
+rounding it again.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import TypedDict
+
+from eagle31_train import foreign
+from eagle31_train.errors import UserError
+from eagle31_train.model.linear import Linear
+
+SCALE = ".weight_scale"
+LARGEST = 127
+_WEIGHTS = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True, "dynamic": False}
+_INPUTS = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
+# config.json's quantization_config. lm_head is no Linear in vLLM, and is named.
+QUANTIZATION = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "quantization_status": "compressed",
+    "config_groups": {
+        "group_0": {"targets": ["Linear", "re:.*lm_head"], "weights": _WEIGHTS, "input_activations": _INPUTS}
+    },
+    "ignore": [],
+}
+
+
+class _Rounding(TypedDict):
+    num_bits: Literal[8]
+    type: Literal["int"]
+    symmetric: Literal[True]
+
+
+class _Weights(_Rounding):
+    strategy: Literal["channel"]
+
+
+class _Inputs(_Rounding):
+    strategy: Literal["token"]
+    dynamic: Literal[True]
+
+
+class _Group(TypedDict):
+    weights: _Weights
+    input_activations: _Inputs
+
+
+class _Quantization(TypedDict):
+    quant_method: Literal["compressed-tensors"]
+    format: Literal["int-quantized"]
+    config_groups: dict[str, _Group]
+
+
+def is_int8(quantization: Any) -> bool:
+    """Whether a config.json's quantization_config is of this kind."""
+    try:
+        foreign.typed(_Quantization, quantization)
+    except ValueError:
+        return False
+    groups = quantization["config_groups"].values()
+    more = [quantization.get(name) for name in ("transform_config", "kv_cache_scheme")]
+    more += [group.get("output_activations") for group in groups]
+    return len(groups) == 1 and not any(more) and not any(group["weights"].get("dynamic") for group in groups)
+
+
+def quantized(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A drafter's tensors as the checkpoint has them: q and s for every matrix but an embedding."""
+    stored: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if is_matrix(name, tensor):
+            stored[name], stored[name.removesuffix(".weight") + SCALE] = _round(tensor)
+        else:
+            stored[name] = tensor
+    return stored
+
+
+def is_matrix(name: str, tensor: Tensor) -> bool:
+    """Whether it is the weight of a product."""
+    return name.endswith(".weight") and tensor.dim() == 2 and name != "embed_tokens.weight"
+
+
+def dequantized(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], frozenset[str]]:
+    """The tensors of a checkpoint, with q s in float32 for every q; and the names of these.
+
+    Raises:
+        UserError: int8 numbers without their scales, or scales without numbers.
+    """
+    scales = {name.removesuffix(SCALE) + ".weight" for name in tensors if name.endswith(SCALE)}
+    numbers = {name for name, tensor in tensors.items() if tensor.dtype == torch.int8}
+    for name in scales ^ numbers:
+        raise UserError(f"{name} has int8 numbers or their scales, and not both: get it again")
+    plain: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if name in numbers:
+            scale = tensors[name.removesuffix(".weight") + SCALE]
+            if tensor.dim() != 2 or scale.shape != (len(tensor), 1) or not scale.is_floating_point():
+                raise UserError(
+                    f"{name} has scales {list(scale.shape)} {scale.dtype}, not one for each row: get it again"
+                )
+            plain[name] = tensor.float() * scale.float()
+        elif not name.endswith(SCALE):
+            plain[name] = tensor
+    return plain, frozenset(numbers)
+
+
+def serve_rounded(drafter: nn.Module, tensors: Mapping[str, Tensor], names: Collection[str]) -> None:
+    """Make a drafter compute as vLLM does with int8 weights.
+
+    Args:
+        tensors: its weights, q s. names: of those that are int8.
+    """
+    for name in names:
+        layer = drafter.get_submodule(name.removesuffix(".weight"))
+        assert isinstance(layer, Linear)
+        layer.weight.data.copy_(tensors[name])
+        layer.int8_inputs = True
+
+
+def _round(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """W [out, in] → q [out, in] int8, to the nearest and to even; s [out, 1] float32, one where a row is zero."""
+    wide = weight.float()
+    scale = (wide.abs().amax(1, keepdim=True) / LARGEST).bfloat16().float()
+    scale[scale == 0] = 1.0
+    return (wide / scale).round().clamp(-LARGEST, LARGEST).to(torch.int8), scale

@@ -1,0 +1,84 @@
+"""A trained drafter made smaller for serving: fewer draft tokens (`export_vocab_size`), int8 weights
+(`export_weights=int8`).
+
+Both cost some acceptance. `evaluate` and `export` take the same drafter from here, so what the card tells was measured
+of what is served. The trained weights stay as they are.
+"""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from eagle31_train import artifacts
+from eagle31_train.checkpoint import int8
+from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
+from eagle31_train.config import Config
+from eagle31_train.console import note
+from eagle31_train.errors import UserError
+from eagle31_train.model.vocab import DraftVocab, choose
+
+
+def made_smaller(checkpoint: DrafterCheckpoint, config: Config) -> DrafterCheckpoint:
+    """The drafter that is evaluated and exported; `checkpoint` itself, of a finished training, without such options.
+
+    Raises:
+        UserError: the options leave nothing to drop, vLLM would not serve it, or the data that says which tokens are
+            used is missing or another.
+    """
+    if config.export_vocab_size is not None:
+        checkpoint = pruned(checkpoint, config.export_vocab_size, config.data_folder)
+    if config.export_weights != "target":
+        if checkpoint.shape.architecture == "mla" or config.export_format != "vllm":
+            raise UserError(
+                "export_weights=int8 is for Llama drafters in vLLM's own format: MLA, and other values of export_format, "
+                "were not tried; leave it out"
+            )
+        tensors, names = int8.dequantized(int8.quantized(checkpoint.tensors))
+        facts = {**(checkpoint.smaller or {}), "weights": config.export_weights}
+        checkpoint = dataclasses.replace(checkpoint, rounded=names, smaller=facts, _mapped=tensors)
+    return checkpoint
+
+
+def pruned(checkpoint: DrafterCheckpoint, size: int, data: Path) -> DrafterCheckpoint:
+    """The drafter with the `size` of its draft tokens that the assistant wrote most in the training data, as in stage
+    1; tokens that end an answer are always kept."""
+    manifest = artifacts.read_json(data / artifacts.MANIFEST, "eagle31 data")
+    checkpoint.check_data(manifest, data)
+    before = checkpoint.vocab
+    if size >= len(before):
+        raise UserError(
+            f"export_vocab_size={size} is no smaller than the drafter's {len(before)} draft tokens: give less, or none"
+        )
+    counts = assistant_counts(data / "dataset", before.target_size)
+    ends = [rank for rank, token in enumerate(before.target_ids.tolist()) if token in manifest["end_ids"]]
+    if size <= len(ends):
+        raise UserError(f"export_vocab_size={size} leaves no token but those that end an answer: give more")
+    rows = choose(counts[before.target_ids], ends, size).target_ids
+    kept = DraftVocab(before.target_ids[rows], before.target_size)
+    written, reached = (int(counts[vocab.target_ids].sum()) for vocab in (before, kept))
+    note(
+        f"{size:,} of {len(before):,} draft tokens are kept: {reached / max(written, 1):.2%} of their uses in training"
+    )
+    head = checkpoint.tensors["lm_head.weight"][torch.from_numpy(rows)]
+    return dataclasses.replace(
+        checkpoint,
+        shape=dataclasses.replace(checkpoint.shape, draft_vocab_size=size),
+        vocab=kept,
+        smaller={"vocab": artifacts.fingerprint(kept.target_ids.tolist())},
+        _mapped={**checkpoint.tensors, "lm_head.weight": head},
+    )
+
+
+def assistant_counts(dataset: Path, vocab_size: int) -> NDArray[np.int64]:
+    """[V]: how often the assistant wrote each token in the training split."""
+    from datasets import Dataset  # a second, which most exports need not wait for
+
+    rows = Dataset.load_from_disk(str((dataset / "train").absolute())).select_columns(["input_ids", "loss_mask"])
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for batch in rows.with_format("numpy").iter(batch_size=1_000):
+        written = [ids[mask] for ids, mask in zip(batch["input_ids"], batch["loss_mask"], strict=True)]
+        counts += np.bincount(np.concatenate(written).astype(np.int64), minlength=vocab_size)
+    return counts

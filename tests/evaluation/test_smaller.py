@@ -1,0 +1,256 @@
+"""Drafters made smaller after training: measured as what is exported, and what is exported read again; from the hub,
+too. The hub is one on loopback."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from loopback_hub import problems_of, serving_hub
+from safetensors.torch import load_file
+
+from eagle31_train import artifacts, compare, evaluate, export
+from eagle31_train.checkpoint import int8
+from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
+from eagle31_train.checkpoint.smaller import made_smaller
+from eagle31_train.errors import UserError
+from eagle31_train.evaluation.unrolled import Trajectory, steps, turns, unroll
+from eagle31_train.model.linear import Linear
+from tests.evaluation.test_evaluate import SHAPE, TinyRun
+
+AUX = "target.aux_layers=[1,2,4]"
+SMALL = ["export_weights=int8", "export_vocab_size=12"]
+INT8 = SMALL[:1]
+
+
+class Run(TinyRun):
+    def config(self, *more):
+        return super().config(AUX, *SHAPE, *more)
+
+
+@pytest.fixture
+def run(tmp_path, model):
+    return Run(tmp_path, model)
+
+
+def opened(run, *options):
+    config = run.config(*options)
+    return made_smaller(DrafterCheckpoint.of_run(run.folder, config.data_folder), config)
+
+
+def loaded(checkpoint, model):
+    target = type("Target", (), {"embedding": model.get_input_embeddings(), "head": model.lm_head, "depth": 4})
+    return checkpoint.load(target, torch.float32, torch.float32)
+
+
+# ---------------------------------------------------------------- int8
+
+
+def test_products_are_those_of_integers():
+    """Worked out in int64 by hand, as vLLM's kernels do in int32."""
+    generator = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(7, 12, generator=generator), torch.randn(5, 12, generator=generator)
+    weight[2] = x[3] = 0
+    layer = Linear(12, 7).requires_grad_(False)
+    layer.weight.data = weight
+    wrong = layer(x)
+    stored = int8.quantized({"fc.weight": weight, "norm.weight": torch.ones(12)})
+    int8.serve_rounded(torch.nn.ModuleDict({"fc": layer}), *int8.dequantized(stored))
+    q, s = stored["fc.weight"].numpy().astype(np.int64), stored["fc.weight_scale"].numpy().astype(np.float64)
+    assert stored.keys() == {"fc.weight", "fc.weight_scale", "norm.weight"}
+    assert np.abs(q * s - weight.numpy()).max() <= s.max() * 0.76, "half a step, and what the scale's own rounding cuts"
+    step = np.abs(x.numpy().astype(np.float64)).max(1, keepdims=True) / 127
+    rounded = np.rint(np.divide(x.numpy(), step, where=step > 0, out=np.zeros((5, 12)))).astype(np.int64)
+    meant = (rounded @ q.T) * step * s.T
+    np.testing.assert_allclose(layer(x).numpy(), meant, rtol=1e-5, atol=1e-6)
+    assert np.abs(wrong.numpy() - meant).max() > 1e-3, "without rounding it is another product"
+    layer.int8_inputs = False
+    assert np.abs(layer(x).numpy() - meant).max() > 1e-3, "so it is with rounded weights alone"
+
+
+def test_rounding_twice_is_rounding_once():
+    weight = torch.randn(64, 32, generator=torch.Generator().manual_seed(1)) * torch.logspace(-6, 3, 64)[:, None]
+    once = int8.quantized({"a.weight": weight})
+    plain, names = int8.dequantized(once)
+    twice = int8.dequantized({**once, "a.weight_scale": once["a.weight_scale"] * 1.001})[0]
+    assert torch.equal(twice["a.weight"], once["a.weight"] * (once["a.weight_scale"] * 1.001)), "others' scales stay"
+    assert names == {"a.weight"}
+    again = int8.quantized(plain)
+    assert all(torch.equal(again[name], once[name]) for name in once)
+
+
+def test_an_int8_export_reads_back_as_what_was_evaluated(run, model):
+    export.export(run.config())
+    whole = (run.folder / "export" / "model.safetensors").stat().st_size
+    export.export(run.config(*INT8, "overwrite=true"))
+    folder = run.folder / "export"
+    tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    assert config["quantization_config"] == int8.QUANTIZATION
+    assert tensors["fc.weight"].dtype == tensors["lm_head.weight"].dtype == torch.int8
+    assert tensors["norm.weight"].dtype == torch.bfloat16
+    assert (folder / "model.safetensors").stat().st_size < 0.75 * whole, "of small matrices scales take a good part"
+    ours, theirs = loaded(opened(run, *INT8), model), loaded(DrafterCheckpoint.open(folder), model)
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    rounded = [name for name, module in theirs.named_modules() if isinstance(module, Linear) and module.int8_inputs]
+    assert len(rounded) == sum(isinstance(module, Linear) for module in ours.modules()) == 9
+    for name, weight in ours.state_dict().items():
+        same = weight if name.removesuffix(".weight") in rounded else weight.bfloat16().float()
+        assert torch.equal(theirs.state_dict()[name], same), name
+
+
+def test_noise_turns_a_draft_no_further_than_rounding_does(run, model):
+    """What no noise of float32 explains is still a mistake; what it explains is found among its draws."""
+    drafter, ids = loaded(opened(run, *INT8), model), torch.from_numpy(opened(run).vocab.target_ids)
+    trajectory = agreeable_to(drafter, ids)
+    counts, _ = unroll(drafter, ids, trajectory, 3, drift=False)
+    assert len(set(counts)) > 1
+    for slot, accepted in enumerate(counts[:2]):
+        assert turns(drafter, ids, trajectory, slot, 3, accepted)
+        assert not turns(drafter, ids, trajectory, slot, 3, (accepted + 1) % 4)
+
+
+def agreeable_to(drafter, ids):
+    """A trajectory of random states, whose target writes what is drafted at some of its slots."""
+    generator = torch.Generator().manual_seed(5)
+    told = torch.randint(0, 50, (20,), generator=generator).tolist()
+    aux = torch.randn(20, 3, 32, generator=generator)
+    for slot in range(0, 9, 2):
+        there = Trajectory(told[:4], told[4:14], told[14:], aux)
+        first, second = [step.tokens[slot] for step in steps(drafter, ids, there, 2, drift=False)]
+        told[5 + slot] = int(first)
+        told[6 + slot] = int(second) if slot % 4 else told[6 + slot]
+    return Trajectory(told[:4], told[4:14], told[14:], aux)
+
+
+BAD = {
+    "4 bits": lambda q: q["config_groups"]["group_0"]["weights"].update(num_bits=4),
+    "floats": lambda q: q["config_groups"]["group_0"]["weights"].update(type="float"),
+    "groups": lambda q: q["config_groups"]["group_0"]["weights"].update(strategy="group"),
+    "zero points": lambda q: q["config_groups"]["group_0"]["weights"].update(symmetric=False),
+    "inputs as they are": lambda q: q["config_groups"]["group_0"].update(input_activations=None),
+    "one scale for all inputs": lambda q: q["config_groups"]["group_0"]["input_activations"].update(dynamic=False),
+    "rotated": lambda q: q.update(transform_config={"config_groups": {}, "x": 1}),
+    "packed": lambda q: q.update(format="pack-quantized"),
+    "another library": lambda q: q.update(quant_method="fp8"),
+    "two groups": lambda q: q["config_groups"].update(group_1=q["config_groups"]["group_0"]),
+    "no object": lambda q: q.clear() or q.update(config_groups=3),
+}
+
+
+@pytest.mark.parametrize("change", BAD)
+def test_other_quantization_is_refused_by_name(change):
+    quantization = json.loads(json.dumps(int8.QUANTIZATION))
+    assert int8.is_int8(quantization)
+    BAD[change](quantization)
+    assert not int8.is_int8(quantization)
+
+
+def test_numbers_without_scales_and_scales_of_another_kind_are_refused():
+    stored = int8.quantized({"fc.weight": torch.randn(4, 6)})
+    for wrong in ({"fc.weight_scale": None}, {"fc.weight": None}, {"fc.weight_scale": torch.ones(1)}):
+        tensors = {name: tensor for name, tensor in (stored | wrong).items() if tensor is not None}
+        with pytest.raises(UserError, match=r"fc\.weight has"):
+            int8.dequantized(tensors)
+
+
+# ---------------------------------------------------------------- fewer draft tokens
+
+
+def test_the_most_used_tokens_are_kept_and_score_as_before(run, model, capsys):
+    whole, small = opened(run), opened(run, "export_vocab_size=6")
+    written = [token for length, row in zip((12, 9, 14, 11), rows(run), strict=True) for token in row[5:length]]
+    known = whole.vocab.target_ids.tolist()
+    by_use = sorted(known, key=lambda token: (-written.count(token), token))
+    ends = [token for token in (49,) if token in known]
+    wanted = sorted([*ends, *[token for token in by_use if token not in ends]][:6])
+    assert small.vocab.target_ids.tolist() == wanted
+    assert small.identity != whole.identity
+    assert "6 of 20 draft tokens are kept" in capsys.readouterr().out
+    z = torch.randn(3, whole.shape.hidden_size)
+    before, after = loaded(whole, model).lm_head(z), loaded(small, model).lm_head(z)
+    torch.testing.assert_close(after, before[:, [known.index(token) for token in wanted]])
+    export.export(run.config("export_vocab_size=6"))
+    again = DrafterCheckpoint.open(run.folder / "export")
+    assert again.vocab.target_ids.tolist() == wanted
+    assert again.shape.draft_vocab_size == 6
+
+
+def rows(run):
+    from datasets import Dataset
+
+    return Dataset.load_from_disk(str(run.folder / "data" / "dataset" / "train"))["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("size", "named"), [(20, "no smaller than the drafter's 20"), (21, "no smaller"), (0, "leaves no token")]
+)
+def test_a_size_that_drops_nothing_is_refused(size, named, run):
+    with pytest.raises(UserError, match=named):
+        opened(run, f"export_vocab_size={size}")
+
+
+def test_int8_is_refused_in_the_format_of_speculators(run):
+    with pytest.raises(UserError, match="export_weights=int8 is for Llama drafters in vLLM's own format"):
+        opened(run, *INT8, "export_format=speculators")
+
+
+# ---------------------------------------------------------------- measured as what it is
+
+
+def test_the_card_tells_of_the_smaller_drafter_alone(run):
+    evaluate.evaluate(run.config())
+    export.export(run.config(*SMALL))
+    card = run.folder / "export" / "README.md"
+    assert "The acceptance of this checkpoint was not measured." in card.read_text()
+    with pytest.raises(UserError, match="made from other inputs"):
+        evaluate.evaluate(run.config(*SMALL))
+    evaluate.evaluate(run.config(*SMALL, "overwrite=true"))
+    export.export(run.config(*SMALL))
+    text = card.read_text()
+    assert "**Acceptance length" in text
+    assert "the 12 draft tokens were kept" in text
+    assert "Matrices are int8" in text
+    with pytest.raises(UserError, match="made from other inputs"):
+        export.export(run.config())
+
+
+@pytest.mark.parametrize("options", [[], SMALL], ids=["as trained", "smaller"])
+def test_downloaded_again_it_gives_the_same_counts(options, run, tmp_path, monkeypatch, capsys):
+    with serving_hub(monkeypatch, tmp_path / "cache") as hub:
+        config = run.config(*options, "target.dtype=float32", "push=true", "repo=me/draft", "private=true")
+        evaluate.evaluate(config)
+        export.export(config)
+        assert hub.repositories["me/draft"][0] is True
+        files = hub.files("me/draft")
+        assert {"config.json", "model.safetensors", "README.md"} <= files.keys()
+        uploaded = hub.cards[-1]
+        assert files["README.md"].decode() == uploaded
+        assert problems_of(uploaded) == []
+        assert ModelCard(uploaded).data.library_name == "vllm"
+        for words in ("## Serve", "## Measured acceptance", "## Drafter", "## Data", "## Training", "## Repeat"):
+            assert words in uploaded
+        draft = DrafterCheckpoint.open("me/draft")
+        assert draft.commit == hub.commit("me/draft")
+        monkeypatch.chdir(tmp_path)
+        measured = json.loads((run.folder / "evaluate" / "manifest.json").read_text())["result"]
+        compare.main([str(run.folder), "me/draft", "compare.out=out", "target.dtype=float32", "target.device=cpu"])
+    result = artifacts.read_json(tmp_path / "out" / "result.json", "the test")
+    trained, downloaded = result["workloads"][0]["drafters"].values()
+    ours = next(iter(measured["workloads"][0]["drafters"].values()))
+    assert downloaded["by_depth"] == ours["by_depth"]
+    assert downloaded["drift"] == ours["drift"]
+    assert (trained["drift"] == ours["drift"]) == (not options)
+
+
+def test_a_card_that_the_hub_refuses_is_named(run, tmp_path, monkeypatch):
+    with serving_hub(monkeypatch, tmp_path / "cache"):
+        export.export(run.config())
+        card = run.folder / "export" / "README.md"
+        from eagle31_train.checkpoint import hub as checkpoint_hub
+
+        text = re.sub(r"^tags: .*$", "tags: [1, {a: 2}]", card.read_text(), flags=re.MULTILINE)
+        card.write_text(text)
+        with pytest.raises(UserError, match="cannot be uploaded as me/draft"):
+            checkpoint_hub.push(run.folder / "export", "me/draft", private=False)

@@ -1,0 +1,155 @@
+"""A hub on loopback: as much of its interface as making a repository, uploading to it and downloading from it need.
+
+A card whose metadata the library's own types do not take is refused, as the hub refuses one.
+"""
+
+import base64
+import hashlib
+import json
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import yaml
+from huggingface_hub import ModelCardData, constants
+
+
+def problems_of(card):
+    """What is wrong with the metadata of a card's text."""
+    try:
+        metadata = yaml.safe_load(card.split("---\n")[1])
+        data = ModelCardData(**metadata, ignore_metadata_errors=False)
+        unknown = metadata.keys() - {"base_model", "datasets", "library_name", "pipeline_tag", "tags"}
+        lists = [metadata.get(name, []) for name in ("tags", "datasets")]
+        flat = all(isinstance(item, str) for some in lists for item in some)
+        return [] if flat and not unknown and data.to_dict() == metadata else [f"{unknown or metadata}"]
+    except (IndexError, TypeError, ValueError, yaml.YAMLError) as error:
+        return [str(error)]
+
+
+class Hub(ThreadingHTTPServer):
+    """repositories: name → (whether private, commits, each file → bytes)."""
+
+    daemon_threads = True
+
+    def __init__(self):
+        self.repositories, self.objects, self.cards = {}, {}, []
+        super().__init__(("127.0.0.1", 0), Handler)
+
+    def commit(self, name):
+        """Number of the newest commit, as the hub writes it."""
+        return f"{len(self.repositories[name][1]):040x}"
+
+    def files(self, name, commit=None):
+        """Those of a commit."""
+        commits = self.repositories[name][1]
+        return commits[(int(commit, 16) if commit and len(commit) == 40 else len(commits)) - 1] if commits else {}
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_):
+        """Nothing is printed."""
+
+    def reply(self, value=b"", status=200, **headers):
+        body = value if isinstance(value, bytes) else json.dumps(value).encode()
+        self.send_response(status)
+        for name, text in {"Content-Length": str(len(body)), **headers}.items():
+            self.send_header(name.replace("_", "-"), text)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def body(self):
+        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+
+    def do_PUT(self):
+        self.server.objects[self.path.rsplit("/", 1)[-1]] = self.body()
+        self.reply()
+
+    def do_POST(self):
+        body, address = self.body(), f"http://127.0.0.1:{self.server.server_port}"
+        path = self.path.split("?")[0]
+        if path == "/api/repos/create":
+            asked = json.loads(body)
+            name = f"{asked['organization']}/{asked['name']}" if asked.get("organization") else asked["name"]
+            self.server.repositories.setdefault(
+                name, (asked.get("visibility") == "private" or bool(asked.get("private")), [])
+            )
+            return self.reply({"url": f"{address}/{name}", "name": name})
+        if path == "/api/validate-yaml":
+            card = json.loads(body)["content"]
+            self.server.cards.append(card)
+            found = [{"message": problem} for problem in problems_of(card)]
+            return self.reply({"errors": found, "warnings": []}, 400 if found else 200)
+        if path.endswith("/info/lfs/objects/batch"):
+            objects = json.loads(body)["objects"]
+            upload = {one["oid"]: {"upload": {"href": f"{address}/objects/{one['oid']}"}} for one in objects}
+            named = [{**one, "actions": upload[one["oid"]]} for one in objects]
+            return self.reply({"transfer": "basic", "objects": named}, Content_Type="application/vnd.git-lfs+json")
+        name = "/".join(path.split("/")[3:5])
+        if "/preupload/" in path:
+            large = (".safetensors", ".png")
+            modes = [(one["path"], one["path"].endswith(large)) for one in json.loads(body)["files"]]
+            files = [{"path": p, "uploadMode": "lfs" if lfs else "regular", "shouldIgnore": False} for p, lfs in modes]
+            return self.reply({"files": files})
+        files = dict(self.server.files(name))
+        for line in map(json.loads, body.splitlines()):
+            value = line["value"]
+            if line["key"] == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                files[value["path"]] = self.server.objects[value["oid"]]
+            elif line["key"] == "deletedFile":
+                del files[value["path"]]
+        self.server.repositories[name][1].append(files)
+        commit = self.server.commit(name)
+        return self.reply({"commitUrl": f"{address}/{name}/commit/{commit}", "commitOid": commit})
+
+    def do_GET(self):
+        path = self.path.split("?")[0].strip("/")
+        if path.startswith("api/models/"):
+            _, _, owner, repository, *rest = path.split("/")
+            name = f"{owner}/{repository}"
+            if name not in self.server.repositories:
+                return self.reply({"error": "Repository not found"}, 404, X_Error_Code="RepoNotFound")
+            files = self.server.files(name)
+            if rest[:1] == ["tree"]:
+                return self.reply([{"type": "file", "path": p, "size": len(b), "oid": p} for p, b in files.items()])
+            siblings = [{"rfilename": file} for file in files]
+            private = self.server.repositories[name][0]
+            sha = self.server.commit(name)
+            return self.reply({"id": name, "modelId": name, "sha": sha, "private": private, "siblings": siblings})
+        name, _, place = path.partition("/resolve/")
+        revision, _, file = place.partition("/")
+        content = self.server.files(name, revision)[file]
+        tag = f'"{hashlib.sha256(content).hexdigest()}"'
+        return self.reply(content, ETag=tag, X_Repo_Commit=self.server.commit(name))
+
+    do_HEAD = do_GET
+
+
+@contextmanager
+def serving_hub(monkeypatch, cache):
+    """A hub that huggingface_hub takes for its own, with an empty cache, while the `with` block lasts."""
+    hub = Hub()
+    thread = threading.Thread(target=hub.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    thread.start()
+    address = f"http://127.0.0.1:{hub.server_port}"
+    for name, value in {
+        "ENDPOINT": address,
+        "HUGGINGFACE_CO_URL_TEMPLATE": address + "/{repo_id}/resolve/{revision}/{filename}",
+        "HF_HUB_CACHE": str(cache),
+        "HF_HUB_DISABLE_XET": True,
+        "HF_HUB_OFFLINE": False,
+    }.items():
+        monkeypatch.setattr(constants, name, value)
+    monkeypatch.setenv("HF_TOKEN", "hf_nobody")
+    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+    try:
+        yield hub
+    finally:
+        hub.shutdown()
+        hub.server_close()
+        thread.join()
