@@ -137,7 +137,10 @@ def test_the_result_says_who_was_first_and_chooses_by_prompts_of_the_trained_kin
     assert result["times_ours"]["speculators"]["other"]["1.4"][0] == pytest.approx(15 / 5)
     assert result["times_ours"][tuned["name"]]["other"]["1.6"] == [None, None, None]
     assert "3" not in result["times_ours"]["speculators"]["other"]  # ours never gets there
-    assert "not reached" in measure.tables(result)
+    told = measure.tables(result)
+    assert "not reached" in told
+    assert "| 5.0 [4.4, 5.6], 0.00M, 5e-13 |" in told
+    assert "speedrun" not in told
 
 
 def test_the_picture_shows_defaults_and_the_best(tmp_path):

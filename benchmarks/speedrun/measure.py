@@ -235,24 +235,38 @@ def _times_ours(
 
 
 def tables(result: dict[str, Any]) -> str:
-    """The result in markdown: for each kind of prompts, minutes to each level and where each training ends."""
+    """The result in markdown: for each kind of prompts, what each level cost, and where each training ends."""
     parts = []
     for kind in result["prompts"]:
-        head = ["training", "steps", "tokens", *(f"minutes to {level}" for level in result["levels"]), "ends at"]
+        head = ["training", "steps", *(f"to {level}: minutes, tokens, PFLOP" for level in result["levels"]), "ends at"]
         lines = [head, ["---"] * len(head)]
         for row in result["trainings"]:
             best = " (best)" if result["best"][row["contender"]] == row["name"] else ""
-            minutes = [_shown(row["reached"][kind][level]["minutes"]) for level in result["levels"]]
-            end = intervals.bracket(row["acceptance"][kind][-1])
-            last = f"{row['points'][-1]['minutes']:.1f} min: {end}"
-            lines.append([row["name"] + best, f"{row['steps']}", f"{row['points'][-1]['tokens']:,}", *minutes, last])
+            costs = [_shown(row["reached"][kind][level]) for level in result["levels"]]
+            end, last = intervals.bracket(row["acceptance"][kind][-1]), row["points"][-1]
+            ends = f"{end} after {last['minutes']:.1f} min, {_amounts(last['tokens'], last['flops'])}"
+            lines.append([row["name"] + best, f"{row['steps']}", *costs, ends])
         title = f"{KINDS[kind]} ({result['prompts'][kind]}), {result['draft_tokens']} draft tokens"
         parts.append("\n".join([title, "", *(f"| {' | '.join(line)} |" for line in lines)]))
+    for name, kinds in result["times_ours"].items():
+        for kind, levels in kinds.items():
+            times = [f"{level}: {'never' if ratio[0] is None else _ends(ratio)}" for level, ratio in levels.items()]
+            parts.append(f"{name}, times the minutes of {result['best']['ours']}, {kind}: {', '.join(times)}")
     return "\n\n".join(parts)
 
 
-def _shown(interval: Interval) -> str:
-    value, low, high = interval
-    if value is None:
+def _shown(costs: dict[str, Interval]) -> str:
+    """Of one level."""
+    if costs["minutes"][0] is None:
         return "not reached"
-    return f"{value:.1f} [{'–' if low is None else f'{low:.1f}'}, {'–' if high is None else f'{high:.1f}'}]"
+    return f"{_ends(costs['minutes'])}, {_amounts(costs['tokens'][0], costs['flops'][0])}"
+
+
+def _amounts(tokens: float | None, flops: float | None) -> str:
+    return f"{(tokens or 0) / 1e6:.2f}M, {(flops or 0) / 1e15:.2g}"
+
+
+def _ends(interval: Interval) -> str:
+    """3.0 [2.5, never]."""
+    value, low, high = ("never" if number is None else f"{number:.1f}" for number in interval)
+    return f"{value} [{low}, {high}]"
