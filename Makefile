@@ -19,7 +19,7 @@ export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
 export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo install check test lint test-slow test-versions test-gpu test-vllm docs bench bench-peers bench-peer-training bench-mla bench-gpu bench-gpu-model bench-store clean
+.PHONY: demo install check test lint test-slow test-versions test-gpu test-vllm docs bench bench-peers speedrun bench-mla bench-gpu bench-gpu-model bench-store clean
 
 demo: install
 	$(BIN)/python -m eagle31_train.targets.embedded
@@ -94,10 +94,12 @@ bench-mla: install
 	TORCHDYNAMO_DISABLE=1 $(BIN)/python -m benchmarks.peers --contenders ours 'ours, eager attention' --out runs/bench/mla \
 		--cases mla:512:1 mla:1024:1 mla:2048:1 mla:4096:1 mla:8192:1 $(ARGS)
 
-# speculators' own trainer on the store of one of our runs (hours), e.g. ARGS='--like runs/study --out runs/peer'
-bench-peer-training:
+# Minutes to an acceptance length, from the target alone, beside speculators' and SpecForge's trainers (three hours of two
+# cores): docs/speedrun.md. ARGS='--minutes 5 --self-prompts 100' is shorter, ARGS=--sweep longer.
+speedrun: install
 	PYTHON=$(PYTHON) benchmarks/install_peers.sh $(PEERS_VENV)
-	$(PEERS_VENV)/bin/python -m benchmarks.peer_training $(ARGS)
+	$(BIN)/python -m eagle31_train.targets.embedded
+	$(BIN)/python -m benchmarks.speedrun all --peers-python $(PEERS_VENV)/bin/python $(ARGS)
 
 # The training step on a GPU (a torch built for one must be in the environment before): runs/bench/gpu.json
 bench-gpu: install

@@ -1,17 +1,17 @@
 """Draw every picture of docs/ again, from the numbers beside it.
 
-python -m benchmarks.pictures                   # all of docs/results/*.png and docs/pictures/gain-*.svg
+python -m benchmarks.pictures                   # all of docs/results/*.png and docs/pictures/*.svg
 python -m benchmarks.pictures study-gain gain   # some of them
 """
 
 import argparse
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks import extraction, peers, plot, run_main
+from benchmarks.speedrun.measure import KINDS
 from eagle31_train import artifacts
 from eagle31_train.errors import UserError
 from eagle31_train.reporting import figures
@@ -31,13 +31,17 @@ STUDY = {
     "study-serving": ("study-serving-seed1", "serving-study-3.1-u5-s1"),
 }
 GITHUB = {"light": ("#ffffff", "#1f2328", "#d1d9e0"), "dark": ("#0d1117", "#f0f6fc", "#3d444d")}  # page, text, lines
+RACE = {  # of a speedrun's contenders: on the light page, on the dark one
+    "ours": {"light": "#2563c9", "dark": "#6cb0ff"},
+    "speculators": {"light": "#b45309", "dark": "#f0a04b"},
+    "specforge": {"light": "#5d6873", "dark": "#9198a1"},
+}
 GAIN = {"light": ("#5d6873", "#2563c9"), "dark": ("#9198a1", "#6cb0ff")}  # of EAGLE 3 and 3.1
 
 
 def read(name: str) -> dict[str, Any]:
-    """The numbers docs/results/NAME.json."""
-    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-    return found
+    """The numbers docs/results/NAME.json; UserError where there are none."""
+    return artifacts.read_json(RESULTS / f"{name}.json", "its benchmark (benchmarks/README.md)")
 
 
 def draw(name: str) -> None:
@@ -55,17 +59,22 @@ def study(source: str, which: str, path: Path) -> None:
     artifacts.write_bytes(path, chosen.png())
 
 
+def themed(theme: str) -> dict[str, Any]:
+    """matplotlib's settings for a picture on GitHub's light or dark page."""
+    page, text, lines = GITHUB[theme]
+    colours = dict.fromkeys(("text.color", "xtick.labelcolor", "ytick.labelcolor", "axes.labelcolor"), text)
+    colours |= dict.fromkeys(("grid.color", "axes.edgecolor", "xtick.color", "ytick.color"), lines)
+    return {**figures.STYLE, **colours, "font.size": 10, "axes.facecolor": page, "svg.hashsalt": "gain"}
+
+
 def gain(_: Path) -> None:
     """The README's: acceptance length of EAGLE 3 and 3.1 by draft tokens, on a light page and on a dark one."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     of = read("study-passes2")["workloads"][0]["drafters"]
-    for theme, (page, text, lines) in GITHUB.items():
-        colours = dict.fromkeys(("text.color", "xtick.labelcolor", "ytick.labelcolor", "axes.labelcolor"), text)
-        colours |= dict.fromkeys(("grid.color", "axes.edgecolor", "xtick.color", "ytick.color"), lines)
-        style = {**figures.STYLE, **colours, "font.size": 10, "axes.facecolor": page, "svg.hashsalt": "gain"}
-        with rc_context(style):
+    for theme, (page, _, lines) in GITHUB.items():
+        with rc_context(themed(theme)):
             figure = Figure((7, 3.3), layout="constrained", facecolor=page)
             axes = figure.subplots()
             titles = "EAGLE 3", "EAGLE 3.1"
@@ -85,6 +94,46 @@ def gain(_: Path) -> None:
             axes.set_title("135M target, 40 held-out prompts, greedy; 95 % intervals over prompts", fontsize=8.5)
             figure.suptitle("Tokens per pass of the target (acceptance length)", x=0.01, ha="left")
             figure.savefig(README / f"gain-{theme}.svg", metadata={"Date": None})
+
+
+def speedrun(_: Path) -> None:
+    """Acceptance length over minutes of training, of every contender as its authors have it and at its best."""
+    draw_speedrun(read("speedrun"), README)
+
+
+def draw_speedrun(result: dict[str, Any], folder: Path) -> None:
+    """The result of a speedrun as FOLDER/speedrun-light.svg and -dark.svg: a panel for each kind of prompts."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    for theme, (page, _, lines) in GITHUB.items():
+        with rc_context(themed(theme)):
+            figure = Figure((9, 3.6), layout="constrained", facecolor=page)
+            panels = figure.subplots(1, len(result["prompts"]), sharey=True, squeeze=False)[0]
+            for axes, (kind, prompts) in zip(panels, result["prompts"].items(), strict=True):
+                for row in result["trainings"]:
+                    best, default = row["name"] == result["best"][row["contender"]], not row["options"]
+                    if best or default:
+                        values, low, high = figures.columns(row["acceptance"][kind])
+                        minutes = [point["minutes"] for point in row["points"]]
+                        colour = RACE[row["contender"]][theme]
+                        axes.fill_between(minutes, low, high, color=colour, alpha=0.15, linewidth=0)
+                        line, label = (
+                            "o-" if default else "o--",
+                            row["contender"] + ("" if default else ", best of its sweep"),
+                        )
+                        axes.plot(minutes, values, line, color=colour, linewidth=2, markersize=4, label=label)
+                for level in map(float, result["levels"]):
+                    axes.axhline(level, color=lines, linewidth=0.8)
+                axes.set(xlabel="minutes of training", xlim=(0, None))
+                axes.set_title(f"{KINDS[kind]} ({prompts})", fontsize=8.5)
+            panels[0].set_ylabel("acceptance length")
+            panels[0].legend(loc="upper left", fontsize=8)
+            what = (
+                f"Tokens per pass of the target with {result['draft_tokens']} draft tokens; 95 % intervals over prompts"
+            )
+            figure.suptitle(what, x=0.01, ha="left", fontsize=10)
+            figure.savefig(folder / f"speedrun-{theme}.svg", metadata={"Date": None})
 
 
 def codecs(path: Path) -> None:
@@ -126,6 +175,7 @@ def extracted(path: Path) -> None:
 DRAWN: dict[str, Callable[[Path], None]] = {
     **{name: partial(study, *of) for name, of in STUDY.items()},
     "gain": gain,
+    "speedrun": speedrun,
     "codecs": codecs,
     "peers": partial(beside, "peers", "cases"),
     "growth": growing,
@@ -137,7 +187,8 @@ DRAWN: dict[str, Callable[[Path], None]] = {
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", default=list(DRAWN), metavar="NAME", help=f"{', '.join(DRAWN)} [all]")
+    kept = [name for name in DRAWN if name != "speedrun" or (RESULTS / "speedrun.json").is_file()]
+    parser.add_argument("names", nargs="*", default=kept, metavar="NAME", help=f"{', '.join(DRAWN)} [all]")
     for name in parser.parse_args().names:
         draw(name)
 

@@ -26,6 +26,7 @@ NAVIGATION = {
     },
     "Studies": {
         "EAGLE 3.1 against 3": "docs/study-eagle31",
+        "The speedrun": "docs/speedrun",
         "Results of benchmarks": "docs/benchmarks",
         "How to run the benchmarks": "benchmarks/README",
         "Log": "docs/log",

@@ -1,14 +1,14 @@
-"""Our store as speculators 0.9.0 reads hidden states: a data set of its columns, and each sample's states on demand.
+"""Our store as the peers read hidden states: each sample on demand, so that nothing is kept twice.
 
-Its trainer takes `{"token_ids" [T], "hidden_states" [T, A+1, H]}` per sample from a backend that anyone may register:
-ours hands out what the store holds, so that nothing is kept twice. T tokens; A auxiliary layers; H hidden.
+T tokens; A auxiliary layers; H hidden. The store keeps the target's last state at j where the assistant wrote token
+j+1. Each peer's own mask is another, and what lies in both is taught:
 
-Its mask counts a prediction of token j+1, taught by the target's state at j, where the assistant wrote token j. The
-store keeps that state where the assistant wrote token j+1, so that what lies in both is taught: all of the peer's own
-but the last position of each turn, which foretells what comes after the answer.
+* speculators 0.9.0 counts a prediction of token j+1, taught by the state at j, where the assistant wrote token j: all
+  but the last position of each turn, which foretells what comes after the answer.
+* SpecForge 0.2.0 counts it where the assistant wrote token j-1: all but the last two positions of each turn.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,37 @@ SPLITS = ("train", "heldout")  # in this order: what the peer trains on, and wha
 
 
 def taught_mask(loss_mask: Tensor) -> Tensor:
-    """Where the peer learns: [T] bool → [T] int64, one where this token and the next one are the assistant's."""
+    """Where speculators learns: [T] bool → [T] int64, one where this token and the next one are the assistant's."""
     mask = torch.zeros(len(loss_mask), dtype=torch.long)
     mask[1:-1] = (loss_mask[1:-1] & loss_mask[2:]).long()
     return mask
 
 
+def specforge_mask(loss_mask: Tensor) -> Tensor:
+    """Where SpecForge learns, likewise: one where this token and the one after the next are the assistant's."""
+    mask = torch.zeros(len(loss_mask), dtype=torch.long)
+    mask[:-2] = (loss_mask[:-2] & loss_mask[2:]).long()
+    return mask
+
+
+def specforge_sample(document: Document, norm: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """A document as SpecForge's files hold it, in bf16: its states concatenated, [1, T, A·H], and the last one behind
+    the target's final `norm`, [1, T, H]; zero where no prediction that counts looks."""
+    aux, last = as_encoded(document.attended_states).decode(), as_encoded(document.supervised_states).decode()
+    wide = torch.zeros(len(document), aux.shape[1] * aux.shape[2], dtype=torch.bfloat16)
+    target = torch.zeros(len(document), last.shape[1], dtype=torch.bfloat16)
+    wide[: document.attended] = aux.flatten(1).bfloat16()
+    target[document.supervised] = norm(last.float()).bfloat16()
+    return {
+        "input_ids": document.tokens.clone(),
+        "loss_mask": specforge_mask(document.loss_mask),
+        "hidden_state": target[None],
+        "aux_hidden_state": wide[None],
+    }
+
+
 def sample(document: Document) -> dict[str, Tensor]:
-    """A document as the peer's files hold it, in bf16; zero where no prediction that counts looks."""
+    """A document as speculators' files hold it, in bf16: the states and the last one, [T, A+1, H]; zero likewise."""
     aux, last = as_encoded(document.attended_states).decode(), as_encoded(document.supervised_states).decode()
     states = torch.zeros(len(document), aux.shape[1] + 1, aux.shape[2], dtype=torch.bfloat16)
     states[: document.attended, :-1] = aux
@@ -43,7 +66,7 @@ def sample(document: Document) -> dict[str, Tensor]:
 
 
 class Samples:
-    """The transfer of the peer's backend: samples by their row in the data set, the training split first."""
+    """The transfer of speculators' backend: samples by their row in the data set, the training split first."""
 
     def __init__(self, store: Path) -> None:
         splits = [Store(store).split(name) for name in SPLITS]
@@ -64,8 +87,8 @@ class Samples:
         """Nothing is deleted."""
 
 
-def write(store: Store, kept: DraftVocab, folder: Path, validate: int) -> dict[str, Any]:
-    """The peer's data folder: a data set with its columns, and the draft vocabulary's maps.
+def write(store: Store, kept: DraftVocab, folder: Path, validate: int) -> dict[str, int]:
+    """Speculators' data folder: a data set with its columns, and the draft vocabulary's maps.
 
     Args:
         store: complete, of unencoded or encoded states.
@@ -74,43 +97,38 @@ def write(store: Store, kept: DraftVocab, folder: Path, validate: int) -> dict[s
         validate: held-out samples, which the peer must have and only looks at.
 
     Returns:
-        samples of each split; tokens of training; the peer's own mask there (`mask`), and how much of it is `taught`.
+        Samples of each split.
 
     Raises:
         UserError: the store has no split of its own to validate on.
     """
     columns: dict[str, list[Any]] = {"input_ids": [], "loss_mask": [], "seq_len": []}
-    found: dict[str, Any] = {"samples": {}, "tokens": 0, "mask": 0, "taught": 0}
+    samples: dict[str, int] = {}
     for name in SPLITS:
         split = store.split(name)
         if not len(split):
             raise UserError(f"{store.location} has no {name} split: set data.heldout, and run the stages again")
-        found["samples"][name] = len(split) if name == "train" else min(validate, len(split))
-        for index in range(found["samples"][name]):
+        samples[name] = len(split) if name == "train" else min(validate, len(split))
+        for index in range(samples[name]):
             document = split.read(index, states=False)
-            mask = taught_mask(document.loss_mask)
             columns["input_ids"].append(document.tokens.tolist())
-            columns["loss_mask"].append(mask.tolist())
+            columns["loss_mask"].append(taught_mask(document.loss_mask).tolist())
             columns["seq_len"].append(len(document))
-            if name == "train":
-                found["tokens"] += len(document)
-                found["mask"] += int(document.loss_mask[1:].sum())
-                found["taught"] += int(mask.sum())
     rows = datasets.Dataset.from_dict(columns)
     rows.set_format("torch", columns=list(columns))
     rows.save_to_disk(str(folder))
     np.save(folder / f"d2t-{len(kept.d2t)}.npy", kept.d2t)
     np.save(folder / f"t2d-{len(kept.d2t)}.npy", kept.t2d)
-    return found
+    return samples
 
 
 def ratio(samples: dict[str, int]) -> float:
-    """The peer's --train-data-ratio, which cuts the data set exactly between our splits."""
+    """Speculators' --train-data-ratio, which cuts the data set exactly between our splits."""
     return (samples["train"] + 0.5) / sum(samples.values())
 
 
 def batches(lengths: Sequence[int], batch_tokens: int, seed: int, epoch: int) -> list[int]:
-    """Tokens of every batch that the peer's own sampler makes of an epoch; needs the peer."""
+    """Tokens of every batch that speculators' own sampler makes of an epoch; needs the peer."""
     from speculators.train.distributed_batch_sampler import MultipackDistributedBatchSamplerV2
 
     sampler = MultipackDistributedBatchSamplerV2(batch_tokens, lengths, num_replicas=1, rank=0, seed=seed)

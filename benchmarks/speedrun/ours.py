@@ -1,0 +1,42 @@
+"""Our own trainer: the stage as it is, with drafts left on the way instead of its checkpoints and evaluations."""
+
+from contextlib import ExitStack
+from pathlib import Path
+
+from benchmarks.speedrun.job import Clock, Job, write_draft
+from eagle31_train import cli
+from eagle31_train.errors import UserError
+from train.prepare import prepare
+
+
+def train(job: Job, clock: Clock) -> None:
+    """Train on the job's steps, or until the clock ends it."""
+    never = 1_000_000_000
+    config = cli.load_config(
+        [
+            *job.recipe,
+            "train.wandb=disabled",
+            *job.options,
+            f"run_dir={job.out}/run",
+            f"train.max_steps={job.steps}",
+            f"train.epochs={never}",
+            f"train.checkpoint_every={never}",
+        ]
+    )
+    with ExitStack() as resources:
+        trainer = prepare(config, resources)
+        if trainer is None:
+            raise UserError(f"{job.out} holds a training already: remove it")
+        shape, vocab = trainer.data.shape, trainer.data.draft_vocab
+
+        def save(folder: Path) -> None:
+            write_draft(folder, shape, dict(trainer.parallel.weights()), vocab, config.target.dtype, config.target.name)
+
+        clock.begin(save)
+        clock.run()
+        for batch in trainer.batches():
+            result = trainer.train_step(batch)
+            trainer.log(result)
+            clock.step(result.step, trainer.state.tokens, save)
+            if result.step == trainer.last_step:
+                break
