@@ -385,8 +385,8 @@ def _refuse_unsupported(layer: Fields, flags: Fields, kind: str) -> None:
     if wrong := [name for name, refused in unsupported.items() if refused]:
         raise UserError(
             f"config.json sets {', '.join(wrong)}: only dense layers of Llama, Qwen3 or MLA, of causal attention on "
-            "auxiliary states, unquantized or W8A8 int8 of compressed-tensors, are supported (MLA without norm_before_fc, "
-            "biases and windows)"
+            "auxiliary states, unquantized or W8A8 int8 of compressed-tensors, are supported (MLA without "
+            "norm_before_fc, biases and windows)"
         )
 
 
