@@ -33,8 +33,8 @@ def made_smaller(checkpoint: DrafterCheckpoint, config: Config) -> DrafterCheckp
     if config.export_weights != "target":
         if checkpoint.shape.architecture == "mla" or config.export_format != "vllm":
             raise UserError(
-                "export_weights=int8 is for Llama drafters in vLLM's own format: MLA, and any other export_format, were "
-                "not tried; leave it out"
+                "export_weights=int8 is for Llama drafters in vLLM's own format: MLA, and any other export_format, "
+                "were not tried; leave it out"
             )
         tensors, names = int8.dequantized(int8.quantized(checkpoint.tensors))
         facts = {**(checkpoint.smaller or {}), "weights": config.export_weights}
