@@ -26,6 +26,7 @@ from eagle31_train.targets.description import pick_layers
 from eagle31_train.targets.engine import Reference
 from eagle31_train.targets.pretrained import from_pretrained, require_path
 from eagle31_train.targets.readout import Readout, find_parts, readout_from_checkpoint, readout_of
+from eagle31_train.transfers import to_device
 
 STRETCHED = {"linear", "dynamic"}  # RoPE of which max_position_embeddings is the length before its factor
 LENGTH_ROPES = {"longrope", "dynamic", "su"}  # that follow the length of a batch
@@ -275,10 +276,10 @@ class TransformersEngine:
         lengths = [len(row) for row in tokens]
         for batch in batches_by_length(lengths, 1 if self._alone else self.batch_tokens):
             self._forget_lengths()
-            padded = pad_sequence([tokens[i] for i in batch], batch_first=True).to(device)
-            lengths_B1 = torch.tensor([[len(tokens[i])] for i in batch], device=device)
-            mask = (torch.arange(padded.shape[1], device=device) < lengths_B1).long()
-            states = self.target.states(padded, None if self._causal else mask)
+            padded = pad_sequence([tokens[i] for i in batch], batch_first=True)
+            lengths_B1 = torch.tensor([[len(tokens[i])] for i in batch])
+            mask = None if self._causal else to_device((torch.arange(padded.shape[1]) < lengths_B1).long(), device)
+            states = self.target.states(to_device(padded, device), mask)
             for row, index in enumerate(batch):
                 length = len(tokens[index])
                 yield index, states.aux[row, :length], states.last[row, :length]
