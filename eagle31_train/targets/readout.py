@@ -94,7 +94,8 @@ class Readout:
         """With all that `logits` needs on a device; the embedding stays where it is, unless it is the head."""
         head = self.head.to(device)
         embedding = head if self.tied else self.embedding
-        return replace(self, norm=self.norm.to(device), head=head, embedding=embedding, packed=None)
+        packed = self.packed if head is self.head else None
+        return replace(self, norm=self.norm.to(device), head=head, embedding=embedding, packed=packed)
 
     def _product(self, last: Tensor, after_norm: bool = False, shift: float = 0.0) -> Tensor:
         """[n, V] in lm_head's dtype."""

@@ -57,4 +57,5 @@ def test_logits_of_a_packed_head_are_the_same_to_the_bit(dtype):
         last = torch.randn(rows, HIDDEN, generator=torch.Generator().manual_seed(rows)).to(dtype)
         assert torch.equal(packed.logits(last), plain.logits(last))
         assert torch.equal(packed.best(last), plain.best(last))
-    assert packed.to(torch.device("cpu")).packed is None
+    assert packed.to(torch.device("cpu")).packed is packed.packed
+    assert packed.to(torch.device("meta")).packed is None
