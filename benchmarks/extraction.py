@@ -34,11 +34,12 @@ from tqdm import tqdm
 from benchmarks import machine, run_main
 from benchmarks.plot import drawn
 from eagle31_train import artifacts, cli
+from eagle31_train.allocator import keep_freed_memory
 from eagle31_train.config import Config
 from eagle31_train.errors import UserError
 from eagle31_train.store import PlannedShard, StoreWriter, make_plan, shape_of, shard, writer
 from eagle31_train.store.backends import open_storage
-from eagle31_train.targets import extraction
+from eagle31_train.targets import arriving, extraction
 from eagle31_train.targets.hf import HiddenStateTarget, TransformersEngine, batches_by_length
 
 PAIRS = ["bf16:bf16", "fp8:fp8", "int8:int8", "int4:int8"]
@@ -49,7 +50,7 @@ COLOURS = {
 PARTS = {  # each with where the stage calls it
     "states": (HiddenStateTarget, "states"),
     "top1": (extraction, "top1_of"),
-    "encode": (shard, "encode"),
+    "encode": (arriving, "encode_unchecked"),
     "join": (shard, "concatenate"),
     "save": (shard, "save_file"),
     "checksum": (writer, "checksum"),
@@ -112,8 +113,8 @@ class Extraction:
 
     def _run(self, rows: Dataset, planned: PlannedShard) -> None:
         chosen = rows.select(range(planned.first, planned.end))
-        documents, _ = extraction.run_shard(self.engine, chosen, self.shape, None)
-        self.writer.write(planned, documents)
+        states, _ = extraction.run_shard(self.engine, chosen, self.shape, planned, None)
+        self.writer.write(planned, states.wait())
 
 
 @torch.no_grad()
@@ -290,6 +291,7 @@ def main() -> None:
     chosen = options()
     if chosen.folder.exists():
         raise UserError(f"--folder {chosen.folder} exists: name a new folder, which is removed in the end")
+    keep_freed_memory()  # as every stage does
     config = cli.load_config([f"+experiment={chosen.experiment}", *chosen.options])
     here = machine.describe()
     try:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -31,10 +32,10 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.shapes import GAMMA
 from eagle31_train.config import DrafterShape, TrainConfig
+from eagle31_train.model import rope
 from eagle31_train.model.batch import Batch, build_batch, choose_slots, each_tensor
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.model.loss import Objective, Teacher
-from eagle31_train.model.rope import Rope
 from eagle31_train.store.codec import CODECS, Encoded
 from eagle31_train.store.document import Document
 from train.loader import MicroBatch, StepTotals
@@ -312,10 +313,12 @@ class FakeStep:
         with self.mode:
             self.batch = _fake(batch, shape, options.codec, self.mode)
             self.totals = StepTotals(self.mode.from_tensor(totals))
-        with self.mode, DEVICE:
+        # Numbers that a RoPE with scaling looks at: a fake one has none, nor does the cost depend on them.
+        unscaled = patch.object(rope, "frequencies", lambda _, width: (torch.ones(width // 2), 1.0))
+        with self.mode, DEVICE, unscaled:
             drafter = Drafter(shape, torch.empty(V, shape.hidden_size, dtype=low))
-            for rope in (module for module in drafter.modules() if isinstance(module, Rope)):
-                rope.to(DEVICE)  # it makes its numbers on the host, wherever the weights are
+            for turning in (module for module in drafter.modules() if isinstance(module, rope.Rope)):
+                turning.to(DEVICE)  # it makes its numbers on the host, wherever the weights are
             drafter.recompute = options.recompute
             drafter.lm_head.weight.requires_grad_(options.train_lm_head)
             teacher = Teacher(torch.ones(H), 1e-5, torch.empty(Vd, H, dtype=low), torch.empty(Vd).long())

@@ -25,7 +25,13 @@ from eagle31_train.planning.work import count_work, training_flops
 
 GIB = 2**30
 # Whether activations are recomputed there.
-CASES = {"llama8b:2x4096:1": False, "llama8b:2x4096:0.35": False, "llama8b:1x32768:1": True, "kimi:1x20480:0.35": True}
+CASES = {
+    "llama8b:2x4096:1": False,
+    "llama8b:2x4096:0.35": False,
+    "llama8b:1x32768:1": True,
+    "llama8b:1x65536:1": True,
+    "kimi:1x20480:0.35": True,
+}
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from plan_cases import SMALL_MLA, shape_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks import fake_cuda
+from benchmarks import fake_cuda, gpu_model
 from benchmarks.fake_cuda import DEVICE, Count, FakeStep, Options
 from benchmarks.gpu_step import Packed
 from benchmarks.shapes import Case
@@ -25,7 +25,11 @@ from eagle31_train.model.decode import DraftDecoder
 from eagle31_train.model.rope import Rope
 from eagle31_train.planning.footprint import Step, activations
 from eagle31_train.planning.work import count_work
-from eagle31_train.targets.hf import HiddenStateTarget
+from eagle31_train.store.document import Document
+from eagle31_train.store.shard_plan import PlannedShard, Shape
+from eagle31_train.targets import arriving
+from eagle31_train.targets.extraction import run_shard
+from eagle31_train.targets.hf import HiddenStateTarget, TransformersEngine
 from eagle31_train.targets.readout import Readout
 from train import step as arithmetic
 
@@ -49,6 +53,7 @@ def outcome(count: Count) -> dict[str, Any]:
     return {
         **asdict(between),
         "flash": flash.operations,
+        "before": count.before,
         "peak": count.peak,
         "on_host": count.on_host,
         "onto_itself": count.onto_itself,
@@ -104,6 +109,37 @@ def taps() -> dict[str, Any]:
     return outcome(count)
 
 
+def extraction(to_host: Callable[[torch.Tensor], torch.Tensor] = arriving.to_host) -> dict[str, Any]:
+    """A shard of three conversations on its way here. Where tokens and masks are looked at they are the host's, and not
+    fake: that is left out."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 300}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    rows: Any = {"input_ids": [[1] * 16] * 3, "loss_mask": [[True] * 16] * 3}
+
+    def nonzero(mask: torch.Tensor) -> torch.Tensor:
+        assert mask.device.type == "cpu", "the host would wait for how many there are"
+        return torch.zeros(7, 1, dtype=torch.int64)
+
+    with (
+        FakeTensorMode(),
+        Count() as count,
+        patch.object(torch.Tensor, "nonzero", nonzero),
+        patch.object(torch.Tensor, "pin_memory", lambda x: x),
+        patch.object(Document, "attended", 9),
+        patch.object(torch.cuda, "current_stream"),
+        patch.object(arriving, "to_host", to_host),
+    ):
+        with DEVICE:
+            model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
+            norm = torch.ones(64)
+        target = HiddenStateTarget(model, [1, 2, 3])
+        readout = Readout(target.embedding.weight, norm, "w", 1e-5, target.head.weight, 4)
+        shard = PlannedShard("shards/train-00000.safetensors", "train", 0, 0, 3, 48, 10**6)
+        engine = TransformersEngine(target, readout, batch_tokens=32)
+        run_shard(engine, rows, Shape(64, 3, "int8", "bf16"), shard, None)
+    return outcome(count)
+
+
 def planted(owner: Any, name: str, wrong: Callable[[Any], Any]) -> dict[str, Any]:
     """A step in which `owner.name` is `wrong` of what it was."""
     with patch.object(owner, name, wrong(getattr(owner, name))):
@@ -147,7 +183,7 @@ CASES |= {
     "gqa, own embedding": lambda: step(shape_of(share_embedding=False)),
 }
 CASES |= {f"{kind}, drafting": lambda shape=shape: decoder(shape) for kind, shape in (("gqa", GQA), ("mla", MLA))}
-CASES |= {"extraction": taps}
+CASES |= {"taps": taps, "extraction": extraction, "planted: copies": lambda: extraction(torch.Tensor.cpu)}
 CASES |= {f"planted: {name}": lambda plant=plant: planted(*plant) for name, plant in PLANTED.items()}
 CASES |= {
     "long gqa, 1 turn": lambda: planned(LLAMA, 8192, 1),
@@ -157,10 +193,17 @@ CASES |= {
     "long mla, 30 turns, recomputed": lambda: planned(KIMI, 8192, 30, ttt_length=4, recompute=True),
 }
 
-EIGHT_B = Packed.parse("llama8b:2x4096:0.35")
+
+def traffic(text: str, kernels: str) -> dict[str, Any]:
+    """A step of a case of benchmarks.gpu_model."""
+    packed = Packed.parse(text)
+    how = {"ttt_length": packed.case.unroll, "recompute": gpu_model.CASES[text], "kernels": kernels}
+    return step(packed.drafter, packed.masks, **how)
+
+
 CASES |= {
-    f"llama8b:2x4096:0.35, {kernels}": lambda k=kernels: step(EIGHT_B.drafter, EIGHT_B.masks, ttt_length=7, kernels=k)
-    for kernels in ("fused", "plain")
+    f"{text}, {kernels}": lambda text=text, kernels=kernels: traffic(text, kernels)
+    for text, kernels in (*((text, "fused") for text in gpu_model.CASES), ("llama8b:2x4096:0.35", "plain"))
 }
 
 

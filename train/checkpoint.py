@@ -13,7 +13,6 @@ versions also hold rng.safetensors, which nothing needs: no step draws from a gl
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from eagle31_train import artifacts
+from eagle31_train.background import Background
 from eagle31_train.checkpoint import run_folder
 from eagle31_train.checkpoint.run_folder import MODEL, OPTIMIZER, SHAPE, in_order, name_of, sealed_manifest, step_of
 from eagle31_train.config import DrafterShape
@@ -106,9 +106,7 @@ class Saver:
         last = 0 if committed is None else step_of(committed)
         self._whole = [path for path in in_order(folder) if step_of(path) <= last]
         self._failed: UserError | None = None
-        # The interpreter waits for its thread, whatever ends the main one.
-        self._thread = ThreadPoolExecutor(1, "checkpoint")
-        self._saving: Future[None] | None = None
+        self._background = Background("checkpoint")
 
     @property
     def committed(self) -> Path | None:
@@ -118,8 +116,7 @@ class Saver:
     def save(self, snapshot: Snapshot, required: bool = False, best: bool = False) -> None:
         """Wait for the save before this one, then begin to write; the snapshot is the saver's from now on. `required`:
         return once it is on the disk, or raise a UserError. `best`: keep it until another one is the best."""
-        self.wait()
-        self._saving = self._thread.submit(self._save, snapshot, best)
+        self._background.start(self._save, snapshot, best)
         if required:
             self.wait()
             if self._failed:
@@ -127,19 +124,11 @@ class Saver:
 
     def wait(self) -> None:
         """Return when nothing is being written; raises whatever but an OSError stopped the save."""
-        if self._saving is None:
-            return
-        error = self._saving.exception()  # Ctrl-C meanwhile leaves it to be waited for again
-        self._saving = None
-        if error is not None:
-            raise error
+        self._background.wait()
 
     def close(self) -> None:
         """Wait, raising as `wait` does, and end the thread."""
-        try:
-            self.wait()
-        finally:
-            self._thread.shutdown()
+        self._background.close()
 
     def _save(self, snapshot: Snapshot, best: bool) -> None:
         path = self.folder / name_of(snapshot.step)

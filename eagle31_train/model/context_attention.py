@@ -17,7 +17,7 @@ Shapes: N packed positions; S slots; h query heads; g key/value heads; r = h / g
 width; n queries and m keys of a piece.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from eagle31_train.model.packing import Layout, Run, Segments
 
 BLOCK = 256  # queries whose scores the plain kernel holds at once
+LONG = 1024  # keys of a run, on average, from which on adding run by run is worth an operator each
 Band = tuple[int | None, int]  # keys that a query sees, by their index less the query's: from, to; None: from the first
 CAUSAL: Band = (None, 0)
 
@@ -68,7 +69,7 @@ def context_backward(
     """Gradients of q, k0 and v0, given dout and out [S, h, dv] and lse [S, h] of the merged softmax."""
     unseen = left is not None and left < 0
     if _flash_cuda(q, v0) and layout.segments is not None and not unseen:
-        return _cuda_backward(dout, q, k0, v0, out, lse, layout.segments, scale, left)
+        return _cuda_backward(dout, q, k0, v0, out, lse, layout, layout.segments, scale, left)
     dq, dk0, dv0 = torch.zeros_like(q), torch.zeros_like(k0), torch.zeros_like(v0)
     for run in () if unseen else layout.runs:
         for rows, keys, band in _pieces(run, q, left):
@@ -207,6 +208,7 @@ def _cuda_backward(
     v0: Tensor,
     out: Tensor,
     lse: Tensor,
+    layout: Layout,
     segments: Segments,
     scale: float,
     left: int | None,
@@ -221,7 +223,7 @@ def _cuda_backward(
     lse = _spread(lse, segments).t().contiguous()
     down = flash(dout, queries, keys, values, out, lse, *edges, 0.0, True, none, none, scale=scale, **_window(left))
     dq = _gather(down[0], segments)[..., : q.shape[-1]]
-    return dq, _added(down[1], k0, segments), _added(down[2], v0, segments)
+    return dq, _added(down[1], k0, layout.runs, segments), _added(down[2], v0, layout.runs, segments)
 
 
 def _window(left: int | None) -> dict[str, int]:
@@ -236,12 +238,16 @@ def _copies(k0: Tensor, v0: Tensor, segments: Segments) -> tuple[Tensor, Tensor]
     return k0.index_select(0, segments.key_rows), v0.index_select(0, segments.key_rows)
 
 
-def _added(copies: Tensor, x: Tensor, segments: Segments) -> Tensor:
+def _added(copies: Tensor, x: Tensor, runs: Sequence[Run], segments: Segments) -> Tensor:
     """Gradients of the copies of x [N, g, w] → that of x. In fp32: a key of a long document may be in many runs."""
     copies = copies[..., : x.shape[-1]]
     if segments.key_rows is None:
         return copies
     total = torch.zeros_like(x, dtype=torch.float32)
+    if len(copies) >= LONG * len(runs):  # little more than half of the bytes, and always in the same order
+        for run, some in zip(runs, copies.split([run.keys.stop - run.keys.start for run in runs]), strict=True):
+            total[run.keys].add_(some)
+        return total.to(x.dtype)
     # Part by part: there may be eight times as many copies as keys, and each part is made fp32 first.
     for rows, some in zip(segments.key_rows.split(len(x)), copies.split(len(x)), strict=True):
         total.index_add_(0, rows, some.float())

@@ -85,7 +85,7 @@ MEASURES = len(fields(BatchMetrics))
 # Logits alive at once, by device: in one matrix product, and while probabilities of them are worked out, of which
 # several copies live. A product wants many rows; a CPU wants little enough for memory to be used again. A fused kernel
 # makes no copies, and leaves room for more.
-LOGITS = {"cpu": (2**23, 2**22), "other": (2**28, 2**26), "fused": (2**29, 2**26)}
+LOGITS = {"cpu": (2**23, 2**22), "other": (2**28, 2**26), "fused": (2**30, 2**26)}
 
 
 class Objective(nn.Module):
@@ -281,6 +281,7 @@ class _ChunkedDivergence(torch.autograd.Function):
                     states = weighted(states, outside).to(compute).T
                     for some in parts(len(head), part // head.shape[1]):
                         dhead[some].add_(product(logits[:, some].T, states))
+                del logits  # before the next block's
         total = (sums * weights.to(wide)).sum()
         ctx.save_for_backward(*(g for g in (dz, dhead) if g is not None))
         ctx.wanted = (want_z, want_head)

@@ -15,6 +15,9 @@ from eagle31_train.planning.planned import Planned
 from eagle31_train.planning.work import newton_schulz_flops
 
 GIB = 2**30
+# Of a store, in an extracting process: one that is written, and the samples of it and of the one after it. A GPU's come
+# in pinned blocks of twice their size at most.
+SHARDS = 1 + 2 * 2
 BUSY = 0.9  # share of the devices' time below which the plan says that they wait
 SPARE = 0.9  # of a device's memory may be planned for: contexts, communication and fragments take the rest
 PARTS = {"fc": "fc, fc_norm", "self_attn": "attention", "mlp": "mlp", "lm_head": "lm_head", "embed_tokens": "embedding"}
@@ -86,8 +89,13 @@ def store(plan: Planned) -> list[str]:
     """Bytes on disk."""
     states = plan.states()
     size, kinds = plan.store_bytes(states), f"{states.aux_codec}, {states.last_codec}"
-    each = f"{size / plan.data.work.tokens / 1024:.2f} KiB a token"
-    return ["STORE of hidden states", _line(kinds, f"{_si(size * (1 + plan.data.heldout))}B", each)]
+    each = size / plan.data.work.tokens
+    tokens = max(plan.config.extract.shard_tokens, plan.config.data.max_length)
+    return [
+        "STORE of hidden states",
+        _line(kinds, f"{_si(size * (1 + plan.data.heldout))}B", f"{each / 1024:.2f} KiB a token"),
+        _line("memory, at most", f"{_si(SHARDS * tokens * each)}B", "of an extracting process, beside the target"),
+    ]
 
 
 def time(plan: Planned) -> list[str]:

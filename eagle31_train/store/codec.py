@@ -19,6 +19,8 @@ from torch import Tensor
 
 from eagle31_train.errors import UserError
 
+NOT_FINITE = "the target's hidden states are not finite (NaN, infinite or next to it): check target.dtype"
+
 
 @dataclass(frozen=True)
 class Codec:
@@ -80,7 +82,7 @@ class Encoded:
         values = self.values
         if values.dtype == torch.float8_e4m3fn:  # it has no infinity, and torch compares none of its values
             values = torch.where((values.view(torch.uint8) & 127) == 127, torch.nan, 0.0)
-        return all(_is_finite(part) for part in (values, self.scale) if part.is_floating_point())
+        return all(bool(_all_finite(part)) for part in (values, self.scale) if part.is_floating_point())
 
     def unbind(self) -> list["Encoded"]:
         """[N, A, W] → A times [N, W]: layer by layer, so that they need not be decoded all at once."""
@@ -100,17 +102,26 @@ class Encoded:
 
 def encode(states: Tensor, codec: str) -> Encoded:
     """States [N, ..., W] of any float dtype, encoded on their device; UserError if one is not finite in bf16."""
+    encoded, finite = encode_unchecked(states, codec)
+    if not finite:
+        raise UserError(NOT_FINITE)
+    return encoded
+
+
+def encode_unchecked(states: Tensor, codec: str) -> tuple[Encoded, Tensor]:
+    """The same, and whether all of them are finite in bf16, [] bool on their device: the host waits for nothing."""
     how = CODECS[codec]
     width = states.shape[-1]
     if not how.block:
-        return plain(_finite(states.bfloat16()))
+        encoded = plain(states.bfloat16())
+        return encoded, _all_finite(encoded.values)
     blocks = _blocks(states.float(), how.block)
     if codec == "int4":  # the extreme value itself becomes -8, which uses all sixteen
         extreme = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
     else:
         extreme = blocks.abs().amax(-1, keepdim=True)
     scale = (extreme / how.largest).bfloat16()
-    _finite((scale * how.largest).bfloat16())  # what the extreme value would be decoded to
+    finite = _all_finite((scale * how.largest).bfloat16())  # what the extreme value would be decoded to
     scale = torch.where(scale.abs() < torch.finfo(scale.dtype).tiny, 1.0, scale)  # a block of nothing, or next to it
     scaled = _from_blocks(blocks / scale.float(), width)
     if codec == "fp8":
@@ -121,17 +132,14 @@ def encode(states: Tensor, codec: str) -> Encoded:
         nibbles = (scaled.round().clamp(-8, 7) + 8).to(how.dtype)
         pairs = torch.nn.functional.pad(nibbles, (0, width % 2)).unflatten(-1, (-1, 2))
         values = pairs[..., 0] | pairs[..., 1] << 4
-    return Encoded(codec, width, values.contiguous(), scale[..., 0].contiguous())
+    return Encoded(codec, width, values.contiguous(), scale[..., 0].contiguous()), finite
 
 
-def _finite(values: Tensor) -> Tensor:
-    if not _is_finite(values):
-        raise UserError("the target's hidden states are not finite (NaN, infinite or next to it): check target.dtype")
-    return values
-
-
-def _is_finite(values: Tensor) -> bool:
-    return not values.numel() or bool(torch.stack(values.aminmax()).isfinite().all())  # forty times as fast as of each
+def _all_finite(values: Tensor) -> Tensor:
+    """[] bool, on the values' device."""
+    if not values.numel():
+        return torch.ones((), dtype=torch.bool, device=values.device)
+    return torch.stack(values.aminmax()).isfinite().all()  # forty times as fast as of each
 
 
 def plain(states: Tensor) -> Encoded:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from eagle31_train.store.codec import Encoded
+from eagle31_train.transfers import to_device
 
 
 @dataclass(frozen=True)
@@ -50,4 +51,4 @@ class Document:
     def supervised_states(self) -> Tensor | Encoded:
         """The last hidden states that are needed, [M, H]: in order of `supervised`."""
         # Fewer positions are supervised than there are tokens, so the number of rows tells the two forms apart.
-        return self.last[self.supervised.to(self.last.device)] if len(self.last) == len(self) else self.last
+        return self.last[to_device(self.supervised, self.last.device)] if len(self.last) == len(self) else self.last

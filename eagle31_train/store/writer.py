@@ -82,8 +82,9 @@ class StoreWriter:
         line = self.lines.get(shard.name)
         return line is not None and (self._sizes.get(shard.name) == line.size or self._used_up(shard))
 
-    def wait_for_quota(self, shard: PlannedShard) -> bool:
-        """Return once a shard fits under the bound; False if the training that follows wants no more.
+    def wait_for_quota(self, shard: PlannedShard, check: Callable[[], None] = lambda: None) -> bool:
+        """Return once a shard fits under the bound; False if the training that follows wants no more. Meanwhile it
+        calls `check` now and then, which may raise.
 
         Counted by the plan, not by what lies there: a shard may be written once it and all before it that are not used
         up fit together. So processes cannot pass the bound together, and the shards that training needs first always
@@ -96,6 +97,7 @@ class StoreWriter:
 
         def fits() -> bool:
             nonlocal ended
+            check()
             consumed = read_consumed(self.storage, self.id)
             ended = consumed.finished and shard.split == "train"
             # The training records first and removes then: what it had no time for would lie beside what comes.

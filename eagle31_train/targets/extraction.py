@@ -10,7 +10,7 @@ import importlib.util
 import os
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eagle31_train import artifacts, provenance
+from eagle31_train.background import Background
 from eagle31_train.config import Config, byte_count
 from eagle31_train.console import Progress, is_main, note
 from eagle31_train.errors import UserError
@@ -28,8 +29,8 @@ from eagle31_train.model import vocab
 from eagle31_train.provenance import Provenance
 from eagle31_train.store import Storage, StoreWriter, finished, make_plan, shape_of, storage_of
 from eagle31_train.store.document import Document
-from eagle31_train.store.shard import encode_to_cpu
-from eagle31_train.store.shard_plan import SPLITS, Shape
+from eagle31_train.store.shard_plan import SPLITS, PlannedShard, Shape
+from eagle31_train.targets.arriving import Arriving
 from eagle31_train.targets.engine import Engine, check_length
 from eagle31_train.targets.fidelity import Figures, Gate, report
 from eagle31_train.targets.hf import load_engine
@@ -37,6 +38,7 @@ from eagle31_train.targets.hf import ranks as launched
 from eagle31_train.targets.pretrained import load_tokenizer, require_path, vocabulary_fingerprint
 from eagle31_train.targets.readout import Readout
 from eagle31_train.targets.vllm_engine import VllmEngine
+from eagle31_train.transfers import to_device
 
 LOGIT_ROWS = 512  # rows of [rows, V] logits alive at once
 FOREIGN = 0.5  # share of the answers' tokens that the target would write itself, below which it hardly wrote them
@@ -254,44 +256,64 @@ def extract_shards(
     shards = [shard for shard in shards if not writer.has(shard)]
     committed = total - sum(shard.tokens for shard in shards)  # in an earlier run: part of the total, not of the rate
     options: dict[str, Any] = {"unit": "tok", "unit_scale": True, "smoothing": 0.05}
-    with Progress(desc="extract", total=total, initial=committed, disable=not shown, **options) as progress:
+    with (
+        Progress(desc="extract", total=total, initial=committed, disable=not shown, **options) as progress,
+        Background("store") as background,
+    ):
+
+        def passed(tokens: int) -> None:
+            progress.update(tokens)
+            background.check()
+
         for shard in shards:
-            if not writer.wait_for_quota(shard):
+            if not writer.wait_for_quota(shard, background.check):
                 return False
             rows = splits[shard.split].select(range(shard.first, shard.end))
             recorded = gate.samples(shard.number)
             active_gate = gate if recorded or not gate.passed else None
-            documents, figures = run_shard(engine, rows, writer.shape, active_gate, progress)
-            agreement.add(documents)
-            writer.write(shard, documents, figures if recorded else None)
+            arriving, figures = run_shard(engine, rows, writer.shape, shard, active_gate, passed)
+            # Written while the target runs over the next one: two shards are in memory, never more.
+            background.start(commit, writer, shard, arriving, agreement, figures if recorded else None)
     return True
 
 
+def commit(
+    writer: StoreWriter, shard: PlannedShard, arriving: Arriving, agreement: Agreement, figures: Figures | None
+) -> None:
+    """Write a shard once its states are here."""
+    documents = arriving.wait()
+    agreement.add(documents)
+    writer.write(shard, documents, figures)
+
+
 def run_shard(
-    engine: Engine, rows: Dataset, shape: Shape, gate: Gate | None, progress: Progress | None = None
-) -> tuple[list[Document], Figures | None]:
-    """The documents of a shard's samples, in their order, and the gate's figures."""
+    engine: Engine,
+    rows: Dataset,
+    shape: Shape,
+    shard: PlannedShard,
+    gate: Gate | None,
+    passed: Callable[[int], None] = lambda _: None,
+) -> tuple[Arriving, Figures | None]:
+    """The documents of a shard, made of its rows of the data, and the gate's figures.
+
+    passed: called with the tokens of each sample that the target has run over, or on a GPU is to run over.
+    """
     tokens = [torch.tensor(row) for row in rows["input_ids"]]
     masks = [torch.tensor(row, dtype=torch.bool) for row in rows["loss_mask"]]
-    by_index: dict[int, Document] = {}
+    arriving = Arriving(shape, shard)
     for index, aux, last in engine.run(tokens):
-        whole = Document(tokens[index], masks[index], top1_of(engine.readout, last, masks[index]), aux, last)
-        # Encoded here, a GPU holds the states of one batch at a time, not those of a shard.
-        by_index[index] = replace(
-            whole,
-            aux=encode_to_cpu(whole.attended_states, shape.aux_codec),
-            last=encode_to_cpu(whole.supervised_states, shape.last_codec),
-        )
-        if progress is not None:
-            progress.update(len(tokens[index]))
-    documents = [by_index[index] for index in range(len(tokens))]
-    return documents, gate.check(documents) if gate else None
+        top1 = top1_of(engine.readout, last, masks[index])
+        # Encoded at once, a GPU holds the states of one batch at a time, not those of a shard.
+        arriving.add(index, Document(tokens[index], masks[index], top1, aux, last))
+        passed(len(tokens[index]))
+    return arriving, gate.check(arriving.wait()) if gate else None
 
 
 def top1_of(readout: Readout, last: Tensor, loss_mask: Tensor) -> Tensor:
-    """[T] int64: arg-max of the target's distribution where the next token is the assistant's, else -1."""
-    where = loss_mask[1:].nonzero()[:, 0]
-    top1 = torch.full((len(last),), -1, dtype=torch.int64)
+    """[T] int64 on the device of `last`: arg-max of the target's distribution where the next token is the assistant's,
+    else -1."""
+    where = to_device(loss_mask[1:].nonzero()[:, 0], last.device)
+    top1 = torch.full((len(last),), -1, dtype=torch.int64, device=last.device)
     for rows in where.split(LOGIT_ROWS):
-        top1[rows] = readout.best(last[rows.to(last.device)]).cpu()
+        top1[rows] = readout.best(last[rows]).to(last.device, non_blocking=True)
     return top1

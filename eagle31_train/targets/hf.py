@@ -24,14 +24,14 @@ from eagle31_train.config import TargetConfig
 from eagle31_train.errors import UserError
 from eagle31_train.targets.description import pick_layers
 from eagle31_train.targets.engine import Reference
+from eagle31_train.targets.packed_linear import pack_linears
 from eagle31_train.targets.pretrained import from_pretrained, require_path
 from eagle31_train.targets.readout import Readout, find_parts, readout_from_checkpoint, readout_of
+from eagle31_train.transfers import to_device
 
 STRETCHED = {"linear", "dynamic"}  # RoPE of which max_position_embeddings is the length before its factor
 LENGTH_ROPES = {"longrope", "dynamic", "su"}  # that follow the length of a batch
 PADS = 8  # padding that makes the gate's own forward pass take the model's masked path
-PACKED_ROWS = 48  # that the packed layout is meant for; as good for one row and for a thousand
-MOST_BYTES = 4 * 2**30  # of weights that are held twice
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -205,47 +205,6 @@ def _catch(caught: dict[int, Tensor], index: int) -> Any:
     return hook
 
 
-# ---------------------------------------------------------------- on a CPU
-#
-# torch lays a weight out anew for every product of more than one row, so that verifying four tokens costs half as much
-# again as decoding one (docs/log.md). Laid out once, as oneDNN reads it, the numbers are the same to rounding.
-
-
-class PackedLinear(nn.Linear):
-    """A linear layer with a second copy of its weight; not for use where the weight changes."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight, self.bias = linear.weight, linear.bias
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), PACKED_ROWS)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., inputs] → [..., outputs]."""
-        if x.requires_grad or x.dtype != self._packed.dtype:  # a model may have been converted since
-            return super().forward(x)
-        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
-
-
-def pack_linears(model: Any) -> None:
-    """Pack the linear layers of a model on a CPU, in place, where oneDNN has their dtype and memory is no matter."""
-    linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
-    if not all(_packable(linear.weight) for linear in linears.values()):
-        return
-    if sum(linear.weight.nbytes for linear in linears.values()) > MOST_BYTES:
-        return
-    for name, linear in linears.items():
-        model.set_submodule(name, PackedLinear(linear))
-
-
-def _packable(weight: Tensor) -> bool:
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return False
-    if weight.dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return weight.dtype == torch.float32
-
-
 # ---------------------------------------------------------------- the engine of extraction
 
 
@@ -275,10 +234,10 @@ class TransformersEngine:
         lengths = [len(row) for row in tokens]
         for batch in batches_by_length(lengths, 1 if self._alone else self.batch_tokens):
             self._forget_lengths()
-            padded = pad_sequence([tokens[i] for i in batch], batch_first=True).to(device)
-            lengths_B1 = torch.tensor([[len(tokens[i])] for i in batch], device=device)
-            mask = (torch.arange(padded.shape[1], device=device) < lengths_B1).long()
-            states = self.target.states(padded, None if self._causal else mask)
+            padded = pad_sequence([tokens[i] for i in batch], batch_first=True)
+            lengths_B1 = torch.tensor([[len(tokens[i])] for i in batch])
+            mask = None if self._causal else to_device((torch.arange(padded.shape[1]) < lengths_B1).long(), device)
+            states = self.target.states(to_device(padded, device), mask)
             for row, index in enumerate(batch):
                 length = len(tokens[index])
                 yield index, states.aux[row, :length], states.last[row, :length]

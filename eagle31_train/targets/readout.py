@@ -21,8 +21,10 @@ from eagle31_train.config import TargetConfig
 from eagle31_train.errors import UserError
 from eagle31_train.model.norm import rms_norm
 from eagle31_train.targets.description import read_raw
+from eagle31_train.targets.packed_linear import PackedLinear
 from eagle31_train.targets.pretrained import NOT_WHOLE, first_line, not_loaded
 
+BLOCK = 512  # logits, see `first_largest`
 QUIRKS = ("final_logit_softcapping", "logit_scale")
 DIVISOR = "logits_scaling"  # by which a Granite divides its logits
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -53,6 +55,7 @@ class Readout:
         number is divided here: Granite's are powers of two, so that this changes no bit of the logits.
     depth: N, the number of decoder layers.
     quirk: what else the target does to its logits, which an EAGLE 3 loss does not model; or None.
+    packed: lm_head as a CPU multiplies by it soonest, the same logits to the bit; None where there is none.
     """
 
     embedding: Tensor
@@ -62,6 +65,7 @@ class Readout:
     head: Tensor
     depth: int
     quirk: str | None = None
+    packed: nn.Module | None = None
 
     @property
     def tied(self) -> bool:
@@ -79,7 +83,7 @@ class Readout:
     @torch.no_grad()
     def best(self, last: Tensor) -> Tensor:
         """Last hidden states [n, H] → [n] int64, the most likely token of the whole vocabulary."""
-        return self._product(last).max(-1).indices  # on a CPU many times as fast as argmax
+        return first_largest(self._product(last))
 
     def weights(self) -> dict[str, Tensor]:
         """What the store keeps: embed_tokens, norm and, unless tied, lm_head."""
@@ -89,20 +93,43 @@ class Readout:
     def to(self, device: torch.device) -> "Readout":
         """With all that `logits` needs on a device; the embedding stays where it is, unless it is the head."""
         head = self.head.to(device)
-        return replace(self, norm=self.norm.to(device), head=head, embedding=head if self.tied else self.embedding)
+        embedding = head if self.tied else self.embedding
+        packed = self.packed if head is self.head else None
+        return replace(self, norm=self.norm.to(device), head=head, embedding=embedding, packed=packed)
 
     def _product(self, last: Tensor, after_norm: bool = False, shift: float = 0.0) -> Tensor:
         """[n, V] in lm_head's dtype."""
         last = last.to(self.head.device).float()
         normed = last if after_norm else rms_norm(last, self.norm + shift, self.eps)
-        return normed.to(self.head.dtype) @ self.head.T
+        normed = normed.to(self.head.dtype)
+        return self.packed(normed) if self.packed is not None else normed @ self.head.T
+
+
+def first_largest(logits: Tensor) -> Tensor:
+    """logits [n, V] → [n] int64, as `logits.max(-1).indices`: of equal ones the first, and NaN before all.
+
+    A CPU finds a largest value many times as fast as its place: so first the block that has it, then the place in that.
+    """
+    V = logits.shape[-1]
+    width = min(BLOCK, V)
+    whole = V // width * width
+    largest = logits[:, :whole].unflatten(-1, (-1, width)).amax(-1)
+    if whole < V:
+        largest = torch.cat([largest, logits[:, whole:].amax(-1, keepdim=True)], -1)
+    # The last block is filled up by what is before it, where all is smaller.
+    start = (largest.max(-1).indices * width).clamp_max(V - width)
+    places = start[:, None] + torch.arange(width, device=logits.device)
+    return start + logits.gather(-1, places).max(-1).indices
 
 
 def readout_of(model: Any) -> Readout:
     """The readout of a loaded causal LM."""
     parts = find_parts(model)
     embedding, head = parts.embedding.weight.detach(), parts.head.weight.detach()
-    return _readout(parts.norm, len(parts.layers), model.config, embedding, head)
+    readout = _readout(parts.norm, len(parts.layers), model.config, embedding, head)
+    # In bf16 torch asks the same library with and without packing, in fp32 another one, which rounds otherwise.
+    same = type(parts.head) is PackedLinear and head.dtype == torch.bfloat16 and readout.head is head
+    return replace(readout, packed=parts.head) if same else readout
 
 
 def readout_from_checkpoint(target: TargetConfig, dtype: torch.dtype) -> Readout:

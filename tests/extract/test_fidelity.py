@@ -11,13 +11,15 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, GemmaConfig, GemmaForC
 from eagle31_train.config import ExtractConfig
 from eagle31_train.errors import UserError
 from eagle31_train.store.document import Document
-from eagle31_train.store.shard_plan import Shape
+from eagle31_train.store.shard_plan import PlannedShard, Shape
 from eagle31_train.targets import extraction as stage
 from eagle31_train.targets import fidelity
 from eagle31_train.targets.engine import Reference
 from eagle31_train.targets.extraction import run_shard
 from eagle31_train.targets.fidelity import ROWS, Gate, compare
 from eagle31_train.targets.hf import HiddenStateTarget, TransformersEngine
+
+SHARD = PlannedShard("shards/train-00000.safetensors", "train", 0, 0, 6, 256, 10**6)
 
 
 def gemma(model=GemmaForCausalLM, config=GemmaConfig, **changes):
@@ -40,8 +42,8 @@ def check(model, config=None, plant=None, codec="bf16"):
         "input_ids": [row.tolist() for row in tokens],
         "loss_mask": [[i > 2 and i % 9 != 0 for i in range(len(row))] for row in tokens],
     }
-    documents, figures = run_shard(engine, rows, Shape(HIDDEN, 1, "bf16", codec), gate)
-    assert [len(document) for document in documents] == [len(row) for row in tokens]
+    arriving, figures = run_shard(engine, rows, Shape(HIDDEN, 1, "bf16", codec), SHARD, gate)
+    assert [len(document) for document in arriving.wait()] == [len(row) for row in tokens]
     assert gate.passed
     return figures
 

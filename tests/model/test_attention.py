@@ -217,11 +217,12 @@ def with_kernel(kernel, layout, patch):
     patch.setattr(context_attention, "_flash_cuda", lambda q, v: True)
     patch.setattr(torch.ops.aten, "_flash_attention_forward", imitated_forward)
     patch.setattr(torch.ops.aten, "_flash_attention_backward", imitated_backward)
-    most_copies = 100.0 if kernel == "copied keys" else 0.0
+    patch.setattr(context_attention, "LONG", 0 if kernel == "copied keys of long runs" else 100)
+    most_copies = 0.0 if kernel == "spread queries" else 100.0
     return replace(layout, segments=make_segments(layout.documents, layout.slots, layout.runs, most_copies))
 
 
-@pytest.mark.parametrize("kernel", ["plain", "copied keys", "spread queries"])
+@pytest.mark.parametrize("kernel", ["plain", "copied keys", "copied keys of long runs", "spread queries"])
 @settings(max_examples=60)
 @given(problem=problems(), window=windows)
 def test_the_kernels_of_other_devices_equal_one_dense_softmax(kernel, problem, window):

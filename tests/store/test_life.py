@@ -91,8 +91,9 @@ def test_states_that_are_no_numbers_are_named_by_their_sample(tmp_path, capsys, 
     made.of(planned)[1].aux[0] = float("nan")
     message = message_of(made.write, tmp_path / "refused")
     assert f"{planned.name}: sample {planned.first + 1}: the target's hidden states are not finite" in message
-    monkeypatch.setattr(codec, "_finite", lambda values: values)
-    made.write(tmp_path / "store")
+    with monkeypatch.context() as patched:
+        patched.setattr(codec, "_all_finite", lambda values: torch.tensor(True))
+        made.write(tmp_path / "store")
     assert main(["verify", str(tmp_path / "store")]) == 1
     out = capsys.readouterr().out.splitlines()
     assert out[0].endswith(f"{planned.name} holds states that are not finite, in sample {planned.first + 1} of train")

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from pipeline import HIDDEN, tiny_llama
 from torch import nn
 
-from eagle31_train.targets import hf
-from eagle31_train.targets.hf import PackedLinear, pack_linears
+from eagle31_train.targets import packed_linear
+from eagle31_train.targets.packed_linear import PackedLinear, pack_linears
+from eagle31_train.targets.readout import readout_of
 
 
 @pytest.mark.parametrize("rows", [(1,), (4,), (2, 3), (0,), (1500,)])
@@ -36,6 +38,24 @@ def test_all_linear_layers_are_packed_and_weights_stay_shared():
 def test_other_dtypes_and_large_models_stay_as_they_are(monkeypatch):
     half, large = nn.Sequential(nn.Linear(16, 16).half()), nn.Sequential(nn.Linear(16, 16))
     pack_linears(half)
-    monkeypatch.setattr(hf, "MOST_BYTES", large[0].weight.nbytes - 1)
+    monkeypatch.setattr(packed_linear, "MOST_BYTES", large[0].weight.nbytes - 1)
     pack_linears(large)
     assert type(half[0]) is type(large[0]) is nn.Linear
+
+
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU has no bf16 products")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_logits_of_a_packed_head_are_the_same_to_the_bit(dtype):
+    """In fp32 the packed head is not taken: another library rounds otherwise."""
+    model = tiny_llama().to(dtype)
+    plain = readout_of(model)
+    pack_linears(model)
+    packed = readout_of(model)
+    assert plain.packed is None
+    assert (packed.packed is not None) == (dtype == torch.bfloat16)
+    for rows in (0, 1, 2, 7, 33, 200):
+        last = torch.randn(rows, HIDDEN, generator=torch.Generator().manual_seed(rows)).to(dtype)
+        assert torch.equal(packed.logits(last), plain.logits(last))
+        assert torch.equal(packed.best(last), plain.best(last))
+    assert packed.to(torch.device("cpu")).packed is packed.packed
+    assert packed.to(torch.device("meta")).packed is None

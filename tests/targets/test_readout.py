@@ -7,6 +7,8 @@ import json
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from pipeline import HIDDEN, LAYERS, VOCAB, save_quietly, tiny_llama
 from random_targets import SIZES, randomised
 from safetensors.torch import save_file
@@ -21,11 +23,11 @@ from transformers import (
 
 from eagle31_train.config import ExtractConfig, TargetConfig
 from eagle31_train.errors import UserError
-from eagle31_train.store.shard_plan import Shape
+from eagle31_train.store.shard_plan import PlannedShard, Shape
 from eagle31_train.targets.extraction import run_shard
 from eagle31_train.targets.fidelity import Gate
 from eagle31_train.targets.hf import HiddenStateTarget, TransformersEngine, load_model
-from eagle31_train.targets.readout import readout_from_checkpoint
+from eagle31_train.targets.readout import BLOCK, first_largest, readout_from_checkpoint
 
 TEXT = {
     "model_type": "kimi_k2",
@@ -111,5 +113,25 @@ def test_a_norm_that_is_read_for_an_ordinary_one_is_stopped_by_the_gate(tmp_path
     engine = TransformersEngine(HiddenStateTarget(model, [1]), read)
     tokens = [torch.randint(0, VOCAB, (60,), generator=generator) for _ in range(3)]
     rows = {"input_ids": [row.tolist() for row in tokens], "loss_mask": [[i > 2 for i in range(60)] for _ in tokens]}
+    shard = PlannedShard("shards/train-00000.safetensors", "train", 0, 0, 3, 180, 10**6)
     with pytest.raises(UserError, match=r"likely cause: the final norm is of the form \(1 \+ w\) but was read as w"):
-        run_shard(engine, rows, Shape(HIDDEN, 1, "bf16", "bf16"), Gate(engine, ExtractConfig(), shards=1))
+        run_shard(engine, rows, Shape(HIDDEN, 1, "bf16", "bf16"), shard, Gate(engine, ExtractConfig(), shards=1))
+
+
+# ---------------------------------------------------------------- the largest logit
+
+
+@given(
+    rows=st.integers(0, 5),
+    vocab=st.sampled_from([1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK - 7]),
+    kinds=st.integers(1, 40),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 10**6),
+    odd=st.sampled_from([None, float("nan"), float("-inf"), float("inf")]),
+)
+def test_of_equal_logits_the_first_is_taken_as_torch_takes_it(rows, vocab, kinds, dtype, seed, odd):
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randint(0, kinds, (rows, vocab), generator=generator).to(dtype)  # equal ones, mostly
+    if odd is not None:
+        logits[torch.rand(rows, vocab, generator=generator) < 2 / vocab] = odd
+    assert torch.equal(first_largest(logits), logits.max(-1).indices)

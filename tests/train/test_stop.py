@@ -86,7 +86,7 @@ def test_a_run_that_its_time_limit_stops_again_and_again_ends_the_same(new_run, 
 def test_a_run_that_waits_for_a_shard_is_ended_by_one_signal(new_run, tmp_path, monkeypatch, number, status):
     run, output = new_run(), tmp_path / "output"
     (run.folder / "run" / "store").rename(tmp_path / "store")
-    monkeypatch.setattr(StoreWriter, "wait_for_quota", lambda self, shard: shard.number < 4)
+    monkeypatch.setattr(StoreWriter, "wait_for_quota", lambda self, shard, _: shard.number < 4)
     extract(run.config())
     follow = ["store.follow=true", "store.patience=100000", "train.window_tokens=40", "train.max_steps=20"]
     with training(arguments(run, *follow), output, grace=0.0) as process:

@@ -1,0 +1,52 @@
+"""A thread of its own for one call at a time."""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+
+class Background:
+    """Works off one call after another while the main thread goes on; the next one waits until the last is done.
+
+    What a call raises, the next of these methods raises. The interpreter waits for the thread, whatever ends the main
+    one.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._thread = ThreadPoolExecutor(1, name)
+        self._call: Future[None] | None = None
+
+    def __enter__(self) -> "Background":
+        return self
+
+    def __exit__(self, error: object, *_: object) -> None:
+        if error is None:
+            self.close()
+        else:  # which comes first
+            self._thread.shutdown()
+
+    def start(self, call: Callable[..., None], *arguments: Any) -> None:
+        """Wait for the call before, and begin this one."""
+        self.wait()
+        self._call = self._thread.submit(call, *arguments)
+
+    def check(self) -> None:
+        """Raise what the call has raised, without waiting for it."""
+        if self._call is not None and self._call.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Return when nothing is under way."""
+        if self._call is None:
+            return
+        error = self._call.exception()  # Ctrl-C meanwhile leaves it to be waited for again
+        self._call = None
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Wait, and end the thread."""
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()

@@ -1,0 +1,189 @@
+"""A shard is written while the target runs over the next one, and its states are looked at only once they are here."""
+
+import threading
+
+import pytest
+import torch
+from extracting import timeless
+from made import Made, message_of
+from pipeline import contents, make_run, tiny_config
+
+from eagle31_train.errors import UserError
+from eagle31_train.store import StoreWriter
+from eagle31_train.targets import arriving
+from eagle31_train.targets import extraction as stage
+from eagle31_train.targets.arriving import Arriving
+from eagle31_train.targets.extraction import extract
+from eagle31_train.targets.hf import HiddenStateTarget, TransformersEngine
+
+PATIENCE = 60.0  # seconds after which a test that would wait for ever fails
+
+
+@pytest.fixture
+def run(tmp_path):
+    """tmp_path with a target and its data, ready to be extracted."""
+    make_run(tmp_path)
+    return tmp_path
+
+
+def runs_of(patch, around):
+    """`around(number, samples)` iterates over what the engine's run of this number, from 0 on, gives."""
+    right, runs = TransformersEngine.run, iter(range(10**6))
+    patch.setattr(TransformersEngine, "run", lambda engine, tokens: around(next(runs), right(engine, tokens)))
+
+
+def test_the_target_runs_on_while_a_shard_is_written_and_is_one_shard_ahead_at_most(run, whole, monkeypatch):
+    began = [threading.Event() for _ in range(20)]
+    written, right = [], StoreWriter.write
+
+    def samples(number, inner):
+        began[number].set()
+        assert number - len(written) <= 1
+        yield from inner
+
+    def write(writer, shard, *rest):
+        if shard.number + 1 < len(writer.plan.shards):
+            assert began[shard.number + 1].wait(PATIENCE), "the target waits for the writer"
+        right(writer, shard, *rest)
+        written.append(shard.number)
+
+    runs_of(monkeypatch, samples)
+    monkeypatch.setattr(StoreWriter, "write", write)
+    extract(tiny_config(run))
+    assert len(written) > 4
+    stores = (contents(folder / "run" / "store") for folder in (run, whole))
+    assert timeless(next(stores)) == timeless(next(stores))
+
+
+def failing(patch, number):
+    """An event that is set once the shard of this number, counted from the end if negative, could not be written."""
+    failed, right = threading.Event(), StoreWriter.write
+
+    def write(writer, shard, *rest):
+        if shard.number == number % len(writer.plan.shards):
+            failed.set()
+            raise UserError("the disk is full")
+        right(writer, shard, *rest)
+
+    patch.setattr(StoreWriter, "write", write)
+    return failed
+
+
+def test_an_error_of_the_writer_stops_the_target_at_once(run, monkeypatch):
+    failed, begun, given = failing(monkeypatch, 1), [], []
+
+    def samples(number, inner):
+        begun.append(number)
+        for sample in inner:
+            yield sample
+            if number == 2:
+                assert failed.wait(PATIENCE)
+                while len(given) < 10**5:  # until it is told
+                    given.append(number)
+                    yield sample
+
+    runs_of(monkeypatch, samples)
+    assert message_of(extract, tiny_config(run)) == "the disk is full"
+    assert begun == [0, 1, 2]
+    assert len(given) < 10**5
+
+
+def test_an_error_of_the_writer_at_the_last_shard_is_not_lost(run, monkeypatch):
+    failing(monkeypatch, -1)
+    assert message_of(extract, tiny_config(run)) == "the disk is full"
+    assert not (run / "run" / "store" / "manifest.json").exists()
+
+
+def test_an_error_of_the_writer_ends_the_wait_for_free_bytes(tmp_path):
+    made, looks = Made(), []
+    bound = sum(s.bytes for s in made.plan.of("heldout")) + max(s.bytes for s in made.plan.of("train"))
+    writer = made.writer(tmp_path, max_bytes=bound, patience=PATIENCE)
+
+    def check():
+        looks.append(1)
+        if len(looks) == 2:
+            raise UserError("the disk is full")
+
+    assert message_of(writer.wait_for_quota, made.plan.shards[-1], check) == "the disk is full"
+
+
+def test_a_state_that_is_no_number_is_named_by_its_sample(run, monkeypatch):
+    right = HiddenStateTarget.states
+
+    def spoilt(target, tokens, mask):
+        states = right(target, tokens, mask)
+        if tokens.shape[1] == 30:  # sample 6 of train is the only one so long
+            states.aux[0, 2] = float("inf")
+        return states
+
+    monkeypatch.setattr(HiddenStateTarget, "states", spoilt)
+    message = message_of(extract, tiny_config(run))
+    assert message.startswith("shards/train-00003.safetensors: sample 6: the target's hidden states are not finite")
+
+
+# ---------------------------------------------------------------- imitating a GPU
+
+
+@pytest.fixture
+def late(monkeypatch):
+    """Copies that arrive only once they are waited for; the list of those under way."""
+    queued = []
+
+    def to_host(x):
+        there = torch.full_like(x, 7)
+        queued.append((there, x.clone()))
+        return there
+
+    class Event:
+        def synchronize(self):
+            for there, x in queued:
+                there.copy_(x)
+            queued.clear()
+
+    right = Arriving.add
+
+    def add(shard, index, document):
+        right(shard, index, document)
+        shard._queued[torch.device("cuda")] = Event()
+
+    monkeypatch.setattr(arriving, "to_host", to_host)
+    monkeypatch.setattr(Arriving, "add", add)
+    return queued
+
+
+def test_nothing_is_looked_at_before_it_is_here(run, whole, late, capsys):
+    extract(tiny_config(run))
+    said = capsys.readouterr().out
+    assert not late
+    stores = (contents(folder / "run" / "store") for folder in (run, whole))
+    assert timeless(next(stores)) == timeless(next(stores))
+    assert "the target would itself write" in said
+
+
+@pytest.mark.parametrize("who", ["the gate", "the writer"])
+def test_planted_who_does_not_wait_is_found(run, whole, late, monkeypatch, who):
+    right = Arriving.wait
+
+    def wait(shard):
+        if gated[0] == (who == "the gate"):
+            shard._queued.clear()
+            shard._finite = {index: [] for index in shard._finite}
+        return right(shard)
+
+    gated, check = [False], stage.run_shard
+
+    def run_shard(*arguments):
+        gated[0] = True
+        try:
+            return check(*arguments)
+        finally:
+            gated[0] = False
+
+    monkeypatch.setattr(stage, "run_shard", run_shard)
+    monkeypatch.setattr(Arriving, "wait", wait)
+    if who == "the gate":
+        assert message_of(extract, tiny_config(run)).startswith("fidelity gate: ")
+        return
+    extract(tiny_config(run))
+    stores = (contents(folder / "run" / "store") for folder in (run, whole))
+    assert timeless(next(stores)) != timeless(next(stores))

@@ -1,0 +1,52 @@
+"""Extraction on a CUDA device: it never waits there, and stores what the engine gave."""
+
+import pytest
+import torch
+from pipeline import AUX, HIDDEN, contents, make_run, tiny_config, tiny_llama
+
+from eagle31_train.store.codec import encode
+from eagle31_train.store.shard_plan import PlannedShard, Shape
+from eagle31_train.targets.extraction import extract, run_shard
+from eagle31_train.targets.hf import HiddenStateTarget, TransformersEngine
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+LENGTHS = (60, 9, 33, 120, 3)
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int8", "fp8"])
+def test_nothing_waits_and_what_arrives_is_what_the_engine_gave(codec):
+    target = tiny_llama().to("cuda", torch.bfloat16)
+    engine = TransformersEngine(HiddenStateTarget(target, AUX), batch_tokens=128)
+    rows = {"input_ids": [list(range(n)) for n in LENGTHS], "loss_mask": [[i > 1 for i in range(n)] for n in LENGTHS]}
+    rows["input_ids"] = [[token % 40 for token in row] for row in rows["input_ids"]]
+    shard = PlannedShard("shards/train-00000.safetensors", "train", 0, 0, len(LENGTHS), sum(LENGTHS), 10**6)
+    run_shard(engine, rows, Shape(HIDDEN, 3, codec, codec), shard, None)[0].wait()  # kernels and memory are there then
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        arriving, _ = run_shard(engine, rows, Shape(HIDDEN, 3, codec, codec), shard, None)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    documents = arriving.wait()
+    for index, aux, last in engine.run([torch.tensor(row) for row in rows["input_ids"]]):
+        document = documents[index]
+        for here, there in (
+            (document.aux, aux[: document.attended]),
+            (document.last, last[document.supervised.cuda()]),
+        ):
+            expected = encode(there, codec)
+            assert torch.equal(here.values.view(torch.uint8), expected.values.cpu().view(torch.uint8))
+            assert torch.equal(here.scale, expected.scale.cpu())
+        assert torch.equal(document.top1[1:-1], engine.readout.best(last[1:-1]).cpu())
+
+
+def test_the_store_of_a_gpu_is_the_same_again(tmp_path):
+    """The first one is read while copies of the next are under way: a block used too early would differ."""
+    stores = []
+    for name in ("one", "two"):
+        make_run(tmp_path / name)
+        extract(tiny_config(tmp_path / name, "target.device=cuda"))
+        stores.append(contents(tmp_path / name / "run" / "store" / "shards"))
+    assert stores[0] == stores[1]
