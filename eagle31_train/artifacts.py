@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,12 @@ def fsync_path(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def forget_pages(path: Path) -> None:
+    """Let the kernel drop its copy of a file, so that the disk is asked again: it may have erred for once."""
+    with suppress(OSError), path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def commit(temporary: Path, final: Path) -> None:
@@ -121,7 +127,9 @@ def first_damaged(folder: Path, files: dict[str, dict[str, Any]], checksums: boo
         if file.stat().st_size != entry["bytes"]:
             return f"{file} has {file.stat().st_size} bytes, not {entry['bytes']}: truncated or replaced"
         if checksums and file_sha256(file) != entry["sha256"]:
-            return f"{file} does not match its checksum: damaged or replaced"
+            forget_pages(file)
+            if file_sha256(file) != entry["sha256"]:
+                return f"{file} does not match its checksum: damaged or replaced"
     return None
 
 

@@ -31,7 +31,9 @@ def cases(strategy, quick, thorough):
     """
 
     def decorate(test):
-        @pytest.mark.parametrize("count", [quick, pytest.param(thorough, marks=pytest.mark.slow)])
+        many = pytest.param(thorough, marks=[pytest.mark.slow, pytest.mark.timeout(4 * 3600)])
+
+        @pytest.mark.parametrize("count", [quick, many])
         def run(count, request):
             names = test.__code__.co_varnames[1 : test.__code__.co_argcount]
             fixtures = [request.getfixturevalue(name) for name in names]

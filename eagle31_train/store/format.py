@@ -118,12 +118,20 @@ def line_name(name: str) -> str:
 
 
 def read_record(storage: Storage, name: str, parse: Callable[[Any], T], store: str | None = None) -> T | None:
-    """A small file of a store, as `parse_record` reads it; None if it is missing."""
+    """A small file of a store, as `parse_record` reads it, once more where it is damaged; None if it is missing."""
+
+    def once() -> T | None:
+        try:
+            data = storage.read(name)
+        except FileNotFoundError:
+            return None
+        return parse_record(data, f"{storage.location}/{name}", parse, store)
+
     try:
-        data = storage.read(name)
-    except FileNotFoundError:
-        return None
-    return parse_record(data, f"{storage.location}/{name}", parse, store)
+        return once()
+    except DamagedError:
+        storage.forget(name)
+        return once()
 
 
 def parse_record(data: bytes, where: str, parse: Callable[[Any], T], store: str | None = None) -> T:
@@ -152,7 +160,7 @@ def read_line(storage: Storage, name: str, store: str) -> Line | None:
 
 
 def open_checked(storage: Storage, name: str, size: int, expected: str | None, opener: Callable[[Path], T]) -> T:
-    """`opener` of a file of this size and checksum (None if that is known); a copy that is not is fetched once more.
+    """`opener` of a file of this size and checksum (None if that is known); one that is not is read once more.
 
     ContentError if the file is another, FileNotFoundError if it is missing.
     """
@@ -167,7 +175,5 @@ def open_checked(storage: Storage, name: str, size: int, expected: str | None, o
     try:
         return storage.opened(name, checked)
     except ContentError:
-        if not storage.remote:
-            raise
         storage.forget(name)
         return storage.opened(name, checked)

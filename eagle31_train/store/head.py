@@ -93,22 +93,33 @@ def read_lines(
         except DamagedError as error:
             problems.append(Problem(f"{error}, of {shard.samples()}", shard.line))
     # Merged ones last: the first process may be merging them just now, and removes the others then.
+    where = f"{storage.location}/{files.SHARDS}"
     try:
-        texts = storage.read(files.SHARDS).splitlines(keepends=True)
+        merged, damaged = _merged_lines(storage, where, store)
+        if damaged:
+            storage.forget(files.SHARDS)
+            merged, damaged = _merged_lines(storage, where, store)
     except FileNotFoundError:
         return lines, problems
-    where, merged = f"{storage.location}/{files.SHARDS}", dict[str, Line]()
-    for number, text in enumerate(texts, 1):
-        try:
-            line = files.parse_record(text, f"{where}:{number}", partial(foreign.typed, Line), store)
-            merged[line.name] = line
-        except DamagedError as error:
-            problems.append(Problem(str(error)))
+    problems += damaged
     for shard in plan.shards:
         if shard.name in merged:
             lines.setdefault(shard.name, merged[shard.name])
         elif shard.name not in lines:
             problems.append(Problem(f"{where} has no line for {shard.name} ({shard.samples()})"))
+    return lines, problems
+
+
+def _merged_lines(storage: Storage, where: str, store: str) -> tuple[dict[str, Line], list[Problem]]:
+    """The lines of shards.jsonl, read now, by the shards that they commit; and what is damaged."""
+    lines: dict[str, Line] = {}
+    problems: list[Problem] = []
+    for number, text in enumerate(storage.read(files.SHARDS).splitlines(keepends=True), 1):
+        try:
+            line = files.parse_record(text, f"{where}:{number}", partial(foreign.typed, Line), store)
+            lines[line.name] = line
+        except DamagedError as error:
+            problems.append(Problem(str(error)))
     return lines, problems
 
 

@@ -1,6 +1,7 @@
 """A store of somebody else's whose checksums are right, and whose content is not."""
 
 import json
+import os
 import shutil
 from collections import Counter
 
@@ -24,6 +25,12 @@ BIG = [TARGET, *(shard.name for shard in MADE.plan.shards)]
 OURS = {"store": MADE.fingerprint, "by": "t" * 16, "shards": [], "finished": False}
 NAMES = ["store", "bytes", "files", "lengths", "fidelity", "norm", PLAN, "x"]
 VALUES = ["fp8", "int4", "../../x", "/etc/passwd", "train", "heldout", MADE.fingerprint, BIG[1], BIG[2], -5, 2**40]
+
+
+@pytest.fixture(autouse=True)
+def no_power_is_lost(monkeypatch):
+    """So that files need not reach the disk, which takes most of the time of thousands of stores."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
 @pytest.fixture(scope="module")

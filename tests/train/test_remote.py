@@ -4,12 +4,15 @@ import json
 import shutil
 
 import pytest
+import s3fs
+from flaky import FAULTS, flaky
 from pipeline import AUX, make_run, tiny_config
 from safetensors.torch import load_file
 
 from eagle31_train.errors import UserError
 from eagle31_train.extract import extract
 from eagle31_train.store import Store, storage_of
+from eagle31_train.store.backends import remote
 from eagle31_train.store.sealed import seal
 from train import loop, windows
 
@@ -70,3 +73,23 @@ def test_a_followed_bucket_is_emptied_of_what_was_trained(made):
     loop.train(config)
     left = set(storage.names("shards"))
     assert left == {shard.name for shard in store.plan.of("heldout")}
+
+
+def test_a_bucket_of_which_every_third_answer_fails_is_extracted_into_and_trained_from_all_the_same(
+    made, s3, s3_endpoint, monkeypatch
+):
+    """500s, answers that are cut, lost or never come; s3fs is told to try nothing again by itself."""
+    monkeypatch.setattr(remote, "FIRST_WAIT", 0.0)
+    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
+    monkeypatch.setattr(s3fs.S3FileSystem, "read_timeout", 1)
+    config = tiny_config(made, *MORE, f"store_dir={URL}")
+    with flaky(s3_endpoint, 0.3) as (endpoint, faults):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        extract(config)
+        loop.train(config)
+    assert set(faults) == set(FAULTS), faults
+    for name in s3.find("bucket"):
+        local = made / "local-store" / name.split("/store/")[1]
+        assert local.name == "manifest.json" or s3.cat_file(name) == local.read_bytes(), name
+    ours, theirs = weights(made / "run" / "train"), weights(made / "local")
+    assert all((ours[name] == theirs[name]).all() for name in theirs)

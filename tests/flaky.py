@@ -1,0 +1,82 @@
+"""A proxy before an HTTP server, of whose answers a seeded share fails in the ways that servers and networks have."""
+
+import http.client
+import random
+import threading
+from collections import Counter
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlsplit
+
+ERROR = b'<?xml version="1.0"?><Error><Code>InternalError</Code><Message>We encountered an error</Message></Error>'
+# "lost": done, but the answer never comes; "short": cut, and its headers know nothing of it.
+FAULTS = ["refused", "refused", "dropped", "lost", "cut", "short", "silent"]
+
+
+@contextmanager
+def flaky(endpoint, share, seed=0):
+    """Gives the proxy's address, and how often each fault came."""
+    rng, lock, counts = random.Random(seed), threading.Lock(), Counter()
+    host = urlsplit(endpoint).netloc
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_):
+            pass
+
+        def answer(self):
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            with lock:
+                fault = rng.choice(FAULTS) if rng.random() < share else None
+            if fault == "silent":
+                self.connection.recv(1)  # until the other side gives up
+            if fault in ("silent", "dropped"):
+                return self.end(fault)
+            if fault == "refused":
+                return self.reply(500, {"Content-Type": "application/xml"}, ERROR, fault)
+            connection = http.client.HTTPConnection(host)
+            connection.request(self.command, self.path, body, dict(self.headers))
+            came = connection.getresponse()
+            data = came.read()
+            connection.close()
+            if fault in ("cut", "short") and not data:
+                fault = "lost"
+            if fault == "lost":
+                return self.end(fault)
+            kept = {
+                n: v for n, v in came.getheaders() if n not in ("Connection", "Transfer-Encoding", "Date", "Server")
+            }
+            if fault == "short":
+                data = data[: len(data) // 2]
+                kept["Content-Length"] = str(len(data))
+            elif "Content-Length" not in kept:
+                kept["Content-Length"] = str(len(data))
+            return self.reply(came.status, kept, data[: len(data) // 2] if fault == "cut" else data, fault)
+
+        def reply(self, status, headers, data, fault):
+            self.send_response(status)
+            headers.setdefault("Content-Length", str(len(data)))
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(b"" if self.command == "HEAD" else data)
+            if fault:
+                self.end(fault)
+
+        def end(self, fault):
+            with lock:
+                counts[fault] += 1
+            self.close_connection = True
+
+        do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = answer
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}", counts
+    finally:
+        server.shutdown()
+        server.server_close()
