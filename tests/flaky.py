@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 ERROR = b'<?xml version="1.0"?><Error><Code>InternalError</Code><Message>We encountered an error</Message></Error>'
 # "lost": done, but the answer never comes; "short": cut, and its headers know nothing of it.
-FAULTS = ["refused", "refused", "dropped", "lost", "cut", "short", "silent"]
+FAULTS = [*("refused", "refused", "dropped", "lost", "cut", "short") * 2, "silent"]
 
 
 @contextmanager
