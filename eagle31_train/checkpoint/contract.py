@@ -311,7 +311,8 @@ def caveats(shape: DrafterShape, target_positions: int | None = None, target_win
     if target_positions is None or target_positions > shape.max_position_embeddings:
         found.append(
             "vLLM 0.32's V1 runner (on CPUs, or with VLLM_USE_V2_MODEL_RUNNER=0) drafts in contexts of up to "
-            f"{shape.max_position_embeddings:,} tokens (drafter.max_position_embeddings); V2, on GPUs, drafts in all"
+            f"{shape.max_position_embeddings:,} tokens (drafter.max_position_embeddings)"
+            + ("" if shape.parallel else "; V2, on GPUs, drafts in all")
         )
     end = table_end(check_rope(shape))
     if end is not None and (target_positions is None or target_positions > end):
