@@ -31,10 +31,11 @@ def made_smaller(checkpoint: DrafterCheckpoint, config: Config) -> DrafterCheckp
     if config.export_vocab_size is not None:
         checkpoint = pruned(checkpoint, config.export_vocab_size, config.data_folder)
     if config.export_weights != "target":
-        if checkpoint.shape.architecture == "mla" or config.export_format != "vllm":
+        shape = checkpoint.shape
+        if shape.architecture == "mla" or shape.parallel or config.export_format != "vllm":
             raise UserError(
-                "export_weights=int8 is for Llama drafters in vLLM's own format: MLA, and any other export_format, "
-                "were not tried; leave it out"
+                "export_weights=int8 is for Llama drafters in vLLM's own format: MLA, drafter.parallel, and any other "
+                "export_format, were not tried; leave it out"
             )
         tensors, names = int8.dequantized(int8.quantized(checkpoint.tensors))
         facts = {**(checkpoint.smaller or {}), "weights": config.export_weights}
