@@ -172,7 +172,12 @@ def exported(drafter: str) -> Path:
     folder = Path(place) if Path(place).is_dir() else hub.fetch(place, None)
     if not (folder / "train").is_dir():
         return folder
-    read_export(folder)
+    made_from, kept = read_export(folder)["inputs"], DrafterCheckpoint.open(drafter).vocab.target_ids.tolist()
+    if "weights_as" in made_from or made_from["vocab"] != artifacts.fingerprint(kept):
+        raise UserError(
+            f"{folder / 'export'} was made smaller than what was trained (export_weights, export_vocab_size): name the "
+            "folder itself, or export again without these"
+        )
     return folder / "export"
 
 

@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard
 from loopback_hub import problems_of, serving_hub
 from safetensors.torch import load_file
 
-from eagle31_train import artifacts, compare, evaluate, export
+from eagle31_train import artifacts, compare, evaluate, export, summary
 from eagle31_train.checkpoint import int8
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.checkpoint.smaller import made_smaller
@@ -172,6 +172,8 @@ def test_the_most_used_tokens_are_kept_and_score_as_before(run, model, capsys):
     before, after = loaded(whole, model).lm_head(z), loaded(small, model).lm_head(z)
     torch.testing.assert_close(after, before[:, [known.index(token) for token in wanted]])
     export.export(run.config("export_vocab_size=6"))
+    with pytest.raises(UserError, match="smaller than what was trained"):
+        compare.exported(str(run.folder))
     again = DrafterCheckpoint.open(run.folder / "export")
     assert again.vocab.target_ids.tolist() == wanted
     assert again.shape.draft_vocab_size == 6
@@ -199,7 +201,7 @@ def test_int8_is_refused_in_the_format_of_speculators(run):
 # ---------------------------------------------------------------- measured as what it is
 
 
-def test_the_card_tells_of_the_smaller_drafter_alone(run):
+def test_the_card_tells_of_the_smaller_drafter_alone(run, monkeypatch):
     evaluate.evaluate(run.config())
     export.export(run.config(*SMALL))
     card = run.folder / "export" / "README.md"
@@ -212,6 +214,14 @@ def test_the_card_tells_of_the_smaller_drafter_alone(run):
     assert "**Acceptance length" in text
     assert "the 12 draft tokens were kept" in text
     assert "Matrices are int8" in text
+    monkeypatch.setattr(summary, "read_manifest", lambda config: {"seconds": 1})  # the run has no store
+    monkeypatch.setattr(summary, "STAGES", ("evaluate", "export"))
+    with pytest.raises(UserError, match="another training"):
+        summary.summarise(run.config())
+    with pytest.raises(KeyError, match="tokens"):  # past the check; the run's training has no counts
+        summary.summarise(run.config(*SMALL))
+    with pytest.raises(UserError, match="smaller than what was trained"):  # a comparison serves what it measures
+        compare.exported(str(run.folder))
     with pytest.raises(UserError, match="made from other inputs"):
         export.export(run.config())
 
