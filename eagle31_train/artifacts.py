@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,14 @@ def forget_pages(path: Path) -> None:
     """Let the kernel drop its copy of a file, so that the disk is asked again: it may have erred for once."""
     with suppress(OSError), path.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def matches(path: Path, expected: str, checksum: Callable[[Path], str]) -> bool:
+    """Whether a file has this checksum; where it seems not to, it is read from the disk once more."""
+    if checksum(path) == expected:
+        return True
+    forget_pages(path)
+    return checksum(path) == expected
 
 
 def commit(temporary: Path, final: Path) -> None:
@@ -126,10 +134,8 @@ def first_damaged(folder: Path, files: dict[str, dict[str, Any]], checksums: boo
             return f"{file} is missing"
         if file.stat().st_size != entry["bytes"]:
             return f"{file} has {file.stat().st_size} bytes, not {entry['bytes']}: truncated or replaced"
-        if checksums and file_sha256(file) != entry["sha256"]:
-            forget_pages(file)
-            if file_sha256(file) != entry["sha256"]:
-                return f"{file} does not match its checksum: damaged or replaced"
+        if checksums and not matches(file, entry["sha256"], file_sha256):
+            return f"{file} does not match its checksum: damaged or replaced"
     return None
 
 

@@ -92,6 +92,10 @@ def serve(config: Config) -> None:
     began = time.perf_counter()
     run_dir = Path(config.run_dir)
     exported = read_export(run_dir)
+    weights, shape = exported["inputs"].get("weights_as", "target"), exported["inputs"]["shape"]
+    other = config.export_weights not in ("target", weights)
+    if other or config.export_vocab_size not in (None, shape.get("draft_vocab_size")):
+        raise UserError(f"{run_dir / 'export'} was not exported so: run `eagle31 export` with the same options first")
     engine = check_serving(config)
     data = artifacts.read_json(config.data_folder / artifacts.MANIFEST, evaluating.DATA)
     # Of the checkpoint and not of its card, which shows what is measured here.

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from eagle31_train import artifacts, cli, provenance
-from eagle31_train.checkpoint import config_json, contract, hub, int8
+from eagle31_train.checkpoint import config_json, contract, hub, int8, published_config
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.checkpoint.run_folder import EXPORT, EXPORTED, MODEL, TRAIN
 from eagle31_train.checkpoint.smaller import made_smaller
@@ -162,7 +162,7 @@ def write_checkpoint(checkpoint: DrafterCheckpoint, shape: DrafterShape, config:
     artifacts.write_json(folder / "config.json", fields)
     save_file(tensors, folder / MODEL, metadata={"format": "pt"})
     meant = dataclasses.replace(shape, rope_scaling=config_json.rope_scaling(shape))  # in config.json's words
-    if config_json.shape_from_config(fields, {contract.canonical_name(name) for name in tensors}) != meant:
+    if published_config.shape_from_config(fields, {contract.canonical_name(name) for name in tensors}) != meant:
         raise UserError(f"{folder / 'config.json'} does not read back as the drafter's shape: check drafter.*")
 
 

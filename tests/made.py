@@ -135,3 +135,19 @@ def writes(monkeypatch):
 
     monkeypatch.setattr(writer, "write_shard", counted)
     return written
+
+
+class Documents:
+    """A split in memory."""
+
+    def __init__(self, documents):
+        self.documents, self.lengths = documents, [len(document) for document in documents]
+
+    def wait_for(self, indices):
+        pass
+
+    def read(self, index, states=True):
+        return self.documents[index]
+
+    def read_all(self, indices):
+        return [self.read(index) for index in indices]

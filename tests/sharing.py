@@ -15,6 +15,7 @@ from unittest.mock import patch
 import plan_cases
 import torch
 from conftest import kept_mask, make_document, make_mla_shape, make_objective, make_shape
+from made import Documents
 from torch import distributed as dist
 
 from benchmarks.shapes import turns
@@ -49,24 +50,6 @@ STEPS = {
 }
 
 
-class Documents:
-    """A split in memory."""
-
-    def __init__(self, shape, answers):
-        generator = torch.Generator().manual_seed(3)
-        self.documents = [make_document(shape, length, generator, answer) for length, answer in answers.items()]
-        self.lengths = list(answers)
-
-    def wait_for(self, indices):
-        pass
-
-    def read(self, index, states=True):
-        return self.documents[index]
-
-    def read_all(self, indices):
-        return [self.read(index) for index in indices]
-
-
 def reduced(value, reduction="sum"):
     """The sum over all ranks, if there are several."""
     value = value.clone()
@@ -75,12 +58,18 @@ def reduced(value, reduction="sum"):
     return value
 
 
+def split_of(shape, answers):
+    """Documents of these lengths, and what the assistant wrote of each."""
+    generator = torch.Generator().manual_seed(3)
+    return Documents([make_document(shape, length, generator, answer) for length, answer in answers.items()])
+
+
 def step(name, mesh, group=None):
     """One optimizer step's gradients over all ranks, by name, and what it measured [MEASURES, K]."""
     kind, answers, more = STEPS[name]
     more = {"precision": None, **more}
     dtype = torch.float64 if more["precision"] is None else torch.float32
-    objective, split = make_objective(SHAPES[kind], dtype), Documents(SHAPES[kind], answers)
+    objective, split = make_objective(SHAPES[kind], dtype), split_of(SHAPES[kind], answers)
     objective.autocast = torch.bfloat16 if more["precision"] == "bf16" else None
     objective.drafter.recompute, objective.drafter.context_group = more.get("activation_checkpointing", False), group
     t = TrainConfig(ttt_length=K, num_workers=0, context_parallel=mesh.context, **more)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from eagle31_train import artifacts
 from eagle31_train.checkpoint import contract, hub, int8, published, run_folder
-from eagle31_train.checkpoint.config_json import COUNTED
+from eagle31_train.checkpoint.published_config import COUNTED
 from eagle31_train.checkpoint.run_folder import CHECKPOINTS, MODEL, RECORD, SHAPE, TRAIN
 from eagle31_train.config import DrafterShape, TargetConfig
 from eagle31_train.errors import UserError

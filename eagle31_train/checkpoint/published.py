@@ -1,6 +1,6 @@
 """The files of a published EAGLE 3 or 3.1 draft: config.json and safetensors, in any spelling that vLLM takes.
 
-What names and fields may be called stands in `contract.py` and `config_json.py`. Nothing is ever unpickled.
+What names and fields may be called stands in `contract.py` and `published_config.py`. Nothing is ever unpickled.
 """
 
 import os
@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from eagle31_train import foreign
-from eagle31_train.checkpoint import config_json, contract, int8
+from eagle31_train.checkpoint import config_json, contract, int8, published_config
 from eagle31_train.config import DrafterShape
 from eagle31_train.errors import UserError
 from eagle31_train.model.vocab import DraftVocab
@@ -41,7 +41,7 @@ def read(
     tensors = _read_tensors(folder)
     if "fc.weight" in tensors and "midlayer.hidden_norm.weight" not in tensors:  # which config.json does not tell
         raise UserError("a drafter of EAGLE 1 or 2, or of another kind, without midlayer.hidden_norm.weight")
-    shape = config_json.shape_from_config(config, tensors, target_layers, counted)
+    shape = published_config.shape_from_config(config, tensors, target_layers, counted)
     tensors, rounded = int8.dequantized(tensors)
     if bool(rounded) != bool(config.get(config_json.QUANTIZED)):
         raise UserError("quantization_config and the tensors contradict each other on int8 weights: get it again")
@@ -51,7 +51,7 @@ def read(
         tensors["lm_head.weight"] = tensors["lm_head.weight"][order]
     if joined := rounded - tensors.keys():
         raise UserError(f"{min(joined)} is int8 of several weights joined: take a draft that has them apart")
-    return shape, vocab, tensors, rounded, config_json.target_name(config)
+    return shape, vocab, tensors, rounded, published_config.target_name(config)
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -82,10 +82,8 @@ def first_damaged(checkpoint: Path, files: Mapping[str, Mapping[str, Any]]) -> s
     for name, entry in files.items():
         file = checkpoint / name
         try:
-            if file.stat().st_size == entry["bytes"] and checksum(file) == entry["checksum"]:
-                continue
-            artifacts.forget_pages(file)  # a disk may have erred for once
-            if (file.stat().st_size, checksum(file)) != (entry["bytes"], entry["checksum"]):
+            whole = file.stat().st_size == entry["bytes"]
+            if not (whole and artifacts.matches(file, entry["checksum"], checksum)):
                 return f"{file} does not match its checksum: damaged or replaced"
         except OSError as error:
             return f"{file} is missing or damaged ({error})"

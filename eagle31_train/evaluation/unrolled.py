@@ -122,9 +122,9 @@ def narrowest(drafter: Drafter, target_ids: Tensor, trajectory: Trajectory, slot
 
 @torch.no_grad()
 def turns(drafter: Drafter, target_ids: Tensor, trajectory: Trajectory, slot: int, depth: int, accepted: int) -> bool:
-    """Whether float32's noise in the states makes the draft at a slot one of which so many tokens are accepted.
+    """Whether noise of float32's size in the target's states can give a slot's draft `accepted` accepted tokens.
 
-    Where products round their inputs to int8 (`checkpoint/int8.py`), noise that turns one moves it by a whole step.
+    Where products round their inputs to int8 (`checkpoint/int8.py`), such noise may move an input by a whole step.
     """
     text, generator = [*trajectory.output, *trajectory.beyond], torch.Generator().manual_seed(0)
     for _ in range(DRAWS):

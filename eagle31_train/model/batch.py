@@ -132,24 +132,19 @@ def build_batch(
         part: this rank's part of them, and how many ranks share them (`context_parallel.py`).
     """
     K, lengths = ttt_length, [len(document) for document in documents]
-    eligible, trained = zip(*(_pairs(document, K, keep_mask, oov) for document in documents), strict=True)
+    pairs = zip(*(_pairs(document, K, keep_mask, oov) for document in documents), strict=True)
+    all_eligible, all_trained = (torch.cat(some) for some in pairs)
     edges = torch.tensor([0, *lengths]).cumsum(0)
     owner = torch.arange(len(documents)).repeat_interleave(edges.diff())  # the document of each token
-
-    all_eligible, all_trained = torch.cat(eligible), torch.cat(trained)
     counted = all_trained
     if subset is not None:
         taken = torch.cat(subset.taken)[:, None]
         all_eligible, all_trained = all_eligible & taken, all_trained & taken
 
     slot = all_trained.any(1).nonzero()[:, 0]
-    contexts = torch.zeros(len(documents), dtype=torch.int64)
-    contexts.scatter_reduce_(0, owner[slot], slot - edges[owner[slot]] + 1, "amax")  # up to the last slot of each
-    context_edges = torch.cat([contexts.new_zeros(1), contexts.cumsum(0)])
+    context_edges, context = _contexts(slot, edges, owner)
     spans = [span for span in pairwise(context_edges.tolist()) if span[0] < span[1]]
-    context = torch.cat([torch.arange(count) for count in contexts.tolist()])
-    context += edges[:-1].repeat_interleave(contexts)  # [C]: where the positions of the context stand among all
-    here, places, states = torch.arange(len(context)), None, [slice(count) for count in contexts.tolist()]
+    here, places, states = torch.arange(len(context)), None, [slice(size) for size in context_edges.diff().tolist()]
 
     index, count = part
     if count > 1:
@@ -160,24 +155,18 @@ def build_batch(
         slot, context = all_trained.any(1).nonzero()[:, 0], context[here]
         states = (context - edges[owner[context]]).split(owner[context].bincount(minlength=len(documents)).tolist())
 
-    steps = torch.arange(K)
-    tokens = torch.cat([d.tokens for d in documents])
-    end = edges[owner[slot] + 1] - 1
+    tokens, following = torch.cat([d.tokens for d in documents]), context + 1
     # Steps past the end of a document are no pairs; they read its last token so that indices stay inside.
-    read, reads = torch.minimum(slot + 1 + steps[:, None], end).unique(return_inverse=True)
-    following = context + 1
+    end = edges[owner[slot] + 1] - 1
+    read, reads = torch.minimum(slot + 1 + torch.arange(K)[:, None], end).unique(return_inverse=True)
     if count > 1:  # of the tokens those that are read here
         used = torch.cat([following, read]).unique()
         tokens, following, read = tokens[used], torch.searchsorted(used, following), torch.searchsorted(used, read)
 
-    rows, ks = all_trained[slot].nonzero(as_tuple=True)  # sorted by slot; wanted: by supervised position
-    supervised = slot[rows] + 1 + ks
-    order = torch.argsort(supervised, stable=True)
-    rows, ks, supervised = rows[order], ks[order], supervised[order]
+    rows, ks, supervised = _by_supervisor(all_trained, slot)
     teachers, pair_teacher = torch.unique_consecutive(supervised, return_inverse=True)
-    # Among the last states that the documents carry.
     with_state = torch.cat([d.supervised + start for d, start in zip(documents, edges.tolist(), strict=False)])
-    teacher_rows = torch.searchsorted(with_state, teachers)
+    teacher_rows = torch.searchsorted(with_state, teachers)  # among the last states that the documents carry
 
     return Batch(
         aux=concatenate([as_encoded(d.aux)[some] for d, some in zip(documents, states, strict=True)]),
@@ -204,6 +193,33 @@ def build_batch(
         assistant_tokens=int(sum(d.loss_mask.sum() for d in documents)),
         places=places,
     )
+
+
+def _contexts(slot: Tensor, edges: Tensor, owner: Tensor) -> tuple[Tensor, Tensor]:
+    """Of every document the positions up to its last slot.
+
+    Args:
+        slot: [S] int64, among the tokens of all documents; edges: where each document begins, and the end of the last;
+            owner: the document of each token.
+
+    Returns:
+        Where those of each document begin among the C of all, and C; where they stand among the tokens, [C].
+    """
+    counts = torch.zeros(len(edges) - 1, dtype=torch.int64)
+    counts.scatter_reduce_(0, owner[slot], slot - edges[owner[slot]] + 1, "amax")
+    within = torch.cat([torch.arange(count) for count in counts.tolist()])
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)]), within + edges[:-1].repeat_interleave(counts)
+
+
+def _by_supervisor(trained: Tensor, slot: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The trained pairs (row of `slot`, step, position that supervises it), [P] each, sorted by that position.
+
+    trained: [N, K] bool, of every token and step; slot: [S] int64.
+    """
+    rows, steps = trained[slot].nonzero(as_tuple=True)
+    supervised = slot[rows] + 1 + steps
+    order = torch.argsort(supervised, stable=True)
+    return rows[order], steps[order], supervised[order]
 
 
 def choose_slots(

@@ -176,7 +176,9 @@ class AttendingLayer:
     ) -> None:
         self._layer, self._run, self._gather = layer, run, gather
         options: dict[str, Any] = {"fused": fused, "window": layer.self_attn.window}
-        given = {name: value for name, value in options.items() if value}
+        given = {
+            name: value for name, value in options.items() if value
+        }  # what stands in its place may lack the others
         self._attention: Callable[..., Tensor] = partial(unrolled_attention, **given)
         self.finish = layer.finish
         self._own_k: list[Tensor] = []

@@ -152,12 +152,16 @@ def training_flops(shape: DrafterShape, work: Work, train_lm_head: bool = True) 
     embedded = work.positions if below else work.read  # tokens whose embeddings ask
     # Every position of a conversation up to its last slot sees those before it: half their square, on average.
     everywhere = work.squares * (work.positions / max(work.tokens, 1)) ** 2 / 2
+    first = work.keys[0]
+    if (window := shape.sliding_window) is not None:  # at the most
+        seen, first = min(seen, steps * window), min(first, work.slots[0] * window)
+        everywhere = min(everywhere, work.positions * window)
     key_up, query_up = (a * b for a, b in (w.key_up, w.query_up))
     return {
         "fc": fc * (3 if shape.fc_norm or shape.norm_before_fc else 2),
         "keys, values": 3 * 2 * ((keyed + work.positions) * D * w.key_in + keyed * key_up),
         "queries": 3 * 2 * ((asked - masked + embedded) * D * w.query_in + asked * query_up),
-        "attention": 3 * 2 * (L * seen + below * (everywhere - work.keys[0])) * (w.queries + w.out),
+        "attention": 3 * 2 * (L * seen + below * (everywhere - first)) * (w.queries + w.out),
         "output": 3 * 2 * asked * w.out * D,
         "mlp": 3 * 2 * asked * 3 * D * shape.intermediate_size,
         "lm_head": (3 if train_lm_head else 2) * 2 * sum(work.pairs) * D * Vd,

@@ -11,7 +11,7 @@ import torch
 from transformers import DeepseekV2Config, DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
 
-from eagle31_train.checkpoint import config_json, contract
+from eagle31_train.checkpoint import config_json, contract, published_config
 from eagle31_train.errors import UserError
 from eagle31_train.model.rope import Rope
 
@@ -64,8 +64,8 @@ def test_config_json_has_every_field(smollm2):
 )
 def test_config_json_reads_back_in_both_formats(change, tiny):
     shape = replace(tiny, **change)
-    assert config_json.shape_from_config(config_json.config_json(shape, "float32", "x")) == shape
-    assert config_json.shape_from_config(config_json.speculators_json(shape, "float32", "x", 3)) == shape
+    assert published_config.shape_from_config(config_json.config_json(shape, "float32", "x")) == shape
+    assert published_config.shape_from_config(config_json.speculators_json(shape, "float32", "x", 3)) == shape
 
 
 WINDOW = {"sliding_window": 64}
@@ -88,14 +88,14 @@ QWEN3 = {"architectures": ["Eagle3Qwen3ForCausalLM"], "model_type": "qwen3"}
 )
 def test_windows_are_read_as_vllm_finds_them(change, window):
     config = {**PUBLIC, "eagle_aux_hidden_state_layer_ids": [2, 16, 29], **change}
-    assert config_json.shape_from_config(config).sliding_window == window
+    assert published_config.shape_from_config(config).sliding_window == window
 
 
 def test_a_config_that_transformers_does_not_go_over_has_the_window_of_its_layer_types(tiny):
     """In the format of speculators, vLLM takes the fields as they stand."""
     config = config_json.speculators_json(replace(tiny, qk_norm=True), "float32", "x", 3)
     layer = {**config["transformer_layer_config"], **WINDOW, "use_sliding_window": False, "layer_types": SLIDES}
-    assert config_json.shape_from_config({**config, "transformer_layer_config": layer}).sliding_window == 64
+    assert published_config.shape_from_config({**config, "transformer_layer_config": layer}).sliding_window == 64
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_a_config_that_transformers_does_not_go_over_has_the_window_of_its_layer
 def test_windows_and_biases_that_vllm_would_not_serve_are_refused(change, named):
     config = {**PUBLIC, "eagle_aux_hidden_state_layer_ids": [2, 16, 29], **change}
     with pytest.raises(UserError, match=named):
-        config_json.shape_from_config(config)
+        published_config.shape_from_config(config)
 
 
 @pytest.mark.parametrize("field", ["sliding_window", "attention_bias", "mlp_bias", "norm_before_fc", "qk_norm"])
@@ -140,14 +140,14 @@ IDS = "eagle_aux_hidden_state_layer_ids"
     ],
 )
 def test_layer_ids_are_inputs_of_layers_however_they_are_counted(ids, counted, layers):
-    shape = config_json.shape_from_config({**PUBLIC, **ids}, target_layers=lambda: 32, counted=counted)
+    shape = published_config.shape_from_config({**PUBLIC, **ids}, target_layers=lambda: 32, counted=counted)
     assert shape.aux_layers == layers
 
 
 @pytest.mark.parametrize("ids", [{"eagle_config": {IDS: [1, 15, 28]}}, {IDS: [1, 15, 28], "_torchspec_version": "1"}])
 def test_layer_ids_that_may_count_either_way_are_not_guessed(ids):
     with pytest.raises(UserError, match="add @inputs or @outputs"):
-        config_json.shape_from_config({**PUBLIC, **ids})
+        published_config.shape_from_config({**PUBLIC, **ids})
 
 
 @pytest.mark.parametrize("more", [{}, {"qk_norm": True, "num_layers": 2}])
@@ -156,13 +156,13 @@ def test_a_parallel_drafters_token_is_where_vllm_looks_for_it(more, tiny):
     config = config_json.config_json(shape, "float32", "x")
     chain = config_json.config_json(replace(tiny, **more), "float32", "x")
     assert config == chain | {"ptd_token_id": 7}
-    assert config_json.shape_from_config(config, ["mask_hidden"]) == shape
+    assert published_config.shape_from_config(config, ["mask_hidden"]) == shape
     for name in ("pard_token", "mask_token_id"):  # of other trainers; the later one goes first
         config |= {"ptd_token_id": 3, "pard_token": 4, name: 7}
-        assert config_json.shape_from_config(config, ["mask_hidden"]) == shape
+        assert published_config.shape_from_config(config, ["mask_hidden"]) == shape
     with pytest.raises(UserError, match="lacks ptd_token_id"):
-        config_json.shape_from_config(chain, ["mask_hidden"])
-    assert not config_json.shape_from_config(chain | {"mask_token_id": 7}).parallel  # nothing reads it
+        published_config.shape_from_config(chain, ["mask_hidden"])
+    assert not published_config.shape_from_config(chain | {"mask_token_id": 7}).parallel  # nothing reads it
 
 
 def test_what_the_format_of_speculators_does_not_have_is_refused(tiny, tiny_mla):
@@ -184,7 +184,7 @@ PUBLIC = {
 
 
 def test_what_a_config_leaves_out_is_read_as_vllm_does(smollm2):
-    shape = config_json.shape_from_config(PUBLIC, target_layers=lambda: 32)
+    shape = published_config.shape_from_config(PUBLIC, target_layers=lambda: 32)
     assert asdict(shape) == {
         **asdict(smollm2),
         "hidden_size": 4096,
@@ -204,7 +204,7 @@ def test_what_a_config_leaves_out_is_read_as_vllm_does(smollm2):
         "norm_before_residual": False,
     }
     with pytest.raises(UserError, match="how many layers"):
-        config_json.shape_from_config(PUBLIC)
+        published_config.shape_from_config(PUBLIC)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_what_a_config_leaves_out_is_read_as_vllm_does(smollm2):
 )
 def test_other_drafters_are_refused(change, named):
     with pytest.raises(UserError, match=named):
-        config_json.shape_from_config({**PUBLIC, "eagle_aux_hidden_state_layer_ids": [2, 16, 29], **change})
+        published_config.shape_from_config({**PUBLIC, "eagle_aux_hidden_state_layer_ids": [2, 16, 29], **change})
 
 
 # ---------------------------------------------------------------- MLA
@@ -233,7 +233,7 @@ def test_full_rank_queries_are_written_because_the_default_is_another(tiny_mla):
     assert config["q_lora_rank"] is None
     assert DeepseekV3Config(**config).q_lora_rank is None
     del config["q_lora_rank"]
-    assert DeepseekV3Config(**config).q_lora_rank == config_json.shape_from_config(config).q_lora_rank == 1536
+    assert DeepseekV3Config(**config).q_lora_rank == published_config.shape_from_config(config).q_lora_rank == 1536
 
 
 def test_defaults_are_those_of_the_classes_that_read():
@@ -242,7 +242,7 @@ def test_defaults_are_those_of_the_classes_that_read():
         assert {name: getattr(plain, name) for name in config_json.MLA_DEFAULTS} == config_json.MLA_DEFAULTS
         assert plain.rms_norm_eps == 1e-6
         for model_type in model_types:
-            assert config_json.MODEL_TYPES["mla"][model_type] == plain.max_position_embeddings
+            assert published_config.MODEL_TYPES["mla"][model_type] == plain.max_position_embeddings
 
 
 MLA_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
@@ -293,7 +293,7 @@ def test_mla_reads_back(name, spelling, tiny_mla, tiny_mla_tensors):
     shape = replace(tiny_mla, rope_scaling=SCALINGS[name])
     config = by_each_spelling(config_json.config_json(shape, "float32", "x"))[spelling]
     whole = replace(shape, rope_scaling=config_json.rope_scaling(shape))
-    assert config_json.shape_from_config(config, tiny_mla_tensors) == whole
+    assert published_config.shape_from_config(config, tiny_mla_tensors) == whole
     assert Rope(whole).factor == Rope(shape).factor
 
 
@@ -309,4 +309,4 @@ MLA_REFUSED = {
 @pytest.mark.parametrize(("words", "change"), MLA_REFUSED.items())
 def test_what_vllm_would_serve_otherwise_is_refused(words, change, tiny_mla):
     with pytest.raises(UserError, match=words):
-        config_json.shape_from_config({**config_json.config_json(tiny_mla, "float32", "x"), **change})
+        published_config.shape_from_config({**config_json.config_json(tiny_mla, "float32", "x"), **change})

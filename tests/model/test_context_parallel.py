@@ -99,7 +99,7 @@ def test_every_position_has_one_owner_and_slots_and_the_keys_that_they_see_are_s
 def test_parts_are_the_whole(ranks):
     """Positions, slots and pairs are of one part each; tokens, those that a part reads."""
     objective = sharing.make_objective(sharing.SHAPES["gqa"])
-    documents = sharing.Documents(sharing.SHAPES["gqa"], RAGGED).documents
+    documents = sharing.split_of(sharing.SHAPES["gqa"], RAGGED).documents
     kept = sharing.kept_mask(objective)
     build = sharing.loader.build_batch
     whole = build(documents, sharing.K, kept, "mask")

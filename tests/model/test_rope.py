@@ -6,8 +6,9 @@ from conftest import make_shape
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from eagle31_train.checkpoint.config_json import config_json, shape_from_config
+from eagle31_train.checkpoint.config_json import config_json
 from eagle31_train.checkpoint.contract import check_shape
+from eagle31_train.checkpoint.published_config import shape_from_config
 from eagle31_train.errors import UserError
 from eagle31_train.model.rope import Rope
 

@@ -197,6 +197,8 @@ def test_options_have_the_effect_that_they_should():
     frozen = planned(*llama, "drafter.train_lm_head=false")
     assert whole.state().trained - frozen.state().trained == frozen.state().frozen == 32000 * 4096
     assert frozen.training_flops() < whole.training_flops()
+    windowed = [planned(*llama, f"drafter.sliding_window={width}").training_flops() for width in (64, 128, 100_000)]
+    assert windowed[0] < windowed[1] < windowed[2] == whole.training_flops()
 
     short = planned(*llama, "train.max_steps=100")  # bounds the training, but not the store
     assert short.steps == 100

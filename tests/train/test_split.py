@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import kept_mask, make_document, make_objective, make_shape
+from made import Documents
 
 from eagle31_train.config import TrainConfig
 from train import loader
@@ -24,22 +25,6 @@ K = 3
 # Length → what the assistant wrote of it (None: random): unequal, fewer than the most parts, one with nothing to train.
 ANSWERS = {24: None, 19: [4, 5, 6], 15: [], 32: None, 8: range(2, 8), 21: [10], 27: None}
 SPLITS = [(1, 8), (2, 4), (4, 2), (8, 1), (2, 1), (3, 1), (1, 3), (3, 3)]
-
-
-class Documents:
-    """A split in memory."""
-
-    def __init__(self, documents):
-        self.documents, self.lengths = documents, [len(document) for document in documents]
-
-    def wait_for(self, indices):
-        pass
-
-    def read(self, index, states=True):
-        return self.documents[index]
-
-    def read_all(self, indices):
-        return [self.read(index) for index in indices]
 
 
 class Rank:

@@ -10,7 +10,7 @@ from conftest import make_mla_shape
 from safetensors.torch import save_file
 from transformers import DeepseekV3Config
 
-from eagle31_train.checkpoint import config_json, contract
+from eagle31_train.checkpoint import config_json, contract, published_config
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.errors import UserError
 from eagle31_train.model.layer import LatentAttention
@@ -139,7 +139,7 @@ def test_vllm_reads_the_fields_that_were_meant(name, seen):
     shape, fields = SHAPES[name], seen[name]["fields"]
     meant = config_json.config_json(shape, "float32", "x")
     assert fields == {field: meant[field] for field in fields}
-    read = config_json.shape_from_config({**fields, "model_type": "kimi_k2"})
+    read = published_config.shape_from_config({**fields, "model_type": "kimi_k2"})
     assert read == replace(shape, rope_scaling=config_json.rope_scaling(shape))
     assert seen[name]["eps"] == [2e-5]
 

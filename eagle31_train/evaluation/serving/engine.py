@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from eagle31_train import artifacts
-from eagle31_train.checkpoint.config_json import mask_token_id
 from eagle31_train.checkpoint.published import CONFIG
+from eagle31_train.checkpoint.published_config import mask_token_id
 from eagle31_train.config import Config
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation.measurement import machine

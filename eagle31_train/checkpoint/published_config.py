@@ -1,0 +1,326 @@
+"""The config.json of a draft, read as vLLM does, whoever wrote it; what it may not say is refused by name."""
+
+from collections.abc import Callable, Collection
+from typing import Annotated, Any
+
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from eagle31_train import foreign
+from eagle31_train.checkpoint.config_json import (
+    FULL,
+    MLA_DEFAULTS,
+    QUANTIZED,
+    SLIDING,
+    SPECULATORS_OWN,
+    WRITTEN,
+    Fields,
+    one_spelling,
+)
+from eagle31_train.checkpoint.contract import LAYER_IDS
+from eagle31_train.checkpoint.int8 import is_int8
+from eagle31_train.config import DrafterShape, default_aux_layers
+from eagle31_train.errors import UserError
+from eagle31_train.foreign import Count, Positions, Scaling, Theta, Width
+
+# Other names of the same drafters there. Before the name of any other kind of model vLLM puts Eagle3 first:
+# LlamaForCausalLM, which drafters of EAGLE 1 and 2 carry too, is one of them.
+NAMES = {
+    "llama": (
+        "LlamaForCausalLMEagle3",
+        "Eagle3LlamaForCausalLM",
+        "Eagle3MiniMaxM2ForCausalLM",
+        "Eagle3Qwen2_5vlForCausalLM",
+        "Eagle3Qwen3vlForCausalLM",
+    ),
+    "qwen3": ("Eagle3Qwen3ForCausalLM",),
+    "mla": ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM"),
+}
+# model_type → longest position where config.json does not say. vLLM takes a deepseek_v3 for a layer of DeepSeek's own
+# MTP and refuses it, but trainers write it, and it means the same.
+MODEL_TYPES = {
+    "llama": {"llama": 2048},
+    "qwen3": {"qwen3": 32768},
+    "mla": {"kimi_k2": 4096, "deepseek_v2": 2048, "deepseek_v3": 4096},
+}
+# How a config.json may count auxiliary layers: i is the input of layer i, or its output.
+COUNTED = ("inputs", "outputs")
+# Where vLLM looks for the token of a parallel drafter's mask rows, in its order; EAGLE 3's own is the last.
+MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
+
+Size = Annotated[Width, Field(ge=1)]
+LayerIds = Annotated[list[Count], Field(max_length=1024)] | None
+
+
+class _Rope(TypedDict, total=False):
+    rope_type: str | None
+    type: str | None
+    rope_theta: Theta | None
+
+
+class _Eagle(TypedDict, total=False):
+    eagle_aux_hidden_state_layer_ids: LayerIds
+    layer_ids: LayerIds
+
+
+class _Layer(TypedDict, total=False):
+    architectures: list[str] | None
+    model_type: str | None
+    hidden_size: Size
+    target_hidden_size: Width | None
+    vocab_size: Size
+    draft_vocab_size: Width | None
+    intermediate_size: Size
+    num_hidden_layers: Annotated[int, Field(ge=1, le=64)]  # a number beyond it is no drafter's
+    num_attention_heads: Annotated[int, Field(ge=1, le=1 << 16)]
+    num_key_value_heads: Count | None
+    head_dim: Count | None
+    q_lora_rank: Size | None
+    kv_lora_rank: Size
+    qk_nope_head_dim: Size
+    qk_rope_head_dim: Size
+    v_head_dim: Size
+    rms_norm_eps: Annotated[float, Field(gt=0, lt=1)]
+    rope_theta: Theta | None
+    rope_scaling: _Rope | None
+    rope_parameters: _Rope | None
+    max_position_embeddings: Annotated[Positions, Field(ge=1)]
+    mask_token_id: Width | None
+    pard_token: Width | None
+    ptd_token_id: Width | None
+    layer_types: list[str] | None
+    sliding_window: Annotated[Positions, Field(ge=1)] | None
+    max_window_layers: Count | None
+    num_aux_hidden_states: Count | None
+
+
+class _Config(_Layer, total=False):
+    eagle_aux_hidden_state_layer_ids: LayerIds
+    eagle_config: _Eagle | None
+    target_model_name: str | None
+    speculators_config: dict[str, dict[str, Any] | Any] | None
+    transformer_layer_config: _Layer | None
+
+
+def shape_from_config(
+    config: Fields,
+    tensor_names: Collection[str] = (),
+    target_layers: Callable[[], int] | None = None,
+    counted: str | None = None,
+) -> DrafterShape:
+    """Read a checkpoint's config.json as vLLM does: its spellings, and its defaults for what is missing.
+
+    Of an MLA draft the fields of DeepSeek's experts are passed over, as vLLM does: the draft is dense.
+
+    Args:
+        config: of this project, of other EAGLE 3 trainers, or in the format of `speculators`.
+        tensor_names: the checkpoint's tensors, canonical; they alone say whether it has an embedding.
+        target_layers: gives the layers of the target, for a config that leaves the auxiliary layers to vLLM.
+        counted: one of COUNTED, for a config that does not tell which.
+
+    Raises:
+        UserError: no EAGLE 3 drafter of a known kind, or a field is missing, of another type, or beyond all real sizes.
+    """
+    _check_types(config)
+    layer, flags, residual_default = _flatten(config)
+    kind = _kind(layer)
+    architecture = "mla" if kind == "mla" else "llama"
+    _refuse_unsupported(layer, flags, kind)
+    needed = ("hidden_size", "num_attention_heads", "vocab_size", "intermediate_size")
+    if lacking := [name for name in needed if name not in layer]:
+        raise UserError(f"config.json lacks {lacking[0]}")
+    D, heads, V = layer["hidden_size"], layer["num_attention_heads"], layer["vocab_size"]
+    aux_layers = _aux_layers(config, flags, target_layers, counted)
+    count = flags.get("num_aux_hidden_states")
+    if count is not None and count != len(aux_layers):
+        raise UserError(f"config.json has num_aux_hidden_states {count}, but the layer ids {aux_layers}")
+    parallel = "mask_hidden" in tensor_names or layer.get(MASK_TOKENS[-1]) is not None
+    mask_token = mask_token_id(layer) if parallel else None
+    if parallel and mask_token is None:
+        raise UserError(f"config.json lacks {MASK_TOKENS[-1]}, the token that stands beside mask_hidden")
+    longest = MODEL_TYPES[kind][layer.get("model_type", "llama")]
+    positions = layer.get("max_position_embeddings", longest)
+    theta, scaling = _rope(layer, architecture, positions)
+    if kind == "mla":  # as many key heads as query heads, whatever config.json says of their number
+        widths = {name: layer.get(name, default) for name, default in MLA_DEFAULTS.items()}
+        keys, head_dim = heads, widths["qk_nope_head_dim"] + widths["qk_rope_head_dim"]
+    else:
+        widths, keys = {}, layer.get("num_key_value_heads") or heads
+        head_dim = layer.get("head_dim") or (128 if kind == "qwen3" else D // heads)
+    return DrafterShape(
+        architecture=architecture,
+        hidden_size=D,
+        target_hidden_size=flags.get("target_hidden_size") or D,
+        aux_layers=aux_layers,
+        vocab_size=V,
+        draft_vocab_size=flags.get("draft_vocab_size") or V,
+        intermediate_size=layer["intermediate_size"],
+        num_attention_heads=heads,
+        num_key_value_heads=keys,
+        head_dim=head_dim,
+        rms_norm_eps=layer.get("rms_norm_eps", 1e-6),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        max_position_embeddings=positions,
+        fc_norm=bool(flags.get("fc_norm", False)),
+        norm_output=bool(flags.get("norm_output", False)),
+        norm_before_residual=bool(flags.get("norm_before_residual", residual_default)),
+        norm_before_fc=_norm_before_fc(flags),
+        num_layers=layer.get("num_hidden_layers", 1),
+        qk_norm=kind == "qwen3",
+        sliding_window=_sliding_window(layer, kind, plain=layer is config),
+        attention_bias=bool(layer.get("attention_bias", False)),
+        mlp_bias=bool(layer.get("mlp_bias", False)) and kind != "qwen3",  # of which vLLM's has none
+        parallel=parallel,
+        ptd_token_id=mask_token,
+        share_embedding="embed_tokens.weight" not in tensor_names,
+        **widths,
+    )
+
+
+def _check_types(config: Fields) -> None:
+    try:
+        foreign.typed(_Config, config)
+        layer = config.get("transformer_layer_config") or {}
+        for name in ("rope_scaling", "rope_parameters"):
+            foreign.typed(Scaling | None, config.get(name))
+            foreign.typed(Scaling | None, layer.get(name))
+    except ValueError as error:
+        raise UserError(f"config.json gives {error}: get it again, or correct it") from None
+
+
+def _norm_before_fc(flags: Fields) -> bool:
+    """As vLLM looks for it: eagle_config's word counts first."""
+    return bool((flags.get("eagle_config") or {}).get("norm_before_fc", flags.get("norm_before_fc", False)))
+
+
+def mask_token_id(config: Fields) -> int | None:
+    """The token whose embedding a parallel drafter's mask rows read, where vLLM looks for it; None of a chain's."""
+    return next((config[name] for name in MASK_TOKENS if config.get(name) is not None), None)
+
+
+def target_name(config: Fields) -> str | None:
+    """Path or hub id of the target that the drafter was made for, where a config.json says it."""
+    verifier = (config.get("speculators_config") or {}).get("verifier")
+    name = config.get("target_model_name") or (isinstance(verifier, dict) and verifier.get("name_or_path"))
+    return name if isinstance(name, str) else None
+
+
+def _flatten(config: Fields) -> tuple[Fields, Fields, bool]:
+    """Where the layer's fields are, where the EAGLE fields are, and the default of norm_before_residual."""
+    if "speculators_model_type" not in config:
+        return config, config, False
+    if config["speculators_model_type"] != "eagle3":
+        raise UserError(f"a speculators checkpoint of kind {config['speculators_model_type']!r} is no EAGLE 3 drafter")
+    layer = config.get("transformer_layer_config") or {}
+    named = WRITTEN.get(layer.get("model_type", "llama"), WRITTEN["llama"])[0]
+    flags = {name: value for name, value in layer.items() if name not in SPECULATORS_OWN}
+    flags |= {name: config[name] for name in SPECULATORS_OWN if name in config}
+    flags |= {name: config[name] for name in ("target_hidden_size", LAYER_IDS, QUANTIZED) if config.get(name)}
+    return {"num_hidden_layers": 1, **layer, "architectures": [named]}, flags, True
+
+
+def _kind(layer: Fields) -> str:
+    """Which of `NAMES`; UserError for other models."""
+    name = (layer.get("architectures") or [""])[0]
+    registered = name if name.startswith("Eagle3") or name.endswith("Eagle3") else f"Eagle3{name}"
+    for kind, names in NAMES.items():
+        if registered in names:
+            return kind
+    raise UserError(
+        f"config.json is of {name or 'no architecture'}: {' or '.join(name for name, _ in WRITTEN.values())} is needed"
+    )
+
+
+def _refuse_unsupported(layer: Fields, flags: Fields, kind: str) -> None:
+    eagle = flags.get("eagle_config") or {}
+    rope = layer.get("rope_scaling") or layer.get("rope_parameters") or {}
+    known = layer.get("model_type", "llama") in MODEL_TYPES[kind]
+    unsupported = {
+        f"model_type {layer.get('model_type')}": not known,
+        "hidden_act": layer.get("hidden_act", "silu") != "silu",
+        "bias": bool(layer.get("bias")),
+        "norm_before_fc": kind == "mla" and _norm_before_fc(flags),
+        "use_aux_hidden_state": not eagle.get("use_aux_hidden_state", True),
+        "logit_scale": layer.get("logit_scale", 1.0) != 1.0,
+        "partial_rotary_factor": rope.get("partial_rotary_factor", layer.get("partial_rotary_factor")) not in (None, 1),
+        "layer_types": bool(set(layer.get("layer_types") or []) - {FULL, SLIDING}),
+        "quantization_config": any(one and not is_int8(one) for one in (layer.get(QUANTIZED), flags.get(QUANTIZED))),
+    }
+    if kind == "mla":
+        # Half-split RoPE, which vLLM would interleave; DeepSeek's sparse attention; attention to later tokens.
+        unsupported["rope_interleave"] = layer.get("rope_interleave", True) is False
+        unsupported["index_topk"] = "index_topk" in layer
+        unsupported["is_causal"] = layer.get("is_causal", True) is False
+        unsupported["attention_bias"] = bool(layer.get("attention_bias"))
+        unsupported["sliding_attention"] = SLIDING in (layer.get("layer_types") or [])
+    if wrong := [name for name, refused in unsupported.items() if refused]:
+        raise UserError(
+            f"config.json sets {', '.join(wrong)}: only dense layers of Llama, Qwen3 or MLA, of causal attention on "
+            "auxiliary states, unquantized or W8A8 int8 of compressed-tensors, are supported (MLA without "
+            "norm_before_fc, biases and windows)"
+        )
+
+
+def _sliding_window(layer: Fields, kind: str, plain: bool) -> int | None:
+    """The window of every layer, as vLLM finds it. `plain`: not in the format of speculators, so that transformers'
+    Qwen3Config has gone over it."""
+    count, window, kinds = layer.get("num_hidden_layers", 1), layer.get("sliding_window"), layer.get("layer_types")
+    of_qwen3 = plain and kind == "qwen3"
+    if of_qwen3 and not layer.get("use_sliding_window", False):
+        window = None
+    if not kinds and of_qwen3 and window is not None:
+        first = layer.get("max_window_layers", 28)
+        kinds = [SLIDING if number >= first else FULL for number in range(count)]
+    elif not kinds and window is not None and kind == "llama" and layer.get("use_sliding_window", True):
+        raise UserError(
+            f"config.json has sliding_window {window} without layer_types, and vLLM lets every layer see all: remove "
+            'it if the drafter was trained so, or add layer_types ["sliding_attention"]'
+        )
+    slide = {name == SLIDING for name in (kinds or [FULL])[:count]}
+    if slide == {True, False}:
+        raise UserError(
+            "config.json gives some layers a sliding window and others none, which vLLM 0.32 does not draft"
+        )
+    if slide == {True} and window is None:
+        raise UserError("config.json has layers of sliding_attention but no sliding_window, or no use_sliding_window")
+    return window if slide == {True} else None
+
+
+def _aux_layers(
+    config: Fields, flags: Fields, target_layers: Callable[[], int] | None, counted: str | None
+) -> list[int]:
+    """The layer ids as inputs of layers, or vLLM's default.
+
+    vLLM looks at the top level first, then in eagle_config, and takes either for inputs. But in eagle_config SGLang,
+    SpecForge and ModelOpt have outputs, and TorchSpec has them anywhere: such a file does not tell.
+    """
+    eagle = flags.get("eagle_config") or {}
+    top, inner = flags.get(LAYER_IDS), eagle.get(LAYER_IDS) or eagle.get("layer_ids")
+    if ids := (inner or top if counted == "outputs" else top or inner):
+        if counted is None and (not top or "_torchspec_version" in config):
+            raise UserError(
+                f"config.json has the layer ids {ids}, and does not tell whether they are inputs of layers, as vLLM "
+                "takes them, or outputs, as SGLang, SpecForge, ModelOpt and TorchSpec: add @inputs or @outputs to the "
+                "draft's name, whichever `eagle31 compare` finds better accepted"
+            )
+        return sorted({layer + (counted == "outputs") for layer in ids})
+    if target_layers is None:
+        raise UserError(f"config.json has no {LAYER_IDS}: say how many layers the target has")
+    return sorted(set(default_aux_layers(target_layers())))
+
+
+def _rope(layer: Fields, architecture: str, positions: int) -> tuple[float, dict[str, Any] | None]:
+    """rope_theta and the scaling; as in transformers, rope_scaling wins over rope_parameters."""
+    parameters = dict(layer.get("rope_scaling") or layer.get("rope_parameters") or {})
+    theta = parameters.get("rope_theta") or layer.get("rope_theta") or 10000.0
+    scaling = one_spelling({key: value for key, value in parameters.items() if value is not None}, architecture)
+    if scaling is not None and architecture == "mla" and "attention_factor" in scaling:
+        raise UserError(
+            f"config.json has attention_factor {scaling['attention_factor']} in its RoPE scaling: for 1.0 vLLM "
+            "leaves mscale² out of the softmax, and any other it passes over; remove it if the drafter was trained "
+            "as mscale and mscale_all_dim say"
+        )
+    if scaling is not None and scaling["rope_type"] in ("yarn", "llama3"):
+        scaling.setdefault("original_max_position_embeddings", positions)  # as transformers does
+    return float(theta), scaling
