@@ -137,16 +137,19 @@ def _composed(groups: list[str], saved: Path | None, folders: list[Path]) -> Dic
 def _with_new_names(composed: DictConfig) -> DictConfig:
     """The configuration with values of old names given to the options that they mean, which is said."""
     values: Any = OmegaConf.to_container(composed)
-    for old, new in {**RENAMED, **dict.fromkeys(REMOVED, "")}.items():
+    for old in (*RENAMED, *REMOVED):
         section, _, key = old.partition(".")
-        if (value := values[section].pop(key)) is not None:
-            _say_new_name(old)
-            values[section] |= {new.partition(".")[2]: value} if new else {}
+        value = values[section].pop(key)
+        if value is None or (old in REMOVED and not value):
+            continue
+        _say_new_name(old)
+        if old in RENAMED:
+            values[section][RENAMED[old].partition(".")[2]] = value
     return typing.cast(DictConfig, OmegaConf.merge(OmegaConf.structured(Config), values))
 
 
 def _say_new_name(old: str) -> None:
-    now = f"called {RENAMED[old]} now" if old in RENAMED else "read from the target's config.json now: leave it out"
+    now = f"called {RENAMED[old]} now" if old in RENAMED else f"{REMOVED[old]}: leave it out"
     note(f"{old} is {now}", error=True)
 
 

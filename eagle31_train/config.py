@@ -85,8 +85,11 @@ ADDED: dict[str, Any] = {
     "drafter.ptd_token_id": None,
     "evaluate.timed_prompts": 5,
 }
-# Options of before that are read from the target's config.json now; given, they say so.
-REMOVED = ("plan.hidden_size", "plan.vocab_size", "plan.layers")
+# Options of before; given, they are left out, and it is said why.
+REMOVED = {
+    **dict.fromkeys(("plan.hidden_size", "plan.vocab_size", "plan.layers"), "read from the target's config.json now"),
+    "train.compile": "gone: the fused kernels of train.kernels do what it did",
+}
 
 
 def is_hub_id(path: str) -> bool:
@@ -276,7 +279,6 @@ class TrainConfig:
     init_revision: str | None = opt(None, "hub revision of init_from")
     num_workers: int = opt(1, "threads that read steps ahead of the training; 0 reads them in turn", at_least=0)
     activation_checkpointing: bool = opt(False, "work activations out again: less memory, some more time")
-    compile: bool = opt(False, "torch.compile norms, RoPE and the loss between its products; a minute at the start")
     kernels: str = opt("auto", "Triton kernels or plain torch; auto: fused where it can", choices=KERNELS)
     deterministic: bool = opt(False, "on GPUs, allow only kernels that give the same bits every time; slower")
     eval_every: int = opt(100, "steps between evaluations on the held-out split; so is the last step", at_least=1)

@@ -99,15 +99,13 @@ def build_objective(config: Config, shape: DrafterShape, store: Store, vocab: Dr
 
 
 def choose_kernels(objective: Objective, t: TrainConfig, device: torch.device) -> str:
-    """Have an objective worked out as train.kernels and train.compile say; how, in words. A UserError if fused kernels
-    were asked for, and cannot run on this device."""
+    """Have an objective worked out as train.kernels says; how, in words. A UserError if fused kernels were asked for,
+    and cannot run on this device."""
     lack = missing(device)
     if t.kernels == "fused" and lack:
         raise UserError(f"train.kernels=fused cannot be: {lack}; set train.kernels=auto or plain")
     fused = t.kernels != "plain" and not lack
     if fused:
         objective.fuse_kernels()
-    if t.compile:
-        objective.compile_kernels()
     told = lack and t.kernels == "auto" and device.type == "cuda"  # on a CPU nobody expects others
     return "fused kernels" if fused else "plain kernels" + (f" ({lack})" if told else "")

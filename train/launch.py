@@ -90,7 +90,7 @@ def check_environment(t: TrainConfig) -> None:
     ours = {
         "mixed_precision": (("no", t.precision), "train.precision"),
         "gradient_accumulation_steps": (("1", "auto"), "train.gradient_accumulation_steps"),
-        "dynamo_backend": (("no", "NO"), "train.compile"),
+        "dynamo_backend": (("no", "NO"), "train.kernels"),
     }
     for name, (harmless, option) in ours.items():
         if (value := asked(f"ACCELERATE_{name.upper()}", harmless[0])) not in harmless:

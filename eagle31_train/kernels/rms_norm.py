@@ -1,9 +1,7 @@
-"""RMSNorm and its gradient, each in one kernel. In plain torch: model/norm.py.
+"""RMSNorm and its gradient, each in one kernel, in fp32 inside. In plain torch: model/norm.py.
 
 Shapes: n rows; W their width.
 """
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,18 +9,12 @@ from torch import Tensor
 PROGRAMS = 256  # that share the rows in the gradient; as many sums of the weight's gradient are left to add up
 
 
-def fused_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As `model.norm.rms_norm`, for rows [..., W] of fp32 or 16 bits."""
-    assert x.dtype != torch.float64, "the kernel works in fp32"
-    out: Tensor = rms_norm_op(x.reshape(-1, x.shape[-1]), weight, eps)[0]
-    return out.view(x.shape)
-
-
 @torch.library.custom_op("eagle31::rms_norm", mutates_args=())
-def rms_norm_op(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x [n, W] (each row's values side by side), weight [W] → norm [n, W] in x's dtype, 1 / rms [n] fp32."""
+def norm_rows(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x [n, W] of fp32 or 16 bits, weight [W] → norm [n, W] in x's dtype, 1 / rms [n] fp32."""
     from eagle31_train.kernels.triton_kernels import norm_kernel
 
+    assert x.dtype != torch.float64, "the kernel works in fp32"
     x = _in_rows(x)
     out, inverse = _outputs(x)
     if len(x):
@@ -30,11 +22,8 @@ def rms_norm_op(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return out, inverse
 
 
-rms_norm_op.register_fake(lambda x, *_: _outputs(x))
-
-
 @torch.library.custom_op("eagle31::rms_norm_backward", mutates_args=())
-def rms_norm_backward_op(
+def norm_rows_backward(
     dout: Tensor, x: Tensor, weight: Tensor, inverse: Tensor, wants_dx: bool
 ) -> tuple[Tensor, Tensor]:
     """→ dx [n, W] in x's dtype (of no rows, unless wanted), dweight [W] fp32."""
@@ -51,26 +40,12 @@ def rms_norm_backward_op(
     return dx, parts.sum(0)
 
 
-rms_norm_backward_op.register_fake(lambda _dout, x, _weight, _inverse, wants_dx: _gradients(x, wants_dx))
-
-
-def _setup(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, _ = inputs
-    ctx.set_materialize_grads(False)  # nobody differentiates 1 / rms
-    ctx.save_for_backward(x, weight, output[1])
-
-
-def _backward(ctx: Any, dout: Tensor, _dinverse: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-    x, weight, inverse = ctx.saved_tensors
-    wants_dx, wants_dweight = ctx.needs_input_grad[:2]
-    dx, dweight = rms_norm_backward_op(dout, x, weight, inverse, wants_dx)
-    return dx if wants_dx else None, dweight.to(weight.dtype) if wants_dweight else None, None
-
-
-rms_norm_op.register_autograd(_backward, setup_context=_setup)
+norm_rows.register_fake(lambda x, *_: _outputs(x))
+norm_rows_backward.register_fake(lambda _dout, x, _weight, _inverse, wants_dx: _gradients(x, wants_dx))
 
 
 def _in_rows(x: Tensor) -> Tensor:
+    """With each row's values side by side."""
     return x if x.stride(1) == 1 else x.contiguous()
 
 

@@ -1,6 +1,7 @@
-"""SwiGLU's product, silu(gate) * up, and its gradient, each in one kernel. In plain torch: model/layer.py."""
+"""SwiGLU's product, silu(gate) * up, and its gradient, each in one kernel. In plain torch: model/layer.py.
 
-from typing import Any
+Both work in fp32 inside, on tensors alike in fp32 or 16 bits, and round once.
+"""
 
 import torch
 from torch import Tensor
@@ -8,18 +9,12 @@ from torch import Tensor
 BLOCK = 2048  # values of a program
 
 
-def fused_silu_times(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up of two tensors alike, in fp32 or 16 bits; in fp32 inside, rounded once."""
-    assert gate.dtype != torch.float64, "the kernel works in fp32"
-    out: Tensor = silu_times_op(gate, up)
-    return out
-
-
 @torch.library.custom_op("eagle31::silu_times", mutates_args=())
-def silu_times_op(gate: Tensor, up: Tensor) -> Tensor:
+def silu_times(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up."""
     from eagle31_train.kernels.triton_kernels import silu_times_kernel
 
+    assert gate.dtype != torch.float64, "the kernel works in fp32"
     gate, up = gate.contiguous(), up.contiguous()
     out = torch.empty_like(gate)
     if out.numel():
@@ -28,7 +23,7 @@ def silu_times_op(gate: Tensor, up: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("eagle31::silu_times_backward", mutates_args=())
-def silu_times_backward_op(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+def silu_times_backward(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of gate and up."""
     from eagle31_train.kernels.triton_kernels import silu_times_backward_kernel
 
@@ -40,20 +35,8 @@ def silu_times_backward_op(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tens
     return dgate, dup
 
 
-silu_times_op.register_fake(lambda gate, _up: gate.new_empty(gate.shape))
-silu_times_backward_op.register_fake(lambda _dout, gate, up: (gate.new_empty(gate.shape), up.new_empty(up.shape)))
-
-
-def _setup(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:  # noqa: ARG001 (as torch calls it)
-    ctx.save_for_backward(*inputs)
-
-
-def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor]:
-    dgate, dup = silu_times_backward_op(dout, *ctx.saved_tensors)
-    return dgate, dup
-
-
-silu_times_op.register_autograd(_backward, setup_context=_setup)
+silu_times.register_fake(lambda gate, _up: gate.new_empty(gate.shape))
+silu_times_backward.register_fake(lambda _dout, gate, up: (gate.new_empty(gate.shape), up.new_empty(up.shape)))
 
 
 def _grid(x: Tensor) -> tuple[int]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from eagle31_train.config import DrafterShape, mla_widths
+from eagle31_train.kernels import swiglu
 from eagle31_train.model.linear import Linear
 from eagle31_train.model.norm import RMSNorm
 from eagle31_train.model.rope import Rope
@@ -143,7 +144,9 @@ ATTENTIONS: dict[str, type[Attention]] = {"llama": GroupedQueryAttention, "mla":
 
 
 class Mlp(nn.Module):
-    """SwiGLU; `function` works out silu(gate) * up."""
+    """SwiGLU; `fused`: its product by the kernels of kernels/swiglu.py."""
+
+    fused = False
 
     def __init__(self, shape: DrafterShape) -> None:
         super().__init__()
@@ -151,16 +154,15 @@ class Mlp(nn.Module):
         self.gate_proj = Linear(D, inner, bias)
         self.up_proj = Linear(D, inner, bias)
         self.down_proj = Linear(inner, D, bias)
-        self.function = silu_times
 
     def forward(self, x: Tensor) -> Tensor:
         """x [n, D] → [n, D]."""
-        return self.down_proj(self.function(self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(silu_times(self.gate_proj(x), self.up_proj(x), self.fused))
 
 
-def silu_times(gate: Tensor, up: Tensor) -> Tensor:
+def silu_times(gate: Tensor, up: Tensor, fused: bool = False) -> Tensor:
     """silu(gate) * up of two tensors alike."""
-    out: Tensor = _SiluTimes.apply(gate, up)
+    out: Tensor = _SiluTimes.apply(gate, up, fused)
     return out
 
 
@@ -168,14 +170,17 @@ class _SiluTimes(torch.autograd.Function):
     """silu(gate) * up; keeps the two for the gradient, where autograd would keep silu(gate) too."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, fused: bool) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return F.silu(gate) * up
+        ctx.fused = fused
+        return swiglu.silu_times(gate, up) if fused else F.silu(gate) * up
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
-        return torch.ops.aten.silu_backward(grads[0] * up, gate), grads[0] * F.silu(gate)
+        if ctx.fused:
+            return *swiglu.silu_times_backward(grads[0], gate, up), None
+        return torch.ops.aten.silu_backward(grads[0] * up, gate), grads[0] * F.silu(gate), None
 
 
 class Layer(nn.Module):

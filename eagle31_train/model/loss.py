@@ -19,14 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from eagle31_train.kernels.divergence import fused_divergence, teacher_sums
-from eagle31_train.kernels.rms_norm import fused_rms_norm
-from eagle31_train.kernels.swiglu import fused_silu_times
 from eagle31_train.model.batch import Batch
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.model.layer import Mlp
 from eagle31_train.model.linear import compute_dtype, linear, product
 from eagle31_train.model.norm import RMSNorm, rms_norm
-from eagle31_train.model.rope import Rope
 
 
 class Teacher(nn.Module):
@@ -107,7 +104,6 @@ class Objective(nn.Module):
         self.teacher = teacher
         self.kind = loss
         self.lk = lk
-        self.divergence = divergence
 
     def logit_counts(self, device: torch.device) -> tuple[int, int]:
         """LOGITS as they hold for this objective on a device."""
@@ -117,31 +113,8 @@ class Objective(nn.Module):
         """Let the kernels of eagle31_train/kernels work out divergence, norms, SwiGLU and own keys, in fp32 inside."""
         self.fused = self.drafter.fused = True
         for module in self.drafter.modules():
-            if isinstance(module, RMSNorm):
-                module.function = fused_rms_norm
-            elif isinstance(module, Mlp):
-                module.function = fused_silu_times
-
-    def compile_kernels(self) -> None:
-        """Let torch.compile fuse norms, RoPE and the divergence, each of which is many small kernels otherwise.
-
-        What is fused already stays so: call `fuse_kernels` before.
-        """
-        torch._dynamo.config.optimize_ddp = False  # it would cut the compiled parts where gradients are exchanged
-        for module in self.drafter.modules():
-            if isinstance(module, Rope):
-                module.compile(dynamic=True)
-        if self.fused:
-            return
-        self.divergence = torch.compile(divergence, dynamic=True)
-        # Of one function torch compiles eight variants and no more. All norms share one, for any width; it still has
-        # some ten: with and without gradients, of its input and at all, of parts of a tensor, of a single row.
-        torch._dynamo.config.recompile_limit = 32
-        torch._dynamo.config.force_parameter_static_shapes = False
-        compiled_norm = torch.compile(rms_norm, dynamic=True)
-        for module in self.drafter.modules():
-            if isinstance(module, RMSNorm):
-                module.function = compiled_norm
+            if isinstance(module, RMSNorm | Mlp):
+                module.fused = True
 
     def forward(self, batch: Batch, weights: Tensor) -> tuple[Tensor, BatchMetrics]:
         """The weighted loss of a batch.
@@ -226,9 +199,7 @@ def plain_pairs(logits: Tensor, teacher: Tensor, supervised: Tensor, objective: 
     for some in parts(len(logits), objective.logit_counts(logits.device)[1] // logits.shape[1]):
         exact = logits[some].to(wide)
         best[some] = exact.argmax(-1)
-        value[some], logits[some] = objective.divergence(
-            exact, p, negentropy, supervised[some], objective.kind, objective.lk
-        )
+        value[some], logits[some] = divergence(exact, p, negentropy, supervised[some], objective.kind, objective.lk)
     return value, best
 
 

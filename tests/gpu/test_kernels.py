@@ -1,14 +1,15 @@
 """The fused kernels on a GPU, at the widths of real drafters, against plain torch in fp64."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 from eagle31_train.kernels import missing
 from eagle31_train.kernels.divergence import fused_divergence, teacher_sums
-from eagle31_train.kernels.rms_norm import fused_rms_norm
-from eagle31_train.kernels.swiglu import fused_silu_times
 from eagle31_train.model import loss
+from eagle31_train.model.layer import silu_times
 from eagle31_train.model.norm import rms_norm
 
 CUDA = torch.device("cuda")
@@ -45,7 +46,7 @@ def test_swiglu_and_its_gradients(dtype):
     torch.manual_seed(0)
     gate, up, dout = ((torch.randn(3000, 14336, device=CUDA)).to(dtype) for _ in range(3))
     results = []
-    for function, exact in ((fused_silu_times, False), (lambda g, u: F.silu(g) * u, True)):
+    for function, exact in ((partial(silu_times, fused=True), False), (lambda g, u: F.silu(g) * u, True)):
         leaves = [(x.double() if exact else x).clone().requires_grad_() for x in (gate, up)]
         out = function(*leaves)
         results.append([out, *torch.autograd.grad(out, leaves, dout.to(out.dtype))])
@@ -60,9 +61,9 @@ def test_norms_and_their_gradients(dtype, rows, width):
     x, dout = ((torch.randn(rows, width, device=CUDA)).to(dtype) for _ in range(2))
     weight = torch.rand(width, device=CUDA) + 0.5
     results = []
-    for function, exact in ((fused_rms_norm, False), (rms_norm, True)):
+    for exact in (False, True):
         leaves = [(t.double() if exact else t).clone().requires_grad_() for t in (x, weight)]
-        out = function(*leaves, 1e-5)
+        out = rms_norm(*leaves, 1e-5, fused=not exact)
         results.append([out, *torch.autograd.grad(out, leaves, dout.to(out.dtype))])
     for ours, truth in zip(*results, strict=True):
         assert (ours.double() - truth).norm() < STORED[dtype] * truth.norm()

@@ -24,6 +24,7 @@ from eagle31_train.kernels import rms_norm as fused_norm
 from eagle31_train.model import attention, loss
 from eagle31_train.model.attention import unrolled_attention
 from eagle31_train.model.batch import build_batch
+from eagle31_train.model.layer import silu_times
 from eagle31_train.model.norm import rms_norm
 
 pytestmark = [
@@ -121,10 +122,10 @@ def test_norms_and_their_gradients_are_those_of_fp64(shape, dtype, eps, seed, wa
     dout = torch.randn(*leading, width, generator=generator).to(dtype)
     weight = torch.rand(width, generator=generator) + 0.5
     results = []
-    for function, exact in ((fused_norm.fused_rms_norm, False), (rms_norm, True)):
+    for exact in (False, True):
         x = (whole.double() if exact else whole)[..., :width].detach().requires_grad_(wants)
         scale = (weight.double() if exact else weight).clone().requires_grad_()
-        out = function(x, scale, eps)
+        out = rms_norm(x, scale, eps, fused=not exact)
         results.append([out, *torch.autograd.grad(out, [x, scale][1 - wants :], dout.to(out.dtype))])
     for name, ours, truth in zip(("out", *["dx"] * wants, "dweight"), *results, strict=True):
         near = 3e-6 if name == "dweight" else max(STORED[dtype], 3e-6)  # summed in fp32, and kept so
@@ -137,7 +138,7 @@ def test_swiglu_and_its_gradients_are_those_of_fp64(shape, dtype, seed):
     generator = torch.Generator().manual_seed(seed)
     gate, up, dout = ((torch.randn(shape, generator=generator) * 4).to(dtype) for _ in range(3))
     results = []
-    for function, exact in ((swiglu.fused_silu_times, False), (lambda g, u: F.silu(g) * u, True)):
+    for function, exact in ((partial(silu_times, fused=True), False), (lambda g, u: F.silu(g) * u, True)):
         leaves = [(x.double() if exact else x).clone().requires_grad_() for x in (gate, up)]
         out = function(*leaves)
         results.append([out, *torch.autograd.grad(out, leaves, dout.to(out.dtype))])
@@ -169,13 +170,13 @@ def test_own_keys_in_bf16_stay_within_its_rounding():
 
 
 def test_torch_knows_the_operators():
-    """Their schema, what they do to fake tensors, and their gradients."""
-    x, weight = torch.randn(4, 9, requires_grad=True), torch.rand(9, requires_grad=True)
-    torch.library.opcheck(fused_norm.rms_norm_op, (x, weight, 1e-5))
-    backward = (torch.randn(4, 9), x.detach(), weight.detach(), torch.rand(4), True)
-    torch.library.opcheck(fused_norm.rms_norm_backward_op, backward)
-    torch.library.opcheck(swiglu.silu_times_op, (x, torch.randn(4, 9, requires_grad=True)))
-    torch.library.opcheck(swiglu.silu_times_backward_op, tuple(torch.randn(3, 4, 9)))
+    """Their schema, and what they do to fake tensors."""
+    x, weight = torch.randn(4, 9), torch.rand(9)
+    torch.library.opcheck(fused_norm.norm_rows, (x, weight, 1e-5))
+    backward = (torch.randn(4, 9), x, weight, torch.rand(4), True)
+    torch.library.opcheck(fused_norm.norm_rows_backward, backward)
+    torch.library.opcheck(swiglu.silu_times, (x, torch.randn(4, 9)))
+    torch.library.opcheck(swiglu.silu_times_backward, tuple(torch.randn(3, 4, 9)))
     q, out, lse, keys, values = (
         torch.randn(size) for size in ((3, 4, 6), (3, 4, 5), (3, 4), (2, 3, 2, 6), (2, 3, 2, 5))
     )

@@ -1,7 +1,5 @@
 """The unrolled training pass against a reference written apart from it, and every known mistake planted."""
 
-from functools import partial
-
 import pytest
 import torch
 from conftest import kept_mask, make_document, make_mla_shape, make_objective, make_shape
@@ -210,12 +208,12 @@ def test_a_planted_mistake_is_caught(tiny, mistake, monkeypatch):
     ours, theirs = gradients(objective, documents)
     assert_same(ours, theirs, 1e-9)
     mistake(monkeypatch)
+    assert_caught(objective, documents)
 
-    def compare():
-        assert_same(*gradients(objective, documents), 1e-5)
 
+def assert_caught(objective, documents, **options):
     with pytest.raises(AssertionError):
-        compare()
+        assert_same(*gradients(objective, documents, **options), 1e-5)
 
 
 def own_keys_in_the_first_layer_alone(monkeypatch):
@@ -304,60 +302,17 @@ PARALLEL_MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("mistake", PARALLEL_MISTAKES.values(), ids=PARALLEL_MISTAKES.keys())
-def test_a_mistake_planted_in_a_parallel_drafter_is_caught(mistake, monkeypatch):
-    objective, documents = variant("parallel")
+OF_SHAPES = {
+    **{name: ("parallel", mistake) for name, mistake in PARALLEL_MISTAKES.items()},
+    **{mistake.__name__: ("three layers, normed", mistake) for mistake in MISTAKES_OF_FURTHER_SHAPES},
+}
+
+
+@pytest.mark.parametrize(("shape", "mistake"), OF_SHAPES.values(), ids=OF_SHAPES.keys())
+def test_a_mistake_planted_in_a_further_shape_is_caught(shape, mistake, monkeypatch):
+    objective, documents = variant(shape)
     mistake(monkeypatch)
-
-    def compare():
-        assert_same(*gradients(objective, documents, unroll=3), 1e-5)
-
-    with pytest.raises(AssertionError):
-        compare()
-
-
-@pytest.mark.parametrize("mistake", MISTAKES_OF_FURTHER_SHAPES)
-def test_a_mistake_planted_in_a_further_shape_is_caught(mistake, monkeypatch):
-    objective, documents = variant("three layers, normed")
-    mistake(monkeypatch)
-
-    def compare():
-        assert_same(*gradients(objective, documents, unroll=3), 1e-5)
-
-    with pytest.raises(AssertionError):
-        compare()
-
-
-# ---------------------------------------------------------------- the same step, with other resources
-
-
-def loss_and_gradients(objective, documents):
-    objective.zero_grad()
-    loss, _ = trained_loss(objective, documents)
-    loss.backward()
-    return loss, {name: p.grad for name, p in objective.drafter.named_parameters()}
-
-
-@pytest.mark.parametrize(
-    ("backend", "dtype", "tolerance"),
-    [
-        ("aot_eager", torch.float32, 1e-5),  # what is traced, without half a minute of a C++ compiler
-        pytest.param("inductor", torch.float32, 1e-5, marks=pytest.mark.slow),
-        pytest.param("inductor", torch.float64, 1e-9, marks=pytest.mark.slow),
-    ],
-)
-def test_compiled_kernels_equal_the_eager_ones(tiny, monkeypatch, backend, dtype, tolerance):
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    objective, documents = tiny
-    objective.to(dtype)
-    documents = [type(d)(d.tokens, d.loss_mask, d.top1, d.aux.to(dtype), d.last.to(dtype)) for d in documents]
-    loss, grads = loss_and_gradients(objective, documents)
-    torch._dynamo.reset()  # what another test compiled counts towards the limit of recompilations
-    torch._dynamo.utils.counters.clear()
-    objective.compile_kernels()
-    again, regrads = loss_and_gradients(objective, documents)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 3, "norms, RoPE and divergence"
-    assert_same((again, regrads), (loss, grads), tolerance)
+    assert_caught(objective, documents, unroll=3)
 
 
 def test_the_loss_joins_chunks_up_to_its_bound_and_cuts_none():

@@ -7,9 +7,7 @@ import torch
 
 from eagle31_train.config import TrainConfig
 from eagle31_train.errors import UserError
-from eagle31_train.kernels.rms_norm import fused_rms_norm
 from eagle31_train.model import vocab
-from eagle31_train.model.norm import rms_norm
 from eagle31_train.store import Store
 from train.build import build_objective, choose_kernels, shape_of
 
@@ -50,13 +48,4 @@ def test_kernels_are_fused_where_they_can_be(tiny, monkeypatch, device, capabili
             choose_kernels(objective, TrainConfig(kernels="fused"), device)
     assert choose_kernels(objective, TrainConfig(), device) == says
     assert objective.fused == (says == "fused kernels")
-    assert objective.drafter.norm.function is (fused_rms_norm if objective.fused else rms_norm)
-
-
-def test_what_is_fused_is_not_compiled(tiny, monkeypatch):
-    objective, _ = tiny
-    plain = objective.divergence
-    monkeypatch.setattr("train.build.missing", lambda device: None)
-    choose_kernels(objective, TrainConfig(compile=True), CUDA)
-    assert objective.divergence is plain
-    assert objective.drafter.norm.function is fused_rms_norm
+    assert objective.drafter.norm.fused == objective.drafter.midlayer.mlp.fused == objective.fused

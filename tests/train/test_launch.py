@@ -42,7 +42,7 @@ REFUSED = {
     "FSDP offload": ({**FSDP2, "FSDP_OFFLOAD_PARAMS": "true"}, "zero3_offload.yaml"),
     "fp16": ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "set train.precision"),
     "accumulation": ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, "set train.gradient_accumulation_steps"),
-    "dynamo": ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "set train.compile"),
+    "dynamo": ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "set train.kernels"),
 }
 
 
