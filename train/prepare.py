@@ -62,7 +62,7 @@ def prepare(config: Config, resources: ExitStack) -> Trainer | None:
     main, steps = accelerator.is_main_process, len(schedule)
     usage = windows.Usage(data.store, data.train_split, schedule, data.windows, data.made_from.fingerprint)
     usage.begin(state.step, remove=main, ended=state.stale(t.early_stop))
-    state.trackers = tracking.start(accelerator, config, data.made_from.inputs, state.step, state.trackers)
+    tracking.start(accelerator, config, data.made_from.inputs, state.step)
     if main:
         facts = {
             "profile": parallel.kind,
@@ -220,7 +220,9 @@ def restore(config: Config, data: Inputs, accelerator: Accelerator) -> tuple[Pat
     else:
         loaded = checkpoint.load(newest, data.shape)
         objective.drafter.load_state_dict(loaded.weights)
-        state, parallel = State(**loaded.extra["state"]), parallelise(accelerator, objective, config.train)
+        saved = dict(loaded.extra["state"])
+        saved.pop("trackers", None)  # of earlier versions
+        state, parallel = State(**saved), parallelise(accelerator, objective, config.train)
         parallel.set_moments(loaded.moments, state.updates)
         if config.train.keep_best and state.best is not None:
             path = folder / name_of(state.best["step"])

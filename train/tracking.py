@@ -46,25 +46,19 @@ def loggers(config: Config) -> list[str | GeneralTracker]:
     return trackers
 
 
-def start(
-    accelerator: Accelerator, config: Config, inputs: dict[str, Any], step: int, ids: Mapping[str, str]
-) -> dict[str, str]:
-    """Start the trackers of an accelerator that was made with `loggers`; every rank calls it.
+def start(accelerator: Accelerator, config: Config, inputs: dict[str, Any], step: int) -> None:
+    """Start the trackers of an accelerator that was made with `loggers`; every rank calls it. A UserError if Weights &
+    Biases cannot be reached, or knows no such user.
 
     Args:
         inputs: what the trained weights depend on, shown beside the curves.
         step: optimizer steps done before this launch.
-        ids: what an earlier launch returned, as the checkpoint knows it; if empty, what run_dir/train remembers.
-
-    Returns:
-        Tracker → id of the run there, to be kept in checkpoints; {} on other ranks. A UserError if Weights & Biases
-        cannot be reached, or knows no such user.
     """
     if not accelerator.is_main_process:
-        return {}
+        return
     folder, mode, settings = Path(config.run_dir) / "train", config.train.wandb, {}
     file = folder / TRACKERS
-    known = dict(ids or (artifacts.read_json(file, "train.py") if file.exists() else {}))
+    known = artifacts.read_json(file, "train.py") if file.exists() else {}
     if mode != "disabled":
         # No other run has this id, also not one of the same inputs: its steps would be taken for known ones.
         name = re.sub(r"[^A-Za-z0-9_.-]+", "-", config.name)[:40]
@@ -97,7 +91,6 @@ def start(
     if config.train.tensorboard and not step:
         text = "```\n" + cli.to_yaml(config) + "```"
         accelerator.get_tracker("tensorboard", unwrap=True).add_text("config", text, 0)
-    return known
 
 
 def record_launch(config: Config, facts: Mapping[str, Any]) -> None:

@@ -46,7 +46,6 @@ class State:
     best: dict[str, Any] | None = None  # the measurement of the greatest acceptance length: step, that, and `heldout`
     since_best: int = 0  # measurements after it
     measured_on: list[str] = field(default_factory=list)  # prompts, as `trajectories.digest` knows them
-    trackers: dict[str, str] = field(default_factory=dict)  # tracker → id of the run there
 
     def stale(self, early_stop: int | None) -> bool:
         """Whether acceptance has not risen for as many measurements as `train.early_stop` allows."""

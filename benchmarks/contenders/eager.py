@@ -20,8 +20,10 @@ def eager_attention(
     own_v: Sequence[Tensor],
     layout: Layout,
     scale: float,
+    **_: object,
 ) -> Tensor:
-    """As `unrolled_attention`, for one document: q [S, h, d] over k0 [N, g, d] and the slots' own keys → [S, h, dv]."""
+    """As `unrolled_attention`, for one document without a window: q [S, h, d] over k0 [N, g, d] and the slots' own
+    keys → [S, h, dv]."""
     repeat = q.shape[1] // k0.shape[1]
 
     def by_head(x: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ checkpoint = DrafterCheckpoint.open("owner/name@outputs")        # its layer ids
 drafter = checkpoint.load(target, torch.bfloat16, torch.float32)
 """
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,12 +20,10 @@ from eagle31_train import artifacts
 from eagle31_train.checkpoint import contract, hub, int8, published, run_folder
 from eagle31_train.checkpoint.published_config import COUNTED
 from eagle31_train.checkpoint.run_folder import CHECKPOINTS, MODEL, RECORD, SHAPE, TRAIN
-from eagle31_train.config import DrafterShape, TargetConfig
+from eagle31_train.config import DrafterShape, TargetConfig, is_hub_id
 from eagle31_train.errors import UserError
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.model.vocab import DraftVocab
-
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 class LoadedTarget(Protocol):
@@ -84,7 +81,7 @@ class DrafterCheckpoint:
         where = str(where)
         place, counted = split_name(where)
         folder = Path(place)
-        if not folder.exists() and HUB_ID.fullmatch(place):
+        if is_hub_id(place):
             folder = hub.fetch(place, revision)
             return cls._published(where, folder, folder.name, target_layers, counted)
         if revision is not None:

@@ -10,13 +10,11 @@ rounding it again.
 """
 
 from collections.abc import Collection, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import TypedDict
 
-from eagle31_train import foreign
 from eagle31_train.errors import UserError
 from eagle31_train.model.linear import Linear
 
@@ -36,42 +34,19 @@ QUANTIZATION = {
 }
 
 
-class _Rounding(TypedDict):
-    num_bits: Literal[8]
-    type: Literal["int"]
-    symmetric: Literal[True]
-
-
-class _Weights(_Rounding):
-    strategy: Literal["channel"]
-
-
-class _Inputs(_Rounding):
-    strategy: Literal["token"]
-    dynamic: Literal[True]
-
-
-class _Group(TypedDict):
-    weights: _Weights
-    input_activations: _Inputs
-
-
-class _Quantization(TypedDict):
-    quant_method: Literal["compressed-tensors"]
-    format: Literal["int-quantized"]
-    config_groups: dict[str, _Group]
-
-
 def is_int8(quantization: Any) -> bool:
-    """Whether a config.json's quantization_config is of this kind."""
+    """Whether a config.json's quantization_config is of this kind, and says nothing that changes other numbers."""
     try:
-        foreign.typed(_Quantization, quantization)
-    except ValueError:
+        (group,) = quantization["config_groups"].values()
+        weights, inputs = group["weights"], group["input_activations"]
+        rounded = {name: weights.get(name) for name in _WEIGHTS} | {"dynamic": bool(weights.get("dynamic"))}
+        entering = {name: inputs.get(name) for name in _INPUTS}
+        kind = {name: quantization.get(name) for name in ("quant_method", "format")}
+        more = [quantization.get(name) for name in ("transform_config", "kv_cache_scheme")]
+        more.append(group.get("output_activations"))
+    except (AttributeError, KeyError, TypeError, ValueError):  # it has other fields, or of other types
         return False
-    groups = quantization["config_groups"].values()
-    more = [quantization.get(name) for name in ("transform_config", "kv_cache_scheme")]
-    more += [group.get("output_activations") for group in groups]
-    return len(groups) == 1 and not any(more) and not any(group["weights"].get("dynamic") for group in groups)
+    return QUANTIZATION | kind == QUANTIZATION and (rounded, entering) == (_WEIGHTS, _INPUTS) and not any(more)
 
 
 def quantized(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

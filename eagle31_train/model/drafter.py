@@ -175,11 +175,7 @@ class AttendingLayer:
         self, layer: Layer, run: Callable[..., Any], fused: bool = False, gather: Gather | None = None
     ) -> None:
         self._layer, self._run, self._gather = layer, run, gather
-        options: dict[str, Any] = {"fused": fused, "window": layer.self_attn.window}
-        given = {
-            name: value for name, value in options.items() if value
-        }  # what stands in its place may lack the others
-        self._attention: Callable[..., Tensor] = partial(unrolled_attention, **given)
+        self._attention = partial(unrolled_attention, fused=fused, window=layer.self_attn.window)
         self.finish = layer.finish
         self._own_k: list[Tensor] = []
         self._own_v: list[Tensor] = []

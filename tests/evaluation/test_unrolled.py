@@ -218,7 +218,7 @@ def own_keys_pass_for_verified(monkeypatch, drafter):
 def attention_of(change):
     def plant(monkeypatch, drafter):
         right = drafting.unrolled_attention
-        monkeypatch.setattr(drafting, "unrolled_attention", lambda *args: right(*change(*args)))
+        monkeypatch.setattr(drafting, "unrolled_attention", lambda *args, **given: right(*change(*args), **given))
 
     return plant
 

@@ -214,12 +214,6 @@ def check_fp64(case):
     assert_equal_in_fp64(mine, truth)
 
 
-@PROPERTY
-@given(cases())
-def test_loss_and_every_gradient_equal_the_reference_in_fp64(case):
-    check_fp64(case)
-
-
 # At one step there are no mask rows, and mask_hidden has no gradient: training refuses it.
 PARALLEL = cases(shapes=shapes().map(lambda shape: replace(shape, parallel=True, ptd_token_id=shape.vocab_size - 1)))
 PARALLEL = PARALLEL.map(lambda case: replace(case, unroll=max(2, case.unroll)))
@@ -230,12 +224,6 @@ PARALLEL = PARALLEL.map(lambda case: replace(case, unroll=max(2, case.unroll)))
 def test_a_parallel_drafters_equal_the_reference_too(case):
     check_fp64(case)
     check_packing(case)
-
-
-@PROPERTY
-@given(cases())
-def test_loss_and_every_gradient_equal_the_reference_in_fp32(case):
-    check_fp32(case)
 
 
 def check_fp32(case):
@@ -268,6 +256,13 @@ def sensitivity(case, truth, name):
             parameter.data = parameter.data.double() * (1 + rounding)
         moved.append(reference(case, objective, documents).grads[name] - truth.grads[name])
     return max(each.norm() for each in moved)
+
+
+@pytest.mark.parametrize("check", [check_fp64, check_fp32])
+@PROPERTY
+@given(case=cases())
+def test_loss_and_every_gradient_equal_the_reference(check, case):
+    check(case)
 
 
 # ---------------------------------------------------------------- bf16

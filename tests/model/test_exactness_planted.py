@@ -12,8 +12,8 @@ from eagle31_train.model import loss as loss_module
 def scale_by_the_number_of_heads(patch):
     right = drafter.unrolled_attention
 
-    def wrong(q, *rest):
-        return right(q, *rest[:-1], q.shape[1] ** -0.5)
+    def wrong(q, *rest, **options):
+        return right(q, *rest[:-1], q.shape[1] ** -0.5, **options)
 
     patch.setattr(drafter, "unrolled_attention", wrong)
 
@@ -80,8 +80,8 @@ def queries_at_packed_positions(patch):
 def own_keys_of_the_last_steps_only(patch):
     right = drafter.unrolled_attention
 
-    def wrong(q, k0, v0, own_k, own_v, *rest):
-        return right(q, k0, v0, own_k[-3:], own_v[-3:], *rest)
+    def wrong(q, k0, v0, own_k, own_v, *rest, **options):
+        return right(q, k0, v0, own_k[-3:], own_v[-3:], *rest, **options)
 
     patch.setattr(drafter, "unrolled_attention", wrong)
 

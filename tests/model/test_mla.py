@@ -61,16 +61,11 @@ def mla_shapes(draw):
 # ---------------------------------------------------------------- training equals the reference
 
 
+@pytest.mark.parametrize("check", [check_fp64, check_fp32])
 @PROPERTY
-@given(cases(shapes=mla_shapes()))
-def test_loss_and_every_gradient_equal_the_reference_in_fp64(case):
-    check_fp64(case)
-
-
-@PROPERTY
-@given(cases(shapes=mla_shapes()))
-def test_loss_and_every_gradient_equal_the_reference_in_fp32(case):
-    check_fp32(case)
+@given(case=cases(shapes=mla_shapes()))
+def test_loss_and_every_gradient_equal_the_reference(check, case):
+    check(case)
 
 
 @PROPERTY

@@ -151,7 +151,7 @@ def norm_twice(monkeypatch):
 def own_keys_under_an_additive_one_zero_mask(monkeypatch):
     """Every slot's own keys are in the softmax of every other slot, told apart by +1 and +0 only."""
 
-    def wrong(q, k0, v0, own_k, own_v, layout, scale):
+    def wrong(q, k0, v0, own_k, own_v, layout, scale, **_):
         scores, values, seen = dense_scores(q, k0, v0, own_k, own_v, layout, scale)
         context = scores[..., : len(k0)].masked_fill(~seen[:, None, : len(k0)], float("-inf"))
         own = scores[..., len(k0) :] + seen[:, None, len(k0) :].to(scores.dtype)
@@ -163,7 +163,7 @@ def own_keys_under_an_additive_one_zero_mask(monkeypatch):
 def merge_that_ignores_the_gradient_of_the_log_sum_exp(monkeypatch):
     """Causal part and own keys merged by log-sum-exp, with the causal log-sum-exp treated as a constant."""
 
-    def wrong(q, k0, v0, own_k, own_v, layout, scale):
+    def wrong(q, k0, v0, own_k, own_v, layout, scale, **_):
         scores, values, seen = dense_scores(q, k0, v0, own_k, own_v, layout, scale)
         scores = scores.masked_fill(~seen[:, None], float("-inf"))
         context, own = scores[..., : len(k0)], scores[..., len(k0) :]

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 from launching import ROOT, environment
-from pipeline import options, save_quietly, tiny_llama, write_data
+from pipeline import assert_equal, options, save_quietly, tiny_llama, write_data
 from safetensors.torch import load_file
 
 from eagle31_train.store import Store
@@ -87,8 +87,7 @@ def assert_same_training(ours, theirs):
     rows, weights = trained(ours)
     wanted_rows, wanted = trained(theirs)
     assert rows == wanted_rows
-    assert weights.keys() == wanted.keys()
-    assert all((weights[name] == wanted[name]).all() for name in wanted)
+    assert_equal(weights, wanted)
 
 
 def steps_done(folder):

@@ -211,30 +211,23 @@ def test_the_relay_would_notice_moments_that_are_not_restored(more, one):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-6)
 
 
-@pytest.fixture(scope="module")
-def others(by_one):
-    return by_one(*OTHERS)
+# AdamW makes much of MLA's gradients that are next to nothing; each step moves weights by 1e-2.
+FURTHER = {"others": (OTHERS, 5e-6), "mla": (MLA, 2e-5)}
+
+
+@pytest.fixture(scope="module", params=FURTHER)
+def further(request, by_one):
+    """Frozen heads, weight decay and own embeddings, or MLA: the name, one process's run, and a tolerance."""
+    options, tolerance = FURTHER[request.param]
+    return request.param, by_one(*options), tolerance
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_weight_decay_frozen_heads_and_own_embeddings_too(more, others, kind):
-    """Parameters that are not trained, and two groups of those that are."""
-    assert_close(more.runs[f"others {kind}"].weights(), others.weights(), 5e-6)
-    assert_same_rows(more.runs[f"others {kind}"], others, 2e-6)
-
-
-@pytest.fixture(scope="module")
-def mla(by_one):
-    return by_one(*MLA)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_mla_drafter_too(more, mla, kind):
-    """Weights to 2e-5, where each step moves them by 1e-2: AdamW makes much of a gradient that is next to nothing."""
-    assert_close(more.runs[f"mla {kind}"].weights(), mla.weights(), 2e-5)
-    assert_same_rows(more.runs[f"mla {kind}"], mla, 2e-6)
+def test_further_drafters_and_groups_of_parameters_too(more, further, kind):
+    name, one, tolerance = further
+    assert_close(more.runs[f"{name} {kind}"].weights(), one.weights(), tolerance)
+    assert_same_rows(more.runs[f"{name} {kind}"], one, 2e-6)
 
 
 # ---------------------------------------------------------------- Muon

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import s3fs
 from flaky import FAULTS, flaky
-from pipeline import AUX, make_run, tiny_config
+from pipeline import AUX, assert_equal, make_run, tiny_config
 from safetensors.torch import load_file
 
 from eagle31_train.errors import UserError
@@ -50,8 +50,7 @@ def test_a_bucket_is_extracted_into_and_trained_from_as_a_folder_is(made, s3):
     for name in there - {"manifest.json"}:
         assert s3.cat_file(f"bucket/runs/tiny/store/{name}") == (made / "local-store" / name).read_bytes(), name
     loop.train(config)
-    ours, theirs = weights(made / "run" / "train"), weights(made / "local")
-    assert all((ours[name] == theirs[name]).all() for name in theirs)
+    assert_equal(weights(made / "run" / "train"), weights(made / "local"))
     cached = [path for path in config.cache_folder.rglob("*") if path.is_file()]
     assert 0 < sum(path.stat().st_size for path in cached) <= most
     extract(config)  # up to date: nothing is written
@@ -91,5 +90,4 @@ def test_a_bucket_of_which_every_third_answer_fails_is_extracted_into_and_traine
     for name in s3.find("bucket"):
         local = made / "local-store" / name.split("/store/")[1]
         assert local.name == "manifest.json" or s3.cat_file(name) == local.read_bytes(), name
-    ours, theirs = weights(made / "run" / "train"), weights(made / "local")
-    assert all((ours[name] == theirs[name]).all() for name in theirs)
+    assert_equal(weights(made / "run" / "train"), weights(made / "local"))

@@ -27,7 +27,7 @@ def launch(config, folder, done, steps):
     """One launch from its start to its end."""
     AcceleratorState._reset_state(True)
     accelerator = Accelerator(log_with=tracking.loggers(config) or None)
-    tracking.start(accelerator, config, {"train": {"lr": 1.0}}, done, {})
+    tracking.start(accelerator, config, {"train": {"lr": 1.0}}, done)
     reporter = Reporter(accelerator, folder, done, 100)
     for step in steps:
         reporter.log(step, {"loss": 100 * done + step, "prefix_at_depth": [0.5, 0.25], "oops": None})
