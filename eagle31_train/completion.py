@@ -18,25 +18,15 @@ COMP_WORDBREAKS="${{COMP_WORDBREAKS//=/}}"
 complete -F _eagle31 eagle31"""
 
 
-def script(shell: str) -> str:
-    """What the shell evaluates."""
-    words = [
-        *(f"{name}=" for name in cli.option_names()),
-        *(f"+experiment={name}" for name in cli.choices("experiment")),
-    ]
-    zsh = "autoload -U bashcompinit && bashcompinit\n" if shell == "zsh" else ""
-    return SCRIPT.format(zsh=zsh, commands=" ".join(COMMANDS), options=" ".join(words))
-
-
 def main(argv: list[str] | None = None) -> None:
     """Command line: print the script for a shell."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="eagle31 completion"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shell", choices=("bash", "zsh"))
-    shell = parser.parse_args(argv).shell
+    zsh = "autoload -U bashcompinit && bashcompinit\n" if parser.parse_args(argv).shell == "zsh" else ""
+    words = [f"{name}=" for name in cli.option_names()]
+    words += [f"+experiment={name}" for name in cli.choices("experiment")]
     with tidy():
-        note(script(shell))
+        note(SCRIPT.format(zsh=zsh, commands=" ".join(COMMANDS), options=" ".join(words)))
 
 
 if __name__ == "__main__":

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from eagle31_train import artifacts, cli, provenance
-from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint, refuse_other_data
+from eagle31_train.checkpoint.drafter_checkpoint import refuse_other_data
 from eagle31_train.checkpoint.run_folder import TRAIN, read_export
-from eagle31_train.checkpoint.smaller import made_smaller
+from eagle31_train.checkpoint.smaller import served
 from eagle31_train.config import Config
 from eagle31_train.console import note
 from eagle31_train.errors import UserError
@@ -47,7 +47,7 @@ def evaluate(config: Config) -> None:
         return
     run_dir = Path(config.run_dir)
     data = artifacts.read_json(config.data_folder / artifacts.MANIFEST, evaluating.DATA)
-    checkpoint = made_smaller(DrafterCheckpoint.of_run(run_dir, config.data_folder), config)
+    checkpoint = served(config)
     trained = checkpoint.manifest
     assert trained is not None
     made_of = made_from(config, data, {"train": trained["fingerprint"], "checkpoint": checkpoint.identity})

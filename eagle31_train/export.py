@@ -21,7 +21,7 @@ from eagle31_train import artifacts, cli, provenance
 from eagle31_train.checkpoint import config_json, contract, hub, int8, published_config
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.checkpoint.run_folder import EXPORT, EXPORTED, MODEL, TRAIN
-from eagle31_train.checkpoint.smaller import made_smaller
+from eagle31_train.checkpoint.smaller import served
 from eagle31_train.config import Config, DrafterShape
 from eagle31_train.console import note
 from eagle31_train.errors import UserError
@@ -36,7 +36,7 @@ def export(config: Config) -> None:
     started = time.monotonic()
     hub.check(config.push, config.repo)
     run = Path(config.run_dir)
-    checkpoint = made_smaller(DrafterCheckpoint.of_run(run, config.data_folder), config)
+    checkpoint = served(config)
     shape = exported_shape(config, checkpoint)
     checkpoint.check_store(read_manifest(config), config.target, by_name=True)
     data = None  # stage 1's manifest, whose counts are on the card, unless it is gone

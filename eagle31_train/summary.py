@@ -7,8 +7,7 @@ from pathlib import Path
 
 from eagle31_train import artifacts, cli
 from eagle31_train.checkpoint import run_folder
-from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
-from eagle31_train.checkpoint.smaller import made_smaller
+from eagle31_train.checkpoint.smaller import served
 from eagle31_train.config import Config
 from eagle31_train.console import note
 from eagle31_train.errors import UserError
@@ -31,7 +30,7 @@ def summarise(config: Config) -> None:
     manifests |= {"extract": store, "export": run_folder.read_export(run_dir)}
     measured = run_folder.identity(manifests["train"])
     if config.export_vocab_size is not None or config.export_weights != "target":
-        measured = made_smaller(DrafterCheckpoint.of_run(run_dir, config.data_folder), config).identity
+        measured = served(config).identity
     if manifests["evaluate"]["inputs"].get("checkpoint") != measured:
         raise UserError(f"evaluate was last run on another training: run `{evaluate}` again")
     report, trained = manifests["evaluate"]["report"], manifests["train"]

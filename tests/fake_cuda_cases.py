@@ -159,7 +159,7 @@ PLANTED: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "another device": (arithmetic, "step_weights", lambda right: lambda n, gamma: right(n, gamma).cpu()),
     "another dtype": (Rope, "forward", lambda right: lambda self, x, positions: right(self, x, positions).float()),
     "a copy onto itself": (arithmetic, "step_weights", lambda right: lambda n, gamma: added(right(n, gamma))),
-    "double precision": (norm, "rms_norm", lambda right: lambda x, w, eps: right(x.double(), w, eps).to(x.dtype)),
+    "double precision": (norm, "rms_norm", lambda right: lambda x, *rest: right(x.double(), *rest).to(x.dtype)),
 }  # fmt: skip
 OPTIONS: dict[str, dict[str, Any]] = {
     "fused": {},

@@ -21,13 +21,14 @@ from eagle31_train.errors import UserError
 from eagle31_train.model.vocab import DraftVocab, choose
 
 
-def made_smaller(checkpoint: DrafterCheckpoint, config: Config) -> DrafterCheckpoint:
-    """The drafter that is evaluated and exported; `checkpoint` itself, of a finished training, without such options.
+def served(config: Config) -> DrafterCheckpoint:
+    """The drafter that is evaluated and exported: of the run's finished training, as small as the options say.
 
     Raises:
-        UserError: the options leave nothing to drop, vLLM would not serve it, or the data that says which tokens are
-            used is missing or another.
+        UserError: training is not finished or damaged, the options leave nothing to drop, vLLM would not serve it, or
+            the data that says which tokens are used is missing or another.
     """
+    checkpoint = DrafterCheckpoint.of_run(Path(config.run_dir), config.data_folder)
     if config.export_vocab_size is not None:
         checkpoint = pruned(checkpoint, config.export_vocab_size, config.data_folder)
     if config.export_weights != "target":

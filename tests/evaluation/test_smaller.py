@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from eagle31_train import artifacts, compare, evaluate, export, summary
 from eagle31_train.checkpoint import int8
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
-from eagle31_train.checkpoint.smaller import made_smaller
+from eagle31_train.checkpoint.smaller import served
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation.unrolled import Trajectory, steps, turns, unroll
 from eagle31_train.model.linear import Linear
@@ -36,8 +36,7 @@ def run(tmp_path, model):
 
 
 def opened(run, *options):
-    config = run.config(*options)
-    return made_smaller(DrafterCheckpoint.of_run(run.folder, config.data_folder), config)
+    return served(run.config(*options))
 
 
 def loaded(checkpoint, model):
