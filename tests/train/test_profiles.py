@@ -258,7 +258,6 @@ def test_muon_under_deepspeed_is_refused_before_anything_is_written(came):
     assert first == second
     assert first[0] == "refused"
     assert first[1].startswith("train.optimizer=muon needs whole matrices, which DeepSpeed cuts up: launch with ddp or")
-    assert "\n" not in first[1]
     assert not came.runs["muon zero1"].train.exists()
 
 
@@ -283,5 +282,4 @@ def test_processes_that_do_not_train_together_are_stopped_before_anything_is_sav
     assert first == second
     assert first[0] == "refused"
     assert words in first[1]
-    assert "\n" not in first[1]
     assert not list(came.runs[run].train.glob("checkpoints/step-*"))
