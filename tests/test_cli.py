@@ -4,6 +4,7 @@ import errno
 import operator
 from pathlib import Path
 
+import made
 import pytest
 
 from eagle31_train import cli
@@ -16,9 +17,7 @@ RECIPE = "+experiment=smollm2"
 
 
 def message_of(*overrides):
-    with pytest.raises(UserError) as error:
-        load_config(list(overrides))
-    return str(error.value)
+    return made.message_of(load_config, list(overrides))
 
 
 # ---------------------------------------------------------------- what composes

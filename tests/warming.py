@@ -5,12 +5,11 @@ import shutil
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 import torch
+from made import message_of
 from pipeline import VOCAB
 from safetensors.torch import load_file, save_file
 
-from eagle31_train.errors import UserError
 from eagle31_train.model import vocab
 from eagle31_train.store import Store
 from train import initial_weights
@@ -39,9 +38,7 @@ def begin(run, init, *options):
 
 
 def refusal(run, init, *options):
-    with pytest.raises(UserError) as error:
-        begin(run, init, *options)
-    return str(error.value)
+    return message_of(begin, run, init, *options)
 
 
 def edit(folder, out, tensors=None, **settings):

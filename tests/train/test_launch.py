@@ -7,20 +7,14 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 from conftest import kept_mask
+from made import message_of
 
 from eagle31_train.config import TrainConfig
-from eagle31_train.errors import UserError
 from eagle31_train.model.batch import build_batch
 from train import launch
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 KIND = DistributedType
-
-
-def refusal(call, *arguments):
-    with pytest.raises(UserError) as error:
-        call(*arguments)
-    return str(error.value)
 
 
 def use(monkeypatch, variables):
@@ -48,7 +42,7 @@ REFUSED = {
 @pytest.mark.parametrize(("variables", "words"), REFUSED.values(), ids=REFUSED)
 def test_what_this_trainer_would_do_otherwise_is_refused(monkeypatch, variables, words):
     use(monkeypatch, variables)
-    assert words in refusal(launch.check_environment, TrainConfig())
+    assert words in message_of(launch.check_environment, TrainConfig())
 
 
 def test_deterministic_kernels_are_asked_for_before_cuda_starts(monkeypatch, tiny):
@@ -72,13 +66,13 @@ def test_settings_that_our_profiles_name_are_found_from_any_folder(monkeypatch, 
     use(monkeypatch, {**DEEPSPEED, launch.SETTINGS: f"configs/deepspeed/zero{stage}.json"})
     assert launch.deepspeed_plugin(TrainConfig()).deepspeed_config["zero_optimization"]["stage"] == stage
     use(monkeypatch, {**DEEPSPEED, launch.SETTINGS: "configs/deepspeed/mine.json"})
-    assert "mine.json" in refusal(launch.deepspeed_plugin, TrainConfig())
+    assert "mine.json" in message_of(launch.deepspeed_plugin, TrainConfig())
     # A file of one's own in that place goes first.
     own = tmp_path / "configs" / "deepspeed" / f"zero{stage}.json"
     own.parent.mkdir(parents=True)
     own.write_text('{"zero_optimization": {"stage": 0}}')
     use(monkeypatch, {**DEEPSPEED, launch.SETTINGS: f"configs/deepspeed/zero{stage}.json"})
-    assert "shards nothing" in refusal(launch.deepspeed_plugin, TrainConfig())
+    assert "shards nothing" in message_of(launch.deepspeed_plugin, TrainConfig())
 
 
 # ---------------------------------------------------------------- what came
@@ -103,11 +97,11 @@ WRONG = {
 def test_processes_that_cannot_share_conversations_evenly_are_refused():
     for processes, context in ((1, 2), (2, 4), (4, 3)):
         words = f"train.context_parallel={context} does not divide the number of processes, {processes}: launch a mult"
-        assert words in refusal(launch.check_context_parallel, processes, context)
+        assert words in message_of(launch.check_context_parallel, processes, context)
     launch.check_context_parallel(4, 2)
 
 
 @pytest.mark.parametrize(("variables", "what", "words"), WRONG.values(), ids=WRONG)
 def test_what_came_otherwise_than_it_was_asked_for_is_refused(monkeypatch, variables, what, words):
     use(monkeypatch, variables)
-    assert words in refusal(launch.check_accelerator, came(*what))
+    assert words in message_of(launch.check_accelerator, came(*what))
