@@ -42,7 +42,6 @@ PATTERNS = [
     ("optimizer", r"multi_tensor_apply|fused_?adam|_foreach"),
     ("attention", r"flash|fmha|attention"),
     ("gemm", r"gemm|cutlass|nvjet|xmma|wgmma|cublas|splitk|s\d+816|aten::(add|b|addb)?mm|mkldnn"),
-    (REST, r"triton_"),  # what torch.compile fused, whatever the name goes on to say
     ("copy", r"memcpy|memset|copy|catarray|aten::(cat|to|fill_|zero_)$"),
     ("index", r"index|gather|scatter|embedding"),
     (REST, r"elementwise|reduce|softmax|norm|scan|sort|arange"),
@@ -95,13 +94,13 @@ class Variant:
     """What of train's options is on."""
 
     recompute: bool
-    kernels: str  # fused, compiled or plain
+    kernels: str  # fused or plain
 
     def __str__(self) -> str:
         return self.kernels + "+recompute" * self.recompute
 
 
-VARIANTS = {str(v): v for v in (Variant(r, k) for k in ("fused", "plain", "compiled") for r in (False, True))}
+VARIANTS = {str(v): v for v in (Variant(r, k) for k in ("fused", "plain") for r in (False, True))}
 
 
 class Trainer:
@@ -124,8 +123,6 @@ class Trainer:
         objective = Objective(drafter, teacher, "kl")
         if variant.kernels == "fused":
             objective.fuse_kernels()
-        elif variant.kernels == "compiled":
-            objective.compile_kernels()
         objective.autocast = torch.bfloat16
         self.drafter = drafter
         self.parallel = parallelise(self.accelerator, objective, TrainConfig(lr=1e-5))
@@ -194,7 +191,6 @@ def measure(packed: Packed, variant: Variant, device: str, repeats: int) -> dict
     Raises:
         torch.OutOfMemoryError: the device's memory does not suffice.
     """
-    torch.compiler.reset()
     masks, unroll = packed.masks, packed.case.unroll
     trainer = Trainer(packed.drafter, variant, device)
     try:
