@@ -7,9 +7,7 @@ from conftest import make_mla_shape
 from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
-from eagle31_train.errors import UserError
 from eagle31_train.model.layer import LatentAttention
-from eagle31_train.model.rope import Rope
 
 # Kimi's and DeepSeek-V3's; the widths are theirs too.
 KIMI = {
@@ -98,18 +96,3 @@ def test_moving_a_drafter_to_another_precision_leaves_the_frequencies(dtype):
     attention, _ = attention_of(KIMI)
     wanted = attention.rope.inv_freq.clone()
     assert torch.equal(attention.to(dtype).rope.inv_freq, wanted)
-
-
-REFUSED = {
-    "linear": {"rope_type": "linear", "factor": 4.0},
-    "an attention_factor, which vLLM passes over": {**KIMI, "attention_factor": 1.4},
-    "a correction range that is not rounded, which vLLM passes over": {**KIMI, "truncate": False},
-    "a base of its own, which would be lost": {**KIMI, "rope_theta": 10000.0},
-    "an unknown kind": {"rope_type": "twisted"},
-}
-
-
-@pytest.mark.parametrize("scaling", REFUSED.values(), ids=REFUSED.keys())
-def test_a_scaling_that_vllm_reads_otherwise_is_refused_in_one_line(scaling):
-    with pytest.raises(UserError, match=r"^drafter\.rope_scaling[^\n]+$"):
-        Rope(make_mla_shape(rope_scaling=scaling))

@@ -1,8 +1,9 @@
-"""RoPE of the Llama drafter: what vLLM would read otherwise than it was trained is refused, in one line each."""
+"""RoPE of the Llama drafter, and of both what vLLM would read otherwise than it was trained, which is refused."""
 
 import pytest
 import torch
-from conftest import make_shape
+from conftest import YARN as MLAS
+from conftest import make_mla_shape, make_shape
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -43,6 +44,15 @@ REFUSED = {
     "two tables, of which vLLM may take the other": LONG,
     "an unknown kind": {"rope_type": "twisted"},
 }
+REFUSED_OF_MLA = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "an attention_factor, which vLLM passes over": {**MLAS, "attention_factor": 1.4},
+    "a correction range that is not rounded, which vLLM passes over": {**MLAS, "truncate": False},
+    "a base of its own, which would be lost": {**MLAS, "rope_theta": 10000.0},
+    "an unknown kind": {"rope_type": "twisted"},
+}
+NOT_SERVED = {name: make_shape(rope_scaling=scaling) for name, scaling in REFUSED.items()}
+NOT_SERVED |= {f"mla: {name}": make_mla_shape(rope_scaling=scaling) for name, scaling in REFUSED_OF_MLA.items()}
 
 
 @pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS.keys())
@@ -58,9 +68,8 @@ def test_a_scaling_is_the_targets_and_survives_config_json(scaling):
     assert torch.equal(Rope(again).inv_freq, ours.inv_freq)
 
 
-@pytest.mark.parametrize("scaling", REFUSED.values(), ids=REFUSED.keys())
-def test_a_scaling_that_vllm_reads_otherwise_is_refused_in_one_line(scaling):
-    shape = make_shape(rope_scaling=scaling)
+@pytest.mark.parametrize("shape", NOT_SERVED.values(), ids=NOT_SERVED.keys())
+def test_a_scaling_that_vllm_reads_otherwise_is_refused_in_one_line(shape):
     with pytest.raises(UserError, match=r"^drafter\.rope_scaling[^\n]+$") as refused:
         Rope(shape)
     assert check_shape(shape) == [str(refused.value)]
