@@ -1,4 +1,4 @@
-"""Stage 3, the training loop.
+"""Stage 3: fit the drafter to the stored hidden states.
 
     accelerate launch train.py +experiment=smollm2
 
@@ -15,8 +15,7 @@ from train.prepare import prepare
 
 def main() -> None:
     """Entry point of train.py."""
-    about = "Stage 3: fit the drafter to the stored hidden states (run it with `accelerate launch`)."
-    cli.run(train, about, tells="train.precision")
+    cli.run(train, __doc__ or "", tells="train.precision")
 
 
 def train(config: Config) -> None:
