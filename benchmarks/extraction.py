@@ -37,6 +37,7 @@ from eagle31_train import artifacts, cli
 from eagle31_train.allocator import keep_freed_memory
 from eagle31_train.config import Config
 from eagle31_train.errors import UserError
+from eagle31_train.reporting.markdown import grid
 from eagle31_train.store import PlannedShard, StoreWriter, make_plan, shape_of, shard, writer
 from eagle31_train.store.backends import open_storage
 from eagle31_train.targets import arriving, extraction
@@ -230,22 +231,7 @@ def table(result: dict[str, Any]) -> str:
     ]
     head = ["", "tokens/s", "of bare", "over shards", *parts]
     tokens = sum(result["shards"])
-    return f"{tokens:,} tokens, {result['padded'] / tokens - 1:.1%} padding\n\n{markdown(head, rows)}"
-
-
-def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table; all but the first column to the right."""
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-
-    def line(cells: Sequence[str]) -> str:
-        padded = [
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        ]
-        return f"| {' | '.join(padded)} |"
-
-    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
-    return "\n".join([line(head), f"| {' | '.join(rule)} |", *map(line, rows)])
+    return f"{tokens:,} tokens, {result['padded'] / tokens - 1:.1%} padding\n\n{grid(head, rows)}"
 
 
 def picture(rows: Sequence[dict[str, Any]], info: dict[str, Any], path: Path) -> None:

@@ -41,7 +41,6 @@ def numbers(result: dict[str, Any]) -> list[dict[str, Any]]:
             "seconds": None if error else statistics.median(measured["seconds"]),
             "spread": None if error else max(measured["seconds"]) / min(measured["seconds"]) - 1,
             "memory": None if error else max(measured["peak"]) - statistics.median(measured["base"]),
-            "absolute": None if error else max(measured["peak"]),
         }
     for name, row in rows.items():
         own = rows.get(OURS[name])

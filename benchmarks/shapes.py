@@ -4,7 +4,7 @@ A case is written `shape:length:share`, for example `smollm2:512:0.5`: the draft
 document, and the share of them that the assistant wrote.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -127,10 +127,6 @@ class Material:
         last = self.document.last
         normed = last * torch.rsqrt(last.square().mean(-1, keepdim=True) + self.shape.rms_norm_eps) * self.norm
         return normed @ self.head_rows.T
-
-    def with_document(self, **changes: Tensor) -> "Material":
-        """The same weights with another document."""
-        return replace(self, document=replace(self.document, **changes))
 
 
 def turns(length: int, share: float) -> Tensor:

@@ -57,7 +57,7 @@ def step(contender: contenders.Contender) -> dict[str, Any]:
     """A training step without its optimizer: forward, loss, backward, gradients dropped.
 
     Returns:
-        seconds; cpu_seconds of all threads; peak and idle: resident bytes at most during the step, and after it; loss.
+        seconds; cpu_seconds of all threads; peak: resident bytes at most during the step; loss.
     """
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
     start, cpu = time.perf_counter(), time.process_time()
@@ -69,7 +69,7 @@ def step(contender: contenders.Contender) -> dict[str, Any]:
     del loss
     peak = status("VmHWM")
     trim()
-    return {"seconds": seconds, "cpu_seconds": cpu, "peak": peak, "idle": status("VmRSS"), "loss": value}
+    return {"seconds": seconds, "cpu_seconds": cpu, "peak": peak, "loss": value}
 
 
 def serve(channel: TextIO, name: str, case: Case, limit: int) -> None:
@@ -86,7 +86,7 @@ def serve(channel: TextIO, name: str, case: Case, limit: int) -> None:
         contender = contenders.build(name, material, case.unroll)
         del material
         trim()
-        answer(base=status("VmRSS"), threads=torch.get_num_threads())
+        answer(base=status("VmRSS"))
         for _ in sys.stdin:
             answer(**step(contender))
     except (MemoryError, RuntimeError) as error:

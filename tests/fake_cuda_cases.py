@@ -94,21 +94,6 @@ def decoder(shape: Any) -> dict[str, Any]:
     return outcome(count)
 
 
-def taps() -> dict[str, Any]:
-    """States of a target, as extraction catches them, and its arg-max."""
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 300}
-    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
-    with FakeTensorMode(), DEVICE, Count() as count:
-        target = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
-        states = HiddenStateTarget(target, [1, 2, 3]).states(torch.zeros(2, 16, dtype=torch.int64), None)
-        for x, shape in ((states.aux, (2, 16, 3, 64)), (states.last, (2, 16, 64))):
-            assert (x.shape, x.dtype, x.device) == (shape, torch.bfloat16, DEVICE)
-        embedding, head, norm = target.model.embed_tokens.weight, target.lm_head.weight, target.model.norm.weight
-        best = Readout(embedding, norm.float(), "w", 1e-5, head, 4).best(states.last.flatten(0, 1))
-        assert (best.shape, best.device) == ((32,), DEVICE)
-    return outcome(count)
-
-
 def extraction(to_host: Callable[[torch.Tensor], torch.Tensor] = arriving.to_host) -> dict[str, Any]:
     """A shard of three conversations on its way here. Where tokens and masks are looked at they are the host's, and not
     fake: that is left out."""
@@ -183,7 +168,7 @@ CASES |= {
     "gqa, own embedding": lambda: step(shape_of(share_embedding=False)),
 }
 CASES |= {f"{kind}, drafting": lambda shape=shape: decoder(shape) for kind, shape in (("gqa", GQA), ("mla", MLA))}
-CASES |= {"taps": taps, "extraction": extraction, "planted: copies": lambda: extraction(torch.Tensor.cpu)}
+CASES |= {"extraction": extraction, "planted: copies": lambda: extraction(torch.Tensor.cpu)}
 CASES |= {f"planted: {name}": lambda plant=plant: planted(*plant) for name, plant in PLANTED.items()}
 CASES |= {
     "long gqa, 1 turn": lambda: planned(LLAMA, 8192, 1),

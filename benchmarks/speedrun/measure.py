@@ -11,21 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from benchmarks.speedrun.job import DRAFTS, JOB, MADE_BY, RESULT, Job
-from eagle31_train import artifacts, cli, provenance
+from eagle31_train import artifacts, cli
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation import evaluating, intervals
-from eagle31_train.evaluation.decoding import Limits
 from eagle31_train.evaluation.intervals import Estimate
 from eagle31_train.evaluation.measurement import Measurement
-from eagle31_train.evaluation.measuring import Measurer, check_options
+from eagle31_train.evaluation.measuring import check_options
 from eagle31_train.evaluation.workloads import HELDOUT
-from eagle31_train.targets.cached import CachedTarget
-from eagle31_train.targets.hf import load_model
 
 OTHER, TRAINED = "other", "trained"  # kinds of prompts: never trained on, the headline; of those that were trained on
 KINDS = {OTHER: "prompts of kinds that were not trained on", TRAINED: "held-out prompts of the kinds trained on"}
@@ -94,32 +90,26 @@ def accepted(trainings: Sequence[Training], options: Sequence[str], out: Path) -
     check_options(config.evaluate)
     data, draft_tokens = evaluating.read_data(config), config.evaluate.num_speculative_tokens
     checkpoints = {
-        f"{training.name} {folder.name}": DrafterCheckpoint.open(folder)
+        f"{training.name} {folder.name}": [DrafterCheckpoint.open(folder)]
         for training in trainings
         for folder in training.drafts
     }
-    positions = [one.shape.max_position_embeddings for one in checkpoints.values()]
+    positions = [one.shape.max_position_embeddings for (one,) in checkpoints.values()]
     workloads = evaluating.choose_workloads(config, {}, positions, data, [config.evaluate.max_speculative_tokens])
-    model = load_model(config.target, config.evaluate.dtype)
-    target = CachedTarget(model, [1])
-    candidates = [evaluating.load(one, name, target, config) for name, one in checkpoints.items()]
-    limits = Limits(config.evaluate.max_new_tokens, frozenset(data["end_ids"]))
-    measurer = Measurer(model, limits, config.evaluate, config.seed)
-    inputs = provenance.of_workload(config, data["end_ids"], target.device.type, str(torch.__version__))
-    measured = evaluating.measure(out / "workloads", workloads, measurer, candidates, inputs, config.compare.verified)
+    measured = evaluating.decode(config, checkpoints, workloads, data, out / "workloads", config.compare.verified)
     found = {}
     for kind in KINDS:
         chosen = [m for one, m in zip(workloads, measured, strict=True) if (one.name == HELDOUT) == (kind == TRAINED)]
         if chosen:
-            found[kind] = acceptance_lengths(chosen, list(checkpoints), draft_tokens)
+            found[kind] = acceptance_lengths(chosen, draft_tokens)
     return found, draft_tokens
 
 
-def acceptance_lengths(measured: Sequence[dict[str, Measurement]], names: Sequence[str], draft_tokens: int) -> Estimate:
-    """Of all prompts of some workloads together: a number for each name."""
+def acceptance_lengths(measured: Sequence[dict[str, list[Measurement]]], draft_tokens: int) -> Estimate:
+    """Of all prompts of some workloads together: a number for each draft."""
     accepted, drafts = [], []
     for workload in measured:
-        for prompt in zip(*(workload[name].counts for name in names), strict=True):
+        for prompt in zip(*(of_draft.counts for (of_draft,) in workload.values()), strict=True):
             rounds = [counts.rounds(draft_tokens) for counts in prompt]
             accepted.append([sum(some) for some in rounds])
             drafts.append([len(some) for some in rounds])

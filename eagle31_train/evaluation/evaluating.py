@@ -59,36 +59,48 @@ def evaluate(
     Raises:
         UserError: missing or damaged input, no prompts, or an output that differs from plain decoding.
     """
-    options = config.evaluate
-    trainings = {
-        name if len(some) == 1 else f"{name}/{number}": one
-        for name, some in checkpoints.items()
-        for number, one in enumerate(some, 1)
-    }
+    options, every = config.evaluate, [one for some in checkpoints.values() for one in some]
     chosen = choose_workloads(
         config,
         {name: [one.inputs for one in some] for name, some in checkpoints.items()},
-        [one.shape.max_position_embeddings for one in trainings.values()],
+        [one.shape.max_position_embeddings for one in every],
         data,
         [options.num_speculative_tokens, options.max_speculative_tokens],
-        {prompt for one in trainings.values() for prompt in one.measured_on},
+        {prompt for one in every for prompt in one.measured_on},
     )
-    # Prompts before the target: what is wrong with them is reported within seconds.
-    model = load_model(config.target, options.dtype)
-    target = CachedTarget(model, [1])  # every drafter reads layers of its own
-    candidates = [load(one, name, target, config) for name, one in trainings.items()]
-    measurer = Measurer(model, Limits(options.max_new_tokens, frozenset(data["end_ids"])), options, config.seed)
-    device, version = pick_device(config.target.device).type, str(torch.__version__)
-    recorded = provenance.of_workload(config, data["end_ids"], device, version)
-    by_training = measure(folder, chosen, measurer, candidates, recorded, verified)
-    measurements = []
-    for measured in by_training:
-        rest = iter(measured.values())
-        measurements.append({name: [next(rest) for _ in some] for name, some in checkpoints.items()})
+    measurements = decode(config, checkpoints, chosen, data, folder, verified)
     depths = range(1, options.max_speculative_tokens + 1)
     result = summarise(list(zip(chosen, measurements, strict=True)), depths, options.num_speculative_tokens)
-    result |= {"machine": machine(target.device), "dtype": options.dtype, "max_new_tokens": options.max_new_tokens}
+    result |= {"machine": machine(pick_device(config.target.device))}
+    result |= {"dtype": options.dtype, "max_new_tokens": options.max_new_tokens}
     return result, chosen, measurements
+
+
+def decode(
+    config: Config,
+    checkpoints: Mapping[str, Sequence[DrafterCheckpoint]],
+    chosen: Sequence[Workload],
+    data: dict[str, Any],
+    folder: Path,
+    verified: int | None = None,
+) -> list[dict[str, list[Measurement]]]:
+    """Of each workload, the measurements by drafter, of every training; arguments and errors as of `evaluate`."""
+    # Prompts before the target: what is wrong with them is reported within seconds.
+    model = load_model(config.target, config.evaluate.dtype)
+    target = CachedTarget(model, [1])  # every drafter reads layers of its own
+    candidates = {
+        name: [
+            load(one, name if len(some) == 1 else f"{name}/{number}", target, config)
+            for number, one in enumerate(some, 1)
+        ]
+        for name, some in checkpoints.items()
+    }
+    limits = Limits(config.evaluate.max_new_tokens, frozenset(data["end_ids"]))
+    measurer = Measurer(model, limits, config.evaluate, config.seed)
+    inputs = provenance.of_workload(config, data["end_ids"], target.device.type, str(torch.__version__))
+    every = [one for some in candidates.values() for one in some]
+    by_training = measure(folder, chosen, measurer, every, inputs, verified)
+    return [{name: [of[one.name] for one in some] for name, some in candidates.items()} for of in by_training]
 
 
 def load(checkpoint: DrafterCheckpoint, name: str, target: CachedTarget, config: Config) -> Candidate:

@@ -1,6 +1,7 @@
 """A target's tokenizer and chat template: messages become token ids as a server would make them, and messages again."""
 
 import re
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -17,14 +18,14 @@ class UnfitError(Exception):
     """Why a conversation cannot be rendered, or a prompt cannot be perturbed; the text is the same for like cases."""
 
 
+@dataclass(eq=False)
 class Rendering:
-    """How a target sees conversations."""
+    """How a target sees conversations: `template` is Jinja text in place of the tokenizer's own, `arguments` are what
+    it reads."""
 
-    def __init__(self, tokenizer: Any, template: str | None = None, arguments: dict[str, Any] | None = None) -> None:
-        """`template` is Jinja text in place of the tokenizer's own; `arguments` are what it reads."""
-        self.tokenizer = tokenizer
-        self.template = template
-        self.arguments = arguments or {}
+    tokenizer: Any
+    template: str | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def load(cls, target: TargetConfig) -> "Rendering":

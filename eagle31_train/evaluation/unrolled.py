@@ -16,7 +16,7 @@ Shapes: N positions; S slots; K steps; D draft hidden; h query heads; g key/valu
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -56,6 +56,15 @@ class Trajectory:
         """How many positions of the output a draft can be made at: all before the token that ends it."""
         return len(self.output) - 1
 
+    @property
+    def text(self) -> list[int]:
+        """All that the target wrote, or would have written."""
+        return [*self.output, *self.beyond]
+
+    def at(self, slot: int) -> "Trajectory":
+        """That of one slot alone."""
+        return Trajectory([*self.prompt, *self.text[:slot]], self.text[slot : slot + 2], [], self.aux)
+
 
 @dataclass(frozen=True)
 class Step:
@@ -89,7 +98,7 @@ def unroll(
         For each slot, how many tokens of the draft, from the first on, are what the target wrote there; and the drift
         (None without `drift`, or without slots).
     """
-    slots, text = trajectory.slots, [*trajectory.output, *trajectory.beyond]
+    slots, text = trajectory.slots, trajectory.text
     if slots == 0:
         return [], None
     assert len(text) >= slots + depth, "what the target wrote goes on for depth - 1 tokens after the output"
@@ -111,10 +120,8 @@ def narrowest(drafter: Drafter, target_ids: Tensor, trajectory: Trajectory, slot
 
     So much, or so little, would have to be rounded otherwise for another draft: in fp32, under 1e-4 it may be.
     """
-    text = [*trajectory.output, *trajectory.beyond]
-    there = Trajectory([*trajectory.prompt, *text[:slot]], text[slot : slot + 2], [], trajectory.aux)
     gaps = []
-    for step in steps(drafter, target_ids, there, depth, drift=False):
+    for step in steps(drafter, target_ids, trajectory.at(slot), depth, drift=False):
         best, second = drafter.lm_head(step.written[0]).double().topk(2).values.tolist()
         gaps.append(best - second)
     return min(gaps)
@@ -126,13 +133,12 @@ def turns(drafter: Drafter, target_ids: Tensor, trajectory: Trajectory, slot: in
 
     Where products round their inputs to int8 (`checkpoint/int8.py`), such noise may move an input by a whole step.
     """
-    text, generator = [*trajectory.output, *trajectory.beyond], torch.Generator().manual_seed(0)
+    there, generator = trajectory.at(slot), torch.Generator().manual_seed(0)
     for _ in range(DRAWS):
-        noise = NOISE * torch.randn(trajectory.aux.shape, generator=generator).to(trajectory.aux.device)
-        aux = trajectory.aux * (1 + noise)
-        there = Trajectory([*trajectory.prompt, *text[:slot]], text[slot : slot + 2], [], aux)
-        drafted = [int(step.tokens[0]) for step in steps(drafter, target_ids, there, depth, drift=False)]
-        agreed = [token == wanted for token, wanted in zip(drafted, text[slot + 1 :], strict=False)]
+        noise = NOISE * torch.randn(there.aux.shape, generator=generator).to(there.aux.device)
+        noisy = replace(there, aux=there.aux * (1 + noise))
+        drafted = [int(step.tokens[0]) for step in steps(drafter, target_ids, noisy, depth, drift=False)]
+        agreed = [token == wanted for token, wanted in zip(drafted, trajectory.text[slot + 1 :], strict=False)]
         if [*agreed, False].index(False) == accepted:
             return True
     return False

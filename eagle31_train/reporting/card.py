@@ -7,14 +7,14 @@ run_dir/evaluate, run_dir/serving, and folders that `eagle31_train.compare` wrot
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment
 
 from eagle31_train import artifacts
-from eagle31_train.checkpoint.config_json import MLA_DEFAULTS, speculators_json
+from eagle31_train.checkpoint.config_json import MLA_DEFAULTS
 from eagle31_train.checkpoint.contract import caveats
 from eagle31_train.config import RENAMED, Config, DrafterShape
 from eagle31_train.console import note
@@ -145,7 +145,6 @@ def render(
         kind=_kind(shape),
         caveats=caveats_of(shape, data, config.export_weights),
         data_sets=config.data.hub_sets,
-        described=_self_describing(config, shape),
         measured=measured,
         sections=tables.sections,
         conditions=conditions,
@@ -169,19 +168,6 @@ def caveats_of(shape: DrafterShape, data: Mapping[str, Any] | None, weights: str
     if weights == "int8":
         found.append("On CPUs with AMX vLLM 0.32 serves int8 weights in bfloat16 or float16, and stops in float32")
     return found
-
-
-def _self_describing(config: Config, shape: DrafterShape) -> list[str]:
-    """The commands that export the same weights in the format of speculators and serve these; none if it has no such
-    drafters, or this is it."""
-    other = replace(config, export_format="speculators")
-    if config.export_format == "speculators" or config.export_weights != "target":
-        return []
-    try:
-        speculators_json(shape, config.target.dtype, config.target_name, 1)
-    except UserError:
-        return []
-    return [command("eagle31 export", other), serve_command(other, f"runs/{config.name}/export", published=True)]
 
 
 def _kind(shape: DrafterShape) -> str:

@@ -6,7 +6,7 @@ they stay as they are.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -178,38 +178,27 @@ def _attention(measures: Curves, axes: "Axes") -> None:
 
 def _overview(result: Result) -> Iterator[Picture]:
     """A row for each workload, with an interval for each drafter."""
-    names, depth = result["drafters"], str(result["draft_tokens"])
-
-    def forest(
-        name: str, title: str, kind: Kind, interval: Callable[[Result, str], Interval | None]
-    ) -> Iterator[Picture]:
-        found = {one["name"]: {name: interval(one, name) for name in names} for one in result["workloads"]}
-        rows = {row: {name: of for name, of in some.items() if of} for row, some in found.items()}
-        rows = {row: some for row, some in rows.items() if some}
-        if rows:
-            yield _forest(f"workloads-{name}", ALL, f"{title}, at {depth} draft tokens", rows, names, kind)
-
-    def length(workload: Result, name: str) -> Interval:
-        interval: Interval = workload["drafters"][name]["by_depth"][depth]["acceptance_length"]
-        return interval
-
-    def kept(workload: Result, name: str) -> Interval | None:
-        return workload["drafters"][name].get("kept", {}).get(depth)
-
-    def own(workload: Result, name: str) -> Interval | None:
-        drift = workload["drafters"][name]["drift"]
-        return drift["own"][-1] if drift else None
-
-    def ratio(other: str, workload: Result, name: str) -> Interval | None:
-        differences = workload["differences"]
-        return differences[name][depth]["ratio"] if name == other and name in differences else None
-
-    yield from forest("acceptance", "Acceptance length", LENGTH, length)
-    yield from forest("kept", "Kept of the plain form's acceptance length", KEPT, kept)
-    yield from forest("own", "Attention on its own drafts at the last step", SHARE, own)
-    for name in names[1:]:
+    names, depth, workloads = result["drafters"], str(result["draft_tokens"]), result["workloads"]
+    lengths, kept, own = Rows(), Rows(), Rows()
+    ratios: dict[str, Rows] = {name: {} for name in names[1:]}
+    for one in workloads:
+        row, drafters = one["name"], one["drafters"]
+        lengths[row] = {name: of["by_depth"][depth]["acceptance_length"] for name, of in drafters.items()}
+        kept[row] = {name: of["kept"][depth] for name, of in drafters.items() if "kept" in of}
+        own[row] = {name: of["drift"]["own"][-1] for name, of in drafters.items() if of["drift"]}
+        for name, of in one["differences"].items():
+            ratios[name][row] = {name: of[depth]["ratio"]}
+    charts = [
+        ("acceptance", "Acceptance length", LENGTH, lengths),
+        ("kept", "Kept of the plain form's acceptance length", KEPT, kept),
+        ("own", "Attention on its own drafts at the last step", SHARE, own),
+    ]
+    for name, rows in ratios.items():
         title = f"Acceptance length of {name}, times that of {names[0]}"
-        yield from forest(f"gain-{slug(name)}", title, RATIO, partial(ratio, name))
+        charts.append((f"gain-{slug(name)}", title, RATIO, rows))
+    for chart, title, kind, rows in charts:
+        if rows := {row: intervals for row, intervals in rows.items() if intervals}:
+            yield _forest(f"workloads-{chart}", ALL, f"{title}, at {depth} draft tokens", rows, names, kind)
 
 
 def _serving(serving: Result) -> Iterator[Picture]:

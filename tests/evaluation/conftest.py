@@ -20,22 +20,18 @@ def tiny_shape(**changes):
     return make_shape(**{**TINY, **changes})
 
 
+def random_llama(seed, **sizes):
+    """A target of four layers; `initializer_range` is to be wide enough for outputs that wander."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(**heads, **sizes, num_hidden_layers=4, tie_word_embeddings=False, eos_token_id=None)
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(config).eval().requires_grad_(False)
+
+
 @pytest.fixture(scope="session")
 def model():
-    config = LlamaConfig(
-        vocab_size=50,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        initializer_range=0.3,  # wide enough for outputs that wander
-        tie_word_embeddings=False,
-        eos_token_id=None,
-    )
-    torch.manual_seed(3)
-    return LlamaForCausalLM(config).eval().requires_grad_(False)
+    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 256}
+    return random_llama(3, **sizes, initializer_range=0.3)
 
 
 @pytest.fixture

@@ -10,12 +10,12 @@ from collections import Counter
 import pytest
 import torch
 from conftest import make_objective, make_shape
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle31_train.evaluation import sampling
 from eagle31_train.evaluation.decoding import Limits, decode_plain, decode_speculative
 from eagle31_train.evaluation.sampling import TARGET, Chooser, Sampling, probabilities
 from eagle31_train.targets.cached import CachedTarget
+from tests.evaluation.conftest import random_llama
 
 V, PROMPT, DRAWS, FEW, TOKENS = 5, [3, 0, 4, 1], 10_000, 3000, 3
 
@@ -38,18 +38,8 @@ def test_the_nucleus_is_cut_after_the_temperature_and_renormalised(top_p, top, m
 
 @pytest.fixture(scope="module")
 def target():
-    config = LlamaConfig(
-        vocab_size=V,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.4,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(5)
-    return CachedTarget(LlamaForCausalLM(config).eval().requires_grad_(False), [1, 2, 4])
+    sizes = {"vocab_size": V, "hidden_size": 16, "intermediate_size": 24}
+    return CachedTarget(random_llama(5, **sizes, initializer_range=0.4), [1, 2, 4])
 
 
 @pytest.fixture(scope="module")

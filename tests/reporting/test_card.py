@@ -48,9 +48,6 @@ def test_the_card_tells_what_it_is():
         "## Licence\n\nNone is stated",
     ):
         assert words in body
-    described = body.partition("In the format of speculators")[2]
-    assert "export_format=speculators" in described
-    assert "\nvllm serve runs/smollm2/export\n" in described
     assert "/home/me" not in body
     assert "q\\_lora\\_rank" not in body
     assert "What the numbers mean" not in body
@@ -73,7 +70,6 @@ def test_the_metadata_names_data_sets_of_the_hub_and_is_what_the_hub_takes():
     _, body = rendered("export_weights=int8", "export_vocab_size=500")
     for words in ("500 draft tokens were kept", "Matrices are int8", "On CPUs with AMX", "export_vocab_size=500"):
         assert words in body
-    assert "In the format of speculators" not in body
 
 
 def test_results_are_told_once_and_with_their_pictures_folders_of_the_machine_are_not():
