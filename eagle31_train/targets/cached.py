@@ -8,7 +8,9 @@ Shapes: B sequences; n new tokens; A auxiliary layers; H hidden; V vocabulary.
 """
 
 import inspect
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -20,6 +22,7 @@ from eagle31_train.errors import UserError
 from eagle31_train.targets.hf import HiddenStateTarget, rope_by_length
 
 TOGETHER = {"full_attention", "sliding_attention"}  # types of layers of which rows of unequal length are tested
+SHARED_KEYS = "TRANSFORMERS_SDPA_FORCE_GQA"  # a switch of transformers; older releases have none, and are slower
 RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}  # those that keep a state, not keys of each token
 
 
@@ -119,6 +122,22 @@ class CachedTarget(HiddenStateTarget):
             positions = torch.arange(int(max(self.lengths)), device=self.device) - (ends.max() - ends)[:, None]
             inputs["attention_mask"] = (positions >= 0).long()
             inputs["position_ids"] = positions[:, -n:].clamp(min=0)
-        return self.model(
-            **inputs, past_key_values=self._cache, use_cache=True, logits_to_keep=logit_rows
-        ).logits.float()
+        with shared_keys() if n > 1 and self.device.type == "cpu" else nullcontext():
+            return self.model(
+                **inputs, past_key_values=self._cache, use_cache=True, logits_to_keep=logit_rows
+            ).logits.float()
+
+
+@contextmanager
+def shared_keys() -> Iterator[None]:
+    """While it lasts, attention of several queries under a mask reads the keys that heads share, which transformers
+    otherwise copies for each head, in every layer of every pass. The numbers are the same to the bit."""
+    before = os.environ.get(SHARED_KEYS)
+    os.environ[SHARED_KEYS] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[SHARED_KEYS]
+        else:
+            os.environ[SHARED_KEYS] = before

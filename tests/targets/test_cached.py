@@ -1,5 +1,7 @@
 """Sequences of unequal length, read together: what each would have been alone."""
 
+import os
+from contextlib import nullcontext
 from functools import wraps
 
 import pytest
@@ -17,6 +19,7 @@ from transformers import (
     MistralForCausalLM,
 )
 
+from eagle31_train.targets import cached
 from eagle31_train.targets.cached import CachedTarget
 
 LATENT = {**SIZES, "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 8}
@@ -97,6 +100,17 @@ def check(target, kept, found, lengths):
 @pytest.mark.parametrize("lengths", [LENGTHS, [5, 5, 5, 5]])
 def test_rows_are_what_they_are_alone(target, lengths):
     check(target, *read_together(target, lengths, ROUNDS), lengths)
+
+
+def test_keys_that_heads_share_are_read_and_not_copied_to_the_same_bits(monkeypatch):
+    target, found = CachedTarget(FAMILIES["llama"]().eval(), [1, 2, 4]), []
+    assert target.model.config.num_key_value_heads < target.model.config.num_attention_heads
+    found.append(read_together(target, LENGTHS, ROUNDS)[1])
+    assert cached.SHARED_KEYS not in os.environ
+    monkeypatch.setattr(cached, "shared_keys", nullcontext)
+    found.append(read_together(target, LENGTHS, ROUNDS)[1])
+    for ours, theirs in zip(*found, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
 def test_rows_that_leave_change_nothing_for_the_others(target):
