@@ -8,6 +8,19 @@ from eagle31_train.store.codec import Encoded
 from eagle31_train.transfers import to_device
 
 
+def supervised_positions(loss_mask: Tensor) -> Tensor:
+    """[M] int64, ascending: positions whose next token is the assistant's, with a position before for a slot.
+
+    loss_mask: [T] bool.
+    """
+    return loss_mask[2:].nonzero()[:, 0] + 1
+
+
+def attended_positions(supervised: Tensor) -> int:
+    """How many positions slots attend to: the last slot is one before the last supervised position."""
+    return int(supervised[-1]) if len(supervised) else 0
+
+
 @dataclass(frozen=True)
 class Document:
     """One tokenized conversation with the target's states: T tokens, A auxiliary layers, H hidden.
@@ -33,14 +46,13 @@ class Document:
 
     @property
     def supervised(self) -> Tensor:
-        """[M] int64, ascending: positions whose next token is the assistant's, with a position before for a slot."""
-        return self.loss_mask[2:].nonzero()[:, 0] + 1
+        """[M] int64, see `supervised_positions`."""
+        return supervised_positions(self.loss_mask)
 
     @property
     def attended(self) -> int:
-        """How many positions slots attend to: the last slot is one before the last supervised position."""
-        supervised = self.supervised
-        return int(supervised[-1]) if len(supervised) else 0
+        """See `attended_positions`."""
+        return attended_positions(self.supervised)
 
     @property
     def attended_states(self) -> Tensor | Encoded:

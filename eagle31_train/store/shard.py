@@ -9,7 +9,6 @@ Where a sample's rows begin follows from the lengths and the loss mask, and is s
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -18,10 +17,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from eagle31_train.errors import UserError
 from eagle31_train.store.backends import Storage
 from eagle31_train.store.codec import CODECS, Encoded, as_encoded, concatenate, encode
-from eagle31_train.store.document import Document
+from eagle31_train.store.document import Document, attended_positions, supervised_positions
 from eagle31_train.store.format import ContentError, Line, open_checked
 from eagle31_train.store.shard_plan import Shape
 from eagle31_train.store.tensors import save_file
@@ -29,18 +27,13 @@ from eagle31_train.store.tensors import save_file
 NONE = torch.empty(0)
 
 
-def write_shard(path: Path, documents: Sequence[Document], shape: Shape, first: int = 0) -> None:
-    """Write samples (with states in any float dtype, on any device) into a file; `first` is the first one's number.
+def write_shard(path: Path, documents: Sequence[Document], shape: Shape) -> None:
+    """Write samples into a file; states that are not encoded yet (of any float dtype) are.
 
-    UserError, with the sample's number, if a state cannot be encoded.
+    UserError if a state cannot be encoded.
     """
-    aux, last = [], []
-    for number, document in enumerate(documents, first):
-        try:
-            aux.append(encode_to_cpu(document.attended_states, shape.aux_codec))
-            last.append(encode_to_cpu(document.supervised_states, shape.last_codec))
-        except UserError as error:
-            raise UserError(f"sample {number}: {error}") from None
+    aux = [encoded(document.attended_states, shape.aux_codec) for document in documents]
+    last = [encoded(document.supervised_states, shape.last_codec) for document in documents]
     tensors = {
         "tokens": torch.cat([document.tokens for document in documents]).int(),
         "loss_mask": torch.cat([document.loss_mask for document in documents]),
@@ -52,10 +45,9 @@ def write_shard(path: Path, documents: Sequence[Document], shape: Shape, first: 
     save_file(tensors, path)
 
 
-def encode_to_cpu(states: Tensor | Encoded, codec: str) -> Encoded:
-    """Encoded where the states are, since a GPU does it in passing, and brought here in fewer bytes."""
-    encoded = states if isinstance(states, Encoded) else encode(states, codec)
-    return replace(encoded, values=encoded.values.cpu(), scale=encoded.scale.cpu())
+def encoded(states: Tensor | Encoded, codec: str) -> Encoded:
+    """What extraction has encoded stays so."""
+    return states if isinstance(states, Encoded) else encode(states, codec)
 
 
 class ShardFile:
@@ -80,7 +72,7 @@ class ShardFile:
         self._edges, self._aux_edges, self._last_edges = self._find_rows(lengths)
         if (len(self.aux), len(self.last)) != (self._aux_edges[-1], self._last_edges[-1]):
             raise ContentError("holds other states than its loss mask asks for")
-        self._check_ids(vocab_size)
+        self._check_ids(lengths, vocab_size)
 
     def _check_types(self, shape: Shape) -> None:
         """Refuse tensors of other types and widths than states of this shape have: they would fail far from here."""
@@ -97,31 +89,19 @@ class ShardFile:
                 raise ContentError("holds states of another shape or type than its store's")
 
     def _find_rows(self, lengths: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
-        edges = [0, *accumulate(lengths)]
-        supervised = self._supervised(edges)
-        counts = torch.searchsorted(supervised, torch.tensor(edges)).tolist()
-        attended = [
-            int(supervised[end - 1]) - start if end > begin else 0
-            for (begin, end), start in zip(pairwise(counts), edges[:-1], strict=True)
-        ]
-        return edges, [0, *accumulate(attended)], counts
+        supervised = [supervised_positions(mask) for mask in self.loss_mask.split(list(lengths))]
+        counts = (lengths, map(attended_positions, supervised), map(len, supervised))
+        edges, aux_edges, last_edges = ([0, *accumulate(count)] for count in counts)
+        return edges, aux_edges, last_edges
 
-    def _supervised(self, edges: Sequence[int]) -> Tensor:
-        """[M] int64: supervised positions, counted over the shard."""
-        marks = torch.zeros(len(self.loss_mask), dtype=torch.bool)
-        marks[:-1] = self.loss_mask[1:]
-        starts, ends = torch.tensor(edges[:-1]), torch.tensor(edges[1:])
-        marks[starts[ends > starts]] = False  # no slot comes before a sample's first token
-        marks[ends[ends > starts] - 1] = False  # what follows is another sample
-        return marks.nonzero()[:, 0]
-
-    def _check_ids(self, vocab_size: int) -> None:
+    def _check_ids(self, lengths: Sequence[int], vocab_size: int) -> None:
         """Refuse ids that the target's vocabulary lacks: as indices they fail far from here, or silently wrap."""
         for name, ids, least in (("tokens", self.tokens, 0), ("top1", self.top1, -1)):
             if len(ids) and (ids.min() < least or ids.max() >= vocab_size):
                 raise ContentError(f"holds {name} outside the {vocab_size} tokens of its target's vocabulary")
-        if (self.top1[self._supervised(self._edges)] < 0).any():
-            raise ContentError("lacks the target's arg-max (top1) before some of the assistant's tokens")
+        for top1, mask in zip(self.top1.split(list(lengths)), self.loss_mask.split(list(lengths)), strict=True):
+            if (top1[supervised_positions(mask)] < 0).any():
+                raise ContentError("lacks the target's arg-max (top1) before some of the assistant's tokens")
 
     def not_finite(self) -> list[int]:
         """Samples, counted from the shard's first, of which a state is NaN or infinite."""

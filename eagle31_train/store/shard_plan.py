@@ -10,12 +10,13 @@ from heapq import heapreplace
 from itertools import accumulate
 from typing import Annotated, Any
 
-import numpy as np
+import torch
 from pydantic import Field
 from typing_extensions import TypedDict
 
 from eagle31_train import foreign
 from eagle31_train.store.codec import CODECS
+from eagle31_train.store.document import attended_positions, supervised_positions
 from eagle31_train.store.format import line_name
 
 SPLITS = ("heldout", "train")  # in the order of extraction: training evaluates from its first steps on
@@ -151,7 +152,6 @@ def plan_shards(lengths: Sequence[int], shard_tokens: int) -> list[tuple[int, in
 
 def sample_bytes(loss_mask: Sequence[bool], shape: Shape) -> int:
     """What a sample takes in its shard, see `Document` for which states are stored."""
-    supervised = np.flatnonzero(np.asarray(loss_mask, dtype=bool)[2:]) + 1
-    attended = int(supervised[-1]) if len(supervised) else 0
+    supervised = supervised_positions(torch.as_tensor(loss_mask, dtype=torch.bool))
     aux, last = shape.row_bytes
-    return len(loss_mask) * TOKEN_BYTES + attended * aux + len(supervised) * last
+    return len(loss_mask) * TOKEN_BYTES + attended_positions(supervised) * aux + len(supervised) * last

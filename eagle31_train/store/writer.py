@@ -114,12 +114,9 @@ class StoreWriter:
     def write(
         self, shard: PlannedShard, documents: Sequence[Document], fidelity: Sequence[float] | None = None
     ) -> None:
-        """Commit one shard: its file, then its line; UserError if the disk is full or a state cannot be encoded."""
+        """Commit one shard: its file, then its line; UserError if the disk is full."""
         with self._building(shard.name) as scratch:
-            try:
-                write_shard(scratch, documents, self.shape, shard.first)
-            except UserError as error:
-                raise UserError(f"{self.storage.location}/{shard.name}: {error}") from None
+            write_shard(scratch, documents, self.shape)
             size = scratch.stat().st_size
             assert size <= shard.bytes, "the plan is wrong about the size of a shard"
             line = Line(shard.name, self.id, size, checksum(scratch), list(fidelity) if fidelity is not None else None)

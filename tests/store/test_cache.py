@@ -4,6 +4,7 @@ import fcntl
 import os
 import random
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -128,11 +129,9 @@ def test_the_quota_holds_at_every_moment(fs, open_cache, tmp_path):
     assert over == []
 
 
-def test_what_another_process_fetches_is_waited_for_until_it_ends_or_dies(fs, open_cache, tmp_path):
-    def sleep(seconds):
-        other.close()  # the other process failed, or was killed
-
-    storage = open_cache(300, sleep=sleep)
+def test_what_another_process_fetches_is_waited_for_until_it_ends_or_dies(fs, open_cache, tmp_path, monkeypatch):
+    storage = open_cache(300)
+    monkeypatch.setattr(time, "sleep", lambda _: other.close())  # the other process failed, or was killed
     with (storage.scratch("z").parent / ".a.100.part").open("wb") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         assert storage.local("a").read_bytes() == b"a" * 100

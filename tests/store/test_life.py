@@ -85,12 +85,10 @@ def test_a_begun_store_of_another_provenance_is_refused_or_replaced_whole(tmp_pa
     assert sorted(contents(folder)) == ["plan.json", "provenance.json", "stream.json"]
 
 
-def test_states_that_are_no_numbers_are_named_by_their_sample(tmp_path, capsys, monkeypatch):
+def test_stored_states_that_are_no_numbers_are_named_by_their_sample(tmp_path, capsys, monkeypatch):
     made = Made(aux_codec="fp8", last_codec="int8")
     planned = next(shard for shard in made.plan.of("train") if shard.end - shard.first > 1)
     made.of(planned)[1].aux[0] = float("nan")
-    message = message_of(made.write, tmp_path / "refused")
-    assert f"{planned.name}: sample {planned.first + 1}: the target's hidden states are not finite" in message
     with monkeypatch.context() as patched:
         patched.setattr(codec, "_all_finite", lambda values: torch.tensor(True))
         made.write(tmp_path / "store")

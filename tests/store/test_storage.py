@@ -18,12 +18,6 @@ from eagle31_train.store.backends import RemoteStorage, open_storage
 CACHE = 4096 * 16
 
 
-def never(seconds):
-    """Wait for another thread's fetch, but for nothing that failed."""
-    assert seconds < 1, "nothing here fails"
-    time.sleep(seconds)
-
-
 def build(storage, name, content):
     """Build a file at the storage's scratch path, as a writer of shards does."""
     scratch = storage.scratch(name)
@@ -34,13 +28,22 @@ def build(storage, name, content):
 # ---------------------------------------------------------------- what every storage promises
 
 
+@pytest.fixture
+def naps(monkeypatch):
+    """Seconds that calls have waited before they were tried again; none is waited for."""
+    naps, sleep = [], time.sleep
+    monkeypatch.setattr(time, "sleep", lambda seconds: sleep(seconds) if seconds < 0.1 else naps.append(seconds))
+    return naps
+
+
 @pytest.fixture(params=["local", "s3"])
-def again(request, tmp_path):
-    """Opens the same storage anew."""
+def again(request, tmp_path, naps):
+    """Opens the same storage anew; nothing here fails."""
     if request.param == "s3":
         request.getfixturevalue("s3")
     location = "s3://bucket/runs/store" if request.param == "s3" else str(tmp_path / "deep" / "store")
-    return lambda: open_storage(location, tmp_path / "cache", CACHE, sleep=never)
+    yield lambda: open_storage(location, tmp_path / "cache", CACHE)
+    assert naps == []
 
 
 @pytest.fixture
@@ -118,10 +121,10 @@ def test_nothing_has_its_name_before_it_and_its_folder_are_on_the_disk(tmp_path,
 # ---------------------------------------------------------------- calls to other machines
 
 
-def test_a_server_in_trouble_is_tried_again_and_other_stores_are_left_alone(s3, tmp_path, monkeypatch):
+def test_a_server_in_trouble_is_tried_again_and_other_stores_are_left_alone(s3, tmp_path, monkeypatch, naps):
     """What s3fs makes of the server's own words, not of ours."""
-    naps, calls = [], []
-    storage = open_storage("s3://bucket/runs/store", tmp_path, CACHE, sleep=naps.append)
+    calls = []
+    storage = open_storage("s3://bucket/runs/store", tmp_path, CACHE)
     storage.write("shards/a.json", b"{}")
     whole = storage.fs._call_s3.__func__
 
@@ -146,11 +149,9 @@ def test_a_server_in_trouble_is_tried_again_and_other_stores_are_left_alone(s3, 
 
 @pytest.fixture
 def flaky(tmp_path):
-    """A remote storage in memory, which notes its waits in `naps`."""
-    fs, naps = MemoryFileSystem(global_store=False, skip_instance_cache=True), []
-    storage = RemoteStorage("flaky://bucket/store", fs, "/bucket/store", tmp_path / "cache", 1000, sleep=naps.append)
-    storage.naps = naps
-    return storage
+    """A remote storage in memory."""
+    fs = MemoryFileSystem(global_store=False, skip_instance_cache=True)
+    return RemoteStorage("flaky://bucket/store", fs, "/bucket/store", tmp_path / "cache", 1000)
 
 
 WAYS = {
@@ -162,7 +163,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("call", WAYS)
-def test_what_is_cut_short_is_seen_and_tried_again(flaky, monkeypatch, call):
+def test_what_is_cut_short_is_seen_and_tried_again(flaky, monkeypatch, naps, call):
     flaky.write("a", b"content")
     whole, lengths = getattr(flaky.fs, call), [3, 0, None]
 
@@ -177,8 +178,8 @@ def test_what_is_cut_short_is_seen_and_tried_again(flaky, monkeypatch, call):
 
     monkeypatch.setattr(flaky.fs, call, cut)
     WAYS[call](flaky)
-    assert (len(flaky.naps), lengths) == (2, [])
-    monkeypatch.undo()
+    assert (len(naps), lengths) == (2, [])
+    monkeypatch.setattr(flaky.fs, call, whole)
     assert flaky.read("a") == flaky.local("a").read_bytes() == b"content"
 
 
@@ -198,7 +199,7 @@ def test_listings_are_never_stale(tmp_path):
     MemoryFileSystem.store.clear()
     plain = MemoryFileSystem()
     planted, fs = Listings(skip_instance_cache=True), Listings(skip_instance_cache=True)
-    storage = RemoteStorage("stale://store", fs, "/store", tmp_path, CACHE, sleep=never)
+    storage = RemoteStorage("stale://store", fs, "/store", tmp_path, CACHE)
     plain.pipe_file("/store/a", b"x")
     assert storage.names("") == ["a"]
     assert len(planted.ls("/store")) == 1

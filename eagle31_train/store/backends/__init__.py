@@ -8,8 +8,6 @@ harmless: a shard counts only once its line is there, which is written after the
 and checksum; lines and manifests carry checksums of their own.
 """
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import fsspec
@@ -23,13 +21,7 @@ from eagle31_train.store.backends.remote import RemoteStorage, describe
 __all__ = ["LocalStorage", "RemoteStorage", "Storage", "open_storage"]
 
 
-def open_storage(
-    location: str,
-    cache_dir: Path,
-    cache_bytes: int,
-    sharers: int = 1,
-    sleep: Callable[[float], object] = time.sleep,
-) -> Storage:
+def open_storage(location: str, cache_dir: Path, cache_bytes: int, sharers: int = 1) -> Storage:
     """The storage at a local path, a `file://` URL, or any other URL that fsspec has a driver for.
 
     The other arguments are `RemoteStorage`'s. UserError for a driver that is unknown or not installed, and for an
@@ -50,6 +42,6 @@ def open_storage(
             f"{location} cannot be opened ({describe(error)}): correct the address, or install the package that "
             f"brings fsspec's driver for {protocol}://"
         ) from None
-    storage = RemoteStorage(location, fs, str(root), Path(cache_dir).expanduser(), cache_bytes, sharers, sleep)
+    storage = RemoteStorage(location, fs, str(root), Path(cache_dir).expanduser(), cache_bytes, sharers)
     storage.names("")  # what is wrong with credentials or bucket is said now, not after an hour's work
     return storage

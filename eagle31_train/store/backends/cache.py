@@ -19,7 +19,7 @@ import re
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -43,16 +43,14 @@ class CachedStorage(Storage):
         key: 16 hex digits that stand for the store.
         limit: bytes that all files of all stores under `base` may take.
         sharers: how many processes of this machine prefetch into `base`; each takes its part of the look-ahead.
-        sleep: waits the given seconds.
     """
 
     remote = True
 
-    def __init__(self, base: Path, key: str, limit: int, sharers: int, sleep: Callable[[float], object]) -> None:
+    def __init__(self, base: Path, key: str, limit: int, sharers: int) -> None:
         self.base, self.folder, self.limit = base, base / f"store-{key}", limit
         # The other half is for what is being read, and for files that are fetched on demand.
         self.ahead = limit // 2 // sharers
-        self._sleep = sleep
         self._sizes: dict[str, int] = {}
         # `_changed` guards what follows, files with their bytes: `_queue` are to be prefetched, in this order; `_ready`
         # are prefetched, or under way, and not yet used.
@@ -78,7 +76,7 @@ class CachedStorage(Storage):
             self._changed.notify_all()
         try:
             while not self._obtain(name):
-                self._sleep(POLL)  # another thread or process fetches it, or what is in the way will be done soon
+                time.sleep(POLL)  # another thread or process fetches it, or what is in the way will be done soon
         finally:
             self._used(name)
         return self.folder / name

@@ -27,21 +27,12 @@ class RemoteStorage(CachedStorage):
     fs is an instance of our own, root the address within it; the cache is described in `CachedStorage`.
     """
 
-    def __init__(
-        self,
-        location: str,
-        fs: Any,
-        root: str,
-        cache_dir: Path,
-        cache_bytes: int,
-        sharers: int = 1,
-        sleep: Callable[[float], object] = time.sleep,
-    ) -> None:
+    def __init__(self, location: str, fs: Any, root: str, cache_dir: Path, cache_bytes: int, sharers: int = 1) -> None:
         # fsspec remembers listings; what another process has just written would be missing from them.
         fs.dircache.use_listings_cache = False
         self.location, self.fs, self.root = location.rstrip("/"), fs, root.rstrip("/")
         key = artifacts.fingerprint(fs.unstrip_protocol(self.root))
-        super().__init__(cache_dir, key, cache_bytes, sharers, sleep)
+        super().__init__(cache_dir, key, cache_bytes, sharers)
 
     def read(self, name: str) -> bytes:
         def call() -> bytes:
@@ -120,7 +111,7 @@ class RemoteStorage(CachedStorage):
         return f"{self.root}/{name}".rstrip("/")
 
     def _call(self, what: str, name: str, call: Callable[[], T]) -> T:
-        return retry(what, f"{self.location}/{name}", call, self._sleep)
+        return retry(what, f"{self.location}/{name}", call)
 
     def _size(self, name: str) -> int | None:
         try:
@@ -185,7 +176,7 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-def retry(what: str, where: str, call: Callable[[], T], sleep: Callable[[float], object] = time.sleep) -> T:
+def retry(what: str, where: str, call: Callable[[], T]) -> T:
     """The result of `call()`, tried TRIES times in all where it fails for a passing reason.
 
     `what` and `where` are for messages, such as "reading" and an address. FileNotFoundError if nothing is there;
@@ -211,5 +202,5 @@ def retry(what: str, where: str, call: Callable[[], T], sleep: Callable[[float],
             wait = FIRST_WAIT * 2 ** (number - 1) * random.uniform(0.5, 1.0)
             said = f"{where}: {what} failed ({describe(error)}), try {number} of {TRIES}, next in {wait:.1f} s"
             note(said, error=True)
-        sleep(wait)
+        time.sleep(wait)
     raise AssertionError("at least one try")
