@@ -133,7 +133,7 @@ class Collected:
         self.counts.setdefault(row.source, Counter()).update(
             repeated=int(repeated),
             cut=sum(sample.cut for _, sample in result.samples),
-            open=sum(sample.open_turns for _, sample in result.samples),
+            no_end_of_turn=sum(sample.open_turns for _, sample in result.samples),
             split_turns=int(result.split),
             inserted=result.inserted,
             respelt=sum(sample.respelt for _, sample in result.samples),

@@ -267,14 +267,6 @@ class RenderedTurn:
     span: Span
     inserted: bool  # the template put an empty thought before it
 
-    @property
-    def prompt(self) -> str:
-        return self.text[: self.span.start]
-
-    @property
-    def answer(self) -> str:
-        return self.span.content
-
 
 def _by_turn(template: ChatTemplate, messages: list[Message], max_length: int, tools: list[Tool] | None) -> Samples:
     result = Samples()
@@ -286,7 +278,7 @@ def _by_turn(template: ChatTemplate, messages: list[Message], max_length: int, t
         except Refused as error:
             result.refused.append((f"~turn{number}", str(error)))
             continue
-        if groups and turn.prompt.startswith(groups[-1][-1].text):
+        if groups and turn.text.startswith(groups[-1][-1].text, 0, turn.span.start):
             groups[-1].append(turn)
         else:
             groups.append([turn])
@@ -351,7 +343,7 @@ def to_message(
     with suppress(Refused):
         if message is not None:
             turn = read_turn(template, [*messages, {**message, "finish_reason": finish_reason}], tools)
-            if turn.answer.strip() == text.strip():
+            if turn.span.content.strip() == text.strip():
                 return message
     return {"role": "assistant", "content": text}
 

@@ -23,14 +23,15 @@ from eagle31_train.console import Progress, note
 from eagle31_train.errors import UserError
 from eagle31_train.provenance import Provenance
 
-OUTPUT, MANIFEST = "conversations.jsonl", "conversations.manifest.json"
+OUTPUT = "conversations.jsonl"
 
 
-def regenerate(config: Config, template: ChatTemplate) -> Path:
-    """Answer `data.prompts`, or the prompts of `data.sources`, with the target; returns `run_dir/conversations.jsonl`.
+def regenerate(config: Config, template: ChatTemplate) -> tuple[Path, dict[str, Any]]:
+    """Answer `data.prompts`, or the prompts of `data.sources`, with the target.
 
-    One answer per prompt is drawn at `data.generate.temperature`; of several, the first is greedy and the others are
-    drawn at it. Raises UserError without a prompt that can be answered, and for an existing output of other inputs.
+    Returns `run_dir/conversations.jsonl` and its manifest. One answer per prompt is drawn at
+    `data.generate.temperature`; of several, the first is greedy and the others are drawn at it. Raises UserError
+    without a prompt that can be answered, and for an existing output of other inputs.
     """
     output = Path(config.run_dir) / OUTPUT
     generate = config.data.generate
@@ -43,7 +44,7 @@ def regenerate(config: Config, template: ChatTemplate) -> Path:
     journal = Journal(output)
     if journal.finished(made_from, config.overwrite):
         note(f"answers: {output} is up to date")
-        return output
+        return output, artifacts.read_json(journal.manifest, "eagle31 data")
     jobs, refused = _jobs(corpus, generate)
     option = "data.sources" if corpus.mixed else f"data.prompts={config.data.prompts}"
     if not jobs:
@@ -69,12 +70,7 @@ def regenerate(config: Config, template: ChatTemplate) -> Path:
         note(f"answers: {len(refused)} prompts refused ({most_common(refused)})")
     if ended:
         note(f"answers: {len(ended)} conversations end before their prompts do ({most_common(ended)})")
-    return output
-
-
-def read_manifest(run_dir: Path) -> dict[str, Any]:
-    """What `regenerate` recorded."""
-    return artifacts.read_json(run_dir / MANIFEST, "eagle31 data")
+    return output, manifest
 
 
 def _prompts(corpus: Corpus) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """The stage: read, regenerate if asked, mask, split, count, and write `run_dir/data` whole or not at all."""
 
 import os
-import shutil
 import time
 from collections import Counter
 from dataclasses import asdict
@@ -14,7 +13,7 @@ from datasets import DatasetDict
 from data_prep.dataset import Collected, collect, most_common
 from data_prep.files import open_files
 from data_prep.masks import NO_ANSWER
-from data_prep.regenerate import read_manifest, regenerate
+from data_prep.regenerate import regenerate
 from data_prep.self_prompts import write_prompts
 from data_prep.sources import Corpus, Source, named, writes_prompts
 from data_prep.template import ChatTemplate
@@ -78,22 +77,18 @@ def prepare(config: Config) -> None:
     _check_splits(collected, data)
     if data.shuffle is not None:
         collected.splits["train"].shuffle(data.shuffle)
-    temporary = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)  # left by a run that was killed
-    temporary.mkdir(parents=True)
-    counts = answers.get("sources") or corpus.counts
-    manifest = {
-        **made_from.record(),
-        **_write(temporary, collected, template, vocab_size, data),
-        "sources": _sources(counts, collected),
-        "vocabulary": vocabulary_fingerprint(template.tokenizer),  # extraction compares it with its target's
-        "end_ids": template.end_ids,
-        "target": asdict(target),  # of which training derives the drafter, wherever the target's files are
-        "files": artifacts.list_files(temporary, [file for file in temporary.rglob("*") if file.is_file()]),
-        "seconds": round(time.monotonic() - started, 2),
-    }
-    artifacts.write_json(temporary / artifacts.MANIFEST, manifest)
-    artifacts.commit(temporary, folder)
+    with artifacts.building(folder) as temporary:
+        manifest = {
+            **made_from.record(),
+            **_write(temporary, collected, template, vocab_size, data),
+            "sources": _sources(answers.get("sources") or corpus.counts, collected),
+            "vocabulary": vocabulary_fingerprint(template.tokenizer),  # extraction compares it with its target's
+            "end_ids": template.end_ids,
+            "target": asdict(target),  # of which training derives the drafter, wherever the target's files are
+            "files": artifacts.list_files(temporary, [file for file in temporary.rglob("*") if file.is_file()]),
+            "seconds": round(time.monotonic() - started, 2),
+        }
+        artifacts.write_json(temporary / artifacts.MANIFEST, manifest)
     note(summary(folder, manifest, template.name))
 
 
@@ -103,9 +98,9 @@ def _open(config: Config, template: ChatTemplate) -> tuple[Corpus, dict[str, Any
         return Corpus.open(config, "conversations"), {}
     if writes_prompts(data := config.data):
         write_prompts(config, template)
-    answered = str(regenerate(config, template))
-    source = Source(open_files(answered, data.split, "data.prompts"), "messages", answered)
-    return Corpus([source]), read_manifest(Path(config.run_dir))
+    answered, manifest = regenerate(config, template)
+    source = Source(open_files(str(answered), data.split, "data.prompts"), "messages", str(answered))
+    return Corpus([source]), manifest
 
 
 def _check_splits(collected: Collected, data: DataConfig) -> None:
@@ -154,8 +149,7 @@ def _write(
             "coverage_by_source": coverage["train"][1],
         },
         "refused": collected.refused,
-        "no_end_of_turn": collected.total("open"),
-        **{what: collected.total(what) for what in COUNTS if what != "no_end_of_turn"},
+        **{what: collected.total(what) for what in COUNTS},
     }
 
 
@@ -165,8 +159,8 @@ def _sources(counts: dict[str, dict[str, Any]], collected: Collected) -> dict[st
     result = {}
     for name, read_and_taken in sorted(counts.items()):
         of_source = collected.counts.get(name, Counter())
-        result[name] = {**read_and_taken, "refused": refused[name], "repeated": of_source["repeated"]}
-        result[name] |= {"cut": of_source["cut"], "no_end_of_turn": of_source["open"]}
+        counted = {what: of_source[what] for what in ("repeated", "cut", "no_end_of_turn")}
+        result[name] = {**read_and_taken, "refused": refused[name], **counted}
     return result
 
 

@@ -86,6 +86,16 @@ def commit(temporary: Path, final: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
+@contextmanager
+def building(folder: Path) -> Iterator[Path]:
+    """An empty folder beside `folder`, which takes its place once it is filled; what a killed run left of one goes."""
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    yield temporary
+    commit(temporary, folder)
+
+
 def write_bytes(path: Path, data: bytes) -> None:
     """Write a file whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)

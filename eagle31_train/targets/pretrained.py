@@ -19,6 +19,7 @@ def from_pretrained(kind: Any, target: TargetConfig, **options: Any) -> Any:
 
     UserError if there is none at target.path, or its code lacks a package or the permission to run.
     """
+    require_path(target)
     where = {"revision": target.revision, "trust_remote_code": target.trust_remote_code}
     try:
         if Path(target.path).is_dir():

@@ -88,21 +88,17 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_config(tokenizer: PreTrainedTokenizerFast, **changes: Any) -> DeepseekV3Config:
-    """Kimi's configuration with smaller sizes (kimi_toy.json).
+def make_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0, **changes: Any) -> DeepseekV3ForCausalLM:
+    """Random weights in bf16, the same for the same seed, whose greedy answers are words, thoughts and ends.
 
-    kv_lora_rank and qk_rope_head_dim are Kimi's own: vLLM's MLA takes no others on a CPU. YaRN starts from few
-    positions, so that conversations of some hundred tokens lie beyond them as Kimi's longest do.
+    The configuration is Kimi's with smaller sizes (kimi_toy.json). kv_lora_rank and qk_rope_head_dim are Kimi's own:
+    vLLM's MLA takes no others on a CPU. YaRN starts from few positions, so that conversations of some hundred tokens
+    lie beyond them as Kimi's longest do.
     """
     fields: dict[str, Any] = {"vocab_size": VOCAB, **json.loads(SIZES.read_text(encoding="utf-8"))}
     for name in ("bos", "eos", "pad"):
         fields[f"{name}_token_id"] = tokenizer.convert_tokens_to_ids(f"[{name.upper()}]")
-    return DeepseekV3Config(**{**fields, "dtype": torch.bfloat16, **changes})
-
-
-def make_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0, **changes: Any) -> DeepseekV3ForCausalLM:
-    """Random weights in bf16, the same for the same seed, whose greedy answers are words, thoughts and ends."""
-    config = make_config(tokenizer, **changes)
+    config = DeepseekV3Config(**{**fields, "dtype": torch.bfloat16, **changes})
     model = DeepseekV3ForCausalLM(config).eval()
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in sorted([*model.named_parameters(), *model.named_buffers()]):

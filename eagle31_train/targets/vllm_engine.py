@@ -105,7 +105,7 @@ class VllmEngine:
             prompts = [{"prompt_token_ids": row.tolist()} for row in tokens]
             asked = self._llm.enqueue(prompts, sampling, use_tqdm=False)
         except ValueError as error:
-            raise UserError(f"vLLM refuses a conversation: {_one_line(error)}; see extract.engine_args") from None
+            raise UserError(f"vLLM refuses a conversation: {error}; see extract.engine_args") from None
         which = {number(request): index for index, request in enumerate(asked)}
         engine, finished = self._llm.llm_engine, list[Any]()
         while finished or engine.has_unfinished_requests():
@@ -117,9 +117,9 @@ class VllmEngine:
                     self._llm.collective_rpc("flush_states")
             except RuntimeError as error:  # of a worker in another process no more than its text arrives
                 if CANNOT in str(error):
-                    raise UserError(f"vLLM: {_one_line(error)} ({self._folder}): {DISK}") from None
+                    raise UserError(f"vLLM: {error} ({self._folder}): {DISK}") from None
                 if "out of memory" in str(error):
-                    raise UserError(f"vLLM: {_one_line(error)}: {MEMORY}") from None
+                    raise UserError(f"vLLM: {error}: {MEMORY}") from None
                 raise
             # On a GPU a file is written while the next steps run.
             there = [output for output in finished if self._file(output).exists()]
@@ -165,7 +165,7 @@ def _start(config: Config, layers: list[int]) -> Any:
         return LLM(**{**arguments, **wanted, **more})
     except (ValueError, TypeError, RuntimeError, AssertionError, NotImplementedError, OSError) as error:
         raise UserError(
-            f"vLLM does not start with target.path={target.path} and extract.engine_args={wanted}: {_one_line(error)}"
+            f"vLLM does not start with target.path={target.path} and extract.engine_args={wanted}: {error}"
         ) from error
 
 
@@ -195,7 +195,3 @@ def _sweep(parent: Path) -> None:
                 shutil.rmtree(folder)
             finally:
                 os.close(descriptor)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:500] or type(error).__name__

@@ -42,14 +42,13 @@ class _Growing:
 class StatesWriter:
     """Sorts the states of steps by conversation, and writes each conversation's once it is whole.
 
-    A GPU goes on meanwhile: copies are queued behind the step that made the states, into pinned memory, and a thread
-    (`aside`) waits for them. `folder` gets NAME.safetensors with `hidden_states` [L, T, H] and `token_ids` [T]; a file
-    is whole as soon as it is there.
+    The engine goes on meanwhile: a thread does it. On a GPU copies are queued behind the step that made the states,
+    into pinned memory, and the thread waits for them. `folder` gets NAME.safetensors with `hidden_states` [L, T, H] and
+    `token_ids` [T]; a file is whole as soon as it is there.
     """
 
-    def __init__(self, folder: Path, aside: bool | None = None) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._aside = aside
         self._growing: dict[str, _Growing] = {}
         self._thread = ThreadPoolExecutor(1)
         self._pending: deque[Future[None]] = deque()
@@ -57,8 +56,8 @@ class StatesWriter:
     def add(self, layers: Sequence[Tensor], tokens: Tensor, pieces: Sequence[Piece]) -> None:
         """Take one step: L states [≥ n, H] and the tokens [≥ n] that the model was given, row by row.
 
-        The tensors may be written over, by work on the current stream, as soon as this returns. RuntimeError if these
-        or earlier states cannot be written, or positions were left out.
+        The tensors may be written over, by work on the current stream, as soon as this returns. RuntimeError if earlier
+        states cannot be written, or positions were left out.
         """
         count = sum(piece.count for piece in pieces)
         cuda = layers[0].is_cuda
@@ -67,9 +66,6 @@ class StatesWriter:
             ours.copy_(theirs[:count], non_blocking=cuda)
         ids = torch.empty(count, dtype=torch.int64, pin_memory=cuda)
         ids.copy_(tokens[:count], non_blocking=cuda)
-        if not (cuda if self._aside is None else self._aside):
-            self._sort(states, ids, pieces)
-            return
         copied = torch.cuda.Event() if cuda else None
         if copied is not None:
             copied.record()
@@ -82,7 +78,7 @@ class StatesWriter:
         while self._pending:
             self._pending.popleft().result()
 
-    def _sort(self, states: Tensor, tokens: Tensor, pieces: Sequence[Piece], copied: Any = None) -> None:
+    def _sort(self, states: Tensor, tokens: Tensor, pieces: Sequence[Piece], copied: Any) -> None:
         if copied is not None:
             copied.synchronize()
         first = 0

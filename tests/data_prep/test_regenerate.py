@@ -8,14 +8,14 @@ from datasets import load_from_disk
 from data_prep import regenerate as module
 from data_prep.answers import Local
 from data_prep.journal import Answer, Journal
-from data_prep.regenerate import MANIFEST, OUTPUT, read_manifest, regenerate
+from data_prep.regenerate import OUTPUT, regenerate
 from data_prep.stage import prepare
 from data_prep.template import ChatTemplate
 from eagle31_train import artifacts
 from eagle31_train.config import Config, DataConfig, GenerateConfig, TargetConfig
 from eagle31_train.errors import UserError
 
-JOURNAL = f"{OUTPUT}.partial"
+JOURNAL, MANIFEST = f"{OUTPUT}.partial", "conversations.manifest.json"
 SAID = {"role": "assistant", "content": "yes"}
 PROMPTS = [
     {"id": "one", "category": "chat", "turns": ["hello"]},
@@ -39,7 +39,7 @@ def config(tmp_path, tiny_target):
 
 
 def run(config):
-    path = regenerate(config, ChatTemplate.load(config.target))
+    path, _ = regenerate(config, ChatTemplate.load(config.target))
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
@@ -267,7 +267,7 @@ def check_where_conversations_end(served, tmp_path):
     rows = by_id(run(served))
     for name in ("no-result", "last", "other-tool", "no-call"):
         assert [message["role"] for message in rows[name]["messages"]] == ["user", "assistant"]
-    manifest = read_manifest(tmp_path / "run")
+    manifest = json.loads((tmp_path / "run" / MANIFEST).read_text())
     assert {entry["id"]: (entry["turns_left"], entry["reason"]) for entry in manifest["ended"]} == {
         "no-result": (1, "the answer calls a tool, and the prompt has no result for it"),
         "other-tool": (2, "the answer calls other tools than the prompt has results of"),

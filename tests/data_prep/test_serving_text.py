@@ -83,10 +83,10 @@ def test_golden_answers_stand_after_their_prompts_and_are_learnt_as_their_text(f
             if message["role"] != "assistant":
                 continue
             before, reason = row.messages[:i], message.get("finish_reason", "stop")
-            wrote = read_turn(template, row.messages[: i + 1], row.tools).answer
+            wrote = read_turn(template, row.messages[: i + 1], row.tools).span.content
             found = to_message(template, before, wrote, reason, row.tools)
             found["finish_reason"] = reason
-            assert read_turn(template, [*before, found], row.tools).answer == wrote
+            assert read_turn(template, [*before, found], row.tools).span.content == wrote
             if message.get("tool_calls") and found.get("tool_calls"):
                 apart_of_them += 1
                 assert meant(found).difference(meant(message)) is None

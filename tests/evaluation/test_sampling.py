@@ -74,7 +74,7 @@ def law(target, how):
     """{output of TOKENS tokens: its probability}, worked out from the model's own forward pass."""
     outputs = list(itertools.product(range(V), repeat=TOKENS))
     ids = torch.tensor([[*PROMPT, *output] for output in outputs])
-    logits = target.own_logits(ids, torch.ones_like(ids))[:, len(PROMPT) - 1 : -1]
+    logits = target.model(ids, use_cache=False).logits[:, len(PROMPT) - 1 : -1].float()
     found = {}
     for output, row in zip(outputs, logits, strict=True):
         p = probabilities(row, how.temperature, how.top_p)

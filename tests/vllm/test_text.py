@@ -25,7 +25,7 @@ def turns(tmp_path_factory):
             for i, message in enumerate(row.messages):
                 if message["role"] != "assistant" or (parser != "kimi" and not message.get("tool_calls")):
                     continue  # the others' parsers are of calls alone
-                text = read_turn(template, row.messages[: i + 1], row.tools).answer
+                text = read_turn(template, row.messages[: i + 1], row.tools).span.content
                 tools = row.tools or (
                     [{"type": "function", "function": {"name": "find"}}] if parser != "kimi" else None
                 )
