@@ -12,7 +12,6 @@ import os
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +27,7 @@ from eagle31_train.foreign import Positions as Count
 
 SLOWEST = 2  # tokens a second that a server is waited for
 LETTER = 64  # bytes of an answer for each of its tokens, and more than any of them takes as JSON
+TRIES = 5
 BUSY = (408, 409, 425, 429, 500, 502, 503, 504)  # asked again
 REFUSED = (400, 413, 422)  # this request's fault: a prompt past the context, or a filter's objection
 
@@ -54,8 +54,6 @@ class Server:
     template: ChatTemplate
     max_tokens: int
     top_p: float = 1.0
-    attempts: int = 5
-    wait: Callable[[float], None] = time.sleep
     given_up: bool = False
     warned: bool = False
 
@@ -110,11 +108,11 @@ class Server:
     def _ask(self, url: str, body: dict[str, Any]) -> bytes:
         """Ask, with retries and back-off where the server is busy or away."""
         problem = ""
-        for attempt in range(self.attempts):
+        for attempt in range(TRIES):
             if attempt:
                 if self.given_up:
                     break
-                self.wait(min(30.0, 2.0 ** (attempt - 1)))
+                time.sleep(min(30.0, 2.0 ** (attempt - 1)))
             try:
                 return self._post(url, body)
             except urllib.error.HTTPError as error:

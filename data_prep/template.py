@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -17,28 +18,25 @@ from eagle31_train.targets.chat_template import templates_of
 from eagle31_train.targets.pretrained import end_ids, first_line, load_tokenizer
 
 
+@dataclass(eq=False)
 class ChatTemplate:
-    """A target's tokenizer, chat template and end-of-turn tokens."""
+    """A target's tokenizer, chat template and end-of-turn tokens.
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        end_ids: list[int],
-        template: str,
-        template_args: dict[str, Any] | None = None,
-        tools_template: str | None = None,
-        name: str = "the target",
-    ) -> None:
-        """`end_ids`: where the target stops. `tools_template`: another template, for conversations with tools."""
-        self.name = name
-        self.tokenizer = tokenizer
-        self.end_ids = end_ids
-        self.template = template
-        self.tools_template = tools_template
-        self.template_args = dict(template_args or {})
-        # Whether it reads thoughts from a field of their own, under one of the names in use.
+    `end_ids`: where the target stops. `tools_template`: another template, for conversations with tools.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    end_ids: list[int]
+    template: str
+    template_args: dict[str, Any] = field(default_factory=dict)
+    tools_template: str | None = None
+    name: str = "the target"
+
+    @cached_property
+    def reads_thoughts(self) -> bool:
+        """Whether it reads thoughts from a field of their own, under one of the names in use."""
         thoughts = r"\b(reasoning_content|reasoning)\b|\w\.thinking\b|[\"']thinking"
-        self.reads_thoughts = bool(re.search(thoughts, template + (tools_template or "")))
+        return bool(re.search(thoughts, self.template + (self.tools_template or "")))
 
     @property
     def reads_tools(self) -> bool:

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from data_prep import client
 from data_prep.answers import BROKEN, Job, Local
 from data_prep.client import Server
 from data_prep.dialogue import turns_of
@@ -30,16 +31,16 @@ def thinking(tokenizer) -> ChatTemplate:
     return ChatTemplate(tokenizer, [tokenizer.eos_token_id], THINKING, {"thinking": True})
 
 
-def ask(server, template, messages=(ASK,), tools=None, attempts=5):
+def ask(server, template, messages=(ASK,), tools=None):
+    return Server(server.url, "m", template, max_tokens=7, top_p=0.9).answer(list(messages), 0.5, 11, tools)
+
+
+def test_request_and_reply(server, chatml, monkeypatch):
     waits = []
-    client = Server(server.url, "m", template, max_tokens=7, top_p=0.9, attempts=attempts, wait=waits.append)
-    return client.answer(list(messages), 0.5, 11, tools), waits
-
-
-def test_request_and_reply(server, chatml):
+    monkeypatch.setattr(client.time, "sleep", waits.append)
     failures, reply = [503, 429, 500], server.reply
     server.reply = lambda body: (failures.pop(0), b"busy") if failures else reply(body)
-    answer, waits = ask(server, chatml, [{**ASK, "finish_reason": "x"}])
+    answer = ask(server, chatml, [{**ASK, "finish_reason": "x"}])
     message = {"role": "assistant", "content": "answer to hi", "tokens": 3}
     assert (answer.message, answer.finish_reason, answer.tokens) == (message, "stop", 3)
     assert waits == [1.0, 2.0, 4.0]
@@ -57,7 +58,7 @@ def test_a_server_that_renders_other_prompts_is_named(server, chatml, completion
 
 def test_an_answer_taken_apart_is_put_together_as_the_target_wrote_it(server, thinking, chatml, completion):
     server.reply = lambda _: completion(None, "tool_calls", tool_calls=CALLS, reasoning="hm")
-    answer, _ = ask(server, thinking, tools=TOOLS)
+    answer = ask(server, thinking, tools=TOOLS)
     assert server.bodies[0]["tools"] == TOOLS
     assert server.bodies[0]["chat_template_kwargs"] == {"thinking": True}
     assert answer.finish_reason == "tool_calls"

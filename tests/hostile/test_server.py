@@ -62,6 +62,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 def server(monkeypatch):
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(client.time, "sleep", lambda _: None)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.asked, server.url = [], f"http://127.0.0.1:{server.server_address[1]}/v1"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -78,7 +79,7 @@ def body(data):
 
 def ask(server, template=TEMPLATES[0], timeout=None):
     """One answer and what is learned of it; a prompt that is refused is passed over."""
-    asking = Server(server.url, "m", template, max_tokens=8, attempts=3, wait=lambda _: None)
+    asking = Server(server.url, "m", template, max_tokens=8)
     asking.timeout = timeout or asking.timeout
     with suppress(Refused):
         answer = asking.answer(ASK, 0.7, 1)
@@ -112,7 +113,7 @@ def test_answers(case, server):
 @cases(texts(documents([COMPLETION], ["text"], SAID)), quick=40, thorough=3_000)
 def test_completions(case, server):
     server.reply = body(case)
-    asking = Server(server.url, "m", TEMPLATES[0], max_tokens=8, attempts=2, wait=lambda _: None)
+    asking = Server(server.url, "m", TEMPLATES[0], max_tokens=8)
     outcome(lambda: asking.complete(prompt=[1]))
 
 
