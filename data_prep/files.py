@@ -67,12 +67,8 @@ class File:
 def open_files(spec: str, split: str, option: str, stream_rows: int | None = None) -> list[File]:
     """The files that `spec` names: a file, a folder, a glob, or a hub data set such as `org/name`.
 
-    Args:
-        split, stream_rows: of a hub data set; see `DataConfig`.
-        option: holds `spec`, for the errors.
-
-    Raises:
-        UserError: there is nothing of that name, or a folder holds no data files, or others too.
+    split, stream_rows: of a hub data set; see `DataConfig`. option: holds `spec`, for the errors. UserError if there is
+    nothing of that name, or a folder holds no data files, or others too.
     """
     if Path(spec).is_file():
         return [_open_file(Path(spec), Path(spec).name)]

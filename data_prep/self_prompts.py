@@ -46,8 +46,7 @@ class Written:
 def write_prompts(config: Config, template: ChatTemplate) -> Path:
     """Have the target write `data.self_prompts.count` prompts; returns `run_dir/prompts.jsonl`.
 
-    Raises:
-        UserError: the template writes nothing after a user's words, or too few texts are of use.
+    UserError if the template writes nothing after a user's words, or too few texts are of use.
     """
     output = Path(config.run_dir) / OUTPUT
     stop = user_stop(template)

@@ -41,9 +41,8 @@ COUNTS = {  # of the manifest; the summary has those that are not 0
 def prepare(config: Config) -> None:
     """Make `run_dir/data`: the data set, the draft vocabulary and the manifest.
 
-    Raises:
-        UserError: see `Corpus`, `ChatTemplate.load`; also when a source or a split is left without conversations, or
-            `run_dir/data` holds something else.
+    UserError: see `Corpus`, `ChatTemplate.load`; also when a source or a split is left without conversations, or
+    `run_dir/data` holds something else.
     """
     started = time.monotonic()
     data, folder = config.data, config.data_folder.resolve()

@@ -136,7 +136,7 @@ def list_files(folder: Path, files: Iterable[Path]) -> dict[str, dict[str, Any]]
     }
 
 
-def first_damaged(folder: Path, files: dict[str, dict[str, Any]], checksums: bool = True) -> str | None:
+def first_damaged(folder: Path, files: dict[str, dict[str, Any]]) -> str | None:
     """Name the first listed file that is missing or not as it was written; None if all are whole."""
     for name, entry in files.items():
         file = folder / name
@@ -144,7 +144,7 @@ def first_damaged(folder: Path, files: dict[str, dict[str, Any]], checksums: boo
             return f"{file} is missing"
         if file.stat().st_size != entry["bytes"]:
             return f"{file} has {file.stat().st_size} bytes, not {entry['bytes']}: truncated or replaced"
-        if checksums and not matches(file, entry["sha256"], file_sha256):
+        if not matches(file, entry["sha256"], file_sha256):
             return f"{file} does not match its checksum: damaged or replaced"
     return None
 

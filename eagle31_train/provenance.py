@@ -77,14 +77,10 @@ class Provenance:
         return f"correct {' or '.join(wrong)}, or choose another name=… or run_dir=…" if wrong else REPLACE
 
 
-def whole(
-    folder: Path, record_path: Path, provenance: Provenance, overwrite: bool, made_by: str, checksums: bool = True
-) -> bool:
+def whole(folder: Path, record_path: Path, provenance: Provenance, overwrite: bool, made_by: str) -> bool:
     """Whether an output is there, whole, and made from these inputs, its card too; UserError: see `refuse_other`.
 
-    Args:
-        folder: below which the record's files lie.
-        checksums: read every listed file, not only its size.
+    folder: below which the record's files lie. made_by: the command that makes it.
     """
     if not record_path.is_file():
         return False
@@ -93,15 +89,15 @@ def whole(
     provenance.refuse_other(output, record, overwrite)
     if record.get("fingerprint") != provenance.fingerprint:
         return False
-    if damage := first_damaged(folder, record.get("files", {}), checksums):
+    if damage := first_damaged(folder, record.get("files", {})):
         note(f"{damage}; making {output} again")
     return damage is None
 
 
-def up_to_date(folder: Path, provenance: Provenance, overwrite: bool, checksums: bool = True) -> bool:
+def up_to_date(folder: Path, provenance: Provenance, overwrite: bool) -> bool:
     """Whether the stage that writes `folder` is done for these inputs; see `whole`. One of others is removed."""
     record = folder / MANIFEST
-    found = whole(folder, record, provenance, overwrite, "this command", checksums)
+    found = whole(folder, record, provenance, overwrite, "this command")
     if record.is_file() and not provenance.matches(read_json(record, "this command")):
         discard(folder)
     return found

@@ -23,8 +23,8 @@ def make_stage(folder, inputs=INPUTS, **files):
     artifacts.write_json(folder / artifacts.MANIFEST, Provenance(inputs).record(files=listed))
 
 
-def up_to_date(folder, inputs=INPUTS, overwrite=False, **options):
-    return provenance.up_to_date(folder, Provenance(inputs), overwrite, **options)
+def up_to_date(folder, inputs=INPUTS, overwrite=False):
+    return provenance.up_to_date(folder, Provenance(inputs), overwrite)
 
 
 def test_only_a_whole_output_of_the_same_inputs_is_up_to_date(tmp_path):

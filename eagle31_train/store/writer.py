@@ -38,8 +38,7 @@ class StoreWriter:
         patience: seconds to wait for another process, or for free bytes.
         remedy: what to do about a begun store of another provenance, given that.
 
-    Raises:
-        UserError: the storage holds a begun store of another provenance, or the bound is too small for any training.
+    UserError if the storage holds a begun store of another provenance, or the bound is too small for any training.
     """
 
     def __init__(

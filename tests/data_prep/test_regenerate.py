@@ -90,30 +90,6 @@ def test_samples_first_greedy_then_sampled_and_reproducible(config, tmp_path):
         run(config)
 
 
-def test_the_bar_says_how_many_tokens_a_second_this_run_writes(config, tmp_path, monkeypatch):
-    bars, settings = [], {"a": 1}
-
-    class Bar(module.Progress):
-        def __init__(self, **options):
-            super().__init__(**options)
-            bars.append(self)
-
-        @property
-        def format_dict(self):
-            return {**super().format_dict, "elapsed": 2.0}
-
-    monkeypatch.setattr(module, "Progress", Bar)
-    monkeypatch.setattr(Local, "answers", lambda _, jobs: ((key, Answer(SAID, "stop", 10)) for key in jobs))
-    template = ChatTemplate.load(config.target)
-    for asked in (1, 3):  # the second run has the first one's answer in its journal
-        jobs, _ = module._jobs(module.Corpus.open(config, "prompts"), config.data.generate)
-        with Journal(tmp_path / OUTPUT) as journal:
-            module.answer_all(jobs[:asked], journal, settings, config, template)
-    first, second = bars
-    assert (first.n, first.initial, first.postfix) == (1, 0, "5 tokens/s")
-    assert (second.n, second.initial, second.postfix) == (5, 1, "20 tokens/s")
-
-
 # ---------------------------------------------------------------- kills, and what is up to date
 
 
