@@ -172,10 +172,11 @@ def exported(drafter: str) -> Path:
     folder = Path(place) if Path(place).is_dir() else hub.fetch(place, None)
     if not (folder / "train").is_dir():
         return folder
-    made_from, kept = read_export(folder)["inputs"], DrafterCheckpoint.open(drafter).vocab.target_ids.tolist()
-    if "weights_as" in made_from or made_from["vocab"] != artifacts.fingerprint(kept):
+    made_from, trained = read_export(folder)["inputs"], DrafterCheckpoint.open(drafter)
+    kept = artifacts.fingerprint(trained.vocab.target_ids.tolist()), trained.shape.sliding_window
+    if "weights_as" in made_from or (made_from["vocab"], made_from["shape"].get("sliding_window")) != kept:
         raise UserError(
-            f"{folder / 'export'} was made smaller than what was trained (export_weights, export_vocab_size): name the "
+            f"{folder / 'export'} was made smaller than what was trained (its export_… options): name the "
             "folder itself, or export again without these"
         )
     return folder / "export"

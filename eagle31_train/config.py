@@ -356,6 +356,9 @@ class Config:
         "export: speculators names the target, too; sglang is for SGLang and vLLM",
         choices=("vllm", "speculators", "sglang"),
     )
+    export_sliding_window: int | None = opt(
+        None, "evaluate, export: the tokens that attention sees from here on, for long contexts", above=0
+    )
     export_vocab_size: int | None = opt(None, "evaluate, export: keep so many draft tokens, the most used", at_least=1)
     export_weights: str = opt("target", "evaluate, export: target.dtype, or int8 in half the bytes", choices=WEIGHTS)
     comparisons: list[str] = opt([], "export: folders that eagle31_train.compare wrote, for the card")

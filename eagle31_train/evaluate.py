@@ -93,8 +93,9 @@ def serve(config: Config) -> None:
     run_dir = Path(config.run_dir)
     exported = read_export(run_dir)
     weights, shape = exported["inputs"].get("weights_as", "target"), exported["inputs"]["shape"]
-    other = config.export_weights not in ("target", weights)
-    if other or config.export_vocab_size not in (None, shape.get("draft_vocab_size")):
+    asked = (config.export_weights, config.export_vocab_size, config.export_sliding_window)
+    has = (weights, shape.get("draft_vocab_size"), shape.get("sliding_window"))
+    if any(one not in (None, "target", other) for one, other in zip(asked, has, strict=True)):
         raise UserError(f"{run_dir / 'export'} was not exported so: run `eagle31 export` with the same options first")
     engine = check_serving(config)
     data = artifacts.read_json(config.data_folder / artifacts.MANIFEST, evaluating.DATA)

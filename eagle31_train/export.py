@@ -89,6 +89,8 @@ def exported_shape(config: Config, checkpoint: DrafterCheckpoint) -> DrafterShap
         **dataclasses.asdict(config.drafter),
         "aux_layers": config.target.aux_layers and sorted(config.target.aux_layers),
     }
+    if config.export_sliding_window is not None:
+        del options["sliding_window"]
     for name, trained in dataclasses.asdict(shape).items():
         wanted = options.get(name)
         if name == "rope_scaling":  # {} is no scaling, which a shape writes as None

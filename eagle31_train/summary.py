@@ -29,7 +29,8 @@ def summarise(config: Config) -> None:
         raise UserError(f"there is no complete store in {config.store_location}: run `{EXTRACT}` first")
     manifests |= {"extract": store, "export": run_folder.read_export(run_dir)}
     measured = run_folder.identity(manifests["train"])
-    if config.export_vocab_size is not None or config.export_weights != "target":
+    smaller = config.export_sliding_window or config.export_vocab_size or config.export_weights != "target"
+    if smaller:
         measured = served(config).identity
     if manifests["evaluate"]["inputs"].get("checkpoint") != measured:
         raise UserError(f"evaluate was last run on another training: run `{evaluate}` again")

@@ -1,8 +1,8 @@
-"""A trained drafter made smaller for serving: fewer draft tokens (`export_vocab_size`), int8 weights
-(`export_weights=int8`).
+"""A trained drafter made smaller for serving: a shorter attention (`export_sliding_window`), fewer draft tokens
+(`export_vocab_size`), int8 weights (`export_weights=int8`).
 
-Both cost some acceptance. `evaluate` and `export` take the same drafter from here, so what the card tells was measured
-of what is served. The trained weights stay as they are.
+The first gains acceptance in long contexts, the others cost some. `evaluate` and `export` take the same drafter from
+here, so what the card tells was measured of what is served. The trained weights stay as they are.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from eagle31_train import artifacts
-from eagle31_train.checkpoint import int8
+from eagle31_train.checkpoint import contract, int8
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.config import Config
 from eagle31_train.console import note
@@ -29,6 +29,8 @@ def served(config: Config) -> DrafterCheckpoint:
             the data that says which tokens are used is missing or another.
     """
     checkpoint = DrafterCheckpoint.of_run(Path(config.run_dir), config.data_folder)
+    if config.export_sliding_window is not None:
+        checkpoint = windowed(checkpoint, config.export_sliding_window)
     if config.export_vocab_size is not None:
         checkpoint = pruned(checkpoint, config.export_vocab_size, config.data_folder)
     if config.export_weights != "target":
@@ -42,6 +44,17 @@ def served(config: Config) -> DrafterCheckpoint:
         facts = {**(checkpoint.smaller or {}), "weights": config.export_weights}
         checkpoint = dataclasses.replace(checkpoint, rounded=names, smaller=facts, _mapped=tensors)
     return checkpoint
+
+
+def windowed(checkpoint: DrafterCheckpoint, window: int) -> DrafterCheckpoint:
+    """The drafter with attention to the last `window` positions alone, its own included, in every layer."""
+    before = checkpoint.shape.sliding_window
+    if before is not None and window >= before:
+        raise UserError(f"export_sliding_window={window}: the drafter's window is {before} already: give less, or none")
+    shape = dataclasses.replace(checkpoint.shape, sliding_window=window)
+    if problems := contract.check_shape(shape):
+        raise UserError(f"export_sliding_window={window}: {problems[0]}")
+    return dataclasses.replace(checkpoint, shape=shape, smaller={"sliding_window": window})
 
 
 def pruned(checkpoint: DrafterCheckpoint, size: int, data: Path) -> DrafterCheckpoint:
@@ -69,7 +82,7 @@ def pruned(checkpoint: DrafterCheckpoint, size: int, data: Path) -> DrafterCheck
         checkpoint,
         shape=dataclasses.replace(checkpoint.shape, draft_vocab_size=size),
         vocab=kept,
-        smaller={"vocab": artifacts.fingerprint(kept.target_ids.tolist())},
+        smaller={**(checkpoint.smaller or {}), "vocab": artifacts.fingerprint(kept.target_ids.tolist())},
         _mapped={**checkpoint.tensors, "lm_head.weight": head},
     )
 

@@ -1,6 +1,7 @@
 """Drafters made smaller after training: measured as what is exported, and what is exported read again; from the hub,
 too. The hub is one on loopback."""
 
+import dataclasses
 import json
 import re
 
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 from eagle31_train import artifacts, compare, evaluate, export, summary
 from eagle31_train.checkpoint import int8
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
-from eagle31_train.checkpoint.smaller import served
+from eagle31_train.checkpoint.smaller import served, windowed
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation.unrolled import Trajectory, steps, turns, unroll
 from eagle31_train.model.linear import Linear
@@ -152,6 +153,38 @@ def test_numbers_without_scales_and_scales_of_another_kind_are_refused():
         tensors = {name: tensor for name, tensor in (stored | wrong).items() if tensor is not None}
         with pytest.raises(UserError, match=r"fc\.weight has"):
             int8.dequantized(tensors)
+
+
+# ---------------------------------------------------------------- a shorter attention
+
+
+def test_a_window_at_export_is_the_one_that_is_trained_with(run, model, capsys):
+    """The same weights, with the shape of `drafter.sliding_window`; measured, exported and told so."""
+    whole, short = opened(run), opened(run, "export_sliding_window=3")
+    assert short.shape == dataclasses.replace(whole.shape, sliding_window=3)
+    assert short.identity != whole.identity
+    assert all(torch.equal(short.tensors[name], tensor) for name, tensor in whole.tensors.items())
+    for stage in (evaluate.evaluate, export.export):
+        stage(run.config("export_sliding_window=3"))
+    assert "cut to the last 3 positions" in (run.folder / "export" / "README.md").read_text()
+    again = DrafterCheckpoint.open(run.folder / "export")
+    assert again.shape.sliding_window == 3
+    with pytest.raises(UserError, match="smaller than what was trained"):
+        compare.exported(str(run.folder))
+    for other in ("export_sliding_window=4", "export_sliding_window=3 export_weights=int8"):
+        with pytest.raises(UserError, match="was not exported so"):
+            evaluate.evaluate(run.config("evaluate.backend=vllm", *other.split()))
+
+
+def test_a_window_is_refused_that_cuts_nothing_or_that_vllm_does_not_serve(run):
+    checkpoint = opened(run, "export_sliding_window=8")
+    with pytest.raises(UserError, match="window is 8 already"):
+        windowed(checkpoint, 8)
+    widths = {"kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4}
+    shape = dataclasses.replace(checkpoint.shape, architecture="mla", sliding_window=None, **widths)
+    mla = dataclasses.replace(checkpoint, shape=shape)
+    with pytest.raises(UserError, match="no MLA draft with sliding_window"):
+        windowed(mla, 4)
 
 
 # ---------------------------------------------------------------- fewer draft tokens

@@ -15,7 +15,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 def exported(scaling, **options):
     trained = SimpleNamespace(shape=shape_of(rope_scaling=scaling), folder="run/train/checkpoints/step-000001")
     target = SimpleNamespace(aux_layers=None)
-    return exported_shape(SimpleNamespace(drafter=DrafterConfig(**options), target=target), trained)
+    config = SimpleNamespace(drafter=DrafterConfig(**options), target=target, export_sliding_window=None)
+    return exported_shape(config, trained)
 
 
 @pytest.mark.parametrize("scaling", [None, YARN])
