@@ -71,6 +71,9 @@ def serving():
         "temperature": 0.7,
         "top_p": 1.0,
         "rows": rows,
+        "schedules": {
+            "B": {"num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": [[1, 1, 3], [2, 16, 0]]}
+        },
         "verdict": ["B: at concurrency 1 num_speculative_tokens=3 is best."],
         "notes": ["B, 3 draft tokens, 1 users: 2 of 24 answers are <different>"],
     }

@@ -116,7 +116,8 @@ def check(line):
     elif program == "vllm":
         if "--speculative-config" in rest:
             values = json.loads(rest[rest.index("--speculative-config") + 1])
-            assert values.keys() - {"parallel_drafting"} == {"method", "model", "num_speculative_tokens"}
+            optional = {"parallel_drafting", "num_speculative_tokens_per_batch_size"}
+            assert values.keys() - optional == {"method", "model", "num_speculative_tokens"}
             assert values["method"] == "eagle3"
     elif program == "eagle31":
         if rest != ["--help"]:

@@ -11,6 +11,7 @@ from eagle31_train.errors import UserError
 from eagle31_train.kernels import missing
 from eagle31_train.model.batch import has_pairs
 from eagle31_train.model.drafter import Drafter
+from eagle31_train.model.layer import GroupedQueryAttention
 from eagle31_train.model.loss import Objective, Teacher
 from eagle31_train.model.vocab import DraftVocab
 from eagle31_train.store import Store, StoreSplit
@@ -18,6 +19,7 @@ from eagle31_train.store import Store, StoreSplit
 # Of the target's final norm in the drafter's first one. fc passes on a state that says which token was the last: a
 # guess that is surely wrong, and at full size as confident as the target (docs/log.md).
 FIRST_NORM = 0.4
+LOOK_BACK = 12.0  # nats by which a head's score of the position that it begins with exceeds those far away
 
 
 def check_store(store: Store, data: dict[str, Any], config: Config) -> None:
@@ -89,6 +91,8 @@ def build_objective(config: Config, shape: DrafterShape, store: Store, vocab: Dr
         drafter.norm.weight.data.copy_(FIRST_NORM * weights["norm"])
         # fc passes the last auxiliary state on, a little of the others mixed in.
         drafter.fc.weight.data.mul_(0.25)[:, -shape.hidden_size :] += torch.eye(shape.hidden_size)
+    if shape.parallel and shape.attention_bias and not shape.qk_norm:
+        look_back(drafter, config.train.ttt_length)
     drafter.fc.weight.data.mul_(config.train.fc_init_scale)
     drafter.lm_head.weight.requires_grad_(config.drafter.train_lm_head)
     teacher = Teacher(weights["norm"], store.states["norm"]["eps"], head_rows.to(low), ids)
@@ -96,6 +100,27 @@ def build_objective(config: Config, shape: DrafterShape, store: Store, vocab: Dr
     objective = Objective(drafter, teacher, config.train.loss, config.train.lk)
     objective.autocast = torch.bfloat16 if config.train.precision == "bf16" else None
     return objective
+
+
+@torch.no_grad()
+def look_back(drafter: Drafter, steps: int) -> None:
+    """Have head h of every layer of a parallel drafter begin at the position h mod `steps` before its own.
+
+    The mask row of step k knows its slot only as the position k before it, and has the same query in all slots. Random
+    projections show it the mean of all positions, from which it learns slowly where to look (docs/log.md). With the
+    biases b of keys and R(-o) b of queries, R being RoPE's rotation, LOOK_BACK times the mean of cos(f (distance - o))
+    is added to its scores, f being the frequencies of the fastest quarter of the pairs, in which b lies.
+    """
+    shape = drafter.shape
+    width, pairs = shape.head_dim, max(1, shape.head_dim // 8)
+    b = torch.zeros(width)
+    b[:pairs] = (LOOK_BACK * width**0.5 / pairs) ** 0.5
+    back = torch.arange(shape.num_attention_heads) % steps
+    for layer in drafter.stack:
+        attention = layer.self_attn
+        assert isinstance(attention, GroupedQueryAttention), "contract.check_shape refuses MLA here"
+        attention.k_proj.bias.copy_(b.repeat(shape.num_key_value_heads))
+        attention.q_proj.bias.copy_(attention.rope(b.expand(len(back), 1, width), -back).flatten())
 
 
 def choose_kernels(objective: Objective, t: TrainConfig, device: torch.device) -> str:

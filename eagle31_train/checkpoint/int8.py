@@ -90,15 +90,16 @@ def dequantized(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], froze
 
 
 def serve_rounded(drafter: nn.Module, tensors: Mapping[str, Tensor], names: Collection[str]) -> None:
-    """Make a drafter compute as vLLM does with int8 weights.
+    """Make a drafter compute as vLLM does with int8 weights: numbers and scales are multiplied in float32 and the sum
+    is rounded to the drafter's dtype, never q s, of which bfloat16 would drop most.
 
     Args:
-        tensors: its weights, q s. names: of those that are int8.
+        tensors: its weights, q s in float32. names: of those that are int8.
     """
     for name in names:
         layer = drafter.get_submodule(name.removesuffix(".weight"))
         assert isinstance(layer, Linear)
-        layer.weight.data.copy_(tensors[name])
+        layer.weight.data = tensors[name].to(layer.weight.device)
         layer.int8_inputs = True
 
 

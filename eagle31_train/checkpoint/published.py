@@ -54,6 +54,12 @@ def read(
     return shape, vocab, tensors, rounded, published_config.target_name(config)
 
 
+def drafts_in_parallel(folder: Path) -> bool:
+    """Whether vLLM can draft in parallel with what lies there: by its weights. A token for masks in config.json tells
+    nothing, since those of chains may name the tokenizer's. A UserError for damaged files."""
+    return "mask_hidden" in _read_tensors(folder)
+
+
 def _read_object(path: Path) -> dict[str, Any]:
     try:
         return foreign.read_object(path)

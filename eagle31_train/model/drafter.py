@@ -99,11 +99,11 @@ class Drafter(nn.Module):
     def embed(self, tokens: Tensor) -> Tensor:
         """tokens [...] int64, target ids → [..., D], in the dtype that products are worked out in."""
         rows = self.shared_embedding if self.shape.share_embedding else self.embed_tokens.weight
-        return nn.functional.embedding(tokens, rows).to(compute_dtype(self.fc.weight))
+        return nn.functional.embedding(tokens, rows).to(compute_dtype(self.norm.weight))
 
     def fuse(self, aux: Encoded) -> Tensor:
         """Auxiliary states [n, A, H] of the target → g_0 [n, D]. They are decoded here, one layer at a time."""
-        dtype, states = compute_dtype(self.fc.weight), (layer.decode() for layer in aux.unbind())
+        dtype, states = compute_dtype(self.norm.weight), (layer.decode() for layer in aux.unbind())
         if self.input_norm is not None:
             together = self.input_norm(torch.cat([state.to(dtype) for state in states], dim=-1))
             states = (state for state in together.chunk(len(self.shape.aux_layers), dim=-1))

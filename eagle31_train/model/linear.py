@@ -17,7 +17,7 @@ ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_li
 class Linear(nn.Linear):
     """nn.Linear by `linear`, in few drafters with a bias, which starts at 0."""
 
-    int8_inputs = False  # as vLLM serves int8 weights (checkpoint/int8.py)
+    int8_inputs = False  # as vLLM serves int8 weights (checkpoint/int8.py), which are float32 then, whatever x is
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
         super().__init__(inputs, outputs, bias)
@@ -26,7 +26,9 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., inputs] → [..., outputs]."""
-        return self.shifted(linear(int8_rows(x) if self.int8_inputs else x, self.weight))
+        if self.int8_inputs:
+            return self.shifted(linear(int8_rows(x), self.weight).to(x.dtype))
+        return self.shifted(linear(x, self.weight))
 
     def shifted(self, rows: Tensor) -> Tensor:
         """Products [..., outputs] with the bias added, if there is one."""
@@ -34,9 +36,9 @@ class Linear(nn.Linear):
 
 
 def int8_rows(x: Tensor) -> Tensor:
-    """x [..., n] → the nearest of 255 evenly spaced values, the outermost at plus and minus a row's largest one."""
+    """x [..., n] → float32, the nearest of 255 evenly spaced values, the outermost plus and minus a row's largest."""
     scale = x.float().abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / 127
-    return ((x.float() / scale).round() * scale).to(x.dtype)
+    return (x.float() / scale).round() * scale
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,17 +23,21 @@ PROGRAMS = ("eagle31 data", "eagle31 extract", "eagle31 train", EVALUATE, "eagle
 _NOT_THE_RECIPE = ("overwrite", "push", "repo", "private", "comparisons")
 
 
-def serve_command(config: Config, drafter: str | None, published: bool = False) -> str:
+def serve_command(
+    config: Config, drafter: str | None, published: bool = False, by_load: Mapping[str, Any] | None = None
+) -> str:
     """The shell command with which vLLM serves the target, with this drafter or without.
 
     Args:
         published: with paths as others may see them.
+        by_load: the schedule of draft tokens that serving was measured to want, if any.
     """
     self_describing = drafter is not None and config.export_format == "speculators"
     path = drafter if drafter and self_describing else public(config.target.path) if published else config.target.path
     command = ["vllm", "serve", path, *flags(target_arguments(config))]
     if drafter and not self_describing:
         options = speculation(config, drafter, config.evaluate.num_speculative_tokens, config.drafter.parallel)
+        options |= by_load or {}
         command += ["--speculative-config", json.dumps(options, ensure_ascii=False)]
     return shlex.join(command)
 

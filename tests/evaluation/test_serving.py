@@ -12,7 +12,9 @@ from pathlib import Path
 
 import imitating
 import pytest
+import torch
 from configured import configured
+from safetensors.torch import save_file
 
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation import serving
@@ -56,17 +58,18 @@ def config(tmp_path):
 def launch(asked, config, tmp_path):
     """Measure a server that is a process of its own."""
 
-    def run(*options, prompts=PROMPTS):
-        draft = drafter(tmp_path)
+    def run(*options, prompts=PROMPTS, tensors=()):
+        draft = drafter(tmp_path, *tensors)
         return measure_serving(config(*options), {"ours": draft}, prompts, [END], ENGINE)
 
     return run
 
 
-def drafter(folder, **fields):
+def drafter(folder, *tensors, **fields):
     """An exported drafter's folder, as far as the server's arguments depend on it."""
     (draft := folder / "ours").mkdir(exist_ok=True)
     (draft / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    save_file({name: torch.zeros(1, 6) for name in ("fc.weight", *tensors)}, draft / "model.safetensors")
     return draft
 
 
@@ -126,12 +129,14 @@ def expected(depth, times):
 
 
 def test_vllm_is_told_that_a_drafter_drafts_in_parallel(config, tmp_path):
-    """By what lies there: the options of the measurement need not be those of training."""
-    chain = server_arguments(config(), drafter(tmp_path), 3, 1)["speculative_config"]
-    assert chain == {"method": "eagle3", "model": str(tmp_path / "ours"), "num_speculative_tokens": 3}
-    for name in ("ptd_token_id", "pard_token"):
-        told = server_arguments(config(), drafter(tmp_path, **{name: 0}), 3, 1)["speculative_config"]
-        assert told == chain | {"parallel_drafting": True}
+    """By the weights that lie there: the options of the measurement need not be those of training, and config.json may
+    name a mask token, the tokenizer's, for a chain."""
+    meant = {"method": "eagle3", "model": str(tmp_path / "ours"), "num_speculative_tokens": 3}
+    for fields in ({}, {"mask_token_id": 4}, {"pard_token": 4}):
+        chain = server_arguments(config(), drafter(tmp_path, **fields), 3, 1)["speculative_config"]
+        assert chain == meant
+        told = server_arguments(config(), drafter(tmp_path, "mask_hidden", **fields), 3, 1)["speculative_config"]
+        assert told == meant | {"parallel_drafting": True}
 
 
 def test_counts_are_the_servers_without_its_warming(launch, tmp_path):
@@ -317,6 +322,48 @@ def test_one_that_pays_is_better_than_one_that_may_not():
     rows += [{**tried, "draft_tokens": 3, "speedup": [1.12, 0.98, 1.26]}]
     assert [one["draft_tokens"] for one in report.best(rows)] == [1]
     assert [one["draft_tokens"] for one in report.best(rows[1:])] == [0]
+
+
+def made_up(speeds):
+    """Rows of tokens/s/user by users and draft tokens."""
+    return [
+        {"drafter": "ours" if tokens else None, "draft_tokens": tokens, "concurrency": users, "per_user": [speed, 0, 0]}
+        for users, by_tokens in speeds.items()
+        for tokens, speed in by_tokens.items()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("speeds", "ranges"),
+    [
+        ({1: {0: 10, 1: 12, 3: 15, 5: 14}, 4: {0: 8, 1: 9, 3: 8.5, 5: 7}, 16: {0: 6, 1: 5, 3: 4, 5: 3}},
+         [[1, 1, 3], [2, 4, 1], [5, 16, 0]]),
+        ({16: {0: 6, 3: 6.1}, 1: {0: 10, 3: 9}, 4: {0: 10, 3: 11}}, [[1, 1, 0], [2, 16, 3]]),
+        ({2: {0: 1, 5: 2}}, [[1, 2, 5]]),
+    ],
+)  # fmt: skip
+def test_a_schedule_drafts_what_was_fastest_at_every_load(speeds, ranges):
+    """So it is below no fixed number there. Another drafter's rows are not looked at."""
+    others = [{**row, "drafter": "other", "per_user": [99.0, 0, 0]} for row in made_up(speeds) if row["drafter"]]
+    options = report.schedule(made_up(speeds) + others, "ours")
+    assert options["num_speculative_tokens_per_batch_size"] == ranges
+    assert options["num_speculative_tokens"] == max(tokens for _, _, tokens in ranges)
+    for users, by_tokens in speeds.items():
+        (tokens,) = [tokens for first, last, tokens in ranges if first <= users <= last]
+        assert by_tokens[tokens] >= 0.97 * max(by_tokens.values())
+
+
+def test_without_a_gain_there_is_no_schedule():
+    assert report.schedule(made_up({1: {0: 10, 3: 9}}), "ours") is None
+
+
+def test_a_schedule_is_told_and_none_of_a_parallel_drafter(measure, monkeypatch):
+    options = {"num_speculative_tokens_per_batch_size": [[1, 1, 3]]}
+    monkeypatch.setattr(report, "schedule", lambda rows, name: options)
+    served = measure()
+    assert served["schedules"] == {"ours": options}
+    assert served["verdict"][0] == f"ours by load: {json.dumps(options)} in --speculative-config"
+    assert measure(tensors=["mask_hidden"])["schedules"] == {}
 
 
 TEXT = """# TYPE vllm:spec_decode_num_drafts_total counter

@@ -40,9 +40,9 @@ def opened(run, *options):
     return served(run.config(*options))
 
 
-def loaded(checkpoint, model):
+def loaded(checkpoint, model, dtype=torch.float32):
     target = type("Target", (), {"embedding": model.get_input_embeddings(), "head": model.lm_head, "depth": 4})
-    return checkpoint.load(target, torch.float32, torch.float32)
+    return checkpoint.load(target, dtype, dtype)
 
 
 # ---------------------------------------------------------------- int8
@@ -68,6 +68,18 @@ def test_products_are_those_of_integers():
     assert np.abs(wrong.numpy() - meant).max() > 1e-3, "without rounding it is another product"
     layer.int8_inputs = False
     assert np.abs(layer(x).numpy() - meant).max() > 1e-3, "so it is with rounded weights alone"
+
+
+def test_in_bfloat16_only_the_sums_are_rounded(run, model):
+    """vLLM's kernels add integers, whatever the dtype of the rest: neither q s nor the rounded inputs are bfloat16."""
+    drafter = loaded(opened(run, *INT8), model, torch.bfloat16)
+    exact = loaded(opened(run, *INT8), model)
+    x = torch.randn(50, exact.fc.in_features, generator=torch.Generator().manual_seed(2)).bfloat16()
+    meant, found = exact.fc(x.float()), drafter.fc(x)
+    assert found.dtype == drafter.embed(torch.tensor([1])).dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), meant, rtol=2**-8, atol=0)
+    drafter.fc.weight.data = drafter.fc.weight.data.bfloat16().float()
+    assert ((drafter.fc(x).float() - meant).abs() > 2**-8 * meant.abs()).any(), "rounded twice it is another product"
 
 
 def test_rounding_twice_is_rounding_once():

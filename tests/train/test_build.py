@@ -5,11 +5,14 @@ import importlib.util
 import pytest
 import torch
 
-from eagle31_train.config import TrainConfig
+from eagle31_train.checkpoint.contract import drafter_shape
+from eagle31_train.config import DrafterConfig, TrainConfig
 from eagle31_train.errors import UserError
 from eagle31_train.model import vocab
+from eagle31_train.model.drafter import Drafter
+from eagle31_train.model.layer import applied_to
 from eagle31_train.store import Store
-from train.build import build_objective, choose_kernels, shape_of
+from train.build import build_objective, choose_kernels, look_back, shape_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -26,6 +29,46 @@ def test_a_drafter_starts_as_an_unsure_copy_of_the_targets_last_layers(new_run):
     *others, last = drafter.fc.weight.data.split(drafter.shape.hidden_size, dim=1)
     assert (last - torch.eye(len(last))).abs().max() < 0.05
     assert all(0 < other.abs().max() < 0.05 for other in others)
+
+
+def scores(drafter, layer, length=600):
+    """[h, T, T]: what biases alone give every query for every position up to its own."""
+    attention, positions = drafter.stack[layer].self_attn, torch.arange(length)
+    nothing = applied_to(torch.zeros(length, attention.q_proj.in_features))
+    keys, _ = attention.keys_values(nothing, positions)
+    keys = keys.repeat_interleave(attention.heads // attention.groups, 1)
+    given = torch.einsum("qhd,khd->hqk", attention.queries(nothing, positions), keys) * attention.scale
+    return given.masked_fill(positions[:, None] < positions, -torch.inf)
+
+
+def test_heads_of_a_parallel_drafter_begin_at_the_positions_that_its_mask_rows_may_need():
+    """Position t is k before the mask row of step k; to look k ahead instead would be the nearest one, t + k itself."""
+    options = {"num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 64, "num_layers": 2}
+    made = {"parallel": True, "attention_bias": True, "intermediate_size": 8, "hidden_size": 40}
+    rope = {"rope_theta": 1e5, "rms_norm_eps": 1e-5, "max_position_embeddings": 1000}
+    shape = drafter_shape(DrafterConfig(**options, **made, **rope), 40, 9, 9, [1])
+    drafter = Drafter(shape, torch.randn(9, 40))
+    look_back(drafter, 3)
+    for layer in range(2):
+        seen = scores(drafter, layer).softmax(-1)[:, 3:]
+        for head, shares in enumerate(seen):
+            back = head % 3
+            assert torch.equal(shares.argmax(-1), torch.arange(3, 600) - back)
+            near = sum(shares.diagonal(3 - back + off).mean() for off in (-2, -1, 0, 1, 2))
+            assert near > 0.9, "of 600 positions five have nearly all"
+
+
+def test_only_a_parallel_drafter_with_biases_looks_back(new_run):
+    run = new_run()
+    for options, looks in (
+        (["drafter.parallel=true", "drafter.attention_bias=true"], True),
+        (["drafter.parallel=true", "drafter.attention_bias=true", "drafter.qk_norm=true"], False),
+        (["drafter.attention_bias=true"], False),
+    ):
+        config, store = run.config(*options), Store(run.folder / "run" / "store")
+        kept = vocab.read(config.data_folder / "vocab.safetensors")
+        drafter = build_objective(config, shape_of(config.drafter, store, kept), store, kept).drafter
+        assert bool(drafter.midlayer.self_attn.q_proj.bias.any()) == looks
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle31_train import artifacts, provenance
+from eagle31_train.checkpoint.published import drafts_in_parallel
 from eagle31_train.config import Config
 from eagle31_train.console import Progress, note
 from eagle31_train.errors import UserError
@@ -74,6 +75,9 @@ def measure_serving(
             counted, before = Counter(record["counted"][str(users)]), plain[users] if name else None
             rows.append(report.row(name, depth, users, served[users], counted, before, reference))
     best = report.best(rows)
+    # With a parallel drafter vLLM 0.32 always drafts num_speculative_tokens, however few a schedule asks for.
+    chains = [name for name, draft in drafts.items() if not drafts_in_parallel(draft)]
+    schedules = {name: by_load for name in chains if (by_load := report.schedule(rows, name))}
     return {
         "vllm": engine.version,
         "machine": engine.device,
@@ -83,7 +87,8 @@ def measure_serving(
         **{name: getattr(options, name) for name in ("max_new_tokens", "temperature", "top_p")},
         "rows": rows,
         "best": best,
-        "verdict": report.verdict(best),
+        "schedules": schedules,
+        "verdict": report.verdict(best, schedules),
         "notes": report.notes(rows),
     }
 

@@ -11,9 +11,7 @@ from typing import Any
 
 import torch
 
-from eagle31_train import artifacts
-from eagle31_train.checkpoint.published import CONFIG
-from eagle31_train.checkpoint.published_config import mask_token_id
+from eagle31_train.checkpoint.published import drafts_in_parallel
 from eagle31_train.config import Config
 from eagle31_train.errors import UserError
 from eagle31_train.evaluation.measurement import machine
@@ -68,8 +66,7 @@ def server_arguments(config: Config, drafter: Path | None, draft_tokens: int, po
         "port": port,
     }
     if drafter is not None:
-        parallel = mask_token_id(artifacts.read_json(drafter / CONFIG, "eagle31 export")) is not None
-        wanted["speculative_config"] = speculation(config, str(drafter), draft_tokens, parallel)
+        wanted["speculative_config"] = speculation(config, str(drafter), draft_tokens, drafts_in_parallel(drafter))
     return wanted
 
 

@@ -11,14 +11,16 @@ As JSON (`measure_serving` makes it):
                "counted": {"requests", "output_tokens", "ttft", "tpot", "preemptions"} of vLLM itself}],
      "best": [{"drafter", "concurrency", "draft_tokens": 0 if speculation does not pay, "speedup": [value, low, high]
                of the best number of draft tokens, "tried": that number}],
+     "schedules": {drafter: options of vLLM's --speculative-config, see `schedule`},
      "verdict": [a line for each of these], "notes": [what else must be known, often nothing]}
 
 Times are in seconds. A null in an interval: too few prompts for one.
 """
 
+import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -125,9 +127,30 @@ def _pays(speedup: Interval) -> bool:
     return low is not None and low > 1
 
 
-def verdict(chosen: Sequence[Row]) -> list[str]:
-    """How many tokens to draft, a line for each drafter and concurrency."""
-    return [
+def schedule(rows: Sequence[Row], drafter: str) -> dict[str, Any] | None:
+    """Options with which vLLM drafts by load: at every measured concurrency as many tokens, or none, as gave the most
+    tokens/s/user there; between two of them as with the more users. None where drafting is slower everywhere.
+
+    Unlike `best` it does not ask whether a gain is shown: what is drafted must be some number.
+    """
+    ranges: list[list[int]] = []  # first and last number of users, draft tokens
+    end = 0
+    for users in sorted({one["concurrency"] for one in rows}):
+        measured = [one for one in rows if one["concurrency"] == users and one["drafter"] in (None, drafter)]
+        tokens = max(measured, key=lambda one: one["per_user"][0])["draft_tokens"]
+        if ranges and ranges[-1][2] == tokens:
+            ranges[-1][1] = users
+        else:
+            ranges.append([end + 1, users, tokens])
+        end = users
+    most = max(tokens for _, _, tokens in ranges)
+    return {"num_speculative_tokens": most, "num_speculative_tokens_per_batch_size": ranges} if most else None
+
+
+def verdict(chosen: Sequence[Row], schedules: Mapping[str, Any]) -> list[str]:
+    """How many tokens to draft, a line for each drafter and concurrency, and for each schedule."""
+    by_load = [f"{name} by load: {json.dumps(options)} in --speculative-config" for name, options in schedules.items()]
+    return by_load + [
         f"{one['drafter']} at concurrency {one['concurrency']}: "
         f"{'' if one['draft_tokens'] else 'no gain shown, '}best with num_speculative_tokens={one['tried']}, "
         f"{bracket(one['speedup'], '{:.2f}')} × the tokens/s/user"
