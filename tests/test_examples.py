@@ -1,11 +1,15 @@
-"""The examples for schedulers: scripts that bash reads, YAML that parses, commands as their programs take them."""
+"""The examples for schedulers: scripts as shellcheck wants them, JobSets by their schema, commands as their programs take them."""
 
+import copy
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from kubeflow_trainer_api.models import JobsetV1alpha2JobSet as JobSet
+from pydantic import ValidationError
 from test_docs import check
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -31,10 +35,36 @@ def command_lines(text):
     return [line for line in PROGRAM.findall(re.sub(r"[ \t]+", " ", text)) if "eagle31_train" in line or "=" in line]
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_bash_reads_a_script(script):
-    done = subprocess.run(["bash", "-n", script], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+def shellcheck(*scripts):
+    """What shellcheck finds in scripts, with the files that they source."""
+    program = Path(sys.executable).parent / "shellcheck"
+    return subprocess.run([program, "-x", "-P", "SCRIPTDIR", *scripts], capture_output=True, text=True, check=False)
+
+
+def test_shellcheck_finds_nothing_in_the_scripts(tmp_path):
+    done = shellcheck(*SCRIPTS)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    (tmp_path / "unquoted.sh").write_text("#!/bin/bash\nls $1\n")
+    assert "SC2086" in shellcheck(tmp_path / "unquoted.sh").stdout
+
+
+def fits(manifest):
+    """Whether a manifest is a JobSet, down to its containers, without a field that Kubernetes does not know."""
+    try:
+        return JobSet.from_dict(manifest).to_dict() == manifest
+    except ValidationError:
+        return False
+
+
+@pytest.mark.parametrize("path", sorted((EXAMPLES / "kubernetes").glob("*.yaml")), ids=lambda path: path.name)
+def test_a_manifest_is_a_jobset(path):
+    good = yaml.safe_load(path.read_text())
+    assert good["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
+    assert fits(good)
+    for change in ({"completions": "2"}, {"paralelism": 2}, {"template": {"spec": {}}}, {"template": None}):
+        bad = copy.deepcopy(good)
+        bad["spec"]["replicatedJobs"][0]["template"]["spec"].update(change)
+        assert not fits(bad), change
 
 
 def test_commands_of_the_examples_are_taken_by_their_programs():
