@@ -1,4 +1,4 @@
-"""The examples for schedulers: scripts as shellcheck wants them, JobSets by their schema, commands as their programs take them."""
+"""The examples for schedulers: scripts by shellcheck, JobSets by their schema, commands as their programs take them."""
 
 import copy
 import re
