@@ -4,6 +4,8 @@ import os
 import random
 import re
 import signal
+import socket
+from contextlib import nullcontext
 
 import pytest
 from pipeline import options
@@ -102,3 +104,69 @@ def test_a_launch_of_which_a_rank_is_killed_twenty_times_ends_bit_for_bit_the_sa
     finish(run, profile, output)
     assert not differences(run, whole)
     assert lines(run.folder / "ledger.0") > STEPS, "no step was done twice: nothing was lost by a kill"
+
+
+# ---------------------------------------------------------------- machines
+
+GUEST_DIES = ("step", "save", "start", "step", "start", "save")
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def listens(port):
+    with socket.socket() as one:
+        return one.connect_ex(("127.0.0.1", port)) == 0
+
+
+def moment(run, kind, machine, chosen):
+    """Whether a machine is where it is to die: ranks have taken some steps, one saves, or they have just begun."""
+    ledger = run.folder / "ledger.0"
+    begun = lines(ledger)
+    wanted = begun + chosen.randint(1, 4)
+    match kind:
+        case "step":
+            return lambda: lines(ledger) >= wanted
+        case "save":
+            return lambda: lines(ledger) > begun and any(run.checkpoints.glob(".step-*"))
+    return lambda: ranks_of(machine.pid)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_training_goes_on_by_itself_when_a_machine_that_died_comes_back(new_run, tmp_path):
+    """Two torchrun agents, which meet at the first one: where the second dies, the first waits for it. Where the first
+    dies, so does their meeting: both are started again."""
+    whole = finish(new_run(), "ddp", tmp_path / "whole")
+    run, chosen = new_run(), random.Random(0)
+
+    def join(output, port):
+        where = {"endpoint": f"127.0.0.1:{port}", "machines": 2, "restarts": 20}
+        return launch(run, "ddp", tmp_path / output, **where)
+
+    port = free_port()
+    with join("first", port) as first:
+        wait_until(lambda: listens(port), first.is_alive)
+        for kind in GUEST_DIES:
+            machine_killed(run, kind, join("second", port), chosen)
+            assert first.is_alive(), (tmp_path / "first").read_text()[-3000:]
+        with join("second", port) as second:
+            machine_killed(run, "step", nullcontext(first), chosen)
+            second.join()
+            assert second.exitcode == 1
+    port = free_port()
+    with join("first", port) as first, join("second", port) as second:
+        first.join()
+        second.join()
+    assert (first.exitcode, second.exitcode) == (0, 0), (tmp_path / "second").read_text()[-3000:]
+    assert not differences(run, whole)
+
+
+def machine_killed(run, kind, machine, chosen):
+    with machine as process:
+        wait_until(moment(run, kind, process, chosen), process.is_alive)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.join()
