@@ -2,6 +2,7 @@
 
 import errno
 import os
+import socket
 import time
 from pathlib import Path
 
@@ -181,6 +182,31 @@ def test_what_is_cut_short_is_seen_and_tried_again(flaky, monkeypatch, naps, cal
     assert (len(naps), lengths) == (2, [])
     monkeypatch.setattr(flaky.fs, call, whole)
     assert flaky.read("a") == flaky.local("a").read_bytes() == b"content"
+
+
+@pytest.mark.parametrize(
+    ("cause", "waits"),
+    [
+        (ConnectionRefusedError(), 0),
+        (socket.gaierror(socket.EAI_NONAME, "Name or service not known"), 0),
+        (socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution"), 7),
+        (ConnectionResetError(), 7),
+    ],
+)
+def test_an_endpoint_where_nobody_answers_is_refused_at_once_unless_it_ever_did(flaky, monkeypatch, cause, waits):
+    def nobody(*_, **__):
+        raise RuntimeError("of a library") from cause
+
+    def refused():
+        monkeypatch.setattr(flaky.fs, "ls", nobody)
+        with pytest.raises(UserError, match="listing failed .*: check the address, the network and the credentials"):
+            flaky.names("")
+        monkeypatch.undo()
+        return len(flaky.naps)
+
+    assert refused() == waits
+    assert flaky.names("") == []
+    assert refused() == waits + 7
 
 
 class Listings(MemoryFileSystem):
