@@ -14,6 +14,7 @@ from made import message_of
 from s3fs.errors import translate_boto_error
 
 from eagle31_train import artifacts
+from eagle31_train.errors import UserError
 from eagle31_train.store.backends import RemoteStorage, open_storage
 
 CACHE = 4096 * 16
@@ -199,7 +200,7 @@ def test_an_endpoint_where_nobody_answers_is_refused_at_once_unless_it_ever_did(
 
     def refused():
         monkeypatch.setattr(flaky.fs, "ls", nobody)
-        with pytest.raises(UserError, match="listing failed .*: check the address, the network and the credentials"):
+        with pytest.raises(UserError, match=r"listing failed .*: check the address, the network and the credentials"):
             flaky.names("")
         monkeypatch.undo()
         return len(flaky.naps)
