@@ -196,7 +196,7 @@ def test_what_is_cut_short_is_seen_and_tried_again(flaky, monkeypatch, naps, cal
 )
 def test_an_endpoint_where_nobody_answers_is_refused_at_once_unless_it_ever_did(flaky, monkeypatch, cause, waits):
     def nobody(*_, **__):
-        raise RuntimeError("of a library") from cause
+        raise OSError("of a library") from cause
 
     def refused():
         monkeypatch.setattr(flaky.fs, "ls", nobody)
