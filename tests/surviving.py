@@ -19,7 +19,7 @@ from itertools import count
 from pathlib import Path
 from unittest.mock import patch
 
-from dying import Machine, Sigkill, running
+from dying import Machine, running
 from watching import noted, updates_of
 
 from eagle31_train.store.sealed import unseal
@@ -107,7 +107,8 @@ def calling(path, action, when, number):
         yield
 
 
-def die():
+def die(*_):
+    os.write(2, f"rank {os.environ.get('RANK', 0)} dies\n".encode())
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -159,7 +160,7 @@ def disturbances(
     if victim is not None and rank != str(victim):
         return
     if kill_in_save is not None:
-        yield saves_on(InSaves(kill_in_save, Sigkill()))
+        yield saves_on(InSaves(kill_in_save, die))
     if kill_at is not None:
         path, when, number = kill_at
         yield calling(path, die, when, number)

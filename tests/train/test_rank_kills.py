@@ -2,7 +2,6 @@
 
 import os
 import random
-import re
 import signal
 import socket
 from contextlib import nullcontext
@@ -72,7 +71,8 @@ def killed(run, profile, output, way, chosen):
             os.killpg(process.pid, 0)
     text = output.read_text()[said:]
     assert process.exitcode == 1, (way, disturbance, text[-3000:])
-    assert re.search(rf"rank +: {victim} .*\n +exitcode +: -9 ", text), (way, disturbance, text[-3000:])
+    # The other's error may be the first that the agent sees.
+    assert way == "outside" or f"rank {victim} dies\n" in text, (way, disturbance, text[-3000:])
 
 
 def refused(run, profile, output, process):
