@@ -5,6 +5,7 @@ import os
 import socket
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import s3fs
@@ -194,16 +195,15 @@ def test_what_is_cut_short_is_seen_and_tried_again(flaky, monkeypatch, naps, cal
         (ConnectionResetError(), 7),
     ],
 )
-def test_an_endpoint_where_nobody_answers_is_refused_at_once_unless_it_ever_did(flaky, monkeypatch, cause, waits):
+def test_an_endpoint_where_nobody_answers_is_refused_at_once_unless_it_ever_did(flaky, naps, cause, waits):
     def nobody(*_, **__):
         raise OSError("of a library") from cause
 
     def refused():
-        monkeypatch.setattr(flaky.fs, "ls", nobody)
-        with pytest.raises(UserError, match=r"listing failed .*: check the address, the network and the credentials"):
+        advice = r"listing failed .*: check the address, the network and the credentials"
+        with patch.object(flaky.fs, "ls", nobody), pytest.raises(UserError, match=advice):
             flaky.names("")
-        monkeypatch.undo()
-        return len(flaky.naps)
+        return len(naps)
 
     assert refused() == waits
     assert flaky.names("") == []
