@@ -1,7 +1,5 @@
 """A process that dies, or whose disk is full, at a chosen operation of the file system."""
 
-import os
-import signal
 import sys
 from contextlib import contextmanager
 from unittest.mock import patch
@@ -21,13 +19,6 @@ class Kill:
     def __call__(self, machine):
         machine.at = range(machine.count, sys.maxsize)
         raise Killed
-
-
-class Sigkill:
-    """Dies in earnest."""
-
-    def __call__(self, machine):
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Machine:

@@ -1,10 +1,11 @@
 """Trainings in processes of their own, which die or are told to stop where a test wants it.
 
-`training` is done by a child of a server process that has imported torch and done nothing else: a child begins in a
-second, and may use threads, which the child of a process in which torch has worked may not. As a script, this module
-is train.py with the disturbance that the variable DISTURB says, for real launches.
+`working` and `agent` are children of a server process that has imported torch and done nothing else: a child begins
+in a second, and may use threads, which the child of a process in which torch has worked may not. As a script, this
+module is train.py with the disturbance that the variable DISTURB says, for real launches.
 """
 
+import ctypes
 import importlib
 import json
 import multiprocessing
@@ -18,8 +19,10 @@ from itertools import count
 from pathlib import Path
 from unittest.mock import patch
 
-from dying import Machine, Sigkill, running
-from watching import noted
+from dying import Machine, running
+from watching import noted, updates_of
+
+from eagle31_train.store.sealed import unseal
 
 # What a run with a checkpoint every other step calls, at least so often in four steps; and what it calls at its start.
 STEPS = (
@@ -32,6 +35,10 @@ STEPS = (
     ("train.windows.Usage.let_go", 3),
 )
 START = ("train.prepare.claim", "train.tracking.record_launch", "train.checkpoint.load")
+TIMED = ("seconds", "waited", "files")  # a checkpoint's own manifest, which is listed, says seconds too
+STAGES = {"train": "train.loop.train", "extract": "eagle31_train.extract.extract"}
+SERVED = ["deepspeed", "accelerate.commands.launch", "torch.distributed.launcher.api", "train.loop"]  # imported once
+SERVED += ["eagle31_train.extract"]
 
 
 # ---------------------------------------------------------------- how it dies
@@ -100,7 +107,8 @@ def calling(path, action, when, number):
         yield
 
 
-def die():
+def die(*_):
+    os.write(2, f"rank {os.environ.get('RANK', 0)} dies\n".encode())
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -134,6 +142,7 @@ def disturbances(
     kill_in_row=None,
     grace=None,
     tell_at=None,
+    victim=None,
 ):
     """The patches, as one context each.
 
@@ -143,12 +152,15 @@ def disturbances(
         kill_at: [function, "before" or "after" it, number of the call]: SIGKILL there; or in the row of this number.
         grace: seconds that data is waited for after a SIGTERM.
         tell_at: [rank, step]: this rank alone is sent a SIGTERM while it trains this step of the launch.
+        victim: the rank that is killed; the others live.
     """
     rank = os.environ.get("RANK")
     if ledger is not None:
         yield noted(ledger if rank is None else f"{ledger}.{rank}")
+    if victim is not None and rank != str(victim):
+        return
     if kill_in_save is not None:
-        yield saves_on(InSaves(kill_in_save, Sigkill()))
+        yield saves_on(InSaves(kill_in_save, die))
     if kill_at is not None:
         path, when, number = kill_at
         yield calling(path, die, when, number)
@@ -166,18 +178,48 @@ def disturbances(
 
 
 @contextmanager
-def training(arguments, output, **disturbance):
-    """Train in a child, which does not outlive the block; gives its process. What it prints is added to `output`."""
-    output.touch()
+def served(function, *arguments):
+    """A function in a child with a session of its own, nothing of which outlives the block; gives its process."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["train.loop"])
-    process = context.Process(target=child, args=(arguments, str(output), disturbance))
+    context.set_forkserver_preload(SERVED)
+    process = context.Process(target=leading, args=(function, *arguments))
     process.start()
     try:
         yield process
     finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.kill()
         process.join()
+
+
+def leading(function, *arguments):
+    os.setsid()
+    function(*arguments)
+
+
+def training(arguments, output, **disturbance):
+    """Train in a child. What it prints is added to `output`."""
+    return working("train", arguments, output, **disturbance)
+
+
+def working(stage, arguments, output, **disturbance):
+    """A stage in a child, alike."""
+    output.touch()
+    return served(child, stage, arguments, str(output), disturbance)
+
+
+def agent(profile, arguments, output, endpoint="localhost:0", machines=1, restarts=0, **disturbance):
+    """A torchrun agent and its ranks: two on the only machine, else one on each of those that meet at an endpoint."""
+    output.touch()
+    how = {"min_nodes": machines, "max_nodes": machines, "nproc_per_node": 2 if machines == 1 else 1}
+    how |= {"rdzv_endpoint": endpoint, "max_restarts": restarts}
+    return served(lead, profile, arguments, str(output), how, disturbance)
+
+
+def ranks_of(leader):
+    """The ranks' processes, in order, of a running agent, which has no other children."""
+    return sorted(map(int, Path(f"/proc/{leader}/task/{leader}/children").read_text().split()))
 
 
 @contextmanager
@@ -201,24 +243,52 @@ def launched(command, environment):
         process.stderr.close()
 
 
-def child(arguments, output, disturbance):
+def print_to(output):
     sys.stdout = sys.stderr = Path(output).open("a", buffering=1)  # noqa: SIM115 (as long as the process lives)
     for number in (1, 2):
         os.dup2(sys.stdout.fileno(), number)
+
+
+def child(stage, arguments, output, disturbance):
+    print_to(output)
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
         os.environ.pop(name, None)
     os.environ.update(ACCELERATE_USE_CPU="true", CUDA_VISIBLE_DEVICES="")
-    sys.argv = ["train.py", *arguments]
-    main(disturbance)
+    sys.argv = [stage, *arguments]
+    main(disturbance, stage)
 
 
-def main(disturbance):
-    from train import loop
+def lead(profile, arguments, output, how, disturbance):
+    """As torchrun does it, except that ranks are forked instead of imported anew."""
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    print_to(output)
+    os.environ.pop("ACCELERATE_USE_CPU", None)
+    os.environ.update(CUDA_VISIBLE_DEVICES="", GLOO_SOCKET_IFNAME="lo")
+    if how["max_nodes"] > 1:  # else a machine that comes back waits for the address of the first until it gives up
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    fixed = {"rdzv_backend": "c10d", "run_id": "kills", "start_method": "fork", "local_addr": "127.0.0.1"}
+    elastic_launch(LaunchConfig(**how, **fixed), take_part)(profile, arguments, disturbance)
+
+
+def take_part(profile, arguments, disturbance):
+    """One rank, in the environment that accelerate's launcher makes of a profile."""
+    import several
+
+    ctypes.CDLL(None).prctl(1, 0)  # PR_SET_PDEATHSIG: a command that torchrun starts outlives it, too
+    sys.argv = ["train", *arguments]
+    with patch.dict(os.environ, several.environment(profile), clear=True):
+        main(disturbance)
+
+
+def main(disturbance, stage="train"):
+    from eagle31_train import cli
+
+    owner, name = find(STAGES[stage])
     with ExitStack() as patches:
         for context in disturbances(**disturbance):
             patches.enter_context(context)
-        loop.main()
+        cli.run(getattr(owner, name), "", tells="train.precision" if stage == "train" else "target.dtype")
 
 
 def wait_until(condition, alive):
@@ -227,6 +297,36 @@ def wait_until(condition, alive):
     while not condition():
         assert alive(), "it ended before"
         pause.wait(0.002)
+
+
+# ---------------------------------------------------------------- what came of it
+
+
+def result(run):
+    """All that must not depend on stops: what was trained, losses, rates, weights, moments, totals."""
+    files = {path.name: path.read_bytes() for path in run.newest().iterdir()}
+    assert len(files) == 4
+    manifest = unseal(files.pop("manifest.json"))
+    return {
+        "updates": [updates_of(ledger) for ledger in sorted(run.folder.glob("ledger*"))],
+        "rows": (run.train / "metrics.jsonl").read_bytes(),
+        "state": timeless(manifest["extra"]["state"]),
+        "manifest": timeless(run.manifest()),
+        **files,
+    }
+
+
+def timeless(facts):
+    return {name: value for name, value in facts.items() if name not in TIMED}
+
+
+def differences(run, whole):
+    ours, theirs = result(run), result(whole)
+    return {name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)}
+
+
+def lines(file):
+    return file.read_bytes().count(b"\n") if file.exists() else 0
 
 
 if __name__ == "__main__":

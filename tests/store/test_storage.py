@@ -2,8 +2,10 @@
 
 import errno
 import os
+import socket
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import s3fs
@@ -13,6 +15,7 @@ from made import message_of
 from s3fs.errors import translate_boto_error
 
 from eagle31_train import artifacts
+from eagle31_train.errors import UserError
 from eagle31_train.store.backends import RemoteStorage, open_storage
 
 CACHE = 4096 * 16
@@ -181,6 +184,30 @@ def test_what_is_cut_short_is_seen_and_tried_again(flaky, monkeypatch, naps, cal
     assert (len(naps), lengths) == (2, [])
     monkeypatch.setattr(flaky.fs, call, whole)
     assert flaky.read("a") == flaky.local("a").read_bytes() == b"content"
+
+
+@pytest.mark.parametrize(
+    ("cause", "waits"),
+    [
+        (ConnectionRefusedError(), 0),
+        (socket.gaierror(socket.EAI_NONAME, "Name or service not known"), 0),
+        (socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution"), 7),
+        (ConnectionResetError(), 7),
+    ],
+)
+def test_an_endpoint_where_nobody_answers_is_refused_at_once_unless_it_ever_did(flaky, naps, cause, waits):
+    def nobody(*_, **__):
+        raise OSError("of a library") from cause
+
+    def refused():
+        advice = r"listing failed .*: check the address, the network and the credentials"
+        with patch.object(flaky.fs, "ls", nobody), pytest.raises(UserError, match=advice):
+            flaky.names("")
+        return len(naps)
+
+    assert refused() == waits
+    assert flaky.names("") == []
+    assert refused() == waits + 7
 
 
 class Listings(MemoryFileSystem):

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 from pipeline import assert_equal, contents, flip_bit, message_of
+from surviving import timeless
 
 from train import trainer
 from train.prepare import alone
 
 SHORT = ["train.max_steps=3", "train.checkpoint_every=2"]
-TIMED = ("seconds", "waited", "files")  # a checkpoint's own manifest, which is listed, says seconds too
 
 
 def test_a_second_training_in_the_same_folder_is_refused_and_a_later_one_is_not(new_run):
@@ -20,10 +20,6 @@ def test_a_second_training_in_the_same_folder_is_refused_and_a_later_one_is_not(
         assert not run.train.exists()
     run.fit("train.max_steps=1")
     assert run.manifest()["steps"] == 1
-
-
-def timeless(manifest):
-    return {name: value for name, value in manifest.items() if name not in TIMED}
 
 
 def leave(_run):

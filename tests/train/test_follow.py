@@ -1,15 +1,21 @@
 """Training beside extraction, in a store that is never as large as its corpus: bounded, killed and gone on with."""
 
 import json
+import random
+import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import pairwise
 
 import pytest
 from launching import ROOT, environment
 from pipeline import assert_equal, options, save_quietly, tiny_llama, write_data
 from safetensors.torch import load_file
+from surviving import lines, wait_until, working
+from watching import updates_of
 
 from eagle31_train.store import Store
 from train import windows
@@ -61,10 +67,10 @@ class Process:
         self.process.wait()
 
 
-def prepare(folder):
+def prepare(folder, lengths=LENGTHS):
     """folder/target and folder/run/data, the same each time."""
     save_quietly(tiny_llama(), folder / "target")
-    write_data(folder / "run", LENGTHS)
+    write_data(folder / "run", lengths)
     return folder
 
 
@@ -115,3 +121,112 @@ def test_either_side_is_killed_and_goes_on_and_no_sample_is_lost_or_seen_twice(c
     Process(folder, "train", "store.follow=true").wait_well()
     writer.wait_well()
     assert_same_training(folder, corpus)
+
+
+# ---------------------------------------------------------------- killed again and again
+
+LONG = {**LENGTHS, "train": [9 + 7 * i % 23 for i in range(340)]}
+# What each side calls: often, in two or three steps or shards, but for the first ones.
+CALLED = {
+    "train": [
+        "train.prepare.claim",
+        "train.prepare.restore",
+        "train.trainer.accumulate",
+        "train.metrics.Rows.append",
+        "train.trainer.take_snapshot",
+        "train.windows.Usage.let_go",
+        "train.windows.consume",
+    ],
+    "extract": [
+        "eagle31_train.store.writer.StoreWriter._prepare",
+        "eagle31_train.targets.extraction.run_shard",
+        "eagle31_train.store.writer.StoreWriter.wait_for_quota",
+        "eagle31_train.store.writer.write_shard",
+        "eagle31_train.store.writer.StoreWriter._commit",
+        "eagle31_train.artifacts.commit",
+    ],
+}
+WAYS = {"train": ["call"] * 14 + ["save"] * 6 + ["outside"] * 5, "extract": ["call"] * 19 + ["outside"] * 6}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_both_sides_of_a_store_a_tenth_of_its_corpus_are_killed_fifty_times(tmp_path):
+    whole = prepare(tmp_path / "whole", LONG)
+    for stage in ("extract", "train"):
+        run_through(whole, stage)
+    plan = Store(whole / "run" / "store").plan
+    limit = sum(shard.bytes for shard in plan.shards) // 10
+    assert limit >= bound_of(whole)
+    folder, most = prepare(tmp_path / "followed", LONG), 0
+    more = {"extract": [f"store.max_bytes={limit}"], "train": ["store.follow=true"]}
+    pause = threading.Event()
+    with ThreadPoolExecutor(2) as pool:
+        sides = [pool.submit(survive, folder, stage, more[stage]) for stage in more]
+        while not all(side.done() for side in sides):
+            most = max(most, min(bytes_of(folder), bytes_of(folder)))  # a look at many files is not one moment's
+            pause.wait(0.01)
+    for side in sides:
+        side.result()
+    assert limit // 2 < most <= limit
+    assert_same_training(folder, whole)
+    updates = updates_of(folder / "ledger")
+    assert updates == updates_of(whole / "ledger")
+    assert sorted(i for samples in updates for i in samples) == list(range(len(LONG["train"])))
+    assert sorted(consumed(folder)) == sorted(shard.name for shard in plan.of("train"))
+
+
+def start(folder, stage, more=(), **disturbance):
+    words = options(folder, *MORE, "train.checkpoint_every=2", *more)
+    ledger = str(folder / "ledger") if stage == "train" else None
+    return working(stage, words, folder / f"{stage}.log", ledger=ledger, **disturbance)
+
+
+def run_through(folder, stage, more=()):
+    with start(folder, stage, more) as process:
+        process.join()
+    assert process.exitcode == 0, (folder / f"{stage}.log").read_text()[-3000:]
+
+
+def survive(folder, stage, more):
+    """One side dies in all its ways, each time in another launch, and then ends well."""
+    chosen, ways = random.Random(stage), list(WAYS[stage])
+    chosen.shuffle(ways)
+    for way in ways:
+        killed_side(folder, stage, more, way, chosen)
+    run_through(folder, stage, more)
+
+
+def killed_side(folder, stage, more, way, chosen):
+    disturbance = {"kill_in_save": chosen.randrange(40)} if way == "save" else {}
+    if way == "call":
+        path = chosen.choice(CALLED[stage])
+        once = path in (*CALLED["train"][:2], CALLED["extract"][0])
+        disturbance["kill_at"] = (path, chosen.choice(["before", "after"]), 1 if once else chosen.randint(1, 2))
+    wanted = progress(folder, stage) + chosen.randint(1, 3)
+    with start(folder, stage, more, **disturbance) as process:
+        if way == "outside":
+            wait_until(lambda: progress(folder, stage) >= wanted, process.is_alive)
+            process.kill()
+        process.join()
+    assert process.exitcode == -signal.SIGKILL, (way, disturbance, (folder / f"{stage}.log").read_text()[-3000:])
+
+
+def progress(folder, stage):
+    """Updates, or shards that were ever committed."""
+    if stage == "train":
+        return lines(folder / "ledger")
+    return len({*consumed(folder), *(f"shards/{file.name}" for file in shards_of(folder))})
+
+
+def shards_of(folder):
+    return (folder / "run" / "store" / "shards").glob("*.safetensors")
+
+
+def bytes_of(folder):
+    """Of all shards, and of what is to become one."""
+    total = 0
+    for file in [*shards_of(folder), *(folder / "run" / "store" / "shards").glob(".*.tmp")]:
+        with suppress(FileNotFoundError):
+            total += file.stat().st_size
+    return total

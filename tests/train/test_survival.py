@@ -11,17 +11,26 @@ import numpy as np
 import pytest
 import torch
 from pipeline import flip_bit, options
-from surviving import START, STEPS, InSaves, calling, saves_on, tell, training, wait_until
-from watching import noted, updates_of
+from surviving import (
+    START,
+    STEPS,
+    InSaves,
+    calling,
+    differences,
+    lines,
+    saves_on,
+    tell,
+    training,
+    wait_until,
+)
+from watching import noted
 
 from eagle31_train.errors import Stopped
-from eagle31_train.store.sealed import unseal
 from train import checkpoint, metrics, parallel, trainer
 from train.metrics import Reporter
 
 SHORT, STOPS = 40, (7, 20, 33)
 LONG, LONG_STOPS = 200, (37, 100, 163)
-TIMED = ("seconds", "waited", "files")  # a checkpoint's own manifest, which is listed, says seconds too
 TENSORS = ("model.safetensors", "optimizer.safetensors")
 
 
@@ -46,29 +55,6 @@ def whole(copy_of, tmp_path_factory):
 def go_on(run, steps, *more):
     with noted(run.folder / "ledger"):
         return run.fit(*recipe(steps), *more)
-
-
-def result(run):
-    """All that must not depend on stops: what was trained, losses, rates, weights, moments, totals."""
-    files = {path.name: path.read_bytes() for path in run.newest().iterdir()}
-    assert len(files) == 4
-    manifest = unseal(files.pop("manifest.json"))
-    return {
-        "updates": updates_of(run.folder / "ledger"),
-        "rows": (run.train / "metrics.jsonl").read_bytes(),
-        "state": timeless(manifest["extra"]["state"]),
-        "manifest": timeless(run.manifest()),
-        **files,
-    }
-
-
-def timeless(facts):
-    return {name: value for name, value in facts.items() if name not in TIMED}
-
-
-def differences(run, whole):
-    ours, theirs = result(run), result(whole)
-    return {name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)}
 
 
 def saved(run):
@@ -168,10 +154,6 @@ def choose(way, chosen, operations, begun):
             path = chosen.choice(START if begun else START[:-1])
             return {"kill_at": (path, chosen.choice(["before", "after"]), 1)}
     return {}
-
-
-def lines(file):
-    return file.read_bytes().count(b"\n") if file.exists() else 0
 
 
 def test_a_run_killed_in_a_save_in_a_row_and_from_outside_ends_bit_for_bit_the_same(

@@ -3,6 +3,7 @@
 import random
 import re
 import shutil
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
@@ -33,6 +34,7 @@ class RemoteStorage(CachedStorage):
         self.location, self.fs, self.root = location.rstrip("/"), fs, root.rstrip("/")
         key = artifacts.fingerprint(fs.unstrip_protocol(self.root))
         super().__init__(cache_dir, key, cache_bytes, sharers)
+        self._reached = False  # whether a call has ever succeeded
 
     def read(self, name: str) -> bytes:
         def call() -> bytes:
@@ -111,7 +113,9 @@ class RemoteStorage(CachedStorage):
         return f"{self.root}/{name}".rstrip("/")
 
     def _call(self, what: str, name: str, call: Callable[[], T]) -> T:
-        return retry(what, f"{self.location}/{name}", call)
+        result = retry(what, f"{self.location}/{name}", call, self._reached)
+        self._reached = True
+        return result
 
     def _size(self, name: str) -> int | None:
         try:
@@ -176,12 +180,24 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-def retry(what: str, where: str, call: Callable[[], T]) -> T:
+def unreachable(error: BaseException | None) -> bool:
+    """Whether no host has this name, or nothing listens there: by what a library's exception comes from."""
+    while error is not None:
+        unknown = isinstance(error, socket.gaierror) and error.errno != socket.EAI_AGAIN
+        if unknown or isinstance(error, ConnectionRefusedError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def retry(what: str, where: str, call: Callable[[], T], reached: bool) -> T:
     """The result of `call()`, tried TRIES times in all where it fails for a passing reason.
 
-    `what` and `where` are for messages, such as "reading" and an address. FileNotFoundError if nothing is there;
-    OSError with an errno of FULL if a disk is full, and only the caller knows which; UserError for anything else that
-    stays.
+    `what` and `where` are for messages, such as "reading" and an address. Not `reached`: no call has succeeded yet, so
+    that an endpoint where nobody answers is a wrong one, and not one that is down.
+
+    FileNotFoundError if nothing is there; OSError with an errno of FULL if a disk is full, and only the caller knows
+    which; UserError for anything else that stays.
     """
     for number in range(1, TRIES + 1):
         try:
@@ -195,7 +211,8 @@ def retry(what: str, where: str, call: Callable[[], T]) -> T:
             builtin = type(error).__module__ == "builtins" and not isinstance(error, OSError | EOFError)
             if builtin and not isinstance(error, ValueError | NotImplementedError):
                 raise
-            if number == TRIES or builtin or isinstance(error, LASTING):
+            lasting = builtin or isinstance(error, LASTING) or (not reached and unreachable(error))
+            if number == TRIES or lasting:
                 advice = "check the address, the network and the credentials, then run the same command again"
                 raise UserError(f"{where}: {what} failed ({describe(error)}): {advice}") from error
             # Half of the wait is drawn: ranks that failed together shall not come back together.

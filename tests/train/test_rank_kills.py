@@ -1,0 +1,172 @@
+"""A rank is killed: the launch ends, the same command goes on, and at the end no bit differs."""
+
+import os
+import random
+import signal
+import socket
+from contextlib import nullcontext
+
+import pytest
+from pipeline import options
+from surviving import agent, differences, lines, ranks_of, wait_until
+
+STEPS = 80
+RECIPE = [f"train.max_steps={STEPS}", "train.epochs=1000", "train.eval_every=15", "train.checkpoint_every=2"]
+# What a rank of any profile calls in a step, at least so often in four; and what it calls at its start.
+IN_STEP = (
+    ("train.loader.build_batch", 4),  # in another thread, ahead
+    ("train.trainer.accumulate", 4),
+    ("train.trainer.Trainer.train_step", 4),
+    ("train.trainer.Trainer.log", 4),
+    ("train.trainer.take_snapshot", 2),
+    ("train.windows.Usage.let_go", 3),
+)
+AT_START = ("launch_processes", "claim_folder", "restore", "make_meter")
+WAYS = ["step"] * 6 + ["save"] * 4 + ["snapshot"] * 2 + ["start"] * 3 + ["outside"] * 5 + ["launcher"]
+
+
+def choose(way, chosen):
+    """(the rank that is killed, how it dies by itself)."""
+    victim, when = chosen.randrange(2), chosen.choice(["before", "after"])
+    match way:
+        case "step":
+            path, most = chosen.choice(IN_STEP)
+            return victim, {"kill_at": (path, when, chosen.randint(1, most))}
+        case "snapshot":  # while ranks send their parts to the first, which is to save them
+            return victim, {"kill_at": ("train.trainer.take_snapshot", when, chosen.randint(1, 2))}
+        case "save":  # the first writes alone, beside training
+            return 0, {"kill_in_save": chosen.randrange(40)}
+        case "start":
+            return victim, {"kill_at": (f"train.prepare.{chosen.choice(AT_START)}", when, 1)}
+    return victim, {}
+
+
+def launch(run, profile, output, **more):
+    arguments = options(run.folder, f"target.path={run.extracted / 'target'}", *RECIPE)
+    return agent(profile, arguments, output, ledger=str(run.folder / "ledger"), **more)
+
+
+def finish(run, profile, output):
+    with launch(run, profile, output) as process:
+        process.join()
+    assert process.exitcode == 0, output.read_text()[-3000:]
+    return run
+
+
+def killed(run, profile, output, way, chosen):
+    """One launch, until a rank is killed and everything has ended."""
+    victim, disturbance = choose(way, chosen)
+    said, ledger = len(output.read_text()), run.folder / f"ledger.{victim}"
+    wanted = lines(ledger) + chosen.randint(1, 3)
+    with launch(run, profile, output, victim=victim, **disturbance) as process:
+        if way in ("outside", "launcher"):
+            wait_until(lambda: lines(ledger) >= wanted, process.is_alive)
+        if way == "launcher":
+            refused(run, profile, output, process)
+            return
+        if way == "outside":
+            os.kill(ranks_of(process.pid)[victim], signal.SIGKILL)
+        process.join()
+        with pytest.raises(ProcessLookupError):
+            os.killpg(process.pid, 0)
+    text = output.read_text()[said:]
+    assert process.exitcode == 1, (way, disturbance, text[-3000:])
+    # The other's error may be the first that the agent sees.
+    assert way == "outside" or f"rank {victim} dies\n" in text, (way, disturbance, text[-3000:])
+
+
+def refused(run, profile, output, process):
+    """The launcher alone is killed: the next start says which processes still run."""
+    ranks = ranks_of(process.pid)
+    process.kill()
+    for rank in ranks:
+        os.kill(rank, signal.SIGSTOP)  # so that they do not end before
+    process.join()
+    said = len(output.read_text())
+    with launch(run, profile, output) as again:
+        again.join()
+    assert again.exitcode == 1
+    found = " ".join(map(str, ranks))
+    words = f"another process trains in {run.train} now (process {found}): wait for it, end it with `kill {found}`"
+    assert words in output.read_text()[said:]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("profile", ["ddp", "fsdp2", "zero2", "zero3"])
+def test_a_launch_of_which_a_rank_is_killed_twenty_times_ends_bit_for_bit_the_same(new_run, tmp_path, profile):
+    whole = finish(new_run(), profile, tmp_path / "whole")
+    run, output, ways, chosen = new_run(), tmp_path / "output", list(WAYS), random.Random(profile)
+    output.touch()
+    chosen.shuffle(ways)
+    for way in ways:
+        killed(run, profile, output, way, chosen)
+    finish(run, profile, output)
+    assert not differences(run, whole)
+    assert lines(run.folder / "ledger.0") > STEPS, "no step was done twice: nothing was lost by a kill"
+
+
+# ---------------------------------------------------------------- machines
+
+SECOND_DIES = ("step", "save", "start", "step")
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def listens(port):
+    with socket.socket() as one:
+        return one.connect_ex(("127.0.0.1", port)) == 0
+
+
+def moment(run, kind, machine, chosen):
+    """Whether a machine is where it is to die: ranks have taken some steps, one saves, or they have just begun."""
+    ledger = run.folder / "ledger.0"
+    begun = lines(ledger)
+    wanted = begun + chosen.randint(1, 4)
+    match kind:
+        case "step":
+            return lambda: lines(ledger) >= wanted
+        case "save":
+            return lambda: lines(ledger) > begun and any(run.checkpoints.glob(".step-*"))
+    return lambda: ranks_of(machine.pid)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_training_goes_on_by_itself_when_a_machine_that_died_comes_back(new_run, tmp_path):
+    """Two torchrun agents, which meet at the first one: where the second dies, the first waits for it. Where the first
+    dies, so does their meeting: both are started again."""
+    whole = finish(new_run(), "ddp", tmp_path / "whole")
+    run, chosen = new_run(), random.Random(0)
+
+    def join(output, port):
+        where = {"endpoint": f"127.0.0.1:{port}", "machines": 2, "restarts": 20}
+        return launch(run, "ddp", tmp_path / output, **where)
+
+    port = free_port()
+    with join("first", port) as first:
+        wait_until(lambda: listens(port), first.is_alive)
+        for kind in SECOND_DIES:
+            machine_killed(run, kind, join("second", port), chosen)
+            assert first.is_alive(), (tmp_path / "first").read_text()[-3000:]
+        with join("second", port) as second:
+            machine_killed(run, "step", nullcontext(first), chosen)
+            second.join()
+            assert second.exitcode == 1
+    port = free_port()
+    with join("first", port) as first, join("second", port) as second:
+        first.join()
+        second.join()
+    assert (first.exitcode, second.exitcode) == (0, 0), (tmp_path / "second").read_text()[-3000:]
+    assert not differences(run, whole)
+
+
+def machine_killed(run, kind, machine, chosen):
+    with machine as process:
+        wait_until(moment(run, kind, process, chosen), process.is_alive)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.join()
