@@ -154,6 +154,30 @@ def codecs(path: Path) -> None:
         figure.legend(loc="outside right upper")
 
 
+def contexts(path: Path) -> None:
+    """Acceptance length by tokens of context, of a drafter that sees all positions or the last few."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    found = read("contexts")
+    lengths = {"0" if "context" not in of["name"] else of["name"].split("_")[-2]: of for of in found["workloads"]}
+    prompts = found["workloads"][0]["prompts"]
+    title = f"Acceptance length at 3 draft tokens, {prompts} prompts after other texts"
+    with rc_context(figures.STYLE):
+        figure = Figure((7, 3), layout="constrained")
+        axes = figure.subplots()
+        for at, name in enumerate(found["trainings"]):
+            rows = [of["drafters"][name]["by_depth"]["3"]["acceptance_length"] for of in lengths.values()]
+            values, low, high = figures.columns(rows)
+            places = [int(length) for length in lengths]
+            axes.fill_between(places, low, high, color=f"C{at}", alpha=0.15, linewidth=0)
+            axes.plot(places, values, f"{figures.MARKERS[at]}-", color=f"C{at}", label=f"attention to {name}")
+        axes.set(xlabel="tokens of context (0: the prompts alone)", xticks=places, ylim=(1, None))
+        axes.set_title(title)
+        axes.legend(loc="lower left")
+        figure.savefig(path, dpi=150)
+
+
 def beside(source: str, cases: str, path: Path) -> None:
     """Our training step beside others."""
     found = read(source)
@@ -177,6 +201,7 @@ DRAWN: dict[str, Callable[[Path], None]] = {
     "gain": gain,
     "speedrun": speedrun,
     "codecs": codecs,
+    "contexts": contexts,
     "peers": partial(beside, "peers", "cases"),
     "growth": growing,
     "mla": partial(beside, "mla", "lengths"),
