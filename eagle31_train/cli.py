@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import operator
 import shutil
+import sys
 import tempfile
 import typing
 from collections.abc import Callable, Iterator, Sequence
@@ -244,6 +245,7 @@ def run(
         before: what the usage line has before the options; the caller reads it.
     """
     parser = argparse.ArgumentParser(
+        prog=_program(),
         usage=f"%(prog)s {before}[-h] [--cfg] [--config-dir DIR] [key=value ...]",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -263,6 +265,14 @@ def run(
             note(resolved[tells])
         keep_freed_memory()
         stage(config)
+
+
+def _program() -> str:
+    """How this command was called: `eagle31 plan`, or `python -m eagle31_train.plan`."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is None or sys.argv[0].startswith("eagle31 "):
+        return Path(sys.argv[0]).name
+    return f"python -m {spec.name.removesuffix('.__main__')}"
 
 
 def with_recipe(words: list[str]) -> list[str]:

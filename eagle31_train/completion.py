@@ -20,7 +20,9 @@ complete -F _eagle31 eagle31"""
 
 def main(argv: list[str] | None = None) -> None:
     """Command line: print the script for a shell."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="eagle31 completion"
+    )
     parser.add_argument("shell", choices=("bash", "zsh"))
     zsh = "autoload -U bashcompinit && bashcompinit\n" if parser.parse_args(argv).shell == "zsh" else ""
     words = [f"{name}=" for name in cli.option_names()]

@@ -15,7 +15,9 @@ TEMPLATE = PACKAGE / "recipe.yaml"
 
 def main(argv: list[str] | None = None) -> None:
     """Command line: the recipe's name, a file that does not exist yet."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="eagle31 new"
+    )
     parser.add_argument("name", help="of the recipe: letters, digits, - and _")
     name = parser.parse_args(argv).name.removesuffix(".yaml")
     file = Path(f"{name}.yaml")

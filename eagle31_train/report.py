@@ -17,7 +17,11 @@ from eagle31_train.reporting.training_page import write
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; exits with 2 on what the user can mend."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="eagle31 report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("run", type=Path, help="the run's folder, such as runs/smollm2, or the folder train in it")
     parser.add_argument("--out", type=Path, help="where page and pictures go (default: the folder report in the run's)")
     options = parser.parse_args(arguments)

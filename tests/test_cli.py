@@ -2,7 +2,9 @@
 
 import errno
 import operator
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import made
 import pytest
@@ -144,6 +146,23 @@ def test_an_old_name_is_understood_and_says_the_new_one(monkeypatch, capsys, tmp
 
 
 # ---------------------------------------------------------------- run
+
+
+@pytest.mark.parametrize(
+    ("module", "first", "name"),
+    [
+        ("data_prep.__main__", "/x/data_prep/__main__.py", "python -m data_prep"),
+        ("eagle31_train.plan", "/x/eagle31_train/plan.py", "python -m eagle31_train.plan"),
+        ("eagle31_train.__main__", "eagle31 plan", "eagle31 plan"),
+        (None, "train.py", "train.py"),
+    ],
+)
+def test_the_usage_line_names_the_command_that_was_given(monkeypatch, capsys, module, first, name):
+    monkeypatch.setattr(sys, "argv", [first])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", module and SimpleNamespace(name=module))
+    with pytest.raises(SystemExit):
+        cli.run(lambda config: None, "", ["-h"])
+    assert capsys.readouterr().out.startswith(f"usage: {name} [-h]")
 
 
 ENDINGS = [
