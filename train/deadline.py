@@ -3,7 +3,9 @@
 import math
 import re
 import signal
+import threading
 import time
+from typing import Any
 
 from eagle31_train.errors import UserError
 
@@ -26,13 +28,16 @@ class Deadline:
     def __init__(self, limit: float | None) -> None:
         self._end = math.inf if limit is None else time.monotonic() + limit
         self._signalled = False
+        self._before: Any = None
 
     def __enter__(self) -> "Deadline":
-        self._before = signal.signal(signal.SIGTERM, self._note)
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGTERM, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGTERM, self._before)
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
 
     @property
     def reason(self) -> str | None:

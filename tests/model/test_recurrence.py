@@ -7,6 +7,7 @@ from reference import dense_scores
 from reference_mla import reference_for
 
 from eagle31_train.model import drafter, layer
+from eagle31_train.model import loss as loss_module
 from eagle31_train.model.batch import build_batch
 from eagle31_train.model.linear import linear
 
@@ -312,3 +313,10 @@ def test_a_mistake_planted_in_a_further_shape_is_caught(shape, mistake, monkeypa
     objective, documents = variant(shape)
     mistake(monkeypatch)
     assert_caught(objective, documents, unroll=3)
+
+
+def test_the_loss_joins_chunks_up_to_its_bound_and_cuts_none():
+    chunks = [(0, 2, 0, 5), (2, 4, 5, 9), (4, 6, 9, 20), (6, 7, 20, 21)]
+    assert loss_module.blocks(chunks, 9) == [(0, 4, 0, 9), (4, 6, 9, 20), (6, 7, 20, 21)]
+    assert loss_module.blocks(chunks, 100) == [(0, 7, 0, 21)]
+    assert [(part.start, part.stop) for part in loss_module.parts(7, 3)] == [(0, 3), (3, 6), (6, 7)]
