@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 
 from data_prep.client import Server
 from data_prep.dialogue import PromptTurn
-from data_prep.formats import Message, Refused, Row
 from data_prep.journal import Answer, Outcomes
 from data_prep.masks import to_message
-from data_prep.template import ChatTemplate
 from eagle31_train import artifacts
 from eagle31_train.config import Config, SelfPromptsConfig
-from eagle31_train.errors import UserError
+from eagle31_train.errors import Refused, UserError
+from eagle31_train.rows.formats import Message, Row
+from eagle31_train.targets.chat import ChatTemplate
 
 NO_CHARACTER = "\ufffd"  # what bytes that are no character are decoded to
 BROKEN = "bytes inside the answer that are no text"

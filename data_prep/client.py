@@ -16,14 +16,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from data_prep.formats import Message, Refused, Tool, check_text, tool_calls
 from data_prep.journal import Answer
-from data_prep.markup import apart
-from data_prep.template import ChatTemplate
 from eagle31_train import foreign
 from eagle31_train.console import note
-from eagle31_train.errors import UserError
+from eagle31_train.errors import Refused, UserError
 from eagle31_train.foreign import Positions as Count
+from eagle31_train.rows.formats import Message, Tool, check_text, tool_calls
+from eagle31_train.targets.chat import ChatTemplate
 
 SLOWEST = 2  # tokens a second that a server is waited for
 LETTER = 64  # bytes of an answer for each of its tokens, and more than any of them takes as JSON
@@ -77,7 +76,7 @@ class Server:
         """
         body = {
             "model": self.model,
-            "messages": [_sent(apart(m) if self.template.reads_thoughts else m) for m in messages],
+            "messages": list(map(_sent, self.template.history(messages))),
             "temperature": temperature,
             "top_p": self.top_p if temperature > 0 else 1.0,
             "max_tokens": self.max_tokens,

@@ -16,11 +16,12 @@ import numpy as np
 from datasets import Dataset, Features, List, Value
 from numpy.typing import NDArray
 
-from data_prep.formats import Message, Refused, Row
 from data_prep.masks import Sample, samples
-from data_prep.template import ChatTemplate
 from eagle31_train import artifacts
 from eagle31_train.console import Progress
+from eagle31_train.errors import Refused
+from eagle31_train.rows.formats import Message, Row
+from eagle31_train.targets.chat import ChatTemplate
 
 SPLITS = ("train", "heldout")
 FEATURES = Features(

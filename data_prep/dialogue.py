@@ -7,8 +7,9 @@ as the target's own answer calls the tools that they are results of.
 from dataclasses import dataclass
 from typing import Any
 
-from data_prep.formats import Message, Refused, Tool
-from data_prep.markup import HERMES, KIMI, PYTHON
+from eagle31_train.errors import Refused
+from eagle31_train.rows.formats import Message, Tool
+from eagle31_train.targets.markup import HERMES, KIMI, PYTHON
 
 CALLS = (KIMI, HERMES, PYTHON, "to=functions.")  # tool calls in plain text: the last is harmony's
 

@@ -6,11 +6,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from data_prep.formats import Message, Refused
 from eagle31_train import artifacts, provenance
-from eagle31_train.errors import UserError
+from eagle31_train.errors import Refused, UserError
 from eagle31_train.locks import hold
 from eagle31_train.provenance import Provenance
+from eagle31_train.rows.formats import Message
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep import markup
-from data_prep.formats import Message, Refused, Tool
-from data_prep.markup import CLOSE, OPEN, apart
-from data_prep.template import ChatTemplate
+from eagle31_train.errors import Refused
+from eagle31_train.rows.formats import Message, Tool
+from eagle31_train.targets import markup
+from eagle31_train.targets.chat import ChatTemplate
+from eagle31_train.targets.markup import CLOSE, OPEN, apart
 
 INSIDE = "a boundary inside a token"
 NO_ANSWER = "no assistant turn"

@@ -13,15 +13,14 @@ from typing import Any
 from data_prep.answers import Job, engine, target_inputs
 from data_prep.dataset import most_common, refusal
 from data_prep.dialogue import following, turns_of
-from data_prep.formats import Refused
 from data_prep.journal import Journal
 from data_prep.sources import Corpus
-from data_prep.template import ChatTemplate
 from eagle31_train import artifacts
 from eagle31_train.config import Config, GenerateConfig
 from eagle31_train.console import Progress, note
-from eagle31_train.errors import UserError
+from eagle31_train.errors import Refused, UserError
 from eagle31_train.provenance import Provenance
+from eagle31_train.targets.chat import ChatTemplate
 
 OUTPUT = "conversations.jsonl"
 

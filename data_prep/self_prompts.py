@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.answers import NO_CHARACTER, Job, Texts, engine, target_inputs
-from data_prep.formats import Message, Refused, Row
 from data_prep.journal import Journal, Outcomes
 from data_prep.sources import WRITTEN as OUTPUT
-from data_prep.template import ChatTemplate
 from eagle31_train import artifacts
 from eagle31_train.config import SELF, Config
 from eagle31_train.console import Progress, note
-from eagle31_train.errors import UserError
+from eagle31_train.errors import Refused, UserError
 from eagle31_train.provenance import Provenance
+from eagle31_train.rows.formats import Message, Row
+from eagle31_train.targets.chat import ChatTemplate
 
 MARK = "\u2603 the user's words \u2603"  # put where a user speaks, to see what the template writes around it
 MOST_TRIES = 4  # for each prompt that is wanted

@@ -18,12 +18,12 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from data_prep.files import File, open_files
-from data_prep.formats import Row, parse
 from eagle31_train import foreign
 from eagle31_train.config import FORMATS, SELF, Config, DataConfig, check_value
 from eagle31_train.console import Progress
 from eagle31_train.errors import UserError
+from eagle31_train.rows.files import File, open_files
+from eagle31_train.rows.formats import Row, parse
 
 WRITTEN = "prompts.jsonl"  # of a run: prompts that the target has written itself
 
@@ -172,11 +172,6 @@ def quotas(weights: Mapping[str, Fraction], have: Mapping[str, int], rows: int |
 def named(data: DataConfig) -> dict[str, Any]:
     """The entries of `data.sources` in the order of their names, without those that are null."""
     return {str(name): value for name, value in sorted(data.sources.items(), key=str) if value is not None}
-
-
-def writes_prompts(data: DataConfig) -> bool:
-    """Whether the target is to write prompts itself."""
-    return SELF in (data.prompts, *(entry.get("path") for entry in named(data).values() if isinstance(entry, dict)))
 
 
 def _nothing_given(data: DataConfig, option: str) -> str:

@@ -11,17 +11,17 @@ import numpy as np
 from datasets import DatasetDict
 
 from data_prep.dataset import Collected, collect, most_common
-from data_prep.files import open_files
 from data_prep.masks import NO_ANSWER
 from data_prep.regenerate import regenerate
 from data_prep.self_prompts import write_prompts
-from data_prep.sources import Corpus, Source, named, writes_prompts
-from data_prep.template import ChatTemplate
+from data_prep.sources import Corpus, Source, named
 from eagle31_train import artifacts, provenance
 from eagle31_train.config import Config, DataConfig
 from eagle31_train.console import note
 from eagle31_train.errors import UserError
 from eagle31_train.model import vocab
+from eagle31_train.rows.files import open_files
+from eagle31_train.targets.chat import ChatTemplate
 from eagle31_train.targets.derive import planned_drafter
 from eagle31_train.targets.description import describe_target, serving_doubt
 from eagle31_train.targets.pretrained import vocabulary_fingerprint
@@ -95,7 +95,7 @@ def _open(config: Config, template: ChatTemplate) -> tuple[Corpus, dict[str, Any
     """The conversations; where the target answers first, also the manifest of its answers."""
     if not config.regenerate:
         return Corpus.open(config, "conversations"), {}
-    if writes_prompts(data := config.data):
+    if (data := config.data).writes_prompts:
         write_prompts(config, template)
     answered, manifest = regenerate(config, template)
     source = Source(open_files(str(answered), data.split, "data.prompts"), "messages", str(answered))

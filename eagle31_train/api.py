@@ -19,15 +19,14 @@ from torch import Tensor
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.config import TargetConfig
 from eagle31_train.evaluation import decoding, intervals
-from eagle31_train.evaluation.rendering import Rendering
 from eagle31_train.model.decode import DraftDecoder
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.store import Store
 from eagle31_train.store.backends import open_storage
 from eagle31_train.store.codec import as_encoded
 from eagle31_train.targets.cached import CachedTarget
+from eagle31_train.targets.chat import ChatTemplate
 from eagle31_train.targets.hf import DTYPES, load_model
-from eagle31_train.targets.pretrained import end_ids
 
 Prompt = str | list[dict[str, Any]] | list[int]  # a user's words, messages, or token ids
 
@@ -106,7 +105,7 @@ class Speculator:
     target: CachedTarget
     drafter: Drafter
     target_ids: Tensor
-    rendering: Rendering
+    template: ChatTemplate
     ends: list[int]
 
     @classmethod
@@ -128,8 +127,8 @@ class Speculator:
         cached = CachedTarget(model, checkpoint.shape.aux_layers)
         loaded = checkpoint.load(cached, DTYPES[dtype], DTYPES[dtype])
         ids = torch.from_numpy(checkpoint.vocab.target_ids).to(cached.device)
-        rendering = Rendering.load(config)
-        return cls(cached, loaded, ids, rendering, end_ids(rendering.tokenizer, config))
+        chat = ChatTemplate.load(config)
+        return cls(cached, loaded, ids, chat, chat.end_ids)
 
     @torch.inference_mode()
     def draft(self, prompt: Prompt, count: int = 3) -> list[int]:
@@ -148,7 +147,7 @@ class Speculator:
         (done,) = decoding.decode_speculative(
             self.target, self.drafter, self.target_ids, [self.ids(prompt)], num_speculative_tokens, limits
         )
-        text = self.rendering.tokenizer.decode(done.tokens, skip_special_tokens=True)
+        text = self.template.tokenizer.decode(done.tokens, skip_special_tokens=True)
         return Generation(text, done.tokens, done.accepted, done.seconds)
 
     def score(
@@ -172,6 +171,6 @@ class Speculator:
     def ids(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; words and messages through the target's chat template."""
         if isinstance(prompt, str):
-            return self.rendering.ids([{"role": "user", "content": prompt}])
+            return self.template.prompt_ids([{"role": "user", "content": prompt}])
         ids = [one for one in prompt if isinstance(one, int)]
-        return ids or self.rendering.ids([one for one in prompt if isinstance(one, dict)])
+        return ids or self.template.prompt_ids([one for one in prompt if isinstance(one, dict)])

@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -88,12 +88,15 @@ def commit(temporary: Path, final: Path) -> None:
 
 @contextmanager
 def building(folder: Path) -> Iterator[Path]:
-    """An empty folder beside `folder`, which takes its place once it is filled; what a killed run left of one goes."""
+    """An empty folder beside `folder`, which takes its place once it is filled, or goes; so does a killed run's."""
     temporary = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    yield temporary
-    commit(temporary, folder)
+    try:
+        yield temporary
+        commit(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def write_bytes(path: Path, data: bytes) -> None:
@@ -136,15 +139,21 @@ def list_files(folder: Path, files: Iterable[Path]) -> dict[str, dict[str, Any]]
     }
 
 
-def first_damaged(folder: Path, files: dict[str, dict[str, Any]]) -> str | None:
-    """Name the first listed file that is missing or not as it was written; None if all are whole."""
+def first_damaged(
+    folder: Path,
+    files: Mapping[str, Mapping[str, Any]],
+    key: str = "sha256",
+    checksum: Callable[[Path], str] = file_sha256,
+) -> str | None:
+    """Name the first listed file that is missing or not as it was written; None if all are whole. `key`: of what
+    `checksum` says of a file."""
     for name, entry in files.items():
         file = folder / name
         if not file.is_file():
             return f"{file} is missing"
         if file.stat().st_size != entry["bytes"]:
             return f"{file} has {file.stat().st_size} bytes, not {entry['bytes']}: truncated or replaced"
-        if not matches(file, entry["sha256"], file_sha256):
+        if not matches(file, entry[key], checksum):
             return f"{file} does not match its checksum: damaged or replaced"
     return None
 

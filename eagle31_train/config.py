@@ -17,6 +17,7 @@ from eagle31_train.errors import UserError
 DTYPES = ("bfloat16", "float16", "float32")
 CODECS = ("bf16", "fp8", "int8", "int4")
 FORMATS = ("auto", "messages", "sharegpt", "alpaca", "turns", "prompt")
+ROW_FILES = (".jsonl", ".json", ".csv", ".parquet")  # and these with .gz
 ENGINES = ("transformers", "vllm")
 KERNELS = ("auto", "fused", "plain")
 WEIGHTS = ("target", "int8")
@@ -95,6 +96,11 @@ REMOVED = {
 def is_hub_id(path: str) -> bool:
     """Whether a path is an `owner/name` of the hub, and nothing here."""
     return bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", path)) and not Path(path).exists()
+
+
+def is_hub_set(path: str) -> bool:
+    """Whether it may be a data set of the hub: no file of rows either, of another folder than this."""
+    return is_hub_id(path) and not path.lower().removesuffix(".gz").endswith(ROW_FILES)
 
 
 # ---------------------------------------------------------------- configuration
@@ -177,10 +183,19 @@ class DataConfig:
     @property
     def hub_sets(self) -> list[str]:
         """The data sets of the hub among them."""
-        of_sources = [one.get("path") if isinstance(one, dict) else one for one in self.sources.values()]
-        named = {path for path in [self.conversations, self.prompts, *of_sources] if isinstance(path, str)}
-        files = (".jsonl", ".json", ".csv", ".parquet")  # of another folder than this
-        return sorted(path for path in named if is_hub_id(path) and not path.endswith(files))
+        named = {self.conversations, self.prompts, *self.source_paths}
+        return sorted(path for path in named if path and is_hub_set(path))
+
+    @property
+    def source_paths(self) -> list[str]:
+        """Of the entries of data.sources that have one."""
+        paths = [one.get("path") for one in self.sources.values() if isinstance(one, dict)]
+        return [path for path in paths if isinstance(path, str)]
+
+    @property
+    def writes_prompts(self) -> bool:
+        """Whether the target is to write prompts itself."""
+        return SELF in (self.prompts, *self.source_paths)
 
 
 @dataclass

@@ -16,3 +16,12 @@ class SharedError(UserError):
 
 class Stopped(Exception):  # noqa: N818 (not an error: the run asked for it)
     """The stage saved and left before its end because it was told to; the same command goes on. Exit status 75."""
+
+
+class Refused(Exception):  # noqa: N818 (one of many is left out, and the run goes on)
+    """Why a row, a prompt or an answer is of no use; the same text for like cases, which are counted."""
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message that says something."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

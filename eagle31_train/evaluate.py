@@ -46,7 +46,7 @@ def evaluate(config: Config) -> None:
         serve(config)
         return
     run_dir = Path(config.run_dir)
-    data = artifacts.read_json(config.data_folder / artifacts.MANIFEST, evaluating.DATA)
+    data = provenance.read_data(config)
     checkpoint = served(config)
     trained = checkpoint.manifest
     assert trained is not None
@@ -98,7 +98,7 @@ def serve(config: Config) -> None:
     if any(one not in (None, "target", other) for one, other in zip(asked, has, strict=True)):
         raise UserError(f"{run_dir / 'export'} was not exported so: run `eagle31 export` with the same options first")
     engine = check_serving(config)
-    data = artifacts.read_json(config.data_folder / artifacts.MANIFEST, evaluating.DATA)
+    data = provenance.read_data(config)
     # Of the checkpoint and not of its card, which shows what is measured here.
     made_of = made_from(config, data, {"train": exported["inputs"]["train"], "export": exported["checkpoint"]}, engine)
     folder = run_dir / "serving"

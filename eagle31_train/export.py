@@ -40,8 +40,8 @@ def export(config: Config) -> None:
     shape = exported_shape(config, checkpoint)
     checkpoint.check_store(read_manifest(config), config.target, by_name=True)
     data = None  # stage 1's manifest, whose counts are on the card, unless it is gone
-    if (file := config.data_folder / artifacts.MANIFEST).is_file():
-        data = artifacts.read_json(file, "eagle31 data")
+    if (config.data_folder / artifacts.MANIFEST).is_file():
+        data = provenance.read_data(config)
         checkpoint.check_data(data, config.data_folder)
     assert checkpoint.manifest is not None
     weights, target_ids = artifacts.file_sha256(checkpoint.folder / MODEL), checkpoint.vocab.target_ids.tolist()
@@ -110,19 +110,13 @@ def write(
 ) -> None:
     """Write the export, with the card's text, into a temporary folder, and only then give it its name."""
     final = Path(config.run_dir) / "export"
-    temporary = final.with_name(".export.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)  # left by a run that was killed
-    temporary.mkdir(parents=True)
-    try:
+    with artifacts.building(final) as temporary:
         write_checkpoint(checkpoint, shape, config, temporary)
         for _, file, name in results.pictures:
             (temporary / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, temporary / name)
         artifacts.write_text(temporary / "README.md", text)
         final.with_name(EXPORTED).unlink(missing_ok=True)  # it is the old folder's
-        artifacts.commit(temporary, final)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def write_checkpoint(checkpoint: DrafterCheckpoint, shape: DrafterShape, config: Config, folder: Path) -> None:

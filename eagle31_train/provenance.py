@@ -28,6 +28,7 @@ LAYOUTS = {
     "server": 1,
     "export": 1,
 }
+DATA = "eagle31 data"
 REPLACE = "choose another name=… or run_dir=…, or replace it with overwrite=true"
 
 
@@ -101,6 +102,15 @@ def up_to_date(folder: Path, provenance: Provenance, overwrite: bool) -> bool:
     if record.is_file() and not provenance.matches(read_json(record, "this command")):
         discard(folder)
     return found
+
+
+def read_data(config: Config, whole: bool = False) -> dict[str, Any]:
+    """Stage 1's manifest, which describes its conversations and the target; UserError where there is none, or, with
+    `whole`, where its files are missing or damaged."""
+    manifest = read_json(config.data_folder / MANIFEST, DATA)
+    if whole and (damage := first_damaged(config.data_folder, manifest.get("files", {}))):
+        raise UserError(f"{damage}: run `{DATA}` again")
+    return manifest
 
 
 def recorded(section: str, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ eagle31 summary +experiment=smollm2
 
 from pathlib import Path
 
-from eagle31_train import artifacts, cli
+from eagle31_train import artifacts, cli, provenance
 from eagle31_train.checkpoint import run_folder
 from eagle31_train.checkpoint.smaller import served
 from eagle31_train.config import Config
@@ -21,7 +21,7 @@ def summarise(config: Config) -> None:
     """Print the table; UserError if a stage has not been run, or not on what was trained last."""
     run_dir, evaluate = Path(config.run_dir), "eagle31 evaluate"
     manifests = {
-        "data": artifacts.read_json(config.data_folder / artifacts.MANIFEST, "eagle31 data"),
+        "data": provenance.read_data(config),
         "train": artifacts.read_json(run_dir / "train" / artifacts.MANIFEST, "eagle31 train"),
         "evaluate": artifacts.read_json(run_dir / "evaluate" / artifacts.MANIFEST, evaluate),
     }

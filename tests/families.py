@@ -7,8 +7,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from data_prep.formats import Row, parse
-from data_prep.template import ChatTemplate
+from eagle31_train.rows.formats import Row, parse
+from eagle31_train.targets.chat import ChatTemplate
 
 HERE = Path(__file__).parent / "data_prep"
 WORDS = ["the quick brown fox jumps over the lazy dog", "user assistant system hello world, how are you? 你好世界 再见"]

@@ -17,8 +17,8 @@ from families import FAMILIES, make_tokenizer
 from pipeline import save_quietly
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig
 
-from data_prep.template import ChatTemplate
 from eagle31_train import __main__, run
+from eagle31_train.targets.chat import ChatTemplate
 
 SYLLABLES = ("ka", "lo", "mi", "nu", "re", "ta"), ("ba", "de", "fo", "gu", "si", "zo")
 WORDS = ["".join(syllables) for syllables in product(*SYLLABLES)]

@@ -5,7 +5,7 @@ from pathlib import Path
 from families import byte_pairs
 from transformers import PreTrainedTokenizerFast
 
-from eagle31_train.evaluation.rendering import Rendering
+from eagle31_train.targets.chat import ChatTemplate
 
 TEMPLATE = Path(__file__).parent / "data_prep" / "templates" / "smollm2.jinja"
 SPECIAL = ["<|begin_of_text|>", "<|eot_id|>", "<|im_start|>", "<|im_end|>", "<s>", "</s>"]
@@ -27,5 +27,6 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_rendering() -> Rendering:
-    return Rendering(make_tokenizer())
+def make_template() -> ChatTemplate:
+    tokenizer = make_tokenizer()
+    return ChatTemplate(tokenizer, [tokenizer.eos_token_id], tokenizer.chat_template)

@@ -17,6 +17,7 @@ LAYERS = [
     ["eagle31_train.config", "eagle31_train.artifacts", "eagle31_train.locks", "eagle31_train.console"],
     ["eagle31_train.precision"],
     ["eagle31_train.provenance", "eagle31_train.cli"],
+    ["eagle31_train.rows"],
     ["eagle31_train.store"],
     ["eagle31_train.kernels"],
     ["eagle31_train.model"],

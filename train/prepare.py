@@ -90,14 +90,14 @@ def complete_drafter(config: Config, source: DrafterCheckpoint | None) -> Config
         begun = artifacts.read_json(record, "train.py")["inputs"]["drafter"]
     elif source is not None:
         begun = initial_weights.options(source)
-    return complete(config, _manifest(config).get("target"), begun)
+    return complete(config, provenance.read_data(config).get("target"), begun)
 
 
 def read_inputs(config: Config, source: DrafterCheckpoint | None, resources: ExitStack) -> Inputs:
     """Read options, data and store, and refuse what no run can be made of. Every process does it for itself."""
     t, data_dir = config.train, config.data_folder
     store = resources.enter_context(closing(Store(storage_of(config), config.store.follow, config.store.patience)))
-    data = _manifest(config)
+    data = provenance.read_data(config)
     check_store(store, data, config)
     vocab_file = data_dir / "vocab.safetensors"
     draft_vocab = vocab.read(vocab_file)
@@ -136,11 +136,6 @@ def read_inputs(config: Config, source: DrafterCheckpoint | None, resources: Exi
         windows=cut,
         trajectories=measured,
     )
-
-
-def _manifest(config: Config) -> dict[str, Any]:
-    """Stage 1's, which describes its data and the target."""
-    return artifacts.read_json(config.data_folder / artifacts.MANIFEST, "eagle31 data")
 
 
 # ---------------------------------------------------------------- processes, and the run's folder

@@ -79,15 +79,10 @@ def sealed_manifest(checkpoint: Path) -> dict[str, Any]:
 
 def first_damaged(checkpoint: Path, files: Mapping[str, Mapping[str, Any]]) -> str | None:
     """What is wrong with the first of these files of its own manifest that is not as it was written, if any."""
-    for name, entry in files.items():
-        file = checkpoint / name
-        try:
-            whole = file.stat().st_size == entry["bytes"]
-            if not (whole and artifacts.matches(file, entry["checksum"], checksum)):
-                return f"{file} does not match its checksum: damaged or replaced"
-        except OSError as error:
-            return f"{file} is missing or damaged ({error})"
-    return None
+    try:
+        return artifacts.first_damaged(checkpoint, files, "checksum", checksum)
+    except OSError as error:
+        return f"{checkpoint} cannot be read ({error})"
 
 
 def load_weights(checkpoint: Path, manifest: dict[str, Any] | None) -> dict[str, Tensor]:

@@ -26,16 +26,12 @@ from eagle31_train.evaluation.workloads import Workload, workloads
 from eagle31_train.targets.cached import CachedTarget
 from eagle31_train.targets.hf import DTYPES, load_model, pick_device, read_config
 
-DATA = "eagle31 data"
 Inputs = dict[str, Any]  # what a training was made from
 
 
 def read_data(config: Config) -> dict[str, Any]:
     """Stage 1's manifest; UserError where its files are missing or damaged."""
-    data = artifacts.read_json(config.data_folder / artifacts.MANIFEST, DATA)
-    if damage := artifacts.first_damaged(config.data_folder, data.get("files", {})):
-        raise UserError(f"{damage}: run `{DATA}` again")
-    return data
+    return provenance.read_data(config, whole=True)
 
 
 def evaluate(

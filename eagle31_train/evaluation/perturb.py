@@ -13,9 +13,10 @@ from pathlib import Path
 
 import yaml
 
-from eagle31_train.errors import UserError
+from eagle31_train.errors import Refused, UserError
 from eagle31_train.evaluation.prompts import Prompt
-from eagle31_train.evaluation.rendering import Message, Rendering, UnfitError
+from eagle31_train.rows.formats import Message
+from eagle31_train.targets.chat import ChatTemplate
 
 TEXTS = yaml.safe_load(Path(__file__).with_name("perturb_texts.yaml").read_text(encoding="utf-8"))
 CONTEXT_BEFORE = "Here are some texts from our archive. They may have nothing to do with my question.\n\n"
@@ -32,10 +33,10 @@ class Filler:
 
 @dataclass(frozen=True)
 class Context:
-    """What perturbations read beside the prompt: the target's rendering, and for long contexts data.max_length, at
+    """What perturbations read beside the prompt: the target's template, and for long contexts data.max_length, at
     which training samples are cut, and the texts that fill them."""
 
-    rendering: Rendering
+    template: ChatTemplate
     max_length: int
     fillers: list[Filler]
 
@@ -55,11 +56,11 @@ class Perturbation:
     filled: bool = False
 
     def apply(self, prompt: Prompt, context: Context) -> Prompt:
-        """The prompt under the perturbation, with the same id and source; UnfitError where it has no such form."""
+        """The prompt under the perturbation, with the same id and source; Refused where it has no such form."""
         if self.transform is None:
             return prompt
         if prompt.messages is None:
-            raise UnfitError("its messages cannot be told from its tokens (give them as evaluate.prompts=FILE)")
+            raise Refused("its messages cannot be told from its tokens (give them as evaluate.prompts=FILE)")
         return replace(prompt, ids=self.transform(prompt.messages, prompt, context))
 
 
@@ -77,28 +78,28 @@ def find(name: str) -> Perturbation:
 def _template(messages: list[Message], prompt: Prompt, context: Context, template: str | None) -> list[int]:
     """In another chat template, or in none."""
     if prompt.tools:
-        raise UnfitError("its tools would be lost")
+        raise Refused("its tools would be lost")
     if template is None:
-        return context.rendering.encode("\n\n".join(message["content"] for message in messages), begin=True)
-    return context.rendering.encode(context.rendering.text(messages, template=template))
+        return context.template.encode("\n\n".join(message["content"] for message in messages), begin=True)
+    return context.template.encode(context.template.render(messages, add_generation_prompt=True, template=template))
 
 
 def _system_absent(messages: list[Message], prompt: Prompt, context: Context) -> list[int]:
-    return context.rendering.encode(context.rendering.without_system(messages, prompt.tools))
+    return context.template.encode(context.template.without_system(messages, prompt.tools))
 
 
 def _system(messages: list[Message], prompt: Prompt, context: Context, text: str) -> list[int]:
     """`text` is the system message; one that the prompt has follows in it."""
     own = [message["content"] for message in messages if message["role"] == "system"]
     rest = [message for message in messages if message["role"] != "system"]
-    system = {"role": "system", "content": "\n\n".join([context.rendering.as_text(text), *own])}
-    return context.rendering.ids([system, *rest], prompt.tools)
+    system = {"role": "system", "content": "\n\n".join([context.template.as_text(text), *own])}
+    return context.template.prompt_ids([system, *rest], prompt.tools)
 
 
 def _around(messages: list[Message], prompt: Prompt, context: Context, before: str = "", after: str = "") -> list[int]:
     """Something before and after the last that the user says."""
     *earlier, last = messages
-    return context.rendering.ids([*earlier, {**last, "content": before + last["content"] + after}], prompt.tools)
+    return context.template.prompt_ids([*earlier, {**last, "content": before + last["content"] + after}], prompt.tools)
 
 
 def _long_context(messages: list[Message], prompt: Prompt, context: Context, length: Callable[[int], int]) -> list[int]:
@@ -114,11 +115,11 @@ def _long_context(messages: list[Message], prompt: Prompt, context: Context, len
 
     missing = wanted - len(built(""))
     if missing < 0:
-        raise UnfitError(f"it is longer than {wanted} tokens without anything before it")
+        raise Refused(f"it is longer than {wanted} tokens without anything before it")
     filling = _filling(prompt, context, wanted)
     for _ in range(8):  # cutting between tokens may cost or save some at the seam
         # A character of several tokens may be cut in two; what is left of it decodes to U+FFFD.
-        ids = built(context.rendering.decode(filling[:missing]).rstrip("\ufffd"))
+        ids = built(context.template.decode(filling[:missing]).rstrip("\ufffd"))
         if len(ids) == wanted:
             break
         missing = max(missing + wanted - len(ids), 0)
@@ -130,14 +131,14 @@ def _filling(prompt: Prompt, context: Context, length: int) -> list[int]:
     they do not suffice they begin again."""
     texts = [filler.text for filler in context.fillers if filler.of != tuple(prompt.ids)]
     if not any(text.strip() for text in texts):
-        raise UnfitError("there is no other text to put before it")
+        raise Refused("there is no other text to put before it")
     first = int.from_bytes(hashlib.sha256(prompt.id.encode()).digest()[:4], "big") % len(texts)
     ids: list[int] = []
     number = 0
     while len(ids) < length:
         text = texts[(first + number) % len(texts)].strip()
         number += 1
-        ids += context.rendering.encode(f"Text {number}\n{text}\n\n")
+        ids += context.template.encode(f"Text {number}\n{text}\n\n")
     return ids
 
 

@@ -15,9 +15,12 @@ from typing import Any
 from datasets import DatasetDict, load_dataset, load_from_disk
 
 from eagle31_train import foreign
-from eagle31_train.errors import UserError
-from eagle31_train.evaluation.rendering import Message, Rendering, Tool, UnfitError
+from eagle31_train.config import is_hub_set
+from eagle31_train.errors import Refused, UserError, first_line
 from eagle31_train.locations import matching
+from eagle31_train.rows.files import kind_of, read
+from eagle31_train.rows.formats import Message, Tool
+from eagle31_train.targets.chat import ChatTemplate
 
 OWN_FORMS = ("prompt", "turns", "messages")
 
@@ -69,9 +72,7 @@ class Suite:
     @property
     def is_hub_id(self) -> bool:
         """Whether it lies on the hub, or in its cache, and not here."""
-        path = Path(self.path)
-        named = re.fullmatch(r"[\w.-]+/[\w.-]+", self.path) is not None
-        return named and path.suffix not in (".json", ".jsonl") and not path.exists()
+        return is_hub_set(self.path)
 
 
 def suite_of(name: str, given: Any) -> Suite:
@@ -113,14 +114,14 @@ def choose(prompts: list[Prompt], count: int, longest: int) -> tuple[list[Prompt
     return list(chosen.values()), too_long
 
 
-def from_heldout(dataset: Path, rendering: Rendering | None = None) -> list[Prompt]:
+def from_heldout(dataset: Path, template: ChatTemplate | None = None) -> list[Prompt]:
     """Of every held-out conversation what stands before the assistant's first word, in the split's order.
 
-    The data have tokens alone; with `rendering` the messages are read off them, where they are the user's, perhaps
+    The data have tokens alone; with `template` the messages are read off them, where they are the user's, perhaps
     after a system message.
     """
     prompts = [prompt_of(row) for row in DatasetDict.load_from_disk(str(dataset.absolute()))["heldout"]]
-    return [replace(one, messages=rendering.messages_of(one.ids)) for one in prompts] if rendering else prompts
+    return [replace(one, messages=template.messages_of(one.ids)) for one in prompts] if template else prompts
 
 
 def prompt_of(row: Mapping[str, Any]) -> Prompt:
@@ -128,7 +129,7 @@ def prompt_of(row: Mapping[str, Any]) -> Prompt:
     return Prompt(row["id"], row["source"], row["input_ids"][: row["loss_mask"].index(True)])
 
 
-def from_suite(name: str, suite: Suite, option: str, rendering: Rendering) -> tuple[list[Prompt], list[str]]:
+def from_suite(name: str, suite: Suite, option: str, template: ChatTemplate) -> tuple[list[Prompt], list[str]]:
     """The prompts of a suite, and notes for readers of their numbers.
 
     `name` is the source of those that have none; without one, each file is a source.
@@ -152,12 +153,12 @@ def from_suite(name: str, suite: Suite, option: str, rendering: Rendering) -> tu
             seen["placeholders"] += 1
             continue
         fields = {key: row[column] for key, column in named.items() if column in row}
-        prompt = _rendered({**row, **fields} if own_form else fields, messages, default, source, rendering, where)
+        prompt = _rendered({**row, **fields} if own_form else fields, messages, default, source, template, where)
         if prompt.id in prompts:
             raise UserError(f"{where}: the id {prompt.id!r} stands there twice: make ids unique")
         prompts[prompt.id] = prompt
         seen["several"] += turns > 1
-        seen["tools unread"] += bool(prompt.tools) and prompt.ids == rendering.ids(messages)
+        seen["tools unread"] += bool(prompt.tools) and prompt.ids == template.prompt_ids(messages)
     if not prompts:
         raise UserError(
             f"{option}={suite.path} has no prompts, and {seen['placeholders']} placeholders of texts that are not "
@@ -173,7 +174,7 @@ def from_suite(name: str, suite: Suite, option: str, rendering: Rendering) -> tu
 
 def files_of(pattern: str, option: str) -> list[Path]:
     """The files that an option names; UserError where there is none."""
-    files = matching(pattern)
+    files = [path for path in matching(pattern) if path.is_file()]
     if not files:
         raise UserError(f"{option}={pattern} is no file: give JSONL with prompt, turns or messages in each line")
     return files
@@ -183,11 +184,10 @@ def _rows(name: str, suite: Suite, option: str) -> Iterator[tuple[str, str, str,
     """Of each row: where it stands, an id and a source in case that it has none, and its columns."""
     if not Path(suite.path).is_dir() and not suite.is_hub_id:
         for file in files_of(suite.path, option):
-            # Not splitlines, which ends a line at U+2028 too: JSON may hold it, and text from the web does.
-            for number, line in enumerate(file.read_bytes().split(b"\n"), 1):
-                if line.strip():
-                    where = f"{file}, line {number}"
-                    yield where, f"{file.stem}-{number}", name or file.stem, _parsed(line, where)
+            for number, row in read(file, ".jsonl" if kind_of(file) == ".json" else None):
+                if not isinstance(row, dict):
+                    raise UserError(f"{file}:{number} is no JSON object: mend or remove it")
+                yield f"{file}:{number}", f"{file.stem}-{number}", name or file.stem, row
         return
     given = None if _is_saved(suite.path) else suite.subset
     subsets = given if isinstance(given, list) else [given]
@@ -195,13 +195,6 @@ def _rows(name: str, suite: Suite, option: str) -> Iterator[tuple[str, str, str,
         source = str(subset) if len(subsets) > 1 else name
         for number, row in enumerate(_dataset(suite, subset, option), 1):
             yield f"{suite.path} ({suite.split}), row {number}", f"{source}-{number}", source, dict(row)
-
-
-def _parsed(line: bytes, where: str) -> dict[str, Any]:
-    try:
-        return dict(foreign.parse_json(line.decode("utf-8")))
-    except (ValueError, TypeError) as error:  # of JSON, of UTF-8, or of no object
-        raise UserError(f"{where} is no JSON object in UTF-8 ({error}): mend or remove it") from None
 
 
 def _dataset(suite: Suite, subset: str | None, option: str) -> Any:
@@ -212,9 +205,8 @@ def _dataset(suite: Suite, subset: str | None, option: str) -> Any:
         return load_dataset(suite.path, subset, split=suite.split, revision=suite.revision)
     except Exception as error:
         # The hub's client raises a dozen unrelated types: no network, no such set, split or permission.
-        reason = " ".join(str(error).split())[:200]
         at = f"{option}={suite.path} ({', '.join(filter(None, [subset, suite.split]))})"
-        raise UserError(f"{at} cannot be loaded ({reason}): give a file as {option}=FILE") from None
+        raise UserError(f"{at} cannot be loaded ({first_line(error)}): give a file as {option}=FILE") from None
 
 
 def _is_saved(folder: str) -> bool:
@@ -258,14 +250,14 @@ def _before_answer(messages: list[Any], where: str) -> list[Message]:
 
 
 def _rendered(
-    row: Mapping[str, Any], messages: list[Message], name: str, source: str, rendering: Rendering, where: str
+    row: Mapping[str, Any], messages: list[Message], name: str, source: str, template: ChatTemplate, where: str
 ) -> Prompt:
     """The prompt of a row's messages; `name` and `source` stand in for what the row does not say."""
     tools = row.get("tools")
     try:
         tools = foreign.parse_json(tools) if isinstance(tools, str) and tools.strip() else tools
-        ids = rendering.ids(messages, tools or None)
-    except (UnfitError, ValueError) as error:
+        ids = template.prompt_ids(messages, tools or None)
+    except (Refused, ValueError) as error:
         raise UserError(f"{where} cannot be rendered ({error}): change it, or its tools") from None
     named = row.get("id", row.get("question_id", name))
     return Prompt(str(named), str(row.get("source") or row.get("category") or source), ids, messages, tools or None)

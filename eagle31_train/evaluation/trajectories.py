@@ -20,7 +20,7 @@ import torch
 from datasets import Dataset, DatasetDict
 from torch import Tensor
 
-from eagle31_train import artifacts
+from eagle31_train import provenance
 from eagle31_train.config import Config
 from eagle31_train.console import note
 from eagle31_train.errors import UserError
@@ -72,7 +72,7 @@ def decode(config: Config, engine: Engine, heldout: Dataset) -> list[Trajectory]
         raise UserError(f"extract.engine={engine.name} does not decode")
     target, options = CachedTarget(engine.target.model, engine.layers), config.evaluate
     beyond = options.max_speculative_tokens - 1
-    end_ids = artifacts.read_json(config.data_folder / artifacts.MANIFEST, "eagle31 data")["end_ids"]
+    end_ids = provenance.read_data(config)["end_ids"]
     longest = (engine.longest or 1 << 40) - options.max_new_tokens - beyond
     heldout_prompts = [prompt_of(row) for row in heldout]
     prompts = choose_prompts(heldout_prompts, config.extract.trajectories, options.num_prompts, longest)

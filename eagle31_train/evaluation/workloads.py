@@ -15,12 +15,12 @@ from datasets import Dataset, DatasetDict
 
 from eagle31_train import artifacts
 from eagle31_train.config import Config
-from eagle31_train.errors import UserError
+from eagle31_train.errors import Refused, UserError
 from eagle31_train.evaluation import perturb
 from eagle31_train.evaluation.perturb import Context, Filler, Perturbation
 from eagle31_train.evaluation.prompts import Prompt, Suite, choose, files_of, from_heldout, from_suite, suite_of
-from eagle31_train.evaluation.rendering import Rendering, UnfitError
 from eagle31_train.evaluation.trajectories import digest
+from eagle31_train.targets.chat import ChatTemplate
 
 HELDOUT = "heldout"
 PROMPTS = "prompts"  # those of evaluate.prompts
@@ -76,7 +76,7 @@ def workloads(
         UserError: an unknown suite, perturbation or id to be left out, an unreadable or empty set, or a workload that
             nothing fits.
     """
-    options, perturbations, rendering = config.evaluate, _perturbations(config), Rendering.load(config.target)
+    options, perturbations, template = config.evaluate, _perturbations(config), ChatTemplate.load(config.target)
     # Asked of the manifest: `datasets` saves an empty split and then cannot load it.
     splits = {name for name, split in data["splits"].items() if split["conversations"]}
     dataset = config.data_folder / "dataset"
@@ -84,15 +84,15 @@ def workloads(
     if options.prompts is None:
         if HELDOUT not in splits:
             raise UserError(f"{config.data_folder} holds out no prompts: set data.heldout, or evaluate.prompts=FILE")
-        sets[HELDOUT] = from_heldout(dataset, rendering if any(one.transform for one in perturbations) else None), []
+        sets[HELDOUT] = from_heldout(dataset, template if any(one.transform for one in perturbations) else None), []
     for name, (option, suite) in _suites(config).items():
-        sets[name] = from_suite("" if name == PROMPTS else name, suite, option, rendering)
+        sets[name] = from_suite("" if name == PROMPTS else name, suite, option, template)
     known = [prompt.id for prompts, _ in sets.values() for prompt in prompts]
     if unknown := set(options.leave_out).difference(known):
         raise UserError(f"evaluate.leave_out has {min(unknown)!r}: ids of prompts are {', '.join(known[:5])}, …")
     trained_on = trained_prompts(dataset) if "train" in splits and sets.keys() != {HELDOUT} else frozenset()
     filled = any(one.filled for one in perturbations)
-    answers = _answers(dataset, rendering) if filled and HELDOUT in splits else None
+    answers = _answers(dataset, template) if filled and HELDOUT in splits else None
 
     made = []
     for name, (prompts, notes) in sets.items():
@@ -102,7 +102,7 @@ def workloads(
         plain = replace(plain, notes=[*notes, *caveats])
         # Without a held-out split, contexts are filled with the suite's other prompts.
         others = [Filler(tuple(p.ids), p.messages[-1]["content"]) for p in prompts if p.messages]
-        context = Context(rendering, config.data.max_length, others if answers is None else answers)
+        context = Context(template, config.data.max_length, others if answers is None else answers)
         made += [plain, *(_perturbed(plain, perturbation, context, longest) for perturbation in perturbations)]
     if "train" in splits:
         limit = longest_sample(dataset)
@@ -194,7 +194,7 @@ def _perturbed(plain: Workload, perturbation: Perturbation, context: Context, lo
     for prompt in plain.prompts:
         try:
             one = perturbation.apply(prompt, context)
-        except UnfitError as error:
+        except Refused as error:
             left_out[prompt.id] = str(error)
             continue
         if len(one.ids) > longest:
@@ -216,14 +216,14 @@ def _too_long(longest: int) -> str:
     return f"more than {longest} tokens, which is what target and drafter leave beside the answer"
 
 
-def _answers(dataset: Path, rendering: Rendering) -> list[Filler]:
+def _answers(dataset: Path, template: ChatTemplate) -> list[Filler]:
     """Answers of the held-out split, which no drafter was trained on, less those that end in a loop, as many of small
     targets do: in front of a prompt it would draw the target into one, too."""
     fillers = []
     for row in DatasetDict.load_from_disk(str(dataset.absolute()))[HELDOUT]:
         ids, mask = row["input_ids"], row["loss_mask"]
-        text = rendering.decode([token for token, supervised in zip(ids, mask, strict=True) if supervised])
-        for token in rendering.special:  # where answers end
+        text = template.decode([token for token, supervised in zip(ids, mask, strict=True) if supervised])
+        for token in template.special:  # where answers end
             text = text.replace(token, " ")
         # Prose takes about half its bytes compressed, loops a tenth.
         if len(zlib.compress(text.encode())) >= LOOPING * len(text.encode()):

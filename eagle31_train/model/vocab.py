@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
-from eagle31_train.artifacts import commit
+from eagle31_train.artifacts import write_bytes
 from eagle31_train.errors import UserError
 
 
@@ -104,9 +104,7 @@ def from_maps(d2t: NDArray[np.int64], t2d: NDArray[np.bool_]) -> DraftVocab:
 
 def write(path: Path, vocab: DraftVocab) -> None:
     """Write `d2t` and `t2d` as safetensors, whole or not at all."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(save({"d2t": vocab.d2t, "t2d": vocab.t2d}))
-    commit(temporary, path)
+    write_bytes(path, save({"d2t": vocab.d2t, "t2d": vocab.t2d}))
 
 
 def read(path: Path) -> DraftVocab:

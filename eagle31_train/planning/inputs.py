@@ -1,23 +1,17 @@
 """What a plan is made of: the target's sizes, the drafter's shape and the data, counted where they can be."""
 
-import csv
-import gzip
-import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pyarrow import ArrowException
-from pyarrow.parquet import ParquetFile
 
-from eagle31_train import artifacts, foreign
+from eagle31_train import artifacts, provenance
 from eagle31_train.config import SELF, Config
-from eagle31_train.errors import UserError
-from eagle31_train.locations import matching
+from eagle31_train.errors import UserError, first_line
 from eagle31_train.planning.work import Work, count_work, made_mask
+from eagle31_train.rows.files import DAMAGE, count, find_files
 from eagle31_train.targets.description import CHOSEN, EXPERTS, TargetDescription, description_of, read_raw, text_config
-from eagle31_train.targets.pretrained import first_line
 
 EXAMPLE = 100_000_000  # tokens that are planned for where nobody has counted or said how many there are
 LOOKED_AT = 1000  # conversations whose loss masks stand for all of them
@@ -104,8 +98,7 @@ def count_parameters(text: Any) -> Parameters | None:
 def read_data(config: Config) -> Data:
     """As eagle31 data counted it, if it has run; else as plan.* says, or as many as there are prompts."""
     p, d = config.plan, config.data
-    manifest = config.data_folder / artifacts.MANIFEST
-    if not manifest.is_file():
+    if not (config.data_folder / artifacts.MANIFEST).is_file():
         length = min(p.sample_tokens, d.max_length)
         tokens, origin = p.tokens, "as plan.* says"
         if tokens is None:
@@ -116,7 +109,7 @@ def read_data(config: Config) -> Data:
         work = count_work([made_mask(length, p.share)], config.train.ttt_length) * (tokens / length)
         vocabulary = d.draft_vocab_size
         return Data(origin, work, d.heldout / max(1 - d.heldout, 0.01), d.max_length, vocabulary)
-    counted = artifacts.read_json(manifest, "eagle31 data")
+    counted = provenance.read_data(config)
     train, heldout = counted["splits"]["train"], counted["splits"]["heldout"]
     looked, longest = _look_at(config.data_folder / "dataset", config.train.ttt_length)
     work = looked * (train["tokens"] / looked.tokens)
@@ -129,8 +122,7 @@ def read_data(config: Config) -> Data:
 
 def writes_prompts(config: Config) -> bool:
     """Whether the target writes prompts itself: as an option says, or, as by `eagle31 run`, since nothing is given."""
-    d = config.data
-    return SELF in (d.prompts, *_paths(config)) or not (d.given or config.regenerate)
+    return config.data.writes_prompts or not (config.data.given or config.regenerate)
 
 
 def prompts_at_hand(config: Config) -> int | None:
@@ -139,7 +131,7 @@ def prompts_at_hand(config: Config) -> int | None:
     if d.rows:
         return d.rows
     alone = (d.prompts if config.regenerate else d.conversations) or (SELF if writes_prompts(config) else None)
-    specs = _paths(config) or [alone]
+    specs = d.source_paths or [alone]
     counts = [d.self_prompts.count if spec == SELF else _rows(spec) if spec else None for spec in specs]
     return None if None in counts else sum(filter(None, counts))
 
@@ -151,31 +143,13 @@ def conversations_at_hand(config: Config) -> int | None:
     return rows and rows * (d.generate.samples if answered else 1)
 
 
-def _paths(config: Config) -> list[str | None]:
-    return [source.get("path") for source in config.data.sources.values() if source]
-
-
 def _rows(spec: str) -> int | None:
     """Rows of local files and folders; None of what is none or cannot be read: `eagle31 data` says what is wrong."""
-    files = [file for path in matching(spec) for file in ([path] if path.is_file() else path.rglob("*"))]
     try:
-        counts = [_rows_of(file) for file in files if file.is_file() and not file.name.startswith((".", "_"))]
-    except (ValueError, TypeError, OSError, EOFError, csv.Error, zlib.error, ArrowException):
+        files = find_files(spec, "data")
+        return sum(count(path) for _, path in files) if files else None
+    except DAMAGE:
         return None
-    return sum(counts) if counts else None
-
-
-def _rows_of(file: Path) -> int:
-    """Rows of one file, which is not decoded further than it takes."""
-    kind = Path(file.name.lower().removesuffix(".gz")).suffix
-    if kind == ".parquet":
-        return ParquetFile(file).metadata.num_rows
-    packed = file.suffix.lower() == ".gz"
-    with gzip.open(file, "rt", encoding="utf-8") if packed else file.open(encoding="utf-8") as text:
-        if kind == ".json":
-            return len(foreign.parse_json(text.read()))
-        rows = csv.reader(text) if kind == ".csv" else map(str.strip, text)
-        return sum(1 for row in rows if row) - (kind == ".csv")  # a header
 
 
 def _look_at(dataset: Path, ttt_length: int) -> tuple[Work, int]:

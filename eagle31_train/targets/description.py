@@ -15,9 +15,9 @@ from typing_extensions import TypedDict
 
 from eagle31_train import foreign
 from eagle31_train.config import MLA_WIDTHS, TargetConfig, default_aux_layers
-from eagle31_train.errors import UserError
+from eagle31_train.errors import UserError, first_line
 from eagle31_train.foreign import Count, Number, Positions, Theta, Width
-from eagle31_train.targets.pretrained import first_line, not_loaded, require_path
+from eagle31_train.targets.pretrained import not_loaded, require_path
 
 # Kinds whose configuration is another's, under a name that transformers does not know.
 KNOWN_AS = {"kimi_k2": "deepseek_v3"}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle31_train import artifacts, locations
-from eagle31_train.console import note, tidy
+from eagle31_train.console import explained, note, tidy
 from eagle31_train.errors import UserError
 from eagle31_train.provenance import LAYOUTS, Provenance
 
@@ -125,12 +125,8 @@ def command(make: Callable[[Path], Any], out: Path, description: str, argv: list
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", type=Path, default=out, help=f"folder to make [{out}]")
     arguments = parser.parse_args(argv)
-    try:
-        with tidy():
-            make(arguments.out)
-    except UserError as error:
-        note(f"error: {error}", error=True)
-        raise SystemExit(2) from None
+    with explained(), tidy():
+        make(arguments.out)
 
 
 def make_folder(out: Path, identity: str, recipe: dict[str, Any], fill: Callable[[Path], dict[str, Any]]) -> Path:

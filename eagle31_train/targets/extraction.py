@@ -19,7 +19,7 @@ from datasets import Dataset, DatasetDict
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eagle31_train import artifacts, provenance
+from eagle31_train import provenance
 from eagle31_train.background import Background
 from eagle31_train.config import Config, byte_count
 from eagle31_train.console import Progress, is_main, note
@@ -55,7 +55,7 @@ def extract(config: Config, prelude: Prelude | None = None) -> None:
     a full disk; no such part; another process at this one's shards.
     """
     rank, ranks = rank_of(config)
-    made_from = provenance.of_store(config, _data_manifest(config))
+    made_from = provenance.of_store(config, provenance.read_data(config))
     storage = storage_of(config)
     if finished(storage, made_from, config.overwrite):
         if is_main():
@@ -71,7 +71,7 @@ def _extract(
 ) -> None:
     """This process's part of a store that is not finished."""
     began = time.perf_counter()
-    splits, data = load_data(config), _data_manifest(config)
+    splits, data = load_data(config), provenance.read_data(config)
     check_tokenizer(config, data)
     engine = make_engine(config)
     states = describe(engine, config)
@@ -129,10 +129,8 @@ def rank_of(config: Config) -> tuple[int, int]:
 
 def load_data(config: Config) -> DatasetDict:
     """Stage 1's conversations, once their files are known to be whole."""
-    folder = config.data_folder
-    if damage := artifacts.first_damaged(folder, _data_manifest(config).get("files", {})):
-        raise UserError(f"{damage}: run `eagle31 data` again")
-    return DatasetDict.load_from_disk(str((folder / "dataset").absolute()))
+    provenance.read_data(config, whole=True)
+    return DatasetDict.load_from_disk(str((config.data_folder / "dataset").absolute()))
 
 
 def check_tokenizer(config: Config, data: dict[str, Any]) -> None:
@@ -149,11 +147,6 @@ def _other_target(config: Config, how: str) -> UserError:
         f"{config.data_folder} was not made for target.path={config.target.path} but {how}: correct data_dir or "
         "target.path, or run `eagle31 data` for this target"
     )
-
-
-def _data_manifest(config: Config) -> dict[str, Any]:
-    """What stage 1 says of its conversations."""
-    return artifacts.read_json(config.data_folder / artifacts.MANIFEST, "eagle31 data")
 
 
 def make_engine(config: Config) -> Engine:

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from eagle31_train import artifacts, foreign
 from eagle31_train.config import TargetConfig
-from eagle31_train.errors import UserError
+from eagle31_train.errors import UserError, first_line
 
 EMBEDDED = "the embedded target is made by `python -m eagle31_train.targets.embedded`"
 NOT_WHOLE = "a file is cut short, or only git-lfs's pointer to one (`git lfs pull` fetches them): copy it again"
@@ -58,11 +58,6 @@ def not_loaded(target: TargetConfig, error: Exception) -> UserError:
     else:
         advice = f"give a directory in transformers format or a hub id; {EMBEDDED}"
     return UserError(f"target.path={target.path} cannot be loaded ({first_line(error)}): {advice}")
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's message that says something."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def vocabulary_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

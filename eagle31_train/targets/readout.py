@@ -18,11 +18,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from eagle31_train import foreign
 from eagle31_train.config import TargetConfig
-from eagle31_train.errors import UserError
+from eagle31_train.errors import UserError, first_line
 from eagle31_train.model.norm import rms_norm
 from eagle31_train.targets.description import read_raw
 from eagle31_train.targets.packed_linear import PackedLinear
-from eagle31_train.targets.pretrained import NOT_WHOLE, first_line, not_loaded
+from eagle31_train.targets.pretrained import NOT_WHOLE, not_loaded
 
 BLOCK = 512  # logits, see `first_largest`
 QUIRKS = ("final_logit_softcapping", "logit_scale")

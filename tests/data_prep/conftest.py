@@ -9,7 +9,7 @@ import pytest
 from families import byte_pairs
 from transformers import PreTrainedTokenizerFast
 
-from data_prep.template import ChatTemplate
+from eagle31_train.targets.chat import ChatTemplate
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

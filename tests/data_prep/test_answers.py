@@ -8,11 +8,11 @@ from data_prep import client
 from data_prep.answers import BROKEN, Job, Local
 from data_prep.client import Server
 from data_prep.dialogue import turns_of
-from data_prep.formats import Refused, Row
 from data_prep.masks import samples
-from data_prep.template import ChatTemplate
 from eagle31_train.config import Config, DataConfig, GenerateConfig, TargetConfig
-from eagle31_train.errors import UserError
+from eagle31_train.errors import Refused, UserError
+from eagle31_train.rows.formats import Row
+from eagle31_train.targets.chat import ChatTemplate
 
 # Thoughts in their own field, tool calls as Qwen writes them.
 THINKING = (

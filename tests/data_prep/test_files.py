@@ -9,9 +9,9 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from data_prep.files import open_files
 from data_prep.sources import Source
 from eagle31_train.errors import UserError
+from eagle31_train.rows.files import open_files
 
 CHAT = [{"role": "user", "content": 'Which is "ü",\na or b?'}, {"role": "assistant", "content": "b 😀"}]
 ROWS = [{"messages": CHAT}, {"messages": [{"role": "user", "content": "second"}]}]

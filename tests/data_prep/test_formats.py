@@ -5,8 +5,8 @@ import json
 import pytest
 
 from data_prep.dialogue import following, turns_of
-from data_prep.formats import detect, parse
-from data_prep.markup import Parts, meant
+from eagle31_train.rows.formats import detect, parse
+from eagle31_train.targets.markup import Parts, meant
 
 ASKED = [{"role": "user", "content": "hi"}]
 ANSWERED = [*ASKED, {"role": "assistant", "content": "yes"}]

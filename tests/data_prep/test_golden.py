@@ -4,9 +4,9 @@ import pytest
 from families import FAMILIES, by_pieces, load, row_of
 
 from data_prep import masks
-from data_prep.formats import Refused
 from data_prep.masks import samples
-from data_prep.template import ChatTemplate
+from eagle31_train.errors import Refused
+from eagle31_train.targets.chat import ChatTemplate
 
 CASES = [
     pytest.param(f, i, id=f"{f}-{i}") for f, family in sorted(FAMILIES.items()) for i in range(len(family["cases"]))

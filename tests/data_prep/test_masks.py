@@ -8,10 +8,10 @@ from families import by_pieces
 from transformers import PreTrainedTokenizerFast
 
 from data_prep import masks
-from data_prep.formats import Refused
 from data_prep.masks import one_sample
-from data_prep.template import ChatTemplate
 from eagle31_train.config import TargetConfig
+from eagle31_train.errors import Refused
+from eagle31_train.targets.chat import ChatTemplate
 
 ASK = {"role": "user", "content": "hello, how are you?"}
 REPLY = {"role": "assistant", "content": "the quick brown fox"}

@@ -10,10 +10,10 @@ from data_prep.answers import Local
 from data_prep.journal import Answer, Journal
 from data_prep.regenerate import OUTPUT, regenerate
 from data_prep.stage import prepare
-from data_prep.template import ChatTemplate
 from eagle31_train import artifacts
 from eagle31_train.config import Config, DataConfig, GenerateConfig, TargetConfig
 from eagle31_train.errors import UserError
+from eagle31_train.targets.chat import ChatTemplate
 
 JOURNAL, MANIFEST = f"{OUTPUT}.partial", "conversations.manifest.json"
 SAID = {"role": "assistant", "content": "yes"}

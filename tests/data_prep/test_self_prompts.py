@@ -8,9 +8,9 @@ import pytest
 from data_prep.journal import Journal
 from data_prep.self_prompts import OUTPUT, problem_of, user_stop, write_prompts
 from data_prep.stage import prepare
-from data_prep.template import ChatTemplate
 from eagle31_train.cli import load_config
 from eagle31_train.errors import UserError
+from eagle31_train.targets.chat import ChatTemplate
 from eagle31_train.targets.generate import Answer, Generator
 
 JOURNAL, MANIFEST = f"{OUTPUT}.partial", "prompts.manifest.json"

@@ -7,8 +7,8 @@ from families import FAMILIES, load, row_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from data_prep.markup import apart, meant, parse
 from data_prep.masks import read_turn, samples, to_message
+from eagle31_train.targets.markup import apart, meant, parse
 
 TEXT = st.text(alphabet='ab {}"\\\n<>/|:,；你好🦊é', min_size=1, max_size=12).filter(lambda text: text.strip())
 JSON = st.recursive(

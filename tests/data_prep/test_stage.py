@@ -10,11 +10,11 @@ from datasets import load_from_disk
 from data_prep import dataset, stage
 from data_prep.dataset import is_heldout, prompt_digest
 from data_prep.stage import prepare
-from data_prep.template import ChatTemplate
 from eagle31_train import artifacts
 from eagle31_train.config import Config, DataConfig, TargetConfig
 from eagle31_train.errors import UserError
 from eagle31_train.model import vocab
+from eagle31_train.targets.chat import ChatTemplate
 from eagle31_train.targets.pretrained import vocabulary_fingerprint
 
 WORDS = ["hello", "the fox", "how are you", "quick", "lazy dog", "brown"]

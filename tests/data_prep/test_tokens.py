@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from families import FAMILIES, by_pieces, row_of
 
-from data_prep.formats import Refused
 from data_prep.masks import Tokens, samples
-from data_prep.template import ChatTemplate
 from eagle31_train.config import TargetConfig
+from eagle31_train.errors import Refused
+from eagle31_train.targets.chat import ChatTemplate
 
 HERE = Path(__file__).parent
 KIMI = FAMILIES["kimi"]

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from families import FAMILIES, load
 
-from data_prep.formats import Refused
 from data_prep.masks import samples
-from data_prep.template import ChatTemplate
+from eagle31_train.errors import Refused
+from eagle31_train.targets.chat import ChatTemplate
 
 ASK = {"role": "user", "content": "hello"}
 MORE = {"role": "user", "content": "and?"}

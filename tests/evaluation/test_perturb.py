@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 import pytest
-from talking import make_rendering
+from talking import make_template
 
 from eagle31_train.evaluation.perturb import KNOWN, TEXTS, Context, Filler, find
 from eagle31_train.evaluation.prompts import Prompt
 
-RENDERING = make_rendering()
+TEMPLATE = make_template()
 LENGTH = 300  # data.max_length
 WORDS = [
     "the quick brown fox jumps over the lazy dog " * 3,
@@ -22,19 +22,19 @@ def make_prompt(words="What is the question here?", system=None, name="p1", **mo
     messages = [{"role": "user", "content": words}]
     if system:
         messages.insert(0, {"role": "system", "content": system})
-    return Prompt(name, "made", RENDERING.ids(messages), messages, **more)
+    return Prompt(name, "made", TEMPLATE.prompt_ids(messages), messages, **more)
 
 
 PROMPT = make_prompt()
 AROUND = Context(
-    RENDERING,
+    TEMPLATE,
     LENGTH,
     [*(Filler((), text) for text in WORDS[:-1]), Filler(tuple(PROMPT.ids), WORDS[-1])],
 )
 
 
 def said(name, prompt=PROMPT, around=AROUND):
-    return RENDERING.decode(find(name).apply(prompt, around).ids)
+    return TEMPLATE.decode(find(name).apply(prompt, around).ids)
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -42,20 +42,20 @@ def test_the_question_is_the_same_and_the_rest_is_told_apart(name):
     """Every perturbation keeps id, source and the words; it is a pure function, and does something."""
     perturbed = find(name).apply(PROMPT, AROUND)
     assert (perturbed.id, perturbed.source, perturbed.messages) == (PROMPT.id, PROMPT.source, PROMPT.messages)
-    assert "What is the question here?" in RENDERING.decode(perturbed.ids)
+    assert "What is the question here?" in TEMPLATE.decode(perturbed.ids)
     assert find(name).apply(PROMPT, AROUND) == perturbed
     assert (perturbed.ids == PROMPT.ids) == (find(name).temperature is not None)
 
 
 def test_markup_in_a_system_message_is_text():
     """The target's own special tokens are not smuggled in, which would be another conversation and no odd text."""
-    special = set(RENDERING.tokenizer.all_special_ids)
+    special = set(TEMPLATE.tokenizer.all_special_ids)
 
     def markup(ids):
         return [token for token in ids if token in special]
 
-    plain = markup(RENDERING.ids([{"role": "system", "content": "x"}, *PROMPT.messages]))
-    as_it_is = RENDERING.ids([{"role": "system", "content": TEXTS["adversarial"]}, *PROMPT.messages])
+    plain = markup(TEMPLATE.prompt_ids([{"role": "system", "content": "x"}, *PROMPT.messages]))
+    as_it_is = TEMPLATE.prompt_ids([{"role": "system", "content": TEXTS["adversarial"]}, *PROMPT.messages])
     assert markup(as_it_is) != plain  # the text does hold some
     assert markup(find("system_adversarial").apply(PROMPT, AROUND).ids) == plain
 
@@ -68,8 +68,8 @@ def test_a_context_has_the_length_that_was_asked_for(length, wanted):
         for name in ("p1", "p2", "p3", "p4"):
             ids = find(f"context_{length}").apply(make_prompt(words, name=name), AROUND).ids
             assert abs(len(ids) - wanted) <= 2  # a cut within a character of three tokens
-            assert RENDERING.decode(ids).endswith(f"\n\n{words}<|im_end|>\n<|im_start|>assistant\n")
-            assert "\ufffd" not in RENDERING.decode(ids)
+            assert TEMPLATE.decode(ids).endswith(f"\n\n{words}<|im_end|>\n<|im_start|>assistant\n")
+            assert "\ufffd" not in TEMPLATE.decode(ids)
 
 
 def test_no_context_holds_the_prompts_own_answer():

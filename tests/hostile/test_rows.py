@@ -9,17 +9,16 @@ import pyarrow.parquet
 import pytest
 from hypothesis import strategies as st
 from mutating import UNREADABLE, VALUES, cases, documents, outcome, spoil, texts, torn
-from talking import make_rendering, make_tokenizer
+from talking import make_template
 
-from data_prep import files
-from data_prep.files import open_files
-from data_prep.formats import Refused, parse
 from data_prep.masks import samples
 from data_prep.sources import Source
-from data_prep.template import ChatTemplate
 from eagle31_train.config import FORMATS
-from eagle31_train.errors import UserError
+from eagle31_train.errors import Refused, UserError
 from eagle31_train.evaluation import prompts
+from eagle31_train.rows import files
+from eagle31_train.rows.files import open_files
+from eagle31_train.rows.formats import parse
 
 CALL = {"id": "c", "type": "function", "function": {"name": "find", "arguments": '{"a": 1}'}}
 TURNS = [
@@ -40,9 +39,7 @@ ROWS = {
 assert set(ROWS) | {"auto"} == set(FORMATS) | {"auto"}
 NAMES = ["messages", "conversations", "turns", "prompt", "tools", "tool_calls", "sample", "name", "tokens", "thinking"]
 TEXTS = ['{"a": ' * 200 + "1" + "}" * 200, "[" * 5000, '{"a": "\\ud800"}', "\ud800", "<|im_end|>", "user", "gpt"]
-TOKENIZER = make_tokenizer()
-TEMPLATE = ChatTemplate(TOKENIZER, [TOKENIZER.eos_token_id], TOKENIZER.chat_template)
-RENDERING = make_rendering()
+TEMPLATE = make_template()
 
 
 def learned(row):
@@ -98,7 +95,7 @@ def test_prompts_of_an_evaluation(case, tmp_path):
     data, column = case
     (tmp_path / "suite.jsonl").write_bytes(data + b"\n")
     suite = prompts.Suite(path=str(tmp_path / "suite.jsonl"), prompt=column)
-    outcome(lambda: prompts.from_suite("s", suite, "evaluate.suites.s", RENDERING))
+    outcome(lambda: prompts.from_suite("s", suite, "evaluate.suites.s", TEMPLATE))
 
 
 def test_a_few_bytes_that_unpack_to_a_line_without_end(tmp_path, monkeypatch):

@@ -12,10 +12,9 @@ from talking import make_tokenizer
 
 from data_prep import client
 from data_prep.client import Server
-from data_prep.formats import Refused
 from data_prep.masks import samples
-from data_prep.template import ChatTemplate
-from eagle31_train.errors import UserError
+from eagle31_train.errors import Refused, UserError
+from eagle31_train.targets.chat import ChatTemplate
 
 CALL = {"id": "c", "type": "function", "function": {"name": "find", "arguments": '{"a": 1}'}}
 MESSAGE = {"role": "assistant", "content": "hello", "reasoning_content": None, "tool_calls": None}

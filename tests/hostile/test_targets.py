@@ -11,13 +11,11 @@ from mutating import UNREADABLE, cases, documents, outcome, spoil, texts
 from published_targets import FOLDER
 from talking import make_tokenizer
 
-from data_prep.formats import Refused
-from data_prep.template import ChatTemplate
 from eagle31_train.cli import load_config
 from eagle31_train.config import TargetConfig
-from eagle31_train.errors import UserError
-from eagle31_train.evaluation.rendering import Rendering
+from eagle31_train.errors import Refused, UserError
 from eagle31_train.targets import chat_template
+from eagle31_train.targets.chat import ChatTemplate
 from eagle31_train.targets.derive import planned_drafter
 from eagle31_train.targets.description import describe_target, read_raw, text_config
 
@@ -66,7 +64,7 @@ def talked(folder, template=None):
     loaded.special_ids(), loaded.fingerprints(), loaded.hides_markup, loaded.check_fits(config, 1 << 20)
     with suppress(Refused):
         loaded.decode(loaded.prompt_ids(ASK))
-    return Rendering.load(config)
+    return loaded
 
 
 TOKENIZER = make_tokenizer()

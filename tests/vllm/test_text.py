@@ -5,8 +5,8 @@ import json
 import pytest
 from families import FAMILIES, load, row_of
 
-from data_prep.markup import Parts, apart, meant
 from data_prep.masks import read_turn
+from eagle31_train.targets.markup import Parts, apart, meant
 
 pytestmark = pytest.mark.vllm
 

@@ -14,8 +14,9 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from data_prep.formats import Message, Refused, arguments
 from eagle31_train import foreign
+from eagle31_train.errors import Refused
+from eagle31_train.rows.formats import Message, arguments
 
 OPEN, CLOSE = "<think>", "</think>"
 KIMI, HERMES, PYTHON, CHANNEL = "<|tool_calls_section_begin|>", "<tool_call>", "<|python_tag|>", "<|channel|>"

@@ -1,4 +1,5 @@
-"""A target's tokenizer and chat template: conversations as text and as token ids, and what tells two targets apart."""
+"""A target's tokenizer and chat template: conversations become text and token ids as a server would make them, and
+messages again."""
 
 import json
 import logging
@@ -9,13 +10,15 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from data_prep.formats import Message, Refused, Tool, arguments
-from data_prep.markup import MARKUP, apart
 from eagle31_train import artifacts
 from eagle31_train.config import TargetConfig
-from eagle31_train.errors import UserError
+from eagle31_train.errors import Refused, UserError, first_line
+from eagle31_train.rows.formats import Message, Tool, arguments
 from eagle31_train.targets.chat_template import templates_of
-from eagle31_train.targets.pretrained import end_ids, first_line, load_tokenizer
+from eagle31_train.targets.markup import MARKUP, apart
+from eagle31_train.targets.pretrained import end_ids, load_tokenizer
+
+MARK = "the-{}-says"  # what stands in for a message, to see what the template puts around it
 
 
 @dataclass(eq=False)
@@ -56,6 +59,12 @@ class ChatTemplate:
         """Added tokens, special or not: id and spelling. Tokenizers cut the text at them first."""
         return {i: token.content for i, token in self.tokenizer.added_tokens_decoder.items()}
 
+    @cached_property
+    def special(self) -> list[str]:
+        """How special tokens are spelt."""
+        added = self.tokenizer.added_tokens_decoder.values()
+        return sorted({token.content for token in added if token.special} | set(self.tokenizer.all_special_tokens))
+
     @property
     def hides_markup(self) -> bool:
         """Whether text without special tokens lacks a thought's tags, or a tool call's."""
@@ -71,10 +80,7 @@ class ChatTemplate:
         named = templates_of(target, tokenizer)
         template, with_tools = named["default"], named.get("tool_use")
         _check_args(target, template + (with_tools or ""))
-        ends = end_ids(tokenizer, target)
-        if not ends:
-            raise UserError(f"{target.path} names no end-of-sequence token: set eos_token_id in its config")
-        return cls(tokenizer, ends, template, target.template_args, with_tools, target.name)
+        return cls(tokenizer, end_ids(tokenizer, target), template, target.template_args, with_tools, target.name)
 
     # ------------------------------------------------------------ text
 
@@ -84,10 +90,12 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         tools: list[Tool] | None = None,
         verbatim: bool = False,
+        template: str | None = None,
     ) -> str:
         """The conversation as text, as servers render it, with the arguments of tool calls as objects.
 
-        `verbatim`: those of the last message as they are. Raises Refused where the template does not accept it.
+        `verbatim`: those of the last message as they are. `template`: another family's. Raises Refused where the
+        template does not accept it.
         """
         if not messages:  # what a conversation that begins with an answer has before it
             raise Refused("no turn before the answer")
@@ -95,11 +103,12 @@ class ChatTemplate:
             text = self.tokenizer.apply_chat_template(
                 _plain(messages, verbatim),
                 tools=tools,  # type: ignore[arg-type]  # it asks for a list that may hold functions too
-                chat_template=self.text(tools),
+                chat_template=template or self.text(tools),
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
-                **self.template_args,
+                **(self.template_args if template is None else {}),
             )
+            str(text).encode()  # half a surrogate pair, which JSON can spell, is none
         except Exception as error:  # a template is a program: say, "+" between text and none
             raise Refused(f"the template refuses it: {first_line(error)}") from None
         assert isinstance(text, str)
@@ -113,9 +122,10 @@ class ChatTemplate:
         """Earlier turns as a prompt has them: thoughts where the template looks for them, to keep or to drop."""
         return [apart(message) for message in messages] if self.reads_thoughts else messages
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of rendered text; the template has written the special tokens already."""
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+    def encode(self, text: str, begin: bool = False) -> list[int]:
+        """Token ids of rendered text, which has its special tokens already; `begin`: of plain text, with what the
+        tokenizer puts around it, where it puts anything."""
+        return list(self.tokenizer.encode(text, add_special_tokens=begin))
 
     def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
         """Text exactly as the tokens spell it."""
@@ -123,10 +133,66 @@ class ChatTemplate:
         assert isinstance(text, str)
         return text
 
+    # ------------------------------------------------------------ prompts
+
+    def as_text(self, text: str) -> str:
+        """`text` with a space after the first character of all in it that would be one of the tokenizer's added tokens,
+        special or not. White space and single characters cannot be broken so."""
+        added = {*self.special, *self.added.values()}
+        broken = [f"{re.escape(t[0])}(?={re.escape(t[1:])})" for t in sorted(added) if len(t) > 1 and not t.isspace()]
+        return re.sub("|".join(broken), r"\g<0> ", text) if broken else text
+
+    def messages_of(self, ids: list[int]) -> list[Message] | None:
+        """The messages that a prompt was rendered from: the user's, perhaps after a system message.
+
+        None if it is no such prompt. What is returned renders to the very same ids.
+        """
+        text = self.decode(ids)
+        for roles in (("user",), ("system", "user")):
+            marks = [MARK.format(role) for role in roles]
+            try:
+                asked = [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)]
+                form = self.render(asked, add_generation_prompt=True)
+            except Refused:
+                continue
+            if re.findall("|".join(marks), form) != marks:
+                continue
+            around = map(re.escape, re.split("|".join(marks), form))
+            match = re.fullmatch("(.*?)".join(around), text, re.DOTALL)
+            if match is None or any(token in content for content in match.groups() for token in self.special):
+                continue
+            messages = [{"role": role, "content": said} for role, said in zip(roles, match.groups(), strict=True)]
+            if self.prompt_ids(messages) == ids:
+                return messages
+        return None
+
+    def without_system(self, messages: list[Message], tools: list[Tool] | None = None) -> str:
+        """The conversation without any system turn, be it its own or one that the template puts in by itself.
+
+        Raises:
+            Refused: a user's turn cannot be told from what stands before it.
+        """
+        said = [message for message in messages if message["role"] != "system"]
+        text = self.render(said, add_generation_prompt=True, tools=tools)
+        mark = {"role": "user", "content": MARK.format("user")}
+        before, _, _ = self.render([mark]).partition(mark["content"])
+        # What begins a turn is what one adds after an answer: templates may put a system message into the first turn.
+        earlier = [{"role": role, "content": f"an-earlier-{role}"} for role in ("user", "assistant")]
+        so_far = self.render(earlier)
+        whole, _, _ = self.render([*earlier, mark]).partition(mark["content"])
+        header = whole.removeprefix(so_far)
+        if header in ("", whole) or not text.startswith(before):  # templates may rewrite what is over
+            raise Refused("the user's words cannot be told from what the chat template puts before them")
+        bos = self.tokenizer.bos_token or ""
+        begin = bos if before.startswith(bos) and not header.startswith(bos) else ""
+        return begin + header + text[len(before) :]
+
     # ------------------------------------------------------------ identity
 
     def check_fits(self, target: TargetConfig, vocab_size: int) -> None:
-        """Refuse a tokenizer with more tokens than the target's embedding has rows."""
+        """Refuse a tokenizer without an end of answers, or with more tokens than the target's embedding has rows."""
+        if not self.end_ids:
+            raise UserError(f"{target.path} names no end-of-sequence token: set eos_token_id in its config")
         if (largest := max(self.tokenizer.get_vocab().values(), default=0)) >= vocab_size:
             message = f"the tokenizer of {target.path} has token {largest}, its model only {vocab_size} rows"
             raise UserError(f"{message}: they do not belong together")

@@ -17,11 +17,11 @@ from typing import Any
 import pyarrow
 from pyarrow.parquet import ParquetFile
 
-from data_prep.formats import LIST_KEYS, detect
 from eagle31_train import artifacts, foreign
-from eagle31_train.errors import UserError
+from eagle31_train.config import ROW_FILES, is_hub_set
+from eagle31_train.errors import UserError, first_line
 from eagle31_train.locations import matching
-from eagle31_train.targets.pretrained import first_line
+from eagle31_train.rows.formats import LIST_KEYS, detect
 
 ROWS_AT_ONCE = 1024  # of Parquet, decoded together
 LINE, LIST = 1 << 28, 1 << 32  # bytes of a line, and of a JSON list, once unpacked: what is read whole
@@ -48,20 +48,39 @@ class File:
 
     def values(self) -> Iterator[tuple[int, Any]]:
         """(number, JSON value) of every row; a damaged one is a UserError that names its place."""
+        if self.path is not None:
+            return read(self.path)
         place = Place()
-        if self.path is None:
-            rows = _dataset_rows(islice(self.dataset, self.first), place)
-        else:
-            rows = READERS.get(kind_of(self.path), _json_lines)(self.path, place)
-        try:
-            for value in rows:
-                yield place.number, value
-        except Exception as error:
-            # The hub's client raises a dozen unrelated types.
-            if self.path and not isinstance(error, DAMAGE):
-                raise
-            where = f"{self.path or self.name}:{place.number}"
-            raise UserError(f"{where} cannot be read ({first_line(error)}): mend it, or copy the file anew") from None
+        rows = _dataset_rows(islice(self.dataset, self.first), place)
+        return _numbered(rows, place, self.name, Exception)  # the hub's client raises a dozen unrelated types
+
+
+def read(path: Path, kind: str | None = None) -> Iterator[tuple[int, Any]]:
+    """(number, JSON value) of every row of a file; a damaged one is a UserError that names its place.
+
+    kind: of READERS, in place of what the file's name tells.
+    """
+    place = Place()
+    return _numbered(READERS.get(kind or kind_of(path), _json_lines)(path, place), place, path, DAMAGE)
+
+
+def count(path: Path) -> int:
+    """How many rows a file has, decoded no further than that takes; raises one of DAMAGE where it is damaged."""
+    if kind_of(path) == ".parquet":
+        return ParquetFile(path).metadata.num_rows
+    rows = read(path) if kind_of(path) in (".json", ".csv") else filter(bytes.strip, _lines(path))
+    return sum(1 for _ in rows)
+
+
+def _numbered(
+    rows: Iterator[Any], place: Place, where: object, damage: type[Exception] | tuple[type[Exception], ...]
+) -> Iterator[tuple[int, Any]]:
+    try:
+        for value in rows:
+            yield place.number, value
+    except damage as error:
+        at = f"{where}:{place.number}"
+        raise UserError(f"{at} cannot be read ({first_line(error)}): mend it, or copy the file anew") from None
 
 
 def open_files(spec: str, split: str, option: str, stream_rows: int | None = None) -> list[File]:
@@ -70,17 +89,24 @@ def open_files(spec: str, split: str, option: str, stream_rows: int | None = Non
     split, stream_rows: of a hub data set; see `DataConfig`. option: holds `spec`, for the errors. UserError if there is
     nothing of that name, or a folder holds no data files, or others too.
     """
+    files = [_open_file(path, name) for name, path in find_files(spec, option)]
+    return files or [_open_hub(spec, split, option, stream_rows)]
+
+
+def find_files(spec: str, option: str) -> list[tuple[str, Path]]:
+    """The files here that `spec` names, each after its name as errors and records have it; none of a hub data set.
+    UserError: see `open_files`."""
     if Path(spec).is_file():
-        return [_open_file(Path(spec), Path(spec).name)]
+        return [(Path(spec).name, Path(spec))]
     if Path(spec).is_dir():
-        return _open_folder(Path(spec), option)
+        return _in_folder(Path(spec), option)
     if any(sign in spec for sign in "*?["):
         files = [path for path in matching(spec) if path.is_file()]
         if not files:
             raise UserError(f"{option}={spec} matches no file: check the pattern")
-        return [_open_file(path, path.name) for path in files]
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", spec) and kind_of(Path(spec)) not in READERS:
-        return [_open_hub(spec, split, option, stream_rows)]
+        return [(path.name, path) for path in files]
+    if is_hub_set(spec):
+        return []
     raise UserError(f"{option}={spec} is missing: give a file, a folder, a glob (~ is not read), or a hub id: org/name")
 
 
@@ -95,7 +121,7 @@ def _open_file(path: Path, name: str) -> File:
     return File(name, artifacts.file_sha256(path), stem, path=path)
 
 
-def _open_folder(folder: Path, option: str) -> list[File]:
+def _in_folder(folder: Path, option: str) -> list[tuple[str, Path]]:
     """Every file in it and its subfolders, by name; as in pyarrow, names that begin with `.` or `_` are no data."""
     names = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file()]
     names = [name for name in names if not any(part.startswith((".", "_")) for part in name.parts)]
@@ -104,7 +130,7 @@ def _open_folder(folder: Path, option: str) -> list[File]:
         raise UserError(f"{option}={folder} is a folder without data files: it takes {kinds}")
     if unknown := [name for name in names if kind_of(name) not in READERS]:
         raise UserError(f"{option}={folder} holds {unknown[0]}, which is no data file ({kinds}): use a glob")
-    return [_open_file(folder / name, name.as_posix()) for name in names]
+    return [(name.as_posix(), folder / name) for name in names]
 
 
 # ---------------------------------------------------------------- kinds of files
@@ -180,7 +206,7 @@ def _dataset_rows(rows: Iterator[Any], place: Place) -> Iterator[Any]:
         place.number += 1
 
 
-READERS = {".jsonl": _json_lines, ".json": _json_list, ".csv": _csv, ".parquet": _parquet}
+READERS = dict(zip(ROW_FILES, (_json_lines, _json_list, _csv, _parquet), strict=True))
 
 
 def with_lists(row: dict[str, Any]) -> dict[str, Any]:

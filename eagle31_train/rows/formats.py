@@ -9,7 +9,7 @@ from typing import Any
 
 from eagle31_train import foreign
 from eagle31_train.config import FORMATS
-from eagle31_train.errors import UserError
+from eagle31_train.errors import Refused, UserError
 
 LIST_KEYS = {"messages": "messages", "conversations": "sharegpt", "turns": "turns"}
 TEXT_KEYS = {"instruction": "alpaca", "prompt": "prompt"}
@@ -26,10 +26,6 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names in use for wh
 
 Message = dict[str, Any]
 Tool = dict[str, Any]
-
-
-class Refused(Exception):  # noqa: N818 (one row, prompt or answer is left out, and the run goes on)
-    """Why a row, a prompt or an answer is of no use; the same text for like cases, which are counted."""
 
 
 @dataclass
