@@ -3,11 +3,9 @@
 eval "$(eagle31 completion bash)"          in ~/.bashrc; zsh likewise
 """
 
-import argparse
-
 from eagle31_train import cli
 from eagle31_train.__main__ import COMMANDS
-from eagle31_train.console import note, tidy
+from eagle31_train.console import note, parser, tidy
 
 SCRIPT = """{zsh}_eagle31() {{
   local word="${{COMP_WORDS[COMP_CWORD]}}"
@@ -20,11 +18,9 @@ complete -F _eagle31 eagle31"""
 
 def main(argv: list[str] | None = None) -> None:
     """Command line: print the script for a shell."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="eagle31 completion"
-    )
-    parser.add_argument("shell", choices=("bash", "zsh"))
-    zsh = "autoload -U bashcompinit && bashcompinit\n" if parser.parse_args(argv).shell == "zsh" else ""
+    options = parser("completion", __doc__)
+    options.add_argument("shell", choices=("bash", "zsh"))
+    zsh = "autoload -U bashcompinit && bashcompinit\n" if options.parse_args(argv).shell == "zsh" else ""
     words = [f"{name}=" for name in cli.option_names()]
     words += [f"+experiment={name}" for name in cli.choices("experiment")]
     with tidy():

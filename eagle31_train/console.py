@@ -1,5 +1,6 @@
 """What a command shows: its lines in order, a bar on a terminal and plain lines in a log, no libraries' chatter."""
 
+import argparse
 import errno
 import io
 import logging
@@ -29,6 +30,12 @@ BARS = {  # of libraries: the module and function that turn them off, and the va
 MENDABLE = {errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG}
 MENDABLE |= {errno.EACCES, errno.EPERM, errno.EROFS}
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later
+
+
+def parser(command: str, description: str | None) -> argparse.ArgumentParser:
+    """Of a command that takes no recipe, described by its module's docstring."""
+    shape = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(prog=f"eagle31 {command}", description=description, formatter_class=shape)
 
 
 def is_main() -> bool:

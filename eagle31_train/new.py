@@ -4,10 +4,9 @@ eagle31 new mine                           writes mine.yaml
 eagle31 run +experiment=mine.yaml
 """
 
-import argparse
 from pathlib import Path
 
-from eagle31_train.console import note
+from eagle31_train.console import note, parser
 from eagle31_train.locations import PACKAGE
 
 TEMPLATE = PACKAGE / "recipe.yaml"
@@ -15,14 +14,12 @@ TEMPLATE = PACKAGE / "recipe.yaml"
 
 def main(argv: list[str] | None = None) -> None:
     """Command line: the recipe's name, a file that does not exist yet."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="eagle31 new"
-    )
-    parser.add_argument("name", help="of the recipe: letters, digits, - and _")
-    name = parser.parse_args(argv).name.removesuffix(".yaml")
+    options = parser("new", __doc__)
+    options.add_argument("name", help="of the recipe: letters, digits, - and _")
+    name = options.parse_args(argv).name.removesuffix(".yaml")
     file = Path(f"{name}.yaml")
     if not name.replace("-", "").replace("_", "").isalnum():
-        parser.error(f"{name!r} is no name for a recipe: use letters, digits, - and _")
+        options.error(f"{name!r} is no name for a recipe: use letters, digits, - and _")
     try:
         with file.open("x", encoding="utf-8") as written:
             written.write(TEMPLATE.read_text(encoding="utf-8").replace("NAME", name))

@@ -7,24 +7,19 @@ The run may still be going on. The page shows loss, acceptance and state per dep
 speed and the numbers at the end; it stands alone and can be mailed.
 """
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from eagle31_train.console import explained, note, tidy
+from eagle31_train.console import explained, note, parser, tidy
 from eagle31_train.reporting.training_page import write
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; exits with 2 on what the user can mend."""
-    parser = argparse.ArgumentParser(
-        prog="eagle31 report",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("run", type=Path, help="the run's folder, such as runs/smollm2, or the folder train in it")
-    parser.add_argument("--out", type=Path, help="where page and pictures go (default: the folder report in the run's)")
-    options = parser.parse_args(arguments)
+    words = parser("report", __doc__)
+    words.add_argument("run", type=Path, help="the run's folder, such as runs/smollm2, or the folder train in it")
+    words.add_argument("--out", type=Path, help="where page and pictures go (default: the folder report in the run's)")
+    options = words.parse_args(arguments)
     with explained(), tidy():
         page, notes = write(options.run, options.out)
         note("\n".join([*notes, str(page)]))

@@ -42,7 +42,11 @@ LONG = {"test_profiles.py", "test_old_outputs.py", "test_guards.py"}
 
 
 def pytest_collection_modifyitems(items):
-    """The long files first (the Makefile tells xdist to keep the order)."""
+    """The long files first (the Makefile tells xdist to keep the order); what is in gpu/ wants a device."""
+    for item in items:
+        if item.path.parent.name == "gpu":
+            item.add_marker(pytest.mark.gpu)
+            item.add_marker(pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
     items.sort(key=lambda item: item.path.name not in LONG)
 
 
@@ -169,6 +173,12 @@ def tiny():
     generator = torch.Generator().manual_seed(1)
     documents = [make_document(shape, length, generator) for length in (9, 5, 14)]
     return make_objective(shape), documents
+
+
+@pytest.fixture
+def no_power_is_lost(monkeypatch):
+    """So that files need not reach the disk, which takes most of the time of thousands of them."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
 @pytest.fixture(scope="session")

@@ -164,9 +164,7 @@ def _write(snapshot: Snapshot, path: Path, fingerprint: str) -> None:
     if not folder.is_dir():
         folder.mkdir(parents=True)
         artifacts.fsync_path(folder.parent)
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.mkdir()
-    try:
+    with artifacts.building(path) as temporary:
         save_file(snapshot.weights, temporary / MODEL)
         save_file(snapshot.moments, temporary / OPTIMIZER)
         (temporary / SHAPE).write_bytes(json.dumps(asdict(snapshot.shape), indent=2).encode() + b"\n")
@@ -175,6 +173,3 @@ def _write(snapshot: Snapshot, path: Path, fingerprint: str) -> None:
         manifest = {"step": snapshot.step, "fingerprint": fingerprint, "extra": dict(snapshot.extra), "files": files}
         # Sealed as JSON has it: a key that is no string, for one, would be read back as another.
         (temporary / artifacts.MANIFEST).write_bytes(seal(json.loads(json.dumps(manifest)), indent=2))
-        artifacts.commit(temporary, path)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)

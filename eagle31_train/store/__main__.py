@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from eagle31_train import artifacts
 from eagle31_train.config import byte_count
-from eagle31_train.console import Progress, note, tidy
+from eagle31_train.console import Progress, note, parser, tidy
 from eagle31_train.errors import UserError
 from eagle31_train.store import format as files
 from eagle31_train.store.backends import Storage, open_storage
@@ -183,19 +183,15 @@ def _describe(storage: Storage) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="eagle31 store",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("command", choices=["verify", "info"])
-    parser.add_argument("store", help="its folder, or its URL, such as s3://bucket/store")
-    parser.add_argument("--cache-dir", type=Path, help="where copies of a remote store's files lie for a while")
-    parser.add_argument("--cache-bytes", default="8GB", help="most that these copies may take (default: 8GB)")
-    parser.add_argument(
+    words = parser("store", __doc__)
+    words.add_argument("command", choices=["verify", "info"])
+    words.add_argument("store", help="its folder, or its URL, such as s3://bucket/store")
+    words.add_argument("--cache-dir", type=Path, help="where copies of a remote store's files lie for a while")
+    words.add_argument("--cache-bytes", default="8GB", help="most that these copies may take (default: 8GB)")
+    words.add_argument(
         "--remove", action="store_true", help="verify takes damaged shards away, so that extraction makes them anew"
     )
-    return parser
+    return words
 
 
 if __name__ == "__main__":

@@ -130,20 +130,6 @@ def round_left_behind(decoder, aux, tokens):
     decoder.extend(aux[8:9], tokens[9:10])
 
 
-@pytest.mark.parametrize(
-    "mistake",
-    [shifted_states, shifted_tokens, pre_norm_feedback, standing_positions, blind_to_own_steps, round_left_behind],
-)
-def test_a_planted_mistake_is_seen(document, mistake):
-    objective = make_objective(make_shape(), torch.float32)
-    decoder = decoder_of(objective)
-    mistake(decoder, document.aux.float(), document.tokens)
-    tokens, z = drafted(decoder)
-    vars(decoder.drafter).pop("feedback", None)  # the unroll is the right one
-    vars(decoder.drafter.midlayer.self_attn).pop("queries", None)
-    assert (z - unrolled(objective, document, 8, tokens)).abs().max() > 1e-3
-
-
 def another_mask_token(decoder, aux, tokens):
     right = decoder.drafter.mask
     decoder.drafter.mask = lambda: (right()[0] - 1, right()[1])
@@ -163,24 +149,21 @@ def blind_to_other_mask_rows(decoder, aux, tokens):
     cache.write = lambda x, rows, positions: None
 
 
+OF_BOTH = [shifted_states, shifted_tokens, standing_positions, round_left_behind]
+OF_CHAINS = [*OF_BOTH, pre_norm_feedback, blind_to_own_steps]
+OF_PARALLEL = [*OF_BOTH, another_mask_token, mask_rows_one_too_far, blind_to_other_mask_rows]
+
+
 @pytest.mark.parametrize(
-    "mistake",
-    [
-        shifted_states,
-        shifted_tokens,
-        standing_positions,
-        round_left_behind,
-        another_mask_token,
-        mask_rows_one_too_far,
-        blind_to_other_mask_rows,
-    ],
+    ("shape", "mistake"), [*(({}, each) for each in OF_CHAINS), *((PARALLEL, each) for each in OF_PARALLEL)]
 )
-def test_a_mistake_planted_in_parallel_drafting_is_seen(document, mistake):
-    objective = make_objective(make_shape(**PARALLEL), torch.float32)
+def test_a_planted_mistake_is_seen(document, shape, mistake):
+    objective = make_objective(make_shape(**shape), torch.float32)
     decoder = decoder_of(objective)
     mistake(decoder, document.aux.float(), document.tokens)
     tokens, z = drafted(decoder)
-    vars(decoder.drafter).pop("mask", None)  # the unroll is the right one
+    for name in ("feedback", "mask"):  # the unroll is the right one
+        vars(decoder.drafter).pop(name, None)
     vars(decoder.drafter.midlayer.self_attn).pop("queries", None)
     assert (z - unrolled(objective, document, 8, tokens)).abs().max() > 1e-3
 

@@ -60,6 +60,12 @@ def test_markup_in_a_system_message_is_text():
     assert markup(find("system_adversarial").apply(PROMPT, AROUND).ids) == plain
 
 
+def test_another_familys_template_is_given_none_of_the_targets_arguments():
+    ours = replace(TEMPLATE, template="{{ thinking }}", template_args={"thinking": "deep"})
+    assert ours.render(PROMPT.messages) == "deep"
+    assert ours.render(PROMPT.messages, template="{{ thinking is defined }}") == "False"
+
+
 @pytest.mark.parametrize(
     ("length", "wanted"), [(0.7, 210), (1, LENGTH), (2.5, 750), (7, 2100), ("211_tokens", 211), ("999_tokens", 999)]
 )

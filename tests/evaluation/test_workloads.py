@@ -1,5 +1,6 @@
 """How rows of many kinds of sets become prompts, which workloads a configuration asks for, and what was trained on."""
 
+import gzip
 import json
 
 import numpy as np
@@ -86,6 +87,32 @@ def test_rows_are_read_as_the_suite_says(place, options, texts):
     assert place.texts(found) == texts
     by_number = {row["number"]: row["kind"] for row in ROWS}
     assert [p.source for p in found.prompts] == [by_number[int(p.id)] for p in found.prompts]
+
+
+LINES = b'{"id": "a", "prompt": "hello"}\n\n{"id": "b", "prompt": "world"}\n'
+FILES = {
+    "own.jsonl": LINES,
+    "own.json": LINES,
+    "own.json.gz": gzip.compress(LINES),
+    "own.csv": b"id,prompt\na,hello\nb,world\n",
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_of_rows_is_read_whatever_its_kind(place, name):
+    (place.folder / name).write_bytes(FILES[name])
+    _, found = place.workloads(f"evaluate.suites.s.path={place.folder / name}")
+    assert (place.texts(found), [prompt.id for prompt in found.prompts]) == (["hello", "world"], ["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("last", "words"),
+    [(b"[1]", "own.jsonl:4 is no JSON object"), (b"{", "own.jsonl:4 cannot be read"), (b"\xff", ":4")],
+)
+def test_a_row_that_cannot_be_read_is_named_by_its_place(place, last, words):
+    (place.folder / "own.jsonl").write_bytes(LINES + last)
+    with pytest.raises(UserError, match=words):
+        place.workloads(f"evaluate.suites.s.path={place.folder / 'own.jsonl'}")
 
 
 def test_suites_of_the_project_have_known_options(place):

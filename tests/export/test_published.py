@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from spelling import joined, layers_0, same, write
 
 from eagle31_train.checkpoint import config_json, published
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
@@ -20,13 +21,6 @@ def exported(exports):
     """config and tensors of the Llama draft."""
     config, tensors, _ = exports["llama"].exported()
     return config, tensors
-
-
-def write(folder, config, tensors):
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
-    return folder
 
 
 def never():
@@ -56,10 +50,6 @@ def assert_same_draft(ours, theirs):
 # ---------------------------------------------------------------- spellings
 
 
-def same(value):
-    return value
-
-
 def speculators(config):
     """The layer's fields apart from the drafter's."""
     ours = ("draft_vocab_size", "target_hidden_size", "fc_norm", "norm_output", "norm_before_residual", "torch_dtype")
@@ -77,21 +67,10 @@ def speculators(config):
     }
 
 
-def layers_0(tensors):
-    return {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
-
-
-def joined(tensors):
-    """Fused as vLLM fuses them."""
-    tensors = dict(tensors)
-    for fused, parts in {
-        "self_attn.qkv_proj": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
-        "self_attn.fused_qkv_a_proj": ["self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"],
-        "mlp.gate_up_proj": ["mlp.gate_proj", "mlp.up_proj"],
-    }.items():
-        if (names := [f"midlayer.{part}.weight" for part in parts])[0] in tensors:
-            tensors[f"midlayer.{fused}.weight"] = torch.cat([tensors.pop(name) for name in names])
-    return tensors
+def old_rope(config):
+    """As transformers 4 and DeepSeek wrote it."""
+    scaling = config["rope_scaling"] and {k: v for k, v in config["rope_scaling"].items() if k != "rope_type"}
+    return {**{key: value for key, value in config.items() if key != "rope_parameters"}, "rope_scaling": scaling}
 
 
 def in_model(tensors):
@@ -121,12 +100,6 @@ def ids_in(where, shift=0):
         return {**config, "eagle_config": {where: ids[::-1], "use_aux_hidden_state": True}}
 
     return change
-
-
-def old_rope(config):
-    """As transformers 4 and DeepSeek wrote it."""
-    scaling = config["rope_scaling"] and {k: v for k, v in config["rope_scaling"].items() if k != "rope_type"}
-    return {**{key: value for key, value in config.items() if key != "rope_parameters"}, "rope_scaling": scaling}
 
 
 def copied(config):

@@ -6,6 +6,13 @@ from pipeline import make_run, tiny_config
 from eagle31_train.targets.extraction import extract
 
 
+@pytest.fixture
+def run(tmp_path):
+    """tmp_path with a target and its data, ready to be extracted."""
+    make_run(tmp_path)
+    return tmp_path
+
+
 @pytest.fixture(scope="session")
 def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")

@@ -18,13 +18,6 @@ from eagle31_train.targets.hf import HiddenStateTarget
 from eagle31_train.targets.pretrained import vocabulary_fingerprint
 
 
-@pytest.fixture
-def run(tmp_path):
-    """tmp_path with a target and its data, ready to be extracted."""
-    make_run(tmp_path)
-    return tmp_path
-
-
 def refused(folder, *more):
     """The one line of an extraction that is refused."""
     return message_of(extract, tiny_config(folder, *more))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from extracting import timeless
 from made import Made, message_of
-from pipeline import contents, make_run, tiny_config
+from pipeline import contents, tiny_config
 
 from eagle31_train.errors import UserError
 from eagle31_train.store import StoreWriter
@@ -17,13 +17,6 @@ from eagle31_train.targets.extraction import extract
 from eagle31_train.targets.hf import HiddenStateTarget, TransformersEngine
 
 PATIENCE = 60.0  # seconds after which a test that would wait for ever fails
-
-
-@pytest.fixture
-def run(tmp_path):
-    """tmp_path with a target and its data, ready to be extracted."""
-    make_run(tmp_path)
-    return tmp_path
 
 
 def runs_of(patch, around):

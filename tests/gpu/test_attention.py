@@ -12,10 +12,6 @@ from eagle31_train.model.attention import unrolled_attention
 from eagle31_train.model.batch import each_tensor
 from eagle31_train.model.packing import make_layout
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
 LENGTHS = [300, 1, 450, 260]
 SLOTS = {
     "answers": [*range(100, 280), *range(320, 470), *range(500, 740), 800, *range(900, 1000)],

@@ -5,11 +5,6 @@ import torch
 
 from eagle31_train.store.codec import CODECS, encode
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
-
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("width", [1, 33, 128, 576, 4096])

@@ -9,10 +9,6 @@ from eagle31_train.store.shard_plan import PlannedShard, Shape
 from eagle31_train.targets.extraction import extract, run_shard
 from eagle31_train.targets.hf import HiddenStateTarget, TransformersEngine
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
 LENGTHS = (60, 9, 33, 120, 3)
 
 

@@ -1,7 +1,4 @@
-"""What a step takes on a CUDA device is what the plan says.
-
-`make test-gpu` runs this where there is a GPU; everywhere else it is skipped.
-"""
+"""What a step takes on a CUDA device is what the plan says."""
 
 import pytest
 import torch
@@ -11,10 +8,6 @@ from benchmarks.shapes import turns
 from eagle31_train.planning.footprint import Step, activations
 from eagle31_train.planning.work import count_work
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
 K = 7
 
 

@@ -11,10 +11,6 @@ from eagle31_train.model import context_attention
 from eagle31_train.model.batch import build_batch
 from eagle31_train.model.decode import DraftDecoder
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
 # Kimi's heads: 128 + 64 wide keys, 128 wide values.
 HEADS = {"num_attention_heads": 4, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 WIDE = {"hidden_size": 256, "target_hidden_size": 256, "intermediate_size": 512, "q_lora_rank": 96, "kv_lora_rank": 64}

@@ -12,10 +12,6 @@ import several
 import torch
 
 GPUS = torch.cuda.device_count()
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
 SHARDED = ("fsdp2",) if GPUS > 1 else ()
 PROFILES = ("ddp", *SHARDED, "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload")
 KEPT = json.loads(golden.FILE.read_text())["losses"]

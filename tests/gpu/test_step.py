@@ -1,7 +1,4 @@
-"""The training step on a CUDA device: equal to the CPU's, and never waited for inside.
-
-`make test-gpu` runs this where there is a GPU; everywhere else it is skipped.
-"""
+"""The training step on a CUDA device: equal to the CPU's, and never waited for inside."""
 
 import pytest
 import torch
@@ -17,10 +14,6 @@ from train.loader import MicroBatch, StepTotals
 from train.metrics import fetch
 from train.parallel import parallelise
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
 K = 4
 
 

@@ -1,7 +1,6 @@
 """A store of somebody else's whose checksums are right, and whose content is not."""
 
 import json
-import os
 import shutil
 from collections import Counter
 
@@ -18,6 +17,7 @@ from eagle31_train.store.backends import LocalStorage
 from eagle31_train.store.format import CONSUMED, PLAN, PROVENANCE, SHARDS, STREAM, TARGET, TARGET_LINE
 from eagle31_train.store.sealed import digest, seal, unseal
 
+pytestmark = pytest.mark.usefixtures("no_power_is_lost")
 MADE = Made({"train": [9, 4, 6], "heldout": [5, 3]}, 16, "fp8", "bf16")
 SMALL = [MANIFEST, PLAN, PROVENANCE, SHARDS, TARGET_LINE, CONSUMED, STREAM]
 LINES = [shard.line for shard in MADE.plan.shards]
@@ -25,12 +25,6 @@ BIG = [TARGET, *(shard.name for shard in MADE.plan.shards)]
 OURS = {"store": MADE.fingerprint, "by": "t" * 16, "shards": [], "finished": False}
 NAMES = ["store", "bytes", "files", "lengths", "fidelity", "norm", PLAN, "x"]
 VALUES = ["fp8", "int4", "../../x", "/etc/passwd", "train", "heldout", MADE.fingerprint, BIG[1], BIG[2], -5, 2**40]
-
-
-@pytest.fixture(autouse=True)
-def no_power_is_lost(monkeypatch):
-    """So that files need not reach the disk, which takes most of the time of thousands of stores."""
-    monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
 @pytest.fixture(scope="module")

@@ -16,11 +16,7 @@ from eagle31_train.store import tensors as store_tensors
 from eagle31_train.store.sealed import checksum, unseal
 from train import checkpoint
 
-
-@pytest.fixture(autouse=True)
-def no_power_is_lost(monkeypatch):
-    """So that files need not reach the disk, which takes its time."""
-    monkeypatch.setattr(os, "fsync", lambda _: None)
+pytestmark = pytest.mark.usefixtures("no_power_is_lost")
 
 
 # ---------------------------------------------------------------- what it holds

@@ -1,6 +1,5 @@
 """A save that dies, or whose disk fails, at any operation: the checkpoint before it or the new one is there, whole."""
 
-import os
 import shutil
 
 import pytest
@@ -10,6 +9,7 @@ from pipeline import flip_bit
 
 from train import checkpoint
 
+pytestmark = pytest.mark.usefixtures("no_power_is_lost")
 LATER = snapshot(2, seed=22)  # another one of the same step
 
 
@@ -38,12 +38,6 @@ def among_leftovers(folder):
 
 
 STATES = [first, another, over_a_damaged_one, among_leftovers]
-
-
-@pytest.fixture(autouse=True)
-def no_power_is_lost(monkeypatch):
-    """So that files need not reach the disk, which takes its time."""
-    monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
 @pytest.fixture

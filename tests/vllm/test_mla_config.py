@@ -1,13 +1,12 @@
 """What real vLLM reads of an MLA draft's config.json and tensors: what was trained, however it is spelt; and traps."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import make_mla_shape
-from safetensors.torch import save_file
+from spelling import joined, layers_0, same, write
 from transformers import DeepseekV3Config
 
 from eagle31_train.checkpoint import config_json, contract, published_config
@@ -52,17 +51,6 @@ def tensors_of(shape):
     return {name: torch.randn(size, generator=generator) for name, size in contract.weight_shapes(shape).items()}
 
 
-def joined(tensors):
-    tensors = dict(tensors)
-    attention, mlp = "midlayer.self_attn", "midlayer.mlp"
-    for fused, parts in {
-        f"{attention}.fused_qkv_a_proj": [f"{attention}.q_a_proj", f"{attention}.kv_a_proj_with_mqa"],
-        f"{mlp}.gate_up_proj": [f"{mlp}.gate_proj", f"{mlp}.up_proj"],
-    }.items():
-        tensors[f"{fused}.weight"] = torch.cat([tensors.pop(f"{part}.weight") for part in parts])
-    return tensors
-
-
 def old_rope(config):
     return {key: value for key, value in config.items() if key != "rope_parameters"}
 
@@ -83,16 +71,12 @@ def factor_one(config):
     return {**config, "rope_scaling": scaling, "rope_parameters": {**scaling, "rope_theta": config["rope_theta"]}}
 
 
-def same(value):
-    return value
-
-
 # Of the published kind, written in other ways: config.json, tensors.
 WRITTEN = {
     "RoPE as transformers 4 writes it": (old_rope, same),
     "RoPE as transformers 5 writes it": (new_rope, same),
     "joined": (same, joined),
-    "layers.0": (same, lambda tensors: {n.replace("midlayer.", "layers.0."): t for n, t in joined(tensors).items()}),
+    "layers.0": (same, lambda tensors: layers_0(joined(tensors))),
     "deepseek_v2": (lambda config: {**config, "model_type": "deepseek_v2"}, same),
     "deepseek_v3": (lambda config: {**config, "model_type": "deepseek_v3"}, same),
     "experts": (lambda config: {**config, "n_routed_experts": 8, "moe_intermediate_size": 4}, same),
@@ -100,13 +84,6 @@ WRITTEN = {
     "theta lost": (lambda config: {k: v for k, v in old_rope(config).items() if k != "rope_theta"}, same),
     "nothing of the attention": (same, without_attention),
 }
-
-
-def write(folder, config, tensors):
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
-    return str(folder)
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +107,7 @@ def seen(tmp_path_factory, ask, folders):
     widths = {"q_lora_rank": 24, "qk_nope_head_dim": 20, "v_head_dim": 12, "max_position_embeddings": 4096}
     DeepseekV3Config(**sizes, **widths, architectures=["DeepseekV3ForCausalLM"]).save_pretrained(folder)
     return dict(
-        zip(folders, ask("draft", [{"target": str(folder), "draft": at} for at in folders.values()]), strict=True)
+        zip(folders, ask("draft", [{"target": str(folder), "draft": str(at)} for at in folders.values()]), strict=True)
     )
 
 
