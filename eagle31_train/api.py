@@ -147,7 +147,7 @@ class Speculator:
         (done,) = decoding.decode_speculative(
             self.target, self.drafter, self.target_ids, [self.ids(prompt)], num_speculative_tokens, limits
         )
-        text = self.template.tokenizer.decode(done.tokens, skip_special_tokens=True)
+        text = str(self.template.tokenizer.decode(done.tokens, skip_special_tokens=True))
         return Generation(text, done.tokens, done.accepted, done.seconds)
 
     def score(

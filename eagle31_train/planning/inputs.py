@@ -131,7 +131,7 @@ def prompts_at_hand(config: Config) -> int | None:
     if d.rows:
         return d.rows
     alone = (d.prompts if config.regenerate else d.conversations) or (SELF if writes_prompts(config) else None)
-    specs = d.source_paths or [alone]
+    specs: list[str | None] = [*d.source_paths] or [alone]
     counts = [d.self_prompts.count if spec == SELF else _rows(spec) if spec else None for spec in specs]
     return None if None in counts else sum(filter(None, counts))
 
