@@ -183,8 +183,8 @@ class DataConfig:
     @property
     def hub_sets(self) -> list[str]:
         """The data sets of the hub among them."""
-        named = {self.conversations, self.prompts, *self.source_paths}
-        return sorted(path for path in named if path and is_hub_set(path))
+        named = [self.conversations, self.prompts, *self.source_paths, *self.sources.values()]
+        return sorted({path for path in named if isinstance(path, str) and is_hub_set(path)})
 
     @property
     def source_paths(self) -> list[str]:

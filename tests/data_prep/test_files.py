@@ -136,6 +136,7 @@ def test_a_folder_is_all_its_files_in_order_and_nothing_else(tmp_path):
     assert "none is a folder without data files" in message_of(tmp_path / "none")
     assert "matches no file" in message_of(folder / "*.txt")
     assert "is missing: give a file" in message_of("~/none.csv")
+    assert "is missing: give a file" in message_of("none/there.csv.gz"), "which is no data set's id"
 
 
 # ---------------------------------------------------------------- hub data sets
