@@ -79,10 +79,13 @@ def sealed_manifest(checkpoint: Path) -> dict[str, Any]:
 
 def first_damaged(checkpoint: Path, files: Mapping[str, Mapping[str, Any]]) -> str | None:
     """What is wrong with the first of these files of its own manifest that is not as it was written, if any."""
-    try:
-        return artifacts.first_damaged(checkpoint, files, "checksum", checksum)
-    except OSError as error:
-        return f"{checkpoint} cannot be read ({error})"
+    for name, entry in files.items():
+        try:
+            if damage := artifacts.first_damaged(checkpoint, {name: entry}, "checksum", checksum):
+                return damage
+        except OSError as error:
+            return f"{checkpoint / name} cannot be read ({error})"
+    return None
 
 
 def load_weights(checkpoint: Path, manifest: dict[str, Any] | None) -> dict[str, Tensor]:
