@@ -7,7 +7,7 @@ import pytest
 
 from eagle31_train import artifacts, provenance
 from eagle31_train.cli import load_config
-from eagle31_train.config import RENAMED
+from eagle31_train.config import RENAMED, Config
 from eagle31_train.errors import UserError
 from eagle31_train.provenance import Provenance
 
@@ -142,3 +142,14 @@ def test_commit_replaces_files_and_folders_whole(tmp_path):
     artifacts.commit(tmp_path / ".new", tmp_path / "old")
     assert [path.name for path in (tmp_path / "old" / "deep").iterdir()] == ["new"]
     assert not (tmp_path / ".new").exists()
+
+
+def test_the_data_of_stage_1_are_refused_where_they_are_to_be_whole_and_are_not(tmp_path):
+    config, folder = Config(run_dir=str(tmp_path)), tmp_path / "data"
+    artifacts.write_text(folder / "rows", "one")
+    artifacts.write_json(folder / "manifest.json", {"files": artifacts.list_files(folder, [folder / "rows"])})
+    assert provenance.read_data(config, whole=True) == provenance.read_data(config)
+    (folder / "rows").write_text("eno")
+    assert provenance.read_data(config)
+    with pytest.raises(UserError, match=r"rows does not match its checksum.*: run `eagle31 data` again"):
+        provenance.read_data(config, whole=True)

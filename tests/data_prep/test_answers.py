@@ -70,6 +70,12 @@ def test_an_answer_taken_apart_is_put_together_as_the_target_wrote_it(server, th
         ask(server, chatml)
 
 
+def test_a_prompt_has_earlier_thoughts_where_the_template_looks_for_them(thinking):
+    ids = thinking.prompt_ids([ASK, {"role": "assistant", "content": "<think>hm</think>yes"}, ASK])
+    asked = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n<think>"
+    assert thinking.decode(ids) == f"{asked}hm</think>yes<|im_end|>\n{asked}"
+
+
 # ---------------------------------------------------------------- in this process
 
 FOX = "hello 🦊"
