@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from published_targets import FOLDER
 
-from eagle31_train import cli, run
+from eagle31_train import cli, new, run
 
 
 @pytest.fixture
@@ -72,3 +72,14 @@ def test_a_profile_is_taken_by_its_name(started, monkeypatch, capsys):
     assert "--profile" not in words
     assert "training on 4 GPUs, profile zero2" in capsys.readouterr().out
     assert all((cli.CONFIGS / "accelerate" / f"{name}.yaml").is_file() for name in run.PROFILES)
+
+
+def test_a_recipe_of_ones_own_begins_as_the_recipe_for_any_target(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    new.main(["mine"])
+    mine, any_target = (cli.load_config([f"+experiment={recipe}", "target.path=x"]) for recipe in ("mine.yaml", "any"))
+    assert (mine.train, mine.store, mine.data.draft_vocab_size) == (
+        any_target.train,
+        any_target.store,
+        any_target.data.draft_vocab_size,
+    )
