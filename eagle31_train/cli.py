@@ -65,7 +65,7 @@ def load_config(
             for word in words:
                 if word not in groups:
                     _set(composed, word)
-            config = _to_config(composed, folders)
+            config = _to_config(composed)
         except (HydraException, OmegaConfBaseException, YAMLError) as error:
             raise UserError(_explain(error)) from None
     if resolve:
@@ -153,7 +153,7 @@ def _say_new_name(old: str) -> None:
     note(f"{old} is {now}", error=True)
 
 
-def _to_config(composed: DictConfig, folders: list[Path]) -> Config:
+def _to_config(composed: DictConfig) -> Config:
     if OmegaConf.is_missing(composed, "name"):  # OmegaConf stumbles over run_dir, which is made of it
         unknown = OmegaConf.is_missing(composed.target, "path")
         composed.name = "unnamed" if unknown else Path(composed.target.path).name.lower()
