@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import made
 import pytest
 
+from eagle31_train import __main__ as console_script
 from eagle31_train import cli
 from eagle31_train.cli import load_config, run
 from eagle31_train.config import RENAMED, Config
@@ -154,6 +155,18 @@ def test_an_old_name_is_understood_and_says_the_new_one(monkeypatch, capsys, tmp
 
 
 # ---------------------------------------------------------------- run
+
+
+def test_ctrl_c_while_libraries_are_imported_is_one_line_too(monkeypatch, capsys):
+    def imports(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", ["eagle31", "train"])
+    monkeypatch.setattr(console_script.runpy, "run_module", imports)
+    with pytest.raises(SystemExit) as stopped:
+        console_script.main()
+    assert (stopped.value.code, capsys.readouterr().err) == (130, "stopped; the same command goes on from here\n")
 
 
 @pytest.mark.parametrize(
