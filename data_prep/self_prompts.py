@@ -141,7 +141,10 @@ class Writer:
                 self.bar.set_postfix_str(f"{len(done):,} of {wanted:,} of use", refresh=False)
         if len(done) < wanted:
             few = f"the target wrote {len(done)} prompts of use in {tries} tries ({_counted(self.refused)})"
-            raise UserError(f"{few}: is it a chat model? Lower data.self_prompts.count, or give data.prompts=FILE")
+            raise UserError(
+                f"{few}: is it a chat model? Raise data.self_prompts.max_new_tokens if most did not end, lower "
+                "data.self_prompts.count, or give data.prompts=FILE"
+            )
         return done[:wanted]
 
     def _begin(self, number: int) -> Written:

@@ -24,7 +24,7 @@ from train.acceptance import AcceptanceMeter, evaluate
 from train.checkpoint import Saver, Snapshot
 from train.deadline import Deadline
 from train.loader import GlobalBatch, StepTotals, load
-from train.metrics import HELDOUT, Reporter, plain, summarise
+from train.metrics import HELDOUT, Reporter, heldout_text, plain, summarise
 from train.parallel import Parallel
 from train.step import accumulate, broken_samples, learning_rate, samples_to_blame
 from train.windows import Usage, Window
@@ -172,8 +172,7 @@ class Trainer:
         self.state.heldout = plain({**metrics, **measured})
         if self.state.best and self.state.best["step"] == step:
             self.state.best["heldout"] = self.state.heldout
-        text = f"step {step}: held-out loss {metrics['loss']:.3f}"
-        text += f", acceptance estimate {metrics['acceptance_estimate']:.3f}"
+        text = f"step {step}: {heldout_text(metrics)}"
         if self.meter:
             length, tokens = measured["acceptance_length"], self.meter.draft_tokens
             text += f", acceptance length {length:.3f} with {tokens} draft tokens"
