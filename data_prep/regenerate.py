@@ -47,7 +47,7 @@ def regenerate(config: Config, template: ChatTemplate) -> tuple[Path, dict[str, 
     jobs, refused = _jobs(corpus, generate)
     option = "data.sources" if corpus.mixed else f"data.prompts={config.data.prompts}"
     if not jobs:
-        raise UserError(f"{option}: there is no prompt that can be answered")
+        raise UserError(f"{option}: there is no prompt that can be answered ({most_common(refused)})")
     if (count := sum(bool(job.row.tools) for job in jobs)) and not template.reads_tools:
         note(f"answers: {count} are asked for with tools, which the chat template of {template.name} does not write")
     with journal:

@@ -133,14 +133,18 @@ class Writer:
         wanted, tries = self.options.count, MOST_TRIES * self.options.count
         done: list[Written] = []
         numbers = iter(range(tries))
-        with Progress(total=wanted, desc="prompts", unit="prompt") as bar:
+        with Progress(total=wanted * self.options.turns, desc="prompts", unit="text") as self.bar:
             # A batch larger than the engine's, so that texts of like length share one; as many as may be missing.
             while len(done) < wanted and (batch := list(islice(numbers, max(self.engine.at_once, wanted - len(done))))):
+                self.bar.total = self.bar.n + len(batch) * self.options.turns
                 done += self._turns([self._begin(number) for number in batch])
-                bar.update(min(len(done), wanted) - bar.n)
+                self.bar.set_postfix_str(f"{len(done):,} of {wanted:,} of use", refresh=False)
         if len(done) < wanted:
             few = f"the target wrote {len(done)} prompts of use in {tries} tries ({_counted(self.refused)})"
-            raise UserError(f"{few}: is it a chat model? Lower data.self_prompts.count, or give data.prompts=FILE")
+            raise UserError(
+                f"{few}: is it a chat model? Raise data.self_prompts.max_new_tokens if most did not end, lower "
+                "data.self_prompts.count, or give data.prompts=FILE"
+            )
         return done[:wanted]
 
     def _begin(self, number: int) -> Written:
@@ -155,8 +159,10 @@ class Writer:
                 going = self._answered(going)
             keys = {f"{self.fingerprint}-{one.number}-{turn}": one for one in going}
             requests = {key: self._request(one) for key, one in keys.items()}
-            texts = dict(self.journal.outcomes(requests, self._ask))
-            going = []
+            texts, going = {}, []
+            for key, outcome in self.journal.outcomes(requests, self._ask):
+                texts[key] = outcome
+                self.bar.update()
             for key, one in keys.items():
                 text, problem = "", str(outcome := texts[key])
                 if not isinstance(outcome, Refused):

@@ -48,8 +48,8 @@ def prepare(config: Config) -> None:
     data, folder = config.data, config.data_folder.resolve()
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
         raise UserError("eagle31 data is one process, and WORLD_SIZE is set: start it without a launcher")
-    template = ChatTemplate.load(config.target)
     target = describe_target(config.target)
+    template = ChatTemplate.load(config.target)
     vocab_size = target.vocab_size
     template.check_fits(config.target, vocab_size)
     # What no counts could fulfil, and no drafter could be made for, is refused here, and not after hours of answers.

@@ -3,6 +3,7 @@
 Sphinx reads the whole checkout, so links between pages, to code and to results are the same here and there.
 """
 
+import shutil
 from pathlib import Path
 
 from sphinx.application import Sphinx
@@ -52,13 +53,22 @@ highlight_language = "none"  # of blocks without a language
 html_theme = "furo"  # brings its own style and scripts, and asks for no font
 html_title = "eagle31"
 html_extra_path = ["site"]  # index.html, which leads to README.html
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 html_copy_source = False
 html_show_copyright = False
 
 
 def setup(app: Sphinx) -> None:
-    """Give the start page the navigation, which GitHub would show as code."""
+    """Give the start page the navigation, which GitHub would show as code, and pages their pictures."""
     app.connect("source-read", _navigate)
+    app.connect("build-finished", _copy_pictures)
+
+
+def _copy_pictures(app: Sphinx, error: Exception | None) -> None:
+    """Copy the pictures of `<picture>`, which is raw HTML to Sphinx."""
+    if error is None:
+        shutil.copytree(ROOT / "docs" / "pictures", Path(app.outdir) / "docs" / "pictures", dirs_exist_ok=True)
 
 
 def _navigate(_app: Sphinx, page: str, source: list[str]) -> None:

@@ -9,7 +9,7 @@
 import runpy
 import sys
 
-from eagle31_train.console import note, tidy
+from eagle31_train.console import explained, note, tidy
 from eagle31_train.locations import STAGES
 
 # Command → the module that is run, and what it does. The stages first, in their order.
@@ -42,7 +42,8 @@ def main() -> None:
         raise SystemExit(2)
     sys.argv = [f"eagle31 {command}", *sys.argv[2:]]
     sys.path.insert(0, str(STAGES))  # before a train.py or data_prep/ of the user's own
-    runpy.run_module(COMMANDS[command][0], run_name="__main__")
+    with explained():  # Ctrl-C while libraries are imported, too, which takes seconds
+        runpy.run_module(COMMANDS[command][0], run_name="__main__")
 
 
 def usage() -> str:

@@ -65,7 +65,7 @@ def load_config(
             for word in words:
                 if word not in groups:
                     _set(composed, word)
-            config = _to_config(composed, folders)
+            config = _to_config(composed)
         except (HydraException, OmegaConfBaseException, YAMLError) as error:
             raise UserError(_explain(error)) from None
     if resolve:
@@ -153,29 +153,36 @@ def _say_new_name(old: str) -> None:
     note(f"{old} is {now}", error=True)
 
 
-def _to_config(composed: DictConfig, folders: list[Path]) -> Config:
-    if OmegaConf.is_missing(composed, "name") and not OmegaConf.is_missing(composed, "target.path"):
-        composed.name = Path(composed.target.path).name.lower()
-    # run_dir is made of the name, and OmegaConf stumbles over the one that is missing behind the other.
-    missing = ["name"] if OmegaConf.is_missing(composed, "name") else sorted(OmegaConf.missing_keys(composed))
-    if missing:
-        recipes = ", ".join(choices("experiment", folders))
-        raise UserError(f"no value for {', '.join(missing)}: set {missing[0]}=… or pick +experiment=NAME of {recipes}")
+def _to_config(composed: DictConfig) -> Config:
+    if OmegaConf.is_missing(composed, "name"):  # OmegaConf stumbles over run_dir, which is made of it
+        unknown = OmegaConf.is_missing(composed.target, "path")
+        composed.name = "unnamed" if unknown else Path(composed.target.path).name.lower()
+    if missing := sorted(OmegaConf.missing_keys(composed)):
+        recipes = ", ".join(name for name in choices("experiment") if not ANY.endswith(f"={name}"))
+        raise UserError(
+            f"no value for {', '.join(missing)}: give {missing[0]}=…, or a recipe that has it, +experiment=NAME of "
+            f"{recipes}"
+        )
     config = OmegaConf.to_object(composed)
     assert isinstance(config, Config)
     for option in ("name", "run_dir"):
-        if not getattr(config, option).strip():
-            raise UserError(f"{option}= is empty: give {option}=… a value (is a variable of the shell not set?)")
+        _refuse_empty(option, getattr(config, option))
     for name, _, field in _options(Config):
         check_value(name, operator.attrgetter(name)(config), field.metadata)
     return config
+
+
+def _refuse_empty(option: str, value: Any) -> None:
+    """UserError for an empty text: of a path or a name it would mean another one, or none, in silence."""
+    if isinstance(value, str) and not value.strip():
+        raise UserError(f"{option}= is empty: give {option}=… a value (is a variable of the shell not set?)")
 
 
 def _set(config: DictConfig, override: str) -> None:
     """Change one option as `key=value` says, or remove the free-form one of `~key`; UserError where it is none."""
     key, (_, equals, value) = _key(override), override.partition("=")
     if not key or (not equals and not override.startswith("~")):
-        raise UserError(f"{override!r} is not of the form key=value")
+        raise UserError(f"{override!r} is not of the form key=value, such as target.path=Qwen/Qwen3-8B")
     if key in RENAMED or key in REMOVED:
         _say_new_name(key)
         if key in REMOVED:
@@ -195,6 +202,8 @@ def _set(config: DictConfig, override: str) -> None:
             del holder[last]
         return
     parsed = _parsed(override, value, Any if free else kinds[key])
+    if not free:
+        _refuse_empty(key, parsed)
     try:  # `{}` empties a free-form option; other mappings are merged
         OmegaConf.update(config, key, parsed, merge=parsed != {}, force_add=True)
     except OmegaConfBaseException as error:
@@ -297,9 +306,12 @@ def option_names() -> list[str]:
 
 
 def _nearest(name: str, names: list[str]) -> str:
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
     close = close or [n for n in names if n.split(".")[-1] == name.split(".")[-1]]
-    return f": did you mean {close[0]!r}?" if close else f" (there are {', '.join(sorted(names)[:12])}, …)"
+    section = name.rpartition(".")[0]
+    alike = sorted(n for n in names if section and n.startswith(f"{section}."))
+    listed = ", ".join(alike) or f"{', '.join(sorted(names)[:12])}, …"
+    return f": did you mean {close[0]!r}?" if close else f" (there are {listed})"
 
 
 def _options(cls: type, prefix: str = "") -> Iterator[tuple[str, Any, dataclasses.Field]]:
@@ -319,6 +331,7 @@ def _options_help() -> str:
         make = field.default_factory
         default = field.default if make is dataclasses.MISSING else make()
         shown = "required" if default == "???" else "null" if default is None else str(default)
+        shown = "the target's" if name == "name" else shown
         lines.append(f"  {name:<32} {field.metadata['help']} [{shown}]")
     return "\n".join(lines)
 

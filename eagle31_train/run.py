@@ -23,6 +23,16 @@ from eagle31_train.locations import CONFIGS
 
 STAGES = ("data", "extract", "train", "evaluate", "export", "summary")
 WRITTEN = ["regenerate=true", f"data.prompts={SELF}"]
+# accelerate's launcher. Ctrl-C ends it without a traceback, and after the training, which gets it itself and says so.
+LAUNCH = """
+import signal
+try:
+    from accelerate.commands.launch import main
+    signal.signal(signal.SIGINT, lambda *_: None)
+    main()
+except KeyboardInterrupt:
+    raise SystemExit(130) from None
+"""
 ALONE = ("cpu", "gpu")  # profiles of one process
 PROFILES = [*ALONE, "ddp", "fsdp2", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload"]  # of one machine
 
@@ -46,12 +56,22 @@ def run(config: Config, overrides: list[str], first: str, last: str, profile: st
     environment.setdefault("TOKENIZERS_PARALLELISM", "false")
     for stage in STAGES[STAGES.index(first) : STAGES.index(last) + 1]:
         note(f"run: {stage}")
-        done = subprocess.run([*command(stage, profile), *overrides], env=environment, check=False)
-        if done.returncode == STOPPED:
+        status = finished([*command(stage, profile), *overrides], environment)
+        if status == STOPPED:
             raise Stopped(f"run: {stage} was stopped and saved; the same command goes on from there")
-        if done.returncode:
+        if status:
             note(f"run: stopped at {stage}; the same command goes on from there", error=True)
-            raise SystemExit(done.returncode)
+            raise SystemExit(status)
+
+
+def finished(words: list[str], environment: dict[str, str]) -> int:
+    """Run a stage; its exit status. Ctrl-C reaches the stage, too: it has the time to end its servers, and says so."""
+    with subprocess.Popen(words, env=environment) as process:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:  # subprocess.run would kill it a quarter of a second later
+            process.wait()
+            raise SystemExit(130) from None
 
 
 def whole_vocabulary(config: Config, overrides: list[str]) -> list[str]:
@@ -78,7 +98,7 @@ def command(stage: str, profile: str | None = None) -> list[str]:
     processes = 1 if profile in ALONE else max(1, devices)
     where = "the CPU" if profile == "cpu" or not devices else f"{processes} GPU{'s' * (processes > 1)}"
     note(f"run: training on {where}, profile {profile}")
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--quiet"]
+    launch = [sys.executable, "-c", LAUNCH, "--quiet"]
     launch += ["--config_file", str(CONFIGS / "accelerate" / f"{profile}.yaml"), "--num_processes", str(processes)]
     return [*launch, *(["--module", "eagle31_train"] if program[0] == "-m" else program), stage]
 

@@ -43,7 +43,7 @@ def summarise(config: Config) -> None:
         "  by source": "   ".join(sources),
         "  measured on": f"{report['prompts']} prompts of {report['workload']}, {report['generated_tokens']:,} tokens",
         "speed": f"{speed['speculative']:.1f} tokens/s with the drafter, {speed['plain']:.1f} without, for one user",
-        "trained on": f"{trained['tokens']:,} tokens ({trained['pairs']:,} slot-steps) in {trained['steps']} steps",
+        "trained on": f"{trained['tokens']:,} tokens ({trained['pairs']:,} predictions) in {trained['steps']} steps",
         "seconds": "   ".join(f"{stage} {manifests[stage]['seconds']:,.0f}" for stage in STAGES),
         "checkpoint": str(Path(config.run_dir) / "export"),
         "serve it": manifests["export"]["serve"],

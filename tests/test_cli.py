@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import made
 import pytest
 
+from eagle31_train import __main__ as console_script
 from eagle31_train import cli
 from eagle31_train.cli import load_config, run
 from eagle31_train.config import RENAMED, Config
@@ -113,16 +114,24 @@ def test_a_free_form_option_is_emptied():
         ("trian.lr=1", "no option 'trian.lr': did you mean 'train.lr'?"),
         ("+experimnt=smollm2", "no option 'experimnt': did you mean 'experiment'?"),
         ("+experiment=smolm2", "no configs/experiment/smolm2.yaml: did you mean 'smollm2'?"),
+        ("train.learning_rate=1", "no option 'train.learning_rate' (there are train.activation_checkpointing, "),
         ("+target=zzz", "no configs/target/zzz.yaml (there are kimi, kimi_k25, kimi_toy, "),
         ("train.lr", "'train.lr' is not of the form key=value"),
         ("train.lr=fast", "train.lr=fast: Value 'fast' of type 'str' could not be converted to Float"),
         ("train.betas=[0.9", "'train.betas=[0.9' cannot be read"),
         ("data.sources.en={path: a=b}", "'data.sources.en={path: a=b}' cannot be read"),
         ("name=", "name= is empty: give name=… a value"),
+        ("data.prompts=", "data.prompts= is empty: give data.prompts=… a value"),
     ],
 )
 def test_a_wrong_option_is_named_with_the_nearest_right_one(override, words):
     assert words in message_of(RECIPE, override)
+
+
+def test_a_target_that_is_not_given_is_asked_for():
+    for words in ([], ["name=x"], ["+experiment=any"]):
+        assert message_of(*words).startswith("no value for target.path: give target.path=…")
+    assert load_config(["target.path=org/Some-Target"]).name == "some-target"
 
 
 def test_an_old_name_is_understood_and_says_the_new_one(monkeypatch, capsys, tmp_path):
@@ -146,6 +155,18 @@ def test_an_old_name_is_understood_and_says_the_new_one(monkeypatch, capsys, tmp
 
 
 # ---------------------------------------------------------------- run
+
+
+def test_ctrl_c_while_libraries_are_imported_is_one_line_too(monkeypatch, capsys):
+    def imports(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", ["eagle31", "train"])
+    monkeypatch.setattr(console_script.runpy, "run_module", imports)
+    with pytest.raises(SystemExit) as stopped:
+        console_script.main()
+    assert (stopped.value.code, capsys.readouterr().err) == (130, "stopped; the same command goes on from here\n")
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,9 @@ def test_the_site_builds_strictly_and_asks_for_nothing_outside(tmp_path):
     assert len(pages) > len(PAGES)
     fetched = r"""<(?:script|img|iframe|source)\b[^>]*\ssrc="(?:https?:)?//|<link\b[^>]*\shref="(?:https?:)?//"""
     assert [page.name for page in pages if re.search(fetched, page.read_text())] == []
+    shown = [(page, link) for page in pages for link in re.findall(r' src(?:set)?="([^":?]+)', page.read_text())]
+    assert sum("pictures/" in link for _, link in shown) >= 4  # of `<picture>`, raw HTML to Sphinx
+    assert [link for page, link in shown if not (page.parent / link).is_file()] == []
     styles = (tmp_path / "site").rglob("*.css")
     assert [
         style.name for style in styles if re.search(r"(url\(|@import)\s*['\"]?(https?:)?//", style.read_text())

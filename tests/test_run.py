@@ -1,21 +1,19 @@
 """`eagle31 run`: which words its stages are given, and under which profile it trains."""
 
 import json
-import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 from published_targets import FOLDER
 
-from eagle31_train import cli, run
+from eagle31_train import cli, new, run
 
 
 @pytest.fixture
 def started(monkeypatch):
     """The commands that a run starts, none of which is run."""
     commands = []
-    monkeypatch.setattr(subprocess, "run", lambda words, **_: commands.append(words) or SimpleNamespace(returncode=0))
+    monkeypatch.setattr(run, "finished", lambda words, _: commands.append(words) or 0)
 
     def call(*words):
         commands.clear()
@@ -72,3 +70,39 @@ def test_a_profile_is_taken_by_its_name(started, monkeypatch, capsys):
     assert "--profile" not in words
     assert "training on 4 GPUs, profile zero2" in capsys.readouterr().out
     assert all((cli.CONFIGS / "accelerate" / f"{name}.yaml").is_file() for name in run.PROFILES)
+
+
+def test_after_ctrl_c_a_stage_ends_by_itself(monkeypatch):
+    class Stage:
+        waits = 0
+
+        def __init__(self, words, env):
+            assert (words, env) == (["stage"], {})
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            assert self.waits == 2, "it was left, or killed, before its end"
+
+        def wait(self):
+            self.waits += 1
+            if self.waits == 1:
+                raise KeyboardInterrupt
+            return 130
+
+    monkeypatch.setattr(run.subprocess, "Popen", Stage)
+    with pytest.raises(SystemExit) as stopped:
+        run.finished(["stage"], {})
+    assert stopped.value.code == 130
+
+
+def test_a_recipe_of_ones_own_begins_as_the_recipe_for_any_target(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    new.main(["mine"])
+    mine, any_target = (cli.load_config([f"+experiment={recipe}", "target.path=x"]) for recipe in ("mine.yaml", "any"))
+    assert (mine.train, mine.store, mine.data.draft_vocab_size) == (
+        any_target.train,
+        any_target.store,
+        any_target.data.draft_vocab_size,
+    )

@@ -2,8 +2,8 @@
 
     accelerate launch train.py +experiment=smollm2
 
-Reads run_dir/data (the draft vocabulary) and run_dir/store; writes run_dir/train. Run the same command again after a
-stop: it goes on from the newest whole checkpoint, on as many devices as there are then.
+Reads run_dir/data (the draft vocabulary) and run_dir/store; writes run_dir/train. After a stop the same command
+resumes from the newest whole checkpoint, on any number of devices.
 """
 
 from contextlib import ExitStack
@@ -25,7 +25,7 @@ def train(config: Config) -> None:
         UserError: missing, damaged or mismatched input, or a launch that this trainer cannot serve.
         Stopped: SIGTERM or the time limit came; a checkpoint was saved.
     """
-    with ExitStack() as resources:  # what must be closed, however training ends
+    with ExitStack() as resources:  # closed however training ends
         trainer = prepare(config, resources)
         if trainer is None:
             return  # this run is finished already

@@ -41,6 +41,13 @@ def summarise(sums: Tensor) -> dict[str, Any]:
     }
 
 
+def heldout_text(metrics: dict[str, Any]) -> str:
+    """`summarise` of the held-out split in a line. Where it has no pair, a loss of 0 would look like a perfect one."""
+    if all(loss is None for loss in metrics["loss_at_depth"]):
+        return "the held-out split has nothing to predict: raise data.draft_vocab_size or data.heldout"
+    return f"held-out loss {metrics['loss']:.3f}, acceptance estimate {metrics['acceptance_estimate']:.3f}"
+
+
 def _shares(sums: Tensor, counts: Tensor) -> list[float | None]:
     """[K]: sums over counts; None where nothing was counted, which is no 0."""
     return [share if count else None for share, count in zip((sums / counts).tolist(), counts.tolist(), strict=True)]

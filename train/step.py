@@ -1,4 +1,4 @@
-"""The arithmetic of an optimizer step: gradients over micro-batches and ranks, their weights, the learning rate."""
+"""The arithmetic of an optimizer step: accumulated gradients, the weights of the loss, the learning rate."""
 
 import math
 
@@ -18,22 +18,22 @@ from train.parallel import Parallel
 def accumulate(
     parallel: Parallel, micro_batches: list[MicroBatch], totals: StepTotals, gamma: float
 ) -> tuple[Tensor, StepTotals]:
-    """Add up the gradients of a step from this rank's micro-batches and totals. Nothing here waits for the device.
+    """Accumulate the gradients of this rank's micro-batches. Nothing here synchronises with the device.
 
     Returns:
-        Over all ranks, on the device: what was measured [MEASURES, K], and the totals.
+        Summed over all ranks, on the device: metrics [MEASURES, K], and the step's totals.
     """
     accelerator = parallel.accelerator
-    # N_k is complete before any gradient is taken: what a pair weighs does not depend on who has it.
+    # N_k of the whole global batch, before any gradient: a pair's weight does not depend on its rank or micro-batch.
     totals = StepTotals(reduce_sums(accelerator, totals.packed.to(accelerator.device, non_blocking=True)))
     weights = step_weights(totals.pairs, gamma)
     sums = torch.zeros(MEASURES, len(weights), device=accelerator.device)
     for index, micro in enumerate(micro_batches):
-        # Ranks are averaged over; the loss is a sum over them, hence their number.
+        # DDP and the like average gradients over ranks, but the loss is a sum over ranks.
         factor = float(micro.real) * accelerator.num_processes * micro.batch.scale
         with parallel.micro_batch(last=index == len(micro_batches) - 1):
             loss, measured = parallel.model(micro.batch.to(accelerator.device), weights * factor)
-            # A loss that is not finite may have a gradient that is: then none is, on any rank.
+            # A loss that is not finite may have a finite gradient: make it NaN, so that all ranks skip the step.
             parallel.backward(loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan))
         if micro.real:
             sums += measured.stacked()
@@ -41,7 +41,7 @@ def accumulate(
 
 
 def step_weights(pairs: Tensor, gamma: float) -> Tensor:
-    """[K] fp32: gamma^k / N_k; a depth without pairs weighs nothing."""
+    """[K] fp32: gamma^k / N_k, 0 where a depth has no pairs."""
     depths = torch.arange(len(pairs), device=pairs.device)
     return torch.where(pairs > 0, gamma**depths / pairs.clamp(min=1), 0.0).float()
 
@@ -56,7 +56,7 @@ def learning_rate(step: int, total: int, t: TrainConfig) -> float:
 
 
 def broken_samples(batch: GlobalBatch, split: StoreSplit) -> list[int]:
-    """Samples of a step, on any rank, of which a stored state is not finite."""
+    """Samples of a step, on any rank, with a stored state that is not finite."""
     mine = [i for micro in batch.micro_batches if micro.real for i in micro.samples]
     documents = [(i, split.read(i)) for i in mine]
     found = [i for i, one in documents if not (as_encoded(one.aux).finite and as_encoded(one.last).finite)]
@@ -64,7 +64,7 @@ def broken_samples(batch: GlobalBatch, split: StoreSplit) -> list[int]:
 
 
 def samples_to_blame(parallel: Parallel, batch: GlobalBatch) -> list[int]:
-    """Samples of a step whose micro-batch has a loss that is not finite, on any rank; all if none has."""
+    """Samples of the micro-batches, on any rank, whose loss is not finite; all of the step's if there are none."""
     device, guilty = parallel.accelerator.device, []
     for micro in batch.micro_batches:
         weights = torch.ones(micro.batch.ttt_length, device=device)

@@ -24,7 +24,7 @@ from train.acceptance import AcceptanceMeter, evaluate
 from train.checkpoint import Saver, Snapshot
 from train.deadline import Deadline
 from train.loader import GlobalBatch, StepTotals, load
-from train.metrics import HELDOUT, Reporter, plain, summarise
+from train.metrics import HELDOUT, Reporter, heldout_text, plain, summarise
 from train.parallel import Parallel
 from train.step import accumulate, broken_samples, learning_rate, samples_to_blame
 from train.windows import Usage, Window
@@ -34,27 +34,27 @@ from train.windows import Usage, Window
 class State:
     """How far a run is: what a checkpoint holds beside tensors."""
 
-    step: int = 0  # of the data order
-    updates: int = 0  # of the weights: fewer, where steps were left out
+    step: int = 0  # position in the schedule
+    updates: int = 0  # optimizer steps: skipped steps do not count
     tokens: int = 0
     pairs: int = 0
     seconds: float = 0.0
-    waited: float = 0.0  # seconds of these, for data
-    left_out: list[int] = field(default_factory=list)  # steps whose gradient was not finite
-    without_pairs: list[int] = field(default_factory=list)  # steps that had nothing to train, and changed nothing
-    heldout: dict[str, Any] | None = None  # the newest evaluation
-    best: dict[str, Any] | None = None  # the measurement of the greatest acceptance length: step, that, and `heldout`
-    since_best: int = 0  # measurements after it
-    measured_on: list[str] = field(default_factory=list)  # prompts, as `trajectories.digest` knows them
+    waited: float = 0.0  # seconds of these spent waiting for data
+    left_out: list[int] = field(default_factory=list)  # steps skipped for a loss or gradient that was not finite
+    without_pairs: list[int] = field(default_factory=list)  # steps skipped because they had nothing to train
+    heldout: dict[str, Any] | None = None  # metrics of the newest evaluation
+    best: dict[str, Any] | None = None  # step, acceptance_length and heldout metrics of the best evaluation so far
+    since_best: int = 0  # evaluations since then
+    measured_on: list[str] = field(default_factory=list)  # prompts of the trajectories, by `trajectories.digest`
 
     def stale(self, early_stop: int | None) -> bool:
-        """Whether acceptance has not risen for as many measurements as `train.early_stop` allows."""
+        """Whether acceptance has not risen for `train.early_stop` evaluations."""
         return early_stop is not None and self.since_best >= early_stop
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step gave, the same on every rank."""
+    """The result of one step; all but `waited` are the same on every rank."""
 
     step: int
     metrics: dict[str, Any]  # the row of metrics.jsonl
@@ -65,12 +65,12 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run trains on, found to fit together."""
+    """What a run trains on; `train.prepare` has checked that it fits together."""
 
     store: Store
     draft_vocab: DraftVocab
     shape: DrafterShape
-    made_from: Provenance  # what the trained weights depend on
+    made_from: Provenance  # everything that the trained weights depend on
     train_split: StoreSplit
     heldout: StoreSplit
     windows: list[Window]
@@ -102,8 +102,8 @@ class Trainer:
         self.keep_mask = torch.from_numpy(self.data.draft_vocab.t2d)  # [V] bool
         self.first_step = self.state.step + 1
         self.last_step = self.state.step if self.state.stale(self.t.early_stop) else len(self.schedule)
-        self.lap = time.perf_counter()  # when the step before was logged; its evaluation and checkpoint come later
-        self.aside = 0.0  # seconds that these took
+        self.lap = time.perf_counter()  # when the previous step was logged
+        self.aside = 0.0  # seconds of the previous step's evaluation and checkpoint, which come after its log
         self.lengths = self.data.train_split.lengths
 
     def batches(self) -> Iterator[GlobalBatch]:
@@ -115,8 +115,11 @@ class Trainer:
         )
 
     def train_step(self, batch: GlobalBatch) -> StepResult:
-        """Update the weights; not where the step has nothing to train, or its loss or gradient is not finite. A
-        SharedError where too many steps were not."""
+        """Update the weights, unless the step has nothing to train, or a loss or gradient that is not finite.
+
+        Raises:
+            SharedError: more than `train.skip_nonfinite` steps were not finite.
+        """
         self.aside = time.perf_counter() - self.lap - batch.waited
         if self.deadline.reason is not None:
             batch.totals.request_stop()
@@ -124,7 +127,7 @@ class Trainer:
         lr = learning_rate(step, len(self.schedule), self.t)
         sums, totals = accumulate(self.parallel, batch.micro_batches, batch.totals, self.t.gamma)
         norm, packed, sums = self.parallel.update(lr, totals.pairs, totals.packed, sums)
-        totals = StepTotals(packed)  # on the host, as the others
+        totals = StepTotals(packed)  # on the host now, like norm and sums
         tokens = sum(self.lengths[i] for i in batch.samples)
         state.step, state.updates, state.tokens = step, self.parallel.updates, state.tokens + tokens
         if not totals.pairs.any():
@@ -140,7 +143,7 @@ class Trainer:
         return StepResult(step, metrics, tokens, batch.waited, stop_requested)
 
     def log(self, result: StepResult) -> None:
-        """Report a step: its row, the progress line, and where its seconds went."""
+        """Report a step: its row of metrics, the progress line, and its timing."""
         metrics, now = result.metrics, time.perf_counter()
         loss, estimate = (metrics.get(name, math.nan) for name in ("loss", "acceptance_estimate"))
         self.reporter.log(result.step, metrics)
@@ -154,8 +157,8 @@ class Trainer:
     def maybe_evaluate(self, step: int) -> None:
         """Evaluate the held-out split every `train.eval_every` steps and after the last one.
 
-        A curve is of the same conversations at every step; what training leaves behind is of all. A measurement of
-        acceptance may make this the last step.
+        Curves use the same `train.eval_samples` conversations at every step, the final metrics all of them. With
+        `train.early_stop` this evaluation may make the step the last one.
         """
         if not len(self.heldout) or not (step == self.last_step or step % self.t.eval_every == 0):
             return
@@ -169,16 +172,15 @@ class Trainer:
         self.state.heldout = plain({**metrics, **measured})
         if self.state.best and self.state.best["step"] == step:
             self.state.best["heldout"] = self.state.heldout
-        text = f"step {step}: held-out loss {metrics['loss']:.3f}"
-        text += f", acceptance estimate {metrics['acceptance_estimate']:.3f}"
+        text = f"step {step}: {heldout_text(metrics)}"
         if self.meter:
             length, tokens = measured["acceptance_length"], self.meter.draft_tokens
             text += f", acceptance length {length:.3f} with {tokens} draft tokens"
         self.reporter.note(text)
 
     def maybe_save(self, step: int, stop_requested: bool) -> None:
-        """Save every `train.checkpoint_every` steps, and where the run ends, stops, or shards are to be removed; with
-        `train.keep_best` the best so far, too.
+        """Save every `train.checkpoint_every` steps, at the end or a stop, before shards are removed, and, with
+        `train.keep_best`, at the best evaluation so far.
 
         Raises:
             SharedError: ranks do not hold the same weights, or no step of the whole run had anything to train.
@@ -199,11 +201,11 @@ class Trainer:
             )
         main = self.accelerator.is_main_process
         if main:
-            self.saver.wait()  # for the checkpoint before, so that there are never two in memory
+            self.saver.wait()  # for the previous checkpoint, so that there are never two in memory
         snapshot = take_snapshot(self.parallel, self.state, self.data.shape)
         if main:
             self.saver.save(snapshot, required, best)
-        # No step after a checkpoint reads these; before it is saved, a kill would need them again.
+        # Steps after this checkpoint do not read these shards, but a run resumed from the previous one would.
         self.usage.let_go(step, remove=main and required, ended=final)
 
     def finish(self) -> None:
@@ -221,7 +223,7 @@ class Trainer:
         if not main:
             return
         checkpoint, kept = self.saver.committed, state.best if self.t.keep_best else None
-        # A greater one may have been measured and not written, on a full disk: then the last is left.
+        # The best checkpoint may not have been written, on a full disk: then the last one is used.
         if kept and self.saver.best == self.folder / CHECKPOINTS / name_of(kept["step"]):
             checkpoint, state.heldout = self.saver.best, kept["heldout"]
         else:
@@ -247,7 +249,7 @@ class Trainer:
         )
 
     def _compare(self, step: int, length: float) -> None:
-        """Compare a measured acceptance length with the best so far; where it has not risen for long, end the run."""
+        """Compare an acceptance length with the best so far; end the run if it has not risen (`train.early_stop`)."""
         state = self.state
         if state.best is None or length > state.best["acceptance_length"]:
             state.best, state.since_best = {"step": step, "acceptance_length": length}, 0
@@ -261,7 +263,7 @@ class Trainer:
             )
 
     def _pass_over(self, batch: GlobalBatch) -> None:
-        """Count a step without a pair; the first is named."""
+        """Count a step that has nothing to train; say so at the first."""
         if not self.state.without_pairs:
             self.reporter.note(
                 f"step {batch.step}: nothing to train, so nothing was updated: samples {batch.samples} have no answer "
@@ -270,7 +272,7 @@ class Trainer:
         self.state.without_pairs.append(batch.step)
 
     def _leave_out(self, batch: GlobalBatch) -> None:
-        """Count a step whose loss or gradient is not finite; end the run where there are too many."""
+        """Count a step whose loss or gradient is not finite; end the run after more than `train.skip_nonfinite`."""
         left_out, split = self.state.left_out, self.data.train_split
         left_out.append(batch.step)
         if len(left_out) <= self.t.skip_nonfinite:
@@ -287,13 +289,13 @@ class Trainer:
         self._abort(f"step {batch.step}: {problem}; nothing was updated or saved: {remedy}")
 
     def _abort(self, problem: str) -> NoReturn:
-        """End the run on every rank; all come here. What was being saved is saved."""
+        """End the run on every rank; every rank must call it. A checkpoint under way is completed."""
         self.saver.close()
         launch.stop_all(self.accelerator, problem)
 
 
 def take_snapshot(parallel: Parallel, state: State, shape: DrafterShape) -> Snapshot:
-    """The run as it is now; on the main process with all tensors, in memory of their own. Every rank calls it."""
+    """The run's state; on the main process also a copy of all tensors on the CPU. Every rank must call it."""
     main = parallel.accelerator.is_main_process
     weights, moments = (
         {name: tensor.to("cpu", copy=True) for name, tensor in tensors if main}
@@ -303,7 +305,7 @@ def take_snapshot(parallel: Parallel, state: State, shape: DrafterShape) -> Snap
 
 
 def memory_bytes(device: torch.device) -> int:
-    """The most that this process held on its GPU; on a CPU, the most that it held at all."""
+    """Peak memory of this process: allocated on its GPU, or resident on the host if it trains on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts kilobytes

@@ -9,8 +9,8 @@ A pair (t, k) is *eligible* if x[t+2+k] is in the same document and was written 
 It is *trained* if, besides, the draft vocabulary holds the target's arg-max at t+1+k (or with
 `oov: keep`, in any case). A slot exists if any of its pairs is trained.
 
-A step may train a random subset of its slots (`choose_slots`), unbiased: what it adds up, times `scale`,
-is on average what all slots add up to.
+A step may train a random subset of its slots (`choose_slots`). It is unbiased: its sums times `scale` are on
+average those of all slots.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 CHUNK = 32  # supervised positions per chunk: the loss takes whole chunks into a product, up to K * 32 rows each
-STRETCH = 32  # a subset of the slots is made of stretches of so many: neighbours are cheap to attend together
+STRETCH = 32  # a subset of the slots consists of runs of this length: neighbours are cheap to attend together
 
 Moved = TypeVar("Moved", bound="DataclassInstance")
 
 
 @dataclass(frozen=True)
 class Subset:
-    """The part of some documents that one step trains; every slot had the same chance of being in it."""
+    """The slots that one step trains, drawn so that every slot had the same chance."""
 
     taken: list[Tensor]  # for each document, [T] bool: positions whose slots are trained and counted
-    scale: float  # one over that chance
+    scale: float  # 1 / that chance
 
     def of(self, documents: Sequence[int]) -> "Subset":
         """The same choice, for some of the documents."""
@@ -59,15 +59,15 @@ class Batch:
     The pairs are sorted by the position that supervises them, so that a chunk of positions is a
     contiguous run of pairs.
 
-    A rank that shares the documents with others has a part of positions, slots and pairs, and of the tokens those that
-    they read; its layouts place them among the C positions of all ranks.
+    With context parallelism a rank has a part of the positions, slots and pairs, and the tokens that these read; its
+    layouts place them among the C positions of all ranks.
     """
 
     aux: Encoded  # [C, A, H]
     ids: Tensor  # [N] int64, token ids
     following: Tensor  # [C] int64 into [N]: where x[t+1] stands, for every position: the step-0 input
-    read: Tensor  # [R] int64, ascending: where the tokens stand that slots read
-    reads: Tensor  # [K, S] int64 into [R]: which of them slot t reads at step k (x[t+1+k])
+    read: Tensor  # [R] int64 into [N], ascending: the tokens that any slot reads
+    reads: Tensor  # [K, S] int64 into [R]: the one that slot t reads at step k (x[t+1+k])
     positions: Tensor  # [C] int64: position within the document
     slot_rows: Tensor  # [S] int64 into [C]: the position of each slot
     layout: Layout  # of the slots among the C positions
@@ -81,11 +81,11 @@ class Batch:
     trained: Tensor  # [K] int64: trained pairs per step, P together
     eligible: Tensor  # [K] int64: eligible pairs per step
     eligible_prefix: Tensor  # [K] int64: slots eligible at every step 0..k
-    population: Tensor  # [K] int64: trained pairs of all slots, of the subset or not: this batch's part of N_k
-    scale: float  # what the weight of every pair is multiplied by: 1 without a subset
-    tokens: int  # of the documents, and
-    assistant_tokens: int  # how many of them the assistant wrote
-    places: Places | None = None  # where ranks that share the documents gather their step-0 keys
+    population: Tensor  # [K] int64: trained pairs of all slots, in the subset or not: this batch's part of N_k
+    scale: float  # multiplies the weight of every pair: 1 without a subset
+    tokens: int  # of the documents
+    assistant_tokens: int  # of these, those that the assistant wrote
+    places: Places | None = None  # context parallelism: where ranks gather their step-0 keys
 
     @property
     def ttt_length(self) -> int:
@@ -121,15 +121,15 @@ def build_batch(
     subset: Subset | None = None,
     part: tuple[int, int] = (0, 1),
 ) -> Batch:
-    """Pack documents and work out every slot and pair.
+    """Pack documents, and find every slot and pair.
 
     Args:
-        documents: at least one; none reads another's tokens, whatever the order.
+        documents: at least one; none sees another's tokens.
         ttt_length: K, steps per slot.
         keep_mask: [V] bool, `t2d`: which target tokens the draft vocabulary holds.
         oov: "mask" or "keep".
-        subset: what of these documents is trained and counted; all without.
-        part: this rank's part of them, and how many ranks share them (`context_parallel.py`).
+        subset: the slots to train and count; None for all.
+        part: this rank's index among the ranks that share the documents, and their number (`context_parallel.py`).
     """
     K, lengths = ttt_length, [len(document) for document in documents]
     pairs = zip(*(_pairs(document, K, keep_mask, oov) for document in documents), strict=True)
@@ -156,10 +156,10 @@ def build_batch(
         states = (context - edges[owner[context]]).split(owner[context].bincount(minlength=len(documents)).tolist())
 
     tokens, following = torch.cat([d.tokens for d in documents]), context + 1
-    # Steps past the end of a document are no pairs; they read its last token so that indices stay inside.
+    # Steps past the end of a document are not pairs; they read its last token, to keep indices valid.
     end = edges[owner[slot] + 1] - 1
     read, reads = torch.minimum(slot + 1 + torch.arange(K)[:, None], end).unique(return_inverse=True)
-    if count > 1:  # of the tokens those that are read here
+    if count > 1:  # only the tokens that this rank reads
         used = torch.cat([following, read]).unique()
         tokens, following, read = tokens[used], torch.searchsorted(used, following), torch.searchsorted(used, read)
 
@@ -196,14 +196,14 @@ def build_batch(
 
 
 def _contexts(slot: Tensor, edges: Tensor, owner: Tensor) -> tuple[Tensor, Tensor]:
-    """Of every document the positions up to its last slot.
+    """The context of every document: its positions up to its last slot.
 
     Args:
         slot: [S] int64, among the tokens of all documents; edges: where each document begins, and the end of the last;
             owner: the document of each token.
 
     Returns:
-        Where those of each document begin among the C of all, and C; where they stand among the tokens, [C].
+        Where each document's context begins among the C positions, and C; the positions among the tokens, [C].
     """
     counts = torch.zeros(len(edges) - 1, dtype=torch.int64)
     counts.scatter_reduce_(0, owner[slot], slot - edges[owner[slot]] + 1, "amax")
@@ -225,30 +225,29 @@ def _by_supervisor(trained: Tensor, slot: Tensor) -> tuple[Tensor, Tensor, Tenso
 def choose_slots(
     documents: Sequence[Document], ttt_length: int, keep_mask: Tensor, oov: str, slots: int, seed: int, step: int
 ) -> Subset | None:
-    """Exactly `slots` of a step's slots at random, or None where there are no more than that.
+    """Exactly `slots` of a step's slots at random, or None if there are no more than that.
 
-    The choice is made among all slots of the step's documents, in their order, before any rank takes its
-    share: it is a function of seed, step and documents, and not of how the documents are split. States are not read.
+    The choice depends on seed, step and documents only, not on how ranks share the documents. States are not read.
 
-    A position that is eligible but no slot (all its targets are out of the vocabulary: all misses) is counted
-    if the slot before it is taken, the first ones with the last slot. So each position has the same chance,
-    and shares like the accuracy are as right as those of all positions.
+    A position that is eligible but no slot (all its targets are out of the vocabulary, so all are misses) is counted if
+    the slot before it is taken; the first ones go with the last slot. So each position has the same chance, and
+    shares such as the accuracy are unbiased.
     """
     exists = torch.cat([_pairs(document, ttt_length, keep_mask, oov)[1].any(1) for document in documents])
     total = int(exists.sum())
     if total <= slots:
         return None
-    # The third number sets this stream apart from the data order's.
+    # The third number makes this stream another than the data order's.
     random = np.random.Generator(np.random.PCG64([seed, step, 1]))
     taken = torch.from_numpy(draw_stretches(total, slots, random))[exists.cumsum(0) - 1]
     return Subset(list(taken.split([len(document) for document in documents])), total / slots)
 
 
 def draw_stretches(total: int, count: int, random: np.random.Generator) -> NDArray[np.bool_]:
-    """Mark exactly `count` of `total` slots, in stretches: [total] bool.
+    """Mark exactly `count` of `total` slots, in runs of STRETCH: [total] bool.
 
-    The slots left out are dealt into the gaps between the stretches, and the whole ring is turned at random.
-    The turn alone gives every slot the chance count / total, whatever the gaps; the gaps spread the stretches.
+    The slots left out are spread at random over the gaps between the runs, and the whole is rotated at random. The
+    rotation alone gives every slot the chance count / total, whatever the gaps.
     """
     stretches = -(-count // STRETCH)
     sizes = [STRETCH] * (stretches - 1) + [count - STRETCH * (stretches - 1)]
@@ -258,19 +257,19 @@ def draw_stretches(total: int, count: int, random: np.random.Generator) -> NDArr
 
 
 def has_pairs(document: Document, keep_mask: Tensor, oov: str) -> bool:
-    """Whether there is anything to train in a document, at any depth. States are not read."""
-    return bool(_pairs(document, 1, keep_mask, oov)[1].any())  # a pair (t, k) has (t + k, 0) beside it
+    """Whether a document has anything to train, at any depth. States are not read."""
+    return bool(_pairs(document, 1, keep_mask, oov)[1].any())  # if (t, k) is a pair, so is (t + k, 0)
 
 
 def _chunks(pair_teacher: Tensor, supervised: int) -> list[tuple[int, int, int, int]]:
-    """Cut the supervised positions into runs of CHUNK; worked out here, so that a step never waits for a device."""
+    """Cut the supervised positions into runs of CHUNK; on the host, so that a step never waits for a device."""
     edges = [*range(0, supervised, CHUNK), supervised]
     pairs = torch.searchsorted(pair_teacher, torch.tensor(edges)).tolist()
     return [(*position_run, *pair_run) for position_run, pair_run in zip(pairwise(edges), pairwise(pairs), strict=True)]
 
 
 def _pairs(document: Document, ttt_length: int, keep_mask: Tensor, oov: str) -> tuple[Tensor, Tensor]:
-    """[T, K] bool twice: eligible pairs and trained pairs of one document."""
+    """Eligible pairs and trained pairs of one document, [T, K] bool each."""
     T = len(document)
     predicted = torch.arange(T)[:, None] + 2 + torch.arange(ttt_length)  # x[t+2+k]
     inside = predicted < T

@@ -5,15 +5,15 @@
     z_k   = norm(h_k)                          what lm_head reads
     g_k+1 = z_k with norm_output (EAGLE 3.1), h_k without (EAGLE 3)
 
-A parallel drafter's steps 1, 2, … read a learnt state and the mask token instead, the same in every slot: nothing that
-an earlier step gave but its keys and values.
+A parallel drafter's steps 1, 2, … read a learnt state and the mask token instead, the same in every slot. Of earlier
+steps they see only keys and values.
 
     g_k   = fuse(mask_hidden),  embed(ptd_token_id) in place of x[t+1+k]      for k > 0
 
 Nothing is detached: gradients flow through every step's state, keys and values.
 
-At step 0 every position has a key and a value in every layer. So the layers below the last read all positions there,
-and slots alone from step 1 on. The last one, in most drafters the only one, reads slots alone.
+At step 0 every position needs a key and a value in every layer. So layers below the last compute all positions at step
+0, and slots only from step 1 on. The last layer, usually the only one, computes slots only.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ from eagle31_train.model.norm import RMSNorm
 from eagle31_train.model.packing import Layout
 from eagle31_train.store.codec import Encoded, plain
 
-Read = Callable[[Tensor], Project]  # normed states [n, D] → projections of the attention's input that they are part of
+Read = Callable[[Tensor], Project]  # normed states [n, D] → the attention's input projections of token and state
 Gather = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -57,11 +57,10 @@ class Drafter(nn.Module):
             `shape.share_embedding`, the initial value of the drafter's own otherwise.
     """
 
-    # Work activations out again for the gradient instead of keeping them, but for the attention and the states: less
-    # memory, one more forward pass of the layer.
+    # Activation checkpointing: keep only states and the attention, and recompute the rest for the gradient.
     recompute = False
     fused = False  # see `unrolled_attention`
-    context_group: ProcessGroup | None = None  # the ranks that share a batch's documents, where it has `places`
+    context_group: ProcessGroup | None = None  # ranks that share documents (context parallelism), for `batch.places`
 
     def __init__(self, shape: DrafterShape, embedding: Tensor | None = None) -> None:
         super().__init__()
@@ -97,7 +96,7 @@ class Drafter(nn.Module):
         return [self.midlayer, *(layer for layer in self.layers.values() if isinstance(layer, Layer))]
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """tokens [...] int64, target ids → [..., D], in the dtype that products are worked out in."""
+        """tokens [...] int64, target ids → [..., D], in the compute dtype."""
         rows = self.shared_embedding if self.shape.share_embedding else self.embed_tokens.weight
         return nn.functional.embedding(tokens, rows).to(compute_dtype(self.norm.weight))
 
@@ -111,7 +110,7 @@ class Drafter(nn.Module):
         return self.fc(torch.cat([norm(state.to(dtype)) for norm, state in zip(norms, states, strict=True)], dim=-1))
 
     def mask(self) -> tuple[Tensor, Tensor]:
-        """Of a parallel drafter, what every slot reads at every step but the first: token [1] int64, state g [1, D]."""
+        """What every slot of a parallel drafter reads at steps 1, 2, …: token [1] int64, state g [1, D]."""
         token = self.shape.ptd_token_id
         assert token is not None, "contract.check_shape refuses a parallel drafter without"
         tokens = self.mask_hidden.new_full((1,), token, dtype=torch.int64)
@@ -130,7 +129,7 @@ class Drafter(nn.Module):
             gather = partial(gather_context, places=batch.places, group=self.context_group)
         *below, last = (AttendingLayer(layer, run, self.fused, gather) for layer in self.stack)
         ids, steps_read, of_step = batch.ids, batch.read, list(batch.reads)
-        if self.shape.parallel:  # behind all others, the mask token; one row of it stands for those of all slots
+        if self.shape.parallel:  # the mask token comes last; one row of it serves all slots
             mask_token, mask_state = self.mask()
             ids, steps_read = torch.cat([ids, mask_token]), F.pad(steps_read, (0, 1), value=len(ids))
             of_step[1:] = [torch.full_like(mask_token, len(batch.read))] * (batch.ttt_length - 1)
@@ -152,7 +151,7 @@ class Drafter(nn.Module):
             rms.append(g.detach().float().square().mean(-1).sqrt().sum() / max(len(g), 1))  # no slot: 0, not NaN
             read = partial(tokens.step, of_step[k])
             for layer in below:
-                if k > 0:  # at step 0 it has read every position
+                if k > 0:  # at step 0 it has computed every position, above
                     h = run(layer.finish, *layer.attend(h, read, positions + k, batch.layout, own=True))
                 read = applied_to
             h, z = run(self._answer, *last.attend(h, read, positions + k, batch.layout, own=k > 0))
@@ -167,9 +166,13 @@ class Drafter(nn.Module):
 
 
 class AttendingLayer:
-    """One layer on its way through the steps, with the keys and values that its attention sees. `run` calls a function,
-    and keeps its activations for the gradient or works them out again; `fused`: see `unrolled_attention`; `gather`: how
-    the context's keys and values of this rank become those of all that share it."""
+    """One layer during the K steps, with the keys and values that its attention has seen so far.
+
+    Args:
+        run: calls a function with or without activation checkpointing.
+        fused: see `unrolled_attention`.
+        gather: gathers the context's keys and values from all ranks that share it.
+    """
 
     def __init__(
         self, layer: Layer, run: Callable[..., Any], fused: bool = False, gather: Gather | None = None
@@ -181,7 +184,7 @@ class AttendingLayer:
         self._own_v: list[Tensor] = []
 
     def keep_context(self, states: Tensor, read: Read, positions: Tensor) -> None:
-        """Keep the step-0 keys and values of every position, from the states [C, D] that the layer reads."""
+        """Compute and keep the step-0 keys and values of every position, from the layer's input states [C, D]."""
         self._k0, self._v0 = self._run(self._keys_values, states, read, positions)
         if self._gather is not None:
             self._k0, self._v0 = self._gather(self._k0, self._v0)
@@ -189,13 +192,14 @@ class AttendingLayer:
     def attend(
         self, states: Tensor, read: Read, positions: Tensor, layout: Layout, own: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """One step of the slots of a layout, from their states [S, D], or [1, D] where all have the same.
+        """Attention of one step, for the slots of a layout.
 
         Args:
-            own: keep their keys and values of this step, which they see from now on; at step 0 they are in the context.
+            states: [S, D], or [1, D] if all slots have the same.
+            own: also keep the slots' keys and values of this step; those of step 0 are in the context already.
 
         Returns:
-            The residual, as the states, and the attention's output [S, h, dv].
+            The residual, shaped as the states, and the attention's output [S, h, dv].
         """
         q, residual, *key_value = self._run(self._ask, states, read, positions, own)
         if own:
@@ -214,7 +218,7 @@ class AttendingLayer:
         return self._layer.self_attn.keys_values(read(normed), positions)
 
     def _ask(self, states: Tensor, read: Read, positions: Tensor, own: bool) -> tuple[Tensor, ...]:
-        """Query and residual, and the key and the value if they are wanted."""
+        """Query and residual, and with `own` also key and value."""
         normed, residual = self._layer.state_input(states)
         project, attention = read(normed), self._layer.self_attn
         key_value = attention.keys_values(project, positions) if own else ()
@@ -222,15 +226,15 @@ class AttendingLayer:
 
 
 class TokenHalf:
-    """The embeddings' half of the attention's input projections, worked out once for all steps.
+    """The embeddings' half of the attention's input projections, computed once for all steps.
 
-    The input is a token's embedding beside a state, so W · concat(e, n) = W_e · e + W_n · n. A token that
-    K slots read, each at another step, has the same W_e · e in all of them. A bias is added to this half.
+    The input concatenates a token's embedding e and a state n, so W · concat(e, n) = W_e · e + W_n · n. K slots read a
+    token, each at another step, with the same W_e · e. A bias is added to this half.
 
     Args:
         embedded: [N, D] embeddings of all packed tokens.
-        read: [R] int64, which of them slots read.
-        all_queries: every position asks, too: there are layers above.
+        read: [R] int64, the tokens that slots read.
+        all_queries: project queries of all tokens, not only of those that slots read: there are layers above.
     """
 
     def __init__(self, layer: MidLayer, embedded: Tensor, read: Tensor, all_queries: bool = False) -> None:
@@ -249,12 +253,12 @@ class TokenHalf:
         self._read |= {projection: projection.shifted(linear(e_read, halves[projection][0])) for projection in of_read}
 
     def context(self, following: Tensor, normed: Tensor) -> Project:
-        """Projections of every position of a context: normed states [C, D], beside the tokens at `following` [C]."""
+        """Projections of every context position: normed states [C, D] with the tokens at `following` [C]."""
         return lambda projection: self._join(projection, self._all[projection].index_select(0, following), normed)
 
     def step(self, reads: Tensor, normed: Tensor) -> Project:
-        """Projections of every slot: normed states [S, D], beside the tokens that `reads` [S] picks of those read; or
-        of one row of each, where all slots have the same."""
+        """Projections of every slot: normed states [S, D] with the tokens at `reads` [S] among those read; or one row
+        of each, if all slots have the same."""
         return lambda projection: self._join(projection, self._read[projection].index_select(0, reads), normed)
 
     def _join(self, projection: Linear, token_half: Tensor, normed: Tensor) -> Tensor:
@@ -262,5 +266,5 @@ class TokenHalf:
 
 
 def call(function: Callable, *args: Any) -> Any:
-    """function(*args): what stands in place of `checkpoint` where activations are kept."""
+    """function(*args), in place of `checkpoint` when activations are kept."""
     return function(*args)

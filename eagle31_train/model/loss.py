@@ -1,11 +1,10 @@
-"""The unrolled loss, without logits that outlive a block.
+"""The unrolled loss, computed block by block.
 
     L = sum_k gamma^k / N_k * sum_{trained (t,k)} KL(p[t+1+k] || q_k[t])
 
-p is the target's softmax over the draft rows of its lm_head, computed from its stored last hidden
-state once per block of positions and used by every step that it supervises. Loss, accuracy and all
-gradients of a block are worked out while its [pairs, Vd] logits are alive; no tensor of size
-[tokens, Vd] ever is.
+p is the target's softmax over the draft rows of its lm_head. It is computed from the stored last hidden state, once per
+block of positions, and used by every step that it supervises. Loss, accuracy and all gradients of a block are computed
+while its [pairs, Vd] logits exist; no tensor of size [tokens, Vd] ever does.
 
 Shapes: K steps, S slots, P pairs, J supervised positions, D draft hidden, H target hidden, Vd draft vocabulary.
 """
@@ -55,12 +54,17 @@ class Teacher(nn.Module):
 
 @dataclass(frozen=True)
 class BatchMetrics:
-    """What a batch shows, as sums over its pairs, so that batches and ranks add up. All [K], fp32.
+    """Metrics of a batch as sums, so that batches and ranks add up. All [K], fp32.
 
-    loss: summed divergence; trained: pairs that it counts; correct: arg-max hits against the
-    target's arg-max over the full vocabulary; eligible: pairs that could hit; prefix: slots right
-    at every step 0..k; eligible_prefix: slots that could be; rms: summed RMS of the states that step k
-    reads; slots: how many.
+    Attributes:
+        loss: summed divergence.
+        trained: pairs in that sum.
+        correct: pairs whose arg-max is the target's over the full vocabulary.
+        eligible: pairs that `correct` is a share of.
+        prefix: slots that are correct at every step 0..k.
+        eligible_prefix: slots that `prefix` is a share of.
+        rms: summed RMS of the states that step k reads.
+        slots: number of slots.
     """
 
     loss: Tensor
@@ -79,22 +83,22 @@ class BatchMetrics:
 
 MEASURES = len(fields(BatchMetrics))
 
-# Logits alive at once, by device: in one matrix product, and while probabilities of them are worked out, of which
-# several copies live. A product wants many rows; a CPU wants little enough for memory to be used again. A fused kernel
-# makes no copies, and leaves room for more.
+# Most logits (rows × Vd) at once, by device: in one matrix product, and in one piece of softmax and divergence, which
+# make several copies. Products are faster with many rows, a CPU with pieces small enough to reuse memory; the fused
+# kernel makes no copies.
 LOGITS = {"cpu": (2**23, 2**22), "other": (2**28, 2**26), "fused": (2**30, 2**26)}
 
 
 class Objective(nn.Module):
-    """Drafter and teacher as one module whose forward is the loss, for wrapping by DDP and the like.
+    """Drafter and teacher as one module whose forward is the loss, which DDP, FSDP2 and DeepSpeed can wrap.
 
     Args:
         loss: "kl" or "ce".
         lk: share of the LK loss, see `divergence`.
     """
 
-    # In which products are worked out; None: the caller's autocast, or that of the weights. It stands here and not with
-    # those who train, so that a recipe means the same however devices share the work.
+    # Autocast dtype of matrix products; None: the caller's, or the weights'. Set here, not by the launcher, so that a
+    # recipe computes the same under every launch profile.
     autocast: torch.dtype | None = None
     fused: bool = False  # see `fuse_kernels`
 
@@ -106,11 +110,11 @@ class Objective(nn.Module):
         self.lk = lk
 
     def logit_counts(self, device: torch.device) -> tuple[int, int]:
-        """LOGITS as they hold for this objective on a device."""
+        """The entry of LOGITS for this objective on a device."""
         return LOGITS["fused" if self.fused else "cpu" if device.type == "cpu" else "other"]
 
     def fuse_kernels(self) -> None:
-        """Let the kernels of eagle31_train/kernels work out divergence, norms, SwiGLU and own keys, in fp32 inside."""
+        """Use the fused kernels for divergence, norms, SwiGLU and own keys; they compute in fp32."""
         self.fused = self.drafter.fused = True
         for module in self.drafter.modules():
             if isinstance(module, RMSNorm | Mlp):
@@ -149,19 +153,19 @@ class Objective(nn.Module):
 def divergence(
     logits: Tensor, p: Tensor, negentropy: Tensor, supervised: Tensor, kind: str, lk: float
 ) -> tuple[Tensor, Tensor]:
-    """What each pair's prediction costs, and the slope of that in its logits.
+    """The loss of each pair, and its gradient in the logits.
 
     Args:
         logits: [P, Vd] of the drafter, fp32 or wider.
         p: [J, Vd] the target's probabilities, likewise.
         negentropy: [J] sum(p log p) of each row.
         supervised: [P] which row of p supervises each pair.
-        kind: "kl", or "ce", which adds the target's entropy and has the same slope.
+        kind: "kl", or "ce", which adds the target's entropy and has the same gradient.
         lk: share of the LK loss, -log(alpha) with alpha = sum(min(p, q)), the probability that the
             target accepts a token drawn from q (Leviathan et al. 2023); the rest is `kind`.
 
     Returns:
-        value [P] in nats, slope [P, Vd].
+        value [P] in nats, gradient [P, Vd].
     """
     log_q = logits.log_softmax(-1)
     p_pairs = p.index_select(0, supervised)
@@ -171,16 +175,16 @@ def divergence(
     q = log_q.exp_()
     if not lk:
         return value, q.sub_(p_pairs)
-    # Where the two share nothing that fp32 can hold, the loss stays finite and the slope is its limit of zero.
+    # Where p and q share no mass that fp32 can hold, the loss stays finite and its gradient is 0.
     alpha = torch.minimum(p_pairs, q).sum(-1, keepdim=True).clamp_min(torch.finfo(q.dtype).tiny)
-    # d alpha / d q is 1 where the drafter gives too little, 0 elsewhere; then through the softmax.
+    # d alpha / d q is 1 where q < p, 0 elsewhere; then through the softmax.
     short = q * (q < p_pairs)
     through_alpha = (q * short.sum(-1, keepdim=True) - short) / alpha
     return (1 - lk) * value - lk * alpha[:, 0].log(), (1 - lk) * (q - p_pairs) + lk * through_alpha
 
 
 def plain_pairs(logits: Tensor, teacher: Tensor, supervised: Tensor, objective: Objective) -> tuple[Tensor, Tensor]:
-    """What each pair of a block costs and what it guesses; its logits become the slope of that cost in them.
+    """Loss and arg-max of each pair of a block. Overwrites `logits` with the loss's gradient in them.
 
     Args:
         logits: [P, Vd] of the drafter.
@@ -206,14 +210,14 @@ def plain_pairs(logits: Tensor, teacher: Tensor, supervised: Tensor, objective: 
 def fused_pairs(
     logits: Tensor, teacher: Tensor, supervised: Tensor, weights: Tensor, objective: Objective
 ) -> tuple[Tensor, Tensor]:
-    """As `plain_pairs` by one kernel, but that the slopes are multiplied by weights [P] fp32."""
+    """`plain_pairs` as one kernel; the gradients are also multiplied by weights [P] fp32."""
     assert weights.dtype == torch.float32, "the kernel works in fp32"
     lse, negentropy = teacher_sums(teacher)
     return fused_divergence(logits, teacher, lse, negentropy, supervised, weights, objective.kind == "kl", objective.lk)
 
 
 class _ChunkedDivergence(torch.autograd.Function):
-    """Loss and gradients together: the slope is at hand with the logits, so nothing need be kept for later."""
+    """Loss and gradients in one pass, so that logits need not be kept for the backward pass."""
 
     @staticmethod
     def forward(
@@ -236,13 +240,13 @@ class _ChunkedDivergence(torch.autograd.Function):
                 supervised = batch.pair_teacher[begin:end] - first
                 teacher = objective.teacher.logits(batch.teacher[first:last].decode())
                 states = z_low.index_select(0, rows)
-                logits = product(states, head_low)  # and then their slope
+                logits = product(states, head_low)  # overwritten by their gradient
                 weight = weights.to(wide).index_select(0, steps)
                 if objective.fused:
                     value, best = fused_pairs(logits, teacher, supervised, weight, objective)
                 else:
                     value, best = plain_pairs(logits, teacher, supervised, objective)
-                outside = None if objective.fused else weight  # else it is in the slope
+                outside = None if objective.fused else weight  # the fused kernel has applied it
                 del teacher
                 hits[rows] = objective.teacher.target_ids[best] == batch.top1[first:last][supervised]
                 sums.index_add_(0, steps, value)
@@ -264,14 +268,14 @@ class _ChunkedDivergence(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         saved = list(ctx.saved_tensors)
         want_z, want_head = ctx.wanted
-        # In place: nobody else holds them, and torch refuses to go through the same graph again.
+        # In place: only this graph holds them, and torch refuses a second backward pass through it.
         dz = saved.pop(0).mul_(grads[0]) if want_z else None
         dhead = saved.pop(0).mul_(grads[0]).to(ctx.head_dtype) if want_head else None
         return dz, dhead, None, None, None, None
 
 
 def weighted(x: Tensor, weights: Tensor | None) -> Tensor:
-    """Rows of x [P, w] times weights [P]; as they are without."""
+    """Rows of x [P, w] times weights [P]; x itself without weights."""
     return x if weights is None else x * weights[:, None]
 
 

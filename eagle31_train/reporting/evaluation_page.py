@@ -140,7 +140,7 @@ def _acceptance(workload: Result) -> Iterator[Picture]:
         yield _curves(workload, "gain", title, "draft tokens", ratios, RATIO)
     if workload["perturbation"] is None:
         shares = {name: [_narrow(one) for one in of["conditional"]] for name, of in drafters.items()}
-        yield _curves(workload, "conditional", "Accepted, if all before it is", "position", shares, SHARE)
+        yield _curves(workload, "conditional", "Conditional acceptance", "position", shares, SHARE)
 
 
 def _narrow(share: Interval) -> Interval:
@@ -153,7 +153,7 @@ def _drift(workload: Result) -> Iterator[Picture]:
     section = workload["name"]
     drift = {name: numbers["drift"] for name, numbers in workload["drafters"].items() if numbers["drift"]}
     for name, measures in drift.items():
-        title, remark = f"Where {name} looks", f"{section} · share of the attention"
+        title, remark = f"Attention of {name}", f"{section} · share of the attention"
         yield Picture(f"{slug(section)}-attention-{slug(name)}", section, title, partial(_attention, measures), remark)
     titles = {
         "own": "Attention on its own drafts",

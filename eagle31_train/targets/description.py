@@ -100,7 +100,7 @@ class TargetDescription:
 def read_raw(target: TargetConfig) -> dict[str, Any]:
     """The target's config.json; of a hub id this one file is downloaded, or found in the hub's cache.
 
-    UserError if there is none at target.path, or one of impossible sizes.
+    UserError if there is none at target.path, or one of impossible sizes, or a drafter's.
     """
     require_path(target)
     where = f"target.path={target.path}"
@@ -118,6 +118,8 @@ def read_raw(target: TargetConfig) -> dict[str, Any]:
         _check_counts(raw)
     except ValueError as error:
         raise UserError(f"{where}: its config.json gives {error}: copy it again") from None
+    if "draft_vocab_size" in raw or any("eagle3" in name.lower() for name in raw.get("architectures") or ()):
+        raise UserError(f"{where} is a drafter, and no target: give the model that it drafts for")
     return raw
 
 

@@ -43,8 +43,9 @@ def load_tokenizer(target: TargetConfig) -> Any:
 
 def require_path(target: TargetConfig) -> None:
     """Refuse a folder that is not there, before it is looked for on the hub."""
-    if not Path(target.path).exists() and target.path.startswith(("/", ".", "models/")):
-        raise UserError(f"target.path={target.path} does not exist; {EMBEDDED}")
+    if not Path(target.path).exists() and target.path.startswith(("/", ".", "~", "models/")):
+        remedy = EMBEDDED if target.path.startswith("models/") else "give a folder (~ is not read), or a hub id"
+        raise UserError(f"target.path={target.path} does not exist: {remedy}")
 
 
 def not_loaded(target: TargetConfig, error: Exception) -> UserError:
@@ -56,7 +57,8 @@ def not_loaded(target: TargetConfig, error: Exception) -> UserError:
     elif isinstance(error, SafetensorError):  # which tells neither the file nor what to do
         advice = NOT_WHOLE
     else:
-        advice = f"give a directory in transformers format or a hub id; {EMBEDDED}"
+        here = "" if Path(target.path).exists() else "there is no such folder here; "
+        advice = f"{here}give a folder in transformers format, or a hub id"
     return UserError(f"target.path={target.path} cannot be loaded ({first_line(error)}): {advice}")
 
 

@@ -1,6 +1,7 @@
 """Regeneration: in rounds, resumable, by the target in process or by a server, with thoughts and tools."""
 
 import json
+from pathlib import Path
 
 import pytest
 from datasets import load_from_disk
@@ -41,6 +42,12 @@ def config(tmp_path, tiny_target):
 def run(config):
     path, _ = regenerate(config, ChatTemplate.load(config.target))
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_where_no_prompt_can_be_answered_it_says_why(config):
+    write(Path(config.data.prompts), [{"messages": [{"role": "assistant", "content": "x"}]}] * 2)
+    with pytest.raises(UserError, match=r"no prompt that can be answered \(2 × .*user"):
+        run(config)
 
 
 # ---------------------------------------------------------------- by the target in process

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from data_prep import self_prompts
 from data_prep.journal import Journal
 from data_prep.self_prompts import OUTPUT, problem_of, user_stop, write_prompts
 from data_prep.stage import prepare
@@ -29,8 +30,19 @@ def written(config):
 
 
 def test_any_batch_and_any_stop_end_in_the_same_prompts(tiny_target, tmp_path, monkeypatch):
+    shown = []
+
+    class Shown(self_prompts.Progress):
+        def update(self, n=1):
+            shown.append((self.n + n, self.total))
+            super().update(n)
+
+    monkeypatch.setattr(self_prompts, "Progress", Shown)
     whole = configured(tmp_path / "whole", tiny_target)
     rows = written(whole)
+    # Text by text: all of the first round are asked for at once, and that may take hours.
+    assert [count for count, _ in shown] == list(range(1, len(shown) + 1))
+    assert shown[-1] == (shown[-1][1],) * 2
     manifest = json.loads((tmp_path / "whole" / MANIFEST).read_text())
     assert len(rows) == 6
     assert len({row["turns"][0] for row in rows}) == 6

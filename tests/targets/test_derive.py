@@ -1,6 +1,7 @@
 """Shapes that follow from targets' config.json, beside published drafters' own, from cards and trainers' files;
 docs/targets.md shows both."""
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from eagle31_train.cli import load_config
 from eagle31_train.config import DrafterConfig, TargetConfig
+from eagle31_train.errors import UserError
 from eagle31_train.planning.inputs import count_parameters
 from eagle31_train.targets.derive import complete, derive, planned_drafter
 from eagle31_train.targets.description import default_layers, describe_target, pick_layers, read_raw, text_config
@@ -129,6 +131,14 @@ def test_given_options_stay_and_contradictions_are_named():
     assert part.rope_scaling == {**GPT_OSS, "beta_fast": 1.0}
     other = derive(DrafterConfig(rope_scaling={"rope_type": "linear", "factor": 2}), target)[0]
     assert other.rope_scaling == {"rope_type": "linear", "factor": 2}
+
+
+@pytest.mark.parametrize("mark", [{"draft_vocab_size": 200}, {"architectures": ["Eagle3Speculator"]}])
+def test_a_drafters_folder_is_no_target(tmp_path, mark):
+    config = json.loads((PUBLISHED / "qwen3_8b" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | mark))
+    with pytest.raises(UserError, match="is a drafter, and no target: give the model that it drafts for"):
+        describe_target(TargetConfig(path=str(tmp_path)))
 
 
 @pytest.mark.parametrize("depth", range(1, 13))

@@ -10,7 +10,7 @@ from pipeline import assert_equal, message_of, write_data
 from eagle31_train import artifacts
 from eagle31_train.config import TrainConfig
 from eagle31_train.store import Store
-from train.metrics import summarise
+from train.metrics import heldout_text, summarise
 from train.step import learning_rate, step_weights
 
 # ---------------------------------------------------------------- it learns
@@ -144,3 +144,5 @@ def test_metrics_are_the_sums_divided_by_their_own_counts():
     assert summarise(sums)["loss_at_depth"] == [2.0, None], "a depth that no slot reaches has no share"
     nothing = summarise(torch.zeros(8, 2))
     assert (nothing["loss"], nothing["acceptance_estimate"]) == (0.0, 1.0)
+    assert "nothing to predict" in heldout_text(nothing)
+    assert heldout_text(summarise(sums)) == "held-out loss 1.000, acceptance estimate 1.500"
