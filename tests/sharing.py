@@ -21,7 +21,7 @@ from torch import distributed as dist
 from benchmarks.shapes import turns
 from eagle31_train.config import TrainConfig
 from eagle31_train.model import context_parallel
-from eagle31_train.model.context_parallel import Mesh, Places, gather_context, make_places
+from eagle31_train.model.context_parallel import DealHeads, GatherRows, Mesh, Places, make_places
 from eagle31_train.model.packing import make_layout
 from train import loader
 from train import step as arithmetic
@@ -33,12 +33,16 @@ SHAPES = {
     "gqa": make_shape(),
     "mla": make_mla_shape(),
     "layers": make_shape(num_layers=2, norm_before_fc=True, norm_output=False),
+    "dealt layers": make_shape(num_layers=2, num_key_value_heads=4, sliding_window=7),
+    "undivided heads": make_mla_shape(num_attention_heads=3),
 }
 # Name → shape, documents, options of the training.
 STEPS = {
     "gqa": ("gqa", RAGGED, {}),
     "mla": ("mla", RAGGED, {}),
     "layers": ("layers", RAGGED, {}),
+    "dealt layers": ("dealt layers", RAGGED, {}),
+    "undivided heads": ("undivided heads", RAGGED, {}),
     "recomputed": ("mla", RAGGED, {"activation_checkpointing": True}),
     "accumulated": ("gqa", RAGGED, {"gradient_accumulation_steps": 2}),
     "some slots": ("gqa", RAGGED, {"slots_per_batch": 20}),
@@ -96,7 +100,7 @@ def of_part(change):
 
     def build(*arguments, **named):
         batch = right(*arguments, **named)
-        return replace(batch, **change(batch, *arguments)) if batch.places is not None else batch
+        return replace(batch, **change(batch, *arguments)) if batch.shared is not None else batch
 
     right = loader.build_batch
     return patch.object(loader, "build_batch", build)
@@ -119,9 +123,42 @@ def drop_remote_gradients():
 
 def detach_remote_keys():
     """No gradient goes back through the exchange."""
-    right = context_parallel._GatherContext.backward
-    nothing = staticmethod(lambda ctx, *grads: (*(0 * grad for grad in right(ctx, *grads)[:2]), None, None))
-    return patch.object(context_parallel._GatherContext, "backward", nothing)
+    right = context_parallel._Exchanged.backward
+    nothing = staticmethod(lambda ctx, *grads: (*(0 * grad for grad in right(ctx, *grads)[:2]), None))
+    return patch.object(context_parallel._Exchanged, "backward", nothing)
+
+
+def in_rank_order(name):
+    """Positions or slots of all ranks are taken for those of rank 0, then those of rank 1."""
+
+    def change(batch, *_):
+        right = getattr(batch.shared, name)
+        return {"shared": replace(batch.shared, **{name: Places(right.rows.sort().values, right.most)})}
+
+    return of_part(change)
+
+
+def with_own_merge():
+    """The gradient of dealt heads takes this rank's own outputs for those of the slots of all ranks."""
+    right = context_parallel.DealHeads.forth
+
+    def wrong(exchange, x):
+        got = right(exchange, x)
+        return got.flip(0) if x.ndim == 2 else got  # log-sum-exps of other slots
+
+    return patch.object(context_parallel.DealHeads, "forth", wrong)
+
+
+def keep_own_heads():
+    """What other ranks' heads say of a slot is dropped."""
+    right = context_parallel.DealHeads.back
+
+    def wrong(exchange, x, count):
+        own = right(exchange, x, count).tensor_split(exchange.group.size(), 1)
+        rank = dist.get_rank(exchange.group)
+        return torch.cat([part * (index == rank) for index, part in enumerate(own)], 1)
+
+    return patch.object(context_parallel.DealHeads, "back", wrong)
 
 
 def count_own_pairs():
@@ -131,36 +168,48 @@ def count_own_pairs():
     return patch.object(arithmetic, "reduce_sums", mine)
 
 
+# What is wrong → the step that it is planted in, and how.
 PLANTED = {
-    "remote key gradients dropped": drop_remote_gradients,
-    "no key gradients": detach_remote_keys,
-    "causal offset among a rank's own positions": lambda: of_part(
-        lambda batch, *_: {"layout": make_layout(batch.layout.documents, batch.slot_rows)}
+    "remote key gradients dropped": ("gqa", drop_remote_gradients),
+    "no key gradients": ("gqa", detach_remote_keys),
+    "causal offset among a rank's own positions": (
+        "gqa",
+        lambda: of_part(lambda batch, *_: {"layout": make_layout(batch.layout.documents, batch.slot_rows)}),
     ),
-    "keys in the order of ranks": lambda: of_part(
-        lambda batch, *_: {"places": Places(batch.places.rows.sort().values, batch.places.most)}
+    "keys in the order of ranks": ("gqa", lambda: in_rank_order("context")),
+    "RoPE positions of the part": (
+        "gqa",
+        lambda: of_part(lambda batch, *_: {"positions": torch.arange(len(batch.positions))}),
     ),
-    "RoPE positions of the part": lambda: of_part(lambda batch, *_: {"positions": torch.arange(len(batch.positions))}),
-    "N_k of each rank": count_own_pairs,
-    "N_k of the whole on every rank": lambda: whole("population"),
-    "eligible pairs of the whole on every rank": lambda: whole("eligible"),
+    "N_k of each rank": ("gqa", count_own_pairs),
+    "N_k of the whole on every rank": ("gqa", lambda: whole("population")),
+    "eligible pairs of the whole on every rank": ("gqa", lambda: whole("eligible")),
+    "no gradients of dealt keys": ("mla", detach_remote_keys),
+    "dealt keys in the order of ranks": ("mla", lambda: in_rank_order("context")),
+    "dealt slots in the order of ranks": ("mla", lambda: in_rank_order("slots")),
+    "other slots' log-sum-exp in the gradient": ("mla", with_own_merge),
+    "other ranks' heads dropped": ("mla", keep_own_heads),
 }
 
 
 # ---------------------------------------------------------------- the exchange alone, and memory
 
 
-def exchange(mesh, group):
-    """Gradients of a rank's own keys and values where rank r's loss weighs all gathered ones by (r + 1) times their
-    place, and what was gathered of keys."""
+EXCHANGES = {"gather": GatherRows, "deal": DealHeads}
+
+
+def exchange(kind, mesh, group):
+    """Of 7 positions and 4 heads, what a rank got of keys, and gradients of its own keys and values where rank r's loss
+    weighs all it got by (r + 1) times their place."""
     owner = torch.tensor([0, 2, 2, 0, 3, 2, 0]) % mesh.context  # one rank, or two, have nothing
-    index, places = mesh.part[0], make_places(owner, mesh.context)
+    index, one = mesh.part[0], EXCHANGES[kind](make_places(owner, mesh.context), group)
     here = (owner == index).nonzero()[:, 0].double()
-    keys, values = (here[:, None, None].expand(-1, 2, width).clone().requires_grad_() for width in (4, 3))
-    all_keys, all_values = gather_context(keys, values, places, group)
+    numbers = here[:, None, None] + torch.arange(4.0).double()[:, None] / 10  # the head behind the point
+    keys, values = (numbers.expand(-1, -1, width).clone().requires_grad_() for width in (4, 3))
+    all_keys, all_values = one.keys_values(keys, values)
     weights = (index + 1.0) * torch.arange(1.0, 1 + len(owner), dtype=torch.float64)[:, None, None]
     ((all_keys + 0) * weights).sum().add((10 * all_values * weights).sum()).backward()
-    return {"gathered": all_keys.detach(), "keys": keys.grad, "values": values.grad, "owner": owner, "index": index}
+    return {"got": all_keys.detach(), "keys": keys.grad, "values": values.grad, "here": here, "index": index}
 
 
 LONG = {"gqa": plan_cases.shape_of(), "mla": plan_cases.shape_of(**plan_cases.SMALL_MLA)}
@@ -172,7 +221,7 @@ def memory(kind, mesh, group=None):
     """Bytes after the forward pass, and at the worst moment, of two long conversations."""
     objective, batch = plan_cases.objective_and_batch(LONG[kind], MASKS, DEEP, part=mesh.part)
     objective.drafter.context_group, objective.drafter.recompute = group, kind == "mla"
-    with lasting("all_gather_into_tensor"), lasting("reduce_scatter_tensor"):
+    with lasting("all_gather_into_tensor"), lasting("reduce_scatter_tensor"), lasting("all_to_all_single"):
         return plan_cases.measure(objective, batch, torch.full((DEEP,), 1e-3))
 
 
@@ -181,7 +230,9 @@ def lasting(name):
     right, buffers = getattr(dist, name), {}
 
     def exchange(output, given, group):
-        theirs, ours = buffers.setdefault(output.shape, (torch.empty_like(output), torch.empty_like(given)))
+        theirs, ours = buffers.setdefault(
+            (output.shape, output.dtype), (torch.empty_like(output), torch.empty_like(given))
+        )
         right(theirs, ours.copy_(given), group=group)
         output.copy_(theirs)
 
@@ -196,13 +247,15 @@ def rank(index, folder):
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=index, world_size=RANKS)
     groups = {2: dist.new_subgroups(2)[0], 4: dist.group.WORLD}
     meshes = {context: Mesh(RANKS, index, context) for context in groups}
-    found = {"exchange": {context: exchange(meshes[context], group) for context, group in groups.items()}}
+    found = {}
     for context, group in groups.items():
+        for kind in EXCHANGES:
+            found[kind, context] = exchange(kind, meshes[context], group)
         for name in STEPS:
             found[name, context] = step(name, meshes[context], group)
-    for mistake, plant in PLANTED.items():
+    for mistake, (name, plant) in PLANTED.items():
         with plant():
-            found[mistake] = step("gqa", meshes[2], groups[2])
+            found[mistake] = step(name, meshes[2], groups[2])
     for kind in LONG if index < 2 else ():
         found["memory", kind] = memory(kind, meshes[2], groups[2])
     torch.save(found, Path(folder) / f"rank{index}.pt")

@@ -40,7 +40,7 @@ def unrolled_attention(
         q: [S, h, d] queries of the slots at this step.
         k0, v0: [N, g, d] and [N, g, dv], step-0 keys and values of every position.
         own_k, own_v: for each step 1..k, [S, g, d] and [S, g, dv]: the slots' own keys and values.
-        layout: documents and slots.
+        layout: documents and slots. Where it has `heads`, the slots of all ranks; k0 and v0 are of this rank's heads.
         scale: softmax scale.
         fused: merge own keys by the kernel of eagle31_train/kernels/own_keys.py, in fp32 inside.
         window: W, of a sliding window.
@@ -77,12 +77,15 @@ class _MergedAttention(torch.autograd.Function):
         *own: Tensor,
     ) -> Tensor:
         """own: k keys [S, g, d], then k values [S, g, dv] → [S, h, dv]."""
-        result, lse = context_forward(q, k0, v0, layout, scale, left)
+        heads = layout.heads
+        result, lse = context_forward(q if heads is None else heads.forth(q), k0, v0, layout, scale, left)
+        if heads is not None:
+            result, lse = heads.back(result, len(q)), heads.back(lse, len(q))
         if own and fused:
             result, lse = merge_own_keys(q, result, lse, *_stacked(own), scale)
         elif own:
             own_k, own_v = _halves(own)
-            g = k0.shape[1]
+            g = own_k[0].shape[1]
             scores = _own_scores(_grouped(q, g), own_k, scale)
             merged = torch.logaddexp(lse, scores.logsumexp(-1).flatten(1))
             shares = (scores - _grouped(merged, g)[..., None]).exp()
@@ -99,16 +102,22 @@ class _MergedAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of q, k0, v0, and of the own keys and values."""
         q, k0, v0, out, lse, *own = ctx.saved_tensors
-        scale, g = ctx.scale, k0.shape[1]
+        scale, heads, rest = ctx.scale, ctx.layout.heads, (None,) * 4
         dout = grads[0].to(q.dtype).contiguous()
-        dq, dk0, dv0 = context_backward(dout, q, k0, v0, out, lse, ctx.layout, scale, ctx.left)
+        there = (lambda x: x) if heads is None else heads.forth
+        rows = there(dout), there(q), k0, v0, there(out), there(lse)
+        dq, dk0, dv0 = context_backward(*rows, ctx.layout, scale, ctx.left)
+        del rows
+        if heads is not None:
+            dq = heads.back(dq, len(q))
         if not own:
-            return dq, dk0, dv0, None, None, None, None
+            return dq, dk0, dv0, *rest
         if ctx.fused:
             dq, down_keys, down_values = merge_own_keys_backward(dout, q, out, lse, *_stacked(own), dq, scale)
-            return dq, dk0, dv0, None, None, None, None, *down_keys, *down_values
+            return dq, dk0, dv0, *rest, *down_keys, *down_values
 
         own_k, own_v = _halves(own)
+        g = own_k[0].shape[1]
         mean = _dots(dout, out)
         q, do = _grouped(q, g), _grouped(dout, g)
         shares = (_own_scores(q, own_k, scale) - _grouped(lse, g)[..., None]).exp()
@@ -118,7 +127,7 @@ class _MergedAttention(torch.autograd.Function):
             down_q.addcmul_(slope[..., None], key[:, :, None])
             down_k.append((slope[..., None].to(q.dtype) * q).sum(2))
             down_v.append((share[..., None].to(do.dtype) * do).sum(2))
-        return down_q.flatten(1, 2).to(dq.dtype), dk0, dv0, None, None, None, None, *down_k, *down_v
+        return down_q.flatten(1, 2).to(dq.dtype), dk0, dv0, *rest, *down_k, *down_v
 
 
 # A slot's own keys are few, and other slots' are others. As matrix products they would be S * g tiny ones, of stacked

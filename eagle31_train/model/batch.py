@@ -50,6 +50,16 @@ class Subset:
 
 
 @dataclass(frozen=True)
+class Shared:
+    """What a rank knows of all parts of a batch, where it has one."""
+
+    context: Places  # of the C positions
+    slots: Places
+    layout: Layout  # of the slots among the positions
+    everywhere: Layout  # of all positions
+
+
+@dataclass(frozen=True)
 class Batch:
     """Packed documents and the pairs to train. N tokens, S slots, J supervised positions, P pairs.
 
@@ -85,7 +95,7 @@ class Batch:
     scale: float  # multiplies the weight of every pair: 1 without a subset
     tokens: int  # of the documents
     assistant_tokens: int  # of these, those that the assistant wrote
-    places: Places | None = None  # context parallelism: where ranks gather their step-0 keys
+    shared: Shared | None = None  # context parallelism: where other ranks have parts, too
 
     @property
     def ttt_length(self) -> int:
@@ -144,12 +154,18 @@ def build_batch(
     slot = all_trained.any(1).nonzero()[:, 0]
     context_edges, context = _contexts(slot, edges, owner)
     spans = [span for span in pairwise(context_edges.tolist()) if span[0] < span[1]]
-    here, places, states = torch.arange(len(context)), None, [slice(size) for size in context_edges.diff().tolist()]
+    here, shared, states = torch.arange(len(context)), None, [slice(size) for size in context_edges.diff().tolist()]
 
     index, count = part
     if count > 1:
         rank = torch.cat([owners(some, count) for some in all_trained.any(1).split(lengths)])
-        places, here = make_places(rank[context], count), (rank[context] == index).nonzero()[:, 0]
+        shared = Shared(
+            make_places(rank[context], count),
+            make_places(rank[slot], count),
+            make_layout(spans, torch.searchsorted(context, slot)),
+            make_layout(spans, here),
+        )
+        here = (rank[context] == index).nonzero()[:, 0]
         mine = (rank == index)[:, None]
         all_eligible, all_trained, counted = all_eligible & mine, all_trained & mine, counted & mine
         slot, context = all_trained.any(1).nonzero()[:, 0], context[here]
@@ -191,7 +207,7 @@ def build_batch(
         scale=1.0 if subset is None else subset.scale,
         tokens=sum(lengths),
         assistant_tokens=int(sum(d.loss_mask.sum() for d in documents)),
-        places=places,
+        shared=shared,
     )
 
 

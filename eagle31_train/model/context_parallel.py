@@ -1,9 +1,15 @@
-"""Documents that several ranks share: who has which positions, and how the keys of all reach everybody.
+"""Documents that several ranks share: who has which positions, and how slots and the keys of all come together.
 
 A slot's own keys stay on the rank that has the slot. What it needs of other ranks are the step-0 keys and values of its
-document. These are gathered once per layer, before the first step, and serve all K steps; on the way back every rank's
-gradient of a key is added up on the rank that has the key. Every position, slot and pair is of one rank, so that
-losses, counts and gradients of weights add up over ranks as they do without.
+document. These are exchanged once per layer, before the first step, and serve all K steps, in one of two ways:
+
+    few heads of keys (GQA)       every rank gets all keys: `GatherRows`. On the way back the gradients that all ranks
+                                  have of a key are added up on the rank that has the key.
+    as many as of queries (MLA)   every rank gets the keys of a share of the heads, and at every step attends with these
+                                  heads for the slots of all ranks: `DealHeads`. No rank holds all keys at once.
+
+Every position, slot and pair is of one rank, so that losses, counts and gradients of weights add up over ranks as they
+do without.
 
 Letters: N ranks that share documents; C positions of their context, of all ranks; C_r of them on this rank.
 """
@@ -14,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch import distributed as dist
+
+from eagle31_train.config import DrafterShape
 
 
 @dataclass(frozen=True)
@@ -56,14 +64,14 @@ def owners(slots: Tensor, ranks: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Places:
-    """Where the keys of a batch's context stand in what ranks gather, `most` rows of each rank."""
+    """Where rows that ranks share (positions of a context, or slots) stand in what they exchange, `most` of each."""
 
     rows: Tensor  # [C] int64 into [N * most]
     most: int
 
 
 def make_places(owner: Tensor, ranks: int) -> Places:
-    """Of the context positions [C] by their owners, which have them in this order."""
+    """Of rows [C] by their owners, which have them in this order."""
     counts = torch.bincount(owner, minlength=ranks)
     most = max(1, int(counts.max()))  # not every back end exchanges nothing
     order = owner.argsort(stable=True)
@@ -72,34 +80,79 @@ def make_places(owner: Tensor, ranks: int) -> Places:
     return Places(rows, most)
 
 
-def gather_context(keys: Tensor, values: Tensor, places: Places, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """This rank's keys [C_r, g, d] and values [C_r, g, dv] → those of all ranks, [C, g, d] and [C, g, dv]. Collective,
-    and so is the gradient."""
-    gathered: tuple[Tensor, Tensor] = _GatherContext.apply(keys, values, places, group)
-    return gathered
+def deals_heads(shape: DrafterShape, ranks: int) -> bool:
+    """Whether ranks that share documents deal out heads: where keys have as many as queries, and the ranks divide them.
+
+    With fewer, all keys are little beside the queries and outputs that would have to be sent at every step.
+    """
+    return shape.num_key_value_heads == shape.num_attention_heads and shape.num_attention_heads % ranks == 0
 
 
-class _GatherContext(torch.autograd.Function):
-    """One exchange each way: what ranks have goes to all, and what all say of it goes back, added up."""
+@dataclass(frozen=True)
+class Exchange:
+    """Of rows (keys, values, queries, …) between the ranks of a group; collective. `back` is the transpose of `forth`,
+    and so gives its gradient."""
 
+    places: Places
+    group: dist.ProcessGroup
+
+    def forth(self, x: Tensor) -> Tensor:
+        """Rows of this rank, [C_r, g, …] → those of all ranks, [C, …]."""
+        raise NotImplementedError
+
+    def back(self, x: Tensor, count: int) -> Tensor:
+        """The other way: [C, …] → [C_r, g, …], C_r being `count`."""
+        raise NotImplementedError
+
+    def keys_values(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """`forth` of keys [C_r, g, d] and values [C_r, g, dv], with a gradient."""
+        exchanged: tuple[Tensor, Tensor] = _Exchanged.apply(keys, values, self)
+        return exchanged
+
+
+class GatherRows(Exchange):
+    """All rows for every rank, [C, g, …]; on the way back, what all ranks have of a row, added up."""
+
+    def forth(self, x: Tensor) -> Tensor:
+        mine = torch.cat([x, x.new_zeros(self.places.most - len(x), *x.shape[1:])])
+        everyone = mine.new_empty(self.group.size() * len(mine), *mine.shape[1:])
+        dist.all_gather_into_tensor(everyone, mine, self.group)
+        return everyone.index_select(0, self.places.rows)
+
+    def back(self, x: Tensor, count: int) -> Tensor:
+        mine = x.new_empty(self.places.most, *x.shape[1:])
+        everyone = x.new_zeros(self.group.size() * len(mine), *x.shape[1:]).index_copy_(0, self.places.rows, x)
+        dist.reduce_scatter_tensor(mine, everyone, group=self.group)
+        return mine[:count]
+
+
+class DealHeads(Exchange):
+    """The r-th share of the heads of all rows for rank r, [C, g / N, …]."""
+
+    def forth(self, x: Tensor) -> Tensor:
+        by_rank = x.unflatten(1, (self.group.size(), -1)).transpose(0, 1)
+        sent = x.new_zeros(len(by_rank), self.places.most, *by_rank.shape[2:])
+        sent[:, : len(x)] = by_rank
+        return self._swapped(sent).flatten(0, 1).index_select(0, self.places.rows)
+
+    def back(self, x: Tensor, count: int) -> Tensor:
+        sent = x.new_zeros(self.group.size() * self.places.most, *x.shape[1:]).index_copy_(0, self.places.rows, x)
+        by_rank = self._swapped(sent).unflatten(0, (-1, self.places.most))[:, :count]
+        return by_rank.transpose(0, 1).flatten(1, 2)
+
+    def _swapped(self, sent: Tensor) -> Tensor:
+        """The r-th part of what is sent goes to rank r; what comes from it is the r-th part."""
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
+        return received
+
+
+class _Exchanged(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, keys: Tensor, values: Tensor, places: Places, group: dist.ProcessGroup
-    ) -> tuple[Tensor, Tensor]:
-        ctx.places, ctx.group, ctx.count = places, group, len(keys)
-        mine = torch.cat([keys, values], -1)
-        mine = torch.cat([mine, mine.new_zeros(places.most - len(mine), *mine.shape[1:])])
-        everyone = mine.new_empty(group.size() * places.most, *mine.shape[1:])
-        dist.all_gather_into_tensor(everyone, mine, group)
-        gathered = everyone.split([keys.shape[-1], values.shape[-1]], -1)
-        return gathered[0].index_select(0, places.rows), gathered[1].index_select(0, places.rows)
+    def forward(ctx: Any, keys: Tensor, values: Tensor, exchange: Exchange) -> tuple[Tensor, Tensor]:
+        ctx.exchange, ctx.count = exchange, len(keys)
+        return exchange.forth(keys), exchange.forth(values)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        places, widths = ctx.places, [grad.shape[-1] for grad in grads]
-        together = torch.cat(grads, -1)
-        everyone = together.new_zeros(ctx.group.size() * places.most, *together.shape[1:])
-        everyone.index_copy_(0, places.rows, together)
-        mine = everyone.new_empty(places.most, *together.shape[1:])
-        dist.reduce_scatter_tensor(mine, everyone, group=ctx.group)
-        return *mine[: ctx.count].split(widths, -1), None, None
+        return *(ctx.exchange.back(grad, ctx.count) for grad in grads), None

@@ -17,7 +17,7 @@ At step 0 every position needs a key and a value in every layer. So layers below
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from eagle31_train.config import DrafterShape
 from eagle31_train.model.attention import unrolled_attention
 from eagle31_train.model.batch import Batch
-from eagle31_train.model.context_parallel import gather_context
+from eagle31_train.model.context_parallel import DealHeads, Exchange, GatherRows, deals_heads
 from eagle31_train.model.layer import Layer, MidLayer, Project, applied_to
 from eagle31_train.model.linear import Linear, compute_dtype, linear
 from eagle31_train.model.norm import RMSNorm
@@ -38,7 +38,6 @@ from eagle31_train.model.packing import Layout
 from eagle31_train.store.codec import Encoded, plain
 
 Read = Callable[[Tensor], Project]  # normed states [n, D] → the attention's input projections of token and state
-Gather = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class Drafter(nn.Module):
     # Activation checkpointing: keep only states and the attention, and recompute the rest for the gradient.
     recompute = False
     fused = False  # see `unrolled_attention`
-    context_group: ProcessGroup | None = None  # ranks that share documents (context parallelism), for `batch.places`
+    context_group: ProcessGroup | None = None  # ranks that share documents (context parallelism), for `batch.shared`
 
     def __init__(self, shape: DrafterShape, embedding: Tensor | None = None) -> None:
         super().__init__()
@@ -123,11 +122,8 @@ class Drafter(nn.Module):
     def forward(self, batch: Batch) -> Unrolled:
         """Run all K steps of every slot of a packed batch."""
         run = partial(checkpoint, use_reentrant=False, preserve_rng_state=False) if self.recompute else call
-        gather = None
-        if batch.places is not None:
-            assert self.context_group is not None, "ranks that share documents need the group of them"
-            gather = partial(gather_context, places=batch.places, group=self.context_group)
-        *below, last = (AttendingLayer(layer, run, self.fused, gather) for layer in self.stack)
+        exchange, layout, everywhere = self._sharing(batch)
+        *below, last = (AttendingLayer(layer, run, self.fused, exchange) for layer in self.stack)
         ids, steps_read, of_step = batch.ids, batch.read, list(batch.reads)
         if self.shape.parallel:  # the mask token comes last; one row of it serves all slots
             mask_token, mask_state = self.mask()
@@ -141,7 +137,7 @@ class Drafter(nn.Module):
         read: Read = partial(tokens.context, batch.following)
         for layer in below:
             layer.keep_context(h, read, positions)
-            h = run(layer.finish, *layer.attend(h, read, positions, batch.everywhere))
+            h = run(layer.finish, *layer.attend(h, read, positions, everywhere))
             read = applied_to
         last.keep_context(h, read, positions)
         g, h, positions = g.index_select(0, slots), h.index_select(0, slots), positions[slots]
@@ -152,12 +148,23 @@ class Drafter(nn.Module):
             read = partial(tokens.step, of_step[k])
             for layer in below:
                 if k > 0:  # at step 0 it has computed every position, above
-                    h = run(layer.finish, *layer.attend(h, read, positions + k, batch.layout, own=True))
+                    h = run(layer.finish, *layer.attend(h, read, positions + k, layout, own=True))
                 read = applied_to
-            h, z = run(self._answer, *last.attend(h, read, positions + k, batch.layout, own=k > 0))
+            h, z = run(self._answer, *last.attend(h, read, positions + k, layout, own=k > 0))
             outputs.append(z)
             g = h = mask_state if self.shape.parallel else self.feedback(h, z)
         return Unrolled(torch.stack(outputs), torch.stack(rms))
+
+    def _sharing(self, batch: Batch) -> tuple[Exchange | None, Layout, Layout]:
+        """How step-0 keys reach other ranks, and who attends to them: slots; in the layers below, all positions."""
+        if (shared := batch.shared) is None:
+            return None, batch.layout, batch.everywhere
+        group = self.context_group
+        assert group is not None, "ranks that share documents need the group of them"
+        if not deals_heads(self.shape, group.size()):
+            return GatherRows(shared.context, group), batch.layout, batch.everywhere
+        slots, positions = DealHeads(shared.slots, group), DealHeads(shared.context, group)
+        return positions, replace(shared.layout, heads=slots), replace(shared.everywhere, heads=positions)
 
     def _answer(self, residual: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
         """h_k and z_k, [S, D] each."""
@@ -171,13 +178,13 @@ class AttendingLayer:
     Args:
         run: calls a function with or without activation checkpointing.
         fused: see `unrolled_attention`.
-        gather: gathers the context's keys and values from all ranks that share it.
+        exchange: how the context's keys and values reach the other ranks that share it.
     """
 
     def __init__(
-        self, layer: Layer, run: Callable[..., Any], fused: bool = False, gather: Gather | None = None
+        self, layer: Layer, run: Callable[..., Any], fused: bool = False, exchange: Exchange | None = None
     ) -> None:
-        self._layer, self._run, self._gather = layer, run, gather
+        self._layer, self._run, self._exchange = layer, run, exchange
         self._attention = partial(unrolled_attention, fused=fused, window=layer.self_attn.window)
         self.finish = layer.finish
         self._own_k: list[Tensor] = []
@@ -186,8 +193,8 @@ class AttendingLayer:
     def keep_context(self, states: Tensor, read: Read, positions: Tensor) -> None:
         """Compute and keep the step-0 keys and values of every position, from the layer's input states [C, D]."""
         self._k0, self._v0 = self._run(self._keys_values, states, read, positions)
-        if self._gather is not None:
-            self._k0, self._v0 = self._gather(self._k0, self._v0)
+        if self._exchange is not None:
+            self._k0, self._v0 = self._exchange.keys_values(self._k0, self._v0)
 
     def attend(
         self, states: Tensor, read: Read, positions: Tensor, layout: Layout, own: bool = False

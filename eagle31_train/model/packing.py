@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from eagle31_train.model.context_parallel import DealHeads
+
 MOST_COPIES = 8.0  # of every key, on average: see `make_segments`
 
 
@@ -50,6 +52,7 @@ class Layout:
     slots: Tensor  # [S] int64, the packed position t of each slot, ascending
     runs: list[Run]  # the slots again, as stretches of consecutive positions within one document
     segments: Segments | None  # the runs once more, for a flash kernel; None where there are no slots
+    heads: DealHeads | None = None  # how ranks deal out heads, where the slots are those of several ranks
 
 
 def make_layout(documents: list[tuple[int, int]], slots: Tensor) -> Layout:

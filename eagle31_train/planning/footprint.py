@@ -15,6 +15,7 @@ from itertools import accumulate
 
 from eagle31_train.checkpoint.contract import weight_shapes
 from eagle31_train.config import DrafterShape
+from eagle31_train.model.context_parallel import deals_heads
 from eagle31_train.planning.work import Widths, Work, widths
 
 MOST_COPIES = 8.0  # of the keys for attention on a GPU: make_segments of model/packing.py
@@ -64,8 +65,10 @@ class Step:
 def activations(shape: DrafterShape, work: Work, step: Step) -> Activations:
     """Of one micro-batch; `work` is what there is to do for it, by all ranks that share it."""
     if step.context > 1:
-        # Each rank has two pieces of a conversation, which cut two stretches: they end halfway through, on average.
-        work = replace(work * (1 / step.context), copies=work.copies / step.context + work.positions)
+        # With all heads each rank has two pieces of a conversation, which cut two stretches: they end halfway through,
+        # on average. With a share of the heads it has whole stretches.
+        more = 0 if deals_heads(shape, step.context) else work.positions
+        work = replace(work * (1 / step.context), copies=work.copies / step.context + more)
     w, value, low = widths(shape), step.value, step.value < FP32
     sizes = matrices(shape)
     head = sizes.pop("lm_head.weight")
@@ -113,10 +116,16 @@ def _backward(shape: DrafterShape, w: Widths, work: Work, step: Step) -> float:
     """Values: gradients of all keys and values, and of one step's MLP, with recomputation also what that keeps; or of
     one step's attention."""
     S, D, inner = work.slots[0], shape.hidden_size, shape.intermediate_size
-    seen = work.positions * step.context
+    seen, dealt = _seen(shape, work, step), step.context > 1 and deals_heads(shape, step.context)
     keys = shape.num_layers * (w.keys + w.values) * (seen + S * (work.ttt_length - 1))
     mlp = S * (4 * D + 6 * inner if step.recompute else inner)
-    return keys + max(mlp, _flash(shape, w, work, seen) if step.flash and step.value < FP32 else 0)
+    exchanged = S * (w.queries + 2 * w.out) * dealt  # queries, outputs and their gradient, of a share of the heads
+    return keys + max(mlp, exchanged + (_flash(shape, w, work, seen) if step.flash and step.value < FP32 else 0))
+
+
+def _seen(shape: DrafterShape, work: Work, step: Step) -> float:
+    """Step-0 keys that a device holds, of all heads or as many bytes."""
+    return work.positions * (1 if deals_heads(shape, step.context) else step.context)
 
 
 def _flash(shape: DrafterShape, w: Widths, work: Work, seen: float) -> float:
@@ -151,7 +160,7 @@ def _kept(shape: DrafterShape, w: Widths, work: Work, step: Step) -> float:
     query, latents = w.queries + w.rope + 2 * w.query_up[0], bool(w.query_up[0])
     values = work.tokens * 2 * D + work.read * D  # embeddings and their norm; the normed ones that are read
     values += work.positions * (_fused(shape, step) + D + L * (D + key))  # into fc, g_0, its norm, keys
-    values += (step.context - 1) * work.positions * L * (w.keys + w.values)  # of other ranks
+    values += (_seen(shape, work, step) - work.positions) * L * (w.keys + w.values)  # of other ranks
     values += S * (K if shape.norm_output and not shape.parallel else 1) * D  # g_0, or z of every step
     values += rows * (4 * D + 3 * shape.intermediate_size + query + w.out)  # u, h, norms; gate, up, product; attention
     values += L * S * (K - 1) * key  # a slot's own keys and values, at every step but the first
@@ -169,7 +178,8 @@ def _kept_recomputing(shape: DrafterShape, w: Widths, work: Work, step: Step) ->
     asking = work.tokens if L > 1 else work.read
     # Embeddings and their norm; the embeddings' half of the first projections.
     values = work.tokens * (2 * D + w.key_in) + work.read * (D + w.key_in) + asking * w.query_in
-    values += work.positions * (_fused(shape, step) + D + step.context * L * (w.keys + w.values))  # into fc, g_0, keys
+    values += work.positions * (_fused(shape, step) + D)  # into fc, g_0
+    values += _seen(shape, work, step) * L * (w.keys + w.values)
     values += S * K * D * shape.norm_before_residual + rows * (
         D + w.queries + w.out
     )  # state, query, attention's output

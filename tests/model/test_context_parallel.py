@@ -10,7 +10,7 @@ import torch
 from launching import environment
 from sharing import DEEP, LONG, MASKS, PLANTED, RAGGED, RANKS, STEPS, Mesh
 
-from eagle31_train.model.context_parallel import owners
+from eagle31_train.model.context_parallel import deals_heads, owners
 from eagle31_train.model.loss import LOGITS
 from eagle31_train.planning.footprint import Step, activations
 from eagle31_train.planning.work import count_work
@@ -53,18 +53,25 @@ def test_four_ranks_take_the_step_of_one_process(found, name, context):
 
 @pytest.mark.parametrize("mistake", PLANTED)
 def test_a_planted_mistake_is_seen(found, mistake):
-    assert max(distance(found[0][mistake], sharing.step("gqa", Mesh()))) > 1e-3
+    name, _ = PLANTED[mistake]
+    assert max(distance(found[0][mistake], sharing.step(name, Mesh()))) > 1e-3
 
 
 @pytest.mark.parametrize("context", [2, 4])
-def test_keys_reach_every_rank_and_their_gradients_the_one_that_has_them(found, context):
+@pytest.mark.parametrize("kind", sharing.EXCHANGES)
+def test_keys_reach_the_ranks_and_their_gradients_the_one_that_has_them(found, kind, context):
     for rank in found:
-        one = rank["exchange"][context]
-        here = (one["owner"] == one["index"]).nonzero()[:, 0].double()
-        slope = sum(range(1, context + 1)) * (1 + here)
-        assert torch.equal(one["keys"], slope[:, None, None].expand(-1, 2, 4))
-        assert torch.equal(one["values"], 10 * slope[:, None, None].expand(-1, 2, 3))
-        assert torch.equal(one["gathered"][:, 0, 0], torch.arange(7).double())
+        one = rank[kind, context]
+        heads = torch.arange(4).double()
+        ranks_of_head = torch.full((4,), sum(range(1, context + 1))).double()  # each rank's weight, added up
+        got = heads
+        if kind == "deal":
+            ranks_of_head = 1 + torch.arange(context).repeat_interleave(4 // context).double()
+            got = heads.chunk(context)[one["index"]]
+        slope = ((1 + one["here"])[:, None] * ranks_of_head)[..., None]
+        assert torch.equal(one["keys"], slope.expand(-1, -1, 4))
+        assert torch.equal(one["values"], 10 * slope.expand(-1, -1, 3))
+        assert torch.equal(one["got"][..., 0], torch.arange(7).double()[:, None] + got / 10)
 
 
 @pytest.mark.parametrize("kind", LONG)
@@ -79,6 +86,12 @@ def test_two_ranks_take_at_most_three_fifths_each_as_the_plan_says(found, kind):
     reckoned = activations(LONG[kind], work, step)
     assert reckoned.after_forward == pytest.approx(shared[0], rel=0.01)
     assert reckoned.peak == pytest.approx(shared[1], rel=0.1)
+
+
+def test_heads_are_dealt_where_keys_have_as_many_and_the_ranks_divide_them():
+    dealt = {name for name, shape in sharing.SHAPES.items() if deals_heads(shape, 2)}
+    assert dealt == {"mla", "dealt layers"}
+    assert not any(deals_heads(shape, 8) for shape in sharing.SHAPES.values())
 
 
 # ---------------------------------------------------------------- who has what

@@ -116,6 +116,22 @@ def test_smaller_micro_batches_are_advised_first_then_recomputation_then_devices
     assert advised(0.99 * least[-1] / 2**30 / sections.SPARE)[0] == "none leaves"
 
 
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ("`llama31_8b`", recipe("llama31_8b")),
+        ("with `train.activation_checkpointing=true`", [*recipe("llama31_8b"), "train.activation_checkpointing=true"]),
+        ("`kimi`, the MLA drafter, which has that on", recipe("kimi")),
+    ],
+)
+def test_the_page_on_launching_says_what_a_shared_conversation_takes(row, words):
+    words = [*words, "data.max_length=131072", "plan.sample_tokens=131072", "train.batch_tokens=131072"]
+    ddp = next(profile for profile in PROFILES if profile.name == "ddp")
+    steps = [planned(*words, f"train.context_parallel={n}").memory(ddp).step / 2**30 for n in (1, 2, 4, 8)]
+    page = (ROOT / "docs" / "launch.md").read_text()
+    assert "| ".join([f"| {row} ", *(f"{step:.1f} " for step in steps)]) + "|" in page
+
+
 def test_devices_that_share_a_conversation_divide_its_memory_and_a_longer_one_fits(capsys):
     """What the step takes is in tests/model/test_context_parallel.py, against what torch allocates."""
     long = [*recipe("llama31_8b"), "data.max_length=131072", "train.batch_tokens=131072", "plan.sample_tokens=131072"]

@@ -128,7 +128,7 @@ def more(copy_of, tmp_path_factory):
         with pytest.raises(Stopped):
             runs["muon forgetful"].fit(*MUON)
     for kind in KINDS:
-        trainings += [(f"others {kind}", kind, OTHERS, {}), (f"mla {kind}", kind, MLA, {})]
+        trainings += [(f"{name} {kind}", kind, [*words, *shared], {}) for name, (words, shared, _) in FURTHER.items()]
     trainings += [
         ("muon forgetful", "fsdp2", MUON, {"harm": ["moments"]}),
         ("muon in shards", "fsdp2", MUON, {"harm": ["orthogonality"]}),
@@ -212,13 +212,14 @@ def test_the_relay_would_notice_moments_that_are_not_restored(more, one):
 
 
 # AdamW makes much of MLA's gradients that are next to nothing; each step moves weights by 1e-2.
-FURTHER = {"others": (OTHERS, 5e-6), "mla": (MLA, 2e-5)}
+FURTHER = {"others": (OTHERS, [], 5e-6), "mla": (MLA, [], 2e-5), "sharing mla": (MLA, SHARING, 2e-5)}
 
 
 @pytest.fixture(scope="module", params=FURTHER)
 def further(request, by_one):
-    """Frozen heads, weight decay and own embeddings, or MLA: the name, one process's run, and a tolerance."""
-    options, tolerance = FURTHER[request.param]
+    """Frozen heads, weight decay and own embeddings, or MLA, by ranks that share, too: name, one process's run, and a
+    tolerance."""
+    options, _, tolerance = FURTHER[request.param]
     return request.param, by_one(*options), tolerance
 
 
