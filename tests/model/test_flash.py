@@ -243,12 +243,14 @@ def test_one_that_fails_the_decoder_is_taken_back(on, monkeypatch):
     monkeypatch.setattr(F, "scaled_dot_product_attention", planted)
     with installed(FA4=Imitation()):
         assert on(10) == "torch's own attention (FA4: FA4 SDPA forward unsupported)"
+        assert context_attention.replaced() is None
 
 
 @pytest.mark.parametrize("off", [-1, 1])
 def test_a_window_off_by_one_is_taken_back(on, off):
     with installed(FA4=Imitation(off)):
         assert on(10, make_shape(sliding_window=30)).startswith("torch's own attention (FA4 differs from it by ")
+        assert context_attention.replaced() is None
         assert on(10) == "attention by FA4"
 
 
