@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.shapes import GAMMA
 from eagle31_train.config import DrafterShape, TrainConfig
-from eagle31_train.model import rope
+from eagle31_train.model import context_attention, rope
 from eagle31_train.model.batch import Batch, build_batch, choose_slots, each_tensor
 from eagle31_train.model.drafter import Drafter
 from eagle31_train.model.loss import Objective, Teacher
@@ -291,7 +291,7 @@ class Options:
     recompute: bool = False
     train_lm_head: bool = True
     slots: int | None = None
-    kernels: str = "fused"
+    kernels: str = "fused"  # plain, fused, or fused+FA3: with what FlashAttention 3 in torch's place changes
 
 
 class FakeStep:
@@ -324,7 +324,7 @@ class FakeStep:
             teacher = Teacher(torch.ones(H), 1e-5, torch.empty(Vd, H, dtype=low), torch.empty(Vd).long())
             self.objective = Objective(drafter, teacher, options.loss, options.lk)
             self.objective.autocast = low if options.precision == "bf16" else None
-            if options.kernels == "fused":
+            if options.kernels != "plain":
                 self.objective.fuse_kernels()
             t = TrainConfig(optimizer=options.optimizer, precision=options.precision, weight_decay=0.1)
             self.optimizer = make_optimizer(self.objective, t)
@@ -351,7 +351,8 @@ class FakeStep:
         )
         moments = [x for state in self.optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
         count.before = count.ignore([*self.objective.parameters(), *self.objective.buffers(), *moments])
-        with self.mode, count:
+        flash = patch.object(context_attention, "replaced", lambda: self.options.kernels.partition("+")[2])
+        with self.mode, count, flash:
             count.phase = "forward"
             accumulate(parallel, [MicroBatch(self.batch, [], True)], self.totals, GAMMA)
             count.phase = "update"

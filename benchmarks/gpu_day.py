@@ -52,7 +52,8 @@ def summary(out: Path) -> dict[str, Any]:
     steps = []
     for step in (step for one in stages for step in one.get("measured", {}).get("steps", [])):
         name, variant = step["case"], step["variant"]
-        model = estimates.get(f"{name}, {variant}")
+        flash = "fused+FA3" if "attention by FA3" in step.get("uses", "") else "fused"
+        model = estimates.get(f"{name}, {variant.replace('fused', flash)}")
         steps.append({"case": name, "variant": variant, **compared(step, model)})
     return {"machine": machine.describe(), "stages": stages, "steps": steps}
 

@@ -24,26 +24,32 @@ from eagle31_train.model.packing import Layout
 from eagle31_train.planning.work import count_work, training_flops
 
 GIB = 2**30
-# Whether activations are recomputed there.
+# With activations kept, recomputed, or each in turn.
 CASES = {
-    "llama8b:2x4096:1": False,
-    "llama8b:2x4096:0.35": False,
-    "llama8b:1x32768:1": True,
-    "llama8b:1x65536:1": True,
-    "kimi:1x20480:0.35": True,
+    "llama8b:2x4096:1": (False,),
+    "llama8b:2x4096:0.35": (False,),
+    "llama8b:1x32768:1": (False, True),
+    "llama8b:1x65536:1": (False, True),
+    "kimi:1x20480:0.35": (False, True),
 }
 
 
 @dataclass(frozen=True)
 class Rates:
     """What a device is taken to reach. FLOP/s in products, and in attention forward and backward; bytes/s; and the
-    maker's FLOP/s, of which utilisation is a share."""
+    maker's FLOP/s, of which utilisation is a share.
+
+    FlashAttention 3's are those of torch's own kernel times 1.75 and 1.625: its authors measured it 1.5 to 2.0 times as
+    fast forward and 1.5 to 1.75 times backward, on an H100 (arXiv 2407.08608, section 4.1).
+    """
 
     products: float = 720e12
     forward: float = 330e12
     backward: float = 270e12
     memory: float = 4.0e12
     nominal: float = 989e12
+    fa3_forward: float = 577.5e12
+    fa3_backward: float = 438.75e12
 
 
 def attention_pairs(layout: Layout) -> int:
@@ -71,9 +77,11 @@ def estimate(shape: DrafterShape, masks: list[torch.Tensor], options: Options, r
         "forward": 2 * one * calls["_flash_attention_forward"],
         "backward": 5 * one * calls["_flash_attention_backward"],
     }
+    fa3 = options.kernels == "fused+FA3"
+    forward, backward = (rates.fa3_forward, rates.fa3_backward) if fa3 else (rates.forward, rates.backward)
     seconds = {
         "products": products.flops / rates.products,
-        "attention": flash["forward"] / rates.forward + flash["backward"] / rates.backward,
+        "attention": flash["forward"] / forward + flash["backward"] / backward,
         "memory": between.bytes / rates.memory,
     }
     work = count_work([mask.numpy() for mask in masks], options.ttt_length)
@@ -108,8 +116,9 @@ def table(results: dict[str, Any], top: int) -> str:
     r = Rates(**results["rates"])
     lines = [
         f"Estimated, not measured. Rates: products {r.products / 1e12:g} TFLOP/s, attention {r.forward / 1e12:g} "
-        f"forward and {r.backward / 1e12:g} backward, memory {r.memory / 1e12:g} TB/s; all in turn, no wait for "
-        f"the host. Utilisation: necessary FLOPs over time × {r.nominal / 1e12:g} TFLOP/s.",
+        f"forward and {r.backward / 1e12:g} backward (FA3: {r.fa3_forward / 1e12:g} and {r.fa3_backward / 1e12:g}), "
+        f"memory {r.memory / 1e12:g} TB/s; all in turn, no wait for the host. Utilisation: necessary FLOPs over time × "
+        f"{r.nominal / 1e12:g} TFLOP/s.",
         f"{'':42s} {'operators':>9s} {'TFLOP':>7s} {'attn.':>7s} {'GB':>7s} {'GiB':>6s} "
         f"{'ms':>7s} = {'products':>8s} + {'attn.':>6s} + {'memory':>6s}  {'util.':>6s}",
     ]
@@ -132,11 +141,13 @@ def run(chosen: argparse.Namespace) -> dict[str, Any]:
     """All cases."""
     rates = Rates(*(getattr(chosen, name) * 1e12 for name in Rates.__dataclass_fields__))
     results: dict[str, Any] = {"rates": asdict(rates), "torch": torch.__version__, "cases": {}}
-    both = [(text, kernels) for text in chosen.cases for kernels in chosen.kernels]
-    for text, kernels in tqdm(both, unit="case", desc="gpu model"):
+    every = [
+        (text, again, how) for text in chosen.cases for again in CASES.get(text, (False,)) for how in chosen.kernels
+    ]
+    for text, recompute, kernels in tqdm(every, unit="case", desc="gpu model"):
         packed = Packed.parse(text)
-        options = Options(packed.case.unroll, recompute=CASES.get(text, False), kernels=kernels)
-        name = f"{text}, {kernels}{'+recompute' * options.recompute}"
+        options = Options(packed.case.unroll, recompute=recompute, kernels=kernels)
+        name = f"{text}, {kernels}{'+recompute' * recompute}"
         results["cases"][name] = estimate(packed.drafter, packed.masks, options, rates)
     return results
 
@@ -148,7 +159,8 @@ def arguments() -> argparse.Namespace:
     for name, rate in asdict(Rates()).items():
         unit = "TB/s" if name == "memory" else "TFLOP/s"
         parser.add_argument(f"--{name}", type=float, default=rate / 1e12, help=f"{unit}, default %(default)g")
-    parser.add_argument("--kernels", nargs="+", default=["plain", "fused"], choices=("plain", "fused"))
+    variants = ("plain", "fused", "fused+FA3")
+    parser.add_argument("--kernels", nargs="+", default=variants, choices=variants)
     parser.add_argument("--top", type=int, default=12, help="places listed of each case, default %(default)s")
     parser.add_argument("--out", type=Path, default=Path("runs/bench/gpu_model"), help="without .json")
     return parser.parse_args()

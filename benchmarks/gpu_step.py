@@ -28,6 +28,7 @@ from eagle31_train.model.drafter import Drafter
 from eagle31_train.model.loss import Objective, Teacher
 from eagle31_train.planning.work import count_work, training_flops
 from eagle31_train.store.document import Document
+from train.build import choose_kernels
 from train.loader import MicroBatch, StepTotals
 from train.parallel import parallelise
 from train.step import accumulate
@@ -121,9 +122,8 @@ class Trainer:
             teacher = Teacher(torch.ones(H), shape.rms_norm_eps, rows, self.ids.to(rows.device))
         drafter.recompute = variant.recompute
         objective = Objective(drafter, teacher, "kl")
-        if variant.kernels == "fused":
-            objective.fuse_kernels()
         objective.autocast = torch.bfloat16
+        self.uses = choose_kernels(objective, TrainConfig(kernels=variant.kernels), self.accelerator.device)
         self.drafter = drafter
         self.parallel = parallelise(self.accelerator, objective, TrainConfig(lr=1e-5))
 
@@ -223,6 +223,7 @@ def measure(packed: Packed, variant: Variant, device: str, repeats: int) -> dict
         "flops": parts,
         "flops_per_second": sum(parts.values()) / seconds,
         "losses": losses,
+        "uses": trainer.uses,
         "kernels": seen,
     }
 

@@ -16,7 +16,7 @@ from plan_cases import SMALL_MLA, shape_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks import fake_cuda, gpu_model
+from benchmarks import fake_cuda
 from benchmarks.fake_cuda import DEVICE, Count, FakeStep, Options
 from benchmarks.gpu_step import Packed
 from benchmarks.shapes import Case
@@ -181,15 +181,23 @@ CASES |= {
 
 def traffic(text: str, kernels: str) -> dict[str, Any]:
     """A step of a case of benchmarks.gpu_model."""
-    packed = Packed.parse(text)
-    how = {"ttt_length": packed.case.unroll, "recompute": gpu_model.CASES[text], "kernels": kernels}
+    packed, (kernels, *recompute) = Packed.parse(text), kernels.split("+recompute")
+    how = {"ttt_length": packed.case.unroll, "recompute": bool(recompute), "kernels": kernels}
     return step(packed.drafter, packed.masks, **how)
 
 
-CASES |= {
-    f"{text}, {kernels}": lambda text=text, kernels=kernels: traffic(text, kernels)
-    for text, kernels in (*((text, "fused") for text in gpu_model.CASES), ("llama8b:2x4096:0.35", "plain"))
+# Of the cases of `make bench-gpu-model`: operators but products and attention, and their GB.
+TRAFFIC = {
+    "llama8b:2x4096:1, fused": (933, 124.9),
+    "llama8b:2x4096:0.35, fused": (1081, 76.1),
+    "llama8b:2x4096:0.35, plain": (2325, 194.6),
+    "llama8b:1x32768:1, fused": (1046, 398.9),
+    "llama8b:1x32768:1, fused+recompute": (1339, 478.0),
+    "llama8b:1x65536:1, fused+recompute": (1486, 914.7),
+    "kimi:1x20480:0.35, fused+recompute": (1042, 443.8),
+    "kimi:1x20480:0.35, fused+FA3": (846, 403.8),
 }
+CASES |= {name: lambda name=name: traffic(*name.split(", ")) for name in TRAFFIC}
 
 
 def main() -> None:

@@ -18,8 +18,11 @@ def test_stages_are_told_as_they_ended_and_steps_beside_their_estimates(tmp_path
     (tmp_path / "correct.xml").write_text(XML)
     (tmp_path / "correct.log").write_text("".join(f"line {i}\n" for i in range(50)))
     broken = {"case": "kimi:1x20480:0.35", "variant": "fused", "error": "out of memory"}
-    (tmp_path / "steps_measured.json").write_text(json.dumps({"steps": [STEP, broken]}))
-    (tmp_path / "model.json").write_text(json.dumps({"cases": {"llama8b:2x4096:1, fused": MODEL}}))
+    faster = {**STEP, "seconds": 0.3, "variant": "fused+recompute", "uses": "fused kernels, attention by FA3"}
+    (tmp_path / "steps_measured.json").write_text(json.dumps({"steps": [STEP, broken, faster]}))
+    models = {"fused": MODEL, "fused+FA3+recompute": {**MODEL, "seconds": {"total": 0.2}}}
+    cases = {f"llama8b:2x4096:1, {name}": model for name, model in models.items()}
+    (tmp_path / "model.json").write_text(json.dumps({"cases": cases}))
     (tmp_path / "late.log").write_bytes(b"began\n\xff\n")
     assert gpu_day.main(["stage", str(tmp_path), "correct", "1", "12"]) == 1
     assert gpu_day.main(["stage", str(tmp_path), "late", "124", "540"]) == 1
@@ -35,6 +38,7 @@ def test_stages_are_told_as_they_ended_and_steps_beside_their_estimates(tmp_path
         "steps        done after 60 s",
         "llama8b:2x4096:1, fused: 0.5000 s, 2.00 times the estimate",
         "kimi:1x20480:0.35, fused: out of memory",
+        "llama8b:2x4096:1, fused+recompute: 0.3000 s, 1.50 times the estimate",
     ]
 
 

@@ -11,6 +11,7 @@ from eagle31_train.errors import UserError
 from eagle31_train.kernels import missing
 from eagle31_train.model.batch import has_pairs
 from eagle31_train.model.drafter import Drafter
+from eagle31_train.model.flash import restore_flash, switch_flash
 from eagle31_train.model.layer import GroupedQueryAttention
 from eagle31_train.model.loss import Objective, Teacher
 from eagle31_train.model.vocab import DraftVocab
@@ -124,8 +125,8 @@ def look_back(drafter: Drafter, steps: int) -> None:
 
 
 def choose_kernels(objective: Objective, t: TrainConfig, device: torch.device) -> str:
-    """Have an objective worked out as train.kernels says; how, in words. A UserError if fused kernels were asked for,
-    and cannot run on this device."""
+    """Have an objective worked out as train.kernels says; how, in words. But for `plain`, that is with FlashAttention 3
+    or 4 where one is installed. A UserError if fused kernels were asked for, and cannot run on this device."""
     lack = missing(device)
     if t.kernels == "fused" and lack:
         raise UserError(f"train.kernels=fused cannot be: {lack}; set train.kernels=auto or plain")
@@ -133,4 +134,8 @@ def choose_kernels(objective: Objective, t: TrainConfig, device: torch.device) -
     if fused:
         objective.fuse_kernels()
     told = lack and t.kernels == "auto" and device.type == "cuda"  # on a CPU nobody expects others
-    return "fused kernels" if fused else "plain kernels" + (f" ({lack})" if told else "")
+    said = "fused kernels" if fused else "plain kernels" + (f" ({lack})" if told else "")
+    restore_flash()
+    switches = t.kernels != "plain" and device.type == "cuda" and objective.autocast is not None
+    flash = switch_flash(objective.drafter.shape, device) if switches else None
+    return f"{said}, {flash}" if flash else said

@@ -5,8 +5,8 @@ other keys, the *merged* ones. Exact then, since every share is exp(score - log-
 gradient is share * (do·v - do·o), whichever part of the softmax a key is in.
 
     CPU            flash, run by run: linear memory
-    CUDA, 16 bits  flash over all runs in one call: linear memory. No GPU has been at hand to run it; its
-                   indices are tested against an imitation of the kernel.
+    CUDA, 16 bits  flash over all runs in one call: linear memory. torch's own, or what `flash.py` put in its place. No
+                   GPU has been at hand to run it; its indices are tested against an imitation of the kernel.
     otherwise      plain products, in blocks of queries: the truth in the tests, and a CPU's sliding windows,
                    which flash has only with a mask
 
@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import attention
 from torch.nn import functional as F
 
 from eagle31_train.model.packing import Layout, Run, Segments
@@ -42,7 +43,7 @@ def context_forward(
     S, h, dv = len(q), q.shape[1], v0.shape[2]
     if left is not None and left < 0:
         return q.new_zeros(S, h, dv, dtype=wide), q.new_full((S, h), float("-inf"), dtype=wide)
-    if _flash_cuda(q, v0) and layout.segments is not None:
+    if takes_flash(q, v0) and layout.segments is not None:
         return _cuda_forward(q, k0, v0, layout.segments, scale, left)
     out, lse = q.new_empty(S, h, dv, dtype=wide), q.new_empty(S, h, dtype=wide)
     for run in layout.runs:
@@ -68,7 +69,7 @@ def context_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k0 and v0, given dout and out [S, h, dv] and lse [S, h] of the merged softmax."""
     unseen = left is not None and left < 0
-    if _flash_cuda(q, v0) and layout.segments is not None and not unseen:
+    if takes_flash(q, v0) and layout.segments is not None and not unseen:
         return _cuda_backward(dout, q, k0, v0, out, lse, layout, layout.segments, scale, left)
     dq, dk0, dv0 = torch.zeros_like(q), torch.zeros_like(k0), torch.zeros_like(v0)
     for run in () if unseen else layout.runs:
@@ -181,17 +182,28 @@ def _plain_scores(q: Tensor, keys: Tensor, band: Band | None, scale: float) -> T
 # ---------------------------------------------------------------- all runs at once: CUDA flash
 
 
-def _flash_cuda(q: Tensor, v: Tensor) -> bool:
+def takes_flash(q: Tensor, v: Tensor) -> bool:
     """Whether CUDA's flash kernel takes these: 16 bits, widths up to 256 in eights."""
     width = max(q.shape[-1], v.shape[-1])
     fits = q.dtype in (torch.bfloat16, torch.float16) and width <= 256 and width % 8 == 0
     return q.device.type == "cuda" and fits
 
 
+def replaced() -> str | None:
+    """What torch's switch has put in the place of its own flash kernel; see `flash.py`."""
+    current = getattr(attention, "current_flash_attention_impl", None)  # not there before torch 2.11
+    return current() if current else None
+
+
+def _kernel_widths(*tensors: Tensor) -> list[Tensor]:
+    """torch's own kernel wants one width; others take values narrower than keys, and some nothing else."""
+    return list(tensors) if replaced() else _same_width(*tensors)
+
+
 def _cuda_forward(
     q: Tensor, k0: Tensor, v0: Tensor, segments: Segments, scale: float, left: int | None
 ) -> tuple[Tensor, Tensor]:
-    queries, keys, values = _same_width(q, k0, v0)
+    queries, keys, values = _kernel_widths(q, k0, v0)
     queries, (keys, values) = _spread(queries, segments), _copies(keys, values, segments)
     edges = (segments.query_edges, segments.key_edges, segments.queries, segments.keys)
     # Causal here means aligned at the end: the last query of a stretch sees all keys of its stretch.
@@ -213,7 +225,7 @@ def _cuda_backward(
     scale: float,
     left: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    queries, keys, values, dout, out = _same_width(q, k0, v0, dout, out)
+    queries, keys, values, dout, out = _kernel_widths(q, k0, v0, dout, out)
     keys, values = _copies(keys, values, segments)
     queries, dout, out = (_spread(x, segments) for x in (queries, dout, out))
     edges = (segments.query_edges, segments.key_edges, segments.queries, segments.keys)

@@ -6,8 +6,9 @@ import pytest
 import torch
 from model.test_attention import assert_within_16_bits, make, run
 from reference import dense_attention
+from torch.nn import attention
 
-from eagle31_train.model import context_attention
+from eagle31_train.model import context_attention, flash
 from eagle31_train.model.attention import unrolled_attention
 from eagle31_train.model.batch import each_tensor
 from eagle31_train.model.packing import make_layout
@@ -38,10 +39,29 @@ def test_output_and_gradients_stay_within_the_rounding_of_16_bits(slots, d, dv, 
     layout, direction = each_tensor(layout, lambda x: x.to("cuda")), direction.to("cuda")
     assert (layout.segments.key_rows is None) == (slots == "scattered")
     low, exact = moved(tensors, dtype), moved(tensors, torch.float64)
-    assert context_attention._flash_cuda(low[0], low[2])
+    assert context_attention.takes_flash(low[0], low[2])
     ours = run(partial(unrolled_attention, fused=fused, window=window), low, layout, direction.to(dtype))
     truth = run(partial(dense_attention, window=window), exact, layout, direction.double())
     assert_within_16_bits(ours, truth)
+
+
+@pytest.mark.parametrize("name", ["FA3", "FA4"])
+@pytest.mark.parametrize("slots", SLOTS.keys())
+@pytest.mark.parametrize(("d", "dv"), [(128, 128), (192, 128)])
+@pytest.mark.parametrize("window", [None, 70])
+def test_what_torch_can_switch_to_is_as_right(name, slots, d, dv, window):
+    """Where it is installed and made for this GPU."""
+    major, _ = torch.cuda.get_device_capability()
+    if name not in flash.NAMES.get(major, ()):
+        pytest.skip(f"{name} is not for this GPU")
+    try:
+        attention.activate_flash_attention_impl(name)
+    except (AttributeError, ImportError) as error:
+        pytest.skip(str(error))
+    try:
+        test_output_and_gradients_stay_within_the_rounding_of_16_bits(slots, d, dv, 3, False, torch.bfloat16, window)
+    finally:
+        flash.restore_flash()
 
 
 @pytest.mark.parametrize("lengths", [[40] * 30, [1] * 50])

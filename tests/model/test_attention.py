@@ -189,7 +189,8 @@ def imitated_forward(q, k, v, query_edges, key_edges, queries, keys, dropout, ca
     assert query_edges.dtype == key_edges.dtype == torch.int32
     assert (int(query_edges[-1]), int(key_edges[-1])) == (len(q), len(k))
     # As the kernel does: the log-sum-exp is not in 16 bits, whatever the rest is.
-    out, lse = torch.zeros_like(q), q.new_zeros(q.shape[1], len(q), dtype=torch.promote_types(q.dtype, torch.float32))
+    out = q.new_zeros(*q.shape[:2], v.shape[-1])
+    lse = q.new_zeros(q.shape[1], len(q), dtype=torch.promote_types(q.dtype, torch.float32))
     for head, group, rows, columns, hidden in varlen(q, k, v, query_edges, key_edges, *window.values()):
         scores = (q[rows, head] @ k[columns, group].T * scale).to(lse.dtype).masked_fill(hidden, float("-inf"))
         lse[head, rows] = scores.logsumexp(-1)
@@ -221,7 +222,7 @@ def with_kernel(kernel, layout, patch):
         patch.setattr(context_attention, "_flash_cpu", lambda q: False)
         patch.setattr(context_attention, "BLOCK", 3)
         return layout
-    patch.setattr(context_attention, "_flash_cuda", lambda q, v: True)
+    patch.setattr(context_attention, "takes_flash", lambda q, v: True)
     patch.setattr(torch.ops.aten, "_flash_attention_forward", imitated_forward)
     patch.setattr(torch.ops.aten, "_flash_attention_backward", imitated_backward)
     patch.setattr(context_attention, "LONG", 0 if kernel == "copied keys of long runs" else 100)

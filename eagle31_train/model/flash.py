@@ -1,0 +1,107 @@
+"""FlashAttention 3 or 4 in the place of torch's own flash kernel (FlashAttention 2), where one is installed.
+
+torch's switch (torch.nn.attention.activate_flash_attention_impl, from torch 2.11 on) puts it behind aten's operators
+_flash_attention_forward and _backward, and those of scaled_dot_product_attention, for the whole process. On CUDA
+`context_attention.py` calls the former, and needs to know one thing: that values narrower than keys stay so.
+
+What each takes, by torch/nn/attention/_fa3.py and _fa4.py and by the sources of flash-attention of 2026-08 (hopper/ and
+flash_attn/cute/): packed runs aligned at the end, windows, shared key heads and the log-sum-exp [h, queries] as torch's
+own has them.
+
+    FA3    Hopper; widths up to 256; values unlike keys in width only where keys are up to 64, or up to 192 and values
+           from 97 to 128 (Kimi's are 192 and 128); no deterministic gradient at width 256
+    FA4    Hopper, and Blackwell with widths up to 128, or 192 and 128, or 256. From 2026-06 on its forward gives four
+           results, of which torch 2.11 and 2.13 take two and raise; torch 2.15 takes them
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import attention
+from torch.nn import functional as F
+
+from eagle31_train.config import DrafterShape, mla_widths
+from eagle31_train.model import context_attention
+from eagle31_train.model.batch import each_tensor
+from eagle31_train.model.packing import Layout, make_layout
+
+NAMES = {9: ("FA3", "FA4"), 10: ("FA4",)}  # by the major number of the GPU's compute capability; the first that works
+NEAR = 0.02  # of the norm, by which two kernels in bf16 may differ: twice what each may be off
+WINDOW = 20  # positions before its own that a slot of the trial sees, of a drafter with a window
+
+
+def switch_flash(shape: DrafterShape, device: torch.device) -> str | None:
+    """Let FlashAttention 3 or 4 work out a drafter's attention on a CUDA device, if it gives what torch's own does.
+
+    That is tried on some hundred random keys with the drafter's heads, forward and backward. What cannot be loaded,
+    raises or differs is taken back, and torch's own stays.
+
+    Returns:
+        Which it is, in words, and why not the others; None where there is none for such a device or shape.
+    """
+    restore_flash()
+    names = NAMES.get(torch.cuda.get_device_capability(device)[0])
+    if names is None:
+        return None
+    problem = _problem(shape, device)
+    if not context_attention.takes_flash(problem[0], problem[2]):
+        return None
+    if not hasattr(attention, "restore_flash_attention_impl"):
+        return "torch's own attention (before 2.11 it has no other)"
+    left = None if shape.sliding_window is None else WINDOW
+    right, wrong = _worked_out(*problem, left), []
+    for name in names:
+        try:
+            attention.activate_flash_attention_impl(name)
+            results = _worked_out(*problem, left, right[:2])
+            errors = [(a.float() - b).norm() / b.float().norm() for a, b in zip(results, right, strict=True)]
+            error = torch.stack(errors).max().item()  # not a number if one is none
+            if error <= NEAR:
+                return f"attention by {name}"
+            wrong.append(f"{name} differs from it by {error:.1%}")
+        except Exception as raised:  # whatever others' kernels raise: ImportError, AssertionError, …
+            wrong.append(f"{name}: {str(raised).partition(chr(10))[0]}")
+        restore_flash()
+    return f"torch's own attention ({'; '.join(wrong)})"
+
+
+def restore_flash() -> None:
+    """Have torch's own flash kernel again."""
+    if context_attention.replaced():
+        attention.restore_flash_attention_impl()
+
+
+def _problem(shape: DrafterShape, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, Layout, float]:
+    """q [S, h, d], k [N, g, d], v [N, g, dv] and dout [S, h, dv] in bf16; three runs in two documents; a scale."""
+    h, g, d, dv = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim, shape.head_dim
+    if shape.architecture == "mla":
+        _, nope, rope, dv = mla_widths(shape)
+        g, d = h, nope + rope
+    layout = make_layout([(0, 90), (90, 300)], torch.tensor([*range(9, 60), *range(110, 200), *range(230, 299)]))
+    generator, S, N = torch.Generator().manual_seed(0), len(layout.slots), layout.documents[-1][1]
+    sizes = ((S, h, d), (N, g, d), (N, g, dv), (S, h, dv))
+    q, k, v, dout = (torch.randn(size, generator=generator).to(device, torch.bfloat16) for size in sizes)
+    return q, k, v, dout, each_tensor(layout, lambda x: x.to(device)), d**-0.5
+
+
+def _worked_out(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    layout: Layout,
+    scale: float,
+    left: int | None,
+    given: list[Tensor] | None = None,
+) -> list[Tensor]:
+    """Output, log-sum-exp, and gradients of q, k and v, as of one part of a softmax over more keys; a decoded output.
+
+    Args:
+        given: output and log-sum-exp for the gradient; those that come out unless given.
+    """
+    results = context_attention.context_forward(q, k, v, layout, scale, left)
+    out, lse = given or results
+    down = context_attention.context_backward(dout, q, k, v, out, lse + 0.5, layout, scale, left)
+    # The switch is the process', and the decoder that measures acceptance asks for attention so (`decode.py`).
+    keys, values = (x[:200].unflatten(0, (4, 50)).transpose(1, 2) for x in (k, v))
+    decoded = F.scaled_dot_product_attention(q[:4].unflatten(1, (k.shape[1], -1)), keys, values, scale=scale)
+    return [*results, *down, decoded]
