@@ -16,8 +16,8 @@ from train import order
 NAN, INF = float("nan"), float("inf")
 RECIPE = ["train.checkpoint_every=1", "train.keep_checkpoints=20"]
 SHARED = ["train.gradient_accumulation_steps=2"]
-# With AdamW's own, 1e-8, an element's first update is as large as any, however small its gradient is: where that is next
-# to nothing, rounding decides on it. And a gradient that is a multiple of the right one would make the same updates.
+# With AdamW's own, 1e-8, an element's first update is as large as any, however small its gradient is: where that is
+# next to nothing, rounding decides on it. And a multiple of the right gradient would make the same updates.
 EPS = 1e-4
 POISONED = 4  # a sample whose states are harmed; step 3 is the first that trains it
 HARMS = {
