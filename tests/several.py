@@ -17,12 +17,13 @@ from unittest.mock import patch
 WHAT, RESULTS = "SEVERAL_TRAININGS", "SEVERAL_RESULTS"
 
 
-def training(profile, run, *more, stop_after=None, harm=()):
-    """A training under a profile in a run's folder (conftest's Fitted); `harm`: a name of HARMS, and what it takes."""
+def training(profile, run, *more, stop_after=None, harm=(), eps=None):
+    """A training under a profile in a run's folder (conftest's Fitted); `harm`: a name of HARMS, and what it takes;
+    `eps`: of AdamW, if not its own."""
     from pipeline import options
 
     arguments = options(run.folder, f"target.path={run.extracted / 'target'}", *more)
-    return {"profile": profile, "options": arguments, "stop_after": stop_after, "harm": list(harm)}
+    return {"profile": profile, "options": arguments, "how": {"stop_after": stop_after, "harm": harm, "eps": eps}}
 
 
 def train(folder, trainings, profile="ddp", processes=2, timeout=600, on_gpus=False):
@@ -71,7 +72,7 @@ def come_to(one):
     with ExitStack() as patches:
         patches.enter_context(patch.dict(os.environ, clear=True, **environment(one["profile"])))
         patches.enter_context(patch.object(functional, "linear", functional.linear))  # ZeRO-3 puts its own there
-        disturb(patches, one["stop_after"], one["harm"])
+        disturb(patches, **one["how"])
         try:
             loop.train(cli.load_config(one["options"]))
         except UserError as error:
@@ -110,10 +111,12 @@ def environment(profile):
 NOW = [0]  # the step that is being trained
 
 
-def disturb(patches, stop_after=None, harm=()):
-    """What a training's `stop_after` and `harm` say."""
+def disturb(patches, stop_after=None, harm=(), eps=None):
+    """What a training's `stop_after`, `harm` and `eps` say."""
     watch(patches)
     stop(patches, stop_after)
+    if eps is not None:
+        dampen(patches, eps)
     if harm:
         HARMS[harm[0]](patches, *harm[1:])
 
@@ -140,6 +143,21 @@ def stop(patches, after):
     patches.enter_context(patch.object(Deadline, "reason", reason))
 
 
+def dampen(patches, eps):
+    """AdamW divides by no less than this."""
+    from train import parallel
+
+    make = parallel.make_optimizer
+
+    def dampened(*arguments):
+        optimizer = make(*arguments)
+        for group in optimizer.param_groups:
+            group["eps"] = eps
+        return optimizer
+
+    patches.enter_context(patch.object(parallel, "make_optimizer", dampened))
+
+
 def harm_sample(patches, index, value, split="train"):
     """The states of a sample are all this value as they are read, whichever rank reads it."""
     import torch
@@ -161,6 +179,11 @@ def harm_sample(patches, index, value, split="train"):
 def harm_loss(patches, steps, rank, value):
     """On one rank the loss of these steps is this value, and its gradient right."""
     _harm_forward(patches, steps, rank, lambda loss, weight: loss + value)
+
+
+def harm_weight(patches, rank, factor):
+    """One rank's losses, and so its gradients, count this many times."""
+    _harm_forward(patches, range(1000), rank, lambda loss, _: loss * factor)
 
 
 def harm_gradient(patches, steps, rank, value):
@@ -293,6 +316,7 @@ def harm_pairs(patches, steps):
 HARMS = {
     "sample": harm_sample,
     "loss": harm_loss,
+    "weight": harm_weight,
     "gradient": harm_gradient,
     "exchange": harm_exchange,
     "sharding": harm_sharding,

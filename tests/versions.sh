@@ -25,4 +25,4 @@ grep -i -E '^(torch|transformers|accelerate|deepspeed|datasets|numpy)==' "$venv/
 export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
 pytest=("$venv/bin/python" -m pytest --numprocesses auto --maxprocesses 2 --dist loadfile)
 "${pytest[@]}" -m core
-"${pytest[@]}" -m 'not core and not slow and not gpu and not vllm' tests/model tests/store
+"${pytest[@]}" -m 'not core and not slow and not gpu and not vllm' tests/model tests/store tests/train/test_{guards,profiles}.py

@@ -49,6 +49,12 @@ class CachedTarget(HiddenStateTarget):
             return "code that takes no position_ids"
         return None
 
+    @cached_property
+    def _cache_argument(self) -> str:
+        """What the forward pass calls its cache: another name since transformers 5.24, which a model that still has the
+        old one does not know, and the others may one day ignore."""
+        return "cache" if "cache" in inspect.signature(self.model.forward).parameters else "past_key_values"
+
     def reset(self, rows: int = 1) -> None:
         """Forget everything; `rows` sequences come.
 
@@ -122,10 +128,9 @@ class CachedTarget(HiddenStateTarget):
             positions = torch.arange(int(max(self.lengths)), device=self.device) - (ends.max() - ends)[:, None]
             inputs["attention_mask"] = (positions >= 0).long()
             inputs["position_ids"] = positions[:, -n:].clamp(min=0)
+        cache = {self._cache_argument: self._cache}
         with shared_keys() if n > 1 and self.device.type == "cpu" else nullcontext():
-            return self.model(
-                **inputs, past_key_values=self._cache, use_cache=True, logits_to_keep=logit_rows
-            ).logits.float()
+            return self.model(**inputs, **cache, use_cache=True, logits_to_keep=logit_rows).logits.float()
 
 
 @contextmanager

@@ -52,7 +52,11 @@ def templates_of(target: TargetConfig, tokenizer: Any) -> dict[str, str]:
 
 
 def _check_ends(render: Callable[[Any], object], size: int, where: str) -> None:
-    """Refuse a rendering that is killed at a bound; what it raises, real conversations will raise where they are."""
+    """Refuse a rendering that is killed at a bound; what it raises, real conversations will raise where they are.
+
+    In a fork, since another Python would take seconds, and could not be given a tokenizer of foreign code. Python 3.12
+    warns that what other threads hold stays held there: but it renders text alone, and is killed if it waits for them.
+    """
     if size > MOST:
         raise UserError(f"{where} has {size:,} letters, and at most {MOST:,} are read: give another")
     if (child := os.fork()) == 0:
@@ -69,9 +73,6 @@ def _tried(render: Callable[[Any], object]) -> NoReturn:
     """The process of its own: it exits with 0, or is killed, or exits with 1 where memory ended."""
     status = 1
     try:
-        there = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (there + MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         # The kernel ends it, even amid a product that Python does not leave.
         for timer, name, seconds in (
             (signal.ITIMER_PROF, signal.SIGPROF, SECONDS),
@@ -79,6 +80,9 @@ def _tried(render: Callable[[Any], object]) -> NoReturn:
         ):
             signal.signal(name, signal.SIG_DFL)
             signal.setitimer(timer, seconds)
+        there = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (there + MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         for messages in TRIED:
             render(messages)
         status = 0

@@ -27,7 +27,7 @@ def run_in(folder, trainings):
 
 def training(profile, run, *more, stop_after=None):
     words = [*golden.OPTIONS, f"run_dir={run.folder}", *more]
-    return {"profile": profile, "options": words, "stop_after": stop_after, "harm": []}
+    return {"profile": profile, "options": words, "how": {"stop_after": stop_after}}
 
 
 def new_run(folder):

@@ -118,6 +118,23 @@ def test_rows_that_leave_change_nothing_for_the_others(target):
     check(target, *read_together(target, LENGTHS, ROUNDS, leave), LENGTHS)
 
 
+def old_name(right, known):
+    return lambda *ids, past_key_values=None, **inputs: right(*ids, **{known: past_key_values}, **inputs)
+
+
+def new_name(right, known):
+    return lambda *ids, cache=None, **inputs: right(*ids, **{known: cache}, **inputs)
+
+
+@pytest.mark.parametrize("named", [old_name, new_name])
+def test_the_cache_is_given_by_the_name_that_the_forward_pass_has(named):
+    target = random(FAMILIES["llama"]())
+    known = target._cache_argument
+    del target._cache_argument  # it is remembered
+    target.model.forward = named(target.model.forward, known)
+    check(target, *read_together(target, [5], [[2], [0]]), [5])
+
+
 def no_shift(target):
     target.forget = lambda counts: (
         setattr(target, "lengths", [n - c for n, c in zip(target.lengths, counts, strict=True)]),
