@@ -79,8 +79,10 @@ def _numbered(
         for value in rows:
             yield place.number, value
     except damage as error:
-        at = f"{where}:{place.number}"
-        raise UserError(f"{at} cannot be read ({first_line(error)}): mend it, or copy the file anew") from None
+        remedy = "mend it, or copy the file anew"
+        if isinstance(where, Path) and kind_of(where) not in READERS:
+            remedy = f"it was read as JSON lines, since its name ends in none of {', '.join(READERS)}"
+        raise UserError(f"{where}:{place.number} cannot be read ({first_line(error)}): {remedy}") from None
 
 
 def open_files(spec: str, split: str, option: str, stream_rows: int | None = None) -> list[File]:

@@ -92,6 +92,7 @@ def test_rows_of_csv_are_known_by_their_first_line(tmp_path):
     [
         ("a.jsonl", b'{"prompt": "a"}\n{"prompt": "b"}\n\n{"prompt": "c"\n', "a.jsonl:4 cannot be read"),
         ("a.jsonl", b'{"prompt": "a"}\n{"prompt": "\xff"}\n', "a.jsonl:2 cannot be read"),
+        ("a.txt", b"Why is the sky blue?\n", "it was read as JSON lines, since its name ends in none of .jsonl, "),
         ("a.jsonl", b'{"prompt": "a"}\n{"te\\nxt": "b"}\n', "a.jsonl:2: no known format (has te xt)"),
         ("a.jsonl", b'{"id": "x", "prompt": "a"}\n{"id": "x", "prompt": "b"}', ":2: id 'x' is also that of a.jsonl:1"),
         ("a.jsonl", b'{"messages": []}', "a.jsonl:1: data.format=alpaca needs the key 'instruction'"),
