@@ -188,7 +188,8 @@ def assert_close(ours, theirs, tolerance):
         torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def flip_bit(path):
+def flip_bit(path, at=None):
+    """Of the byte at `at`, or in the middle."""
     content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 4
+    content[len(content) // 2 if at is None else at] ^= 4
     path.write_bytes(content)
