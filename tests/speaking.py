@@ -7,7 +7,6 @@ read back as they were written.
 import sys
 from itertools import chain, pairwise, product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -141,18 +140,18 @@ def run_stages(folder: Path, *options: str) -> Path:
     The stages, which `run` starts as processes, are called with their command lines in this one.
     """
 
-    def start(command: list[str], **_: Any) -> Any:
+    def finished(command: list[str], _: dict[str, str]) -> int:
         first = next(i for i, word in enumerate(command) if word in run.STAGES)
         AcceleratorState._reset_state(True)
         here.setattr(sys, "argv", ["eagle31", *command[first:]])
         __main__.main()
-        return SimpleNamespace(returncode=0)  # a stage that fails raises SystemExit
+        return 0  # a stage that fails raises SystemExit
 
     with pytest.MonkeyPatch.context() as here:
         here.chdir(folder)
         here.setenv("ACCELERATE_USE_CPU", "true")
         here.setattr(sys, "path", [*sys.path])
-        here.setattr(run, "subprocess", SimpleNamespace(run=start))
+        here.setattr(run, "finished", finished)
         here.setattr(sys, "argv", ["eagle31 run", *options])
         run.main()
     AcceleratorState._reset_state(True)
