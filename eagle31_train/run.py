@@ -24,6 +24,7 @@ from eagle31_train.locations import CONFIGS
 STAGES = ("data", "extract", "train", "evaluate", "export", "summary")
 WRITTEN = ["regenerate=true", f"data.prompts={SELF}"]
 # accelerate's launcher. Ctrl-C ends it without a traceback, and after the training, which gets it itself and says so.
+# Of several processes the launcher is torchrun, which makes an exception of its own of the signal.
 LAUNCH = """
 import signal
 try:
@@ -31,6 +32,10 @@ try:
     signal.signal(signal.SIGINT, lambda *_: None)
     main()
 except KeyboardInterrupt:
+    raise SystemExit(130) from None
+except Exception as error:
+    if getattr(error, "sigval", None) != signal.SIGINT:
+        raise
     raise SystemExit(130) from None
 """
 ALONE = ("cpu", "gpu")  # profiles of one process
@@ -65,12 +70,16 @@ def run(config: Config, overrides: list[str], first: str, last: str, profile: st
 
 
 def finished(words: list[str], environment: dict[str, str]) -> int:
-    """Run a stage; its exit status. Ctrl-C reaches the stage, too: it has the time to end its servers, and says so."""
+    """Run a stage; its exit status. Ctrl-C reaches the stage, too: it has the time to end its servers, and says so. A
+    second one kills it."""
     with subprocess.Popen(words, env=environment) as process:
         try:
             return process.wait()
         except KeyboardInterrupt:  # subprocess.run would kill it a quarter of a second later
-            process.wait()
+            try:
+                process.wait()
+            except KeyboardInterrupt:
+                process.kill()
             raise SystemExit(130) from None
 
 

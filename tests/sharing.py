@@ -34,6 +34,7 @@ SHAPES = {
     "mla": make_mla_shape(),
     "layers": make_shape(num_layers=2, norm_before_fc=True, norm_output=False),
     "dealt layers": make_shape(num_layers=2, num_key_value_heads=4, sliding_window=7),
+    "dealt parallel": make_shape(num_key_value_heads=4, parallel=True, ptd_token_id=49),
     "undivided heads": make_mla_shape(num_attention_heads=3),
 }
 # Name → shape, documents, options of the training.
@@ -42,8 +43,11 @@ STEPS = {
     "mla": ("mla", RAGGED, {}),
     "layers": ("layers", RAGGED, {}),
     "dealt layers": ("dealt layers", RAGGED, {}),
+    "dealt parallel": ("dealt parallel", RAGGED, {}),
+    "dealt, one position": ("dealt layers", {4: [2]}, {"oov": "keep"}),
     "undivided heads": ("undivided heads", RAGGED, {}),
     "recomputed": ("mla", RAGGED, {"activation_checkpointing": True}),
+    "dealt layers, recomputed": ("dealt layers", RAGGED, {"activation_checkpointing": True}),
     "accumulated": ("gqa", RAGGED, {"gradient_accumulation_steps": 2}),
     "some slots": ("gqa", RAGGED, {"slots_per_batch": 20}),
     "one document": ("gqa", {37: None}, {}),

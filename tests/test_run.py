@@ -1,10 +1,13 @@
 """`eagle31 run`: which words its stages are given, and under which profile it trains."""
 
 import json
+import signal
 import sys
+from types import SimpleNamespace
 
 import pytest
 from published_targets import FOLDER
+from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from eagle31_train import cli, new, run
 
@@ -72,9 +75,10 @@ def test_a_profile_is_taken_by_its_name(started, monkeypatch, capsys):
     assert all((cli.CONFIGS / "accelerate" / f"{name}.yaml").is_file() for name in run.PROFILES)
 
 
-def test_after_ctrl_c_a_stage_ends_by_itself(monkeypatch):
+@pytest.mark.parametrize("pressed", [1, 2])
+def test_after_ctrl_c_a_stage_ends_by_itself_and_after_another_it_is_killed(monkeypatch, pressed):
     class Stage:
-        waits = 0
+        waits, killed = 0, False
 
         def __init__(self, words, env):
             assert (words, env) == (["stage"], {})
@@ -83,18 +87,37 @@ def test_after_ctrl_c_a_stage_ends_by_itself(monkeypatch):
             return self
 
         def __exit__(self, *_):
-            assert self.waits == 2, "it was left, or killed, before its end"
+            assert (self.waits, self.killed) == (2, pressed == 2), "it was left, or killed, before its end"
 
         def wait(self):
             self.waits += 1
-            if self.waits == 1:
+            if self.waits <= pressed:
                 raise KeyboardInterrupt
             return 130
+
+        def kill(self):
+            self.killed = True
 
     monkeypatch.setattr(run.subprocess, "Popen", Stage)
     with pytest.raises(SystemExit) as stopped:
         run.finished(["stage"], {})
     assert stopped.value.code == 130
+
+
+def test_ctrl_c_ends_the_launcher_of_several_processes_without_a_traceback(monkeypatch):
+    def launched(sent):
+        def main():
+            raise SignalException("got a signal", sent)
+
+        monkeypatch.setitem(sys.modules, "accelerate.commands.launch", SimpleNamespace(main=main))
+        exec(run.LAUNCH, {})
+
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    with pytest.raises(SystemExit) as stopped:
+        launched(signal.SIGINT)
+    assert stopped.value.code == 130
+    with pytest.raises(SignalException):
+        launched(signal.SIGTERM)
 
 
 def test_a_recipe_of_ones_own_begins_as_the_recipe_for_any_target(tmp_path, monkeypatch):
