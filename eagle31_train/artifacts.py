@@ -88,7 +88,8 @@ def commit(temporary: Path, final: Path) -> None:
 
 @contextmanager
 def building(folder: Path) -> Iterator[Path]:
-    """An empty folder beside `folder`, which takes its place once it is filled, or goes; so does a killed run's."""
+    """An empty folder that replaces `folder` when the block ends, and is removed if it fails. What a killed run left of
+    one is removed first."""
     temporary = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -145,8 +146,8 @@ def first_damaged(
     key: str = "sha256",
     checksum: Callable[[Path], str] = file_sha256,
 ) -> str | None:
-    """Name the first listed file that is missing or not as it was written; None if all are whole. `key`: of what
-    `checksum` says of a file."""
+    """Name the first listed file that is missing or not as it was written; None if all are whole. `key` is the entry
+    that `checksum` must return."""
     for name, entry in files.items():
         file = folder / name
         if not file.is_file():

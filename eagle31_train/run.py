@@ -23,21 +23,6 @@ from eagle31_train.locations import CONFIGS
 
 STAGES = ("data", "extract", "train", "evaluate", "export", "summary")
 WRITTEN = ["regenerate=true", f"data.prompts={SELF}"]
-# accelerate's launcher. Ctrl-C ends it without a traceback, and after the training, which gets it itself and says so.
-# Of several processes the launcher is torchrun, which makes an exception of its own of the signal.
-LAUNCH = """
-import signal
-try:
-    from accelerate.commands.launch import main
-    signal.signal(signal.SIGINT, lambda *_: None)
-    main()
-except KeyboardInterrupt:
-    raise SystemExit(130) from None
-except Exception as error:
-    if getattr(error, "sigval", None) != signal.SIGINT:
-        raise
-    raise SystemExit(130) from None
-"""
 ALONE = ("cpu", "gpu")  # profiles of one process
 PROFILES = [*ALONE, "ddp", "fsdp2", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload"]  # of one machine
 
@@ -70,8 +55,8 @@ def run(config: Config, overrides: list[str], first: str, last: str, profile: st
 
 
 def finished(words: list[str], environment: dict[str, str]) -> int:
-    """Run a stage; its exit status. Ctrl-C reaches the stage, too: it has the time to end its servers, and says so. A
-    second one kills it."""
+    """Run a stage and return its exit status. Ctrl-C reaches the stage, which ends its servers and says so; a second
+    one kills it."""
     with subprocess.Popen(words, env=environment) as process:
         try:
             return process.wait()
@@ -107,7 +92,7 @@ def command(stage: str, profile: str | None = None) -> list[str]:
     processes = 1 if profile in ALONE else max(1, devices)
     where = "the CPU" if profile == "cpu" or not devices else f"{processes} GPU{'s' * (processes > 1)}"
     note(f"run: training on {where}, profile {profile}")
-    launch = [sys.executable, "-c", LAUNCH, "--quiet"]
+    launch = [sys.executable, "-m", "eagle31_train.launcher", "--quiet"]
     launch += ["--config_file", str(CONFIGS / "accelerate" / f"{profile}.yaml"), "--num_processes", str(processes)]
     return [*launch, *(["--module", "eagle31_train"] if program[0] == "-m" else program), stage]
 

@@ -9,7 +9,7 @@ import pytest
 from published_targets import FOLDER
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from eagle31_train import cli, new, run
+from eagle31_train import cli, launcher, new, run
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_ctrl_c_ends_the_launcher_of_several_processes_without_a_traceback(monke
             raise SignalException("got a signal", sent)
 
         monkeypatch.setitem(sys.modules, "accelerate.commands.launch", SimpleNamespace(main=main))
-        exec(run.LAUNCH, {})
+        launcher.main()
 
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     with pytest.raises(SystemExit) as stopped:
@@ -118,6 +118,25 @@ def test_ctrl_c_ends_the_launcher_of_several_processes_without_a_traceback(monke
     assert stopped.value.code == 130
     with pytest.raises(SignalException):
         launched(signal.SIGTERM)
+
+
+def test_ctrl_c_ends_the_launcher_of_one_process_with_its_own_status(monkeypatch):
+    def interrupted():
+        signal.raise_signal(signal.SIGINT)
+        raise SystemExit(1)  # of a training that was interrupted, as accelerate's launcher has it
+
+    def failed():
+        raise SystemExit(1)
+
+    before = signal.getsignal(signal.SIGINT)
+    for main, status in ((interrupted, 130), (failed, 1)):
+        monkeypatch.setitem(sys.modules, "accelerate.commands.launch", SimpleNamespace(main=main))
+        try:
+            with pytest.raises(SystemExit) as stopped:
+                launcher.main()
+        finally:
+            signal.signal(signal.SIGINT, before)
+        assert stopped.value.code == status
 
 
 def test_a_recipe_of_ones_own_begins_as_the_recipe_for_any_target(tmp_path, monkeypatch):

@@ -30,13 +30,13 @@ WINDOW = 20  # positions before its own that a slot of the trial sees, of a draf
 
 
 def switch_flash(shape: DrafterShape, device: torch.device) -> str | None:
-    """Let FlashAttention 3 or 4 work out a drafter's attention on a CUDA device, if it gives what torch's own does.
+    """Switch a drafter's attention on a CUDA device to FlashAttention 3 or 4, if its results agree with torch's own.
 
-    That is tried on some hundred random keys with the drafter's heads, forward and backward. What cannot be loaded,
-    raises or differs is taken back, and torch's own stays.
+    A small random problem with the drafter's heads decides, forward and backward. A kernel that cannot be loaded,
+    raises or differs is switched off again, and torch's own stays.
 
     Returns:
-        Which it is, in words, and why not the others; None where there is none for such a device or shape.
+        The kernel in use, and why not another; None if neither supports the device or the shape.
     """
     restore_flash()
     names = NAMES.get(torch.cuda.get_device_capability(device)[0])
@@ -65,7 +65,7 @@ def switch_flash(shape: DrafterShape, device: torch.device) -> str | None:
 
 
 def restore_flash() -> None:
-    """Have torch's own flash kernel again."""
+    """Switch back to torch's own flash kernel."""
     if context_attention.replaced():
         attention.restore_flash_attention_impl()
 
