@@ -3,6 +3,9 @@
 There torch asks MKL, which on AMD's processors runs at less than half of what oneDNN reaches on the same
 numbers in the same precision (docs/log.md). oneDNN is inside every CPU build of torch, but torch hands it
 fp32 products only through an operator without a gradient, so the gradient is written here: two more products.
+
+bf16 products on a CPU are oneDNN's, which compiles a kernel for every new shape, for 1 to 5 ms. The rows of training
+are of another number at every step, so many are filled up to a multiple of ROWS.
 """
 
 from typing import Any
@@ -11,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+ROWS = 64
 ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
@@ -43,10 +47,19 @@ def int8_rows(x: Tensor) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """x [..., inputs], weight [outputs, inputs] → x @ weight.T [..., outputs], with its gradient."""
+    if spare := spare_rows(count := x.shape[:-1].numel(), x):
+        filled = F.linear(F.pad(x.reshape(count, -1), (0, 0, 0, spare)), weight)
+        return filled[:count].view(*x.shape[:-1], len(weight))
     if not _asks_onednn(x, weight) or torch.is_autocast_enabled("cpu"):
         return F.linear(x, weight)
     rows: Tensor = _Linear.apply(x.reshape(-1, x.shape[-1]), weight)
     return rows.view(*x.shape[:-1], len(weight))
+
+
+def spare_rows(count: int, x: Tensor) -> int:
+    """How many rows to add to `count` rows like x, so that few shapes come up where each new one costs time."""
+    many = count > 4 * ROWS and x.device.type == "cpu" and compute_dtype(x) == torch.bfloat16
+    return -count % ROWS if many else 0
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

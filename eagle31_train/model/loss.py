@@ -16,12 +16,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from eagle31_train.kernels.divergence import fused_divergence, teacher_sums
 from eagle31_train.model.batch import Batch
 from eagle31_train.model.drafter import Drafter
+from eagle31_train.model.largest import first_largest
 from eagle31_train.model.layer import Mlp
-from eagle31_train.model.linear import compute_dtype, linear, product
+from eagle31_train.model.linear import compute_dtype, linear, product, spare_rows
 from eagle31_train.model.norm import RMSNorm, rms_norm
 
 
@@ -201,8 +203,8 @@ def plain_pairs(logits: Tensor, teacher: Tensor, supervised: Tensor, objective: 
     del log_p
     value, best = torch.empty_like(supervised, dtype=wide), torch.empty_like(supervised)
     for some in parts(len(logits), objective.logit_counts(logits.device)[1] // logits.shape[1]):
+        best[some] = first_largest(logits[some])
         exact = logits[some].to(wide)
-        best[some] = exact.argmax(-1)
         value[some], logits[some] = divergence(exact, p, negentropy, supervised[some], objective.kind, objective.lk)
     return value, best
 
@@ -239,19 +241,21 @@ class _ChunkedDivergence(torch.autograd.Function):
                 rows, steps = batch.pair_row[begin:end], batch.pair_step[begin:end]
                 supervised = batch.pair_teacher[begin:end] - first
                 teacher = objective.teacher.logits(batch.teacher[first:last].decode())
-                states = z_low.index_select(0, rows)
-                logits = product(states, head_low)  # overwritten by their gradient
+                count, spare = len(rows), (0, spare_rows(len(rows), z_low))
+                states = z_low.index_select(0, F.pad(rows, spare))
+                logits = product(states, head_low)  # overwritten by their gradient, which is 0 in spare rows
+                logits[count:] = 0
                 weight = weights.to(wide).index_select(0, steps)
                 if objective.fused:
-                    value, best = fused_pairs(logits, teacher, supervised, weight, objective)
+                    value, best = fused_pairs(logits[:count], teacher, supervised, weight, objective)
                 else:
-                    value, best = plain_pairs(logits, teacher, supervised, objective)
-                outside = None if objective.fused else weight  # the fused kernel has applied it
+                    value, best = plain_pairs(logits[:count], teacher, supervised, objective)
+                outside = None if objective.fused else F.pad(weight, spare)  # the fused kernel has applied it
                 del teacher
                 hits[rows] = objective.teacher.target_ids[best] == batch.top1[first:last][supervised]
                 sums.index_add_(0, steps, value)
                 if dz is not None:
-                    dz.index_copy_(0, rows, weighted(product(logits, head_low.T), outside).to(dz.dtype))
+                    dz.index_copy_(0, rows, weighted(product(logits, head_low.T), outside)[:count].to(dz.dtype))
                 if dhead is not None:
                     states = weighted(states, outside).to(compute).T
                     for some in parts(len(head), part // head.shape[1]):

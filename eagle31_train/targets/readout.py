@@ -19,12 +19,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from eagle31_train import foreign
 from eagle31_train.config import TargetConfig
 from eagle31_train.errors import UserError, first_line
+from eagle31_train.model.largest import first_largest
 from eagle31_train.model.norm import rms_norm
 from eagle31_train.targets.description import read_raw
 from eagle31_train.targets.packed_linear import PackedLinear
 from eagle31_train.targets.pretrained import NOT_WHOLE, not_loaded
 
-BLOCK = 512  # logits, see `first_largest`
 QUIRKS = ("final_logit_softcapping", "logit_scale")
 DIVISOR = "logits_scaling"  # by which a Granite divides its logits
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -103,23 +103,6 @@ class Readout:
         normed = last if after_norm else rms_norm(last, self.norm + shift, self.eps)
         normed = normed.to(self.head.dtype)
         return self.packed(normed) if self.packed is not None else normed @ self.head.T
-
-
-def first_largest(logits: Tensor) -> Tensor:
-    """logits [n, V] → [n] int64, as `logits.max(-1).indices`: of equal ones the first, and NaN before all.
-
-    A CPU finds a largest value many times as fast as its place: so first the block that has it, then the place in that.
-    """
-    V = logits.shape[-1]
-    width = min(BLOCK, V)
-    whole = V // width * width
-    largest = logits[:, :whole].unflatten(-1, (-1, width)).amax(-1)
-    if whole < V:
-        largest = torch.cat([largest, logits[:, whole:].amax(-1, keepdim=True)], -1)
-    # The last block is filled up by what is before it, where all is smaller.
-    start = (largest.max(-1).indices * width).clamp_max(V - width)
-    places = start[:, None] + torch.arange(width, device=logits.device)
-    return start + logits.gather(-1, places).max(-1).indices
 
 
 def readout_of(model: Any) -> Readout:

@@ -23,11 +23,12 @@ from transformers import (
 
 from eagle31_train.config import ExtractConfig, TargetConfig
 from eagle31_train.errors import UserError
+from eagle31_train.model.largest import BLOCK, first_largest
 from eagle31_train.store.shard_plan import PlannedShard, Shape
 from eagle31_train.targets.extraction import run_shard
 from eagle31_train.targets.fidelity import Gate
 from eagle31_train.targets.hf import HiddenStateTarget, TransformersEngine, load_model
-from eagle31_train.targets.readout import BLOCK, first_largest, readout_from_checkpoint
+from eagle31_train.targets.readout import readout_from_checkpoint
 
 TEXT = {
     "model_type": "kimi_k2",
