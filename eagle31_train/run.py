@@ -92,7 +92,7 @@ def command(stage: str, profile: str | None = None) -> list[str]:
     processes = 1 if profile in ALONE else max(1, devices)
     where = "the CPU" if profile == "cpu" or not devices else f"{processes} GPU{'s' * (processes > 1)}"
     note(f"run: training on {where}, profile {profile}")
-    launch = [sys.executable, "-m", "eagle31_train.launcher", "--quiet"]
+    launch = [sys.executable, "-m", "eagle31_train.launcher"]
     launch += ["--config_file", str(CONFIGS / "accelerate" / f"{profile}.yaml"), "--num_processes", str(processes)]
     return [*launch, *(["--module", "eagle31_train"] if program[0] == "-m" else program), stage]
 

@@ -3,13 +3,16 @@
 import json
 import signal
 import sys
+from subprocess import CalledProcessError
 from types import SimpleNamespace
 
 import pytest
 from published_targets import FOLDER
 from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from eagle31_train import cli, launcher, new, run
+from eagle31_train.console import STOPPED
 
 
 @pytest.fixture
@@ -123,10 +126,10 @@ def test_ctrl_c_ends_the_launcher_of_several_processes_without_a_traceback(monke
 def test_ctrl_c_ends_the_launcher_of_one_process_with_its_own_status(monkeypatch):
     def interrupted():
         signal.raise_signal(signal.SIGINT)
-        raise SystemExit(1)  # of a training that was interrupted, as accelerate's launcher has it
+        raise CalledProcessError(1, "train")  # of a training that was interrupted, as accelerate's launcher has it
 
     def failed():
-        raise SystemExit(1)
+        raise CalledProcessError(1, "train")
 
     before = signal.getsignal(signal.SIGINT)
     for main, status in ((interrupted, 130), (failed, 1)):
@@ -137,6 +140,42 @@ def test_ctrl_c_ends_the_launcher_of_one_process_with_its_own_status(monkeypatch
         finally:
             signal.signal(signal.SIGINT, before)
         assert stopped.value.code == status
+
+
+def failed_ranks(**codes):
+    """torchrun's error, of ranks that ended one after another."""
+    failures = {}
+    for at, (rank, code) in enumerate(codes.items()):
+        failures[int(rank[4:])] = failure = ProcessFailure(at, 1, code, "no file")
+        failure.timestamp = at
+    return ChildFailedError("train.py", failures)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (CalledProcessError(2, "train"), 2, ""),
+        (CalledProcessError(STOPPED, "train"), STOPPED, ""),
+        (CalledProcessError(-signal.SIGKILL, "train"), 137, "training was killed by SIGKILL, for want of memory perh"),
+        (failed_ranks(rank1=STOPPED, rank0=-signal.SIGTERM), STOPPED, ""),
+        (failed_ranks(rank0=-signal.SIGSEGV, rank1=-signal.SIGTERM), 139, "rank 0 was killed by SIGSEGV\n"),
+    ],
+)
+def test_the_launcher_ends_as_the_training_that_failed_first(monkeypatch, capsys, error, status, said):
+    def fails():
+        raise error
+
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setitem(sys.modules, "accelerate.commands.launch", SimpleNamespace(main=fails))
+    try:
+        with pytest.raises(SystemExit) as ended:
+            launcher.main()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert ended.value.code == status
+    shown = capsys.readouterr().err
+    assert said in shown
+    assert bool(shown) == bool(said)
 
 
 def test_a_recipe_of_ones_own_begins_as_the_recipe_for_any_target(tmp_path, monkeypatch):
