@@ -1,4 +1,4 @@
-"""`python -m eagle31_train.launcher`: accelerate's launcher, which ends as the training does, without a traceback.
+"""`python -m eagle31_train.launcher`: accelerate's launcher of several processes, which ends without a traceback.
 
 Its exit status is that of the process that failed first, or 130 after Ctrl-C. Then it ends after the training, which
 gets the signal itself and says so.
@@ -6,7 +6,6 @@ gets the signal itself and says so.
 
 import signal
 from importlib import import_module
-from subprocess import CalledProcessError
 
 from eagle31_train.console import note
 
@@ -21,27 +20,17 @@ def main() -> None:
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except Exception as error:
-        # Several processes are launched by torchrun, which turns the signal into an exception of its own.
+        # torchrun, which starts the processes, turns the signal into an exception of its own.
         if pressed or getattr(error, "sigval", None) == signal.SIGINT:
             raise SystemExit(130) from None
-        if (failed := failed_process(error)) is None:
+        elastic = import_module("torch.distributed.elastic.multiprocessing.errors")
+        if not isinstance(error, elastic.ChildFailedError):
             raise
-        name, status = failed
-        if status < 0:  # else it has said why itself
-            killer = f"{name} was killed by {signal.Signals(-status).name}"
-            note(f"error: {killer}{', for want of memory perhaps' * (-status == signal.SIGKILL)}", error=True)
+        rank, failure = error.get_first_failure()
+        if (status := failure.exitcode) < 0:  # else it has said why itself
+            killer, reason = signal.Signals(-status), ", for want of memory perhaps"
+            note(f"error: rank {rank} was killed by {killer.name}{reason * (killer == signal.SIGKILL)}", error=True)
         raise SystemExit(status if status > 0 else 128 - status) from None
-
-
-def failed_process(error: Exception) -> tuple[str, int] | None:
-    """Which process failed first, and its exit status or minus its signal; None if the error is of another kind."""
-    if isinstance(error, CalledProcessError):  # of the one process
-        return "training", error.returncode
-    elastic = import_module("torch.distributed.elastic.multiprocessing.errors")
-    if not isinstance(error, elastic.ChildFailedError):
-        return None
-    rank, failure = error.get_first_failure()
-    return f"rank {rank}", failure.exitcode
 
 
 if __name__ == "__main__":

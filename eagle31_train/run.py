@@ -44,6 +44,8 @@ def run(config: Config, overrides: list[str], first: str, last: str, profile: st
         overrides = [*overrides, *WRITTEN]
     environment = {"OMP_NUM_THREADS": str(os.cpu_count() or 1), "OMP_WAIT_POLICY": "PASSIVE", **os.environ}
     environment.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if profile == "cpu":
+        environment["ACCELERATE_USE_CPU"] = "true"
     for stage in STAGES[STAGES.index(first) : STAGES.index(last) + 1]:
         note(f"run: {stage}")
         status = finished([*command(stage, profile), *overrides], environment)
@@ -92,6 +94,8 @@ def command(stage: str, profile: str | None = None) -> list[str]:
     processes = 1 if profile in ALONE else max(1, devices)
     where = "the CPU" if profile == "cpu" or not devices else f"{processes} GPU{'s' * (processes > 1)}"
     note(f"run: training on {where}, profile {profile}")
+    if profile in ALONE:  # needs no launcher, which takes seconds
+        return [sys.executable, *program, stage]
     launch = [sys.executable, "-m", "eagle31_train.launcher"]
     launch += ["--config_file", str(CONFIGS / "accelerate" / f"{profile}.yaml"), "--num_processes", str(processes)]
     return [*launch, *(["--module", "eagle31_train"] if program[0] == "-m" else program), stage]

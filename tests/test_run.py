@@ -3,7 +3,6 @@
 import json
 import signal
 import sys
-from subprocess import CalledProcessError
 from types import SimpleNamespace
 
 import pytest
@@ -78,6 +77,13 @@ def test_a_profile_is_taken_by_its_name(started, monkeypatch, capsys):
     assert all((cli.CONFIGS / "accelerate" / f"{name}.yaml").is_file() for name in run.PROFILES)
 
 
+@pytest.mark.parametrize("profile", run.ALONE)
+def test_one_process_needs_no_launcher(started, profile):
+    words = started("+experiment=smollm2", "--from", "train", "--until", "train", "--profile", profile)[0]
+    assert words[-2:] == ["train", "+experiment=smollm2"]
+    assert "eagle31_train.launcher" not in words
+
+
 @pytest.mark.parametrize("pressed", [1, 2])
 def test_after_ctrl_c_a_stage_ends_by_itself_and_after_another_it_is_killed(monkeypatch, pressed):
     class Stage:
@@ -107,7 +113,7 @@ def test_after_ctrl_c_a_stage_ends_by_itself_and_after_another_it_is_killed(monk
     assert stopped.value.code == 130
 
 
-def test_ctrl_c_ends_the_launcher_of_several_processes_without_a_traceback(monkeypatch):
+def test_ctrl_c_ends_the_launcher_without_a_traceback(monkeypatch):
     def launched(sent):
         def main():
             raise SignalException("got a signal", sent)
@@ -123,25 +129,6 @@ def test_ctrl_c_ends_the_launcher_of_several_processes_without_a_traceback(monke
         launched(signal.SIGTERM)
 
 
-def test_ctrl_c_ends_the_launcher_of_one_process_with_its_own_status(monkeypatch):
-    def interrupted():
-        signal.raise_signal(signal.SIGINT)
-        raise CalledProcessError(1, "train")  # of a training that was interrupted, as accelerate's launcher has it
-
-    def failed():
-        raise CalledProcessError(1, "train")
-
-    before = signal.getsignal(signal.SIGINT)
-    for main, status in ((interrupted, 130), (failed, 1)):
-        monkeypatch.setitem(sys.modules, "accelerate.commands.launch", SimpleNamespace(main=main))
-        try:
-            with pytest.raises(SystemExit) as stopped:
-                launcher.main()
-        finally:
-            signal.signal(signal.SIGINT, before)
-        assert stopped.value.code == status
-
-
 def failed_ranks(**codes):
     """torchrun's error, of ranks that ended one after another."""
     failures = {}
@@ -154,9 +141,8 @@ def failed_ranks(**codes):
 @pytest.mark.parametrize(
     ("error", "status", "said"),
     [
-        (CalledProcessError(2, "train"), 2, ""),
-        (CalledProcessError(STOPPED, "train"), STOPPED, ""),
-        (CalledProcessError(-signal.SIGKILL, "train"), 137, "training was killed by SIGKILL, for want of memory perh"),
+        (failed_ranks(rank0=2), 2, ""),
+        (failed_ranks(rank3=-signal.SIGKILL), 137, "rank 3 was killed by SIGKILL, for want of memory perhaps"),
         (failed_ranks(rank1=STOPPED, rank0=-signal.SIGTERM), STOPPED, ""),
         (failed_ranks(rank0=-signal.SIGSEGV, rank1=-signal.SIGTERM), 139, "rank 0 was killed by SIGSEGV\n"),
     ],
