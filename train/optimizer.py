@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -26,9 +27,10 @@ class Muon(torch.optim.Optimizer):
     """torch's own Muon to the bit in bf16, and two things that torch 2.13's lacks.
 
     It iterates in `dtype`, float32 where training does: torch's iterates in bf16 everywhere, which on a CPU without
-    such instructions takes more than ten times as long (docs/log.md). And sharded matrices become orthogonal as one
-    process makes them so, to the bit: momentum and weights stay sharded, and the update is gathered once. torch's
-    iterates on the shards, with 15 exchanges a matrix, and fails where a matrix has fewer rows than there are ranks.
+    such instructions takes more than ten times as long (docs/log.md). And ranks share the work: each makes some of the
+    matrices orthogonal, whole, as one process makes them so, to the bit, and sends them to the others. Of sharded
+    matrices momentum and weights stay sharded. torch's does all on every rank or, if sharded, iterates on the shards,
+    with 15 exchanges a matrix, and fails where a matrix has fewer rows than there are ranks.
     """
 
     def __init__(self, parameters: Any, lr: float, weight_decay: float, dtype: torch.dtype) -> None:
@@ -37,29 +39,46 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Update what has a gradient; a closure is not called."""
+        """Update what has a gradient; a closure is not called. Every rank calls it, with the same matrices."""
         assert closure is None
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                    parameter.add_(self._direction(parameter), alpha=-group["lr"] * adamw_size(parameter.shape))
+        learning = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        learning.sort(key=lambda one: work(one[0].shape), reverse=True)  # so that those of a round take equally long
+        rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        for first in range(0, len(learning), ranks):
+            dealt = learning[first : first + ranks]  # one matrix for each rank
+            momenta = [self._momentum(parameter) for parameter, _ in dealt]
+            if rank < len(dealt):
+                momenta[rank].copy_(orthogonal(momenta[rank]))
+            for owner, ((parameter, group), direction) in enumerate(zip(dealt, momenta, strict=True)):
+                if ranks > 1:
+                    dist.broadcast(direction, owner)
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.add_(as_sharded(direction, parameter), alpha=-group["lr"] * adamw_size(parameter.shape))
         return None
 
-    def _direction(self, parameter: Tensor) -> Tensor:
-        """The orthogonal factor of a matrix's Nesterov momentum, sharded as the matrix is."""
+    def _momentum(self, parameter: Tensor) -> Tensor:
+        """A matrix's Nesterov momentum, whole, in the dtype that is iterated in."""
         state, gradient = self.state[parameter], parameter.grad
         assert gradient is not None
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         mean = state["momentum_buffer"].lerp_(gradient, 1 - MOMENTUM)
         momentum = nesterov(gradient, mean).to(self._dtype)
-        if not isinstance(parameter, DTensor):
-            return orthogonal(momentum)
-        assert isinstance(momentum, DTensor)
-        whole = orthogonal(momentum.full_tensor())
-        # Everybody has the whole, so nobody need send: src_data_rank=None.
-        return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        return momentum.full_tensor() if isinstance(momentum, DTensor) else momentum
+
+
+def as_sharded(whole: Tensor, parameter: Tensor) -> Tensor:
+    """A matrix that every rank has, sharded as the parameter is."""
+    if not isinstance(parameter, DTensor):
+        return whole
+    # Everybody has the whole, so nobody need send: src_data_rank=None.
+    return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+def work(shape: torch.Size) -> int:
+    """Of one iteration, in multiplications: [m, n] with m <= n takes 2 m²n + m³."""
+    m, n = sorted(shape)
+    return m * m * (2 * n + m)
 
 
 def nesterov(gradient: Tensor, mean: Tensor) -> Tensor:
