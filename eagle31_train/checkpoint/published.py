@@ -57,6 +57,11 @@ def read(
     return shape, vocab, tensors, rounded, published_config.target_name(config)
 
 
+def check_served(folder: Path) -> None:
+    """UserError for a draft whose config.json vLLM could not load, or that is damaged."""
+    published_config.check_served(_read_object(folder / CONFIG))
+
+
 def drafts_in_parallel(folder: Path) -> bool:
     """Whether vLLM can draft in parallel with what lies there: by its weights. A token for masks in config.json tells
     nothing, since those of chains may name the tokenizer's. A UserError for damaged files."""
