@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from eagle31_train import artifacts, cli
-from eagle31_train.checkpoint import hub
+from eagle31_train.checkpoint import hub, published
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint, split_name
 from eagle31_train.checkpoint.run_folder import read_export
 from eagle31_train.config import Config
@@ -165,12 +165,16 @@ def read(drafter: str, config: Config, data: dict[str, Any]) -> DrafterCheckpoin
 
 
 def exported(drafter: str) -> Path:
-    """The folder of a drafter that vLLM can serve; UserError where it is not exported, or of other weights."""
+    """The folder of a drafter that vLLM can serve; UserError where there is none, or one of other weights."""
     place, counted = split_name(drafter)
     if counted == "outputs":
         raise UserError(f"{drafter}: vLLM would read its layer ids as inputs: leave evaluate.backend=vllm out")
     folder = Path(place) if Path(place).is_dir() else hub.fetch(place, None)
     if not (folder / "train").is_dir():
+        try:
+            published.check_served(folder)
+        except UserError as error:
+            raise UserError(f"{drafter}: {error}") from None
         return folder
     made_from, trained = read_export(folder)["inputs"], DrafterCheckpoint.open(drafter)
     kept = artifacts.fingerprint(trained.vocab.target_ids.tolist()), trained.shape.sliding_window

@@ -46,12 +46,20 @@ def read(
     if bool(rounded) != bool(config.get(config_json.QUANTIZED)):
         raise UserError("quantization_config and the tensors contradict each other on int8 weights: get it again")
     tensors = contract.separate(tensors, shape)
-    vocab, order = _vocabulary(tensors.pop("d2t", None), tensors.pop("t2d", None), shape)
+    d2t = tensors.pop("d2t", None)
+    vocab, order = _vocabulary(d2t, tensors.pop("t2d", None), shape)
+    if "_torchspec_version" in config and d2t is not None and "lm_head.weight" in tensors:
+        _refuse_rows_by_offset(tensors["lm_head.weight"], d2t)
     if order is not None and "lm_head.weight" in tensors:
         tensors["lm_head.weight"] = tensors["lm_head.weight"][order]
     if joined := rounded - tensors.keys():
         raise UserError(f"{min(joined)} is int8 of several weights joined: take a draft that has them apart")
     return shape, vocab, tensors, rounded, published_config.target_name(config)
+
+
+def check_served(folder: Path) -> None:
+    """UserError for a draft whose config.json vLLM could not load, or that is damaged."""
+    published_config.check_served(_read_object(folder / CONFIG))
 
 
 def drafts_in_parallel(folder: Path) -> bool:
@@ -130,3 +138,14 @@ def _vocabulary(d2t: Tensor | None, t2d: Tensor | None, shape: DrafterShape) -> 
         )
     order = ids.argsort()
     return DraftVocab(ids[order].numpy(), V), order if (ids[1:] < ids[:-1]).any() else None
+
+
+def _refuse_rows_by_offset(head: Tensor, d2t: Tensor) -> None:
+    """TorchSpec's `--prune-vocab` takes row d2t[i] of lm_head for draft token i, and so one row for all tokens of one
+    offset; it should be row i + d2t[i]. Other rows of its drafts are unlike each other."""
+    alike = (d2t[1:] == d2t[:-1]).nonzero()[:64, 0]
+    if len(alike) and torch.equal(head[alike], head[alike + 1]):
+        raise UserError(
+            "lm_head has one row for several draft tokens: TorchSpec's --prune-vocab took the rows of other tokens, so "
+            "no draft would be accepted; convert its checkpoint again without --prune-vocab"
+        )

@@ -199,6 +199,20 @@ def mask_token_id(config: Fields) -> int | None:
     return next((config[name] for name in MASK_TOKENS if config.get(name) is not None), None)
 
 
+def check_served(config: Fields) -> None:
+    """UserError for what vLLM 0.32 could not load: of a Llama or MLA draft it does not count the layer ids at the top
+    level, and builds fc for 3 states."""
+    _check_types(config)
+    layer, flags, _ = _flatten(config)
+    ids, inner = flags.get(LAYER_IDS), (flags.get("eagle_config") or {}).get(LAYER_IDS)
+    count = flags.get("num_aux_hidden_states") or (len(inner) if inner else 3)
+    if ids and count != len(ids) and _kind(layer) != "qwen3":
+        raise UserError(
+            f"config.json has {len(ids)} layer ids, for which vLLM 0.32 builds fc for {count} states: add "
+            f'"num_aux_hidden_states": {len(ids)} beside the sizes of the layer'
+        )
+
+
 def target_name(config: Fields) -> str | None:
     """Path or hub id of the target that the drafter was made for, where a config.json says it."""
     verifier = (config.get("speculators_config") or {}).get("verifier")

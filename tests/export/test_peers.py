@@ -1,11 +1,11 @@
-"""Drafts that other trainers wrote (tests/fixtures/speculators, specforge): read, and worked out as they do."""
+"""Drafts that other trainers wrote (tests/fixtures/speculators, specforge, torchspec): read, worked out as they do."""
 
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from eagle31_train.checkpoint.drafter_checkpoint import DrafterCheckpoint
 from eagle31_train.errors import UserError
@@ -14,6 +14,7 @@ from eagle31_train.store.document import Document
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 PLAIN = {
+    "architecture": "llama",
     "fc_norm": False,
     "norm_output": False,
     "norm_before_fc": False,
@@ -34,6 +35,10 @@ DRAFTS = {
     "speculators/window": {"fc_norm": True, "norm_output": True, **WINDOW},
     "specforge/sglang@outputs": {"share_embedding": True},
     "specforge/hf@outputs": {"fc_norm": True, "target_hidden_size": 40},
+    "torchspec/llama@outputs": {"target_hidden_size": 40},
+    "torchspec/llama31@outputs": {"fc_norm": True, "norm_output": True, "target_hidden_size": 40},
+    "torchspec/mla@inputs": {"architecture": "mla"},  # of model_type kimi_k2, as it exports that for vLLM
+    "torchspec/mla31@inputs": {"architecture": "mla", "fc_norm": True, "norm_output": True},
 }
 
 
@@ -90,3 +95,15 @@ def test_specforges_layer_ids_are_not_guessed_and_each_reading_is_another_draft(
     assert [one.shape.aux_layers for one in readings] == [[0, 1, 3], [1, 2, 4]]
     assert readings[0].identity != readings[1].identity  # or one's measurements would be taken for the other's
     assert readings[0].folder == readings[1].folder == folder
+
+
+def test_rows_that_torchspec_takes_from_other_tokens_are_refused(tmp_path):
+    """As its `--prune-vocab` left them; with each token's own row the draft is read."""
+    folder = FIXTURES / "torchspec" / "pruned"
+    with pytest.raises(UserError, match="again without --prune-vocab"):
+        DrafterCheckpoint.open(f"{folder}@outputs")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = torch.arange(24 * 32.0).reshape(24, 32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    assert DrafterCheckpoint.open(f"{tmp_path}@outputs").shape.draft_vocab_size == 24
