@@ -100,7 +100,7 @@ class Drafter(nn.Module):
         return nn.functional.embedding(tokens, rows).to(compute_dtype(self.norm.weight))
 
     def fuse(self, aux: Encoded) -> Tensor:
-        """Auxiliary states [n, A, H] of the target → g_0 [n, D]. They are decoded here, one layer at a time."""
+        """Auxiliary states [n, A, H] of the target, which are decoded here → g_0 [n, D]."""
         dtype = compute_dtype(self.norm.weight)
         states = [layer.decode().to(dtype) for layer in aux.unbind()]
         if self.input_norm is not None:

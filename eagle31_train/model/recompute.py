@@ -6,7 +6,7 @@ between attention and attention, matrix products included: train.activation_chec
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -23,7 +23,8 @@ _checkpointing = ContextVar("_checkpointing", default=False)
 def recomputed(function: Callable[..., Tensor], *inputs: Any) -> Iterator[Tensor]:
     """function(*inputs). What is done with it inside does not keep it for its gradients, but calls the function again.
 
-    The function is to be cheap, to give the same bits every time, and to keep its inputs for its own gradient anyway.
+    The function is to be cheap, to give the same bits every time, without autocast too (so no matrix product), and to
+    keep its inputs for its own gradient anyway.
     """
     out = function(*inputs)
     if not torch.is_grad_enabled() or _checkpointing.get():  # hooks in a checkpoint would keep what it must forget
@@ -66,8 +67,11 @@ def _place(x: Tensor) -> tuple[Any, ...]:
 
 def checkpointed(function: Callable, *args: Any) -> Any:
     """function(*args), which keeps nothing but its arguments, and is called again as a whole for the gradient."""
-    whole = lambda: (_in_checkpoint(), _in_checkpoint())  # noqa: E731 (of the forward pass, and of the second one)
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=whole)
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=_in_both_passes)
+
+
+def _in_both_passes() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return _in_checkpoint(), _in_checkpoint()
 
 
 @contextmanager
