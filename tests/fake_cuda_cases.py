@@ -18,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import fake_cuda
 from benchmarks.fake_cuda import DEVICE, Count, FakeStep, Options
+from benchmarks.gpu_model import Rates, estimate
 from benchmarks.gpu_step import Packed
 from benchmarks.shapes import Case
 from eagle31_train.model import norm
@@ -188,16 +189,18 @@ def traffic(text: str, kernels: str) -> dict[str, Any]:
 
 # Of the cases of `make bench-gpu-model`: operators but products and attention, and their GB.
 TRAFFIC = {
-    "llama8b:2x4096:1, fused": (933, 124.9),
-    "llama8b:2x4096:0.35, fused": (1081, 76.1),
-    "llama8b:2x4096:0.35, plain": (2325, 194.6),
-    "llama8b:1x32768:1, fused": (1046, 398.9),
-    "llama8b:1x32768:1, fused+recompute": (1339, 478.0),
-    "llama8b:1x65536:1, fused+recompute": (1486, 914.7),
-    "kimi:1x20480:0.35, fused+recompute": (1042, 443.8),
-    "kimi:1x20480:0.35, fused+FA3": (846, 403.8),
+    "llama8b:2x4096:1, fused": (967, 132.7),
+    "llama8b:2x4096:0.35, fused": (1115, 79.5),
+    "llama8b:2x4096:0.35, plain": (2492, 209.9),
+    "llama8b:1x32768:1, fused": (1072, 429.9),
+    "llama8b:1x32768:1, fused+recompute": (1351, 481.2),
+    "llama8b:1x65536:1, fused+recompute": (1498, 921.2),
+    "kimi:1x20480:0.35, fused+recompute": (1051, 447.4),
+    "kimi:1x20480:0.35, fused+FA3": (863, 412.7),
 }
 CASES |= {name: lambda name=name: traffic(*name.split(", ")) for name in TRAFFIC}
+LONG = Packed.parse("llama8b:1x65536:1")
+CASES["estimate of 65536"] = lambda: estimate(LONG.drafter, LONG.masks, Options(kernels="fused+FA3"), Rates())
 
 
 def main() -> None:

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from eagle31_train.config import DrafterShape
 from eagle31_train.model.attention import unrolled_attention
@@ -35,6 +34,7 @@ from eagle31_train.model.layer import Layer, MidLayer, Project, applied_to
 from eagle31_train.model.linear import Linear, compute_dtype, linear
 from eagle31_train.model.norm import RMSNorm
 from eagle31_train.model.packing import Layout
+from eagle31_train.model.recompute import checkpointed, recomputed
 from eagle31_train.store.codec import Encoded, plain
 
 Read = Callable[[Tensor], Project]  # normed states [n, D] → the attention's input projections of token and state
@@ -100,13 +100,18 @@ class Drafter(nn.Module):
         return nn.functional.embedding(tokens, rows).to(compute_dtype(self.norm.weight))
 
     def fuse(self, aux: Encoded) -> Tensor:
-        """Auxiliary states [n, A, H] of the target → g_0 [n, D]. They are decoded here, one layer at a time."""
-        dtype, states = compute_dtype(self.norm.weight), (layer.decode() for layer in aux.unbind())
+        """Auxiliary states [n, A, H] of the target, which are decoded here → g_0 [n, D]."""
+        dtype = compute_dtype(self.norm.weight)
+        states = [layer.decode().to(dtype) for layer in aux.unbind()]
         if self.input_norm is not None:
-            together = self.input_norm(torch.cat([state.to(dtype) for state in states], dim=-1))
-            states = (state for state in together.chunk(len(self.shape.aux_layers), dim=-1))
-        norms = self.fc_norm if self.fc_norm is not None else [nn.Identity()] * len(self.shape.aux_layers)
-        return self.fc(torch.cat([norm(state.to(dtype)) for norm, state in zip(norms, states, strict=True)], dim=-1))
+            states = list(self.input_norm(torch.cat(states, dim=-1)).chunk(len(states), dim=-1))
+        with recomputed(self._fc_input, *states) as rows:
+            return self.fc(rows)
+
+    def _fc_input(self, *states: Tensor) -> Tensor:
+        """One [n, H] of each auxiliary layer → [n, A * H], normed with `fc_norm`."""
+        norms = self.fc_norm if self.fc_norm is not None else [nn.Identity()] * len(states)
+        return torch.cat([norm(state) for norm, state in zip(norms, states, strict=True)], dim=-1)
 
     def mask(self) -> tuple[Tensor, Tensor]:
         """What every slot of a parallel drafter reads at steps 1, 2, …: token [1] int64, state g [1, D]."""
@@ -121,7 +126,7 @@ class Drafter(nn.Module):
 
     def forward(self, batch: Batch) -> Unrolled:
         """Run all K steps of every slot of a packed batch."""
-        run = partial(checkpoint, use_reentrant=False, preserve_rng_state=False) if self.recompute else call
+        run = checkpointed if self.recompute else call
         exchange, layout, everywhere = self._sharing(batch)
         *below, last = (AttendingLayer(layer, run, self.fused, exchange) for layer in self.stack)
         ids, steps_read, of_step = batch.ids, batch.read, list(batch.reads)
@@ -221,15 +226,16 @@ class AttendingLayer:
         self._own_v.append(value)
 
     def _keys_values(self, states: Tensor, read: Read, positions: Tensor) -> tuple[Tensor, Tensor]:
-        normed, _ = self._layer.state_input(states)
-        return self._layer.self_attn.keys_values(read(normed), positions)
+        with recomputed(self._layer.state_norm, states) as normed:
+            return self._layer.self_attn.keys_values(read(normed), positions)
 
     def _ask(self, states: Tensor, read: Read, positions: Tensor, own: bool) -> tuple[Tensor, ...]:
         """Query and residual, and with `own` also key and value."""
-        normed, residual = self._layer.state_input(states)
-        project, attention = read(normed), self._layer.self_attn
-        key_value = attention.keys_values(project, positions) if own else ()
-        return attention.queries(project, positions), residual, *key_value
+        attention = self._layer.self_attn
+        with recomputed(self._layer.state_norm, states) as normed:
+            project = read(normed)
+            key_value = attention.keys_values(project, positions) if own else ()
+            return attention.queries(project, positions), self._layer.residual(states, normed), *key_value
 
 
 class TokenHalf:
@@ -273,5 +279,5 @@ class TokenHalf:
 
 
 def call(function: Callable, *args: Any) -> Any:
-    """function(*args), in place of `checkpoint` when activations are kept."""
+    """function(*args), in place of `checkpointed` when activations are kept."""
     return function(*args)

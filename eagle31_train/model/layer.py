@@ -17,6 +17,7 @@ from eagle31_train.config import DrafterShape, mla_widths
 from eagle31_train.kernels import swiglu
 from eagle31_train.model.linear import Linear
 from eagle31_train.model.norm import RMSNorm
+from eagle31_train.model.recompute import recomputed
 from eagle31_train.model.rope import Rope
 
 Project = Callable[[Linear], Tensor]  # a linear layer → what it makes of the attention's input, [n, its width]
@@ -157,7 +158,8 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [n, D] → [n, D]."""
-        return self.down_proj(silu_times(self.gate_proj(x), self.up_proj(x), self.fused))
+        with recomputed(silu_times, self.gate_proj(x), self.up_proj(x), self.fused) as product:
+            return self.down_proj(product)
 
 
 def silu_times(gate: Tensor, up: Tensor, fused: bool = False) -> Tensor:
@@ -198,18 +200,24 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(D, eps)
         self.mlp = Mlp(shape)
 
-    def state_input(self, g: Tensor) -> tuple[Tensor, Tensor]:
-        """State g [n, D] → what the attention reads of it, and the residual, [n, D] each."""
-        return self.input_layernorm(g), g
+    @property
+    def state_norm(self) -> RMSNorm:
+        """The norm of a state, before attention reads it."""
+        return self.input_layernorm
+
+    def residual(self, g: Tensor, normed: Tensor) -> Tensor:  # noqa: ARG002 (the first layer's)
+        """What attention's output is added to, of a state and its norm, [n, D] each."""
+        return g
 
     def attention_input(self, e: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG002 (the first layer's)
         """State g [n, D] of the layer below → the attention's input and the residual, [n, D] each; no embedding."""
-        return self.state_input(g)
+        return self.state_norm(g), g
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
         """Residual [n, D] and attention output [n, h, d] → h_k [n, D], before the final norm."""
         u = residual + self.self_attn.output(attended)
-        return u + self.mlp(self.post_attention_layernorm(u))
+        with recomputed(self.post_attention_layernorm, u) as normed:
+            return u + self.mlp(normed)
 
 
 class MidLayer(Layer):
@@ -221,12 +229,14 @@ class MidLayer(Layer):
         super().__init__(shape)
         self.norm_before_residual = shape.norm_before_residual
 
-    def state_input(self, g: Tensor) -> tuple[Tensor, Tensor]:
-        """State g [n, D] → its half of the attention's input, and the residual, [n, D] each."""
-        normed = self.hidden_norm(g)
-        return normed, normed if self.norm_before_residual else g
+    @property
+    def state_norm(self) -> RMSNorm:
+        return self.hidden_norm
+
+    def residual(self, g: Tensor, normed: Tensor) -> Tensor:
+        return normed if self.norm_before_residual else g
 
     def attention_input(self, e: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """Embedding e [n, D] and state g [n, D] → the attention's input [n, 2D] and the residual [n, D]."""
-        normed, residual = self.state_input(g)
-        return torch.cat([self.input_layernorm(e), normed], dim=-1), residual
+        normed = self.state_norm(g)
+        return torch.cat([self.input_layernorm(e), normed], dim=-1), self.residual(g, normed)

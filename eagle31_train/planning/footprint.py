@@ -118,7 +118,7 @@ def _backward(shape: DrafterShape, w: Widths, work: Work, step: Step) -> float:
     S, D, inner = work.slots[0], shape.hidden_size, shape.intermediate_size
     seen, dealt = _seen(shape, work, step), step.context > 1 and deals_heads(shape, step.context)
     keys = shape.num_layers * (w.keys + w.values) * (seen + S * (work.ttt_length - 1))
-    mlp = S * (4 * D + 6 * inner if step.recompute else inner)
+    mlp = S * (4 * D + 6 * inner if step.recompute else 3 * inner)
     exchanged = S * (w.queries + 2 * w.out) * dealt  # queries, outputs and their gradient, of a share of the heads
     return keys + max(mlp, exchanged + (_flash(shape, w, work, seen) if step.flash and step.value < FP32 else 0))
 
@@ -158,16 +158,16 @@ def _kept(shape: DrafterShape, w: Widths, work: Work, step: Step) -> float:
     key = w.keys + w.values + w.rope + (w.key_in + w.key_up[0] if w.key_up[0] else 0)
     # Query, RoPE's; of MLA the query's latent, and that normed.
     query, latents = w.queries + w.rope + 2 * w.query_up[0], bool(w.query_up[0])
-    values = work.tokens * 2 * D + work.read * D  # embeddings and their norm; the normed ones that are read
-    values += work.positions * (_fused(shape, step) + D + L * (D + key))  # into fc, g_0, its norm, keys
+    values = work.tokens * 2 * D + work.read * D * (L == 1)  # embeddings and their norm; those that queries read
+    values += work.positions * (_fused(shape, step) + D + L * key)  # fc's norms, g_0, keys
     values += (_seen(shape, work, step) - work.positions) * L * (w.keys + w.values)  # of other ranks
     values += S * (K if shape.norm_output and not shape.parallel else 1) * D  # g_0, or z of every step
-    values += rows * (4 * D + 3 * shape.intermediate_size + query + w.out)  # u, h, norms; gate, up, product; attention
+    values += rows * (2 * D + 2 * shape.intermediate_size + query + w.out)  # u, h; gate, up; attention
     values += L * S * (K - 1) * key  # a slot's own keys and values, at every step but the first
-    masked = S * (K - 1) * shape.parallel  # of the first layer, whose normed states and values are one row
-    values -= masked * (D + w.values)
+    masked = S * (K - 1) * shape.parallel  # of the first layer, whose states and values are one row
+    values -= masked * w.values
     numbers = work.tokens + work.positions * (_norms(shape) + L * (1 + bool(w.key_up[0])))
-    numbers += rows * (3 + w.heads + latents) - masked  # norms, log-sum-exp per head
+    numbers += rows * (2 + w.heads + latents) + S * K - masked  # norms, log-sum-exp per head; the last norm
     numbers += L * S * (K - 1) * bool(w.key_up[0])
     return step.value * values + FP32 * numbers
 
@@ -178,7 +178,7 @@ def _kept_recomputing(shape: DrafterShape, w: Widths, work: Work, step: Step) ->
     asking = work.tokens if L > 1 else work.read
     # Embeddings and their norm; the embeddings' half of the first projections.
     values = work.tokens * (2 * D + w.key_in) + work.read * (D + w.key_in) + asking * w.query_in
-    values += work.positions * (_fused(shape, step) + D)  # into fc, g_0
+    values += work.positions * (_fused(shape, step) + D)  # fc's norms, g_0
     values += _seen(shape, work, step) * L * (w.keys + w.values)
     values += S * K * D * shape.norm_before_residual + rows * (
         D + w.queries + w.out
@@ -205,8 +205,8 @@ def _rows(shape: DrafterShape, work: Work) -> float:
 def _fused(shape: DrafterShape, step: Step) -> float:
     """Values of a position that wait for the gradient of fc and of the norms before it."""
     wide = len(shape.aux_layers) * shape.target_hidden_size
-    # fc_norm keeps what it reads: the store's own states, decoded ones, or what the norm over all of them made.
-    return wide * (1 + shape.fc_norm * (step.decodes or shape.norm_before_fc) + shape.norm_before_fc)
+    # The store's own states are the batch's. Decoded ones wait, or what the norm over all of them reads and makes.
+    return wide * ((step.decodes or shape.norm_before_fc) + shape.norm_before_fc)
 
 
 # ---------------------------------------------------------------- the state, and a step, under a launch profile

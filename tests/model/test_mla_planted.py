@@ -152,7 +152,7 @@ def own_keys_at(change):
         def wrong(self, states, read, positions, own):
             q, residual, *key_value = right(self, states, read, positions, own)
             if own:
-                normed, _ = self._layer.state_input(states)
+                normed = self._layer.state_norm(states)
                 key_value = self._layer.self_attn.keys_values(read(normed), change(positions))
             return q, residual, *key_value
 

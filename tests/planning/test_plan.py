@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 EXPERIMENTS = ("llama31_8b", "qwen3_8b", "kimi", "kimi_k25", "kimi_llama")
 
 
+CHECKPOINTING = "train.activation_checkpointing=true"
 MLA = ["architecture=mla", "num_key_value_heads=null", "head_dim=null", "q_lora_rank=12", "kv_lora_rank=8"]
 MLA += ["qk_nope_head_dim=6", "qk_rope_head_dim=4", "v_head_dim=5"]
 
@@ -120,8 +121,9 @@ def test_smaller_micro_batches_are_advised_first_then_recomputation_then_devices
     ("row", "words"),
     [
         ("`llama31_8b`", recipe("llama31_8b")),
-        ("with `train.activation_checkpointing=true`", [*recipe("llama31_8b"), "train.activation_checkpointing=true"]),
-        ("`kimi`, the MLA drafter, which has that on", recipe("kimi")),
+        ("`llama31_8b train.activation_checkpointing=true`", [*recipe("llama31_8b"), CHECKPOINTING]),
+        ("`kimi`, the MLA drafter", recipe("kimi")),
+        ("`kimi train.activation_checkpointing=true`", [*recipe("kimi"), CHECKPOINTING]),
     ],
 )
 def test_the_page_on_launching_says_what_a_shared_conversation_takes(row, words):

@@ -1,0 +1,83 @@
+"""What the backward pass works out again, so that it need not be kept.
+
+Of a step's activations the largest are the cheapest: a norm's output or SwiGLU's product takes one pass over what they
+come from, which is kept anyway. `recomputed` is for those, at every step of every run. `checkpointed` is for everything
+between attention and attention, matrix products included: train.activation_checkpointing.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+_checkpointing = ContextVar("_checkpointing", default=False)
+
+
+@contextmanager
+def recomputed(function: Callable[..., Tensor], *inputs: Any) -> Iterator[Tensor]:
+    """function(*inputs). What is done with it inside does not keep it for its gradients, but calls the function again.
+
+    The function is to be cheap, to give the same bits every time, without autocast too (so no matrix product), and to
+    keep its inputs for its own gradient anyway.
+    """
+    out = function(*inputs)
+    if not torch.is_grad_enabled() or _checkpointing.get():  # hooks in a checkpoint would keep what it must forget
+        yield out
+        return
+    again = _Again(partial(function, *inputs), out)
+    with saved_tensors_hooks(again.pack, again.unpack):
+        yield out
+
+
+class _Again:
+    """What autograd keeps in place of a tensor: how to work it out again, once for all operators that wait for it."""
+
+    def __init__(self, function: Callable[[], Tensor], out: Tensor) -> None:
+        self._function, self._place = function, _place(out)  # not `out` itself, which is to go
+        self._waiting = 0
+        self._out: Tensor | None = None
+
+    def pack(self, saved: Tensor) -> Tensor | None:
+        """None for the tensor, anything else as it is."""
+        if _place(saved) != self._place:
+            return saved
+        self._waiting += 1
+        return None
+
+    def unpack(self, packed: Tensor | None) -> Tensor:
+        """The tensor that was packed."""
+        if packed is not None:
+            return packed
+        out = self._function() if self._out is None else self._out
+        self._waiting -= 1
+        self._out = out if self._waiting > 0 else None
+        return out
+
+
+def _place(x: Tensor) -> tuple[Any, ...]:
+    """Where a tensor's values lie, and how."""
+    return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()
+
+
+def checkpointed(function: Callable, *args: Any) -> Any:
+    """function(*args), which keeps nothing but its arguments, and is called again as a whole for the gradient."""
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=_in_both_passes)
+
+
+def _in_both_passes() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return _in_checkpoint(), _in_checkpoint()
+
+
+@contextmanager
+def _in_checkpoint() -> Iterator[None]:
+    token = _checkpointing.set(True)
+    try:
+        yield
+    finally:
+        _checkpointing.reset(token)
