@@ -20,6 +20,7 @@ from eagle31_train.evaluation import perturb
 from eagle31_train.evaluation.perturb import Context, Filler, Perturbation
 from eagle31_train.evaluation.prompts import Prompt, Suite, choose, files_of, from_heldout, from_suite, suite_of
 from eagle31_train.evaluation.trajectories import digest
+from eagle31_train.provenance import LAYOUTS
 from eagle31_train.targets.chat import ChatTemplate
 
 HELDOUT = "heldout"
@@ -126,6 +127,8 @@ def inputs(config: Config) -> dict[str, Any]:
             found["template"] = artifacts.file_sha256(Path(target.chat_template))[:16]
     if options.perturbations:
         found["max_length"] = config.data.max_length
+    if suites:  # others have their prompts of stage 1
+        found["layout"] = LAYOUTS["suite"]
     for option, suite in suites.values():
         content: Any = suite.path
         if not suite.is_hub_id:

@@ -15,6 +15,7 @@ from eagle31_train.evaluation import evaluating
 from eagle31_train.evaluation.prompts import Prompt, choose, suite_of
 from eagle31_train.evaluation.trajectories import digest
 from eagle31_train.evaluation.workloads import MEASURED, inputs, longest_sample, trained_prompts, workloads
+from eagle31_train.provenance import LAYOUTS
 
 QUESTIONS = ["hello", "how are you?", "what is the question here?", "the quick brown fox jumps over the lazy dog"]
 
@@ -93,6 +94,7 @@ LINES = b'{"id": "a", "prompt": "hello"}\n\n{"id": "b", "prompt": "world"}\n'
 FILES = {
     "own.jsonl": LINES,
     "own.json": LINES,
+    "list.json": b'[{"id": "a", "prompt": "hello"},\n\n{"id": "b", "prompt": "world"}]',
     "own.json.gz": gzip.compress(LINES),
     "own.csv": b"id,prompt\na,hello\nb,world\n",
 }
@@ -103,6 +105,31 @@ def test_a_file_of_rows_is_read_whatever_its_kind(place, name):
     (place.folder / name).write_bytes(FILES[name])
     _, found = place.workloads(f"evaluate.suites.s.path={place.folder / name}")
     assert (place.texts(found), [prompt.id for prompt in found.prompts]) == (["hello", "world"], ["a", "b"])
+
+
+SYSTEM, USER = {"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "hello", "system": "be brief"},
+        {"turns": ["hello", "world"], "system": "be brief"},
+        {"messages": [USER, {"role": "assistant", "content": "hi"}], "system": "be brief"},
+        {"messages": [SYSTEM, USER], "system": "be long"},
+        {"prompt": [{"role": "developer", "content": "be brief"}, USER]},
+    ],
+)
+def test_the_system_text_of_a_row_stands_before_its_question(place, row):
+    _, found = place.workloads(f"evaluate.suites.s.path={place.write('own.jsonl', row)}")
+    assert found.prompts[0].messages == [SYSTEM, USER]
+    assert "be brief" in place.tokenizer.decode(found.prompts[0].ids)
+
+
+def test_results_of_suites_are_those_of_their_layout_and_no_others(place):
+    file = place.write("own.jsonl", {"prompt": "hello"})
+    assert inputs(place.config(f"evaluate.suites.s.path={file}"))["layout"] == LAYOUTS["suite"]
+    assert "layout" not in inputs(place.config())
 
 
 @pytest.mark.parametrize(
