@@ -39,11 +39,7 @@ def summarise(config: Config) -> None:
     length = bracket(report["by_depth"][str(depth)]["acceptance_length"])
     sources = [f"{name}: {bracket([of['acceptance_length'], None, None])}" for name, of in report["by_source"].items()]
     timed = manifests["evaluate"].get("result", {}).get("workloads", [{}])[0].get("timed")  # which earlier ones lack
-    of = (
-        f", one user, the first {timed['prompts']} prompts (length {timed['by_depth'][str(depth)]:.2f})"
-        if timed
-        else ", one user"
-    )
+    of = f" ({timed['prompts']} prompts, length {timed['by_depth'][str(depth)]:.2f})" if timed else ""
     rows = {
         "acceptance length": f"{length} at {depth} draft tokens, bonus token included ({LEVEL:.0%} interval)",
         "  by source": "   ".join(sources),

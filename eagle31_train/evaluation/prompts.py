@@ -217,34 +217,25 @@ def _is_saved(folder: str) -> bool:
 
 def _messages(prompt: str | None, row: dict[str, Any], where: str) -> tuple[list[Message], int]:
     """The messages of a row before the first answer, and how many turns it has; `prompt`: as of `Suite`."""
-    value, system, turns = None, None, 1
+    value, turns = None, 1
+    system = row.get("system") if prompt in (None, *OWN_FORMS) else None
     try:
         if prompt is None:
-            value, system = next((row[form] for form in OWN_FORMS if row.get(form)), None), row.get("system")
+            value = next((row[form] for form in OWN_FORMS if row.get(form)), None)
         else:
             value = prompt.format_map(row) if "{" in prompt else row[prompt]
     except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
         raise UserError(f"{where}: prompt={prompt!r} cannot be filled in ({error!r}): mend it") from None
-    match value:
-        case [str(text), *_]:
-            value, turns = text, len(value)
-    match value:
-        case str(text) if text.strip():
-            pass
-        case [dict(), *_]:
-            pass
-        case _:
-            column = prompt or "prompt, turns or messages"
-            message = f"{where}: {column} is no text, no texts and no messages: give such, or name another column"
-            raise UserError(message)
+    if isinstance(value, list) and value and isinstance(value[0], str):
+        value, turns = value[0], len(value)
+    if not value or not (value.strip() if isinstance(value, str) else isinstance(value, list)):
+        column = prompt or "prompt, turns or messages"
+        raise UserError(f"{where}: {column} is no text, no texts and no messages: give such, or name another column")
     try:
         said = messages_of({"prompt": value, "system": system}, "prompt")
     except Refused as error:
         raise UserError(f"{where} has a message that cannot be read ({error}): mend or remove it") from None
-    before = list(takewhile(lambda message: message["role"] != "assistant", said))
-    if not before:
-        raise UserError(f"{where} begins with the assistant: mend or remove it")
-    return before, turns
+    return list(takewhile(lambda message: message["role"] != "assistant", said)), turns
 
 
 def _rendered(

@@ -127,15 +127,18 @@ def inputs(config: Config) -> dict[str, Any]:
             found["template"] = artifacts.file_sha256(Path(target.chat_template))[:16]
     if options.perturbations:
         found["max_length"] = config.data.max_length
-    if suites:  # others have their prompts of stage 1
-        found["layout"] = LAYOUTS["suite"]
     for option, suite in suites.values():
         content: Any = suite.path
+        systems = True  # whether its rows may have system texts, which layout 1 left out
         if not suite.is_hub_id:
             folder = Path(suite.path)
             files = sorted(folder.rglob("*")) if folder.is_dir() else files_of(suite.path, option)
-            content = [artifacts.file_sha256(file)[:16] for file in files if file.is_file()]
+            files = [file for file in files if file.is_file()]
+            content = [artifacts.file_sha256(file)[:16] for file in files]
+            systems = any(file.suffix == ".gz" or re.search(rb"system|developer", file.read_bytes()) for file in files)
         found[option] = {**{key: value for key, value in vars(suite).items() if value}, "path": content}
+        if systems:
+            found[option]["layout"] = LAYOUTS["suite"]
     return found
 
 

@@ -15,7 +15,6 @@ from eagle31_train.evaluation import evaluating
 from eagle31_train.evaluation.prompts import Prompt, choose, suite_of
 from eagle31_train.evaluation.trajectories import digest
 from eagle31_train.evaluation.workloads import MEASURED, inputs, longest_sample, trained_prompts, workloads
-from eagle31_train.provenance import LAYOUTS
 
 QUESTIONS = ["hello", "how are you?", "what is the question here?", "the quick brown fox jumps over the lazy dog"]
 
@@ -124,12 +123,16 @@ def test_the_system_text_of_a_row_stands_before_its_question(place, row):
     _, found = place.workloads(f"evaluate.suites.s.path={place.write('own.jsonl', row)}")
     assert found.prompts[0].messages == [SYSTEM, USER]
     assert "be brief" in place.tokenizer.decode(found.prompts[0].ids)
+    column = next(iter(row))  # named, it is read alike
+    _, named = place.workloads(f"evaluate.suites.s={{path: {place.folder / 'own.jsonl'}, prompt: {column}}}")
+    assert [prompt.ids for prompt in named.prompts] == [found.prompts[0].ids]
 
 
-def test_results_of_suites_are_those_of_their_layout_and_no_others(place):
-    file = place.write("own.jsonl", {"prompt": "hello"})
-    assert inputs(place.config(f"evaluate.suites.s.path={file}"))["layout"] == LAYOUTS["suite"]
-    assert "layout" not in inputs(place.config())
+def test_results_without_system_texts_stay_and_others_are_refused(place):
+    for number, (row, layout) in enumerate((({"prompt": "hello"}, None), ({"prompt": "hello", "system": "x"}, 2))):
+        file = place.write(f"own{number}.jsonl", row)
+        found = inputs(place.config(f"evaluate.suites.s.path={file}"))["evaluate.suites.s.path"]
+        assert found.get("layout") == layout
 
 
 @pytest.mark.parametrize(
