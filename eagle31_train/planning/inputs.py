@@ -149,10 +149,10 @@ def _check_given(config: Config) -> None:
     """UserError, as of `eagle31 data`, for rows that are missing and for a tokenizer here without a chat template."""
     option = "data.prompts" if config.regenerate else "data.conversations"
     alone = config.data.prompts if config.regenerate else config.data.conversations
-    sources = [("data.sources: path", path) for path in config.data.source_paths]
-    for where, spec in sources or [(option, alone)]:
-        if spec not in (None, SELF):
-            find_files(spec, where)
+    sources = config.data.source_paths
+    for spec in sources or filter(None, [alone]):
+        if spec != SELF:
+            find_files(spec, "data.sources: path" if sources else option)
     if any(Path(config.target.path).glob("tokenizer*")):
         ChatTemplate.load(config.target)
 
